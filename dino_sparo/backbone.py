@@ -1,0 +1,237 @@
+"""Images -> tokens: the vision transformer of DINO, out of timm's blocks.
+
+Stage 2 of the map. `tokens = backbone(images)` turns images (B, C, H, W) of any size into tokens (B, N, D), class token
+first, patches after it row by row. Parameters carry the names of facebookresearch/dino's `vision_transformer.py`, so its
+weights load as they are.
+"""
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from timm.layers import trunc_normal_
+from timm.models.vision_transformer import Block
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class ViTSize(NamedTuple):
+    """Width, number of blocks and number of heads of a vision transformer."""
+
+    embed_dim: int
+    depth: int
+    num_heads: int
+
+
+ARCHITECTURES: dict[str, ViTSize] = {
+    # For laptops and tests; not an architecture of the literature.
+    "vit_micro": ViTSize(embed_dim=192, depth=5, num_heads=3),
+    "vit_tiny": ViTSize(embed_dim=192, depth=12, num_heads=3),
+    "vit_small": ViTSize(embed_dim=384, depth=12, num_heads=6),
+    "vit_base": ViTSize(embed_dim=768, depth=12, num_heads=12),
+}
+
+# The reference adds this to the wanted grid size before it divides, so that rounding cannot lose a row
+# (facebookresearch/dino, discussion #8). It shifts the sampled positions a little, hence it must be the same here.
+GRID_OFFSET = 0.1
+
+
+class PatchEmbed(nn.Module):
+    """Cut images into patches and project each one linearly: (B, C, H, W) -> (B, H/P * W/P, D)."""
+
+    def __init__(self, patch_size: int, in_chans: int, embed_dim: int) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(in_chans, embed_dim, kernel_size=patch_size, stride=patch_size)
+
+    def forward(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B N D"]:
+        """Project patches; pixels beyond the last whole patch are left out, as the reference does."""
+        return self.proj(images).flatten(2).transpose(1, 2)
+
+
+class Backbone(nn.Module):
+    """A pre-norm vision transformer with a class token and learned position embeddings.
+
+        x_0 = [cls; patches W_E] + pos
+        x_i = x'_i + MLP(LN(x'_i)),  x'_i = x_{i-1} + MHSA(LN(x_{i-1}))
+        tokens = LN(x_depth)
+
+    LayerNorm eps 1e-6, qkv with bias, MLP ratio 4, GELU, truncated normal (std 0.02) for linear layers, class token and
+    position embedding, stochastic depth growing linearly from 0 to `drop_path_rate` over the blocks of the whole
+    architecture. Source: DINO, `vision_transformer.py`; ViT, section 3.1.
+
+    Args:
+        size: width, depth and heads.
+        patch_size: P, side of a patch in pixels.
+        img_size: side in pixels of the square image whose grid the position embedding stores.
+        in_chans: number of image channels.
+        drop_path_rate: stochastic depth rate of the last block of the architecture.
+        depth: number of blocks to build, if fewer than `size.depth` (SPARO takes the place of the last one).
+
+    Raises:
+        ValueError: a size is out of range.
+    """
+
+    num_prefix_tokens = 1
+
+    def __init__(
+        self,
+        size: ViTSize,
+        patch_size: int = 16,
+        img_size: int = 224,
+        in_chans: int = 3,
+        drop_path_rate: float = 0.0,
+        depth: int | None = None,
+    ) -> None:
+        super().__init__()
+        _check_sizes(patch_size, img_size, in_chans, drop_path_rate)
+        self.embed_dim, self.num_heads = size.embed_dim, size.num_heads
+        self.depth = size.depth if depth is None else depth
+        self.patch_size, self.img_size, self.in_chans = patch_size, img_size, in_chans
+        grid_size = img_size // patch_size
+        self.patch_embed = PatchEmbed(patch_size, in_chans, self.embed_dim)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, self.embed_dim))
+        self.pos_embed = nn.Parameter(torch.zeros(1, grid_size**2 + 1, self.embed_dim))
+        norm_layer: Any = partial(nn.LayerNorm, eps=1e-6)
+        # The rates are those of the whole architecture: removing the last block changes no other block's rate.
+        drop_path_rates = np.linspace(0, drop_path_rate, size.depth).tolist()
+        self.blocks = nn.ModuleList(
+            Block(self.embed_dim, self.num_heads, mlp_ratio=4.0, qkv_bias=True, drop_path=rate, norm_layer=norm_layer)
+            for rate in drop_path_rates[: self.depth]
+        )
+        self.norm = norm_layer(self.embed_dim)
+        trunc_normal_(self.pos_embed, std=0.02)
+        trunc_normal_(self.cls_token, std=0.02)
+        self.blocks.apply(_init_linear)
+
+    def forward(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B N D"]:
+        """Images -> tokens after the final LayerNorm.
+
+        Args:
+            images: (B, C, H, W), normalised; H and W at least one patch.
+
+        Returns:
+            (B, N, D), class token first, then the patches row by row.
+        """
+        return self.norm(self._run_blocks(self.embed(images), self.depth))
+
+    def embed(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B N D"]:
+        """Images -> tokens before the first block: patches and class token with their positions added.
+
+        Raises:
+            ValueError: the images are smaller than a patch or have another number of channels.
+        """
+        channels, height, width = images.shape[1:]
+        if channels != self.in_chans:
+            raise ValueError(f"images have {channels} channels; the backbone was built with in_chans={self.in_chans}")
+        if min(height, width) < self.patch_size:
+            raise ValueError(f"images of {height}x{width} px are smaller than one patch of {self.patch_size} px")
+        patches = self.patch_embed(images)
+        cls_tokens = self.cls_token.expand(len(images), -1, -1)
+        return torch.cat((cls_tokens, patches), dim=1) + self.position_embedding(height, width)
+
+    def position_embedding(self, height: int, width: int) -> Float[Tensor, "1 N D"]:
+        """The position embedding for images of `height` x `width` pixels.
+
+        For a square image that fills the stored grid the grid as it is, else the grid resampled bicubically, without
+        antialiasing, by the scale (wanted patches + 0.1) / stored patches per axis. (An oblong image that happens to
+        have the stored number of patches is resampled too, by 0.1 of a patch: so does the reference.)
+        """
+        grid_size = math.isqrt(self.pos_embed.shape[1] - 1)
+        rows, columns = height // self.patch_size, width // self.patch_size
+        if rows * columns == grid_size**2 and height == width:
+            return self.pos_embed
+        grid = self.pos_embed[:, 1:].unflatten(1, (grid_size, grid_size)).permute(0, 3, 1, 2)
+        scale = ((rows + GRID_OFFSET) / grid_size, (columns + GRID_OFFSET) / grid_size)
+        resampled = F.interpolate(grid, scale_factor=scale, mode="bicubic")
+        return torch.cat((self.pos_embed[:, :1], resampled.flatten(2).transpose(1, 2)), dim=1)
+
+    def intermediate_tokens(self, images: Float[Tensor, "B C H W"], n: int) -> list[Float[Tensor, "B N D"]]:
+        """The tokens after each of the last `n` blocks, in order, each through the final LayerNorm.
+
+        Raises:
+            ValueError: `n` is not between 1 and the number of blocks.
+        """
+        if not 1 <= n <= self.depth:
+            raise ValueError(f"n={n} intermediate layers asked of a backbone with {self.depth} blocks")
+        tokens = self._run_blocks(self.embed(images), self.depth - n)
+        outputs = []
+        for block in self.blocks[self.depth - n :]:
+            tokens = block(tokens)
+            outputs.append(self.norm(tokens))
+        return outputs
+
+    def last_self_attention(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B heads N N"]:
+        """The last block's self-attention, softmax(Q K^T / sqrt(D / heads)), summing to one over the last axis.
+
+        Computed beside the block from its own projection, so that the block keeps its fused attention.
+        """
+        block: Any = self.blocks[-1]
+        tokens = block.norm1(self._run_blocks(self.embed(images), self.depth - 1))
+        qkv = block.attn.qkv(tokens).unflatten(-1, (3, self.num_heads, -1))  # (B, N, 3, heads, D/heads)
+        queries, keys, _ = qkv.permute(2, 0, 3, 1, 4)
+        return (queries @ keys.transpose(-2, -1) * queries.shape[-1] ** -0.5).softmax(dim=-1)
+
+    def use_fused_attention(self, fused: bool) -> None:
+        """Choose between torch's fused attention and plain matrix products; the results agree up to rounding.
+
+        Fused is the default, and the right choice on GPUs and in fp32. On a CPU in bf16 it is slower than plain products.
+        """
+        block: Any
+        for block in self.blocks:
+            block.attn.fused_attn = fused
+
+    def _run_blocks(self, tokens: Tensor, count: int) -> Tensor:
+        for block in self.blocks[:count]:
+            tokens = block(tokens)
+        return tokens
+
+
+def create_backbone(
+    arch: str,
+    patch_size: int = 16,
+    img_size: int = 224,
+    in_chans: int = 3,
+    drop_path_rate: float = 0.0,
+    remove_blocks: int = 0,
+) -> Backbone:
+    """Build a backbone by the name of its architecture.
+
+    Args:
+        arch: a key of `ARCHITECTURES`.
+        patch_size: P, pixels.
+        img_size: side in pixels of the images whose grid the position embedding stores.
+        in_chans: number of image channels.
+        drop_path_rate: stochastic depth rate of the architecture's last block.
+        remove_blocks: number of blocks to leave out at the end; SPARO replaces one.
+
+    Raises:
+        ValueError: the name is unknown, or a size is out of range.
+    """
+    if arch not in ARCHITECTURES:
+        raise ValueError(f"unknown arch {arch!r}; choose one of {sorted(ARCHITECTURES)}")
+    size = ARCHITECTURES[arch]
+    return Backbone(size, patch_size, img_size, in_chans, drop_path_rate, depth=size.depth - remove_blocks)
+
+
+def _check_sizes(patch_size: int, img_size: int, in_chans: int, drop_path_rate: float) -> None:
+    if patch_size < 1:
+        raise ValueError(f"patch_size={patch_size} px; give a positive number, usually 4 to 32")
+    if img_size < patch_size or img_size % patch_size:
+        nearest = max(img_size // patch_size, 1) * patch_size
+        raise ValueError(
+            f"img_size={img_size} px is not a multiple of patch_size={patch_size} px; the nearest that fits is {nearest}"
+        )
+    if in_chans < 1:
+        raise ValueError(f"in_chans={in_chans}; an image has at least one channel")
+    if not 0 <= drop_path_rate < 1:
+        raise ValueError(f"drop_path_rate={drop_path_rate} is not a rate; give one in [0, 1)")
+
+
+def _init_linear(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)

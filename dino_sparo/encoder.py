@@ -1,0 +1,212 @@
+"""Images -> encodings: a backbone and a read-out under one roof, for one image size or many at once.
+
+Stage 2 of the map, its end: what training feeds to the head and what evaluation measures. The encoding is the
+concatenation of the read-out's slots, (B, L*V).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import groupby
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from dino_sparo.backbone import Backbone, create_backbone
+from dino_sparo.readout import ReadoutOutput, create_readout
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """How an encoder is built; it travels in every checkpoint, so that no script needs to be told again.
+
+    Attributes:
+        arch: a key of `backbone.ARCHITECTURES`.
+        patch_size: P, pixels.
+        readout: a key of `readout.READOUTS`.
+        num_slots: L, for `sparo`.
+        slot_dim: V, for `sparo`.
+        key_dim: A, for `sparo`.
+        group_size: G, for `sparo`.
+        img_size: side in pixels of the images whose grid the position embedding stores.
+        in_chans: number of image channels.
+    """
+
+    arch: str = "vit_small"
+    patch_size: int = 16
+    readout: str = "sparo"
+    num_slots: int = 64
+    slot_dim: int = 64
+    key_dim: int = 64
+    group_size: int = 1
+    img_size: int = 224
+    in_chans: int = 3
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "EncoderConfig":
+        """The configuration a checkpoint carries; fields it does not know keep their default."""
+        known = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in known})
+
+
+class Encoder(nn.Module):
+    """Backbone + read-out: images -> encoding (B, L*V).
+
+    Args:
+        backbone: images -> tokens.
+        readout: tokens -> `ReadoutOutput`.
+        config: how both were built.
+    """
+
+    def __init__(self, backbone: Backbone, readout: nn.Module, config: EncoderConfig) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.readout = readout
+        self.config = config
+
+    @property
+    def encoding_dim(self) -> int:
+        """Width of the encoding: L*V for `sparo`, D for `cls` and `gap`."""
+        if self.config.readout == "sparo":
+            return self.config.num_slots * self.config.slot_dim
+        return self.backbone.embed_dim
+
+    def forward(
+        self, images: Float[Tensor, "B C H W"] | Sequence[Float[Tensor, "_ C _ _"]]
+    ) -> Float[Tensor, "B encoding_dim"]:
+        """Encode a batch, or the crops of a batch.
+
+        Args:
+            images: (B, C, H, W), or a list of such batches, whose sizes may differ.
+
+        Returns:
+            (B, L*V); for a list the encodings of its members one below the other, in the list's order.
+        """
+        return encode_crops(self.backbone, self.readout, images)
+
+    def readout_output(self, images: Float[Tensor, "B C H W"]) -> ReadoutOutput:
+        """Slots (B, L, V) and their attention (B, L, N) over the tokens."""
+        return self.readout(self.backbone(images))
+
+    def get_intermediate_layers(self, images: Float[Tensor, "B C H W"], n: int) -> list[Float[Tensor, "B _"]]:
+        """The features a linear probe is trained on, earliest first.
+
+        The class tokens of the last `n` layers after the final LayerNorm. The read-out counts as the last layer: with
+        `sparo` and `gap` the last feature is the encoding as it is, unnormalised (SPARO, appendix 0.C.2).
+
+        Args:
+            images: (B, C, H, W).
+            n: number of layers, read-out included.
+
+        Returns:
+            n tensors (B, D); the last is (B, L*V).
+        """
+        return self._layers(images, n)[0]
+
+    def probe_features(
+        self, images: Float[Tensor, "B C H W"], n_last_blocks: int = 4, avgpool_patchtokens: bool = False
+    ) -> Float[Tensor, "B F"]:
+        """The linear probe's input: `get_intermediate_layers` side by side.
+
+        Args:
+            images: (B, C, H, W).
+            n_last_blocks: number of layers.
+            avgpool_patchtokens: also append the mean of the last block's normalised patch tokens.
+
+        Returns:
+            (B, F), F the sum of the features' widths.
+        """
+        layers, last_tokens = self._layers(images, n_last_blocks)
+        if avgpool_patchtokens:
+            layers.append(last_tokens[:, self.backbone.num_prefix_tokens :].mean(dim=1))
+        return torch.cat(layers, dim=-1)
+
+    def _layers(self, images: Tensor, n: int) -> tuple[list[Tensor], Tensor]:
+        """The probe's features, and the last block's normalised tokens (B, N, D)."""
+        if self.config.readout == "cls":
+            tokens = self.backbone.intermediate_tokens(images, n)
+            return [block_tokens[:, 0] for block_tokens in tokens], tokens[-1]
+        is_pooled = self.config.readout == "gap"
+        most = self.backbone.depth + (not is_pooled)
+        if not 1 <= n <= most:
+            raise ValueError(f"n={n} layers asked of an encoder with {most}, read-out included")
+        # With sparo the read-out stands in the place of the removed block, so n - 1 blocks precede it. With gap no
+        # block was removed: the read-out pools the last block, whose own class token is therefore left out.
+        tokens = self.backbone.intermediate_tokens(images, min(max(n - 1, 1) + is_pooled, self.backbone.depth))
+        class_tokens = [block_tokens[:, 0] for block_tokens in (tokens[:-1] if is_pooled else tokens)]
+        encoding = self.readout(tokens[-1]).slots.flatten(1)
+        return [*class_tokens[len(class_tokens) - (n - 1) :], encoding], tokens[-1]
+
+
+def encode_crops(
+    backbone: Backbone, readout: nn.Module, crops: Tensor | Sequence[Tensor]
+) -> Float[Tensor, "B encoding_dim"]:
+    """Encode one batch or several, running neighbours of equal size together.
+
+    Args:
+        backbone: images -> tokens.
+        readout: tokens -> slots.
+        crops: (B, C, H, W), or a non-empty list of such batches.
+
+    Returns:
+        Encodings (total number of images, L*V), in the order of the list.
+    """
+    if isinstance(crops, Tensor):
+        crops = [crops]
+    if not crops:
+        raise ValueError("no crops to encode: the list is empty")
+    groups = (torch.cat(list(group)) for _, group in groupby(crops, key=lambda crop: crop.shape[-2:]))
+    return torch.cat([readout(backbone(images)).slots.flatten(1) for images in groups])
+
+
+def create_encoder(
+    arch: str = "vit_small",
+    patch_size: int = 16,
+    readout: str = "sparo",
+    num_slots: int = 64,
+    slot_dim: int = 64,
+    key_dim: int = 64,
+    group_size: int = 1,
+    img_size: int = 224,
+    drop_path_rate: float = 0.0,
+    in_chans: int = 3,
+) -> Encoder:
+    """Build an encoder with random weights.
+
+    With `sparo` the architecture's last block is removed and the read-out takes its place (SPARO, section 3.4): 11
+    blocks for a ViT-S. `cls` (vanilla DINO) and `gap` keep all blocks.
+
+    Args:
+        arch: a key of `backbone.ARCHITECTURES`.
+        patch_size: P, pixels.
+        readout: a key of `readout.READOUTS`.
+        num_slots: L, for `sparo`.
+        slot_dim: V, for `sparo`.
+        key_dim: A, for `sparo`.
+        group_size: G, slots that share a key, for `sparo`.
+        img_size: side in pixels of the images whose grid the position embedding stores; others are resampled.
+        drop_path_rate: stochastic depth rate.
+        in_chans: number of image channels.
+
+    Raises:
+        ValueError: an unknown name, or a size that does not fit; the message lists what does.
+    """
+    config = EncoderConfig(arch, patch_size, readout, num_slots, slot_dim, key_dim, group_size, img_size, in_chans)
+    return encoder_from_config(config, drop_path_rate)
+
+
+def encoder_from_config(config: EncoderConfig, drop_path_rate: float = 0.0) -> Encoder:
+    """Build the encoder a configuration describes, with random weights; see `create_encoder`."""
+    backbone = create_backbone(
+        config.arch,
+        config.patch_size,
+        config.img_size,
+        config.in_chans,
+        drop_path_rate,
+        remove_blocks=int(config.readout == "sparo"),
+    )
+    readout = create_readout(
+        config.readout, backbone.embed_dim, config.num_slots, config.slot_dim, config.key_dim, config.group_size
+    )
+    return Encoder(backbone, readout, replace(config))
