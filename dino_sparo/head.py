@@ -1,0 +1,132 @@
+"""Encoding -> logits over K prototypes: the DINO head, and the network that student and teacher are.
+
+Stage 3 of the map. The head is the reference's, unchanged, with its parameter names; only the deprecated
+`torch.nn.utils.weight_norm` is replaced by a module that holds the same two parameters.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from jaxtyping import Float
+from timm.layers import trunc_normal_
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dino_sparo.encoder import Encoder, encode_crops
+
+
+class WeightNormLinear(nn.Module):
+    """A bias-free linear layer whose rows are a direction and a length.
+
+        logits = x W^T,  W_k = g_k v_k / ||v_k||_2
+
+    The parameters are `weight_v` (K, in), drawn as `nn.Linear` draws its weight, and `weight_g` (K, 1), set to one.
+    Source: Salimans and Kingma, weight normalisation, equation 2; names as `torch.nn.utils.weight_norm` gave them.
+    """
+
+    def __init__(self, in_dim: int, out_dim: int) -> None:
+        super().__init__()
+        self.weight_g = nn.Parameter(torch.ones(out_dim, 1))
+        self.weight_v = nn.Parameter(nn.Linear(in_dim, out_dim, bias=False).weight.detach())
+
+    def forward(self, x: Float[Tensor, "*B in"]) -> Float[Tensor, "*B K"]:
+        """Project (..., in) to (..., K)."""
+        # The norm is taken in the parameters' own precision, also under autocast.
+        norms = torch.linalg.vector_norm(self.weight_v, dim=1, keepdim=True)
+        return F.linear(x, self.weight_v * (self.weight_g / norms))
+
+
+class DINOHead(nn.Module):
+    """The projection head of DINO.
+
+        logits = last_layer( MLP(encoding) / ||MLP(encoding)||_2 )
+
+    The MLP has `num_layers` linear layers with GELU (and batch norm, on request) between them; the last layer is
+    weight-normalised. Source: DINO, section 3.1 and appendix C; facebookresearch/dino, `vision_transformer.py`.
+
+    Args:
+        in_dim: width of the encoding, L*V.
+        out_dim: K, number of prototypes.
+        use_bn: batch norm before every GELU.
+        norm_last_layer: keep the prototypes' lengths fixed at one (the recommended choice for large models).
+        num_layers: linear layers in the MLP.
+        hidden_dim: width of the hidden layers.
+        bottleneck_dim: width of the normalised output of the MLP.
+
+    Raises:
+        ValueError: a size is not positive.
+    """
+
+    def __init__(
+        self,
+        in_dim: int,
+        out_dim: int,
+        use_bn: bool = False,
+        norm_last_layer: bool = True,
+        num_layers: int = 3,
+        hidden_dim: int = 2048,
+        bottleneck_dim: int = 256,
+    ) -> None:
+        super().__init__()
+        sizes = {
+            "in_dim": in_dim,
+            "out_dim": out_dim,
+            "num_layers": num_layers,
+            "hidden_dim": hidden_dim,
+            "bottleneck_dim": bottleneck_dim,
+        }
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name}={size} is not a valid size for the DINO head; give a positive integer")
+        self.mlp = _mlp([in_dim, *[hidden_dim] * (num_layers - 1), bottleneck_dim], use_bn)
+        self.last_layer = WeightNormLinear(bottleneck_dim, out_dim)
+        self.last_layer.weight_g.requires_grad_(not norm_last_layer)
+
+    def forward(self, encodings: Float[Tensor, "B in_dim"]) -> Float[Tensor, "B K"]:
+        """Encodings (B, L*V) -> logits (B, K)."""
+        return self.last_layer(F.normalize(self.mlp(encodings), dim=-1))
+
+
+def _mlp(widths: list[int], use_bn: bool) -> nn.Module:
+    """Linear layers between the given widths; one alone is the bare layer, as the reference has it."""
+    layers: list[nn.Module] = []
+    for in_width, out_width in pairwise(widths[:-1]):
+        layers.append(_linear(in_width, out_width))
+        if use_bn:
+            layers.append(nn.BatchNorm1d(out_width))
+        layers.append(nn.GELU())
+    last = _linear(widths[-2], widths[-1])
+    return nn.Sequential(*layers, last) if layers else last
+
+
+def _linear(in_width: int, out_width: int) -> nn.Linear:
+    layer = nn.Linear(in_width, out_width)
+    trunc_normal_(layer.weight, std=0.02)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class DINONetwork(nn.Module):
+    """What student and teacher are: crops -> logits. Its keys are `backbone.*`, `readout.*` and `head.*`.
+
+    Args:
+        encoder: images -> encodings; its parts become parts of the network.
+        head: encodings -> logits.
+    """
+
+    def __init__(self, encoder: Encoder, head: DINOHead) -> None:
+        super().__init__()
+        self.backbone = encoder.backbone
+        self.readout = encoder.readout
+        self.head = head
+        self.config = encoder.config
+
+    @property
+    def encoder(self) -> Encoder:
+        """The encoder without its head; it shares the parameters."""
+        return Encoder(self.backbone, self.readout, self.config)
+
+    def forward(self, crops: Float[Tensor, "_ C H W"] | Sequence[Float[Tensor, "_ C _ _"]]) -> Float[Tensor, "SB K"]:
+        """Crops -> logits (S*B, K), crop by crop: the first B rows belong to the first crop."""
+        return self.head(encode_crops(self.backbone, self.readout, crops))

@@ -1,0 +1,170 @@
+"""Gradients -> weights: parameter groups, optimizers, schedules per step, clipping.
+
+Stage 4 of the map.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+CLIP_EPSILON = 1e-6  # the reference's guard against division by a zero norm
+
+
+def param_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Split trainable parameters into regularised ones and the rest.
+
+    Biases and one-dimensional parameters (norms) get no weight decay. SPARO's queries (L, A) are regularised, as are
+    position embeddings and class token: the reference decides by name and number of dimensions alone.
+
+    Returns:
+        Two groups, the second with weight decay 0; only the first follows the weight-decay schedule.
+    """
+    regularised: list[nn.Parameter] = []
+    unregularised: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            (unregularised if name.endswith(".bias") or parameter.ndim == 1 else regularised).append(parameter)
+    return [{"params": regularised}, {"params": unregularised, "weight_decay": 0.0}]
+
+
+class LARS(torch.optim.Optimizer):
+    """Layer-wise adaptive rate scaling with momentum.
+
+        d = g + lambda w                      (parameters with two or more dimensions)
+        d <- d * eta ||w|| / ||d||            (the same, where both norms are positive)
+        mu <- momentum mu + d,  w <- w - lr mu
+
+    Source: You, Gitman and Ginsburg, "Large batch training of convolutional networks", algorithm 1, in the variant of
+    facebookresearch/dino (`utils.LARS`): the ratio is taken of the decayed gradient.
+
+    Args:
+        params: parameters or groups of them.
+        lr: learning rate.
+        weight_decay: lambda.
+        momentum: momentum of the update.
+        eta: trust coefficient.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 0.0,
+        weight_decay: float = 0.0,
+        momentum: float = 0.9,
+        eta: float = 0.001,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "eta": eta})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                update = self._scaled_gradient(parameter, group["weight_decay"], group["eta"])
+                state = self.state[parameter]
+                if "mu" not in state:
+                    state["mu"] = torch.zeros_like(parameter)
+                state["mu"].mul_(group["momentum"]).add_(update)
+                parameter.add_(state["mu"], alpha=-group["lr"])
+        return loss
+
+    @staticmethod
+    def _scaled_gradient(parameter: Tensor, weight_decay: float, eta: float) -> Tensor:
+        if parameter.ndim == 1:
+            return parameter.grad  # type: ignore[return-value]
+        update = parameter.grad.add(parameter, alpha=weight_decay)  # type: ignore[union-attr]
+        parameter_norm, update_norm = parameter.norm(), update.norm()
+        ratio = eta * parameter_norm / update_norm
+        return update * torch.where((parameter_norm > 0) & (update_norm > 0), ratio, torch.ones_like(ratio))
+
+
+OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] = {
+    # The learning rate of all of them is set at every step by the schedule.
+    "adamw": lambda groups: torch.optim.AdamW(groups, fused=True),
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.0, momentum=0.9),
+    "lars": lambda groups: LARS(groups),
+}
+
+
+def create_optimizer(name: str, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Build an optimizer by name.
+
+    Args:
+        name: a key of `OPTIMIZERS`.
+        groups: from `param_groups`.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    if name not in OPTIMIZERS:
+        raise ValueError(f"unknown optimizer {name!r}; choose one of {sorted(OPTIMIZERS)}")
+    return OPTIMIZERS[name](groups)
+
+
+def cosine_schedule(
+    base: float, final: float, total_steps: int, warmup_steps: int = 0, start: float = 0.0
+) -> np.ndarray:
+    """One value per step: a linear warm-up, then half a cosine.
+
+        value_i = final + (base - final) (1 + cos(pi i / n)) / 2,   i = 0 .. n - 1 after the warm-up
+
+    The warm-up runs from `start` to `base` inclusive, so `base` stands twice, as in the reference.
+
+    Args:
+        base: value after the warm-up.
+        final: value the cosine tends to.
+        total_steps: length of the schedule, steps.
+        warmup_steps: length of the warm-up, steps.
+        start: first value of the warm-up.
+
+    Returns:
+        (total_steps,) float64.
+
+    Raises:
+        ValueError: the warm-up is longer than the schedule.
+    """
+    if not 0 <= warmup_steps <= total_steps:
+        raise ValueError(
+            f"a warm-up of {warmup_steps} steps does not fit a schedule of {total_steps} steps; shorten the warm-up "
+            f"or train longer"
+        )
+    warmup = np.linspace(start, base, warmup_steps)
+    steps = np.arange(total_steps - warmup_steps)
+    cosine = final + 0.5 * (base - final) * (1 + np.cos(np.pi * steps / max(len(steps), 1)))
+    return np.concatenate((warmup, cosine))
+
+
+@torch.no_grad()
+def clip_gradients_(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
+    """Scale every gradient whose own norm exceeds `max_norm` down to it, in place.
+
+        g <- g min(1, max_norm / (||g||_2 + 1e-6)),  for each parameter on its own
+
+    Source: facebookresearch/dino, `utils.clip_gradients`. Nothing is read from the device.
+
+    Args:
+        parameters: those without a gradient are passed over.
+        max_norm: largest norm left unchanged.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not gradients:
+        return
+    norms = torch._foreach_norm(gradients)
+    torch._foreach_add_(norms, CLIP_EPSILON)
+    factors = [(max_norm / norm).clamp(max=1.0) for norm in norms]
+    torch._foreach_mul_(gradients, factors)
+
+
+def drop_gradients(module: nn.Module) -> None:
+    """Forget the gradients of a module's parameters, so that the optimizer leaves them alone (not even decay)."""
+    for parameter in module.parameters():
+        parameter.grad = None

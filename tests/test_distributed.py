@@ -1,0 +1,99 @@
+"""Who started this process, and collectives over real processes."""
+
+import multiprocessing
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dino_sparo.distributed import (
+    all_gather_ragged,
+    all_reduce_sum,
+    barrier,
+    detect_launcher,
+    init_distributed,
+    is_main,
+    rank,
+    select_device,
+    shutdown,
+    world_size,
+)
+from dino_sparo.loss import DINOLoss
+
+TASK = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, ("plain", 0, 1, 0)),
+        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, ("torchrun", 3, 4, 1)),
+        (TASK, ("slurm", 5, 8, 1)),
+        # torchrun inside a Slurm task: torchrun's word is the nearer one
+        ({**TASK, "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, ("torchrun", 3, 4, 1)),
+        # a variable left over in the shell
+        ({"SLURM_PROCID": "0"}, ("plain", 0, 1, 0)),
+        # a batch script: Slurm sets the first task's variables there, but no step runs
+        ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"}, ("plain", 0, 1, 0)),
+        # an interactive shell started with srun --pty
+        ({**TASK, "SLURM_PROCID": "0", "SLURM_PTY_PORT": "33333"}, ("plain", 0, 1, 0)),
+        ({**TASK, "SLURM_PROCID": "0", "SLURM_JOB_NAME": "interactive"}, ("plain", 0, 1, 0)),
+        ({**TASK, "SLURM_STEP_NUM_TASKS": "1"}, ("plain", 0, 1, 0)),
+    ],
+)
+def test_the_launcher_is_found_in_the_environment(
+    environment: dict[str, str], expected: tuple[str, int, int, int]
+) -> None:
+    assert detect_launcher(environment) == expected
+
+
+def test_a_process_alone_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_PROCID", "7")
+    place = init_distributed("cpu")
+    assert (place.rank, place.world_size, place.device) == (0, 1, torch.device("cpu"))
+    assert not dist.is_initialized()
+    assert (rank(), world_size(), is_main()) == (0, 1, True)
+    values = torch.arange(5)
+    assert all_reduce_sum(values) is values
+    assert all_gather_ragged(values) is values
+    barrier()
+
+
+def test_devices_that_do_not_exist_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"asks for GPU 3, but this process sees 2"):
+        select_device("cuda", local_rank=3)
+    with pytest.raises(ValueError, match="unknown device 'tpux'"):
+        select_device("tpux")
+
+
+def _peer(number: int, count: int, folder: str, results: "multiprocessing.Queue") -> None:
+    torch.set_num_threads(1)
+    import os
+
+    os.environ.update(RANK=str(number), WORLD_SIZE=str(count), LOCAL_RANK=str(number))
+    init_distributed("cpu", dist_url=f"file://{folder}/rendezvous")
+    gathered = all_gather_ragged(torch.full((number + 1, 2), float(number)))
+    loss = DINOLoss(5, 2, 0.04, 0.04, 0, 1)
+    logits = torch.randn(4, 5, generator=torch.Generator().manual_seed(number))
+    loss(logits, logits, 0)
+    results.put((number, gathered.tolist(), loss.center.tolist()))
+    barrier()
+    shutdown()
+
+
+def test_two_processes_gather_in_rank_order_and_share_one_centre(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    peers = [context.Process(target=_peer, args=(number, 2, str(tmp_path), results)) for number in range(2)]
+    for peer in peers:
+        peer.start()
+    found = sorted(results.get(timeout=120) for _ in peers)
+    for peer in peers:
+        peer.join(timeout=60)
+    assert [gathered for _, gathered, _ in found] == [[[0.0, 0.0], [1.0, 1.0], [1.0, 1.0]]] * 2
+    together = torch.cat([torch.randn(4, 5, generator=torch.Generator().manual_seed(number)) for number in range(2)])
+    expected = 0.1 * together.mean(dim=0, keepdim=True)
+    for _, _, center in found:
+        assert torch.allclose(torch.tensor(center), expected, atol=1e-7)

@@ -1,0 +1,155 @@
+"""The loss against its definition over pairs of views, in float64, and against recorded numbers."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from reference import weights as recorded
+
+from dino_sparo import DINOLoss
+
+STUDENT_TEMP = 0.1
+
+
+def build(num_crops: int, out_dim: int, temp: float = 0.05, **changed: object) -> DINOLoss:
+    """A loss without warm-up, in float64."""
+    settings = {"warmup_teacher_temp": temp, "teacher_temp": temp, "warmup_teacher_temp_epochs": 0, "num_epochs": 3}
+    return DINOLoss(out_dim, num_crops, **{**settings, **changed}).double()
+
+
+def over_pairs(student: torch.Tensor, teacher: torch.Tensor, center: torch.Tensor, temp: float) -> torch.Tensor:
+    """Mean over pairs of different views, and over images, of -sum_k p_t(k) ln p_s(k), in nats.
+
+    Crop s of image b is row s * B + b; the teacher sees the first two crops.
+    """
+    batch = teacher.shape[0] // 2
+    num_crops = student.shape[0] // batch
+    terms = []
+    for t in range(2):
+        for s in range(num_crops):
+            if s == t:
+                continue
+            for b in range(batch):
+                target = ((teacher[t * batch + b] - center[0]) / temp).softmax(dim=0)
+                logits = student[s * batch + b] / STUDENT_TEMP
+                terms.append(-(target * (logits - torch.logsumexp(logits, dim=0))).sum())
+    return torch.stack(terms).mean()
+
+
+@pytest.mark.parametrize("out_dim", [5, 13, 101])
+@pytest.mark.parametrize("num_crops", [2, 3, 7, 10])
+def test_value_and_gradient_equal_the_definition_over_pairs(num_crops: int, out_dim: int) -> None:
+    torch.manual_seed(num_crops)
+    batch = 3
+    loss = build(num_crops, out_dim)
+    center = torch.randn(1, out_dim, dtype=torch.float64)
+    loss.center.copy_(center)
+    student = torch.randn(num_crops * batch, out_dim, dtype=torch.float64, requires_grad=True)
+    teacher = torch.randn(2 * batch, out_dim, dtype=torch.float64)
+    value = loss(student, teacher, 0)
+    expected = over_pairs(student, teacher, center, 0.05)
+    torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
+    (ours,) = torch.autograd.grad(value, student)
+    (wanted,) = torch.autograd.grad(expected, student)
+    torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("num_crops", list(recorded.LOSS_CALLS))
+def test_losses_gradients_and_centres_follow_the_reference_through_the_warm_up(num_crops: int) -> None:
+    numbers, settings = recorded.load("loss"), recorded.LOSS
+    loss = DINOLoss(
+        settings["out_dim"],
+        num_crops,
+        warmup_teacher_temp=settings["warmup_teacher_temp"],
+        teacher_temp=settings["teacher_temp"],
+        warmup_teacher_temp_epochs=settings["warmup_epochs"],
+        num_epochs=settings["epochs"],
+    )
+    assert loss.center.shape == (1, settings["out_dim"])
+    for call, epoch in enumerate(recorded.LOSS_CALLS[num_crops]):
+        student, teacher = map(torch.from_numpy, recorded.loss_logits(num_crops, call))
+        student.requires_grad_()
+        value = loss(student, teacher, epoch)
+        value.backward()
+        key = f"crops{num_crops}/call{call}"
+        assert value.item() == pytest.approx(float(numbers[f"{key}/loss"]), rel=1e-5)
+        torch.testing.assert_close(student.grad, torch.from_numpy(numbers[f"{key}/grad"]), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(loss.center, torch.from_numpy(numbers[f"{key}/center"]), rtol=1e-5, atol=1e-7)
+
+
+def test_the_centre_is_a_running_mean_used_before_it_is_moved() -> None:
+    torch.manual_seed(0)
+    loss = build(2, 7, center_momentum=0.75)
+    center = torch.zeros(1, 7, dtype=torch.float64)
+    for _ in range(3):
+        student, teacher = torch.randn(10, 7).double(), torch.randn(10, 7).double()
+        value = loss(student, teacher, 0)
+        # The batch's sum is taken in fp32, whatever the logits' precision.
+        torch.testing.assert_close(value, over_pairs(student, teacher, center, 0.05), rtol=1e-6, atol=1e-6)
+        center = 0.75 * center + 0.25 * teacher.mean(dim=0, keepdim=True)
+        torch.testing.assert_close(loss.center, center, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("warmup_epochs", "num_epochs"), [(0, 3), (1, 3), (3, 5), (5, 5)])
+def test_the_teacher_temperature_warms_up_linearly_over_epochs(warmup_epochs: int, num_epochs: int) -> None:
+    torch.manual_seed(0)
+    student, teacher = torch.randn(6, 5).double(), torch.randn(4, 5).double()
+    ramp = np.linspace(0.02, 0.08, warmup_epochs).tolist() + [0.08] * (num_epochs - warmup_epochs)
+    for epoch, temp in enumerate(ramp):
+        loss = build(
+            3,
+            5,
+            warmup_teacher_temp=0.02,
+            teacher_temp=0.08,
+            warmup_teacher_temp_epochs=warmup_epochs,
+            num_epochs=num_epochs,
+        )
+        expected = over_pairs(student, teacher, torch.zeros(1, 5).double(), temp)
+        torch.testing.assert_close(loss(student, teacher, epoch), expected)
+
+
+@pytest.mark.parametrize("out_dim", [3, 64])
+def test_a_uniform_collapse_costs_the_logarithm_of_the_prototypes(out_dim: int) -> None:
+    value = build(4, out_dim)(torch.zeros(12, out_dim).double(), torch.ones(6, out_dim).double(), 0)
+    assert value.item() == pytest.approx(math.log(out_dim), rel=1e-12)
+
+
+def test_no_gradient_reaches_the_teacher_or_the_centre() -> None:
+    loss = build(2, 5)
+    teacher = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
+    student = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
+    loss(student, teacher, 0).backward()
+    assert teacher.grad is None
+    assert not loss.center.requires_grad
+    assert list(loss.parameters()) == []
+
+
+def test_the_state_is_the_references_centre_alone() -> None:
+    assert list(build(2, 5).state_dict()) == ["center"]
+
+
+def test_large_logits_stay_finite() -> None:
+    student = (1e3 * torch.randn(6, 5)).requires_grad_()
+    value = build(2, 5).float()(student, 1e3 * torch.randn(6, 5), 0)
+    value.backward()
+    assert value.isfinite()
+    assert student.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_crops": 1}, "num_crops"),
+        ({"out_dim": 0}, "out_dim"),
+        ({"warmup_teacher_temp_epochs": 4}, "warmup_teacher_temp_epochs"),
+        ({"teacher_temp": 0.0}, "teacher_temp"),
+        ({"student_temp": 0.0}, "student_temp"),
+        ({"center_momentum": 1.5}, "center_momentum"),
+    ],
+)
+def test_settings_without_meaning_are_refused_by_name(changed: dict[str, object], message: str) -> None:
+    settings: dict = {"out_dim": 5, "num_crops": 2, "warmup_teacher_temp": 0.04, "teacher_temp": 0.04}
+    settings |= {"warmup_teacher_temp_epochs": 0, "num_epochs": 3}
+    with pytest.raises(ValueError, match=message):
+        DINOLoss(**{**settings, **changed})

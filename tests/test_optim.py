@@ -1,0 +1,145 @@
+"""Schedules, groups, clipping and optimisers against numbers recorded from the original code."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from reference import weights as recorded
+from torch import nn
+
+import dino_sparo
+from dino_sparo import optim
+
+
+def schedule(base: float, final: float, total_steps: int, warmup_steps: int, start: float) -> np.ndarray:
+    return optim.cosine_schedule(base, final, total_steps, warmup_steps=warmup_steps, start=start)
+
+
+def grouped(model: nn.Module) -> list[dict]:
+    return optim.param_groups(model)
+
+
+def clip(parameters: list[nn.Parameter], limit: float) -> object:
+    return optim.clip_gradients_(parameters, limit)
+
+
+def create(name: str, groups: list[dict]) -> torch.optim.Optimizer:
+    return optim.create_optimizer(name, groups)
+
+
+def build_network(norm_last_layer: bool) -> nn.Module:
+    with recorded.SkipInitialisation():
+        encoder = dino_sparo.create_encoder("vit_tiny", patch_size=16, readout="cls", img_size=32)
+        head = dino_sparo.DINOHead(192, recorded.STEPS["out_dim"], norm_last_layer=norm_last_layer)
+    return dino_sparo.DINONetwork(encoder, head)
+
+
+@pytest.mark.parametrize("case", range(len(recorded.SCHEDULES)))
+def test_schedules_equal_the_references_at_every_step(case: int) -> None:
+    base, final, epochs, steps, warmup_epochs, start = recorded.SCHEDULES[case]
+    ours = schedule(base, final, epochs * steps, warmup_epochs * steps, start)
+    np.testing.assert_allclose(ours, recorded.load("schedules")[f"schedule{case}"], rtol=1e-12, atol=1e-15)
+
+
+def test_a_schedule_is_a_line_then_half_a_cosine() -> None:
+    ours = schedule(0.5, 0.1, 11, 4, 0.2)
+    expected = [0.2 + (0.5 - 0.2) * step / 3 for step in range(4)]
+    expected += [0.1 + 0.5 * (0.5 - 0.1) * (1 + math.cos(math.pi * step / 7)) for step in range(7)]
+    np.testing.assert_allclose(ours, expected, rtol=1e-12)
+
+
+def test_a_warm_up_longer_than_the_training_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"warm-up of 6 steps.*5 steps"):
+        schedule(1.0, 0.0, 5, 6, 0.0)
+
+
+@pytest.mark.parametrize("norm_last_layer", [True, False])
+def test_weight_decay_falls_on_the_references_parameters(norm_last_layer: bool) -> None:
+    model = build_network(norm_last_layer)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = grouped(model)
+    reference = recorded.load_keys()["param_groups"][f"norm{int(norm_last_layer)}"]
+    expected = [{name.removeprefix("module.") for name in group} for group in reference]
+    assert [{names[id(parameter)] for parameter in group["params"]} for group in groups] == expected
+    assert groups[1]["weight_decay"] == 0
+
+
+def test_sparos_biases_go_without_weight_decay_and_its_queries_do_not() -> None:
+    sparo = dino_sparo.Sparo(13, 6, 11, 5)
+    names = {id(parameter): name for name, parameter in sparo.named_parameters()}
+    decayed, spared = [{names[id(parameter)] for parameter in group["params"]} for group in grouped(sparo)]
+    assert decayed == {"queries", "key_proj.weight", "value_proj.weight"}
+    assert spared == {"key_proj.bias", "value_proj.bias"}
+
+
+@pytest.mark.parametrize("limit", [0.3, 3.0])
+def test_each_parameters_own_norm_is_clipped_as_in_the_reference(limit: float) -> None:
+    numbers = recorded.load("clipping")
+    named = {}
+    for name, gradient in recorded.clip_gradients().items():
+        named[name] = nn.Parameter(torch.zeros(3, 5))
+        named[name].grad = None if gradient is None else torch.from_numpy(gradient)
+    clip(list(named.values()), limit)
+    assert named["absent"].grad is None
+    for name, parameter in named.items():
+        if parameter.grad is not None:
+            expected = torch.from_numpy(numbers[f"clip{limit}/{name}"])
+            torch.testing.assert_close(parameter.grad, expected, rtol=1e-6, atol=0)
+    before = torch.from_numpy(recorded.clip_gradients()["below"])
+    assert torch.equal(named["below"].grad, before)
+    assert named["far_above"].grad.norm().item() == pytest.approx(limit, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "lars"])
+def test_five_steps_of_each_optimiser_equal_the_references(kind: str) -> None:
+    numbers = recorded.load("optimizers")
+    model = nn.ParameterDict({name: nn.Parameter(torch.from_numpy(v)) for name, v in recorded.optim_start().items()})
+    optimizer = create(kind, grouped(model))
+    for step in range(recorded.OPTIM_STEPS):
+        lr, weight_decay = recorded.optim_settings(step)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.param_groups[0]["weight_decay"] = weight_decay
+        for name, gradient in recorded.optim_gradients(step).items():
+            model[name].grad = torch.from_numpy(gradient)
+        optimizer.step()
+        for name, parameter in model.items():
+            expected = torch.from_numpy(numbers[f"{kind}/step{step}/{name}"])
+            torch.testing.assert_close(parameter.detach(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "lars"])
+def test_a_parameter_without_gradient_stays_where_it_is(kind: str) -> None:
+    model = nn.ParameterDict({"moved": nn.Parameter(torch.ones(2, 3)), "kept": nn.Parameter(torch.ones(2, 3))})
+    optimizer = create(kind, grouped(model))
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1
+    optimizer.param_groups[0]["weight_decay"] = 0.5
+    model["moved"].grad = torch.ones(2, 3)
+    optimizer.step()
+    assert torch.equal(model["kept"].detach(), torch.ones(2, 3))
+    assert not torch.equal(model["moved"].detach(), torch.ones(2, 3))
+
+
+def test_lars_momentum_survives_a_checkpoint() -> None:
+    def run(interrupted: bool) -> torch.Tensor:
+        parameter = nn.Parameter(torch.arange(6.0).reshape(2, 3))
+        optimizer = optim.LARS([parameter], lr=0.5, weight_decay=0.1)
+        for step in range(4):
+            if interrupted and step == 2:
+                state = optimizer.state_dict()
+                optimizer = optim.LARS([parameter], lr=0.5, weight_decay=0.1)
+                optimizer.load_state_dict(state)
+            parameter.grad = torch.full((2, 3), 1.0 + step)
+            optimizer.step()
+        return parameter.detach()
+
+    assert torch.equal(run(True), run(False))
+
+
+def test_an_unknown_optimiser_is_refused_with_the_list_of_valid_ones() -> None:
+    with pytest.raises(ValueError, match="adam2") as error:
+        create("adam2", [{"params": [nn.Parameter(torch.ones(2))]}])
+    for valid in ("adamw", "sgd", "lars"):
+        assert valid in str(error.value)
