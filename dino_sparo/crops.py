@@ -1,0 +1,242 @@
+"""One image -> S crops: two global ones and S - 2 local ones, with DINO's distortions.
+
+Stage 1 of the map, its end. The random parameters of a crop are drawn first (`sample_crop`) and applied afterwards
+(`apply_crop`): what a crop looks like is a pure function of the image and of the generator it was drawn with.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from PIL import Image, ImageFilter, ImageOps
+from torch import Tensor
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms import functional as TF
+
+from dino_sparo.data import IMAGENET_MEAN, IMAGENET_STD
+
+# The distortions of DINO (facebookresearch/dino, main_dino.py, DataAugmentationDINO; BYOL, appendix B).
+FLIP_PROBABILITY = 0.5
+JITTER_PROBABILITY = 0.8
+JITTER_STRENGTH = {"brightness": 0.4, "contrast": 0.4, "saturation": 0.2, "hue": 0.1}
+GRAYSCALE_PROBABILITY = 0.2
+BLUR_RADIUS = (0.1, 2.0)  # pixels, of the resized crop
+SOLARIZE_THRESHOLD = 128
+ASPECT_RATIO = (3 / 4, 4 / 3)
+CROP_ATTEMPTS = 10
+
+# The evaluation protocol of ImageNet: the short side to 256, of which the central 224 are seen.
+RESIZE_RATIO = 256 / 224
+
+JITTER_OPERATIONS: dict[str, Callable[[Image.Image, float], Image.Image]] = {
+    "brightness": TF.adjust_brightness,
+    "contrast": TF.adjust_contrast,
+    "saturation": TF.adjust_saturation,
+    "hue": TF.adjust_hue,
+}
+
+
+@dataclass(frozen=True)
+class CropRecipe:
+    """What is random about one kind of crop.
+
+    Attributes:
+        size: side of the crop in pixels.
+        scale: smallest and largest share of the image's area.
+        blur_probability: how often it is blurred.
+        solarize_probability: how often its bright pixels are inverted.
+    """
+
+    size: int
+    scale: tuple[float, float]
+    blur_probability: float
+    solarize_probability: float = 0.0
+
+
+@dataclass(frozen=True)
+class CropParameters:
+    """One draw from a `CropRecipe`, for one image; the distortions stand in the order in which they are applied.
+
+    Attributes:
+        box: top, left, height, width in pixels of the image.
+        flip: mirror left and right.
+        jitter: (operation, factor) pairs in their random order; empty if the crop keeps its colours.
+        grayscale: drop the colours.
+        blur_radius: standard deviation of the blur in pixels, 0 for none.
+        solarize: invert pixels from `SOLARIZE_THRESHOLD` on.
+    """
+
+    box: tuple[int, int, int, int]
+    flip: bool
+    jitter: tuple[tuple[str, float], ...]
+    grayscale: bool
+    blur_radius: float
+    solarize: bool
+
+
+def sample_box(
+    rng: np.random.Generator, height: int, width: int, scale: tuple[float, float]
+) -> tuple[int, int, int, int]:
+    """Draw a box of random area and aspect ratio, as torchvision's RandomResizedCrop does.
+
+    The area is uniform in `scale` times the image's, the aspect ratio log-uniform in 3/4 to 4/3; a box that does not
+    fit is drawn again, and after ten failures the largest central box of a valid aspect ratio is taken.
+
+    Args:
+        rng: generator to draw from.
+        height: of the image, pixels.
+        width: of the image, pixels.
+        scale: smallest and largest share of the area.
+
+    Returns:
+        Top, left, height and width in pixels.
+    """
+    log_ratios = np.log(ASPECT_RATIO)
+    for _ in range(CROP_ATTEMPTS):
+        area = height * width * rng.uniform(*scale)
+        ratio = math.exp(rng.uniform(*log_ratios))
+        box_width, box_height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < box_width <= width and 0 < box_height <= height:
+            top = int(rng.integers(0, height - box_height, endpoint=True))
+            left = int(rng.integers(0, width - box_width, endpoint=True))
+            return top, left, box_height, box_width
+    ratio = min(max(width / height, ASPECT_RATIO[0]), ASPECT_RATIO[1])
+    box_width, box_height = min(width, round(height * ratio)), min(height, round(width / ratio))
+    return (height - box_height) // 2, (width - box_width) // 2, box_height, box_width
+
+
+def sample_crop(rng: np.random.Generator, height: int, width: int, recipe: CropRecipe) -> CropParameters:
+    """Draw the parameters of one crop of an image of `height` x `width` pixels."""
+    box = sample_box(rng, height, width, recipe.scale)
+    flip = rng.random() < FLIP_PROBABILITY
+    jitter: tuple[tuple[str, float], ...] = ()
+    if rng.random() < JITTER_PROBABILITY:
+        # Hue turns by a share of the colour circle; the others scale by a factor around one.
+        factors = {
+            name: rng.uniform(-strength, strength) + (name != "hue") for name, strength in JITTER_STRENGTH.items()
+        }
+        names = list(factors)
+        jitter = tuple((names[i], factors[names[i]]) for i in rng.permutation(len(names)))
+    grayscale = rng.random() < GRAYSCALE_PROBABILITY
+    blur_radius = rng.uniform(*BLUR_RADIUS) if rng.random() < recipe.blur_probability else 0.0
+    solarize = rng.random() < recipe.solarize_probability
+    return CropParameters(box, flip, jitter, grayscale, blur_radius, solarize)
+
+
+def apply_crop(image: Image.Image, parameters: CropParameters, size: int) -> Image.Image:
+    """Cut, resize (bicubic) and distort.
+
+    Args:
+        image: RGB, 8 bit.
+        parameters: from `sample_crop`.
+        size: side of the result in pixels.
+    """
+    crop = TF.resized_crop(image, *parameters.box, [size, size], InterpolationMode.BICUBIC)
+    if parameters.flip:
+        crop = TF.hflip(crop)
+    for name, factor in parameters.jitter:
+        crop = JITTER_OPERATIONS[name](crop, factor)
+    if parameters.grayscale:
+        crop = TF.to_grayscale(crop, num_output_channels=3)
+    if parameters.blur_radius:
+        crop = crop.filter(ImageFilter.GaussianBlur(parameters.blur_radius))
+    if parameters.solarize:
+        crop = ImageOps.solarize(crop, SOLARIZE_THRESHOLD)
+    return crop
+
+
+def normalized_tensor(image: Image.Image, mean: tuple[float, ...], std: tuple[float, ...]) -> Float[Tensor, "C H W"]:
+    """RGB image -> (C, H, W) floats, (pixel / 255 - mean) / std."""
+    return TF.normalize(TF.to_tensor(image), list(mean), list(std))
+
+
+class MultiCropAugmentation:
+    """Image -> [global 1, global 2, local 1, ...]: the views that student and teacher compare.
+
+    The first global crop is always blurred, the second rarely blurred and sometimes solarised, local crops blurred half
+    of the time; all may be flipped, colour-jittered and turned grey. Source: DINO, section 3.2 (implementation details).
+
+    Args:
+        global_crops_scale: smallest and largest share of the image's area in a global crop.
+        local_crops_scale: the same for a local crop.
+        local_crops_number: S - 2; 0 trains on the two global crops alone.
+        global_crops_size: side of a global crop in pixels.
+        local_crops_size: side of a local crop in pixels.
+        mean: per channel, of pixels in 0..1.
+        std: per channel.
+
+    Raises:
+        ValueError: a scale that is no interval within (0, 1], or a size or number that cannot be.
+    """
+
+    def __init__(
+        self,
+        global_crops_scale: tuple[float, float] = (0.4, 1.0),
+        local_crops_scale: tuple[float, float] = (0.05, 0.4),
+        local_crops_number: int = 8,
+        global_crops_size: int = 224,
+        local_crops_size: int = 96,
+        mean: tuple[float, ...] = IMAGENET_MEAN,
+        std: tuple[float, ...] = IMAGENET_STD,
+    ) -> None:
+        for name, scale in (("global_crops_scale", global_crops_scale), ("local_crops_scale", local_crops_scale)):
+            if len(scale) != 2 or not 0 < scale[0] <= scale[1] <= 1:
+                raise ValueError(
+                    f"{name}={tuple(scale)} is not a range of areas; give two numbers with 0 < smallest <= largest <= 1"
+                )
+        for name, size in (("global_crops_size", global_crops_size), ("local_crops_size", local_crops_size)):
+            if size < 1:
+                raise ValueError(f"{name}={size} px; give a positive number, a multiple of the patch size")
+        if local_crops_number < 0:
+            raise ValueError(f"local_crops_number={local_crops_number}; give 0 or more")
+        self.recipes = [
+            CropRecipe(global_crops_size, global_crops_scale, blur_probability=1.0),
+            CropRecipe(global_crops_size, global_crops_scale, blur_probability=0.1, solarize_probability=0.2),
+            *[CropRecipe(local_crops_size, local_crops_scale, blur_probability=0.5)] * local_crops_number,
+        ]
+        self.mean, self.std = mean, std
+
+    def __call__(self, image: Image.Image, rng: np.random.Generator) -> list[Float[Tensor, "C _ _"]]:
+        """The S crops of an RGB image, normalised, drawn with `rng`."""
+        crops = []
+        for recipe in self.recipes:
+            parameters = sample_crop(rng, image.height, image.width, recipe)
+            crops.append(normalized_tensor(apply_crop(image, parameters, recipe.size), self.mean, self.std))
+        return crops
+
+
+class EvalTransform:
+    """Image -> one central view: the short side resized, the middle cut out, normalised.
+
+    Args:
+        img_size: side of the view in pixels; the short side is first resized to 256/224 of it (bicubic).
+        mean: per channel, of pixels in 0..1.
+        std: per channel.
+    """
+
+    def __init__(
+        self,
+        img_size: int = 224,
+        mean: tuple[float, ...] = IMAGENET_MEAN,
+        std: tuple[float, ...] = IMAGENET_STD,
+    ) -> None:
+        self.img_size = img_size
+        self.resize_size = round(img_size * RESIZE_RATIO)
+        self.mean, self.std = mean, std
+
+    def __call__(
+        self, image: Image.Image, rng: np.random.Generator | None = None
+    ) -> list[Float[Tensor, "C img_size img_size"]]:
+        """The view, in a list as training's crops are; nothing is drawn from `rng`."""
+        resized = TF.resize(image, [self.resize_size], InterpolationMode.BICUBIC)
+        return [normalized_tensor(TF.center_crop(resized, [self.img_size]), self.mean, self.std)]
+
+
+def unnormalize(
+    images: Float[Tensor, "*B C H W"], mean: tuple[float, ...] = IMAGENET_MEAN, std: tuple[float, ...] = IMAGENET_STD
+) -> Float[Tensor, "*B C H W"]:
+    """Normalised images back to pixels in 0..1, for pictures."""
+    return (images * torch.tensor(std).view(-1, 1, 1) + torch.tensor(mean).view(-1, 1, 1)).clamp(0, 1)

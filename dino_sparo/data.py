@@ -1,0 +1,379 @@
+"""Images in, batches of crops out: data set, samplers, loader, and the one mean and standard deviation.
+
+Stage 1 of the map: a source (`sources.py`: any images, by index) -> `ImageDataset` (image -> crops, by `crops.py`) ->
+batches of a sampler -> `create_loader` -> `Batch` of S tensors (B, C, H, W).
+
+All randomness is a pure function of numbers that a checkpoint holds: the order of the images of (seed, epoch), the
+crops of an image of (seed, epoch, index). So a run is the same whatever the number of workers and ranks, and a resumed
+run needs no state of the workers, only `EpochSampler.set_epoch(epoch, start_step)`.
+"""
+
+import copy
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Int64, Shaped
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from dino_sparo.sources import CorruptImageError, ImageSource, open_source
+
+__all__ = [
+    "IMAGENET_MEAN",
+    "IMAGENET_STD",
+    "Batch",
+    "CorruptImageError",
+    "EpochSampler",
+    "ImageDataset",
+    "ImageSource",
+    "Item",
+    "ShardSampler",
+    "align_classes",
+    "create_loader",
+    "open_source",
+    "require_labels",
+]
+
+_logger = logging.getLogger(__name__)
+
+# Of ImageNet's training images, in [0, 1], red, green, blue: what the reference normalises with.
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+# So many unreadable images in a row are no accident but a disk or a network that is gone.
+MAX_CORRUPT_IN_A_ROW = 64
+
+Transform = Callable[[Image.Image, np.random.Generator], list[Tensor]]
+
+
+def image_rng(seed: int, epoch: int, index: int) -> np.random.Generator:
+    """The random numbers of one image in one epoch, a pure function of the arguments.
+
+    Args:
+        seed: any integer; seeds that are equal modulo 2^64 are the same.
+        epoch: from 0.
+        index: from 0, the image's place in its source.
+    """
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence((*_seed_words(seed), epoch, index))))
+
+
+def _epoch_rng(seed: int, epoch: int) -> np.random.Generator:
+    """The random numbers of an epoch's order; the spawn key keeps them apart from those of image 0."""
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence((*_seed_words(seed), epoch), spawn_key=(1,))))
+
+
+def _seed_words(seed: int) -> tuple[int, int]:
+    """Two 32-bit words, always two, so that no two (seed, epoch, index) give the same sequence of words."""
+    seed %= 1 << 64
+    return seed & 0xFFFFFFFF, seed >> 32
+
+
+def require_labels(source: ImageSource) -> Int64[np.ndarray, "I"]:
+    """The labels of a source, (I,) int64, I the number of its images.
+
+    Raises:
+        ValueError: the source has none, or not for every image.
+    """
+    if source.labels is None:
+        raise ValueError(
+            f"{source.name} has no labels, which this evaluation needs; give class folders (one subfolder per class), "
+            "a list with a label after each path, a table with a column `label`, or tar shards with .cls members"
+        )
+    missing = np.flatnonzero(source.labels < 0)
+    if len(missing):
+        raise ValueError(
+            f"{source.name}: {len(missing)} of {len(source)} images have no label, the first is "
+            f"{source.location(int(missing[0]))}; label all of them or leave these out"
+        )
+    return source.labels
+
+
+def align_classes(source: ImageSource, classes: list[str]) -> ImageSource:
+    """The same source with its classes numbered as in `classes`.
+
+    Two folders number their classes independently, each by its own names; where one lacks a class, the same number
+    means different things.
+
+    Args:
+        source: e.g. the validation images.
+        classes: e.g. those of the training images.
+
+    Raises:
+        ValueError: the source has no labels, or a class that is not among `classes`.
+    """
+    labels = require_labels(source)
+    own = source.classes or []
+    unknown = [name for i, name in enumerate(own) if name not in set(classes) and (labels == i).any()]
+    if unknown:
+        raise ValueError(
+            f"{source.name} has {len(unknown)} classes that the training images lack, the first is {unknown[0]!r}; the "
+            f"training images have {len(classes)}: {', '.join(classes[:5])}, ...; give matching splits"
+        )
+    if own == classes:
+        return source
+    number = {name: i for i, name in enumerate(classes)}
+    aligned = copy.copy(source)
+    aligned.labels = np.array([number.get(name, -1) for name in own], dtype=np.int64)[labels]
+    aligned.classes = classes
+    return aligned
+
+
+@dataclass(frozen=True)
+class Item:
+    """One image, ready for a batch.
+
+    Attributes:
+        views: S tensors (C, H, W), its crops.
+        label: its class, -1 if it has none.
+        index: its place in the source.
+        corrupt: (location, reason) of the image asked for, if it could not be read. Others that were passed over on the
+            way to a readable one are reported when they are asked for, so that an epoch counts each image once.
+    """
+
+    views: list[Tensor]
+    label: int
+    index: int
+    corrupt: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass
+class Batch:
+    """B images.
+
+    Attributes:
+        views: S tensors (B, C, H, W), one per crop; H and W differ between crops.
+        labels: (B,), classes, -1 where an image has none.
+        indices: (B,), places in the source.
+        corrupt: (location, reason) of each unreadable image that was replaced.
+    """
+
+    views: list[Shaped[Tensor, "B C _ _"]]
+    labels: Int64[Tensor, "B"]
+    indices: Int64[Tensor, "B"]
+    corrupt: list[tuple[str, str]]
+
+    def pin_memory(self) -> "Batch":
+        """A copy in page-locked memory; the loader calls this."""
+        views = [view.pin_memory() for view in self.views]
+        return Batch(views, self.labels.pin_memory(), self.indices.pin_memory(), self.corrupt)
+
+    def to(self, device: torch.device | str) -> "Batch":
+        """The batch on a device; from page-locked memory the copy overlaps with computation."""
+        views = [view.to(device, non_blocking=True) for view in self.views]
+        labels, indices = (tensor.to(device, non_blocking=True) for tensor in (self.labels, self.indices))
+        return Batch(views, labels, indices, self.corrupt)
+
+
+class ImageDataset(Dataset):
+    """Images of a source, each turned into crops by a transform with the image's own random numbers.
+
+    Args:
+        source: the images.
+        transform: (PIL image, rng) -> S tensors (C, H, W).
+        seed: any integer.
+        substitute_corrupt: replace an unreadable image by the next readable one (after the last comes the first) and
+            report it in `Item.corrupt`; False raises CorruptImageError. The item's label and index are those of the
+            image that is shown; its crops still come from the random numbers of the image asked for, so that a
+            replacement and its original do not show the same crops.
+    """
+
+    def __init__(
+        self, source: ImageSource, transform: Transform, seed: int = 0, substitute_corrupt: bool = True
+    ) -> None:
+        self.source, self.transform, self.seed = source, transform, seed
+        self.substitute_corrupt = substitute_corrupt
+
+    def __len__(self) -> int:
+        """Number of images."""
+        return len(self.source)
+
+    def __getitem__(self, key: int | tuple[int, int]) -> Item:
+        """The item of (epoch, index), or of an index in epoch 0.
+
+        Raises:
+            CorruptImageError: the image cannot be read, and `substitute_corrupt` is False.
+            IndexError: there is no such image.
+            ValueError: too many images in a row cannot be read.
+        """
+        epoch, asked = key if isinstance(key, tuple) else (0, key)
+        if not 0 <= asked < len(self.source):
+            raise IndexError(f"image {asked} of {self.source.name}, which has {len(self.source)}")
+        image, index, corrupt = self._read(asked)
+        views = self.transform(image, image_rng(self.seed, epoch, asked))
+        label = -1 if self.source.labels is None else int(self.source.labels[index])
+        return Item(views, label, index, tuple(corrupt[:1]))
+
+    def _read(self, asked: int) -> tuple[Image.Image, int, list[tuple[str, str]]]:
+        """The image, or the next readable one: (image, its index, unreadable ones passed over)."""
+        corrupt: list[tuple[str, str]] = []
+        for step in range(min(MAX_CORRUPT_IN_A_ROW, len(self.source))):
+            index = (asked + step) % len(self.source)
+            try:
+                return self.source.read(index), index, corrupt
+            except CorruptImageError as error:
+                if not self.substitute_corrupt:
+                    raise
+                corrupt.append((error.location, error.reason))
+        location, reason = corrupt[0]
+        raise ValueError(
+            f"{len(corrupt)} images in a row of {self.source.name} cannot be read, the first is {location} ({reason}); "
+            "is the disk still there, and are these images?"
+        )
+
+
+class EpochSampler:
+    """Batches of (epoch, index) for training; one batch is one micro-batch of one rank.
+
+    Global batch s of an epoch is permutation[s*G : (s+1)*G] with G = batch_size * world_size * accum_steps, whatever
+    the number of ranks; the ranks share it out, so together they see what one process with batches of G would see.
+    What is left after the last whole global batch is not used in this epoch.
+
+    Args:
+        num_images: size of the source.
+        batch_size: B, images per rank and micro-batch.
+        rank: this process, from 0.
+        world_size: number of processes.
+        accum_steps: micro-batches per optimiser step.
+        seed: any integer.
+
+    Raises:
+        ValueError: there are too few images for one global batch, or a number is out of its range.
+    """
+
+    def __init__(
+        self,
+        num_images: int,
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        accum_steps: int = 1,
+        seed: int = 0,
+    ) -> None:
+        _check_share(batch_size, rank, world_size)
+        if accum_steps < 1:
+            raise ValueError(f"accum_steps={accum_steps} must be at least 1")
+        self.num_images, self.batch_size, self.accum_steps, self.seed = num_images, batch_size, accum_steps, seed
+        self.rank, self.world_size = rank, world_size
+        self.global_batch_size = batch_size * world_size * accum_steps
+        self.steps_per_epoch = num_images // self.global_batch_size
+        self.epoch = self.start_step = 0
+        if self.steps_per_epoch == 0:
+            raise ValueError(
+                f"{num_images} images are too few for one step: {batch_size} images per process and micro-batch x "
+                f"{world_size} process(es) x {accum_steps} accumulation step(s) = {self.global_batch_size}; use a "
+                "smaller batch size, fewer processes or accumulation steps, or more images"
+            )
+
+    def set_epoch(self, epoch: int, start_step: int = 0) -> None:
+        """Choose what the next iteration yields: steps start_step, start_step + 1, ... of the epoch.
+
+        Raises:
+            ValueError: the epoch is negative, or there is no such step.
+        """
+        if epoch < 0 or not 0 <= start_step <= self.steps_per_epoch:
+            raise ValueError(
+                f"epoch={epoch}, start_step={start_step}: epochs count from 0, steps from 0 to {self.steps_per_epoch}"
+            )
+        self.epoch, self.start_step = epoch, start_step
+
+    def __len__(self) -> int:
+        """Number of micro-batches that the next iteration yields."""
+        return (self.steps_per_epoch - self.start_step) * self.accum_steps
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        epoch, start_step = self.epoch, self.start_step
+        permutation = _epoch_rng(self.seed, epoch).permutation(self.num_images)
+        shape = (self.steps_per_epoch, self.accum_steps, self.world_size, self.batch_size)
+        own = permutation[: self.steps_per_epoch * self.global_batch_size].reshape(shape)[start_step:, :, self.rank]
+        for micro_batch in own.reshape(-1, self.batch_size):
+            yield [(epoch, index) for index in micro_batch.tolist()]
+
+
+class ShardSampler:
+    """Batches of indices for evaluation: this rank's contiguous part, in order, without padding or duplicates.
+
+    Rank r of w takes images n*r//w to n*(r+1)//w, so the ranks' results one after the other are in the source's order.
+
+    Args:
+        num_images: n, size of the source.
+        batch_size: B, images per batch; the last batch is what remains.
+        rank: this process, from 0.
+        world_size: number of processes; may exceed the number of images, some ranks then yield nothing.
+
+    Raises:
+        ValueError: a number is out of its range.
+    """
+
+    def __init__(self, num_images: int, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
+        _check_share(batch_size, rank, world_size)
+        self.batch_size = batch_size
+        self.start, self.end = num_images * rank // world_size, num_images * (rank + 1) // world_size
+
+    def __len__(self) -> int:
+        """Number of batches."""
+        return -(-(self.end - self.start) // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for first in range(self.start, self.end, self.batch_size):
+            yield list(range(first, min(first + self.batch_size, self.end)))
+
+
+def _check_share(batch_size: int, rank: int, world_size: int) -> None:
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size} must be at least 1")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank={rank} of world_size={world_size}: ranks count from 0 to world_size - 1")
+
+
+def create_loader(
+    dataset: ImageDataset, sampler: EpochSampler | ShardSampler, *, num_workers: int, pin_memory: bool = False
+) -> DataLoader:
+    """A loader of `Batch`; iterate it once per epoch, after `sampler.set_epoch`.
+
+    Workers live as long as the loader. More workers than processors only take memory, so their number is capped.
+
+    Args:
+        dataset: the images.
+        sampler: which of them make up each batch.
+        num_workers: processes that read and crop; 0 does both here.
+        pin_memory: batches in page-locked memory, for copies to a GPU that overlap with computation.
+
+    Raises:
+        ValueError: `num_workers` is negative.
+    """
+    if num_workers < 0:
+        raise ValueError(f"num_workers={num_workers} must not be negative; 0 reads in the main process")
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if num_workers > processors:
+        _logger.info("num_workers: %d instead of %d, as many as there are processors", processors, num_workers)
+    num_workers = min(num_workers, processors)
+    return DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        num_workers=num_workers,
+        collate_fn=_collate,
+        pin_memory=pin_memory,
+        worker_init_fn=_init_worker,
+        persistent_workers=num_workers > 0,
+        # The loader draws a number for its workers, which nothing here uses; not from the model's random numbers.
+        generator=torch.Generator(),
+    )
+
+
+def _collate(items: list[Item]) -> Batch:
+    """Stack items; in a worker `default_collate` writes straight into memory shared with the main process."""
+    views = [default_collate(list(crops)) for crops in zip(*(item.views for item in items), strict=True)]
+    labels, indices = torch.tensor([item.label for item in items]), torch.tensor([item.index for item in items])
+    return Batch(views, labels, indices, [pair for item in items for pair in item.corrupt])
+
+
+def _init_worker(worker: int) -> None:
+    """One thread per worker, and no reaction to signals that are meant for the main process (Ctrl-C, preemption)."""
+    torch.set_num_threads(1)
+    for name in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(name, signal.SIG_IGN)
