@@ -1,0 +1,13 @@
+"""Checkpoint -> numbers and pictures: what a pretrained encoder is worth.
+
+Stage 5 of the map, after training. The scripts at the root parse options and print tables; the work is done here:
+
+    protocol.py    checkpoint -> the encoder to evaluate, and the record of how it was evaluated
+    features.py    encoder + images -> features (images, F), labels, indices, over all processes; cached features
+    knn.py         features -> weighted k-NN accuracy
+    linear.py      features -> linear probes, one per learning rate: one epoch, one test
+    linear_run.py  linear probes -> a whole training of them, saved and resumed
+    attention.py   images -> one attention map per slot (sparo) or per head (cls)
+
+A letter beyond the package's legend: R, probes trained side by side. Numbers of images and classes are spelled out.
+"""

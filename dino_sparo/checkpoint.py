@@ -1,0 +1,277 @@
+"""Weights <-> files: atomic saving, strict loading, encoders rebuilt from what the checkpoint says.
+
+Stage 5 of the map. A checkpoint is a dict of plain values and tensors, read without running any code in it:
+
+    student, teacher    flat weights, `backbone.*`, `readout.*`, `head.*`
+    encoder             how the encoder was built (`EncoderConfig`), and the mean and std of its images
+    optimizer, dino_loss, fp16_scaler (fp16 only), epoch (finished epochs), step, args (options), best_knn, versions
+
+The names are the reference's where it has one, so its scripts read our `--readout cls` checkpoints, and `load_encoder`
+reads the reference's: full checkpoints, and raw ViT weights.
+"""
+
+import argparse
+import logging
+import math
+import os
+import pathlib
+import pickle
+import zipfile
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dino_sparo.backbone import ARCHITECTURES
+from dino_sparo.data import IMAGENET_MEAN, IMAGENET_STD
+from dino_sparo.encoder import Encoder, EncoderConfig, encoder_from_config
+
+logger = logging.getLogger(__name__)
+
+NUM_NAMES_SHOWN = 8  # of the keys that do not match
+
+# The reference's checkpoints hold their options as a Namespace, whose output_dir is a Path if they were trained through
+# submitit, and numpy numbers in the optimizer. These types only hold values; everything else is refused.
+_numpy_scalar = np.float64(0).__reduce__()[0]
+PLAIN_TYPES = [
+    argparse.Namespace,
+    pathlib.PosixPath,
+    np.dtype,
+    type(np.dtype(np.float64)),
+    (_numpy_scalar, "numpy.core.multiarray.scalar"),
+    (_numpy_scalar, "numpy._core.multiarray.scalar"),
+]
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used: damaged, unsafe, or of another model."""
+
+
+def save_checkpoint(checkpoint: Mapping[str, Any], path: Path) -> None:
+    """Write a checkpoint so that `path` always holds a whole one, the old or the new.
+
+    Written to a file beside it, flushed to the disk, then renamed over it.
+
+    Raises:
+        CheckpointError: the disk is full or the folder cannot be written; the old file is untouched.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            torch.save(dict(checkpoint), file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+        temporary.unlink(missing_ok=True)
+        kept = "the checkpoint before it is kept" if path.exists() else "there was none before it"
+        raise CheckpointError(f"could not write {path} ({error}); {kept}; free some space and start again") from error
+
+
+def load_checkpoint(path: str | Path) -> dict[str, Any]:
+    """Read a checkpoint to the CPU without running code from it.
+
+    Raises:
+        CheckpointError: no such file; a file that is truncated or no checkpoint; a pickle that asks for code to run.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise CheckpointError(f"no checkpoint at {path}; give the path of a .pth file")
+    try:
+        with torch.serialization.safe_globals(PLAIN_TYPES):  # type: ignore[arg-type]
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        reason = str(error).splitlines()[0]
+        if "Unsupported global" in str(error) or "Weights only load failed" in str(error):
+            unsafe = _unsafe_name(str(error))
+            raise CheckpointError(
+                f"{path} was refused: reading it would run code ({unsafe}); only plain values and tensors are read"
+            ) from error
+        raise CheckpointError(f"{path} is damaged or no checkpoint: {reason}") from error
+    except (RuntimeError, EOFError, zipfile.BadZipFile, OSError, KeyError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} is truncated or no checkpoint ({path.stat().st_size} bytes): {str(error).splitlines()[0]}"
+        ) from error
+    if not isinstance(checkpoint, dict):
+        raise CheckpointError(f"{path} holds a {type(checkpoint).__name__}, not a dict of weights")
+    return checkpoint
+
+
+def _unsafe_name(message: str) -> str:
+    """The name torch complained about, out of its long message."""
+    for marker in ("GLOBAL ", "Unsupported class ", "Unsupported operand ", "Trying to call "):
+        if marker in message:
+            return message.split(marker, 1)[1].split()[0].rstrip(".,")
+    return "an operation torch does not consider safe"
+
+
+def flat_weights(weights: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Weights under our names, whoever saved them.
+
+    Takes off DDP's `module.`, and puts a raw ViT's `blocks.*`, `cls_token`, ... below `backbone.`. Entries that are no
+    tensors are dropped.
+    """
+    plain = {name.removeprefix("module."): value for name, value in weights.items() if isinstance(value, Tensor)}
+    if any(name.startswith("backbone.") for name in plain):
+        return plain
+    return {name if name.startswith("head.") else f"backbone.{name}": value for name, value in plain.items()}
+
+
+def load_strictly(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
+    """Load weights if every name and shape fits, else say what does not.
+
+    Raises:
+        CheckpointError: with the counts and the first names of missing, unexpected and differently shaped weights.
+    """
+    wanted = module.state_dict()
+    missing, unexpected = sorted(wanted.keys() - weights.keys()), sorted(weights.keys() - wanted.keys())
+    misshapen = [
+        f"{name} {tuple(weights[name].shape)} instead of {tuple(wanted[name].shape)}"
+        for name in sorted(wanted.keys() & weights.keys())
+        if weights[name].shape != wanted[name].shape
+    ]
+    problems = [
+        f"{len(names)} {kind}: {_shortened(names)}"
+        for kind, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", misshapen))
+        if names
+    ]
+    if problems:
+        raise CheckpointError(f"the weights of {source} do not fit the model; " + "; ".join(problems))
+    module.load_state_dict(dict(weights))
+
+
+def _shortened(names: list[str]) -> str:
+    rest = len(names) - NUM_NAMES_SHOWN
+    return ", ".join(names[:NUM_NAMES_SHOWN]) + (f", ... and {rest} more" if rest > 0 else "")
+
+
+def encoder_description(
+    config: EncoderConfig, mean: Iterable[float] = IMAGENET_MEAN, std: Iterable[float] = IMAGENET_STD
+) -> dict[str, Any]:
+    """What a checkpoint carries under `encoder`."""
+    return {**asdict(config), "mean": list(mean), "std": list(std)}
+
+
+def infer_config(
+    weights: Mapping[str, Tensor], arch: str | None = None, patch_size: int | None = None
+) -> EncoderConfig:
+    """How an encoder was built, from the shapes of a foreign ViT's weights.
+
+    Args:
+        weights: under our names.
+        arch: overrides the architecture found from width and number of blocks.
+        patch_size: overrides the patch size found from the patch projection.
+
+    Raises:
+        CheckpointError: these are no ViT's weights, or of no known architecture.
+    """
+    projection, positions = weights.get("backbone.patch_embed.proj.weight"), weights.get("backbone.pos_embed")
+    if projection is None or positions is None:
+        raise CheckpointError(
+            "these are not the weights of a vision transformer: patch_embed.proj.weight or pos_embed is missing among "
+            + _shortened(sorted(weights))
+        )
+    embed_dim, in_chans, _, kernel = projection.shape
+    depth = 1 + max((int(name.split(".")[2]) for name in weights if name.startswith("backbone.blocks.")), default=-1)
+    found = [name for name, size in ARCHITECTURES.items() if (size.embed_dim, size.depth) == (embed_dim, depth)]
+    if arch is None and not found:
+        known = ", ".join(f"{name} ({size.embed_dim}, {size.depth})" for name, size in ARCHITECTURES.items())
+        raise CheckpointError(
+            f"no architecture has width {embed_dim} and {depth} blocks; known are {known}. If blocks are missing from "
+            f"the file, name the architecture with --arch"
+        )
+    patch_size = patch_size or kernel
+    return EncoderConfig(
+        arch=arch or found[0],
+        patch_size=patch_size,
+        readout="cls",
+        img_size=math.isqrt(positions.shape[1] - 1) * patch_size,
+        in_chans=in_chans,
+    )
+
+
+def describe_encoder(
+    checkpoint: Mapping[str, Any], weights: Mapping[str, Tensor], arch: str | None = None, patch_size: int | None = None
+) -> dict[str, Any]:
+    """How the encoder in a checkpoint was built: what it says itself, or what its weights tell.
+
+    Returns:
+        The fields of `EncoderConfig`, and `mean` and `std` of its images.
+    """
+    said = checkpoint.get("encoder")
+    if said is None:
+        return encoder_description(infer_config(weights, arch, patch_size))
+    overrides = {key: value for key, value in (("arch", arch), ("patch_size", patch_size)) if value is not None}
+    return {**said, **overrides}
+
+
+def load_encoder(
+    path: str | Path, which: str = "teacher", arch: str | None = None, patch_size: int | None = None
+) -> Encoder:
+    """The encoder of a checkpoint, built as the checkpoint says, in eval mode, on the CPU.
+
+    Args:
+        path: one of our checkpoints, or a full checkpoint or raw ViT weights of the reference.
+        which: `teacher` or `student`; raw weights have neither and are taken as they are.
+        arch: overrides the architecture, for foreign weights.
+        patch_size: overrides the patch size, for foreign weights.
+
+    Raises:
+        CheckpointError: the file cannot be read, has no such key, or its weights do not fit.
+    """
+    checkpoint = load_checkpoint(path)
+    weights = encoder_weights(checkpoint, which, str(path))
+    description = describe_encoder(checkpoint, weights, arch, patch_size)
+    encoder = encoder_from_config(EncoderConfig.from_dict(description))
+    load_strictly(encoder, weights, f"{path} ({which})")
+    logger.info("%s of %s: %s", which, path, encoder.config)
+    return encoder.eval()
+
+
+def load_normalization(path: str | Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and std of the images a checkpoint was trained on; ImageNet's where it does not say."""
+    said = load_checkpoint(path).get("encoder", {})
+    return tuple(said.get("mean", IMAGENET_MEAN)), tuple(said.get("std", IMAGENET_STD))
+
+
+def encoder_weights(checkpoint: Mapping[str, Any], which: str, source: str) -> dict[str, Tensor]:
+    """The encoder's weights, without the head's.
+
+    Raises:
+        CheckpointError: the checkpoint has networks, but not `which`.
+    """
+    networks = [key for key in ("teacher", "student") if isinstance(checkpoint.get(key), Mapping)]
+    if which in networks:
+        weights = checkpoint[which]
+    elif not networks:
+        weights = checkpoint
+    else:
+        raise CheckpointError(f"{source} has no {which!r}; it has {', '.join(networks)}")
+    return {name: value for name, value in flat_weights(weights).items() if not name.startswith("head.")}
+
+
+def check_same_model(checkpoint: Mapping[str, Any], config: EncoderConfig, source: str) -> None:
+    """Refuse to resume a checkpoint of another encoder.
+
+    Raises:
+        CheckpointError: names each field that differs.
+    """
+    said = checkpoint.get("encoder")
+    if said is None:
+        raise CheckpointError(
+            f"{source} does not say how its encoder was built, so it cannot be resumed; choose another --output_dir"
+        )
+    saved = EncoderConfig.from_dict(said)
+    if saved != replace(config):
+        differing = [
+            f"{name} {getattr(saved, name)!r} in the checkpoint, {value!r} asked for"
+            for name, value in asdict(config).items()
+            if getattr(saved, name) != value
+        ]
+        raise CheckpointError(
+            f"{source} holds another model: {'; '.join(differing)}. Give the same options, or another --output_dir"
+        )

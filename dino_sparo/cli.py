@@ -1,0 +1,105 @@
+"""Options shared by the scripts, one group per stage.
+
+Plumbing. Parsing is pure: it opens no file, touches no device, asks no network.
+"""
+
+import argparse
+
+from dino_sparo.backbone import ARCHITECTURES
+from dino_sparo.data import IMAGENET_MEAN, IMAGENET_STD
+from dino_sparo.readout import READOUTS
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Prints every option's default after its help, and no `(default: None)`."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default == "":
+            return action.help
+        return super()._get_help_string(action)
+
+
+def bool_flag(text: str) -> bool:
+    """`true`, `on`, `1` or `false`, `off`, `0`, in any case, as the reference's options take them."""
+    values = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
+    if text.lower() not in values:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    return values[text.lower()]
+
+
+def add_architecture_options(parser: argparse.ArgumentParser) -> None:
+    """How the encoder is built, for training."""
+    group = parser.add_argument_group("encoder: images -> tokens -> slots")
+    group.add_argument(
+        "--arch",
+        default="vit_small",
+        help=f"Architecture of the backbone, one of {', '.join(sorted(ARCHITECTURES))}. vit_micro is for laptops.",
+    )
+    group.add_argument(
+        "--patch_size",
+        type=int,
+        default=16,
+        help="Side of a patch in pixels. Smaller patches are more accurate and cost more; 4 suits images of 32 pixels.",
+    )
+    group.add_argument(
+        "--readout",
+        default="sparo",
+        help=f"How tokens become the encoding, one of {', '.join(sorted(READOUTS))}: sparo replaces the last block by "
+        "slots, cls is the class token of vanilla DINO, gap averages all tokens.",
+    )
+    group.add_argument("--sparo_slots", type=int, default=64, help="Number of slots L.")
+    group.add_argument(
+        "--sparo_slot_dim", type=int, default=64, help="Width of a slot V; the encoding has L*V numbers."
+    )
+    group.add_argument("--sparo_key_dim", type=int, default=64, help="Width of the attention's keys and queries.")
+    group.add_argument(
+        "--sparo_group_size",
+        type=int,
+        default=1,
+        help="Slots that share one key projection; 2 or 4 save parameters when there are many slots.",
+    )
+    group.add_argument(
+        "--drop_path_rate", type=float, default=0.1, help="Stochastic depth of the student; 0 for short runs."
+    )
+
+
+def add_normalization_options(parser: argparse.ArgumentParser) -> None:
+    """Mean and standard deviation of the images."""
+    group = parser.add_argument_group("normalisation")
+    group.add_argument("--norm_mean", type=float, nargs=3, default=IMAGENET_MEAN, help="Mean per channel, of 0..1.")
+    group.add_argument("--norm_std", type=float, nargs=3, default=IMAGENET_STD, help="Deviation per channel, of 0..1.")
+
+
+def add_device_options(parser: argparse.ArgumentParser, num_workers: int = 10) -> None:
+    """Where to compute, and how processes find each other."""
+    group = parser.add_argument_group("device and processes")
+    group.add_argument(
+        "--device", default="auto", help="auto (cuda where there is one, else cpu), cpu, cuda or cuda:N."
+    )
+    group.add_argument(
+        "--num_workers", type=int, default=num_workers, help="Processes that load images, per GPU; about one per core."
+    )
+    group.add_argument(
+        "--dist_url",
+        default="env://",
+        help="Rendezvous of several processes; torchrun and Slurm are found by themselves.",
+    )
+    group.add_argument(
+        "--local_rank",
+        "--local-rank",
+        type=int,
+        default=0,
+        help="Set by launchers of old; the environment says what counts.",
+    )
+
+
+def add_foreign_weights_options(parser: argparse.ArgumentParser) -> None:
+    """Overrides for weights that do not say how their model was built."""
+    group = parser.add_argument_group("foreign weights")
+    group.add_argument(
+        "--arch",
+        default=None,
+        help=f"Architecture, one of {', '.join(sorted(ARCHITECTURES))}; our checkpoints say it themselves, and the "
+        "shapes of foreign weights usually do.",
+    )
+    group.add_argument("--patch_size", type=int, default=None, help="Side of a patch in pixels; likewise.")

@@ -1,0 +1,339 @@
+"""Encoder + images -> features (images, F), labels and indices, gathered over all processes; features cached in files.
+
+Stage 5 of the map, between `protocol.py` (which encoder) and `knn.py`, `linear.py` (which accuracy). Every image counts
+exactly once, whatever the number of processes; images that cannot be read are left out and counted.
+"""
+
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dino_sparo.data import Batch, ImageDataset, ImageSource, ShardSampler, create_loader
+from dino_sparo.distributed import all_gather_ragged, rank, world_size
+from dino_sparo.evaluation.protocol import write_json
+from dino_sparo.logs import progress
+
+logger = logging.getLogger(__name__)
+
+GATHER_ROWS = 16384  # features that travel between processes at a time, so that gathering needs little extra memory
+MAX_NAMED = 5  # unreadable images named in the log
+
+# The reference's names.
+CACHE_FILES = {
+    "train": ("trainfeat.pth", "trainlabels.pth"),
+    "val": ("testfeat.pth", "testlabels.pth"),
+}
+CACHE_RECORD = "features.json"
+
+
+@dataclass(frozen=True)
+class Features:
+    """Features of a collection of images, in its order.
+
+    Attributes:
+        features: (images, F), fp32.
+        labels: (images,) int64, on the same device.
+        indices: (images,) int64, place of each image in its source, ascending.
+        num_corrupt: images left out because they could not be read.
+    """
+
+    features: Float[Tensor, "images F"]
+    labels: Int[Tensor, " images"]
+    indices: Int[Tensor, " images"]
+    num_corrupt: int = 0
+
+    def to(self, device: torch.device) -> "Features":
+        """The same on another device."""
+        return Features(self.features.to(device), self.labels.to(device), self.indices.to(device), self.num_corrupt)
+
+    def normalize_(self) -> "Features":
+        """Scale every feature to length one, in place."""
+        F.normalize(self.features, dim=1, out=self.features)
+        return self
+
+
+def extract_features(
+    encoder: nn.Module,
+    loader: Any,
+    device: torch.device,
+    *,
+    batch_size: int,
+    encode: Callable[[Tensor], Tensor] | None = None,
+    dtype: torch.dtype = torch.float32,
+    storage: torch.device | None = None,
+    gather: bool = True,
+    desc: str = "features",
+) -> Features:
+    """Encode the images of a loader that gives this process its share of them.
+
+    The encoder runs in eval mode, in which an image's feature does not depend on its neighbours in the batch. Rounding
+    might: matrix products of another size may add in another order. So incomplete batches are filled up with blank
+    images, and every product has the same size whatever the number of images and processes: with the same batch size
+    on the same kind of processor the features were the same bits for one and for many processes in every trial. That is
+    how the libraries behave and not what they promise; other batch sizes and processors agree to rounding.
+
+    Args:
+        encoder: on `device`; its train or eval mode is restored.
+        loader: gives `Batch`es whose first view is encoded, this process' share of the images.
+        device: where to compute.
+        batch_size: the loader's; no batch is larger.
+        encode: images (B, C, H, W) -> features (B, F), a method of the encoder; None: the encoder itself.
+        dtype: fp32, or bf16 or fp16 for autocast.
+        storage: where the features are kept; None: `device`.
+        gather: return all processes' features on every process, else this one's.
+        desc: what the progress line says.
+
+    Returns:
+        Features in the order of the images.
+
+    Raises:
+        ValueError: an image comes twice.
+    """
+    rows = _FeatureRows(len(loader) * batch_size, storage or device)
+    corrupt: list[tuple[str, str]] = []
+    batches = progress(loader, total=len(loader), desc=desc)
+    with inference(encoder, device, dtype):
+        for asked, batch in zip(loader.batch_sampler, batches, strict=True):
+            features = encode_padded(encode or encoder, batch.views[0].to(device, non_blocking=True), batch_size)
+            # An image that cannot be read comes replaced by another one, under that one's index.
+            kept = (batch.indices == torch.tensor(asked)).nonzero().flatten()
+            rows.append(features.float()[kept.to(device)], batch, kept)
+            corrupt += batch.corrupt
+    found = rows.result()
+    if found.num_corrupt:
+        where = "; ".join(f"{location} ({reason})" for location, reason in sorted(set(corrupt))[:MAX_NAMED])
+        logger.warning("%s: left out %d images that cannot be read: %s", desc, found.num_corrupt, where)
+    found = gather_features(found, device) if gather else found
+    _check_no_repeats(found, desc)
+    return found
+
+
+def encode_padded(
+    encode: Callable[[Tensor], Tensor], images: Float[Tensor, "B C H W"], batch_size: int
+) -> Float[Tensor, "B F"]:
+    """Encode a batch as part of one of `batch_size` images, the rest of them blank."""
+    missing = batch_size - len(images)
+    padded = torch.cat((images, images.new_zeros(missing, *images.shape[1:]))) if missing > 0 else images
+    return encode(padded)[: len(images)]
+
+
+@contextlib.contextmanager
+def inference(encoder: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """Eval mode, no gradients, exact fp32 or autocast; puts everything back afterwards."""
+    was_training = encoder.training
+    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+    # The patch projection is a convolution, which cuDNN would otherwise compute in TF32 and by a varying algorithm.
+    exact = torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False)
+    encoder.eval()
+    try:
+        with torch.inference_mode(), autocast, exact:
+            yield
+    finally:
+        encoder.train(was_training)
+
+
+class _FeatureRows:
+    """Features that arrive batch by batch, written where they stay: half the memory of a list and a concatenation."""
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        self.capacity, self.device = capacity, device
+        self.features: Tensor | None = None
+        self.labels: list[Tensor] = []
+        self.indices: list[Tensor] = []
+        self.count = 0
+
+        self.num_corrupt = 0
+
+    def append(self, features: Tensor, batch: Batch, kept: Tensor) -> None:
+        if self.features is None:
+            # Not an inference tensor, whatever the mode: a probe's gradient may need these rows.
+            with torch.inference_mode(False):
+                self.features = torch.empty(self.capacity, features.shape[1], device=self.device)
+        self.features[self.count : self.count + len(features)] = features
+        self.labels.append(batch.labels[kept])
+        self.indices.append(batch.indices[kept])
+        self.count += len(kept)
+        self.num_corrupt += len(batch.indices) - len(kept)
+
+    def result(self) -> Features:
+        empty = torch.empty(0, dtype=torch.int64)
+        features = torch.empty(0, 0, device=self.device) if self.features is None else self.features[: self.count]
+        labels, indices = torch.cat([empty, *self.labels]), torch.cat([empty, *self.indices])
+        return Features(features, labels.to(self.device), indices.to(self.device), self.num_corrupt)
+
+
+def gather_features(part: Features, device: torch.device) -> Features:
+    """All processes' features on every process, in the order of their indices.
+
+    Args:
+        part: this process' features; may be empty.
+        device: where the processes can talk to each other, when that is not where features are kept.
+
+    Returns:
+        (images of all processes, F), kept where `part` is.
+    """
+    if world_size() == 1:
+        return part
+    storage = part.features.device
+    sizes = torch.tensor([[len(part.features), part.features.shape[1], part.num_corrupt]], device=device)
+    counts = all_gather_ragged(sizes).cpu()
+    width = int(counts[:, 1].max())
+    own = part.features if len(part.features) else part.features.new_empty(0, width)
+    indices, order = all_gather_ragged(part.indices.to(device)).sort(stable=True)
+    labels = all_gather_ragged(part.labels.to(device))[order]
+    features = torch.empty(len(indices), width, device=storage)
+    # Each row's place follows from its index, so a block that has arrived is written where it stays.
+    for start in range(0, int(counts[:, 0].max()), GATHER_ROWS):
+        block = all_gather_ragged(own[start : start + GATHER_ROWS].to(device))
+        places = torch.searchsorted(indices, all_gather_ragged(part.indices[start : start + GATHER_ROWS].to(device)))
+        features[places.to(storage)] = block.to(storage)
+    return Features(features, labels.to(storage), indices.to(storage), int(counts[:, 2].sum()))
+
+
+def _check_no_repeats(found: Features, desc: str) -> None:
+    repeated = found.indices[1:][found.indices[1:] <= found.indices[:-1]]
+    if len(repeated):
+        raise ValueError(
+            f"{desc}: image {int(repeated[0])} was encoded twice or out of order, so accuracies would be wrong; give "
+            f"each process its own images with ShardSampler, which pads nothing"
+        )
+
+
+def extract_split(
+    encoder: nn.Module,
+    source: ImageSource,
+    transform: Callable,
+    device: torch.device,
+    *,
+    batch_size: int = 128,
+    num_workers: int = 0,
+    **options: Any,
+) -> Features:
+    """Features of all images of a source; every process takes its part and gets the whole.
+
+    Args:
+        encoder: on `device`.
+        source: the images.
+        transform: (image, rng) -> [view].
+        device: where to compute.
+        batch_size: per process.
+        num_workers: processes that load images, per process.
+        options: of `extract_features`.
+    """
+    sampler = ShardSampler(len(source), batch_size, rank=rank(), world_size=world_size())
+    dataset = ImageDataset(source, transform, seed=0)
+    loader = create_loader(dataset, sampler, num_workers=num_workers, pin_memory=device.type == "cuda")
+    return extract_features(encoder, loader, device, batch_size=batch_size, desc=source.name, **options)
+
+
+class _Subset:
+    """Some images of a source, under new indices."""
+
+    def __init__(self, source: ImageSource, indices: np.ndarray) -> None:
+        self.source, self.indices = source, indices
+        self.name = f"{len(indices)} images of {source.name}"
+        self.classes = source.classes
+        self.labels = None if source.labels is None else source.labels[indices]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def read(self, index: int) -> Image.Image:
+        return self.source.read(int(self.indices[index]))
+
+    def location(self, index: int) -> str:
+        return self.source.location(int(self.indices[index]))
+
+
+def disjoint_subsets(source: ImageSource, sizes: Sequence[int], seed: int = 0) -> list[ImageSource]:
+    """Random subsets of one source that share no image, for a probe during training.
+
+    Args:
+        source: any images.
+        sizes: images per subset; all are made smaller in proportion if the source has fewer.
+        seed: of the choice.
+
+    Raises:
+        ValueError: the source is so small that a subset would be empty.
+    """
+    share = min(1.0, len(source) / sum(sizes))
+    counts = [int(size * share) for size in sizes]
+    if min(counts) < 1:
+        raise ValueError(f"{source.name} has {len(source)} images, too few to split them {':'.join(map(str, sizes))}")
+    order = np.random.default_rng(seed).permutation(len(source))
+    ends = np.cumsum(counts)
+    return [_Subset(source, np.sort(order[end - count : end])) for count, end in zip(counts, ends, strict=True)]
+
+
+def save_features(folder: Path, train: Features, val: Features, record: dict[str, Any]) -> None:
+    """Write both splits under the reference's file names, and beside them how they were made.
+
+    The reference writes features of length one and does not normalise them when it reads them, so give it
+    `normalize_`d ones and its script reads the folder too.
+
+    Args:
+        folder: created if need be.
+        train: its features and labels.
+        val: likewise.
+        record: plain values.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, features in (("train", train), ("val", val)):
+        for name, tensor in zip(CACHE_FILES[split], (features.features, features.labels), strict=True):
+            # A clone: a view would be saved with all the storage it looks at.
+            _save_tensor(tensor.cpu().clone(), folder / name)
+    write_json({**record, "corrupt": {"train": train.num_corrupt, "val": val.num_corrupt}}, folder / CACHE_RECORD)
+
+
+def load_features(folder: Path) -> tuple[Features, Features, dict[str, Any]]:
+    """Read what `save_features` or the reference wrote.
+
+    Returns:
+        Features of both splits and the record, empty for the reference's.
+
+    Raises:
+        ValueError: a file is missing, is no tensor, or the files do not belong together.
+    """
+    path = folder / CACHE_RECORD
+    record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    splits = []
+    for split, names in CACHE_FILES.items():
+        features, labels = (_load_tensor(folder / name) for name in names)
+        if features.ndim != 2 or labels.ndim != 1 or len(features) != len(labels):
+            raise ValueError(
+                f"{folder / names[0]} has shape {tuple(features.shape)} and {names[1]} {tuple(labels.shape)}; expected "
+                f"(images, F) and (images,); write them again with --dump_features"
+            )
+        corrupt = record.get("corrupt", {}).get(split, 0)
+        splits.append(Features(features.float(), labels.long(), torch.arange(len(labels)), corrupt))
+    return splits[0], splits[1], {name: value for name, value in record.items() if name != "corrupt"}
+
+
+def _save_tensor(tensor: Tensor, path: Path) -> None:
+    try:
+        torch.save(tensor, path)
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"could not write {path} ({error}); free some space or choose another folder") from error
+
+
+def _load_tensor(path: Path) -> Tensor:
+    if not path.is_file():
+        raise ValueError(f"no cached features at {path}; write them with --dump_features {path.parent}")
+    try:
+        tensor = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ValueError(f"{path} is damaged or no tensor: {str(error).splitlines()[0]}") from error
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{path} holds a {type(tensor).__name__}, not a tensor; write it again with --dump_features")
+    return tensor

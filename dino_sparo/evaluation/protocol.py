@@ -1,0 +1,277 @@
+"""Checkpoint -> the encoder to evaluate, and the record of how it was evaluated.
+
+Stage 5 of the map, its start. A number without its protocol cannot be compared, so every result file carries it: which
+weights (by hash), which network in them, which images, how resized, which versions. Nothing in it changes from one run
+to the next: the same command writes the same file.
+"""
+
+import argparse
+import hashlib
+import json
+import logging
+import math
+import os
+import platform
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL
+import timm
+import torch
+import torchvision
+
+from dino_sparo._version import __version__
+from dino_sparo.checkpoint import load_checkpoint, load_encoder
+from dino_sparo.data import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    ImageSource,
+    align_classes,
+    open_source,
+    require_labels,
+)
+from dino_sparo.distributed import barrier, is_main
+from dino_sparo.encoder import Encoder, EncoderConfig, encoder_from_config
+
+logger = logging.getLogger(__name__)
+
+HASH_BLOCK_BYTES = 1 << 20
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class EvaluatedEncoder:
+    """An encoder, and what a result file says about it.
+
+    Attributes:
+        encoder: in eval mode, on the CPU.
+        mean: of its images' pixels in 0..1, per channel.
+        std: likewise.
+        record: plain values: weights, hash, key, epoch, architecture.
+    """
+
+    encoder: Encoder
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    record: dict[str, Any]
+
+
+def trained_encoder(
+    pretrained_weights: str, checkpoint_key: str = "teacher", arch: str | None = None, patch_size: int | None = None
+) -> EvaluatedEncoder:
+    """The encoder of a checkpoint.
+
+    Args:
+        pretrained_weights: path of one of our checkpoints, or of the reference's.
+        checkpoint_key: `teacher` or `student`.
+        arch: override for foreign weights.
+        patch_size: override for foreign weights, pixels.
+
+    Raises:
+        ValueError: no path is given. (A path without a checkpoint, and weights that do not fit, are
+            `checkpoint.load_encoder`'s errors.)
+    """
+    if not pretrained_weights:
+        raise ValueError(
+            "--pretrained_weights is empty: there is nothing to evaluate; give the path of a checkpoint, or ask for a "
+            "random encoder with --untrained"
+        )
+    encoder = load_encoder(pretrained_weights, checkpoint_key, arch, patch_size)
+    checkpoint = load_checkpoint(pretrained_weights)
+    said = checkpoint.get("encoder", {})
+    record = {
+        "pretrained_weights": str(pretrained_weights),
+        "sha256": file_sha256(Path(pretrained_weights)),
+        # Raw weights hold one network, whatever the option says.
+        "checkpoint_key": checkpoint_key if checkpoint_key in checkpoint else None,
+        "epoch": checkpoint.get("epoch"),
+        "untrained": False,
+        **asdict(encoder.config),
+    }
+    mean, std = tuple(said.get("mean", IMAGENET_MEAN)), tuple(said.get("std", IMAGENET_STD))
+    return EvaluatedEncoder(encoder, mean, std, record)
+
+
+def untrained_encoder(like: EvaluatedEncoder | EncoderConfig, seed: int) -> EvaluatedEncoder:
+    """A randomly initialised encoder: what an evaluation gives before any training.
+
+    Args:
+        like: how to build it; a trained one also gives the images' mean and std.
+        seed: of the initialisation.
+    """
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    if isinstance(like, EncoderConfig):
+        config, mean, std = like, IMAGENET_MEAN, IMAGENET_STD
+    else:
+        config, mean, std = like.encoder.config, like.mean, like.std
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        encoder = encoder_from_config(config).eval()
+    logger.warning("the encoder is untrained: random weights from seed %d", seed)
+    record = {
+        "pretrained_weights": None,
+        "sha256": None,
+        "checkpoint_key": None,
+        "epoch": None,
+        "untrained": True,
+        "seed": seed,
+        **asdict(config),
+    }
+    return EvaluatedEncoder(encoder, mean, std, record)
+
+
+def open_encoder(
+    pretrained_weights: str,
+    checkpoint_key: str = "teacher",
+    arch: str | None = None,
+    patch_size: int | None = None,
+    *,
+    untrained: bool = False,
+    readout: str = "sparo",
+    img_size: int | None = None,
+    seed: int = 0,
+) -> EvaluatedEncoder:
+    """What the options of `add_evaluation_options` ask for.
+
+    Args:
+        pretrained_weights: path of a checkpoint; with `untrained` it says how to build the encoder, or may be empty.
+        checkpoint_key: `teacher` or `student`.
+        arch: of an encoder without checkpoint, or override for foreign weights.
+        patch_size: likewise, pixels.
+        untrained: random weights.
+        readout: of an encoder without checkpoint.
+        img_size: of an encoder without checkpoint, pixels.
+        seed: of random weights.
+    """
+    if pretrained_weights or not untrained:
+        trained = trained_encoder(pretrained_weights, checkpoint_key, arch, patch_size)
+        return untrained_encoder(trained, seed) if untrained else trained
+    given = {"arch": arch, "patch_size": patch_size, "img_size": img_size}
+    config = EncoderConfig(readout=readout, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+    return untrained_encoder(config, seed)
+
+
+def open_splits(data_path: str, download: bool = False) -> tuple[ImageSource, ImageSource]:
+    """The labelled training and validation images of a data path.
+
+    Args:
+        data_path: anything `open_source` finds the splits `train` and `val` in.
+        download: fetch a torchvision set that is not on disk.
+
+    Returns:
+        Sources of the splits `train` and `val`, their classes numbered alike.
+
+    Raises:
+        ValueError: no path; a split without labels; validation classes that the training images lack.
+    """
+    if not data_path:
+        raise ValueError(
+            "--data_path is empty; give a folder with train/ and val/, a torchvision set such as cifar10:DIR, or scenes"
+        )
+    # One process after the other: the first downloads, or writes the index of a large folder, and the rest find it.
+    if not is_main():
+        barrier()
+    train, val = open_source(data_path, "train", download), open_source(data_path, "val", download)
+    if is_main():
+        barrier()
+    require_labels(train)
+    return train, align_classes(val, train.classes or [])
+
+
+def view_record(transform: Any) -> dict[str, Any]:
+    """What `crops.EvalTransform` does to an image: sizes in pixels, interpolation, normalisation."""
+    return {
+        "resize": transform.resize_size,
+        "crop": transform.img_size,
+        "interpolation": "bicubic",
+        "mean": list(transform.mean),
+        "std": list(transform.std),
+    }
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file, hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(HASH_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the numbers depend on."""
+    return {
+        "dino_sparo": __version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "torchvision": str(torchvision.__version__),
+        "timm": timm.__version__,
+        "numpy": np.__version__,
+        "pillow": PIL.__version__,
+    }
+
+
+def result_folder(output_dir: str | None, pretrained_weights: str) -> Path:
+    """Where results go: `output_dir`, created if need be, else beside the checkpoint, else the current folder."""
+    if not output_dir:
+        return Path(pretrained_weights).parent if pretrained_weights else Path()
+    folder = Path(output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def write_json(values: dict[str, Any], path: Path) -> None:
+    """Write plain values so that `path` always holds a whole file, the old or the new."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(plain(values), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def plain(value: Any) -> Any:
+    """The same values with None for numbers that JSON cannot hold (NaN and infinity)."""
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def add_evaluation_options(parser: argparse.ArgumentParser, batch_size: int = 128) -> None:
+    """What to evaluate, on which images, and where the result goes."""
+    group = parser.add_argument_group("encoder: what is evaluated")
+    group.add_argument("--pretrained_weights", default="", help="Checkpoint to evaluate, ours or the reference's.")
+    group.add_argument(
+        "--checkpoint_key", default="teacher", help="Network in the checkpoint: teacher (usually better) or student."
+    )
+    group.add_argument(
+        "--untrained",
+        action="store_true",
+        help="Random weights instead of the checkpoint's, to see what training brings; built as the checkpoint says, "
+        "or without one by --arch, --patch_size, --readout and --img_size.",
+    )
+    group.add_argument("--readout", default="sparo", help="Of an untrained encoder without checkpoint.")
+    group.add_argument("--seed", type=int, default=0, help="Of whatever is random: untrained weights, probes, crops.")
+    group = parser.add_argument_group("images")
+    group.add_argument(
+        "--data_path", default="", help="Folder with train/ and val/, torchvision set (cifar10:DIR), or scenes."
+    )
+    group.add_argument("--download", action="store_true", help="Fetch a torchvision set that is not on disk.")
+    group.add_argument(
+        "--img_size",
+        type=int,
+        default=None,
+        help="Side of the view in pixels, cut from the image resized to 256/224 of it; by default the size of the "
+        "encoder's position grid.",
+    )
+    group.add_argument("--batch_size_per_gpu", type=int, default=batch_size, help="Images per process and step.")
+    group = parser.add_argument_group("computation and result")
+    group.add_argument(
+        "--precision", choices=sorted(PRECISIONS), default="fp32", help="Of the encoder; fp32 to report numbers."
+    )
+    group.add_argument(
+        "--output_dir", default=None, help="Where the result is written; by default beside the checkpoint."
+    )

@@ -1,0 +1,204 @@
+"""What a run says: the rank-0 logger, meters, log.txt, TensorBoard, progress.
+
+Plumbing. Only rank 0 speaks; warnings and errors of the other ranks are heard too, with their rank.
+"""
+
+import json
+import logging
+import resource
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from datetime import timedelta
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+from dino_sparo.distributed import all_reduce_sum, is_main, rank
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_SECONDS = 30.0  # between two lines about a long loop when nobody watches a terminal
+STEP_LINE_SECONDS = 10.0  # between two progress lines of training
+
+T = TypeVar("T")
+
+
+def setup_logging(output_dir: Path | None = None) -> None:
+    """Send log lines to standard error, and on rank 0 also to `output_dir`/run.log.
+
+    Args:
+        output_dir: an existing folder, or None for no file.
+    """
+    root = logging.getLogger()
+    for handler in list(root.handlers):
+        if getattr(handler, "is_dino_sparo", False):
+            root.removeHandler(handler)
+            handler.close()
+    where = "" if is_main() else f" [rank {rank()}]"
+    formatter = logging.Formatter(f"%(asctime)s %(levelname).1s{where} %(message)s", datefmt="%H:%M:%S")
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
+    if output_dir is not None and is_main():
+        handlers.append(logging.FileHandler(output_dir / "run.log"))
+    for handler in handlers:
+        handler.setFormatter(formatter)
+        handler.is_dino_sparo = True  # type: ignore[attr-defined]
+        root.addHandler(handler)
+    root.setLevel(logging.INFO if is_main() else logging.WARNING)
+
+
+class Meters:
+    """Means of named numbers over an epoch, kept on the device until somebody asks."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor | float] = {}
+        self.counts: dict[str, int] = {}
+
+    def update(self, **values: Tensor | float) -> None:
+        """Add one observation of each named number."""
+        for name, value in values.items():
+            value = value.detach().double() if isinstance(value, Tensor) else float(value)
+            self.sums[name] = self.sums.get(name, 0.0) + value
+            self.counts[name] = self.counts.get(name, 0) + 1
+
+    def means(self) -> dict[str, float]:
+        """Mean of each number over all ranks, which must have observed the same names."""
+        if not self.sums:
+            return {}
+        names = sorted(self.sums)
+        totals = torch.tensor([[float(self.sums[name]), self.counts[name]] for name in names], dtype=torch.float64)
+        device = next((value.device for value in self.sums.values() if isinstance(value, Tensor)), totals.device)
+        totals = all_reduce_sum(totals.to(device)).cpu()
+        return {name: (total / count).item() for name, (total, count) in zip(names, totals, strict=True)}
+
+
+class EpochClock:
+    """Times the steps of an epoch and writes a progress line now and then.
+
+    Args:
+        steps_per_epoch: steps of a whole epoch.
+        total_steps: steps of the whole run.
+    """
+
+    def __init__(self, steps_per_epoch: int, total_steps: int) -> None:
+        self.steps_per_epoch, self.total_steps = steps_per_epoch, total_steps
+        self.start = self.last_line = time.monotonic()
+        self.waited, self.steps_done, self.images_done = 0.0, 0, 0
+
+    def fetch(self, iterator: Iterator[T], count: int) -> list[T]:
+        """The next `count` items; remembers how long they let us wait."""
+        begin = time.monotonic()
+        items = list(islice(iterator, count))
+        self.waited += time.monotonic() - begin
+        return items
+
+    def speed(self) -> dict[str, float]:
+        """Images per second over all ranks, and the share of the time spent waiting for data."""
+        elapsed = max(time.monotonic() - self.start, 1e-9)
+        return {"images_per_s": self.images_done / elapsed, "data_wait": self.waited / elapsed}
+
+    def tick(self, step: int, epoch: int, num_images: int, loss: Tensor, device: torch.device) -> None:
+        """A step is done; say so if the last line is old enough.
+
+        Args:
+            step: steps of the run done so far.
+            epoch: counted from 0.
+            num_images: images of this step over all ranks.
+            loss: of this step.
+            device: whose memory is reported.
+        """
+        self.steps_done += 1
+        self.images_done += num_images
+        now = time.monotonic()
+        if now - self.last_line < STEP_LINE_SECONDS:
+            return
+        self.last_line = now
+        speed = self.speed()
+        left = (self.total_steps - step) * (now - self.start) / self.steps_done
+        logger.info(
+            "epoch %d  step %d/%d  loss %.4f  %.0f images/s  data wait %.0f %%  ETA %s  memory %.1f GiB",
+            epoch,
+            (step - 1) % self.steps_per_epoch + 1,
+            self.steps_per_epoch,
+            loss.item(),
+            speed["images_per_s"],
+            100 * speed["data_wait"],
+            timedelta(seconds=round(left)),
+            peak_memory(device) / 2**30,
+        )
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes this process has held: on its GPU, or in main memory if it has none."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+class RunLog:
+    """The files of a run: log.txt with one JSON line per epoch, and TensorBoard's, in `output_dir`.
+
+    Args:
+        output_dir: an existing folder; nothing is written on ranks other than 0.
+        step: the step a resumed run goes on from; what TensorBoard holds beyond it is dropped.
+    """
+
+    def __init__(self, output_dir: Path, step: int = 0) -> None:
+        self.path = output_dir / "log.txt"
+        # TensorBoard's protocol lets a resumed run declare that the events after a step did not happen.
+        purge_step = step if step > 0 else None
+        self.writer = SummaryWriter(str(output_dir / "tensorboard"), purge_step=purge_step) if is_main() else None
+
+    def write_epoch(self, values: Mapping[str, Any]) -> None:
+        """Append one JSON line to log.txt."""
+        if self.writer is not None:
+            with self.path.open("a") as file:
+                file.write(json.dumps(values) + "\n")
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Write named numbers to TensorBoard."""
+        if self.writer is not None:
+            for name, value in values.items():
+                self.writer.add_scalar(name, value, step)
+
+    def image(self, name: str, picture: np.ndarray, step: int) -> None:
+        """Write a picture (H, W, 3), 8 bit, to TensorBoard."""
+        if self.writer is not None:
+            self.writer.add_image(name, picture, step, dataformats="HWC")
+
+    def close(self) -> None:
+        """Finish writing."""
+        if self.writer is not None:
+            self.writer.close()
+
+
+def progress(iterable: Iterable[T], total: int | None = None, desc: str = "") -> Iterator[T]:
+    """Go through `iterable` while rank 0 shows how far it is.
+
+    A bar on a terminal; a line every half minute where the output goes to a file.
+
+    Args:
+        iterable: what to go through.
+        total: its length, if it has no `len`.
+        desc: what is going on.
+    """
+    if not is_main():
+        yield from iterable
+        return
+    if sys.stderr.isatty():
+        yield from tqdm(iterable, total=total, desc=desc, leave=False)
+        return
+    length = total if total is not None or not isinstance(iterable, Sized) else len(iterable)
+    start = last = time.monotonic()
+    for done, item in enumerate(iterable):
+        if time.monotonic() - last > PROGRESS_SECONDS:
+            last = time.monotonic()
+            logger.info("%s: %d of %s, %.0f s", desc, done, length if length is not None else "?", last - start)
+        yield item

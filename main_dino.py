@@ -1,0 +1,548 @@
+"""Pretrain a vision transformer with DINO and a SPARO read-out.
+
+    python main_dino.py --output_dir runs/first                                   # built-in scenes, this machine
+    torchrun --nproc_per_node=8 main_dino.py --data_path imagenet/train --output_dir runs/vits16
+    python run_with_submitit.py ...                                               # the same on Slurm
+
+Options stand in the order of the data flow, with the names and defaults of facebookresearch/dino. `train_dino` builds
+what they describe and loops over epochs; what happens in an epoch is `dino_sparo/engine.py`. Starting the same command
+again goes on from the last checkpoint.
+"""
+
+import argparse
+import json
+import logging
+import math
+import platform
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchvision
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from dino_sparo._version import __version__
+from dino_sparo.checkpoint import (
+    check_same_model,
+    encoder_description,
+    load_checkpoint,
+    save_checkpoint,
+)
+from dino_sparo.cli import (
+    HelpFormatter,
+    add_architecture_options,
+    add_device_options,
+    add_normalization_options,
+    bool_flag,
+)
+from dino_sparo.crops import EvalTransform, MultiCropAugmentation
+from dino_sparo.data import EpochSampler, ImageDataset, ImageSource, create_loader, open_source, require_labels
+from dino_sparo.distributed import Distributed, barrier, init_distributed, is_main, shutdown, world_size
+from dino_sparo.encoder import EncoderConfig, encoder_from_config
+from dino_sparo.engine import (
+    NonFiniteLossError,
+    Schedules,
+    TooManyCorruptImagesError,
+    Training,
+    choose_precision,
+    effective_rank,
+    train_one_epoch,
+)
+from dino_sparo.evaluation.attention import crops_grid, slots_grid
+from dino_sparo.evaluation.features import disjoint_subsets
+from dino_sparo.evaluation.knn import evaluate_knn
+from dino_sparo.head import DINOHead, DINONetwork
+from dino_sparo.logs import RunLog, setup_logging
+from dino_sparo.loss import NUM_TEACHER_CROPS, DINOLoss, diagnose_collapse
+from dino_sparo.optim import OPTIMIZERS, cosine_schedule, create_optimizer, param_groups
+
+logger = logging.getLogger("main_dino")
+
+REFERENCE_BATCH = 256  # images; learning rates are stated for it and scaled with the batch
+LOOK_IMAGES = 64  # whose encodings' rank is taken after every epoch; the rank is at most this
+PROBE_NEIGHBOURS = 20
+PROBE_IMAGES = (4000, 1000)  # that vote, that are classified, in the probe during training
+
+
+def get_args_parser() -> argparse.ArgumentParser:
+    """The options of training, in data-flow order."""
+    parser = argparse.ArgumentParser(
+        "main_dino.py", description="Pretrain with DINO + SPARO.", formatter_class=HelpFormatter, add_help=False
+    )
+    _add_data_options(parser)
+    _add_crop_options(parser)
+    add_normalization_options(parser)
+    add_architecture_options(parser)
+    _add_head_options(parser)
+    _add_loss_options(parser)
+    _add_optimization_options(parser)
+    _add_run_options(parser)
+    add_device_options(parser)
+    return parser
+
+
+def _add_data_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("images")
+    group.add_argument(
+        "--data_path",
+        default="scenes",
+        help="Where the images are: a folder, a list (.txt) or table (.csv) of paths, tar shards "
+        "(shard-{000..099}.tar), a torchvision set (cifar10:DIR), or the built-in scenes (scenes:NUMBER:SIZE).",
+    )
+    group.add_argument("--download", action="store_true", help="Let a torchvision set download itself.")
+    group.add_argument(
+        "--max_corrupt", type=float, default=0.01, help="Share of unreadable images above which the run stops."
+    )
+    group.add_argument("--batch_size_per_gpu", type=int, default=64, help="Images per process and forward pass.")
+    group.add_argument(
+        "--grad_accum_steps",
+        type=int,
+        default=1,
+        help="Forward passes per step; their gradients are averaged, as if the batch were that many times larger.",
+    )
+
+
+def _add_crop_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("crops")
+    group.add_argument("--global_crops_size", type=int, default=224, help="Side of the global crops in pixels.")
+    group.add_argument("--local_crops_size", type=int, default=96, help="Side of the local crops in pixels.")
+    group.add_argument(
+        "--global_crops_scale",
+        type=float,
+        nargs=2,
+        default=(0.4, 1.0),
+        help="Share of the image's area in a global crop; without local crops a wider range, 0.14 1, works better.",
+    )
+    group.add_argument("--local_crops_number", type=int, default=8, help="Local crops per image; 0 for none.")
+    group.add_argument(
+        "--local_crops_scale", type=float, nargs=2, default=(0.05, 0.4), help="Share of the area in a local crop."
+    )
+
+
+def _add_head_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("head: encoding -> logits")
+    group.add_argument(
+        "--out_dim",
+        type=int,
+        default=65536,
+        help="Number of prototypes K. Large for large and varied data; a few thousand for tens of thousands of images.",
+    )
+    group.add_argument(
+        "--norm_last_layer",
+        type=bool_flag,
+        default=True,
+        help="Keep the prototypes' lengths at one. False can be better for a ViT-S, and less stable.",
+    )
+    group.add_argument(
+        "--head_hidden_dim", type=int, default=2048, help="Width of the head's MLP; less saves time with tiny encoders."
+    )
+    group.add_argument("--use_bn_in_head", type=bool_flag, default=False, help="Batch norm in the head's MLP.")
+
+
+def _add_loss_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("loss and teacher")
+    group.add_argument(
+        "--warmup_teacher_temp",
+        type=float,
+        default=0.04,
+        help="Teacher's temperature in the first epoch; lower it if the loss does not fall.",
+    )
+    group.add_argument(
+        "--teacher_temp",
+        type=float,
+        default=0.04,
+        help="Teacher's temperature after the warm-up; above 0.07 training is usually unstable.",
+    )
+    group.add_argument(
+        "--warmup_teacher_temp_epochs", type=int, default=0, help="Epochs between the two; 30 is typical for 0.07."
+    )
+    group.add_argument(
+        "--momentum_teacher",
+        type=float,
+        default=0.996,
+        help="Momentum of the moving average in the first step, rising to 1; 0.9995 suits a batch of 256, and lower "
+        "values short runs.",
+    )
+
+
+def _add_optimization_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("optimisation")
+    group.add_argument("--epochs", type=int, default=100, help="Epochs of the run, which the schedules span.")
+    group.add_argument(
+        "--max_steps", type=int, default=None, help="Stop after this many steps in all, for trials; schedules stay."
+    )
+    group.add_argument("--optimizer", default="adamw", choices=sorted(OPTIMIZERS), help="adamw suits transformers.")
+    group.add_argument(
+        "--lr",
+        type=float,
+        default=0.0005,
+        help=f"Learning rate after the warm-up, for a batch of {REFERENCE_BATCH} images; scaled with the batch.",
+    )
+    group.add_argument("--warmup_epochs", type=int, default=10, help="Epochs of linear warm-up of the learning rate.")
+    group.add_argument("--min_lr", type=float, default=1e-6, help="Learning rate at the end.")
+    group.add_argument("--weight_decay", type=float, default=0.04, help="Weight decay in the first step.")
+    group.add_argument("--weight_decay_end", type=float, default=0.4, help="Weight decay in the last step.")
+    group.add_argument(
+        "--clip_grad", type=float, default=3.0, help="Largest norm of a parameter's gradient; 0 for no limit."
+    )
+    group.add_argument(
+        "--freeze_last_layer",
+        type=int,
+        default=1,
+        help="Epochs during which the prototypes stay as drawn; more if the loss does not fall.",
+    )
+    group.add_argument(
+        "--precision",
+        default="auto",
+        choices=["auto", "bf16", "fp16", "fp32"],
+        help="Precision of the forward passes; auto is bf16 where the device computes in it, else fp32.",
+    )
+    group.add_argument(
+        "--use_fp16", type=bool_flag, default=None, help="The reference's option: true for fp16, false for fp32."
+    )
+
+
+def _add_run_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("run")
+    group.add_argument("--output_dir", default=".", help="Where checkpoints and logs go; a run there is resumed.")
+    group.add_argument("--saveckp_freq", type=int, default=20, help="Keep a checkpoint every so many epochs; 0: never.")
+    group.add_argument(
+        "--knn_freq",
+        type=int,
+        default=0,
+        help="Probe the teacher with 20-NN every so many epochs, on a few thousand labelled images, and keep the best "
+        "checkpoint; 0: never.",
+    )
+    group.add_argument("--seed", type=int, default=0, help="Of weights, order, crops and stochastic depth.")
+
+
+def train_dino(args: argparse.Namespace) -> None:
+    """Build everything the options describe, resume if there is something to resume, train.
+
+    Raises:
+        ValueError: options that do not fit each other, the data or the checkpoint; nothing was overwritten.
+        NonFiniteLossError, TooManyCorruptImagesError: from training; the last checkpoint stays as it is.
+    """
+    place = init_distributed(args.device, args.dist_url)
+    output_dir = Path(args.output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    setup_logging(output_dir)
+    check_options(args)
+    logger.info("options: %s", json.dumps(vars(args), default=str))
+    run = build_run(args, place)
+    resume(run, output_dir / "checkpoint.pth")
+    log = RunLog(output_dir, step=run.training.step)
+    try:
+        train_epochs(run, args, log, output_dir)
+    finally:
+        log.close()
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Refuse numbers that cannot be and crops that do not fit the patches.
+
+    Raises:
+        ValueError: names the option and what would fit.
+    """
+    for name in ("epochs", "batch_size_per_gpu", "grad_accum_steps", "out_dim"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} {getattr(args, name)}: give a positive number")
+    for name in ("warmup_epochs", "saveckp_freq", "knn_freq", "num_workers", "freeze_last_layer", "clip_grad"):
+        if getattr(args, name) < 0:
+            raise ValueError(f"--{name} {getattr(args, name)}: give 0 or more")
+    for name in ("momentum_teacher", "max_corrupt"):
+        if not 0 <= getattr(args, name) <= 1:
+            raise ValueError(f"--{name} {getattr(args, name)}: give a number from 0 to 1")
+    if args.warmup_epochs > args.epochs:
+        raise ValueError(
+            f"--warmup_epochs {args.warmup_epochs} is longer than the run of {args.epochs} epochs; shorten it"
+        )
+    sizes = {"global_crops_size": args.global_crops_size}
+    if args.local_crops_number:
+        sizes["local_crops_size"] = args.local_crops_size
+    for name, size in sizes.items():
+        if size < args.patch_size or size % args.patch_size:
+            nearest = max(round(size / args.patch_size), 1) * args.patch_size
+            raise ValueError(
+                f"--{name} {size} px is not a multiple of --patch_size {args.patch_size} px; the nearest that fits is "
+                f"{nearest}"
+            )
+
+
+@dataclass
+class Run:
+    """What `build_run` builds and the epochs use.
+
+    Attributes:
+        source: the images.
+        sampler: whose images come when.
+        loader: their crops.
+        training: networks, loss, optimizer, schedules.
+        description: how the encoder is built, for the checkpoint.
+        options: the options, for the checkpoint.
+        best_knn: best 20-NN accuracy so far, percent.
+    """
+
+    source: ImageSource
+    sampler: EpochSampler
+    loader: DataLoader
+    training: Training
+    description: dict[str, Any]
+    options: dict[str, Any]
+    best_knn: float = 0.0
+
+
+def build_run(args: argparse.Namespace, place: Distributed) -> Run:
+    """Images, networks, loss, optimizer and schedules from the options."""
+    source = open_source(args.data_path, download=args.download)
+    if args.knn_freq:
+        require_labels(source)
+    sampler = EpochSampler(
+        len(source), args.batch_size_per_gpu, place.rank, place.world_size, args.grad_accum_steps, args.seed
+    )
+    augmentation = MultiCropAugmentation(
+        tuple(args.global_crops_scale),
+        tuple(args.local_crops_scale),
+        args.local_crops_number,
+        args.global_crops_size,
+        args.local_crops_size,
+        tuple(args.norm_mean),
+        tuple(args.norm_std),
+    )
+    loader = create_loader(
+        ImageDataset(source, augmentation, args.seed),
+        sampler,
+        num_workers=args.num_workers,
+        pin_memory=place.device.type == "cuda",
+    )
+    training = build_training(args, place, sampler.steps_per_epoch)
+    training.locate = source.location
+    description = encoder_description(training.network.config, args.norm_mean, args.norm_std)
+    return Run(source, sampler, loader, training, description, {**vars(args)})
+
+
+def build_training(args: argparse.Namespace, place: Distributed, steps_per_epoch: int) -> Training:
+    """Student, teacher, loss, optimizer and schedules from the options."""
+    torch.manual_seed(args.seed)
+    dtype = choose_precision(args.precision, args.use_fp16, place.device)
+    student = build_network(args, args.drop_path_rate).to(place.device)
+    teacher = build_network(args, drop_path_rate=0.0).to(place.device)
+    teacher.load_state_dict(student.state_dict())
+    teacher.requires_grad_(False)
+    for network in (student, teacher):
+        network.backbone.use_fused_attention(place.device.type != "cpu" or dtype != torch.bfloat16)
+    if args.use_bn_in_head and world_size() > 1:
+        student, teacher = (nn.SyncBatchNorm.convert_sync_batchnorm(network) for network in (student, teacher))
+    wrapped: nn.Module = student
+    if world_size() > 1:
+        device_ids = [place.device.index] if place.device.type == "cuda" else None
+        wrapped = DistributedDataParallel(student, device_ids=device_ids)
+    loss = DINOLoss(
+        args.out_dim,
+        args.local_crops_number + NUM_TEACHER_CROPS,
+        args.warmup_teacher_temp,
+        args.teacher_temp,
+        args.warmup_teacher_temp_epochs,
+        args.epochs,
+    ).to(place.device)
+    num_parameters = sum(parameter.numel() for parameter in student.parameters())
+    logger.info("%s, %.1f M parameters with the head, %s on %s", student.config, num_parameters / 1e6, dtype, place)
+    return Training(
+        student=wrapped,
+        teacher=teacher,
+        loss=loss,
+        optimizer=create_optimizer(args.optimizer, param_groups(student)),
+        schedules=build_schedules(args, steps_per_epoch),
+        device=place.device,
+        dtype=dtype,
+        scaler=torch.amp.GradScaler(place.device.type) if dtype == torch.float16 else None,
+        accum_steps=args.grad_accum_steps,
+        clip_grad=args.clip_grad,
+        freeze_last_layer=args.freeze_last_layer,
+        max_corrupt=args.max_corrupt,
+        seed=args.seed,
+    )
+
+
+def build_network(args: argparse.Namespace, drop_path_rate: float) -> DINONetwork:
+    """Encoder and head from the options, with random weights."""
+    config = EncoderConfig(
+        arch=args.arch.replace("deit", "vit"),  # the reference's older names of the same models
+        patch_size=args.patch_size,
+        readout=args.readout,
+        num_slots=args.sparo_slots,
+        slot_dim=args.sparo_slot_dim,
+        key_dim=args.sparo_key_dim,
+        group_size=args.sparo_group_size,
+        img_size=args.global_crops_size,
+    )
+    encoder = encoder_from_config(config, drop_path_rate)
+    head = DINOHead(
+        encoder.encoding_dim, args.out_dim, args.use_bn_in_head, args.norm_last_layer, hidden_dim=args.head_hidden_dim
+    )
+    return DINONetwork(encoder, head)
+
+
+def build_schedules(args: argparse.Namespace, steps_per_epoch: int) -> Schedules:
+    """Learning rate, weight decay and teacher momentum, one value per step."""
+    total_steps = args.epochs * steps_per_epoch
+    batch = args.batch_size_per_gpu * args.grad_accum_steps * world_size()
+    return Schedules(
+        lr=cosine_schedule(
+            args.lr * batch / REFERENCE_BATCH, args.min_lr, total_steps, args.warmup_epochs * steps_per_epoch
+        ),
+        weight_decay=cosine_schedule(args.weight_decay, args.weight_decay_end, total_steps),
+        momentum=cosine_schedule(args.momentum_teacher, 1.0, total_steps),
+    )
+
+
+def resume(run: Run, path: Path) -> None:
+    """Go on from the checkpoint at `path`, if there is one.
+
+    Raises:
+        CheckpointError: it is damaged, or of another model.
+    """
+    if not path.is_file():
+        return
+    checkpoint, training = load_checkpoint(path), run.training
+    check_same_model(checkpoint, training.network.config, str(path))
+    training.load_state_dict(checkpoint, str(path))
+    run.best_knn = checkpoint["best_knn"]
+    _warn_about_changed_options(checkpoint["args"], run.options)
+    logger.info("resumed %s: %d epochs, %d steps done", path, checkpoint["epoch"], training.step)
+
+
+def _warn_about_changed_options(before: dict[str, Any], now: dict[str, Any]) -> None:
+    unimportant = {"output_dir", "num_workers", "max_steps", "device", "dist_url", "local_rank", "download"}
+    for name in sorted(before.keys() & now.keys() - unimportant):
+        if _plain(before[name]) != _plain(now[name]):
+            logger.warning("--%s was %s and is now %s: the run will not be what it was", name, before[name], now[name])
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def train_epochs(run: Run, args: argparse.Namespace, log: RunLog, output_dir: Path) -> None:
+    """The epochs that are left: train, probe, log, save."""
+    training, steps_per_epoch = run.training, run.sampler.steps_per_epoch
+    end = min(args.epochs * steps_per_epoch, args.max_steps or args.epochs * steps_per_epoch)
+    begin = time.monotonic()
+    while training.step < end:
+        epoch, start_step = divmod(training.step, steps_per_epoch)
+        run.sampler.set_epoch(epoch, start_step)
+        means = train_one_epoch(training, run.loader, epoch, steps_per_epoch, len(run.source), log, args.max_steps)
+        finished = training.step // steps_per_epoch
+        values: dict[str, Any] = {f"train_{name}": value for name, value in means.items()}
+        values.update(look_at_epoch(run, args, log, means))
+        is_best = False
+        if args.knn_freq and finished and finished % args.knn_freq == 0:
+            values["knn_20"] = probe(run, args)
+            is_best = values["knn_20"] > run.best_knn
+            run.best_knn = max(run.best_knn, values["knn_20"])
+        values.update(epoch=epoch, step=training.step)
+        logger.info("epoch %d: %s", epoch, "  ".join(f"{k} {v:.4g}" for k, v in values.items() if k != "epoch"))
+        save(run, finished, output_dir, keep=bool(args.saveckp_freq) and epoch % args.saveckp_freq == 0, best=is_best)
+        log.write_epoch(values)
+        log.scalars({f"epoch/{k}": v for k, v in values.items() if k not in ("epoch", "step")}, training.step)
+    logger.info("done: %d steps in %.0f s, %s", training.step, time.monotonic() - begin, output_dir / "checkpoint.pth")
+
+
+def look_at_epoch(run: Run, args: argparse.Namespace, log: RunLog, means: dict[str, float]) -> dict[str, float]:
+    """Rank of the encodings and pictures of the first images, on rank 0; names a collapse in the log."""
+    if not is_main():
+        return {}
+    training = run.training
+    count = min(LOOK_IMAGES, len(run.source))
+    crops = [run.loader.dataset[index].views for index in range(count)]
+    views = [torch.stack(view) for view in zip(*crops, strict=True)]
+    encoder = training.teacher.encoder.eval()
+    images = views[0].to(training.device)
+    with torch.no_grad(), training.autocast():
+        rank_of_features = effective_rank(encoder(images))
+        pictures = {
+            "crops": crops_grid(views, args.norm_mean, args.norm_std),
+            "slots": slots_grid(encoder, images, args.norm_mean, args.norm_std),
+        }
+    for name, picture in pictures.items():
+        log.image(name, picture, training.step)
+    collapse = diagnose_collapse(
+        means["loss"],
+        means.get("teacher_entropy", math.nan),
+        means.get("marginal_entropy", math.nan),
+        rank_of_features,
+        args.out_dim,
+        args.batch_size_per_gpu,
+    )
+    if collapse is not None:
+        logger.warning("%s", collapse)
+    return {"feature_rank": rank_of_features}
+
+
+def probe(run: Run, args: argparse.Namespace) -> float:
+    """20-NN accuracy of the teacher in percent, on disjoint labelled subsets of the training images."""
+    voters, judged = disjoint_subsets(run.source, PROBE_IMAGES)
+    found = evaluate_knn(
+        run.training.teacher.encoder,
+        voters,
+        judged,
+        EvalTransform(args.global_crops_size, tuple(args.norm_mean), tuple(args.norm_std)),
+        device=run.training.device,
+        batch_size=args.batch_size_per_gpu,
+        num_workers=min(args.num_workers, 2),
+    )
+    return found.results[PROBE_NEIGHBOURS].top1
+
+
+def save(run: Run, epochs_done: int, output_dir: Path, keep: bool, best: bool) -> None:
+    """Write checkpoint.pth, and copies that later epochs do not overwrite.
+
+    Args:
+        run: what to save.
+        epochs_done: finished epochs.
+        output_dir: where to.
+        keep: also as checkpointNNNN.pth, NNNN the epoch as the reference counts.
+        best: also as checkpoint_best.pth.
+    """
+    training = run.training
+    if is_main():
+        checkpoint = {
+            **training.state_dict(),
+            "encoder": run.description,
+            "epoch": epochs_done,
+            "best_knn": run.best_knn,
+            "args": {name: _plain(value) for name, value in run.options.items()},
+            "versions": {
+                "dino_sparo": __version__,
+                "torch": str(torch.__version__),
+                "torchvision": str(torchvision.__version__),
+                "python": platform.python_version(),
+            },
+        }
+        names = ["checkpoint.pth"]
+        names += [f"checkpoint{max(epochs_done - 1, 0):04}.pth"] if keep else []
+        names += ["checkpoint_best.pth"] if best else []
+        for name in names:
+            save_checkpoint(checkpoint, output_dir / name)
+    barrier()
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Parse the options and train; a mistake in them ends with one line, not a traceback."""
+    parser = argparse.ArgumentParser(parents=[get_args_parser()], description=__doc__, formatter_class=HelpFormatter)
+    args = parser.parse_args(argv)
+    try:
+        train_dino(args)
+    except (ValueError, NonFiniteLossError, TooManyCorruptImagesError) as error:
+        logger.error("%s", error)
+        raise SystemExit(1) from error
+    finally:
+        shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,287 @@
+"""Options: their names and defaults, frozen here; parsing that touches nothing; none that is parsed and ignored."""
+
+import argparse
+import ast
+import builtins
+import importlib
+import json
+import os
+import shlex
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+import main_dino
+from dino_sparo.cli import HelpFormatter, add_device_options, add_foreign_weights_options, bool_flag
+
+# The options of facebookresearch/dino's main_dino.py with its defaults: commands written for it must go on working.
+REFERENCE: dict[str, Any] = {
+    "arch": "vit_small",
+    "patch_size": 16,
+    "out_dim": 65536,
+    "norm_last_layer": True,
+    "momentum_teacher": 0.996,
+    "use_bn_in_head": False,
+    "warmup_teacher_temp": 0.04,
+    "teacher_temp": 0.04,
+    "warmup_teacher_temp_epochs": 0,
+    "use_fp16": True,
+    "weight_decay": 0.04,
+    "weight_decay_end": 0.4,
+    "clip_grad": 3.0,
+    "batch_size_per_gpu": 64,
+    "epochs": 100,
+    "freeze_last_layer": 1,
+    "lr": 0.0005,
+    "warmup_epochs": 10,
+    "min_lr": 1e-6,
+    "optimizer": "adamw",
+    "drop_path_rate": 0.1,
+    "global_crops_scale": (0.4, 1.0),
+    "local_crops_number": 8,
+    "local_crops_scale": (0.05, 0.4),
+    "data_path": "/path/to/imagenet/train/",
+    "output_dir": ".",
+    "saveckp_freq": 20,
+    "seed": 0,
+    "num_workers": 10,
+    "dist_url": "env://",
+    "local_rank": 0,
+}
+
+# Defaults that differ from the reference's on purpose.
+CHANGED: dict[str, Any] = {
+    "use_fp16": None,  # --precision auto decides: bf16 where the device computes in it
+    "data_path": "scenes",  # the built-in images, so that the plain command runs
+}
+
+NEW: dict[str, Any] = {
+    "readout": "sparo",
+    "sparo_slots": 64,
+    "sparo_slot_dim": 64,
+    "sparo_key_dim": 64,
+    "sparo_group_size": 1,
+    "head_hidden_dim": 2048,
+    "precision": "auto",
+    "grad_accum_steps": 1,
+    "max_steps": None,
+    "knn_freq": 0,
+    "device": "auto",
+    "global_crops_size": 224,
+    "local_crops_size": 96,
+    "norm_mean": (0.485, 0.456, 0.406),
+    "norm_std": (0.229, 0.224, 0.225),
+    "download": False,
+    "max_corrupt": 0.01,
+}
+
+# Accepted and ignored on purpose: launchers of old pass it, the environment says what counts.
+IGNORED = {"local_rank"}
+
+ROOT = Path(main_dino.__file__).parent
+SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py") if "def get_args_parser" in path.read_text(encoding="utf-8"))
+
+
+def options(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    return [action for action in parser._actions if action.dest != "help"]
+
+
+def parse(command_line: str = "") -> argparse.Namespace:
+    return main_dino.get_args_parser().parse_args(shlex.split(command_line))
+
+
+# Names and defaults.
+
+
+def test_the_options_of_training_and_their_defaults_are_frozen() -> None:
+    assert vars(parse()) == {**REFERENCE, **CHANGED, **NEW}
+
+
+def test_no_option_is_both_the_references_and_new_and_every_change_is_a_change() -> None:
+    assert not REFERENCE.keys() & NEW.keys()
+    assert all(REFERENCE[name] != default for name, default in CHANGED.items())
+
+
+def test_every_option_is_spelled_as_its_name_and_only_local_rank_has_a_second_spelling() -> None:
+    for action in options(main_dino.get_args_parser()):
+        expected = [f"--{action.dest}"] + ["--local-rank"] * (action.dest == "local_rank")
+        assert action.option_strings == expected
+
+
+def test_defaults_have_the_type_that_parsing_gives() -> None:
+    for action in options(main_dino.get_args_parser()):
+        if action.default is None or action.nargs == 0:
+            continue
+        values = action.default if isinstance(action.default, tuple) else (action.default,)
+        parsed = getattr(parse(f"--{action.dest} {' '.join(map(str, values))}"), action.dest)
+        parsed = tuple(parsed) if isinstance(parsed, list) else (parsed,)
+        assert parsed == values
+        assert [type(value) for value in parsed] == [type(value) for value in values], action.dest
+
+
+def test_a_command_line_of_the_reference_is_understood() -> None:
+    args = parse(
+        "--arch deit_small --patch_size 8 --out_dim 1024 --norm_last_layer false --use_fp16 False --lr 5e-4 "
+        "--global_crops_scale 0.14 1. --local_crops_scale 0.05 0.14 --local_crops_number 0 --clip_grad 0 "
+        "--data_path some/where --output_dir runs --use_bn_in_head on --optimizer lars --warmup_epochs 0"
+    )
+    assert (args.arch, args.patch_size, args.norm_last_layer, args.use_fp16) == ("deit_small", 8, False, False)
+    assert (list(args.global_crops_scale), args.local_crops_number) == ([0.14, 1.0], 0)
+    assert (args.use_bn_in_head, args.optimizer, args.clip_grad) == (True, "lars", 0.0)
+
+
+@pytest.mark.parametrize("spelling", ["--local_rank", "--local-rank"])
+@pytest.mark.parametrize("glue", [" ", "="])
+def test_both_spellings_of_local_rank_are_taken(spelling: str, glue: str) -> None:
+    assert parse(f"{spelling}{glue}3").local_rank == 3
+    parser = argparse.ArgumentParser()
+    add_device_options(parser)
+    assert parser.parse_args(f"{spelling}{glue}5".split()).local_rank == 5
+
+
+def test_shared_device_options_take_their_own_number_of_workers() -> None:
+    parser = argparse.ArgumentParser()
+    add_device_options(parser, num_workers=4)
+    expected = {"device": "auto", "num_workers": 4, "dist_url": "env://", "local_rank": 0}
+    assert vars(parser.parse_args([])) == expected
+
+
+def test_overrides_for_foreign_weights_are_off_unless_given() -> None:
+    parser = argparse.ArgumentParser()
+    add_foreign_weights_options(parser)
+    assert vars(parser.parse_args([])) == {"arch": None, "patch_size": None}
+    assert vars(parser.parse_args(["--arch", "vit_base", "--patch_size", "8"])) == {"arch": "vit_base", "patch_size": 8}
+
+
+# Values.
+
+
+@pytest.mark.parametrize("word", ["true", "True", "TRUE", "on", "ON", "1"])
+def test_words_for_true(word: str) -> None:
+    assert bool_flag(word) is True
+
+
+@pytest.mark.parametrize("word", ["false", "False", "off", "Off", "0"])
+def test_words_for_false(word: str) -> None:
+    assert bool_flag(word) is False
+
+
+@pytest.mark.parametrize("word", ["", "yes", "2", "None", " true"])
+def test_other_words_are_neither_true_nor_false(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=f"'{word}' is neither true nor false"):
+        bool_flag(word)
+    with pytest.raises(SystemExit):
+        parse(f"--norm_last_layer {shlex.quote(word)}")
+    assert f"argument --norm_last_layer: '{word}' is neither true nor false" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--optimizer adam", r"--optimizer: invalid choice: 'adam'"),
+        ("--precision fp8", r"--precision: invalid choice: 'fp8'"),
+        ("--lr fast", r"--lr: invalid float value: 'fast'"),
+        ("--global_crops_scale 0.4", r"--global_crops_scale: expected 2 arguments"),
+        ("--norm_mean 0.5", r"--norm_mean: expected 3 arguments"),
+        ("--epoch_s 3", r"unrecognized arguments: --epoch_s 3"),
+    ],
+)
+def test_what_cannot_be_parsed_is_named(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(words)
+    assert message in capsys.readouterr().err
+
+
+def test_options_are_plain_values_that_a_checkpoint_can_hold() -> None:
+    assert json.loads(json.dumps(vars(parse())))["global_crops_scale"] == [0.4, 1.0]
+
+
+# Help.
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_option_has_help_that_can_be_printed(script: str) -> None:
+    parser = importlib.import_module(script).get_args_parser()
+    text = parser.format_help()
+    for action in options(parser):
+        assert action.help, action.dest
+        assert action.option_strings[0] in text
+
+
+def test_the_options_of_training_stand_in_groups() -> None:
+    text = main_dino.get_args_parser().format_help()
+    titles = [line for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert len(titles) > 5
+    assert not {"options:", "optional arguments:"} & set(titles)
+
+
+def test_help_prints_defaults_unless_there_is_none() -> None:
+    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    parser.add_argument("--rate", default=0.5, help="A rate.")
+    parser.add_argument("--steps", default=None, help="Some steps.")
+    parser.add_argument("--name", default="", help="A name.")
+    text = " ".join(parser.format_help().split())
+    assert "A rate. (default: 0.5)" in text
+    assert text.count("(default") == 1
+    training = " ".join(main_dino.get_args_parser().format_help().split())
+    assert "(default: 65536)" in training
+    assert "default: None" not in training
+
+
+def test_help_does_not_repeat_a_default() -> None:
+    for action in options(main_dino.get_args_parser()):
+        assert "default" not in str(action.help).lower(), action.dest
+
+
+# Purity.
+
+
+def test_parsing_opens_nothing_and_asks_no_device_or_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: Any, **__: Any) -> NoReturn:
+        raise AssertionError("parsing is pure")
+
+    for owner, name in [
+        (builtins, "open"),
+        (os, "open"),
+        (os, "makedirs"),
+        (os, "mkdir"),
+        (os, "listdir"),
+        (os, "scandir"),
+        (socket, "socket"),
+        (subprocess, "Popen"),
+        (torch.cuda, "is_available"),
+        (torch.cuda, "device_count"),
+        (torch.cuda, "init"),
+        (torch.hub, "list"),
+        (torch.hub, "load"),
+    ]:
+        monkeypatch.setattr(owner, name, forbidden)
+    args = parse("--data_path no/such/folder --output_dir no/such/runs --device cuda:7 --arch what")
+    monkeypatch.undo()
+    assert (args.data_path, args.device, args.arch) == ("no/such/folder", "cuda:7", "what")
+
+
+def test_parsing_does_not_depend_on_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = parse()
+    for name, value in {"RANK": "3", "WORLD_SIZE": "7", "LOCAL_RANK": "2", "SLURM_PROCID": "5"}.items():
+        monkeypatch.setenv(name, value)
+    assert parse() == before
+
+
+# Use.
+
+
+def test_every_option_of_training_is_read_by_the_script() -> None:
+    tree = ast.parse(Path(main_dino.__file__).read_text(encoding="utf-8"))
+    read = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "args"
+    }
+    parsed = {action.dest for action in options(main_dino.get_args_parser())}
+    assert parsed - read == IGNORED, "parsed but never used"
+    assert read <= parsed, "used but never parsed"

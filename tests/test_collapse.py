@@ -1,0 +1,199 @@
+"""Telling learning from collapse: entropies against loops, and the name each collapse is given."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from dino_sparo import DINOLoss
+from dino_sparo.loss import diagnose_collapse
+
+HEALTHY: dict[str, Any] = {
+    "loss": 5.0,
+    "teacher_entropy": 2.0,
+    "marginal_entropy": 4.0,
+    "feature_rank": 30.0,
+    "out_dim": 1024,
+    "batch_size": 64,
+}
+
+
+def entropy(distribution: list[float]) -> float:
+    """-sum_k p ln p in nats, a sum of one term after the other."""
+    return -sum(p * math.log(p) for p in distribution if p > 0)
+
+
+def build(num_crops: int, out_dim: int, temp: float = 0.05) -> DINOLoss:
+    return DINOLoss(out_dim, num_crops, temp, temp, warmup_teacher_temp_epochs=0, num_epochs=3).double()
+
+
+# What is measured.
+
+
+def test_the_entropies_are_those_of_a_loop() -> None:
+    torch.manual_seed(0)
+    batch, num_crops, out_dim = 5, 4, 7
+    loss = build(num_crops, out_dim)
+    loss.center.normal_()
+    student = torch.randn(num_crops * batch, out_dim, dtype=torch.float64, requires_grad=True)
+    teacher = torch.randn(2 * batch, out_dim, dtype=torch.float64)
+    probs = loss.teacher_probabilities(teacher, epoch=0)
+    assert probs.shape == (2, batch, out_dim)
+    value = loss(student, teacher, 0, update_center=False)
+    found = loss.diagnose(probs, value)
+    rows = [probs[t, b].tolist() for t in range(2) for b in range(batch)]
+    expected_entropy = sum(entropy(row) for row in rows) / len(rows)
+    marginal = [sum(row[k] for row in rows) / len(rows) for k in range(out_dim)]
+    assert found.teacher_entropy.item() == pytest.approx(expected_entropy, rel=1e-12)
+    assert found.marginal_entropy.item() == pytest.approx(entropy(marginal), rel=1e-12)
+    assert found.kl.item() == pytest.approx(value.item() - expected_entropy, rel=1e-9)
+    assert not any(item.requires_grad or item.ndim for item in found)
+
+
+def test_the_divergence_is_the_mean_over_pairs_of_different_views() -> None:
+    torch.manual_seed(1)
+    batch, num_crops, out_dim = 3, 5, 11
+    loss = build(num_crops, out_dim)
+    student = torch.randn(num_crops * batch, out_dim, dtype=torch.float64)
+    teacher = torch.randn(2 * batch, out_dim, dtype=torch.float64) / 5
+    found = loss.diagnose(loss.teacher_probabilities(teacher, 0), loss(student, teacher, 0))
+    terms = []
+    for t in range(2):
+        for s in set(range(num_crops)) - {t}:
+            for b in range(batch):
+                target = (teacher[t * batch + b] / 0.05).softmax(0).tolist()
+                answer = (student[s * batch + b] / 0.1).softmax(0).tolist()
+                terms.append(sum(q * math.log(q / p) for q, p in zip(target, answer, strict=True)))
+    assert found.kl.item() == pytest.approx(sum(terms) / len(terms), rel=1e-9)
+
+
+def test_a_student_that_answers_like_its_teacher_has_no_divergence() -> None:
+    out_dim, rows = 7, torch.randn(3, 7, dtype=torch.float64)
+    loss = build(2, out_dim)
+    teacher = rows.repeat(2, 1)  # both views alike, so that every pair agrees
+    student = teacher * (0.1 / 0.05)
+    found = loss.diagnose(loss.teacher_probabilities(teacher, 0), loss(student, teacher, 0, update_center=False))
+    assert found.kl.item() == pytest.approx(0.0, abs=1e-12)
+
+
+def test_distributions_that_reach_zero_have_finite_entropies() -> None:
+    loss = build(2, 5).float()
+    teacher = 1e4 * torch.eye(5)[[0, 1, 0, 1]]
+    probs = loss.teacher_probabilities(teacher, 0)
+    assert (probs == 0).any()
+    found = loss.diagnose(probs, loss(teacher, teacher, 0, update_center=False))
+    assert found.teacher_entropy.item() == 0.0
+    assert found.marginal_entropy.item() == pytest.approx(math.log(2))
+
+
+@pytest.mark.parametrize("out_dim", [13, 64])
+def test_what_is_measured_in_a_collapse_is_diagnosed_as_one(out_dim: int) -> None:
+    batch = 6
+
+    def diagnosis(teacher: torch.Tensor, student: torch.Tensor) -> str | None:
+        loss = build(2, out_dim)
+        value = loss(student, teacher, 0, update_center=False)
+        found = loss.diagnose(loss.teacher_probabilities(teacher, 0), value)
+        return diagnose_collapse(
+            value.item(), found.teacher_entropy.item(), found.marginal_entropy.item(), 9.0, out_dim, batch
+        )
+
+    flat = torch.zeros(2 * batch, out_dim, dtype=torch.float64)
+    uniform = diagnosis(flat, flat)
+    assert uniform is not None
+    assert "uniform collapse" in uniform
+    one = flat.clone()
+    one[:, 3] = 10.0
+    single = diagnosis(one, one)
+    assert single is not None
+    assert "collapse on one prototype" in single
+    assignments = torch.eye(out_dim, dtype=torch.float64)[:batch].repeat(2, 1)  # image i to prototype i, in both views
+    assert diagnosis(assignments, assignments) is None
+
+
+# What it is called.
+
+
+def test_a_run_that_learns_is_left_alone() -> None:
+    assert diagnose_collapse(**HEALTHY) is None
+
+
+def test_a_run_at_its_start_is_left_alone() -> None:
+    # Random logits: nearly flat answers that still differ from image to image.
+    assert diagnose_collapse(**{**HEALTHY, "loss": 6.93, "teacher_entropy": 6.0, "marginal_entropy": 6.85}) is None
+
+
+def test_a_uniform_collapse_is_named_with_the_logarithm_of_the_prototypes() -> None:
+    line = diagnose_collapse(
+        loss=11.0903, teacher_entropy=11.0903, marginal_entropy=11.09035, feature_rank=5.0, out_dim=65536, batch_size=64
+    )
+    assert line is not None
+    assert line.startswith("loss 11.0903 = ln 65536")
+    assert "uniform collapse" in line
+    assert "try" in line
+    assert "--teacher_temp" in line
+
+
+def test_a_loss_is_called_the_logarithm_only_where_it_is() -> None:
+    # The teacher is flat, the student is not: their cross-entropy is above ln K.
+    log_k = math.log(1024)
+    collapsed = {**HEALTHY, "loss": log_k + 2.5, "teacher_entropy": log_k - 1e-4, "marginal_entropy": log_k}
+    line = diagnose_collapse(**collapsed)
+    assert line is not None
+    assert "uniform collapse" in line
+    assert not line.startswith(f"loss {collapsed['loss']:.4f} = ln 1024")
+
+
+def test_a_collapse_on_one_prototype_is_named() -> None:
+    line = diagnose_collapse(**{**HEALTHY, "loss": 0.003, "teacher_entropy": 0.001, "marginal_entropy": 0.002})
+    assert line is not None
+    assert line.startswith("loss 0.0030: collapse on one prototype")
+    assert "--teacher_temp" in line
+
+
+def test_the_same_answer_for_every_image_is_named_even_if_it_is_neither_flat_nor_single() -> None:
+    line = diagnose_collapse(**{**HEALTHY, "teacher_entropy": 3.0, "marginal_entropy": 3.001})
+    assert line is not None
+    assert "every image the same distribution (entropy 3.0000 of at most 6.9315)" in line
+    assert "try" in line
+
+
+@pytest.mark.parametrize(("feature_rank", "collapsed"), [(1.0, True), (1.9, True), (2.1, False), (64.0, False)])
+def test_encodings_that_span_one_direction_are_named(feature_rank: float, collapsed: bool) -> None:
+    line = diagnose_collapse(**{**HEALTHY, "feature_rank": feature_rank})
+    assert (line is not None) == collapsed
+    if line is not None:
+        assert f"dimensional collapse, the encodings of a batch span {feature_rank:.2f} directions" in line
+
+
+@pytest.mark.parametrize("batch_size", [2, 64, 4096])
+@pytest.mark.parametrize("out_dim", [8, 65536])
+def test_the_most_informative_teacher_is_never_called_collapsed(out_dim: int, batch_size: int) -> None:
+    # Each image on one prototype with all its mass: the marginal is as broad as batch and prototypes allow.
+    marginal = math.log(min(out_dim, batch_size))
+    assert (
+        diagnose_collapse(
+            loss=0.1,
+            teacher_entropy=0.0,
+            marginal_entropy=marginal,
+            feature_rank=2.0,
+            out_dim=out_dim,
+            batch_size=batch_size,
+        )
+        is None
+    )
+
+
+def test_one_image_per_batch_tells_nothing_about_the_prototypes() -> None:
+    # Both views of a single image on the same prototype: right, and indistinguishable from a collapse.
+    alone = {**HEALTHY, "teacher_entropy": 0.5, "marginal_entropy": 0.5, "batch_size": 1}
+    assert diagnose_collapse(**alone) is None
+
+
+def test_a_run_without_diagnostics_is_judged_by_its_features_alone() -> None:
+    unknown = {**HEALTHY, "teacher_entropy": math.nan, "marginal_entropy": math.nan}
+    assert diagnose_collapse(**unknown) is None
+    line = diagnose_collapse(**{**unknown, "feature_rank": 1.0})
+    assert line is not None
+    assert "dimensional collapse" in line

@@ -1,0 +1,266 @@
+import json
+import logging
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import eval_knn
+from dino_sparo.checkpoint import encoder_description
+from dino_sparo.distributed import shutdown
+from dino_sparo.encoder import create_encoder
+from dino_sparo.evaluation import knn
+from dino_sparo.evaluation.knn import KNNResult, knn_classify, knn_predict
+
+TRAIN, TEST, WIDTH = 61, 13, 7
+LABELS = (0, 2, 3, 11, 10**9)  # with gaps, as labels may have
+
+
+def clusters(seed: int = 0, labels: tuple[int, ...] = LABELS, train: int = TRAIN) -> tuple[torch.Tensor, ...]:
+    """Overlapping classes, so that some votes are right and some are wrong."""
+    generator = torch.Generator().manual_seed(seed)
+    centres = torch.randn(len(labels), WIDTH, generator=generator)
+    sets = []
+    for size in (train, TEST):
+        which = torch.randint(len(labels), (size,), generator=generator)
+        scale = 0.1 + 10 * torch.rand(size, 1, generator=generator)
+        sets += [(centres[which] + torch.randn(size, WIDTH, generator=generator)) * scale, torch.tensor(labels)[which]]
+    return sets[0], sets[1], sets[2], sets[3]
+
+
+def votes_by_loop(train, train_labels, image, k, temperature) -> list[int]:
+    """Classes by their votes, written from the equation, in double precision."""
+    similarities = []
+    for other, label in zip(train.double(), train_labels.tolist(), strict=True):
+        cosine = float(image.double() @ other) / float(image.double().norm() * other.norm())
+        similarities.append((cosine, label))
+    votes: dict[int, float] = {}
+    for cosine, label in sorted(similarities, reverse=True)[:k]:
+        votes[label] = votes.get(label, 0.0) + math.exp(cosine / temperature)
+    return sorted(votes, key=lambda label: -votes[label])
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5, 17, TRAIN])
+def test_votes_and_accuracies_equal_a_loop_over_the_equation(k):
+    train, train_labels, test, test_labels = clusters()
+    rankings = [votes_by_loop(train, train_labels, image, k, 0.07) for image in test]
+    pairs = list(zip(rankings, test_labels.tolist(), strict=True))
+    top1 = 100 * sum(ranking[0] == label for ranking, label in pairs) / TEST
+    top5 = 100 * sum(label in ranking[:5] for ranking, label in pairs) / TEST
+
+    result = knn_classify(train, train_labels, test, test_labels, k, 0.07)
+
+    assert result == pytest.approx((top1, top5), abs=1e-9)
+    predicted = [[label for label in row if label >= 0] for row in knn_predict(train, train_labels, test, k).tolist()]
+    assert predicted == [ranking[:5] for ranking in rankings]
+
+
+def test_several_k_in_one_search_equal_one_search_each():
+    sets = clusters(1)
+    together = knn_classify(*sets, [17, 1, 5], 0.1)
+    assert list(together) == [17, 1, 5]
+    assert together == {k: knn_classify(*sets, k, 0.1) for k in (17, 1, 5)}
+
+
+def test_the_size_of_the_blocks_changes_nothing(monkeypatch):
+    sets = clusters(2)
+    whole = knn_classify(*sets, [1, 3, 20], 0.07)
+    monkeypatch.setattr(knn, "TEST_CHUNK", 3)
+    monkeypatch.setattr(knn, "TRAIN_CHUNK", 5)
+    assert knn_classify(*sets, [1, 3, 20], 0.07) == whole
+
+
+def test_no_intermediate_is_larger_than_a_block(monkeypatch):
+    monkeypatch.setattr(knn, "TEST_CHUNK", 3)
+    monkeypatch.setattr(knn, "TRAIN_CHUNK", 5)
+    largest = 0
+    topk = torch.Tensor.topk
+
+    def measuring_topk(tensor, k):
+        nonlocal largest
+        largest = max(largest, tensor.numel())
+        return topk(tensor, k)
+
+    monkeypatch.setattr(torch.Tensor, "topk", measuring_topk)
+    knn_classify(*clusters(), 2, 0.07)
+    assert 0 < largest <= 3 * max(5, 2 + 2)
+
+
+def test_one_image_on_each_side_is_enough():
+    feature = torch.randn(1, WIDTH)
+    assert knn_classify(feature, torch.tensor([4]), 3 * feature, torch.tensor([4]), 1, 0.07) == KNNResult(100, 100)
+    assert knn_classify(feature, torch.tensor([4]), 3 * feature, torch.tensor([0]), 1, 0.07) == KNNResult(0, 0)
+
+
+def test_a_class_without_votes_is_no_hit_among_the_five():
+    """The reference fills the first five up with classes that nobody voted for."""
+    features = torch.eye(3, WIDTH)
+    assert knn_classify(features, torch.tensor([1, 1, 1]), features[:1], torch.tensor([0]), 3, 0.07).top5 == 0
+
+
+def test_more_neighbours_than_training_images_means_all_of_them(caplog):
+    sets = clusters()
+    with caplog.at_level(logging.WARNING):
+        result = knn_classify(*sets, [200], 0.07)
+    assert result[200] == knn_classify(*sets, TRAIN, 0.07)
+    assert "k=[200] is more than the 61 training images" in caplog.text
+
+
+def test_no_temperature_overflows():
+    sets = clusters()
+    # So cold a vote is the nearest neighbour's alone.
+    assert knn_classify(*sets, 20, 1e-4).top1 == knn_classify(*sets, 1, 0.07).top1
+    assert knn_classify(*sets, 20, 1e6).top1 > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train_features": torch.empty(0, WIDTH), "train_labels": torch.empty(0).long()}, "train_features are empty"),
+        ({"test_features": torch.empty(0, WIDTH), "test_labels": torch.empty(0).long()}, "test_features are empty"),
+        ({"test_features": torch.ones(TEST, WIDTH + 1)}, "7 numbers per image and test_features 8"),
+        ({"train_labels": torch.zeros(TRAIN - 1).long()}, "61 train_features but 60 train_labels"),
+        ({"test_labels": torch.full((TEST,), -1)}, "test_labels hold -1"),
+        (
+            {"test_features": torch.ones(TEST, WIDTH).index_fill(0, torch.tensor(4), torch.nan)},
+            "of image 4 are not fin",
+        ),
+        ({"k": 0}, r"k=\[0\]; give one or more numbers"),
+        ({"k": []}, r"k=\[\]; give one or more numbers"),
+        ({"temperature": 0.0}, "temperature=0.0; give a positive"),
+    ],
+)
+def test_bad_input_is_refused(changes, message):
+    names = ("train_features", "train_labels", "test_features", "test_labels")
+    arguments = dict(zip(names, clusters(), strict=True)) | {"k": 3, "temperature": 0.07}
+    with pytest.raises(ValueError, match=message):
+        knn_classify(**(arguments | changes))
+
+
+# --- the script
+
+
+@pytest.fixture
+def folders(tmp_path) -> Path:
+    """Class folders: 3 classes told apart by their brightness, 5 + 2 images each, of unequal sizes."""
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 5), ("val", 2)):
+        for number, name in enumerate(("ape", "bee", "cow")):
+            folder = tmp_path / "data" / split / name
+            folder.mkdir(parents=True)
+            for image in range(count):
+                pixels = rng.integers(80 * number, 80 * number + 40, (19 + image, 23, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / f"{image}.png")
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def checkpoint(tmp_path) -> Path:
+    """An untrained encoder in one of our checkpoints."""
+    torch.manual_seed(0)
+    encoder = create_encoder("vit_micro", 8, "sparo", num_slots=5, slot_dim=3, key_dim=2, img_size=16)
+    weights = encoder.state_dict() | {"head.last_layer.weight_g": torch.ones(3)}
+    description = encoder_description(encoder.config, (0.4, 0.5, 0.6), (0.1, 0.2, 0.3))
+    path = tmp_path / "run" / "checkpoint.pth"
+    path.parent.mkdir()
+    torch.save({"student": weights, "teacher": weights, "epoch": 7, "encoder": description}, path)
+    return path
+
+
+def evaluate(*options: object) -> dict:
+    arguments = [*map(str, options), "--device", "cpu", "--num_workers", "0", "--batch_size_per_gpu", "4"]
+    try:
+        return eval_knn.evaluate_checkpoint(eval_knn.get_args_parser().parse_args(arguments))
+    finally:
+        shutdown()
+
+
+def test_the_result_file_tells_the_whole_protocol(folders, checkpoint, capsys):
+    result = evaluate("--pretrained_weights", checkpoint, "--data_path", folders, "--nb_knn", 2, 100)
+
+    assert json.loads((checkpoint.parent / "knn.json").read_text()) == result
+    assert [(row["k"], row["neighbours"]) for row in result["results"]] == [(2, 2), (100, 15)]
+    assert result["results"][0]["top1"] == 100.0  # brightness survives any encoder
+    assert result["temperature"] == 0.07
+    assert result["encoder"]["epoch"] == 7
+    assert result["encoder"]["checkpoint_key"] == "teacher"
+    assert len(result["encoder"]["sha256"]) == 64
+    assert (result["encoder"]["arch"], result["encoder"]["readout"]) == ("vit_micro", "sparo")
+    assert result["feature"] == {"name": "encoding", "dim": 15, "precision": "fp32"}
+    assert (result["view"]["resize"], result["view"]["crop"], result["view"]["interpolation"]) == (18, 16, "bicubic")
+    assert result["view"]["mean"] == [0.4, 0.5, 0.6]
+    images = result["images"]
+    assert (images["num_train"], images["num_val"], images["num_classes"]) == (15, 6, 3)
+    assert {"torch", "torchvision", "timm", "dino_sparo"} <= result["versions"].keys()
+    printed = capsys.readouterr().out
+    assert "100.00" in printed
+    assert "knn.json" in printed
+
+
+def test_the_same_command_and_cached_features_give_the_same_file(folders, checkpoint, tmp_path):
+    options = ("--nb_knn", 1, 3, "--output_dir")
+    model = ("--pretrained_weights", checkpoint, "--data_path", folders)
+    evaluate(*model, *options, tmp_path / "one")
+    evaluate(*model, *options, tmp_path / "two", "--dump_features", tmp_path / "cache")
+    evaluate("--load_features", tmp_path / "cache", *options, tmp_path / "three")
+    one, two, three = ((tmp_path / name / "knn.json").read_bytes() for name in ("one", "two", "three"))
+    assert one == two == three
+
+    torch.save({"teacher": {}}, tmp_path / "other.pth")
+    with pytest.raises(ValueError, match="were not made with"):
+        evaluate("--load_features", tmp_path / "cache", "--pretrained_weights", tmp_path / "other.pth")
+
+
+def test_classes_are_matched_by_name_and_not_by_number(folders, checkpoint):
+    shutil.rmtree(folders / "val" / "ape")  # bee and cow move up in the validation images' own numbering
+    result = evaluate("--pretrained_weights", checkpoint, "--data_path", folders, "--nb_knn", 2)
+    assert result["results"][0]["top1"] == 100.0
+
+    shutil.rmtree(folders / "train" / "bee")
+    with pytest.raises(ValueError, match="'bee'"):
+        evaluate("--pretrained_weights", checkpoint, "--data_path", folders)
+
+
+def test_an_untrained_encoder_is_asked_for_by_name_and_kept_apart(folders, checkpoint):
+    model = ("--data_path", folders, "--nb_knn", 2, "--pretrained_weights")
+    trained = evaluate(*model, checkpoint)
+    untrained = evaluate(*model, checkpoint, "--untrained", "--seed", 3)
+    assert untrained["encoder"]["untrained"]
+    assert untrained["encoder"]["arch"] == "vit_micro"
+    assert untrained["view"] == trained["view"]
+    assert json.loads((checkpoint.parent / "knn.json").read_text()) == trained
+    assert json.loads((checkpoint.parent / "knn_untrained.json").read_text()) == untrained
+
+    built = ("--arch", "vit_micro", "--patch_size", 8, "--readout", "gap", "--img_size", 16)
+    folder = ("--output_dir", checkpoint.parent)
+    assert evaluate("--data_path", folders, "--untrained", *built, *folder)["feature"]["dim"] == 192
+
+
+def test_nothing_is_evaluated_without_weights_or_images(folders, checkpoint):
+    with pytest.raises(ValueError, match="--pretrained_weights is empty"):
+        evaluate("--data_path", folders)
+    with pytest.raises(ValueError, match="--data_path is empty"):
+        evaluate("--pretrained_weights", checkpoint)
+    for split in ("train", "val"):
+        (folders / "flat" / split).mkdir(parents=True)
+        shutil.copy(folders / "train" / "ape" / "0.png", folders / "flat" / split / "0.png")
+    with pytest.raises(ValueError, match="has no labels"):
+        evaluate("--pretrained_weights", checkpoint, "--data_path", folders / "flat")
+
+
+def test_a_mistake_ends_the_script_with_one_line(folders, caplog):
+    with pytest.raises(SystemExit, match="1"):
+        eval_knn.main(["--data_path", str(folders), "--device", "cpu"])
+    assert "--pretrained_weights is empty" in caplog.text
+
+
+def test_weights_that_do_not_fit_stop_the_script(folders, checkpoint):
+    saved = torch.load(checkpoint, weights_only=True)
+    del saved["teacher"]["readout.queries"]
+    torch.save(saved, checkpoint)
+    with pytest.raises(ValueError, match=r"1 missing: readout\.queries"):
+        evaluate("--pretrained_weights", checkpoint, "--data_path", folders)

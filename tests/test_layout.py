@@ -1,0 +1,231 @@
+"""The project's shape: who imports whom, how many files, and that the README's map of files equals the disk."""
+
+import ast
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "dino_sparo"
+README = ROOT / "README.md"
+
+# What every objective uses. `crops` stands here because evaluation looks through its EvalTransform.
+SHARED = {
+    "sources",
+    "data",
+    "scenes",
+    "crops",
+    "backbone",
+    "readout",
+    "encoder",
+    "optim",
+    "checkpoint",
+    "evaluation",
+    "distributed",
+    "logs",
+    "cli",
+    "_version",
+}
+
+# What each objective adds, and the modules besides the shared and its own that it may import.
+OBJECTIVES: dict[str, set[str]] = {
+    "dino": {"head", "loss", "teacher", "engine"},
+    "clip": {"clip"},
+    "oc_clip": {"oc_clip"},
+}
+BORROWS: dict[str, set[str]] = {"dino": set(), "clip": set(), "oc_clip": {"clip"}}
+
+# Beyond this the root is split into folders.
+MAX_ROOT_FILES = 20
+MAX_README_LINES = 250
+
+
+def modules() -> dict[str, list[Path]]:
+    """The files of the package by the first part of their name: a module, or a folder of modules."""
+    found: dict[str, list[Path]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        first = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if first != "__init__":
+            found.setdefault(first, []).append(path)
+    return found
+
+
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Names of the package's modules that a file imports, anywhere in it."""
+    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = ".".join(package[: len(package) - node.level + 1]) + "." if node.level else ""
+            base = (above + (node.module or "")).rstrip(".")
+            names = [f"{base}.{alias.name}" for alias in node.names] if base == "dino_sparo" else [base]
+        else:
+            continue
+        yield from (name.split(".")[1] for name in names if name.startswith("dino_sparo."))
+
+
+def allowed_imports() -> dict[str, set[str]]:
+    """For every module what it may import: shared ones only shared ones, an objective's also its own and borrowed."""
+    table = dict.fromkeys(SHARED, SHARED)
+    for objective, own in OBJECTIVES.items():
+        borrowed = {name for lender in BORROWS[objective] for name in OBJECTIVES[lender]}
+        table |= dict.fromkeys(own, SHARED | own | borrowed)
+    return table
+
+
+# Imports.
+
+
+def test_every_module_has_a_place_in_the_table() -> None:
+    unplaced = modules().keys() - allowed_imports().keys()
+    assert not unplaced, f"say in this file whether {sorted(unplaced)} is shared or belongs to an objective"
+    assert modules().keys() >= SHARED | OBJECTIVES["dino"]
+
+
+@pytest.mark.parametrize("name", sorted(modules()))
+def test_modules_import_only_what_their_place_allows(name: str) -> None:
+    allowed = allowed_imports()[name]
+    for path in modules()[name]:
+        forbidden = set(imported(path)) - allowed
+        assert not forbidden, f"{path.relative_to(ROOT)} imports {sorted(forbidden)}"
+
+
+def test_the_package_imports_nothing_from_scripts_tests_or_benchmarks() -> None:
+    outside = {path.stem for path in ROOT.glob("*.py")} | {"tests", "benchmarks", "reference"}
+    for paths in modules().values():
+        for path in paths:
+            for node in ast.walk(parsed(path)):
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+                assert not outside & {name.split(".")[0] for name in names}, path
+
+
+def test_the_rule_catches_every_way_of_importing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    path = tmp_path / "dino_sparo" / "evaluation" / "knn.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(
+        "import torch, dino_sparo.head\n"
+        "from dino_sparo import loss\n"
+        "from dino_sparo.teacher import ema_update_\n"
+        "def late():\n    from ..engine import train_one_epoch\n    from .features import extract\n"
+    )
+    assert sorted(imported(path)) == ["engine", "evaluation", "head", "loss", "teacher"]
+
+
+# Files.
+
+
+def test_the_packages_root_stays_small() -> None:
+    assert len(list(PACKAGE.glob("*.py"))) <= MAX_ROOT_FILES
+
+
+def test_no_file_is_named_after_nothing() -> None:
+    names = {path.stem for path in ROOT.rglob("*.py") if ".venv" not in path.parts}
+    assert not names & {"util", "utils", "misc", "helpers", "common"}
+
+
+def python_files() -> list[Path]:
+    """All the project's Python files."""
+    folders = (PACKAGE, ROOT / "tests", ROOT / "benchmarks")
+    return sorted([*ROOT.glob("*.py"), *(path for folder in folders for path in folder.rglob("*.py"))])
+
+
+def test_every_module_and_script_opens_with_what_it_is() -> None:
+    files = [path for path in python_files() if ROOT / "tests" not in path.parents]
+    assert [str(path.relative_to(ROOT)) for path in files if not ast.get_docstring(parsed(path))] == []
+
+
+def test_scripts_do_nothing_when_imported() -> None:
+    definitions = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
+    for path in ROOT.glob("*.py"):
+        _docstring, *statements = parsed(path).body
+        for statement in statements:
+            guarded = isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test)
+            assert guarded or isinstance(statement, definitions), f"{path.name}:{statement.lineno}"
+
+
+def test_the_package_does_not_print() -> None:
+    for paths in modules().values():
+        for path in paths:
+            for node in ast.walk(parsed(path)):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                    line = f"{path.relative_to(ROOT)}:{node.lineno}"
+                    assert node.func.id != "print", f"{line} prints; use the module's logger"
+
+
+def test_no_file_names_a_folder_of_somebodys_machine() -> None:
+    anywhere = [f"/{name}/" for name in ("home", "work", "root", "Users", "mnt", "scratch")]
+    texts = [*python_files(), *(path for path in ROOT.iterdir() if path.suffix in {".md", ".toml", ".cff", ".yaml"})]
+    texts += [path for path in (ROOT / "Makefile", ROOT / ".ci" / "run") if path.is_file()]
+    texts += [path for path in PACKAGE.rglob("*") if path.suffix in {".html", ".css", ".js"}]
+    for path in texts:
+        text = path.read_text(encoding="utf-8")
+        folders = anywhere + ["/tmp/"] * (PACKAGE in path.parents)
+        # A path begins after a quote, a space or a bracket; within a longer path such a name is nobody's machine.
+        found = [folder for folder in folders if re.search(rf"(?<![\w.}}/-]){folder}\w", text)]
+        assert not found, f"{path.relative_to(ROOT)} names {found}"
+
+
+# The README.
+
+needs_readme = pytest.mark.skipif(not README.is_file(), reason="there is no README.md yet")
+
+
+def listed_paths(text: str) -> list[str]:
+    """The paths in a README's section on files: the first word of every line of its code block, indented or fenced.
+
+    A line indented more than the block goes on with the description of the line above it.
+    """
+    section = re.search(
+        r"^#+ [^\n]*\b(?:map|files)\b[^\n]*\n(.*?)(?=^#+ |\Z)", text, re.IGNORECASE | re.MULTILINE | re.DOTALL
+    )
+    assert section, "README.md needs a section whose title says map or files"
+    fenced = re.search(r"^```\w*\n(.*?)^```", section[1], re.MULTILINE | re.DOTALL)
+    lines = fenced[1].splitlines() if fenced else [line for line in section[1].splitlines() if line.startswith("    ")]
+    block = textwrap.dedent("\n".join(lines)).splitlines()
+    return [line.split()[0] for line in block if line.strip() and not line.startswith((" ", "#"))]
+
+
+@pytest.mark.parametrize("template", ["\n```text\n{}```\n", "\n{}\n"], ids=["fenced", "indented"])
+def test_the_readmes_map_is_understood(template: str) -> None:
+    block = "    a.py       does this\n                 and that\n\n    d/b.py     another\n"
+    text = "# Title\n\n    no/path.py\n\n## Map of files\n" + template + "\n## Cite\n\n    not/this.py\n"
+    assert listed_paths(text.format(textwrap.dedent(block) if "```" in template else block)) == ["a.py", "d/b.py"]
+
+
+@needs_readme
+def test_every_path_of_the_readmes_map_exists() -> None:
+    missing = [
+        name for name in listed_paths(README.read_text(encoding="utf-8")) if not list(ROOT.glob(name.rstrip("/")))
+    ]
+    assert not missing
+
+
+@needs_readme
+def test_every_script_and_module_is_in_the_readmes_map() -> None:
+    scripts = {path.name for path in ROOT.glob("*.py")}
+    files = {str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*.py")}
+    listed = set(listed_paths(README.read_text(encoding="utf-8")))
+    untold = {name for name in files if name.endswith(("__init__.py", "_version.py"))}
+    assert sorted((scripts | files) - untold - listed) == []
+
+
+@needs_readme
+def test_the_files_that_the_readme_links_to_exist() -> None:
+    links = re.findall(r"\]\(([^)#\s]+)", README.read_text(encoding="utf-8"))
+    missing = [link for link in links if "://" not in link and not (ROOT / link).exists()]
+    assert not missing
+
+
+@needs_readme
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= MAX_README_LINES

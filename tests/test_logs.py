@@ -1,0 +1,316 @@
+"""What a run says: means, log.txt, TensorBoard's events, log lines and progress."""
+
+import io
+import json
+import logging
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from dino_sparo import logs
+from dino_sparo.logs import EpochClock, Meters, RunLog, peak_memory, progress, setup_logging
+
+
+@pytest.fixture(autouse=True)
+def _root_logger_as_before() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    for handler in set(root.handlers) - set(handlers):
+        root.removeHandler(handler)
+        handler.close()
+    root.setLevel(level)
+
+
+# Meters.
+
+
+def test_the_means_are_those_of_a_loop_over_tensors_and_floats_alike() -> None:
+    meters, losses, rates = Meters(), [0.1, 7.0, -2.5], [3.0, 4.5, 1.0]
+    for loss, rate in zip(losses, rates, strict=True):
+        meters.update(loss=torch.tensor(loss), rate=rate)
+    assert list(meters.means()) == ["loss", "rate"]
+    assert meters.means()["loss"] == pytest.approx(sum(losses) / 3, rel=1e-6)
+    assert meters.means()["rate"] == pytest.approx(sum(rates) / 3, rel=1e-12)
+
+
+def test_each_number_is_divided_by_how_often_it_was_observed() -> None:
+    meters = Meters()
+    for step in range(6):
+        meters.update(loss=torch.tensor(float(step)))
+        if step % 3 == 0:
+            meters.update(entropy=float(step))
+    assert meters.means() == {"loss": 2.5, "entropy": 1.5}
+
+
+def test_many_small_numbers_are_summed_in_double_precision() -> None:
+    meters = Meters()
+    meters.update(loss=torch.tensor(1e8))
+    for _ in range(1000):
+        meters.update(loss=torch.tensor(1.0))
+    assert meters.means()["loss"] == (1e8 + 1000) / 1001
+
+
+def test_meters_keep_no_graph_and_do_not_follow_tensors_that_change() -> None:
+    meters, loss = Meters(), torch.tensor(2.0, requires_grad=True)
+    meters.update(loss=loss * 1.0)
+    running = torch.tensor(3.0, dtype=torch.float64)
+    meters.update(loss=running)
+    running.fill_(99.0)
+    total = meters.sums["loss"]
+    assert isinstance(total, torch.Tensor)
+    assert not total.requires_grad
+    assert meters.means() == {"loss": 2.5}
+
+
+def test_a_first_observation_is_kept_as_it_was() -> None:
+    meters, running = Meters(), torch.tensor(3.0, dtype=torch.float64)
+    meters.update(loss=running)
+    running.fill_(99.0)
+    assert meters.means() == {"loss": 3.0}
+
+
+def test_without_observations_there_are_no_means() -> None:
+    assert Meters().means() == {}
+
+
+# The files of a run.
+
+
+def events(folder: Path) -> EventAccumulator:
+    """What TensorBoard would show."""
+    accumulator = EventAccumulator(str(folder / "tensorboard"))
+    accumulator.Reload()
+    return accumulator
+
+
+def test_log_txt_gets_one_json_line_per_epoch_and_is_never_overwritten(tmp_path: Path) -> None:
+    written = [{"epoch": epoch, "train_loss": 11.25 - epoch, "train_lr": 1e-6} for epoch in range(3)]
+    for part in (written[:2], written[2:]):  # two runs, the second resumes the first
+        log = RunLog(tmp_path)
+        for values in part:
+            log.write_epoch(values)
+        log.close()
+    assert [json.loads(line) for line in (tmp_path / "log.txt").read_text().splitlines()] == written
+
+
+def test_a_line_is_on_the_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    log.write_epoch({"epoch": 0})
+    assert json.loads((tmp_path / "log.txt").read_text()) == {"epoch": 0}
+    log.close()
+
+
+def test_scalars_and_pictures_are_read_back_by_tensorboard(tmp_path: Path) -> None:
+    log = RunLog(tmp_path)
+    picture = np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)
+    for step in (1, 2, 5):
+        log.scalars({"train/loss": 10.0 / step, "train/lr": 1e-4 * step}, step)
+    log.image("slots", picture, 5)
+    log.close()
+    found = events(tmp_path)
+    assert set(found.Tags()["scalars"]) == {"train/loss", "train/lr"}
+    assert [(event.step, event.value) for event in found.Scalars("train/loss")] == [(1, 10.0), (2, 5.0), (5, 2.0)]
+    (image,) = found.Images("slots")
+    assert (image.step, image.width, image.height) == (5, 7, 5)
+
+
+def test_a_resumed_log_keeps_the_steps_that_were_saved_and_drops_those_that_were_lost(tmp_path: Path) -> None:
+    first = RunLog(tmp_path)
+    for step in range(1, 7):
+        first.scalars({"train/loss": float(step)}, step)
+    first.close()
+    # The checkpoint was written after step 4, so steps 5 and 6 never happened, and are done again.
+    second = RunLog(tmp_path, step=4)
+    for step in (5, 6, 7):
+        second.scalars({"train/loss": 100.0 + step}, step)
+    second.close()
+    found = [(event.step, event.value) for event in events(tmp_path).Scalars("train/loss")]
+    assert found == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 105.0), (6, 106.0), (7, 107.0)]
+
+
+def test_a_run_that_starts_over_drops_what_a_run_without_checkpoint_had_logged(tmp_path: Path) -> None:
+    first = RunLog(tmp_path)
+    for step in (1, 2, 3):
+        first.scalars({"train/loss": float(step)}, step)
+    first.close()
+    second = RunLog(tmp_path, step=0)
+    second.scalars({"train/loss": 101.0}, 1)
+    second.close()
+    assert [(event.step, event.value) for event in events(tmp_path).Scalars("train/loss")] == [(1, 101.0)]
+
+
+def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "is_main", lambda: False)
+    log = RunLog(tmp_path)
+    log.write_epoch({"epoch": 0})
+    log.scalars({"loss": 1.0}, 1)
+    log.image("slots", np.zeros((2, 3, 3), dtype=np.uint8), 1)
+    log.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+# Log lines.
+
+
+def test_setting_up_twice_writes_every_line_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(3):
+        setup_logging(tmp_path)
+    logging.getLogger("dino_sparo.somewhere").info("hello %d", 7)
+    assert capsys.readouterr().err.count("hello 7") == 1
+    assert (tmp_path / "run.log").read_text().count("hello 7") == 1
+
+
+def test_setting_up_again_moves_the_log_to_the_new_folder(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        setup_logging(tmp_path / name)
+        logging.getLogger("dino_sparo.somewhere").info("line of %s", name)
+    setup_logging()
+    logging.getLogger("dino_sparo.somewhere").info("line of no folder")
+    for name in ("first", "second"):
+        (line,) = (tmp_path / name / "run.log").read_text().splitlines()
+        assert line.endswith(f"line of {name}")
+
+
+def test_a_resumed_run_appends_to_its_log(tmp_path: Path) -> None:
+    for number in (1, 2):
+        setup_logging(tmp_path)
+        logging.getLogger("dino_sparo.somewhere").info("run %d", number)
+    assert [line[-5:] for line in (tmp_path / "run.log").read_text().splitlines()] == ["run 1", "run 2"]
+
+
+def test_the_handlers_of_others_stay(tmp_path: Path) -> None:
+    root, stream = logging.getLogger(), io.StringIO()
+    others = logging.StreamHandler(stream)
+    root.addHandler(others)
+    setup_logging(tmp_path)
+    assert others in root.handlers
+    logging.getLogger("dino_sparo.somewhere").info("heard")
+    assert stream.getvalue() == "heard\n"
+
+
+def test_other_ranks_are_heard_only_when_something_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logs, "is_main", lambda: False)
+    monkeypatch.setattr(logs, "rank", lambda: 3)
+    setup_logging(tmp_path)
+    logging.getLogger("dino_sparo.somewhere").info("all is well")
+    logging.getLogger("dino_sparo.somewhere").warning("loss is odd")
+    written = capsys.readouterr().err
+    assert "all is well" not in written
+    assert "W [rank 3] loss is odd" in written
+    assert list(tmp_path.iterdir()) == []
+
+
+# Progress.
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """A clock that stands still but for the seconds it is told."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def advance(seconds: float) -> None:
+        now[0] += seconds
+
+    return advance
+
+
+@pytest.mark.parametrize("on_terminal", [True, False])
+@pytest.mark.parametrize("is_main", [True, False])
+def test_progress_yields_everything_in_order(
+    is_main: bool, on_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logs, "is_main", lambda: is_main)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: on_terminal, raising=False)
+    assert list(progress(range(7), desc="features")) == list(range(7))
+    assert list(progress((str(i) for i in range(5)), total=5)) == list("01234")
+    assert list(progress([])) == []
+    written = capsys.readouterr()
+    assert written.out == ""
+    assert ("features" in written.err) == (is_main and on_terminal)
+
+
+def test_piped_progress_writes_sparse_lines(
+    clock: Callable[[float], None], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
+    with caplog.at_level(logging.INFO):
+        for _ in progress(range(100), desc="features of val"):
+            clock(1.0)
+    assert 2 <= len(caplog.messages) <= 4  # 100 seconds, a line every 30
+    assert caplog.messages[0].startswith("features of val: 31 of 100, 31 s")
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        for _ in progress(iter(range(40)), desc="drawing"):
+            clock(1.0)
+    assert caplog.messages[0].startswith("drawing: 31 of ?")
+
+
+def test_progress_can_be_left_early() -> None:
+    for item in progress(iter(range(10))):
+        if item == 3:
+            break
+
+
+def test_the_clock_tells_images_per_second_and_the_share_spent_waiting(clock: Callable[[float], None]) -> None:
+    def slow() -> Iterator[int]:
+        for item in range(10):
+            clock(1.0)
+            yield item
+
+    epoch, loader = EpochClock(steps_per_epoch=3, total_steps=9), slow()
+    for step in range(1, 4):
+        assert epoch.fetch(loader, 2) == [2 * step - 2, 2 * step - 1]
+        clock(6.0)
+        epoch.tick(step, 0, 16, torch.tensor(1.0), torch.device("cpu"))
+    assert epoch.speed() == {"images_per_s": pytest.approx(48 / 24), "data_wait": pytest.approx(6 / 24)}
+    epoch.fetch(loader, 2)
+    assert epoch.fetch(loader, 5) == [8, 9]
+
+
+def test_the_progress_line_of_training_is_sparse_and_counts_within_the_epoch(
+    clock: Callable[[float], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    epoch = EpochClock(steps_per_epoch=50, total_steps=200)
+    with caplog.at_level(logging.INFO):
+        for step in range(51, 82):  # the second epoch, one step a second
+            clock(1.0)
+            epoch.tick(step, 1, 32, torch.tensor(2.5), torch.device("cpu"))
+    assert len(caplog.messages) == 3
+    assert caplog.messages[0].startswith("epoch 1  step 10/50  loss 2.5000  32 images/s  data wait 0 %  ETA 0:02:20")
+    assert caplog.messages[2].startswith("epoch 1  step 30/50")
+
+
+# Memory.
+
+
+def test_the_peak_memory_is_at_least_what_this_process_holds_now() -> None:
+    before = peak_memory(torch.device("cpu"))
+    assert before > 10 * 2**20  # torch alone
+    held = np.ones(4 * 2**20)  # 32 MiB
+    after = peak_memory(torch.device("cpu"))
+    assert before <= after < 2**40
+    if sys.platform == "linux":
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        assert after >= 0.9 * pages * resource.getpagesize()
+    assert held.sum() == 4 * 2**20
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_the_peak_memory_is_the_gpus() -> None:
+    device = torch.device("cuda", 0)
+    torch.cuda.reset_peak_memory_stats(device)
+    held = torch.ones(2**20, device=device)
+    assert peak_memory(device) >= held.numel() * 4

@@ -1,0 +1,268 @@
+"""main_dino.py from the outside: a run, its files, resuming, and what it says about bad input."""
+
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from main_dino import check_options, get_args_parser, main, train_dino
+from PIL import Image
+
+from dino_sparo import load_checkpoint, load_encoder
+from dino_sparo.checkpoint import CheckpointError
+from dino_sparo.engine import NonFiniteLossError, TooManyCorruptImagesError
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = {
+    "data_path": "scenes:26:32",
+    "arch": "vit_micro",
+    "patch_size": "8",
+    "global_crops_size": "16",
+    "local_crops_size": "8",
+    "local_crops_number": "2",
+    "out_dim": "33",
+    "head_hidden_dim": "37",
+    "batch_size_per_gpu": "6",
+    "epochs": "3",
+    "warmup_epochs": "1",
+    "sparo_slots": "3",
+    "sparo_slot_dim": "5",
+    "sparo_key_dim": "7",
+    "num_workers": "0",
+    "device": "cpu",
+    "precision": "fp32",
+    "saveckp_freq": "0",
+}
+
+
+def options(output_dir: Path, **changes: object) -> list[str]:
+    values = {**TINY, "output_dir": str(output_dir), **{name: str(value) for name, value in changes.items()}}
+    return [word for name, value in values.items() for word in (f"--{name}", *value.split(","))]
+
+
+def run(output_dir: Path, **changes: object) -> Path:
+    train_dino(get_args_parser().parse_args(options(output_dir, **changes)))
+    return output_dir
+
+
+def epochs_of(output_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (output_dir / "log.txt").read_text().splitlines()]
+
+
+def assert_same_state(first: object, second: object, where: str = "checkpoint") -> None:
+    """Equal bit for bit, whatever the nesting."""
+    if isinstance(first, torch.Tensor):
+        assert torch.equal(first, second), where
+    elif isinstance(first, dict):
+        assert first.keys() == second.keys(), where
+        for key in first:
+            assert_same_state(first[key], second[key], f"{where}.{key}")
+    elif isinstance(first, list):
+        assert len(first) == len(second), where
+        for index, pair in enumerate(zip(first, second, strict=True)):
+            assert_same_state(*pair, f"{where}[{index}]")
+    else:
+        assert first == second, where
+
+
+def test_a_run_leaves_log_checkpoints_and_tensorboard(tmp_path: Path) -> None:
+    run(tmp_path, saveckp_freq=2, knn_freq=3)
+    epochs = epochs_of(tmp_path)
+    assert [epoch["epoch"] for epoch in epochs] == [0, 1, 2]
+    wanted = {"train_loss", "train_lr", "train_wd", "train_teacher_entropy", "train_kl", "feature_rank", "step"}
+    assert wanted <= epochs[0].keys()
+    assert epochs[-1]["step"] == 3 * (26 // 6)
+    assert 0 <= epochs[-1]["knn_20"] <= 100
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"checkpoint.pth", "checkpoint0000.pth", "checkpoint0002.pth", "log.txt", "run.log"} <= names
+    assert "checkpoint0001.pth" not in names
+    assert list((tmp_path / "tensorboard").glob("events*"))
+    checkpoint = load_checkpoint(tmp_path / "checkpoint.pth")
+    assert {"student", "teacher", "optimizer", "epoch", "args", "dino_loss", "encoder", "step"} <= checkpoint.keys()
+    assert checkpoint["epoch"] == 3
+    assert {name.split(".")[0] for name in checkpoint["student"]} == {"backbone", "readout", "head"}
+    assert load_encoder(tmp_path / "checkpoint.pth").encoding_dim == 15
+
+
+def test_the_teacher_is_the_moving_average_and_the_last_layer_waits(tmp_path: Path) -> None:
+    run(tmp_path, max_steps=1, warmup_epochs=0, momentum_teacher=0.9)
+    checkpoint = load_checkpoint(tmp_path / "checkpoint.pth")
+    run(tmp_path / "fresh", max_steps=1, warmup_epochs=0, lr=0, min_lr=0)  # its weights are the initial ones
+    initial = load_checkpoint(tmp_path / "fresh" / "checkpoint.pth")["student"]
+    for name, value in checkpoint["student"].items():
+        expected = 0.9 * initial[name] + 0.1 * value
+        assert torch.allclose(checkpoint["teacher"][name], expected, atol=1e-6), name
+    assert torch.equal(checkpoint["student"]["head.last_layer.weight_v"], initial["head.last_layer.weight_v"])
+    assert not torch.equal(checkpoint["student"]["head.mlp.0.weight"], initial["head.mlp.0.weight"])
+
+
+@pytest.mark.parametrize("stop", [4, 6])  # at the end of an epoch, and in its middle
+def test_an_interrupted_run_ends_in_the_same_bits(tmp_path: Path, stop: int) -> None:
+    run(tmp_path / "whole", drop_path_rate=0.3)
+    run(tmp_path / "parts", drop_path_rate=0.3, max_steps=stop)
+    assert load_checkpoint(tmp_path / "parts" / "checkpoint.pth")["step"] == stop
+    run(tmp_path / "parts", drop_path_rate=0.3, num_workers=1)
+    whole, parts = (load_checkpoint(tmp_path / name / "checkpoint.pth") for name in ("whole", "parts"))
+    for key in ("student", "teacher", "optimizer", "dino_loss", "step", "epoch"):
+        assert_same_state(whole[key], parts[key], key)
+
+
+def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:
+    run(tmp_path, epochs=1)
+    before = (tmp_path / "checkpoint.pth").read_bytes()
+    run(tmp_path, epochs=1)
+    assert (tmp_path / "checkpoint.pth").read_bytes() == before
+    assert len(epochs_of(tmp_path)) == 1
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_losses_of_one_with_twice_the_batch(tmp_path: Path) -> None:
+    run(tmp_path / "one", batch_size_per_gpu=6, drop_path_rate=0)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "main_dino.py"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    arguments = options(tmp_path / "two", batch_size_per_gpu=3, drop_path_rate=0)
+    done = subprocess.run(
+        [*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    one, two = epochs_of(tmp_path / "one"), epochs_of(tmp_path / "two")
+    assert len(two) == 3
+    assert [epoch["train_loss"] for epoch in two] == pytest.approx([epoch["train_loss"] for epoch in one], abs=1e-5)
+    weights = [load_checkpoint(tmp_path / name / "checkpoint.pth")["teacher"] for name in ("one", "two")]
+    for name, value in weights[0].items():
+        assert torch.allclose(value, weights[1][name], atol=1e-5), name
+
+
+def test_accumulated_gradients_are_those_of_the_large_batch(tmp_path: Path) -> None:
+    run(tmp_path / "large", batch_size_per_gpu=6, drop_path_rate=0)
+    run(tmp_path / "parts", batch_size_per_gpu=2, grad_accum_steps=3, drop_path_rate=0)
+    large, parts = (load_checkpoint(tmp_path / name / "checkpoint.pth") for name in ("large", "parts"))
+    for name, value in large["student"].items():
+        assert torch.allclose(value, parts["student"][name], atol=2e-5), name
+    assert torch.allclose(large["dino_loss"]["center"], parts["dino_loss"]["center"], atol=1e-6)
+
+
+@pytest.mark.parametrize("changes", [{"readout": "cls"}, {"readout": "gap"}, {"precision": "bf16"}])
+def test_other_readouts_and_precisions_train(tmp_path: Path, changes: dict[str, str]) -> None:
+    run(tmp_path, epochs=1, warmup_epochs=0, **changes)
+    assert math.isfinite(epochs_of(tmp_path)[0]["train_loss"])
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "lars"])
+def test_other_optimizers_train_and_resume(tmp_path: Path, optimizer: str) -> None:
+    run(tmp_path, epochs=2, max_steps=4, optimizer=optimizer)
+    run(tmp_path, epochs=2, optimizer=optimizer)
+    assert len(epochs_of(tmp_path)) == 2
+
+
+def test_changed_options_are_named_when_resuming(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run(tmp_path, max_steps=4)
+    with caplog.at_level(logging.WARNING):
+        run(tmp_path, max_steps=8, clip_grad=0.5)
+    assert "--clip_grad was 3.0 and is now 0.5" in caplog.text
+    assert caplog.text.count("the run will not be what it was") == 1
+
+
+def test_another_architecture_is_not_resumed(tmp_path: Path) -> None:
+    run(tmp_path, epochs=1)
+    before = (tmp_path / "checkpoint.pth").read_bytes()
+    with pytest.raises(CheckpointError, match="num_slots 3 in the checkpoint, 4 asked for"):
+        run(tmp_path, epochs=1, sparo_slots=4)
+    assert (tmp_path / "checkpoint.pth").read_bytes() == before
+
+
+def test_another_number_of_prototypes_is_not_resumed(tmp_path: Path) -> None:
+    run(tmp_path, epochs=1)
+    with pytest.raises(CheckpointError, match=r"head.last_layer.weight_g \(33, 1\) instead of \(34, 1\)"):
+        run(tmp_path, epochs=1, out_dim=34)
+
+
+def test_a_truncated_checkpoint_stops_the_run_and_stays(tmp_path: Path) -> None:
+    run(tmp_path, epochs=1)
+    path = tmp_path / "checkpoint.pth"
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(CheckpointError, match="truncated or no checkpoint"):
+        run(tmp_path, epochs=1)
+    assert path.stat().st_size == 5000
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_images(tmp_path: Path) -> None:
+    run(tmp_path, max_steps=4)
+    before = (tmp_path / "checkpoint.pth").read_bytes()
+    with pytest.raises(
+        NonFiniteLossError, match=r"not finite at step [4-9] \(epoch \d\), lr .*scenes\[\d+\].*Nothing was updated"
+    ):
+        run(tmp_path, lr=1e30, clip_grad=0)
+    assert (tmp_path / "checkpoint.pth").read_bytes() == before or load_checkpoint(tmp_path / "checkpoint.pth")
+
+
+def image_folder(folder: Path, count: int, broken: int) -> Path:
+    folder.mkdir(parents=True)
+    for index in range(count):
+        Image.new("RGB", (20 + index, 24), (9 * index, 80, 200 - 5 * index)).save(folder / f"{index:02}.png")
+    for index in range(broken):
+        (folder / f"{index:02}.png").write_bytes(b"")
+    return folder
+
+
+def test_a_corrupt_image_is_skipped_counted_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    images = image_folder(tmp_path / "images", count=12, broken=1)
+    with caplog.at_level(logging.WARNING):
+        run(tmp_path / "run", data_path=images, epochs=1, warmup_epochs=0, max_corrupt=0.1)
+    assert "00.png" in caplog.text
+    assert epochs_of(tmp_path / "run")[0]["train_corrupt_images"] == 1
+
+
+def test_too_many_corrupt_images_stop_the_run(tmp_path: Path) -> None:
+    images = image_folder(tmp_path / "images", count=12, broken=2)
+    with pytest.raises(TooManyCorruptImagesError, match="2 of 12 images could not be read"):
+        run(tmp_path / "run", data_path=images, epochs=1, warmup_epochs=0, max_corrupt=0.1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data_path": "nowhere/at/all"}, "nowhere/at/all"),
+        ({"batch_size_per_gpu": 27}, "26 images"),
+        ({"arch": "vit_huge"}, "unknown arch 'vit_huge'; choose one of .*vit_small"),
+        ({"readout": "max"}, r"unknown readout 'max'; choose one of \['cls', 'gap', 'sparo'\]"),
+        ({"global_crops_size": 20}, "global_crops_size 20 px is not a multiple of --patch_size 8 px.*nearest .* 16"),
+        ({"local_crops_size": 4}, "local_crops_size 4 px is not a multiple"),
+        ({"sparo_group_size": 2}, "group_size=2 does not divide num_slots=3"),
+        ({"batch_size_per_gpu": 0}, "batch_size_per_gpu 0"),
+        ({"warmup_epochs": 4}, "warmup_epochs 4 is longer than the run of 3 epochs"),
+        ({"warmup_teacher_temp_epochs": 4}, "warmup_teacher_temp_epochs=4 does not fit a run of 3"),
+        ({"teacher_temp": 0}, "teacher_temp=0.0 is not a temperature"),
+        ({"global_crops_scale": "0.9,0.4"}, r"global_crops_scale=\(0.9, 0.4\) is not a range"),
+        ({"precision": "fp16"}, "fp16 needs a CUDA device"),
+        ({"use_fp16": "true"}, "means fp16, but --precision says fp32"),
+        ({"device": "warp"}, "unknown device 'warp'"),
+        ({"momentum_teacher": 1.5}, "momentum_teacher 1.5: give a number from 0 to 1"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path, **changes)
+    assert not (tmp_path / "checkpoint.pth").exists()
+
+
+def test_a_probe_needs_labels(tmp_path: Path) -> None:
+    images = image_folder(tmp_path / "images", count=12, broken=0)
+    with pytest.raises(ValueError, match="no labels"):
+        run(tmp_path / "run", data_path=images, knn_freq=1)
+
+
+def test_a_mistake_ends_in_one_line_and_a_failure_status(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(options(tmp_path, arch="vit_huge"))
+    assert stopped.value.code == 1
+    assert "unknown arch" in caplog.text
+
+
+def test_the_defaults_are_options_that_fit() -> None:
+    check_options(get_args_parser().parse_args([]))
