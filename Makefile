@@ -1,0 +1,49 @@
+# Everything runs in .venv, which the first command creates. PYTHON chooses the interpreter it is made with.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+SOURCES := dino_sparo tests main_dino.py run_with_submitit.py eval_knn.py eval_linear.py visualize_attention.py demo.py
+# The environment may forbid bytecode files; without them every start compiles torch anew.
+export PYTHONDONTWRITEBYTECODE=
+
+.PHONY: help install demo demo-compare demo-short test check format clean
+.DEFAULT_GOAL := help
+
+help:  ## list the commands
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s%s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(INSTALLED): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "$(PYTHON) is older than 3.10; give a newer one: make PYTHON=python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { echo "python's venv is missing; on Debian: apt-get install python3-venv"; exit 1; }
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+install: $(INSTALLED)  ## create .venv and install everything into it
+
+demo: $(INSTALLED)  ## train on built-in scenes, evaluate, draw the slots (minutes, CPU)
+	$(BIN)/python demo.py
+
+demo-compare: $(INSTALLED)  ## the same for the read-outs sparo, cls and gap
+	$(BIN)/python demo.py --readouts sparo cls gap --output_dir output/demo-compare
+
+demo-short: $(INSTALLED)  ## the demo's parts in a minute or two; its numbers mean nothing
+	$(BIN)/python demo.py --short --output_dir output/demo-short
+
+test: $(INSTALLED)  ## run the tests
+	$(BIN)/python -m pytest -n 2
+
+check: $(INSTALLED)  ## lint, format, types, spelling
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/codespell $(SOURCES) README.md CONTRIBUTING.md CHANGELOG.md
+
+format: $(INSTALLED)  ## format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove .venv and what the demo wrote
+	rm -rf $(VENV) output

@@ -1,0 +1,149 @@
+"""The whole path in minutes, on a laptop without a GPU: train on the built-in scenes, evaluate, draw the slots.
+
+    make demo                                          # SPARO
+    make demo-compare                                  # SPARO beside cls and gap
+    python demo.py --seeds 0 1 2 --output_dir runs/demo
+
+Calls the scripts a user would call, in their order, and ends with a table: 20-NN and linear probe on held-out scenes,
+untrained encoder against trained. The options below are a recipe for minutes, not for accuracy.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import eval_knn
+import eval_linear
+import main_dino
+import visualize_attention
+from dino_sparo.cli import HelpFormatter
+from dino_sparo.evaluation.pictures import draw_training_curve
+from dino_sparo.readout import READOUTS
+
+TRAINING = {
+    "data_path": "scenes:10000:48",
+    "global_crops_size": "32",
+    "local_crops_size": "16",
+    "local_crops_number": "4",
+    "arch": "vit_micro",
+    "patch_size": "8",
+    "sparo_slots": "16",
+    "sparo_slot_dim": "32",
+    "sparo_key_dim": "32",
+    "drop_path_rate": "0",
+    "out_dim": "512",
+    "head_hidden_dim": "512",
+    "momentum_teacher": "0.99",
+    "epochs": "8",
+    "warmup_epochs": "0",
+    "lr": "0.002",
+    "weight_decay_end": "0.04",
+    "saveckp_freq": "0",
+    "knn_freq": "1",
+    "num_workers": "2",
+}
+EVALUATION_DATA = "scenes:4000:48"
+SHORT = {"data_path": "scenes:640:48", "epochs": "1"}
+SHORT_EVALUATION_DATA = "scenes:500:48"
+PROBE = ["--fast", "--epochs", "30", "--lr", "0.01", "0.1", "1", "--val_freq", "30"]
+SCORES = ("20-NN", "linear probe")
+
+
+def get_args_parser() -> argparse.ArgumentParser:
+    """The demo's options."""
+    parser = argparse.ArgumentParser("demo.py", description=__doc__, formatter_class=HelpFormatter)
+    parser.add_argument("--readouts", nargs="+", default=["sparo"], choices=sorted(READOUTS), help="What to compare.")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="One training run each.")
+    parser.add_argument("--output_dir", default="output/demo", help="Where everything is written.")
+    parser.add_argument("--device", default="cpu", help="auto, cpu or cuda.")
+    parser.add_argument("--short", action="store_true", help="A minute of it, to see that all parts work.")
+    return parser
+
+
+def words(options: dict[str, str]) -> list[str]:
+    """Options as a command line."""
+    return [word for name, value in options.items() for word in (f"--{name}", value)]
+
+
+def evaluate(folder: Path, data_path: str, device: str, seed: int, untrained: bool) -> dict[str, float]:
+    """20-NN and linear probe of the checkpoint in a folder, in percent; `untrained` keeps its shape, not its weights."""
+    shared = ["--pretrained_weights", str(folder / "checkpoint.pth"), "--data_path", data_path, "--device", device]
+    shared += ["--seed", str(seed), "--num_workers", "2", *(["--untrained"] if untrained else [])]
+    knn = eval_knn.main([*shared, "--nb_knn", "20"])
+    linear = eval_linear.main([*shared, *PROBE])
+    return dict(zip(SCORES, (knn["results"][0]["top1"], linear["best"]["top1"]), strict=True))
+
+
+def run(readout: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Train one encoder and evaluate it before and after.
+
+    Returns:
+        Scores of the untrained and the trained encoder, and seconds.
+    """
+    folder = Path(args.output_dir) / f"{readout}_seed{seed}"
+    begin = time.monotonic()
+    options = {**TRAINING, **(SHORT if args.short else {})}
+    options.update(readout=readout, seed=str(seed), device=args.device, output_dir=str(folder))
+    main_dino.main(words(options))
+    trained_s = time.monotonic() - begin
+    data_path = SHORT_EVALUATION_DATA if args.short else EVALUATION_DATA
+    scores = {
+        name: evaluate(folder, data_path, args.device, seed, untrained=name == "untrained")
+        for name in ("untrained", "trained")
+    }
+    return {
+        "readout": readout,
+        "seed": seed,
+        **scores,
+        "training_s": trained_s,
+        "total_s": time.monotonic() - begin,
+        "folder": str(folder),
+    }
+
+
+def draw(folder: Path, data_path: str, device: str) -> list[Path]:
+    """The pictures of one run: attention on a scene, the slot atlas where there are slots, the curve of the training."""
+    shared = ["--pretrained_weights", str(folder / "checkpoint.pth"), "--output_dir", str(folder), "--device", device]
+    visualize_attention.main([*shared, "--image_size", "64"])
+    visualize_attention.main([*shared, "--image_size", "64", "--atlas", data_path])
+    draw_training_curve(folder / "log.txt", folder / "curve.png")
+    return sorted(folder.glob("*.png")) + sorted(folder.glob("*.html"))
+
+
+def table(runs: Sequence[dict[str, Any]]) -> str:
+    """Mean over seeds, with the standard deviation where there are several."""
+    lines = [f"{'read-out':<10}{'encoder':<12}" + "".join(f"{name:>20}" for name in SCORES)]
+    for readout in dict.fromkeys(run["readout"] for run in runs):
+        mine = [run for run in runs if run["readout"] == readout]
+        for state in ("untrained", "trained"):
+            cells = [spread([run[state][name] for run in mine]) for name in SCORES]
+            lines.append(f"{readout:<10}{state:<12}" + "".join(f"{cell:>20}" for cell in cells))
+    return "\n".join(lines)
+
+
+def spread(values: Sequence[float]) -> str:
+    """A mean in percent, plus or minus the standard deviation over seeds."""
+    mean = f"{statistics.mean(values):.1f} %"
+    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.1f}"
+
+
+def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Train, evaluate, draw, print the table."""
+    args = get_args_parser().parse_args(argv)
+    runs = [run(readout, seed, args) for seed in args.seeds for readout in args.readouts]
+    data_path = SHORT_EVALUATION_DATA if args.short else EVALUATION_DATA
+    pictures = [path for done in runs for path in draw(Path(done["folder"]), data_path, args.device)]
+    (Path(args.output_dir) / "demo.json").write_text(json.dumps(runs, indent=1))
+    seconds = sum(done["total_s"] for done in runs)
+    print(f"\nheld-out scenes, accuracy (chance 10 %), seeds {args.seeds}, {seconds / 60:.1f} minutes\n")
+    print(table(runs))
+    print("\npictures:", *(f"  {path}" for path in pictures), sep="\n")
+    return runs
+
+
+if __name__ == "__main__":
+    main()
