@@ -70,7 +70,7 @@ def words(options: dict[str, str]) -> list[str]:
 
 
 def evaluate(folder: Path, data_path: str, device: str, seed: int, untrained: bool) -> dict[str, float]:
-    """20-NN and linear probe of the checkpoint in a folder, in percent; `untrained` keeps its shape, not its weights."""
+    """20-NN and linear probe of a checkpoint, in percent; `untrained` keeps its shape, not its weights."""
     shared = ["--pretrained_weights", str(folder / "checkpoint.pth"), "--data_path", data_path, "--device", device]
     shared += ["--seed", str(seed), "--num_workers", "2", *(["--untrained"] if untrained else [])]
     knn = eval_knn.main([*shared, "--nb_knn", "20"])
@@ -106,7 +106,7 @@ def run(readout: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def draw(folder: Path, data_path: str, device: str) -> list[Path]:
-    """The pictures of one run: attention on a scene, the slot atlas where there are slots, the curve of the training."""
+    """The pictures of one run: attention on a scene, the atlas of what each slot looks at, the curve of the training."""
     shared = ["--pretrained_weights", str(folder / "checkpoint.pth"), "--output_dir", str(folder), "--device", device]
     visualize_attention.main([*shared, "--image_size", "64"])
     visualize_attention.main([*shared, "--image_size", "64", "--atlas", data_path])

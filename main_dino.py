@@ -446,8 +446,9 @@ def train_epochs(run: Run, args: argparse.Namespace, log: RunLog, output_dir: Pa
             run.best_knn = max(run.best_knn, values["knn_20"])
         values.update(epoch=epoch, step=training.step)
         logger.info("epoch %d: %s", epoch, "  ".join(f"{k} {v:.4g}" for k, v in values.items() if k != "epoch"))
-        save(run, finished, output_dir, keep=bool(args.saveckp_freq) and epoch % args.saveckp_freq == 0, best=is_best)
+        # The line first: a run killed in between takes the epoch again, and drops the line when it resumes.
         log.write_epoch(values)
+        save(run, finished, output_dir, keep=bool(args.saveckp_freq) and epoch % args.saveckp_freq == 0, best=is_best)
         log.scalars({f"epoch/{k}": v for k, v in values.items() if k not in ("epoch", "step")}, training.step)
     logger.info("done: %d steps in %.0f s, %s", training.step, time.monotonic() - begin, output_dir / "checkpoint.pth")
 

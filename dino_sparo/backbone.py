@@ -1,8 +1,8 @@
 """Images -> tokens: the vision transformer of DINO, out of timm's blocks.
 
-Stage 2 of the map. `tokens = backbone(images)` turns images (B, C, H, W) of any size into tokens (B, N, D), class token
-first, patches after it row by row. Parameters carry the names of facebookresearch/dino's `vision_transformer.py`, so its
-weights load as they are.
+Stage 2 of the map. `tokens = backbone(images)` turns images (B, C, H, W) of any size into tokens (B, N, D), class
+token first, patches after it row by row. Parameters carry the names of facebookresearch/dino's `vision_transformer.py`,
+so its weights load as they are.
 """
 
 import math
@@ -177,7 +177,7 @@ class Backbone(nn.Module):
     def use_fused_attention(self, fused: bool) -> None:
         """Choose between torch's fused attention and plain matrix products; the results agree up to rounding.
 
-        Fused is the default, and the right choice on GPUs and in fp32. On a CPU in bf16 it is slower than plain products.
+        Fused is the default, and the right choice on GPUs and in fp32. On a CPU in bf16 plain products are faster.
         """
         block: Any
         for block in self.blocks:
@@ -222,7 +222,8 @@ def _check_sizes(patch_size: int, img_size: int, in_chans: int, drop_path_rate: 
     if img_size < patch_size or img_size % patch_size:
         nearest = max(img_size // patch_size, 1) * patch_size
         raise ValueError(
-            f"img_size={img_size} px is not a multiple of patch_size={patch_size} px; the nearest that fits is {nearest}"
+            f"img_size={img_size} px is not a multiple of patch_size={patch_size} px; the nearest that fits is "
+            f"{nearest}"
         )
     if in_chans < 1:
         raise ValueError(f"in_chans={in_chans}; an image has at least one channel")

@@ -11,12 +11,13 @@ reads the reference's: full checkpoints, and raw ViT weights.
 """
 
 import argparse
+import contextlib
 import logging
 import math
 import os
 import pathlib
 import pickle
-import zipfile
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -39,7 +40,8 @@ NUM_NAMES_SHOWN = 8  # of the keys that do not match
 _numpy_scalar = np.float64(0).__reduce__()[0]
 PLAIN_TYPES = [
     argparse.Namespace,
-    pathlib.PosixPath,
+    (pathlib.PosixPath, "pathlib.PosixPath"),
+    (pathlib.PosixPath, "pathlib._local.PosixPath"),
     np.dtype,
     type(np.dtype(np.float64)),
     (_numpy_scalar, "numpy.core.multiarray.scalar"),
@@ -59,7 +61,8 @@ def save_checkpoint(checkpoint: Mapping[str, Any], path: Path) -> None:
     Raises:
         CheckpointError: the disk is full or the folder cannot be written; the old file is untouched.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # One name, so that the remains of a killed save are overwritten by the next; only rank 0 writes.
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
             torch.save(dict(checkpoint), file)
@@ -67,7 +70,8 @@ def save_checkpoint(checkpoint: Mapping[str, Any], path: Path) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         kept = "the checkpoint before it is kept" if path.exists() else "there was none before it"
         raise CheckpointError(f"could not write {path} ({error}); {kept}; free some space and start again") from error
 
@@ -84,29 +88,25 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     try:
         with torch.serialization.safe_globals(PLAIN_TYPES):  # type: ignore[arg-type]
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        reason = str(error).splitlines()[0]
-        if "Unsupported global" in str(error) or "Weights only load failed" in str(error):
-            unsafe = _unsafe_name(str(error))
+    except Exception as error:  # a damaged pickle raises whatever its bytes lead to
+        unsafe = _unsafe_name(str(error)) if isinstance(error, pickle.UnpicklingError) else None
+        if unsafe is not None:
             raise CheckpointError(
                 f"{path} was refused: reading it would run code ({unsafe}); only plain values and tensors are read"
             ) from error
-        raise CheckpointError(f"{path} is damaged or no checkpoint: {reason}") from error
-    except (RuntimeError, EOFError, zipfile.BadZipFile, OSError, KeyError, ValueError) as error:
+        reason = (str(error).split("WeightsUnpickler error: ")[-1].splitlines() or [""])[0]
         raise CheckpointError(
-            f"{path} is truncated or no checkpoint ({path.stat().st_size} bytes): {str(error).splitlines()[0]}"
+            f"{path} is truncated or no checkpoint ({path.stat().st_size} bytes; {type(error).__name__} {reason})"
         ) from error
     if not isinstance(checkpoint, dict):
         raise CheckpointError(f"{path} holds a {type(checkpoint).__name__}, not a dict of weights")
     return checkpoint
 
 
-def _unsafe_name(message: str) -> str:
-    """The name torch complained about, out of its long message."""
-    for marker in ("GLOBAL ", "Unsupported class ", "Unsupported operand ", "Trying to call "):
-        if marker in message:
-            return message.split(marker, 1)[1].split()[0].rstrip(".,")
-    return "an operation torch does not consider safe"
+def _unsafe_name(message: str) -> str | None:
+    """The name torch refused to load or call, out of its long message; None if it complains about something else."""
+    found = re.search(r"(?:GLOBAL |add_safe_globals`,? but got |unrecognized function )(<[^>]+>|[^\s,;]+)", message)
+    return found and found[1]
 
 
 def flat_weights(weights: Mapping[str, Any]) -> dict[str, Tensor]:

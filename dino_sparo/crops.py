@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from jaxtyping import Float
 from PIL import Image, ImageFilter, ImageOps
 from torch import Tensor
@@ -157,7 +156,7 @@ class MultiCropAugmentation:
     """Image -> [global 1, global 2, local 1, ...]: the views that student and teacher compare.
 
     The first global crop is always blurred, the second rarely blurred and sometimes solarised, local crops blurred half
-    of the time; all may be flipped, colour-jittered and turned grey. Source: DINO, section 3.2 (implementation details).
+    of the time; all may be flipped, colour-jittered and turned grey. Source: DINO, section 3.2, implementation details.
 
     Args:
         global_crops_scale: smallest and largest share of the image's area in a global crop.
@@ -233,10 +232,3 @@ class EvalTransform:
         """The view, in a list as training's crops are; nothing is drawn from `rng`."""
         resized = TF.resize(image, [self.resize_size], InterpolationMode.BICUBIC)
         return [normalized_tensor(TF.center_crop(resized, [self.img_size]), self.mean, self.std)]
-
-
-def unnormalize(
-    images: Float[Tensor, "*B C H W"], mean: tuple[float, ...] = IMAGENET_MEAN, std: tuple[float, ...] = IMAGENET_STD
-) -> Float[Tensor, "*B C H W"]:
-    """Normalised images back to pixels in 0..1, for pictures."""
-    return (images * torch.tensor(std).view(-1, 1, 1) + torch.tensor(mean).view(-1, 1, 1)).clamp(0, 1)

@@ -1,6 +1,6 @@
 """Images in, batches of crops out: data set, samplers, loader, and the one mean and standard deviation.
 
-Stage 1 of the map: a source (`sources.py`: any images, by index) -> `ImageDataset` (image -> crops, by `crops.py`) ->
+Stage 1 of the map: a source (`sources/`: any images, by index) -> `ImageDataset` (image -> crops, by `crops.py`) ->
 batches of a sampler -> `create_loader` -> `Batch` of S tensors (B, C, H, W).
 
 All randomness is a pure function of numbers that a checkpoint holds: the order of the images of (seed, epoch), the
@@ -107,8 +107,8 @@ def align_classes(source: ImageSource, classes: list[str]) -> ImageSource:
         ValueError: the source has no labels, or a class that is not among `classes`.
     """
     labels = require_labels(source)
-    own = source.classes or []
-    unknown = [name for i, name in enumerate(own) if name not in set(classes) and (labels == i).any()]
+    own, number = source.classes or [], {name: i for i, name in enumerate(classes)}
+    unknown = [name for i, name in enumerate(own) if name not in number and (labels == i).any()]
     if unknown:
         raise ValueError(
             f"{source.name} has {len(unknown)} classes that the training images lack, the first is {unknown[0]!r}; the "
@@ -116,7 +116,6 @@ def align_classes(source: ImageSource, classes: list[str]) -> ImageSource:
         )
     if own == classes:
         return source
-    number = {name: i for i, name in enumerate(classes)}
     aligned = copy.copy(source)
     aligned.labels = np.array([number.get(name, -1) for name in own], dtype=np.int64)[labels]
     aligned.classes = classes

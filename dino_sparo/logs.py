@@ -6,6 +6,7 @@ Plumbing. Only rank 0 speaks; warnings and errors of the other ranks are heard t
 import json
 import logging
 import resource
+import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sized
@@ -147,14 +148,31 @@ class RunLog:
 
     Args:
         output_dir: an existing folder; nothing is written on ranks other than 0.
-        step: the step a resumed run goes on from; what TensorBoard holds beyond it is dropped.
+        step: the step a run starts or goes on from; what the files say of later steps is dropped, since those steps are
+            taken again.
     """
 
     def __init__(self, output_dir: Path, step: int = 0) -> None:
         self.path = output_dir / "log.txt"
-        # TensorBoard's protocol lets a resumed run declare that the events after a step did not happen.
-        purge_step = step if step > 0 else None
-        self.writer = SummaryWriter(str(output_dir / "tensorboard"), purge_step=purge_step) if is_main() else None
+        # TensorBoard's protocol lets a resumed run declare that the events from a step on did not happen.
+        self.writer = SummaryWriter(str(output_dir / "tensorboard"), purge_step=step + 1) if is_main() else None
+        if is_main() and self.path.is_file():
+            self._drop_later_epochs(step)
+
+    def _drop_later_epochs(self, step: int) -> None:
+        lines = self.path.read_text().splitlines(keepends=True)
+        kept = [line for line in lines if _step_of(line) <= step]
+        if len(kept) < len(lines):
+            backup = self.path.with_suffix(".txt.old")
+            shutil.copyfile(self.path, backup)
+            self.path.write_text("".join(kept))
+            logger.warning(
+                "%s: dropped %d epochs after step %d, which are taken again; the file as it was is %s",
+                self.path,
+                len(lines) - len(kept),
+                step,
+                backup,
+            )
 
     def write_epoch(self, values: Mapping[str, Any]) -> None:
         """Append one JSON line to log.txt."""
@@ -177,6 +195,14 @@ class RunLog:
         """Finish writing."""
         if self.writer is not None:
             self.writer.close()
+
+
+def _step_of(line: str) -> int:
+    """The step after which a line of log.txt was written; 0 if it does not say, never if it was cut off in writing."""
+    try:
+        return json.loads(line).get("step", 0)
+    except ValueError:
+        return sys.maxsize
 
 
 def progress(iterable: Iterable[T], total: int | None = None, desc: str = "") -> Iterator[T]:

@@ -223,12 +223,14 @@ def diagnose_collapse(
     """
     log_k = math.log(out_dim)
     information = marginal_entropy - teacher_entropy
-    reachable = min(log_k, math.log(NUM_TEACHER_CROPS * batch_size))
-    if information < COLLAPSE_SHARE * reachable:
+    reachable = min(log_k, math.log(batch_size))
+    # The two views of a single image should agree, so one image alone cannot tell.
+    if batch_size > 1 and information < COLLAPSE_SHARE * reachable:
         if teacher_entropy > (1 - COLLAPSE_SHARE) * log_k:
+            relation = "=" if abs(loss - log_k) < COLLAPSE_SHARE * log_k else "above"
             return (
-                f"loss {loss:.4f} = ln {out_dim} ({log_k:.4f}): uniform collapse, every image gets the same flat "
-                f"distribution; try a lower --teacher_temp or --warmup_teacher_temp, a lower --lr, or more "
+                f"loss {loss:.4f} {relation} ln {out_dim} ({log_k:.4f}): uniform collapse, every image gets the same "
+                f"flat distribution; try a lower --teacher_temp or --warmup_teacher_temp, a lower --lr, or more "
                 f"--freeze_last_layer epochs"
             )
         if marginal_entropy < COLLAPSE_SHARE * log_k:

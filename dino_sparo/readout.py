@@ -108,7 +108,7 @@ class Sparo(nn.Module):
         """
         if tokens.ndim != 3 or tokens.shape[-1] != self.embed_dim:
             raise ValueError(f"tokens have shape {tuple(tokens.shape)}; SPARO was built for (B, N, {self.embed_dim})")
-        # einsum letters: b image, n token, d width, a key width, k key projection (L/G of them), g slot within its group
+        # einsum letters: b image, d width, a key width, k key projection (L/G of them), g slot within its group
         keys = self.key_proj.weight.unflatten(0, (-1, self.key_dim))  # (k, a, d)
         queries = self.queries.unflatten(0, (-1, self.group_size)) * self.key_dim**-0.5  # (k, g, a)
         token_queries = torch.einsum("kga,kad->kgd", queries, keys).flatten(0, 1)  # (L, D)

@@ -101,6 +101,19 @@ def test_log_txt_gets_one_json_line_per_epoch_and_is_never_overwritten(tmp_path:
     assert [json.loads(line) for line in (tmp_path / "log.txt").read_text().splitlines()] == written
 
 
+def test_a_resumed_log_drops_the_epochs_that_are_taken_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log = RunLog(tmp_path)
+    for epoch in range(3):
+        log.write_epoch({"epoch": epoch, "step": 4 * (epoch + 1)})
+    log.close()
+    whole = (tmp_path / "log.txt").read_text() + '{"epoch": 3, "st'  # killed while writing
+    (tmp_path / "log.txt").write_text(whole)
+    RunLog(tmp_path, step=8).close()
+    assert [json.loads(line)["step"] for line in (tmp_path / "log.txt").read_text().splitlines()] == [4, 8]
+    assert (tmp_path / "log.txt.old").read_text() == whole
+    assert "dropped 2 epochs after step 8" in caplog.text
+
+
 def test_a_line_is_on_the_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
     log = RunLog(tmp_path)
     log.write_epoch({"epoch": 0})

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from main_dino import check_options, get_args_parser, main, train_dino
 from PIL import Image
 
 from dino_sparo import load_checkpoint, load_encoder
 from dino_sparo.checkpoint import CheckpointError
 from dino_sparo.engine import NonFiniteLossError, TooManyCorruptImagesError
+from main_dino import check_options, get_args_parser, main, train_dino
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = {
@@ -193,12 +193,12 @@ def test_a_truncated_checkpoint_stops_the_run_and_stays(tmp_path: Path) -> None:
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_images(tmp_path: Path) -> None:
     run(tmp_path, max_steps=4)
-    before = (tmp_path / "checkpoint.pth").read_bytes()
     with pytest.raises(
         NonFiniteLossError, match=r"not finite at step [4-9] \(epoch \d\), lr .*scenes\[\d+\].*Nothing was updated"
     ):
         run(tmp_path, lr=1e30, clip_grad=0)
-    assert (tmp_path / "checkpoint.pth").read_bytes() == before or load_checkpoint(tmp_path / "checkpoint.pth")
+    last = load_checkpoint(tmp_path / "checkpoint.pth")
+    assert last["step"] >= 4  # the last good one, whole
 
 
 def image_folder(folder: Path, count: int, broken: int) -> Path:

@@ -1,4 +1,4 @@
-"""sources.py: whatever holds images is found, indexed and read as the reference would, and bad input is named."""
+"""sources: whatever holds images is found, indexed and read as the reference would, and bad input is named."""
 
 import io
 import logging
@@ -15,8 +15,16 @@ import pytest
 from PIL import Image
 from torchvision.datasets import ImageFolder
 
-from dino_sparo import sources
-from dino_sparo.sources import CorruptImageError, ImageSource, decode_image, expand_shards, open_source
+from dino_sparo.sources import (
+    TORCHVISION_SETS,
+    CorruptImageError,
+    ImageSource,
+    decode,
+    decode_image,
+    expand_shards,
+    open_source,
+    tars,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -207,7 +215,7 @@ def open_without_scanning(path: Path, monkeypatch: pytest.MonkeyPatch) -> ImageS
         raise AssertionError("the folder was listed again")
 
     with monkeypatch.context() as patch:
-        patch.setattr(sources.os, "scandir", refuse)
+        patch.setattr(os, "scandir", refuse)
         return open_source(str(path))
 
 
@@ -476,7 +484,7 @@ def test_cached_shards_are_used_until_one_changes(root: Path, monkeypatch: pytes
         raise AssertionError(f"{shard} was read again")
 
     with monkeypatch.context() as patch:
-        patch.setattr(sources, "_tar_members", refuse)
+        patch.setattr(tars, "tar_members", refuse)
         source = open_source(path)
         assert source.labels is not None
         assert source.labels.tolist() == [0, 1, 2]
@@ -574,7 +582,7 @@ def test_other_bad_shards_are_errors(root: Path) -> None:
 def test_images_of_absurd_size_are_refused_unread(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tar(root / "shard.tar", labelled(range(1)))
     write(root / "flat/1.png")
-    monkeypatch.setattr(sources, "MAX_IMAGE_BYTES", 50)
+    monkeypatch.setattr(decode, "MAX_IMAGE_BYTES", 50)
     for path in ("shard.tar", "flat"):
         with pytest.raises(CorruptImageError, match="bytes is no plausible image; at most 50 are read"):
             open_source(str(root / path)).read(0)
@@ -682,7 +690,7 @@ def test_a_torchvision_set_is_opened_by_name(root: Path) -> None:
         source.read(5)
 
 
-@pytest.mark.parametrize("name", sorted(sources.TORCHVISION_SETS))
+@pytest.mark.parametrize("name", sorted(TORCHVISION_SETS))
 def test_a_torchvision_set_that_is_not_there_asks_for_download(name: str, root: Path) -> None:
     with pytest.raises(ValueError, match=f"torchvision set '{name}' in .*pass --download to fetch it"):
         open_source(f"{name}:{root}", "val")
@@ -692,8 +700,8 @@ def test_a_failed_download_is_an_error(root: Path, monkeypatch: pytest.MonkeyPat
     def fail(*_: object, **__: object) -> None:
         raise OSError("no network")
 
-    entry = sources.TORCHVISION_SETS["cifar10"]
-    monkeypatch.setitem(sources.TORCHVISION_SETS, "cifar10", entry._replace(build=fail))
+    entry = TORCHVISION_SETS["cifar10"]
+    monkeypatch.setitem(TORCHVISION_SETS, "cifar10", entry._replace(build=fail))
     with pytest.raises(ValueError, match=r"'cifar10' in .* could not be downloaded \(no network\)"):
         open_source(f"cifar10:{root}", download=True)
 

@@ -7,7 +7,11 @@ Stage 5 of the map, after training. The scripts at the root parse options and pr
     knn.py         features -> weighted k-NN accuracy
     linear.py      features -> linear probes, one per learning rate: one epoch, one test
     linear_run.py  linear probes -> a whole training of them, saved and resumed
-    attention.py   images -> one attention map per slot (sparo) or per head (cls)
+    views.py       image file -> the view of it that is looked at, in whole patches
+    attention.py   views -> one attention map per slot (sparo) or per head (cls)
+    pictures.py    attention maps -> labelled figures of an image, of many images, of two models
+    atlas.py       images -> for each slot those that light it up most, with its maps on them
+    atlas_html.py  slot atlas -> one HTML page that opens from disk
 
 A letter beyond the package's legend: R, probes trained side by side. Numbers of images and classes are spelled out.
 """

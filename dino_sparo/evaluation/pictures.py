@@ -5,6 +5,7 @@ matplotlib (the extra `plots`) adds the words.
 """
 
 import importlib.util
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -399,3 +400,36 @@ def resized(picture: UInt8[np.ndarray, "_ _ 3"], height: int) -> UInt8[np.ndarra
     """A picture at another height, its aspect ratio kept."""
     width = max(1, round(picture.shape[1] * height / picture.shape[0]))
     return np.asarray(Image.fromarray(picture).resize((width, height), Image.Resampling.LANCZOS))
+
+
+def draw_training_curve(log: Path, path: Path) -> None:
+    """log.txt -> how a run went: loss and teacher's entropy, and 20-NN where it was probed, against steps.
+
+    Args:
+        log: one JSON line per epoch.
+        path: of the PNG.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    epochs = [json.loads(line) for line in log.read_text().splitlines()]
+    probed = [epoch for epoch in epochs if "knn_20" in epoch]
+    figure = Figure(figsize=(9, 3.4), dpi=2 * DPI, layout="constrained", facecolor=PAPER)
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, 2 if probed else 1, squeeze=False)[0]
+    curves = {"train_loss": ("loss", INK), "train_teacher_entropy": ("teacher's entropy", SOFT)}
+    for name, (label, colour) in curves.items():
+        shown = [epoch for epoch in epochs if name in epoch]
+        axes[0].plot([e["step"] for e in shown], [e[name] for e in shown], ".-", color=colour, label=label)
+    axes[0].set(xlabel="step", ylabel="nats")
+    axes[0].legend(frameon=False)
+    if probed:
+        axes[1].plot([e["step"] for e in probed], [e["knn_20"] for e in probed], ".-", color=INK)
+        axes[1].set(xlabel="step", ylabel="20-NN accuracy of the teacher, %")
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)

@@ -1,0 +1,167 @@
+"""Any collection of images, by index: folders, lists, tables, tar shards, torchvision's sets, the built-in scenes.
+
+Stage 1 of the map, before `data.py`. `open_source(data_path)` finds out what the path is and returns an `ImageSource`:
+`len(source)` images, `source.read(i)` gives image i as 8-bit RGB, `source.labels[i]` its class if there is one.
+
+    data/train                        class folders, or a flat or nested folder without labels
+    list.txt                          one path per line, optionally followed by a label
+    table.csv, table.tsv              columns found by name, e.g. `path` and `label`
+    shard-{000..099}.tar              webdataset-style tar shards; also globs, `a.tar::b.tar`, a folder of tars
+    cifar10:DIR                       a torchvision set that lies in (or is downloaded to) DIR
+    scenes, scenes:NUM:SIZE           procedural images, see `scenes.py`
+
+A source holds the names and places of its images in a few flat arrays (`packed.py` says why) and reads an image when it
+is asked for. The files of this folder, in the order of the data flow:
+
+    __init__.py          data path -> what it is -> its source
+    splits.py            folder + split's name -> the subfolder, list, table or shards of that split
+    folders.py           folder -> files, classes by subfolder
+    tables.py            list or table -> files, classes by column
+    tars.py              tar shards -> members at their offsets, classes by `.cls` members
+    tar_headers.py       one tar -> name, offset and size of its members
+    torchvision_sets.py  name of a torchvision set -> its images
+    cache.py             index of a folder or of shards -> the user's cache, and back
+    packed.py            names and labels -> flat arrays; the source of images that are files
+    decode.py            bytes -> 8-bit RGB, or a CorruptImageError
+"""
+
+import logging
+import os
+import re
+import time
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from PIL import Image
+
+from dino_sparo.scenes import Scenes, parse_scenes_spec
+from dino_sparo.sources.decode import IMAGE_EXTENSIONS, CorruptImageError, decode_image
+from dino_sparo.sources.folders import open_folder
+from dino_sparo.sources.splits import SPLIT_NAMES, find_split
+from dino_sparo.sources.tables import open_list, open_table
+from dino_sparo.sources.tars import expand_shards, open_shards, refuse_compressed
+from dino_sparo.sources.torchvision_sets import TORCHVISION_SETS, open_torchvision
+
+__all__ = [
+    "IMAGE_EXTENSIONS",
+    "TORCHVISION_SETS",
+    "CorruptImageError",
+    "ImageSource",
+    "decode_image",
+    "expand_shards",
+    "open_source",
+]
+
+_logger = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class ImageSource(Protocol):
+    """Any collection of images, by index.
+
+    Attributes:
+        name: what the log calls it, e.g. "folder data/train".
+        classes: the classes' names in the order of their numbers; None without labels.
+        labels: (len,) int64, class of each image, -1 where an image has none; None without labels.
+    """
+
+    name: str
+    classes: list[str] | None
+    labels: np.ndarray | None
+
+    def __len__(self) -> int:
+        """Number of images."""
+        ...
+
+    def read(self, index: int) -> Image.Image:
+        """Image `index` as 8-bit RGB; raises CorruptImageError."""
+        ...
+
+    def location(self, index: int) -> str:
+        """Where image `index` lies, for logs and errors."""
+        ...
+
+
+def open_source(data_path: str, split: str | None = None, download: bool = False) -> ImageSource:
+    """Open any collection of images; one log line says how many were found in how long.
+
+    Folders follow torchvision's ImageFolder where it applies: when every image lies in a subfolder, the first-level
+    subfolder is its class, however deep it lies. There are no labels when images lie directly in the folder (flat, or
+    mixed with subfolders), when there is a single subfolder, or when the subfolders are splits; the log says so.
+    Names that begin with a dot and empty classes are skipped.
+
+    Args:
+        data_path: see the list at the top of this file. An existing path comes before a torchvision set's name.
+        split: None opens the path itself (torchvision sets and scenes: their training images; stl10: with its
+            unlabelled ones). "train" or "val" open that split: a subfolder, list, table or shards of that name in the
+            folder, a table's rows by its `split` column, torchvision's training or test images, scenes' held-out
+            images. "test" serves as "val" where there is no "val".
+        download: fetch a torchvision set that is not on disk; with several processes, let one of them do it first.
+
+    Raises:
+        ValueError: nothing lies there, it holds no images, the split is missing, or its form is not understood.
+    """
+    if split is not None and split not in SPLIT_NAMES:
+        raise ValueError(
+            f"split={split!r} is unknown; choose one of {sorted(SPLIT_NAMES)}, or None for the path itself"
+        )
+    start = time.perf_counter()
+    source, how = _open(data_path, split, download)
+    classes = f" in {len(source.classes)} classes" if source.classes else " without labels"
+    _logger.info(
+        "%s: %s images%s, %s in %.2f s", source.name, f"{len(source):,}", classes, how, time.perf_counter() - start
+    )
+    return source
+
+
+def _open(data_path: str, split: str | None, download: bool) -> tuple[ImageSource, str]:
+    """Find out what a data path is; returns the source and the log's word for how it was opened."""
+    if data_path == "scenes" or data_path.startswith("scenes:"):
+        num_images, image_size = parse_scenes_spec(data_path)
+        return Scenes(num_images, image_size=image_size, split=split or "train"), "ready"
+    path = os.path.expanduser(data_path)
+    if os.path.isdir(path):
+        if split is None:
+            return open_folder(path)
+        chosen = find_split(path, split)
+        if len(chosen) > 1:
+            return open_shards(chosen, f"{split} shards in {path}")
+        return open_folder(chosen[0]) if os.path.isdir(chosen[0]) else _open_file(chosen[0], None)
+    if os.path.isfile(path):
+        return _open_file(path, split)
+    if "://" in data_path:
+        raise ValueError(f"data_path={data_path!r} is an address; download the files and give their local path")
+    if re.search(r"::|[*?\[{]", path):
+        if split is not None:
+            raise ValueError(
+                f"data_path={data_path!r} has no split {split!r}: shards given by name have none; put train-*.tar and "
+                "val-*.tar into one folder and give that folder"
+            )
+        return open_shards(expand_shards(path), f"shards {data_path}")
+    name, _, folder = data_path.partition(":")
+    if name in TORCHVISION_SETS:
+        return open_torchvision(name, folder or "data", split, download), "opened"
+    sets = ", ".join(TORCHVISION_SETS)
+    if folder and name.isidentifier():
+        raise ValueError(
+            f"data_path={data_path!r}: unknown data set {name!r}; choose one of {sets}, scenes, or give a path"
+        )
+    raise ValueError(
+        f"data_path={data_path!r} does not exist (in {os.getcwd()}); give a folder, a list (.txt), a table (.csv, "
+        f".tsv), tar shards, 'scenes', or a torchvision set as NAME:DIR with NAME one of {sets}"
+    )
+
+
+def _open_file(path: str, split: str | None) -> tuple[ImageSource, str]:
+    """Open one file by its ending: tar, table, or (whatever else) a list of paths."""
+    refuse_compressed(path)
+    lower = path.lower()
+    if lower.endswith(IMAGE_EXTENSIONS):
+        raise ValueError(f"data_path={path!r} is a single image; give the folder that holds the images")
+    if lower.endswith(".tar"):
+        if split is not None:
+            raise ValueError(
+                f"data_path={path!r} has no split {split!r}; give the folder that holds train and val shards"
+            )
+        return open_shards([path], f"shard {path}")
+    return open_table(path, split) if lower.endswith((".csv", ".tsv")) else open_list(path, split)
