@@ -248,7 +248,7 @@ def check_options(args: argparse.Namespace) -> None:
     Raises:
         ValueError: names the option and what would fit.
     """
-    for name in ("epochs", "batch_size_per_gpu", "grad_accum_steps", "out_dim"):
+    for name in ("epochs", "batch_size_per_gpu", "grad_accum_steps"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} {getattr(args, name)}: give a positive number")
     for name in ("warmup_epochs", "saveckp_freq", "knn_freq", "num_workers", "freeze_last_layer", "clip_grad"):
@@ -298,7 +298,11 @@ class Run:
 
 def build_run(args: argparse.Namespace, place: Distributed) -> Run:
     """Images, networks, loss, optimizer and schedules from the options."""
+    if args.download and not is_main():
+        barrier()  # rank 0 downloads, the others then find the files
     source = open_source(args.data_path, download=args.download)
+    if args.download and is_main():
+        barrier()
     if args.knn_freq:
         require_labels(source)
     sampler = EpochSampler(
@@ -335,7 +339,8 @@ def build_training(args: argparse.Namespace, place: Distributed, steps_per_epoch
     teacher.requires_grad_(False)
     for network in (student, teacher):
         network.backbone.use_fused_attention(place.device.type != "cpu" or dtype != torch.bfloat16)
-    if args.use_bn_in_head and world_size() > 1:
+    # Without a GPU there is no synchronised batch norm: every process normalises by its own images.
+    if args.use_bn_in_head and world_size() > 1 and place.device.type == "cuda":
         student, teacher = (nn.SyncBatchNorm.convert_sync_batchnorm(network) for network in (student, teacher))
     wrapped: nn.Module = student
     if world_size() > 1:
@@ -481,7 +486,7 @@ def look_at_epoch(run: Run, args: argparse.Namespace, log: RunLog, means: dict[s
     )
     if collapse is not None:
         logger.warning("%s", collapse)
-    return {"feature_rank": rank_of_features}
+    return {"feature_rank": rank_of_features, "loss_over_ln_k": means["loss"] / math.log(args.out_dim)}
 
 
 def probe(run: Run, args: argparse.Namespace) -> float:

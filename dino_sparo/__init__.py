@@ -2,7 +2,7 @@
 
 The files of this package are the stages of the data flow, in order:
 
-    1  images -> crops             sources.py  data.py  scenes.py  crops.py
+    1  images -> crops             sources/  scenes.py  data.py  crops.py
     2  crops -> tokens -> slots    backbone.py  readout.py  encoder.py
     3  encoding -> logits -> loss  head.py  loss.py
     4  one step, one epoch         optim.py  teacher.py  engine.py

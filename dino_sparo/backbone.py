@@ -28,7 +28,7 @@ class ViTSize(NamedTuple):
 
 ARCHITECTURES: dict[str, ViTSize] = {
     # For laptops and tests; not an architecture of the literature.
-    "vit_micro": ViTSize(embed_dim=192, depth=5, num_heads=3),
+    "vit_micro": ViTSize(embed_dim=128, depth=4, num_heads=4),
     "vit_tiny": ViTSize(embed_dim=192, depth=12, num_heads=3),
     "vit_small": ViTSize(embed_dim=384, depth=12, num_heads=6),
     "vit_base": ViTSize(embed_dim=768, depth=12, num_heads=12),

@@ -85,8 +85,8 @@ class DINOLoss(nn.Module):
         super().__init__()
         if num_crops < NUM_TEACHER_CROPS:
             raise ValueError(f"num_crops={num_crops}; DINO needs at least the {NUM_TEACHER_CROPS} global crops")
-        if out_dim < 1:
-            raise ValueError(f"out_dim={out_dim} is no number of prototypes; give a positive integer")
+        if out_dim < 2:
+            raise ValueError(f"out_dim={out_dim}: images cannot be told apart with fewer than 2 prototypes; give more")
         if not 0 <= center_momentum <= 1:
             raise ValueError(f"center_momentum={center_momentum} is no momentum; give a number from 0 to 1")
         temperatures = {

@@ -47,8 +47,8 @@ MAX_ROTATION = 0.35
 # Periods of a texture per radius of its object.
 TEXTURE_FREQUENCY = (2.2, 2.8)
 # The light of the whole scene: factors on the contrast around middle grey and on the brightness.
-CONTRAST = (0.85, 1.1)
-BRIGHTNESS = (0.9, 1.1)
+CONTRAST = (0.4, 1.2)
+BRIGHTNESS = (0.35, 1.3)
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class Ties:
     """
 
     texture: float = 0.9
-    colour: float = 0.2
-    background: float = 0.2
+    colour: float = 0.85
+    background: float = 0.6
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -218,8 +218,8 @@ def test_stochastic_depth_only_acts_in_training() -> None:
 @pytest.mark.parametrize("channels", [1, 5])
 def test_any_number_of_channels(channels: int) -> None:
     encoder = dino_sparo.create_encoder("vit_micro", patch_size=8, readout="cls", img_size=32, in_chans=channels).eval()
-    assert encoder.backbone.patch_embed.proj.weight.shape == (192, channels, 8, 8)
-    assert encoder(torch.randn(2, channels, 32, 24)).shape == (2, 192)
+    assert encoder.backbone.patch_embed.proj.weight.shape == (128, channels, 8, 8)
+    assert encoder(torch.randn(2, channels, 32, 24)).shape == (2, 128)
 
 
 @torch.no_grad()
@@ -228,4 +228,4 @@ def test_other_patch_sizes(patch_size: int) -> None:
     encoder = dino_sparo.create_encoder(
         "vit_micro", patch_size=patch_size, readout="cls", img_size=4 * patch_size
     ).eval()
-    assert encoder.backbone(torch.randn(2, 3, 3 * patch_size, 5 * patch_size)).shape == (2, 16, 192)
+    assert encoder.backbone(torch.randn(2, 3, 3 * patch_size, 5 * patch_size)).shape == (2, 16, 128)

@@ -362,7 +362,7 @@ def test_the_references_full_checkpoint_loads(in_zip: bool, tmp_path: Path) -> N
         for name, value in loaded.state_dict().items():
             assert torch.equal(value, encoder.state_dict()[name] + shift)
         assert loaded.config == encoder.config == EncoderConfig(**SMALL, readout="cls")
-        assert loaded(images).shape == (2, 192)
+        assert loaded(images).shape == (2, 128)
 
 
 @pytest.mark.parametrize("name", [b"numpy.core.multiarray", b"numpy._core.multiarray"])
@@ -415,24 +415,24 @@ def test_weights_of_no_vision_transformer_are_refused_with_some_of_their_names(t
 
 def test_a_vit_of_no_known_size_lists_the_known_ones(tmp_path: Path) -> None:
     weights = build(readout="cls").backbone.state_dict()
-    without_block = {name: value for name, value in weights.items() if not name.startswith("blocks.4.")}
+    without_block = {name: value for name, value in weights.items() if not name.startswith("blocks.3.")}
     torch.save(without_block, tmp_path / "vit.pth")
     with pytest.raises(
-        CheckpointError, match=r"width 192 and 4 blocks; known are .*vit_micro \(192, 5\).*vit_base \(768, 12\).*--arch"
+        CheckpointError, match=r"width 128 and 3 blocks; known are .*vit_micro \(128, 4\).*vit_base \(768, 12\).*--arch"
     ):
         load_encoder(tmp_path / "vit.pth")
-    with pytest.raises(CheckpointError, match=r"vit\.pth \(teacher\) do not fit the model; 12 missing: .*blocks\.4\."):
+    with pytest.raises(CheckpointError, match=r"vit\.pth \(teacher\) do not fit the model; 12 missing: .*blocks\.3\."):
         load_encoder(tmp_path / "vit.pth", arch="vit_micro")
 
 
 def test_an_override_that_does_not_fit_says_which_weights(tmp_path: Path) -> None:
     torch.save(build(readout="cls").backbone.state_dict(), tmp_path / "vit.pth")
     with pytest.raises(
-        CheckpointError, match=r"84 missing: .*blocks\.0\.attn\.proj\.bias \(192,\) instead of \(384,\)"
+        CheckpointError, match=r"96 missing: .*blocks\.0\.attn\.proj\.bias \(128,\) instead of \(384,\)"
     ):
         load_encoder(tmp_path / "vit.pth", arch="vit_small")
     with pytest.raises(
-        CheckpointError, match=r"patch_embed\.proj\.weight \(192, 3, 8, 8\) instead of \(192, 3, 4, 4\)"
+        CheckpointError, match=r"patch_embed\.proj\.weight \(128, 3, 8, 8\) instead of \(128, 3, 4, 4\)"
     ):
         load_encoder(tmp_path / "vit.pth", patch_size=4)
     with pytest.raises(ValueError, match=r"vit_giant.*vit_small"):
@@ -512,7 +512,7 @@ def test_weights_that_do_not_fit_are_counted_and_named(tmp_path: Path) -> None:
         f"the weights of {path} (teacher) do not fit the model; "
         "2 missing: backbone.norm.bias, readout.queries; "
         "1 unexpected: readout.temperature; "
-        "1 of another shape: backbone.cls_token (1, 1, 190) instead of (1, 1, 192)"
+        "1 of another shape: backbone.cls_token (1, 1, 190) instead of (1, 1, 128)"
     )
 
 
@@ -534,7 +534,7 @@ def test_a_checkpoint_of_another_readout_does_not_load_as_this_one(tmp_path: Pat
     checkpoint = save_encoder(build(**SPARO), tmp_path / "checkpoint.pth")
     checkpoint["encoder"]["readout"] = "cls"
     save_checkpoint(checkpoint, tmp_path / "checkpoint.pth")
-    with pytest.raises(CheckpointError, match=r"12 missing: backbone\.blocks\.4\..*; \d+ unexpected: readout\."):
+    with pytest.raises(CheckpointError, match=r"12 missing: backbone\.blocks\.3\..*; \d+ unexpected: readout\."):
         load_encoder(tmp_path / "checkpoint.pth")
 
 

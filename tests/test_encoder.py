@@ -17,7 +17,7 @@ def build_network(encoder: nn.Module, head: nn.Module) -> nn.Module:
 
 
 def small(readout: str = "sparo", **changed: object) -> nn.Module:
-    """Five blocks, the last of them a read-out of 6 slots of 10 numbers if the read-out is sparo."""
+    """Four blocks, the last of them a read-out of 6 slots of 10 numbers if the read-out is sparo."""
     settings = {"num_slots": 6, "slot_dim": 10, "key_dim": 7, "group_size": 2, "patch_size": 8, "img_size": 32}
     return dino_sparo.create_encoder("vit_micro", readout=readout, **{**settings, **changed}).eval()
 
@@ -82,7 +82,7 @@ def test_encoding_is_the_slots_one_after_another(encoder) -> None:
         ("vit_small", "gap", 12, 384),
         ("vit_base", "sparo", 11, 4096),
         ("vit_tiny", "sparo", 11, 4096),
-        ("vit_micro", "sparo", 4, 4096),
+        ("vit_micro", "sparo", 3, 4096),
     ],
 )
 def test_sparo_replaces_the_last_block(arch: str, readout: str, blocks: int, encoding_dim: int) -> None:
@@ -126,7 +126,7 @@ def test_sparo_reads_the_final_layer_norms_output() -> None:
     handle = encoder.backbone.norm.register_forward_hook(lambda _module, _inputs, output: normalised.append(output))
     encoding = encoder(torch.randn(2, 3, 32, 32))
     handle.remove()
-    assert normalised[-1].shape == (2, 17, 192)
+    assert normalised[-1].shape == (2, 17, 128)
     torch.testing.assert_close(encoding, encoder.readout(normalised[-1]).slots.flatten(1))
 
 
@@ -165,7 +165,7 @@ def test_probe_features_are_the_last_class_tokens_and_with_a_readout_its_raw_enc
         torch.testing.assert_close(feature, wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("n", [0, 6])
+@pytest.mark.parametrize("n", [0, 5])
 def test_more_features_than_blocks_are_refused(encoder, n: int) -> None:
     with pytest.raises(ValueError, match=rf"\b{n}\b"):
         encoder.get_intermediate_layers(torch.randn(1, 3, 32, 32), n)
