@@ -66,7 +66,7 @@ def get_args_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("demo.py", description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--readouts", nargs="+", default=["sparo"], choices=sorted(READOUTS), help="What to compare.")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="One training run each.")
-    parser.add_argument("--output_dir", default="output/demo", help="Where everything is written.")
+    parser.add_argument("--output_dir", default=None, help="Where everything is written; default: output/demo.")
     parser.add_argument("--device", default="cpu", help="auto, cpu or cuda.")
     parser.add_argument("--short", action="store_true", help="A minute of it, to see that all parts work.")
     return parser
@@ -142,6 +142,8 @@ def spread(values: Sequence[float]) -> str:
 def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """Train, evaluate, draw, print the table."""
     args = get_args_parser().parse_args(argv)
+    if args.output_dir is None:
+        args.output_dir = "output/demo-short" if args.short else "output/demo"
     # The encoder is so small that half of the cores compute it fastest, while the others draw and distort images.
     torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
     runs = [run(readout, seed, args) for seed in args.seeds for readout in args.readouts]

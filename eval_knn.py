@@ -75,12 +75,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         What knn.json holds.
     """
     try:
-        return evaluate_checkpoint(get_args_parser().parse_args(argv))
-    except ValueError as error:
+        result = evaluate_checkpoint(get_args_parser().parse_args(argv))
+    except (ValueError, OSError) as error:
+        # The process group is left as it is: taking it down would wait for the other processes.
         logger.error("%s", error)
         raise SystemExit(1) from error
-    finally:
-        shutdown()
+    shutdown()
+    return result
 
 
 def evaluate_checkpoint(args: argparse.Namespace) -> dict[str, Any]:

@@ -137,12 +137,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         What linear.json holds.
     """
     try:
-        return probe_checkpoint(get_args_parser().parse_args(argv))
-    except ValueError as error:
+        result = probe_checkpoint(get_args_parser().parse_args(argv))
+    except (ValueError, OSError) as error:
+        # The process group is left as it is: taking it down would wait for the other processes.
         logger.error("%s", error)
         raise SystemExit(1) from error
-    finally:
-        shutdown()
+    shutdown()
+    return result
 
 
 def probe_checkpoint(args: argparse.Namespace) -> dict[str, Any]:

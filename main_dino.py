@@ -13,22 +13,22 @@ import argparse
 import json
 import logging
 import math
-import platform
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torchvision
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from dino_sparo._version import __version__
 from dino_sparo.checkpoint import (
+    CheckpointError,
     check_same_model,
+    copy_checkpoint,
     encoder_description,
+    initialize_encoder,
     load_checkpoint,
     save_checkpoint,
 )
@@ -41,7 +41,16 @@ from dino_sparo.cli import (
 )
 from dino_sparo.crops import EvalTransform, MultiCropAugmentation
 from dino_sparo.data import EpochSampler, ImageDataset, ImageSource, create_loader, open_source, require_labels
-from dino_sparo.distributed import Distributed, barrier, init_distributed, is_main, shutdown, world_size
+from dino_sparo.distributed import (
+    Distributed,
+    barrier,
+    init_distributed,
+    is_main,
+    rank_0_first,
+    require_same,
+    shutdown,
+    world_size,
+)
 from dino_sparo.encoder import EncoderConfig, encoder_from_config
 from dino_sparo.engine import (
     NonFiniteLossError,
@@ -55,6 +64,7 @@ from dino_sparo.engine import (
 from dino_sparo.evaluation.attention import crops_grid, slots_grid
 from dino_sparo.evaluation.features import disjoint_subsets
 from dino_sparo.evaluation.knn import evaluate_knn
+from dino_sparo.evaluation.protocol import plain, versions
 from dino_sparo.head import DINOHead, DINONetwork
 from dino_sparo.logs import RunLog, setup_logging
 from dino_sparo.loss import NUM_TEACHER_CROPS, DINOLoss, diagnose_collapse
@@ -64,6 +74,18 @@ logger = logging.getLogger("main_dino")
 
 REFERENCE_BATCH = 256  # images; learning rates are stated for it and scaled with the batch
 LOOK_IMAGES = 64  # whose encodings' rank is taken after every epoch; the rank is at most this
+POSITIVE_OPTIONS = ("epochs", "max_steps", "batch_size_per_gpu", "grad_accum_steps", "patch_size")
+NON_NEGATIVE_OPTIONS = (
+    *("warmup_epochs", "saveckp_freq", "knn_freq", "num_workers", "freeze_last_layer", "clip_grad"),
+    *("lr", "min_lr", "weight_decay", "weight_decay_end"),
+)
+# What the optimizer's state depends on, so that a run cannot go on with another.
+FIXED_OPTIONS = ("optimizer", "norm_last_layer", "use_bn_in_head")
+# What may change without making it another run; init_from said how it began.
+HARMLESS_OPTIONS = {
+    *("output_dir", "num_workers", "max_steps", "device", "dist_url", "local_rank", "download", "init_from"),
+    *("saveckp_freq", "knn_freq", "max_corrupt"),
+}
 PROBE_NEIGHBOURS = 20
 PROBE_IMAGES = (4000, 1000)  # that vote, that are classified, in the probe during training
 
@@ -234,10 +256,12 @@ def train_dino(args: argparse.Namespace) -> None:
     check_options(args)
     logger.info("options: %s", json.dumps(vars(args), default=str))
     run = build_run(args, place)
+    if args.init_from:
+        start_from(run, args.init_from, output_dir / "checkpoint.pth")
     resume(run, output_dir / "checkpoint.pth")
     log = RunLog(output_dir, step=run.training.step)
     try:
-        train_epochs(run, args, log, output_dir)
+        train_epochs(run, log, output_dir)
     finally:
         log.close()
 
@@ -248,10 +272,10 @@ def check_options(args: argparse.Namespace) -> None:
     Raises:
         ValueError: names the option and what would fit.
     """
-    for name in ("epochs", "batch_size_per_gpu", "grad_accum_steps"):
-        if getattr(args, name) < 1:
+    for name in POSITIVE_OPTIONS:
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name} {getattr(args, name)}: give a positive number")
-    for name in ("warmup_epochs", "saveckp_freq", "knn_freq", "num_workers", "freeze_last_layer", "clip_grad"):
+    for name in NON_NEGATIVE_OPTIONS:
         if getattr(args, name) < 0:
             raise ValueError(f"--{name} {getattr(args, name)}: give 0 or more")
     for name in ("momentum_teacher", "max_corrupt"):
@@ -282,8 +306,9 @@ class Run:
         sampler: whose images come when.
         loader: their crops.
         training: networks, loss, optimizer, schedules.
+        args: the options.
         description: how the encoder is built, for the checkpoint.
-        options: the options, for the checkpoint.
+        first_views: the views of the first images, to look at after every epoch; rank 0 only.
         best_knn: best 20-NN accuracy so far, percent.
     """
 
@@ -291,18 +316,22 @@ class Run:
     sampler: EpochSampler
     loader: DataLoader
     training: Training
+    args: argparse.Namespace
     description: dict[str, Any]
-    options: dict[str, Any]
+    first_views: list[Tensor]
     best_knn: float = 0.0
+
+    @property
+    def extent(self) -> dict[str, int]:
+        """What a step's number means: it counts towards these."""
+        return {"num_images": len(self.source), "steps_per_epoch": self.sampler.steps_per_epoch}
 
 
 def build_run(args: argparse.Namespace, place: Distributed) -> Run:
     """Images, networks, loss, optimizer and schedules from the options."""
-    if args.download and not is_main():
-        barrier()  # rank 0 downloads, the others then find the files
-    source = open_source(args.data_path, download=args.download)
-    if args.download and is_main():
-        barrier()
+    with rank_0_first():
+        source = open_source(args.data_path, download=args.download)
+    require_same(len(source), "the number of images")
     if args.knn_freq:
         require_labels(source)
     sampler = EpochSampler(
@@ -317,8 +346,9 @@ def build_run(args: argparse.Namespace, place: Distributed) -> Run:
         tuple(args.norm_mean),
         tuple(args.norm_std),
     )
+    dataset = ImageDataset(source, augmentation, args.seed)
     loader = create_loader(
-        ImageDataset(source, augmentation, args.seed),
+        dataset,
         sampler,
         num_workers=args.num_workers,
         pin_memory=place.device.type == "cuda",
@@ -326,7 +356,9 @@ def build_run(args: argparse.Namespace, place: Distributed) -> Run:
     training = build_training(args, place, sampler.steps_per_epoch)
     training.locate = source.location
     description = encoder_description(training.network.config, args.norm_mean, args.norm_std)
-    return Run(source, sampler, loader, training, description, {**vars(args)})
+    crops = [dataset[index].views for index in range(min(LOOK_IMAGES, len(source)) * is_main())]
+    first_views = [torch.stack(view) for view in zip(*crops, strict=True)]
+    return Run(source, sampler, loader, training, args, description, first_views)
 
 
 def build_training(args: argparse.Namespace, place: Distributed, steps_per_epoch: int) -> Training:
@@ -339,8 +371,9 @@ def build_training(args: argparse.Namespace, place: Distributed, steps_per_epoch
     teacher.requires_grad_(False)
     for network in (student, teacher):
         network.backbone.use_fused_attention(place.device.type != "cpu" or dtype != torch.bfloat16)
-    # Without a GPU there is no synchronised batch norm: every process normalises by its own images.
-    if args.use_bn_in_head and world_size() > 1 and place.device.type == "cuda":
+    if args.use_bn_in_head and world_size() > 1 and place.device.type != "cuda":
+        logger.warning("batch norm is synchronised on GPUs only: here every process normalises by its own images")
+    elif args.use_bn_in_head and world_size() > 1:
         student, teacher = (nn.SyncBatchNorm.convert_sync_batchnorm(network) for network in (student, teacher))
     wrapped: nn.Module = student
     if world_size() > 1:
@@ -405,81 +438,103 @@ def build_schedules(args: argparse.Namespace, steps_per_epoch: int) -> Schedules
     )
 
 
+def start_from(run: Run, source: str, checkpoint: Path) -> None:
+    """Start student and teacher from other weights, unless there is a checkpoint to resume.
+
+    Args:
+        run: what to start.
+        source: file with a ViT's weights.
+        checkpoint: where a run that was begun would have its own.
+
+    Raises:
+        CheckpointError: the weights do not fit the encoder.
+    """
+    if checkpoint.is_file():
+        logger.info("--init_from %s is ignored: %s goes on", source, checkpoint)
+        return
+    student = run.training.network
+    logger.info("start from %s; the head is new", initialize_encoder(student.encoder, source))
+    run.training.teacher.load_state_dict(student.state_dict())
+
+
 def resume(run: Run, path: Path) -> None:
     """Go on from the checkpoint at `path`, if there is one.
 
     Raises:
-        CheckpointError: it is damaged, or of another model.
+        CheckpointError: it is damaged, of another model, or counts its steps towards other images or batches.
     """
     if not path.is_file():
         return
     checkpoint, training = load_checkpoint(path), run.training
     check_same_model(checkpoint, training.network.config, str(path))
+    before, now = checkpoint["args"], plain(vars(run.args))
+    fixed = [(f"--{name}", before[name], now[name]) for name in FIXED_OPTIONS if before[name] != now[name]]
+    fixed += [(name, checkpoint[name], value) for name, value in run.extent.items() if checkpoint[name] != value]
+    if fixed:
+        raise CheckpointError(
+            f"{path} cannot be resumed: "
+            + ", ".join(f"{name} was {old} and is now {new}" for name, old, new in fixed)
+            + ". Give the same images, batch size and number of processes, or another --output_dir"
+        )
     training.load_state_dict(checkpoint, str(path))
     run.best_knn = checkpoint["best_knn"]
-    _warn_about_changed_options(checkpoint["args"], run.options)
+    for name in sorted(before.keys() & now.keys() - HARMLESS_OPTIONS):
+        if before[name] != now[name]:
+            logger.warning("--%s was %s and is now %s: the run will not be what it was", name, before[name], now[name])
     logger.info("resumed %s: %d epochs, %d steps done", path, checkpoint["epoch"], training.step)
 
 
-def _warn_about_changed_options(before: dict[str, Any], now: dict[str, Any]) -> None:
-    unimportant = {"output_dir", "num_workers", "max_steps", "device", "dist_url", "local_rank", "download"}
-    for name in sorted(before.keys() & now.keys() - unimportant):
-        if _plain(before[name]) != _plain(now[name]):
-            logger.warning("--%s was %s and is now %s: the run will not be what it was", name, before[name], now[name])
+def train_epochs(run: Run, log: RunLog, output_dir: Path) -> None:
+    """The epochs that are left: train, look, probe, log, save.
 
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
-def train_epochs(run: Run, args: argparse.Namespace, log: RunLog, output_dir: Path) -> None:
-    """The epochs that are left: train, probe, log, save."""
-    training, steps_per_epoch = run.training, run.sampler.steps_per_epoch
-    end = min(args.epochs * steps_per_epoch, args.max_steps or args.epochs * steps_per_epoch)
+    An epoch that `--max_steps` cuts short is saved, but neither probed nor logged in log.txt: its rest comes later.
+    """
+    args, training, steps_per_epoch = run.args, run.training, run.sampler.steps_per_epoch
+    end_step = args.epochs * steps_per_epoch
+    if args.max_steps is not None:
+        end_step = min(end_step, args.max_steps)
     begin = time.monotonic()
-    while training.step < end:
+    while training.step < end_step:
         epoch, start_step = divmod(training.step, steps_per_epoch)
         run.sampler.set_epoch(epoch, start_step)
-        means = train_one_epoch(training, run.loader, epoch, steps_per_epoch, len(run.source), log, args.max_steps)
-        finished = training.step // steps_per_epoch
-        values: dict[str, Any] = {f"train_{name}": value for name, value in means.items()}
-        values.update(look_at_epoch(run, args, log, means))
-        is_best = False
-        if args.knn_freq and finished and finished % args.knn_freq == 0:
-            values["knn_20"] = probe(run, args)
+        means = train_one_epoch(training, run.loader, epoch, steps_per_epoch, len(run.source), log, end_step)
+        is_whole, is_best = training.step % steps_per_epoch == 0, False
+        values = {f"train_{name}": value for name, value in means.items()} | look_at_epoch(run, log, means)
+        if is_whole and args.knn_freq and (epoch + 1) % args.knn_freq == 0:
+            values["knn_20"] = probe(run)
             is_best = values["knn_20"] > run.best_knn
             run.best_knn = max(run.best_knn, values["knn_20"])
-        values.update(epoch=epoch, step=training.step)
-        logger.info("epoch %d: %s", epoch, "  ".join(f"{k} {v:.4g}" for k, v in values.items() if k != "epoch"))
+        logger.info("epoch %d, step %d: %s", epoch, training.step, "  ".join(f"{k} {v:.4g}" for k, v in values.items()))
+        log.scalars({f"epoch/{name}": value for name, value in values.items()}, training.step)
+        copies = ["checkpoint_best.pth"] if is_best else []
+        if is_whole and args.saveckp_freq and epoch % args.saveckp_freq == 0:
+            copies.append(f"checkpoint{epoch:04}.pth")
         # The line first: a run killed in between takes the epoch again, and drops the line when it resumes.
-        log.write_epoch(values)
-        save(run, finished, output_dir, keep=bool(args.saveckp_freq) and epoch % args.saveckp_freq == 0, best=is_best)
-        log.scalars({f"epoch/{k}": v for k, v in values.items() if k not in ("epoch", "step")}, training.step)
+        if is_whole:
+            log.write_epoch({**values, "epoch": epoch, "step": training.step})
+        save(run, epoch + is_whole, output_dir / "checkpoint.pth", copies)
     logger.info("done: %d steps in %.0f s, %s", training.step, time.monotonic() - begin, output_dir / "checkpoint.pth")
 
 
-def look_at_epoch(run: Run, args: argparse.Namespace, log: RunLog, means: dict[str, float]) -> dict[str, float]:
+def look_at_epoch(run: Run, log: RunLog, means: dict[str, float]) -> dict[str, float]:
     """Rank of the encodings and pictures of the first images, on rank 0; names a collapse in the log."""
     if not is_main():
         return {}
-    training = run.training
-    count = min(LOOK_IMAGES, len(run.source))
-    crops = [run.loader.dataset[index].views for index in range(count)]
-    views = [torch.stack(view) for view in zip(*crops, strict=True)]
+    training, args = run.training, run.args
     encoder = training.teacher.encoder.eval()
-    images = views[0].to(training.device)
+    images = run.first_views[0].to(training.device)
     with torch.no_grad(), training.autocast():
         rank_of_features = effective_rank(encoder(images))
         pictures = {
-            "crops": crops_grid(views, args.norm_mean, args.norm_std),
+            "crops": crops_grid(run.first_views, args.norm_mean, args.norm_std),
             "slots": slots_grid(encoder, images, args.norm_mean, args.norm_std),
         }
     for name, picture in pictures.items():
         log.image(name, picture, training.step)
     collapse = diagnose_collapse(
         means["loss"],
-        means.get("teacher_entropy", math.nan),
-        means.get("marginal_entropy", math.nan),
+        means["teacher_entropy"],
+        means["marginal_entropy"],
         rank_of_features,
         args.out_dim,
         args.batch_size_per_gpu,
@@ -489,8 +544,9 @@ def look_at_epoch(run: Run, args: argparse.Namespace, log: RunLog, means: dict[s
     return {"feature_rank": rank_of_features, "loss_over_ln_k": means["loss"] / math.log(args.out_dim)}
 
 
-def probe(run: Run, args: argparse.Namespace) -> float:
+def probe(run: Run) -> float:
     """20-NN accuracy of the teacher in percent, on disjoint labelled subsets of the training images."""
+    args = run.args
     voters, judged = disjoint_subsets(run.source, PROBE_IMAGES)
     found = evaluate_knn(
         run.training.teacher.encoder,
@@ -504,36 +560,28 @@ def probe(run: Run, args: argparse.Namespace) -> float:
     return found.results[PROBE_NEIGHBOURS].top1
 
 
-def save(run: Run, epochs_done: int, output_dir: Path, keep: bool, best: bool) -> None:
-    """Write checkpoint.pth, and copies that later epochs do not overwrite.
+def save(run: Run, epochs_done: int, path: Path, copies: list[str]) -> None:
+    """Write the checkpoint, and copies beside it that later epochs do not overwrite.
 
     Args:
         run: what to save.
-        epochs_done: finished epochs.
-        output_dir: where to.
-        keep: also as checkpointNNNN.pth, NNNN the epoch as the reference counts.
-        best: also as checkpoint_best.pth.
+        epochs_done: whole epochs.
+        path: of the checkpoint.
+        copies: names of the copies.
     """
-    training = run.training
     if is_main():
         checkpoint = {
-            **training.state_dict(),
+            **run.training.state_dict(),
+            **run.extent,
             "encoder": run.description,
             "epoch": epochs_done,
             "best_knn": run.best_knn,
-            "args": {name: _plain(value) for name, value in run.options.items()},
-            "versions": {
-                "dino_sparo": __version__,
-                "torch": str(torch.__version__),
-                "torchvision": str(torchvision.__version__),
-                "python": platform.python_version(),
-            },
+            "args": plain(vars(run.args)),
+            "versions": versions(),
         }
-        names = ["checkpoint.pth"]
-        names += [f"checkpoint{max(epochs_done - 1, 0):04}.pth"] if keep else []
-        names += ["checkpoint_best.pth"] if best else []
-        for name in names:
-            save_checkpoint(checkpoint, output_dir / name)
+        save_checkpoint(checkpoint, path)
+        for name in copies:
+            copy_checkpoint(path, path.with_name(name))
     barrier()
 
 
@@ -543,11 +591,11 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     try:
         train_dino(args)
-    except (ValueError, NonFiniteLossError, TooManyCorruptImagesError) as error:
+    except (ValueError, OSError, NonFiniteLossError, TooManyCorruptImagesError) as error:
+        # The process group is left as it is: taking it down would wait for the other processes.
         logger.error("%s", error)
         raise SystemExit(1) from error
-    finally:
-        shutdown()
+    shutdown()
 
 
 if __name__ == "__main__":

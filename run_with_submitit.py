@@ -4,7 +4,7 @@
         --data_path imagenet/train --output_dir runs/vits16
 
 Takes every option of `main_dino.py` and a few of Slurm's. A requeued job starts the same command again, which goes on
-from the run's last checkpoint.
+from the checkpoint of the last epoch.
 """
 
 import argparse
@@ -17,11 +17,11 @@ from submitit.helpers import DelayedSubmission
 
 from dino_sparo.cli import HelpFormatter
 from dino_sparo.distributed import shutdown
-from main_dino import get_args_parser, train_dino
+from main_dino import check_options, get_args_parser, train_dino
 
 logger = logging.getLogger("run_with_submitit")
 
-# Slurm's warning before the end of the job's time; a save must fit in.
+# Slurm's warning before the end of the job's time, in which submitit submits the rest of the run.
 SIGNAL_DELAY_S = 120
 
 
@@ -39,10 +39,8 @@ class Trainer:
         """Train; ranks and rendezvous come from Slurm's environment."""
         job_id = submitit.JobEnvironment().job_id
         self.args.output_dir = str(self.args.output_dir).replace("%j", job_id)
-        try:
-            train_dino(self.args)
-        finally:
-            shutdown()
+        train_dino(self.args)
+        shutdown()
 
     def checkpoint(self) -> DelayedSubmission:
         """Called by submitit before the job ends early: submit the same again."""
@@ -97,8 +95,23 @@ def slurm_parameters(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> submitit.Job:
-    """Submit the job and say how to follow it."""
+    """Check the options, submit the job and say how to follow it."""
     args = get_submission_parser().parse_args(argv)
+    try:
+        # Now, rather than after an hour in the queue.
+        check_options(args)
+        return submit(args)
+    except (ValueError, OSError, RuntimeError) as error:
+        raise SystemExit(f"not submitted: {error}") from error
+
+
+def submit(args: argparse.Namespace) -> submitit.Job:
+    """Hand the run to Slurm.
+
+    Raises:
+        RuntimeError: there is no Slurm here.
+        submitit.core.utils.FailedJobError: Slurm refused the job.
+    """
     folder = Path(args.job_dir or Path(args.output_dir) / "%j")
     executor = submitit.AutoExecutor(folder=folder, cluster="slurm", slurm_max_num_timeout=30)
     executor.update_parameters(**slurm_parameters(args))

@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     try:
         visualize(args)
-    except (ValueError, ImportError) as error:
+    except (ValueError, OSError, ImportError) as error:
         logger.error("%s", error)
         raise SystemExit(1) from error
 

@@ -6,7 +6,7 @@ The files of this package are the stages of the data flow, in order:
     2  crops -> tokens -> slots    backbone.py  readout.py  encoder.py
     3  encoding -> logits -> loss  head.py  loss.py
     4  one step, one epoch         optim.py  teacher.py  engine.py
-    5  checkpoint -> evaluation    checkpoint.py  evaluation/
+    5  checkpoint -> evaluation    checkpoint.py  evaluation/  export.py
        plumbing                    distributed.py  logs.py  cli.py
 
 One letter, one meaning, in every docstring and shape:

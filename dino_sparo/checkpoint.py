@@ -7,27 +7,32 @@ Stage 5 of the map. A checkpoint is a dict of plain values and tensors, read wit
     optimizer, dino_loss, fp16_scaler (fp16 only), epoch (finished epochs), step, args (options), best_knn, versions
 
 The names are the reference's where it has one, so its scripts read our `--readout cls` checkpoints, and `load_encoder`
-reads the reference's: full checkpoints, and raw ViT weights.
+reads the reference's: full checkpoints, and raw ViT weights. `export.py` writes an encoder as safetensors, which are
+read wherever a checkpoint is; `initialize_encoder` starts an encoder from another's weights.
 """
 
 import argparse
 import contextlib
+import json
 import logging
 import math
 import os
 import pathlib
 import pickle
 import re
+import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from dino_sparo.backbone import ARCHITECTURES
+from dino_sparo.backbone import ARCHITECTURES, Backbone
 from dino_sparo.data import IMAGENET_MEAN, IMAGENET_STD
 from dino_sparo.encoder import Encoder, EncoderConfig, encoder_from_config
 
@@ -76,8 +81,30 @@ def save_checkpoint(checkpoint: Mapping[str, Any], path: Path) -> None:
         raise CheckpointError(f"could not write {path} ({error}); {kept}; free some space and start again") from error
 
 
+def copy_checkpoint(path: Path, copy: Path) -> None:
+    """Keep a checkpoint under a second name as well, at no cost where the file system has hard links.
+
+    Raises:
+        CheckpointError: the copy cannot be written.
+    """
+    temporary = copy.with_name(f".{copy.name}.tmp")
+    try:
+        temporary.unlink(missing_ok=True)
+        try:
+            os.link(path, temporary)
+        except OSError:
+            shutil.copyfile(path, temporary)
+        os.replace(temporary, copy)
+    except OSError as error:
+        raise CheckpointError(f"could not write {copy} ({error}); {path} is whole; free some space") from error
+
+
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
     """Read a checkpoint to the CPU without running code from it.
+
+    Args:
+        path: a .pth file, or a .safetensors file, whose weights then stand at the top of the dict, as raw weights do,
+            beside what the .json file of the same name says (`encoder`, `epoch`, ...), if there is one.
 
     Raises:
         CheckpointError: no such file; a file that is truncated or no checkpoint; a pickle that asks for code to run.
@@ -85,6 +112,8 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     if not path.is_file():
         raise CheckpointError(f"no checkpoint at {path}; give the path of a .pth file")
+    if path.suffix == ".safetensors":
+        return _read_safetensors(path)
     try:
         with torch.serialization.safe_globals(PLAIN_TYPES):  # type: ignore[arg-type]
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
@@ -101,6 +130,18 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     if not isinstance(checkpoint, dict):
         raise CheckpointError(f"{path} holds a {type(checkpoint).__name__}, not a dict of weights")
     return checkpoint
+
+
+def _read_safetensors(path: Path) -> dict[str, Any]:
+    """Weights of a safetensors file, and what the JSON beside it says about them."""
+    description = path.with_suffix(".json")
+    try:
+        said = json.loads(description.read_text(encoding="utf-8")) if description.is_file() else {}
+        return {**said, **load_file(path)}
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is truncated or no safetensors file ({error})") from error
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{description} does not describe the weights beside it ({error})") from error
 
 
 def _unsafe_name(message: str) -> str | None:
@@ -169,14 +210,8 @@ def infer_config(
     Raises:
         CheckpointError: these are no ViT's weights, or of no known architecture.
     """
-    projection, positions = weights.get("backbone.patch_embed.proj.weight"), weights.get("backbone.pos_embed")
-    if projection is None or positions is None:
-        raise CheckpointError(
-            "these are not the weights of a vision transformer: patch_embed.proj.weight or pos_embed is missing among "
-            + _shortened(sorted(weights))
-        )
-    embed_dim, in_chans, _, kernel = projection.shape
-    depth = 1 + max((int(name.split(".")[2]) for name in weights if name.startswith("backbone.blocks.")), default=-1)
+    embed_dim, in_chans, kernel, grid_size = _patch_sizes(weights)
+    depth = _num_blocks(weights)
     found = [name for name, size in ARCHITECTURES.items() if (size.embed_dim, size.depth) == (embed_dim, depth)]
     if arch is None and not found:
         known = ", ".join(f"{name} ({size.embed_dim}, {size.depth})" for name, size in ARCHITECTURES.items())
@@ -189,9 +224,30 @@ def infer_config(
         arch=arch or found[0],
         patch_size=patch_size,
         readout="cls",
-        img_size=math.isqrt(positions.shape[1] - 1) * patch_size,
+        img_size=grid_size * patch_size,
         in_chans=in_chans,
     )
+
+
+def _patch_sizes(weights: Mapping[str, Tensor]) -> tuple[int, int, int, int]:
+    """Width, channels, patch side in pixels and grid side in patches of a ViT, from its weights."""
+    projection, positions = weights.get("backbone.patch_embed.proj.weight"), weights.get("backbone.pos_embed")
+    if projection is None or positions is None or projection.ndim != 4:
+        raise CheckpointError(
+            "these are not the weights of a vision transformer: patch_embed.proj.weight or pos_embed is missing among "
+            + _shortened(sorted(weights))
+        )
+    embed_dim, in_chans, _, kernel = projection.shape
+    return embed_dim, in_chans, kernel, math.isqrt(positions.shape[1] - 1)
+
+
+def _num_blocks(weights: Iterable[str]) -> int:
+    return 1 + max((_block(name) for name in weights), default=-1)
+
+
+def _block(name: str) -> int:
+    """The number of the block that a weight belongs to, -1 for those of none."""
+    return int(name.split(".")[2]) if name.startswith("backbone.blocks.") else -1
 
 
 def describe_encoder(
@@ -244,14 +300,20 @@ def encoder_weights(checkpoint: Mapping[str, Any], which: str, source: str) -> d
     Raises:
         CheckpointError: the checkpoint has networks, but not `which`.
     """
+    weights = network_weights(checkpoint, which, source)
+    return {name: value for name, value in weights.items() if not name.startswith("head.")}
+
+
+def network_weights(checkpoint: Mapping[str, Any], which: str, source: str) -> dict[str, Tensor]:
+    """One network's weights under our names, the head's included; a file of raw weights is one network.
+
+    Raises:
+        CheckpointError: the checkpoint has networks, but not `which`.
+    """
     networks = [key for key in ("teacher", "student") if isinstance(checkpoint.get(key), Mapping)]
-    if which in networks:
-        weights = checkpoint[which]
-    elif not networks:
-        weights = checkpoint
-    else:
+    if networks and which not in networks:
         raise CheckpointError(f"{source} has no {which!r}; it has {', '.join(networks)}")
-    return {name: value for name, value in flat_weights(weights).items() if not name.startswith("head.")}
+    return flat_weights(checkpoint[which] if networks else checkpoint)
 
 
 def check_same_model(checkpoint: Mapping[str, Any], config: EncoderConfig, source: str) -> None:
@@ -266,7 +328,7 @@ def check_same_model(checkpoint: Mapping[str, Any], config: EncoderConfig, sourc
             f"{source} does not say how its encoder was built, so it cannot be resumed; choose another --output_dir"
         )
     saved = EncoderConfig.from_dict(said)
-    if saved != replace(config):
+    if saved != config:
         differing = [
             f"{name} {getattr(saved, name)!r} in the checkpoint, {value!r} asked for"
             for name, value in asdict(config).items()
@@ -274,4 +336,113 @@ def check_same_model(checkpoint: Mapping[str, Any], config: EncoderConfig, sourc
         ]
         raise CheckpointError(
             f"{source} holds another model: {'; '.join(differing)}. Give the same options, or another --output_dir"
+        )
+
+
+@dataclass(frozen=True)
+class InitReport:
+    """What `initialize_encoder` did, by names of weights.
+
+    Attributes:
+        source: the file.
+        taken: weights that come from it.
+        dropped: weights of it that have no place in the encoder.
+        new: weights of the encoder that keep their random values.
+        grids: sides in patches of the source's and of the encoder's position grid.
+    """
+
+    source: str
+    taken: tuple[str, ...]
+    dropped: tuple[str, ...]
+    new: tuple[str, ...]
+    grids: tuple[int, int]
+
+    def __str__(self) -> str:
+        before, after = self.grids
+        resampled = f"; position embedding resampled from {before}x{before} to {after}x{after} patches"
+        return (
+            f"weights of {self.source}: taken {_parts(self.taken)}; dropped {_parts(self.dropped)}; new "
+            f"{_parts(self.new)}{resampled if before != after else ''}"
+        )
+
+
+def _parts(names: Iterable[str]) -> str:
+    """What weights belong to: `pos_embed, blocks 0-10, head.*`."""
+    blocks = sorted({_block(name) for name in names} - {-1})
+    text = f"blocks {blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else f"block {blocks[0]}" if blocks else ""
+    paths = [name.removeprefix("backbone.").split(".") for name in names]
+    parts = [text if first == "blocks" else f"{first}.*" if rest else first for first, *rest in paths]
+    return ", ".join(dict.fromkeys(parts)) or "nothing"
+
+
+def initialize_encoder(encoder: Encoder, path: str | Path, which: str = "teacher") -> InitReport:
+    """Start an encoder from the weights of another, in place.
+
+    Taken is what has the same place in both: the blocks that both have, and a read-out of the same sizes. A ViT's last
+    block is dropped where `sparo` stands in its place. Positions of another grid are resampled as the backbone does it
+    for images of another size.
+
+    Args:
+        encoder: what to start; it says width, patch size and channels.
+        path: one of our checkpoints, or a DINO or timm ViT state dict (.pth, .safetensors).
+        which: `teacher` or `student`, of a checkpoint that holds both.
+
+    Returns:
+        What was taken, what was dropped and what is new.
+
+    Raises:
+        CheckpointError: the file cannot be read, or holds no ViT, or one of another width, patch size or make.
+    """
+    config, own = encoder.config, encoder.state_dict()
+    weights = network_weights(load_checkpoint(path), which, str(path))
+    _check_same_make(weights, own, str(path))
+    grid_size = _patch_sizes(weights)[-1]
+    # A backbone without blocks, of the source's grid: it knows how to resample its positions.
+    source = Backbone(
+        ARCHITECTURES[config.arch], config.patch_size, grid_size * config.patch_size, config.in_chans, depth=0
+    )
+    source.pos_embed = nn.Parameter(weights["backbone.pos_embed"].float())
+    weights["backbone.pos_embed"] = source.position_embedding(config.img_size, config.img_size).detach()
+    taken = [name for name in own if name in weights and weights[name].shape == own[name].shape]
+    # A read-out is taken whole or not at all: its queries mean nothing to other keys.
+    if not all(name in taken for name in own if name.startswith("readout.")):
+        taken = [name for name in taken if not name.startswith("readout.")]
+    encoder.load_state_dict({**own, **{name: weights[name] for name in taken}})
+    return InitReport(
+        str(path),
+        tuple(taken),
+        dropped=tuple(name for name in weights if name not in taken),
+        new=tuple(name for name in own if name not in taken),
+        grids=(grid_size, config.img_size // config.patch_size),
+    )
+
+
+def _check_same_make(weights: Mapping[str, Tensor], own: Mapping[str, Tensor], source: str) -> None:
+    """Refuse weights that are not of the encoder's kind of ViT, up to its number of blocks and its grid."""
+    sizes, own_sizes = _patch_sizes(weights), _patch_sizes(own)
+    for what, found, wanted in zip(
+        ("width", "number of channels", "patch size"), sizes[:3], own_sizes[:3], strict=True
+    ):
+        if found != wanted:
+            raise CheckpointError(
+                f"{source} has {what} {found}, the encoder {wanted}; choose other weights, or build the encoder alike "
+                f"(--arch, --patch_size)"
+            )
+    positions = tuple(weights["backbone.pos_embed"].shape)
+    if positions != (1, sizes[-1] ** 2 + 1, sizes[0]):
+        raise CheckpointError(
+            f"{source} has positions {positions}; a square grid and one class token are what an encoder starts from"
+        )
+    depth = min(_num_blocks(weights), _num_blocks(own))
+    found_names, wanted_names = (
+        {name for name in names if name.startswith("backbone.") and _block(name) < depth} for names in (weights, own)
+    )
+    misshapen = {
+        name for name in (found_names & wanted_names) - {"backbone.pos_embed"} if weights[name].shape != own[name].shape
+    }
+    strange = sorted(misshapen | (found_names ^ wanted_names))
+    if strange:
+        raise CheckpointError(
+            f"{source} holds a ViT of another make: {len(strange)} weights are missing, unexpected or of another "
+            f"shape, {_shortened(strange)}"
         )

@@ -10,8 +10,8 @@ from dino_sparo.data import IMAGENET_MEAN, IMAGENET_STD
 from dino_sparo.readout import READOUTS
 
 
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Prints every option's default after its help, and no `(default: None)`."""
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Prints every option's default after its help, no `(default: None)`, and the description as it was written."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default is None or action.default == "":
@@ -60,6 +60,12 @@ def add_architecture_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--drop_path_rate", type=float, default=0.1, help="Stochastic depth of the student; 0 for short runs."
+    )
+    group.add_argument(
+        "--init_from",
+        default=None,
+        help="Start the encoder from the weights in this file: a checkpoint, or a DINO or timm ViT of the same width "
+        "and patch size. The read-out and the head start at random; a resumed run takes its own weights.",
     )
 
 

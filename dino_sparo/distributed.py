@@ -3,10 +3,12 @@
 Plumbing. A process that is alone needs no process group: the collectives below then return their input.
 """
 
+import contextlib
 import logging
 import os
 import subprocess
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -19,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 # Ports below Linux' ephemeral range, so that no outgoing connection can hold the one a job's id leads to.
 FIRST_PORT, NUM_PORTS = 10_000, 20_000
+INTERACTIVE_STEP = "4294967290"  # Slurm's SLURM_INTERACTIVE_STEP, the shell that salloc opens on a node
 
 
 @dataclass(frozen=True)
@@ -38,12 +41,17 @@ class Distributed:
     device: torch.device
 
 
-def detect_launcher(environ: Mapping[str, str]) -> tuple[str, int, int, int]:
+def detect_launcher(environ: Mapping[str, str], has_terminal: bool = False) -> tuple[str, int, int, int]:
     """Who started this process, from its environment.
 
-    torchrun sets RANK, WORLD_SIZE and LOCAL_RANK. Slurm counts only inside a step of several tasks that is not an
-    interactive shell (`srun --pty`): in a batch script or an allocation SLURM_PROCID and SLURM_NTASKS are set too, but
-    there a plain `python main_dino.py` is one process.
+    torchrun sets RANK, WORLD_SIZE and LOCAL_RANK. Slurm counts only inside a step of several tasks: in a batch script
+    or an allocation SLURM_PROCID and SLURM_NTASKS are set too, but there a plain `python main_dino.py` is one process.
+    So it is in a shell that is itself a step (`srun --pty`, or Slurm's interactive step), where the process has the
+    terminal; an `srun` from within that shell starts a step whose tasks have none.
+
+    Args:
+        environ: the process' environment.
+        has_terminal: whether its standard input is a terminal.
 
     Returns:
         Launcher ("torchrun", "slurm" or "plain"), rank, world size, local rank.
@@ -51,7 +59,7 @@ def detect_launcher(environ: Mapping[str, str]) -> tuple[str, int, int, int]:
     if {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= environ.keys():
         return "torchrun", int(environ["RANK"]), int(environ["WORLD_SIZE"]), int(environ["LOCAL_RANK"])
     num_tasks = int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
-    is_shell = "SLURM_PTY_PORT" in environ or environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
+    is_shell = has_terminal or environ.get("SLURM_STEP_ID") == INTERACTIVE_STEP
     if {"SLURM_PROCID", "SLURM_LOCALID"} <= environ.keys() and num_tasks > 1 and not is_shell:
         return "slurm", int(environ["SLURM_PROCID"]), num_tasks, int(environ["SLURM_LOCALID"])
     return "plain", 0, 1, 0
@@ -68,24 +76,31 @@ def init_distributed(device: str = "auto", dist_url: str = "env://", timeout_min
     Raises:
         ValueError: a device that does not exist here.
     """
-    launcher, rank, size, local_rank = detect_launcher(os.environ)
-    torch_device = select_device(device, local_rank)
+    launcher, rank, size, local_rank = detect_launcher(os.environ, has_terminal=sys.stdin is not None and os.isatty(0))
+    # Slurm can show each task its own GPU alone; torchrun's processes all see the same ones.
+    torch_device = select_device(device, local_rank, may_share=launcher == "slurm")
     if size > 1 and not dist.is_initialized():
         if launcher == "slurm" and dist_url == "env://":
             _set_slurm_rendezvous()
         backend = "nccl" if torch_device.type == "cuda" else "gloo"
         dist.init_process_group(
-            backend, init_method=dist_url, rank=rank, world_size=size, timeout=timedelta(minutes=timeout_min)
+            backend,
+            init_method=dist_url,
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(minutes=timeout_min),
+            device_id=torch_device if torch_device.type == "cuda" else None,
         )
     return Distributed(rank, size, local_rank, torch_device)
 
 
-def select_device(device: str, local_rank: int = 0) -> torch.device:
+def select_device(device: str, local_rank: int = 0, may_share: bool = True) -> torch.device:
     """The torch device an option means; makes a GPU the current one.
 
     Args:
         device: `auto`, or a torch device; `cuda` takes the GPU of this local rank.
         local_rank: rank among the processes of this machine.
+        may_share: take the only GPU in sight whatever the local rank, because it may be this process' own.
 
     Raises:
         ValueError: no such device here.
@@ -100,8 +115,7 @@ def select_device(device: str, local_rank: int = 0) -> torch.device:
         return torch_device
     num_gpus = torch.cuda.device_count()
     index = local_rank if torch_device.index is None else torch_device.index
-    # A launcher that shows each process only its own GPU leaves one device, whatever the local rank.
-    index = 0 if num_gpus == 1 and torch_device.index is None else index
+    index = 0 if num_gpus == 1 and torch_device.index is None and may_share else index
     if index >= num_gpus:
         raise ValueError(
             f"device {device!r} asks for GPU {index}, but this process sees {num_gpus}; start one process per GPU, or "
@@ -112,14 +126,24 @@ def select_device(device: str, local_rank: int = 0) -> torch.device:
 
 
 def _set_slurm_rendezvous() -> None:
-    """Master address and port from Slurm's variables: the step's first host, a port of this attempt of the job."""
-    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ["SLURM_JOB_NODELIST"]
-    command = ["scontrol", "show", "hostnames", nodes]
-    first_host = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[0]
+    """Master address and port from Slurm's variables: the step's first host, a port of this attempt of the job.
+
+    Raises:
+        ValueError: Slurm's `scontrol`, which names the hosts, cannot be run.
+    """
+    if "MASTER_ADDR" not in os.environ:
+        nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ["SLURM_JOB_NODELIST"]
+        command = ["scontrol", "show", "hostnames", nodes]
+        try:
+            hosts = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise ValueError(
+                f"cannot find the first host of {nodes} ({error}); set MASTER_ADDR, or give --dist_url tcp://HOST:PORT"
+            ) from error
+        os.environ["MASTER_ADDR"] = hosts[0]
     # A requeued job keeps its id; its restart count gives it another port than the attempt before.
     attempt = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     number = int(os.environ["SLURM_JOB_ID"]) + 1009 * attempt + 31 * int(os.environ.get("SLURM_STEP_ID", "0"))
-    os.environ.setdefault("MASTER_ADDR", first_host)
     os.environ.setdefault("MASTER_PORT", str(FIRST_PORT + number % NUM_PORTS))
 
 
@@ -148,6 +172,30 @@ def barrier() -> None:
     """Wait for all processes."""
     if world_size() > 1:
         dist.barrier()
+
+
+@contextlib.contextmanager
+def rank_0_first() -> Iterator[None]:
+    """Let rank 0 do something before the others do it too: download, or index files and leave a cache."""
+    if not is_main():
+        barrier()
+    yield
+    if is_main():
+        barrier()
+
+
+def require_same(value: int, what: str) -> None:
+    """Make sure that all processes mean the same number, e.g. of images, before they wait for each other.
+
+    Raises:
+        ValueError: on every rank, with the numbers.
+    """
+    if world_size() == 1:
+        return
+    values: list[int] = [0] * world_size()
+    dist.all_gather_object(values, value)
+    if len(set(values)) > 1:
+        raise ValueError(f"the processes disagree on {what}: {values}, by rank; do they read the same folder?")
 
 
 def all_reduce_sum(tensor: Shaped[Tensor, "*size"]) -> Shaped[Tensor, "*size"]:

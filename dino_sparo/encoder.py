@@ -5,7 +5,7 @@ concatenation of the read-out's slots, (B, L*V).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from itertools import groupby
 from typing import Any
 
@@ -45,8 +45,17 @@ class EncoderConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "EncoderConfig":
-        """The configuration a checkpoint carries; fields it does not know keep their default."""
+        """The configuration a checkpoint carries, beside the mean and std of its images.
+
+        Raises:
+            ValueError: it says something that this version does not know.
+        """
         known = {field.name for field in fields(cls)}
+        unknown = sorted(values.keys() - known - {"mean", "std"})
+        if unknown:
+            raise ValueError(
+                f"the encoder was saved with {', '.join(unknown)}, which this version does not know; update"
+            )
         return cls(**{name: value for name, value in values.items() if name in known})
 
 
@@ -209,4 +218,4 @@ def encoder_from_config(config: EncoderConfig, drop_path_rate: float = 0.0) -> E
     readout = create_readout(
         config.readout, backbone.embed_dim, config.num_slots, config.slot_dim, config.key_dim, config.group_size
     )
-    return Encoder(backbone, readout, replace(config))
+    return Encoder(backbone, readout, config)

@@ -28,7 +28,7 @@ from dino_sparo.teacher import ema_update_
 
 logger = logging.getLogger(__name__)
 
-DIAGNOSE_EVERY = 10  # steps between two looks at the teacher's entropies
+DIAGNOSE_EVERY = 10  # steps of an epoch between two looks at the teacher's entropies
 NUM_FILES_SHOWN = 5  # of the batch that gave a non-finite loss
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -171,7 +171,7 @@ class StepReport(NamedTuple):
 
     Attributes:
         loss: mean over this rank's micro-batches, nats, on the device.
-        diagnostics: the teacher's entropies in every tenth step or so, else None.
+        diagnostics: the teacher's entropies, if they were asked for.
         num_corrupt: images of the step that could not be read, over all ranks.
     """
 
@@ -180,7 +180,7 @@ class StepReport(NamedTuple):
     num_corrupt: int
 
 
-def train_step(training: Training, batches: list[Batch], epoch: int) -> StepReport:
+def train_step(training: Training, batches: list[Batch], epoch: int, diagnose: bool = False) -> StepReport:
     """One step of algorithm 1: forward, loss, backward, student update, teacher update, centre update.
 
     With several micro-batches the gradients are those of one batch that holds them all: every part uses the same
@@ -190,6 +190,7 @@ def train_step(training: Training, batches: list[Batch], epoch: int) -> StepRepo
         training: changed in place.
         batches: `accum_steps` micro-batches of this rank.
         epoch: counted from 0.
+        diagnose: also look at the teacher's entropies.
 
     Raises:
         NonFiniteLossError: on every rank, if any rank's loss is not finite; weights, centre and teacher are untouched.
@@ -215,7 +216,7 @@ def train_step(training: Training, batches: list[Batch], epoch: int) -> StepRepo
     mean_loss = torch.stack(losses).mean()
     num_corrupt = _agree_to_update(mean_loss, training, batches, epoch)
     diagnostics = None
-    if step % DIAGNOSE_EVERY == 0:
+    if diagnose:
         teacher_probs = training.loss.teacher_probabilities(teacher_logits, epoch)
         diagnostics = training.loss.diagnose(teacher_probs, losses[-1])
     _update_student(training, epoch)
@@ -268,8 +269,12 @@ def _agree_to_update(loss: Tensor, training: Training, batches: list[Batch], epo
     if num_bad == 0:
         return num_corrupt
     files = [training.locate(int(index)) for batch in batches for index in batch.indices]
-    shown = ", ".join(files[:NUM_FILES_SHOWN]) + (f" and {len(files) - NUM_FILES_SHOWN} more" * (len(files) > 5))
-    report = f"rank {rank()}: loss {loss.item()}, images {shown}" if not math.isfinite(loss.item()) else ""
+    report = ""
+    if not math.isfinite(loss.item()):
+        logger.error("images of the batch whose loss is %s: %s", loss.item(), ", ".join(files))
+        more = len(files) - NUM_FILES_SHOWN
+        shown = ", ".join(files[:NUM_FILES_SHOWN]) + (f" and {more} more, all in the log" if more > 0 else "")
+        report = f"rank {rank()}: loss {loss.item()}, images {shown}"
     reports: list[str] = [report]
     if world_size() > 1:
         reports = [""] * world_size()
@@ -289,7 +294,7 @@ def train_one_epoch(
     steps_per_epoch: int,
     num_images: int,
     log: RunLog,
-    max_steps: int | None = None,
+    end_step: int,
 ) -> dict[str, float]:
     """Train until the end of an epoch, from wherever in it the run stands.
 
@@ -300,7 +305,7 @@ def train_one_epoch(
         steps_per_epoch: steps of a whole epoch.
         num_images: size of the dataset, which `max_corrupt` is a share of.
         log: gets the scalars of every step.
-        max_steps: step at which the run ends, if it ends before its last epoch.
+        end_step: step at which the run ends, perhaps before the epoch does.
 
     Returns:
         Means over the epoch's steps and all ranks: loss, lr, wd, momentum, entropies; and the speed.
@@ -311,21 +316,33 @@ def train_one_epoch(
     """
     training.student.train()
     training.teacher.train()  # as the reference: batch norm in the head, if any, uses the batch's statistics
-    end = min((epoch + 1) * steps_per_epoch, max_steps if max_steps is not None else math.inf)
+    last_step = min((epoch + 1) * steps_per_epoch, end_step) - 1
     meters, num_corrupt, iterator = Meters(), 0, iter(batches)
-    clock = EpochClock(steps_per_epoch, len(training.schedules.lr))
-    while training.step < end:
+    clock = EpochClock(steps_per_epoch, end_step)
+    while training.step <= last_step:
         micro_batches = clock.fetch(iterator, training.accum_steps)
         _name_corrupt(micro_batches)
-        report = train_step(training, micro_batches, epoch)
+        diagnose = training.step % steps_per_epoch % DIAGNOSE_EVERY == 0 or training.step == last_step
+        report = train_step(training, micro_batches, epoch, diagnose)
         num_corrupt += report.num_corrupt
         _check_corrupt(num_corrupt, num_images, training.max_corrupt)
         scalars = _step_scalars(training, report)
         meters.update(**scalars)
-        log.scalars({f"train/{name}": float(value) for name, value in scalars.items()}, training.step)
+        log.scalars({f"train/{name}": value for name, value in scalars.items()}, training.step)
         num_images_seen = world_size() * sum(len(batch.indices) for batch in micro_batches)
         clock.tick(training.step, epoch, num_images_seen, report.loss, training.device)
+    _require_finite_weights(training, epoch)
     return {**meters.means(), **clock.speed(), "corrupt_images": num_corrupt}
+
+
+def _require_finite_weights(training: Training, epoch: int) -> None:
+    """A finite loss can have gradients that are not: look at the weights, equal on all ranks, before they are saved."""
+    finite = torch.stack([parameter.isfinite().all() for parameter in training.network.parameters()]).all()
+    if not finite:
+        raise NonFiniteLossError(
+            f"the weights are not finite any more after step {training.step} (epoch {epoch}), although the loss was; "
+            f"the last checkpoint stays. Try --precision fp32, a lower --lr or --clip_grad"
+        )
 
 
 def _step_scalars(training: Training, report: StepReport) -> dict[str, Tensor | float]:

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from datetime import timedelta
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -84,18 +84,18 @@ class EpochClock:
 
     Args:
         steps_per_epoch: steps of a whole epoch.
-        total_steps: steps of the whole run.
+        end_step: step at which the run ends.
     """
 
-    def __init__(self, steps_per_epoch: int, total_steps: int) -> None:
-        self.steps_per_epoch, self.total_steps = steps_per_epoch, total_steps
+    def __init__(self, steps_per_epoch: int, end_step: int) -> None:
+        self.steps_per_epoch, self.end_step = steps_per_epoch, end_step
         self.start = self.last_line = time.monotonic()
         self.waited, self.steps_done, self.images_done = 0.0, 0, 0
 
-    def fetch(self, iterator: Iterator[T], count: int) -> list[T]:
-        """The next `count` items; remembers how long they let us wait."""
+    def fetch(self, iterator: Iterator[T], number: int) -> list[T]:
+        """The next `number` items; remembers how long they let us wait."""
         begin = time.monotonic()
-        items = list(islice(iterator, count))
+        items = list(islice(iterator, number))
         self.waited += time.monotonic() - begin
         return items
 
@@ -121,7 +121,7 @@ class EpochClock:
             return
         self.last_line = now
         speed = self.speed()
-        left = (self.total_steps - step) * (now - self.start) / self.steps_done
+        left = (self.end_step - step) * (now - self.start) / self.steps_done
         logger.info(
             "epoch %d  step %d/%d  loss %.4f  %.0f images/s  data wait %.0f %%  ETA %s  memory %.1f GiB",
             epoch,
@@ -163,7 +163,8 @@ class RunLog:
         lines = self.path.read_text().splitlines(keepends=True)
         kept = [line for line in lines if _step_of(line) <= step]
         if len(kept) < len(lines):
-            backup = self.path.with_suffix(".txt.old")
+            backups = (self.path.with_suffix(f".txt.old{number or ''}") for number in count())
+            backup = next(path for path in backups if not path.exists())
             shutil.copyfile(self.path, backup)
             self.path.write_text("".join(kept))
             logger.warning(
@@ -180,11 +181,11 @@ class RunLog:
             with self.path.open("a") as file:
                 file.write(json.dumps(values) + "\n")
 
-    def scalars(self, values: Mapping[str, float], step: int) -> None:
+    def scalars(self, values: Mapping[str, Tensor | float], step: int) -> None:
         """Write named numbers to TensorBoard."""
         if self.writer is not None:
             for name, value in values.items():
-                self.writer.add_scalar(name, value, step)
+                self.writer.add_scalar(name, float(value), step)
 
     def image(self, name: str, picture: np.ndarray, step: int) -> None:
         """Write a picture (H, W, 3), 8 bit, to TensorBoard."""
@@ -200,9 +201,10 @@ class RunLog:
 def _step_of(line: str) -> int:
     """The step after which a line of log.txt was written; 0 if it does not say, never if it was cut off in writing."""
     try:
-        return json.loads(line).get("step", 0)
+        values = json.loads(line)
     except ValueError:
         return sys.maxsize
+    return values.get("step", 0) if isinstance(values, dict) else 0
 
 
 def progress(iterable: Iterable[T], total: int | None = None, desc: str = "") -> Iterator[T]:

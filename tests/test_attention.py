@@ -86,7 +86,7 @@ def test_cls_maps_are_the_class_tokens_row_of_each_head() -> None:
     encoder, images = small_encoder("cls"), torch.randn(2, 3, 15, 20)
     maps = attention_maps(encoder, images)
     with torch.no_grad():
-        expected = encoder.backbone.last_self_attention(images)[:, :, 0, 1:].reshape(2, 3, 3, 4)
+        expected = encoder.backbone.last_self_attention(images)[:, :, 0, 1:].reshape(2, 4, 3, 4)
     np.testing.assert_allclose(maps, expected, rtol=1e-6)
 
 
@@ -336,9 +336,9 @@ def test_without_an_image_a_built_in_scene_is_drawn(
     checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(capsys, "--pretrained_weights", checkpoints["cls"], "--output_dir", tmp_path, "--image_size", 30)
-    assert np.load(tmp_path / "attention.npy").shape == (1, 3, 6, 6)
+    assert np.load(tmp_path / "attention.npy").shape == (1, 4, 6, 6)
     [name] = json.loads((tmp_path / "attention.json").read_text())["images"]
-    assert name == "scenes-val[23]: a green zigzag star right of a red speckled crescent on sand"
+    assert name == "scenes-val[23]: a green zigzag star right of a white speckled crescent on sand"
 
 
 def test_a_folder_gives_one_array_and_leaves_out_what_cannot_be_read(

@@ -65,6 +65,7 @@ NEW: dict[str, Any] = {
     "sparo_slot_dim": 64,
     "sparo_key_dim": 64,
     "sparo_group_size": 1,
+    "init_from": None,
     "head_hidden_dim": 2048,
     "precision": "auto",
     "grad_accum_steps": 1,

@@ -1,12 +1,15 @@
 """Who started this process, and collectives over real processes."""
 
+import math
 import multiprocessing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from dino_sparo.data import Batch
 from dino_sparo.distributed import (
     all_gather_ragged,
     all_reduce_sum,
@@ -19,6 +22,7 @@ from dino_sparo.distributed import (
     shutdown,
     world_size,
 )
+from dino_sparo.engine import NonFiniteLossError, _agree_to_update
 from dino_sparo.loss import DINOLoss
 
 TASK = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8"}
@@ -36,9 +40,10 @@ TASK = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8"}
         ({"SLURM_PROCID": "0"}, ("plain", 0, 1, 0)),
         # a batch script: Slurm sets the first task's variables there, but no step runs
         ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"}, ("plain", 0, 1, 0)),
-        # an interactive shell started with srun --pty
-        ({**TASK, "SLURM_PROCID": "0", "SLURM_PTY_PORT": "33333"}, ("plain", 0, 1, 0)),
-        ({**TASK, "SLURM_PROCID": "0", "SLURM_JOB_NAME": "interactive"}, ("plain", 0, 1, 0)),
+        # the shell that salloc opens on a node
+        ({**TASK, "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967290"}, ("plain", 0, 1, 0)),
+        # srun from within an interactive shell: the shell's variables are inherited
+        ({**TASK, "SLURM_PTY_PORT": "33333", "SLURM_JOB_NAME": "interactive"}, ("slurm", 5, 8, 1)),
         ({**TASK, "SLURM_STEP_NUM_TASKS": "1"}, ("plain", 0, 1, 0)),
     ],
 )
@@ -46,6 +51,10 @@ def test_the_launcher_is_found_in_the_environment(
     environment: dict[str, str], expected: tuple[str, int, int, int]
 ) -> None:
     assert detect_launcher(environment) == expected
+
+
+def test_a_shell_that_is_a_slurm_step_runs_one_process() -> None:
+    assert detect_launcher({**TASK, "SLURM_PROCID": "0"}, has_terminal=True) == ("plain", 0, 1, 0)
 
 
 def test_a_process_alone_needs_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,6 +73,9 @@ def test_devices_that_do_not_exist_are_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ValueError, match=r"asks for GPU 3, but this process sees 2"):
         select_device("cuda", local_rank=3)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match=r"asks for GPU 1, but this process sees 1"):
+        select_device("cuda", local_rank=1, may_share=False)
     with pytest.raises(ValueError, match="unknown device 'tpux'"):
         select_device("tpux")
 
@@ -78,12 +90,26 @@ def _peer(number: int, count: int, folder: str, results: "multiprocessing.Queue"
     loss = DINOLoss(5, 2, 0.04, 0.04, 0, 1)
     logits = torch.randn(4, 5, generator=torch.Generator().manual_seed(number))
     loss(logits, logits, 0)
-    results.put((number, gathered.tolist(), loss.center.tolist()))
+    results.put((number, gathered.tolist(), loss.center.tolist(), _message_of_one_bad_loss(number)))
     barrier()
     shutdown()
 
 
-def test_two_processes_gather_in_rank_order_and_share_one_centre(tmp_path: Path) -> None:
+def _message_of_one_bad_loss(number: int) -> str:
+    """What this rank says when the loss of rank 1 alone is not finite."""
+    group = {"lr": 0.125, "weight_decay": 0.5}
+    training = SimpleNamespace(
+        step=17, optimizer=SimpleNamespace(param_groups=[group]), locate=lambda index: f"image{index}.jpg"
+    )
+    batch = Batch(views=[], labels=torch.tensor([0]), indices=torch.tensor([10 + number]), corrupt=[])
+    try:
+        _agree_to_update(torch.tensor(math.nan if number == 1 else 2.5), training, [batch], epoch=3)
+    except NonFiniteLossError as error:
+        return str(error)
+    return "went on"
+
+
+def test_two_processes_gather_in_order_share_one_centre_and_stop_together(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     peers = [context.Process(target=_peer, args=(number, 2, str(tmp_path), results)) for number in range(2)]
@@ -92,8 +118,11 @@ def test_two_processes_gather_in_rank_order_and_share_one_centre(tmp_path: Path)
     found = sorted(results.get(timeout=120) for _ in peers)
     for peer in peers:
         peer.join(timeout=60)
-    assert [gathered for _, gathered, _ in found] == [[[0.0, 0.0], [1.0, 1.0], [1.0, 1.0]]] * 2
+    assert [gathered for _, gathered, _, _ in found] == [[[0.0, 0.0], [1.0, 1.0], [1.0, 1.0]]] * 2
     together = torch.cat([torch.randn(4, 5, generator=torch.Generator().manual_seed(number)) for number in range(2)])
     expected = 0.1 * together.mean(dim=0, keepdim=True)
-    for _, _, center in found:
+    for _, _, center, message in found:
         assert torch.allclose(torch.tensor(center), expected, atol=1e-7)
+        assert "not finite at step 17 (epoch 3), lr 0.125" in message
+        assert "rank 1: loss nan, images image11.jpg" in message
+        assert "image10.jpg" not in message

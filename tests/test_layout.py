@@ -24,6 +24,7 @@ SHARED = {
     "optim",
     "checkpoint",
     "evaluation",
+    "export",
     "distributed",
     "logs",
     "cli",

@@ -261,8 +261,8 @@ def test_the_result_file_tells_the_whole_protocol(checkpoint, capsys):
     assert "chosen on the validation images" in result["selection"]
     assert result["training"]["mode"] == "random resized crops and flips"
     assert result["training"]["global_batch_size"] == 8
-    # Three class tokens of 192 numbers and the encoding of 5 x 3, in place of a fourth.
-    assert result["feature"]["dim"] == 3 * 192 + 15
+    # Three class tokens of 128 numbers and the encoding of 5 x 3, in place of a fourth.
+    assert result["feature"]["dim"] == 3 * 128 + 15
     assert (result["encoder"]["epoch"], result["images"]["num_classes"]) == (7, 10)
     assert "chosen on the validation images" in capsys.readouterr().out
     log = [json.loads(line) for line in (checkpoint.parent / "linear_log.txt").read_text().splitlines()]
@@ -289,7 +289,7 @@ def test_saved_probes_are_tested_again_with_the_same_result(checkpoint):
 
 def test_patch_tokens_and_blocks_widen_the_features(checkpoint, tmp_path):
     options = ("--epochs", 1, "--lr", 0.1, "--fast", "--n_last_blocks", 2, "--avgpool_patchtokens", "true")
-    assert probe(checkpoint, *options, "--output_dir", tmp_path)["feature"]["dim"] == 192 + 15 + 192
+    assert probe(checkpoint, *options, "--output_dir", tmp_path)["feature"]["dim"] == 128 + 15 + 128
 
 
 def test_a_wrong_number_of_labels_is_refused(checkpoint):

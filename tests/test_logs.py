@@ -282,7 +282,7 @@ def test_the_clock_tells_images_per_second_and_the_share_spent_waiting(clock: Ca
             clock(1.0)
             yield item
 
-    epoch, loader = EpochClock(steps_per_epoch=3, total_steps=9), slow()
+    epoch, loader = EpochClock(steps_per_epoch=3, end_step=9), slow()
     for step in range(1, 4):
         assert epoch.fetch(loader, 2) == [2 * step - 2, 2 * step - 1]
         clock(6.0)
@@ -295,7 +295,7 @@ def test_the_clock_tells_images_per_second_and_the_share_spent_waiting(clock: Ca
 def test_the_progress_line_of_training_is_sparse_and_counts_within_the_epoch(
     clock: Callable[[float], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    epoch = EpochClock(steps_per_epoch=50, total_steps=200)
+    epoch = EpochClock(steps_per_epoch=50, end_step=200)
     with caplog.at_level(logging.INFO):
         for step in range(51, 82):  # the second epoch, one step a second
             clock(1.0)

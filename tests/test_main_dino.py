@@ -12,9 +12,9 @@ import pytest
 import torch
 from PIL import Image
 
-from dino_sparo import load_checkpoint, load_encoder
+from dino_sparo import engine, load_checkpoint, load_encoder
 from dino_sparo.checkpoint import CheckpointError
-from dino_sparo.engine import NonFiniteLossError, TooManyCorruptImagesError
+from dino_sparo.engine import NonFiniteLossError, TooManyCorruptImagesError, Training
 from main_dino import check_options, get_args_parser, main, train_dino
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -176,6 +176,47 @@ def test_another_architecture_is_not_resumed(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoint.pth").read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimizer": "sgd"}, "--optimizer was adamw and is now sgd"),
+        ({"norm_last_layer": "false"}, "--norm_last_layer was True and is now False"),
+        ({"batch_size_per_gpu": 5}, "steps_per_epoch was 4 and is now 5"),
+        ({"data_path": "scenes:25:32"}, "num_images was 26 and is now 25"),
+    ],
+)
+def test_a_run_whose_steps_mean_something_else_is_not_resumed(
+    tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    run(tmp_path, max_steps=4)
+    before = (tmp_path / "checkpoint.pth").read_bytes()
+    with pytest.raises(CheckpointError, match=message):
+        run(tmp_path, **changes)
+    assert (tmp_path / "checkpoint.pth").read_bytes() == before
+
+
+def test_an_epoch_cut_short_changes_no_kept_checkpoint_and_is_logged_once(tmp_path: Path) -> None:
+    run(tmp_path, max_steps=6, saveckp_freq=1)
+    assert load_checkpoint(tmp_path / "checkpoint0000.pth")["step"] == 4
+    assert load_checkpoint(tmp_path / "checkpoint.pth")["step"] == 6
+    run(tmp_path, saveckp_freq=1)
+    assert [epoch["epoch"] for epoch in epochs_of(tmp_path)] == [0, 1, 2]
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoil(training: Training, epoch: int) -> None:
+        update(training, epoch)
+        training.network.head.mlp[0].bias.data[0] = math.inf if training.step == 7 else 0.0
+
+    run(tmp_path, max_steps=4)
+    before = (tmp_path / "checkpoint.pth").read_bytes()
+    update = engine._update_student
+    monkeypatch.setattr(engine, "_update_student", spoil)
+    with pytest.raises(NonFiniteLossError, match="weights are not finite any more after step 8"):
+        run(tmp_path)
+    assert (tmp_path / "checkpoint.pth").read_bytes() == before
+
+
 def test_another_number_of_prototypes_is_not_resumed(tmp_path: Path) -> None:
     run(tmp_path, epochs=1)
     with pytest.raises(CheckpointError, match=r"head.last_layer.weight_g \(33, 1\) instead of \(34, 1\)"):
@@ -243,6 +284,9 @@ def test_too_many_corrupt_images_stop_the_run(tmp_path: Path) -> None:
         ({"use_fp16": "true"}, "means fp16, but --precision says fp32"),
         ({"device": "warp"}, "unknown device 'warp'"),
         ({"momentum_teacher": 1.5}, "momentum_teacher 1.5: give a number from 0 to 1"),
+        ({"patch_size": 0}, "patch_size 0: give a positive number"),
+        ({"max_steps": 0}, "max_steps 0: give a positive number"),
+        ({"lr": -1}, "lr -1.0: give 0 or more"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:

@@ -32,7 +32,7 @@ from dino_sparo.data import (
     open_source,
     require_labels,
 )
-from dino_sparo.distributed import barrier, is_main
+from dino_sparo.distributed import rank_0_first
 from dino_sparo.encoder import Encoder, EncoderConfig, encoder_from_config
 
 logger = logging.getLogger(__name__)
@@ -172,12 +172,8 @@ def open_splits(data_path: str, download: bool = False) -> tuple[ImageSource, Im
         raise ValueError(
             "--data_path is empty; give a folder with train/ and val/, a torchvision set such as cifar10:DIR, or scenes"
         )
-    # One process after the other: the first downloads, or writes the index of a large folder, and the rest find it.
-    if not is_main():
-        barrier()
-    train, val = open_source(data_path, "train", download), open_source(data_path, "val", download)
-    if is_main():
-        barrier()
+    with rank_0_first():
+        train, val = open_source(data_path, "train", download), open_source(data_path, "val", download)
     require_labels(train)
     return train, align_classes(val, train.classes or [])
 

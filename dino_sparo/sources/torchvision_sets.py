@@ -86,6 +86,8 @@ def open_torchvision(name: str, folder: str, split: str | None, download: bool) 
     except (RuntimeError, OSError) as error:
         problem = "could not be downloaded" if download else "is not there, or not whole; pass --download to fetch it"
         raise ValueError(f"torchvision set {name!r} in {folder!r} {problem} ({error})") from error
+    except ImportError as error:
+        raise ValueError(f"torchvision set {name!r} needs another package ({error}); install it with pip") from error
     labels = getattr(dataset, entry.labels)
     if entry.labels == "_samples":
         labels = [label for _, label in labels]

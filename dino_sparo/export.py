@@ -1,0 +1,384 @@
+"""Checkpoint -> files for others: safetensors, timm, Hugging Face, ONNX.
+
+    python -m dino_sparo.export runs/vits16/checkpoint.pth vits16
+    python -m dino_sparo.export runs/vits16/checkpoint.pth vits16 --format onnx --img_size 224
+
+Stage 5 of the map. An export is one network's encoder, without head and optimizer, beside a JSON file of how it was
+built, what its images are normalised with, and where it comes from.
+"""
+
+import argparse
+import importlib.util
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from dino_sparo.backbone import ARCHITECTURES
+from dino_sparo.checkpoint import (
+    CheckpointError,
+    encoder_description,
+    load_checkpoint,
+    load_encoder,
+    load_strictly,
+)
+from dino_sparo.cli import HelpFormatter, add_foreign_weights_options
+from dino_sparo.crops import EvalTransform
+from dino_sparo.encoder import Encoder, encoder_from_config
+from dino_sparo.evaluation.protocol import file_sha256, versions, write_json
+from dino_sparo.logs import setup_logging
+
+logger = logging.getLogger(__name__)
+
+LAYER_NORM_EPS = 1e-6  # of the backbone's LayerNorms
+MLP_RATIO = 4
+ONNX_OPSET = 18
+BICUBIC = 3  # as Pillow numbers it
+
+# Architectures that timm builds by name; the sizes in these names are overridden by the model's arguments.
+TIMM_NAMES = {
+    "vit_tiny": "vit_tiny_patch16_224",
+    "vit_small": "vit_small_patch16_224",
+    "vit_base": "vit_base_patch16_224",
+}
+
+# Our names of a block's weights -> transformers'; the joint projection of queries, keys and values is cut in three.
+HUGGINGFACE_BLOCK = {
+    "norm1": "layernorm_before",
+    "attn.proj": "attention.output.dense",
+    "norm2": "layernorm_after",
+    "mlp.fc1": "intermediate.dense",
+    "mlp.fc2": "output.dense",
+}
+HUGGINGFACE_EMBEDDINGS = {
+    "cls_token": "embeddings.cls_token",
+    "pos_embed": "embeddings.position_embeddings",
+    "patch_embed.proj.weight": "embeddings.patch_embeddings.projection.weight",
+    "patch_embed.proj.bias": "embeddings.patch_embeddings.projection.bias",
+    "norm.weight": "layernorm.weight",
+    "norm.bias": "layernorm.bias",
+}
+
+
+def export(
+    checkpoint: str | Path,
+    out: str | Path,
+    which: str = "teacher",
+    format: str = "safetensors",
+    img_size: int | None = None,
+    arch: str | None = None,
+    patch_size: int | None = None,
+) -> Path:
+    """Write the encoder of a checkpoint for others to use.
+
+    Args:
+        checkpoint: ours, the reference's, or an export.
+        out: path without suffix; for `huggingface` a folder.
+        which: `teacher` or `student`.
+        format: a key of `WRITERS`.
+        img_size: side of the images in pixels; the position embedding is resampled to it. By default the size the
+            encoder was trained at.
+        arch: override for foreign weights.
+        patch_size: override for foreign weights, pixels.
+
+    Returns:
+        The path of the weights, or of the folder.
+
+    Raises:
+        ValueError: an unknown format, one that cannot hold this read-out, or one whose package is missing.
+        CheckpointError: the checkpoint cannot be used.
+    """
+    if format not in WRITERS:
+        raise ValueError(f"unknown export format {format!r}; choose one of {sorted(WRITERS)}")
+    encoder = load_encoder(checkpoint, which, arch, patch_size)
+    if img_size is not None:
+        encoder = resized(encoder, img_size)
+    record = _record(encoder, Path(checkpoint), which)
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
+    written = WRITERS[format](encoder, str(out), record)
+    logger.info("%s of %s as %s: %s", which, checkpoint, format, written)
+    return written
+
+
+def load_exported(path: str | Path) -> Encoder:
+    """The encoder of a `safetensors` (or `timm`) export, in eval mode, on the CPU.
+
+    Args:
+        path: the .safetensors file; its .json file lies beside it.
+
+    Raises:
+        CheckpointError: one of the two is missing or damaged, or they do not fit each other.
+    """
+    path = Path(path)
+    if not path.with_suffix(".json").is_file():
+        raise CheckpointError(f"{path} has no {path.with_suffix('.json').name} beside it that says how it was built")
+    return load_encoder(path)
+
+
+def resized(encoder: Encoder, img_size: int) -> Encoder:
+    """The same encoder with its positions resampled once and for all to images of `img_size` pixels.
+
+    Raises:
+        ValueError: `img_size` is not a multiple of the patch size.
+    """
+    other = encoder_from_config(replace(encoder.config, img_size=img_size))
+    positions = encoder.backbone.position_embedding(img_size, img_size).detach()
+    load_strictly(other, {**encoder.state_dict(), "backbone.pos_embed": positions}, "the encoder")
+    return other.eval()
+
+
+def _record(encoder: Encoder, checkpoint: Path, which: str) -> dict[str, Any]:
+    """What the JSON file says: how the encoder was built, and where it comes from."""
+    content = load_checkpoint(checkpoint)
+    said = content.get("encoder", {})
+    normalization = {name: said[name] for name in ("mean", "std") if name in said}
+    return {
+        "encoder": encoder_description(encoder.config, **normalization),
+        "epoch": content.get("epoch"),
+        "step": content.get("step"),
+        # Raw weights hold one network, whatever the option says; an export says which it was.
+        "checkpoint_key": which if which in content else content.get("checkpoint_key"),
+        "checkpoint": checkpoint.name,
+        "sha256": file_sha256(checkpoint),
+        "versions": versions(),
+    }
+
+
+def _write_safetensors(encoder: Encoder, out: str, record: dict[str, Any]) -> Path:
+    """OUT.safetensors with our names, and OUT.json."""
+    return _write_weights(encoder.state_dict(), _with_suffix(out, ".safetensors"), record)
+
+
+def _write_timm(encoder: Encoder, out: str, record: dict[str, Any]) -> Path:
+    """OUT.safetensors with timm's names, and OUT.json, whose entry `timm` says how to build the model.
+
+    The names are ours below `backbone.`; the model's LayerNorm eps and pooled class token are timm's defaults.
+    """
+    _require_vanilla(encoder, "timm")
+    config, size = encoder.config, ARCHITECTURES[encoder.config.arch]
+    arguments = {
+        "img_size": config.img_size,
+        "patch_size": config.patch_size,
+        "in_chans": config.in_chans,
+        "num_classes": 0,
+        "global_pool": "token",
+    }
+    if config.arch not in TIMM_NAMES:
+        arguments |= {**size._asdict(), "mlp_ratio": MLP_RATIO}
+    timm_model = {
+        "architecture": TIMM_NAMES.get(config.arch, "timm.models.vision_transformer.VisionTransformer"),
+        "model_args": arguments,
+        "pretrained_cfg": {
+            "input_size": [config.in_chans, config.img_size, config.img_size],
+            "mean": record["encoder"]["mean"],
+            "std": record["encoder"]["std"],
+            "interpolation": "bicubic",
+        },
+    }
+    path = _with_suffix(out, ".safetensors")
+    return _write_weights(encoder.backbone.state_dict(), path, {**record, "timm": timm_model})
+
+
+def _write_huggingface(encoder: Encoder, out: str, record: dict[str, Any]) -> Path:
+    """A folder for `transformers.ViTModel.from_pretrained(OUT, add_pooling_layer=False)`.
+
+    `last_hidden_state` are our tokens, for images of the stored size; its first token is the encoding.
+    """
+    _require_vanilla(encoder, "huggingface")
+    folder, size, config = Path(out), ARCHITECTURES[encoder.config.arch], encoder.config
+    folder.mkdir(parents=True, exist_ok=True)
+    model = {
+        "architectures": ["ViTModel"],
+        "model_type": "vit",
+        "hidden_size": size.embed_dim,
+        "num_hidden_layers": size.depth,
+        "num_attention_heads": size.num_heads,
+        "intermediate_size": MLP_RATIO * size.embed_dim,
+        "hidden_act": "gelu",
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "layer_norm_eps": LAYER_NORM_EPS,
+        "image_size": config.img_size,
+        "patch_size": config.patch_size,
+        "num_channels": config.in_chans,
+        "qkv_bias": True,
+    }
+    view = EvalTransform(config.img_size)
+    images = {
+        "image_processor_type": "BitImageProcessor",
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "size": {"shortest_edge": view.resize_size},
+        "resample": BICUBIC,
+        "do_center_crop": True,
+        "crop_size": {"height": config.img_size, "width": config.img_size},
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": record["encoder"]["mean"],
+        "image_std": record["encoder"]["std"],
+    }
+    for name, values in (("config", model), ("preprocessor_config", images), ("dino_sparo", record)):
+        write_json(values, folder / f"{name}.json")
+    _save(huggingface_weights(encoder.backbone.state_dict()), folder / "model.safetensors")
+    return folder
+
+
+def huggingface_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A backbone's weights under the names that `transformers.ViTModel` reads."""
+    renamed = {}
+    for name, value in weights.items():
+        if not name.startswith("blocks."):
+            renamed[HUGGINGFACE_EMBEDDINGS[name]] = value
+            continue
+        _, block, rest = name.split(".", 2)
+        part, kind = rest.rsplit(".", 1)
+        layer = f"encoder.layer.{block}"
+        if part == "attn.qkv":
+            for projection, piece in zip(("query", "key", "value"), value.chunk(3), strict=True):
+                renamed[f"{layer}.attention.attention.{projection}.{kind}"] = piece
+        else:
+            renamed[f"{layer}.{HUGGINGFACE_BLOCK[part]}.{kind}"] = value
+    return renamed
+
+
+class _FixedSize(nn.Module):
+    """An encoder for images of the stored size alone, with what ONNX names as outputs.
+
+    The backbone without its checks and its resampling: they look at the number of images and would fix it.
+    """
+
+    def __init__(self, encoder: Encoder) -> None:
+        super().__init__()
+        self.backbone, self.readout = encoder.backbone, encoder.readout
+        self.names = ["encoding", "attention"] if encoder.config.readout == "sparo" else ["encoding"]
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        """Images -> encoding (B, L*V), and for `sparo` attention (B, L, N)."""
+        patches = self.backbone.patch_embed(images)
+        cls_tokens = self.backbone.cls_token.expand(patches.shape[0], -1, -1)
+        tokens = torch.cat((cls_tokens, patches), dim=1) + self.backbone.pos_embed
+        for block in self.backbone.blocks:
+            tokens = block(tokens)
+        output = self.readout(self.backbone.norm(tokens))
+        return (output.slots.flatten(1), output.attention)[: len(self.names)]
+
+
+def _write_onnx(encoder: Encoder, out: str, record: dict[str, Any]) -> Path:
+    """OUT.onnx for any number of images of the stored size, and OUT.onnx.json."""
+    _require_packages("onnx", "onnxscript")
+    config, path = encoder.config, _with_suffix(out, ".onnx")
+    model = _FixedSize(encoder).eval()
+    encoder.backbone.use_fused_attention(False)  # plain products: operators that every runtime has
+    # An example of two: a batch of one would be taken for a constant.
+    images = torch.zeros(2, config.in_chans, config.img_size, config.img_size)
+    program: Any = torch.onnx.export(
+        model,
+        (images,),
+        str(path),
+        input_names=["images"],
+        output_names=model.names,
+        opset_version=ONNX_OPSET,
+        dynamo=True,
+        dynamic_shapes={"images": {0: torch.export.Dim("batch")}},
+        external_data=False,
+        verbose=False,
+    )
+    # What torch made of it: an integer where a size is fixed.
+    shape = [size if isinstance(size, int) else "batch" for size in program.model.graph.inputs[0].shape]
+    # Not OUT.json: that belongs to OUT.safetensors, whose image size may be another.
+    write_json({**record, "onnx": {"inputs": {"images": shape}, "outputs": model.names}}, Path(f"{path}.json"))
+    return path
+
+
+WRITERS: dict[str, Callable[[Encoder, str, dict[str, Any]], Path]] = {
+    "safetensors": _write_safetensors,
+    "timm": _write_timm,
+    "huggingface": _write_huggingface,
+    "onnx": _write_onnx,
+}
+
+
+def _require_vanilla(encoder: Encoder, format: str) -> None:
+    readout = encoder.config.readout
+    if readout != "cls":
+        raise ValueError(
+            f"{format} has no {readout!r} read-out, so only vanilla encoders (--readout cls) can be written for it; "
+            f"this one can be exported as safetensors or onnx"
+        )
+
+
+def _require_packages(*packages: str) -> None:
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    if missing:
+        raise ValueError(
+            f"this format needs the package {' and '.join(missing)}, which is not installed; install the extra: "
+            f"pip install 'dino_sparo[export]'"
+        )
+
+
+def _write_weights(weights: dict[str, Tensor], path: Path, record: dict[str, Any]) -> Path:
+    """Weights, and the record beside them."""
+    _save(weights, path)
+    write_json(record, path.with_suffix(".json"))
+    return path
+
+
+def _save(weights: dict[str, Tensor], path: Path) -> None:
+    # Renamed when it is whole: the weights may come from the very file that is written.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # transformers refuses files without this remark.
+    save_file({name: value.contiguous() for name, value in weights.items()}, temporary, metadata={"format": "pt"})
+    os.replace(temporary, path)
+
+
+def _with_suffix(out: str, suffix: str) -> Path:
+    """OUT with a suffix, which OUT may have already; other dots in it are part of the name."""
+    return Path(out.removesuffix(suffix) + suffix)
+
+
+def get_args_parser() -> argparse.ArgumentParser:
+    """The options of the export."""
+    parser = argparse.ArgumentParser(
+        "python -m dino_sparo.export", description="Write an encoder for others to use.", formatter_class=HelpFormatter
+    )
+    parser.add_argument("checkpoint", help="Ours, the reference's, or raw ViT weights.")
+    parser.add_argument("out", help="Where to: a path without suffix; for huggingface a folder.")
+    parser.add_argument("--checkpoint_key", default="teacher", help="Network in the checkpoint: teacher or student.")
+    parser.add_argument(
+        "--format",
+        choices=list(WRITERS),
+        default="safetensors",
+        help="safetensors and onnx hold any read-out; timm and huggingface hold vanilla encoders (cls).",
+    )
+    parser.add_argument(
+        "--img_size",
+        type=int,
+        default=None,
+        help="Side of the images in pixels, if not that of training; onnx files take no other.",
+    )
+    add_foreign_weights_options(parser)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Parse the options and export; a mistake in them ends with one line, not a traceback."""
+    args = get_args_parser().parse_args(argv)
+    setup_logging()
+    for name in ("onnx_ir", "onnxscript"):  # they report every node that they simplify
+        logging.getLogger(name).setLevel(logging.WARNING)
+    try:
+        export(args.checkpoint, args.out, args.checkpoint_key, args.format, args.img_size, args.arch, args.patch_size)
+    except (ValueError, OSError) as error:
+        logger.error("%s", error)
+        raise SystemExit(1) from error
+
+
+if __name__ == "__main__":
+    main()

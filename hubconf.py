@@ -1,0 +1,38 @@
+"""Encoders through torch.hub, from a clone of this repository or from GitHub.
+
+    torch.hub.load("path/to/clone", "dino_sparo_encoder", "runs/vits16/checkpoint.pth", source="local")
+    torch.hub.load("path/to/clone", "encoder", arch="vit_small", readout="sparo", source="local")    # random weights
+
+Nothing is downloaded: there are no published weights.
+"""
+
+from torch import nn
+
+# torch.hub checks these before it calls anything here, hence the package is imported inside the functions.
+dependencies = ["torch", "torchvision", "timm", "numpy", "PIL", "jaxtyping", "safetensors"]
+
+
+def dino_sparo_encoder(path: str, which: str = "teacher") -> nn.Module:
+    """The encoder of a checkpoint or of a safetensors export, in eval mode, on the CPU.
+
+    Args:
+        path: a .pth checkpoint, ours or the reference's, or a .safetensors file written by `dino_sparo.export`.
+        which: `teacher` or `student`; an export holds one of them.
+    """
+    from dino_sparo import load_encoder
+
+    return load_encoder(path, which)
+
+
+def encoder(arch: str = "vit_small", readout: str = "sparo", **sizes: int | float) -> nn.Module:
+    """An encoder with random weights, to be trained.
+
+    Args:
+        arch: `vit_micro`, `vit_tiny`, `vit_small` or `vit_base`.
+        readout: `sparo`, `cls` or `gap`.
+        sizes: as `dino_sparo.create_encoder` takes them: patch_size, num_slots, slot_dim, key_dim, group_size,
+            img_size, drop_path_rate, in_chans.
+    """
+    from dino_sparo import create_encoder
+
+    return create_encoder(arch=arch, readout=readout, **sizes)  # type: ignore[arg-type]
