@@ -171,16 +171,9 @@ def test_vanilla_encoders_are_timms_vit_of_that_name(tmp_path: Path) -> None:
 
 
 def test_names_and_sizes_of_the_plain_command_for_timm(tmp_path: Path) -> None:
-    with torch.device("meta"):
-        for name, patch_size, theirs in [
-            ("vit_small", 16, "vit_small_patch16_224"),
-            ("vit_base", 8, "vit_base_patch8_224"),
-        ]:
-            ours = create_encoder(name, patch_size, "cls").backbone.state_dict()
-            model = timm.create_model(theirs, num_classes=0).state_dict()
-            assert {key: value.shape for key, value in ours.items()} == {
-                key: value.shape for key, value in model.items()
-            }
+    ours = create_encoder("vit_small", 16, "cls").backbone.state_dict()
+    theirs = timm.create_model("vit_small_patch16_224", num_classes=0).state_dict()
+    assert {name: value.shape for name, value in ours.items()} == {name: value.shape for name, value in theirs.items()}
     encoder = build(arch="vit_tiny", patch_size=16, img_size=224, readout="cls")
     exported = export(save(tmp_path, encoder), tmp_path / "out", format="timm")
     model = timm.create_model("vit_tiny_patch16_224", num_classes=0, checkpoint_path=str(exported)).eval()
