@@ -113,11 +113,12 @@ def run(readout: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def draw(folder: Path, data_path: str, device: str) -> list[Path]:
+def draw(folder: Path, readout: str, data_path: str, device: str) -> list[Path]:
     """The pictures of one run: attention on a scene, the atlas of what each slot looks at, the training's curve."""
     shared = ["--pretrained_weights", str(folder / "checkpoint.pth"), "--output_dir", str(folder), "--device", device]
     visualize_attention.main(shared)
-    visualize_attention.main([*shared, "--atlas", data_path])
+    if readout != "gap":  # whose one map is uniform, so there is nothing to search for
+        visualize_attention.main([*shared, "--atlas", data_path])
     draw_training_curve(folder / "log.txt", folder / "curve.png")
     return sorted(folder.glob("*.png")) + sorted(folder.glob("*.html"))
 
@@ -148,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
     runs = [run(readout, seed, args) for seed in args.seeds for readout in args.readouts]
     data_path = SHORT_EVALUATION_DATA if args.short else EVALUATION_DATA
-    pictures = [path for done in runs for path in draw(Path(done["folder"]), data_path, args.device)]
+    pictures = [path for done in runs for path in draw(Path(done["folder"]), done["readout"], data_path, args.device)]
     (Path(args.output_dir) / "demo.json").write_text(json.dumps(runs, indent=1))
     seconds = sum(done["total_s"] for done in runs)
     print(f"\nheld-out scenes, accuracy (chance 10 %), seeds {args.seeds}, {seconds / 60:.1f} minutes\n")

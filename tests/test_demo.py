@@ -1,0 +1,27 @@
+"""The demo, in its short form: all parts run one after the other and end in the table."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import demo
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("readout", ["cls", "gap"])  # make demo-short runs sparo
+def test_the_short_demo_ends_in_its_table_and_pictures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, readout: str
+) -> None:
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    monkeypatch.setitem(demo.SHORT, "data_path", "scenes:64:48")
+    monkeypatch.setattr(demo, "SHORT_EVALUATION_DATA", "scenes:60:48")
+    monkeypatch.setitem(demo.TRAINING, "num_workers", "0")
+    [run] = demo.main(["--short", "--readouts", readout, "--output_dir", str(tmp_path)])
+    printed = capsys.readouterr().out
+    for state in ("untrained", "trained"):
+        assert 0 <= run[state]["20-NN"] <= 100
+        assert f"{readout:<10}{state:<12}" in printed
+    names = {path.name for path in (tmp_path / f"{readout}_seed0").iterdir()}
+    assert {"attention.png", "curve.png", "knn.json", "linear.json", "checkpoint.pth"} <= names
+    assert ("atlas.html" in names) == (readout != "gap")
