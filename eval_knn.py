@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from dino_sparo.cli import HelpFormatter, add_device_options, add_foreign_weights_options, bool_flag
+from dino_sparo.cli import HelpFormatter, add_device_options, add_foreign_weights_options, bool_flag, errors_in_one_line
 from dino_sparo.crops import EvalTransform
-from dino_sparo.distributed import Distributed, init_distributed, is_main, shutdown
+from dino_sparo.distributed import Distributed, init_distributed, is_main
 from dino_sparo.evaluation.features import Features, load_features, save_features
 from dino_sparo.evaluation.knn import KNNResult, classify_on_rank_0, evaluate_knn, extract_splits
 from dino_sparo.evaluation.protocol import (
@@ -74,14 +74,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     Returns:
         What knn.json holds.
     """
-    try:
-        result = evaluate_checkpoint(get_args_parser().parse_args(argv))
-    except (ValueError, OSError) as error:
-        # The process group is left as it is: taking it down would wait for the other processes.
-        logger.error("%s", error)
-        raise SystemExit(1) from error
-    shutdown()
-    return result
+    with errors_in_one_line(logger):
+        return evaluate_checkpoint(get_args_parser().parse_args(argv))
 
 
 def evaluate_checkpoint(args: argparse.Namespace) -> dict[str, Any]:

@@ -24,10 +24,10 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as TF
 
 from dino_sparo.checkpoint import load_strictly
-from dino_sparo.cli import HelpFormatter, add_device_options, add_foreign_weights_options, bool_flag
+from dino_sparo.cli import HelpFormatter, add_device_options, add_foreign_weights_options, bool_flag, errors_in_one_line
 from dino_sparo.crops import FLIP_PROBABILITY, EvalTransform, normalized_tensor, sample_box
 from dino_sparo.data import ImageSource
-from dino_sparo.distributed import Distributed, all_reduce_sum, init_distributed, is_main, shutdown
+from dino_sparo.distributed import Distributed, all_reduce_sum, init_distributed, is_main
 from dino_sparo.evaluation.features import Features, extract_split
 from dino_sparo.evaluation.linear import MOMENTUM, REFERENCE_BATCH, Batches, LinearProbe, probe_accuracy
 from dino_sparo.evaluation.linear_run import ProbeRun, cached_batches, check_same_record, live_batches, load_heads
@@ -136,14 +136,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     Returns:
         What linear.json holds.
     """
-    try:
-        result = probe_checkpoint(get_args_parser().parse_args(argv))
-    except (ValueError, OSError) as error:
-        # The process group is left as it is: taking it down would wait for the other processes.
-        logger.error("%s", error)
-        raise SystemExit(1) from error
-    shutdown()
-    return result
+    with errors_in_one_line(logger):
+        return probe_checkpoint(get_args_parser().parse_args(argv))
 
 
 def probe_checkpoint(args: argparse.Namespace) -> dict[str, Any]:

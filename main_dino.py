@@ -38,6 +38,7 @@ from dino_sparo.cli import (
     add_device_options,
     add_normalization_options,
     bool_flag,
+    errors_in_one_line,
 )
 from dino_sparo.crops import EvalTransform, MultiCropAugmentation
 from dino_sparo.data import EpochSampler, ImageDataset, ImageSource, create_loader, open_source, require_labels
@@ -48,7 +49,6 @@ from dino_sparo.distributed import (
     is_main,
     rank_0_first,
     require_same,
-    shutdown,
     world_size,
 )
 from dino_sparo.encoder import EncoderConfig, encoder_from_config
@@ -589,13 +589,8 @@ def main(argv: list[str] | None = None) -> None:
     """Parse the options and train; a mistake in them ends with one line, not a traceback."""
     parser = argparse.ArgumentParser(parents=[get_args_parser()], description=__doc__, formatter_class=HelpFormatter)
     args = parser.parse_args(argv)
-    try:
+    with errors_in_one_line(logger, NonFiniteLossError, TooManyCorruptImagesError):
         train_dino(args)
-    except (ValueError, OSError, NonFiniteLossError, TooManyCorruptImagesError) as error:
-        # The process group is left as it is: taking it down would wait for the other processes.
-        logger.error("%s", error)
-        raise SystemExit(1) from error
-    shutdown()
 
 
 if __name__ == "__main__":

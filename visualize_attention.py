@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from dino_sparo.cli import HelpFormatter, add_device_options, add_foreign_weights_options
+from dino_sparo.cli import HelpFormatter, add_device_options, add_foreign_weights_options, errors_in_one_line
 from dino_sparo.data import CorruptImageError, ImageSource, open_source
 from dino_sparo.distributed import detect_launcher, select_device
 from dino_sparo.evaluation.atlas import build_atlas, draw_atlas
@@ -126,11 +126,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     # One process is enough; under a launcher of several the others have nothing to do.
     if detect_launcher(os.environ)[1] > 0:
         return
-    try:
+    with errors_in_one_line(logger, ImportError):
         visualize(args)
-    except (ValueError, OSError, ImportError) as error:
-        logger.error("%s", error)
-        raise SystemExit(1) from error
 
 
 @dataclass(frozen=True)

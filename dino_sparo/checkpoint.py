@@ -279,18 +279,29 @@ def load_encoder(
     Raises:
         CheckpointError: the file cannot be read, has no such key, or its weights do not fit.
     """
-    checkpoint = load_checkpoint(path)
-    weights = encoder_weights(checkpoint, which, str(path))
+    return encoder_of(load_checkpoint(path), str(path), which, arch, patch_size)
+
+
+def encoder_of(
+    checkpoint: Mapping[str, Any], source: str, which: str, arch: str | None = None, patch_size: int | None = None
+) -> Encoder:
+    """`load_encoder` for a checkpoint that has been read from `source` already."""
+    weights = encoder_weights(checkpoint, which, source)
     description = describe_encoder(checkpoint, weights, arch, patch_size)
     encoder = encoder_from_config(EncoderConfig.from_dict(description))
-    load_strictly(encoder, weights, f"{path} ({which})")
-    logger.info("%s of %s: %s", which, path, encoder.config)
+    load_strictly(encoder, weights, f"{source} ({which})")
+    logger.info("%s of %s: %s", which, source, encoder.config)
     return encoder.eval()
 
 
 def load_normalization(path: str | Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and std of the images a checkpoint was trained on; ImageNet's where it does not say."""
-    said = load_checkpoint(path).get("encoder", {})
+    return normalization_of(load_checkpoint(path))
+
+
+def normalization_of(checkpoint: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """`load_normalization` for a checkpoint that has been read already."""
+    said = checkpoint.get("encoder", {})
     return tuple(said.get("mean", IMAGENET_MEAN)), tuple(said.get("std", IMAGENET_STD))
 
 

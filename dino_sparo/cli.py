@@ -1,12 +1,16 @@
-"""Options shared by the scripts, one group per stage.
+"""Options shared by the scripts, one group per stage, and how a script ends.
 
 Plumbing. Parsing is pure: it opens no file, touches no device, asks no network.
 """
 
 import argparse
+import contextlib
+import logging
+from collections.abc import Iterator
 
 from dino_sparo.backbone import ARCHITECTURES
 from dino_sparo.data import IMAGENET_MEAN, IMAGENET_STD
+from dino_sparo.distributed import shutdown
 from dino_sparo.readout import READOUTS
 
 
@@ -17,6 +21,24 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
         if action.default is None or action.default == "":
             return action.help
         return super()._get_help_string(action)
+
+
+@contextlib.contextmanager
+def errors_in_one_line(logger: logging.Logger, *more: type[Exception]) -> Iterator[None]:
+    """End a script with one line and status 1, not a traceback, where the user can mend what is wrong.
+
+    After an error the process group is left as it is: taking it down would wait for the other processes.
+
+    Args:
+        logger: the script's.
+        more: kinds of errors beside ValueError and OSError.
+    """
+    try:
+        yield
+    except (ValueError, OSError, *more) as error:
+        logger.error("%s", error)
+        raise SystemExit(1) from error
+    shutdown()
 
 
 def bool_flag(text: str) -> bool:

@@ -28,7 +28,7 @@ from dino_sparo.checkpoint import (
     load_encoder,
     load_strictly,
 )
-from dino_sparo.cli import HelpFormatter, add_foreign_weights_options
+from dino_sparo.cli import HelpFormatter, add_foreign_weights_options, errors_in_one_line
 from dino_sparo.crops import EvalTransform
 from dino_sparo.encoder import Encoder, encoder_from_config
 from dino_sparo.evaluation.protocol import file_sha256, versions, write_json
@@ -373,11 +373,8 @@ def main(argv: list[str] | None = None) -> None:
     setup_logging()
     for name in ("onnx_ir", "onnxscript"):  # they report every node that they simplify
         logging.getLogger(name).setLevel(logging.WARNING)
-    try:
+    with errors_in_one_line(logger):
         export(args.checkpoint, args.out, args.checkpoint_key, args.format, args.img_size, args.arch, args.patch_size)
-    except (ValueError, OSError) as error:
-        logger.error("%s", error)
-        raise SystemExit(1) from error
 
 
 if __name__ == "__main__":

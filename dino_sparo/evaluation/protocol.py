@@ -23,7 +23,7 @@ import torch
 import torchvision
 
 from dino_sparo._version import __version__
-from dino_sparo.checkpoint import load_checkpoint, load_encoder
+from dino_sparo.checkpoint import encoder_of, load_checkpoint, normalization_of
 from dino_sparo.data import (
     IMAGENET_MEAN,
     IMAGENET_STD,
@@ -79,9 +79,8 @@ def trained_encoder(
             "--pretrained_weights is empty: there is nothing to evaluate; give the path of a checkpoint, or ask for a "
             "random encoder with --untrained"
         )
-    encoder = load_encoder(pretrained_weights, checkpoint_key, arch, patch_size)
     checkpoint = load_checkpoint(pretrained_weights)
-    said = checkpoint.get("encoder", {})
+    encoder = encoder_of(checkpoint, str(pretrained_weights), checkpoint_key, arch, patch_size)
     record = {
         "pretrained_weights": str(pretrained_weights),
         "sha256": file_sha256(Path(pretrained_weights)),
@@ -91,8 +90,7 @@ def trained_encoder(
         "untrained": False,
         **asdict(encoder.config),
     }
-    mean, std = tuple(said.get("mean", IMAGENET_MEAN)), tuple(said.get("std", IMAGENET_STD))
-    return EvaluatedEncoder(encoder, mean, std, record)
+    return EvaluatedEncoder(encoder, *normalization_of(checkpoint), record)
 
 
 def untrained_encoder(like: EvaluatedEncoder | EncoderConfig, seed: int) -> EvaluatedEncoder:
