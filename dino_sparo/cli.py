@@ -33,9 +33,10 @@ def errors_in_one_line(logger: logging.Logger, *more: type[Exception]) -> Iterat
         logger: the script's.
         more: kinds of errors beside ValueError and OSError.
     """
+    mendable: tuple[type[Exception], ...] = (ValueError, OSError, *more)
     try:
         yield
-    except (ValueError, OSError, *more) as error:
+    except mendable as error:
         logger.error("%s", error)
         raise SystemExit(1) from error
     shutdown()
