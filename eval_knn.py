@@ -84,7 +84,7 @@ def evaluate_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ValueError: options, files or data that do not fit; the message says what would.
     """
-    place = init_distributed(args.device, args.dist_url)
+    place = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
     setup_logging()
     storage = place.device if args.use_cuda else torch.device("cpu")
     folder = result_folder(args.output_dir or args.load_features, args.pretrained_weights)

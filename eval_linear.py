@@ -146,7 +146,7 @@ def probe_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ValueError: options, files or data that do not fit; the message says what would.
     """
-    place = init_distributed(args.device, args.dist_url)
+    place = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
     setup_logging()
     evaluated = open_encoder(
         args.pretrained_weights,

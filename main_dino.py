@@ -14,8 +14,11 @@ import json
 import logging
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 import torch
@@ -25,12 +28,11 @@ from torch.utils.data import DataLoader
 
 from dino_sparo.checkpoint import (
     CheckpointError,
+    CheckpointFolder,
     check_same_model,
-    copy_checkpoint,
     encoder_description,
     initialize_encoder,
     load_checkpoint,
-    save_checkpoint,
 )
 from dino_sparo.cli import (
     HelpFormatter,
@@ -44,9 +46,13 @@ from dino_sparo.crops import EvalTransform, MultiCropAugmentation
 from dino_sparo.data import EpochSampler, ImageDataset, ImageSource, create_loader, open_source, require_labels
 from dino_sparo.distributed import (
     Distributed,
-    barrier,
+    all_or_none,
+    broadcast_object,
+    choose_precision,
+    faults_named,
     init_distributed,
     is_main,
+    on_rank_0,
     rank_0_first,
     require_same,
     world_size,
@@ -57,26 +63,26 @@ from dino_sparo.engine import (
     Schedules,
     TooManyCorruptImagesError,
     Training,
-    choose_precision,
     effective_rank,
     train_one_epoch,
 )
 from dino_sparo.evaluation.attention import crops_grid, slots_grid
 from dino_sparo.evaluation.features import disjoint_subsets
 from dino_sparo.evaluation.knn import evaluate_knn
-from dino_sparo.evaluation.protocol import plain, versions
+from dino_sparo.evaluation.protocol import git_hash, plain, versions
 from dino_sparo.head import DINOHead, DINONetwork
-from dino_sparo.logs import RunLog, setup_logging
+from dino_sparo.logs import Meters, RunLog, setup_logging
 from dino_sparo.loss import NUM_TEACHER_CROPS, DINOLoss, diagnose_collapse
 from dino_sparo.optim import OPTIMIZERS, cosine_schedule, create_optimizer, param_groups
+from dino_sparo.preemption import Agreement, StopSignals, hand_over
 
 logger = logging.getLogger("main_dino")
 
 REFERENCE_BATCH = 256  # images; learning rates are stated for it and scaled with the batch
 LOOK_IMAGES = 64  # whose encodings' rank is taken after every epoch; the rank is at most this
-POSITIVE_OPTIONS = ("epochs", "max_steps", "batch_size_per_gpu", "grad_accum_steps", "patch_size")
+POSITIVE_OPTIONS = ("epochs", "max_steps", "batch_size_per_gpu", "grad_accum_steps", "patch_size", "keep_checkpoints")
 NON_NEGATIVE_OPTIONS = (
-    *("warmup_epochs", "saveckp_freq", "knn_freq", "num_workers", "freeze_last_layer", "clip_grad"),
+    *("warmup_epochs", "saveckp_freq", "saveckp_minutes", "knn_freq", "num_workers", "freeze_last_layer", "clip_grad"),
     *("lr", "min_lr", "weight_decay", "weight_decay_end"),
 )
 # What the optimizer's state depends on, so that a run cannot go on with another.
@@ -84,8 +90,11 @@ FIXED_OPTIONS = ("optimizer", "norm_last_layer", "use_bn_in_head")
 # What may change without making it another run; init_from said how it began.
 HARMLESS_OPTIONS = {
     *("output_dir", "num_workers", "max_steps", "device", "dist_url", "local_rank", "download", "init_from"),
-    *("saveckp_freq", "knn_freq", "max_corrupt"),
+    *("saveckp_freq", "saveckp_minutes", "keep_checkpoints", "knn_freq", "max_corrupt"),
+    *("allow_rescale", "dist_timeout_min"),
 }
+# Errors of training that end with one line, since the user can mend their cause.
+MENDABLE_ERRORS: tuple[type[Exception], ...] = (NonFiniteLossError, TooManyCorruptImagesError)
 PROBE_NEIGHBOURS = 20
 PROBE_IMAGES = (4000, 1000)  # that vote, that are classified, in the probe during training
 
@@ -233,6 +242,24 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--output_dir", default=".", help="Where checkpoints and logs go; a run there is resumed.")
     group.add_argument("--saveckp_freq", type=int, default=20, help="Keep a checkpoint every so many epochs; 0: never.")
     group.add_argument(
+        "--saveckp_minutes",
+        type=float,
+        default=30.0,
+        help="Also save after so many minutes within an epoch: what a crash can cost at most; 0: only after epochs.",
+    )
+    group.add_argument(
+        "--keep_checkpoints",
+        type=int,
+        default=3,
+        help="How many of the last checkpoints stay; if the newest is damaged, the one before it is used.",
+    )
+    group.add_argument(
+        "--allow_rescale",
+        action="store_true",
+        help="Go on from a checkpoint with another batch or number of processes: schedules and the place in the epoch "
+        "follow from the images seen. Without it that is refused.",
+    )
+    group.add_argument(
         "--knn_freq",
         type=int,
         default=0,
@@ -245,25 +272,33 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
 def train_dino(args: argparse.Namespace) -> None:
     """Build everything the options describe, resume if there is something to resume, train.
 
+    SIGUSR2, SIGTERM and Ctrl-C end the run after the next few steps, with a checkpoint.
+
     Raises:
         ValueError: options that do not fit each other, the data or the checkpoint; nothing was overwritten.
         NonFiniteLossError, TooManyCorruptImagesError: from training; the last checkpoint stays as it is.
+        FaultError: a process or a worker died or hangs; the last checkpoint stays, and starting again goes on from it.
+        RunStopped: a signal ended the run after it had saved.
     """
-    place = init_distributed(args.device, args.dist_url)
-    output_dir = Path(args.output_dir)
-    output_dir.mkdir(parents=True, exist_ok=True)
-    setup_logging(output_dir)
-    check_options(args)
-    logger.info("options: %s", json.dumps(vars(args), default=str))
-    run = build_run(args, place)
-    if args.init_from:
-        start_from(run, args.init_from, output_dir / "checkpoint.pth")
-    resume(run, output_dir / "checkpoint.pth")
-    log = RunLog(output_dir, step=run.training.step)
-    try:
-        train_epochs(run, log, output_dir)
-    finally:
-        log.close()
+    with StopSignals() as signals, faults_named(args.dist_timeout_min):
+        place = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
+        output_dir = Path(args.output_dir)
+        with all_or_none(f"preparing {output_dir}"):
+            check_options(args)
+            output_dir.mkdir(parents=True, exist_ok=True)
+            setup_logging(output_dir)
+        logger.info("options: %s", json.dumps(vars(args), default=str))
+        run = build_run(args, place, signals)
+        if args.init_from:
+            start_from(run, args.init_from)
+        log_step = resume(run)
+        log = RunLog(output_dir, log_step, run.training.step // run.sampler.steps_per_epoch)
+        try:
+            stop = train_epochs(run, log)
+        finally:
+            log.close()
+        if stop is not None:
+            hand_over(signals, stop, run.training.step)
 
 
 def check_options(args: argparse.Namespace) -> None:
@@ -309,6 +344,8 @@ class Run:
         args: the options.
         description: how the encoder is built, for the checkpoint.
         first_views: the views of the first images, to look at after every epoch; rank 0 only.
+        checkpoints: where the run is saved.
+        agreement: when the ranks agree on what to do next.
         best_knn: best 20-NN accuracy so far, percent.
     """
 
@@ -319,17 +356,23 @@ class Run:
     args: argparse.Namespace
     description: dict[str, Any]
     first_views: list[Tensor]
+    checkpoints: CheckpointFolder
+    agreement: Agreement
     best_knn: float = 0.0
 
     @property
     def extent(self) -> dict[str, int]:
         """What a step's number means: it counts towards these."""
-        return {"num_images": len(self.source), "steps_per_epoch": self.sampler.steps_per_epoch}
+        return {
+            "num_images": len(self.source),
+            "global_batch": self.sampler.global_batch_size,
+            "steps_per_epoch": self.sampler.steps_per_epoch,
+        }
 
 
-def build_run(args: argparse.Namespace, place: Distributed) -> Run:
+def build_run(args: argparse.Namespace, place: Distributed, signals: StopSignals) -> Run:
     """Images, networks, loss, optimizer and schedules from the options."""
-    with rank_0_first():
+    with rank_0_first(f"opening {args.data_path}"):
         source = open_source(args.data_path, download=args.download)
     require_same(len(source), "the number of images")
     if args.knn_freq:
@@ -352,13 +395,16 @@ def build_run(args: argparse.Namespace, place: Distributed) -> Run:
         sampler,
         num_workers=args.num_workers,
         pin_memory=place.device.type == "cuda",
+        timeout_min=args.dist_timeout_min,
     )
     training = build_training(args, place, sampler.steps_per_epoch)
     training.locate = source.location
     description = encoder_description(training.network.config, args.norm_mean, args.norm_std)
     crops = [dataset[index].views for index in range(min(LOOK_IMAGES, len(source)) * is_main())]
     first_views = [torch.stack(view) for view in zip(*crops, strict=True)]
-    return Run(source, sampler, loader, training, args, description, first_views)
+    checkpoints = CheckpointFolder(Path(args.output_dir), args.keep_checkpoints)
+    agreement = Agreement(signals, args.saveckp_minutes, place.device)
+    return Run(source, sampler, loader, training, args, description, first_views, checkpoints, agreement)
 
 
 def build_training(args: argparse.Namespace, place: Distributed, steps_per_epoch: int) -> Training:
@@ -438,82 +484,156 @@ def build_schedules(args: argparse.Namespace, steps_per_epoch: int) -> Schedules
     )
 
 
-def start_from(run: Run, source: str, checkpoint: Path) -> None:
+def start_from(run: Run, source: str) -> None:
     """Start student and teacher from other weights, unless there is a checkpoint to resume.
 
     Args:
         run: what to start.
         source: file with a ViT's weights.
-        checkpoint: where a run that was begun would have its own.
 
     Raises:
         CheckpointError: the weights do not fit the encoder.
     """
-    if checkpoint.is_file():
-        logger.info("--init_from %s is ignored: %s goes on", source, checkpoint)
+    if run.checkpoints.newest.is_file():
+        logger.info("--init_from %s is ignored: %s goes on", source, run.checkpoints.newest)
         return
     student = run.training.network
     logger.info("start from %s; the head is new", initialize_encoder(student.encoder, source))
     run.training.teacher.load_state_dict(student.state_dict())
 
 
-def resume(run: Run, path: Path) -> None:
-    """Go on from the checkpoint at `path`, if there is one.
+def resume(run: Run) -> int | None:
+    """Go on from the newest sound checkpoint, if there is one.
+
+    Returns:
+        The step after which TensorBoard's files are written anew; None if the steps are counted in another way now.
 
     Raises:
-        CheckpointError: it is damaged, of another model, or counts its steps towards other images or batches.
+        CheckpointError: none is sound, or it is of another model, or counts its steps towards other images or batches.
     """
-    if not path.is_file():
-        return
-    checkpoint, training = load_checkpoint(path), run.training
-    check_same_model(checkpoint, training.network.config, str(path))
-    before, now = checkpoint["args"], plain(vars(run.args))
-    fixed = [(f"--{name}", before[name], now[name]) for name in FIXED_OPTIONS if before[name] != now[name]]
-    fixed += [(name, checkpoint[name], value) for name, value in run.extent.items() if checkpoint[name] != value]
-    if fixed:
-        raise CheckpointError(
-            f"{path} cannot be resumed: "
-            + ", ".join(f"{name} was {old} and is now {new}" for name, old, new in fixed)
-            + ". Give the same images, batch size and number of processes, or another --output_dir"
-        )
-    training.load_state_dict(checkpoint, str(path))
+    args = run.args
+    found: list[Path | None] = []
+    on_rank_0(lambda: found.append(run.checkpoints.find()), "looking for a checkpoint")
+    path = broadcast_object(found[0] if found else None)
+    if path is None:
+        return 0
+    with all_or_none(f"reading {path}"):
+        checkpoint, training = load_checkpoint(path), run.training
+        check_same_model(checkpoint, training.network.config, str(path))
+        before, now = checkpoint["args"], plain(vars(args))
+        is_rescaled = _is_rescaled(checkpoint, run.extent)
+        _check_same_extent(run, checkpoint, str(path), may_differ=is_rescaled and args.allow_rescale)
+        training.load_state_dict(checkpoint, str(path))
     run.best_knn = checkpoint["best_knn"]
+    if is_rescaled:
+        rescale(run, checkpoint)
     for name in sorted(before.keys() & now.keys() - HARMLESS_OPTIONS):
         if before[name] != now[name]:
             logger.warning("--%s was %s and is now %s: the run will not be what it was", name, before[name], now[name])
     logger.info("resumed %s: %d epochs, %d steps done", path, checkpoint["epoch"], training.step)
+    return None if is_rescaled else training.step
 
 
-def train_epochs(run: Run, log: RunLog, output_dir: Path) -> None:
+def _is_rescaled(checkpoint: dict[str, Any], extent: dict[str, int]) -> bool:
+    """Whether the same images come in batches of another size than when the checkpoint was written."""
+    differs = [name for name, value in extent.items() if checkpoint.get(name, value) != value]
+    return bool(differs) and "num_images" not in differs
+
+
+def _check_same_extent(run: Run, checkpoint: dict[str, Any], path: str, may_differ: bool) -> None:
+    """Refuse other images, other options that the optimizer's state depends on, and other batches unless allowed."""
+    before, now = checkpoint["args"], plain(vars(run.args))
+    differing = [(f"--{name}", before[name], now[name]) for name in FIXED_OPTIONS if before[name] != now[name]]
+    if not may_differ:
+        extent = ((name, checkpoint.get(name, value), value) for name, value in run.extent.items())
+        differing += [(name, old, new) for name, old, new in extent if old != new]
+    if differing:
+        remedy = "; or --allow_rescale, to go on from the images seen so far" * _is_rescaled(checkpoint, run.extent)
+        raise CheckpointError(
+            f"{path} cannot be resumed: "
+            + ", ".join(f"{name} was {old} and is now {new}" for name, old, new in differing)
+            + f". Give the same images, batch size and number of processes, or another --output_dir{remedy}"
+        )
+
+
+def rescale(run: Run, checkpoint: dict[str, Any]) -> None:
+    """Go on with another batch: the step becomes the one at which as many images of the epoch were seen, rounded down.
+
+    The schedules are those of the new batch, read at that step, so learning rate, weight decay and momentum go on where
+    they were as functions of the images seen (the learning rate scaled with the batch).
+    """
+    training, steps_per_epoch = run.training, run.sampler.steps_per_epoch
+    epoch, steps = divmod(training.step, checkpoint["steps_per_epoch"])
+    before = training.step
+    batch = checkpoint.get("global_batch", checkpoint["num_images"] // checkpoint["steps_per_epoch"])
+    seen = min(steps * batch // run.sampler.global_batch_size, steps_per_epoch - 1)
+    training.step = epoch * steps_per_epoch + seen
+    training.meters, training.num_corrupt = Meters(), 0
+    logger.warning(
+        "--allow_rescale: step %d with batches of %d images is step %d with %d; this run is not the one that was begun",
+        before,
+        batch,
+        training.step,
+        run.sampler.global_batch_size,
+    )
+
+
+def train_epochs(run: Run, log: RunLog) -> Signals | None:
     """The epochs that are left: train, look, probe, log, save.
 
-    An epoch that `--max_steps` cuts short is saved, but neither probed nor logged in log.txt: its rest comes later.
+    An epoch that `--max_steps` or a signal cuts short is saved, but neither probed nor logged in log.txt: its rest
+    comes later.
+
+    Returns:
+        The signal that ended the run early, or None.
     """
     args, training, steps_per_epoch = run.args, run.training, run.sampler.steps_per_epoch
     end_step = args.epochs * steps_per_epoch
     if args.max_steps is not None:
         end_step = min(end_step, args.max_steps)
-    begin = time.monotonic()
-    while training.step < end_step:
+    begin, stop = time.monotonic(), None
+    while training.step < end_step and stop is None:
         epoch, start_step = divmod(training.step, steps_per_epoch)
         run.sampler.set_epoch(epoch, start_step)
-        means = train_one_epoch(training, run.loader, epoch, steps_per_epoch, len(run.source), log, end_step)
-        is_whole, is_best = training.step % steps_per_epoch == 0, False
-        values = {f"train_{name}": value for name, value in means.items()} | look_at_epoch(run, log, means)
-        if is_whole and args.knn_freq and (epoch + 1) % args.knn_freq == 0:
-            values["knn_20"] = probe(run)
-            is_best = values["knn_20"] > run.best_knn
-            run.best_knn = max(run.best_knn, values["knn_20"])
-        logger.info("epoch %d, step %d: %s", epoch, training.step, "  ".join(f"{k} {v:.4g}" for k, v in values.items()))
-        log.scalars({f"epoch/{name}": value for name, value in values.items()}, training.step)
-        copies = ["checkpoint_best.pth"] if is_best else []
-        if is_whole and args.saveckp_freq and epoch % args.saveckp_freq == 0:
-            copies.append(f"checkpoint{epoch:04}.pth")
-        # The line first: a run killed in between takes the epoch again, and drops the line when it resumes.
-        if is_whole:
-            log.write_epoch({**values, "epoch": epoch, "step": training.step})
-        save(run, epoch + is_whole, output_dir / "checkpoint.pth", copies)
-    logger.info("done: %d steps in %.0f s, %s", training.step, time.monotonic() - begin, output_dir / "checkpoint.pth")
+        means, stop = train_one_epoch(
+            training,
+            run.loader,
+            epoch,
+            steps_per_epoch,
+            len(run.source),
+            log,
+            end_step,
+            run.agreement,
+            save=partial(save, run, epoch),
+        )
+        if training.step % steps_per_epoch == 0:
+            finish_epoch(run, log, epoch, means)
+        elif stop is None:
+            save(run, epoch)
+    if stop is None:
+        seconds = time.monotonic() - begin
+        logger.info("done: %d steps in %.0f s, %s", training.step, seconds, run.checkpoints.newest)
+    return stop
+
+
+def finish_epoch(run: Run, log: RunLog, epoch: int, means: dict[str, float]) -> None:
+    """Look, probe, log, save."""
+    args, training = run.args, run.training
+    values = {f"train_{name}": value for name, value in means.items()} | look_at_epoch(run, log, means)
+    is_best = False
+    if args.knn_freq and (epoch + 1) % args.knn_freq == 0:
+        values["knn_20"] = probe(run)
+        is_best = values["knn_20"] > run.best_knn
+        run.best_knn = max(run.best_knn, values["knn_20"])
+    logger.info("epoch %d, step %d: %s", epoch, training.step, "  ".join(f"{k} {v:.4g}" for k, v in values.items()))
+    log.scalars({f"epoch/{name}": value for name, value in values.items()}, training.step)
+    copies = ["checkpoint_best.pth"] if is_best else []
+    if args.saveckp_freq and epoch % args.saveckp_freq == 0:
+        copies.append(f"checkpoint{epoch:04}.pth")
+    # The line first: a run killed in between takes the epoch again, and drops the line when it resumes.
+    log.write_epoch({**values, "epoch": epoch, "step": training.step})
+    save(run, epoch + 1, copies)
+    run.agreement.saved()
 
 
 def look_at_epoch(run: Run, log: RunLog, means: dict[str, float]) -> dict[str, float]:
@@ -560,36 +680,35 @@ def probe(run: Run) -> float:
     return found.results[PROBE_NEIGHBOURS].top1
 
 
-def save(run: Run, epochs_done: int, path: Path, copies: list[str]) -> None:
-    """Write the checkpoint, and copies beside it that later epochs do not overwrite.
+def save(run: Run, epochs_done: int, copies: Sequence[str] = ()) -> None:
+    """Write a checkpoint, and copies beside it that later saves do not overwrite; every rank calls this.
 
     Args:
         run: what to save.
         epochs_done: whole epochs.
-        path: of the checkpoint.
         copies: names of the copies.
+
+    Raises:
+        CheckpointError: on every rank, if rank 0 could not write; the checkpoint before stays.
     """
-    if is_main():
-        checkpoint = {
-            **run.training.state_dict(),
-            **run.extent,
-            "encoder": run.description,
-            "epoch": epochs_done,
-            "best_knn": run.best_knn,
-            "args": plain(vars(run.args)),
-            "versions": versions(),
-        }
-        save_checkpoint(checkpoint, path)
-        for name in copies:
-            copy_checkpoint(path, path.with_name(name))
-    barrier()
+    checkpoint = {
+        **run.training.state_dict(),
+        **run.extent,
+        "encoder": run.description,
+        "epoch": epochs_done,
+        "best_knn": run.best_knn,
+        "args": plain(vars(run.args)),
+        "versions": {**versions(), "git": git_hash()},
+    }
+    on_rank_0(lambda: run.checkpoints.save(checkpoint, copies), "saving a checkpoint")
+    logger.info("saved at step %d", run.training.step)
 
 
 def main(argv: list[str] | None = None) -> None:
     """Parse the options and train; a mistake in them ends with one line, not a traceback."""
     parser = argparse.ArgumentParser(parents=[get_args_parser()], description=__doc__, formatter_class=HelpFormatter)
     args = parser.parse_args(argv)
-    with errors_in_one_line(logger, NonFiniteLossError, TooManyCorruptImagesError):
+    with errors_in_one_line(logger, *MENDABLE_ERRORS):
         train_dino(args)
 
 

@@ -1,60 +1,144 @@
-"""Submit a training run to Slurm, one task per GPU, requeued when it is preempted or its time is over.
+"""Submit a training run to Slurm, one task per GPU, requeued when it is preempted, at its time limit and after faults.
 
     python run_with_submitit.py --nodes 1 --ngpus 8 --partition gpu --timeout_min 2800 \\
         --data_path imagenet/train --output_dir runs/vits16
 
-Takes every option of `main_dino.py` and a few of Slurm's. A requeued job starts the same command again, which goes on
-from the checkpoint of the last epoch.
+Takes every option of the trainer (`--module`, by default `main_dino.py`) and a few of Slurm's. A job whose machines
+Slurm takes back saves between two steps, is requeued under the same number, and goes on from that very step.
 """
 
 import argparse
 import logging
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import submitit
+import torch
 from submitit.helpers import DelayedSubmission
+from submitit.slurm.slurm import SlurmExecutor, _make_sbatch_string
 
-from dino_sparo.cli import HelpFormatter
-from dino_sparo.distributed import shutdown
-from main_dino import check_options, get_args_parser, train_dino
+from dino_sparo.cli import HelpFormatter, errors_in_one_line
+from dino_sparo.distributed import FAULT_STATUS, FIRST_PORT, NUM_PORTS
 
 logger = logging.getLogger("run_with_submitit")
 
-# Slurm's warning before the end of the job's time, in which submitit submits the rest of the run.
+# Slurm's warning before the end of the job's time; at most a quarter of that time.
 SIGNAL_DELAY_S = 120
+# Exit statuses of a job that may do better when started again: our own word for it, and ends by SIGABRT (NCCL's
+# watchdog), SIGBUS, SIGKILL (out of memory, too) and SIGSEGV.
+FAULT_STATUSES = (FAULT_STATUS, 128 + 6, 128 + 7, 128 + 9, 128 + 11)
+
+
+@dataclass(frozen=True)
+class TrainingModule:
+    """What a trainer offers to be submitted.
+
+    Attributes:
+        get_args_parser: its options.
+        check_options: refuses what cannot be, before the job waits in the queue.
+        train: does the work in every task.
+        errors: kinds of errors beside ValueError and OSError that the user can mend.
+    """
+
+    get_args_parser: Callable[[], argparse.ArgumentParser]
+    check_options: Callable[[argparse.Namespace], None]
+    train: Callable[[argparse.Namespace], None]
+    errors: tuple[type[Exception], ...]
+
+
+def _dino() -> TrainingModule:
+    import main_dino
+
+    return TrainingModule(
+        main_dino.get_args_parser, main_dino.check_options, main_dino.train_dino, main_dino.MENDABLE_ERRORS
+    )
+
+
+# Imported when asked for: a trainer may need packages that the others do not.
+TRAINERS: dict[str, Callable[[], TrainingModule]] = {"main_dino": _dino}
 
 
 class Trainer:
     """What runs in every task of the job.
 
     Args:
-        args: the options of `main_dino.py`.
+        args: the options of the trainer and of the job.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
 
     def __call__(self) -> None:
-        """Train; ranks and rendezvous come from Slurm's environment."""
-        job_id = submitit.JobEnvironment().job_id
-        self.args.output_dir = str(self.args.output_dir).replace("%j", job_id)
-        train_dino(self.args)
-        shutdown()
+        """Train; ranks and rendezvous come from Slurm's environment, or from submitit's where it runs without Slurm."""
+        job = submitit.JobEnvironment()
+        module = TRAINERS[self.args.module]()
+        with errors_in_one_line(logger, *module.errors):
+            check_tasks(self.args, job.num_tasks, job.num_nodes, torch.cuda.device_count())
+            if job.cluster == "local":
+                _set_local_rendezvous(job)
+            self.args.output_dir = str(self.args.output_dir).replace("%j", job.job_id)
+            module.train(self.args)
 
     def checkpoint(self) -> DelayedSubmission:
-        """Called by submitit before the job ends early: submit the same again."""
+        """Called by submitit when the job is requeued: the same again, which goes on from the checkpoint."""
         return DelayedSubmission(type(self)(self.args))
 
 
-def get_submission_parser() -> argparse.ArgumentParser:
-    """The options of `main_dino.py` and those of the job."""
+def check_tasks(args: argparse.Namespace, num_tasks: int, num_nodes: int, num_gpus: int) -> None:
+    """Refuse to train with other processes than were asked for.
+
+    Args:
+        args: the options.
+        num_tasks: tasks that were started.
+        num_nodes: nodes they run on.
+        num_gpus: GPUs that this task sees.
+
+    Raises:
+        ValueError: the numbers do not match.
+    """
+    if (num_tasks, num_nodes) != (args.nodes * args.ngpus, args.nodes):
+        raise ValueError(
+            f"{num_tasks} tasks on {num_nodes} nodes were started, but --nodes {args.nodes} --ngpus {args.ngpus} means "
+            f"{args.nodes * args.ngpus} on {args.nodes}; does --slurm_additional change the number of tasks?"
+        )
+    if args.device in ("auto", "cuda") and num_gpus not in (0, 1, args.ngpus):
+        raise ValueError(
+            f"this task sees {num_gpus} GPUs, but --ngpus {args.ngpus} asks for {args.ngpus} per node, one per task; "
+            f"does --slurm_additional change the number of GPUs?"
+        )
+    if args.device == "cuda" and num_gpus == 0:
+        raise ValueError("this task sees no GPU; give --device cpu, or a --partition with GPUs")
+
+
+def _set_local_rendezvous(job: submitit.JobEnvironment) -> None:
+    """What torchrun would set, for the tasks of a job on this machine."""
+    os.environ.update(
+        RANK=str(job.global_rank),
+        WORLD_SIZE=str(job.num_tasks),
+        LOCAL_RANK=str(job.local_rank),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(FIRST_PORT + int(job.job_id) % NUM_PORTS),
+    )
+
+
+def get_submission_parser(module: str = "main_dino") -> argparse.ArgumentParser:
+    """The options of a trainer and those of the job.
+
+    Args:
+        module: a key of `TRAINERS`.
+    """
     parser = argparse.ArgumentParser(
-        parents=[get_args_parser()],
+        parents=[TRAINERS[module]().get_args_parser()],
         description=__doc__,
         formatter_class=HelpFormatter,
     )
     group = parser.add_argument_group("Slurm job")
+    _add_module_option(group)
     group.add_argument("--ngpus", type=int, default=8, help="GPUs, and tasks, per node.")
     group.add_argument("--nodes", type=int, default=1, help="Nodes.")
     group.add_argument("--timeout_min", type=int, default=2800, help="Time limit of the job in minutes.")
@@ -66,58 +150,184 @@ def get_submission_parser() -> argparse.ArgumentParser:
     group.add_argument("--constraint", default=None, help="Features the nodes must have.")
     group.add_argument("--comment", default=None, help="Message to the scheduler.")
     group.add_argument("--name", default="dino_sparo", help="Name of the job.")
+    group.add_argument(
+        "--slurm_additional",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="Any other options of sbatch, as exclude=node17 reservation=tuesday.",
+    )
     group.add_argument("--job_dir", default=None, help="Folder of the job's own files; default: OUTPUT_DIR/%%j.")
+    group.add_argument(
+        "--max_requeues",
+        type=int,
+        default=10,
+        help="How often the job may be started again after a fault (a process that died, a hung network), and how "
+        "often at its time limit. Preemptions are not counted.",
+    )
+    group.add_argument("--dry_run", action="store_true", help="Print the batch script and submit nothing.")
+    group.add_argument("--local", action="store_true", help="Run the job's tasks on this machine, without Slurm.")
     return parser
 
 
-def slurm_parameters(args: argparse.Namespace) -> dict[str, Any]:
-    """submitit's parameters for the job that the options describe."""
-    optional = {
-        "slurm_partition": args.partition,
-        "slurm_account": args.account,
-        "slurm_qos": args.qos,
-        "slurm_constraint": args.constraint,
-        "slurm_comment": args.comment,
-        "mem_gb": None if args.mem_gb_per_gpu is None else args.mem_gb_per_gpu * args.ngpus,
-    }
-    return {
+def _add_module_option(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--module", default="main_dino", choices=sorted(TRAINERS), help="The trainer to submit.")
+
+
+def job_folder(args: argparse.Namespace) -> Path:
+    """Where the job's own files go; `%j` stands for its number."""
+    return Path(args.job_dir or Path(args.output_dir) / "%j")
+
+
+def additional_parameters(pairs: list[str]) -> dict[str, str]:
+    """`KEY=VALUE` words as a dict.
+
+    Raises:
+        ValueError: a word without a key or a value.
+    """
+    for pair in pairs:
+        key, separator, value = pair.partition("=")
+        if not (key and separator and value):
+            raise ValueError(f"--slurm_additional {pair}: give KEY=VALUE, as exclude=node17")
+    return {pair.partition("=")[0].lstrip("-"): pair.partition("=")[2] for pair in pairs}
+
+
+def check_submission(args: argparse.Namespace) -> None:
+    """Refuse a job that cannot be.
+
+    Raises:
+        ValueError: names the option and what would do.
+    """
+    for name in ("ngpus", "nodes", "timeout_min", "cpus_per_task"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} {getattr(args, name)}: give a positive number")
+    if args.max_requeues < 0:
+        raise ValueError(f"--max_requeues {args.max_requeues}: give 0 or more")
+    if args.local and args.nodes > 1:
+        raise ValueError(f"--local runs on this machine only, but --nodes is {args.nodes}; give --nodes 1")
+
+
+def job_parameters(args: argparse.Namespace) -> dict[str, Any]:
+    """submitit's parameters for the job, wherever it runs."""
+    parameters: dict[str, Any] = {
         "name": args.name,
         "nodes": args.nodes,
-        "gpus_per_node": args.ngpus,
         "tasks_per_node": args.ngpus,
         "cpus_per_task": args.cpus_per_task,
         "timeout_min": args.timeout_min,
-        "slurm_signal_delay_s": SIGNAL_DELAY_S,
+    }
+    if args.device != "cpu":
+        parameters["gpus_per_node"] = args.ngpus
+    if args.mem_gb_per_gpu is not None:
+        parameters["mem_gb"] = args.mem_gb_per_gpu * args.ngpus
+    return parameters
+
+
+def slurm_parameters(args: argparse.Namespace) -> dict[str, Any]:
+    """submitit's parameters for Slurm alone."""
+    folder = str(job_folder(args)).replace("%j", "${SLURM_JOB_ID}")
+    names = ("partition", "account", "qos", "constraint", "comment")
+    return {
+        **{name: getattr(args, name) for name in names if getattr(args, name) is not None},
+        "signal_delay_s": min(SIGNAL_DELAY_S, 60 * args.timeout_min // 4),
         # A rank that dies takes the others with it instead of leaving them in a collective.
-        "slurm_srun_args": ["--kill-on-bad-exit=1"],
-        **{name: value for name, value in optional.items() if value is not None},
+        # And srun of Slurm 22.05 and later has to be told again how many cores a task gets.
+        "srun_args": ["--kill-on-bad-exit=1", f"--cpus-per-task={args.cpus_per_task}"],
+        "additional_parameters": {"requeue": True, **additional_parameters(args.slurm_additional)},
+        # What an earlier attempt left would be taken for this one's result.
+        "setup": [f'rm -f "{folder}"/${{SLURM_JOB_ID}}_*_result.pkl'],
+        "teardown": requeue_after_faults(folder, args.max_requeues),
     }
 
 
-def main(argv: list[str] | None = None) -> submitit.Job:
-    """Check the options, submit the job and say how to follow it."""
-    args = get_submission_parser().parse_args(argv)
-    try:
-        # Now, rather than after an hour in the queue.
-        check_options(args)
-        return submit(args)
-    except (ValueError, OSError, RuntimeError) as error:
-        raise SystemExit(f"not submitted: {error}") from error
+def requeue_after_faults(folder: str, max_requeues: int) -> list[str]:
+    """The end of the batch script: submit the job again if starting it again may help.
+
+    A job that was cancelled is not running any more, and stays as it is.
+
+    Args:
+        folder: of the job's files, as bash reads it; its file `faults` counts.
+        max_requeues: how often at most.
+    """
+    return [
+        "status=$?",
+        f'faults="{folder}/faults"',
+        f"if [[ ' {' '.join(map(str, FAULT_STATUSES))} ' == *\" $status \"* ]] &&",
+        "    scontrol -o show job $SLURM_JOB_ID | grep -q 'JobState=RUNNING'; then",
+        '  echo "$(date -Is) exit status $status" >> "$faults"',
+        '  count=$(wc -l < "$faults")',
+        f'  if [ "$count" -le {max_requeues} ]; then',
+        f'    echo "exit status $status: requeued ($count of at most {max_requeues} times)" >&2',
+        "    scontrol requeue $SLURM_JOB_ID && sleep 60",
+        "  else",
+        f'    echo "exit status $status: not requeued again, --max_requeues is {max_requeues}" >&2',
+        "  fi",
+        "fi",
+        "exit $status",
+    ]
+
+
+def batch_script(args: argparse.Namespace) -> str:
+    """The file that would be given to sbatch."""
+    folder = job_folder(args)
+    command = f"{shlex.quote(sys.executable)} -u -m submitit.core._submit {shlex.quote(str(folder))}"
+    # As submitit itself would write it, also on a machine without Slurm, where its executor cannot be made.
+    parameters = SlurmExecutor._convert_parameters(SlurmExecutor.__new__(SlurmExecutor), job_parameters(args))
+    return _make_sbatch_string(command=command, folder=folder, **parameters, **slurm_parameters(args))
 
 
 def submit(args: argparse.Namespace) -> submitit.Job:
-    """Hand the run to Slurm.
+    """Hand the run to Slurm, or to this machine.
 
     Raises:
         RuntimeError: there is no Slurm here.
         submitit.core.utils.FailedJobError: Slurm refused the job.
     """
-    folder = Path(args.job_dir or Path(args.output_dir) / "%j")
-    executor = submitit.AutoExecutor(folder=folder, cluster="slurm", slurm_max_num_timeout=30)
-    executor.update_parameters(**slurm_parameters(args))
+    folder = job_folder(args)
+    if args.local:
+        executor = submitit.AutoExecutor(folder=folder, cluster="local", local_max_num_timeout=args.max_requeues)
+        executor.update_parameters(**job_parameters(args))
+    else:
+        executor = submitit.AutoExecutor(folder=folder, cluster="slurm", slurm_max_num_timeout=args.max_requeues)
+        specific = {f"slurm_{name}": value for name, value in slurm_parameters(args).items()}
+        executor.update_parameters(**job_parameters(args), **specific)
     job = executor.submit(Trainer(args))
-    print(f"job {job.job_id}, log {job.paths.stderr}\nfollow it with: tail -f {job.paths.stderr}")
+    print(f"job {job.job_id}\noutput {job.paths.stdout}\nlog    {job.paths.stderr}")
+    print(f"follow it with: tail -F {job.paths.stderr}", flush=True)
     return job
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Check the options, submit the job and say how to follow it."""
+    chooser = argparse.ArgumentParser(add_help=False)
+    _add_module_option(chooser)
+    module = chooser.parse_known_args(argv)[0].module
+    args = get_submission_parser(module).parse_args(argv)
+    try:
+        # Now, rather than after an hour in the queue.
+        check_submission(args)
+        TRAINERS[module]().check_options(args)
+        if args.dry_run:
+            print(batch_script(args))
+            return
+        job = submit(args)
+    except (ValueError, OSError, RuntimeError, submitit.core.utils.FailedJobError) as error:
+        raise SystemExit(f"not submitted: {error}") from error
+    if args.local:
+        wait(job)
+
+
+def wait(job: submitit.Job) -> None:
+    """Wait for a job on this machine.
+
+    Raises:
+        SystemExit: it failed.
+    """
+    try:
+        job.results()
+    except (submitit.core.utils.FailedJobError, submitit.core.utils.UncompletedJobError) as error:
+        raise SystemExit(f"job {job.job_id} failed; its log {job.paths.stderr} says why") from error
+    print(f"job {job.job_id} is done")
 
 
 if __name__ == "__main__":

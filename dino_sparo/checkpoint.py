@@ -5,6 +5,9 @@ Stage 5 of the map. A checkpoint is a dict of plain values and tensors, read wit
     student, teacher    flat weights, `backbone.*`, `readout.*`, `head.*`
     encoder             how the encoder was built (`EncoderConfig`), and the mean and std of its images
     optimizer, dino_loss, fp16_scaler (fp16 only), epoch (finished epochs), step, args (options), best_knn, versions
+    ranks               per process: its random numbers and its part of the running epoch's means
+
+A `CheckpointFolder` holds the last few of them, each written whole or not at all, and finds the newest that is sound.
 
 The names are the reference's where it has one, so its scripts read our `--readout cls` checkpoints, and `load_encoder`
 reads the reference's: full checkpoints, and raw ViT weights. `export.py` writes an encoder as safetensors, which are
@@ -19,8 +22,10 @@ import math
 import os
 import pathlib
 import pickle
+import random
 import re
 import shutil
+import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -74,6 +79,7 @@ def save_checkpoint(checkpoint: Mapping[str, Any], path: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+        _sync_folder(path.parent)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -97,6 +103,121 @@ def copy_checkpoint(path: Path, copy: Path) -> None:
         os.replace(temporary, copy)
     except OSError as error:
         raise CheckpointError(f"could not write {copy} ({error}); {path} is whole; free some space") from error
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a renaming survive a power cut, where folders can be flushed."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+class CheckpointFolder:
+    """The checkpoints of a run: `checkpoint.pth`, the newest, and the ones before it, `checkpoint_previous1.pth`, ...
+
+    Args:
+        folder: an existing folder.
+        keep: how many there are, the newest included.
+        name: of the newest.
+    """
+
+    def __init__(self, folder: Path, keep: int = 3, name: str = "checkpoint") -> None:
+        self.folder, self.keep, self.name = folder, keep, name
+        self.newest = folder / f"{name}.pth"
+
+    def previous(self, number: int) -> Path:
+        """The path of the checkpoint `number` saves before the newest."""
+        return self.folder / f"{self.name}_previous{number}.pth" if number else self.newest
+
+    def save(self, checkpoint: Mapping[str, Any], copies: Iterable[str] = ()) -> None:
+        """Write a checkpoint; the ones before it move one place back, and the oldest goes.
+
+        Killed at any point, this leaves whole checkpoints only, `checkpoint.pth` among them if there was one.
+
+        Args:
+            checkpoint: what to write.
+            copies: names of files that later saves do not overwrite.
+
+        Raises:
+            CheckpointError: the disk is full or the folder cannot be written; the old files are untouched.
+        """
+        if self.newest.is_file():
+            for number in range(self.keep - 1, 1, -1):
+                if self.previous(number - 1).is_file():
+                    copy_checkpoint(self.previous(number - 1), self.previous(number))
+            if self.keep > 1:
+                copy_checkpoint(self.newest, self.previous(1))
+        save_checkpoint(checkpoint, self.newest)
+        for copy in copies:
+            copy_checkpoint(self.newest, self.folder / copy)
+
+    def find(self) -> Path | None:
+        """The newest checkpoint whose bytes are those that were written; damaged ones are named and set aside.
+
+        Raises:
+            CheckpointError: there are checkpoints, but none of them is sound.
+        """
+        candidates = [path for number in range(max(self.keep, 1)) if (path := self.previous(number)).is_file()]
+        candidates += sorted(set(self.folder.glob(f"{self.name}_previous*.pth")) - set(candidates))
+        reasons = []
+        for path in candidates:
+            try:
+                verify_checkpoint(path)
+            except CheckpointError as error:
+                reasons.append((path, str(error)))
+                continue
+            # Out of the way: the next save must not push a sound one out to keep a damaged one.
+            for damaged, reason in reasons:
+                os.replace(damaged, damaged.with_name(f"{damaged.name}.damaged"))
+                logger.error("%s; it is %s.damaged now, and the run goes on from %s", reason, damaged.name, path)
+            return path
+        if reasons:
+            told = "; ".join(reason for _, reason in reasons)
+            raise CheckpointError(f"{told}; none is left to go on from. Choose another --output_dir")
+        return None
+
+
+def verify_checkpoint(path: Path) -> None:
+    """Compare a .pth file's bytes with the checksums in it, a CRC-32 of every part; `unzip -t` does the same.
+
+    Raises:
+        CheckpointError: the file is truncated, or bytes of it have changed.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except Exception as error:  # a damaged archive raises whatever its bytes lead to
+        raise CheckpointError(
+            f"{path} is truncated or no checkpoint ({path.stat().st_size} bytes; {type(error).__name__} {error})"
+        ) from error
+    if damaged is not None:
+        raise CheckpointError(f"{path} is damaged: the checksum of its part {damaged} is wrong")
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The states of the random number generators that a process could use, as plain values and tensors."""
+    numpy_name, numpy_keys, *numpy_rest = np.random.get_state()
+    version, internal, gauss = random.getstate()
+    state = {
+        "torch": torch.get_rng_state(),
+        "numpy": [str(numpy_name), torch.from_numpy(np.asarray(numpy_keys).astype(np.int64)), *numpy_rest],
+        "python": [version, list(internal), gauss],
+    }
+    return {**state, "cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else state
+
+
+def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Set the generators to what `random_state` returned."""
+    torch.set_rng_state(state["torch"])
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
 
 
 def load_checkpoint(path: str | Path) -> dict[str, Any]:

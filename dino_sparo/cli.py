@@ -6,11 +6,15 @@ Plumbing. Parsing is pure: it opens no file, touches no device, asks no network.
 import argparse
 import contextlib
 import logging
+import os
+import sys
 from collections.abc import Iterator
+from typing import NoReturn
 
 from dino_sparo.backbone import ARCHITECTURES
 from dino_sparo.data import IMAGENET_MEAN, IMAGENET_STD
-from dino_sparo.distributed import shutdown
+from dino_sparo.distributed import FAULT_STATUS, FaultError, shutdown, world_size
+from dino_sparo.preemption import RunStopped
 from dino_sparo.readout import READOUTS
 
 
@@ -25,21 +29,36 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 
 @contextlib.contextmanager
 def errors_in_one_line(logger: logging.Logger, *more: type[Exception]) -> Iterator[None]:
-    """End a script with one line and status 1, not a traceback, where the user can mend what is wrong.
+    """End a script with one line and a status, not a traceback, where no programmer is needed.
 
-    After an error the process group is left as it is: taking it down would wait for the other processes.
+    Status 1: the user can mend it. `FAULT_STATUS`: starting again helps. 128 + signal: the run was asked to stop.
+    After a fault, or as one of several, the process leaves at once: to take everything down would be to wait for what
+    hangs or died.
 
     Args:
         logger: the script's.
-        more: kinds of errors beside ValueError and OSError.
+        more: kinds of errors beside ValueError and OSError that the user can mend.
     """
     mendable: tuple[type[Exception], ...] = (ValueError, OSError, *more)
     try:
         yield
+    except FaultError as error:
+        _leave(FAULT_STATUS, logger, error)
+    except RunStopped as stopped:
+        _leave(stopped.status, logger, stopped, logging.INFO)
     except mendable as error:
-        logger.error("%s", error)
-        raise SystemExit(1) from error
+        _leave(1, logger, error)
     shutdown()
+
+
+def _leave(status: int, logger: logging.Logger, error: Exception, level: int = logging.ERROR) -> NoReturn:
+    logger.log(level, "%s", error)
+    if world_size() > 1 or status == FAULT_STATUS:  # a worker that hangs would be waited for, too
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    raise SystemExit(status) from error
 
 
 def bool_flag(text: str) -> bool:
@@ -112,6 +131,13 @@ def add_device_options(parser: argparse.ArgumentParser, num_workers: int = 10) -
         "--dist_url",
         default="env://",
         help="Rendezvous of several processes; torchrun and Slurm are found by themselves.",
+    )
+    group.add_argument(
+        "--dist_timeout_min",
+        type=float,
+        default=10.0,
+        help="Minutes that processes wait for each other, or for one that loads images, before they give up; more if "
+        "checkpoints take that long to write.",
     )
     group.add_argument(
         "--local_rank",

@@ -48,6 +48,8 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 # So many unreadable images in a row are no accident but a disk or a network that is gone.
 MAX_CORRUPT_IN_A_ROW = 64
 
+TERM_GRACE_SECONDS = 30  # between SIGTERM and the end of a worker
+
 Transform = Callable[[Image.Image, np.random.Generator], list[Tensor]]
 
 
@@ -330,7 +332,12 @@ def _check_share(batch_size: int, rank: int, world_size: int) -> None:
 
 
 def create_loader(
-    dataset: ImageDataset, sampler: EpochSampler | ShardSampler, *, num_workers: int, pin_memory: bool = False
+    dataset: ImageDataset,
+    sampler: EpochSampler | ShardSampler,
+    *,
+    num_workers: int,
+    pin_memory: bool = False,
+    timeout_min: float = 0.0,
 ) -> DataLoader:
     """A loader of `Batch`; iterate it once per epoch, after `sampler.set_epoch`.
 
@@ -341,6 +348,8 @@ def create_loader(
         sampler: which of them make up each batch.
         num_workers: processes that read and crop; 0 does both here.
         pin_memory: batches in page-locked memory, for copies to a GPU that overlap with computation.
+        timeout_min: minutes without a batch after which the loader gives up on its workers with a RuntimeError; 0 for
+            never.
 
     Raises:
         ValueError: `num_workers` is negative.
@@ -359,6 +368,7 @@ def create_loader(
         pin_memory=pin_memory,
         worker_init_fn=_init_worker,
         persistent_workers=num_workers > 0,
+        timeout=60 * timeout_min if num_workers else 0,
         # The loader draws a number for its workers, which nothing here uses; not from the model's random numbers.
         generator=torch.Generator(),
     )
@@ -372,7 +382,11 @@ def _collate(items: list[Item]) -> Batch:
 
 
 def _init_worker(worker: int) -> None:
-    """One thread per worker, and no reaction to signals that are meant for the main process (Ctrl-C, preemption)."""
+    """One thread per worker, and no reaction to signals that are meant for the main process (Ctrl-C, preemption).
+
+    SIGTERM reaches a whole job, while the main process still finishes its step and saves; a worker obeys it later.
+    """
     torch.set_num_threads(1)
     for name in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(name, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(TERM_GRACE_SECONDS))

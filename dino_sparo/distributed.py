@@ -8,9 +8,10 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,27 @@ logger = logging.getLogger(__name__)
 # Ports below Linux' ephemeral range, so that no outgoing connection can hold the one a job's id leads to.
 FIRST_PORT, NUM_PORTS = 10_000, 20_000
 INTERACTIVE_STEP = "4294967290"  # Slurm's SLURM_INTERACTIVE_STEP, the shell that salloc opens on a node
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# Exit status of a process that failed through no mistake of the user's: starting it again may well help.
+FAULT_STATUS = 75  # EX_TEMPFAIL of sysexits.h
+# What torch's errors say when another process, not this one, is the trouble.
+PEER_SIGNS = (
+    *("gloo/", "Gloo", "NCCL", "ProcessGroup", "TCPStore", "Connection closed by peer", "Connection reset by peer"),
+    *("Socket Timeout", "failed to connect", "connection was refused"),
+)
+WORKER_SIGNS = ("DataLoader worker", "DataLoader timed out")
+
+T = TypeVar("T")
+
+
+class FaultError(RuntimeError):
+    """A process, a worker or the network failed; the run can go on from its last checkpoint."""
+
+
+class PeerError(ValueError):
+    """Another rank met an error, which this one repeats so that all of them end."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +87,7 @@ def detect_launcher(environ: Mapping[str, str], has_terminal: bool = False) -> t
     return "plain", 0, 1, 0
 
 
-def init_distributed(device: str = "auto", dist_url: str = "env://", timeout_min: float = 30.0) -> Distributed:
+def init_distributed(device: str = "auto", dist_url: str = "env://", timeout_min: float = 10.0) -> Distributed:
     """Find this process' place and join the process group, if there are others.
 
     Args:
@@ -147,6 +169,38 @@ def _set_slurm_rendezvous() -> None:
     os.environ.setdefault("MASTER_PORT", str(FIRST_PORT + number % NUM_PORTS))
 
 
+def choose_precision(precision: str, use_fp16: bool | None, device: torch.device) -> torch.dtype:
+    """The autocast type that the options mean on this device.
+
+    Args:
+        precision: `auto` (bf16 where the device computes in it natively, else fp32), or a key of `PRECISIONS`.
+        use_fp16: the reference's word, True for fp16 and False for fp32; None leaves it to `precision`.
+        device: where to compute.
+
+    Raises:
+        ValueError: an unknown precision, two options that contradict each other, or fp16 on a CPU.
+    """
+    if precision != "auto" and precision not in PRECISIONS:
+        raise ValueError(f"unknown precision {precision!r}; choose one of {['auto', *sorted(PRECISIONS)]}")
+    if use_fp16 is not None:
+        wanted = "fp16" if use_fp16 else "fp32"
+        if precision not in ("auto", wanted):
+            raise ValueError(f"--use_fp16 {str(use_fp16).lower()} means {wanted}, but --precision says {precision}")
+        precision = wanted
+    if precision == "auto":
+        precision = "bf16" if _has_bf16(device) else "fp32"
+    if precision == "fp16" and device.type != "cuda":
+        raise ValueError(f"fp16 needs a CUDA device, this run is on {device.type}; use --precision bf16 or fp32")
+    return PRECISIONS[precision]
+
+
+def _has_bf16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    checks = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
+    return device.type == "cpu" and any(check() for check in checks if check is not None)
+
+
 def shutdown() -> None:
     """Leave the process group, if there is one."""
     if dist.is_initialized():
@@ -175,13 +229,91 @@ def barrier() -> None:
 
 
 @contextlib.contextmanager
-def rank_0_first() -> Iterator[None]:
-    """Let rank 0 do something before the others do it too: download, or index files and leave a cache."""
-    if not is_main():
-        barrier()
-    yield
-    if is_main():
-        barrier()
+def all_or_none(what: str) -> Iterator[None]:
+    """Do something on every rank, without collectives in it; if it fails on one, all ranks raise.
+
+    Args:
+        what: what is being done, for the message on the other ranks: "opening the images".
+
+    Raises:
+        PeerError: it failed on another rank.
+        Exception: what was raised here.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    failures = [(number, text) for number, text in enumerate(all_gather_object(_told(error))) if text]
+    if error is not None:
+        raise error
+    if failures:
+        number, text = failures[0]
+        raise PeerError(f"{what} failed on {len(failures)} of {world_size()} processes; rank {number}: {text}")
+
+
+@contextlib.contextmanager
+def rank_0_first(what: str = "preparing the data") -> Iterator[None]:
+    """Let rank 0 do something before the others do it too: download, or index files and leave a cache.
+
+    What fails on one rank fails on all, as in `all_or_none`; the others do not begin if rank 0 fails.
+
+    Args:
+        what: what is being done, for messages.
+    """
+    with all_or_none(what):
+        if is_main():
+            error: Exception | None = None
+            try:
+                yield
+            except Exception as raised:
+                error = raised
+            broadcast_object(_told(error))
+            if error is not None:
+                raise error
+        elif told := broadcast_object(""):
+            raise PeerError(f"{what} failed on rank 0: {told}")
+        else:
+            yield
+
+
+def on_rank_0(function: Callable[[], None], what: str) -> None:
+    """Call a function on rank 0 while the others wait; if it fails there, all ranks raise.
+
+    Raises:
+        PeerError: it failed on rank 0, and this is another.
+    """
+    with all_or_none(what):
+        if is_main():
+            function()
+
+
+def _told(error: Exception | None) -> str:
+    """An error as other ranks hear of it; empty for none."""
+    return "" if error is None else str(error) or type(error).__name__
+
+
+@contextlib.contextmanager
+def faults_named(timeout_min: float) -> Iterator[None]:
+    """Turn what torch raises when a peer or a worker dies or hangs into a `FaultError` that says so.
+
+    Args:
+        timeout_min: minutes a collective waits, for the message.
+
+    Raises:
+        FaultError: with the cause and what to do.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        text = " ".join(str(error).split())
+        if any(sign in text for sign in WORKER_SIGNS):
+            what = "a process that loads images died or hangs; if memory ran out, give fewer --num_workers"
+        elif isinstance(error, dist.DistError) or (world_size() > 1 and any(sign in text for sign in PEER_SIGNS)):
+            what = f"another process died, or did not answer for {timeout_min:g} minutes; its log may say why"
+        else:
+            raise
+        raise FaultError(f"{what}. The last checkpoint is whole: start the same command to go on ({text})") from error
 
 
 def require_same(value: int, what: str) -> None:
@@ -190,12 +322,27 @@ def require_same(value: int, what: str) -> None:
     Raises:
         ValueError: on every rank, with the numbers.
     """
-    if world_size() == 1:
-        return
-    values: list[int] = [0] * world_size()
-    dist.all_gather_object(values, value)
+    values = all_gather_object(value)
     if len(set(values)) > 1:
         raise ValueError(f"the processes disagree on {what}: {values}, by rank; do they read the same folder?")
+
+
+def all_gather_object(value: T) -> list[T]:
+    """The picklable values of all ranks, in rank order, on every rank."""
+    if world_size() == 1:
+        return [value]
+    values: list[T] = [value] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def broadcast_object(value: T) -> T:
+    """Rank 0's picklable value, on every rank; the others' own is not used."""
+    if world_size() == 1:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
 
 
 def all_reduce_sum(tensor: Shaped[Tensor, "*size"]) -> Shaped[Tensor, "*size"]:
@@ -203,6 +350,19 @@ def all_reduce_sum(tensor: Shaped[Tensor, "*size"]) -> Shaped[Tensor, "*size"]:
     if world_size() > 1:
         dist.all_reduce(tensor)
     return tensor
+
+
+def all_reduce_sum_async(tensor: Shaped[Tensor, "*size"]) -> Callable[[], Tensor]:
+    """Start `all_reduce_sum` and go on computing; the returned function waits for it and returns the tensor."""
+    if world_size() == 1:
+        return lambda: tensor
+    work = dist.all_reduce(tensor, async_op=True)
+
+    def wait() -> Tensor:
+        work.wait()
+        return tensor
+
+    return wait
 
 
 def all_gather_ragged(tensor: Shaped[Tensor, "n *size"]) -> Shaped[Tensor, "N *size"]:

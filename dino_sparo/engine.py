@@ -8,7 +8,8 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from signal import Signals
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,21 +18,20 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dino_sparo.checkpoint import load_strictly
+from dino_sparo.checkpoint import load_strictly, random_state, restore_random_state
 from dino_sparo.data import Batch
-from dino_sparo.distributed import all_reduce_sum, rank, world_size
+from dino_sparo.distributed import all_gather_object, rank, world_size
 from dino_sparo.head import DINONetwork
 from dino_sparo.logs import EpochClock, Meters, RunLog
 from dino_sparo.loss import NUM_TEACHER_CROPS, DINOLoss, LossDiagnostics
-from dino_sparo.optim import clip_gradients_, drop_gradients
+from dino_sparo.optim import clip_gradients_, drop_gradients, gradient_norms, skip_update_where
+from dino_sparo.preemption import Agreement
 from dino_sparo.teacher import ema_update_
 
 logger = logging.getLogger(__name__)
 
 DIAGNOSE_EVERY = 10  # steps of an epoch between two looks at the teacher's entropies
 NUM_FILES_SHOWN = 5  # of the batch that gave a non-finite loss
-
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class NonFiniteLossError(RuntimeError):
@@ -77,6 +77,9 @@ class Training:
         locate: an image's index -> its file, for messages.
         seed: of what is random within a step (stochastic depth).
         step: steps taken so far.
+        meters: of the epoch that is under way.
+        num_corrupt: unreadable images of this epoch so far, over all ranks.
+        nonfinite: () 1 from the step on whose loss or gradients were not finite on some rank; nothing is updated then.
     """
 
     student: nn.Module
@@ -94,6 +97,12 @@ class Training:
     locate: Callable[[int], str] = str
     seed: int = 0
     step: int = 0
+    meters: Meters = field(default_factory=Meters)
+    num_corrupt: int = 0
+    nonfinite: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.nonfinite = torch.zeros((), device=self.device)
 
     @property
     def network(self) -> DINONetwork:
@@ -105,13 +114,20 @@ class Training:
         return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a run needs to go on, under a checkpoint's names; a step's randomness follows from its number."""
+        """All that a run needs to go on, under a checkpoint's names; every rank calls this, rank 0 has use for it.
+
+        `ranks` holds what belongs to one process: its random numbers (which nothing reads between two steps, since a
+        step seeds its own) and its part of the epoch's means.
+        """
+        own = {"rng": random_state(self.device), "meters": self.meters.state_dict()}
         state = {
             "student": self.network.state_dict(),
             "teacher": self.teacher.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "dino_loss": self.loss.state_dict(),
             "step": self.step,
+            "num_corrupt": self.num_corrupt,
+            "ranks": all_gather_object(own),
         }
         return state if self.scaler is None else {**state, "fp16_scaler": self.scaler.state_dict()}
 
@@ -119,7 +135,7 @@ class Training:
         """Go on from a checkpoint.
 
         Args:
-            checkpoint: what `state_dict` returned.
+            checkpoint: what `state_dict` returned on rank 0.
             source: its file, for messages.
 
         Raises:
@@ -132,52 +148,25 @@ class Training:
         if self.scaler is not None and "fp16_scaler" in checkpoint:
             self.scaler.load_state_dict(checkpoint["fp16_scaler"])
         self.step = checkpoint["step"]
-
-
-def choose_precision(precision: str, use_fp16: bool | None, device: torch.device) -> torch.dtype:
-    """The autocast type that the options mean on this device.
-
-    Args:
-        precision: `auto` (bf16 where the device computes in it natively, else fp32), or a key of `PRECISIONS`.
-        use_fp16: the reference's word, True for fp16 and False for fp32; None leaves it to `precision`.
-        device: where to compute.
-
-    Raises:
-        ValueError: an unknown precision, two options that contradict each other, or fp16 on a CPU.
-    """
-    if precision != "auto" and precision not in PRECISIONS:
-        raise ValueError(f"unknown precision {precision!r}; choose one of {['auto', *sorted(PRECISIONS)]}")
-    if use_fp16 is not None:
-        wanted = "fp16" if use_fp16 else "fp32"
-        if precision not in ("auto", wanted):
-            raise ValueError(f"--use_fp16 {str(use_fp16).lower()} means {wanted}, but --precision says {precision}")
-        precision = wanted
-    if precision == "auto":
-        precision = "bf16" if _has_bf16(device) else "fp32"
-    if precision == "fp16" and device.type != "cuda":
-        raise ValueError(f"fp16 needs a CUDA device, this run is on {device.type}; use --precision bf16 or fp32")
-    return PRECISIONS[precision]
-
-
-def _has_bf16(device: torch.device) -> bool:
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0)
-    checks = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
-    return device.type == "cpu" and any(check() for check in checks if check is not None)
+        self.num_corrupt = checkpoint.get("num_corrupt", 0)
+        ranks = checkpoint.get("ranks", [])
+        if len(ranks) == world_size():
+            restore_random_state(ranks[rank()]["rng"], self.device)
+            self.meters.load_state_dict(ranks[rank()]["meters"])
 
 
 class StepReport(NamedTuple):
-    """What a step tells.
+    """What a step tells; tensors stay on the device, unread.
 
     Attributes:
-        loss: mean over this rank's micro-batches, nats, on the device.
+        loss: mean over this rank's micro-batches, nats.
+        skipped: (), whether the loss on this rank or the gradients on any are not finite, so that nothing was updated.
         diagnostics: the teacher's entropies, if they were asked for.
-        num_corrupt: images of the step that could not be read, over all ranks.
     """
 
     loss: Tensor
+    skipped: Tensor
     diagnostics: LossDiagnostics | None
-    num_corrupt: int
 
 
 def train_step(training: Training, batches: list[Batch], epoch: int, diagnose: bool = False) -> StepReport:
@@ -186,14 +175,15 @@ def train_step(training: Training, batches: list[Batch], epoch: int, diagnose: b
     With several micro-batches the gradients are those of one batch that holds them all: every part uses the same
     centre, which moves once, at the end. (Batch norm in the head, if asked for, sees each part alone.)
 
+    Nothing is read from the device. A loss that is not finite on one rank makes the gradients NaN, which their mean
+    carries to all ranks; from that step on student, optimizer and centre stay as they are, until `train_one_epoch`
+    reads the report and ends the run.
+
     Args:
         training: changed in place.
         batches: `accum_steps` micro-batches of this rank.
         epoch: counted from 0.
         diagnose: also look at the teacher's entropies.
-
-    Raises:
-        NonFiniteLossError: on every rank, if any rank's loss is not finite; weights, centre and teacher are untouched.
     """
     step = training.step
     _set_hyperparameters(training.optimizer, training.schedules, step)
@@ -201,29 +191,31 @@ def train_step(training: Training, batches: list[Batch], epoch: int, diagnose: b
     training.optimizer.zero_grad(set_to_none=True)
     losses, logits_sum, num_logits = [], torch.zeros_like(training.loss.center), 0
     for index, batch in enumerate(batches):
+        is_last = index == len(batches) - 1
         crops = [crop.to(training.device, non_blocking=True) for crop in batch.views]
-        with _gradient_sync(training.student, is_last=index == len(batches) - 1):
+        with _gradient_sync(training.student, is_last):
             with training.autocast():
                 with torch.no_grad():
                     teacher_logits = training.teacher(crops[:NUM_TEACHER_CROPS])
+                logits_sum += teacher_logits.float().sum(dim=0, keepdim=True)
+                num_logits += len(teacher_logits)
+                if is_last:  # on its way while the student computes
+                    finish_center = training.loss.begin_center_update(logits_sum, num_logits)
                 student_logits = training.student(crops)
             loss = training.loss(student_logits, teacher_logits, epoch, update_center=False)
             scaled = loss if training.scaler is None else training.scaler.scale(loss)
-            (scaled / len(batches)).backward()
+            (scaled / len(batches) * torch.where(loss.detach().isfinite(), 1.0, math.nan)).backward()
         losses.append(loss.detach())
-        logits_sum += teacher_logits.float().sum(dim=0, keepdim=True)
-        num_logits += len(teacher_logits)
-    mean_loss = torch.stack(losses).mean()
-    num_corrupt = _agree_to_update(mean_loss, training, batches, epoch)
     diagnostics = None
     if diagnose:
         teacher_probs = training.loss.teacher_probabilities(teacher_logits, epoch)
         diagnostics = training.loss.diagnose(teacher_probs, losses[-1])
-    _update_student(training, epoch)
-    training.loss.update_center(logits_sum, num_logits)
+    mean_loss = torch.stack(losses).mean()
+    _update_student(training, mean_loss, epoch)
+    finish_center(training.nonfinite)
     ema_update_(training.teacher, training.network, float(training.schedules.momentum[step]))
     training.step += 1
-    return StepReport(mean_loss, diagnostics, num_corrupt)
+    return StepReport(mean_loss, training.nonfinite.clone(), diagnostics)
 
 
 def _set_hyperparameters(optimizer: torch.optim.Optimizer, schedules: Schedules, step: int) -> None:
@@ -246,45 +238,38 @@ def _gradient_sync(student: nn.Module, is_last: bool) -> AbstractContextManager[
     return nullcontext()
 
 
-def _update_student(training: Training, epoch: int) -> None:
-    """Clip, keep the last layer frozen in the first epochs, step."""
+def _update_student(training: Training, loss: Tensor, epoch: int) -> None:
+    """Clip, keep the last layer frozen in the first epochs, step unless something is not finite."""
+    parameters = list(training.network.parameters())
     if training.scaler is not None:
         training.scaler.unscale_(training.optimizer)
+        # The scaler expects gradients that overflow, skips them and scales less; a loss that does is another matter.
+        is_bad = ~loss.isfinite()
+    else:
+        is_bad = ~(loss + gradient_norms(parameters).sum()).isfinite()
+    training.nonfinite.clamp_(min=is_bad.float())
     if training.clip_grad:
-        clip_gradients_(training.network.parameters(), training.clip_grad)
+        clip_gradients_(parameters, training.clip_grad)
     if epoch < training.freeze_last_layer:
         drop_gradients(training.network.head.last_layer)
     if training.scaler is None:
+        skip_update_where(training.optimizer, training.nonfinite)
         training.optimizer.step()
     else:
         training.scaler.step(training.optimizer)
         training.scaler.update()
 
 
-def _agree_to_update(loss: Tensor, training: Training, batches: list[Batch], epoch: int) -> int:
-    """Stop all ranks together if the loss of any is not finite; else the number of corrupt images over all ranks."""
-    num_corrupt = sum(len(batch.corrupt) for batch in batches)
-    flags = torch.stack([(~torch.isfinite(loss)).float(), torch.full_like(loss, num_corrupt)])
-    num_bad, num_corrupt = (int(value) for value in all_reduce_sum(flags).tolist())
-    if num_bad == 0:
-        return num_corrupt
-    files = [training.locate(int(index)) for batch in batches for index in batch.indices]
-    report = ""
-    if not math.isfinite(loss.item()):
-        logger.error("images of the batch whose loss is %s: %s", loss.item(), ", ".join(files))
-        more = len(files) - NUM_FILES_SHOWN
-        shown = ", ".join(files[:NUM_FILES_SHOWN]) + (f" and {more} more, all in the log" if more > 0 else "")
-        report = f"rank {rank()}: loss {loss.item()}, images {shown}"
-    reports: list[str] = [report]
-    if world_size() > 1:
-        reports = [""] * world_size()
-        torch.distributed.all_gather_object(reports, report)
-    group = training.optimizer.param_groups[0]
-    raise NonFiniteLossError(
-        f"the loss is not finite at step {training.step} (epoch {epoch}), lr {group['lr']:.3g}, weight decay "
-        f"{group['weight_decay']:.3g}; {'; '.join(filter(None, reports))}. Nothing was updated by this step. Try "
-        f"--precision fp32, a lower --lr or --clip_grad, or look at the images named"
-    )
+class Epoch(NamedTuple):
+    """How an epoch, or the part of it that was left, ended.
+
+    Attributes:
+        means: over the epoch's steps and all ranks: loss, lr, wd, momentum, entropies; and the speed.
+        stop: the signal that ended it early, or None.
+    """
+
+    means: dict[str, float]
+    stop: Signals | None
 
 
 def train_one_epoch(
@@ -295,8 +280,10 @@ def train_one_epoch(
     num_images: int,
     log: RunLog,
     end_step: int,
-) -> dict[str, float]:
-    """Train until the end of an epoch, from wherever in it the run stands.
+    agreement: Agreement,
+    save: Callable[[], None],
+) -> Epoch:
+    """Train until the end of an epoch, from wherever in it the run stands, or until the ranks agree to stop.
 
     Args:
         training: changed in place.
@@ -306,42 +293,94 @@ def train_one_epoch(
         num_images: size of the dataset, which `max_corrupt` is a share of.
         log: gets the scalars of every step.
         end_step: step at which the run ends, perhaps before the epoch does.
-
-    Returns:
-        Means over the epoch's steps and all ranks: loss, lr, wd, momentum, entropies; and the speed.
+        agreement: when the ranks agree on what to do next.
+        save: writes a checkpoint; called on all ranks, between two steps, when it is time and before stopping.
 
     Raises:
-        NonFiniteLossError: the loss of any rank is not finite.
+        NonFiniteLossError: on every rank, if the loss or the gradients of any are not finite.
         TooManyCorruptImagesError: on every rank, when more images are unreadable than `max_corrupt` allows.
     """
     training.student.train()
     training.teacher.train()  # as the reference: batch norm in the head, if any, uses the batch's statistics
     last_step = min((epoch + 1) * steps_per_epoch, end_step) - 1
-    meters, num_corrupt, iterator = Meters(), 0, iter(batches)
-    clock = EpochClock(steps_per_epoch, end_step)
-    while training.step <= last_step:
+    iterator, clock, taken, stop = iter(batches), EpochClock(steps_per_epoch, end_step), TakenSteps(), None
+    while training.step <= last_step and stop is None:
         micro_batches = clock.fetch(iterator, training.accum_steps)
         _name_corrupt(micro_batches)
         diagnose = training.step % steps_per_epoch % DIAGNOSE_EVERY == 0 or training.step == last_step
         report = train_step(training, micro_batches, epoch, diagnose)
-        num_corrupt += report.num_corrupt
-        _check_corrupt(num_corrupt, num_images, training.max_corrupt)
         scalars = _step_scalars(training, report)
-        meters.update(**scalars)
-        log.scalars({f"train/{name}": value for name, value in scalars.items()}, training.step)
+        training.meters.update(**scalars)
+        taken.add(training.step, report, scalars, micro_batches)
         num_images_seen = world_size() * sum(len(batch.indices) for batch in micro_batches)
         clock.tick(training.step, epoch, num_images_seen, report.loss, training.device)
-    _require_finite_weights(training, epoch)
-    return {**meters.means(), **clock.speed(), "corrupt_images": num_corrupt}
+        is_end = training.step > last_step
+        if not agreement.is_due() and not is_end:
+            continue
+        decision = agreement.decide(taken.counts())
+        num_bad, num_corrupt = decision.counts
+        training.num_corrupt += int(num_corrupt)
+        if num_bad:
+            taken.raise_nonfinite(training, epoch)
+        _check_corrupt(training.num_corrupt, num_images, training.max_corrupt)
+        taken.write(log)
+        stop = decision.stop
+        if (decision.save or stop is not None) and not is_end:
+            save()
+            agreement.saved()
+    means = {**training.meters.means(), **clock.speed(), "corrupt_images": training.num_corrupt}
+    if training.step % steps_per_epoch == 0:
+        training.meters, training.num_corrupt = Meters(), 0
+    return Epoch(means, stop)
 
 
-def _require_finite_weights(training: Training, epoch: int) -> None:
-    """A finite loss can have gradients that are not: look at the weights, equal on all ranks, before they are saved."""
-    finite = torch.stack([parameter.isfinite().all() for parameter in training.network.parameters()]).all()
-    if not finite:
+class TakenSteps:
+    """The steps since the ranks last agreed. What they told waits here, unread: no step waits for the device."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, StepReport, dict[str, Tensor | float], list[Batch]]] = []
+
+    def add(self, step: int, report: StepReport, scalars: dict[str, Tensor | float], batches: list[Batch]) -> None:
+        """Note a step; of its batches only the indices and names are kept."""
+        names = [Batch([], batch.labels, batch.indices, batch.corrupt) for batch in batches]
+        self.steps.append((step, report, scalars, names))
+
+    def counts(self) -> tuple[Tensor, float]:
+        """How many steps were skipped, (), and how many images were corrupt."""
+        skipped = torch.stack([report.skipped for _, report, _, _ in self.steps]).sum()
+        return skipped, float(sum(len(batch.corrupt) for *_, batches in self.steps for batch in batches))
+
+    def write(self, log: RunLog) -> None:
+        """Read the steps' numbers, all at once, send them to the log, and forget them."""
+        named = [(step, name, value) for step, _, scalars, _ in self.steps for name, value in scalars.items()]
+        numbers = iter(torch.stack([value for *_, value in named if isinstance(value, Tensor)]).tolist())
+        for step, name, value in named:
+            log.scalars({f"train/{name}": next(numbers) if isinstance(value, Tensor) else value}, step)
+        self.steps.clear()
+
+    def raise_nonfinite(self, training: Training, epoch: int) -> None:
+        """End all ranks, naming the images of the ranks whose loss is not finite.
+
+        Raises:
+            NonFiniteLossError: always.
+        """
+        _, report, _, batches = next(taken for taken in self.steps if taken[1].skipped)
+        step = next(taken[0] for taken in self.steps if taken[1].skipped) - 1
+        files = [training.locate(int(index)) for batch in batches for index in batch.indices]
+        own = ""
+        if not math.isfinite(report.loss.item()):
+            logger.error("images of the batch whose loss is %s: %s", report.loss.item(), ", ".join(files))
+            more = len(files) - NUM_FILES_SHOWN
+            shown = ", ".join(files[:NUM_FILES_SHOWN]) + (f" and {more} more, all in the log" if more > 0 else "")
+            own = f"rank {rank()}: loss {report.loss.item()}, images {shown}"
+        reports = list(filter(None, all_gather_object(own)))
+        what = "loss is" if reports else "gradients are"
+        schedules = training.schedules
         raise NonFiniteLossError(
-            f"the weights are not finite any more after step {training.step} (epoch {epoch}), although the loss was; "
-            f"the last checkpoint stays. Try --precision fp32, a lower --lr or --clip_grad"
+            f"the {what} not finite at step {step} (epoch {epoch}), lr {schedules.lr[step]:.3g}, weight decay "
+            f"{schedules.weight_decay[step]:.3g}; {'; '.join(reports) or 'the loss was finite on every rank'}. Nothing "
+            f"was updated from this step on, and the last checkpoint stays. Try --precision fp32, a lower --lr or "
+            f"--clip_grad, or look at the images named"
         )
 
 

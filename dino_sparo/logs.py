@@ -9,7 +9,7 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from datetime import timedelta
 from itertools import count, islice
 from pathlib import Path
@@ -67,6 +67,15 @@ class Meters:
             value = value.detach().double() if isinstance(value, Tensor) else float(value)
             self.sums[name] = self.sums.get(name, 0.0) + value
             self.counts[name] = self.counts.get(name, 0) + 1
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """Sum and count of each number on this rank, as plain values."""
+        return {name: [float(value), float(self.counts[name])] for name, value in self.sums.items()}
+
+    def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
+        """Go on from what `state_dict` returned."""
+        self.sums = {name: total for name, (total, _) in state.items()}
+        self.counts = {name: int(count) for name, (_, count) in state.items()}
 
     def means(self) -> dict[str, float]:
         """Mean of each number over all ranks, which must have observed the same names."""
@@ -148,30 +157,34 @@ class RunLog:
 
     Args:
         output_dir: an existing folder; nothing is written on ranks other than 0.
-        step: the step a run starts or goes on from; what the files say of later steps is dropped, since those steps are
-            taken again.
+        step: the step a run starts or goes on from; what TensorBoard's files say of later steps is dropped, since those
+            steps are taken again. None if steps are counted anew: nothing is dropped there.
+        epoch: the epoch in which the run goes on; lines of log.txt about it or later ones are dropped. None keeps all.
     """
 
-    def __init__(self, output_dir: Path, step: int = 0) -> None:
+    def __init__(self, output_dir: Path, step: int | None = 0, epoch: int | None = None) -> None:
         self.path = output_dir / "log.txt"
         # TensorBoard's protocol lets a resumed run declare that the events from a step on did not happen.
-        self.writer = SummaryWriter(str(output_dir / "tensorboard"), purge_step=step + 1) if is_main() else None
-        if is_main() and self.path.is_file():
-            self._drop_later_epochs(step)
+        purge_step = None if step is None else step + 1
+        self.writer = SummaryWriter(str(output_dir / "tensorboard"), purge_step=purge_step) if is_main() else None
+        if is_main() and self.path.is_file() and epoch is not None:
+            self._drop_epochs_from(epoch)
 
-    def _drop_later_epochs(self, step: int) -> None:
+    def _drop_epochs_from(self, epoch: int) -> None:
         lines = self.path.read_text().splitlines(keepends=True)
-        kept = [line for line in lines if _step_of(line) <= step]
+        kept = [line for line in lines if _epoch_of(line) < epoch]
         if len(kept) < len(lines):
             backups = (self.path.with_suffix(f".txt.old{number or ''}") for number in count())
             backup = next(path for path in backups if not path.exists())
             shutil.copyfile(self.path, backup)
-            self.path.write_text("".join(kept))
+            temporary = self.path.with_name(f".{self.path.name}.tmp")
+            temporary.write_text("".join(kept))
+            temporary.replace(self.path)
             logger.warning(
-                "%s: dropped %d epochs after step %d, which are taken again; the file as it was is %s",
+                "%s: dropped %d lines about epoch %d and later, which are taken again; the file as it was is %s",
                 self.path,
                 len(lines) - len(kept),
-                step,
+                epoch,
                 backup,
             )
 
@@ -198,13 +211,13 @@ class RunLog:
             self.writer.close()
 
 
-def _step_of(line: str) -> int:
-    """The step after which a line of log.txt was written; 0 if it does not say, never if it was cut off in writing."""
+def _epoch_of(line: str) -> int:
+    """The epoch that a line of log.txt is about; -1 if it does not say, never if it was cut off in writing."""
     try:
         values = json.loads(line)
     except ValueError:
         return sys.maxsize
-    return values.get("step", 0) if isinstance(values, dict) else 0
+    return values.get("epoch", -1) if isinstance(values, dict) else -1
 
 
 def progress(iterable: Iterable[T], total: int | None = None, desc: str = "") -> Iterator[T]:

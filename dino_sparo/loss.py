@@ -4,6 +4,7 @@ Stage 3 of the map. Also keeps the centre of the teacher's logits, and tells how
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from dino_sparo.distributed import all_reduce_sum, world_size
+from dino_sparo.distributed import all_reduce_sum_async, world_size
 
 NUM_TEACHER_CROPS = 2
 
@@ -173,7 +174,6 @@ class DINOLoss(nn.Module):
         agreement = sum((q * (all_views - student[t])).sum() for t, q in enumerate(teacher_probs))
         return (log_partition - agreement) / (self.num_pairs * teacher_probs.shape[1])
 
-    @torch.no_grad()
     def update_center(self, logits_sum: Float[Tensor, "1 K"], count: int) -> None:
         """Move the centre towards the mean of the teacher's logits.
 
@@ -181,8 +181,30 @@ class DINOLoss(nn.Module):
             logits_sum: (1, K), sum over this rank's rows.
             count: number of rows summed, the same on every rank.
         """
-        mean = all_reduce_sum(logits_sum.clone()) / (count * world_size())
-        self.center.mul_(self.center_momentum).add_(mean.to(self.center), alpha=1 - self.center_momentum)
+        self.begin_center_update(logits_sum, count)(None)
+
+    @torch.no_grad()
+    def begin_center_update(
+        self, logits_sum: Float[Tensor, "1 K"], count: int
+    ) -> Callable[[Float[Tensor, ""] | None], None]:
+        """Start to exchange the sums of all ranks; the centre moves when the returned function is called.
+
+        Args:
+            logits_sum: (1, K), sum over this rank's rows.
+            count: number of rows summed, the same on every rank.
+
+        Returns:
+            A function of a flag (), which leaves the centre as it is where the flag is not zero.
+        """
+        wait = all_reduce_sum_async(logits_sum.clone())
+
+        @torch.no_grad()
+        def finish(keep: Tensor | None) -> None:
+            mean = wait() / (count * world_size())
+            moved = (self.center * self.center_momentum).add_(mean.to(self.center), alpha=1 - self.center_momentum)
+            self.center.copy_(moved if keep is None else torch.where(keep > 0, self.center, moved))
+
+        return finish
 
     @torch.no_grad()
     def diagnose(self, teacher_probs: Float[Tensor, "T B K"], loss: Float[Tensor, ""]) -> LossDiagnostics:

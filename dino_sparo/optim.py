@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 CLIP_EPSILON = 1e-6  # the reference's guard against division by a zero norm
@@ -65,6 +66,7 @@ class LARS(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        flag = getattr(self, "skip_where", None)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -73,8 +75,12 @@ class LARS(torch.optim.Optimizer):
                 state = self.state[parameter]
                 if "mu" not in state:
                     state["mu"] = torch.zeros_like(parameter)
-                state["mu"].mul_(group["momentum"]).add_(update)
-                parameter.add_(state["mu"], alpha=-group["lr"])
+                mu = state["mu"] * group["momentum"] + update
+                if flag is not None:
+                    mu = torch.where(flag > 0, state["mu"], mu)
+                state["mu"].copy_(mu)
+                moved = parameter.add(mu, alpha=-group["lr"])
+                parameter.copy_(moved if flag is None else torch.where(flag > 0, parameter, moved))
         return loss
 
     @staticmethod
@@ -87,10 +93,29 @@ class LARS(torch.optim.Optimizer):
         return update * torch.where((parameter_norm > 0) & (update_norm > 0), ratio, torch.ones_like(ratio))
 
 
+class SkippingSGD(torch.optim.SGD):
+    """SGD that skips a step where `skip_update_where` says so.
+
+    torch's own fused SGD could, but fails on parameters that join later, as the head's last layer does.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        flag = getattr(self, "skip_where", None)
+        moving = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        buffers = [buffer for p in moving if (buffer := self.state[p].get("momentum_buffer")) is not None]
+        before = [] if flag is None else [tensor.clone() for tensor in (*moving, *buffers)]
+        loss = super().step(closure)
+        for tensor, old in zip((*moving, *buffers), before, strict=False):
+            tensor.copy_(torch.where(flag > 0, old, tensor))  # type: ignore[arg-type, operator]
+        return loss
+
+
 OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] = {
     # The learning rate of all of them is set at every step by the schedule.
     "adamw": lambda groups: torch.optim.AdamW(groups, fused=True),
-    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.0, momentum=0.9),
+    "sgd": lambda groups: SkippingSGD(groups, lr=0.0, momentum=0.9),
     "lars": lambda groups: LARS(groups),
 }
 
@@ -162,6 +187,27 @@ def clip_gradients_(parameters: Iterable[nn.Parameter], max_norm: float) -> None
     torch._foreach_add_(norms, CLIP_EPSILON)
     factors = [(max_norm / norm).clamp(max=1.0) for norm in norms]
     torch._foreach_mul_(gradients, factors)
+
+
+@torch.no_grad()
+def gradient_norms(parameters: Iterable[nn.Parameter]) -> Float[Tensor, "P"]:
+    """The norm of every gradient there is, (P,); not finite where the gradient is not."""
+    return torch.stack(torch._foreach_norm([parameter.grad for parameter in parameters if parameter.grad is not None]))
+
+
+def skip_update_where(optimizer: torch.optim.Optimizer, flag: Float[Tensor, ""]) -> None:
+    """Make the optimizer's next steps do nothing while `flag` is not zero, without reading it.
+
+    torch's fused AdamW takes the flag by the attributes through which the gradient scaler tells it of overflows.
+
+    Args:
+        optimizer: one of `OPTIMIZERS`.
+        flag: (), on the parameters' device; read by the device at every step.
+    """
+    if isinstance(optimizer, torch.optim.AdamW):
+        optimizer.grad_scale, optimizer.found_inf = None, flag  # type: ignore[attr-defined]
+    else:
+        optimizer.skip_where = flag  # type: ignore[attr-defined]
 
 
 def drop_gradients(module: nn.Module) -> None:

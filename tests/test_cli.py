@@ -78,6 +78,10 @@ NEW: dict[str, Any] = {
     "norm_std": (0.229, 0.224, 0.225),
     "download": False,
     "max_corrupt": 0.01,
+    "saveckp_minutes": 30.0,
+    "keep_checkpoints": 3,
+    "allow_rescale": False,
+    "dist_timeout_min": 10.0,
 }
 
 # Accepted and ignored on purpose: launchers of old pass it, the environment says what counts.
@@ -147,7 +151,7 @@ def test_both_spellings_of_local_rank_are_taken(spelling: str, glue: str) -> Non
 def test_shared_device_options_take_their_own_number_of_workers() -> None:
     parser = argparse.ArgumentParser()
     add_device_options(parser, num_workers=4)
-    expected = {"device": "auto", "num_workers": 4, "dist_url": "env://", "local_rank": 0}
+    expected = {"device": "auto", "num_workers": 4, "dist_url": "env://", "dist_timeout_min": 10.0, "local_rank": 0}
     assert vars(parser.parse_args([])) == expected
 
 

@@ -5,6 +5,7 @@ import multiprocessing
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from dino_sparo.distributed import (
     shutdown,
     world_size,
 )
-from dino_sparo.engine import NonFiniteLossError, _agree_to_update
+from dino_sparo.engine import NonFiniteLossError, StepReport, TakenSteps
 from dino_sparo.loss import DINOLoss
 
 TASK = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8"}
@@ -97,13 +98,14 @@ def _peer(number: int, count: int, folder: str, results: "multiprocessing.Queue"
 
 def _message_of_one_bad_loss(number: int) -> str:
     """What this rank says when the loss of rank 1 alone is not finite."""
-    group = {"lr": 0.125, "weight_decay": 0.5}
-    training = SimpleNamespace(
-        step=17, optimizer=SimpleNamespace(param_groups=[group]), locate=lambda index: f"image{index}.jpg"
-    )
+    schedules = SimpleNamespace(lr=np.full(19, 0.125), weight_decay=np.full(19, 0.5))
+    training = SimpleNamespace(schedules=schedules, locate=lambda index: f"image{index}.jpg")
     batch = Batch(views=[], labels=torch.tensor([0]), indices=torch.tensor([10 + number]), corrupt=[])
+    taken = TakenSteps()
+    taken.add(17, StepReport(torch.tensor(2.5), torch.tensor(0.0), None), {}, [batch])
+    taken.add(18, StepReport(torch.tensor(math.nan if number == 1 else 2.5), torch.tensor(1.0), None), {}, [batch])
     try:
-        _agree_to_update(torch.tensor(math.nan if number == 1 else 2.5), training, [batch], epoch=3)
+        taken.raise_nonfinite(training, epoch=3)
     except NonFiniteLossError as error:
         return str(error)
     return "went on"

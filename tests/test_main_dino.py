@@ -1,5 +1,6 @@
 """main_dino.py from the outside: a run, its files, resuming, and what it says about bad input."""
 
+import copy
 import json
 import logging
 import math
@@ -12,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from dino_sparo import engine, load_checkpoint, load_encoder
+from dino_sparo import engine, load_checkpoint, load_encoder, preemption
 from dino_sparo.checkpoint import CheckpointError
 from dino_sparo.engine import NonFiniteLossError, TooManyCorruptImagesError, Training
 from main_dino import check_options, get_args_parser, main, train_dino
@@ -203,18 +204,32 @@ def test_an_epoch_cut_short_changes_no_kept_checkpoint_and_is_logged_once(tmp_pa
     assert [epoch["epoch"] for epoch in epochs_of(tmp_path)] == [0, 1, 2]
 
 
-def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def spoil(training: Training, epoch: int) -> None:
-        update(training, epoch)
-        training.network.head.mlp[0].bias.data[0] = math.inf if training.step == 7 else 0.0
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lars"])
+def test_from_gradients_that_are_not_finite_on_nothing_is_updated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
+) -> None:
+    found: list[Training] = []
 
-    run(tmp_path, max_steps=4)
-    before = (tmp_path / "checkpoint.pth").read_bytes()
+    def spoil(training: Training, loss: torch.Tensor, epoch: int) -> None:
+        if training.step == 6:
+            found.append(training)
+            before.update(copy.deepcopy({"student": training.student.state_dict(), "loss": training.loss.state_dict()}))
+            before.update(optimizer=copy.deepcopy(training.optimizer.state_dict()["state"]))
+            training.network.head.mlp[0].bias.grad[0] = math.inf
+        update(training, loss, epoch)
+
+    run(tmp_path, max_steps=4, optimizer=optimizer)
+    saved, before = (tmp_path / "checkpoint.pth").read_bytes(), {}
     update = engine._update_student
     monkeypatch.setattr(engine, "_update_student", spoil)
-    with pytest.raises(NonFiniteLossError, match="weights are not finite any more after step 8"):
-        run(tmp_path)
-    assert (tmp_path / "checkpoint.pth").read_bytes() == before
+    monkeypatch.setattr(preemption, "MAX_STEPS_BETWEEN", 16)
+    with pytest.raises(NonFiniteLossError, match=r"gradients are not finite at step 6 .* finite on every rank"):
+        run(tmp_path, optimizer=optimizer)
+    assert (tmp_path / "checkpoint.pth").read_bytes() == saved
+    (training,) = found
+    assert_same_state(before["student"], training.student.state_dict(), "student")
+    assert_same_state(before["loss"], training.loss.state_dict(), "loss")
+    assert_same_state(before["optimizer"], training.optimizer.state_dict()["state"], "optimizer")
 
 
 def test_another_number_of_prototypes_is_not_resumed(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import platform
+import subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,14 +33,12 @@ from dino_sparo.data import (
     open_source,
     require_labels,
 )
-from dino_sparo.distributed import rank_0_first
+from dino_sparo.distributed import PRECISIONS, rank_0_first
 from dino_sparo.encoder import Encoder, EncoderConfig, encoder_from_config
 
 logger = logging.getLogger(__name__)
 
 HASH_BLOCK_BYTES = 1 << 20
-
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -207,6 +206,16 @@ def versions() -> dict[str, str]:
         "numpy": np.__version__,
         "pillow": PIL.__version__,
     }
+
+
+def git_hash() -> str | None:
+    """The commit this code was checked out from; None if it does not run from a checkout."""
+    try:
+        folder = Path(__file__).resolve().parents[2]
+        told = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return told.stdout.strip() or None if (folder / ".git").exists() else None
 
 
 def result_folder(output_dir: str | None, pretrained_weights: str) -> Path:
