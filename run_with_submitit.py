@@ -285,6 +285,7 @@ def submit(args: argparse.Namespace) -> submitit.Job:
     """
     folder = job_folder(args)
     if args.local:
+        folder = Path(str(folder).replace("%j", "local"))  # its number is not known before it runs
         executor = submitit.AutoExecutor(folder=folder, cluster="local", local_max_num_timeout=args.max_requeues)
         executor.update_parameters(**job_parameters(args))
     else:

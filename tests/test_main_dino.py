@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from PIL import Image
 from dino_sparo import engine, load_checkpoint, load_encoder, preemption
 from dino_sparo.checkpoint import CheckpointError
 from dino_sparo.engine import NonFiniteLossError, TooManyCorruptImagesError, Training
+from dino_sparo.preemption import RunStopped
 from main_dino import check_options, get_args_parser, main, train_dino
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -113,6 +115,98 @@ def test_an_interrupted_run_ends_in_the_same_bits(tmp_path: Path, stop: int) -> 
         assert_same_state(whole[key], parts[key], key)
 
 
+LINES_OF_TIME = ("train_images_per_s", "train_data_wait")
+
+
+def untimed_epochs(output_dir: Path) -> list[dict]:
+    return [{name: v for name, v in line.items() if name not in LINES_OF_TIME} for line in epochs_of(output_dir)]
+
+
+def test_a_run_stopped_by_a_signal_saves_between_two_steps_and_ends_in_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped again and again, each time after one more step, it still writes the very same log."""
+    run(tmp_path / "whole", drop_path_rate=0.3)
+    take, stops = engine.train_step, 0
+
+    def take_and_be_stopped(*arguments: object) -> engine.StepReport:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return take(*arguments)
+
+    monkeypatch.setattr(engine, "train_step", take_and_be_stopped)
+    for stops in range(1, 12):
+        with pytest.raises(RunStopped, match=f"SIGTERM after step {stops}, which is saved"):
+            run(tmp_path / "parts", drop_path_rate=0.3, num_workers=stops % 2)
+    monkeypatch.undo()
+    run(tmp_path / "parts", drop_path_rate=0.3)
+    whole, parts = (load_checkpoint(tmp_path / name / "checkpoint.pth") for name in ("whole", "parts"))
+    for key in ("student", "teacher", "optimizer", "dino_loss", "step", "epoch"):
+        assert_same_state(whole[key], parts[key], key)
+    assert untimed_epochs(tmp_path / "parts") == untimed_epochs(tmp_path / "whole")
+
+
+def test_the_clock_saves_within_an_epoch_and_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
+    run(tmp_path, saveckp_minutes=1e-9, keep_checkpoints=3, max_steps=7)
+    names = ("checkpoint.pth", "checkpoint_previous1.pth", "checkpoint_previous2.pth")
+    assert sorted(path.name for path in tmp_path.glob("checkpoint*")) == sorted(names)
+    steps = [load_checkpoint(tmp_path / name)["step"] for name in names]
+    assert steps[0] == 7
+    assert steps == sorted(set(steps), reverse=True)
+
+
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(tmp_path / "whole")
+    run(tmp_path / "parts", max_steps=8)
+    path = tmp_path / "parts" / "checkpoint.pth"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1  # one bit, which torch would read as another weight
+    path.write_bytes(content)
+    with caplog.at_level(logging.INFO):
+        run(tmp_path / "parts")
+    assert "checkpoint.pth is damaged: the checksum of its part" in caplog.text
+    assert "the run goes on from" in caplog.text
+    assert "resumed" in caplog.text
+    assert "1 epochs, 4 steps done" in caplog.text
+    assert (tmp_path / "parts" / "checkpoint.pth.damaged").read_bytes() == content
+    whole, parts = (load_checkpoint(tmp_path / name / "checkpoint.pth") for name in ("whole", "parts"))
+    assert_same_state(whole["teacher"], parts["teacher"])
+    assert untimed_epochs(tmp_path / "parts") == untimed_epochs(tmp_path / "whole")
+
+
+def test_a_checkpoint_says_what_is_needed_to_go_on(tmp_path: Path) -> None:
+    run(tmp_path, max_steps=6)
+    checkpoint = load_checkpoint(tmp_path / "checkpoint.pth")
+    assert {"git", "torch", "dino_sparo"} <= checkpoint["versions"].keys()
+    assert (checkpoint["epoch"], checkpoint["step"], checkpoint["global_batch"]) == (1, 6, 6)
+    (rank,) = checkpoint["ranks"]
+    assert {"torch", "numpy", "python"} == rank["rng"].keys()
+    assert rank["meters"]["loss"][1] == 2  # steps of the epoch under way
+
+
+@pytest.mark.parametrize(("batch", "step"), [(3, 12), (12, 3), (4, 9)])
+def test_another_batch_goes_on_from_the_images_seen_if_that_is_allowed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, batch: int, step: int
+) -> None:
+    run(tmp_path, max_steps=6)  # one epoch of four steps and two steps, 12 images of the second
+    with pytest.raises(CheckpointError, match=r"global_batch was 6 and is now .* or --allow_rescale"):
+        run(tmp_path, batch_size_per_gpu=batch)
+    arguments = options(tmp_path, batch_size_per_gpu=batch)
+    with caplog.at_level(logging.WARNING):
+        train_dino(get_args_parser().parse_args([*arguments, "--allow_rescale"]))
+    steps_per_epoch = 26 // batch
+    expected = steps_per_epoch + 12 // batch
+    assert f"step 6 with batches of 6 images is step {expected} with {batch}" in caplog.text
+    assert expected == step
+    lines = epochs_of(tmp_path)
+    assert [line["epoch"] for line in lines] == [0, 1, 2]
+    assert [line["step"] for line in lines] == [4, 2 * steps_per_epoch, 3 * steps_per_epoch]
+    # The schedules are those of a run that had this batch from the start.
+    run(tmp_path / "from_start", batch_size_per_gpu=batch)
+    assert lines[2]["train_lr"] == epochs_of(tmp_path / "from_start")[2]["train_lr"]
+
+
 def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:
     run(tmp_path, epochs=1)
     before = (tmp_path / "checkpoint.pth").read_bytes()
@@ -182,7 +276,7 @@ def test_another_architecture_is_not_resumed(tmp_path: Path) -> None:
     [
         ({"optimizer": "sgd"}, "--optimizer was adamw and is now sgd"),
         ({"norm_last_layer": "false"}, "--norm_last_layer was True and is now False"),
-        ({"batch_size_per_gpu": 5}, "steps_per_epoch was 4 and is now 5"),
+        ({"batch_size_per_gpu": 5}, "global_batch was 6 and is now 5, steps_per_epoch was 4 and is now 5"),
         ({"data_path": "scenes:25:32"}, "num_images was 26 and is now 25"),
     ],
 )

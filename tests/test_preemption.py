@@ -1,0 +1,142 @@
+"""Signals, the clock, and what the ranks agree on."""
+
+import os
+import signal
+import stat
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from dino_sparo import preemption
+from dino_sparo.distributed import FAULT_STATUS
+from dino_sparo.preemption import Agreement, RunStopped, StopSignals, hand_over
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR2])
+def test_a_signal_is_noted_and_stops_nothing(signum: signal.Signals) -> None:
+    before = signal.getsignal(signum)
+    with StopSignals() as signals:
+        os.kill(os.getpid(), signum)
+        assert signals.received == {signum}
+        assert Agreement(signals, 0.0, CPU).decide().stop is signum
+    assert signal.getsignal(signum) == before
+
+
+def test_a_second_ctrl_c_ends_the_run_at_once() -> None:
+    with StopSignals():
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_the_signal_that_says_the_job_will_run_again_wins() -> None:
+    with StopSignals() as signals:
+        for signum in (signal.SIGUSR2, signal.SIGTERM):
+            os.kill(os.getpid(), signum)
+        assert Agreement(signals, 0.0, CPU).decide().stop is signal.SIGUSR2
+
+
+def test_counts_are_handed_through() -> None:
+    decision = Agreement(StopSignals(), 0.0, CPU).decide((torch.tensor(3.0), 5.0, 0.25))
+    assert decision == preemption.Decision(stop=None, save=False, counts=(3.0, 5.0, 0.25))
+
+
+def test_a_checkpoint_is_due_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+
+    def wants_save(now: float) -> bool:
+        clock[0] = now
+        return agreement.decide().save
+
+    agreement = Agreement(StopSignals(), save_minutes=2.0, device=CPU)
+    assert [wants_save(now) for now in (1119.0, 1120.0, 1121.0)] == [False, True, True]
+    agreement.saved()
+    assert [wants_save(now) for now in (1240.0, 1241.0)] == [False, True]
+    clock[0] = 9e9
+    assert not Agreement(StopSignals(), save_minutes=0.0, device=CPU).decide().save
+
+
+@pytest.mark.parametrize(("step_seconds", "expected"), [(0.001, 16), (0.3, 6), (7.0, 1)])
+def test_ranks_agree_after_the_first_step_and_then_every_two_seconds_or_sixteen_steps(
+    monkeypatch: pytest.MonkeyPatch, step_seconds: float, expected: int
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    agreement, agreed = Agreement(StopSignals(), 0.0, CPU), []
+    for step in range(40):
+        now += step_seconds
+        if agreement.is_due():
+            agreement.decide()
+            agreed.append(step)
+    assert agreed == list(range(0, 40, expected))
+
+
+def test_a_run_that_nobody_starts_again_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
+        told = f"{signum.name} after step 7, which is saved"
+        with StopSignals() as signals, pytest.raises(RunStopped, match=told) as ended:
+            hand_over(signals, signum, 7)
+        assert ended.value.status == 128 + signum
+
+
+def test_what_was_there_before_hands_the_run_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+
+    def requeue(number: int, frame: object) -> None:
+        called.append(number)
+        raise SystemExit(255)
+
+    before = signal.signal(signal.SIGUSR2, requeue)
+    try:
+        with StopSignals() as signals, pytest.raises(SystemExit, match="255"):
+            hand_over(signals, signal.SIGUSR2, 7)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert called == [signal.SIGUSR2]
+
+
+def fake_scontrol(folder: Path, monkeypatch: pytest.MonkeyPatch, preempt_time: str, status: int = 0) -> Path:
+    """A command that answers as Slurm's and writes down how it was called."""
+    calls = folder / "calls"
+    program = folder / "scontrol"
+    program.write_text(
+        f'#!/bin/sh\necho "$@" >> {calls}\n'
+        f'case "$*" in *show*) echo "JobId=12 PreemptEligibleTime=x PreemptTime={preempt_time}";; '
+        f'*) echo "slurm says no" >&2; exit {status};; esac\n'
+    )
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    monkeypatch.setattr(preemption, "REQUEUE_SECONDS", 0)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("signum", "preempt_time", "requeued"),
+    [(signal.SIGUSR2, "None", True), (signal.SIGTERM, "2026-01-02T03:04:05", True), (signal.SIGTERM, "None", False)],
+)
+def test_under_slurm_a_job_is_requeued_unless_it_was_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signum: signal.Signals, preempt_time: str, requeued: bool
+) -> None:
+    calls = fake_scontrol(tmp_path, monkeypatch, preempt_time)
+    with StopSignals() as signals, pytest.raises((SystemExit, RunStopped)) as ended:
+        hand_over(signals, signum, 7)
+    assert ("requeue 12" in calls.read_text().splitlines() if calls.exists() else False) == requeued
+    assert isinstance(ended.value, SystemExit) == requeued
+    if requeued:
+        assert ended.value.code == FAULT_STATUS
+
+
+def test_a_job_that_cannot_be_requeued_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake_scontrol(tmp_path, monkeypatch, "None", status=1)
+    with StopSignals() as signals, pytest.raises(SystemExit):
+        hand_over(signals, signal.SIGUSR2, 7)
+    assert "job 12 could not be requeued (slurm says no)" in caplog.text

@@ -1,0 +1,129 @@
+"""run_with_submitit.py without a cluster: its batch script, its checks, a job on this machine."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from run_with_submitit import (
+    additional_parameters,
+    check_tasks,
+    get_submission_parser,
+    main,
+    requeue_after_faults,
+)
+
+
+def script(capsys: pytest.CaptureFixture, *words: str) -> str:
+    main(["--dry_run", *words])
+    return capsys.readouterr().out
+
+
+def test_the_batch_script_asks_for_what_the_options_say(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    words = "--ngpus 4 --nodes 3 --timeout_min 77 --partition day --mem_gb_per_gpu 20 --cpus_per_task 5 --account acc"
+    words += " --qos fast --constraint h100 --name trial --slurm_additional exclude=node17 reservation=tuesday"
+    text = script(capsys, *words.split(), "--comment", "two words", "--output_dir", str(tmp_path / "run"))
+    for line in (
+        *("nodes=3", "ntasks-per-node=4", "gpus-per-node=4", "time=77", "partition=day", "mem=80GB", "cpus-per-task=5"),
+        *("account=acc", "qos=fast", "constraint=h100", "job-name=trial", "exclude=node17", "reservation=tuesday"),
+        *("comment='two words'", "requeue", "signal=USR2@120", "open-mode=append"),
+        f"error={tmp_path}/run/%j/%j_0_log.err",
+    ):
+        assert f"#SBATCH --{line}\n" in text, line
+    assert "--kill-on-bad-exit=1 --cpus-per-task=5" in text
+    assert not (tmp_path / "run").exists(), "a dry run leaves nothing behind"
+
+
+def test_nobodys_site_is_a_default(capsys: pytest.CaptureFixture) -> None:
+    text = script(capsys)
+    for word in ("partition", "account", "qos", "constraint", "comment", "mem"):
+        assert f"#SBATCH --{word}=" not in text
+
+
+def test_without_gpus_none_are_asked_for(capsys: pytest.CaptureFixture) -> None:
+    assert "gpus-per-node" not in script(capsys, "--device", "cpu")
+
+
+def test_the_warning_comes_early_enough_in_a_short_job(capsys: pytest.CaptureFixture) -> None:
+    assert "--signal=USR2@30" in script(capsys, "--timeout_min", "2")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--ngpus 0", "--ngpus 0: give a positive number"),
+        ("--max_requeues -1", "--max_requeues -1: give 0 or more"),
+        ("--local --nodes 2", "--local runs on this machine only, but --nodes is 2"),
+        ("--slurm_additional exclude", "--slurm_additional exclude: give KEY=VALUE"),
+        ("--warmup_epochs 200", "--warmup_epochs 200 is longer than the run"),
+    ],
+)
+def test_a_job_that_cannot_be_is_not_submitted(words: str, message: str) -> None:
+    with pytest.raises(SystemExit, match=f"not submitted: {re.escape(message)}"):
+        main(["--dry_run", *words.split()])
+
+
+def test_additional_options_may_hold_equal_signs() -> None:
+    assert additional_parameters(["--export=A=1", "gres=disk:2"]) == {"export": "A=1", "gres": "disk:2"}
+
+
+@pytest.mark.parametrize(
+    ("tasks", "nodes", "gpus", "message"),
+    [
+        (8, 1, 4, r"8 tasks on 1 nodes were started, but --nodes 2 --ngpus 4 means 8 on 2"),
+        (6, 2, 4, r"6 tasks on 2 nodes"),
+        (8, 2, 3, r"sees 3 GPUs, but --ngpus 4 asks for 4"),
+    ],
+)
+def test_a_job_with_other_tasks_than_asked_for_is_refused(tasks: int, nodes: int, gpus: int, message: str) -> None:
+    args = get_submission_parser().parse_args(["--nodes", "2", "--ngpus", "4"])
+    check_tasks(args, 8, 2, 4)
+    check_tasks(args, 8, 2, 1)  # Slurm shows each task its own
+    with pytest.raises(ValueError, match=message):
+        check_tasks(args, tasks, nodes, gpus)
+    args.device = "cuda"
+    with pytest.raises(ValueError, match="sees no GPU; give --device cpu"):
+        check_tasks(args, 8, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("status", "state", "before", "requeued"),
+    [
+        (0, "RUNNING", 0, False),  # done
+        (1, "RUNNING", 0, False),  # the user's mistake
+        (75, "RUNNING", 1, True),  # a fault
+        (137, "RUNNING", 0, True),  # killed
+        (137, "RUNNING", 2, False),  # killed too often
+        (137, "COMPLETING", 0, False),  # cancelled
+        (143, "RUNNING", 0, False),  # asked to stop
+    ],
+)
+def test_the_batch_script_requeues_faults_so_often_and_nothing_else(
+    tmp_path: Path, status: int, state: str, before: int, requeued: bool
+) -> None:
+    (tmp_path / "faults").write_text("earlier\n" * before)
+    lines = [
+        f'scontrol() {{ [ "$2" = show ] && echo "JobId=3 JobState={state}"; [ "$1" = requeue ] && echo REQUEUED; }}',
+        "sleep() { :; }",
+        f"(exit {status})",
+        *requeue_after_faults(str(tmp_path), max_requeues=2),
+    ]
+    done = subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True)
+    assert done.returncode == status
+    assert ("REQUEUED" in done.stdout) == requeued
+
+
+@pytest.mark.slow
+def test_a_job_runs_on_this_machine_as_it_would_on_slurm(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parent.parent
+    tiny = "--data_path scenes:40:24 --arch vit_micro --patch_size 8 --global_crops_size 16 --local_crops_number 0"
+    tiny += " --out_dim 16 --head_hidden_dim 16 --batch_size_per_gpu 5 --epochs 1 --warmup_epochs 0 --num_workers 0"
+    command = [sys.executable, "run_with_submitit.py", "--local", "--ngpus", "2", "--device", "cpu", *tiny.split()]
+    command += ["--output_dir", str(tmp_path / "job%j"), "--job_dir", str(tmp_path / "%j")]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    number = re.search(r"job (\d+) is done", done.stdout)[1]
+    assert "world_size=2" in (tmp_path / "local" / f"{number}_0_log.err").read_text()
+    assert (tmp_path / f"job{number}" / "checkpoint.pth").is_file()
