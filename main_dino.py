@@ -43,7 +43,16 @@ from dino_sparo.cli import (
     errors_in_one_line,
 )
 from dino_sparo.crops import EvalTransform, MultiCropAugmentation
-from dino_sparo.data import EpochSampler, ImageDataset, ImageSource, create_loader, open_source, require_labels
+from dino_sparo.data import (
+    EpochSampler,
+    ImageDataset,
+    ImageSource,
+    collate,
+    create_loader,
+    open_source,
+    require_labels,
+)
+from dino_sparo.distort import Distortions
 from dino_sparo.distributed import (
     Distributed,
     all_or_none,
@@ -63,7 +72,10 @@ from dino_sparo.engine import (
     Schedules,
     TooManyCorruptImagesError,
     Training,
+    choose_compile,
+    compile_networks,
     effective_rank,
+    memory_report,
     train_one_epoch,
 )
 from dino_sparo.evaluation.attention import crops_grid, slots_grid
@@ -83,7 +95,7 @@ LOOK_IMAGES = 64  # whose encodings' rank is taken after every epoch; the rank i
 POSITIVE_OPTIONS = ("epochs", "max_steps", "batch_size_per_gpu", "grad_accum_steps", "patch_size", "keep_checkpoints")
 NON_NEGATIVE_OPTIONS = (
     *("warmup_epochs", "saveckp_freq", "saveckp_minutes", "knn_freq", "num_workers", "freeze_last_layer", "clip_grad"),
-    *("lr", "min_lr", "weight_decay", "weight_decay_end"),
+    *("lr", "min_lr", "weight_decay", "weight_decay_end", "loss_chunk"),
 )
 # What the optimizer's state depends on, so that a run cannot go on with another.
 FIXED_OPTIONS = ("optimizer", "norm_last_layer", "use_bn_in_head")
@@ -91,7 +103,7 @@ FIXED_OPTIONS = ("optimizer", "norm_last_layer", "use_bn_in_head")
 HARMLESS_OPTIONS = {
     *("output_dir", "num_workers", "max_steps", "device", "dist_url", "local_rank", "download", "init_from"),
     *("saveckp_freq", "saveckp_minutes", "keep_checkpoints", "knn_freq", "max_corrupt"),
-    *("allow_rescale", "dist_timeout_min"),
+    *("allow_rescale", "dist_timeout_min", "memory_report"),
 }
 # Errors of training that end with one line, since the user can mend their cause.
 MENDABLE_ERRORS: tuple[type[Exception], ...] = (NonFiniteLossError, TooManyCorruptImagesError)
@@ -151,6 +163,13 @@ def _add_crop_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--local_crops_number", type=int, default=8, help="Local crops per image; 0 for none.")
     group.add_argument(
         "--local_crops_scale", type=float, nargs=2, default=(0.05, 0.4), help="Share of the area in a local crop."
+    )
+    group.add_argument(
+        "--distort_on",
+        default="auto",
+        choices=["auto", "cpu", "device"],
+        help="Where crops get colour jitter, blur and solarisation: in the processes that load them, or in batches on "
+        "the device, so that these only decode and cut; auto does so on GPUs.",
     )
 
 
@@ -231,6 +250,26 @@ def _add_optimization_options(parser: argparse.ArgumentParser) -> None:
         default="auto",
         choices=["auto", "bf16", "fp16", "fp32"],
         help="Precision of the forward passes; auto is bf16 where the device computes in it, else fp32.",
+    )
+    group.add_argument(
+        "--compile",
+        default="auto",
+        choices=["auto", "on", "off"],
+        help="torch.compile of networks and loss, which takes a minute or two at the start; auto does so on GPUs.",
+    )
+    group.add_argument(
+        "--packed_crops", action="store_true", help="Run crops of both sizes together; fewer, larger kernels on GPUs."
+    )
+    group.add_argument(
+        "--grad_checkpointing",
+        action="store_true",
+        help="Compute the student's blocks twice instead of keeping what is in them: less memory, more time.",
+    )
+    group.add_argument(
+        "--loss_chunk", type=int, default=0, help="Prototypes that the loss looks at together; 0 for all; saves memory."
+    )
+    group.add_argument(
+        "--memory_report", action="store_true", help="Say at the start what weights, gradients and activations take."
     )
     group.add_argument(
         "--use_fp16", type=bool_flag, default=None, help="The reference's option: true for fp16, false for fp32."
@@ -380,7 +419,8 @@ def build_run(args: argparse.Namespace, place: Distributed, signals: StopSignals
     sampler = EpochSampler(
         len(source), args.batch_size_per_gpu, place.rank, place.world_size, args.grad_accum_steps, args.seed
     )
-    augmentation = MultiCropAugmentation(
+    augmentation = partial(
+        MultiCropAugmentation,
         tuple(args.global_crops_scale),
         tuple(args.local_crops_scale),
         args.local_crops_number,
@@ -389,7 +429,8 @@ def build_run(args: argparse.Namespace, place: Distributed, signals: StopSignals
         tuple(args.norm_mean),
         tuple(args.norm_std),
     )
-    dataset = ImageDataset(source, augmentation, args.seed)
+    defer = choose_distortion(args.distort_on, place.device)
+    dataset = ImageDataset(source, augmentation(defer), args.seed)
     loader = create_loader(
         dataset,
         sampler,
@@ -400,7 +441,11 @@ def build_run(args: argparse.Namespace, place: Distributed, signals: StopSignals
     training = build_training(args, place, sampler.steps_per_epoch)
     training.locate = source.location
     description = encoder_description(training.network.config, args.norm_mean, args.norm_std)
-    crops = [dataset[index].views for index in range(min(LOOK_IMAGES, len(source)) * is_main())]
+    if defer:
+        training.distort = Distortions(args.norm_mean, args.norm_std).to(place.device)
+    prepare_step(args, training, dataset)
+    looked_at = ImageDataset(source, augmentation(False), args.seed)
+    crops = [looked_at[index].views for index in range(min(LOOK_IMAGES, len(source)) * is_main())]
     first_views = [torch.stack(view) for view in zip(*crops, strict=True)]
     checkpoints = CheckpointFolder(Path(args.output_dir), args.keep_checkpoints)
     agreement = Agreement(signals, args.saveckp_minutes, place.device)
@@ -417,6 +462,8 @@ def build_training(args: argparse.Namespace, place: Distributed, steps_per_epoch
     teacher.requires_grad_(False)
     for network in (student, teacher):
         network.backbone.use_fused_attention(place.device.type != "cpu" or dtype != torch.bfloat16)
+        network.backbone.use_packed_crops(args.packed_crops)
+    student.backbone.set_grad_checkpointing(args.grad_checkpointing)
     if args.use_bn_in_head and world_size() > 1 and place.device.type != "cuda":
         logger.warning("batch norm is synchronised on GPUs only: here every process normalises by its own images")
     elif args.use_bn_in_head and world_size() > 1:
@@ -424,7 +471,10 @@ def build_training(args: argparse.Namespace, place: Distributed, steps_per_epoch
     wrapped: nn.Module = student
     if world_size() > 1:
         device_ids = [place.device.index] if place.device.type == "cuda" else None
-        wrapped = DistributedDataParallel(student, device_ids=device_ids)
+        # With several micro-batches the graph that synchronises is not the only one.
+        wrapped = DistributedDataParallel(
+            student, device_ids, gradient_as_bucket_view=True, static_graph=args.grad_accum_steps == 1
+        )
     loss = DINOLoss(
         args.out_dim,
         args.local_crops_number + NUM_TEACHER_CROPS,
@@ -432,6 +482,7 @@ def build_training(args: argparse.Namespace, place: Distributed, steps_per_epoch
         args.teacher_temp,
         args.warmup_teacher_temp_epochs,
         args.epochs,
+        chunk_size=args.loss_chunk,
     ).to(place.device)
     num_parameters = sum(parameter.numel() for parameter in student.parameters())
     logger.info("%s, %.1f M parameters with the head, %s on %s", student.config, num_parameters / 1e6, dtype, place)
@@ -450,6 +501,25 @@ def build_training(args: argparse.Namespace, place: Distributed, steps_per_epoch
         max_corrupt=args.max_corrupt,
         seed=args.seed,
     )
+
+
+def choose_distortion(option: str, device: torch.device) -> bool:
+    """Whether `--distort_on` means to distort crops on this device."""
+    return option == "device" or (option == "auto" and device.type == "cuda")
+
+
+def prepare_step(args: argparse.Namespace, training: Training, dataset: ImageDataset) -> None:
+    """Compile, and say what a step takes, if the options ask for it."""
+    compiles = choose_compile(args.compile, training.device)
+    if not (compiles or args.memory_report):
+        return
+    items = [dataset[index % len(dataset)] for index in range(args.batch_size_per_gpu)]
+    batch = collate(items)
+    if compiles:
+        compile_networks(training, batch)
+    if args.memory_report:
+        for part, size in memory_report(training, batch).items():
+            logger.info("memory of a step: %-12s %8.1f MiB", part, size / 2**20)
 
 
 def build_network(args: argparse.Namespace, drop_path_rate: float) -> DINONetwork:

@@ -2,12 +2,12 @@
 
 The files of this package are the stages of the data flow, in order:
 
-    1  images -> crops             sources/  scenes.py  data.py  crops.py
+    1  images -> crops             sources/  scenes.py  data.py  crops.py  distort.py
     2  crops -> tokens -> slots    backbone.py  readout.py  encoder.py
     3  encoding -> logits -> loss  head.py  loss.py
     4  one step, one epoch         optim.py  teacher.py  engine.py
     5  checkpoint -> evaluation    checkpoint.py  evaluation/  export.py
-       plumbing                    distributed.py  logs.py  cli.py
+       plumbing                    distributed.py  preemption.py  logs.py  cli.py
 
 One letter, one meaning, in every docstring and shape:
 

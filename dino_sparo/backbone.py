@@ -6,6 +6,7 @@ so its weights load as they are.
 """
 
 import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from timm.layers import trunc_normal_
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 
 class ViTSize(NamedTuple):
@@ -38,13 +40,16 @@ ARCHITECTURES: dict[str, ViTSize] = {
 # (facebookresearch/dino, discussion #8). It shifts the sampled positions a little, hence it must be the same here.
 GRID_OFFSET = 0.1
 
+# Of every LayerNorm: DINO's, and CLIP's (with `pre_norm`).
+LAYER_NORM_EPS, PRE_NORM_EPS = 1e-6, 1e-5
+
 
 class PatchEmbed(nn.Module):
     """Cut images into patches and project each one linearly: (B, C, H, W) -> (B, H/P * W/P, D)."""
 
-    def __init__(self, patch_size: int, in_chans: int, embed_dim: int) -> None:
+    def __init__(self, patch_size: int, in_chans: int, embed_dim: int, bias: bool = True) -> None:
         super().__init__()
-        self.proj = nn.Conv2d(in_chans, embed_dim, kernel_size=patch_size, stride=patch_size)
+        self.proj = nn.Conv2d(in_chans, embed_dim, kernel_size=patch_size, stride=patch_size, bias=bias)
 
     def forward(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B N D"]:
         """Project patches; pixels beyond the last whole patch are left out, as the reference does."""
@@ -62,6 +67,9 @@ class Backbone(nn.Module):
     position embedding, stochastic depth growing linearly from 0 to `drop_path_rate` over the blocks of the whole
     architecture. Source: DINO, `vision_transformer.py`; ViT, section 3.1.
 
+    With `pre_norm` the vision transformer of CLIP: x_0 = LN(that sum), the patch projection has no bias, and the eps is
+    1e-5. Names of the weights are timm's then. Source: CLIP, section 2.4; OpenCLIP, `transformer.py`.
+
     Args:
         size: width, depth and heads.
         patch_size: P, side of a patch in pixels.
@@ -69,6 +77,7 @@ class Backbone(nn.Module):
         in_chans: number of image channels.
         drop_path_rate: stochastic depth rate of the last block of the architecture.
         depth: number of blocks to build, if fewer than `size.depth` (SPARO takes the place of the last one).
+        pre_norm: normalise the tokens before the first block, as CLIP does.
 
     Raises:
         ValueError: a size is out of range.
@@ -84,6 +93,7 @@ class Backbone(nn.Module):
         in_chans: int = 3,
         drop_path_rate: float = 0.0,
         depth: int | None = None,
+        pre_norm: bool = False,
     ) -> None:
         super().__init__()
         _check_sizes(patch_size, img_size, in_chans, drop_path_rate)
@@ -91,10 +101,13 @@ class Backbone(nn.Module):
         self.depth = size.depth if depth is None else depth
         self.patch_size, self.img_size, self.in_chans = patch_size, img_size, in_chans
         grid_size = img_size // patch_size
-        self.patch_embed = PatchEmbed(patch_size, in_chans, self.embed_dim)
+        self.grad_checkpointing = self.packed = False
+        self._resampling: dict[tuple[int, torch.device], Tensor] = {}
+        self.patch_embed = PatchEmbed(patch_size, in_chans, self.embed_dim, bias=not pre_norm)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, self.embed_dim))
         self.pos_embed = nn.Parameter(torch.zeros(1, grid_size**2 + 1, self.embed_dim))
-        norm_layer: Any = partial(nn.LayerNorm, eps=1e-6)
+        norm_layer: Any = partial(nn.LayerNorm, eps=PRE_NORM_EPS if pre_norm else LAYER_NORM_EPS)
+        self.norm_pre = norm_layer(self.embed_dim) if pre_norm else nn.Identity()
         # The rates are those of the whole architecture: removing the last block changes no other block's rate.
         drop_path_rates = np.linspace(0, drop_path_rate, size.depth).tolist()
         self.blocks = nn.ModuleList(
@@ -118,7 +131,7 @@ class Backbone(nn.Module):
         return self.norm(self._run_blocks(self.embed(images), self.depth))
 
     def embed(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B N D"]:
-        """Images -> tokens before the first block: patches and class token with their positions added.
+        """Images -> tokens before the first block: patches and class token with their positions added, `pre_norm`ed.
 
         Raises:
             ValueError: the images are smaller than a patch or have another number of channels.
@@ -130,7 +143,7 @@ class Backbone(nn.Module):
             raise ValueError(f"images of {height}x{width} px are smaller than one patch of {self.patch_size} px")
         patches = self.patch_embed(images)
         cls_tokens = self.cls_token.expand(len(images), -1, -1)
-        return torch.cat((cls_tokens, patches), dim=1) + self.position_embedding(height, width)
+        return self.norm_pre(torch.cat((cls_tokens, patches), dim=1) + self.position_embedding(height, width))
 
     def position_embedding(self, height: int, width: int) -> Float[Tensor, "1 N D"]:
         """The position embedding for images of `height` x `width` pixels.
@@ -138,15 +151,66 @@ class Backbone(nn.Module):
         For a square image that fills the stored grid the grid as it is, else the grid resampled bicubically, without
         antialiasing, by the scale (wanted patches + 0.1) / stored patches per axis. (An oblong image that happens to
         have the stored number of patches is resampled too, by 0.1 of a patch: so does the reference.)
+
+            pos[r, c] = sum_ij R[r, i] C[c, j] grid[i, j]
+
+        with one fixed matrix per axis: the backward pass is a matrix product too, and deterministic on every device.
         """
         grid_size = math.isqrt(self.pos_embed.shape[1] - 1)
         rows, columns = height // self.patch_size, width // self.patch_size
         if rows * columns == grid_size**2 and height == width:
             return self.pos_embed
-        grid = self.pos_embed[:, 1:].unflatten(1, (grid_size, grid_size)).permute(0, 3, 1, 2)
-        scale = ((rows + GRID_OFFSET) / grid_size, (columns + GRID_OFFSET) / grid_size)
-        resampled = F.interpolate(grid, scale_factor=scale, mode="bicubic")
-        return torch.cat((self.pos_embed[:, :1], resampled.flatten(2).transpose(1, 2)), dim=1)
+        row_weights, column_weights = self._resampling_matrix(rows), self._resampling_matrix(columns)
+        # In double, which neither autocast nor TF32 touches: rounding here would shift every token.
+        grid = self.pos_embed[0, 1:].to(row_weights.dtype)
+        by_rows = (row_weights @ grid.view(grid_size, -1)).view(rows, grid_size, -1)
+        resampled = (column_weights @ by_rows).flatten(0, 1)[None].to(self.pos_embed.dtype)
+        return torch.cat((self.pos_embed[:, :1], resampled), dim=1)
+
+    def _resampling_matrix(self, length: int) -> Float[Tensor, "length grid_size"]:
+        """What each of `length` positions along an axis takes from the stored ones."""
+        device, grid_size = self.pos_embed.device, math.isqrt(self.pos_embed.shape[1] - 1)
+        found = self._resampling.get((length, device))
+        if found is None or found.shape[1] != grid_size:
+            # Training may follow on an evaluation, and its graph cannot hold tensors made in inference mode.
+            with torch.inference_mode(False):
+                found = _bicubic_matrix(grid_size, length)
+                found = (found.float() if device.type == "mps" else found).to(device)  # which has no double
+            # A compiled graph must not change what it was compiled with; there the matrix is a constant.
+            if not torch.compiler.is_compiling():
+                self._resampling[length, device] = found
+        return found
+
+    def run_crops(
+        self, groups: Sequence[Float[Tensor, "_ C _ _"]], class_only: bool = False
+    ) -> list[Float[Tensor, "_ _ D"]]:
+        """Tokens of several batches, whose sizes may differ, after the final LayerNorm.
+
+        They are those of `forward` for one batch after the other; stochastic depth draws the same numbers.
+
+        Args:
+            groups: images, each (B_g, C, H_g, W_g).
+            class_only: give the class tokens alone, (B_g, 1, D); the last block projects and transforms no others.
+        """
+        bundles = [groups] if self.packed else [[images] for images in groups]
+        return [tokens for bundle in bundles for tokens in self._run_bundle(bundle, class_only)]
+
+    def _run_bundle(self, groups: Sequence[Tensor], class_only: bool) -> list[Tensor]:
+        """Tokens of groups of images that pass the blocks together, one below the other, (sum of B_g * N_g, D)."""
+        if len(groups) == 1 and not class_only:
+            return [self(groups[0])]
+        embedded, num_plain = [self.embed(images) for images in groups], 0
+        if len(groups) == 1:
+            num_plain = self.depth - 1
+            embedded = [self._run_blocks(embedded[0], num_plain)]
+        shapes = [(tokens.shape[0], tokens.shape[1]) for tokens in embedded]
+        # In the order of one batch after the other, so that a seed means the same.
+        depths = [[_draw_depths(block, tokens) for block in self.blocks[num_plain:]] for tokens in embedded]
+        tokens = _pack(embedded)
+        for block, *block_depths in zip(self.blocks[num_plain:], *depths, strict=True):
+            is_last = class_only and block is self.blocks[-1]
+            tokens = self._call(_run_packed_block, block, tokens, shapes, block_depths, is_last)
+        return _unpack(self.norm(tokens), [(number, 1) for number, _ in shapes] if class_only else shapes)
 
     def intermediate_tokens(self, images: Float[Tensor, "B C H W"], n: int) -> list[Float[Tensor, "B N D"]]:
         """The tokens after each of the last `n` blocks, in order, each through the final LayerNorm.
@@ -159,7 +223,7 @@ class Backbone(nn.Module):
         tokens = self._run_blocks(self.embed(images), self.depth - n)
         outputs = []
         for block in self.blocks[self.depth - n :]:
-            tokens = block(tokens)
+            tokens = self._call(block, tokens)
             outputs.append(self.norm(tokens))
         return outputs
 
@@ -183,10 +247,107 @@ class Backbone(nn.Module):
         for block in self.blocks:
             block.attn.fused_attn = fused
 
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Keep the blocks' inputs alone for the backward pass and compute the rest again, with equal random numbers."""
+        self.grad_checkpointing = enable
+
+    def use_packed_crops(self, packed: bool = True) -> None:
+        """Run crops of several sizes together: attention per size, all else on the tokens of all sizes at once.
+
+        Off by default. It launches fewer and larger kernels, which a GPU may gain from and a CPU does not.
+        """
+        self.packed = packed
+
     def _run_blocks(self, tokens: Tensor, count: int) -> Tensor:
         for block in self.blocks[:count]:
-            tokens = block(tokens)
+            tokens = self._call(block, tokens)
         return tokens
+
+    def _call(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        if self.grad_checkpointing and torch.is_grad_enabled():
+            return checkpoint(function, *arguments, use_reentrant=False)
+        return function(*arguments)
+
+
+def _run_packed_block(
+    block: Any,
+    tokens: Float[Tensor, "T D"],
+    shapes: list[tuple[int, int]],
+    depths: list[tuple[Any, Any]],
+    class_only: bool,
+) -> Float[Tensor, "_ D"]:
+    """One block on the tokens of several groups; attention stays within an image.
+
+    Args:
+        block: timm's.
+        tokens: (T, D), of all groups one below the other.
+        shapes: images B_g and tokens N_g of each group; T is the sum of their products.
+        depths: of each group, what stochastic depth multiplies either branch with.
+        class_only: return the class tokens alone, (sum of B_g, D).
+    """
+    attn, normed, width = block.attn, block.norm1(tokens), tokens.shape[1]
+    if class_only:
+        # The other tokens are needed as keys and values only.
+        tokens, asking = (_pack([part[:, :1] for part in _unpack(packed, shapes)]) for packed in (tokens, normed))
+        (query_weight, weight), (query_bias, bias) = (
+            parameter.split((width, 2 * width)) for parameter in (attn.qkv.weight, attn.qkv.bias)
+        )
+        queries, keys_values = F.linear(asking, query_weight, query_bias), F.linear(normed, weight, bias)
+    else:
+        queries, keys_values = attn.qkv(normed).split((width, 2 * width), dim=-1)
+    query_shapes = [(number, 1) for number, _ in shapes] if class_only else shapes
+    groups = zip(_unpack(queries, query_shapes), _unpack(keys_values, shapes), strict=True)
+    attended = [_attend(asked, offered, attn.num_heads, attn.fused_attn) for asked, offered in groups]
+    branch = attn.proj(_pack(attended))
+    tokens = tokens + _at_depth(branch, query_shapes, [depth for depth, _ in depths])
+    return tokens + _at_depth(block.mlp(block.norm2(tokens)), query_shapes, [depth for _, depth in depths])
+
+
+def _pack(groups: Sequence[Tensor]) -> Tensor:
+    """(B_g, N_g, D) of each group -> (T, D)."""
+    flat = [tokens.flatten(0, 1) for tokens in groups]
+    return torch.cat(flat) if len(flat) > 1 else flat[0]
+
+
+def _unpack(tokens: Tensor, shapes: list[tuple[int, int]]) -> list[Tensor]:
+    """(T, D) -> (B_g, N_g, D) of each group."""
+    parts = tokens.split([number * length for number, length in shapes])
+    return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _attend(queries: Tensor, keys_values: Tensor, num_heads: int, fused: bool) -> Tensor:
+    """softmax(Q K^T / sqrt(D / heads)) V, heads side by side: (B, M, D), (B, N, 2 D) -> (B, M, D)."""
+    queries = queries.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+    keys, values = keys_values.unflatten(-1, (2, num_heads, -1)).permute(2, 0, 3, 1, 4)
+    if fused:
+        attended = F.scaled_dot_product_attention(queries, keys, values)
+    else:
+        scores = (queries * queries.shape[-1] ** -0.5) @ keys.transpose(-2, -1)
+        attended = scores.softmax(dim=-1) @ values
+    return attended.transpose(1, 2).flatten(2)
+
+
+def _draw_depths(block: Any, tokens: Float[Tensor, "B N D"]) -> tuple[Any, Any]:
+    """What stochastic depth multiplies the two branches of each image with, (B, 1), in the block's order; or None."""
+    if not block.training or isinstance(block.drop_path1, nn.Identity):
+        return None, None
+    ones = tokens.new_ones(len(tokens), 1)
+    return block.drop_path1(ones), block.drop_path2(ones)
+
+
+def _at_depth(branch: Tensor, shapes: list[tuple[int, int]], depths: Sequence[Any]) -> Tensor:
+    """A branch (T, D), each image's tokens multiplied with its number of (B_g, 1)."""
+    if depths[0] is None:
+        return branch
+    per_token = [depth.expand(shape).flatten() for depth, shape in zip(depths, shapes, strict=True)]
+    return branch * torch.cat(per_token)[:, None]
+
+
+def _bicubic_matrix(length: int, wanted: int) -> Float[Tensor, "wanted length"]:
+    """How torch resamples `length` numbers to `wanted`: what it makes of each unit vector, in double."""
+    units = torch.eye(length, dtype=torch.float64)[None, :, :, None]  # a batch of one, a channel for each
+    scale = (wanted + GRID_OFFSET) / length
+    return F.interpolate(units, scale_factor=(scale, 1.0), mode="bicubic")[0, :, :, 0].t()
 
 
 def create_backbone(
@@ -196,6 +357,7 @@ def create_backbone(
     in_chans: int = 3,
     drop_path_rate: float = 0.0,
     remove_blocks: int = 0,
+    pre_norm: bool = False,
 ) -> Backbone:
     """Build a backbone by the name of its architecture.
 
@@ -206,6 +368,7 @@ def create_backbone(
         in_chans: number of image channels.
         drop_path_rate: stochastic depth rate of the architecture's last block.
         remove_blocks: number of blocks to leave out at the end; SPARO replaces one.
+        pre_norm: CLIP's vision transformer instead of DINO's; see `Backbone`.
 
     Raises:
         ValueError: the name is unknown, or a size is out of range.
@@ -213,7 +376,8 @@ def create_backbone(
     if arch not in ARCHITECTURES:
         raise ValueError(f"unknown arch {arch!r}; choose one of {sorted(ARCHITECTURES)}")
     size = ARCHITECTURES[arch]
-    return Backbone(size, patch_size, img_size, in_chans, drop_path_rate, depth=size.depth - remove_blocks)
+    depth = size.depth - remove_blocks
+    return Backbone(size, patch_size, img_size, in_chans, drop_path_rate, depth, pre_norm)
 
 
 def _check_sizes(patch_size: int, img_size: int, in_chans: int, drop_path_rate: float) -> None:

@@ -1,21 +1,24 @@
 """One image -> S crops: two global ones and S - 2 local ones, with DINO's distortions.
 
-Stage 1 of the map, its end. The random parameters of a crop are drawn first (`sample_crop`) and applied afterwards
-(`apply_crop`): what a crop looks like is a pure function of the image and of the generator it was drawn with.
+Stage 1 of the map. The random parameters of a crop are drawn first (`sample_crop`), then the crop is cut out and
+distorted: what it looks like is a pure function of the image and of the generator it was drawn with. Where it is
+distorted is a choice: here, by `apply_crop`, or on the device, by `distort.Distortions` from the same parameters.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float
-from PIL import Image, ImageFilter, ImageOps
+import torch
+from jaxtyping import Float, UInt8
+from PIL import Image
 from torch import Tensor
+from torch.nn import functional as F
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as TF
 
 from dino_sparo.data import IMAGENET_MEAN, IMAGENET_STD
+from dino_sparo.distort import DeferredViews, channel_constant, distort_crop, normalize_levels, pack_parameters
 
 # The distortions of DINO (facebookresearch/dino, main_dino.py, DataAugmentationDINO; BYOL, appendix B).
 FLIP_PROBABILITY = 0.5
@@ -23,19 +26,12 @@ JITTER_PROBABILITY = 0.8
 JITTER_STRENGTH = {"brightness": 0.4, "contrast": 0.4, "saturation": 0.2, "hue": 0.1}
 GRAYSCALE_PROBABILITY = 0.2
 BLUR_RADIUS = (0.1, 2.0)  # pixels, of the resized crop
-SOLARIZE_THRESHOLD = 128
 ASPECT_RATIO = (3 / 4, 4 / 3)
+LOG_ASPECT_RATIO = tuple(np.log(ASPECT_RATIO).tolist())
 CROP_ATTEMPTS = 10
 
 # The evaluation protocol of ImageNet: the short side to 256, of which the central 224 are seen.
 RESIZE_RATIO = 256 / 224
-
-JITTER_OPERATIONS: dict[str, Callable[[Image.Image, float], Image.Image]] = {
-    "brightness": TF.adjust_brightness,
-    "contrast": TF.adjust_contrast,
-    "saturation": TF.adjust_saturation,
-    "hue": TF.adjust_hue,
-}
 
 
 @dataclass(frozen=True)
@@ -65,7 +61,7 @@ class CropParameters:
         jitter: (operation, factor) pairs in their random order; empty if the crop keeps its colours.
         grayscale: drop the colours.
         blur_radius: standard deviation of the blur in pixels, 0 for none.
-        solarize: invert pixels from `SOLARIZE_THRESHOLD` on.
+        solarize: invert bright pixels.
     """
 
     box: tuple[int, int, int, int]
@@ -74,6 +70,10 @@ class CropParameters:
     grayscale: bool
     blur_radius: float
     solarize: bool
+
+    def packed(self) -> list[float]:
+        """The distortions as the numbers that `distort.py` computes with."""
+        return pack_parameters(self.flip, self.jitter, self.grayscale, self.blur_radius, self.solarize)
 
 
 def sample_box(
@@ -93,10 +93,9 @@ def sample_box(
     Returns:
         Top, left, height and width in pixels.
     """
-    log_ratios = np.log(ASPECT_RATIO)
     for _ in range(CROP_ATTEMPTS):
-        area = height * width * rng.uniform(*scale)
-        ratio = math.exp(rng.uniform(*log_ratios))
+        area = height * width * _uniform(rng, *scale)
+        ratio = math.exp(_uniform(rng, *LOG_ASPECT_RATIO))
         box_width, box_height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < box_width <= width and 0 < box_height <= height:
             top = int(rng.integers(0, height - box_height, endpoint=True))
@@ -107,6 +106,11 @@ def sample_box(
     return (height - box_height) // 2, (width - box_width) // 2, box_height, box_width
 
 
+def _uniform(rng: np.random.Generator, low: float, high: float) -> float:
+    """What `rng.uniform(low, high)` draws, in a quarter of its time."""
+    return low + (high - low) * rng.random()
+
+
 def sample_crop(rng: np.random.Generator, height: int, width: int, recipe: CropRecipe) -> CropParameters:
     """Draw the parameters of one crop of an image of `height` x `width` pixels."""
     box = sample_box(rng, height, width, recipe.scale)
@@ -115,41 +119,66 @@ def sample_crop(rng: np.random.Generator, height: int, width: int, recipe: CropR
     if rng.random() < JITTER_PROBABILITY:
         # Hue turns by a share of the colour circle; the others scale by a factor around one.
         factors = {
-            name: rng.uniform(-strength, strength) + (name != "hue") for name, strength in JITTER_STRENGTH.items()
+            name: _uniform(rng, -strength, strength) + (name != "hue") for name, strength in JITTER_STRENGTH.items()
         }
         names = list(factors)
-        jitter = tuple((names[i], factors[names[i]]) for i in rng.permutation(len(names)))
+        jitter = tuple((names[i], factors[names[i]]) for i in rng.permutation(len(names)).tolist())
     grayscale = rng.random() < GRAYSCALE_PROBABILITY
-    blur_radius = rng.uniform(*BLUR_RADIUS) if rng.random() < recipe.blur_probability else 0.0
+    blur_radius = _uniform(rng, *BLUR_RADIUS) if rng.random() < recipe.blur_probability else 0.0
     solarize = rng.random() < recipe.solarize_probability
     return CropParameters(box, flip, jitter, grayscale, blur_radius, solarize)
 
 
-def apply_crop(image: Image.Image, parameters: CropParameters, size: int) -> Image.Image:
-    """Cut, resize (bicubic) and distort.
+def cut_crop(image: Image.Image, box: tuple[int, int, int, int], size: int) -> UInt8[np.ndarray, "3 size size"]:
+    """Cut out and resize (bicubic), pixel for pixel as torchvision does with PIL images."""
+    return pixels_of(TF.resized_crop(image, *box, [size, size], InterpolationMode.BICUBIC))
+
+
+def cut_crop_fast(
+    pixels: UInt8[Tensor, "3 H W"], box: tuple[int, int, int, int], size: int
+) -> UInt8[Tensor, "3 size size"]:
+    """The same by torch's resize, three times as fast and rounded differently: about a pixel in fifty is a level off.
+
+    Args:
+        pixels: of the image, a view of rows of pixels as `pixels_in_rows` gives it; any other layout is slow.
+        box: top, left, height, width in pixels of the image.
+        size: side of the result in pixels.
+    """
+    top, left, height, width = box
+    return _resize_fast(pixels[:, top : top + height, left : left + width], [size, size])
+
+
+def _resize_fast(pixels: UInt8[Tensor, "3 H W"], sides: list[int]) -> UInt8[Tensor, "3 _ _"]:
+    return F.interpolate(pixels[None], size=sides, mode="bicubic", antialias=True)[0]
+
+
+def pixels_of(image: Image.Image) -> UInt8[np.ndarray, "3 H W"]:
+    """RGB image -> its pixels, one channel after the other."""
+    return np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))
+
+
+def pixels_in_rows(image: Image.Image) -> UInt8[Tensor, "3 H W"]:
+    """RGB image -> a view of its pixels as they lie in a file: row by row, three channels side by side."""
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+def apply_crop(image: Image.Image, parameters: CropParameters, size: int) -> Float[np.ndarray, "3 size size"]:
+    """Cut, resize (bicubic) and distort, pixel for pixel as torchvision does with PIL images.
 
     Args:
         image: RGB, 8 bit.
         parameters: from `sample_crop`.
         size: side of the result in pixels.
+
+    Returns:
+        Integers from 0 to 255.
     """
-    crop = TF.resized_crop(image, *parameters.box, [size, size], InterpolationMode.BICUBIC)
-    if parameters.flip:
-        crop = TF.hflip(crop)
-    for name, factor in parameters.jitter:
-        crop = JITTER_OPERATIONS[name](crop, factor)
-    if parameters.grayscale:
-        crop = TF.to_grayscale(crop, num_output_channels=3)
-    if parameters.blur_radius:
-        crop = crop.filter(ImageFilter.GaussianBlur(parameters.blur_radius))
-    if parameters.solarize:
-        crop = ImageOps.solarize(crop, SOLARIZE_THRESHOLD)
-    return crop
+    return distort_crop(cut_crop(image, parameters.box, size), parameters.packed())
 
 
 def normalized_tensor(image: Image.Image, mean: tuple[float, ...], std: tuple[float, ...]) -> Float[Tensor, "C H W"]:
     """RGB image -> (C, H, W) floats, (pixel / 255 - mean) / std."""
-    return TF.normalize(TF.to_tensor(image), list(mean), list(std))
+    return torch.from_numpy(normalize_levels(pixels_of(image), channel_constant(mean), channel_constant(std)))
 
 
 class MultiCropAugmentation:
@@ -166,6 +195,8 @@ class MultiCropAugmentation:
         local_crops_size: side of a local crop in pixels.
         mean: per channel, of pixels in 0..1.
         std: per channel.
+        defer_color: give 8-bit crops and the numbers by which `distort.Distortions` distorts them on the device, and
+            resize by torch. False gives finished crops, as torchvision's pipeline on PIL images gives them.
 
     Raises:
         ValueError: a scale that is no interval within (0, 1], or a size or number that cannot be.
@@ -180,6 +211,7 @@ class MultiCropAugmentation:
         local_crops_size: int = 96,
         mean: tuple[float, ...] = IMAGENET_MEAN,
         std: tuple[float, ...] = IMAGENET_STD,
+        defer_color: bool = False,
     ) -> None:
         for name, scale in (("global_crops_scale", global_crops_scale), ("local_crops_scale", local_crops_scale)):
             if len(scale) != 2 or not 0 < scale[0] <= scale[1] <= 1:
@@ -196,15 +228,20 @@ class MultiCropAugmentation:
             CropRecipe(global_crops_size, global_crops_scale, blur_probability=0.1, solarize_probability=0.2),
             *[CropRecipe(local_crops_size, local_crops_scale, blur_probability=0.5)] * local_crops_number,
         ]
-        self.mean, self.std = mean, std
+        self.mean, self.std = channel_constant(mean), channel_constant(std)
+        self.defer_color = defer_color
 
-    def __call__(self, image: Image.Image, rng: np.random.Generator) -> list[Float[Tensor, "C _ _"]]:
-        """The S crops of an RGB image, normalised, drawn with `rng`."""
-        crops = []
-        for recipe in self.recipes:
-            parameters = sample_crop(rng, image.height, image.width, recipe)
-            crops.append(normalized_tensor(apply_crop(image, parameters, recipe.size), self.mean, self.std))
-        return crops
+    def __call__(self, image: Image.Image, rng: np.random.Generator) -> list[Float[Tensor, "C _ _"]] | DeferredViews:
+        """The S crops of an RGB image, drawn with `rng`: normalised, or as they were cut, with their distortions."""
+        drawn = [sample_crop(rng, image.height, image.width, recipe) for recipe in self.recipes]
+        sizes = [recipe.size for recipe in self.recipes]
+        if self.defer_color:
+            pixels = pixels_in_rows(image)
+            crops = [cut_crop_fast(pixels, crop.box, size) for crop, size in zip(drawn, sizes, strict=True)]
+            parameters = np.array([crop.packed() for crop in drawn], dtype=np.float32)
+            return DeferredViews(crops, torch.from_numpy(parameters))
+        finished = [apply_crop(image, crop, size) for crop, size in zip(drawn, sizes, strict=True)]
+        return [torch.from_numpy(normalize_levels(levels, self.mean, self.std)) for levels in finished]
 
 
 class EvalTransform:
@@ -214,6 +251,8 @@ class EvalTransform:
         img_size: side of the view in pixels; the short side is first resized to 256/224 of it (bicubic).
         mean: per channel, of pixels in 0..1.
         std: per channel.
+        exact: the pixels of torchvision's pipeline on PIL images; False resizes by torch, several times as fast, with
+            another rounding: some pixels are a level off.
     """
 
     def __init__(
@@ -221,8 +260,9 @@ class EvalTransform:
         img_size: int = 224,
         mean: tuple[float, ...] = IMAGENET_MEAN,
         std: tuple[float, ...] = IMAGENET_STD,
+        exact: bool = True,
     ) -> None:
-        self.img_size = img_size
+        self.img_size, self.exact = img_size, exact
         self.resize_size = round(img_size * RESIZE_RATIO)
         self.mean, self.std = mean, std
 
@@ -230,5 +270,11 @@ class EvalTransform:
         self, image: Image.Image, rng: np.random.Generator | None = None
     ) -> list[Float[Tensor, "C img_size img_size"]]:
         """The view, in a list as training's crops are; nothing is drawn from `rng`."""
-        resized = TF.resize(image, [self.resize_size], InterpolationMode.BICUBIC)
-        return [normalized_tensor(TF.center_crop(resized, [self.img_size]), self.mean, self.std)]
+        if self.exact:
+            pixels = pixels_of(
+                TF.center_crop(TF.resize(image, [self.resize_size], InterpolationMode.BICUBIC), [self.img_size])
+            )
+        else:
+            sides = [self.resize_size * side // min(image.height, image.width) for side in (image.height, image.width)]
+            pixels = TF.center_crop(_resize_fast(pixels_in_rows(image), sides), [self.img_size]).numpy()
+        return [torch.from_numpy(normalize_levels(pixels, channel_constant(self.mean), channel_constant(self.std)))]

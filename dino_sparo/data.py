@@ -12,16 +12,17 @@ import copy
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Int64, Shaped
+from jaxtyping import Float, Int64, Shaped
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from dino_sparo.distort import DeferredViews
 from dino_sparo.sources import CorruptImageError, ImageSource, open_source
 
 __all__ = [
@@ -50,7 +51,7 @@ MAX_CORRUPT_IN_A_ROW = 64
 
 TERM_GRACE_SECONDS = 30  # between SIGTERM and the end of a worker
 
-Transform = Callable[[Image.Image, np.random.Generator], list[Tensor]]
+Transform = Callable[[Image.Image, np.random.Generator], list[Tensor] | DeferredViews]
 
 
 def image_rng(seed: int, epoch: int, index: int) -> np.random.Generator:
@@ -134,12 +135,14 @@ class Item:
         index: its place in the source.
         corrupt: (location, reason) of the image asked for, if it could not be read. Others that were passed over on the
             way to a readable one are reported when they are asked for, so that an epoch counts each image once.
+        parameters: (S, numbers), if the crops are 8-bit pixels that have yet to be distorted.
     """
 
     views: list[Tensor]
     label: int
     index: int
     corrupt: tuple[tuple[str, str], ...] = ()
+    parameters: Float[Tensor, "S _"] | None = None
 
 
 @dataclass
@@ -151,23 +154,27 @@ class Batch:
         labels: (B,), classes, -1 where an image has none.
         indices: (B,), places in the source.
         corrupt: (location, reason) of each unreadable image that was replaced.
+        parameters: (S, B, numbers), if the views are 8-bit pixels that `distort.Distortions` has yet to distort.
     """
 
     views: list[Shaped[Tensor, "B C _ _"]]
     labels: Int64[Tensor, "B"]
     indices: Int64[Tensor, "B"]
     corrupt: list[tuple[str, str]]
+    parameters: Float[Tensor, "S B _"] | None = None
 
     def pin_memory(self) -> "Batch":
         """A copy in page-locked memory; the loader calls this."""
-        views = [view.pin_memory() for view in self.views]
-        return Batch(views, self.labels.pin_memory(), self.indices.pin_memory(), self.corrupt)
+        return self._each(Tensor.pin_memory)
 
     def to(self, device: torch.device | str) -> "Batch":
         """The batch on a device; from page-locked memory the copy overlaps with computation."""
-        views = [view.to(device, non_blocking=True) for view in self.views]
-        labels, indices = (tensor.to(device, non_blocking=True) for tensor in (self.labels, self.indices))
-        return Batch(views, labels, indices, self.corrupt)
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def _each(self, move: Callable[[Tensor], Tensor]) -> "Batch":
+        views, parameters = [move(view) for view in self.views], self.parameters
+        parameters = None if parameters is None else move(parameters)
+        return Batch(views, move(self.labels), move(self.indices), self.corrupt, parameters)
 
 
 class ImageDataset(Dataset):
@@ -175,7 +182,7 @@ class ImageDataset(Dataset):
 
     Args:
         source: the images.
-        transform: (PIL image, rng) -> S tensors (C, H, W).
+        transform: (PIL image, rng) -> S tensors (C, H, W), or `DeferredViews`.
         seed: any integer.
         substitute_corrupt: replace an unreadable image by the next readable one (after the last comes the first) and
             report it in `Item.corrupt`; False raises CorruptImageError. The item's label and index are those of the
@@ -205,9 +212,10 @@ class ImageDataset(Dataset):
         if not 0 <= asked < len(self.source):
             raise IndexError(f"image {asked} of {self.source.name}, which has {len(self.source)}")
         image, index, corrupt = self._read(asked)
-        views = self.transform(image, image_rng(self.seed, epoch, asked))
+        made = self.transform(image, image_rng(self.seed, epoch, asked))
+        views, parameters = made if isinstance(made, DeferredViews) else (made, None)
         label = -1 if self.source.labels is None else int(self.source.labels[index])
-        return Item(views, label, index, tuple(corrupt[:1]))
+        return Item(views, label, index, tuple(corrupt[:1]), parameters)
 
     def _read(self, asked: int) -> tuple[Image.Image, int, list[tuple[str, str]]]:
         """The image, or the next readable one: (image, its index, unreadable ones passed over)."""
@@ -364,7 +372,7 @@ def create_loader(
         dataset,
         batch_sampler=sampler,
         num_workers=num_workers,
-        collate_fn=_collate,
+        collate_fn=collate,
         pin_memory=pin_memory,
         worker_init_fn=_init_worker,
         persistent_workers=num_workers > 0,
@@ -374,11 +382,34 @@ def create_loader(
     )
 
 
-def _collate(items: list[Item]) -> Batch:
+def to_device(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
+    """The batches on the device; a GPU copies the next one while it still computes with the last.
+
+    Args:
+        batches: of a loader; in page-locked memory if the copy is to overlap.
+        device: where they are needed.
+    """
+    if device.type != "cuda":
+        yield from batches
+        return
+    copying = torch.cuda.Stream(device)
+    for batch in batches:
+        with torch.cuda.stream(copying):
+            moved = batch.to(device)
+        computing = torch.cuda.current_stream(device)
+        computing.wait_stream(copying)
+        for tensor in (*moved.views, *([] if moved.parameters is None else [moved.parameters])):
+            tensor.record_stream(computing)  # its memory is not given away before the computation is done
+        yield moved
+
+
+def collate(items: list[Item]) -> Batch:
     """Stack items; in a worker `default_collate` writes straight into memory shared with the main process."""
     views = [default_collate(list(crops)) for crops in zip(*(item.views for item in items), strict=True)]
     labels, indices = torch.tensor([item.label for item in items]), torch.tensor([item.index for item in items])
-    return Batch(views, labels, indices, [pair for item in items for pair in item.corrupt])
+    drawn = [item.parameters for item in items if item.parameters is not None]
+    parameters = torch.stack(drawn, dim=1) if drawn else None
+    return Batch(views, labels, indices, [pair for item in items for pair in item.corrupt], parameters)
 
 
 def _init_worker(worker: int) -> None:

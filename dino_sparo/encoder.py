@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from dino_sparo.backbone import Backbone, create_backbone
-from dino_sparo.readout import ReadoutOutput, create_readout
+from dino_sparo.readout import ClassTokenReadout, ReadoutOutput, create_readout
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class EncoderConfig:
         group_size: G, for `sparo`.
         img_size: side in pixels of the images whose grid the position embedding stores.
         in_chans: number of image channels.
+        pre_norm: CLIP's vision transformer instead of DINO's; see `backbone.Backbone`.
     """
 
     arch: str = "vit_small"
@@ -42,6 +43,7 @@ class EncoderConfig:
     group_size: int = 1
     img_size: int = 224
     in_chans: int = 3
+    pre_norm: bool = False
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "EncoderConfig":
@@ -151,7 +153,9 @@ class Encoder(nn.Module):
 def encode_crops(
     backbone: Backbone, readout: nn.Module, crops: Tensor | Sequence[Tensor]
 ) -> Float[Tensor, "B encoding_dim"]:
-    """Encode one batch or several, running neighbours of equal size together.
+    """Encode one batch or several, running neighbours of equal size together (with `packed` all of them).
+
+    Where the class token is the encoding, no other token leaves the last block.
 
     Args:
         backbone: images -> tokens.
@@ -165,8 +169,10 @@ def encode_crops(
         crops = [crops]
     if not crops:
         raise ValueError("no crops to encode: the list is empty")
-    groups = (torch.cat(list(group)) for _, group in groupby(crops, key=lambda crop: crop.shape[-2:]))
-    return torch.cat([readout(backbone(images)).slots.flatten(1) for images in groups])
+    groups = [torch.cat(list(group)) for _, group in groupby(crops, key=lambda crop: crop.shape[-2:])]
+    if isinstance(readout, ClassTokenReadout):
+        return torch.cat([tokens[:, 0] for tokens in backbone.run_crops(groups, class_only=True)])
+    return torch.cat([readout(tokens).slots.flatten(1) for tokens in backbone.run_crops(groups)])
 
 
 def create_encoder(
@@ -180,6 +186,7 @@ def create_encoder(
     img_size: int = 224,
     drop_path_rate: float = 0.0,
     in_chans: int = 3,
+    pre_norm: bool = False,
 ) -> Encoder:
     """Build an encoder with random weights.
 
@@ -197,11 +204,14 @@ def create_encoder(
         img_size: side in pixels of the images whose grid the position embedding stores; others are resampled.
         drop_path_rate: stochastic depth rate.
         in_chans: number of image channels.
+        pre_norm: CLIP's vision transformer instead of DINO's; see `backbone.Backbone`.
 
     Raises:
         ValueError: an unknown name, or a size that does not fit; the message lists what does.
     """
-    config = EncoderConfig(arch, patch_size, readout, num_slots, slot_dim, key_dim, group_size, img_size, in_chans)
+    config = EncoderConfig(
+        arch, patch_size, readout, num_slots, slot_dim, key_dim, group_size, img_size, in_chans, pre_norm
+    )
     return encoder_from_config(config, drop_path_rate)
 
 
@@ -214,6 +224,7 @@ def encoder_from_config(config: EncoderConfig, drop_path_rate: float = 0.0) -> E
         config.in_chans,
         drop_path_rate,
         remove_blocks=int(config.readout == "sparo"),
+        pre_norm=config.pre_norm,
     )
     readout = create_readout(
         config.readout, backbone.embed_dim, config.num_slots, config.slot_dim, config.key_dim, config.group_size

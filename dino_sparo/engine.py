@@ -6,7 +6,8 @@ moving average moves the teacher. `main_dino.py` builds what goes in here.
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from signal import Signals
@@ -19,10 +20,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dino_sparo.checkpoint import load_strictly, random_state, restore_random_state
-from dino_sparo.data import Batch
+from dino_sparo.data import Batch, to_device
+from dino_sparo.distort import Distortions
 from dino_sparo.distributed import all_gather_object, rank, world_size
 from dino_sparo.head import DINONetwork
-from dino_sparo.logs import EpochClock, Meters, RunLog
+from dino_sparo.logs import EpochClock, Meters, RunLog, peak_memory
 from dino_sparo.loss import NUM_TEACHER_CROPS, DINOLoss, LossDiagnostics
 from dino_sparo.optim import clip_gradients_, drop_gradients, gradient_norms, skip_update_where
 from dino_sparo.preemption import Agreement
@@ -32,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 DIAGNOSE_EVERY = 10  # steps of an epoch between two looks at the teacher's entropies
 NUM_FILES_SHOWN = 5  # of the batch that gave a non-finite loss
+# Of one function: every block is a variant (its rate of stochastic depth is a constant), for every size of crop.
+MAX_COMPILED_VARIANTS = 256
 
 
 class NonFiniteLossError(RuntimeError):
@@ -79,6 +83,7 @@ class Training:
         step: steps taken so far.
         meters: of the epoch that is under way.
         num_corrupt: unreadable images of this epoch so far, over all ranks.
+        distort: distorts 8-bit crops on the device; None where the loader's crops are finished.
         nonfinite: () 1 from the step on whose loss or gradients were not finite on some rank; nothing is updated then.
     """
 
@@ -99,6 +104,7 @@ class Training:
     step: int = 0
     meters: Meters = field(default_factory=Meters)
     num_corrupt: int = 0
+    distort: Distortions | None = None
     nonfinite: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -108,6 +114,16 @@ class Training:
     def network(self) -> DINONetwork:
         """The student without DDP."""
         return self.student.module if isinstance(self.student, DistributedDataParallel) else self.student  # type: ignore[return-value]
+
+    @torch.no_grad()
+    def crops(self, batch: Batch) -> list[Tensor]:
+        """The S crops (B, C, H, W) of a batch on the device, distorted and normalised."""
+        batch = batch.to(self.device)
+        if batch.parameters is None:
+            return batch.views
+        if self.distort is None:
+            raise ValueError("the batch holds crops that have yet to be distorted; give Training a `distort`")
+        return self.distort.views(batch.views, batch.parameters)
 
     def autocast(self) -> AbstractContextManager[None]:
         """The precision of the forward passes."""
@@ -192,7 +208,7 @@ def train_step(training: Training, batches: list[Batch], epoch: int, diagnose: b
     losses, logits_sum, num_logits = [], torch.zeros_like(training.loss.center), 0
     for index, batch in enumerate(batches):
         is_last = index == len(batches) - 1
-        crops = [crop.to(training.device, non_blocking=True) for crop in batch.views]
+        crops = training.crops(batch)
         with _gradient_sync(training.student, is_last):
             with training.autocast():
                 with torch.no_grad():
@@ -303,7 +319,8 @@ def train_one_epoch(
     training.student.train()
     training.teacher.train()  # as the reference: batch norm in the head, if any, uses the batch's statistics
     last_step = min((epoch + 1) * steps_per_epoch, end_step) - 1
-    iterator, clock, taken, stop = iter(batches), EpochClock(steps_per_epoch, end_step), TakenSteps(), None
+    iterator = to_device(batches, training.device)
+    clock, taken, stop = EpochClock(steps_per_epoch, end_step), TakenSteps(), None
     while training.step <= last_step and stop is None:
         micro_batches = clock.fetch(iterator, training.accum_steps)
         _name_corrupt(micro_batches)
@@ -409,6 +426,112 @@ def _check_corrupt(num_corrupt: int, num_images: int, max_corrupt: float) -> Non
             f"{num_corrupt} of {num_images} images could not be read in this epoch, more than the {max_corrupt:.2%} "
             f"that --max_corrupt allows; the files are named above. Repair them, or raise --max_corrupt"
         )
+
+
+def choose_compile(option: str, device: torch.device) -> bool:
+    """Whether `--compile` means to compile on this device: `on`, `off`, or `auto`, which does so on GPUs."""
+    return option == "on" or (option == "auto" and device.type == "cuda")
+
+
+def compile_networks(training: Training, batch: Batch) -> bool:
+    """Compile student, teacher and loss for the shapes of a batch, and rehearse a step to see that it works.
+
+    If it does not, all run as they are, after one warning. A later change of shapes is an error, not a silent return to
+    uncompiled code.
+
+    Args:
+        training: changed in place, but for weights, statistics and gradients.
+        batch: as the loader gives them.
+
+    Returns:
+        Whether they are compiled now.
+    """
+    for name in ("recompile_limit", "cache_size_limit"):  # the second is the name of old
+        if hasattr(torch._dynamo.config, name):
+            setattr(torch._dynamo.config, name, MAX_COMPILED_VARIANTS)
+    if hasattr(torch._dynamo.config, "fail_on_recompile_limit_hit"):
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
+    networks: list[nn.Module] = [training.network, training.teacher, *([training.distort] if training.distort else [])]
+    for network in networks:
+        network.compile(dynamic=False)
+    training.loss.compile_cross_entropy()
+    begin = time.monotonic()
+    try:
+        rehearse(training, batch)
+    except Exception as error:  # compilers fail in ways of their own
+        for network in networks:
+            network._compiled_call_impl = None
+        training.loss.uncompile()
+        logger.warning(
+            "torch.compile does not work here, so the networks run uncompiled (%s: %s); --compile off says that first",
+            type(error).__name__,
+            (str(error).strip().splitlines() or [""])[0],
+        )
+        return False
+    logger.info("compiled in %.0f s", time.monotonic() - begin)
+    return True
+
+
+def rehearse(training: Training, batch: Batch) -> int:
+    """Take a step without the updates: weights, statistics and gradients are afterwards as they were before.
+
+    Returns:
+        Bytes that the forward passes keep for the backward pass, without the parameters.
+    """
+    buffers = {
+        name: value.clone() for network in (training.network, training.teacher) for name, value in _buffers(network)
+    }
+    kept: dict[int, int] = {}
+    owned = {parameter.untyped_storage().data_ptr() for parameter in training.network.parameters()}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in owned:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    training.student.train()
+    training.teacher.train()
+    crops = training.crops(batch)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with training.autocast():
+            with torch.no_grad():
+                teacher_logits = training.teacher(crops[:NUM_TEACHER_CROPS])
+            student_logits = training.student(crops)
+        loss = training.loss(student_logits, teacher_logits, epoch=0, update_center=False)
+    (0 * loss).backward()
+    training.optimizer.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        for network in (training.network, training.teacher):
+            for name, value in _buffers(network):
+                value.copy_(buffers[name])
+    return sum(kept.values())
+
+
+def _buffers(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return ((f"{id(network)}.{name}", value) for name, value in network.named_buffers())
+
+
+def memory_report(training: Training, batch: Batch) -> dict[str, int]:
+    """What a step keeps in memory, bytes, by part; a rehearsal tells.
+
+    Args:
+        training: left as it is.
+        batch: one micro-batch as the loader gives it.
+    """
+    weights = sum(parameter.nbytes for parameter in training.network.parameters())
+    trained = sum(parameter.nbytes for parameter in training.network.parameters() if parameter.requires_grad)
+    activations = rehearse(training, batch)
+    states = 2 if isinstance(training.optimizer, torch.optim.AdamW) else 1  # of the size of the weights
+    parts = {
+        "student": weights,
+        "teacher": sum(parameter.nbytes for parameter in training.teacher.parameters()),
+        "gradients": trained,
+        "optimizer": states * trained,
+        "crops": sum(view.nbytes for view in training.crops(batch)),
+        "activations": activations,
+    }
+    return {**parts, "sum": sum(parts.values()), "peak so far": peak_memory(training.device)}
 
 
 def effective_rank(encodings: Float[Tensor, "B F"]) -> float:

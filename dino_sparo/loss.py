@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dino_sparo.distributed import all_reduce_sum_async, world_size
 
@@ -64,6 +65,8 @@ class DINOLoss(nn.Module):
         num_epochs: epochs of the whole run.
         student_temp: tau_student.
         center_momentum: momentum of the centre.
+        chunk_size: prototypes looked at together, 0 for all; fewer take less memory and more time, with equal results
+            up to rounding.
 
     Raises:
         ValueError: fewer crops than teacher views, a temperature that is not positive, or a warm-up longer
@@ -82,8 +85,11 @@ class DINOLoss(nn.Module):
         num_epochs: int,
         student_temp: float = 0.1,
         center_momentum: float = 0.9,
+        chunk_size: int = 0,
     ) -> None:
         super().__init__()
+        if chunk_size < 0:
+            raise ValueError(f"chunk_size={chunk_size} prototypes; give 0 for all at once, or a positive number")
         if num_crops < NUM_TEACHER_CROPS:
             raise ValueError(f"num_crops={num_crops}; DINO needs at least the {NUM_TEACHER_CROPS} global crops")
         if out_dim < 2:
@@ -104,7 +110,7 @@ class DINOLoss(nn.Module):
                 f"give 0 to {num_epochs}"
             )
         self.out_dim, self.num_crops = out_dim, num_crops
-        self.student_temp, self.center_momentum = student_temp, center_momentum
+        self.student_temp, self.center_momentum, self.chunk_size = student_temp, center_momentum, chunk_size
         self.register_buffer("center", torch.zeros(1, out_dim))
         self.teacher_temp_schedule = np.concatenate(
             (
@@ -137,7 +143,7 @@ class DINOLoss(nn.Module):
             ValueError: the shapes do not belong to `num_crops` views of one batch with K prototypes.
         """
         teacher_probs = self.teacher_probabilities(teacher_logits, epoch)  # (T, B, K)
-        batch_size = teacher_probs.shape[1]
+        batch_size = len(teacher_logits) // NUM_TEACHER_CROPS
         if student_logits.shape != (self.num_crops * batch_size, self.out_dim):
             raise ValueError(
                 f"student logits have shape {tuple(student_logits.shape)}; with {self.num_crops} crops, "
@@ -165,14 +171,36 @@ class DINOLoss(nn.Module):
         return (centred / temperature).softmax(dim=-1).unflatten(0, (NUM_TEACHER_CROPS, -1))
 
     def _cross_entropy(self, student_logits: Tensor, teacher_probs: Tensor) -> Tensor:
+        student_logits = student_logits.unflatten(0, (self.num_crops, -1))  # (S, B, K)
+        if self.chunk_size == 0:
+            normalisers, agreement = self._part(student_logits, teacher_probs)
+        else:
+            # The backward pass computes a chunk's numbers again instead of keeping them.
+            chunks = zip(
+                student_logits.split(self.chunk_size, dim=-1), teacher_probs.split(self.chunk_size, dim=-1), strict=True
+            )
+            parts = [checkpoint(self._part, *chunk, use_reentrant=False) for chunk in chunks]
+            normalisers = torch.stack([part for part, _ in parts]).logsumexp(dim=0)
+            agreement = torch.stack([part for _, part in parts]).sum()
+        # n_s logsumexp(x_s), as each teacher view meets all student views but itself.
+        log_partition = len(teacher_probs) * normalisers.sum() - normalisers[: len(teacher_probs)].sum()
+        return (log_partition - agreement) / (self.num_pairs * teacher_probs.shape[1])
+
+    def _part(self, student_logits: Tensor, teacher_probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Of some of the prototypes: logsumexp of x (S, B), and the sum of q_t . (sum_{s != t} x_s), ()."""
         # The sums over K run in the centre's precision (fp32) also where the network computes in fewer bits.
-        student = student_logits.to(teacher_probs.dtype).unflatten(0, (self.num_crops, -1)) / self.student_temp
-        normalisers = student.logsumexp(dim=-1).sum(dim=1)  # (S)
-        num_teachers = len(teacher_probs)
-        log_partition = num_teachers * normalisers.sum() - normalisers[:num_teachers].sum()
+        student = student_logits.to(teacher_probs.dtype) / self.student_temp
         all_views = student.sum(dim=0)  # (B, K)
         agreement = sum((q * (all_views - student[t])).sum() for t, q in enumerate(teacher_probs))
-        return (log_partition - agreement) / (self.num_pairs * teacher_probs.shape[1])
+        return student.logsumexp(dim=-1), agreement
+
+    def compile_cross_entropy(self) -> None:
+        """Fuse what is computed per prototype; shapes are those of the first call."""
+        self._cross_entropy = torch.compile(self._cross_entropy, dynamic=False)  # type: ignore[method-assign]
+
+    def uncompile(self) -> None:
+        """Take `compile_cross_entropy` back."""
+        self.__dict__.pop("_cross_entropy", None)
 
     def update_center(self, logits_sum: Float[Tensor, "1 K"], count: int) -> None:
         """Move the centre towards the mean of the teacher's logits.

@@ -2,10 +2,12 @@
 
 import math
 
+import jaxtyping
 import numpy as np
 import pytest
 import torch
 from reference import weights as recorded
+from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 import dino_sparo
@@ -229,3 +231,233 @@ def test_other_patch_sizes(patch_size: int) -> None:
         "vit_micro", patch_size=patch_size, readout="cls", img_size=4 * patch_size
     ).eval()
     assert encoder.backbone(torch.randn(2, 3, 3 * patch_size, 5 * patch_size)).shape == (2, 16, 128)
+
+
+# CLIP's vision transformer.
+
+
+def clip_backbone() -> Backbone:
+    """A small one with weights that are not their initial values."""
+    torch.manual_seed(3)
+    backbone = Backbone(ViTSize(48, 3, 6), patch_size=8, img_size=32, in_chans=2, pre_norm=True).eval()
+    with torch.no_grad():
+        for parameter in backbone.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return backbone
+
+
+@torch.no_grad()
+def test_with_pre_norm_it_is_timms_vit_for_clip() -> None:
+    backbone = clip_backbone()
+    sizes = {"img_size": 32, "patch_size": 8, "in_chans": 2, "embed_dim": 48, "depth": 3, "num_heads": 6}
+    timms = VisionTransformer(**sizes, num_classes=0, pre_norm=True, norm_layer=nn.LayerNorm).eval()
+    timms.load_state_dict(backbone.state_dict(), strict=True)
+    images = torch.randn(5, 2, 32, 32)
+    torch.testing.assert_close(backbone(images), timms.forward_features(images), rtol=0, atol=1e-5)
+    # An eps of 1e-6 would be seen where tokens are nearly constant.
+    faint = VisionTransformer(**sizes, num_classes=0, pre_norm=True).eval()
+    faint.load_state_dict(backbone.state_dict())
+    with torch.no_grad():
+        for model in (backbone, timms, faint):
+            for name in ("cls_token", "pos_embed"):
+                getattr(model, name).mul_(1e-3)
+            model.patch_embed.proj.weight.mul_(1e-3)
+    torch.testing.assert_close(backbone(images), timms.forward_features(images), rtol=0, atol=1e-5)
+    assert (backbone(images) - faint.forward_features(images)).abs().max() > 1e-2
+
+
+def test_pre_norm_adds_one_layer_norm_and_takes_the_patch_bias() -> None:
+    ours, clips = (
+        dino_sparo.create_encoder("vit_micro", 8, readout, img_size=32, pre_norm=pre_norm, num_slots=5)
+        for readout, pre_norm in (("sparo", False), ("sparo", True))
+    )
+    names, clip_names = set(ours.state_dict()), set(clips.state_dict())
+    assert clip_names - names == {"backbone.norm_pre.weight", "backbone.norm_pre.bias"}
+    assert names - clip_names == {"backbone.patch_embed.proj.bias"}
+    norms = [module for module in clips.modules() if isinstance(module, nn.LayerNorm)]
+    assert len(norms) == 2 * 3 + 2
+    assert {norm.eps for norm in norms} == {1e-5}
+    assert (ours.config.pre_norm, clips.config.pre_norm) == (False, True)
+    assert dino_sparo.create_encoder(**vars(clips.config)).state_dict().keys() == clip_names
+
+
+# Memory.
+
+
+def outputs_and_gradients(backbone: nn.Module, images: torch.Tensor, seed: int = 7) -> list[torch.Tensor]:
+    """Tokens, and the gradient of every parameter under a loss that looks at all of them."""
+    backbone.zero_grad()
+    torch.manual_seed(seed)
+    tokens = backbone(images)
+    (tokens * torch.linspace(-1, 1, tokens.numel(), dtype=tokens.dtype).view_as(tokens)).square().sum().backward()
+    return [tokens.detach(), *(parameter.grad.clone() for parameter in backbone.parameters())]
+
+
+def test_with_gradient_checkpointing_outputs_and_gradients_stay_the_same_bits() -> None:
+    torch.manual_seed(0)
+    backbone = Backbone(ViTSize(36, 5, 3), patch_size=4, img_size=12, drop_path_rate=0.5).double().train()
+    images = torch.randn(7, 3, 8, 12, dtype=torch.float64)
+    plain = outputs_and_gradients(backbone, images)
+    assert not torch.equal(plain[0], outputs_and_gradients(backbone, images, seed=8)[0])  # stochastic depth acts
+    calls: list[int] = []
+    handle = backbone.blocks[2].register_forward_pre_hook(lambda *_: calls.append(1))
+    backbone.set_grad_checkpointing()
+    checkpointed = outputs_and_gradients(backbone, images)
+    assert len(calls) == 2  # once more in the backward pass
+    assert all(torch.equal(one, other) for one, other in zip(plain, checkpointed, strict=True))
+    with torch.no_grad():
+        backbone(images)
+    assert len(calls) == 3
+    backbone.set_grad_checkpointing(False)
+    outputs_and_gradients(backbone, images)
+    assert len(calls) == 4
+    handle.remove()
+
+
+# The cheaper forms: each equals the plain one.
+
+SIZES = ((8, 12), (12, 12), (4, 8))
+
+
+def random_backbone(**changed: object) -> Backbone:
+    """A double precision backbone in training mode whose every weight matters, with strong stochastic depth."""
+    torch.manual_seed(0)
+    settings = {"patch_size": 4, "img_size": 12, "drop_path_rate": 0.5, **changed}
+    backbone = Backbone(ViTSize(36, 5, 3), **settings).double().train()
+    with torch.no_grad():
+        for parameter in backbone.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return backbone
+
+
+def crops_of_several_sizes() -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    return [torch.randn(7 - i, 3, *size, dtype=torch.float64) for i, size in enumerate(SIZES)]
+
+
+def gradients(backbone: nn.Module, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Of every parameter, under a loss that looks at every number."""
+    backbone.zero_grad()
+    torch.stack(
+        [(out * torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view_as(out)).sin().sum() for out in outputs]
+    ).sum().backward()
+    return [parameter.grad.clone() for parameter in backbone.parameters()]
+
+
+def assert_equal_in_double(ours: list[torch.Tensor], plain: list[torch.Tensor]) -> None:
+    for one, other in zip(ours, plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain attention"])
+@pytest.mark.parametrize("class_only", [True, False], ids=["class token", "all tokens"])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "one by one"])
+def test_crops_run_the_cheaper_ways_give_the_plain_tokens_and_gradients(
+    packed: bool, class_only: bool, fused: bool, checkpointing: bool
+) -> None:
+    backbone, crops = random_backbone(), crops_of_several_sizes()
+    torch.manual_seed(5)
+    plain = [backbone(images)[:, : 1 if class_only else None] for images in crops]
+    plain_gradients = gradients(backbone, plain)
+    state_after = torch.get_rng_state()
+    backbone.use_packed_crops(packed)
+    backbone.use_fused_attention(fused)
+    backbone.set_grad_checkpointing(checkpointing)
+    torch.manual_seed(5)
+    ours = backbone.run_crops(crops, class_only=class_only)
+    assert_equal_in_double(ours, plain)
+    assert_equal_in_double(gradients(backbone, ours), plain_gradients)
+    assert torch.equal(torch.get_rng_state(), state_after)  # as many random numbers were drawn
+
+
+def test_only_the_class_token_passes_the_last_blocks_mlp_where_it_is_the_encoding() -> None:
+    rows: dict[str, list[int]] = {"cls": [], "gap": []}
+    for readout, counted in rows.items():
+        encoder = dino_sparo.create_encoder("vit_micro", 8, readout, img_size=32)
+        for block in (encoder.backbone.blocks[2], encoder.backbone.blocks[3]):
+            block.mlp.fc1.register_forward_pre_hook(
+                lambda _module, inputs, counted=counted: counted.append(inputs[0].numel() // 128)
+            )
+        encoder([torch.randn(5, 3, 16, 24), torch.randn(5, 3, 16, 24)])
+    assert rows == {"cls": [10 * 7, 10], "gap": [10 * 7, 10 * 7]}
+
+
+@pytest.mark.parametrize(("height", "width"), [(8, 20), (56, 4), (24, 24), (16, 36), (28, 28)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_resampling_positions_by_matrices_is_torchs_bicubic_interpolation(
+    height: int, width: int, dtype: torch.dtype
+) -> None:
+    backbone = Backbone(ViTSize(24, 1, 3), patch_size=4, img_size=28).to(dtype)
+    positions = backbone.position_embedding(height, width)
+    rows, columns = height // 4, width // 4
+    grid = backbone.pos_embed[:, 1:].detach().view(1, 7, 7, 24).permute(0, 3, 1, 2).requires_grad_()
+    scale = ((rows + 0.1) / 7, (columns + 0.1) / 7)
+    resampled = nn.functional.interpolate(grid, scale_factor=scale, mode="bicubic")
+    expected = grid if (rows, columns) == (7, 7) else resampled
+    tolerance = {"rtol": 0, "atol": 1e-6 if dtype == torch.float32 else 1e-14}
+    torch.testing.assert_close(positions[:, 1:], expected.flatten(2).transpose(1, 2), **tolerance)
+    assert torch.equal(positions[:, 0], backbone.pos_embed[:, 0])
+    direction = torch.randn_like(positions)
+    (positions * direction).sum().backward()
+    (expected * direction[:, 1:].transpose(1, 2).view_as(expected)).sum().backward()
+    wanted = grid.grad.flatten(2).transpose(1, 2)
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0, "atol": 1e-13}
+    torch.testing.assert_close(backbone.pos_embed.grad[:, 1:], wanted, **tolerance)
+
+
+def test_resampling_matrices_are_kept_and_are_no_weights() -> None:
+    backbone = random_backbone()
+    names, images = list(backbone.state_dict()), torch.randn(2, 3, 8, 16, dtype=torch.float64)
+    with torch.inference_mode():
+        backbone(images)
+    matrices = dict(backbone._resampling)
+    assert {(length, tuple(matrix.shape)) for (length, _), matrix in matrices.items()} == {(2, (2, 3)), (4, (4, 3))}
+    backbone(images).sum().backward()  # what inference left behind can be trained through
+    assert all(backbone._resampling[key] is matrix for key, matrix in matrices.items())
+    assert list(backbone.state_dict()) == names
+    # Another grid, as when positions are loaded from elsewhere.
+    backbone.pos_embed = nn.Parameter(torch.randn(1, 1 + 25, 36, dtype=torch.float64))
+    assert backbone(images).shape == (2, 9, 36)
+
+
+@torch.no_grad()
+def test_autocast_leaves_positions_as_they_are() -> None:
+    backbone = random_backbone().float()
+    exact = backbone.position_embedding(8, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(backbone.position_embedding(8, 16), exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_training_on_a_gpu_needs_no_operation_without_a_deterministic_form() -> None:
+    backbone = random_backbone().cuda()
+    images = torch.randn(5, 3, 8, 16, dtype=torch.float64, device="cuda")
+    torch.use_deterministic_algorithms(True)
+    try:
+        backbone(images).square().sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert backbone.pos_embed.grad.isfinite().all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "one by one"])
+def test_all_of_it_compiles_into_one_graph(monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
+    backbone, crops = random_backbone(depth=2), crops_of_several_sizes()
+    backbone.use_packed_crops(packed)
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # the checks of shapes are no part of a graph
+    for class_only in (True, False):
+        torch.manual_seed(2)
+        plain = backbone.run_crops(crops, class_only)
+        plain_gradients = gradients(backbone, plain)
+        # The matrices are made in the graph when there are none, and are its constants when there are.
+        for _ in range(2):
+            torch._dynamo.reset()
+            compiled = torch.compile(backbone.run_crops, backend="eager", fullgraph=True, dynamic=False)
+            torch.manual_seed(2)
+            ours = compiled(crops, class_only)
+            assert_equal_in_double(ours, plain)
+            assert_equal_in_double(gradients(backbone, ours), plain_gradients)
+            backbone._resampling.clear()

@@ -82,6 +82,12 @@ NEW: dict[str, Any] = {
     "keep_checkpoints": 3,
     "allow_rescale": False,
     "dist_timeout_min": 10.0,
+    "distort_on": "auto",
+    "compile": "auto",
+    "packed_crops": False,
+    "grad_checkpointing": False,
+    "loss_chunk": 0,
+    "memory_report": False,
 }
 
 # Accepted and ignored on purpose: launchers of old pass it, the environment says what counts.

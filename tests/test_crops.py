@@ -20,9 +20,18 @@ from dino_sparo.crops import (
     EvalTransform,
     MultiCropAugmentation,
     apply_crop,
+    cut_crop,
+    cut_crop_fast,
+    normalized_tensor,
+    pixels_in_rows,
     sample_box,
     sample_crop,
 )
+from dino_sparo.data import IMAGENET_MEAN as MEAN
+from dino_sparo.data import IMAGENET_STD as STD
+from dino_sparo.data import EpochSampler, ImageDataset, create_loader, image_rng
+from dino_sparo.distort import NUM_PARAMETERS, DeferredViews, Distortions
+from dino_sparo.scenes import Scenes
 
 # What facebookresearch/dino's DataAugmentationDINO asks of torchvision and Pillow, written out here once more.
 RATIO = (3 / 4, 4 / 3)
@@ -225,6 +234,12 @@ def with_pillow(image: Image.Image, crop: CropParameters, size: int) -> Image.Im
     return view
 
 
+def pixels_of_levels(crop: np.ndarray) -> np.ndarray:
+    """(3, H, W) floats that hold 8-bit integers -> (H, W, 3)."""
+    assert np.array_equal(crop, crop.astype(np.uint8))
+    return crop.transpose(1, 2, 0)
+
+
 def test_crops_equal_torchvisions_pipeline_pixel_for_pixel() -> None:
     rng = np.random.default_rng(6)
     recipe = CropRecipe(0, (0.05, 1.0), blur_probability=0.5, solarize_probability=0.3)
@@ -234,9 +249,8 @@ def test_crops_equal_torchvisions_pipeline_pixel_for_pixel() -> None:
         image = photograph(height, width, seed=trial)
         crop = sample_crop(rng, height, width, recipe)
         ours = apply_crop(image, crop, size)
-        assert ours.size == (size, size)
-        assert ours.mode == "RGB"
-        assert np.array_equal(np.asarray(ours), np.asarray(with_pillow(image, crop, size))), crop
+        assert ours.shape == (3, size, size)
+        assert np.array_equal(pixels_of_levels(ours), np.asarray(with_pillow(image, crop, size))), crop
         seen.update({"flip": crop.flip, "grayscale": crop.grayscale, "solarize": crop.solarize})
         seen.update({"blur": crop.blur_radius > 0, "jitter": bool(crop.jitter)})
     assert min(seen.values()) > 10
@@ -253,7 +267,7 @@ def test_the_colours_are_those_of_torchvisions_color_jitter(monkeypatch: pytest.
         ordered = tuple((names[i], factors[i]) for i in order.tolist())
         crop = CropParameters((0, 0, 37, 53), **{**UNDISTORTED, "jitter": ordered})
         whole = image.resize((41, 41), Image.Resampling.BICUBIC)
-        assert np.array_equal(np.asarray(apply_crop(image, crop, 41)), np.asarray(jitter(whole)))
+        assert np.array_equal(pixels_of_levels(apply_crop(image, crop, 41)), np.asarray(jitter(whole)))
         monkeypatch.undo()
 
 
@@ -261,7 +275,106 @@ def test_solarisation_inverts_pixels_from_128_on() -> None:
     ramp = Image.fromarray(np.repeat(np.arange(256, dtype=np.uint8), 3).reshape(16, 16, 3))
     crop = CropParameters((0, 0, 16, 16), **{**UNDISTORTED, "solarize": True})
     expected = [value if value < 128 else 255 - value for value in range(256)]
-    assert np.asarray(apply_crop(ramp, crop, 16))[..., 0].flatten().tolist() == expected
+    assert apply_crop(ramp, crop, 16)[0].flatten().tolist() == expected
+
+
+def test_normalisation_is_torchvisions_to_the_last_bit() -> None:
+    image, mean, std = photograph(37, 53), (0.1, 0.2, 0.3), (0.5, 0.6, 0.7)
+    expected = TF.normalize(TF.to_tensor(image), list(mean), list(std))
+    assert torch.equal(normalized_tensor(image, mean, std), expected)
+
+
+# Drawn once, whatever comes after.
+
+
+def test_seeds_give_what_they_always_gave() -> None:
+    # Recorded with the first version of `sample_crop`; a run that is resumed counts on it.
+    rng = image_rng(5, 2, 7)
+    recipes = small_augmentation(local_crops_number=1).recipes
+    first, second, local = (sample_crop(rng, 97, 131, recipe) for recipe in recipes)
+    assert [crop.box for crop in (first, second, local)] == [(0, 2, 96, 122), (17, 57, 75, 71), (9, 46, 58, 57)]
+    assert [crop.flip for crop in (first, second, local)] == [False, True, False]
+    assert first.blur_radius == 0.17218955045136783
+    assert first.jitter == (
+        ("hue", 0.020072273131127555),
+        ("brightness", 0.6330962967371353),
+        ("saturation", 0.9140282717375648),
+        ("contrast", 1.35531776533082),
+    )
+    assert second.jitter[1] == ("hue", -0.0013384872873518638)
+    assert local.jitter[0] == ("contrast", 0.6378331633118947)
+
+
+def test_finished_and_deferred_crops_have_the_same_boxes_factors_and_order() -> None:
+    image = photograph(83, 71)
+    pixels = pixels_in_rows(image)
+    for seed in range(20):
+        rngs = [np.random.default_rng(seed) for _ in range(3)]
+        finished = small_augmentation()(image, rngs[0])
+        deferred = small_augmentation(defer_color=True)(image, rngs[1])
+        assert isinstance(deferred, DeferredViews)
+        assert rngs[0].bit_generator.state == rngs[1].bit_generator.state
+        for recipe, crop, view, row in zip(small_augmentation().recipes, finished, *deferred, strict=True):
+            drawn = sample_crop(rngs[2], image.height, image.width, recipe)
+            assert torch.equal(row, torch.tensor(drawn.packed()))
+            assert torch.equal(view, cut_crop_fast(pixels, drawn.box, recipe.size))
+            levels = torch.from_numpy(apply_crop(image, drawn, recipe.size))
+            assert torch.equal(crop, TF.normalize(levels / 255, MEAN, STD))
+
+
+def test_deferred_crops_end_less_than_half_a_level_from_finished_ones() -> None:
+    distortions, differences = Distortions(MEAN, STD), []
+    for seed in range(12):
+        image = photograph(140 + 11 * seed, 190 - 7 * seed, seed)
+        finished = small_augmentation()(image, np.random.default_rng(seed))
+        deferred = small_augmentation(defer_color=True)(image, np.random.default_rng(seed))
+        assert isinstance(deferred, DeferredViews)
+        views = distortions.views([view[None] for view in deferred.views], deferred.parameters[:, None])
+        for ours, theirs in zip(views, finished, strict=True):
+            differences.append(((ours[0] - theirs) * 255 * torch.tensor(STD)[:, None, None]).abs().mean().item())
+    assert np.mean(differences) < 0.5
+    assert max(differences) < 1.5
+
+
+def test_the_fast_cut_shows_the_same_pixels_but_for_rounding() -> None:
+    rng, differences = np.random.default_rng(17), []
+    for trial in range(60):
+        image = photograph(int(rng.integers(30, 200)), int(rng.integers(30, 200)), seed=trial)
+        box, size = sample_box(rng, image.height, image.width, (0.05, 1.0)), int(rng.integers(8, 97))
+        exact, fast = cut_crop(image, box, size), cut_crop_fast(pixels_in_rows(image), box, size)
+        assert fast.shape == exact.shape == (3, size, size)
+        assert fast.is_contiguous()
+        differences.append(np.abs(fast.numpy().astype(int) - exact).mean())
+    # Either may resize rows before columns or columns before rows, with 8 bits in between: where they do not agree,
+    # every fourth pixel is a level off.
+    assert np.mean(differences) < 0.05
+    assert max(differences) < 0.35
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_deferred_crops_travel_through_the_loader_with_their_parameters(num_workers: int) -> None:
+    source, augmentation = Scenes(7, image_size=40), small_augmentation(defer_color=True)
+    dataset, sampler = ImageDataset(source, augmentation, seed=3), EpochSampler(7, 3, seed=3)
+    sampler.set_epoch(2)
+    batches = list(create_loader(dataset, sampler, num_workers=num_workers))
+    assert len(batches) == 2
+    for batch in batches:
+        assert [view.dtype for view in batch.views] == [torch.uint8] * 5
+        assert batch.parameters.shape == (5, 3, NUM_PARAMETERS)
+        moved = batch.to("cpu")
+        assert torch.equal(moved.parameters, batch.parameters)
+        for row, index in enumerate(batch.indices.tolist()):
+            alone = augmentation(source.read(index), image_rng(3, 2, index))
+            assert isinstance(alone, DeferredViews)
+            assert torch.equal(batch.parameters[:, row], alone.parameters)
+            assert all(torch.equal(a[row], b) for a, b in zip(batch.views, alone.views, strict=True))
+
+
+def test_finished_crops_travel_without_parameters() -> None:
+    dataset = ImageDataset(Scenes(3, image_size=40), small_augmentation())
+    (batch,) = create_loader(dataset, EpochSampler(3, 3), num_workers=0)
+    assert batch.parameters is None
+    assert batch.to("cpu").parameters is None
 
 
 # All crops of an image.
@@ -363,6 +476,16 @@ def test_the_evaluations_view_equals_torchvisions(height: int, width: int, img_s
     (view,) = EvalTransform(img_size, mean, std)(image)
     assert view.shape == (3, img_size, img_size)
     assert torch.equal(view, pipeline(image))
+
+
+@pytest.mark.parametrize(("height", "width"), [(67, 101), (133, 58), (40, 40), (37, 37), (257, 31)])
+def test_the_evaluations_fast_view_shows_the_same_pixels_but_for_rounding(height: int, width: int) -> None:
+    image = photograph(height, width)
+    (exact,), (fast,) = EvalTransform(32)(image), EvalTransform(32, exact=False)(image)
+    assert exact.shape == fast.shape
+    difference = (exact - fast).abs() * 255 * torch.tensor(STD)[:, None, None]
+    assert difference.mean() < 0.35
+    assert difference.max() < 8
 
 
 def test_at_224_pixels_the_short_side_is_resized_to_256() -> None:

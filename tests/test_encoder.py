@@ -136,7 +136,7 @@ def class_tokens_by_hand(encoder: nn.Module, images: torch.Tensor) -> list[torch
     handles = [
         block.register_forward_hook(lambda _m, _i, output: outputs.append(output)) for block in encoder.backbone.blocks
     ]
-    encoder(images)
+    encoder.backbone(images)
     for handle in handles:
         handle.remove()
     return [encoder.backbone.norm(tokens)[:, 0] for tokens in outputs]

@@ -13,7 +13,7 @@ import eval_knn
 from dino_sparo.checkpoint import encoder_description
 from dino_sparo.distributed import shutdown
 from dino_sparo.encoder import create_encoder
-from dino_sparo.evaluation import knn
+from dino_sparo.evaluation import knn, neighbours
 from dino_sparo.evaluation.knn import KNNResult, knn_classify, knn_predict
 
 TRAIN, TEST, WIDTH = 61, 13, 7
@@ -70,13 +70,74 @@ def test_the_size_of_the_blocks_changes_nothing(monkeypatch):
     sets = clusters(2)
     whole = knn_classify(*sets, [1, 3, 20], 0.07)
     monkeypatch.setattr(knn, "TEST_CHUNK", 3)
-    monkeypatch.setattr(knn, "TRAIN_CHUNK", 5)
+    monkeypatch.setattr(neighbours, "TRAIN_CHUNK", 5)
     assert knn_classify(*sets, [1, 3, 20], 0.07) == whole
+
+
+@pytest.mark.parametrize("k", [1, 3, TRAIN])
+def test_what_stands_before_a_block_keeps_its_place_among_equals(monkeypatch, k):
+    """Similarities that fall, rise or repeat from block to block; a stable oracle for all but the last of equals."""
+    monkeypatch.setattr(neighbours, "TRAIN_CHUNK", 7)
+    for cosines in (torch.linspace(1, -1, TRAIN), torch.linspace(-1, 1, TRAIN), torch.full((TRAIN,), -0.5)):
+        train = torch.stack([cosines, (1 - cosines**2).sqrt()], dim=1)
+        found, indices = neighbours.SEARCHES["fp32"](neighbours.TrainSet(train), torch.tensor([[1.0, 0.0]]), k)
+        torch.testing.assert_close(found[0], cosines.sort(descending=True).values[:k], rtol=0, atol=1e-6)
+        torch.testing.assert_close(cosines[indices[0]], found[0], rtol=0, atol=1e-6)
+        assert len(set(indices[0].tolist())) == k
+
+
+def hard_sets(near: bool) -> tuple[torch.Tensor, ...]:
+    """Many more training images than candidates; with `near` their similarities are too close for bf16 to tell."""
+    generator = torch.Generator().manual_seed(5)
+    spread = 0.02 if near else 1.0
+    train, test = (1 + spread * torch.randn(rows, 37, generator=generator) for rows in (1009, 29))
+    labels = [torch.randint(11, (rows,), generator=generator) for rows in (1009, 29)]
+    return 3 * train, labels[0], 1e-4 * test, labels[1]
+
+
+@pytest.mark.parametrize(("near", "searched_again"), [(False, range(0, 3)), (True, range(20, 30))])
+def test_candidates_of_bf16_give_the_neighbours_of_fp32(monkeypatch, near, searched_again):
+    train, train_labels, test, test_labels = hard_sets(near)
+    images = torch.nn.functional.normalize(test, dim=1)
+    exact, again = neighbours._nearest, []
+
+    def counting(train, images, k, width=None):
+        again.append(len(images) if width is None else 0)
+        return exact(train, images, k, width)
+
+    monkeypatch.setattr(neighbours, "_nearest", counting)
+    monkeypatch.setattr(neighbours, "RERANK_NUMBERS", 3 * 37 * (2 * 7 + 64))  # three images at a time
+    monkeypatch.setattr(neighbours, "COARSE_TRAIN_CHUNK", 211)
+    similarities, indices = neighbours.SEARCHES["bf16"](neighbours.TrainSet(train), images, 7)
+    wanted, wanted_indices = exact(neighbours.TrainSet(train), images, 7)
+    torch.testing.assert_close(similarities, wanted, rtol=0, atol=1e-6)
+    assert (indices.sort(dim=1).values == wanted_indices.sort(dim=1).values).float().mean() > 0.99  # but for equals
+    assert sum(again) in searched_again
+
+    sets = (train, train_labels, test, test_labels)
+    monkeypatch.setattr(knn, "COARSE_TEST_CHUNK", 13)
+    assert knn_classify(*sets, [1, 7, 30], 0.07, "bf16") == knn_classify(*sets, [1, 7, 30], 0.07)
+    predicted = knn_predict(train, train_labels, test, 7, search="bf16")
+    assert torch.equal(predicted, knn_predict(train, train_labels, test, 7))
+
+
+def test_bf16s_error_is_within_its_bound():
+    """The bound holds for the worst rounding: numbers halfway between two of bf16's."""
+    train, _, test, _ = hard_sets(False)
+    train = train.bfloat16().float() * (1 + 2**-8 * torch.randint(2, train.shape).float())
+    images = torch.nn.functional.normalize(test, dim=1)
+    known = neighbours.TrainSet(train)
+    assert known.rounding == pytest.approx(float(neighbours._rounding(train).div(train.norm(dim=1)).max()), rel=1e-5)
+    coarse, indices = neighbours._nearest(known, images.bfloat16(), len(train), neighbours.COARSE_TRAIN_CHUNK)
+    true = torch.nn.functional.normalize(train.double(), dim=1)[indices] @ images.double()[:, :, None]
+    bound = neighbours._rounding(images) + known.rounding + 0.01 * known.rounding
+    error = (coarse.double() - true[..., 0]).abs() - coarse.double().abs() * 2**-7
+    assert (error <= bound[:, None]).all()
 
 
 def test_no_intermediate_is_larger_than_a_block(monkeypatch):
     monkeypatch.setattr(knn, "TEST_CHUNK", 3)
-    monkeypatch.setattr(knn, "TRAIN_CHUNK", 5)
+    monkeypatch.setattr(neighbours, "TRAIN_CHUNK", 5)
     largest = 0
     topk = torch.Tensor.topk
 
@@ -131,6 +192,7 @@ def test_no_temperature_overflows():
         ),
         ({"k": 0}, r"k=\[0\]; give one or more numbers"),
         ({"k": []}, r"k=\[\]; give one or more numbers"),
+        ({"search": "fp8"}, r"unknown search 'fp8'; choose one of \['bf16', 'fp32'\]"),
         ({"temperature": 0.0}, "temperature=0.0; give a positive"),
     ],
 )

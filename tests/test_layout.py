@@ -26,6 +26,8 @@ SHARED = {
     "evaluation",
     "export",
     "distributed",
+    "preemption",
+    "distort",
     "logs",
     "cli",
     "_version",

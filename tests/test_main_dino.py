@@ -419,3 +419,57 @@ def test_a_mistake_ends_in_one_line_and_a_failure_status(tmp_path: Path, caplog:
 
 def test_the_defaults_are_options_that_fit() -> None:
     check_options(get_args_parser().parse_args([]))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"grad_checkpointing": None}, {"packed_crops": None}, {"loss_chunk": 7}, {"memory_report": None}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_options_that_save_time_or_memory_change_no_result(
+    tmp_path: Path, changes: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    run(tmp_path / "plain", drop_path_rate=0.3, epochs=2)
+    words = [
+        word for name, value in changes.items() for word in (f"--{name}", *([] if value is None else [str(value)]))
+    ]
+    with caplog.at_level(logging.INFO):
+        arguments = options(tmp_path / "other", drop_path_rate=0.3, epochs=2)
+        train_dino(get_args_parser().parse_args([*arguments, *words]))
+    plain, other = (load_checkpoint(tmp_path / name / "checkpoint.pth")["teacher"] for name in ("plain", "other"))
+    for name, value in plain.items():
+        assert torch.allclose(value, other[name], atol=1e-6), name
+    assert ("memory of a step: activations" in caplog.text) == ("memory_report" in changes)
+
+
+def test_crops_distorted_on_the_device_are_those_of_the_processes_that_load_them(tmp_path: Path) -> None:
+    run(tmp_path / "cpu", epochs=1, warmup_epochs=0)
+    run(tmp_path / "device", epochs=1, warmup_epochs=0, distort_on="device", num_workers=1)
+    losses = [epochs_of(tmp_path / name)[0]["train_loss"] for name in ("cpu", "device")]
+    assert losses[0] == pytest.approx(losses[1], abs=2e-3)  # the device resizes with another rounding
+
+
+@pytest.mark.slow
+def test_a_compiled_run_gives_the_losses_of_a_plain_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run(tmp_path / "plain", epochs=1, warmup_epochs=0)
+    with caplog.at_level(logging.INFO):
+        run(tmp_path / "compiled", epochs=1, warmup_epochs=0, compile="on")
+    assert "compiled in" in caplog.text
+    losses = [epochs_of(tmp_path / name)[0]["train_loss"] for name in ("plain", "compiled")]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+def test_what_cannot_be_compiled_runs_uncompiled_after_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: object, **options: object) -> None:
+        raise RuntimeError("no compiler here")
+
+    run(tmp_path / "plain", epochs=1, warmup_epochs=0)
+    monkeypatch.setattr(torch._dynamo.backends.inductor, "inductor", broken)
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", broken)
+    torch._dynamo.reset()
+    run(tmp_path / "fallen_back", epochs=1, warmup_epochs=0, compile="on")
+    assert caplog.text.count("the networks run uncompiled") == 1
+    plain, other = (load_checkpoint(tmp_path / n / "checkpoint.pth")["teacher"] for n in ("plain", "fallen_back"))
+    assert_same_state(plain, other)

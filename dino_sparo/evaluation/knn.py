@@ -19,13 +19,12 @@ from dino_sparo.data import ImageSource, align_classes, require_labels
 from dino_sparo.distributed import all_reduce_sum, is_main
 from dino_sparo.encoder import Encoder
 from dino_sparo.evaluation.features import Features, extract_split
+from dino_sparo.evaluation.neighbours import COARSE_TEST_CHUNK, SEARCHES, TrainSet, checked_lengths
 from dino_sparo.logs import progress
 
 logger = logging.getLogger(__name__)
 
-# The largest intermediate is one block of similarities, TEST_CHUNK x TRAIN_CHUNK, whatever the number of images.
-TEST_CHUNK = 512
-TRAIN_CHUNK = 8192
+TEST_CHUNK = 512  # test images at a time; see `neighbours.TRAIN_CHUNK`
 TOP = 5  # how many of the best classes are ranked
 
 
@@ -38,7 +37,13 @@ class KNNResult(NamedTuple):
 
 @overload
 def knn_classify(
-    train_features: Tensor, train_labels: Tensor, test_features: Tensor, test_labels: Tensor, k: int, temperature: float
+    train_features: Tensor,
+    train_labels: Tensor,
+    test_features: Tensor,
+    test_labels: Tensor,
+    k: int,
+    temperature: float,
+    search: str = "fp32",
 ) -> KNNResult: ...
 
 
@@ -50,6 +55,7 @@ def knn_classify(
     test_labels: Tensor,
     k: Sequence[int],
     temperature: float,
+    search: str = "fp32",
 ) -> dict[int, KNNResult]: ...
 
 
@@ -60,6 +66,7 @@ def knn_classify(
     test_labels: Int[Tensor, " _"],
     k: int | Sequence[int] = 20,
     temperature: float = 0.07,
+    search: str = "fp32",
 ) -> KNNResult | dict[int, KNNResult]:
     """Classify by the weighted vote of the nearest training images, and count how often that is right.
 
@@ -80,20 +87,22 @@ def knn_classify(
         k: number of neighbours, or several numbers: they share one search. More than there are training images means
             all of them, with a warning.
         temperature: T.
+        search: a key of `SEARCHES`. `bf16` finds candidates in bf16, which pays where that is much faster than fp32,
+            and compares them in fp32; no nearer image can have been missed, so the result is that of `fp32`.
 
     Returns:
         `KNNResult(top1, top5)` in percent; for several numbers a dict from each of them to its result.
 
     Raises:
-        ValueError: no images, sizes that do not match, negative labels, features that are not finite, `k` or
-            `temperature` out of range.
+        ValueError: no images, sizes that do not match, negative labels, features that are not finite, `k`,
+            `temperature` or `search` out of range.
     """
-    _check_set("train", train_features, train_labels)
-    _check_set("test", test_features, test_labels)
+    _check_labels("train", train_features, train_labels)
+    _check_labels("test", test_features, test_labels)
     ks = [k] if isinstance(k, int) else list(k)
     hits = {number: [0, 0] for number in ks}
     start = 0
-    for rankings in _rankings(train_features, train_labels, test_features, ks, temperature):
+    for rankings in _rankings(train_features, train_labels, test_features, ks, temperature, search):
         stop = start + len(rankings[ks[0]])
         targets = test_labels[start:stop, None].to(train_features.device)
         for number in ks:
@@ -111,21 +120,20 @@ def knn_predict(
     test_features: Float[Tensor, "test _"],
     k: int = 20,
     temperature: float = 0.07,
+    search: str = "fp32",
 ) -> Int[Tensor, "test 5"]:
     """The five best classes of each image, best first; see `knn_classify`.
 
     Returns:
         (test, 5) labels, -1 where fewer than five classes have a vote.
     """
-    _check_set("train", train_features, train_labels)
-    _check_set("test", test_features, None)
-    return torch.cat(
-        [rankings[k] for rankings in _rankings(train_features, train_labels, test_features, [k], temperature)]
-    )
+    _check_labels("train", train_features, train_labels)
+    found = _rankings(train_features, train_labels, test_features, [k], temperature, search)
+    return torch.cat([rankings[k] for rankings in found])
 
 
 def _rankings(
-    train_features: Tensor, train_labels: Tensor, test_features: Tensor, ks: list[int], temperature: float
+    train_features: Tensor, train_labels: Tensor, test_features: Tensor, ks: list[int], temperature: float, search: str
 ) -> Iterator[dict[int, Tensor]]:
     """For each block of test images and each k the five best classes."""
     if train_features.shape[1] != test_features.shape[1]:
@@ -137,33 +145,22 @@ def _rankings(
         raise ValueError(f"k={ks}; give one or more numbers of neighbours, each at least 1 (usually 20)")
     if temperature <= 0:
         raise ValueError(f"temperature={temperature}; give a positive number (usually 0.07)")
-    num_train = len(train_features)
+    if search not in SEARCHES:
+        raise ValueError(f"unknown search {search!r}; choose one of {sorted(SEARCHES)}")
+    train, num_train = TrainSet(train_features), len(train_features)
+    checked_lengths("test", test_features)
     if max(ks) > num_train:
         logger.warning(
             "k=%s is more than the %d training images; all of them vote", [k for k in ks if k > num_train], num_train
         )
     clamped = {k: min(k, num_train) for k in ks}
     train_labels = train_labels.to(train_features.device)
-    chunks = test_features.split(TEST_CHUNK)
+    chunks = test_features.split(TEST_CHUNK if search == "fp32" else COARSE_TEST_CHUNK)
     for chunk in progress(chunks, total=len(chunks), desc="k-NN"):
-        similarities, indices = _nearest(train_features, chunk.to(train_features.device), max(clamped.values()))
+        images = F.normalize(chunk.to(train_features.device).float(), dim=1)
+        similarities, indices = SEARCHES[search](train, images, max(clamped.values()))
         ranked = _rank_classes(train_labels[indices], similarities, sorted(set(clamped.values())), temperature)
         yield {k: ranked[clamped[k]] for k in ks}
-
-
-def _nearest(train_features: Tensor, test_chunk: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k most similar training images of each test image, best first: similarities and indices, (m, k)."""
-    test_chunk = F.normalize(test_chunk.float(), dim=1)
-    similarities = test_chunk.new_empty(len(test_chunk), 0)
-    indices = torch.empty(len(test_chunk), 0, dtype=torch.int64, device=test_chunk.device)
-    for start in range(0, len(train_features), TRAIN_CHUNK):
-        train_chunk = F.normalize(train_features[start : start + TRAIN_CHUNK].float(), dim=1)
-        values, positions = (test_chunk @ train_chunk.t()).topk(min(k, len(train_chunk)))
-        # The best so far, and the best of this block: the best of both are among them.
-        values, positions = torch.cat((similarities, values), dim=1), torch.cat((indices, positions + start), dim=1)
-        similarities, order = values.topk(min(k, values.shape[1]))
-        indices = positions.gather(1, order)
-    return similarities, indices
 
 
 def _rank_classes(
@@ -201,18 +198,11 @@ def _rank_classes(
     return rankings
 
 
-def _check_set(name: str, features: Tensor, labels: Tensor | None) -> None:
-    if len(features) == 0:
-        raise ValueError(f"{name}_features are empty; k-NN needs at least one image on each side")
-    if labels is not None and len(labels) != len(features):
+def _check_labels(name: str, features: Tensor, labels: Tensor) -> None:
+    if len(labels) != len(features):
         raise ValueError(f"{len(features)} {name}_features but {len(labels)} {name}_labels; one label per image")
-    if labels is not None and int(labels.min()) < 0:
+    if len(labels) and int(labels.min()) < 0:
         raise ValueError(f"{name}_labels hold {int(labels.min())}; labels are non-negative, so these images have none")
-    for start in range(0, len(features), TRAIN_CHUNK):
-        is_finite = features[start : start + TRAIN_CHUNK].isfinite().all(dim=1)
-        if not is_finite.all():
-            row = start + int(is_finite.logical_not().nonzero()[0])
-            raise ValueError(f"{name}_features of image {row} are not finite; the encoder is broken or overflowed")
 
 
 @dataclass(frozen=True)
@@ -241,6 +231,7 @@ def evaluate_knn(
     *,
     k: Sequence[int] = (20,),
     temperature: float = 0.07,
+    search: str = "fp32",
     **options: Any,
 ) -> KNNEvaluation:
     """Images in, accuracy out: the probe of a training run.
@@ -255,10 +246,11 @@ def evaluate_knn(
         device: where to compute.
         k: numbers of neighbours.
         temperature: of the vote.
+        search: a key of `SEARCHES`; see `knn_classify`.
         options: of `features.extract_split`, such as `batch_size`, `num_workers`, `dtype`.
     """
     train, val = extract_splits(encoder, train_source, val_source, transform, device, **options)
-    results = classify_on_rank_0(train, val, k, temperature, device)
+    results = classify_on_rank_0(train, val, k, temperature, device, search)
     return KNNEvaluation(results, len(train.features), len(val.features), train.num_corrupt + val.num_corrupt)
 
 
@@ -288,7 +280,12 @@ def extract_splits(
 
 
 def classify_on_rank_0(
-    train: Features, val: Features, k: Sequence[int], temperature: float, device: torch.device
+    train: Features,
+    val: Features,
+    k: Sequence[int],
+    temperature: float,
+    device: torch.device,
+    search: str = "fp32",
 ) -> dict[int, KNNResult]:
     """`knn_classify` in one process, which tells the others.
 
@@ -300,10 +297,11 @@ def classify_on_rank_0(
         k: numbers of neighbours.
         temperature: of the vote.
         device: where the processes can talk to each other.
+        search: a key of `SEARCHES`; see `knn_classify`.
     """
     accuracies = torch.zeros(len(k), 2, dtype=torch.float64, device=device)
     if is_main():
-        found = knn_classify(train.features, train.labels, val.features, val.labels, list(k), temperature)
+        found = knn_classify(train.features, train.labels, val.features, val.labels, list(k), temperature, search)
         accuracies += torch.tensor([found[number] for number in k], dtype=torch.float64, device=device)
     table = all_reduce_sum(accuracies).tolist()
     return {number: KNNResult(*row) for number, row in zip(k, table, strict=True)}

@@ -83,7 +83,8 @@ def decode_image(data: bytes, location: str) -> Image.Image:
         image.info.pop("transparency", None)
         if image.mode in ("I", "F") or image.mode.startswith("I;16"):
             image = _scale_deep_gray(image)
-        return image.convert("RGB")
+        # Converting what is RGB already would copy it.
+        return image if image.mode == "RGB" else image.convert("RGB")
     except Exception as error:  # decoders of damaged bytes raise anything: OSError, SyntaxError, struct.error, ...
         reason = str(error) if isinstance(error, OSError | Image.DecompressionBombError) else repr(error)
         raise CorruptImageError(location, re.sub(r" <_io\.BytesIO.*>", "", reason)) from error

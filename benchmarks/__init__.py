@@ -1,0 +1,20 @@
+"""Claims of speed, each a script that first shows equal results and then measures.
+
+    python -m benchmarks --reference dino --json report.json      # all of them, one report
+    python -m benchmarks.readout --reference dino                 # one
+
+`--reference` is a checkout of facebookresearch/dino; without it each script measures this project alone. Ours and the
+reference run in turns within one process, and what counts is the ratio within a round, so that a machine that is busy
+for a while slows both. Every script has `measure(args, reference) -> report.Section` and `main(argv)`.
+
+    timing.py            variants in turns -> seconds, ratios, peak memory; what machine this is
+    report.py            options, tables, equality checks and bars -> Markdown and JSON
+    reference.py         a checkout -> its modules
+    readout.py           SPARO re-associated against the paper's listing
+    backbone.py          class token alone in the last block, crops packed, positions by a matrix
+    train_step.py        one training step, total and by part
+    input_pipeline.py    decode and crop, on CPU cores and on the device
+    knn.py               k-NN classification
+    linear.py            linear probes, and what comes before any evaluation: features of images
+    scaling.py           several processes measured, many GPUs on paper
+"""

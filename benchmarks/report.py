@@ -1,0 +1,227 @@
+"""What a benchmark found -> Markdown and JSON; the options that all of them share."""
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.reference import Reference
+from benchmarks.timing import Spread, hardware, software
+
+
+@dataclass(frozen=True)
+class Check:
+    """An equality: how far two results are apart, and how far they may be.
+
+    Attributes:
+        claim: what equals what.
+        difference: the largest.
+        limit: the largest allowed.
+    """
+
+    claim: str
+    difference: float
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether they are equal within the limit; never for NaN."""
+        return self.difference <= self.limit
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What was promised, and what was measured.
+
+    Attributes:
+        claim: of what, in which unit.
+        wanted: the promise.
+        found: the measurement, or None if it needs the reference or another machine.
+        at_most: the smaller the better.
+    """
+
+    claim: str
+    wanted: float
+    found: float | None
+    at_most: bool = False
+
+    @property
+    def verdict(self) -> str:
+        """met, missed, or not measured."""
+        if self.found is None:
+            return "not measured"
+        is_met = self.found <= self.wanted if self.at_most else self.found >= self.wanted
+        return "met" if is_met else "missed"
+
+
+@dataclass
+class Section:
+    """The result of one script.
+
+    Attributes:
+        title: of its section.
+        setting: what was measured: sizes, precision, repetitions.
+        tables: name -> rows; every row has the same columns.
+        checks: equalities, shown before any speed.
+        bars: promises.
+        notes: what the numbers do not say.
+    """
+
+    title: str
+    setting: str
+    tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    checks: list[Check] = field(default_factory=list)
+    bars: list[Bar] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether all results that should be equal are."""
+        return all(check.passed for check in self.checks)
+
+    def check(self, claim: str, ours: torch.Tensor, other: torch.Tensor, limit: float) -> None:
+        """Compare two tensors by their largest absolute difference."""
+        difference = (ours.double() - other.double()).abs().max().item() if ours.numel() else 0.0
+        self.checks.append(Check(claim, difference, limit))
+
+    def markdown(self) -> str:
+        """The section for people."""
+        parts = [f"## {self.title}", self.setting]
+        checks = [
+            {"equal": check.claim, "largest difference": check.difference, "allowed": check.limit,
+             "": "yes" if check.passed else "**NO**"}
+            for check in self.checks
+        ]  # fmt: skip
+        bars = [
+            {"bar": bar.claim, "wanted": ("<= " if bar.at_most else ">= ") + _cell(bar.wanted),
+             "measured": bar.found, "": bar.verdict}
+            for bar in self.bars
+        ]  # fmt: skip
+        tables = {"Equality": checks, **self.tables, "Bars": bars}
+        parts += [f"{name}\n\n{table(rows)}" for name, rows in tables.items() if rows]
+        parts += [f"- {note}" for note in self.notes]
+        return "\n\n".join(parts)
+
+    def plain(self) -> dict[str, Any]:
+        """The section for programs."""
+        return {
+            "title": self.title,
+            "setting": self.setting,
+            "equal": self.is_equal,
+            "checks": [{**asdict(check), "passed": check.passed} for check in self.checks],
+            "tables": {name: [_plain(row) for row in rows] for name, rows in self.tables.items()},
+            "bars": [{**asdict(bar), "verdict": bar.verdict} for bar in self.bars],
+            "notes": self.notes,
+        }
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows with equal keys -> a Markdown table."""
+    lines = [" | ".join(rows[0]), " | ".join("---" for _ in rows[0])]
+    lines += [" | ".join(_cell(value) for value in row.values()) for row in rows]
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    """Three digits are more than the noise leaves."""
+    if value is None:
+        return "-"
+    if isinstance(value, Spread):
+        return f"{_cell(value.median)} ({_cell(value.lower)}-{_cell(value.upper)})"
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _plain(row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+        for name, value in row.items()
+    }
+
+
+def options(description: str) -> argparse.ArgumentParser:
+    """The options of every script."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--reference", default=None, help="A checkout of facebookresearch/dino; without it ours alone is measured."
+    )
+    parser.add_argument(
+        "--json",
+        default=None,
+        help="File for the report with all numbers; the same for people goes beside it, with the suffix .md.",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="Tiny sizes: does everything run, are results equal? No speeds to quote."
+    )
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="Where to compute: cpu or cuda."
+    )
+    parser.add_argument("--plots", default=None, help="Folder for the pictures; none are drawn without it.")
+    return parser
+
+
+def run(
+    measure: Callable[[argparse.Namespace, Reference | None], Section],
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None = None,
+) -> Section:
+    """A script: parse the options, measure, publish.
+
+    Args:
+        measure: options and checkout, if one is given -> the script's section.
+        parser: `options`, perhaps with the script's own.
+        argv: None: the command line.
+    """
+    args = parser.parse_args(argv)
+    try:
+        reference = open_reference(args.reference)
+    except ValueError as error:
+        parser.error(str(error))
+    section = measure(args, reference)
+    publish([section], reference, args)
+    return section
+
+
+def open_reference(path: str | None) -> Reference | None:
+    """The checkout, if one is given."""
+    return None if path is None else Reference(path)
+
+
+def document(sections: Sequence[Section], reference: Reference | None, device: str) -> tuple[str, dict[str, Any]]:
+    """All sections with the machine, the versions and the reference's commit, as Markdown and as plain values."""
+    commit = None if reference is None else reference.commit
+    machine, versions = hardware(device), software()
+    gpu = [] if "gpu" in machine else ["Not measured on GPU."]
+    facts = ["; ".join(f"{name}: {value}" for name, value in found.items()) for found in (machine, versions)]
+    head = [*facts, f"reference: facebookresearch/dino {commit}" if commit else "reference: none given", *gpu]
+    text = "\n\n".join([*head, *(section.markdown() for section in sections)])
+    plain = {
+        "hardware": machine,
+        "versions": versions,
+        "reference": commit,
+        "sections": [section.plain() for section in sections],
+    }
+    return text, plain
+
+
+def publish(sections: Sequence[Section], reference: Reference | None, args: argparse.Namespace) -> None:
+    """Print the report, and write it where the options say, as JSON and beside that as Markdown.
+
+    Raises:
+        SystemExit: results that should be equal are not.
+    """
+    text, plain = document(sections, reference, args.device)
+    print(text)
+    if args.json:
+        Path(args.json).write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
+        Path(args.json).with_suffix(".md").write_text(text + "\n", encoding="utf-8")
+    unequal = [check.claim for section in sections for check in section.checks if not check.passed]
+    if unequal:
+        raise SystemExit(f"not equal: {'; '.join(unequal)}")

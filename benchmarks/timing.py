@@ -1,0 +1,194 @@
+"""Variants of one computation -> seconds per call, ratios, and peak memory, measured in turns."""
+
+import gc
+import math
+import multiprocessing
+import os
+import platform
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import PIL
+import timm
+import torch
+import torchvision
+
+Build = Callable[..., Callable[[], Any]]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and quartiles of what the rounds gave."""
+
+    median: float
+    lower: float
+    upper: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> "Spread":
+        """Of one or more values."""
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0])
+        lower, _, upper = quantiles(values, n=4, method="inclusive")
+        return cls(median(values), lower, upper)
+
+    def scaled(self, factor: float) -> "Spread":
+        """In another unit."""
+        return Spread(self.median * factor, self.lower * factor, self.upper * factor)
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds per call of each variant, one number per round."""
+
+    seconds: Mapping[str, list[float]]
+
+    def time(self, name: str) -> Spread:
+        """Seconds per call."""
+        return Spread.of(self.seconds[name])
+
+    def ratio(self, slow: str, fast: str) -> Spread:
+        """How many times faster `fast` is, within each round."""
+        return Spread.of([a / b for a, b in zip(self.seconds[slow], self.seconds[fast], strict=True)])
+
+
+def interleave(
+    variants: Mapping[str, Callable[[], Any]],
+    rounds: int = 9,
+    min_seconds: float = 0.05,
+    device: torch.device | str = "cpu",
+) -> Timings:
+    """Time variants in turns: a, b, c, a, b, c, ...
+
+    Args:
+        variants: name -> what to call, without arguments. Each is called once before anything is timed.
+        rounds: how often each is timed.
+        min_seconds: a timing repeats its call until about this much time has passed.
+        device: waited for before the clock is read.
+
+    Raises:
+        ValueError: no variants, or no rounds.
+    """
+    if not variants or rounds < 1:
+        raise ValueError(f"{len(variants)} variants in {rounds} rounds; give at least one of each")
+    repeats = {}
+    for name, call in variants.items():
+        call()
+        repeats[name] = max(1, math.ceil(min_seconds / max(_seconds(call, 1, device), 1e-9)))
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(rounds):
+        for name, call in variants.items():
+            seconds[name].append(_seconds(call, repeats[name], device))
+    return Timings(seconds)
+
+
+def _seconds(call: Callable[[], Any], repeats: int, device: torch.device | str) -> float:
+    synchronize(device)
+    was_enabled = gc.isenabled()
+    gc.disable()  # as timeit does: the garbage of one variant must not be another's time
+    try:
+        start = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        synchronize(device)
+        return (time.perf_counter() - start) / repeats
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def synchronize(device: torch.device | str) -> None:
+    """Wait for what was launched."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_memory(build: Build, *arguments: Any, device: torch.device | str = "cpu", fresh: bool = True) -> int:
+    """By how many bytes memory grows at most during one call.
+
+    On a CPU the resident memory of the process, of a fresh one so that no memory is there to be used again; on a GPU
+    what torch allocates.
+
+    Args:
+        build: a function of a module; it makes everything that exists before, and returns what to call.
+        arguments: of `build`; they travel to the other process.
+        device: `cpu` or a CUDA device.
+        fresh: in a process of its own; else in this one, quicker and too small a number.
+    """
+    if not fresh:
+        return _growth(build, arguments, str(device), torch.get_num_threads())
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_growth, build, arguments, str(device), torch.get_num_threads()).result()
+
+
+def _growth(build: Build, arguments: tuple[Any, ...], device: str, threads: int) -> int:
+    torch.set_num_threads(threads)
+    call = build(*arguments)
+    gc.collect()
+    if torch.device(device).type == "cuda":
+        synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        call()
+        synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    before = _reset_peak()
+    call()
+    return _peak() - before
+
+
+# Linux' own mark of the most memory a process ever had. What `getrusage` says starts with the parent's.
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def _reset_peak() -> int:
+    """Forget the peak so far; the memory now, bytes."""
+    try:
+        _CLEAR.write_text("5")
+    except OSError:
+        return _peak()
+    return _peak()
+
+
+def _peak() -> int:
+    """The most memory the process had, bytes."""
+    if _STATUS.is_file():
+        line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def hardware(device: torch.device | str = "cpu") -> dict[str, str]:
+    """What the numbers were measured on."""
+    cpu = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").is_file():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), cpu)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    found = {
+        "cpu": f"{cpu}, {os.cpu_count()} cores, {torch.get_num_threads()} threads used, {memory:.0f} GiB",
+        "cpu capability": torch.backends.cpu.get_cpu_capability(),
+    }
+    if torch.device(device).type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found["gpu"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
+    return found
+
+
+def software() -> dict[str, str]:
+    """Versions that the numbers depend on."""
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "torchvision": str(torchvision.__version__),
+        "timm": timm.__version__,
+        "pillow": PIL.__version__,
+    }

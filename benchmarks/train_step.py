@@ -1,0 +1,392 @@
+"""One step of DINO, vanilla and with SPARO, ours and the reference's: total, by part, memory.
+
+    python -m benchmarks.train_step --reference dino
+
+Two global and eight local crops per image, noise, 65,536 prototypes. Ours is what `main_dino.build_training` builds and
+`engine.train_step` runs; the reference's networks, loss, clipping and moving average are its own, called in the order
+of its `train_one_epoch`, with its DDP, and with its fp16 scaler on a GPU.
+"""
+
+import argparse
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import main_dino
+from benchmarks.readout import ListedSparo
+from benchmarks.reference import Reference
+from benchmarks.report import Bar, Section, options, run
+from benchmarks.timing import Spread, interleave, synchronize
+from dino_sparo.backbone import ARCHITECTURES
+from dino_sparo.data import Batch
+from dino_sparo.distributed import Distributed
+from dino_sparo.engine import Training, compile_networks, memory_report, train_step
+from dino_sparo.optim import clip_gradients_
+from dino_sparo.readout import Sparo
+from dino_sparo.teacher import ema_update_
+
+EQUAL = 2e-5  # of a loss of about 10 nats, after some steps in fp32
+CHECKED_STEPS = 3
+# What a paper model of one H200 gives at batch 64, ms: every fusion that is possible, at the card's full rates.
+FLOOR_BATCH, FLOOR_MS = 64, {"cls": 13.5, "sparo": 12.7}
+STEPS = 10_000  # of the schedules; only the first few are taken
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a step is of."""
+
+    arch: str = "vit_small"
+    patch_size: int = 16
+    global_size: int = 224
+    local_size: int = 96
+    num_local: int = 8
+    out_dim: int = 65536
+    batch: int = 4
+
+
+QUICK = Sizes("vit_micro", 8, 32, 16, 2, 61, 3)
+
+
+@dataclass
+class Stepper:
+    """Something that takes steps.
+
+    Attributes:
+        step: takes one; returns the loss, on the device.
+        parts: the same in parts: name -> what to call, in order.
+        parameters: of the student, then of the teacher.
+    """
+
+    step: Callable[[], Tensor]
+    parts: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    networks: tuple[nn.Module, nn.Module] | None = None
+
+
+def noise_batch(sizes: Sizes, seed: int) -> Batch:
+    """Crops of noise, in main memory as a loader gives them."""
+    generator = torch.Generator().manual_seed(seed)
+    sides = [sizes.global_size] * 2 + [sizes.local_size] * sizes.num_local
+    views = [torch.randn(sizes.batch, 3, side, side, generator=generator) for side in sides]
+    return Batch(views, torch.full((sizes.batch,), -1), torch.arange(sizes.batch), [])
+
+
+def our_training(sizes: Sizes, readout: str, precision: str, device: str, drop_path_rate: float) -> Training:
+    """What main_dino.py trains with."""
+    words = {
+        "arch": sizes.arch, "patch_size": sizes.patch_size, "global_crops_size": sizes.global_size,
+        "local_crops_size": sizes.local_size, "local_crops_number": sizes.num_local, "out_dim": sizes.out_dim,
+        "readout": readout, "precision": precision, "batch_size_per_gpu": sizes.batch,
+        "drop_path_rate": drop_path_rate, "epochs": 1, "warmup_epochs": 0, "freeze_last_layer": 0,
+    }  # fmt: skip
+    argv = [word for name, value in words.items() for word in (f"--{name}", str(value))]
+    args = main_dino.get_args_parser().parse_args(argv)
+    place = Distributed(rank=0, world_size=1, local_rank=0, device=torch.device(device))
+    return main_dino.build_training(args, place, STEPS)
+
+
+def ours(training: Training, batch: Batch) -> Stepper:
+    """Our step, whole and in parts."""
+    found: dict[str, Any] = {}
+
+    def teacher() -> None:
+        found["crops"] = training.crops(batch)
+        with training.autocast(), torch.no_grad():
+            found["teacher"] = training.teacher(found["crops"][:2])
+
+    def student() -> None:
+        training.optimizer.zero_grad(set_to_none=True)
+        with training.autocast():
+            found["student"] = training.student(found["crops"])
+
+    def loss() -> Tensor:
+        found["loss"] = training.loss(found["student"], found["teacher"], 0, update_center=False)
+        return found["loss"]
+
+    parts: dict[str, Callable[[], Any]] = {
+        "teacher forward": teacher,
+        "student forward": student,
+        "loss forward": loss,
+        "backward": lambda: found["loss"].backward(),
+        "clip": lambda: clip_gradients_(training.network.parameters(), training.clip_grad),
+        "optimizer": training.optimizer.step,
+        "moving average": lambda: ema_update_(training.teacher, training.network, 0.996),
+    }
+    networks = (training.network, training.teacher)
+    return Stepper(lambda: train_step(training, [batch], 0).loss, parts, networks)
+
+
+class ListedEncoder(nn.Module):
+    """The reference's ViT without its last block, and SPARO as the paper's listing has it, which forms all keys."""
+
+    def __init__(self, vit: Any, sparo: Sparo) -> None:
+        super().__init__()
+        self.vit, self.readout = vit, ListedSparo(sparo)
+        self.fc = self.head = nn.Identity()
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images -> encodings (B, L*V)."""
+        vit: Any = self.vit
+        tokens = vit.prepare_tokens(images)
+        for block in vit.blocks:
+            tokens = block(tokens)
+        return self.readout(vit.norm(tokens)).flatten(1)
+
+
+def reference_networks(reference: Reference, sizes: Sizes, readout: str, rate: float) -> tuple[nn.Module, nn.Module]:
+    """The reference's student and teacher, multi-crop wrapper and head included."""
+    size = ARCHITECTURES[sizes.arch]
+    networks = []
+    for drop_path_rate in (rate, 0.0):
+        vit = reference.vision_transformer.VisionTransformer(
+            img_size=[sizes.global_size], patch_size=sizes.patch_size, embed_dim=size.embed_dim,
+            depth=size.depth - (readout == "sparo"), num_heads=size.num_heads, mlp_ratio=4, qkv_bias=True,
+            norm_layer=partial(nn.LayerNorm, eps=1e-6), drop_path_rate=drop_path_rate,
+        )  # fmt: skip
+        sparo = Sparo(size.embed_dim, 64, 64, 64)
+        encoder = ListedEncoder(vit, sparo) if readout == "sparo" else vit
+        width = 64 * 64 if readout == "sparo" else size.embed_dim
+        head = reference.vision_transformer.DINOHead(width, sizes.out_dim, norm_last_layer=True)
+        networks.append(reference.utils.MultiCropWrapper(encoder, head))
+    return networks[0], networks[1]
+
+
+def copy_weights(source: nn.Module, target: nn.Module) -> None:
+    """Our weights under the reference's names."""
+    weights = {}
+    names = target.state_dict().keys()
+    for name, value in source.state_dict().items():
+        listed = name.replace("backbone.", "backbone.vit.") if name not in names else name
+        weights[listed.replace("readout.", "backbone.readout.sparo.") if listed not in names else listed] = value
+    target.load_state_dict(weights)
+
+
+def reference_stepper(
+    reference: Reference, networks: tuple[nn.Module, nn.Module], sizes: Sizes, batch: Batch, device: str
+) -> Stepper:
+    """The reference's step, whole and in parts; fp16 with its scaler on a GPU, fp32 on a CPU."""
+    student = DistributedDataParallel(networks[0].to(device).train(), [device] if device != "cpu" else None)
+    teacher = networks[1].to(device).train()
+    teacher.requires_grad_(False)
+    criterion = reference.main_dino.DINOLoss(sizes.out_dim, sizes.num_local + 2, 0.04, 0.04, 0, 1).to(device)
+    optimizer = torch.optim.AdamW(reference.utils.get_params_groups(student))
+    scaler = torch.amp.GradScaler("cuda") if device != "cpu" else None
+    schedules = main_dino.build_schedules(_schedule_options(sizes), STEPS)
+    found: dict[str, Any] = {"step": 0}
+
+    def teacher_forward() -> None:
+        for index, group in enumerate(optimizer.param_groups):
+            group["lr"] = schedules.lr[found["step"]]
+            if index == 0:
+                group["weight_decay"] = schedules.weight_decay[found["step"]]
+        found["crops"] = [view.to(device, non_blocking=True) for view in batch.views]
+        with torch.autocast(device, torch.float16, enabled=scaler is not None):
+            found["teacher"] = teacher(found["crops"][:2])
+
+    def student_forward() -> None:
+        with torch.autocast(device, torch.float16, enabled=scaler is not None):
+            found["student"] = student(found["crops"])
+
+    def loss() -> None:
+        with torch.autocast(device, torch.float16, enabled=scaler is not None):
+            found["loss"] = criterion(found["student"], found["teacher"], 0)
+        found["loss"].item()
+
+    def backward() -> None:
+        optimizer.zero_grad()
+        (found["loss"] if scaler is None else scaler.scale(found["loss"])).backward()
+
+    def clip() -> None:
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        reference.utils.clip_gradients(student, 3.0)
+
+    def update() -> None:
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+
+    @torch.no_grad()
+    def average() -> None:
+        momentum = schedules.momentum[found["step"]]
+        for ours, theirs in zip(student.module.parameters(), teacher.parameters(), strict=True):
+            theirs.data.mul_(momentum).add_((1 - momentum) * ours.detach().data)
+        synchronize(device)
+        found["step"] += 1
+
+    parts = {
+        "teacher forward": teacher_forward, "student forward": student_forward, "loss forward": loss,
+        "backward": backward, "clip": clip, "optimizer": update, "moving average": average,
+    }  # fmt: skip
+
+    def step() -> Tensor:
+        for part in parts.values():
+            part()
+        return found["loss"].detach()
+
+    return Stepper(step, parts, (student.module, teacher))
+
+
+def _schedule_options(sizes: Sizes) -> argparse.Namespace:
+    words = ["--batch_size_per_gpu", str(sizes.batch), "--epochs", "1", "--warmup_epochs", "0"]
+    return main_dino.get_args_parser().parse_args(words)
+
+
+@contextlib.contextmanager
+def process_group(device: str) -> Iterator[None]:
+    """One process, for the reference's DDP and loss, which need a group."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo" if device == "cpu" else "nccl", store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def check_equality(section: Section, reference: Reference | None, sizes: Sizes, device: str) -> None:
+    """Losses and teachers after a few steps in fp32, without stochastic depth; SPARO's against the listing."""
+    for readout in ("cls", "sparo"):
+        own = ours(our_training(sizes, readout, "fp32", device, 0.0), noise_batch(sizes, 1))
+        for name in ("teacher forward", "student forward", "loss forward"):
+            own.parts[name]()
+        in_parts = own.parts["loss forward"]()
+        section.check(f"{readout}: our loss, in parts and whole", in_parts.detach(), own.step(), 10 * EQUAL)
+    if reference is None or device != "cpu":
+        return
+    for readout in ("cls", "sparo"):
+        torch.manual_seed(0)
+        training, batch = our_training(sizes, readout, "fp32", device, 0.0), noise_batch(sizes, 1)
+        networks = reference_networks(reference, sizes, readout, 0.0)
+        for source, target in zip((training.network, training.teacher), networks, strict=True):
+            copy_weights(source, target)
+        with process_group(device):
+            other = reference_stepper(reference, networks, sizes, batch, device)
+            own = ours(training, batch)
+            losses = [torch.stack([stepper.step() for _ in range(CHECKED_STEPS)]) for stepper in (own, other)]
+        section.check(f"{readout}: losses of {CHECKED_STEPS} steps", losses[0], losses[1], EQUAL)
+        teachers = (own.networks[1], other.networks[1]) if own.networks and other.networks else ()
+        summed = [torch.stack([p.double().sum() for p in network.parameters()]).sum() for network in teachers]
+        section.check(f"{readout}: sum of the teacher's weights after them", summed[0], summed[1], 1e-2)
+
+
+def measure(args: argparse.Namespace, reference: Reference | None) -> Section:
+    """Equality, then the steps in turns, then their parts."""
+    sizes = QUICK if args.quick else Sizes(batch=args.batch or (64 if args.device != "cpu" else 4))
+    section = Section(
+        "Training step",
+        f"{sizes.arch}/{sizes.patch_size}, batch {sizes.batch}, 2x{sizes.global_size} + {sizes.num_local}x"
+        f"{sizes.local_size} px, {sizes.out_dim} prototypes, on {args.device}; {args.rounds} rounds, "
+        "median (quartiles).",
+    )
+    check_equality(section, reference, QUICK, args.device)
+    timed: dict[str, dict[str, Spread]] = {}
+    for readout in args.readouts:
+        timed[readout] = _measure_readout(section, reference, sizes, readout, args)
+    _add_bars(section, timed, args)
+    return section
+
+
+def _measure_readout(
+    section: Section, reference: Reference | None, sizes: Sizes, readout: str, args: argparse.Namespace
+) -> dict[str, Spread]:
+    """Times of all forms of one read-out, seconds per step; adds its tables."""
+    batch = noise_batch(sizes, 1)
+    steppers: dict[str, Stepper] = {}
+    rows, part_rows = [], []
+    with process_group(args.device) if reference is not None else contextlib.nullcontext():
+        if reference is not None:
+            networks = reference_networks(reference, sizes, readout, 0.1)
+            steppers["reference"] = reference_stepper(reference, networks, sizes, batch, args.device)
+        for name, precision, compiles in forms(args):
+            training = our_training(sizes, readout, precision, args.device, 0.1)
+            if compiles and not compile_networks(training, batch):
+                section.notes.append(f"{readout}, {name}: could not be compiled on this machine, left out")
+                continue
+            steppers[name] = ours(training, batch)
+        timings = interleave({name: s.step for name, s in steppers.items()}, args.rounds, 0.0, args.device)
+        first = next(iter(steppers))
+        for name, stepper in steppers.items():
+            time_of = timings.time(name)
+            row = {
+                "form": name, "ms": time_of.scaled(1e3), "images/s": sizes.batch / time_of.median,
+                f"times faster than {first}": timings.ratio(first, name),
+            }  # fmt: skip
+            if args.device != "cpu":
+                row["times the paper model's floor"] = (
+                    time_of.median * 1e3 / (FLOOR_MS[readout] * sizes.batch / FLOOR_BATCH)
+                )
+            rows.append(row)
+            part_rows.append({"form": name, **_time_parts(stepper, args.rounds, args.device)})
+    section.tables[f"{readout}: a step"] = rows
+    section.tables[f"{readout}: its parts, ms, each waited for"] = part_rows
+    memory = memory_report(our_training(sizes, readout, "fp32", args.device, 0.1), batch)
+    memory.pop("peak so far")
+    section.tables[f"{readout}: memory of our step in fp32, MiB"] = [
+        {part: size / 2**20 for part, size in memory.items()}
+    ]
+    return {name: timings.ratio(first, name) for name in steppers}
+
+
+def forms(args: argparse.Namespace) -> list[tuple[str, str, bool]]:
+    """Names, precisions, and whether compiled."""
+    found = [("ours, fp32", "fp32", False), ("ours, bf16", "bf16", False)]
+    if not (args.quick or args.no_compile):
+        found += [("ours, fp32, compiled", "fp32", True), ("ours, bf16, compiled", "bf16", True)]
+    return found
+
+
+def _time_parts(stepper: Stepper, rounds: int, device: str) -> dict[str, float]:
+    """Medians, ms."""
+    times: dict[str, list[float]] = {name: [] for name in stepper.parts}
+    for _ in range(rounds):
+        for name, part in stepper.parts.items():
+            synchronize(device)
+            begin = time.perf_counter()
+            part()
+            synchronize(device)
+            times[name].append(time.perf_counter() - begin)
+    return {name: 1e3 * Spread.of(values).median for name, values in times.items()}
+
+
+def _add_bars(section: Section, timed: dict[str, dict[str, Spread]], args: argparse.Namespace) -> None:
+    cls = {} if args.quick else timed.get("cls", {})
+
+    def of(name: str) -> float | None:
+        return cls[name].median if "reference" in cls and name in cls else None
+
+    if args.device == "cpu":
+        section.bars.append(Bar("vanilla DINO on a CPU, fp32, times faster than the reference", 1.2, of("ours, fp32")))
+        bar = "vanilla DINO on a CPU, bf16 and compiled, times faster than the reference in fp32"
+        section.bars.append(Bar(bar, 3.0, of("ours, bf16, compiled")))
+    else:
+        bar = "vanilla DINO, bf16 and compiled, times the images/s of the reference in its fp16, equal batches"
+        section.bars.append(Bar(bar, 2.5, of("ours, bf16, compiled")))
+
+
+def get_args_parser() -> argparse.ArgumentParser:
+    """The options."""
+    parser = options("A training step, ours and the reference's.")
+    parser.add_argument("--batch", type=int, default=None, help="Images per step; by default 4 on a CPU, 64 on a GPU.")
+    parser.add_argument("--rounds", type=int, default=5, help="How often every form is timed.")
+    parser.add_argument("--readouts", nargs="+", default=["cls", "sparo"], choices=["cls", "sparo"], help="Which.")
+    parser.add_argument("--no_compile", action="store_true", help="Leave the compiled forms out, which take minutes.")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> Section:
+    """Parse the options, measure, print."""
+    return run(measure, get_args_parser(), argv)
+
+
+if __name__ == "__main__":
+    main()

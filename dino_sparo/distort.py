@@ -1,0 +1,373 @@
+"""Crops of 8-bit pixels and the numbers drawn for them -> distorted, normalised crops.
+
+Stage 1 of the map, its end: mirror, colour jitter, gray, blur, solarise, normalise. Each distortion stands here once,
+as Pillow computes it: rounded to 8 bits after every operation, with Pillow's fixed-point weights. Two functions apply
+them, both to the numbers that `pack_parameters` makes of one draw:
+
+    distort_crop   one crop, only what was drawn for it; on the CPU its pixels are Pillow's, bit for bit
+    Distortions    a batch on any device, everything for every crop, where what was not drawn changes nothing: no branch
+                   on a value, no shape that depends on one, nothing for the device to wait for, so it can be compiled
+
+Levels are floats that hold integers from 0 to 255: integers up to 2^24 are exact in them, on every device.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int32, Shaped, UInt8
+from PIL import Image
+from torch import Tensor, nn
+
+Array = TypeVar("Array", Tensor, np.ndarray)
+
+# Where a crop's numbers stand. A blend is (factor, share of the mean in its base, share of the pixel's gray).
+# Jitter comes in any order, so each of its blends stands before the hue or after it, in the order in which it applies.
+FLIP, BEFORE_HUE, HUE, AFTER_HUE, GRAYSCALE, BLUR, SOLARIZE = 0, slice(1, 10), 10, slice(11, 20), 20, slice(21, 24), 24
+NUM_PARAMETERS = 25
+NO_HUE = -1.0
+
+BLEND_BASES = {"brightness": (0.0, 0.0), "contrast": (1.0, 0.0), "saturation": (0.0, 1.0)}
+NO_BLEND = (1.0, 0.0, 0.0)
+JITTER_OPERATIONS = frozenset({*BLEND_BASES, "hue"})
+
+LUMA = (19595, 38470, 7471)  # red, green, blue; of 2^16
+SOLARIZE_THRESHOLD = 128
+BLUR_PASSES = 3
+BLUR_UNIT = 1 << 24  # the sum of a box's weights
+BLUR_TAPS = 3  # weights of a box by distance: the pixel's own, its neighbours', and theirs
+NO_BLUR = (float(BLUR_UNIT), 0.0, 0.0)
+
+
+class DeferredViews(NamedTuple):
+    """The crops of one image, to be distorted later, in batches.
+
+    Attributes:
+        views: S tensors (C, H, W), 8-bit pixels.
+        parameters: (S, NUM_PARAMETERS), the numbers by which `Distortions` distorts each.
+    """
+
+    views: list[UInt8[Tensor, "C _ _"]]
+    parameters: Float[Tensor, "S _"]
+
+
+def pack_parameters(
+    flip: bool, jitter: Sequence[tuple[str, float]], grayscale: bool, blur_radius: float, solarize: bool
+) -> list[float]:
+    """One draw -> the `NUM_PARAMETERS` numbers that the distortions compute with, all exact in fp32 but the factors.
+
+    Args:
+        flip: mirror left and right.
+        jitter: (operation, factor) pairs in their order, each operation at most once; hue turns by a share of the
+            colour circle, the others scale.
+        grayscale: drop the colours.
+        blur_radius: standard deviation of the blur in pixels, 0 for none.
+        solarize: invert pixels from `SOLARIZE_THRESHOLD` on.
+
+    Raises:
+        ValueError: an unknown or repeated operation, or a blur that is too wide.
+    """
+    names = [name for name, _ in jitter]
+    if len(set(names)) < len(names) or not JITTER_OPERATIONS.issuperset(names):
+        raise ValueError(f"jitter {names}: give each of {sorted(JITTER_OPERATIONS)} at most once")
+    turn = names.index("hue") if "hue" in names else len(names)
+    hue = float(int(jitter[turn][1] * 255) % 256) if turn < len(names) else NO_HUE
+    before, after = _pack_blends(jitter[:turn]), _pack_blends(jitter[turn + 1 :])
+    weights = box_weights(blur_radius) if blur_radius else NO_BLUR
+    return [float(flip), *before, hue, *after, float(grayscale), *weights, float(solarize)]
+
+
+def _pack_blends(jitter: Sequence[tuple[str, float]]) -> tuple[float, ...]:
+    packed: tuple[float, ...] = ()
+    for name, factor in jitter:
+        packed += (factor, *BLEND_BASES[name])
+    return packed + NO_BLEND * (len(BLEND_BASES) - len(jitter))
+
+
+def box_weights(radius: float) -> tuple[float, ...]:
+    """The weights of a box by distance from its middle, three of which in a row make Pillow's GaussianBlur(radius).
+
+        l + a,  L = sqrt(12 radius^2 / 3 + 1),  l = floor((L - 1) / 2),  a = the share of the two outermost pixels
+
+    Source: Gwosdek et al., "Theoretical foundations of Gaussian convolution by extended box filtering"; rounded to fp32
+    where Pillow's BoxBlur.c rounds.
+
+    Args:
+        radius: standard deviation in pixels.
+
+    Returns:
+        `BLUR_TAPS` integers, of `BLUR_UNIT`.
+
+    Raises:
+        ValueError: the box would be wider than that.
+    """
+    # Numbers of numpy stay fp32 among their like, beside Python's numbers not in every version.
+    one, two, three, six, unit = (np.float32(number) for number in (1, 2, 3, 6, BLUR_UNIT))
+    variance = np.float32(radius) * np.float32(radius) / np.float32(BLUR_PASSES)
+    whole = math.floor((float(np.float32(math.sqrt(12.0 * float(variance) + 1.0))) - 1.0) / 2.0)
+    if whole + 2 > BLUR_TAPS:
+        limit = math.sqrt(((2 * BLUR_TAPS - 1) ** 2 - 1) * BLUR_PASSES / 12)
+        raise ValueError(f"blur_radius={radius} px is too wide; give less than {limit:.2f}")
+    length = np.float32(whole)
+    next_length = length + one
+    share = (two * length + one) * (length * next_length - three * variance)
+    share /= six * (variance - next_length * next_length)
+    weight = int(unit / ((length + share) * two + one))
+    edge = (BLUR_UNIT - (2 * whole + 1) * weight) // 2
+    return (*[float(weight)] * (whole + 1), float(edge), *[0.0] * (BLUR_TAPS - 2 - whole))
+
+
+# The distortions, on levels (..., 3, H, W). Factors and weights are numbers, or arrays that broadcast.
+
+
+def gray_levels(levels: Float[Array, "*B 3 H W"]) -> Float[Array, "*B 1 H W"]:
+    """The luma of ITU-R 601-2, in Pillow's fixed point: all integers below 2^24."""
+    luma = levels[..., :1, :, :] * LUMA[0]
+    luma += levels[..., 1:2, :, :] * LUMA[1]
+    luma += levels[..., 2:, :, :] * LUMA[2]
+    luma += 1 << 15
+    luma *= 2.0**-16
+    return _library(levels).floor(luma, out=luma)
+
+
+def mean_level(gray: Float[Array, "*B 1 H W"]) -> Float[Array, "*B 1 1 1"]:
+    """The mean of a crop, rounded to the nearest integer; exact for crops of any size."""
+    number = gray.shape[-2] * gray.shape[-1]
+    total = _cast(gray.sum(-1), "int64").sum(-1)
+    return _cast((2 * total + number) // (2 * number), "float32")[..., None, None]
+
+
+def blend(levels: Float[Array, "*B 3 H W"], base: Array | float, factor: Array | float) -> Float[Array, "*B 3 H W"]:
+    """Base + factor (levels - base), cut to 8 bits.
+
+    The base is black for brightness, the mean for contrast and the pixel's gray for saturation.
+    """
+    library = _library(levels)
+    blended = levels - base
+    blended *= factor
+    blended += base
+    return library.floor(library.clip(blended, 0, 255, out=blended), out=blended)
+
+
+def shift_hue(
+    levels: Float[Array, "*B 3 H W"], steps: Array | int, hues: UInt8[Array, "261121"]
+) -> Float[Array, "*B 3 H W"]:
+    """To 8-bit hue, saturation and value, turn the hue, and back.
+
+        s = floor(255 (v - min) / v),   H = 6 hue,   out = v - round(v s w / 255^2),
+        w = 0 where a channel has the value v, 255 where it is lowest, and falls and rises over 255 steps of H between
+
+    Hues lie 255, not 256, to the circle, as Pillow has them, so H goes from 0 to 1530. All of it is in integers, and
+    w / 255 is the weight of colorsys.hsv_to_rgb.
+
+    Args:
+        levels: what to turn.
+        steps: by how much, of 256 to the circle.
+        hues: the `hue_table`, on the same device.
+    """
+    library = _library(levels)
+    red, green, blue = (levels[..., channel : channel + 1, :, :] for channel in range(3))
+    value = library.maximum(library.maximum(red, green), blue)
+    amount = value - library.minimum(library.minimum(red, green), blue)
+    amount *= 255
+    amount += 0.25  # of integers, the quotient rounded down is the same, also where a device divides approximately
+    amount /= library.clip(value, 1, 255)
+    amount = library.floor(amount, out=amount)
+    amount *= value
+    # (red - green, green - blue), each from -255 to 255, as a row and a column of the table.
+    place = red * 511
+    place -= green * 510
+    place -= blue
+    place += 255 * 512
+    angle = _cast(library.take(hues, _cast(place, "int64")), "int32")
+    angle += steps
+    angle &= 255
+    angle = _cast(angle, "float32")
+    angle *= 6
+    # Distance of the angle from a channel's middle: red lowest there, green and blue highest.
+    distances = 510 - abs(angle - 765), abs(angle - 510) - 255, abs(angle - 1020) - 255
+    weight = library.concatenate(distances, -3)
+    weight = library.clip(weight, 0, 255, out=weight)
+    weight *= amount
+    weight += 255 * 255 // 2
+    weight /= 255 * 255
+    return value - library.floor(weight, out=weight)
+
+
+@cache
+def hue_table() -> UInt8[np.ndarray, "261121"]:
+    """Pillow's 8-bit hue of a colour by its differences (red - green, green - blue), which alone it depends on."""
+    red_green, green_blue = np.mgrid[-255:256, -255:256]
+    colors = np.stack((red_green + green_blue, green_blue, np.zeros_like(green_blue)), axis=-1)
+    colors -= colors.min(axis=-1, keepdims=True)
+    # Differences that no colour has are left at whatever fits into a byte.
+    return np.asarray(Image.fromarray((colors & 255).astype(np.uint8)).convert("HSV"))[..., 0].flatten()
+
+
+def blur(levels: Float[Array, "*B C H W"], weights: Sequence[Array | int]) -> Float[Array, "*B C H W"]:
+    """Three boxes along the rows, then three along the columns; the crop's border goes on outside.
+
+    Args:
+        levels: what to blur.
+        weights: of a box by distance, integers of `BLUR_UNIT`; those left out at the end are 0.
+    """
+    # Around zero, so that a product with a weight fits into 32 bits. Transposed, the neighbours lie a row apart.
+    centered = _cast(levels - 128, "int32")
+    for _ in range(2):
+        centered = _boxes(_transposed(centered), weights)
+    blurred = _cast(centered, "float32")
+    blurred += 128
+    return blurred
+
+
+def _boxes(centered: Int32[Array, "*B C H W"], weights: Sequence[Any]) -> Int32[Array, "*B C H W"]:
+    """Boxes along the columns: sums of weight times level, each rounded to 8 bits.
+
+    Pillow's fixed-point weights add up to 2^24 or one less; of levels around zero the sum lacks 128 times that one.
+    """
+    boxed: Any = centered
+    reach, height = len(weights) - 1, boxed.shape[-2]
+    rounding = (2 * sum(weights[1:]) + weights[0] - BLUR_UNIT) * 128 + BLUR_UNIT // 2
+    for _ in range(BLUR_PASSES):
+        first, last = boxed[..., :1, :], boxed[..., -1:, :]
+        padded = _library(boxed).concatenate([first] * reach + [boxed] + [last] * reach, -2)
+        boxed = boxed * weights[0]
+        for distance in range(1, reach + 1):
+            above, below = reach - distance, reach + distance
+            both = padded[..., above : above + height, :] + padded[..., below : below + height, :]
+            both *= weights[distance]
+            boxed += both
+        boxed += rounding
+        boxed >>= 24
+    return boxed
+
+
+def solarize_levels(levels: Float[Array, "*B C H W"]) -> Float[Array, "*B C H W"]:
+    """Invert what is at the threshold or above."""
+    return _library(levels).where(levels >= SOLARIZE_THRESHOLD, 255 - levels, levels)
+
+
+def normalize_levels(levels: Shaped[Array, "*B C H W"], mean: Array, std: Array) -> Float[Array, "*B C H W"]:
+    """(levels / 255 - mean) / std, in the order of torchvision's ToTensor and Normalize, hence with their rounding."""
+    normalized = _cast(levels, "float32") / 255
+    normalized -= mean
+    normalized /= std
+    return normalized
+
+
+def _library(array: Any) -> Any:
+    """Where the functions of this array are: numpy, which starts one in a third of torch's time, or torch."""
+    return np if isinstance(array, np.ndarray) else torch
+
+
+def _cast(array: Array, kind: str) -> Array:
+    return array.astype(kind, copy=False) if isinstance(array, np.ndarray) else array.to(getattr(torch, kind))
+
+
+def _transposed(array: Array) -> Array:
+    if isinstance(array, np.ndarray):
+        return np.ascontiguousarray(array.swapaxes(-2, -1))
+    return array.transpose(-2, -1).contiguous()
+
+
+def channel_constant(values: Sequence[float]) -> Float[np.ndarray, "C 1 1"]:
+    """One number per channel, ready to broadcast over a crop."""
+    return np.array(values, dtype=np.float32)[:, None, None]
+
+
+def distort_crop(pixels: UInt8[np.ndarray, "3 H W"], parameters: Sequence[float]) -> Float[np.ndarray, "3 H W"]:
+    """Distort one crop by what was drawn for it, pixel for pixel as Pillow does.
+
+    Args:
+        pixels: of the crop.
+        parameters: from `pack_parameters`.
+
+    Returns:
+        Levels from 0 to 255, not normalised.
+    """
+    levels = (pixels[..., ::-1] if parameters[FLIP] else pixels).astype(np.float32)
+    levels = _apply_blends(levels, parameters[BEFORE_HUE])
+    if parameters[HUE] != NO_HUE:
+        levels = shift_hue(levels, int(parameters[HUE]), hue_table())
+    levels = _apply_blends(levels, parameters[AFTER_HUE])
+    if parameters[GRAYSCALE]:
+        levels = gray_levels(levels)
+    weights = [int(weight) for weight in parameters[BLUR] if weight]
+    if len(weights) > 1:
+        levels = blur(levels, weights)
+    if parameters[SOLARIZE]:
+        levels = solarize_levels(levels)
+    return levels if len(levels) == 3 else np.repeat(levels, 3, axis=0)
+
+
+def _apply_blends(levels: Float[np.ndarray, "3 H W"], numbers: Sequence[float]) -> Float[np.ndarray, "3 H W"]:
+    for start in range(0, len(numbers), len(NO_BLEND)):
+        factor, of_mean, of_gray = numbers[start : start + len(NO_BLEND)]
+        if factor != 1:
+            base: np.ndarray | float = gray_levels(levels) if of_gray else 0.0
+            levels = blend(levels, mean_level(gray_levels(levels)) if of_mean else base, factor)
+    return levels
+
+
+class Distortions(nn.Module):
+    """A batch of 8-bit crops and their parameters -> the batch distorted and normalised.
+
+    Args:
+        mean: per channel, of pixels in 0..1.
+        std: per channel.
+    """
+
+    mean: Tensor
+    std: Tensor
+    hues: Tensor
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        super().__init__()
+        for name, constant in (("mean", channel_constant(mean)), ("std", channel_constant(std)), ("hues", hue_table())):
+            self.register_buffer(name, torch.from_numpy(constant), persistent=False)
+
+    def forward(self, pixels: UInt8[Tensor, "B 3 H W"], parameters: Float[Tensor, "B _"]) -> Float[Tensor, "B 3 H W"]:
+        """Distort every crop by its own numbers.
+
+        Args:
+            pixels: (B, 3, H, W), crops of one size.
+            parameters: (B, NUM_PARAMETERS), on the same device.
+        """
+        column = parameters[:, :, None, None, None].unbind(1)
+        levels = torch.where(column[FLIP] > 0, pixels.flip(-1), pixels).to(torch.float32)
+        levels = self._blends(levels, column[BEFORE_HUE])
+        steps = column[HUE].to(torch.int32)
+        levels = torch.where(column[HUE] == NO_HUE, levels, shift_hue(levels, steps, self.hues))
+        levels = self._blends(levels, column[AFTER_HUE])
+        levels = torch.where(column[GRAYSCALE] > 0, gray_levels(levels), levels)
+        levels = blur(levels, [weight.to(torch.int32) for weight in column[BLUR]])
+        levels = torch.where(column[SOLARIZE] > 0, solarize_levels(levels), levels)
+        return normalize_levels(levels, self.mean, self.std)
+
+    def _blends(self, levels: Tensor, columns: Sequence[Tensor]) -> Tensor:
+        for start in range(0, len(columns), len(NO_BLEND)):
+            factor, of_mean, of_gray = columns[start : start + len(NO_BLEND)]
+            gray = gray_levels(levels)
+            levels = blend(levels, of_mean * mean_level(gray) + of_gray * gray, factor)
+        return levels
+
+    def views(
+        self, views: Sequence[UInt8[Tensor, "B 3 _ _"]], parameters: Float[Tensor, "S B _"]
+    ) -> list[Float[Tensor, "B 3 _ _"]]:
+        """The S crops of a batch, those of equal size in one go.
+
+        Args:
+            views: S tensors (B, 3, H, W).
+            parameters: (S, B, NUM_PARAMETERS).
+        """
+        done: list[Tensor] = []
+        while len(done) < len(views):
+            first = len(done)
+            size = views[first].shape
+            number = next((n for n, view in enumerate(views[first:]) if view.shape != size), len(views) - first)
+            group = slice(first, first + number)
+            done += self(torch.cat(list(views[group])), parameters[group].flatten(0, 1)).chunk(number)
+        return done

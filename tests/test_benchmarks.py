@@ -1,0 +1,181 @@
+"""The benchmarks run, show equal results, and time what they say; how fast anything is, no test asks."""
+
+import gc
+import importlib
+import json
+import math
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import report, timing
+from benchmarks.reference import MODULES, Reference
+from benchmarks.report import Bar, Check, Section
+from benchmarks.timing import Spread, Timings, interleave, peak_memory
+
+# In-process and tiny; the option keeps `scaling` from starting processes.
+SCRIPTS = {
+    "readout": [],
+    "backbone": [],
+    "train_step": ["--rounds", "1"],
+    "input_pipeline": [],
+    "knn": [],
+    "linear": [],
+    "scaling": ["--ranks", "1"],
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_runs_and_its_results_are_equal(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "report.json"
+    section = importlib.import_module(f"benchmarks.{name}").main(["--quick", "--json", str(path), *SCRIPTS[name]])
+    assert section.is_equal
+    assert section.checks or name == "scaling"  # which compares several processes
+    assert all(rows for rows in section.tables.values())
+    assert all(len({tuple(row) for row in rows}) == 1 for rows in section.tables.values())
+    assert {bar.verdict for bar in section.bars} <= {"not measured"}  # quick runs have no speeds to quote
+    printed = capsys.readouterr().out
+    assert printed.strip() == path.with_suffix(".md").read_text().strip()
+    assert f"## {section.title}" in printed
+    assert "Not measured on GPU." in printed
+    found = json.loads(path.read_text())
+    assert [part["equal"] for part in found["sections"]] == [True]
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["reference"] is None
+
+
+@pytest.mark.slow
+def test_processes_give_the_losses_of_one() -> None:
+    section = importlib.import_module("benchmarks.scaling").main(["--quick", "--ranks", "1", "2"])
+    assert [check.claim for check in section.checks] == ["losses of 3 steps, 2 processes against 1"]
+    assert section.is_equal
+
+
+# The reference.
+
+
+def fake_checkout(folder: Path) -> Path:
+    """Files with the reference's names that import each other as its do."""
+    for name in MODULES:
+        (folder / f"{name}.py").write_text(f"NAME = {name!r}\n")
+    (folder / "main_dino.py").write_text("import utils\nfrom vision_transformer import NAME\nOTHER = utils.NAME\n")
+    return folder
+
+
+def test_a_checkouts_modules_import_each_other_and_leave_no_trace(tmp_path: Path) -> None:
+    import sys
+
+    import main_dino as ours
+
+    reference = Reference(fake_checkout(tmp_path))
+    assert (reference.main_dino.NAME, reference.main_dino.OTHER) == ("vision_transformer", "utils")
+    assert reference.main_dino.__file__ == str(tmp_path / "main_dino.py")
+    assert sys.modules["main_dino"] is ours
+    assert "vision_transformer" not in sys.modules
+    assert reference.commit == "unknown" or len(reference.commit) == 40
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = reference.nothing
+
+
+def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (fake_checkout(tmp_path) / "eval_knn.py").unlink()
+    message = r"no checkout of facebookresearch/dino: eval_knn\.py missing; git clone"
+    with pytest.raises(ValueError, match=message):
+        Reference(tmp_path)
+    with pytest.raises(SystemExit):
+        importlib.import_module("benchmarks.knn").main(["--quick", "--reference", str(tmp_path)])
+    assert "eval_knn.py missing" in capsys.readouterr().err
+
+
+# Timing.
+
+
+def test_variants_take_turns_and_a_ratio_is_that_of_a_round() -> None:
+    order: list[str] = []
+    timings = interleave({name: lambda name=name: order.append(name) for name in "abc"}, rounds=3, min_seconds=0.0)
+    assert "".join(order[6:]) == "abcabcabc"  # each is called twice before
+    assert {len(seconds) for seconds in timings.seconds.values()} == {3}
+    busy = Timings({"slow": [2.0, 20.0, 6.0], "fast": [1.0, 10.0, 2.0]})
+    assert busy.ratio("slow", "fast") == Spread(median=2.0, lower=2.0, upper=2.5)
+    assert busy.time("slow") == Spread(median=6.0, lower=4.0, upper=13.0)
+    assert Spread.of([7.0]) == Spread(7.0, 7.0, 7.0)
+    assert Spread(1.0, 0.5, 2.0).scaled(1e3) == Spread(1000.0, 500.0, 2000.0)
+
+
+def test_seconds_are_seconds_per_call_without_the_garbage_of_others() -> None:
+    enabled: list[bool] = []
+    timings = interleave({"sleep": lambda: (enabled.append(gc.isenabled()), time.sleep(0.004))}, 2, min_seconds=0.02)
+    assert 0.004 <= timings.time("sleep").median < 0.1
+    assert enabled[1:] == [False] * (len(enabled) - 1)
+    assert gc.isenabled()
+
+
+def test_nothing_to_time_is_refused() -> None:
+    with pytest.raises(ValueError, match="0 variants in 9 rounds"):
+        interleave({})
+
+
+def allocation(megabytes: int) -> object:
+    """A call that needs so much memory for a moment, for another process to import."""
+    kept = torch.ones(20, 1_000_000)  # is there before
+    return lambda: torch.ones(megabytes, 250_000).sum() + kept[0, 0]
+
+
+@pytest.mark.slow
+def test_peak_memory_is_what_a_call_adds() -> None:
+    assert 70e6 <= peak_memory(allocation, 70) <= 90e6
+    assert peak_memory(allocation, 70, fresh=False) >= 0  # this process may have memory to use again
+
+
+def test_the_machine_is_named() -> None:
+    found = timing.hardware()
+    assert f"{torch.get_num_threads()} threads used" in found["cpu"]
+    assert "gpu" not in found
+
+
+# The report.
+
+
+def test_a_check_fails_beyond_its_limit_and_for_nan() -> None:
+    assert Check("equal", 1e-9, 1e-9).passed
+    assert not Check("apart", 2e-9, 1e-9).passed
+    assert not Check("broken", math.nan, 1e-9).passed
+    section = Section("title", "setting")
+    section.check("shifted", torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5]), 0.4)
+    assert section.checks == [Check("shifted", 0.5, 0.4)]
+    assert not section.is_equal
+
+
+@pytest.mark.parametrize(
+    ("found", "at_most", "verdict"),
+    [
+        (3.0, False, "met"),
+        (2.0, False, "met"),
+        (1.0, False, "missed"),
+        (3.0, True, "missed"),
+        (2.0, True, "met"),
+        (1.0, True, "met"),
+        (None, False, "not measured"),
+        (math.nan, True, "missed"),
+        (math.nan, False, "missed"),
+    ],
+)
+def test_bars_are_met_from_above_or_from_below(found: float | None, at_most: bool, verdict: str) -> None:
+    assert Bar("claim", 2.0, found, at_most).verdict == verdict
+
+
+def test_results_that_are_not_equal_end_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def measure(args: object, reference: object) -> Section:
+        return Section("broken", "never", checks=[Check("one is two", 1.0, 0.0)])
+
+    with pytest.raises(SystemExit, match="not equal: one is two"):
+        report.run(measure, report.options("a script"), ["--json", str(tmp_path / "report.json")])
+    assert "**NO**" in capsys.readouterr().out
+    assert json.loads((tmp_path / "report.json").read_text())["sections"][0]["equal"] is False
+
+
+def test_tables_show_three_digits_and_the_spread() -> None:
+    rows = [{"form": "ours", "ms": Spread(12.345, 12.0, 1234.5), "MB": None, "bytes": 12345}]
+    assert report.table(rows).splitlines()[2] == "| ours | 12.3 (12-1,234) | - | 12,345 |"
