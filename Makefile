@@ -3,11 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-SOURCES := dino_sparo tests main_dino.py run_with_submitit.py eval_knn.py eval_linear.py visualize_attention.py demo.py hubconf.py
+SOURCES := dino_sparo benchmarks tests main_dino.py run_with_submitit.py eval_knn.py eval_linear.py visualize_attention.py demo.py hubconf.py
 # The environment may forbid bytecode files; without them every start compiles torch anew.
 export PYTHONDONTWRITEBYTECODE=
 
-.PHONY: help install demo demo-compare demo-short test check format clean
+.PHONY: help install demo demo-compare demo-short test test-slow check format clean
 .DEFAULT_GOAL := help
 
 help:  ## list the commands
@@ -32,8 +32,11 @@ demo-compare: $(INSTALLED)  ## the same for the read-outs sparo, cls and gap
 demo-short: $(INSTALLED)  ## the demo's parts in a minute or two; its numbers mean nothing
 	$(BIN)/python demo.py --short --output_dir output/demo-short
 
-test: $(INSTALLED)  ## run the tests
-	$(BIN)/python -m pytest -n 2
+test: $(INSTALLED)  ## run the tests that take seconds each
+	$(BIN)/python -m pytest -n 2 -m 'not slow and not slurm'
+
+test-slow: $(INSTALLED)  ## run the others: several processes, kills at random moments, a real Slurm (minutes)
+	$(BIN)/python -m pytest -n 2 -m 'slow or slurm'
 
 check: $(INSTALLED)  ## lint, format, types, spelling
 	$(BIN)/ruff check .

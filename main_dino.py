@@ -86,7 +86,7 @@ from dino_sparo.head import DINOHead, DINONetwork
 from dino_sparo.logs import Meters, RunLog, setup_logging
 from dino_sparo.loss import NUM_TEACHER_CROPS, DINOLoss, diagnose_collapse
 from dino_sparo.optim import OPTIMIZERS, cosine_schedule, create_optimizer, param_groups
-from dino_sparo.preemption import Agreement, StopSignals, hand_over
+from dino_sparo.preemption import Agreement, StopSignals, Watchdog, hand_over
 
 logger = logging.getLogger("main_dino")
 
@@ -665,17 +665,19 @@ def train_epochs(run: Run, log: RunLog) -> Signals | None:
     while training.step < end_step and stop is None:
         epoch, start_step = divmod(training.step, steps_per_epoch)
         run.sampler.set_epoch(epoch, start_step)
-        means, stop = train_one_epoch(
-            training,
-            run.loader,
-            epoch,
-            steps_per_epoch,
-            len(run.source),
-            log,
-            end_step,
-            run.agreement,
-            save=partial(save, run, epoch),
-        )
+        with Watchdog(args.dist_timeout_min) as watchdog:
+            means, stop = train_one_epoch(
+                training,
+                run.loader,
+                epoch,
+                steps_per_epoch,
+                len(run.source),
+                log,
+                end_step,
+                run.agreement,
+                save=partial(save, run, epoch),
+                watchdog=watchdog,
+            )
         if training.step % steps_per_epoch == 0:
             finish_epoch(run, log, epoch, means)
         elif stop is None:

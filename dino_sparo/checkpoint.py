@@ -347,6 +347,7 @@ def infer_config(
         readout="cls",
         img_size=grid_size * patch_size,
         in_chans=in_chans,
+        pre_norm="backbone.norm_pre.weight" in weights,
     )
 
 

@@ -389,11 +389,14 @@ def to_device(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]
         batches: of a loader; in page-locked memory if the copy is to overlap.
         device: where they are needed.
     """
-    if device.type != "cuda":
-        yield from batches
-        return
+    # Not a generator on a CPU, and the iterator has a name: while an error is on its way up, the loader must not be
+    # taken down yet, which would be to wait for a worker that hangs.
+    return iter(batches) if device.type != "cuda" else _copied(iter(batches), device)
+
+
+def _copied(iterator: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     copying = torch.cuda.Stream(device)
-    for batch in batches:
+    for batch in iterator:
         with torch.cuda.stream(copying):
             moved = batch.to(device)
         computing = torch.cuda.current_stream(device)

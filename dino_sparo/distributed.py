@@ -31,7 +31,7 @@ FAULT_STATUS = 75  # EX_TEMPFAIL of sysexits.h
 # What torch's errors say when another process, not this one, is the trouble.
 PEER_SIGNS = (
     *("gloo/", "Gloo", "NCCL", "ProcessGroup", "TCPStore", "Connection closed by peer", "Connection reset by peer"),
-    *("Socket Timeout", "failed to connect", "connection was refused"),
+    *("Socket Timeout", "failed to connect", "connection was refused", "Application timeout", "Timed out waiting"),
 )
 WORKER_SIGNS = ("DataLoader worker", "DataLoader timed out")
 
@@ -305,9 +305,9 @@ def faults_named(timeout_min: float) -> Iterator[None]:
     """
     try:
         yield
-    except RuntimeError as error:
-        text = " ".join(str(error).split())
-        if any(sign in text for sign in WORKER_SIGNS):
+    except (RuntimeError, ConnectionError, EOFError) as error:
+        text = " ".join(str(error).split()) or type(error).__name__
+        if not isinstance(error, RuntimeError) or any(sign in text for sign in WORKER_SIGNS):
             what = "a process that loads images died or hangs; if memory ran out, give fewer --num_workers"
         elif isinstance(error, dist.DistError) or (world_size() > 1 and any(sign in text for sign in PEER_SIGNS)):
             what = f"another process died, or did not answer for {timeout_min:g} minutes; its log may say why"

@@ -27,7 +27,7 @@ from dino_sparo.head import DINONetwork
 from dino_sparo.logs import EpochClock, Meters, RunLog, peak_memory
 from dino_sparo.loss import NUM_TEACHER_CROPS, DINOLoss, LossDiagnostics
 from dino_sparo.optim import clip_gradients_, drop_gradients, gradient_norms, skip_update_where
-from dino_sparo.preemption import Agreement
+from dino_sparo.preemption import Agreement, Watchdog
 from dino_sparo.teacher import ema_update_
 
 logger = logging.getLogger(__name__)
@@ -298,6 +298,7 @@ def train_one_epoch(
     end_step: int,
     agreement: Agreement,
     save: Callable[[], None],
+    watchdog: Watchdog,
 ) -> Epoch:
     """Train until the end of an epoch, from wherever in it the run stands, or until the ranks agree to stop.
 
@@ -311,6 +312,7 @@ def train_one_epoch(
         end_step: step at which the run ends, perhaps before the epoch does.
         agreement: when the ranks agree on what to do next.
         save: writes a checkpoint; called on all ranks, between two steps, when it is time and before stopping.
+        watchdog: hears of every step.
 
     Raises:
         NonFiniteLossError: on every rank, if the loss or the gradients of any are not finite.
@@ -322,6 +324,7 @@ def train_one_epoch(
     iterator = to_device(batches, training.device)
     clock, taken, stop = EpochClock(steps_per_epoch, end_step), TakenSteps(), None
     while training.step <= last_step and stop is None:
+        watchdog.beat()
         micro_batches = clock.fetch(iterator, training.accum_steps)
         _name_corrupt(micro_batches)
         diagnose = training.step % steps_per_epoch % DIAGNOSE_EVERY == 0 or training.step == last_step

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from dino_sparo.backbone import ARCHITECTURES
+from dino_sparo.backbone import ARCHITECTURES, LAYER_NORM_EPS
 from dino_sparo.checkpoint import (
     CheckpointError,
     encoder_description,
@@ -36,7 +36,6 @@ from dino_sparo.logs import setup_logging
 
 logger = logging.getLogger(__name__)
 
-LAYER_NORM_EPS = 1e-6  # of the backbone's LayerNorms
 MLP_RATIO = 4
 ONNX_OPSET = 18
 BICUBIC = 3  # as Pillow numbers it
@@ -47,6 +46,8 @@ TIMM_NAMES = {
     "vit_small": "vit_small_patch16_224",
     "vit_base": "vit_base_patch16_224",
 }
+# With `pre_norm`; its sizes are overridden.
+TIMM_CLIP_NAME = "vit_base_patch16_clip_224"
 
 # Our names of a block's weights -> transformers'; the joint projection of queries, keys and values is cut in three.
 HUGGINGFACE_BLOCK = {
@@ -169,10 +170,11 @@ def _write_timm(encoder: Encoder, out: str, record: dict[str, Any]) -> Path:
         "num_classes": 0,
         "global_pool": "token",
     }
-    if config.arch not in TIMM_NAMES:
+    if config.pre_norm or config.arch not in TIMM_NAMES:
         arguments |= {**size._asdict(), "mlp_ratio": MLP_RATIO}
+    name = TIMM_NAMES.get(config.arch, "timm.models.vision_transformer.VisionTransformer")
     timm_model = {
-        "architecture": TIMM_NAMES.get(config.arch, "timm.models.vision_transformer.VisionTransformer"),
+        "architecture": TIMM_CLIP_NAME if config.pre_norm else name,
         "model_args": arguments,
         "pretrained_cfg": {
             "input_size": [config.in_chans, config.img_size, config.img_size],
@@ -191,6 +193,11 @@ def _write_huggingface(encoder: Encoder, out: str, record: dict[str, Any]) -> Pa
     `last_hidden_state` are our tokens, for images of the stored size; its first token is the encoding.
     """
     _require_vanilla(encoder, "huggingface")
+    if encoder.config.pre_norm:
+        raise ValueError(
+            "transformers' ViTModel has no LayerNorm before its blocks, which pre_norm asks for; this encoder can be "
+            "exported as timm, safetensors or onnx"
+        )
     folder, size, config = Path(out), ARCHITECTURES[encoder.config.arch], encoder.config
     folder.mkdir(parents=True, exist_ok=True)
     model = {
@@ -263,7 +270,7 @@ class _FixedSize(nn.Module):
         """Images -> encoding (B, L*V), and for `sparo` attention (B, L, N)."""
         patches = self.backbone.patch_embed(images)
         cls_tokens = self.backbone.cls_token.expand(patches.shape[0], -1, -1)
-        tokens = torch.cat((cls_tokens, patches), dim=1) + self.backbone.pos_embed
+        tokens = self.backbone.norm_pre(torch.cat((cls_tokens, patches), dim=1) + self.backbone.pos_embed)
         for block in self.backbone.blocks:
             tokens = block(tokens)
         output = self.readout(self.backbone.norm(tokens))

@@ -10,6 +10,7 @@ import math
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 # The ranks agree about this often, and after at most so many steps.
 AGREE_SECONDS, MAX_STEPS_BETWEEN = 2.0, 16
+# The watchdog's patience, as a multiple of the time-out and in seconds beyond it.
+WATCHDOG_FACTOR, WATCHDOG_MARGIN_S = 1.5, 1.0
 # So long the other ranks wait for Slurm to end them once rank 0 has requeued the job.
 REQUEUE_SECONDS = 60
 
@@ -136,6 +139,46 @@ class Agreement:
     def saved(self) -> None:
         """A checkpoint was written: the clock starts anew."""
         self.last_save = time.monotonic()
+
+
+class Watchdog:
+    """Ends this process if nothing moves, whatever it waits for: a worker, a network, a disk, a device.
+
+    Collectives and the loader have time-outs of their own, which know more; this one comes a little later.
+
+    Args:
+        timeout_min: their time-out.
+    """
+
+    def __init__(self, timeout_min: float) -> None:
+        self.seconds = WATCHDOG_FACTOR * 60 * timeout_min + WATCHDOG_MARGIN_S
+        self.last_beat = time.monotonic()
+        self.over = threading.Event()
+
+    def __enter__(self) -> "Watchdog":
+        self.beat()
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.over.set()
+
+    def beat(self) -> None:
+        """Something moved."""
+        self.last_beat = time.monotonic()
+
+    def _watch(self) -> None:
+        while not self.over.wait(min(self.seconds / 10, 1.0)):
+            if time.monotonic() - self.last_beat > self.seconds:
+                logger.error(
+                    "no step has ended for %.0f s: a process that loads images, a collective, the disk or the device "
+                    "hangs, or did not answer. The last checkpoint is whole: start the same command to go on",
+                    self.seconds,
+                )
+                logging.shutdown()
+                os._exit(FAULT_STATUS)
 
 
 def hand_over(signals: StopSignals, stop: signal.Signals, step: int) -> NoReturn:

@@ -18,7 +18,7 @@ colour and background. Cues that go together make categories easier to find with
 background are tied, the better an untrained encoder already tells the categories apart. The defaults are our choice.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
@@ -36,6 +36,8 @@ MIN_IMAGE_SIZE = 24
 # The stream of random numbers of a split; a scene of one split is never drawn again in the other.
 SPLITS: dict[str, int] = {"train": 0, "val": 1}
 
+# What a caption may leave out.
+ATTRIBUTES = ("colour", "texture", "background")
 # How often a scene has two objects, and how often the large one is then the subject of the caption.
 SECOND_OBJECT_PROBABILITY = 0.5
 LARGE_SUBJECT_PROBABILITY = 0.5
@@ -104,8 +106,12 @@ class SceneObject:
     @property
     def phrase(self) -> str:
         """The object in words: article, colour, texture, shape."""
-        article = "an" if self.colour[0] in "aeiou" else "a"
-        return f"{article} {self.colour} {self.texture} {self.shape}"
+        return self.described(ATTRIBUTES)
+
+    def described(self, attributes: Collection[str]) -> str:
+        """The object in words, with these of its ATTRIBUTES alone: article, perhaps colour and texture, shape."""
+        words = [getattr(self, name) for name in ("colour", "texture") if name in attributes] + [self.shape]
+        return " ".join(("an" if words[0][0] in "aeiou" else "a", *words))
 
 
 @dataclass(frozen=True)
@@ -134,11 +140,20 @@ class SceneGraph:
     @property
     def caption(self) -> str:
         """The graph in words, by the grammar at the top of this module."""
+        return self.described(ATTRIBUTES)
+
+    def described(self, attributes: Collection[str]) -> str:
+        """The same with these of the ATTRIBUTES alone; shapes and relation are always told.
+
+        Args:
+            attributes: some of ATTRIBUTES.
+        """
+        place = f" on {self.background}" if "background" in attributes else ""
         if not self.relations:
-            return f"{self.objects[0].phrase} on {self.background}"
+            return self.objects[0].described(attributes) + place
         relation = self.relations[0]
-        subject, other = self.objects[relation.subject], self.objects[relation.object]
-        return f"{subject.phrase} {relation.predicate} {other.phrase} on {self.background}"
+        subject, other = (self.objects[i].described(attributes) for i in (relation.subject, relation.object))
+        return f"{subject} {relation.predicate} {other}{place}"
 
 
 # Shapes: signed distance to the outline, negative inside, in units of the object's radius; u right, v down, upright.

@@ -429,7 +429,7 @@ def test_the_options_are_the_documented_ones() -> None:
         "-h", "--help", "--pretrained_weights", "--checkpoint_key", "--untrained", "--arch", "--patch_size",
         "--image_path", "--image_size", "--max_images", "--output_dir", "--threshold", "--save_each", "--max_maps",
         "--compare", "--atlas", "--atlas_images", "--atlas_max_images", "--device", "--num_workers", "--dist_url",
-        "--local_rank", "--local-rank",
+        "--dist_timeout_min", "--local_rank", "--local-rank",
     }  # fmt: skip
 
 

@@ -190,6 +190,22 @@ def test_architectures_that_timm_has_no_name_for_are_built_from_their_arguments(
     torch.testing.assert_close(model(images()), encoder(images()), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("arch", ["vit_micro", "vit_tiny"])
+def test_clips_vision_transformer_is_timms(tmp_path: Path, arch: str) -> None:
+    encoder = build(arch=arch, readout="cls", pre_norm=True)
+    exported = export(save(tmp_path, encoder), tmp_path / "out", format="timm")
+    said = json.loads(exported.with_suffix(".json").read_text())["timm"]
+    model = timm.create_model(said["architecture"], **said["model_args"]).eval()
+    model.load_state_dict(load_file(exported), strict=True)
+    torch.testing.assert_close(model(images()), encoder(images()), rtol=0, atol=1e-5)
+    assert torch.equal(load_exported(exported)(images()), encoder(images()))
+
+
+def test_clips_vision_transformer_has_no_place_in_transformers(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no LayerNorm before its blocks, which pre_norm asks for"):
+        export(save(tmp_path, build(readout="cls", pre_norm=True)), tmp_path / "out", format="huggingface")
+
+
 def test_timm_files_are_read_back(tmp_path: Path) -> None:
     encoder = build(readout="cls")
     exported = export(save(tmp_path, encoder), tmp_path / "out", format="timm")
@@ -261,7 +277,7 @@ def onnx_session(path: Path) -> Any:
     return runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
 
 
-@pytest.mark.parametrize("settings", READOUTS, ids=lambda settings: settings["readout"])
+@pytest.mark.parametrize("settings", [*READOUTS, {"readout": "gap", "pre_norm": True}], ids=str)
 def test_onnx_gives_the_same_encoding_and_attention_for_any_batch(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, settings: dict[str, Any]
 ) -> None:

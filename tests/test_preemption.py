@@ -3,6 +3,7 @@
 import os
 import signal
 import stat
+import threading
 import time
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 
 from dino_sparo import preemption
 from dino_sparo.distributed import FAULT_STATUS
-from dino_sparo.preemption import Agreement, RunStopped, StopSignals, hand_over
+from dino_sparo.preemption import Agreement, RunStopped, StopSignals, Watchdog, hand_over
 
 CPU = torch.device("cpu")
 
@@ -140,3 +141,36 @@ def test_a_job_that_cannot_be_requeued_says_why(
     with StopSignals() as signals, pytest.raises(SystemExit):
         hand_over(signals, signal.SIGUSR2, 7)
     assert "job 12 could not be requeued (slurm says no)" in caplog.text
+
+
+def test_a_run_in_which_nothing_moves_ends_itself(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended, statuses = threading.Event(), []
+
+    def leave(status: int) -> None:
+        statuses.append(status)
+        watchdog.over.set()  # what the process' end does, too
+        ended.set()
+
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(preemption, "WATCHDOG_MARGIN_S", 0.2)
+    monkeypatch.setattr(preemption.logging, "shutdown", lambda: None)
+    with Watchdog(timeout_min=0.0) as watchdog:
+        for _ in range(4):
+            time.sleep(0.1)
+            watchdog.beat()
+        assert not statuses
+        assert ended.wait(10)
+    assert statuses == [FAULT_STATUS]
+    assert "no step has ended for 0 s" in caplog.text
+
+
+def test_a_watchdog_that_is_dismissed_bites_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    statuses: list[int] = []
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    monkeypatch.setattr(preemption, "WATCHDOG_MARGIN_S", 0.05)
+    with Watchdog(timeout_min=0.0):
+        pass
+    time.sleep(0.2)
+    assert not statuses

@@ -188,8 +188,8 @@ def _shot(slot_name: str, image: AtlasImage) -> str:
     return (
         f'<button type="button" class="shot" aria-pressed="true" style="--aspect: {width}/{height}" '
         f'title="{name} · score {image.score:.2f} · {image.patches:.0f} patches">'
-        f'<img class="photo" alt="{name}" src="{_data_uri(image.picture)}">'
-        f'<img class="map" alt="Attention of {slot_name} on {name}" src="{_data_uri(image.map_picture)}"></button>'
+        f'<img class="photo" alt="{name}" src="{data_uri(image.picture)}">'
+        f'<img class="map" alt="Attention of {slot_name} on {name}" src="{data_uri(image.map_picture)}"></button>'
     )
 
 
@@ -198,7 +198,8 @@ def short_name(location: str) -> str:
     return "/".join(PurePath(location).parts[-2:])
 
 
-def _data_uri(picture: UInt8[np.ndarray, "H W 3"]) -> str:
+def data_uri(picture: UInt8[np.ndarray, "H W 3"]) -> str:
+    """A picture as an address that holds it, so that a page needs no other file."""
     buffer = io.BytesIO()
     Image.fromarray(picture).save(buffer, "JPEG", quality=JPEG_QUALITY, optimize=True)
     return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
