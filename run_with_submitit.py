@@ -59,8 +59,16 @@ def _dino() -> TrainingModule:
     )
 
 
+def _clip() -> TrainingModule:
+    try:
+        from dino_sparo.clip import train as clip
+    except ImportError as error:
+        raise SystemExit(f"not submitted: CLIP needs the packages of `pip install -e '.[clip]'` ({error})") from error
+    return TrainingModule(clip.get_args_parser, clip.check_options, clip.train, clip.MENDABLE_ERRORS)
+
+
 # Imported when asked for: a trainer may need packages that the others do not.
-TRAINERS: dict[str, Callable[[], TrainingModule]] = {"main_dino": _dino}
+TRAINERS: dict[str, Callable[[], TrainingModule]] = {"main_dino": _dino, "dino_sparo.clip.train": _clip}
 
 
 class Trainer:

@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "dino_sparo"
 README = ROOT / "README.md"
+CLIP_MAP = ROOT / "docs" / "clip.md"  # lists the files of clip/, and the README the folder alone
 
 # What every objective uses. `crops` stands here because evaluation looks through its EvalTransform.
 SHARED = {
@@ -206,18 +207,16 @@ def test_the_readmes_map_is_understood(template: str) -> None:
 
 
 @needs_readme
-def test_every_path_of_the_readmes_map_exists() -> None:
-    missing = [
-        name for name in listed_paths(README.read_text(encoding="utf-8")) if not list(ROOT.glob(name.rstrip("/")))
-    ]
-    assert not missing
+def test_every_path_of_the_maps_exists() -> None:
+    listed = [name for page in (README, CLIP_MAP) for name in listed_paths(page.read_text(encoding="utf-8"))]
+    assert not [name for name in listed if not list(ROOT.glob(name.rstrip("/")))]
 
 
 @needs_readme
-def test_every_script_and_module_is_in_the_readmes_map() -> None:
+def test_every_script_and_module_is_in_a_map() -> None:
     scripts = {path.name for path in ROOT.glob("*.py")}
     files = {str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*.py")}
-    listed = set(listed_paths(README.read_text(encoding="utf-8")))
+    listed = {name for page in (README, CLIP_MAP) for name in listed_paths(page.read_text(encoding="utf-8"))}
     untold = {name for name in files if name.endswith(("__init__.py", "_version.py"))}
     assert sorted((scripts | files) - untold - listed) == []
 

@@ -1,0 +1,153 @@
+"""Our checkpoints -> what LAION's CLIP benchmark (package `clip_benchmark`) expects of a model.
+
+    pip install clip-benchmark
+    python -m dino_sparo.clip.adapter eval --model_type dino_sparo --model normalized \
+        --pretrained output/checkpoint.pth --dataset cifar10 --dataset_root data --no_amp
+
+Stage 5 of the folder, beside our own evaluations: its arguments are CLIP benchmark's, its numbers too. CLIP benchmark
+asks for features, normalises each as a whole and takes dot products. What it is given is named by `--model`:
+
+    normalized       every slot of length one over sqrt(L) (SPARO, equation 2), so that its dot products are ours
+    unnormalized     the slots side by side as they are, so that long slots count more; for `cls` and `gap` the same
+                     numbers as above, since they have but one slot
+
+With `:FILE.json` after either, some of the slots alone, or masked ones: a file of clip.select or clip.mask.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int64
+from PIL import Image
+from torch import Tensor, nn
+
+from dino_sparo.clip.encode import ClipView, ImageTextModel
+from dino_sparo.clip.model import load_clip as load_checkpoint
+from dino_sparo.clip.slots import open_slots
+from dino_sparo.clip.text import tokenize
+
+MODEL_TYPE = "dino_sparo"
+NORMALIZED, UNNORMALIZED = "normalized", "unnormalized"
+
+
+class BenchmarkModel(nn.Module):
+    """A model whose features come with or without the read-out's normalisation, without being asked each time.
+
+    Args:
+        model: what encodes.
+        normalize: whether its features are normalised.
+    """
+
+    def __init__(self, model: ImageTextModel, normalize: bool) -> None:
+        super().__init__()
+        self.model, self.normalize = model, normalize
+
+    def encode_image(self, images: Float[Tensor, "B C H W"], normalize: bool | None = None) -> Float[Tensor, "B M"]:
+        """Images -> features; `normalize` overrides how the model was loaded."""
+        return self.model.encode_image(images, normalize=self.normalize if normalize is None else normalize)
+
+    def encode_text(self, token_ids: Int64[Tensor, "B N"], normalize: bool | None = None) -> Float[Tensor, "B M"]:
+        """Token ids -> features, likewise."""
+        return self.model.encode_text(token_ids, normalize=self.normalize if normalize is None else normalize)
+
+
+class BenchmarkTransform:
+    """Image of any kind -> (C, H, W), our evaluations' view; the function object is picklable, for loader workers.
+
+    Args:
+        view: the view.
+    """
+
+    def __init__(self, view: ClipView) -> None:
+        self.view = view
+
+    def __call__(self, image: Image.Image) -> Float[Tensor, "C H W"]:
+        """The view of an image."""
+        return self.view(image.convert("RGB"))[0]
+
+
+class BenchmarkTokenizer:
+    """Caption or captions -> token ids (B, N).
+
+    Args:
+        context_length: N.
+    """
+
+    def __init__(self, context_length: int) -> None:
+        self.context_length = context_length
+
+    def __call__(self, texts: str | Sequence[str]) -> Int64[Tensor, "B N"]:
+        """The ids; longer captions are cut off."""
+        return tokenize([texts] if isinstance(texts, str) else list(texts), self.context_length).ids
+
+
+class BenchmarkClip(NamedTuple):
+    """What CLIP benchmark's loaders return, in its order."""
+
+    model: BenchmarkModel
+    transform: BenchmarkTransform
+    tokenizer: BenchmarkTokenizer
+
+
+def load_clip(
+    model_name: str = NORMALIZED,
+    pretrained: str = "",
+    cache_dir: str | None = None,
+    device: str | torch.device = "cpu",
+) -> BenchmarkClip:
+    """Load a checkpoint for CLIP benchmark, under its names of the arguments.
+
+    Args:
+        model_name: `normalized` or `unnormalized`, perhaps with `:FILE.json`; see the top of this file.
+        pretrained: path of the checkpoint.
+        cache_dir: where CLIP benchmark keeps what it downloads; nothing is.
+        device: where the model goes.
+
+    Raises:
+        ValueError: another model name, no path, or slots that do not fit the checkpoint.
+    """
+    kind, _, slots = model_name.partition(":")
+    if kind not in (NORMALIZED, UNNORMALIZED):
+        raise ValueError(
+            f"model {model_name!r} is unknown; give --model {NORMALIZED} or {UNNORMALIZED}, and the checkpoint as "
+            f"--pretrained"
+        )
+    if not pretrained:
+        raise ValueError("pretrained is empty; give the path of a checkpoint of CLIP training")
+    loaded = load_checkpoint(pretrained)
+    config = loaded.model.config
+    model = BenchmarkModel(open_slots(slots, loaded)[0], kind == NORMALIZED).to(device).eval()
+    transform = BenchmarkTransform(ClipView(config.image.img_size, loaded.mean, loaded.std))
+    return BenchmarkClip(model, transform, BenchmarkTokenizer(config.text.context_length))
+
+
+def register() -> Callable[[], Any]:
+    """Make `--model_type dino_sparo` known to CLIP benchmark.
+
+    Returns:
+        CLIP benchmark's command.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    try:
+        from clip_benchmark import models
+    except ImportError as error:
+        raise ImportError("the adapter runs CLIP benchmark: pip install clip-benchmark") from error
+    models.TYPE2FUNC[MODEL_TYPE] = load_clip
+    if MODEL_TYPE not in models.MODEL_TYPES:
+        models.MODEL_TYPES.append(MODEL_TYPE)
+    # Imported only now, since its options list the model types there are.
+    from clip_benchmark.cli import main as benchmark
+
+    return benchmark
+
+
+def main() -> None:
+    """CLIP benchmark's command, which also knows our checkpoints."""
+    register()()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""How a CLIP model is built: the two towers, their common read-out, the width of the encoding.
+
+Stage 2 of the folder. The configuration travels in every checkpoint, so that no script needs to be told again.
+"""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from dino_sparo.clip.readouts import READOUTS, SLOTTED
+from dino_sparo.clip.text import TextConfig
+from dino_sparo.encoder import EncoderConfig
+
+
+@dataclass(frozen=True)
+class CLIPConfig:
+    """How a CLIP model is built.
+
+    Attributes:
+        image: the image encoder; its `readout` is the image side of `READOUTS[readout]`.
+        text: the text encoder; its `readout` is the text side.
+        readout: a key of `readouts.READOUTS`, one name for both towers.
+        embed_dim: M, width of the encoding: that of the projections, L*V for a slotted read-out, of the codes for
+            `fdt`.
+        bottleneck_dim: m, for `linear`.
+        num_codes: K, for `fdt`.
+        replace_block: the read-out takes the place of each tower's last block.
+        quick_gelu: x sigmoid(1.702 x) instead of GELU, as OpenAI's weights want it.
+
+    Raises:
+        ValueError: the parts do not fit each other.
+    """
+
+    image: EncoderConfig
+    text: TextConfig
+    readout: str
+    embed_dim: int
+    bottleneck_dim: int = 512
+    num_codes: int = 16384
+    replace_block: bool = False
+    quick_gelu: bool = False
+
+    def __post_init__(self) -> None:
+        check_readout(self.readout)
+        towers = (self.image.readout, self.text.readout)
+        if towers != READOUTS[self.readout]:
+            raise ValueError(
+                f"readout {self.readout!r} is {READOUTS[self.readout]} in image and text tower; these are built with "
+                f"{towers}"
+            )
+        for name in ("embed_dim", "bottleneck_dim", "num_codes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is not a size; give a positive integer")
+        if self.text.layers - self.replace_block < 1:
+            raise ValueError(
+                f"text layers={self.text.layers} leave no block beside the read-out that replaces the last"
+            )
+        if self.readout in SLOTTED:
+            self._check_slots()
+
+    def _check_slots(self) -> None:
+        for letter, name in (("L", "num_slots"), ("V", "slot_dim")):
+            image, text = getattr(self.image, name), getattr(self.text, name)
+            if image != text:
+                raise ValueError(
+                    f"{name}={image} in the image tower and {text} in the text tower: slot l of an image is compared "
+                    f"with slot l of a caption, so give both the same {letter}"
+                )
+        if self.embed_dim != self.image.num_slots * self.image.slot_dim:
+            raise ValueError(
+                f"embed_dim={self.embed_dim} with readout {self.readout!r}, whose encoding has num_slots * slot_dim = "
+                f"{self.image.num_slots * self.image.slot_dim} numbers"
+            )
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "CLIPConfig":
+        """The configuration a checkpoint carries, beside the mean and std of its images.
+
+        Raises:
+            ValueError: it says something that this version does not know.
+        """
+        own = {name: value for name, value in values.items() if name not in ("mean", "std", "image", "text")}
+        text = dict(values["text"])
+        unknown = own.keys() - {field.name for field in fields(cls)}
+        unknown |= {f"text.{name}" for name in text.keys() - {field.name for field in fields(TextConfig)}}
+        if unknown:
+            raise ValueError(
+                f"the model was saved with {', '.join(sorted(unknown))}, which this version does not know; update"
+            )
+        return cls(image=EncoderConfig.from_dict(values["image"]), text=TextConfig(**text), **own)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for checkpoints and JSON."""
+        return asdict(self)
+
+
+def check_readout(name: str) -> None:
+    """Refuse a name that is not in `READOUTS`.
+
+    Raises:
+        ValueError: lists the names that are.
+    """
+    if name not in READOUTS:
+        raise ValueError(f"unknown readout {name!r}; choose one of {sorted(READOUTS)}")

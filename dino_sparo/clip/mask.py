@@ -1,0 +1,327 @@
+"""True and false captions of images -> a mask of image encodings that tells them apart, and what it does elsewhere.
+
+    python -m dino_sparo.clip.mask --pretrained_weights output/checkpoint.pth --data_path data/sugar-crepe/data \
+        --images data/coco/val2017 --evaluate data/imagenet cifar10:data dtd:data
+
+Stage 6 of the folder. One weight in [0, 1] per slot, per dimension, or per equal part of an encoding is fitted to all
+pairs of SugarCrepe (or of `scene_pairs.py`), the model itself stays as it is. Where slots are concepts, a choice among
+them that suits one task should do little harm to others: --evaluate measures that. Prints a table, writes mask.json
+(the mask, which every evaluation takes as --slots, and all that it depends on) and mask.png. Source: SPARO, section
+5.2, table 5 and appendix 0.C.1.
+"""
+
+import argparse
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dino_sparo.cli import HelpFormatter, errors_in_one_line
+from dino_sparo.clip.classes import apply_classes, open_classes
+from dino_sparo.clip.config import CLIPConfig
+from dino_sparo.clip.encode import ClipEncoder
+from dino_sparo.clip.mask_fit import FitResult, FitSettings, fit_mask, masked_pairs
+from dino_sparo.clip.plots import ACCENT, count_ticks, panels, ranked_bars, result_paths
+from dino_sparo.clip.prompts import open_templates
+from dino_sparo.clip.protocol import (
+    add_computation_options,
+    add_model_options,
+    file_record,
+    open_clip_encoder,
+    open_evaluation_images,
+    report,
+)
+from dino_sparo.clip.readouts import SLOTTED
+from dino_sparo.clip.slots import SlotMask, whole_model, with_slots
+from dino_sparo.clip.sugarcrepe import SplitResult, averages, encode_pairs, read_pairs, score_pairs
+from dino_sparo.clip.zero_shot import evaluate_zero_shot
+from dino_sparo.distributed import init_distributed, is_main
+from dino_sparo.evaluation.pictures import INK, SOFT, require_matplotlib
+from dino_sparo.logs import setup_logging
+
+logger = logging.getLogger("dino_sparo.clip.mask")
+
+PER_SLOT, PER_DIMENSION = "slot", "dimension"
+MAX_BARS = 256  # more parts are drawn as an area
+
+
+def relative_change(initial: float, masked: float, fit_initial: float, fit_masked: float) -> float | None:
+    """How much an accuracy changes for every change where the mask was learned, both relative to what they were.
+
+        ((masked - initial) / initial) / ((fit_masked - fit_initial) / fit_initial)
+
+    1 if masking helps as much here as there, negative if it harms. Source: SPARO, table 5.
+
+    Returns:
+        The ratio; None where nothing has changed there, or an accuracy was 0.
+    """
+    if fit_masked == fit_initial or not initial or not fit_initial:
+        return None
+    return ((masked - initial) / initial) / ((fit_masked - fit_initial) / fit_initial)
+
+
+def number_of_parts(parts: str, config: CLIPConfig) -> int:
+    """What `--parts` asks for.
+
+    Args:
+        parts: `slot`, `dimension`, or a number of contiguous equal parts.
+        config: of the model.
+
+    Raises:
+        ValueError: another word, a model without slots, or a number that does not divide the encoding.
+    """
+    if parts == PER_DIMENSION:
+        return config.embed_dim
+    if parts == PER_SLOT:
+        if config.readout not in SLOTTED:
+            raise ValueError(
+                f"parts=slot, but readout {config.readout!r} has no slots; give a number of contiguous equal parts "
+                f"that take their place (the paper's is 64), or dimension"
+            )
+        return config.image.num_slots
+    if not parts.isdecimal() or int(parts) < 1 or config.embed_dim % int(parts):
+        raise ValueError(
+            f"parts={parts!r}: give slot, dimension, or a number that divides the encoding's {config.embed_dim} numbers"
+        )
+    return int(parts)
+
+
+def change_elsewhere(encoder: ClipEncoder, mask: SlotMask, data_path: str, download: bool) -> dict[str, Any]:
+    """Zero-shot top-1 accuracy on a set of images with its own class names and templates, without and with the mask.
+
+    Args:
+        encoder: of the whole model.
+        mask: what to apply.
+        data_path: labelled images.
+        download: fetch a torchvision set that is not on disk.
+    """
+    source = open_evaluation_images(data_path, None, download)
+    classes = open_classes(source, data_path=data_path)
+    images = apply_classes(source, classes)
+    templates = open_templates("auto", data_path)
+    masked = replace(encoder, model=with_slots(whole_model(encoder.model), mask).to(encoder.device))
+    results = [evaluate_zero_shot(each, images, classes.names, templates) for each in (encoder, masked)]
+    return {
+        "data_path": data_path,
+        "initial": results[0].top1,
+        "masked": results[1].top1,
+        "num_images": results[0].num_images,
+        "num_classes": len(classes.names),
+        "classnames": classes.origin,
+        "templates": list(templates),
+    }
+
+
+def get_args_parser() -> argparse.ArgumentParser:
+    """The options, in data-flow order."""
+    parser = argparse.ArgumentParser(
+        prog="python -m dino_sparo.clip.mask",
+        description="Learn which parts of image encodings tell true captions from false ones.",
+        formatter_class=HelpFormatter,
+    )
+    add_model_options(parser)
+    group = parser.add_argument_group("pairs")
+    group.add_argument("--data_path", default="", help="Folder of SugarCrepe's JSON files, or of scene_pairs.py.")
+    group.add_argument(
+        "--images", default=None, help="Folder of the images, COCO's val2017; by default `images` in --data_path."
+    )
+    group = parser.add_argument_group("mask")
+    group.add_argument(
+        "--parts",
+        default=PER_SLOT,
+        help="What has a weight: slot, dimension, or a number of contiguous equal parts for models without slots.",
+    )
+    group.add_argument("--epochs", type=int, default=FitSettings.epochs, help="Passes over the pairs.")
+    group.add_argument("--lr", type=float, default=FitSettings.lr, help="Learning rate of SGD.")
+    group.add_argument("--momentum", type=float, default=FitSettings.momentum, help="Of SGD.")
+    group.add_argument(
+        "--mask_batch_size",
+        type=int,
+        default=FitSettings.batch_size,
+        help="Pairs per step; the paper does not say how many.",
+    )
+    group.add_argument("--seed", type=int, default=FitSettings.seed, help="Of the order of the pairs.")
+    group = parser.add_argument_group("evaluation elsewhere")
+    group.add_argument(
+        "--evaluate",
+        nargs="+",
+        default=[],
+        metavar="DATA_PATH",
+        help="Labelled images to classify with and without the mask, each with its own class names and templates; for "
+        "others run clip.zero_shot with and without --slots mask.json.",
+    )
+    group.add_argument("--download", action="store_true", help="Fetch torchvision sets that are not on disk.")
+    add_computation_options(parser, "mask.json")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Parse the options, learn and evaluate; a mistake in them ends with one line, not a traceback.
+
+    Args:
+        argv: options; None: the command line's.
+
+    Returns:
+        What mask.json holds.
+    """
+    with errors_in_one_line(logger, ImportError):
+        return learn_mask(get_args_parser().parse_args(argv))
+
+
+def learn_mask(args: argparse.Namespace) -> dict[str, Any]:
+    """Learn what the options say, evaluate it, write mask and plot, show the table.
+
+    Raises:
+        ValueError: options, files or data that do not fit; the message says what would.
+        ImportError: matplotlib is not installed.
+    """
+    settings = FitSettings(args.epochs, args.lr, args.momentum, args.mask_batch_size, args.seed)
+    place = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
+    setup_logging()
+    require_matplotlib()
+    if not args.data_path:
+        raise ValueError("--data_path is empty; give the folder of SugarCrepe's JSON files")
+    path, plot = result_paths(args, "mask.json")
+    folder = Path(args.data_path)
+    image_folder = Path(args.images) if args.images else folder / "images"
+    pairs, num_empty = read_pairs(folder)
+    evaluated = open_clip_encoder(args, place)
+    config = whole_model(evaluated.encoder.model).config
+    num_parts = number_of_parts(args.parts, config)
+    features = encode_pairs(evaluated.encoder, pairs, image_folder)
+    before = score_pairs(features)
+    found = fit_mask(features, num_parts, settings)
+    mask = SlotMask(tuple(found.weights.tolist()), config.embed_dim, evaluated.record["model"]["sha256"])
+    after = score_pairs(masked_pairs(features, found.weights))
+    elsewhere = [change_elsewhere(evaluated.encoder, mask, where, args.download) for where in args.evaluate]
+    data = {
+        "images": str(image_folder),
+        "files": {split: file_record(folder / f"{split}.json") for split in before},
+        "num_pairs": len(features.pairs),
+        "num_without_image": features.num_unreadable,
+        "num_with_empty_caption": num_empty,
+        "num_truncated_captions": features.texts.num_truncated,
+    }
+    result = {
+        **mask.to_dict(),
+        **describe(before, after, elsewhere),
+        "fit": describe_fit(found, args),
+        **{name: value for name, value in evaluated.record.items() if name != "slots"},
+        "pairs": data,
+    }
+    if is_main():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draw_mask(found, result["accuracy"]["initial"], plot)
+    return report(result, table(result), args, "mask.json")
+
+
+def describe(
+    before: dict[str, SplitResult], after: dict[str, SplitResult], elsewhere: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """What the mask changes, here and elsewhere, as table 5 of the paper does.
+
+    Args:
+        before: SugarCrepe's splits without the mask.
+        after: likewise with it.
+        elsewhere: from `change_elsewhere`.
+    """
+    accuracy = {"initial": averages(before)["macro_splits"], "masked": averages(after)["macro_splits"]}
+    means = {}
+    if elsewhere:
+        means = {name: sum(each[name] for each in elsewhere) / len(elsewhere) for name in ("initial", "masked")}
+    for each in [*elsewhere, *([means] if means else [])]:
+        each["relative_change"] = relative_change(each["initial"], each["masked"], *accuracy.values())
+    return {
+        "evaluation": "mask of image encodings learned on true and false captions",
+        "accuracy": accuracy,
+        "splits": {
+            split: {
+                "initial": result.accuracy,
+                "masked": after[split].accuracy,
+                "num_pairs": result.num_pairs,
+                "num_ties": {"initial": result.num_ties, "masked": after[split].num_ties},
+            }
+            for split, result in before.items()
+        },
+        "elsewhere": elsewhere,
+        "mean_elsewhere": means or None,
+        "rule": {
+            "accuracy": "SugarCrepe, percent, mean over the splits; the mask was learned on the same pairs",
+            "elsewhere": "zero-shot top-1, percent",
+            "relative_change": "of the accuracy elsewhere over that of `accuracy`, each relative to its initial value",
+        },
+    }
+
+
+def describe_fit(found: FitResult, args: argparse.Namespace) -> dict[str, Any]:
+    """How the mask was learned."""
+    return {
+        "parts": args.parts,
+        "num_parts": len(found.weights),
+        "parts_above_half": int((found.weights > 0.5).sum()),
+        "optimizer": "SGD, constant learning rate, no weight decay",
+        "lr": args.lr,
+        "momentum": args.momentum,
+        "epochs": args.epochs,
+        "batch_size": args.mask_batch_size,
+        "seed": args.seed,
+        "best_epoch": found.epoch,
+        "losses": found.losses,
+        "accuracies": found.accuracies,
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """Accuracies for people."""
+    rows = [("pairs of the fit", result["accuracy"])]
+    rows += [(each["data_path"], each) for each in result["elsewhere"]]
+    rows += [("mean of these", result["mean_elsewhere"])] if len(result["elsewhere"]) > 1 else []
+    width = max(len(name) for name, _ in rows)
+    lines = [f"{'':<{width}}  {'initial %':>9}  {'masked %':>9}  {'relative change':>15}"]
+    for name, row in rows:
+        change = row.get("relative_change")
+        lines.append(
+            f"{name:<{width}}  {row['initial']:>9.2f}  {row['masked']:>9.2f}  "
+            f"{'' if change is None else format(change, '+.3f'):>15}"
+        )
+    fit = result["fit"]
+    lines.append(f"{fit['parts_above_half']} of {fit['num_parts']} weights above 1/2, epoch {fit['best_epoch']}")
+    return "\n".join(lines)
+
+
+def draw_mask(found: FitResult, initial: float, path: Path) -> None:
+    """How the fit went, and the mask, heaviest part first.
+
+    Args:
+        found: mask, losses and accuracies.
+        initial: accuracy without mask, percent.
+        path: the PNG to write.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    order = found.weights.argsort(descending=True, stable=True).tolist()
+    weights = found.weights[order].tolist()
+    above = sum(weight > 0.5 for weight in weights)
+    epochs = range(1, len(found.accuracies) + 1)
+    with panels(path, 1, 2) as axes:
+        fit, mask = axes[0]
+        fit.axhline(initial, color=SOFT, linestyle=(0, (4, 3)), linewidth=1, label="without mask")
+        fit.plot(epochs, found.accuracies, color=INK, linewidth=1.4, label="masked")
+        best = found.accuracies[found.epoch - 1]
+        fit.plot([found.epoch], [best], "o", color=ACCENT, markersize=7, label=f"epoch {found.epoch}: {best:.1f} %")
+        fit.set(xlabel="epoch", ylabel="right of the pairs, %")
+        fit.set_title("Fit to true and false captions", loc="left", fontweight="bold", fontsize=11)
+        fit.legend(frameon=False, loc="best")
+        count_ticks(fit)
+        if len(weights) <= MAX_BARS:
+            ranked_bars(mask, order, weights, above)
+        else:
+            mask.fill_between(range(1, len(weights) + 1), weights, color=ACCENT, linewidth=0)
+        mask.set(xlabel="part of the encoding, heaviest first", ylabel="weight", ylim=(0, 1.02))
+        mask.set_title(f"Mask: {above} of {len(weights)} above ½", loc="left", fontweight="bold", fontsize=11)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,350 @@
+"""Images and captions -> encodings whose inner product is their similarity; files -> models.
+
+Stage 2 of the folder, its end: what training compares and what evaluation measures.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int64
+from timm.data import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+from timm.layers import QuickGELU
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dino_sparo.backbone import create_backbone
+from dino_sparo.checkpoint import CheckpointError, load_checkpoint, load_strictly
+from dino_sparo.clip.config import CLIPConfig, check_readout
+from dino_sparo.clip.convert import from_open_clip, is_open_clip, read_open_clip_model
+from dino_sparo.clip.readouts import NORMALIZED_PER_SLOT, READOUTS, SLOTTED, create_tower_readout
+from dino_sparo.clip.text import TextConfig, TextEncoder
+from dino_sparo.encoder import Encoder, EncoderConfig
+from dino_sparo.evaluation.protocol import file_sha256
+from dino_sparo.readout import ReadoutOutput
+
+INITIAL_TEMPERATURE = 0.07
+
+
+class ClipOutput(NamedTuple):
+    """What the contrastive loss takes.
+
+    Attributes:
+        image_features: (B, M), normalised.
+        text_features: (B, M), normalised.
+        logit_scale: (), the inverse temperature.
+    """
+
+    image_features: Float[Tensor, "B M"]
+    text_features: Float[Tensor, "B M"]
+    logit_scale: Float[Tensor, ""]
+
+
+class CLIP(nn.Module):
+    """An image and a text encoder whose encodings live in one space.
+
+        similarity(image, text) = y_image . y_text,   y normalised
+
+    With `sparo` every slot is normalised by itself, y = concat(y_1 / |y_1|, ..., y_L / |y_L|) / sqrt(L), so that the
+    similarity is the mean over l of the cosines of slots l. Source: CLIP, section 2.3; SPARO, section 3.3, equation 2.
+
+    Args:
+        image: images -> slots.
+        text: token ids -> slots.
+        image_proj: slots -> slots, applied to each; the identity where the read-out's slots are the encoding.
+        text_proj: likewise.
+        config: how all were built.
+    """
+
+    def __init__(
+        self, image: Encoder, text: TextEncoder, image_proj: nn.Module, text_proj: nn.Module, config: CLIPConfig
+    ) -> None:
+        super().__init__()
+        self.image, self.text = image, text
+        self.image_proj, self.text_proj = image_proj, text_proj
+        self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / INITIAL_TEMPERATURE)))
+        self.config = config
+
+    def forward(self, images: Float[Tensor, "B C H W"], token_ids: Int64[Tensor, "B N"]) -> ClipOutput:
+        """Pairs -> normalised features of both sides and the inverse temperature."""
+        return ClipOutput(self.encode_image(images), self.encode_text(token_ids), self.logit_scale.exp())
+
+    def encode_image(self, images: Float[Tensor, "B C H W"], normalize: bool = True) -> Float[Tensor, "B M"]:
+        """Images -> encodings.
+
+        Args:
+            images: (B, C, H, W), with the mean and std of the model's training.
+            normalize: to length one as the read-out wants it, else the slots side by side as they are.
+        """
+        return self._encoding(self.image_output(images), normalize)
+
+    def encode_text(self, token_ids: Int64[Tensor, "B N"], normalize: bool = True) -> Float[Tensor, "B M"]:
+        """Token ids (`text.tokenize`) -> encodings; see `encode_image`."""
+        return self._encoding(self.text_output(token_ids), normalize)
+
+    def image_output(self, images: Float[Tensor, "B C H W"]) -> ReadoutOutput:
+        """Slots (B, L, V), not normalised, and their attention (B, L, N) over class token and patches."""
+        output = self.image.readout_output(images)
+        return ReadoutOutput(slots=self.image_proj(output.slots), attention=output.attention)
+
+    def text_output(self, token_ids: Int64[Tensor, "B N"]) -> ReadoutOutput:
+        """Slots (B, L, V), not normalised, and their attention (B, L, N) over the caption's tokens."""
+        output = self.text.readout_output(token_ids)
+        return ReadoutOutput(slots=self.text_proj(output.slots), attention=output.attention)
+
+    def _encoding(self, output: ReadoutOutput, normalize: bool) -> Tensor:
+        if not normalize:
+            return output.slots.flatten(1)
+        per_slot = self.config.readout in NORMALIZED_PER_SLOT
+        return normalize_slots(output.slots if per_slot else output.slots.flatten(1)[:, None])
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Compute the blocks of both towers a second time in the backward pass instead of keeping what is in them."""
+        self.image.backbone.set_grad_checkpointing(enable)
+        self.text.set_grad_checkpointing(enable)
+
+
+def normalize_slots(slots: Float[Tensor, "B L V"]) -> Float[Tensor, "B M"]:
+    """Slots -> encoding of length one: every slot normalised, side by side, over sqrt(L) (SPARO, equation 2).
+
+    In fp32 at least: a cosine in bf16 has three digits.
+    """
+    exact = slots.to(torch.promote_types(slots.dtype, torch.float32))
+    return F.normalize(exact, dim=-1).flatten(1) / math.sqrt(slots.shape[1])
+
+
+def create_clip(
+    arch: str = "vit_base",
+    patch_size: int = 32,
+    readout: str = "sparo",
+    num_slots: int = 128,
+    slot_dim: int = 64,
+    key_dim: int = 64,
+    group_size: int = 1,
+    img_size: int = 224,
+    embed_dim: int = 512,
+    text_width: int = 512,
+    text_heads: int = 8,
+    text_layers: int = 12,
+    context_length: int = 77,
+    vocab_size: int = 49408,
+    drop_path_rate: float = 0.0,
+    in_chans: int = 3,
+    pre_norm: bool = True,
+    replace_block: bool | None = None,
+    bottleneck_dim: int = 512,
+    num_codes: int = 16384,
+    quick_gelu: bool = False,
+) -> CLIP:
+    """Build a CLIP model with random weights.
+
+    The text encoder starts as CLIP's does, the image encoder as DINO's (truncated normal, std 0.02), where OpenCLIP
+    leaves the blocks to torch's defaults.
+
+    Args:
+        arch: a key of `backbone.ARCHITECTURES`.
+        patch_size: P, pixels.
+        readout: a key of `readouts.READOUTS`.
+        num_slots: L, of a slotted read-out.
+        slot_dim: V, likewise.
+        key_dim: A, likewise.
+        group_size: G, slots that share a key, for `sparo`.
+        img_size: side in pixels of the images whose grid the position embedding stores.
+        embed_dim: M, width of the encoding; a slotted read-out's is L*V, whatever is given here.
+        text_width: W, of the text's tokens.
+        text_heads: of each block of the text encoder.
+        text_layers: blocks of the text encoder's architecture.
+        context_length: the longest caption in tokens.
+        vocab_size: number of token ids.
+        drop_path_rate: stochastic depth rate of the image encoder.
+        in_chans: number of image channels.
+        pre_norm: CLIP's vision transformer; False takes DINO's, whose pretrained weights fit then.
+        replace_block: remove the last block of both towers; by default only `sparo` does, as in the paper's tables.
+        bottleneck_dim: m, for `linear`.
+        num_codes: K, for `fdt`.
+        quick_gelu: OpenAI's activation.
+
+    Raises:
+        ValueError: an unknown name, or a size that does not fit; the message lists what does.
+    """
+    check_readout(readout)
+    image_readout, text_readout = READOUTS[readout]
+    slots = {"num_slots": num_slots, "slot_dim": slot_dim, "key_dim": key_dim, "group_size": group_size}
+    image = EncoderConfig(
+        arch=arch,
+        patch_size=patch_size,
+        readout=image_readout,
+        img_size=img_size,
+        in_chans=in_chans,
+        pre_norm=pre_norm,
+        **slots,
+    )
+    text = TextConfig(
+        context_length=context_length,
+        vocab_size=vocab_size,
+        width=text_width,
+        heads=text_heads,
+        layers=text_layers,
+        readout=text_readout,
+        **slots,
+    )
+    config = CLIPConfig(
+        image,
+        text,
+        readout,
+        embed_dim=num_slots * slot_dim if readout in SLOTTED else embed_dim,
+        bottleneck_dim=bottleneck_dim,
+        num_codes=num_codes,
+        replace_block=readout == "sparo" if replace_block is None else replace_block,
+        quick_gelu=quick_gelu,
+    )
+    return clip_from_config(config, drop_path_rate)
+
+
+def clip_from_config(config: CLIPConfig, drop_path_rate: float = 0.0) -> CLIP:
+    """Build the model a configuration describes, with random weights; see `create_clip`."""
+    codebook = None
+    if config.readout == "fdt":
+        codebook = nn.Parameter(torch.randn(config.num_codes, config.embed_dim))
+    image = _image_encoder(config, drop_path_rate, codebook)
+    text = _text_encoder(config, codebook)
+    model = CLIP(
+        image, text, _projection(config, image.backbone.embed_dim), _projection(config, config.text.width), config
+    )
+    if config.quick_gelu:
+        block: Any
+        for block in (*image.backbone.blocks, *text.blocks):
+            block.mlp.act = QuickGELU()
+    return model
+
+
+def _image_encoder(config: CLIPConfig, drop_path_rate: float, codebook: nn.Parameter | None) -> Encoder:
+    image = config.image
+    backbone = create_backbone(
+        image.arch,
+        image.patch_size,
+        image.img_size,
+        image.in_chans,
+        drop_path_rate,
+        remove_blocks=int(config.replace_block),
+        pre_norm=image.pre_norm,
+    )
+    readout = create_tower_readout(
+        image.readout,
+        backbone.embed_dim,
+        image.num_slots,
+        image.slot_dim,
+        image.key_dim,
+        image.group_size,
+        codebook,
+        backbone.num_prefix_tokens,
+    )
+    return Encoder(backbone, readout, image)
+
+
+def _text_encoder(config: CLIPConfig, codebook: nn.Parameter | None) -> TextEncoder:
+    text = config.text
+    readout = create_tower_readout(
+        text.readout, text.width, text.num_slots, text.slot_dim, text.key_dim, text.group_size, codebook
+    )
+    return TextEncoder(text, readout, text.layers - config.replace_block)
+
+
+def _projection(config: CLIPConfig, width: int) -> nn.Module:
+    """From a tower's single slot to the encoding, drawn as CLIP draws it: normal, std width^-1/2, no bias."""
+    if config.readout in SLOTTED or config.readout == "fdt":
+        return nn.Identity()
+    first = nn.Linear(width, config.bottleneck_dim if config.readout == "linear" else config.embed_dim, bias=False)
+    nn.init.normal_(first.weight, std=width**-0.5)
+    if config.readout != "linear":
+        return first
+    # The linear bottleneck: CLIP with an encoding of width m, and an affine map from there (SPARO, appendix 0.B.2).
+    return nn.Sequential(first, nn.Linear(config.bottleneck_dim, config.embed_dim))
+
+
+@dataclass(frozen=True)
+class LoadedClip:
+    """A trained model, and what a result file says about it.
+
+    Attributes:
+        model: in eval mode, on the CPU.
+        mean: of its images' pixels in 0..1, per channel.
+        std: likewise.
+        record: plain values: weights, hash, epoch, configuration.
+    """
+
+    model: CLIP
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    record: dict[str, Any]
+
+
+def clip_description(
+    config: CLIPConfig, mean: Iterable[float] = OPENAI_CLIP_MEAN, std: Iterable[float] = OPENAI_CLIP_STD
+) -> dict[str, Any]:
+    """What a checkpoint carries under `clip`, beside the weights under `model`."""
+    return {**config.to_dict(), "mean": list(mean), "std": list(std)}
+
+
+def load_clip(path: str | Path, text_heads: int | None = None, quick_gelu: bool = False) -> LoadedClip:
+    """The model of a checkpoint, built as the checkpoint says, in eval mode, on the CPU.
+
+    Args:
+        path: one of our checkpoints, or weights of open_clip (.pt, .pth, .safetensors) of a plain CLIP with a ViT.
+        text_heads: of open_clip's weights, which do not tell; by default they are 64 wide.
+        quick_gelu: activation of open_clip's weights, which do not tell either: True for OpenAI's and their
+            descendants, whose open_clip names end in `-quickgelu`.
+
+    Raises:
+        CheckpointError: the file cannot be read, is no CLIP, or its weights do not fit.
+        ValueError: the checkpoint was saved with something that this version does not know.
+    """
+    checkpoint = load_checkpoint(path)
+    said, source = checkpoint.get("clip"), str(path)
+    weights = _plain_weights(checkpoint)
+    if said is not None:
+        if missing := {"image", "text", "readout", "embed_dim", "mean", "std"} - said.keys():
+            raise CheckpointError(f"{source} does not say {', '.join(sorted(missing))} of its CLIP under `clip`")
+        config, mean, std = CLIPConfig.from_dict(said), tuple(said["mean"]), tuple(said["std"])
+    elif is_open_clip(weights):
+        config, weights = from_open_clip(weights, text_heads, quick_gelu)
+        mean, std = OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+    else:
+        raise CheckpointError(
+            f"{source} holds no CLIP: neither `clip`, which says how one is built, nor open_clip's names; for the "
+            f"encoder of a DINO checkpoint use load_encoder"
+        )
+    model = clip_from_config(config)
+    load_strictly(model, weights, source)
+    record = {
+        "pretrained_weights": source,
+        "sha256": file_sha256(Path(path)),
+        "epoch": checkpoint.get("epoch"),
+        **config.to_dict(),
+    }
+    return LoadedClip(model.eval(), mean, std, record)
+
+
+def _plain_weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The weights, wherever they lie: under `model` (ours), under `state_dict` (open_clip's training), or on top."""
+    parts = [part for part in (checkpoint.get("model"), checkpoint.get("state_dict")) if isinstance(part, Mapping)]
+    weights = parts[0] if parts else checkpoint
+    return {name.removeprefix("module."): value for name, value in weights.items() if isinstance(value, Tensor)}
+
+
+def clip_from_open_clip(model: nn.Module) -> CLIP:
+    """The same model as one of open_clip's, in its training mode.
+
+    Args:
+        model: an `open_clip.model.CLIP` with a plain vision transformer.
+
+    Raises:
+        CheckpointError: it has parts that this package does not have.
+    """
+    config, weights = read_open_clip_model(model)
+    ours = clip_from_config(config)
+    load_strictly(ours, weights, "the open_clip model")
+    return ours.train(model.training)

@@ -1,0 +1,277 @@
+"""The options of CLIP's training, in the order of the data flow, and the numbers that they may have.
+
+Parsing is pure: it opens no file, touches no device, asks no network.
+"""
+
+import argparse
+
+from timm.data import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+
+from dino_sparo.backbone import ARCHITECTURES
+from dino_sparo.cli import HelpFormatter, add_device_options, add_normalization_options, bool_flag
+from dino_sparo.clip.pair_sources import INDEPENDENT
+from dino_sparo.clip.pairs import CROP_SCALE
+from dino_sparo.clip.presets import PRESETS, apply_preset, with_default
+from dino_sparo.clip.readouts import READOUTS
+from dino_sparo.distributed import PRECISIONS
+
+POSITIVE_OPTIONS = (
+    *("epochs", "max_steps", "batch_size", "grad_accum_steps", "patch_size", "img_size", "keep_checkpoints"),
+    *("sparo_slots", "sparo_slot_dim", "sparo_key_dim", "sparo_group_size", "eps"),
+)
+NON_NEGATIVE_OPTIONS = (
+    *("warmup_steps", "saveckp_freq", "saveckp_minutes", "zero_shot_freq", "num_workers"),
+    *("clip_grad", "lr", "min_lr", "weight_decay"),
+)
+
+
+def get_args_parser() -> argparse.ArgumentParser:
+    """The options of training, in data-flow order."""
+    parser = argparse.ArgumentParser(
+        "dino_sparo.clip.train", description="Train CLIP + SPARO.", formatter_class=HelpFormatter, add_help=False
+    )
+    _add_preset_option(parser)
+    _add_pair_options(parser)
+    add_normalization_options(parser)
+    parser.set_defaults(norm_mean=OPENAI_CLIP_MEAN, norm_std=OPENAI_CLIP_STD)
+    _add_image_options(parser)
+    _add_text_options(parser)
+    _add_readout_options(parser)
+    _add_optimization_options(parser)
+    _add_run_options(parser)
+    add_device_options(parser)
+    return parser
+
+
+def _add_preset_option(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("recipe")
+    group.add_argument(
+        "--preset",
+        default=None,
+        help=f"Values for those options below that are not given, one of {', '.join(PRESETS)}.",
+    )
+
+
+def _add_pair_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("pairs of images and captions")
+    group.add_argument(
+        "--data_path",
+        default="scenes",
+        help="Where the pairs are: tar shards in webdataset's form ('shard-{000..099}.tar', a.tar::b.tar, a folder of "
+        "tars), a table (.csv, .tsv), COCO's annotations (.json), the built-in scenes (scenes:NUMBER:SIZE), or "
+        "labelled images (class folders, cifar10:DIR), whose captions are made from class names.",
+    )
+    group.add_argument("--image_key", default=None, help="Column of the images' paths in a table; else found by name.")
+    group.add_argument(
+        "--caption_key",
+        default=None,
+        help="Column of the captions in a table, else found by name; for shards the key of the .json members that "
+        "holds the caption, else the .txt members are the captions.",
+    )
+    group.add_argument(
+        "--image_folder", default=None, help="What paths in a table or in annotations start from; else its own folder."
+    )
+    group.add_argument(
+        "--caption_templates",
+        nargs="+",
+        default=None,
+        help="Make captions from class names by these sentences with {} where the name belongs, or these lists or "
+        "files of clip.zero_shot's --templates; labelled images get its auto.",
+    )
+    group.add_argument(
+        "--scene_ties",
+        type=float,
+        nargs=3,
+        default=(INDEPENDENT.texture, INDEPENDENT.colour, INDEPENDENT.background),
+        metavar=("TEXTURE", "COLOUR", "BACKGROUND"),
+        help="How often a built-in scene shows what is typical of its shape; 0 0 0 makes all that captions name "
+        "independent.",
+    )
+    group.add_argument("--download", action="store_true", help="Let a torchvision set download itself.")
+    group.add_argument(
+        "--max_corrupt",
+        type=float,
+        default=0.01,
+        help="Share of samples without readable image or without caption above which the run stops.",
+    )
+    group.add_argument(
+        "--crop_scale",
+        type=float,
+        nargs=2,
+        default=CROP_SCALE,
+        help="Share of the image's area in a crop; a caption is about all of the image.",
+    )
+
+
+def _add_image_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("image encoder: images -> tokens")
+    group.add_argument(
+        "--arch",
+        default=None,
+        help=with_default(f"Architecture, one of {', '.join(sorted(ARCHITECTURES))}.", "arch"),
+    )
+    group.add_argument("--patch_size", type=int, default=None, help=with_default("Side of a patch.", "patch_size"))
+    group.add_argument("--img_size", type=int, default=None, help=with_default("Side of a crop in pixels.", "img_size"))
+    group.add_argument(
+        "--pre_norm",
+        type=bool_flag,
+        default=True,
+        help="CLIP's vision transformer; false takes DINO's, which --init_from needs.",
+    )
+    group.add_argument(
+        "--init_from",
+        default=None,
+        help="Start the image encoder from the weights in this file: a checkpoint of DINO, or a DINO or timm ViT of "
+        "the same width and patch size. All else starts at random; a resumed run takes its own weights.",
+    )
+    group.add_argument(
+        "--grad_checkpointing",
+        action="store_true",
+        help="Compute the blocks of both encoders twice instead of keeping what is in them: less memory, a third "
+        "slower.",
+    )
+
+
+def _add_text_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("text encoder: captions -> tokens")
+    for name, text in (
+        ("text_width", "Width of the tokens."),
+        ("text_heads", "Attention heads of a block; they are usually 64 wide."),
+        ("text_layers", "Blocks, the one that sparo replaces included."),
+        ("context_length", "Longest caption in tokens, start and end included; longer ones are cut off and counted."),
+    ):
+        group.add_argument(f"--{name}", type=int, default=None, help=with_default(text, name))
+
+
+def _add_readout_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("read-out: tokens -> encoding, the same for both")
+    group.add_argument(
+        "--readout",
+        default="sparo",
+        help=f"How tokens become the encoding, one of {', '.join(sorted(READOUTS))}: sparo replaces the last block by "
+        "slots, cls is class token and end token as in CLIP, gap averages all tokens.",
+    )
+    for name, text in (
+        ("sparo_slots", "Number of slots L, of a read-out that has slots."),
+        ("sparo_slot_dim", "Width of a slot V; the encoding has L*V numbers."),
+        ("sparo_key_dim", "Width of the attention's keys and queries."),
+        ("embed_dim", "Width of the encoding of a read-out without slots."),
+    ):
+        group.add_argument(f"--{name}", type=int, default=None, help=with_default(text, name))
+    group.add_argument("--sparo_group_size", type=int, default=1, help="Slots that share one key projection.")
+    group.add_argument(
+        "--replace_block",
+        type=bool_flag,
+        default=None,
+        help="Remove the last block of both encoders; by default only sparo does.",
+    )
+    group.add_argument("--bottleneck_dim", type=int, default=512, help="Width of the linear bottleneck.")
+    group.add_argument("--num_codes", type=int, default=16384, help="Codes of the discrete bottleneck, fdt.")
+
+
+def _add_optimization_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("optimisation")
+    group.add_argument(
+        "--epochs", type=int, default=None, help=with_default("Epochs of the run, which the schedule spans.", "epochs")
+    )
+    group.add_argument(
+        "--max_steps", type=int, default=None, help="Stop after this many steps in all, for trials; the schedule stays."
+    )
+    group.add_argument(
+        "--batch_size",
+        type=int,
+        default=None,
+        help=with_default(
+            "Pairs per step, over all processes; every image is compared with all captions.", "batch_size"
+        ),
+    )
+    group.add_argument(
+        "--grad_accum_steps",
+        type=int,
+        default=1,
+        help="Parts in which a process computes its share of the batch, one after the other; gradients are the same, "
+        "memory is that of one part, and everything is encoded twice.",
+    )
+    for name, text in (
+        ("lr", "Learning rate after the warm-up."),
+        ("weight_decay", "Weight decay of matrices."),
+        ("beta1", "AdamW's decay of the mean gradient."),
+        ("beta2", "AdamW's decay of the mean squared gradient."),
+        ("eps", "AdamW's guard against division by zero."),
+    ):
+        group.add_argument(f"--{name}", type=float, default=None, help=with_default(text, name))
+    group.add_argument("--min_lr", type=float, default=0.0, help="Learning rate at the end.")
+    group.add_argument(
+        "--warmup_steps",
+        type=int,
+        default=None,
+        help=with_default("Steps of linear warm-up of the learning rate.", "warmup_steps"),
+    )
+    group.add_argument(
+        "--clip_grad", type=float, default=0.0, help="Largest norm of all gradients together; 0 for no limit."
+    )
+    group.add_argument(
+        "--precision",
+        default="auto",
+        choices=["auto", *sorted(PRECISIONS)],
+        help="Precision of the forward passes; auto is bf16 where the device computes in it, else fp32. Features and "
+        "loss are fp32 in any case.",
+    )
+
+
+def _add_run_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("run")
+    group.add_argument("--output_dir", default=".", help="Where checkpoints and logs go; a run there is resumed.")
+    group.add_argument("--saveckp_freq", type=int, default=0, help="Keep a checkpoint every so many epochs; 0: never.")
+    group.add_argument(
+        "--saveckp_minutes",
+        type=float,
+        default=30.0,
+        help="Also save after so many minutes within an epoch: what a crash can cost at most; 0: only after epochs.",
+    )
+    group.add_argument(
+        "--keep_checkpoints",
+        type=int,
+        default=3,
+        help="How many of the last checkpoints stay; if the newest is damaged, the one before it is used.",
+    )
+    group.add_argument(
+        "--zero_shot_freq",
+        type=int,
+        default=0,
+        help="Classify a few thousand labelled images zero-shot every so many epochs, and keep the best checkpoint; 0: "
+        "never.",
+    )
+    group.add_argument(
+        "--zero_shot_path",
+        default=None,
+        help="Those images, as in clip.zero_shot's --data_path; else those of --data_path, held-out ones where there "
+        "are any.",
+    )
+    group.add_argument("--seed", type=int, default=0, help="Of weights, order, crops and drawn captions.")
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Fill in the preset's values, then refuse numbers that cannot be.
+
+    Raises:
+        ValueError: names the option and what would fit.
+    """
+    apply_preset(args)
+    for name in POSITIVE_OPTIONS:
+        if getattr(args, name) is not None and getattr(args, name) <= 0:
+            raise ValueError(f"--{name} {getattr(args, name)}: give a positive number")
+    for name in NON_NEGATIVE_OPTIONS:
+        if getattr(args, name) < 0:
+            raise ValueError(f"--{name} {getattr(args, name)}: give 0 or more")
+    if not 0 <= args.max_corrupt <= 1:
+        raise ValueError(f"--max_corrupt {args.max_corrupt}: give a number from 0 to 1")
+    for name in ("beta1", "beta2"):
+        if not 0 <= getattr(args, name) < 1:
+            raise ValueError(f"--{name} {getattr(args, name)}: give a number from 0 to below 1")
+    if args.img_size % args.patch_size:
+        nearest = max(round(args.img_size / args.patch_size), 1) * args.patch_size
+        raise ValueError(
+            f"--img_size {args.img_size} px is not a multiple of --patch_size {args.patch_size} px; the nearest that "
+            f"fits is {nearest}"
+        )

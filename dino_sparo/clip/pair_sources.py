@@ -1,0 +1,129 @@
+"""Any collection of image-caption pairs, by index: tar shards, tables, COCO's annotations, scenes, labelled images.
+
+`open_pairs(data_path)` finds out what the path is, as `sources.open_source` does for images alone, and returns a
+`PairSource`:
+
+    shards-{000..099}.tar, a::b, globs, folder of tars    webdataset's: `7.jpg` + `7.txt`, or a key of `7.json`
+    table.csv, table.tsv                                  columns of paths and of captions, one pair per row
+    captions_train2017.json                               COCO: several captions per image, one is drawn per epoch
+    scenes, scenes:NUM:SIZE                               the built-in scenes in words
+    class folders, labelled sets (cifar10:DIR), ...       captions made from class names
+
+The files beside this one, in the order of the data flow: `pair_tars.py`, `pair_tables.py`, `pair_captions.py`.
+"""
+
+import glob
+import logging
+import os
+import re
+import time
+from collections.abc import Sequence
+
+from dino_sparo.clip.classes import open_classes
+from dino_sparo.clip.pair_captions import ClassCaptions, SceneCaptions
+from dino_sparo.clip.pair_tables import open_coco_captions, open_pair_table
+from dino_sparo.clip.pair_tars import open_pair_shards
+from dino_sparo.clip.pairs import PairSource
+from dino_sparo.clip.prompts import AUTO, open_templates
+from dino_sparo.data import ImageSource, open_source
+from dino_sparo.scenes import Scenes, Ties, parse_scenes_spec
+from dino_sparo.sources import expand_shards
+
+logger = logging.getLogger(__name__)
+
+# Attributes that go together would let a model guess one from the other instead of looking.
+INDEPENDENT = Ties(texture=0.0, colour=0.0, background=0.0)
+# More samples that are no pairs are no accident.
+MAX_LEFT_OUT = 0.01
+
+
+def open_pairs(
+    data_path: str,
+    image_key: str | None = None,
+    caption_key: str | None = None,
+    image_folder: str | None = None,
+    caption_templates: Sequence[str] | None = None,
+    scene_ties: Ties = INDEPENDENT,
+    max_left_out: float = MAX_LEFT_OUT,
+    download: bool = False,
+) -> PairSource:
+    """Open pairs; one log line says how many were found in how long, another how many samples were left out.
+
+    Args:
+        data_path: see the list at the top of this file.
+        image_key: a table's column of paths; None finds it by name.
+        caption_key: a table's column of captions; None finds it by name. For shards a key of the `.json` members; None
+            takes the `.txt` members.
+        image_folder: what the paths in a table or in annotations start from; None: the folder they lie in.
+        caption_templates: make the captions from class names by these sentences, lists or files of `prompts.py`,
+            whatever else the images come with; None does so, with the zero-shot evaluation's own, for labelled images
+            that come with nothing else.
+        scene_ties: how strongly the attributes of the built-in scenes go together.
+        max_left_out: share of samples without image or caption that is tolerated.
+        download: fetch a torchvision set that is not on disk.
+
+    Raises:
+        ValueError: nothing lies there, its form is not understood, it has no captions, or too many samples are no
+            pairs.
+    """
+    start = time.perf_counter()
+    path = os.path.expanduser(data_path)
+    if caption_templates is not None or data_path.split(":")[0] == "scenes":
+        source, how = _open_made(data_path, caption_templates, scene_ties, download), "ready"
+    elif shards := _find_shards(path):
+        source, how = open_pair_shards(shards, f"shards {data_path}", caption_key)
+    elif os.path.isfile(path) and path.lower().endswith((".csv", ".tsv")):
+        source, how = open_pair_table(path, image_key, caption_key, image_folder)
+    elif os.path.isfile(path) and path.lower().endswith(".json"):
+        source, how = open_coco_captions(path, image_folder)
+    else:
+        source, how = _open_made(data_path, None, scene_ties, download), "ready"
+    logger.info("%s: %s pairs, %s in %.2f s", source.name, f"{len(source):,}", how, time.perf_counter() - start)
+    _check_left_out(source, max_left_out)
+    return source
+
+
+def _find_shards(path: str) -> list[str]:
+    """The tar shards that a path means: its pattern's, or those of a folder that holds them; else none."""
+    if os.path.isdir(path):
+        return sorted(glob.glob(os.path.join(glob.escape(path), "*.tar")))
+    is_pattern = not os.path.isfile(path) and re.search(r"::|[*?\[{]", path)
+    return expand_shards(path) if is_pattern or path.lower().endswith(".tar") else []
+
+
+def _open_made(data_path: str, templates: Sequence[str] | None, ties: Ties, download: bool) -> PairSource:
+    """Images that come without written captions: scenes describe themselves, labels are put into words."""
+    images: ImageSource
+    if data_path.split(":")[0] == "scenes":
+        num_images, image_size = parse_scenes_spec(data_path)
+        images = scenes = Scenes(num_images, image_size, ties=ties)
+        if templates is None:
+            return PairSource(scenes, SceneCaptions(scenes, varied=True))
+    else:
+        images = open_source(data_path, download=download)
+    if images.labels is None:
+        raise ValueError(
+            f"data_path={data_path!r} has neither captions nor labels; give tar shards with .txt members, a table with "
+            "a column of captions, COCO's annotations, or class folders"
+        )
+    sentences = tuple(
+        sentence
+        for word in templates or (AUTO,)
+        for sentence in ((word,) if "{}" in word else open_templates(word, data_path))
+    )
+    classes = open_classes(images, data_path=data_path)
+    logger.info("captions are made from %s by %d templates: %s ...", classes.origin, len(sentences), sentences[0])
+    return PairSource(images, ClassCaptions(images, classes, sentences))
+
+
+def _check_left_out(source: PairSource, max_left_out: float) -> None:
+    """Say how many samples are no pairs; ValueError if they are too many."""
+    number, total = source.left_out.total, source.left_out.total + len(source)
+    if not number:
+        return
+    told = f"{source.name}: {number:,} of {total:,} samples are left out: {source.left_out}"
+    if number > max_left_out * total:
+        raise ValueError(
+            f"{told}; that is more than the {max_left_out:.2%} that --max_corrupt allows. Repair them, or raise it"
+        )
+    logger.warning("%s", told)

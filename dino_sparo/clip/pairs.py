@@ -1,0 +1,246 @@
+"""Pairs in, batches out: image-caption pairs by index -> crops and token ids of a batch.
+
+A `PairSource` is a collection of images and, for every image, its captions; `pair_sources.py` opens one. `PairDataset`
+cuts a crop of image i and draws one of its captions, `create_pair_loader` makes batches of them. All randomness is a
+pure function of (seed, epoch, index), as everywhere in `data.py`, whose sampler and substitution are used here too: a
+pair whose image cannot be read or whose caption is empty is replaced by the next one, named and counted.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+from jaxtyping import Int64, UInt8
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from dino_sparo.clip.text import tokenize
+from dino_sparo.crops import cut_crop, sample_box
+from dino_sparo.data import CorruptImageError, EpochSampler, ImageDataset, ImageSource, create_loader, image_rng
+
+# Images are cropped little, since a caption describes all of the image. Source: OpenCLIP's default augmentation.
+CROP_SCALE = (0.9, 1.0)
+# Added to the seed, so that which caption is drawn has nothing to do with how the image is cropped.
+CAPTION_STREAM = 0x9E3779B97F4A7C15
+
+Captions = Callable[[int], Sequence[str]]
+
+
+@dataclass
+class LeftOut:
+    """Samples that a source leaves out when it is opened, because they are no pairs.
+
+    Attributes:
+        counts: reason -> number of samples.
+        examples: reason -> where the first lies.
+    """
+
+    counts: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, str] = field(default_factory=dict)
+
+    def add(self, reason: str, where: str, number: int = 1) -> None:
+        """Count `number` samples more; `where` is kept of the first."""
+        self.counts[reason] = self.counts.get(reason, 0) + number
+        self.examples.setdefault(reason, where)
+
+    @property
+    def total(self) -> int:
+        """Number of samples."""
+        return sum(self.counts.values())
+
+    def __str__(self) -> str:
+        return ", ".join(f"{n:,} {reason} (the first is {self.examples[reason]})" for reason, n in self.counts.items())
+
+
+@dataclass
+class PairSource:
+    """Images with captions, by index. It is an `ImageSource` whose images can be read only if they have a caption.
+
+    Attributes:
+        images: the images.
+        captions: index -> the image's captions; raises CorruptImageError if they cannot be read.
+        left_out: samples without image or caption that are not among the images.
+        name: what the log calls the images.
+        classes: names of the images' classes; None without labels.
+        labels: (len,) int64, class of each image; None without labels.
+    """
+
+    images: ImageSource
+    captions: Captions
+    left_out: LeftOut = field(default_factory=LeftOut)
+    name: str = field(init=False)
+    classes: list[str] | None = field(init=False)
+    labels: np.ndarray | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.name, self.classes, self.labels = self.images.name, self.images.classes, self.images.labels
+
+    def __len__(self) -> int:
+        """Number of pairs."""
+        return len(self.images)
+
+    def location(self, index: int) -> str:
+        """Where image `index` lies."""
+        return self.images.location(index)
+
+    def read(self, index: int) -> Image.Image:
+        """Image `index` as 8-bit RGB.
+
+        Raises:
+            CorruptImageError: it cannot be read, or has no caption.
+        """
+        self.captions_of(index)
+        return self.images.read(index)
+
+    def captions_of(self, index: int) -> list[str]:
+        """The captions of image `index` that say something.
+
+        Raises:
+            CorruptImageError: there are none.
+        """
+        captions = [caption for caption in self.captions(index) if caption.strip()]
+        if not captions:
+            raise CorruptImageError(self.location(index), "the caption is missing or empty")
+        return captions
+
+
+class PairTransform:
+    """Image -> one view, a large random crop: CLIP's only distortion.
+
+    Args:
+        img_size: side of the view in pixels.
+        scale: smallest and largest share of the image's area.
+
+    Raises:
+        ValueError: a scale that is no interval within (0, 1].
+    """
+
+    def __init__(self, img_size: int, scale: tuple[float, float] = CROP_SCALE) -> None:
+        if not 0 < scale[0] <= scale[1] <= 1:
+            raise ValueError(
+                f"crop_scale={tuple(scale)} is not a range of areas; give two numbers with 0 < smallest <= largest <= 1"
+            )
+        self.img_size, self.scale = img_size, scale
+
+    def __call__(self, image: Image.Image, rng: np.random.Generator) -> list[UInt8[Tensor, "C img_size img_size"]]:
+        """The view in a list, 8 bit: a quarter to send to a GPU, where it is normalised."""
+        box = sample_box(rng, image.height, image.width, self.scale)
+        return [torch.from_numpy(cut_crop(image, box, self.img_size))]
+
+
+@dataclass(frozen=True)
+class PairItem:
+    """One pair, ready for a batch.
+
+    Attributes:
+        image: (C, H, W), 8 bit.
+        caption: in words.
+        index: its place in the source.
+        corrupt: (location, reason) of the pair asked for, if it was replaced.
+    """
+
+    image: Tensor
+    caption: str
+    index: int
+    corrupt: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass
+class PairBatch:
+    """B pairs; caption i belongs to image i.
+
+    Attributes:
+        images: (B, C, H, W), 0 to 255.
+        token_ids: (B, N), the captions.
+        indices: (B,), places in the source.
+        corrupt: (location, reason) of each pair that was replaced.
+        num_truncated: captions that were longer than the context.
+    """
+
+    images: UInt8[Tensor, "B C H W"]
+    token_ids: Int64[Tensor, "B N"]
+    indices: Int64[Tensor, "B"]
+    corrupt: list[tuple[str, str]]
+    num_truncated: int
+
+    def pin_memory(self) -> "PairBatch":
+        """A copy in page-locked memory; the loader calls this."""
+        images, token_ids = self.images.pin_memory(), self.token_ids.pin_memory()
+        return PairBatch(images, token_ids, self.indices.pin_memory(), self.corrupt, self.num_truncated)
+
+
+class PairDataset(Dataset):
+    """Pairs of a source: the crop of an image and one of its captions, drawn anew in every epoch.
+
+    Args:
+        source: the pairs.
+        transform: image -> view.
+        seed: any integer.
+    """
+
+    def __init__(self, source: PairSource, transform: PairTransform, seed: int = 0) -> None:
+        self.source, self.seed = source, seed
+        self.images = ImageDataset(source, transform, seed)
+
+    def __len__(self) -> int:
+        """Number of pairs."""
+        return len(self.source)
+
+    def __getitem__(self, key: int | tuple[int, int]) -> PairItem:
+        """The pair of (epoch, index), or of an index in epoch 0; see `ImageDataset` for what is raised."""
+        epoch, asked = key if isinstance(key, tuple) else (0, key)
+        item = self.images[epoch, asked]
+        captions = self.source.captions_of(item.index)
+        drawn = image_rng(self.seed + CAPTION_STREAM, epoch, asked).integers(len(captions))
+        return PairItem(item.views[0], captions[int(drawn)], item.index, item.corrupt)
+
+
+def collate_pairs(items: list[PairItem], context_length: int) -> PairBatch:
+    """Stack images and tokenise captions."""
+    tokens = tokenize([item.caption for item in items], context_length)
+    return PairBatch(
+        torch.utils.data.default_collate([item.image for item in items]),
+        tokens.ids,
+        torch.tensor([item.index for item in items]),
+        [pair for item in items for pair in item.corrupt],
+        tokens.num_truncated,
+    )
+
+
+def create_pair_loader(
+    dataset: PairDataset,
+    sampler: EpochSampler,
+    *,
+    context_length: int,
+    num_workers: int,
+    pin_memory: bool = False,
+    timeout_min: float = 0.0,
+) -> DataLoader:
+    """A loader of `PairBatch`; iterate it once per epoch, after `sampler.set_epoch`.
+
+    Args:
+        dataset: the pairs.
+        sampler: which of them make up each batch.
+        context_length: N, tokens.
+        num_workers: processes that read, crop and tokenise; 0 does it here.
+        pin_memory: batches in page-locked memory.
+        timeout_min: minutes without a batch after which the loader gives up on its workers; 0 for never.
+    """
+    # Everything about its workers is as in any loader of images.
+    like = create_loader(
+        dataset.images, sampler, num_workers=num_workers, pin_memory=pin_memory, timeout_min=timeout_min
+    )
+    return DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        num_workers=like.num_workers,
+        collate_fn=partial(collate_pairs, context_length=context_length),
+        pin_memory=like.pin_memory,
+        timeout=like.timeout,
+        worker_init_fn=like.worker_init_fn,
+        persistent_workers=like.persistent_workers,
+        generator=like.generator,
+    )

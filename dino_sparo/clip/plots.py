@@ -1,0 +1,97 @@
+"""Numbers -> plots in the look of the other figures: what the interventions on slots draw.
+
+Stage 6 of the folder, for `select.py`, `mask.py` and `sweep.py`. The same numbers give the same bytes.
+"""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dino_sparo.evaluation.attention import RAMP_COLOURS
+from dino_sparo.evaluation.pictures import DPI, INK, PAPER, SOFT, require_matplotlib
+
+ACCENT = "#8a3fb5"
+FAINT = "#dcdbe4"
+# One per curve, dark to light as the maps' colours are, so that their order can be seen.
+CURVE_COLOURS = tuple("#{:02x}{:02x}{:02x}".format(*colour) for colour in RAMP_COLOURS[:4])
+MAX_NUMBERS, MAX_GAPS = 20, 40  # bars with numbers under them, and with gaps between them
+PANEL_WIDTH, PANEL_HEIGHT = 4.6, 3.5  # inches
+
+
+@contextmanager
+def panels(path: Path, rows: int, columns: int) -> Iterator[Any]:
+    """Plots side by side, saved at the end.
+
+    Args:
+        path: the PNG to write.
+        rows: of plots.
+        columns: likewise.
+
+    Yields:
+        The plots' axes, an array (rows, columns).
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    size = (PANEL_WIDTH * columns, PANEL_HEIGHT * rows)
+    figure = Figure(figsize=size, dpi=2 * DPI, layout="constrained", facecolor=PAPER)
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for axis in axes.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.spines[["left", "bottom"]].set_color(SOFT)
+        axis.tick_params(colors=SOFT, labelcolor=INK)
+        axis.title.set(color=INK)
+    yield axes
+    figure.savefig(path)
+
+
+def colour_of(place: int, count: int) -> str:
+    """The colour of curve `place` of `count`, dark to light."""
+    from matplotlib.colors import LinearSegmentedColormap, to_hex
+
+    shades = LinearSegmentedColormap.from_list("curves", CURVE_COLOURS)
+    return to_hex(shades(place / max(1, count - 1)))
+
+
+def count_ticks(axis: Any) -> None:
+    """Whole numbers along x, for what is counted."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def ranked_bars(axis: Any, numbers: Sequence[int], heights: Sequence[float], marked: int) -> None:
+    """A bar for each of some parts, in the order given, under their numbers if these can be read.
+
+    Args:
+        axis: to draw on.
+        numbers: of the parts.
+        heights: of the bars.
+        marked: how many, from the first, are in colour.
+    """
+    places = range(1, len(numbers) + 1)
+    colours = [ACCENT if place <= marked else FAINT for place in places]
+    axis.bar(places, heights, width=0.8 if len(numbers) <= MAX_GAPS else 1.0, color=colours)
+    if len(numbers) <= MAX_NUMBERS:
+        axis.set_xticks(places, [str(number) for number in numbers])
+    else:
+        count_ticks(axis)
+
+
+def result_paths(args: argparse.Namespace, name: str) -> tuple[Path, Path]:
+    """Where the result goes, as `protocol.report` decides it, and where the plot beside it goes.
+
+    Raises:
+        ValueError: the result would be overwritten by the plot.
+    """
+    path = Path(args.output) if args.output else Path(args.pretrained_weights).parent / name
+    if path.suffix == ".png":
+        raise ValueError(f"output={args.output!r} names a picture; give the JSON file, the plot is put beside it")
+    return path, path.with_suffix(".png")

@@ -1,0 +1,180 @@
+"""Checkpoint -> the CLIP model to evaluate, the images to evaluate it on, and the record of how that was done.
+
+Where every evaluation of this folder starts and ends. As in `evaluation/protocol.py` a result file carries all that its
+numbers depend on, and nothing that changes from one run to the next: the same command writes the same file.
+"""
+
+import argparse
+import os
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import open_clip
+
+from dino_sparo.cli import add_device_options, bool_flag
+from dino_sparo.clip.encode import ClipEncoder, ClipView
+from dino_sparo.clip.model import CLIP, load_clip
+from dino_sparo.clip.pair_sources import INDEPENDENT
+from dino_sparo.clip.prompts import set_name
+from dino_sparo.clip.slots import open_slots
+from dino_sparo.clip.text import tokenize
+from dino_sparo.data import ImageSource, open_source
+from dino_sparo.distributed import Distributed, is_main, rank_0_first
+from dino_sparo.evaluation.protocol import PRECISIONS, file_sha256, versions, view_record, write_json
+from dino_sparo.scenes import Scenes, parse_scenes_spec
+from dino_sparo.sources.splits import find_split
+
+
+@dataclass(frozen=True)
+class EvaluatedClip:
+    """A model ready to encode, and what a result file says about it.
+
+    Attributes:
+        encoder: the model with all that its features depend on.
+        record: plain values: `model`, `slots` (None: all), `feature`, `view`, `versions`.
+    """
+
+    encoder: ClipEncoder
+    record: dict[str, Any]
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """What to evaluate."""
+    group = parser.add_argument_group("model: what is evaluated")
+    group.add_argument("--pretrained_weights", default="", help="Checkpoint of CLIP training, or open_clip's weights.")
+    group.add_argument(
+        "--quick_gelu",
+        type=bool_flag,
+        default=False,
+        help="Activation of open_clip's weights, which do not tell: true for OpenAI's and those named -quickgelu.",
+    )
+    group.add_argument(
+        "--text_heads", type=int, default=None, help="Of the text encoder of open_clip's weights; by default 64 wide."
+    )
+    group.add_argument(
+        "--slots", default=None, help="Evaluate some of its slots, or masked ones: a file of clip.select or clip.mask."
+    )
+
+
+def add_computation_options(parser: argparse.ArgumentParser, result: str, batch_size: int = 128) -> None:
+    """How to compute, and where the result goes.
+
+    Args:
+        parser: to add to.
+        result: name of the result file, beside the checkpoint.
+        batch_size: images, or captions, per step.
+    """
+    group = parser.add_argument_group("computation and result")
+    group.add_argument(
+        "--img_size", type=int, default=None, help="Side of the view in pixels; by default that of the training."
+    )
+    group.add_argument(
+        "--batch_size_per_gpu", type=int, default=batch_size, help="Images, or captions, per process and step."
+    )
+    group.add_argument(
+        "--precision", choices=sorted(PRECISIONS), default="fp32", help="Of the model; fp32 to report numbers."
+    )
+    group.add_argument("--output", default=None, help=f"Result file; by default {result} beside the checkpoint.")
+    add_device_options(parser)
+
+
+def open_clip_encoder(args: argparse.Namespace, place: Distributed, border: int = 0) -> EvaluatedClip:
+    """What the options of `add_model_options` and `add_computation_options` ask for.
+
+    Args:
+        args: parsed options.
+        place: where to compute.
+        border: pixels cut off every side of an image.
+
+    Raises:
+        ValueError: no checkpoint is named, it holds no CLIP, or `--slots` does not fit it.
+    """
+    if not args.pretrained_weights:
+        raise ValueError(
+            "--pretrained_weights is empty: there is nothing to evaluate; give a checkpoint of CLIP training"
+        )
+    loaded = load_clip(args.pretrained_weights, args.text_heads, args.quick_gelu)
+    config = loaded.model.config
+    transform = ClipView(args.img_size or config.image.img_size, loaded.mean, loaded.std, border)
+    model, slots = open_slots(args.slots, loaded)
+    encoder = ClipEncoder(
+        model.to(place.device),
+        partial(tokenize, context_length=config.text.context_length),
+        transform,
+        place.device,
+        args.batch_size_per_gpu,
+        args.num_workers,
+        PRECISIONS[args.precision],
+    )
+    dim = config.embed_dim if isinstance(model, CLIP) else model.encoding_dim
+    record = {
+        "model": loaded.record,
+        "slots": slots,
+        "feature": {"name": "normalised encoding", "dim": dim, "precision": args.precision},
+        "view": {**view_record(transform), "border": border},
+        "versions": {**versions(), "open_clip": open_clip.__version__},
+    }
+    return EvaluatedClip(encoder, record)
+
+
+def open_evaluation_images(data_path: str, split: str | None = None, download: bool = False) -> ImageSource:
+    """The images of a data path that were not trained on.
+
+    The built-in scenes are those of CLIP training, whose attributes are independent of each other.
+
+    Args:
+        data_path: anything `open_source` opens.
+        split: `train` or `val`; None: `val` where there is one, else the path itself.
+        download: fetch a torchvision set that is not on disk.
+
+    Raises:
+        ValueError: no path, or what `open_source` finds wrong with it.
+    """
+    if not data_path:
+        raise ValueError("--data_path is empty; give class folders, tar shards, a set such as cifar10:DIR, or scenes")
+    if data_path.partition(":")[0] == "scenes":
+        num_images, image_size = parse_scenes_spec(data_path)
+        return Scenes(num_images, image_size, split=split or "val", ties=INDEPENDENT)
+    if split is None and (set_name(data_path) or _has_validation(data_path)):
+        split = "val"
+    with rank_0_first():
+        return open_source(data_path, split, download)
+
+
+def _has_validation(data_path: str) -> bool:
+    """Whether a folder has a validation split in it."""
+    folder = os.path.expanduser(data_path)
+    if not os.path.isdir(folder):
+        return False
+    try:
+        return bool(find_split(folder, "val"))
+    except ValueError:
+        return False
+
+
+def file_record(path: Path) -> dict[str, str]:
+    """What a result file says about a file of annotations."""
+    return {"path": str(path), "sha256": file_sha256(path)}
+
+
+def report(result: dict[str, Any], table: str, args: argparse.Namespace, name: str) -> dict[str, Any]:
+    """Write the result and show the table, on rank 0.
+
+    Args:
+        result: plain values.
+        table: the numbers for people.
+        args: parsed options.
+        name: of the result file beside the checkpoint.
+
+    Returns:
+        The result.
+    """
+    if is_main():
+        path = Path(args.output) if args.output else Path(args.pretrained_weights).parent / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(result, path)
+        sys.stdout.write(f"{table}\n\n{path}\n")
+    return result

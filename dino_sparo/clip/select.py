@@ -1,0 +1,323 @@
+"""Labelled images -> which slots are good for telling their classes apart, and how many of them to keep.
+
+    python -m dino_sparo.clip.select --pretrained_weights output/checkpoint.pth --data_path data/imagenet --keep 32
+    python -m dino_sparo.clip.sugarcrepe --pretrained_weights output/checkpoint.pth --data_path data/sugar-crepe/data \
+        --slots output/slots.json
+
+Stage 6 of the folder. Every slot is scored alone by zero-shot accuracy, and the k best are kept. How accuracy depends
+on k is measured for all k; without --keep the best k is taken. Prints a table, writes slots.json (the selection, which
+every evaluation takes as --slots, the scores, the curve and all that they depend on) and slots.png, the curve. Images
+that chose the slots are no test of the choice: their curve is optimistic. Source: SPARO, section 5.1 and table 4.
+"""
+
+import argparse
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+from torch.nn import functional as F
+
+from dino_sparo.cli import HelpFormatter, errors_in_one_line
+from dino_sparo.clip.classes import apply_classes, open_classes
+from dino_sparo.clip.encode import ClipEncoder
+from dino_sparo.clip.plots import ACCENT, count_ticks, panels, ranked_bars, result_paths
+from dino_sparo.clip.prompts import AUTO, TEMPLATES, open_templates
+from dino_sparo.clip.protocol import (
+    add_computation_options,
+    add_model_options,
+    open_clip_encoder,
+    open_evaluation_images,
+    report,
+)
+from dino_sparo.clip.slots import SlotSelection, check_has_slots, whole_model
+from dino_sparo.clip.zero_shot import class_features, count_hits
+from dino_sparo.data import ImageSource
+from dino_sparo.distributed import all_reduce_sum, init_distributed, is_main, rank, world_size
+from dino_sparo.evaluation.features import Features, disjoint_subsets
+from dino_sparo.evaluation.pictures import INK, SOFT, require_matplotlib
+from dino_sparo.logs import setup_logging
+
+logger = logging.getLogger("dino_sparo.clip.select")
+
+IMAGE_CHUNK = 512  # images whose similarities to all classes exist at a time
+TABLE_SLOTS = 10  # best slots that the table names
+
+
+@dataclass(frozen=True)
+class SlotScores:
+    """What `score_slots` finds; accuracies are top-1 in percent.
+
+    Attributes:
+        alone: (L,), accuracy of each slot by itself.
+        ranking: (L,), slots from the best to the worst; of equally good ones the first comes first.
+        curve: (L,), accuracy of the k best together, k = 1 .. L.
+        num_images: how many were classified.
+        num_corrupt: how many could not be read.
+        num_classes: to choose among.
+        truncated_prompts: captions of classes that are longer than the context.
+    """
+
+    alone: list[float]
+    ranking: list[int]
+    curve: list[float]
+    num_images: int
+    num_corrupt: int
+    num_classes: int
+    truncated_prompts: int
+
+    @property
+    def best_number(self) -> int:
+        """The smallest k at which the curve is highest."""
+        return self.curve.index(max(self.curve)) + 1
+
+
+@torch.no_grad()
+def score_slots(
+    encoder: ClipEncoder, source: ImageSource, names: Sequence[str], templates: tuple[str, ...], num_slots: int
+) -> SlotScores:
+    """Zero-shot accuracy of every slot alone, and of the best k together, for every k.
+
+        s_l(x, c) = w_cl . x_l / |w_cl|                                                 slot l alone
+        s_k(x, c) = sum over the k best l of w_cl . x_l / sqrt(sum over them |w_cl|^2)  the k best
+
+    with x_l the normalised slots of an image and w_c the class feature of `zero_shot.class_features`, whose slots are
+    as long as the templates agree on them. They are the numbers that `zero_shot.py` finds with the same slots selected.
+    Every image is encoded once. Every process takes part and gets the result.
+
+    Args:
+        encoder: of a model with slots.
+        source: images labelled by their places in `names`.
+        names: of the classes.
+        templates: sentences with `{}`.
+        num_slots: L.
+
+    Raises:
+        ValueError: features that are not finite, or no image that can be read.
+    """
+    classifier, truncated = class_features(encoder, names, templates)
+    images = encoder.image_features(source, storage=torch.device("cpu"))
+    if not len(images.features):
+        raise ValueError(f"none of {images.num_corrupt} images can be read; is the disk still there?")
+    if not (images.features.isfinite().all() and classifier.isfinite().all()):
+        raise ValueError(f"features of {source.name} are not finite; the model is broken or overflowed")
+    by_slot = classifier.unflatten(1, (num_slots, -1)).transpose(0, 1)  # (L, classes, V)
+    alone = _hits_alone(images, F.normalize(by_slot, dim=2))
+    ranking = sorted(range(num_slots), key=lambda slot: (-int(alone[slot]), slot))
+    together = _hits_together(images, by_slot[ranking], ranking)
+    percent = 100 / len(images.features)
+    return SlotScores(
+        [percent * hits for hits in alone.tolist()],
+        ranking,
+        [percent * hits for hits in together.tolist()],
+        len(images.features),
+        images.num_corrupt,
+        len(names),
+        truncated,
+    )
+
+
+def _chunks(images: Features) -> list[tuple[Tensor, Tensor]]:
+    """This process' share of the images: features (b, M) and labels (b,), still where they are kept."""
+    own = range(rank() * IMAGE_CHUNK, len(images.features), world_size() * IMAGE_CHUNK)
+    return [(images.features[i : i + IMAGE_CHUNK], images.labels[i : i + IMAGE_CHUNK]) for i in own]
+
+
+def _hits_alone(images: Features, classifier: Float[Tensor, "L classes V"]) -> Int64[Tensor, " L"]:
+    """Images that each slot classifies right by itself."""
+    hits = torch.zeros(len(classifier), dtype=torch.int64, device=classifier.device)
+    for features, labels in _chunks(images):
+        slots = features.to(classifier.device).unflatten(1, (len(classifier), -1))
+        labels = labels.to(classifier.device)
+        for slot, weights in enumerate(classifier):
+            hits[slot] += count_hits(slots[:, slot] @ weights.t(), labels)[:, 0].sum()
+    return all_reduce_sum(hits).cpu()
+
+
+def _hits_together(
+    images: Features, classifier: Float[Tensor, "L classes V"], ranking: Sequence[int]
+) -> Int64[Tensor, " L"]:
+    """Images that the first k of the ranking classify right together; `classifier` is in the ranking's order."""
+    hits = torch.zeros(len(classifier), dtype=torch.int64, device=classifier.device)
+    lengths = classifier.square().sum(dim=2).cumsum(dim=0).sqrt()  # (L, classes)
+    for features, labels in _chunks(images):
+        slots = features.to(classifier.device).unflatten(1, (len(classifier), -1))
+        labels = labels.to(classifier.device)
+        sums = torch.zeros(len(slots), classifier.shape[1], device=classifier.device)
+        for place, slot in enumerate(ranking):
+            sums += slots[:, slot] @ classifier[place].t()
+            hits[place] += count_hits(sums / lengths[place], labels)[:, 0].sum()
+    return all_reduce_sum(hits).cpu()
+
+
+def get_args_parser() -> argparse.ArgumentParser:
+    """The options, in data-flow order."""
+    parser = argparse.ArgumentParser(
+        prog="python -m dino_sparo.clip.select",
+        description="Choose slots by what each can do alone.",
+        formatter_class=HelpFormatter,
+    )
+    add_model_options(parser)
+    group = parser.add_argument_group("images")
+    group.add_argument(
+        "--data_path",
+        default="",
+        help="Class folders, tar shards with .cls members, a torchvision set (cifar10:DIR), or scenes.",
+    )
+    group.add_argument(
+        "--split", choices=("train", "val"), default=None, help="By default val where there is one, else all images."
+    )
+    group.add_argument("--download", action="store_true", help="Fetch a torchvision set that is not on disk.")
+    group.add_argument(
+        "--max_images", type=int, default=None, help="Of more images, take a random subset of so many; by default all."
+    )
+    group = parser.add_argument_group("classes in words")
+    group.add_argument("--classnames", default=AUTO, help="As of clip.zero_shot.")
+    group.add_argument(
+        "--templates", default=AUTO, help=f"As of clip.zero_shot: auto, {', '.join(sorted(TEMPLATES))}, or a file."
+    )
+    group = parser.add_argument_group("selection")
+    group.add_argument(
+        "--keep",
+        type=int,
+        default=None,
+        help="Slots to keep; the paper keeps 32 of 64 or 128. By default as many as classify these images best.",
+    )
+    add_computation_options(parser, "slots.json")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Parse the options and select; a mistake in them ends with one line, not a traceback.
+
+    Args:
+        argv: options; None: the command line's.
+
+    Returns:
+        What slots.json holds.
+    """
+    with errors_in_one_line(logger, ImportError):
+        return select_slots(get_args_parser().parse_args(argv))
+
+
+def select_slots(args: argparse.Namespace) -> dict[str, Any]:
+    """Select what the options say, write selection and curve, show the table.
+
+    Raises:
+        ValueError: options, files or data that do not fit; the message says what would.
+        ImportError: matplotlib is not installed.
+    """
+    place = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
+    setup_logging()
+    require_matplotlib()
+    path, plot = result_paths(args, "slots.json")
+    evaluated = open_clip_encoder(args, place)
+    config = whole_model(evaluated.encoder.model).config
+    check_has_slots(config)
+    num_slots = config.image.num_slots
+    if args.keep is not None and not 1 <= args.keep <= num_slots:
+        raise ValueError(f"keep={args.keep} of num_slots={num_slots} slots; give a number from 1 to {num_slots}")
+    source = open_evaluation_images(args.data_path, args.split, args.download)
+    classes = open_classes(source, args.classnames, args.data_path)
+    chosen = apply_classes(source, classes)
+    if args.max_images is not None:
+        if args.max_images < 1:
+            raise ValueError(f"max_images={args.max_images}; give a positive number of images")
+        (chosen,) = disjoint_subsets(chosen, (args.max_images,))
+    templates = open_templates(args.templates, args.data_path)
+    found = score_slots(evaluated.encoder, chosen, classes.names, templates, num_slots)
+    result = describe(found, args.keep, templates, evaluated.record, args)
+    result["prompts"]["classnames"] = classes.origin
+    if is_main():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draw_curve(found, len(result["slots"]), plot)
+    return report(result, table(found, len(result["slots"])), args, "slots.json")
+
+
+def describe(
+    found: SlotScores, keep: int | None, templates: tuple[str, ...], record: dict[str, Any], args: argparse.Namespace
+) -> dict[str, Any]:
+    """Selection, accuracies and protocol, as slots.json holds them."""
+    number = keep or found.best_number
+    num_slots = len(found.ranking)
+    selection = SlotSelection(tuple(sorted(found.ranking[:number])), num_slots, record["model"]["sha256"])
+    return {
+        **selection.to_dict(),
+        "evaluation": "slot selection by zero-shot accuracy",
+        "top1_selected": found.curve[number - 1],
+        "top1_all": found.curve[-1],
+        "rule": {
+            "ranking": "top-1 accuracy of each slot alone; of equally good slots the first is preferred",
+            "number": "asked for" if keep else "the smallest with the highest accuracy on these images",
+            "caution": "slots and number were chosen on the images that the accuracies are of",
+        },
+        "ranking": [{"slot": slot, "top1": found.alone[slot]} for slot in found.ranking],
+        "curve": [{"num_kept": k, "top1": top1} for k, top1 in enumerate(found.curve, 1)],
+        # In other results `slots` says which of them were evaluated: here all, one by one.
+        **{name: value for name, value in record.items() if name != "slots"},
+        "images": {
+            "data_path": args.data_path,
+            "split": args.split,
+            "max_images": args.max_images,
+            "num_images": found.num_images,
+            "num_corrupt": found.num_corrupt,
+        },
+        "prompts": {
+            "num_classes": found.num_classes,
+            "num_truncated": found.truncated_prompts,
+            "templates": list(templates),
+        },
+    }
+
+
+def table(found: SlotScores, number: int) -> str:
+    """The best slots, and what they can do together, for people."""
+    shown = min(len(found.ranking), TABLE_SLOTS)
+    lines = [f"{'rank':>4}  {'slot':>5}  {'alone top-1 %':>13}  {'together top-1 %':>16}"]
+    lines += [
+        f"{place + 1:>4}  {slot:>5}  {found.alone[slot]:>13.2f}  {found.curve[place]:>16.2f}"
+        for place, slot in enumerate(found.ranking[:shown])
+    ]
+    lines += ["..."] if shown < len(found.ranking) else []
+    kept, everything = found.curve[number - 1], found.curve[-1]
+    lines.append(f"kept {number} of {len(found.ranking)} slots: {kept:.2f} % top-1; all slots: {everything:.2f} %")
+    return "\n".join(lines)
+
+
+def draw_curve(found: SlotScores, number: int, path: Path) -> None:
+    """Accuracy of the k best slots together against k, and of each slot alone, best first.
+
+    Args:
+        found: the accuracies.
+        number: k that is kept.
+        path: the PNG to write.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    num_slots = len(found.ranking)
+    chance = 100 / found.num_classes
+    with panels(path, 1, 2) as axes:
+        together, alone = axes[0]
+        numbers = range(1, num_slots + 1)
+        together.axhline(found.curve[-1], color=SOFT, linestyle=(0, (4, 3)), linewidth=1, label="all slots")
+        together.plot(numbers, found.curve, color=INK, linewidth=1.6, label="best slots together")
+        kept = found.curve[number - 1]
+        together.plot([number], [kept], "o", color=ACCENT, markersize=7, label=f"{number} kept: {kept:.1f} %")
+        together.set(xlabel="slots kept, best first", ylabel="zero-shot top-1, %")
+        together.set_title("Best slots together", loc="left", fontweight="bold", fontsize=11)
+        together.legend(frameon=False, loc="best")
+        count_ticks(together)
+        ranked_bars(alone, found.ranking, [found.alone[slot] for slot in found.ranking], number)
+        alone.axhline(chance, color=SOFT, linestyle=(0, (1, 2)), linewidth=1)
+        alone.text(num_slots + 0.5, chance, "chance", color=SOFT, ha="right", va="bottom", fontsize=9)
+        alone.set(xlabel="slot, best first", ylabel="zero-shot top-1, %")
+        alone.set_title("Each slot alone", loc="left", fontweight="bold", fontsize=11)
+
+
+if __name__ == "__main__":
+    main()

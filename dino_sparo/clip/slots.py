@@ -1,0 +1,366 @@
+"""A choice among a model's slots, hard or soft -> the same model reduced to it, for any evaluation.
+
+Stage 6 of the folder. `select.py` and `mask.py` find choices and write them; whatever evaluates takes one as --slots.
+
+    selection   k of the L slots, of images and of captions       y = concat(y_l / |y_l|, l kept) / sqrt(k)
+    mask        a weight in [0, 1] for each of P parts of images  y = m * y / |m * y|, captions as they are
+
+A selection divides by sqrt(k) where equation 2 divides by sqrt(L), so that a similarity is the mean of the cosines of
+the slots that are kept, and a feature has length one. A mask weighs normalised encodings and leaves captions alone, as
+the paper does; a part is a slot (P = L), a single dimension (P = M), or, in a model without slots, one of P contiguous
+equal partitions. With weights 0 and 1 it orders the captions of an image as the selection of the same slots does.
+Source: SPARO, sections 5.1, 5.2 and 0.C.1.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dino_sparo.clip.config import CLIPConfig
+from dino_sparo.clip.model import CLIP, ClipOutput, LoadedClip, normalize_slots
+from dino_sparo.clip.readouts import NORMALIZED_PER_SLOT
+from dino_sparo.evaluation.protocol import file_sha256
+from dino_sparo.readout import ReadoutOutput
+
+FORMS = (
+    '{"slots": [0, 3], "num_slots": 128, "weights_sha256": "..."} or '
+    '{"mask": [0.1, ...], "encoding_dim": 8192, "weights_sha256": "..."}, all but the first of either optional'
+)
+
+
+@dataclass(frozen=True)
+class SlotSelection:
+    """The slots that are kept.
+
+    Attributes:
+        indices: numbers of slots, different from each other.
+        num_slots: L of the model they were chosen in; None: not known.
+        weights_sha256: of the checkpoint they were chosen in; None: not known.
+
+    Raises:
+        ValueError: no slot, one that occurs twice, or one that does not exist.
+    """
+
+    indices: tuple[int, ...]
+    num_slots: int | None = None
+    weights_sha256: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.indices:
+            raise ValueError("slots=[] keeps no slot; give at least one")
+        if len(set(self.indices)) < len(self.indices):
+            twice = next(index for index in self.indices if self.indices.count(index) > 1)
+            raise ValueError(f"slots name slot {twice} twice; give different slots")
+        if self.num_slots is not None:
+            self.check_slots(self.num_slots)
+
+    def check_slots(self, num_slots: int) -> None:
+        """Refuse slots that a model of `num_slots` does not have; raises ValueError."""
+        unknown = [index for index in self.indices if not 0 <= index < num_slots]
+        if unknown:
+            raise ValueError(
+                f"slots name slot {unknown[0]}, which does not exist: the model has num_slots={num_slots}, numbered 0 "
+                f"to {num_slots - 1}"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as `read_slots` takes them."""
+        return {"slots": list(self.indices), "num_slots": self.num_slots, "weights_sha256": self.weights_sha256}
+
+
+@dataclass(frozen=True)
+class SlotMask:
+    """What each part of an image's encoding is multiplied with.
+
+    Attributes:
+        values: (P,), in [0, 1]; part p are the dimensions p M / P to (p + 1) M / P.
+        encoding_dim: M of the model it was learned for; None: not known.
+        weights_sha256: of the checkpoint it was learned for; None: not known.
+
+    Raises:
+        ValueError: values outside [0, 1], none above 0, or a number of parts that does not divide the encoding.
+    """
+
+    values: tuple[float, ...]
+    encoding_dim: int | None = None
+    weights_sha256: str | None = None
+
+    def __post_init__(self) -> None:
+        wrong = [value for value in self.values if not 0 <= value <= 1]  # true for NaN, too
+        if wrong:
+            raise ValueError(f"mask holds {wrong[0]}; give weights in [0, 1]")
+        if not any(self.values):
+            raise ValueError(f"mask of {len(self.values)} parts has no weight above 0; nothing of an image would stay")
+        if self.encoding_dim is not None:
+            self.check_parts(self.encoding_dim)
+
+    def check_parts(self, encoding_dim: int) -> None:
+        """Refuse an encoding that does not fall into so many equal parts; raises ValueError."""
+        if encoding_dim % len(self.values):
+            raise ValueError(
+                f"mask has {len(self.values)} parts, which do not divide an encoding of {encoding_dim} numbers; "
+                f"give one weight per slot or per dimension"
+            )
+
+    def per_dimension(self, encoding_dim: int) -> Float[Tensor, " encoding_dim"]:
+        """The weight of each of M dimensions, fp32."""
+        return torch.tensor(self.values).repeat_interleave(encoding_dim // len(self.values))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as `read_slots` takes them."""
+        return {
+            "mask": list(self.values),
+            "encoding_dim": self.encoding_dim,
+            "weights_sha256": self.weights_sha256,
+        }
+
+
+class SelectedSlots(nn.Module):
+    """A model reduced to some of its slots, on both sides; see the top of this file.
+
+    Args:
+        model: with slots that are normalised one by one.
+        selection: which of them.
+
+    Raises:
+        ValueError: the model has no such slots.
+    """
+
+    kept: Tensor
+
+    def __init__(self, model: CLIP, selection: SlotSelection) -> None:
+        super().__init__()
+        check_fits(selection, model.config)
+        self.model, self.selection = model, selection
+        self.register_buffer("kept", torch.tensor(selection.indices), persistent=False)
+
+    @property
+    def config(self) -> CLIPConfig:
+        """Of the whole model."""
+        return self.model.config
+
+    @property
+    def logit_scale(self) -> Tensor:
+        """The whole model's."""
+        return self.model.logit_scale
+
+    @property
+    def encoding_dim(self) -> int:
+        """Numbers in a feature, k V."""
+        return len(self.selection.indices) * self.config.image.slot_dim
+
+    def forward(self, images: Float[Tensor, "B C H W"], token_ids: Int64[Tensor, "B N"]) -> ClipOutput:
+        """Pairs -> features of both sides and the inverse temperature; see `CLIP.forward`."""
+        return ClipOutput(self.encode_image(images), self.encode_text(token_ids), self.logit_scale.exp())
+
+    def encode_image(self, images: Float[Tensor, "B C H W"], normalize: bool = True) -> Float[Tensor, "B kV"]:
+        """Images -> features of the slots that are kept; see `CLIP.encode_image`."""
+        return _encoding(self.image_output(images), normalize)
+
+    def encode_text(self, token_ids: Int64[Tensor, "B N"], normalize: bool = True) -> Float[Tensor, "B kV"]:
+        """Captions -> features of the slots that are kept; see `CLIP.encode_text`."""
+        return _encoding(self.text_output(token_ids), normalize)
+
+    def image_output(self, images: Float[Tensor, "B C H W"]) -> ReadoutOutput:
+        """The kept slots (B, k, V), not normalised, and their attention (B, k, N)."""
+        return self._choose(self.model.image_output(images))
+
+    def text_output(self, token_ids: Int64[Tensor, "B N"]) -> ReadoutOutput:
+        """The kept slots (B, k, V), not normalised, and their attention (B, k, N)."""
+        return self._choose(self.model.text_output(token_ids))
+
+    def _choose(self, output: ReadoutOutput) -> ReadoutOutput:
+        return ReadoutOutput(slots=output.slots[:, self.kept], attention=output.attention[:, self.kept])
+
+
+def _encoding(output: ReadoutOutput, normalize: bool) -> Tensor:
+    return normalize_slots(output.slots) if normalize else output.slots.flatten(1)
+
+
+class MaskedImages(nn.Module):
+    """A model whose encodings of images are weighed by a mask; see the top of this file.
+
+    Args:
+        model: any.
+        mask: the weights.
+
+    Raises:
+        ValueError: the encoding cannot be divided into the mask's parts.
+    """
+
+    weights: Tensor
+
+    def __init__(self, model: CLIP, mask: SlotMask) -> None:
+        super().__init__()
+        check_fits(mask, model.config)
+        self.model, self.mask = model, mask
+        self.register_buffer("weights", mask.per_dimension(model.config.embed_dim), persistent=False)
+
+    @property
+    def config(self) -> CLIPConfig:
+        """The model's."""
+        return self.model.config
+
+    @property
+    def logit_scale(self) -> Tensor:
+        """The model's."""
+        return self.model.logit_scale
+
+    @property
+    def encoding_dim(self) -> int:
+        """Numbers in a feature, M."""
+        return self.config.embed_dim
+
+    def forward(self, images: Float[Tensor, "B C H W"], token_ids: Int64[Tensor, "B N"]) -> ClipOutput:
+        """Pairs -> features of both sides and the inverse temperature; see `CLIP.forward`."""
+        return ClipOutput(self.encode_image(images), self.encode_text(token_ids), self.logit_scale.exp())
+
+    def encode_image(self, images: Float[Tensor, "B C H W"], normalize: bool = True) -> Float[Tensor, "B M"]:
+        """Images -> masked encodings; `normalize` normalises before the mask and after it."""
+        encoding = self.model.encode_image(images, normalize)
+        return mask_features(encoding, self.weights) if normalize else encoding * self.weights
+
+    def encode_text(self, token_ids: Int64[Tensor, "B N"], normalize: bool = True) -> Float[Tensor, "B M"]:
+        """Captions -> encodings, without mask."""
+        return self.model.encode_text(token_ids, normalize)
+
+
+ReducedClip = SelectedSlots | MaskedImages
+
+
+def with_slots(model: CLIP, choice: SlotSelection | SlotMask) -> ReducedClip:
+    """The model reduced to a choice among its slots, as a model that any evaluation takes.
+
+    It shares the model's weights and goes where it goes.
+
+    Raises:
+        ValueError: the choice does not fit the model.
+    """
+    return SelectedSlots(model, choice) if isinstance(choice, SlotSelection) else MaskedImages(model, choice)
+
+
+def mask_features(features: Float[Tensor, "B M"], weights: Float[Tensor, " M"]) -> Float[Tensor, "B M"]:
+    """Normalised encodings of images -> masked ones, of length one."""
+    return F.normalize(features * weights, dim=1)
+
+
+def check_fits(choice: SlotSelection | SlotMask, config: CLIPConfig, weights_sha256: str | None = None) -> None:
+    """Refuse a choice that was made in another model, or that this one does not allow.
+
+    Args:
+        choice: a selection or a mask.
+        config: of the model.
+        weights_sha256: of its checkpoint; None leaves it out of the comparison.
+
+    Raises:
+        ValueError: they do not belong together.
+    """
+    if isinstance(choice, SlotSelection):
+        check_has_slots(config)
+        num_slots = config.image.num_slots
+        if choice.num_slots not in (None, num_slots):
+            raise ValueError(
+                f"slots were selected among num_slots={choice.num_slots}, the model has {num_slots}; select among "
+                f"its own"
+            )
+        choice.check_slots(num_slots)
+    else:
+        if choice.encoding_dim not in (None, config.embed_dim):
+            raise ValueError(
+                f"mask was learned for encodings of {choice.encoding_dim} numbers, the model's have "
+                f"{config.embed_dim}; learn one for this model"
+            )
+        choice.check_parts(config.embed_dim)
+    if None not in (weights_sha256, choice.weights_sha256) and weights_sha256 != choice.weights_sha256:
+        raise ValueError(
+            f"the slots were chosen in a checkpoint with SHA-256 {choice.weights_sha256}, this one has "
+            f"{weights_sha256}; slots of different trainings have nothing in common. To apply them nevertheless, "
+            f"remove weights_sha256 from the file"
+        )
+
+
+def check_has_slots(config: CLIPConfig) -> None:
+    """Refuse a model without slots that can stand alone.
+
+    Raises:
+        ValueError: names those that have some.
+    """
+    if config.readout not in NORMALIZED_PER_SLOT:
+        raise ValueError(
+            f"readout {config.readout!r} has no slots to choose among; that takes a model with one of "
+            f"{sorted(NORMALIZED_PER_SLOT)}"
+        )
+
+
+def whole_model(model: object) -> CLIP:
+    """The model, where slots are to be chosen among all there are.
+
+    Raises:
+        ValueError: it is reduced to some of them already.
+    """
+    if not isinstance(model, CLIP):
+        raise ValueError("slots are chosen among all slots of a model; leave out --slots")
+    return model
+
+
+def read_slots(path: str | Path) -> SlotSelection | SlotMask:
+    """A choice in a JSON file, `select.py`'s, `mask.py`'s, or written by hand.
+
+    Args:
+        path: JSON, an object with `slots` or `mask`; what else stands in it is not looked at.
+
+    Raises:
+        ValueError: there is no such file, or it holds something else.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"slots={str(path)!r} does not exist; give a file of clip.select or clip.mask")
+    try:
+        said = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"slots={str(path)!r} is no JSON ({error})") from error
+    said = said if isinstance(said, dict) else {}
+    chosen, values = said.get("slots"), said.get("mask")
+    sha256, num_slots, encoding_dim = (said.get(name) for name in ("weights_sha256", "num_slots", "encoding_dim"))
+    try:
+        if isinstance(chosen, list) and all(type(index) is int for index in chosen):
+            return SlotSelection(tuple(chosen), num_slots, sha256)
+        if isinstance(values, list) and all(type(value) in (int, float) for value in values):
+            return SlotMask(tuple(map(float, values)), encoding_dim, sha256)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    raise ValueError(f"{path} is no choice of slots; expected {FORMS}")
+
+
+def open_slots(path: str | Path | None, loaded: LoadedClip) -> tuple[CLIP | ReducedClip, dict[str, Any] | None]:
+    """What `--slots` asks for: a checkpoint's model, reduced if a file is named.
+
+    Args:
+        path: of `read_slots`; None or empty: the whole model.
+        loaded: the checkpoint.
+
+    Returns:
+        The model, and what a result file says about the choice; None for the whole model.
+
+    Raises:
+        ValueError: the file does not fit the checkpoint; see `check_fits`.
+    """
+    if not path:
+        return loaded.model, None
+    choice = read_slots(path)
+    check_fits(choice, loaded.model.config, loaded.record["sha256"])
+    said: dict[str, Any] = {"path": str(path), "sha256": file_sha256(Path(path))}
+    if isinstance(choice, SlotSelection):
+        said |= {"kind": "selection", "slots": list(choice.indices), "num_slots": loaded.model.config.image.num_slots}
+        said["rule"] = "equation 2 over the slots that are kept, images and captions"
+    else:
+        mean = math.fsum(choice.values) / len(choice.values)
+        said |= {"kind": "mask", "num_parts": len(choice.values), "mean_weight": mean}
+        said["rule"] = "normalised encodings of images times the mask, normalised again; captions as they are"
+    return with_slots(loaded.model, choice), said

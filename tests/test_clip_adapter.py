@@ -1,0 +1,102 @@
+"""Our checkpoints under LAION's CLIP benchmark: its loader's interface, features, registration."""
+
+import pickle
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from PIL import Image
+from torch.nn import functional as F
+
+pytest.importorskip("open_clip")
+
+from clip_fakes import small_checkpoint
+
+from dino_sparo.clip import adapter, load_clip, normalize_slots, tokenize
+
+SLOTS, WIDTH = 5, 7
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    return small_checkpoint(tmp_path / "checkpoint.pth")
+
+
+def test_what_is_loaded_serves_a_loop_like_clip_benchmarks(weights):
+    """Its classifier: features of captions and images, each normalised as a whole, and their dot products."""
+    model, transform, tokenizer = adapter.load_clip(
+        model_name="normalized", pretrained=str(weights), cache_dir=None, device="cpu"
+    )
+    assert not model.training
+    captions = ["a red ring", "a star", "very " * 90]
+    texts = tokenizer(captions).to("cpu")
+    assert texts.shape == (3, 77)
+    assert torch.equal(tokenizer("a star"), texts[1:2])
+    image = Image.effect_noise((50, 40), 80)  # not RGB
+    images = torch.stack([pickle.loads(pickle.dumps(transform))(image)] * 2).to("cpu")
+    assert images.shape == (2, 3, 32, 32)
+    with torch.no_grad():
+        scores = F.normalize(model.encode_image(images), dim=-1) @ F.normalize(model.encode_text(texts), dim=-1).t()
+        ours = load_clip(weights).model
+        expected = ours.encode_image(images) @ ours.encode_text(tokenize(captions).ids).t()
+    torch.testing.assert_close(scores, expected)
+
+
+def test_features_come_with_and_without_normalisation(weights):
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    ids = tokenize(["a ring", "two"]).ids
+    with torch.no_grad():
+        for name in ("normalized", "unnormalized"):
+            model = adapter.load_clip(name, str(weights)).model
+            for features, slots in (
+                (model.encode_image(images), model.model.image_output(images).slots),
+                (model.encode_text(ids), model.model.text_output(ids).slots),
+            ):
+                assert torch.equal(features, normalize_slots(slots) if name == "normalized" else slots.flatten(1))
+        # A call may ask for another than what was loaded.
+        assert torch.equal(model.encode_image(images, normalize=True), model.model.encode_image(images))
+        assert torch.equal(model.encode_text(ids, normalize=True), model.model.encode_text(ids))
+
+
+def test_some_slots_alone(weights, tmp_path):
+    (tmp_path / "slots.json").write_text('{"slots": [4, 2]}')
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        features = adapter.load_clip(f"unnormalized:{tmp_path}/slots.json", str(weights)).model.encode_image(images)
+        whole = load_clip(weights).model.image_output(images).slots
+    assert torch.equal(features, whole[:, [4, 2]].flatten(1))
+
+
+def test_names_that_mean_nothing_are_refused(weights):
+    with pytest.raises(
+        ValueError, match="model 'ViT-B-32-quickgelu' is unknown; give --model normalized or unnormalized"
+    ):
+        adapter.load_clip("ViT-B-32-quickgelu", str(weights))
+    with pytest.raises(ValueError, match="pretrained is empty"):
+        adapter.load_clip("normalized")
+
+
+def test_clip_benchmarks_command_knows_our_checkpoints(monkeypatch):
+    """With a stand-in for the package: two modules, of which the command's copies the list of types on import."""
+    calls = []
+    package, models, cli = (
+        ModuleType(name) for name in ("clip_benchmark", "clip_benchmark.models", "clip_benchmark.cli")
+    )
+    models.TYPE2FUNC = {"open_clip": print}
+    models.MODEL_TYPES = list(models.TYPE2FUNC)
+    package.models, package.cli = models, cli
+    cli.main = lambda: calls.append(list(models.MODEL_TYPES))
+    for module in (package, models, cli):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    adapter.main()
+    adapter.main()
+    assert calls == [["open_clip", "dino_sparo"]] * 2
+    assert models.TYPE2FUNC["dino_sparo"] is adapter.load_clip
+
+
+def test_without_clip_benchmark_the_command_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "clip_benchmark", None)
+    with pytest.raises(ImportError, match="pip install clip-benchmark"):
+        adapter.main()

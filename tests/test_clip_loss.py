@@ -1,0 +1,80 @@
+"""clip/loss.py: the loss of several ranks is that of one with everything, and so are its gradients."""
+
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+pytest.importorskip("open_clip")
+
+from dino_sparo.clip.loss import create_loss, feature_gradients
+from dino_sparo.distributed import barrier, init_distributed, shutdown
+
+NUM_RANKS, PER_RANK, WIDTH = 2, 3, 5
+
+
+def features() -> tuple[Tensor, Tensor, Tensor]:
+    """Normalised image and text features of all ranks (6, 5), and the inverse temperature."""
+    generator = torch.Generator().manual_seed(7)
+    images, texts = (torch.randn(NUM_RANKS * PER_RANK, WIDTH, generator=generator) for _ in range(2))
+    return F.normalize(images, dim=-1), F.normalize(texts, dim=-1), torch.tensor(11.0)
+
+
+def slow_loss(images: Tensor, texts: Tensor, scale: Tensor) -> Tensor:
+    """The definition, pair by pair: minus the log of the share of the right caption, and of the right image."""
+    terms = []
+    for i in range(len(images)):
+        of_captions = torch.stack([scale * images[i] @ texts[j] for j in range(len(texts))])
+        of_images = torch.stack([scale * images[j] @ texts[i] for j in range(len(images))])
+        terms += [of_captions.logsumexp(0) - of_captions[i], of_images.logsumexp(0) - of_images[i]]
+    return torch.stack(terms).mean()
+
+
+def test_the_loss_is_its_definition() -> None:
+    images, texts, scale = features()
+    assert torch.allclose(create_loss()(images, texts, scale), slow_loss(images, texts, scale), atol=1e-6)
+
+
+def test_the_gradients_at_the_features_are_those_of_the_definition() -> None:
+    leaves = [tensor.requires_grad_() for tensor in features()]
+    expected = torch.autograd.grad(slow_loss(*leaves), leaves)
+    with torch.no_grad():
+        found = feature_gradients(create_loss(), *leaves)
+    assert found.loss.item() == pytest.approx(slow_loss(*leaves).item(), abs=1e-6)
+    for own, right in zip((found.images, found.texts, found.logit_scale), expected, strict=True):
+        assert torch.allclose(own, right, atol=1e-6)
+        assert not own.requires_grad
+
+
+def _peer(number: int, folder: str, results: "multiprocessing.Queue") -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(number), WORLD_SIZE=str(NUM_RANKS), LOCAL_RANK=str(number))
+    init_distributed("cpu", dist_url=f"file://{folder}/rendezvous")
+    images, texts, scale = features()
+    own = slice(number * PER_RANK, (number + 1) * PER_RANK)
+    found = feature_gradients(create_loss(), images[own], texts[own], scale)
+    results.put((number, *(tensor.tolist() for tensor in found)))
+    barrier()
+    shutdown()
+
+
+def test_the_mean_over_two_ranks_is_the_loss_of_the_whole_batch(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    peers = [context.Process(target=_peer, args=(number, str(tmp_path), results)) for number in range(NUM_RANKS)]
+    for peer in peers:
+        peer.start()
+    ranks = [list(map(torch.tensor, values)) for _, *values in sorted(results.get(timeout=120) for _ in peers)]
+    for peer in peers:
+        peer.join(timeout=60)
+    loss, images, texts, scale = zip(*ranks, strict=True)
+    whole = feature_gradients(create_loss(), *features())
+    assert torch.allclose(torch.stack(loss).mean(), whole.loss, atol=1e-6)
+    # Ranks average their gradients, so each must carry as many times its share as there are ranks.
+    assert torch.allclose(torch.cat(images) / NUM_RANKS, whole.images, atol=1e-6)
+    assert torch.allclose(torch.cat(texts) / NUM_RANKS, whole.texts, atol=1e-6)
+    assert torch.allclose(torch.stack(scale).mean(), whole.logit_scale, atol=1e-6)

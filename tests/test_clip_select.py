@@ -1,0 +1,189 @@
+"""Selecting slots: the score of each alone, the curve of the best together, and the command."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+pytest.importorskip("open_clip")
+
+from clip_fakes import COLOURS, ColourClip, evaluate, paint, small_checkpoint
+
+from dino_sparo.clip import load_clip, select, tokenize, zero_shot
+from dino_sparo.clip.encode import ClipEncoder, ClipView
+from dino_sparo.clip.prompts import TEMPLATES
+from dino_sparo.clip.protocol import open_evaluation_images
+from dino_sparo.clip.select import SlotScores, score_slots
+from dino_sparo.clip.slots import SlotSelection, open_slots, read_slots, with_slots
+from dino_sparo.clip.zero_shot import evaluate_zero_shot
+from dino_sparo.data import open_source
+from dino_sparo.scenes import SHAPES
+
+SLOTS = 5
+TEMPLATES_USED = TEMPLATES["scenes"][:3]
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_checkpoint(tmp_path_factory.mktemp("select") / "checkpoint.pth")
+
+
+def small_encoder(weights: Path, choice: SlotSelection | None = None) -> ClipEncoder:
+    loaded = load_clip(weights)
+    model = loaded.model if choice is None else with_slots(loaded.model, choice)
+    return ClipEncoder(model, tokenize, ClipView(32, loaded.mean, loaded.std), torch.device("cpu"), batch_size=16)
+
+
+def run(*options: object) -> dict:
+    return evaluate(select.select_slots, select.get_args_parser(), *options)
+
+
+# --- scores
+
+
+@pytest.fixture(scope="module")
+def scores(weights: Path) -> SlotScores:
+    source = open_evaluation_images("scenes:53:32")
+    return score_slots(small_encoder(weights), source, list(SHAPES), TEMPLATES_USED, SLOTS)
+
+
+def accuracy(weights: Path, slots: list[int]) -> float:
+    source = open_evaluation_images("scenes:53:32")
+    encoder = small_encoder(weights, SlotSelection(tuple(slots)))
+    return evaluate_zero_shot(encoder, source, list(SHAPES), TEMPLATES_USED).top1
+
+
+def test_a_slots_score_is_the_accuracy_of_the_model_reduced_to_it(weights, scores):
+    assert scores.alone == pytest.approx([accuracy(weights, [slot]) for slot in range(SLOTS)])
+    assert len(set(scores.alone)) > 1
+
+
+def test_the_curve_is_the_accuracy_of_the_model_reduced_to_the_best(weights, scores):
+    expected = [accuracy(weights, scores.ranking[:number]) for number in range(1, SLOTS + 1)]
+    assert scores.curve == pytest.approx(expected)
+    assert (scores.num_images, scores.num_corrupt, scores.num_classes) == (53, 0, len(SHAPES))
+
+
+def test_slots_are_ranked_by_score_and_of_equals_the_first_comes_first(scores):
+    assert scores.ranking == sorted(range(SLOTS), key=lambda slot: (-scores.alone[slot], slot))
+
+
+def test_chunks_change_nothing(weights, scores, monkeypatch):
+    monkeypatch.setattr(select, "IMAGE_CHUNK", 7)
+    source = open_evaluation_images("scenes:53:32")
+    assert score_slots(small_encoder(weights), source, list(SHAPES), TEMPLATES_USED, SLOTS) == scores
+
+
+def test_the_best_number_is_the_smallest_at_the_top():
+    found = SlotScores([1.0] * 4, [0, 1, 2, 3], [2.0, 9.0, 9.0, 4.0], 10, 0, 3, 0)
+    assert found.best_number == 2
+
+
+class TwoSlots(nn.Module):
+    """Slot 1 is the colour, slot 0 is the same for every image, and for captions anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.colour = ColourClip()
+
+    def encode_image(self, images: torch.Tensor, normalize: bool = True) -> torch.Tensor:
+        colour = self.colour.encode_image(images)
+        return torch.cat((F.normalize(torch.ones_like(colour), dim=1), colour), dim=1) / 2**0.5
+
+    def encode_text(self, token_ids: torch.Tensor, normalize: bool = True) -> torch.Tensor:
+        colour = self.colour.encode_text(token_ids)
+        return torch.cat((colour.roll(1, dims=1), colour), dim=1) / 2**0.5
+
+
+def test_the_slot_that_can_tell_is_found(tmp_path):
+    for colour in ("red", "green", "blue"):
+        paint(tmp_path / colour / "0.png", colour)
+        paint(tmp_path / colour / "1.png", colour)
+    paint(tmp_path / "red" / "2.png", "broken")
+    view = ClipView(4, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+    encoder = ClipEncoder(TwoSlots(), tokenize, view, torch.device("cpu"), 4)
+    source = open_source(str(tmp_path))
+    assert set(source.classes or []) <= set(COLOURS)
+    found = score_slots(encoder, source, source.classes or [], ("a {} thing",), 2)
+    assert found.alone == pytest.approx([100 / 3, 100])
+    assert found.ranking == [1, 0]
+    assert found.curve == [100, 100]
+    assert (found.best_number, found.num_images, found.num_corrupt) == (1, 6, 1)
+
+
+def test_features_that_are_not_finite_are_refused(tmp_path, monkeypatch):
+    paint(tmp_path / "red" / "0.png", "red")
+    model = TwoSlots()
+    monkeypatch.setattr(model, "encode_image", lambda images, normalize: torch.full((len(images), 6), torch.nan))
+    view = ClipView(4, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+    encoder = ClipEncoder(model, tokenize, view, torch.device("cpu"), 4)
+    with pytest.raises(ValueError, match="not finite"):
+        score_slots(encoder, open_source(str(tmp_path)), ["red"], ("{}",), 2)
+
+
+# --- the command
+
+
+def test_the_command_writes_a_selection_that_fits_its_checkpoint(weights, tmp_path, capsys):
+    options = ["--pretrained_weights", weights, "--data_path", "scenes:40:32", "--templates", "plain"]
+    result = run(*options, "--output", tmp_path / "slots.json", "--keep", 2)
+    assert "kept 2 of 5 slots" in capsys.readouterr().out
+    selection = read_slots(tmp_path / "slots.json")
+    assert selection == SlotSelection(
+        tuple(sorted(r["slot"] for r in result["ranking"][:2])), 5, result["model"]["sha256"]
+    )
+    assert open_slots(tmp_path / "slots.json", load_clip(weights))[0].encoding_dim == 14
+    assert [point["num_kept"] for point in result["curve"]] == [1, 2, 3, 4, 5]
+    assert result["top1_selected"] == result["curve"][1]["top1"]
+    assert result["top1_all"] == result["curve"][4]["top1"]
+    written = [(tmp_path / f"slots.{ending}").read_bytes() for ending in ("json", "png")]
+    run(*options, "--output", tmp_path / "slots.json", "--keep", 2)
+    assert written == [(tmp_path / f"slots.{ending}").read_bytes() for ending in ("json", "png")]
+    assert json.loads(written[0]) == result
+    zero = [*options, "--slots", tmp_path / "slots.json", "--output", tmp_path / "zero_shot.json"]
+    found = evaluate(zero_shot.evaluate_checkpoint, zero_shot.get_args_parser(), *zero)
+    assert found["top1"] == pytest.approx(result["top1_selected"])
+    with pytest.raises(ValueError, match="chosen among all slots of a model; leave out --slots"):
+        run(*options, "--slots", tmp_path / "slots.json")
+
+
+def test_without_a_number_the_best_is_kept_and_lies_beside_the_checkpoint(tmp_path):
+    weights = small_checkpoint(tmp_path / "run" / "checkpoint.pth", seed=3)
+    options = ["--pretrained_weights", weights, "--data_path", "scenes:40:32", "--templates", "plain"]
+    result = run(*options, "--max_images", 20)
+    accuracies = [point["top1"] for point in result["curve"]]
+    assert len(result["slots"]) == accuracies.index(max(accuracies)) + 1
+    assert result["images"]["num_images"] == 20
+    assert (tmp_path / "run" / "slots.json").is_file()
+    assert (tmp_path / "run" / "slots.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--keep", 0], "keep=0 of num_slots=5"),
+        (["--keep", 6], "keep=6 of num_slots=5 slots; give a number from 1 to 5"),
+        (["--max_images", 0], "max_images=0; give a positive number"),
+        (["--output", "slots.png"], "names a picture"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(weights, options, message):
+    with pytest.raises(ValueError, match=message):
+        run("--pretrained_weights", weights, "--data_path", "scenes:40:32", *options)
+
+
+def test_a_model_without_slots_is_refused_in_one_line(tmp_path, caplog):
+    weights = small_checkpoint(tmp_path / "checkpoint.pth", "gap")
+    with caplog.at_level(logging.ERROR), pytest.raises(SystemExit) as stopped:
+        select.main(["--pretrained_weights", str(weights), "--data_path", "scenes:40:32", "--device", "cpu"])
+    assert stopped.value.code == 1
+    assert "readout 'gap' has no slots to choose among" in caplog.text
+
+
+def test_the_options_are_known():
+    own = {"data_path", "split", "download", "max_images", "classnames", "templates", "keep"}
+    assert own <= vars(select.get_args_parser().parse_args([])).keys()

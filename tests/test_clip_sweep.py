@@ -1,0 +1,185 @@
+"""Sweeps over L and V: parameters without weights, results that can be compared, and the command."""
+
+import json
+import logging
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("open_clip")
+
+from clip_fakes import evaluate, paint, small_checkpoint
+
+from dino_sparo.clip import create_clip, load_clip, sweep, zero_shot
+from dino_sparo.clip.model import clip_from_config
+from dino_sparo.clip.sweep import check_comparable, grid_points, point_of, read_result
+
+SMALL = ["--arch", "vit_micro", "--patch_size", 8, "--img_size", 32, "--text_width", 24, "--text_heads", 2]
+SMALL += ["--text_layers", 3, "--sparo_key_dim", 3]
+
+
+def run(*options: object) -> dict:
+    return evaluate(sweep.collect, sweep.get_args_parser(), *options)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sweep") / "images"
+    for colour in ("red", "green", "blue"):
+        paint(folder / colour / "0.png", colour)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(images: Path) -> list[Path]:
+    """Results of a model with slots and of one without."""
+    found = []
+    for readout in ("sparo", "gap"):
+        weights = small_checkpoint(images.parent / readout / "checkpoint.pth", readout)
+        options = ["--pretrained_weights", weights, "--data_path", images, "--templates", "plain"]
+        evaluate(zero_shot.evaluate_checkpoint, zero_shot.get_args_parser(), *options)
+        found.append(weights.with_name("zero_shot.json"))
+    return found
+
+
+# --- points
+
+
+@pytest.mark.parametrize("readout", ["sparo", "gap", "fdt", "attpool"])
+def test_parameters_are_counted_as_the_models_are(readout):
+    sizes = {"num_slots": 5, "slot_dim": 7, "key_dim": 3, "img_size": 32, "embed_dim": 11, "num_codes": 13}
+    model = create_clip("vit_micro", 8, readout, text_width=24, text_heads=2, text_layers=3, **sizes)
+    point = point_of("one", partial(clip_from_config, model.config))
+    assert point.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    slots = (5, 7, 35) if readout in ("sparo", "attpool") else (None, None, 11)
+    assert (point.num_slots, point.slot_dim, point.encoding_dim) == slots
+
+
+def test_a_slot_costs_a_query_and_a_key_and_its_width_a_row_of_values():
+    options = [*SMALL, "--grid_slots", 2, 7, "--grid_slot_dims", 5, 11, "--embed_dim", 13, 17]
+    points = grid_points(sweep.get_args_parser().parse_args([*map(str, options)]))
+    count = {(p.num_slots, p.slot_dim): p.num_parameters for p in points if p.readout == "sparo"}
+    widths = (create_clip("vit_micro", 8).image.backbone.embed_dim, 24)
+    for slot_dim in (5, 11):
+        slot = sum(3 + 3 * width + 3 for width in widths)  # q (A), K (A, D) and its bias (A), in both towers
+        assert count[7, slot_dim] - count[2, slot_dim] == 5 * slot
+    for num_slots in (2, 7):
+        assert count[num_slots, 11] - count[num_slots, 5] == 2 * 6 * (3 + 1)  # W (V, A) and its bias
+    assert [(p.readout, p.encoding_dim) for p in points[:4]] == [("cls", 13), ("cls", 17), ("gap", 13), ("gap", 17)]
+    assert points[1].num_parameters - points[0].num_parameters == 4 * sum(widths)
+
+
+def test_the_default_grid_is_of_the_papers_model():
+    args = sweep.get_args_parser().parse_args(["--grid_slots", "128", "--grid_slot_dims", "64"])
+    found = {point.readout: round(point.num_parameters / 1e6) for point in grid_points(args)}
+    assert found == {"cls": 151, "gap": 151, "sparo": 151}
+
+
+# --- results
+
+
+def test_results_are_read_with_how_their_models_are_built(results, tmp_path):
+    found = run(*results, "--output", tmp_path / "sweep.json")
+    gap, sparo = found["points"]
+    assert (gap["readout"], gap["num_slots"], gap["encoding_dim"]) == ("gap", None, 11)
+    assert (sparo["readout"], sparo["num_slots"], sparo["slot_dim"], sparo["encoding_dim"]) == ("sparo", 5, 7, 35)
+    for path, point in zip(results, (sparo, gap), strict=True):
+        model = load_clip(path.with_name("checkpoint.pth")).model
+        assert point["num_parameters"] == sum(parameter.numel() for parameter in model.parameters())
+        assert point["accuracy"] == json.loads(path.read_text())["top1"]
+
+
+def test_the_same_command_writes_the_same_files(results, tmp_path, capsys):
+    written = []
+    for _ in range(2):
+        run(*results, "--metric", "mean_per_class_recall", "--output", tmp_path / "out" / "sweep.json")
+        written.append([(tmp_path / "out" / f"sweep.{ending}").read_bytes() for ending in ("json", "png")])
+    assert written[0] == written[1]
+    assert "mean_per_class_recall %" in capsys.readouterr().out
+
+
+def test_checkpoints_are_evaluated_as_zero_shot_does(results, images, tmp_path):
+    weights = small_checkpoint(tmp_path / "run" / "checkpoint.pth", seed=5)
+    options = ["--data_path", images, "--templates", "plain", "--output", tmp_path / "sweep.json"]
+    (point,) = run(weights, *options)["points"]
+    here = json.loads((tmp_path / "run" / "zero_shot.json").read_text())
+    assert point["accuracy"] == here["top1"]
+    with pytest.raises(ValueError, match="--data_path names; give some"):
+        run(weights)
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value"), [("images", "data_path", "elsewhere"), ("prompts", "templates", ["a {}"])]
+)
+def test_results_of_different_protocols_are_refused(part, name, value, results):
+    said = [read_result(path) for path in results]
+    check_comparable({"one": said[0], "two": said[1]})
+    said[1][part][name] = value
+    with pytest.raises(ValueError, match=f"one and two cannot be compared, their `{part}` differ: {name} is"):
+        check_comparable({"one": said[0], "two": said[1]})
+
+
+def test_results_computed_otherwise_are_refused(results):
+    said = [read_result(path) for path in results]
+    said[1]["similarity"] = "another"
+    with pytest.raises(ValueError, match="their `similarity` differ: 'cosine, fp32' and 'another'"):
+        check_comparable({"one": said[0], "two": said[1]})
+
+
+def test_how_many_prompts_a_model_cut_off_is_its_own_matter(results):
+    said = [read_result(path) for path in results]
+    said[1]["prompts"]["num_truncated"] = 7
+    check_comparable({"one": said[0], "two": said[1]})
+
+
+def test_files_that_are_no_results_are_refused(results, tmp_path):
+    path = tmp_path / "result.json"
+    for text in ("nothing", "[]", '{"evaluation": "retrieval"}', '{"evaluation": "zero-shot classification"}'):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"result.json is no result of clip.zero_shot"):
+            read_result(path)
+    path.write_text(json.dumps({**read_result(results[0]), "slots": {"kind": "selection"}}))
+    with pytest.raises(ValueError, match="a choice among a model's slots; give those of whole models"):
+        read_result(path)
+
+
+# --- the command
+
+
+def test_a_grid_needs_no_training(tmp_path, capsys):
+    options = [*SMALL, "--grid_slots", 2, 3, "--grid_slot_dims", 5, "--embed_dim", 7]
+    found = run(*options, "--output", tmp_path / "grid.json")
+    assert [point["accuracy"] for point in found["points"]] == [None] * 4
+    assert f"{found['points'][-1]['num_parameters']:,}" in capsys.readouterr().out
+    assert (tmp_path / "grid.png").is_file()
+    assert not torch.empty(1).is_meta  # counting leaves no default device behind
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "give results or checkpoints, or a grid"),
+        (["--grid_slots", 2], "a grid needs both --grid_slots and --grid_slot_dims"),
+        (["one.json", "--grid_slots", 2, "--grid_slot_dims", 5], "give results or checkpoints, or a grid"),
+        (["nowhere.json"], "nowhere.json is no result of clip.zero_shot"),
+        (["--grid_slots", 0, "--grid_slot_dims", 5], "0"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        run(*SMALL, *options, "--output", tmp_path / "sweep.json")
+
+
+def test_a_mistake_ends_in_one_line(caplog):
+    with caplog.at_level(logging.ERROR), pytest.raises(SystemExit) as stopped:
+        sweep.main([])
+    assert stopped.value.code == 1
+    assert "give results or checkpoints" in caplog.text
+
+
+def test_the_options_are_known():
+    own = {"inputs", "metric", "data_path", "split", "download", "classnames", "templates", "grid_slots"}
+    own |= {"grid_slot_dims", "embed_dim", "sparo_key_dim", "sparo_group_size", "arch", "patch_size", "text_width"}
+    assert own <= vars(sweep.get_args_parser().parse_args([])).keys()
