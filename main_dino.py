@@ -332,6 +332,7 @@ def train_dino(args: argparse.Namespace) -> None:
             start_from(run, args.init_from)
         log_step = resume(run)
         log = RunLog(output_dir, log_step, run.training.step // run.sampler.steps_per_epoch)
+        signals.begin_training()
         try:
             stop = train_epochs(run, log)
         finally:

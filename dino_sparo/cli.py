@@ -8,7 +8,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from dino_sparo.backbone import ARCHITECTURES
@@ -28,7 +28,9 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 
 
 @contextlib.contextmanager
-def errors_in_one_line(logger: logging.Logger, *more: type[Exception]) -> Iterator[None]:
+def errors_in_one_line(
+    logger: logging.Logger, *more: type[Exception], note_mistake: Callable[[], None] = lambda: None
+) -> Iterator[None]:
     """End a script with one line and a status, not a traceback, where no programmer is needed.
 
     Status 1: the user can mend it. `FAULT_STATUS`: starting again helps. 128 + signal: the run was asked to stop.
@@ -38,6 +40,7 @@ def errors_in_one_line(logger: logging.Logger, *more: type[Exception]) -> Iterat
     Args:
         logger: the script's.
         more: kinds of errors beside ValueError and OSError that the user can mend.
+        note_mistake: called before the process leaves with status 1.
     """
     mendable: tuple[type[Exception], ...] = (ValueError, OSError, *more)
     try:
@@ -47,6 +50,7 @@ def errors_in_one_line(logger: logging.Logger, *more: type[Exception]) -> Iterat
     except RunStopped as stopped:
         _leave(stopped.status, logger, stopped, logging.INFO)
     except mendable as error:
+        note_mistake()
         _leave(1, logger, error)
     shutdown()
 

@@ -49,9 +49,11 @@ class RunStopped(Exception):
 
 
 class StopSignals:
-    """While this context is open, `STOP_SIGNALS` are noted instead of ending the process.
+    """While this context is open, signals are noted instead of ending the process.
 
-    A second Ctrl-C ends it at once. Outside of the main thread, where Python allows no handlers, nothing is noted.
+    SIGUSR2 is from the beginning, since the job will run again; SIGTERM and Ctrl-C once there is something to save
+    (`begin_training`): until then they end the process at once, also while it waits for others that do not come. A
+    second Ctrl-C always does. Outside of the main thread, where Python allows no handlers, nothing is noted.
     """
 
     def __init__(self) -> None:
@@ -59,12 +61,20 @@ class StopSignals:
         self.previous: dict[signal.Signals, Handler] = {}
 
     def __enter__(self) -> "StopSignals":
-        try:
-            for signum in STOP_SIGNALS:
-                self.previous[signum] = signal.signal(signum, self._note)
-        except ValueError:
-            logger.warning("not in the main thread: signals end this run without saving it")
+        self._take_over(signal.SIGUSR2)
         return self
+
+    def begin_training(self) -> None:
+        """From now on note all of `STOP_SIGNALS`."""
+        for signum in STOP_SIGNALS:
+            if signum not in self.previous:
+                self._take_over(signum)
+
+    def _take_over(self, signum: signal.Signals) -> None:
+        try:
+            self.previous[signum] = signal.signal(signum, self._note)
+        except ValueError:
+            logger.warning("not in the main thread: %s ends this run without saving it", signum.name)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -21,14 +21,26 @@ CPU = torch.device("cpu")
 def test_a_signal_is_noted_and_stops_nothing(signum: signal.Signals) -> None:
     before = signal.getsignal(signum)
     with StopSignals() as signals:
+        signals.begin_training()
         os.kill(os.getpid(), signum)
         assert signals.received == {signum}
         assert Agreement(signals, 0.0, CPU).decide().stop is signum
     assert signal.getsignal(signum) == before
 
 
+def test_before_training_only_the_signal_of_a_job_that_runs_again_is_noted() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with StopSignals() as signals:
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert signals.received == {signal.SIGUSR2}
+        assert signal.getsignal(signal.SIGTERM) == before
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
 def test_a_second_ctrl_c_ends_the_run_at_once() -> None:
-    with StopSignals():
+    with StopSignals() as signals:
+        signals.begin_training()
         os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
@@ -36,6 +48,7 @@ def test_a_second_ctrl_c_ends_the_run_at_once() -> None:
 
 def test_the_signal_that_says_the_job_will_run_again_wins() -> None:
     with StopSignals() as signals:
+        signals.begin_training()
         for signum in (signal.SIGUSR2, signal.SIGTERM):
             os.kill(os.getpid(), signum)
         assert Agreement(signals, 0.0, CPU).decide().stop is signal.SIGUSR2

@@ -88,6 +88,15 @@ def test_a_job_with_other_tasks_than_asked_for_is_refused(tasks: int, nodes: int
         check_tasks(args, 8, 2, 0)
 
 
+def test_a_mistake_of_the_users_is_not_tried_again(tmp_path: Path) -> None:
+    """One task left with status 1 and srun killed the others."""
+    (tmp_path / "mistake").touch()
+    lines = ["scontrol() { echo JobState=RUNNING; }", "(exit 137)", *requeue_after_faults(str(tmp_path), 2)]
+    done = subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True)
+    assert done.returncode == 137
+    assert not (tmp_path / "faults").exists()
+
+
 @pytest.mark.parametrize(
     ("status", "state", "before", "requeued"),
     [
