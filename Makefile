@@ -7,7 +7,7 @@ SOURCES := dino_sparo benchmarks tests main_dino.py run_with_submitit.py eval_kn
 # The environment may forbid bytecode files; without them every start compiles torch anew.
 export PYTHONDONTWRITEBYTECODE=
 
-.PHONY: help install demo demo-compare demo-short test test-slow check format clean
+.PHONY: help install demo demo-compare demo-short test test-slow test-kills check format clean
 .DEFAULT_GOAL := help
 
 help:  ## list the commands
@@ -35,8 +35,13 @@ demo-short: $(INSTALLED)  ## the demo's parts in a minute or two; its numbers me
 test: $(INSTALLED)  ## run the tests that take seconds each
 	$(BIN)/python -m pytest -n 2 -m 'not slow and not slurm'
 
-test-slow: $(INSTALLED)  ## run the others: several processes, kills at random moments, a real Slurm (minutes)
-	$(BIN)/python -m pytest -n 2 -m 'slow or slurm'
+# What fails is tried a second time: moments are random, and so is what else a machine has to do.
+test-slow: $(INSTALLED)  ## run the others: several processes, a real Slurm (minutes)
+	$(BIN)/python -m pytest -m '(slow or slurm) and not kills' || \
+		$(BIN)/python -m pytest -m '(slow or slurm) and not kills' --last-failed
+
+test-kills: $(INSTALLED)  ## kill ranks dozens of times, under torchrun and under Slurm (a quarter of an hour)
+	$(BIN)/python -m pytest -m kills
 
 check: $(INSTALLED)  ## lint, format, types, spelling
 	$(BIN)/ruff check .

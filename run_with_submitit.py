@@ -11,6 +11,7 @@ import argparse
 import logging
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,8 +31,8 @@ logger = logging.getLogger("run_with_submitit")
 # Slurm's warning before the end of the job's time; at most a quarter of that time.
 SIGNAL_DELAY_S = 120
 # Exit statuses of a job that may do better when started again: our own word for it, and ends by SIGABRT (NCCL's
-# watchdog), SIGBUS, SIGKILL (out of memory, too) and SIGSEGV.
-FAULT_STATUSES = (FAULT_STATUS, 128 + 6, 128 + 7, 128 + 9, 128 + 11)
+# watchdog), SIGBUS, SIGKILL (out of memory, too), SIGSEGV, and SIGUSR2 that came before anybody listened to it.
+FAULT_STATUSES = (FAULT_STATUS, 128 + 6, 128 + 7, 128 + 9, 128 + 11, 128 + 12)
 
 
 # In the job's folder: says that an attempt ended by what the user must mend, whatever srun says, which kills the tasks
@@ -96,6 +97,7 @@ class Trainer:
                 _set_local_rendezvous(job)
             self.args.output_dir = str(self.args.output_dir).replace("%j", job.job_id)
             module.train(self.args)
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # there is nothing left to interrupt
 
     def checkpoint(self) -> DelayedSubmission:
         """Called by submitit when the job is requeued: the same again, which goes on from the checkpoint."""

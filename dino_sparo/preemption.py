@@ -58,6 +58,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received: set[signal.Signals] = set()
+        self.parent = os.getppid()
         self.previous: dict[signal.Signals, Handler] = {}
 
     def __enter__(self) -> "StopSignals":
@@ -69,6 +70,12 @@ class StopSignals:
         for signum in STOP_SIGNALS:
             if signum not in self.previous:
                 self._take_over(signum)
+
+    def heard(self) -> set[signal.Signals]:
+        """The signals so far. Under torchrun the launcher's end counts as SIGTERM: nobody looks after this process."""
+        if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self.parent:
+            self.received.add(signal.SIGTERM)
+        return self.received
 
     def _take_over(self, signum: signal.Signals) -> None:
         try:
@@ -136,8 +143,9 @@ class Agreement:
         wants_save = bool(self.save_seconds) and now - self.last_save >= self.save_seconds
         step_seconds = (now - self.last_time) / max(self.steps_since, 1)
         interval = min(max(math.floor(AGREE_SECONDS / max(step_seconds, 1e-6)), 1), MAX_STEPS_BETWEEN)
+        received = self.signals.heard()
         own = [
-            *(float(signum in self.signals.received) for signum in STOP_SIGNALS),
+            *(float(signum in received) for signum in STOP_SIGNALS),
             *((float(wants_save), float(interval)) if is_main() else (0.0, 0.0)),
         ]
         values = [torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in (*own, *counts)]

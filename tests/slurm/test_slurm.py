@@ -1,0 +1,208 @@
+"""run_with_submitit.py on a real Slurm: it trains, and what takes its machines away costs it nothing."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from runs import PATIENCE, ROOT, STEADY, assert_same_run, assert_whole_checkpoints, epochs_of, options, record
+from slurm.cluster import Cluster, wait_until
+from slurm.jobs import Job, sbatch, submit, submitted
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from main_dino import get_args_parser, train_dino
+
+pytestmark = pytest.mark.slurm
+
+EIGHT = {"data_path": "scenes:32:32", "local_crops_number": 2, "epochs": 2, "drop_path_rate": 0, "saveckp_minutes": 0}
+
+
+@pytest.fixture(scope="session")
+def single(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of one process with the batch of eight."""
+    folder = tmp_path_factory.mktemp("single")
+    train_dino(get_args_parser().parse_args(options(folder, **EIGHT, batch_size_per_gpu=16)))
+    return [line["train_loss"] for line in epochs_of(folder)]
+
+
+@pytest.mark.parametrize(("nodes", "tasks"), [(1, 8), (2, 4)])
+def test_eight_tasks_have_the_losses_of_one_process_with_their_batch(
+    slurm: Cluster, tmp_path: Path, single: list[float], nodes: int, tasks: int
+) -> None:
+    words = f"--nodes {nodes} --cpus_per_task 16 --mem_gb_per_gpu 200 --partition main --qos any".split()
+    job = submit(slurm, tmp_path, *words, tasks=tasks, **EIGHT, batch_size_per_gpu=2)
+    assert job.wait_for_end() == "COMPLETED", job.log()
+    assert int(job.fields()["NumNodes"]) == nodes
+    assert [line["train_loss"] for line in epochs_of(tmp_path)] == pytest.approx(single, abs=1e-5)
+
+
+# What ends a job early, and starts it again.
+
+
+def wait_for_epoch(output_dir: Path, job: Job) -> dict[int, int]:
+    """Wait for the first line of log.txt; returns the ranks' processes."""
+    wait_until(lambda: (output_dir / "log.txt").is_file() or job.state == "FAILED", PATIENCE, "an epoch", pause=0.02)
+    return job.ranks()
+
+
+def assert_went_on(job: Job, whole: Path, output_dir: Path, begin: float, what: str) -> None:
+    """The job was requeued once, went on under its number from where it was, and ended as if nothing had happened."""
+    wait_until(lambda: job.restarts == 1, PATIENCE, f"job {job.number} to be requeued", pause=0.1)
+    requeued = time.monotonic() - begin
+    assert job.wait_for_end() == "COMPLETED", job.log()
+    assert job.restarts == 1
+    assert_same_run(whole, output_dir)
+    log = (output_dir / "run.log").read_text()
+    saved, resumed = re.findall(r"saved at step (\d+)", log), re.findall(r"resumed .*, (\d+) steps done", log)
+    assert len(resumed) == 1
+    assert resumed[0] in saved
+    assert log.count("saved at step") == len(set(saved)) + log.count("the job is requeued")  # no step was taken twice
+    record(what, seconds_to_requeue=round(requeued, 2), resumed_at_step=int(resumed[0]))
+
+
+def test_usr2_saves_requeues_and_goes_on_to_the_same_bits(slurm: Cluster, tmp_path: Path, whole: Path) -> None:
+    job = submit(slurm, tmp_path, saveckp_minutes=0)
+    wait_for_epoch(tmp_path, job)
+    job.signal("USR2")
+    assert_went_on(job, whole, tmp_path, time.monotonic(), "USR2 under submitit")
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    steps = [event.step for event in events.Scalars("train/loss")]
+    assert steps == list(range(1, 18 * int(STEADY["epochs"]) + 1))
+
+
+def test_a_signal_that_comes_before_training_listens_costs_a_start_and_no_more(
+    slurm: Cluster, tmp_path: Path, whole: Path
+) -> None:
+    """Python is still importing: the signal ends it, as it would any program."""
+    job = submit(slurm, tmp_path)
+    job.wait_for_ranks(2)
+    job.signal("USR2")
+    wait_until(lambda: job.restarts == 1, PATIENCE, f"job {job.number} to be requeued", pause=0.1)
+    assert job.wait_for_end() == "COMPLETED", job.log()
+    assert_same_run(whole, tmp_path)
+
+
+def test_a_job_of_higher_priority_interrupts_the_run_and_costs_it_nothing(
+    slurm: Cluster, tmp_path: Path, whole: Path
+) -> None:
+    job = submit(slurm, tmp_path, "--slurm_additional", "nodelist=127.0.0.1", saveckp_minutes=0, num_workers=1)
+    wait_for_epoch(tmp_path, job)
+    begin = time.monotonic()
+    urgent = sbatch(slurm, tmp_path, "true", "--partition=high", "--nodelist=127.0.0.1", "--exclusive", "--mem=0")
+    assert_went_on(job, whole, tmp_path, begin, "preemption")
+    assert urgent.state == "COMPLETED"
+
+
+def test_the_time_limit_interrupts_the_run_and_costs_it_nothing(slurm: Cluster, tmp_path: Path, whole: Path) -> None:
+    words = ["--timeout_min", "2", "--slurm_additional", "signal=USR2@75"]  # 15 to 45 s after the start
+    job = submit(slurm, tmp_path, *words, saveckp_minutes=0)
+    ranks = wait_for_epoch(tmp_path, job)
+    # Training would be over before its time is: it stands still until Slurm wakes it up to give it the signal.
+    for pid in ranks.values():
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(0.5)
+    announced = "Bypassing signal SIGCONT"  # before they stood still
+    wait_until(lambda: not is_stopped(ranks[0]) or announced in job.log(), 90, "Slurm's signal", pause=0.1)
+    begin = time.monotonic()
+    for pid in ranks.values():
+        os.kill(pid, signal.SIGCONT)
+    assert_went_on(job, whole, tmp_path, begin, "time limit")
+
+
+def is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
+
+
+def test_a_batch_script_without_submitit_is_requeued_and_goes_on(slurm: Cluster, tmp_path: Path, whole: Path) -> None:
+    words = " ".join(options(tmp_path, saveckp_minutes=0))
+    command = f"srun --kill-on-bad-exit=1 {sys.executable} {ROOT / 'main_dino.py'} {words}"
+    job = sbatch(slurm, tmp_path, command, "--ntasks=2", "--requeue", "--signal=USR2@120", "--time=60")
+    wait_for_epoch(tmp_path, job)
+    job.signal("USR2")
+    assert_went_on(job, whole, tmp_path, time.monotonic(), "USR2 under sbatch")
+
+
+# What ends a job for good.
+
+
+def test_a_cancelled_job_stays_cancelled(slurm: Cluster, tmp_path: Path) -> None:
+    job = submit(slurm, tmp_path, epochs=1000)
+    ranks = wait_for_epoch(tmp_path, job)
+    begin = time.monotonic()
+    slurm.command("scancel", job.number)
+    assert job.wait_for_end() == "CANCELLED"
+    wait_until(lambda: not any(Path(f"/proc/{pid}/cwd").exists() for pid in ranks.values()), 15, "the tasks to end")
+    record("scancel", seconds=round(time.monotonic() - begin, 2))
+    time.sleep(2)
+    assert job.state == "CANCELLED"
+    assert job.restarts == 0
+    assert assert_whole_checkpoints(tmp_path) >= 18
+
+
+def test_a_fault_beyond_max_requeues_ends_the_job_with_its_status(slurm: Cluster, tmp_path: Path) -> None:
+    job = submit(slurm, tmp_path, "--max_requeues", "0", epochs=1000)
+    ranks = wait_for_epoch(tmp_path, job)
+    os.kill(ranks[1], signal.SIGKILL)
+    begin = time.monotonic()
+    assert job.wait_for_end() == "FAILED"
+    record("a killed rank ends a job", seconds=round(time.monotonic() - begin, 2))
+    assert job.fields()["ExitCode"] in ("137:0", "75:0")
+    assert job.restarts == 0
+    assert "not requeued again, --max_requeues is 0" in job.log()
+    assert assert_whole_checkpoints(tmp_path) >= 18
+
+
+def test_a_mistake_is_not_tried_again(slurm: Cluster, tmp_path: Path) -> None:
+    job = submit(slurm, tmp_path, data_path=tmp_path / "no-such-folder")
+    assert job.wait_for_end() == "FAILED"
+    assert (job.fields()["ExitCode"], job.restarts) == ("1:0", 0)
+    assert re.search(r" E .*no-such-folder", (job.folder / f"{job.number}_0_log.err").read_text())
+
+
+def test_tasks_that_do_not_match_are_refused_with_the_numbers(slurm: Cluster, tmp_path: Path) -> None:
+    job = submit(slurm, tmp_path, "--slurm_additional", "ntasks_per_node=3")
+    assert job.wait_for_end() == "FAILED"
+    assert job.restarts == 0
+    assert "3 tasks on 1 nodes were started, but --nodes 1 --ngpus 2 means 2 on 1" in job.log()
+
+
+# Before a job runs.
+
+
+def test_the_script_says_what_it_submitted_and_how_to_follow_it(slurm: Cluster, tmp_path: Path) -> None:
+    words = ["--ngpus", "3", "--nodes", "2", *options(tmp_path, device="auto")]
+    script = [sys.executable, str(ROOT / "run_with_submitit.py"), *words]
+    done = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    job = submitted(slurm, tmp_path, done.stdout)
+    assert f"tail -F {job.folder}/{job.number}_0_log.err" in done.stdout
+    fields = job.fields()
+    slurm.command("scancel", job.number)
+    assert (fields["NumNodes"], fields["NumTasks"], fields["TresPerNode"]) == ("2", "6", "gres:gpu:3")
+    assert fields["TimeLimit"] == "1-22:40:00"  # 2800 minutes, the default
+
+
+def test_the_batch_script_of_a_dry_run_is_one_that_slurm_takes(slurm: Cluster, tmp_path: Path) -> None:
+    resources = ["--nodes", "2", "--ngpus", "8", "--cpus_per_task", "16", "--mem_gb_per_gpu", "60"]
+    words = ["--dry_run", *resources, "--partition", "main", "--comment", "two words"]
+    script = [sys.executable, str(ROOT / "run_with_submitit.py"), *words, *options(tmp_path, device="auto")]
+    text = subprocess.run(script, check=True, capture_output=True, text=True, timeout=PATIENCE).stdout
+    (tmp_path / "job.sh").write_text(text)
+    slurm.command("sbatch", "--test-only", str(tmp_path / "job.sh"))
+    assert not slurm.command("squeue", "--noheader")
+    (tmp_path / "wrong.sh").write_text(text.replace("--partition=main", "--partition=none"))
+    with pytest.raises(subprocess.CalledProcessError):
+        slurm.command("sbatch", "--test-only", str(tmp_path / "wrong.sh"))
+
+
+def test_a_job_that_slurm_refuses_is_said_to_be_refused(slurm: Cluster, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"not submitted: .*(?i:partition)"):
+        submit(slurm, tmp_path, "--partition", "none")

@@ -1,0 +1,67 @@
+"""Ranks of Slurm jobs are killed at random moments, again and again; the batch script requeues the job each time."""
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from runs import PATIENCE, Moments, assert_same_run, assert_whole_checkpoints, is_saving, record, undisturbed
+from slurm.cluster import Cluster, is_alive, wait_until
+from slurm.jobs import Job, submit
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.kills]
+
+JOBS, KILLS = 4, 6  # kills per job; the jobs run at the same time, since a requeued one waits most of the time
+EPOCHS = 10
+LIMIT = 15.0  # seconds within which all tasks of a job are gone
+
+
+@pytest.fixture(scope="session")
+def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that nobody disturbs, long enough to be killed a few times."""
+    return undisturbed(tmp_path_factory.mktemp("long"), epochs=EPOCHS)
+
+
+def kill_again_and_again(job: Job, output_dir: Path, seed: int) -> list[dict]:
+    """Kill a random task at a random moment, wait until the job is requeued, and so on; then let it end."""
+    moments, measured = Moments(seed), []
+    for number in range(KILLS):
+        wait_until(lambda number=number: job.restarts == number and job.state == "RUNNING", PATIENCE, "a start")
+        ranks = job.wait_for_ranks(2)
+        moment, step = moments.draw(), assert_whole_checkpoints(output_dir)
+        moment.wait(output_dir, lambda ranks=ranks: not all(map(is_alive, ranks.values())))
+        assert set(ranks) == {0, 1}, job.log()
+        assert all(map(is_alive, ranks.values())), job.log()
+        os.kill(ranks[moment.rank], signal.SIGKILL)
+        begin = time.monotonic()
+        wait_until(lambda ranks=ranks: not any(map(is_alive, ranks.values())), LIMIT, "the tasks to end", pause=0.01)
+        found = {"phase": moment.phase, "seconds_to_end": time.monotonic() - begin, "cut": is_saving(output_dir)}
+        assert assert_whole_checkpoints(output_dir) >= step
+        wait_until(lambda number=number: job.restarts == number + 1, PATIENCE, f"job {job.number} to be requeued")
+        measured.append({**found, "seconds_to_requeue": time.monotonic() - begin})
+    assert job.wait_for_end(4 * PATIENCE) == "COMPLETED", job.log()
+    assert job.restarts == KILLS
+    return measured
+
+
+def test_killed_jobs_are_requeued_and_end_in_the_same_bits(slurm: Cluster, tmp_path: Path, long: Path) -> None:
+    folders = [tmp_path / str(number) for number in range(JOBS)]
+    jobs = []
+    for number, folder in enumerate(folders):
+        folder.mkdir()
+        jobs.append(submit(slurm, folder, "--max_requeues", str(KILLS), epochs=EPOCHS, num_workers=number % 2))
+    with ThreadPoolExecutor(JOBS) as pool:
+        done = list(pool.map(kill_again_and_again, jobs, folders, range(100, 100 + JOBS)))
+    for folder in folders:
+        assert_same_run(long, folder)
+    kills = [kill for job in done for kill in job]
+    assert len(kills) == JOBS * KILLS >= 20
+    ends, requeues = ([kill[name] for kill in kills] for name in ("seconds_to_end", "seconds_to_requeue"))
+    record(
+        "kills under Slurm",
+        **{"kills": len(kills), **{phase: sum(k["phase"] == phase for k in kills) for phase in Moments.PHASES}},
+        **{"half_written": sum(k["cut"] for k in kills), "checkpoints_lost": 0},
+        **{"max_seconds_to_end": round(max(ends), 2), "max_seconds_to_requeue": round(max(requeues), 2)},
+    )
