@@ -7,7 +7,7 @@ SOURCES := dino_sparo benchmarks tests main_dino.py run_with_submitit.py eval_kn
 # The environment may forbid bytecode files; without them every start compiles torch anew.
 export PYTHONDONTWRITEBYTECODE=
 
-.PHONY: help install demo demo-compare demo-short test test-slow test-kills check format clean
+.PHONY: help install demo demo-compare demo-clip demo-short test test-slow test-kills check format clean
 .DEFAULT_GOAL := help
 
 help:  ## list the commands
@@ -29,8 +29,12 @@ demo: $(INSTALLED)  ## train on built-in scenes, evaluate, draw the slots (minut
 demo-compare: $(INSTALLED)  ## the same for the read-outs sparo, cls and gap
 	$(BIN)/python demo.py --readouts sparo cls gap --output_dir output/demo-compare
 
-demo-short: $(INSTALLED)  ## the demo's parts in a minute or two; its numbers mean nothing
+demo-clip: $(INSTALLED)  ## train CLIP + SPARO on the captions of built-in scenes, evaluate, draw (minutes, CPU)
+	$(BIN)/python -m dino_sparo.clip.demo
+
+demo-short: $(INSTALLED)  ## both demos' parts in a minute or two; their numbers mean nothing
 	$(BIN)/python demo.py --short --output_dir output/demo-short
+	$(BIN)/python -m dino_sparo.clip.demo --short
 
 test: $(INSTALLED)  ## run the tests that take seconds each
 	$(BIN)/python -m pytest -n 2 -m 'not slow and not slurm'

@@ -225,7 +225,7 @@ class Subject:
         blank = torch.zeros(1, self.encoder.config.in_chans, self.img_size, self.img_size, device=place.device)
         with torch.inference_mode():
             self.feature_dim = self.encode(blank).shape[1]
-        self.transform = EvalTransform(self.img_size, evaluated.mean, evaluated.std)
+        self.transform = EvalTransform(self.img_size, evaluated.mean, evaluated.std, exact=not args.fast_views)
         self.identity = {
             "weights": evaluated.record["sha256"],
             "checkpoint_key": evaluated.record["checkpoint_key"],
@@ -233,6 +233,7 @@ class Subject:
             "n_last_blocks": args.n_last_blocks,
             "avgpool_patchtokens": args.avgpool_patchtokens,
             "img_size": self.img_size,
+            "fast_views": args.fast_views,
             "precision": args.precision,
             "num_classes": self.num_classes,
         }

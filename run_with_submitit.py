@@ -31,13 +31,12 @@ logger = logging.getLogger("run_with_submitit")
 # Slurm's warning before the end of the job's time; at most a quarter of that time.
 SIGNAL_DELAY_S = 120
 # Exit statuses of a job that may do better when started again: our own word for it, and ends by SIGABRT (NCCL's
-# watchdog), SIGBUS, SIGKILL (out of memory, too), SIGSEGV, and SIGUSR2 that came before anybody listened to it.
-FAULT_STATUSES = (FAULT_STATUS, 128 + 6, 128 + 7, 128 + 9, 128 + 11, 128 + 12)
-
-
-# In the job's folder: says that an attempt ended by what the user must mend, whatever srun says, which kills the tasks
-# that have not ended yet.
-MISTAKE = "mistake"
+# watchdog), SIGBUS, SIGKILL (out of memory, too), SIGSEGV, and SIGUSR2 that came before anybody listened to it. SIGTERM
+# is what srun sends to the other tasks when one dies; of several statuses it tells the highest.
+FAULT_STATUSES = (FAULT_STATUS, 128 + 6, 128 + 7, 128 + 9, 128 + 11, 128 + 12, 128 + 15)
+# In the job's folder: says that an attempt ended by what the user must mend, or as somebody asked, whatever srun says,
+# which kills the tasks that have not ended yet.
+MEANT = "meant"
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ class Trainer:
         """Train; ranks and rendezvous come from Slurm's environment, or from submitit's where it runs without Slurm."""
         job = submitit.JobEnvironment()
         module = TRAINERS[self.args.module]()
-        with errors_in_one_line(logger, *module.errors, note_mistake=(job.paths.folder / MISTAKE).touch):
+        with errors_in_one_line(logger, *module.errors, note_meant=(job.paths.folder / MEANT).touch):
             check_tasks(self.args, job.num_tasks, job.num_nodes, torch.cuda.device_count())
             if job.cluster == "local":
                 _set_local_rendezvous(job)
@@ -250,7 +249,7 @@ def slurm_parameters(args: argparse.Namespace) -> dict[str, Any]:
         "srun_args": ["--kill-on-bad-exit=1", f"--cpus-per-task={args.cpus_per_task}"],
         "additional_parameters": {"requeue": True, **additional_parameters(args.slurm_additional)},
         # What an earlier attempt left would be taken for this one's result.
-        "setup": [f'rm -f "{folder}/{MISTAKE}" "{folder}"/${{SLURM_JOB_ID}}_*_result.pkl'],
+        "setup": [f'rm -f "{folder}/{MEANT}" "{folder}"/${{SLURM_JOB_ID}}_*_result.pkl'],
         "teardown": requeue_after_faults(folder, args.max_requeues),
     }
 
@@ -258,7 +257,8 @@ def slurm_parameters(args: argparse.Namespace) -> dict[str, Any]:
 def requeue_after_faults(folder: str, max_requeues: int) -> list[str]:
     """The end of the batch script: submit the job again if starting it again may help.
 
-    A job that was cancelled is not running any more, and stays as it is. So does one that met a mistake of the user's.
+    A job that was cancelled is not running any more, and stays as it is. So does one that met a mistake of the user's,
+    or that was asked to stop and has saved.
 
     Args:
         folder: of the job's files, as bash reads it; its file `faults` counts.
@@ -267,7 +267,7 @@ def requeue_after_faults(folder: str, max_requeues: int) -> list[str]:
     return [
         "status=$?",
         f'faults="{folder}/faults"',
-        f'if [ ! -e "{folder}/{MISTAKE}" ] && [[ " {" ".join(map(str, FAULT_STATUSES))} " == *" $status "* ]] &&',
+        f'if [ ! -e "{folder}/{MEANT}" ] && [[ " {" ".join(map(str, FAULT_STATUSES))} " == *" $status "* ]] &&',
         "    scontrol -o show job $SLURM_JOB_ID | grep -q 'JobState=RUNNING'; then",
         '  echo "$(date -Is) exit status $status" >> "$faults"',
         '  count=$(wc -l < "$faults")',

@@ -70,7 +70,7 @@ def interleave(
     Args:
         variants: name -> what to call, without arguments. Each is called once before anything is timed.
         rounds: how often each is timed.
-        min_seconds: a timing repeats its call until about this much time has passed.
+        min_seconds: a timing repeats its call until about this much time has passed; 0: each call is a timing.
         device: waited for before the clock is read.
 
     Raises:
@@ -81,7 +81,7 @@ def interleave(
     repeats = {}
     for name, call in variants.items():
         call()
-        repeats[name] = max(1, math.ceil(min_seconds / max(_seconds(call, 1, device), 1e-9)))
+        repeats[name] = max(1, math.ceil(min_seconds / max(_seconds(call, 1, device), 1e-9))) if min_seconds else 1
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(rounds):
         for name, call in variants.items():

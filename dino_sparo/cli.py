@@ -29,7 +29,7 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 
 @contextlib.contextmanager
 def errors_in_one_line(
-    logger: logging.Logger, *more: type[Exception], note_mistake: Callable[[], None] = lambda: None
+    logger: logging.Logger, *more: type[Exception], note_meant: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
     """End a script with one line and a status, not a traceback, where no programmer is needed.
 
@@ -40,7 +40,8 @@ def errors_in_one_line(
     Args:
         logger: the script's.
         more: kinds of errors beside ValueError and OSError that the user can mend.
-        note_mistake: called before the process leaves with status 1.
+        note_meant: called before the process leaves in a way that starting it again would not change: with status 1,
+            or because it was asked to stop.
     """
     mendable: tuple[type[Exception], ...] = (ValueError, OSError, *more)
     try:
@@ -48,9 +49,10 @@ def errors_in_one_line(
     except FaultError as error:
         _leave(FAULT_STATUS, logger, error)
     except RunStopped as stopped:
+        note_meant()
         _leave(stopped.status, logger, stopped, logging.INFO)
     except mendable as error:
-        note_mistake()
+        note_meant()
         _leave(1, logger, error)
     shutdown()
 

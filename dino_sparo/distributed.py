@@ -8,6 +8,8 @@ import logging
 import os
 import subprocess
 import sys
+import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 # Ports below Linux' ephemeral range, so that no outgoing connection can hold the one a job's id leads to.
 FIRST_PORT, NUM_PORTS = 10_000, 20_000
+ASK_SECONDS = 0.02  # between two looks whether the others have come
 INTERACTIVE_STEP = "4294967290"  # Slurm's SLURM_INTERACTIVE_STEP, the shell that salloc opens on a node
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -97,6 +100,7 @@ def init_distributed(device: str = "auto", dist_url: str = "env://", timeout_min
 
     Raises:
         ValueError: a device that does not exist here.
+        FaultError: the other processes cannot be reached.
     """
     launcher, rank, size, local_rank = detect_launcher(os.environ, has_terminal=sys.stdin is not None and os.isatty(0))
     # Slurm can show each task its own GPU alone; torchrun's processes all see the same ones.
@@ -104,16 +108,66 @@ def init_distributed(device: str = "auto", dist_url: str = "env://", timeout_min
     if size > 1 and not dist.is_initialized():
         if launcher == "slurm" and dist_url == "env://":
             _set_slurm_rendezvous()
-        backend = "nccl" if torch_device.type == "cuda" else "gloo"
+        _join(dist_url, rank, size, torch_device, timedelta(minutes=timeout_min))
+    return Distributed(rank, size, local_rank, torch_device)
+
+
+def _join(dist_url: str, rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
+    """Join the process group."""
+    try:
+        store, rank, size = next(dist.rendezvous(dist_url, rank, size, timeout=timeout))
+        store.set_timeout(timeout)
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store = fresh_store(store, rank, size, timeout)
         dist.init_process_group(
-            backend,
-            init_method=dist_url,
+            "nccl" if device.type == "cuda" else "gloo",
+            store=store,
             rank=rank,
             world_size=size,
-            timeout=timedelta(minutes=timeout_min),
-            device_id=torch_device if torch_device.type == "cuda" else None,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
         )
-    return Distributed(rank, size, local_rank, torch_device)
+    except RuntimeError as error:
+        text = " ".join(str(error).split())
+        raise FaultError(
+            f"process {rank} of {size} cannot reach the others within {timeout.total_seconds() / 60:g} minutes; their "
+            f"logs may say why. Nothing is lost: start the same command again ({text})"
+        ) from error
+
+
+def fresh_store(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Store:
+    """The part of a store that belongs to this attempt alone.
+
+    torchrun starts processes again after a fault, and may hand them the store of those before (torch 2.15 does): one
+    that reads before its peer has written gets the address of a dead process. So rank 0 draws a name, and the others
+    ask for it under names of their own, which no attempt before can have answered.
+
+    Args:
+        store: shared by all attempts.
+        rank: of this process.
+        size: number of processes.
+        timeout: of the wait for the others.
+
+    Raises:
+        RuntimeError: some process has not come.
+    """
+    own, end = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
+    name, missing = own, set(range(1, size)) if rank == 0 else {rank}
+    while missing:
+        if time.monotonic() > end:
+            raise RuntimeError(f"processes {sorted(missing)} have not come" if rank == 0 else "process 0 has not come")
+        if rank == 0:
+            for other in sorted(missing):
+                if store.check([f"asks{other}"]):
+                    store.set(f"answer{store.get(f'asks{other}').decode()}", own)
+            missing = {other for other in missing if not store.check([f"{own}/joins{other}"])}
+        else:
+            store.set(f"asks{rank}", own)  # again and again: an answer may have gone to the one before
+            if store.check([f"answer{own}"]):
+                name, missing = store.get(f"answer{own}").decode(), set()
+                store.set(f"{name}/joins{rank}", "")
+        time.sleep(ASK_SECONDS)
+    return dist.PrefixStore(name, store)
 
 
 def select_device(device: str, local_rank: int = 0, may_share: bool = True) -> torch.device:

@@ -2,6 +2,8 @@
 
 import math
 import multiprocessing
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,10 +14,12 @@ import torch.distributed as dist
 
 from dino_sparo.data import Batch
 from dino_sparo.distributed import (
+    FaultError,
     all_gather_ragged,
     all_reduce_sum,
     barrier,
     detect_launcher,
+    fresh_store,
     init_distributed,
     is_main,
     rank,
@@ -79,6 +83,30 @@ def test_devices_that_do_not_exist_are_refused(monkeypatch: pytest.MonkeyPatch) 
         select_device("cuda", local_rank=1, may_share=False)
     with pytest.raises(ValueError, match="unknown device 'tpux'"):
         select_device("tpux")
+
+
+def test_attempts_that_share_a_store_do_not_read_each_others_addresses() -> None:
+    store, second = dist.HashStore(), timedelta(seconds=30)
+    for attempt in ("first", "second"):  # torch's own keys would be those of the first attempt
+        with ThreadPoolExecutor(3) as threads:
+            parts = list(threads.map(lambda number: fresh_store(store, number, 3, second), range(3)))
+        assert not any(part.check(["address0"]) for part in parts)
+        parts[0].set("address0", attempt)
+        assert [part.get("address0").decode() for part in parts] == [attempt] * 3
+
+
+def test_a_process_that_does_not_come_is_named() -> None:
+    for number, message in ((0, r"processes \[1, 2\] have not come"), (1, "process 0 has not come")):
+        with pytest.raises(RuntimeError, match=message):
+            fresh_store(dist.HashStore(), number, 3, timedelta(seconds=0.1))
+
+
+def test_a_group_that_cannot_be_joined_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(FaultError, match=r"process 1 of 2 cannot reach the others within 0\.01 minutes"):
+        init_distributed("cpu", timeout_min=0.01)
 
 
 def _peer(number: int, count: int, folder: str, results: "multiprocessing.Queue") -> None:

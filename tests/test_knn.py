@@ -277,6 +277,16 @@ def test_the_same_command_and_cached_features_give_the_same_file(folders, checkp
         evaluate("--load_features", tmp_path / "cache", "--pretrained_weights", tmp_path / "other.pth")
 
 
+def test_another_search_gives_the_same_file_and_faster_views_are_named_in_it(folders, checkpoint, tmp_path):
+    options = ("--nb_knn", 1, 3, "--pretrained_weights", checkpoint, "--data_path", folders, "--output_dir")
+    exact = evaluate(*options, tmp_path / "exact")
+    assert evaluate(*options, tmp_path / "bf16", "--search", "bf16") == exact
+
+    fast = evaluate(*options, tmp_path / "fast", "--fast_views")
+    assert (exact["view"]["exact"], fast["view"]["exact"]) == (True, False)
+    assert fast["results"] == exact["results"]
+
+
 def test_classes_are_matched_by_name_and_not_by_number(folders, checkpoint):
     shutil.rmtree(folders / "val" / "ape")  # bee and cow move up in the validation images' own numbering
     result = evaluate("--pretrained_weights", checkpoint, "--data_path", folders, "--nb_knn", 2)

@@ -309,8 +309,9 @@ def test_a_mistake_ends_the_script_with_one_line(caplog):
 
 
 SHARED = """arch batch_size_per_gpu checkpoint_key data_path device dist_timeout_min dist_url download img_size
-    local_rank num_workers output_dir patch_size precision pretrained_weights readout seed untrained use_cuda"""
-KNN = "nb_knn temperature dump_features load_features"
+    fast_views local_rank num_workers output_dir patch_size precision pretrained_weights readout seed untrained
+    use_cuda"""
+KNN = "nb_knn temperature search dump_features load_features"
 LINEAR = "n_last_blocks avgpool_patchtokens epochs lr fast val_freq num_labels evaluate"
 
 

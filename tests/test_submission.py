@@ -88,12 +88,13 @@ def test_a_job_with_other_tasks_than_asked_for_is_refused(tasks: int, nodes: int
         check_tasks(args, 8, 2, 0)
 
 
-def test_a_mistake_of_the_users_is_not_tried_again(tmp_path: Path) -> None:
-    """One task left with status 1 and srun killed the others."""
-    (tmp_path / "mistake").touch()
-    lines = ["scontrol() { echo JobState=RUNNING; }", "(exit 137)", *requeue_after_faults(str(tmp_path), 2)]
+@pytest.mark.parametrize("status", [137, 143])
+def test_what_was_meant_to_end_is_not_tried_again(tmp_path: Path, status: int) -> None:
+    """A mistake of the user's: one task left with status 1 and srun killed the others. Or all of them were stopped."""
+    (tmp_path / "meant").touch()
+    lines = ["scontrol() { echo JobState=RUNNING; }", f"(exit {status})", *requeue_after_faults(str(tmp_path), 2)]
     done = subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True)
-    assert done.returncode == 137
+    assert done.returncode == status
     assert not (tmp_path / "faults").exists()
 
 
@@ -106,7 +107,8 @@ def test_a_mistake_of_the_users_is_not_tried_again(tmp_path: Path) -> None:
         (137, "RUNNING", 0, True),  # killed
         (137, "RUNNING", 2, False),  # killed too often
         (137, "COMPLETING", 0, False),  # cancelled
-        (143, "RUNNING", 0, False),  # asked to stop
+        (143, "RUNNING", 0, True),  # one was killed while they started, srun ended the others
+        (143, "COMPLETING", 0, False),  # cancelled
     ],
 )
 def test_the_batch_script_requeues_faults_so_often_and_nothing_else(

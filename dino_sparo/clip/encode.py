@@ -62,6 +62,7 @@ class ClipView:
         if img_size < 1 or border < 0:
             raise ValueError(f"img_size={img_size}, border={border}; give a positive size and a border of 0 or more")
         self.img_size = self.resize_size = img_size
+        self.exact = True  # the pixels of torchvision's pipeline on PIL images
         self.mean, self.std, self.border = mean, std, border
 
     def __call__(

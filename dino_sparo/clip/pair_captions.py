@@ -123,7 +123,8 @@ class SceneCaptions:
             and background from the others of a batch shapes have to be seen, which are hardly learned without.
     """
 
-    VARIED = (ATTRIBUTES, ("colour", "texture"), ("colour",), ("texture",), ())
+    # Half of them name shapes and relation alone.
+    VARIED = (ATTRIBUTES, ("colour", "texture"), ("colour",), ("texture",), (), (), (), ())
 
     def __init__(self, scenes: Scenes, varied: bool = False) -> None:
         self.scenes, self.mentioned = scenes, self.VARIED if varied else (ATTRIBUTES,)

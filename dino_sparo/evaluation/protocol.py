@@ -176,10 +176,11 @@ def open_splits(data_path: str, download: bool = False) -> tuple[ImageSource, Im
 
 
 def view_record(transform: Any) -> dict[str, Any]:
-    """What `crops.EvalTransform` does to an image: sizes in pixels, interpolation, normalisation."""
+    """What `crops.EvalTransform` does to an image: sizes in pixels, interpolation, rounding, normalisation."""
     return {
         "resize": transform.resize_size,
         "crop": transform.img_size,
+        "exact": transform.exact,
         "interpolation": "bicubic",
         "mean": list(transform.mean),
         "std": list(transform.std),
@@ -269,6 +270,12 @@ def add_evaluation_options(parser: argparse.ArgumentParser, batch_size: int = 12
         default=None,
         help="Side of the view in pixels, cut from the image resized to 256/224 of it; by default the size of the "
         "encoder's position grid.",
+    )
+    group.add_argument(
+        "--fast_views",
+        action="store_true",
+        help="Resize with torch instead of Pillow, several times as fast; some pixels are a level off, so leave it out "
+        "to report numbers.",
     )
     group.add_argument("--batch_size_per_gpu", type=int, default=batch_size, help="Images per process and step.")
     group = parser.add_argument_group("computation and result")

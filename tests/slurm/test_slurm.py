@@ -9,7 +9,17 @@ import time
 from pathlib import Path
 
 import pytest
-from runs import PATIENCE, ROOT, STEADY, assert_same_run, assert_whole_checkpoints, epochs_of, options, record
+from runs import (
+    PATIENCE,
+    ROOT,
+    STEADY,
+    assert_same_run,
+    assert_whole_checkpoints,
+    epochs_of,
+    last_saved_step,
+    options,
+    record,
+)
 from slurm.cluster import Cluster, wait_until
 from slurm.jobs import Job, sbatch, submit, submitted
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -130,7 +140,30 @@ def test_a_batch_script_without_submitit_is_requeued_and_goes_on(slurm: Cluster,
     assert_went_on(job, whole, tmp_path, time.monotonic(), "USR2 under sbatch")
 
 
+def test_a_task_that_is_killed_while_all_start_costs_a_start_and_no_more(
+    slurm: Cluster, tmp_path: Path, whole: Path
+) -> None:
+    """srun ends the other task by SIGTERM and tells that status, the higher one."""
+    job = submit(slurm, tmp_path)
+    ranks = job.wait_for_ranks(2)
+    os.kill(ranks[1], signal.SIGKILL)
+    wait_until(lambda: job.restarts == 1, PATIENCE, f"job {job.number} to be requeued", pause=0.1)
+    assert job.wait_for_end() == "COMPLETED", job.log()
+    assert_same_run(whole, tmp_path)
+
+
 # What ends a job for good.
+
+
+def test_a_job_that_is_asked_to_end_saves_and_is_not_requeued(slurm: Cluster, tmp_path: Path) -> None:
+    job = submit(slurm, tmp_path, epochs=1000, saveckp_minutes=0)
+    wait_for_epoch(tmp_path, job)
+    begin = time.monotonic()
+    job.signal("TERM")
+    assert job.wait_for_end() == "FAILED", job.log()
+    record("TERM under Slurm", seconds=round(time.monotonic() - begin, 2))
+    assert (job.fields()["ExitCode"], job.restarts) == ("143:0", 0)
+    assert assert_whole_checkpoints(tmp_path) == last_saved_step(job.log()) > 18
 
 
 def test_a_cancelled_job_stays_cancelled(slurm: Cluster, tmp_path: Path) -> None:

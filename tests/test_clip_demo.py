@@ -1,0 +1,42 @@
+"""CLIP's demo, in its short form: all parts run one after the other and end in the table."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("open_clip")
+
+from dino_sparo.clip import demo
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("readout", ["cls", "sparo"])
+def test_the_short_demo_ends_in_its_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], readout: str
+) -> None:
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    monkeypatch.setitem(demo.SHORT, "data_path", "scenes:64:48")
+    monkeypatch.setitem(demo.SHORT, "zero_shot_path", "scenes:20:48")
+    monkeypatch.setitem(demo.TRAINING, "batch_size", "16")
+    monkeypatch.setitem(demo.TRAINING, "num_workers", "0")
+    monkeypatch.setattr(demo, "SHORT_NUM_PAIRS", 6)
+    monkeypatch.setattr(demo, "SHORT_ZERO_SHOT_DATA", "scenes:20:48")
+    [run] = demo.main(["--short", "--readouts", readout, "--output_dir", str(tmp_path)])
+    assert json.loads((tmp_path / "demo.json").read_text()) == [run]
+    assert all(0 <= run[score] <= 100 for score in demo.CHANCE)
+    folder = Path(run["folder"])
+    assert {"checkpoint.pth", "zero_shot.json", "sugarcrepe.json"} <= {path.name for path in folder.iterdir()}
+    assert (folder / "pictures.png").is_file() == (readout == "sparo")
+    last = capsys.readouterr().out.splitlines()
+    assert last[-1].split() == ["guessing", "10.0", "%", "50.0", "%", "50.0", "%"]
+
+
+def test_the_table_gives_mean_and_deviation_over_seeds() -> None:
+    def run(readout: str, *scores: float) -> dict:
+        return {"readout": readout, **dict(zip(demo.CHANCE, scores, strict=True))}
+
+    rows = demo.table([run("sparo", 30, 50, 60), run("cls", 20, 51, 52), run("sparo", 32, 54, 60)]).splitlines()
+    assert rows[1].split() == ["sparo", "31.0", "%", "±", "1.4", "52.0", "%", "±", "2.8", "60.0", "%", "±", "0.0"]
+    assert rows[2].split() == ["cls", "20.0", "%", "51.0", "%", "52.0", "%"]
