@@ -168,25 +168,37 @@ def _median(rows: dict[tuple[Sizes, str], dict[str, Any]], sizes: Sizes, args: a
 
 
 def plot(rows: list[dict[str, Any]], folder: Path) -> None:
-    """Cost against L and against N, readout_L.png and readout_N.png."""
+    """Cost against N and against L, side by side: readout.png."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
     folder.mkdir(parents=True, exist_ok=True)
     base = rows[1]
-    for letter in ("L", "N"):
+    figure, panels = pyplot.subplots(1, 2, figsize=(7, 2.8), sharey=True, layout="constrained")
+    for axes, letter, what in zip(panels, "NL", ("tokens N", "slots L"), strict=True):
         fixed = [name for name in ("N", "L", "V", "A", "G", "precision") if name != letter]
         shown = sorted((row for row in rows if all(row[name] == base[name] for name in fixed)), key=lambda r: r[letter])
-        figure, axes = pyplot.subplots(figsize=(4, 3), layout="constrained")
-        for form in FORMS:
-            axes.plot([row[letter] for row in shown], [row[f"{form}, ms"].median for row in shown], "o-", label=form)
-        what = ", ".join(f"{name}={base[name]}" for name in fixed[:-1])
-        axes.set(xlabel=letter, ylabel="ms", xscale="log", yscale="log", title=what)
-        axes.legend()
-        figure.savefig(folder / f"readout_{letter}.png", dpi=150)
-        pyplot.close(figure)
+        values = [row[letter] for row in shown]
+        for form, name, colour in zip(FORMS, ("the paper's listing", "re-associated"), ("0.55", "tab:blue"), strict=True):
+            times = [row[f"{form}, ms"].median for row in shown]
+            axes.plot(values, times, "o-", color=colour)
+            end = (values[-1], times[-1])
+            axes.annotate(name, end, (4, 8), textcoords="offset points", color=colour, ha="right")
+        title = ", ".join(f"{name} = {base[name]}" for name in fixed[:-1])
+        axes.set(xlabel=what, xscale="log", yscale="log")
+        axes.set_title(f"{title}, {base['precision']}", fontsize="medium")
+        axes.xaxis.set_major_locator(FixedLocator(values))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:.0f}"))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("forward and backward, ms")
+    panels[0].margins(y=0.15)
+    figure.savefig(folder / "readout.png", dpi=150)
+    pyplot.close(figure)
 
 
 def get_args_parser() -> argparse.ArgumentParser:

@@ -37,6 +37,7 @@ def test_the_table_gives_mean_and_deviation_over_seeds() -> None:
     def run(readout: str, *scores: float) -> dict:
         return {"readout": readout, **dict(zip(demo.CHANCE, scores, strict=True))}
 
-    rows = demo.table([run("sparo", 30, 50, 60), run("cls", 20, 51, 52), run("sparo", 32, 54, 60)]).splitlines()
+    runs = [run("sparo", 30.0, 50.0, 60.0), run("cls", 20.0, 51.0, 52.0), run("sparo", 32.0, 54.0, 60.0)]
+    rows = demo.table(runs).splitlines()
     assert rows[1].split() == ["sparo", "31.0", "%", "±", "1.4", "52.0", "%", "±", "2.8", "60.0", "%", "±", "0.0"]
     assert rows[2].split() == ["cls", "20.0", "%", "51.0", "%", "52.0", "%"]

@@ -296,7 +296,8 @@ def test_scenes_come_with_their_captions_and_independent_attributes() -> None:
     scenes = Scenes(300, 32, ties=Ties(0.0, 0.0, 0.0))
     captions, graph = source.captions_of(7), scenes.scene_graph(7)
     assert captions[0] == scenes.caption(7)
-    assert captions[1:] == [graph.described(names) for names in (["colour", "texture"], ["colour"], ["texture"], [])]
+    mentioned = (["colour", "texture"], ["colour"], ["texture"], [], [], [], [])
+    assert captions[1:] == [graph.described(names) for names in mentioned]
     assert all(graph.objects[0].shape in caption for caption in captions)
     assert graph.objects[0].colour not in captions[-1]
     assert np.array_equal(np.asarray(source.read(7)), np.asarray(scenes.read(7)))
