@@ -182,7 +182,9 @@ def plot(rows: list[dict[str, Any]], folder: Path) -> None:
         fixed = [name for name in ("N", "L", "V", "A", "G", "precision") if name != letter]
         shown = sorted((row for row in rows if all(row[name] == base[name] for name in fixed)), key=lambda r: r[letter])
         values = [row[letter] for row in shown]
-        for form, name, colour in zip(FORMS, ("the paper's listing", "re-associated"), ("0.55", "tab:blue"), strict=True):
+        for form, name, colour in zip(
+            FORMS, ("the paper's listing", "re-associated"), ("0.55", "tab:blue"), strict=True
+        ):
             times = [row[f"{form}, ms"].median for row in shown]
             axes.plot(values, times, "o-", color=colour)
             end = (values[-1], times[-1])
