@@ -19,7 +19,7 @@ def test_the_short_demo_ends_in_its_table(
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
     monkeypatch.setitem(demo.SHORT, "data_path", "scenes:64:48")
     monkeypatch.setitem(demo.SHORT, "zero_shot_path", "scenes:20:48")
-    monkeypatch.setitem(demo.TRAINING, "batch_size", "16")
+    monkeypatch.setitem(demo.SHORT, "batch_size", "16")
     monkeypatch.setitem(demo.TRAINING, "num_workers", "0")
     monkeypatch.setattr(demo, "SHORT_NUM_PAIRS", 6)
     monkeypatch.setattr(demo, "SHORT_ZERO_SHOT_DATA", "scenes:20:48")

@@ -49,7 +49,13 @@ TRAINING = {
     "num_workers": "1",
 }
 ZERO_SHOT_DATA, NUM_PAIRS, IMAGE_SIZE = "scenes:4000:48", 2000, 48
-SHORT = {"data_path": "scenes:640:48", "epochs": "2", "zero_shot_path": "scenes:100:48", "warmup_steps": "5"}
+SHORT = {
+    "data_path": "scenes:640:48",
+    "batch_size": "64",
+    "epochs": "2",
+    "warmup_steps": "5",
+    "zero_shot_path": "scenes:100:48",
+}
 SHORT_ZERO_SHOT_DATA, SHORT_NUM_PAIRS = "scenes:100:48", 20
 # Score -> what guessing gives, percent.
 CHANCE = {"zero-shot shape": 10.0, "swapped objects": 50.0, "swapped attributes": 50.0}
