@@ -45,7 +45,7 @@ test-slow: $(INSTALLED)  ## run the others: several processes, a real Slurm (min
 		$(BIN)/python -m pytest -m '(slow or slurm) and not kills' --last-failed
 
 test-kills: $(INSTALLED)  ## kill ranks dozens of times, under torchrun and under Slurm (a quarter of an hour)
-	$(BIN)/python -m pytest -m kills
+	$(BIN)/python -m pytest -m kills || $(BIN)/python -m pytest -m kills --last-failed
 
 check: $(INSTALLED)  ## lint, format, types, spelling
 	$(BIN)/ruff check .
