@@ -29,7 +29,7 @@ demo: $(INSTALLED)  ## train on built-in scenes, evaluate, draw the slots (minut
 demo-compare: $(INSTALLED)  ## the same for the read-outs sparo, cls and gap
 	$(BIN)/python demo.py --readouts sparo cls gap --output_dir output/demo-compare
 
-demo-clip: $(INSTALLED)  ## train CLIP + SPARO on the captions of built-in scenes, evaluate, draw (minutes, CPU)
+demo-clip: $(INSTALLED)  ## train CLIP + SPARO on the captions of built-in scenes, evaluate, draw (up to an hour, CPU)
 	$(BIN)/python -m dino_sparo.clip.demo
 
 demo-short: $(INSTALLED)  ## both demos' parts in a minute or two; their numbers mean nothing

@@ -12,7 +12,7 @@ The second objective. The image encoder, its read-outs, the optimizer, checkpoin
                                    probe.py  adapter.py
     6  interventions on slots      slots.py  select.py  mask.py (mask_fit.py)  sweep.py (plots.py)
                                    pictures.py (words.py  concepts.py  sheet.py  pictures_html.py)
-    7  all of these in minutes     demo.py
+    7  all of these, small         demo.py
 
 Letters are those of `dino_sparo`, and besides
 

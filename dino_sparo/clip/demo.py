@@ -1,4 +1,4 @@
-"""CLIP + SPARO in minutes, on a laptop without a GPU: train on the built-in scenes, evaluate, draw the slots.
+"""CLIP + SPARO in less than an hour, on a laptop without a GPU: train on the built-in scenes, evaluate, draw the slots.
 
     make demo-clip                                                     # SPARO
     python -m dino_sparo.clip.demo --readouts sparo cls gap_image      # beside CLIP and the paper's CLIP+GAP
@@ -6,7 +6,7 @@
 
 Calls the commands a user would call, in their order, and ends with a table: zero-shot classification of shapes, and
 true captions against the same words in another order, both on held-out scenes whose attributes are independent. The
-options below are a recipe for minutes, not for accuracy.
+options below are a recipe for a trial, not for accuracy.
 """
 
 import argparse
