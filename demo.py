@@ -8,6 +8,13 @@ Calls the scripts a user would call, in their order, and ends with a table: 20-N
 untrained encoder against trained. The options below are a recipe for minutes, not for accuracy.
 """
 
+from dino_sparo.choices import READOUTS
+from dino_sparo.cli import demo_parser
+
+if __name__ == "__main__":
+    # --help and mistakes are answered before torch is imported.
+    demo_parser("demo.py", __doc__, READOUTS).parse_args()
+
 import argparse
 import json
 import os
@@ -23,9 +30,7 @@ import eval_knn
 import eval_linear
 import main_dino
 import visualize_attention
-from dino_sparo.cli import HelpFormatter
 from dino_sparo.evaluation.pictures import draw_training_curve
-from dino_sparo.readout import READOUTS
 
 TRAINING = {
     "data_path": "scenes:10000:48",
@@ -59,17 +64,6 @@ SHORT = {"data_path": "scenes:640:48", "epochs": "2"}
 SHORT_EVALUATION_DATA = "scenes:500:48"
 PROBE = ["--fast", "--epochs", "30", "--lr", "0.01", "0.1", "1", "--val_freq", "30"]
 SCORES = ("20-NN", "linear probe")
-
-
-def get_args_parser() -> argparse.ArgumentParser:
-    """The demo's options."""
-    parser = argparse.ArgumentParser("demo.py", description=__doc__, formatter_class=HelpFormatter)
-    parser.add_argument("--readouts", nargs="+", default=["sparo"], choices=sorted(READOUTS), help="What to compare.")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="One training run each.")
-    parser.add_argument("--output_dir", default=None, help="Where everything is written; default: output/demo.")
-    parser.add_argument("--device", default="cpu", help="auto, cpu or cuda.")
-    parser.add_argument("--short", action="store_true", help="A minute of it, to see that all parts work.")
-    return parser
 
 
 def words(options: dict[str, str]) -> list[str]:
@@ -142,7 +136,7 @@ def spread(values: Sequence[float]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """Train, evaluate, draw, print the table."""
-    args = get_args_parser().parse_args(argv)
+    args = demo_parser("demo.py", __doc__, READOUTS).parse_args(argv)
     if args.output_dir is None:
         args.output_dir = "output/demo-short" if args.short else "output/demo"
     # The encoder is so small that half of the cores compute it fastest, while the others draw and distort images.

@@ -8,6 +8,11 @@ built as the checkpoint says; the reference's checkpoints and raw ViT weights ar
 facebookresearch/dino.
 """
 
+from dino_sparo.evaluation.options import knn_parser as get_args_parser
+
+if __name__ == "__main__":
+    get_args_parser().parse_args()  # --help and mistakes are answered before torch is imported
+
 import argparse
 import logging
 from collections.abc import Mapping, Sequence
@@ -16,15 +21,12 @@ from typing import Any
 
 import torch
 
-from dino_sparo.cli import HelpFormatter, add_device_options, add_foreign_weights_options, bool_flag, errors_in_one_line
+from dino_sparo.cli import errors_in_one_line
 from dino_sparo.crops import EvalTransform
-from dino_sparo.distributed import Distributed, init_distributed, is_main
+from dino_sparo.distributed import PRECISIONS, Distributed, init_distributed, is_main
 from dino_sparo.evaluation.features import Features, load_features, save_features
 from dino_sparo.evaluation.knn import KNNResult, classify_on_rank_0, evaluate_knn, extract_splits
-from dino_sparo.evaluation.neighbours import SEARCHES
 from dino_sparo.evaluation.protocol import (
-    PRECISIONS,
-    add_evaluation_options,
     file_sha256,
     open_encoder,
     open_splits,
@@ -38,39 +40,6 @@ from dino_sparo.logs import setup_logging
 __all__ = ["evaluate_checkpoint", "evaluate_knn", "get_args_parser", "main"]
 
 logger = logging.getLogger("eval_knn")
-
-
-def get_args_parser() -> argparse.ArgumentParser:
-    """The options, in data-flow order."""
-    parser = argparse.ArgumentParser(
-        prog="eval_knn.py", description="Weighted k-NN accuracy of a frozen encoder.", formatter_class=HelpFormatter
-    )
-    add_evaluation_options(parser)
-    add_foreign_weights_options(parser)
-    group = parser.add_argument_group("k-NN")
-    group.add_argument(
-        "--nb_knn", type=int, nargs="+", default=[10, 20, 100, 200], help="Numbers of neighbours; 20 is usually best."
-    )
-    group.add_argument("--temperature", type=float, default=0.07, help="Of the vote: weights are exp(cosine / T).")
-    group.add_argument(
-        "--search",
-        choices=sorted(SEARCHES),
-        default="fp32",
-        help="bf16 finds candidates in bf16 and compares them in fp32: the same predictions, sooner where bf16 is many "
-        "times as fast.",
-    )
-    group.add_argument(
-        "--use_cuda",
-        type=bool_flag,
-        default=True,
-        help="Keep the features on the GPU, where there is one; false if they do not fit.",
-    )
-    group.add_argument("--dump_features", default=None, help="Folder to write features and labels to.")
-    group.add_argument(
-        "--load_features", default=None, help="Folder to read them from; then neither weights nor images are needed."
-    )
-    add_device_options(parser)
-    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:

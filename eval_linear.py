@@ -8,6 +8,11 @@ linear.json, the accuracies with all that they depend on; linear.pth holds the p
 it. Options as in facebookresearch/dino.
 """
 
+from dino_sparo.evaluation.options import linear_parser as get_args_parser
+
+if __name__ == "__main__":
+    get_args_parser().parse_args()  # --help and mistakes are answered before torch is imported
+
 import argparse
 import logging
 from collections.abc import Callable, Sequence
@@ -24,17 +29,15 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as TF
 
 from dino_sparo.checkpoint import load_strictly
-from dino_sparo.cli import HelpFormatter, add_device_options, add_foreign_weights_options, bool_flag, errors_in_one_line
+from dino_sparo.cli import errors_in_one_line
 from dino_sparo.crops import FLIP_PROBABILITY, EvalTransform, normalized_tensor, sample_box
 from dino_sparo.data import ImageSource
-from dino_sparo.distributed import Distributed, all_reduce_sum, init_distributed, is_main
+from dino_sparo.distributed import PRECISIONS, Distributed, all_reduce_sum, init_distributed, is_main
 from dino_sparo.evaluation.features import Features, extract_split
 from dino_sparo.evaluation.linear import MOMENTUM, REFERENCE_BATCH, Batches, LinearProbe, probe_accuracy
 from dino_sparo.evaluation.linear_run import ProbeRun, cached_batches, check_same_record, live_batches, load_heads
 from dino_sparo.evaluation.protocol import (
-    PRECISIONS,
     EvaluatedEncoder,
-    add_evaluation_options,
     open_encoder,
     open_splits,
     result_folder,
@@ -69,62 +72,6 @@ class ProbeAugmentation:
         if rng.random() < FLIP_PROBABILITY:
             crop = TF.hflip(crop)
         return [normalized_tensor(crop, self.mean, self.std)]
-
-
-def get_args_parser() -> argparse.ArgumentParser:
-    """The options, in data-flow order."""
-    parser = argparse.ArgumentParser(
-        prog="eval_linear.py",
-        description="Linear probes on a frozen encoder, one per learning rate.",
-        formatter_class=HelpFormatter,
-    )
-    add_evaluation_options(parser)
-    add_foreign_weights_options(parser)
-    group = parser.add_argument_group("features of the probe")
-    group.add_argument(
-        "--n_last_blocks",
-        type=int,
-        default=4,
-        help="Layers whose class tokens are concatenated; with sparo and gap the last one is the encoding. 4 suits a "
-        "ViT-S, 1 a ViT-B.",
-    )
-    group.add_argument(
-        "--avgpool_patchtokens",
-        type=bool_flag,
-        default=False,
-        help="Also concatenate the mean of the patch tokens; false suits a ViT-S, true a ViT-B.",
-    )
-    group = parser.add_argument_group("training of the probes")
-    group.add_argument("--epochs", type=int, default=100, help="Epochs, over which the learning rate falls to 0.")
-    group.add_argument(
-        "--lr",
-        type=float,
-        nargs="+",
-        default=[0.001, 0.003, 0.01, 0.03, 0.1, 0.3],
-        help="Learning rates for a batch of 256 images, scaled with the batch; one probe each. The best one depends on "
-        "the checkpoint.",
-    )
-    group.add_argument(
-        "--fast",
-        action="store_true",
-        help="Encode every image once, without crops and flips, and train on that: minutes instead of hours, usually a "
-        "little less accurate.",
-    )
-    group.add_argument("--val_freq", type=int, default=1, help="Epochs between two validations.")
-    group.add_argument(
-        "--num_labels", type=int, default=None, help="Number of classes, to check; the data says it itself."
-    )
-    group.add_argument(
-        "--evaluate", action="store_true", help="Only test the probes saved in --output_dir on the validation images."
-    )
-    group.add_argument(
-        "--use_cuda",
-        type=bool_flag,
-        default=True,
-        help="Keep cached features on the GPU, where there is one; false if they do not fit.",
-    )
-    add_device_options(parser)
-    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:

@@ -9,6 +9,13 @@ what they describe and loops over epochs; what happens in an epoch is `dino_spar
 again goes on from the last checkpoint.
 """
 
+from dino_sparo.cli import command_parser, errors_in_one_line
+from dino_sparo.dino.options import REFERENCE_BATCH, check_options, get_args_parser
+
+if __name__ == "__main__":
+    # --help and mistakes are answered before torch is imported.
+    command_parser(get_args_parser(), __doc__).parse_args()
+
 import argparse
 import json
 import logging
@@ -33,14 +40,6 @@ from dino_sparo.checkpoint import (
     encoder_description,
     initialize_encoder,
     load_checkpoint,
-)
-from dino_sparo.cli import (
-    HelpFormatter,
-    add_architecture_options,
-    add_device_options,
-    add_normalization_options,
-    bool_flag,
-    errors_in_one_line,
 )
 from dino_sparo.crops import EvalTransform, MultiCropAugmentation
 from dino_sparo.data import (
@@ -85,18 +84,12 @@ from dino_sparo.evaluation.protocol import git_hash, plain, versions
 from dino_sparo.head import DINOHead, DINONetwork
 from dino_sparo.logs import Meters, RunLog, setup_logging
 from dino_sparo.loss import NUM_TEACHER_CROPS, DINOLoss, diagnose_collapse
-from dino_sparo.optim import OPTIMIZERS, cosine_schedule, create_optimizer, param_groups
+from dino_sparo.optim import cosine_schedule, create_optimizer, param_groups
 from dino_sparo.preemption import Agreement, StopSignals, Watchdog, hand_over
 
 logger = logging.getLogger("main_dino")
 
-REFERENCE_BATCH = 256  # images; learning rates are stated for it and scaled with the batch
 LOOK_IMAGES = 64  # whose encodings' rank is taken after every epoch; the rank is at most this
-POSITIVE_OPTIONS = ("epochs", "max_steps", "batch_size_per_gpu", "grad_accum_steps", "patch_size", "keep_checkpoints")
-NON_NEGATIVE_OPTIONS = (
-    *("warmup_epochs", "saveckp_freq", "saveckp_minutes", "knn_freq", "num_workers", "freeze_last_layer", "clip_grad"),
-    *("lr", "min_lr", "weight_decay", "weight_decay_end", "loss_chunk"),
-)
 # What the optimizer's state depends on, so that a run cannot go on with another.
 FIXED_OPTIONS = ("optimizer", "norm_last_layer", "use_bn_in_head")
 # What may change without making it another run; init_from said how it began.
@@ -109,203 +102,6 @@ HARMLESS_OPTIONS = {
 MENDABLE_ERRORS: tuple[type[Exception], ...] = (NonFiniteLossError, TooManyCorruptImagesError)
 PROBE_NEIGHBOURS = 20
 PROBE_IMAGES = (4000, 1000)  # that vote, that are classified, in the probe during training
-
-
-def get_args_parser() -> argparse.ArgumentParser:
-    """The options of training, in data-flow order."""
-    parser = argparse.ArgumentParser(
-        "main_dino.py", description="Pretrain with DINO + SPARO.", formatter_class=HelpFormatter, add_help=False
-    )
-    _add_data_options(parser)
-    _add_crop_options(parser)
-    add_normalization_options(parser)
-    add_architecture_options(parser)
-    _add_head_options(parser)
-    _add_loss_options(parser)
-    _add_optimization_options(parser)
-    _add_run_options(parser)
-    add_device_options(parser)
-    return parser
-
-
-def _add_data_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("images")
-    group.add_argument(
-        "--data_path",
-        default="scenes",
-        help="Where the images are: a folder, a list (.txt) or table (.csv) of paths, tar shards "
-        "(shard-{000..099}.tar), a torchvision set (cifar10:DIR), or the built-in scenes (scenes:NUMBER:SIZE).",
-    )
-    group.add_argument("--download", action="store_true", help="Let a torchvision set download itself.")
-    group.add_argument(
-        "--max_corrupt", type=float, default=0.01, help="Share of unreadable images above which the run stops."
-    )
-    group.add_argument("--batch_size_per_gpu", type=int, default=64, help="Images per process and forward pass.")
-    group.add_argument(
-        "--grad_accum_steps",
-        type=int,
-        default=1,
-        help="Forward passes per step; their gradients are averaged, as if the batch were that many times larger.",
-    )
-
-
-def _add_crop_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("crops")
-    group.add_argument("--global_crops_size", type=int, default=224, help="Side of the global crops in pixels.")
-    group.add_argument("--local_crops_size", type=int, default=96, help="Side of the local crops in pixels.")
-    group.add_argument(
-        "--global_crops_scale",
-        type=float,
-        nargs=2,
-        default=(0.4, 1.0),
-        help="Share of the image's area in a global crop; without local crops a wider range, 0.14 1, works better.",
-    )
-    group.add_argument("--local_crops_number", type=int, default=8, help="Local crops per image; 0 for none.")
-    group.add_argument(
-        "--local_crops_scale", type=float, nargs=2, default=(0.05, 0.4), help="Share of the area in a local crop."
-    )
-    group.add_argument(
-        "--distort_on",
-        default="auto",
-        choices=["auto", "cpu", "device"],
-        help="Where crops get colour jitter, blur and solarisation: in the processes that load them, or in batches on "
-        "the device, so that these only decode and cut; auto does so on GPUs.",
-    )
-
-
-def _add_head_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("head: encoding -> logits")
-    group.add_argument(
-        "--out_dim",
-        type=int,
-        default=65536,
-        help="Number of prototypes K. Large for large and varied data; a few thousand for tens of thousands of images.",
-    )
-    group.add_argument(
-        "--norm_last_layer",
-        type=bool_flag,
-        default=True,
-        help="Keep the prototypes' lengths at one. False can be better for a ViT-S, and less stable.",
-    )
-    group.add_argument(
-        "--head_hidden_dim", type=int, default=2048, help="Width of the head's MLP; less saves time with tiny encoders."
-    )
-    group.add_argument("--use_bn_in_head", type=bool_flag, default=False, help="Batch norm in the head's MLP.")
-
-
-def _add_loss_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("loss and teacher")
-    group.add_argument(
-        "--warmup_teacher_temp",
-        type=float,
-        default=0.04,
-        help="Teacher's temperature in the first epoch; lower it if the loss does not fall.",
-    )
-    group.add_argument(
-        "--teacher_temp",
-        type=float,
-        default=0.04,
-        help="Teacher's temperature after the warm-up; above 0.07 training is usually unstable.",
-    )
-    group.add_argument(
-        "--warmup_teacher_temp_epochs", type=int, default=0, help="Epochs between the two; 30 is typical for 0.07."
-    )
-    group.add_argument(
-        "--momentum_teacher",
-        type=float,
-        default=0.996,
-        help="Momentum of the moving average in the first step, rising to 1; 0.9995 suits a batch of 256, and lower "
-        "values short runs.",
-    )
-
-
-def _add_optimization_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("optimisation")
-    group.add_argument("--epochs", type=int, default=100, help="Epochs of the run, which the schedules span.")
-    group.add_argument(
-        "--max_steps", type=int, default=None, help="Stop after this many steps in all, for trials; schedules stay."
-    )
-    group.add_argument("--optimizer", default="adamw", choices=sorted(OPTIMIZERS), help="adamw suits transformers.")
-    group.add_argument(
-        "--lr",
-        type=float,
-        default=0.0005,
-        help=f"Learning rate after the warm-up, for a batch of {REFERENCE_BATCH} images; scaled with the batch.",
-    )
-    group.add_argument("--warmup_epochs", type=int, default=10, help="Epochs of linear warm-up of the learning rate.")
-    group.add_argument("--min_lr", type=float, default=1e-6, help="Learning rate at the end.")
-    group.add_argument("--weight_decay", type=float, default=0.04, help="Weight decay in the first step.")
-    group.add_argument("--weight_decay_end", type=float, default=0.4, help="Weight decay in the last step.")
-    group.add_argument(
-        "--clip_grad", type=float, default=3.0, help="Largest norm of a parameter's gradient; 0 for no limit."
-    )
-    group.add_argument(
-        "--freeze_last_layer",
-        type=int,
-        default=1,
-        help="Epochs during which the prototypes stay as drawn; more if the loss does not fall.",
-    )
-    group.add_argument(
-        "--precision",
-        default="auto",
-        choices=["auto", "bf16", "fp16", "fp32"],
-        help="Precision of the forward passes; auto is bf16 where the device computes in it, else fp32.",
-    )
-    group.add_argument(
-        "--compile",
-        default="auto",
-        choices=["auto", "on", "off"],
-        help="torch.compile of networks and loss, which takes a minute or two at the start; auto does so on GPUs.",
-    )
-    group.add_argument(
-        "--packed_crops", action="store_true", help="Run crops of both sizes together; fewer, larger kernels on GPUs."
-    )
-    group.add_argument(
-        "--grad_checkpointing",
-        action="store_true",
-        help="Compute the student's blocks twice instead of keeping what is in them: less memory, more time.",
-    )
-    group.add_argument(
-        "--loss_chunk", type=int, default=0, help="Prototypes that the loss looks at together; 0 for all; saves memory."
-    )
-    group.add_argument(
-        "--memory_report", action="store_true", help="Say at the start what weights, gradients and activations take."
-    )
-    group.add_argument(
-        "--use_fp16", type=bool_flag, default=None, help="The reference's option: true for fp16, false for fp32."
-    )
-
-
-def _add_run_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("run")
-    group.add_argument("--output_dir", default=".", help="Where checkpoints and logs go; a run there is resumed.")
-    group.add_argument("--saveckp_freq", type=int, default=20, help="Keep a checkpoint every so many epochs; 0: never.")
-    group.add_argument(
-        "--saveckp_minutes",
-        type=float,
-        default=30.0,
-        help="Also save after so many minutes within an epoch: what a crash can cost at most; 0: only after epochs.",
-    )
-    group.add_argument(
-        "--keep_checkpoints",
-        type=int,
-        default=3,
-        help="How many of the last checkpoints stay; if the newest is damaged, the one before it is used.",
-    )
-    group.add_argument(
-        "--allow_rescale",
-        action="store_true",
-        help="Go on from a checkpoint with another batch or number of processes: schedules and the place in the epoch "
-        "follow from the images seen. Without it that is refused.",
-    )
-    group.add_argument(
-        "--knn_freq",
-        type=int,
-        default=0,
-        help="Probe the teacher with 20-NN every so many epochs, on a few thousand labelled images, and keep the best "
-        "checkpoint; 0: never.",
-    )
-    group.add_argument("--seed", type=int, default=0, help="Of weights, order, crops and stochastic depth.")
 
 
 def train_dino(args: argparse.Namespace) -> None:
@@ -339,37 +135,6 @@ def train_dino(args: argparse.Namespace) -> None:
             log.close()
         if stop is not None:
             hand_over(signals, stop, run.training.step)
-
-
-def check_options(args: argparse.Namespace) -> None:
-    """Refuse numbers that cannot be and crops that do not fit the patches.
-
-    Raises:
-        ValueError: names the option and what would fit.
-    """
-    for name in POSITIVE_OPTIONS:
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise ValueError(f"--{name} {getattr(args, name)}: give a positive number")
-    for name in NON_NEGATIVE_OPTIONS:
-        if getattr(args, name) < 0:
-            raise ValueError(f"--{name} {getattr(args, name)}: give 0 or more")
-    for name in ("momentum_teacher", "max_corrupt"):
-        if not 0 <= getattr(args, name) <= 1:
-            raise ValueError(f"--{name} {getattr(args, name)}: give a number from 0 to 1")
-    if args.warmup_epochs > args.epochs:
-        raise ValueError(
-            f"--warmup_epochs {args.warmup_epochs} is longer than the run of {args.epochs} epochs; shorten it"
-        )
-    sizes = {"global_crops_size": args.global_crops_size}
-    if args.local_crops_number:
-        sizes["local_crops_size"] = args.local_crops_size
-    for name, size in sizes.items():
-        if size < args.patch_size or size % args.patch_size:
-            nearest = max(round(size / args.patch_size), 1) * args.patch_size
-            raise ValueError(
-                f"--{name} {size} px is not a multiple of --patch_size {args.patch_size} px; the nearest that fits is "
-                f"{nearest}"
-            )
 
 
 @dataclass
@@ -779,8 +544,7 @@ def save(run: Run, epochs_done: int, copies: Sequence[str] = ()) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Parse the options and train; a mistake in them ends with one line, not a traceback."""
-    parser = argparse.ArgumentParser(parents=[get_args_parser()], description=__doc__, formatter_class=HelpFormatter)
-    args = parser.parse_args(argv)
+    args = command_parser(get_args_parser(), __doc__).parse_args(argv)
     with errors_in_one_line(logger, *MENDABLE_ERRORS):
         train_dino(args)
 

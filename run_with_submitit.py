@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import submitit
-import torch
 from submitit.helpers import DelayedSubmission
 from submitit.slurm.slurm import SlurmExecutor, _make_sbatch_string
 
-from dino_sparo.cli import HelpFormatter, errors_in_one_line
-from dino_sparo.distributed import FAULT_STATUS, FIRST_PORT, NUM_PORTS
+from dino_sparo.cli import FAULT_STATUS, HelpFormatter, errors_in_one_line
+from dino_sparo.clip import options as clip_options
+from dino_sparo.dino import options as dino_options
 
 logger = logging.getLogger("run_with_submitit")
 
@@ -44,13 +44,11 @@ class TrainingModule:
     """What a trainer offers to be submitted.
 
     Attributes:
-        get_args_parser: its options.
         check_options: refuses what cannot be, before the job waits in the queue.
         train: does the work in every task.
         errors: kinds of errors beside ValueError and OSError that the user can mend.
     """
 
-    get_args_parser: Callable[[], argparse.ArgumentParser]
     check_options: Callable[[argparse.Namespace], None]
     train: Callable[[argparse.Namespace], None]
     errors: tuple[type[Exception], ...]
@@ -59,9 +57,7 @@ class TrainingModule:
 def _dino() -> TrainingModule:
     import main_dino
 
-    return TrainingModule(
-        main_dino.get_args_parser, main_dino.check_options, main_dino.train_dino, main_dino.MENDABLE_ERRORS
-    )
+    return TrainingModule(main_dino.check_options, main_dino.train_dino, main_dino.MENDABLE_ERRORS)
 
 
 def _clip() -> TrainingModule:
@@ -69,10 +65,15 @@ def _clip() -> TrainingModule:
         from dino_sparo.clip import train as clip
     except ImportError as error:
         raise SystemExit(f"not submitted: CLIP needs the packages of `pip install -e '.[clip]'` ({error})") from error
-    return TrainingModule(clip.get_args_parser, clip.check_options, clip.train, clip.MENDABLE_ERRORS)
+    return TrainingModule(clip.check_options, clip.train, clip.MENDABLE_ERRORS)
 
 
-# Imported when asked for: a trainer may need packages that the others do not.
+# Of the options alone, which import no torch, so that --help is fast.
+PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
+    "main_dino": dino_options.get_args_parser,
+    "dino_sparo.clip.train": clip_options.get_args_parser,
+}
+# Imported when asked for: a trainer needs torch, and may need packages that the others do not.
 TRAINERS: dict[str, Callable[[], TrainingModule]] = {"main_dino": _dino, "dino_sparo.clip.train": _clip}
 
 
@@ -88,6 +89,8 @@ class Trainer:
 
     def __call__(self) -> None:
         """Train; ranks and rendezvous come from Slurm's environment, or from submitit's where it runs without Slurm."""
+        import torch  # not above: the machine that submits need not wait for it
+
         job = submitit.JobEnvironment()
         module = TRAINERS[self.args.module]()
         with errors_in_one_line(logger, *module.errors, note_meant=(job.paths.folder / MEANT).touch):
@@ -131,6 +134,8 @@ def check_tasks(args: argparse.Namespace, num_tasks: int, num_nodes: int, num_gp
 
 def _set_local_rendezvous(job: submitit.JobEnvironment) -> None:
     """What torchrun would set, for the tasks of a job on this machine."""
+    from dino_sparo.distributed import FIRST_PORT, NUM_PORTS
+
     os.environ.update(
         RANK=str(job.global_rank),
         WORLD_SIZE=str(job.num_tasks),
@@ -144,10 +149,10 @@ def get_submission_parser(module: str = "main_dino") -> argparse.ArgumentParser:
     """The options of a trainer and those of the job.
 
     Args:
-        module: a key of `TRAINERS`.
+        module: a key of `PARSERS`.
     """
     parser = argparse.ArgumentParser(
-        parents=[TRAINERS[module]().get_args_parser()],
+        parents=[PARSERS[module]()],
         description=__doc__,
         formatter_class=HelpFormatter,
     )
@@ -185,7 +190,7 @@ def get_submission_parser(module: str = "main_dino") -> argparse.ArgumentParser:
 
 
 def _add_module_option(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument("--module", default="main_dino", choices=sorted(TRAINERS), help="The trainer to submit.")
+    parser.add_argument("--module", default="main_dino", choices=sorted(PARSERS), help="The trainer to submit.")
 
 
 def job_folder(args: argparse.Namespace) -> Path:

@@ -9,6 +9,11 @@ Stage 5 of the map. Always writes attention.png (a labelled grid), attention.npy
 (which map is how peaked, and which look alike); further files as the options say. Options as in facebookresearch/dino.
 """
 
+from dino_sparo.evaluation.options import attention_parser as get_args_parser
+
+if __name__ == "__main__":
+    get_args_parser().parse_args()  # --help and mistakes are answered before torch is imported
+
 import argparse
 import logging
 import os
@@ -21,7 +26,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from dino_sparo.cli import HelpFormatter, add_device_options, add_foreign_weights_options, errors_in_one_line
+from dino_sparo.cli import errors_in_one_line
 from dino_sparo.data import CorruptImageError, ImageSource, open_source
 from dino_sparo.distributed import detect_launcher, select_device
 from dino_sparo.evaluation.atlas import build_atlas, draw_atlas
@@ -58,66 +63,6 @@ from dino_sparo.logs import setup_logging
 logger = logging.getLogger("visualize_attention")
 
 PICTURE_HEIGHT = 480  # pixels, of a view as figures and single files show it
-
-
-def get_args_parser() -> argparse.ArgumentParser:
-    """The options, in data-flow order."""
-    parser = argparse.ArgumentParser(
-        prog="visualize_attention.py",
-        description="Attention maps of every slot or head, and the slot atlas.",
-        formatter_class=HelpFormatter,
-    )
-    group = parser.add_argument_group("encoder")
-    group.add_argument("--pretrained_weights", default="", help="Checkpoint to look into, ours or the reference's.")
-    group.add_argument("--checkpoint_key", default="teacher", help="Network in the checkpoint: teacher or student.")
-    group.add_argument(
-        "--untrained",
-        action="store_true",
-        help="Random weights instead of the checkpoint's, to see what training brings.",
-    )
-    add_foreign_weights_options(parser)
-    group = parser.add_argument_group("images")
-    group.add_argument(
-        "--image_path", default=None, help="An image, a folder, or whatever --data_path takes; else a built-in scene."
-    )
-    group.add_argument(
-        "--image_size",
-        type=int,
-        nargs="+",
-        default=None,
-        help="Size that the encoder sees, pixels: one number for the short side (of several images the central square "
-        "is seen), or height and width. By default twice the size of training: more patches show finer maps.",
-    )
-    group.add_argument("--max_images", type=int, default=8, help="Of a folder, evenly spread over it.")
-    group = parser.add_argument_group("pictures")
-    group.add_argument("--output_dir", default=".", help="Where the files are written.")
-    group.add_argument(
-        "--threshold",
-        type=float,
-        default=None,
-        help="Also draw masks.png: the fewest patches that hold this share of a map's mass, e.g. 0.6.",
-    )
-    group.add_argument("--save_each", action="store_true", help="Also one PNG per map.")
-    group.add_argument(
-        "--max_maps", type=int, default=None, help="Maps in a grid, most peaked first; by default all of an image."
-    )
-    group.add_argument("--compare", default=None, help="Another checkpoint, drawn beside this one: compare.png.")
-    group = parser.add_argument_group("slot atlas")
-    group.add_argument(
-        "--atlas",
-        default=None,
-        help="Images to search for those that light up each slot, a folder or whatever --data_path takes, e.g. scenes: "
-        "atlas.png, atlas.html and atlas.json.",
-    )
-    group.add_argument("--atlas_images", type=int, default=8, help="Images per slot.")
-    group.add_argument(
-        "--atlas_max_images",
-        type=int,
-        default=2000,
-        help="Search a random subset of so many images, if there are more.",
-    )
-    add_device_options(parser, num_workers=4)
-    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> None:

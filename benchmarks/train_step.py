@@ -25,7 +25,7 @@ from benchmarks.readout import ListedSparo
 from benchmarks.reference import Reference
 from benchmarks.report import Bar, Section, options, run
 from benchmarks.timing import Spread, interleave, synchronize
-from dino_sparo.backbone import ARCHITECTURES
+from dino_sparo.choices import ARCHITECTURES
 from dino_sparo.data import Batch
 from dino_sparo.distributed import Distributed
 from dino_sparo.engine import Training, compile_networks, memory_report, train_step

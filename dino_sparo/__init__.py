@@ -1,4 +1,4 @@
-"""dino_sparo: DINO pretraining of a vision transformer that is read out as SPARO slots.
+"""dino_sparo: DINO and CLIP pretraining of a vision transformer that is read out as SPARO slots.
 
 The files of this package are the stages of the data flow, in order:
 
@@ -7,7 +7,10 @@ The files of this package are the stages of the data flow, in order:
     3  encoding -> logits -> loss  head.py  loss.py
     4  one step, one epoch         optim.py  teacher.py  engine.py
     5  checkpoint -> evaluation    checkpoint.py  evaluation/  export.py
-       plumbing                    distributed.py  preemption.py  logs.py  cli.py
+       options                     cli.py  choices.py  dino/options.py  evaluation/options.py: without torch
+       plumbing                    distributed.py  preemption.py  logs.py
+
+CLIP is the second objective on the same encoder: `clip/`.
 
 One letter, one meaning, in every docstring and shape:
 
@@ -17,13 +20,18 @@ One letter, one meaning, in every docstring and shape:
                            G slots sharing a key                F features of a probe
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from dino_sparo._version import __version__
-from dino_sparo.checkpoint import CheckpointError, load_checkpoint, load_encoder
-from dino_sparo.crops import EvalTransform, MultiCropAugmentation
-from dino_sparo.encoder import Encoder, EncoderConfig, create_encoder
-from dino_sparo.head import DINOHead, DINONetwork
-from dino_sparo.loss import DINOLoss
-from dino_sparo.readout import ReadoutOutput, Sparo
+
+if TYPE_CHECKING:
+    from dino_sparo.checkpoint import CheckpointError, load_checkpoint, load_encoder
+    from dino_sparo.crops import EvalTransform, MultiCropAugmentation
+    from dino_sparo.encoder import Encoder, EncoderConfig, create_encoder
+    from dino_sparo.head import DINOHead, DINONetwork
+    from dino_sparo.loss import DINOLoss
+    from dino_sparo.readout import ReadoutOutput, Sparo
 
 __all__ = [
     "CheckpointError",
@@ -41,3 +49,30 @@ __all__ = [
     "load_checkpoint",
     "load_encoder",
 ]
+
+# The modules import torch, which takes seconds: they are imported when one of their names is first used (PEP 562).
+_MODULE_OF = {
+    "CheckpointError": "dino_sparo.checkpoint",
+    "DINOHead": "dino_sparo.head",
+    "DINOLoss": "dino_sparo.loss",
+    "DINONetwork": "dino_sparo.head",
+    "Encoder": "dino_sparo.encoder",
+    "EncoderConfig": "dino_sparo.encoder",
+    "EvalTransform": "dino_sparo.crops",
+    "MultiCropAugmentation": "dino_sparo.crops",
+    "ReadoutOutput": "dino_sparo.readout",
+    "Sparo": "dino_sparo.readout",
+    "create_encoder": "dino_sparo.encoder",
+    "load_checkpoint": "dino_sparo.checkpoint",
+    "load_encoder": "dino_sparo.checkpoint",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_MODULE_OF])

@@ -8,7 +8,7 @@ so its weights load as they are.
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,22 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-
-class ViTSize(NamedTuple):
-    """Width, number of blocks and number of heads of a vision transformer."""
-
-    embed_dim: int
-    depth: int
-    num_heads: int
-
-
-ARCHITECTURES: dict[str, ViTSize] = {
-    # For laptops and tests; not an architecture of the literature.
-    "vit_micro": ViTSize(embed_dim=128, depth=4, num_heads=4),
-    "vit_tiny": ViTSize(embed_dim=192, depth=12, num_heads=3),
-    "vit_small": ViTSize(embed_dim=384, depth=12, num_heads=6),
-    "vit_base": ViTSize(embed_dim=768, depth=12, num_heads=12),
-}
+from dino_sparo.choices import ARCHITECTURES, ViTSize
 
 # The reference adds this to the wanted grid size before it divides, so that rounding cannot lose a row
 # (facebookresearch/dino, discussion #8). It shifts the sampled positions a little, hence it must be the same here.

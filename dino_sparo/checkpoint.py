@@ -37,8 +37,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from dino_sparo.backbone import ARCHITECTURES, Backbone
-from dino_sparo.data import IMAGENET_MEAN, IMAGENET_STD
+from dino_sparo.backbone import Backbone
+from dino_sparo.choices import ARCHITECTURES, IMAGENET_MEAN, IMAGENET_STD
 from dino_sparo.encoder import Encoder, EncoderConfig, encoder_from_config
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,7 @@
 """Options shared by the scripts, one group per stage, and how a script ends.
 
-Plumbing. Parsing is pure: it opens no file, touches no device, asks no network.
+Plumbing. Parsing is pure: it opens no file, touches no device, asks no network. It imports no torch either, so that
+`--help` and mistakes are answered at once.
 """
 
 import argparse
@@ -8,14 +9,13 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn
 
-from dino_sparo.backbone import ARCHITECTURES
-from dino_sparo.data import IMAGENET_MEAN, IMAGENET_STD
-from dino_sparo.distributed import FAULT_STATUS, FaultError, shutdown, world_size
-from dino_sparo.preemption import RunStopped
-from dino_sparo.readout import READOUTS
+from dino_sparo.choices import ARCHITECTURES, IMAGENET_MEAN, IMAGENET_STD, READOUTS
+
+# Exit status of a process that failed through no mistake of the user's: starting it again may well help.
+FAULT_STATUS = 75  # EX_TEMPFAIL of sysexits.h
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -25,6 +25,33 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
         if action.default is None or action.default == "":
             return action.help
         return super()._get_help_string(action)
+
+
+def command_parser(options: argparse.ArgumentParser, description: str | None) -> argparse.ArgumentParser:
+    """A trainer's options as a command with `--help`.
+
+    Args:
+        options: a parser without `--help`, which others can take as a parent.
+        description: what `--help` begins with.
+    """
+    return argparse.ArgumentParser(parents=[options], description=description, formatter_class=HelpFormatter)
+
+
+def demo_parser(prog: str, description: str | None, readouts: Iterable[str]) -> argparse.ArgumentParser:
+    """The options of a demo.
+
+    Args:
+        prog: the command.
+        description: what `--help` begins with.
+        readouts: to choose among.
+    """
+    parser = argparse.ArgumentParser(prog, description=description, formatter_class=HelpFormatter)
+    parser.add_argument("--readouts", nargs="+", default=["sparo"], choices=sorted(readouts), help="What to compare.")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="One training run each.")
+    parser.add_argument("--output_dir", default=None, help="Where everything is written; by default in output/.")
+    parser.add_argument("--device", default="cpu", help="auto, cpu or cuda.")
+    parser.add_argument("--short", action="store_true", help="A minute of it, to see that all parts work.")
+    return parser
 
 
 @contextlib.contextmanager
@@ -43,6 +70,10 @@ def errors_in_one_line(
         note_meant: called before the process leaves in a way that starting it again would not change: with status 1,
             or because it was asked to stop.
     """
+    # Here, not above: they import torch.
+    from dino_sparo.distributed import FaultError, shutdown
+    from dino_sparo.preemption import RunStopped
+
     mendable: tuple[type[Exception], ...] = (ValueError, OSError, *more)
     try:
         yield
@@ -58,6 +89,8 @@ def errors_in_one_line(
 
 
 def _leave(status: int, logger: logging.Logger, error: Exception, level: int = logging.ERROR) -> NoReturn:
+    from dino_sparo.distributed import world_size
+
     logger.log(level, "%s", error)
     if world_size() > 1 or status == FAULT_STATUS:  # a worker that hangs would be waited for, too
         logging.shutdown()

@@ -22,6 +22,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from dino_sparo.choices import IMAGENET_MEAN, IMAGENET_STD
 from dino_sparo.distort import DeferredViews
 from dino_sparo.sources import CorruptImageError, ImageSource, open_source
 
@@ -44,8 +45,6 @@ __all__ = [
 _logger = logging.getLogger(__name__)
 
 # Of ImageNet's training images, in [0, 1], red, green, blue: what the reference normalises with.
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_STD = (0.229, 0.224, 0.225)
 # So many unreadable images in a row are no accident but a disk or a network that is gone.
 MAX_CORRUPT_IN_A_ROW = 64
 

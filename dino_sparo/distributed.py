@@ -29,8 +29,6 @@ INTERACTIVE_STEP = "4294967290"  # Slurm's SLURM_INTERACTIVE_STEP, the shell tha
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-# Exit status of a process that failed through no mistake of the user's: starting it again may well help.
-FAULT_STATUS = 75  # EX_TEMPFAIL of sysexits.h
 # What torch's errors say when another process, not this one, is the trouble.
 PEER_SIGNS = (
     *("gloo/", "Gloo", "NCCL", "ProcessGroup", "TCPStore", "Connection closed by peer", "Connection reset by peer"),

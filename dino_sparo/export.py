@@ -7,7 +7,11 @@ Stage 5 of the map. An export is one network's encoder, without head and optimiz
 built, what its images are normalised with, and where it comes from.
 """
 
-import argparse
+from dino_sparo.evaluation.options import export_parser as get_args_parser
+
+if __name__ == "__main__":
+    get_args_parser().parse_args()  # --help and mistakes are answered before torch is imported
+
 import importlib.util
 import logging
 import os
@@ -20,7 +24,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from dino_sparo.backbone import ARCHITECTURES, LAYER_NORM_EPS
+from dino_sparo.backbone import LAYER_NORM_EPS
 from dino_sparo.checkpoint import (
     CheckpointError,
     encoder_description,
@@ -28,7 +32,8 @@ from dino_sparo.checkpoint import (
     load_encoder,
     load_strictly,
 )
-from dino_sparo.cli import HelpFormatter, add_foreign_weights_options, errors_in_one_line
+from dino_sparo.choices import ARCHITECTURES
+from dino_sparo.cli import errors_in_one_line
 from dino_sparo.crops import EvalTransform
 from dino_sparo.encoder import Encoder, encoder_from_config
 from dino_sparo.evaluation.protocol import file_sha256, versions, write_json
@@ -348,30 +353,6 @@ def _save(weights: dict[str, Tensor], path: Path) -> None:
 def _with_suffix(out: str, suffix: str) -> Path:
     """OUT with a suffix, which OUT may have already; other dots in it are part of the name."""
     return Path(out.removesuffix(suffix) + suffix)
-
-
-def get_args_parser() -> argparse.ArgumentParser:
-    """The options of the export."""
-    parser = argparse.ArgumentParser(
-        "python -m dino_sparo.export", description="Write an encoder for others to use.", formatter_class=HelpFormatter
-    )
-    parser.add_argument("checkpoint", help="Ours, the reference's, or raw ViT weights.")
-    parser.add_argument("out", help="Where to: a path without suffix; for huggingface a folder.")
-    parser.add_argument("--checkpoint_key", default="teacher", help="Network in the checkpoint: teacher or student.")
-    parser.add_argument(
-        "--format",
-        choices=list(WRITERS),
-        default="safetensors",
-        help="safetensors and onnx hold any read-out; timm and huggingface hold vanilla encoders (cls).",
-    )
-    parser.add_argument(
-        "--img_size",
-        type=int,
-        default=None,
-        help="Side of the images in pixels, if not that of training; onnx files take no other.",
-    )
-    add_foreign_weights_options(parser)
-    return parser
 
 
 def main(argv: list[str] | None = None) -> None:

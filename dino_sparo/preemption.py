@@ -20,7 +20,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from dino_sparo.distributed import FAULT_STATUS, all_reduce_sum, barrier, is_main, world_size
+from dino_sparo.cli import FAULT_STATUS
+from dino_sparo.distributed import all_reduce_sum, barrier, is_main, world_size
 
 logger = logging.getLogger(__name__)
 

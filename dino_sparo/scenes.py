@@ -77,6 +77,10 @@ class Ties:
                 raise ValueError(f"Ties.{field.name}={value} is not a probability; give a number from 0 to 1")
 
 
+# Attributes that go together would let a model guess one from the other instead of looking.
+INDEPENDENT = Ties(texture=0.0, colour=0.0, background=0.0)
+
+
 @dataclass(frozen=True)
 class SceneObject:
     """One object of a scene.

@@ -9,14 +9,24 @@ import os
 import shlex
 import socket
 import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 import pytest
 import torch
 
+import dino_sparo.clip
 import main_dino
+from dino_sparo import choices
 from dino_sparo.cli import HelpFormatter, add_device_options, add_foreign_weights_options, bool_flag
+from dino_sparo.dino import options as dino_options
+from dino_sparo.distributed import PRECISIONS
+from dino_sparo.evaluation.neighbours import SEARCHES
+from dino_sparo.export import WRITERS
+from dino_sparo.optim import OPTIMIZERS
+from dino_sparo.readout import READOUTS
 
 # The options of facebookresearch/dino's main_dino.py with its defaults: commands written for it must go on working.
 REFERENCE: dict[str, Any] = {
@@ -94,7 +104,9 @@ NEW: dict[str, Any] = {
 IGNORED = {"local_rank"}
 
 ROOT = Path(main_dino.__file__).parent
-SCRIPTS = sorted(path.stem for path in ROOT.glob("*.py") if "def get_args_parser" in path.read_text(encoding="utf-8"))
+SCRIPTS = sorted(
+    path.stem for path in ROOT.glob("*.py") if "get_args_parser().parse_args(argv)" in path.read_text(encoding="utf-8")
+)
 
 
 def options(parser: argparse.ArgumentParser) -> list[argparse.Action]:
@@ -248,6 +260,72 @@ def test_help_does_not_repeat_a_default() -> None:
         assert "default" not in str(action.help).lower(), action.dest
 
 
+# Speed: the seconds that torch takes to import are not worth waiting for.
+
+# CLIP benchmark's own command line stands behind clip.adapter.
+NOT_OURS = {"dino_sparo.clip.adapter"}
+COMMANDS = sorted(
+    name
+    for path in [*ROOT.glob("*.py"), *(ROOT / "dino_sparo").rglob("*.py")]
+    if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
+    and (name := ".".join(path.relative_to(ROOT).with_suffix("").parts)) not in NOT_OURS
+)
+
+
+def test_the_commands_are_found() -> None:
+    assert {"main_dino", "eval_knn", "demo", "dino_sparo.export", "dino_sparo.clip.train"} <= set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_and_mistakes_are_answered_before_torch_is_imported(command: str) -> None:
+    answer = """
+import contextlib, runpy, sys
+for words, status in ([["--help"], 0], [["--no_such_option"], 2]):
+    sys.argv[1:] = words
+    try:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        assert end.code == status, (words, end.code)
+assert "torch" not in sys.modules
+"""
+    words = [sys.executable, "-c", f"import sys; sys.argv[0] = {command!r}\n{answer}"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "--help" in done.stdout
+    assert "--no_such_option" in done.stderr or "required" in done.stderr
+
+
+@pytest.mark.parametrize("package", [dino_sparo, dino_sparo.clip])
+def test_what_a_package_offers_is_imported_when_it_is_used(package: ModuleType) -> None:
+    names = {*package._MODULE_OF, "__version__"} if hasattr(package, "__version__") else set(package._MODULE_OF)
+    assert set(package.__all__) == names
+    assert all(getattr(package, name) is not None for name in package.__all__)
+    assert set(package.__all__) <= set(dir(package))
+    with pytest.raises(AttributeError, match="has no attribute 'no_such_name'"):
+        _ = package.no_such_name
+
+
+def test_importing_the_package_imports_no_torch() -> None:
+    program = (
+        "import sys, dino_sparo; assert 'torch' not in sys.modules; dino_sparo.Sparo; assert 'torch' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=100)
+
+
+@pytest.mark.parametrize(
+    ("names", "table"),
+    [
+        (choices.READOUTS, READOUTS),
+        (choices.OPTIMIZERS, OPTIMIZERS),
+        (choices.PRECISIONS, PRECISIONS),
+        (choices.SEARCHES, SEARCHES),
+        (choices.EXPORT_FORMATS, WRITERS),
+    ],
+)
+def test_the_names_to_choose_from_are_those_that_can_be_built(names: tuple[str, ...], table: dict[str, Any]) -> None:
+    assert set(names) == set(table)
+
+
 # Purity.
 
 
@@ -287,9 +365,10 @@ def test_parsing_does_not_depend_on_the_environment(monkeypatch: pytest.MonkeyPa
 
 
 def test_every_option_of_training_is_read_by_the_script() -> None:
-    tree = ast.parse(Path(main_dino.__file__).read_text(encoding="utf-8"))
+    trees = [ast.parse(Path(module.__file__).read_text(encoding="utf-8")) for module in (main_dino, dino_options)]
     read = {
         node.attr
+        for tree in trees
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "args"
     }

@@ -25,8 +25,8 @@ from dino_sparo.clip import (
     normalize_slots,
     tokenize,
 )
+from dino_sparo.clip.choices import NORMALIZED_PER_SLOT, READOUTS, SLOTTED
 from dino_sparo.clip.model import clip_from_config
-from dino_sparo.clip.readouts import NORMALIZED_PER_SLOT, READOUTS, SLOTTED
 from dino_sparo.clip.text import check_token_ids, end_token_mask, simple_tokenizer
 
 open_clip = pytest.importorskip("open_clip")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dino_sparo import preemption
-from dino_sparo.distributed import FAULT_STATUS
+from dino_sparo.cli import FAULT_STATUS
 from dino_sparo.preemption import Agreement, RunStopped, StopSignals, Watchdog, hand_over
 
 CPU = torch.device("cpu")

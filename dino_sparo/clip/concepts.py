@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
+from dino_sparo.clip.choices import Criteria
 from dino_sparo.clip.model import CLIP
 from dino_sparo.clip.pairs import PairSource
 from dino_sparo.clip.text import Tokens
@@ -65,19 +66,6 @@ class PairLook:
         """The words that a slot attends to: the fewest that hold half of what it gives to words."""
         rows = [mass_mask(shares[None], FOCUS_SHARE)[0] for shares in self.text.words]
         return np.stack(rows)
-
-
-class Criteria(NamedTuple):
-    """When a slot of a pair is worth a look.
-
-    Attributes:
-        min_cosine: the cosine of image and caption slot is greater. (The paper's 0.75.)
-        min_sharpness: one word gets at least this share of the slot's attention. (The paper's "sharp"; the number is
-            ours.)
-    """
-
-    min_cosine: float = 0.75
-    min_sharpness: float = 0.5
 
 
 class Choice(NamedTuple):

@@ -6,7 +6,7 @@ Stage 2 of the folder. The configuration travels in every checkpoint, so that no
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from dino_sparo.clip.readouts import READOUTS, SLOTTED
+from dino_sparo.clip.choices import READOUTS, SLOTTED
 from dino_sparo.clip.text import TextConfig
 from dino_sparo.encoder import EncoderConfig
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dino_sparo.backbone import ARCHITECTURES
 from dino_sparo.checkpoint import CheckpointError, infer_config
+from dino_sparo.choices import ARCHITECTURES
 from dino_sparo.clip.config import CLIPConfig
 from dino_sparo.clip.text import TextConfig
 

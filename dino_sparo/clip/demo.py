@@ -9,6 +9,13 @@ true captions against the same words in another order, both on held-out scenes w
 options below are a recipe for a trial, not for accuracy.
 """
 
+from dino_sparo.cli import demo_parser
+from dino_sparo.clip.choices import READOUTS, SLOTTED
+
+if __name__ == "__main__":
+    # --help and mistakes are answered before torch is imported.
+    demo_parser("python -m dino_sparo.clip.demo", __doc__, READOUTS).parse_args()
+
 import argparse
 import json
 import os
@@ -21,9 +28,7 @@ from typing import Any
 
 import torch
 
-from dino_sparo.cli import HelpFormatter
 from dino_sparo.clip import pictures, scene_pairs, sugarcrepe, train, zero_shot
-from dino_sparo.clip.readouts import READOUTS, SLOTTED
 
 TRAINING = {
     "data_path": "scenes:25600:48",
@@ -59,19 +64,6 @@ SHORT = {
 SHORT_ZERO_SHOT_DATA, SHORT_NUM_PAIRS = "scenes:100:48", 20
 # Score -> what guessing gives, percent.
 CHANCE = {"zero-shot shape": 10.0, "swapped objects": 50.0, "swapped attributes": 50.0}
-
-
-def get_args_parser() -> argparse.ArgumentParser:
-    """The demo's options."""
-    parser = argparse.ArgumentParser(
-        "python -m dino_sparo.clip.demo", description=__doc__, formatter_class=HelpFormatter
-    )
-    parser.add_argument("--readouts", nargs="+", default=["sparo"], choices=sorted(READOUTS), help="What to compare.")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="One training run each.")
-    parser.add_argument("--output_dir", default=None, help="Where everything is written; default: output/clip-demo.")
-    parser.add_argument("--device", default="cpu", help="auto, cpu or cuda.")
-    parser.add_argument("--short", action="store_true", help="A minute of it, to see that all parts work.")
-    return parser
 
 
 def words(options: Mapping[str, object]) -> list[str]:
@@ -130,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     Args:
         argv: options; None: the command line's.
     """
-    args = get_args_parser().parse_args(argv)
+    args = demo_parser("python -m dino_sparo.clip.demo", __doc__, READOUTS).parse_args(argv)
     if args.output_dir is None:
         args.output_dir = "output/clip-demo-short" if args.short else "output/clip-demo"
     # Both towers are so small that half of the cores compute them fastest, while the others draw images.

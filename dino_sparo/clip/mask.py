@@ -10,6 +10,11 @@ them that suits one task should do little harm to others: --evaluate measures th
 5.2, table 5 and appendix 0.C.1.
 """
 
+from dino_sparo.clip.slot_options import mask_parser as get_args_parser
+
+if __name__ == "__main__":
+    get_args_parser().parse_args()  # --help and mistakes are answered before torch is imported
+
 import argparse
 import logging
 from collections.abc import Sequence
@@ -17,7 +22,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dino_sparo.cli import HelpFormatter, errors_in_one_line
+from dino_sparo.cli import errors_in_one_line
+from dino_sparo.clip.choices import PER_DIMENSION, PER_SLOT, SLOTTED
 from dino_sparo.clip.classes import apply_classes, open_classes
 from dino_sparo.clip.config import CLIPConfig
 from dino_sparo.clip.encode import ClipEncoder
@@ -25,14 +31,11 @@ from dino_sparo.clip.mask_fit import FitResult, FitSettings, fit_mask, masked_pa
 from dino_sparo.clip.plots import ACCENT, count_ticks, panels, ranked_bars, result_paths
 from dino_sparo.clip.prompts import open_templates
 from dino_sparo.clip.protocol import (
-    add_computation_options,
-    add_model_options,
     file_record,
     open_clip_encoder,
     open_evaluation_images,
     report,
 )
-from dino_sparo.clip.readouts import SLOTTED
 from dino_sparo.clip.slots import SlotMask, whole_model, with_slots
 from dino_sparo.clip.sugarcrepe import SplitResult, averages, encode_pairs, read_pairs, score_pairs
 from dino_sparo.clip.zero_shot import evaluate_zero_shot
@@ -42,7 +45,6 @@ from dino_sparo.logs import setup_logging
 
 logger = logging.getLogger("dino_sparo.clip.mask")
 
-PER_SLOT, PER_DIMENSION = "slot", "dimension"
 MAX_BARS = 256  # more parts are drawn as an area
 
 
@@ -111,49 +113,6 @@ def change_elsewhere(encoder: ClipEncoder, mask: SlotMask, data_path: str, downl
         "classnames": classes.origin,
         "templates": list(templates),
     }
-
-
-def get_args_parser() -> argparse.ArgumentParser:
-    """The options, in data-flow order."""
-    parser = argparse.ArgumentParser(
-        prog="python -m dino_sparo.clip.mask",
-        description="Learn which parts of image encodings tell true captions from false ones.",
-        formatter_class=HelpFormatter,
-    )
-    add_model_options(parser)
-    group = parser.add_argument_group("pairs")
-    group.add_argument("--data_path", default="", help="Folder of SugarCrepe's JSON files, or of scene_pairs.py.")
-    group.add_argument(
-        "--images", default=None, help="Folder of the images, COCO's val2017; by default `images` in --data_path."
-    )
-    group = parser.add_argument_group("mask")
-    group.add_argument(
-        "--parts",
-        default=PER_SLOT,
-        help="What has a weight: slot, dimension, or a number of contiguous equal parts for models without slots.",
-    )
-    group.add_argument("--epochs", type=int, default=FitSettings.epochs, help="Passes over the pairs.")
-    group.add_argument("--lr", type=float, default=FitSettings.lr, help="Learning rate of SGD.")
-    group.add_argument("--momentum", type=float, default=FitSettings.momentum, help="Of SGD.")
-    group.add_argument(
-        "--mask_batch_size",
-        type=int,
-        default=FitSettings.batch_size,
-        help="Pairs per step; the paper does not say how many.",
-    )
-    group.add_argument("--seed", type=int, default=FitSettings.seed, help="Of the order of the pairs.")
-    group = parser.add_argument_group("evaluation elsewhere")
-    group.add_argument(
-        "--evaluate",
-        nargs="+",
-        default=[],
-        metavar="DATA_PATH",
-        help="Labelled images to classify with and without the mask, each with its own class names and templates; for "
-        "others run clip.zero_shot with and without --slots mask.json.",
-    )
-    group.add_argument("--download", action="store_true", help="Fetch torchvision sets that are not on disk.")
-    add_computation_options(parser, "mask.json")
-    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:

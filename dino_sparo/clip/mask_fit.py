@@ -14,6 +14,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dino_sparo.clip.choices import FitSettings
 from dino_sparo.clip.slots import mask_features
 from dino_sparo.clip.sugarcrepe import PAIR_CHUNK, PairFeatures, averages, score_pairs
 from dino_sparo.logs import progress
@@ -59,34 +60,6 @@ class PartProducts(NamedTuple):
     positive: Float[Tensor, "pairs P"]
     negative: Float[Tensor, "pairs P"]
     squares: Float[Tensor, "pairs P"]
-
-
-@dataclass(frozen=True)
-class FitSettings:
-    """How a mask is learned: by SGD, without weight decay.
-
-    Attributes:
-        epochs: passes over the pairs.
-        lr: learning rate, constant.
-        momentum: of SGD.
-        batch_size: pairs per step.
-        seed: of the order of the pairs.
-
-    Raises:
-        ValueError: a number is out of range.
-    """
-
-    epochs: int = 100
-    lr: float = 0.02
-    momentum: float = 0.9
-    batch_size: int = 256
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.epochs < 1 or self.batch_size < 1:
-            raise ValueError(f"epochs={self.epochs}, mask_batch_size={self.batch_size}; give positive numbers")
-        if not (self.lr > 0 and 0 <= self.momentum < 1):
-            raise ValueError(f"lr={self.lr}, momentum={self.momentum}; give lr > 0 and a momentum in [0, 1)")
 
 
 @dataclass(frozen=True)

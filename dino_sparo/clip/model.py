@@ -18,9 +18,10 @@ from torch.nn import functional as F
 
 from dino_sparo.backbone import create_backbone
 from dino_sparo.checkpoint import CheckpointError, load_checkpoint, load_strictly
+from dino_sparo.clip.choices import NORMALIZED_PER_SLOT, READOUTS, SLOTTED
 from dino_sparo.clip.config import CLIPConfig, check_readout
 from dino_sparo.clip.convert import from_open_clip, is_open_clip, read_open_clip_model
-from dino_sparo.clip.readouts import NORMALIZED_PER_SLOT, READOUTS, SLOTTED, create_tower_readout
+from dino_sparo.clip.readouts import create_tower_readout
 from dino_sparo.clip.text import TextConfig, TextEncoder
 from dino_sparo.encoder import Encoder, EncoderConfig
 from dino_sparo.evaluation.protocol import file_sha256

@@ -5,15 +5,11 @@ Parsing is pure: it opens no file, touches no device, asks no network.
 
 import argparse
 
-from timm.data import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
-
-from dino_sparo.backbone import ARCHITECTURES
+from dino_sparo.choices import ARCHITECTURES, PRECISIONS
 from dino_sparo.cli import HelpFormatter, add_device_options, add_normalization_options, bool_flag
-from dino_sparo.clip.pair_sources import INDEPENDENT
-from dino_sparo.clip.pairs import CROP_SCALE
+from dino_sparo.clip.choices import CROP_SCALE, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD, READOUTS
 from dino_sparo.clip.presets import PRESETS, apply_preset, with_default
-from dino_sparo.clip.readouts import READOUTS
-from dino_sparo.distributed import PRECISIONS
+from dino_sparo.scenes import INDEPENDENT
 
 POSITIVE_OPTIONS = (
     *("epochs", "max_steps", "batch_size", "grad_accum_steps", "patch_size", "img_size", "keep_checkpoints"),
@@ -213,7 +209,7 @@ def _add_optimization_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--precision",
         default="auto",
-        choices=["auto", *sorted(PRECISIONS)],
+        choices=["auto", *PRECISIONS],
         help="Precision of the forward passes; auto is bf16 where the device computes in it, else fp32. Features and "
         "loss are fp32 in any case.",
     )

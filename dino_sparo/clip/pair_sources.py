@@ -26,13 +26,11 @@ from dino_sparo.clip.pair_tars import open_pair_shards
 from dino_sparo.clip.pairs import PairSource
 from dino_sparo.clip.prompts import AUTO, open_templates
 from dino_sparo.data import ImageSource, open_source
-from dino_sparo.scenes import Scenes, Ties, parse_scenes_spec
+from dino_sparo.scenes import INDEPENDENT, Scenes, Ties, parse_scenes_spec
 from dino_sparo.sources import expand_shards
 
 logger = logging.getLogger(__name__)
 
-# Attributes that go together would let a model guess one from the other instead of looking.
-INDEPENDENT = Ties(texture=0.0, colour=0.0, background=0.0)
 # More samples that are no pairs are no accident.
 MAX_LEFT_OUT = 0.01
 

@@ -17,12 +17,11 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from dino_sparo.clip.choices import CROP_SCALE
 from dino_sparo.clip.text import tokenize
 from dino_sparo.crops import cut_crop, sample_box
 from dino_sparo.data import CorruptImageError, EpochSampler, ImageDataset, ImageSource, create_loader, image_rng
 
-# Images are cropped little, since a caption describes all of the image. Source: OpenCLIP's default augmentation.
-CROP_SCALE = (0.9, 1.0)
 # Added to the seed, so that which caption is drawn has nothing to do with how the image is cropped.
 CAPTION_STREAM = 0x9E3779B97F4A7C15
 

@@ -11,6 +11,11 @@ pictures.png, one grid, pictures.html, a page that opens from disk, and pictures
 section 5.5 and figure 4.
 """
 
+from dino_sparo.clip.slot_options import pictures_parser as get_args_parser
+
+if __name__ == "__main__":
+    get_args_parser().parse_args()  # --help and mistakes are answered before torch is imported
+
 import argparse
 import logging
 import os
@@ -24,7 +29,8 @@ import numpy as np
 import open_clip
 from jaxtyping import Bool
 
-from dino_sparo.cli import HelpFormatter, errors_in_one_line
+from dino_sparo.cli import errors_in_one_line
+from dino_sparo.clip.choices import SLOTTED
 from dino_sparo.clip.concepts import Choice, Criteria, PairLook, choose, choose_pairs, fits, look_at_pairs
 from dino_sparo.clip.model import LoadedClip, load_clip
 from dino_sparo.clip.pair_captions import ListedCaptions, PackedTexts, SceneCaptions
@@ -32,7 +38,6 @@ from dino_sparo.clip.pair_sources import open_pairs
 from dino_sparo.clip.pairs import LeftOut, PairSource
 from dino_sparo.clip.pictures_html import write_page
 from dino_sparo.clip.protocol import open_evaluation_images
-from dino_sparo.clip.readouts import SLOTTED
 from dino_sparo.clip.sheet import Gallery, draw_sheet
 from dino_sparo.clip.slots import SlotSelection, check_fits, read_slots
 from dino_sparo.clip.text import tokenize
@@ -49,63 +54,6 @@ from dino_sparo.sources.packed import FileSource
 logger = logging.getLogger("dino_sparo.clip.pictures")
 
 PICTURE_HEIGHT = 480  # pixels, of a view on the page
-# The scenes to look at: held out, and large enough for the eye. The model sees them at its own size.
-SCENES = "scenes:400:384"
-
-
-def get_args_parser() -> argparse.ArgumentParser:
-    """The options, in data-flow order."""
-    parser = argparse.ArgumentParser(
-        prog="python -m dino_sparo.clip.pictures",
-        description="What slots attend to in images and captions.",
-        formatter_class=HelpFormatter,
-    )
-    group = parser.add_argument_group("model")
-    group.add_argument("--pretrained_weights", default="", help="Checkpoint of CLIP training, of a model with slots.")
-    group = parser.add_argument_group("pairs of images and captions")
-    group.add_argument(
-        "--data_path",
-        default=SCENES,
-        help="A folder of images with a .txt of the same name beside each, a table (.csv, .tsv), COCO's annotations "
-        "(.json), tar shards, or the built-in scenes.",
-    )
-    group.add_argument("--image_key", default=None, help="Column of the images' paths in a table; else found by name.")
-    group.add_argument(
-        "--caption_key", default=None, help="Column of the captions in a table; for shards a key of the .json members."
-    )
-    group.add_argument(
-        "--image_folder", default=None, help="What paths in a table or in annotations start from; else its own folder."
-    )
-    group.add_argument("--max_pairs", type=int, default=400, help="Look at so many, evenly spread over the data.")
-    group.add_argument(
-        "--image_size",
-        type=int,
-        default=None,
-        help="Side in pixels at which the model sees the central square; by default that of training, for which its "
-        "slots were made alike. Twice as much shows finer maps.",
-    )
-    group = parser.add_argument_group("choice of slots and pairs")
-    group.add_argument(
-        "--slots",
-        nargs="+",
-        default=None,
-        help="Numbers of the slots to show, or a file of clip.select; by default they are chosen.",
-    )
-    group.add_argument("--max_slots", type=int, default=3, help="Rows, if they are chosen.")
-    group.add_argument("--max_columns", type=int, default=4, help="Pairs to show; of no more pairs all, as they come.")
-    group.add_argument(
-        "--min_cosine", type=float, default=Criteria().min_cosine, help="Choose slots alike in image and caption."
-    )
-    group.add_argument(
-        "--min_sharpness",
-        type=float,
-        default=Criteria().min_sharpness,
-        help="Choose slots that give at least this share of their attention to one word.",
-    )
-    group = parser.add_argument_group("result")
-    group.add_argument("--output_dir", default=None, help="Where to write; by default beside the checkpoint.")
-    group.add_argument("--device", default="auto", help="auto (cuda where there is one, else cpu), cpu or cuda:N.")
-    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -13,6 +13,11 @@ around the best. What they do not tell is ours: how many images choose the decay
 Features of all training images are kept by every process: images x width x 4 bytes, 21 GB for ImageNet and L*V = 4096.
 """
 
+from dino_sparo.clip.evaluation_options import probe_parser as get_args_parser
+
+if __name__ == "__main__":
+    get_args_parser().parse_args()  # --help and mistakes are answered before torch is imported
+
 import argparse
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -26,10 +31,8 @@ from jaxtyping import Int64
 from torch import Tensor
 from torch.nn import functional as F
 
-from dino_sparo.cli import HelpFormatter, bool_flag, errors_in_one_line
+from dino_sparo.cli import errors_in_one_line
 from dino_sparo.clip.protocol import (
-    add_computation_options,
-    add_model_options,
     open_clip_encoder,
     open_evaluation_images,
     report,
@@ -221,43 +224,6 @@ def probe_result(probe: LinearProbe, test: Features) -> dict[str, float]:
     seen = counts[counts[:, 0] > 0].double()
     recall = (seen[:, 1] / seen[:, 0]).mean().item()
     return {"top1": 100 * top1 / images, "top5": 100 * top5 / images, "mean_per_class_recall": 100 * recall}
-
-
-def get_args_parser() -> argparse.ArgumentParser:
-    """The options, in data-flow order."""
-    parser = argparse.ArgumentParser(
-        prog="python -m dino_sparo.clip.probe",
-        description="A linear probe on frozen image features, its weight decay chosen by a sweep.",
-        formatter_class=HelpFormatter,
-    )
-    add_model_options(parser)
-    group = parser.add_argument_group("images")
-    group.add_argument(
-        "--data_path", default="", help="Folder with train/ and val/, torchvision set (cifar10:DIR), or scenes."
-    )
-    group.add_argument("--download", action="store_true", help="Fetch a torchvision set that is not on disk.")
-    group = parser.add_argument_group("features")
-    group.add_argument("--dump_features", default=None, help="Folder to write features and labels to.")
-    group.add_argument("--load_features", default=None, help="Folder to read them from instead of encoding images.")
-    group.add_argument(
-        "--use_cuda",
-        type=bool_flag,
-        default=True,
-        help="Keep the features on the GPU, where there is one; false if they do not fit.",
-    )
-    group = parser.add_argument_group("probe")
-    group.add_argument("--epochs", type=int, default=10, help="Passes over the training images.")
-    group.add_argument("--lr", type=float, default=0.1, help="Learning rate at the start; it falls to 0 on a cosine.")
-    group.add_argument("--probe_batch_size", type=int, default=256, help="Images per step, over all processes.")
-    group.add_argument(
-        "--weight_decay", type=float, default=None, help="Use this one; by default the sweep finds the best."
-    )
-    group.add_argument(
-        "--val_share", type=float, default=0.2, help="Share of the training images on which the sweep compares."
-    )
-    group.add_argument("--seed", type=int, default=0, help="Of the probe's weights, the order, and who compares.")
-    add_computation_options(parser, "probe.json")
-    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:

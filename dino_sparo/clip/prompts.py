@@ -13,10 +13,10 @@ from typing import Any
 
 import open_clip
 
+from dino_sparo.clip.choices import AUTO
 from dino_sparo.scenes import BACKGROUNDS, COLOURS, TEXTURES
 from dino_sparo.sources import TORCHVISION_SETS
 
-AUTO = "auto"
 DEFAULT_TEMPLATES = "openai"
 # As many as it takes until every pair of colour, texture and background that go round together has been there.
 NUM_SCENE_TEMPLATES = 120

@@ -14,17 +14,15 @@ from typing import Any
 
 import open_clip
 
-from dino_sparo.cli import add_device_options, bool_flag
 from dino_sparo.clip.encode import ClipEncoder, ClipView
 from dino_sparo.clip.model import CLIP, load_clip
-from dino_sparo.clip.pair_sources import INDEPENDENT
 from dino_sparo.clip.prompts import set_name
 from dino_sparo.clip.slots import open_slots
 from dino_sparo.clip.text import tokenize
 from dino_sparo.data import ImageSource, open_source
-from dino_sparo.distributed import Distributed, is_main, rank_0_first
-from dino_sparo.evaluation.protocol import PRECISIONS, file_sha256, versions, view_record, write_json
-from dino_sparo.scenes import Scenes, parse_scenes_spec
+from dino_sparo.distributed import PRECISIONS, Distributed, is_main, rank_0_first
+from dino_sparo.evaluation.protocol import file_sha256, versions, view_record, write_json
+from dino_sparo.scenes import INDEPENDENT, Scenes, parse_scenes_spec
 from dino_sparo.sources.splits import find_split
 
 
@@ -39,46 +37,6 @@ class EvaluatedClip:
 
     encoder: ClipEncoder
     record: dict[str, Any]
-
-
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """What to evaluate."""
-    group = parser.add_argument_group("model: what is evaluated")
-    group.add_argument("--pretrained_weights", default="", help="Checkpoint of CLIP training, or open_clip's weights.")
-    group.add_argument(
-        "--quick_gelu",
-        type=bool_flag,
-        default=False,
-        help="Activation of open_clip's weights, which do not tell: true for OpenAI's and those named -quickgelu.",
-    )
-    group.add_argument(
-        "--text_heads", type=int, default=None, help="Of the text encoder of open_clip's weights; by default 64 wide."
-    )
-    group.add_argument(
-        "--slots", default=None, help="Evaluate some of its slots, or masked ones: a file of clip.select or clip.mask."
-    )
-
-
-def add_computation_options(parser: argparse.ArgumentParser, result: str, batch_size: int = 128) -> None:
-    """How to compute, and where the result goes.
-
-    Args:
-        parser: to add to.
-        result: name of the result file, beside the checkpoint.
-        batch_size: images, or captions, per step.
-    """
-    group = parser.add_argument_group("computation and result")
-    group.add_argument(
-        "--img_size", type=int, default=None, help="Side of the view in pixels; by default that of the training."
-    )
-    group.add_argument(
-        "--batch_size_per_gpu", type=int, default=batch_size, help="Images, or captions, per process and step."
-    )
-    group.add_argument(
-        "--precision", choices=sorted(PRECISIONS), default="fp32", help="Of the model; fp32 to report numbers."
-    )
-    group.add_argument("--output", default=None, help=f"Result file; by default {result} beside the checkpoint.")
-    add_device_options(parser)
 
 
 def open_clip_encoder(args: argparse.Namespace, place: Distributed, border: int = 0) -> EvaluatedClip:

@@ -3,61 +3,18 @@
 Stage 2 of the folder, beside `dino_sparo.readout`, whose `cls`, `gap` and `sparo` are used as they are. Every read-out
 turns tokens (B, N, D) and a mask (B, N) into `ReadoutOutput(slots (B, L, V), attention (B, L, N))`.
 
-`READOUTS` names what can be chosen. One name stands for both towers, because an image has no end token and a caption no
-class token.
+What can be chosen stands in `choices.READOUTS`.
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dino_sparo.clip.choices import CROSS_ATTENTION, CrossAttentionKind
 from dino_sparo.readout import ReadoutOutput, create_readout
-
-
-class CrossAttentionKind(NamedTuple):
-    """A row of table 6: what the columns `Cross-attention`, `Slot-wise LayerNorm` and `Slot-wise projection` say."""
-
-    separate_heads: bool
-    slotwise_norm: bool
-    slotwise_projection: bool
-
-
-CROSS_ATTENTION: dict[str, CrossAttentionKind] = {
-    "attpool": CrossAttentionKind(separate_heads=False, slotwise_norm=False, slotwise_projection=False),
-    "multihead_slotproj": CrossAttentionKind(separate_heads=False, slotwise_norm=False, slotwise_projection=True),
-    "multihead_slotnorm": CrossAttentionKind(separate_heads=False, slotwise_norm=True, slotwise_projection=False),
-    "multihead_slotnorm_slotproj": CrossAttentionKind(
-        separate_heads=False, slotwise_norm=True, slotwise_projection=True
-    ),
-    "separate": CrossAttentionKind(separate_heads=True, slotwise_norm=False, slotwise_projection=False),
-    "separate_slotproj": CrossAttentionKind(separate_heads=True, slotwise_norm=False, slotwise_projection=True),
-    "separate_slotnorm": CrossAttentionKind(separate_heads=True, slotwise_norm=True, slotwise_projection=False),
-    "separate_slotnorm_slotproj": CrossAttentionKind(separate_heads=True, slotwise_norm=True, slotwise_projection=True),
-}
-
-# The image tower's read-out and the text tower's. The paper's CLIP+GAP is `gap_image`: in the authors' code only images
-# are averaged, captions keep the end token. (There the last LayerNorm follows the average; here it precedes it, as for
-# every other read-out.)
-READOUTS: dict[str, tuple[str, str]] = {
-    "cls": ("cls", "eos"),
-    "gap": ("gap", "gap"),
-    "gap_image": ("gap", "eos"),
-    "sparo": ("sparo", "sparo"),
-    "linear": ("cls", "eos"),
-    "fdt": ("fdt", "fdt"),
-    **{name: (name, name) for name in CROSS_ATTENTION},
-}
-
-# Those that give L slots of width V; the others give one slot.
-SLOTTED = frozenset({"sparo", *CROSS_ATTENTION})
-
-# Attentional pooling knows no slots: its encoding is normalised as a whole, as CoCa's is. Its ablated relatives in
-# table 6 are variants of SPARO and are normalised as SPARO is, which the paper does not say.
-NORMALIZED_PER_SLOT = SLOTTED - {"attpool"}
 
 
 class EndTokenReadout(nn.Module):

@@ -16,6 +16,11 @@ Two things are called Recall@k, both are reported:
 has one image, so that among five images at most a fifth can match, and the table has up to 0.85.
 """
 
+from dino_sparo.clip.evaluation_options import retrieval_parser as get_args_parser
+
+if __name__ == "__main__":
+    get_args_parser().parse_args()  # --help and mistakes are answered before torch is imported
+
 import argparse
 import logging
 from collections.abc import Sequence
@@ -28,13 +33,11 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from dino_sparo.cli import HelpFormatter, errors_in_one_line
+from dino_sparo.cli import errors_in_one_line
 from dino_sparo.clip.caption_sets import CaptionSet, open_caption_set
 from dino_sparo.clip.encode import ClipEncoder
 from dino_sparo.clip.image_files import require_few_missing
 from dino_sparo.clip.protocol import (
-    add_computation_options,
-    add_model_options,
     file_record,
     open_clip_encoder,
     report,
@@ -184,29 +187,6 @@ def captions_of_images(
     starts = counts.cumsum(0) - counts
     offsets = torch.arange(int(counts.max()), device=image_of.device)
     return starts[:, None] + torch.where(offsets < counts[:, None], offsets, 0), counts
-
-
-def get_args_parser() -> argparse.ArgumentParser:
-    """The options, in data-flow order."""
-    parser = argparse.ArgumentParser(
-        prog="python -m dino_sparo.clip.retrieval",
-        description="Recall of captions by image and of images by caption.",
-        formatter_class=HelpFormatter,
-    )
-    add_model_options(parser)
-    group = parser.add_argument_group("images and captions")
-    group.add_argument(
-        "--data_path", default="", help="Folder of the images, or pairs that need no --captions: shards, scenes."
-    )
-    group.add_argument(
-        "--captions", default="", help="Karpathy's or COCO's JSON, or Flickr's lines of image and caption."
-    )
-    group.add_argument("--split", default="test", help="Of Karpathy's JSON.")
-    group.add_argument("--image_list", default=None, help="File with names of images, to use these alone.")
-    group = parser.add_argument_group("recall")
-    group.add_argument("--k", type=int, nargs="+", default=[1, 5, 10], help="Numbers of candidates to look at.")
-    add_computation_options(parser, "retrieval.json")
-    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:

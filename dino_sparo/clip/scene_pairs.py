@@ -15,17 +15,20 @@ is true. Files, by what is exchanged between the two objects of a scene:
 The same options write the same files.
 """
 
-import argparse
+from dino_sparo.clip.evaluation_options import scene_pairs_parser as get_args_parser
+
+if __name__ == "__main__":
+    get_args_parser().parse_args()  # --help and mistakes are answered before torch is imported
+
 import json
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from dino_sparo.cli import HelpFormatter, errors_in_one_line
-from dino_sparo.clip.pair_sources import INDEPENDENT
+from dino_sparo.cli import errors_in_one_line
 from dino_sparo.logs import setup_logging
-from dino_sparo.scenes import DEFAULT_IMAGE_SIZE, SPLITS, SceneGraph, SceneObject, Scenes
+from dino_sparo.scenes import DEFAULT_IMAGE_SIZE, INDEPENDENT, SceneGraph, SceneObject, Scenes
 
 logger = logging.getLogger("dino_sparo.clip.scene_pairs")
 
@@ -113,22 +116,6 @@ def write_scene_pairs(
         (folder / f"{name}.json").write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
     logger.info("%s: %d scenes with %s", folder, num_pairs, " and ".join(files))
     return folder
-
-
-def get_args_parser() -> argparse.ArgumentParser:
-    """The options."""
-    parser = argparse.ArgumentParser(
-        prog="python -m dino_sparo.clip.scene_pairs",
-        description="Hard false captions of the built-in scenes, in SugarCrepe's format.",
-        formatter_class=HelpFormatter,
-    )
-    group = parser.add_argument_group("scenes")
-    group.add_argument("--output_dir", required=True, help="Folder to write to.")
-    group.add_argument("--num_pairs", type=int, default=1000, help="Scenes, each with one entry in either file.")
-    group.add_argument("--image_size", type=int, default=DEFAULT_IMAGE_SIZE, help="Side in pixels.")
-    group.add_argument("--split", choices=sorted(SPLITS), default="val", help="val was not trained on.")
-    group.add_argument("--seed", type=int, default=0, help="Another seed gives other scenes.")
-    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> None:

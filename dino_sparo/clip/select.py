@@ -10,6 +10,11 @@ every evaluation takes as --slots, the scores, the curve and all that they depen
 that chose the slots are no test of the choice: their curve is optimistic. Source: SPARO, section 5.1 and table 4.
 """
 
+from dino_sparo.clip.slot_options import select_parser as get_args_parser
+
+if __name__ == "__main__":
+    get_args_parser().parse_args()  # --help and mistakes are answered before torch is imported
+
 import argparse
 import logging
 from collections.abc import Sequence
@@ -22,14 +27,12 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn import functional as F
 
-from dino_sparo.cli import HelpFormatter, errors_in_one_line
+from dino_sparo.cli import errors_in_one_line
 from dino_sparo.clip.classes import apply_classes, open_classes
 from dino_sparo.clip.encode import ClipEncoder
 from dino_sparo.clip.plots import ACCENT, count_ticks, panels, ranked_bars, result_paths
-from dino_sparo.clip.prompts import AUTO, TEMPLATES, open_templates
+from dino_sparo.clip.prompts import open_templates
 from dino_sparo.clip.protocol import (
-    add_computation_options,
-    add_model_options,
     open_clip_encoder,
     open_evaluation_images,
     report,
@@ -152,43 +155,6 @@ def _hits_together(
             sums += slots[:, slot] @ classifier[place].t()
             hits[place] += count_hits(sums / lengths[place], labels)[:, 0].sum()
     return all_reduce_sum(hits).cpu()
-
-
-def get_args_parser() -> argparse.ArgumentParser:
-    """The options, in data-flow order."""
-    parser = argparse.ArgumentParser(
-        prog="python -m dino_sparo.clip.select",
-        description="Choose slots by what each can do alone.",
-        formatter_class=HelpFormatter,
-    )
-    add_model_options(parser)
-    group = parser.add_argument_group("images")
-    group.add_argument(
-        "--data_path",
-        default="",
-        help="Class folders, tar shards with .cls members, a torchvision set (cifar10:DIR), or scenes.",
-    )
-    group.add_argument(
-        "--split", choices=("train", "val"), default=None, help="By default val where there is one, else all images."
-    )
-    group.add_argument("--download", action="store_true", help="Fetch a torchvision set that is not on disk.")
-    group.add_argument(
-        "--max_images", type=int, default=None, help="Of more images, take a random subset of so many; by default all."
-    )
-    group = parser.add_argument_group("classes in words")
-    group.add_argument("--classnames", default=AUTO, help="As of clip.zero_shot.")
-    group.add_argument(
-        "--templates", default=AUTO, help=f"As of clip.zero_shot: auto, {', '.join(sorted(TEMPLATES))}, or a file."
-    )
-    group = parser.add_argument_group("selection")
-    group.add_argument(
-        "--keep",
-        type=int,
-        default=None,
-        help="Slots to keep; the paper keeps 32 of 64 or 128. By default as many as classify these images best.",
-    )
-    add_computation_options(parser, "slots.json")
-    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:

@@ -23,9 +23,9 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dino_sparo.clip.choices import NORMALIZED_PER_SLOT
 from dino_sparo.clip.config import CLIPConfig
 from dino_sparo.clip.model import CLIP, ClipOutput, LoadedClip, normalize_slots
-from dino_sparo.clip.readouts import NORMALIZED_PER_SLOT
 from dino_sparo.evaluation.protocol import file_sha256
 from dino_sparo.readout import ReadoutOutput
 

@@ -10,6 +10,11 @@ with all that they depend on. Source: Hsieh et al., "SugarCrepe: fixing hackable
 compositionality"; SPARO, section 4.1 and tables 4 and 0.B.1.
 """
 
+from dino_sparo.clip.evaluation_options import sugarcrepe_parser as get_args_parser
+
+if __name__ == "__main__":
+    get_args_parser().parse_args()  # --help and mistakes are answered before torch is imported
+
 import argparse
 import json
 import logging
@@ -22,12 +27,10 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from dino_sparo.cli import HelpFormatter, errors_in_one_line
+from dino_sparo.cli import errors_in_one_line
 from dino_sparo.clip.encode import ClipEncoder, TextFeatures
 from dino_sparo.clip.image_files import encode_named_images
 from dino_sparo.clip.protocol import (
-    add_computation_options,
-    add_model_options,
     file_record,
     open_clip_encoder,
     report,
@@ -216,23 +219,6 @@ def averages(results: dict[str, SplitResult]) -> dict[str, Any]:
         "macro_splits": sum(accuracies) / len(accuracies),
         "micro": sum(result.accuracy * result.num_pairs for result in results.values()) / num_pairs,
     }
-
-
-def get_args_parser() -> argparse.ArgumentParser:
-    """The options, in data-flow order."""
-    parser = argparse.ArgumentParser(
-        prog="python -m dino_sparo.clip.sugarcrepe",
-        description="True captions against hard false ones.",
-        formatter_class=HelpFormatter,
-    )
-    add_model_options(parser)
-    group = parser.add_argument_group("pairs")
-    group.add_argument("--data_path", default="", help="Folder of SugarCrepe's JSON files, or of scene_pairs.py.")
-    group.add_argument(
-        "--images", default=None, help="Folder of the images, COCO's val2017; by default `images` in --data_path."
-    )
-    add_computation_options(parser, "sugarcrepe.json")
-    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:

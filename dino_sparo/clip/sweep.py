@@ -10,6 +10,11 @@ are printed and drawn alone. Models without slots come in by the width of their 
 sweep.json and sweep.png. Source: SPARO, section 5.4 and figure 3.
 """
 
+from dino_sparo.clip.slot_options import sweep_parser as get_args_parser
+
+if __name__ == "__main__":
+    get_args_parser().parse_args()  # --help and mistakes are answered before torch is imported
+
 import argparse
 import json
 import logging
@@ -21,21 +26,19 @@ from typing import Any
 
 import torch
 
-from dino_sparo.cli import HelpFormatter, errors_in_one_line
+from dino_sparo.cli import errors_in_one_line
 from dino_sparo.clip import zero_shot
+from dino_sparo.clip.choices import SLOTTED
 from dino_sparo.clip.config import CLIPConfig
 from dino_sparo.clip.model import CLIP, clip_from_config, create_clip
 from dino_sparo.clip.plots import colour_of, panels, result_paths
-from dino_sparo.clip.prompts import AUTO
-from dino_sparo.clip.protocol import add_computation_options, report
-from dino_sparo.clip.readouts import SLOTTED
+from dino_sparo.clip.protocol import report
 from dino_sparo.distributed import is_main
 from dino_sparo.evaluation.pictures import require_matplotlib
 from dino_sparo.logs import setup_logging
 
 logger = logging.getLogger("dino_sparo.clip.sweep")
 
-METRICS = ("top1", "top5", "mean_per_class_recall")
 # Where results differ in one of these, their accuracies cannot be compared.
 PROTOCOL = ("images", "prompts", "similarity")
 OWN_OF_MODEL = ("num_truncated",)  # of the context, hence of the model
@@ -148,35 +151,6 @@ def grid_points(args: argparse.Namespace) -> list[SweepPoint]:
         for number in args.grid_slots
         for width in args.grid_slot_dims
     ]
-
-
-def get_args_parser() -> argparse.ArgumentParser:
-    """The options, in data-flow order."""
-    parser = argparse.ArgumentParser(
-        prog="python -m dino_sparo.clip.sweep",
-        description="Accuracy and number of parameters against the number and the width of slots.",
-        formatter_class=HelpFormatter,
-    )
-    group = parser.add_argument_group("trained models")
-    group.add_argument("inputs", nargs="*", default=[], help="Results of clip.zero_shot (.json), or checkpoints.")
-    group.add_argument("--metric", choices=METRICS, default="top1", help="Which accuracy.")
-    group.add_argument("--data_path", default="", help="Images to evaluate checkpoints on, as of clip.zero_shot.")
-    group.add_argument("--split", choices=("train", "val"), default=None, help="Likewise.")
-    group.add_argument("--download", action="store_true", help="Likewise.")
-    group.add_argument("--classnames", default=AUTO, help="Likewise.")
-    group.add_argument("--templates", default=AUTO, help="Likewise.")
-    group = parser.add_argument_group("grid of models that are not trained: their parameters alone")
-    group.add_argument("--grid_slots", type=int, nargs="+", default=[], help="Numbers of slots L.")
-    group.add_argument("--grid_slot_dims", type=int, nargs="+", default=[], help="Widths of slots V.")
-    group.add_argument("--embed_dim", type=int, nargs="+", default=[512], help="Widths of cls and gap beside them.")
-    group.add_argument("--sparo_key_dim", type=int, default=64, help="Width of the attention's keys and queries.")
-    group.add_argument("--sparo_group_size", type=int, default=1, help="Slots that share one key projection.")
-    group.add_argument("--arch", default="vit_base", help="Architecture of the image encoder.")
-    group.add_argument("--patch_size", type=int, default=32, help="Side of a patch in pixels.")
-    for name, default in (("text_width", 512), ("text_heads", 8), ("text_layers", 12)):
-        group.add_argument(f"--{name}", type=int, default=default, help="Of the text encoder.")
-    add_computation_options(parser, "sweep.json")
-    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:

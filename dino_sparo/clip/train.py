@@ -9,6 +9,13 @@ Options are those of `options.py`. `train` builds what they describe and loops o
 epoch is `engine.py`. Starting the same command again goes on from the last checkpoint.
 """
 
+from dino_sparo.cli import command_parser, errors_in_one_line
+from dino_sparo.clip.options import check_options, get_args_parser
+
+if __name__ == "__main__":
+    # --help and mistakes are answered before torch is imported.
+    command_parser(get_args_parser(), __doc__).parse_args()
+
 import argparse
 import json
 import logging
@@ -27,12 +34,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from dino_sparo.checkpoint import CheckpointError, CheckpointFolder, initialize_encoder, load_checkpoint
-from dino_sparo.cli import HelpFormatter, errors_in_one_line
 from dino_sparo.clip.encode import ClipView
 from dino_sparo.clip.engine import NonFiniteLossError, TooManyDroppedPairsError, train_one_epoch
 from dino_sparo.clip.loss import create_loss
 from dino_sparo.clip.model import CLIP, clip_description, create_clip
-from dino_sparo.clip.options import check_options, get_args_parser
 from dino_sparo.clip.pair_sources import open_pairs
 from dino_sparo.clip.pairs import PairDataset, PairSource, PairTransform, create_pair_loader
 from dino_sparo.clip.state import Training, check_same_model, param_groups
@@ -409,8 +414,7 @@ def save(run: Run, epochs_done: int, copies: Sequence[str] = ()) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Parse the options and train; a mistake in them ends with one line, not a traceback."""
-    parser = argparse.ArgumentParser(parents=[get_args_parser()], description=__doc__, formatter_class=HelpFormatter)
-    args = parser.parse_args(argv)
+    args = command_parser(get_args_parser(), __doc__).parse_args(argv)
     with errors_in_one_line(logger, *MENDABLE_ERRORS):
         train(args)
 

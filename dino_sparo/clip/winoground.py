@@ -8,6 +8,11 @@ winoground.json, the numbers with all that they depend on. Source: Thrush et al.
 language models for visio-linguistic compositionality", section 3.2.
 """
 
+from dino_sparo.clip.evaluation_options import winoground_parser as get_args_parser
+
+if __name__ == "__main__":
+    get_args_parser().parse_args()  # --help and mistakes are answered before torch is imported
+
 import argparse
 import json
 import logging
@@ -20,12 +25,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from dino_sparo.cli import HelpFormatter, errors_in_one_line
+from dino_sparo.cli import errors_in_one_line
+from dino_sparo.clip.choices import WINOGROUND_EXAMPLES
 from dino_sparo.clip.encode import ClipEncoder
 from dino_sparo.clip.image_files import encode_named_images
 from dino_sparo.clip.protocol import (
-    add_computation_options,
-    add_model_options,
     file_record,
     open_clip_encoder,
     report,
@@ -36,7 +40,6 @@ from dino_sparo.logs import setup_logging
 
 logger = logging.getLogger("dino_sparo.clip.winoground")
 
-EXAMPLES = "examples.jsonl"
 TAG = "collapsed_tag"  # Object, Relation or Both: what changes its place in the caption
 SCORES = ("text", "image", "group")
 
@@ -83,7 +86,8 @@ def read_examples(path: Path) -> list[Example]:
     """
     if not path.is_file():
         raise ValueError(
-            f"{path} does not exist; give the folder with Winoground's {EXAMPLES} and its folder images as --data_path"
+            f"{path} does not exist; give the folder with Winoground's {WINOGROUND_EXAMPLES} and its folder images as "
+            f"--data_path"
         )
     examples = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
@@ -161,21 +165,6 @@ def evaluate_winoground(encoder: ClipEncoder, examples: Sequence[Example], image
     return WinogroundResult(kept, right.cpu(), num_ties, len(examples) - len(kept), texts.num_truncated)
 
 
-def get_args_parser() -> argparse.ArgumentParser:
-    """The options, in data-flow order."""
-    parser = argparse.ArgumentParser(
-        prog="python -m dino_sparo.clip.winoground",
-        description="Two images and two captions of the same words.",
-        formatter_class=HelpFormatter,
-    )
-    add_model_options(parser)
-    group = parser.add_argument_group("examples")
-    group.add_argument("--data_path", default="", help=f"Folder with {EXAMPLES} and images/.")
-    group.add_argument("--images", default=None, help="Folder of the images; by default `images` in --data_path.")
-    add_computation_options(parser, "winoground.json")
-    return parser
-
-
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Parse the options and evaluate; a mistake in them ends with one line, not a traceback.
 
@@ -198,8 +187,8 @@ def evaluate_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
     place = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
     setup_logging()
     if not args.data_path:
-        raise ValueError(f"--data_path is empty; give the folder with Winoground's {EXAMPLES}")
-    path = Path(args.data_path) / EXAMPLES
+        raise ValueError(f"--data_path is empty; give the folder with Winoground's {WINOGROUND_EXAMPLES}")
+    path = Path(args.data_path) / WINOGROUND_EXAMPLES
     images = Path(args.images) if args.images else path.parent / "images"
     examples = read_examples(path)
     evaluated = open_clip_encoder(args, place)

@@ -12,6 +12,11 @@ are recognised by their folders; V2, ObjectNet and sets of your own say with --c
 Prints a table and writes zero_shot.json, the numbers with all that they depend on.
 """
 
+from dino_sparo.clip.evaluation_options import zero_shot_parser as get_args_parser
+
+if __name__ == "__main__":
+    get_args_parser().parse_args()  # --help and mistakes are answered before torch is imported
+
 import argparse
 import logging
 from collections.abc import Sequence
@@ -23,13 +28,11 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn import functional as F
 
-from dino_sparo.cli import HelpFormatter, errors_in_one_line
+from dino_sparo.cli import errors_in_one_line
 from dino_sparo.clip.classes import ClassList, apply_classes, open_classes
 from dino_sparo.clip.encode import ClipEncoder, without_padding
-from dino_sparo.clip.prompts import AUTO, TEMPLATES, open_templates, prompts
+from dino_sparo.clip.prompts import open_templates, prompts
 from dino_sparo.clip.protocol import (
-    add_computation_options,
-    add_model_options,
     open_clip_encoder,
     open_evaluation_images,
     report,
@@ -162,48 +165,6 @@ def _summary(counts: Int64[Tensor, "classes 4"], num_corrupt: int, truncated: in
     return ZeroShotResult(
         100 * top1 / images, 100 * top5 / images, mean, images, num_corrupt, ties, per_class, truncated
     )
-
-
-def get_args_parser() -> argparse.ArgumentParser:
-    """The options, in data-flow order."""
-    parser = argparse.ArgumentParser(
-        prog="python -m dino_sparo.clip.zero_shot",
-        description="Zero-shot classification by captions of the classes.",
-        formatter_class=HelpFormatter,
-    )
-    add_model_options(parser)
-    group = parser.add_argument_group("images")
-    group.add_argument(
-        "--data_path",
-        default="",
-        help="Class folders, tar shards with .cls members, a torchvision set (cifar10:DIR), or scenes.",
-    )
-    group.add_argument(
-        "--split", choices=("train", "val"), default=None, help="By default val where there is one, else all images."
-    )
-    group.add_argument("--download", action="store_true", help="Fetch a torchvision set that is not on disk.")
-    group.add_argument(
-        "--crop_border",
-        type=int,
-        default=0,
-        help="Pixels cut off every side of an image. ObjectNet's images have a red frame of 1; published numbers leave "
-        "it in.",
-    )
-    group = parser.add_argument_group("classes in words")
-    group.add_argument(
-        "--classnames",
-        default=AUTO,
-        help="auto: the set's own names, or ImageNet's where folders are WordNet ids; imagenet: all 1000, for V2; "
-        "objectnet:DIR/mappings; folders; or a file: one name per line, or JSON (FILE.json:KEY for one list of many).",
-    )
-    group.add_argument(
-        "--templates",
-        default=AUTO,
-        help=f"auto: the set's own, or openai, ImageNet's 80; one of {', '.join(sorted(TEMPLATES))}; or a file with "
-        "one sentence per line, {} or {c} where the name belongs.",
-    )
-    add_computation_options(parser, "zero_shot.json")
-    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:

@@ -5,7 +5,6 @@ weights (by hash), which network in them, which images, how resized, which versi
 to the next: the same command writes the same file.
 """
 
-import argparse
 import hashlib
 import json
 import logging
@@ -33,7 +32,7 @@ from dino_sparo.data import (
     open_source,
     require_labels,
 )
-from dino_sparo.distributed import PRECISIONS, rank_0_first
+from dino_sparo.distributed import rank_0_first
 from dino_sparo.encoder import Encoder, EncoderConfig, encoder_from_config
 
 logger = logging.getLogger(__name__)
@@ -242,46 +241,3 @@ def plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def add_evaluation_options(parser: argparse.ArgumentParser, batch_size: int = 128) -> None:
-    """What to evaluate, on which images, and where the result goes."""
-    group = parser.add_argument_group("encoder: what is evaluated")
-    group.add_argument("--pretrained_weights", default="", help="Checkpoint to evaluate, ours or the reference's.")
-    group.add_argument(
-        "--checkpoint_key", default="teacher", help="Network in the checkpoint: teacher (usually better) or student."
-    )
-    group.add_argument(
-        "--untrained",
-        action="store_true",
-        help="Random weights instead of the checkpoint's, to see what training brings; built as the checkpoint says, "
-        "or without one by --arch, --patch_size, --readout and --img_size.",
-    )
-    group.add_argument("--readout", default="sparo", help="Of an untrained encoder without checkpoint.")
-    group.add_argument("--seed", type=int, default=0, help="Of whatever is random: untrained weights, probes, crops.")
-    group = parser.add_argument_group("images")
-    group.add_argument(
-        "--data_path", default="", help="Folder with train/ and val/, torchvision set (cifar10:DIR), or scenes."
-    )
-    group.add_argument("--download", action="store_true", help="Fetch a torchvision set that is not on disk.")
-    group.add_argument(
-        "--img_size",
-        type=int,
-        default=None,
-        help="Side of the view in pixels, cut from the image resized to 256/224 of it; by default the size of the "
-        "encoder's position grid.",
-    )
-    group.add_argument(
-        "--fast_views",
-        action="store_true",
-        help="Resize with torch instead of Pillow, several times as fast; some pixels are a level off, so leave it out "
-        "to report numbers.",
-    )
-    group.add_argument("--batch_size_per_gpu", type=int, default=batch_size, help="Images per process and step.")
-    group = parser.add_argument_group("computation and result")
-    group.add_argument(
-        "--precision", choices=sorted(PRECISIONS), default="fp32", help="Of the encoder; fp32 to report numbers."
-    )
-    group.add_argument(
-        "--output_dir", default=None, help="Where the result is written; by default beside the checkpoint."
-    )

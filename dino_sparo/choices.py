@@ -1,0 +1,35 @@
+"""What options choose among, as plain values: names of parts, sizes of architectures.
+
+Plumbing. No torch here: command lines are parsed, and `--help` is answered, before torch is imported. The tables that
+map a name to what it builds stay with the parts (`readout.READOUTS`, `optim.OPTIMIZERS`, `export.WRITERS`,
+`evaluation.neighbours.SEARCHES`); tests compare their names with those here.
+"""
+
+from typing import NamedTuple
+
+
+class ViTSize(NamedTuple):
+    """Width, number of blocks and number of heads of a vision transformer."""
+
+    embed_dim: int
+    depth: int
+    num_heads: int
+
+
+ARCHITECTURES: dict[str, ViTSize] = {
+    # For laptops and tests; not an architecture of the literature.
+    "vit_micro": ViTSize(embed_dim=128, depth=4, num_heads=4),
+    "vit_tiny": ViTSize(embed_dim=192, depth=12, num_heads=3),
+    "vit_small": ViTSize(embed_dim=384, depth=12, num_heads=6),
+    "vit_base": ViTSize(embed_dim=768, depth=12, num_heads=12),
+}
+
+READOUTS = ("cls", "gap", "sparo")
+OPTIMIZERS = ("adamw", "lars", "sgd")
+PRECISIONS = ("bf16", "fp16", "fp32")
+SEARCHES = ("bf16", "fp32")
+EXPORT_FORMATS = ("safetensors", "timm", "huggingface", "onnx")
+
+# Per channel, of pixels in 0..1; ImageNet's.
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)

@@ -1,0 +1,102 @@
+"""What CLIP's options choose among, and the defaults they name, as plain values: no torch, so that `--help` is fast.
+
+`READOUTS` names what can be chosen. One name stands for both towers, because an image has no end token and a caption no
+class token.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+# Images are cropped little, since a caption describes all of the image. Source: OpenCLIP's default augmentation.
+CROP_SCALE = (0.9, 1.0)
+# Per channel, of pixels in 0..1; CLIP's own.
+OPENAI_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+OPENAI_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+AUTO = "auto"  # class names, or templates, of the set of images itself
+WINOGROUND_EXAMPLES = "examples.jsonl"
+PER_SLOT, PER_DIMENSION = "slot", "dimension"  # parts of an encoding that a mask weighs
+SWEEP_METRICS = ("top1", "top5", "mean_per_class_recall")
+PICTURE_SCENES = "scenes:400:384"
+
+
+class CrossAttentionKind(NamedTuple):
+    """A row of table 6: what the columns `Cross-attention`, `Slot-wise LayerNorm` and `Slot-wise projection` say."""
+
+    separate_heads: bool
+    slotwise_norm: bool
+    slotwise_projection: bool
+
+
+CROSS_ATTENTION: dict[str, CrossAttentionKind] = {
+    "attpool": CrossAttentionKind(separate_heads=False, slotwise_norm=False, slotwise_projection=False),
+    "multihead_slotproj": CrossAttentionKind(separate_heads=False, slotwise_norm=False, slotwise_projection=True),
+    "multihead_slotnorm": CrossAttentionKind(separate_heads=False, slotwise_norm=True, slotwise_projection=False),
+    "multihead_slotnorm_slotproj": CrossAttentionKind(
+        separate_heads=False, slotwise_norm=True, slotwise_projection=True
+    ),
+    "separate": CrossAttentionKind(separate_heads=True, slotwise_norm=False, slotwise_projection=False),
+    "separate_slotproj": CrossAttentionKind(separate_heads=True, slotwise_norm=False, slotwise_projection=True),
+    "separate_slotnorm": CrossAttentionKind(separate_heads=True, slotwise_norm=True, slotwise_projection=False),
+    "separate_slotnorm_slotproj": CrossAttentionKind(separate_heads=True, slotwise_norm=True, slotwise_projection=True),
+}
+
+# The image tower's read-out and the text tower's. The paper's CLIP+GAP is `gap_image`: in the authors' code only images
+# are averaged, captions keep the end token. (There the last LayerNorm follows the average; here it precedes it, as for
+# every other read-out.)
+READOUTS: dict[str, tuple[str, str]] = {
+    "cls": ("cls", "eos"),
+    "gap": ("gap", "gap"),
+    "gap_image": ("gap", "eos"),
+    "sparo": ("sparo", "sparo"),
+    "linear": ("cls", "eos"),
+    "fdt": ("fdt", "fdt"),
+    **{name: (name, name) for name in CROSS_ATTENTION},
+}
+
+# Those that give L slots of width V; the others give one slot.
+SLOTTED = frozenset({"sparo", *CROSS_ATTENTION})
+
+# Attentional pooling knows no slots: its encoding is normalised as a whole, as CoCa's is. Its ablated relatives in
+# table 6 are variants of SPARO and are normalised as SPARO is, which the paper does not say.
+NORMALIZED_PER_SLOT = SLOTTED - {"attpool"}
+
+
+@dataclass(frozen=True)
+class FitSettings:
+    """How a mask is learned: by SGD, without weight decay.
+
+    Attributes:
+        epochs: passes over the pairs.
+        lr: learning rate, constant.
+        momentum: of SGD.
+        batch_size: pairs per step.
+        seed: of the order of the pairs.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    epochs: int = 100
+    lr: float = 0.02
+    momentum: float = 0.9
+    batch_size: int = 256
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.epochs < 1 or self.batch_size < 1:
+            raise ValueError(f"epochs={self.epochs}, mask_batch_size={self.batch_size}; give positive numbers")
+        if not (self.lr > 0 and 0 <= self.momentum < 1):
+            raise ValueError(f"lr={self.lr}, momentum={self.momentum}; give lr > 0 and a momentum in [0, 1)")
+
+
+class Criteria(NamedTuple):
+    """When a slot of a pair is worth a look.
+
+    Attributes:
+        min_cosine: the cosine of image and caption slot is greater. (The paper's 0.75.)
+        min_sharpness: one word gets at least this share of the slot's attention. (The paper's "sharp"; the number is
+            ours.)
+    """
+
+    min_cosine: float = 0.75
+    min_sharpness: float = 0.5

@@ -1,0 +1,222 @@
+"""The options of the commands that evaluate, draw and export an encoder; no torch here, so that `--help` is fast."""
+
+import argparse
+
+from dino_sparo.choices import EXPORT_FORMATS, PRECISIONS, SEARCHES
+from dino_sparo.cli import HelpFormatter, add_device_options, add_foreign_weights_options, bool_flag
+
+
+def add_evaluation_options(parser: argparse.ArgumentParser, batch_size: int = 128) -> None:
+    """What to evaluate, on which images, and where the result goes."""
+    group = parser.add_argument_group("encoder: what is evaluated")
+    group.add_argument("--pretrained_weights", default="", help="Checkpoint to evaluate, ours or the reference's.")
+    group.add_argument(
+        "--checkpoint_key", default="teacher", help="Network in the checkpoint: teacher (usually better) or student."
+    )
+    group.add_argument(
+        "--untrained",
+        action="store_true",
+        help="Random weights instead of the checkpoint's, to see what training brings; built as the checkpoint says, "
+        "or without one by --arch, --patch_size, --readout and --img_size.",
+    )
+    group.add_argument("--readout", default="sparo", help="Of an untrained encoder without checkpoint.")
+    group.add_argument("--seed", type=int, default=0, help="Of whatever is random: untrained weights, probes, crops.")
+    group = parser.add_argument_group("images")
+    group.add_argument(
+        "--data_path", default="", help="Folder with train/ and val/, torchvision set (cifar10:DIR), or scenes."
+    )
+    group.add_argument("--download", action="store_true", help="Fetch a torchvision set that is not on disk.")
+    group.add_argument(
+        "--img_size",
+        type=int,
+        default=None,
+        help="Side of the view in pixels, cut from the image resized to 256/224 of it; by default the size of the "
+        "encoder's position grid.",
+    )
+    group.add_argument(
+        "--fast_views",
+        action="store_true",
+        help="Resize with torch instead of Pillow, several times as fast; some pixels are a level off, so leave it out "
+        "to report numbers.",
+    )
+    group.add_argument("--batch_size_per_gpu", type=int, default=batch_size, help="Images per process and step.")
+    group = parser.add_argument_group("computation and result")
+    group.add_argument(
+        "--precision", choices=PRECISIONS, default="fp32", help="Of the encoder; fp32 to report numbers."
+    )
+    group.add_argument(
+        "--output_dir", default=None, help="Where the result is written; by default beside the checkpoint."
+    )
+
+
+def knn_parser() -> argparse.ArgumentParser:
+    """The options of `eval_knn.py`, in data-flow order."""
+    parser = argparse.ArgumentParser(
+        prog="eval_knn.py", description="Weighted k-NN accuracy of a frozen encoder.", formatter_class=HelpFormatter
+    )
+    add_evaluation_options(parser)
+    add_foreign_weights_options(parser)
+    group = parser.add_argument_group("k-NN")
+    group.add_argument(
+        "--nb_knn", type=int, nargs="+", default=[10, 20, 100, 200], help="Numbers of neighbours; 20 is usually best."
+    )
+    group.add_argument("--temperature", type=float, default=0.07, help="Of the vote: weights are exp(cosine / T).")
+    group.add_argument(
+        "--search",
+        choices=SEARCHES,
+        default="fp32",
+        help="bf16 finds candidates in bf16 and compares them in fp32: the same predictions, sooner where bf16 is many "
+        "times as fast.",
+    )
+    group.add_argument(
+        "--use_cuda",
+        type=bool_flag,
+        default=True,
+        help="Keep the features on the GPU, where there is one; false if they do not fit.",
+    )
+    group.add_argument("--dump_features", default=None, help="Folder to write features and labels to.")
+    group.add_argument(
+        "--load_features", default=None, help="Folder to read them from; then neither weights nor images are needed."
+    )
+    add_device_options(parser)
+    return parser
+
+
+def linear_parser() -> argparse.ArgumentParser:
+    """The options of `eval_linear.py`, in data-flow order."""
+    parser = argparse.ArgumentParser(
+        prog="eval_linear.py",
+        description="Linear probes on a frozen encoder, one per learning rate.",
+        formatter_class=HelpFormatter,
+    )
+    add_evaluation_options(parser)
+    add_foreign_weights_options(parser)
+    group = parser.add_argument_group("features of the probe")
+    group.add_argument(
+        "--n_last_blocks",
+        type=int,
+        default=4,
+        help="Layers whose class tokens are concatenated; with sparo and gap the last one is the encoding. 4 suits a "
+        "ViT-S, 1 a ViT-B.",
+    )
+    group.add_argument(
+        "--avgpool_patchtokens",
+        type=bool_flag,
+        default=False,
+        help="Also concatenate the mean of the patch tokens; false suits a ViT-S, true a ViT-B.",
+    )
+    group = parser.add_argument_group("training of the probes")
+    group.add_argument("--epochs", type=int, default=100, help="Epochs, over which the learning rate falls to 0.")
+    group.add_argument(
+        "--lr",
+        type=float,
+        nargs="+",
+        default=[0.001, 0.003, 0.01, 0.03, 0.1, 0.3],
+        help="Learning rates for a batch of 256 images, scaled with the batch; one probe each. The best one depends on "
+        "the checkpoint.",
+    )
+    group.add_argument(
+        "--fast",
+        action="store_true",
+        help="Encode every image once, without crops and flips, and train on that: minutes instead of hours, usually a "
+        "little less accurate.",
+    )
+    group.add_argument("--val_freq", type=int, default=1, help="Epochs between two validations.")
+    group.add_argument(
+        "--num_labels", type=int, default=None, help="Number of classes, to check; the data says it itself."
+    )
+    group.add_argument(
+        "--evaluate", action="store_true", help="Only test the probes saved in --output_dir on the validation images."
+    )
+    group.add_argument(
+        "--use_cuda",
+        type=bool_flag,
+        default=True,
+        help="Keep cached features on the GPU, where there is one; false if they do not fit.",
+    )
+    add_device_options(parser)
+    return parser
+
+
+def attention_parser() -> argparse.ArgumentParser:
+    """The options of `visualize_attention.py`, in data-flow order."""
+    parser = argparse.ArgumentParser(
+        prog="visualize_attention.py",
+        description="Attention maps of every slot or head, and the slot atlas.",
+        formatter_class=HelpFormatter,
+    )
+    group = parser.add_argument_group("encoder")
+    group.add_argument("--pretrained_weights", default="", help="Checkpoint to look into, ours or the reference's.")
+    group.add_argument("--checkpoint_key", default="teacher", help="Network in the checkpoint: teacher or student.")
+    group.add_argument(
+        "--untrained",
+        action="store_true",
+        help="Random weights instead of the checkpoint's, to see what training brings.",
+    )
+    add_foreign_weights_options(parser)
+    group = parser.add_argument_group("images")
+    group.add_argument(
+        "--image_path", default=None, help="An image, a folder, or whatever --data_path takes; else a built-in scene."
+    )
+    group.add_argument(
+        "--image_size",
+        type=int,
+        nargs="+",
+        default=None,
+        help="Size that the encoder sees, pixels: one number for the short side (of several images the central square "
+        "is seen), or height and width. By default twice the size of training: more patches show finer maps.",
+    )
+    group.add_argument("--max_images", type=int, default=8, help="Of a folder, evenly spread over it.")
+    group = parser.add_argument_group("pictures")
+    group.add_argument("--output_dir", default=".", help="Where the files are written.")
+    group.add_argument(
+        "--threshold",
+        type=float,
+        default=None,
+        help="Also draw masks.png: the fewest patches that hold this share of a map's mass, e.g. 0.6.",
+    )
+    group.add_argument("--save_each", action="store_true", help="Also one PNG per map.")
+    group.add_argument(
+        "--max_maps", type=int, default=None, help="Maps in a grid, most peaked first; by default all of an image."
+    )
+    group.add_argument("--compare", default=None, help="Another checkpoint, drawn beside this one: compare.png.")
+    group = parser.add_argument_group("slot atlas")
+    group.add_argument(
+        "--atlas",
+        default=None,
+        help="Images to search for those that light up each slot, a folder or whatever --data_path takes, e.g. scenes: "
+        "atlas.png, atlas.html and atlas.json.",
+    )
+    group.add_argument("--atlas_images", type=int, default=8, help="Images per slot.")
+    group.add_argument(
+        "--atlas_max_images",
+        type=int,
+        default=2000,
+        help="Search a random subset of so many images, if there are more.",
+    )
+    add_device_options(parser, num_workers=4)
+    return parser
+
+
+def export_parser() -> argparse.ArgumentParser:
+    """The options of `dino_sparo.export`."""
+    parser = argparse.ArgumentParser(
+        "python -m dino_sparo.export", description="Write an encoder for others to use.", formatter_class=HelpFormatter
+    )
+    parser.add_argument("checkpoint", help="Ours, the reference's, or raw ViT weights.")
+    parser.add_argument("out", help="Where to: a path without suffix; for huggingface a folder.")
+    parser.add_argument("--checkpoint_key", default="teacher", help="Network in the checkpoint: teacher or student.")
+    parser.add_argument(
+        "--format",
+        choices=EXPORT_FORMATS,
+        default="safetensors",
+        help="safetensors and onnx hold any read-out; timm and huggingface hold vanilla encoders (cls).",
+    )
+    parser.add_argument(
+        "--img_size",
+        type=int,
+        default=None,
+        help="Side of the images in pixels, if not that of training; onnx files take no other.",
+    )
+    add_foreign_weights_options(parser)
+    return parser
