@@ -10,14 +10,13 @@ again goes on from the last checkpoint.
 """
 
 from dino_sparo.cli import command_parser, errors_in_one_line
-from dino_sparo.dino.options import REFERENCE_BATCH, check_options, get_args_parser
+from dino_sparo.dino.options import REFERENCE_BATCH, check_options, fill_in_defaults, get_args_parser
 
 if __name__ == "__main__":
     # --help and mistakes are answered before torch is imported.
     command_parser(get_args_parser(), __doc__).parse_args()
 
 import argparse
-import json
 import logging
 import math
 import time
@@ -82,7 +81,7 @@ from dino_sparo.evaluation.features import disjoint_subsets
 from dino_sparo.evaluation.knn import evaluate_knn
 from dino_sparo.evaluation.protocol import git_hash, plain, versions
 from dino_sparo.head import DINOHead, DINONetwork
-from dino_sparo.logs import Meters, RunLog, setup_logging
+from dino_sparo.logs import Meters, RunLog, log_options, setup_logging
 from dino_sparo.loss import NUM_TEACHER_CROPS, DINOLoss, diagnose_collapse
 from dino_sparo.optim import cosine_schedule, create_optimizer, param_groups
 from dino_sparo.preemption import Agreement, StopSignals, Watchdog, hand_over
@@ -122,7 +121,8 @@ def train_dino(args: argparse.Namespace) -> None:
             check_options(args)
             output_dir.mkdir(parents=True, exist_ok=True)
             setup_logging(output_dir)
-        logger.info("options: %s", json.dumps(vars(args), default=str))
+        filled_in = fill_in_defaults(args)
+        log_options(vars(args), {**vars(get_args_parser().parse_args([])), **filled_in})
         run = build_run(args, place, signals)
         if args.init_from:
             start_from(run, args.init_from)
@@ -251,7 +251,8 @@ def build_training(args: argparse.Namespace, place: Distributed, steps_per_epoch
         chunk_size=args.loss_chunk,
     ).to(place.device)
     num_parameters = sum(parameter.numel() for parameter in student.parameters())
-    logger.info("%s, %.1f M parameters with the head, %s on %s", student.config, num_parameters / 1e6, dtype, place)
+    summary = student.encoder.summary
+    logger.info("%s, %.1f M parameters with the head, %s on %s", summary, num_parameters / 1e6, dtype, place)
     return Training(
         student=wrapped,
         teacher=teacher,

@@ -412,7 +412,7 @@ def encoder_of(
     description = describe_encoder(checkpoint, weights, arch, patch_size)
     encoder = encoder_from_config(EncoderConfig.from_dict(description))
     load_strictly(encoder, weights, f"{source} ({which})")
-    logger.info("%s of %s: %s", which, source, encoder.config)
+    logger.info("%s of %s: %s", which, source, encoder.summary)
     return encoder.eval()
 
 

@@ -30,6 +30,9 @@ PRECISIONS = ("bf16", "fp16", "fp32")
 SEARCHES = ("bf16", "fp32")
 EXPORT_FORMATS = ("safetensors", "timm", "huggingface", "onnx")
 
+# So many unreadable images never end a run, however small the data: a share of 100 images would be one or two.
+MIN_CORRUPT = 5
+
 # Per channel, of pixels in 0..1; ImageNet's.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)

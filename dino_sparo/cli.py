@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn
@@ -85,19 +86,22 @@ def errors_in_one_line(
     except mendable as error:
         note_meant()
         _leave(1, logger, error)
+    except KeyboardInterrupt:
+        note_meant()
+        _leave(128 + signal.SIGINT, logger, "ended by Ctrl-C")
     shutdown()
 
 
-def _leave(status: int, logger: logging.Logger, error: Exception, level: int = logging.ERROR) -> NoReturn:
+def _leave(status: int, logger: logging.Logger, message: Exception | str, level: int = logging.ERROR) -> NoReturn:
     from dino_sparo.distributed import world_size
 
-    logger.log(level, "%s", error)
+    logger.log(level, "%s", message)
     if world_size() > 1 or status == FAULT_STATUS:  # a worker that hangs would be waited for, too
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
-    raise SystemExit(status) from error
+    raise SystemExit(status)
 
 
 def bool_flag(text: str) -> bool:

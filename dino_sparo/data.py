@@ -22,7 +22,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from dino_sparo.choices import IMAGENET_MEAN, IMAGENET_STD
+from dino_sparo.choices import IMAGENET_MEAN, IMAGENET_STD, MIN_CORRUPT
 from dino_sparo.distort import DeferredViews
 from dino_sparo.sources import CorruptImageError, ImageSource, open_source
 
@@ -122,6 +122,11 @@ def align_classes(source: ImageSource, classes: list[str]) -> ImageSource:
     aligned.labels = np.array([number.get(name, -1) for name in own], dtype=np.int64)[labels]
     aligned.classes = classes
     return aligned
+
+
+def most_corrupt(share: float, total: int) -> float:
+    """How many of `total` images may be unreadable: `share` of them, at least `MIN_CORRUPT`, and none if it is 0."""
+    return max(share * total, float(MIN_CORRUPT)) if share else 0.0
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,13 @@ class Encoder(nn.Module):
             return self.config.num_slots * self.config.slot_dim
         return self.backbone.embed_dim
 
+    @property
+    def summary(self) -> str:
+        """One line for the log: architecture and read-out, with the sizes that this read-out has."""
+        config, sizes = self.config, self.readout.extra_repr()
+        name = f"{config.arch}/{config.patch_size} at {config.img_size} px, {config.readout}"
+        return f"{name} ({sizes})" if sizes else name
+
     def forward(
         self, images: Float[Tensor, "B C H W"] | Sequence[Float[Tensor, "_ C _ _"]]
     ) -> Float[Tensor, "B encoding_dim"]:

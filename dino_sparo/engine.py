@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dino_sparo.checkpoint import load_strictly, random_state, restore_random_state
-from dino_sparo.data import Batch, to_device
+from dino_sparo.data import Batch, most_corrupt, to_device
 from dino_sparo.distort import Distortions
 from dino_sparo.distributed import all_gather_object, rank, world_size
 from dino_sparo.head import DINONetwork
@@ -424,10 +424,10 @@ def _name_corrupt(batches: list[Batch]) -> None:
 
 
 def _check_corrupt(num_corrupt: int, num_images: int, max_corrupt: float) -> None:
-    if num_corrupt > max_corrupt * num_images:
+    if num_corrupt > (most := most_corrupt(max_corrupt, num_images)):
         raise TooManyCorruptImagesError(
-            f"{num_corrupt} of {num_images} images could not be read in this epoch, more than the {max_corrupt:.2%} "
-            f"that --max_corrupt allows; the files are named above. Repair them, or raise --max_corrupt"
+            f"{num_corrupt} of {num_images} images could not be read in this epoch, more than the {most:.0f} "
+            f"that --max_corrupt {max_corrupt} allows; the files are named above. Repair them, or raise --max_corrupt"
         )
 
 

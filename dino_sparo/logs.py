@@ -25,6 +25,7 @@ from dino_sparo.distributed import all_reduce_sum, is_main, rank
 
 logger = logging.getLogger(__name__)
 
+FILE_ONLY = "file_only"  # attribute of records that go to run.log and not to the terminal
 PROGRESS_SECONDS = 30.0  # between two lines about a long loop when nobody watches a terminal
 STEP_LINE_SECONDS = 10.0  # between two progress lines of training
 
@@ -45,6 +46,7 @@ def setup_logging(output_dir: Path | None = None) -> None:
     where = "" if is_main() else f" [rank {rank()}]"
     formatter = logging.Formatter(f"%(asctime)s %(levelname).1s{where} %(message)s", datefmt="%H:%M:%S")
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
+    handlers[0].addFilter(lambda record: not hasattr(record, FILE_ONLY))
     if output_dir is not None and is_main():
         handlers.append(logging.FileHandler(output_dir / "run.log"))
     for handler in handlers:
@@ -52,6 +54,18 @@ def setup_logging(output_dir: Path | None = None) -> None:
         handler.is_dino_sparo = True  # type: ignore[attr-defined]
         root.addHandler(handler)
     root.setLevel(logging.INFO if is_main() else logging.WARNING)
+
+
+def log_options(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Name the options that differ from their defaults in one line; run.log also gets all of them, as JSON.
+
+    Args:
+        options: names and values.
+        defaults: those of the trainer; options that it does not know, such as a job's, are left out of the line.
+    """
+    changed = [f"{name}={options[name]}" for name in defaults if options[name] != defaults[name]]
+    logger.info("options: %s (all of them: run.log)", ", ".join(changed) or "the defaults")
+    logger.info("all options: %s", json.dumps(options, default=str), extra={FILE_ONLY: True})
 
 
 class Meters:

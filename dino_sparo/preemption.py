@@ -5,6 +5,7 @@ agree on what they have seen, with one small all-reduce, so that all of them sto
 saves and hands the run over to whoever starts it again: submitit, Slurm, torchrun or a person.
 """
 
+import contextlib
 import logging
 import math
 import os
@@ -33,6 +34,9 @@ AGREE_SECONDS, MAX_STEPS_BETWEEN = 2.0, 16
 WATCHDOG_FACTOR, WATCHDOG_MARGIN_S = 1.5, 1.0
 # So long the other ranks wait for Slurm to end them once rank 0 has requeued the job.
 REQUEUE_SECONDS = 60
+
+# What standard error says at once.
+CTRL_C_ANSWER = b"\nCtrl-C: saving after the next few steps, then the run ends; Ctrl-C again ends it without saving\n"
 
 Handler = Callable[[int, FrameType | None], Any] | int | None
 
@@ -92,8 +96,12 @@ class StopSignals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         signum = signal.Signals(number)
-        if signum is signal.SIGINT and signum in self.received:
-            raise KeyboardInterrupt
+        if signum is signal.SIGINT:
+            if signum in self.received:
+                raise KeyboardInterrupt
+            if is_main():  # not through the logger, which this handler may have interrupted
+                with contextlib.suppress(OSError):
+                    os.write(2, CTRL_C_ANSWER)
         self.received.add(signum)
 
 

@@ -92,6 +92,10 @@ class Sparo(nn.Module):
         self.value_proj.reset_parameters()
         nn.init.zeros_(self.value_proj.bias)
 
+    def extra_repr(self) -> str:
+        """The sizes, for the log."""
+        return f"{self.num_slots} slots of {self.slot_dim}, keys of {self.key_dim}, {self.group_size} slots per key"
+
     def forward(self, tokens: Float[Tensor, "B N D"], mask: Bool[Tensor, "B N"] | None = None) -> ReadoutOutput:
         """Read tokens out as slots.
 

@@ -122,8 +122,8 @@ def test_samples_that_are_no_pairs_are_left_out_and_counted(tmp_path: Path, capl
     assert len(source) == 4
     assert source.left_out.counts == {"without caption": 2, "without image": 1}
     assert f"3 of 7 samples are left out: 2 without caption (the first is {path}!lone), 1 without image" in caplog.text
-    with pytest.raises(ValueError, match=r"3 of 7 samples are left out.*more than the 1.00% that --max_corrupt allows"):
-        open_pairs(path)
+    with pytest.raises(ValueError, match=r"3 of 7 samples are left out.*more than the 0 that --max_corrupt 0.0 allows"):
+        open_pairs(path, max_left_out=0.0)
 
 
 def test_the_index_is_kept_with_what_was_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

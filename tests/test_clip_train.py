@@ -37,7 +37,7 @@ from dino_sparo.clip.engine import (
 from dino_sparo.clip.loss import create_loss
 from dino_sparo.clip.pair_sources import open_pairs
 from dino_sparo.clip.pairs import PairBatch, PairDataset, PairTransform, collate_pairs
-from dino_sparo.clip.presets import DEFAULTS, PRESETS
+from dino_sparo.clip.presets import DEFAULTS, PRESETS, fill_in_warmup
 from dino_sparo.clip.state import Training, check_same_model, param_groups
 from dino_sparo.clip.train import check_options, get_args_parser, main, micro_batch_size, train
 from dino_sparo.encoder import create_encoder
@@ -389,16 +389,42 @@ def test_a_pair_that_cannot_be_read_is_named_and_counted(tmp_path: Path, caplog:
 
 
 def test_too_many_dropped_pairs_stop_the_run(tmp_path: Path) -> None:
-    images = image_folders(tmp_path / "images", broken=2)
-    with pytest.raises(TooManyDroppedPairsError, match="2 of 12 samples have no readable image or no caption"):
+    images = image_folders(tmp_path / "images", broken=6)
+    with pytest.raises(TooManyDroppedPairsError, match=r"6 of 12 samples have no readable image .* more than the 5"):
         run(tmp_path / "run", data_path=images, epochs=1, max_corrupt=0.1)
+
+
+def test_a_handful_of_dropped_pairs_never_ends_a_run_on_few_pairs(tmp_path: Path) -> None:
+    images = image_folders(tmp_path / "images", broken=2)
+    run(tmp_path / "run", data_path=images, epochs=1, max_corrupt=0.01)
+    assert epochs_of(tmp_path / "run")[0]["train_corrupt_pairs"] == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "total_steps", "expected"),
+    [
+        ([], 500, 500),
+        ([], 499, 49),
+        (["--preset", "cc3m"], 3599, 359),
+        (["--preset", "cc3m"], 3600, 3600),
+        (["--warmup_steps", "7"], 3, 7),
+    ],
+)
+def test_a_warm_up_longer_than_a_short_run_is_shortened_unless_it_was_asked_for(
+    words: list[str], total_steps: int, expected: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    args = parsed(*words)
+    with caplog.at_level(logging.INFO):
+        fill_in_warmup(args, total_steps)
+    assert args.warmup_steps == expected
+    assert (f"does not fit a run of {total_steps} steps" in caplog.text) == (expected in (49, 359))
 
 
 def test_samples_left_out_from_the_beginning_count_too(tmp_path: Path) -> None:
     images = image_folders(tmp_path / "images", broken=1)
-    rows = [f"{path.relative_to(tmp_path)},words" for path in sorted(images.rglob("*.png"))] + [",alone"]
+    rows = [f"{path.relative_to(tmp_path)},words" for path in sorted(images.rglob("*.png"))] + 5 * [",alone"]
     (tmp_path / "t.csv").write_text("\n".join(["path,caption", *rows]))
-    with pytest.raises(TooManyDroppedPairsError, match=r"2 of 13 samples .*\(1 were met in this epoch\), more than"):
+    with pytest.raises(TooManyDroppedPairsError, match=r"6 of 17 samples .*\(1 were met in this epoch\), more than"):
         run(tmp_path / "run", data_path=tmp_path / "t.csv", epochs=1, max_corrupt=0.1)
 
 
@@ -522,6 +548,7 @@ TABLE = {
 @pytest.mark.parametrize("name", sorted(TABLE))
 def test_presets_are_the_papers_table(name: str) -> None:
     args = parsed("--preset", name)
+    fill_in_warmup(args, 10**6)
     found = (args.epochs, args.batch_size, args.warmup_steps, args.weight_decay, args.sparo_slots)
     assert found == TABLE[name]
     assert (args.lr, args.beta1, args.beta2, args.eps, args.sparo_slot_dim) == (5e-4, 0.9, 0.98, 1e-6, 64)
@@ -544,6 +571,7 @@ def test_presets_and_defaults_are_options_that_parsing_leaves_open() -> None:
         assert preset.values.keys() <= DEFAULTS.keys()
         assert preset.origin
     args = parsed()
+    fill_in_warmup(args, 10**6)
     assert {name: getattr(args, name) for name in DEFAULTS} == DEFAULTS
     help_of: dict[str, Callable[..., Any] | str | None] = {
         action.dest: action.help for action in get_args_parser()._actions

@@ -15,6 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
+import main_dino
 from dino_sparo import engine, load_checkpoint, load_encoder, preemption
 from dino_sparo.checkpoint import CheckpointError
 from dino_sparo.engine import NonFiniteLossError, TooManyCorruptImagesError, Training
@@ -370,9 +371,66 @@ def test_a_corrupt_image_is_skipped_counted_and_named(tmp_path: Path, caplog: py
 
 
 def test_too_many_corrupt_images_stop_the_run(tmp_path: Path) -> None:
-    images = image_folder(tmp_path / "images", count=12, broken=2)
-    with pytest.raises(TooManyCorruptImagesError, match="2 of 12 images could not be read"):
+    images = image_folder(tmp_path / "images", count=12, broken=6)
+    with pytest.raises(TooManyCorruptImagesError, match=r"6 of 12 images .* more than the 5 that --max_corrupt 0.1"):
         run(tmp_path / "run", data_path=images, epochs=1, warmup_epochs=0, max_corrupt=0.1)
+
+
+def test_a_handful_of_corrupt_images_never_ends_a_run_on_few_images(tmp_path: Path) -> None:
+    images = image_folder(tmp_path / "images", count=12, broken=2)
+    run(tmp_path / "run", data_path=images, epochs=1, warmup_epochs=0, max_corrupt=0.01)
+    assert epochs_of(tmp_path / "run")[0]["train_corrupt_images"] == 2
+    with pytest.raises(TooManyCorruptImagesError, match=r"more than the 0 that --max_corrupt 0.0 allows"):
+        run(tmp_path / "strict", data_path=images, epochs=1, warmup_epochs=0, max_corrupt=0)
+
+
+def test_a_first_trial_of_few_epochs_shortens_the_warm_up_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    arguments = options(tmp_path, epochs=1, max_steps=1)
+    at = arguments.index("--warmup_epochs")
+    with caplog.at_level(logging.INFO):
+        main_dino.train_dino(main_dino.get_args_parser().parse_args(arguments[:at] + arguments[at + 2 :]))
+    assert "--warmup_epochs 0: the default of 10 does not fit a run of 1 epochs" in caplog.text
+    assert "--freeze_last_layer 0: the default of 1 does not fit a run of 1 epochs" in caplog.text
+    assert load_checkpoint(tmp_path / "checkpoint.pth")["args"]["warmup_epochs"] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "warmup", "freeze"),
+    [
+        ([], 10, 1),
+        (["--epochs", "10"], 10, 1),
+        (["--epochs", "9"], 1, 1),
+        (["--epochs", "1"], 0, 0),
+        (["--epochs", "5", "--warmup_epochs", "5", "--freeze_last_layer", "3"], 5, 3),
+    ],
+)
+def test_defaults_are_the_references_wherever_they_fit_the_run(words: list[str], warmup: int, freeze: int) -> None:
+    args = main_dino.get_args_parser().parse_args(words)
+    main_dino.check_options(args)
+    main_dino.fill_in_defaults(args)
+    assert (args.warmup_epochs, args.freeze_last_layer) == (warmup, freeze)
+
+
+def test_the_log_begins_with_the_options_that_differ_from_their_defaults(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path, max_steps=1, readout="cls", seed=3)
+    terminal = capsys.readouterr().err
+    (line,) = [line for line in terminal.splitlines() if "options:" in line]
+    assert "readout=cls" in line
+    assert "seed=3" in line
+    assert "teacher_temp" not in terminal  # has its default
+    assert '"teacher_temp": 0.04' in (tmp_path / "run.log").read_text()
+
+
+def test_no_slots_are_named_for_a_model_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path / "cls", max_steps=1, readout="cls")
+    assert "vit_micro/8 at 16 px, cls, " in (terminal := capsys.readouterr().err)
+    assert "slots of" not in terminal
+    run(tmp_path / "sparo", max_steps=1)
+    assert "sparo (3 slots of 5, keys of 7" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Signals, the clock, and what the ranks agree on."""
 
+import logging
 import os
 import signal
 import stat
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from dino_sparo import preemption
-from dino_sparo.cli import FAULT_STATUS
+from dino_sparo.cli import FAULT_STATUS, errors_in_one_line
 from dino_sparo.preemption import Agreement, RunStopped, StopSignals, Watchdog, hand_over
 
 CPU = torch.device("cpu")
@@ -44,6 +45,30 @@ def test_a_second_ctrl_c_ends_the_run_at_once() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_says_at_once_what_it_does(capfd: pytest.CaptureFixture[str]) -> None:
+    with StopSignals() as signals:
+        signals.begin_training()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not capfd.readouterr().err
+        os.kill(os.getpid(), signal.SIGINT)
+        told = capfd.readouterr().err
+    assert "saving after the next few steps" in told
+    assert "again ends it without saving" in told
+
+
+def test_the_second_ctrl_c_is_one_line_and_a_status_not_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    def train() -> None:
+        with errors_in_one_line(logging.getLogger("test")), StopSignals() as signals:
+            signals.begin_training()
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(SystemExit) as ended:
+        train()
+    assert ended.value.code == 130
+    assert [record.getMessage() for record in caplog.records] == ["ended by Ctrl-C"]
 
 
 def test_the_signal_that_says_the_job_will_run_again_wins() -> None:

@@ -88,6 +88,16 @@ class CLIPConfig:
             )
         return cls(image=EncoderConfig.from_dict(values["image"]), text=TextConfig(**text), **own)
 
+    @property
+    def summary(self) -> str:
+        """One line for the log: both towers and the read-out, with the sizes that this read-out has."""
+        image, text = self.image, self.text
+        slots = f"{image.num_slots} slots of {image.slot_dim}"
+        return (
+            f"{image.arch}/{image.patch_size} at {image.img_size} px, text of {text.layers} layers {text.width} wide, "
+            f"{self.readout} ({slots if self.readout in SLOTTED else f'{self.embed_dim} numbers'})"
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for checkpoints and JSON."""
         return asdict(self)

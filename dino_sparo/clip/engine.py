@@ -259,11 +259,11 @@ def _step_scalars(training: Training, report: StepReport) -> dict[str, Tensor | 
 
 def _check_corrupt(training: Training, num_pairs: int) -> None:
     number, total = training.num_corrupt + training.num_left_out, num_pairs + training.num_left_out
-    if training.num_corrupt and number > training.max_corrupt * total:
+    if training.num_corrupt and number > (most := most_corrupt(training.max_corrupt, total)):
         raise TooManyDroppedPairsError(
             f"{number} of {total} samples have no readable image or no caption ({training.num_corrupt} were met in "
-            f"this epoch), more than the {training.max_corrupt:.2%} that --max_corrupt allows; they are named above. "
-            f"Repair them, or raise --max_corrupt"
+            f"this epoch), more than the {most:.0f} that --max_corrupt {training.max_corrupt} allows; they are named "
+            f"above. Repair them, or raise --max_corrupt"
         )
 
 

@@ -5,7 +5,7 @@ Parsing is pure: it opens no file, touches no device, asks no network.
 
 import argparse
 
-from dino_sparo.choices import ARCHITECTURES, PRECISIONS
+from dino_sparo.choices import ARCHITECTURES, MIN_CORRUPT, PRECISIONS
 from dino_sparo.cli import HelpFormatter, add_device_options, add_normalization_options, bool_flag
 from dino_sparo.clip.choices import CROP_SCALE, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD, READOUTS
 from dino_sparo.clip.presets import PRESETS, apply_preset, with_default
@@ -88,7 +88,8 @@ def _add_pair_options(parser: argparse.ArgumentParser) -> None:
         "--max_corrupt",
         type=float,
         default=0.01,
-        help="Share of samples without readable image or without caption above which the run stops.",
+        help="Share of samples without readable image or without caption above which the run stops; "
+        f"{MIN_CORRUPT} are always allowed, except with 0.",
     )
     group.add_argument(
         "--crop_scale",
@@ -201,7 +202,10 @@ def _add_optimization_options(parser: argparse.ArgumentParser) -> None:
         "--warmup_steps",
         type=int,
         default=None,
-        help=with_default("Steps of linear warm-up of the learning rate.", "warmup_steps"),
+        help=with_default(
+            "Steps of linear warm-up of the learning rate; if the run is shorter than that, a tenth of it.",
+            "warmup_steps",
+        ),
     )
     group.add_argument(
         "--clip_grad", type=float, default=0.0, help="Largest norm of all gradients together; 0 for no limit."
@@ -258,7 +262,7 @@ def check_options(args: argparse.Namespace) -> None:
         if getattr(args, name) is not None and getattr(args, name) <= 0:
             raise ValueError(f"--{name} {getattr(args, name)}: give a positive number")
     for name in NON_NEGATIVE_OPTIONS:
-        if getattr(args, name) < 0:
+        if getattr(args, name) is not None and getattr(args, name) < 0:
             raise ValueError(f"--{name} {getattr(args, name)}: give 0 or more")
     if not 0 <= args.max_corrupt <= 1:
         raise ValueError(f"--max_corrupt {args.max_corrupt}: give a number from 0 to 1")

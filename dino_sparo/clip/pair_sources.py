@@ -25,7 +25,7 @@ from dino_sparo.clip.pair_tables import open_coco_captions, open_pair_table
 from dino_sparo.clip.pair_tars import open_pair_shards
 from dino_sparo.clip.pairs import PairSource
 from dino_sparo.clip.prompts import AUTO, open_templates
-from dino_sparo.data import ImageSource, open_source
+from dino_sparo.data import ImageSource, most_corrupt, open_source
 from dino_sparo.scenes import INDEPENDENT, Scenes, Ties, parse_scenes_spec
 from dino_sparo.sources import expand_shards
 
@@ -120,8 +120,9 @@ def _check_left_out(source: PairSource, max_left_out: float) -> None:
     if not number:
         return
     told = f"{source.name}: {number:,} of {total:,} samples are left out: {source.left_out}"
-    if number > max_left_out * total:
+    if number > (most := most_corrupt(max_left_out, total)):
         raise ValueError(
-            f"{told}; that is more than the {max_left_out:.2%} that --max_corrupt allows. Repair them, or raise it"
+            f"{told}; that is more than the {most:.0f} that --max_corrupt {max_left_out} allows. Repair them, or "
+            f"raise it"
         )
     logger.warning("%s", told)

@@ -5,6 +5,7 @@ defaults. So a given option always wins, wherever it stands in the command.
 """
 
 import argparse
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ class Preset:
     origin: str
     values: Mapping[str, Any]
 
+
+logger = logging.getLogger(__name__)
 
 # What holds without a preset, and where a preset says nothing. Towers, learning rate, betas, eps and weight decay are
 # OpenCLIP's defaults for a ViT-B/32; batch and warm-up are ours, for some 10^5 pairs on one machine.
@@ -60,8 +63,12 @@ PRESETS: dict[str, Preset] = {
 }
 
 
+# Known only when the run's length is; see `fill_in_warmup`.
+WARMUP = "warmup_steps"
+
+
 def apply_preset(args: argparse.Namespace) -> None:
-    """Give every option that is None its value: the preset's, else the default.
+    """Give every option that is None its value: the preset's, else the default. The warm-up comes later.
 
     Args:
         args: parsed options, changed in place; `args.preset` is a key of `PRESETS` or None.
@@ -71,10 +78,32 @@ def apply_preset(args: argparse.Namespace) -> None:
     """
     if args.preset is not None and args.preset not in PRESETS:
         raise ValueError(f"unknown preset {args.preset!r}; choose one of {sorted(PRESETS)}, or leave it out")
-    chosen = PRESETS[args.preset].values if args.preset is not None else {}
-    for name, default in DEFAULTS.items():
-        if getattr(args, name) is None:
-            setattr(args, name, chosen.get(name, default))
+    for name in DEFAULTS:
+        if getattr(args, name) is None and name != WARMUP:
+            setattr(args, name, _value(args.preset, name))
+
+
+def fill_in_warmup(args: argparse.Namespace, total_steps: int) -> None:
+    """Give the warm-up its value, if it is None: the preset's or the default, or a tenth of a run shorter than that.
+
+    Args:
+        args: parsed options, changed in place.
+        total_steps: of the run.
+    """
+    if args.warmup_steps is not None:
+        return
+    wanted = _value(args.preset, WARMUP)
+    args.warmup_steps = wanted if wanted <= total_steps else total_steps // 10
+    if args.warmup_steps != wanted:
+        logger.info(
+            "--warmup_steps %d: the default of %d does not fit a run of %d steps",
+            *(args.warmup_steps, wanted, total_steps),
+        )
+
+
+def _value(preset: str | None, name: str) -> Any:
+    """The preset's value of an option, else the default."""
+    return (PRESETS[preset].values if preset is not None else {}).get(name, DEFAULTS[name])
 
 
 def with_default(text: str, option: str) -> str:

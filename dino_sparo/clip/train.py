@@ -17,7 +17,6 @@ if __name__ == "__main__":
     command_parser(get_args_parser(), __doc__).parse_args()
 
 import argparse
-import json
 import logging
 import math
 import time
@@ -40,6 +39,7 @@ from dino_sparo.clip.loss import create_loss
 from dino_sparo.clip.model import CLIP, clip_description, create_clip
 from dino_sparo.clip.pair_sources import open_pairs
 from dino_sparo.clip.pairs import PairDataset, PairSource, PairTransform, create_pair_loader
+from dino_sparo.clip.presets import apply_preset, fill_in_warmup
 from dino_sparo.clip.state import Training, check_same_model, param_groups
 from dino_sparo.clip.zero_shot_probe import ZeroShotProbe, open_probe
 from dino_sparo.data import EpochSampler
@@ -56,7 +56,7 @@ from dino_sparo.distributed import (
     world_size,
 )
 from dino_sparo.evaluation.protocol import git_hash, plain, versions
-from dino_sparo.logs import RunLog, setup_logging
+from dino_sparo.logs import RunLog, log_options, setup_logging
 from dino_sparo.optim import cosine_schedule, create_optimizer
 from dino_sparo.preemption import Agreement, StopSignals, Watchdog, hand_over
 from dino_sparo.scenes import Ties
@@ -96,7 +96,9 @@ def train(args: argparse.Namespace) -> None:
             check_options(args)
             output_dir.mkdir(parents=True, exist_ok=True)
             setup_logging(output_dir)
-        logger.info("options: %s", json.dumps(vars(args), default=str))
+        defaults = get_args_parser().parse_args([])
+        apply_preset(defaults)
+        log_options(vars(args), vars(defaults))
         run = build_run(args, place, signals)
         if args.init_from:
             start_from(run, args.init_from)
@@ -230,12 +232,13 @@ def build_training(args: argparse.Namespace, place: Distributed, steps_per_epoch
         device_ids = [place.device.index] if place.device.type == "cuda" else None
         wrapped = DistributedDataParallel(model, device_ids, gradient_as_bucket_view=True)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    logger.info("%s, %.1f M parameters, %s on %s", model.config, num_parameters / 1e6, dtype, place)
+    logger.info("%s, %.1f M parameters, %s on %s", model.config.summary, num_parameters / 1e6, dtype, place)
     mean, std = (
         torch.tensor(values, device=place.device).view(1, -1, 1, 1) for values in (args.norm_mean, args.norm_std)
     )
     groups = param_groups(model, args.weight_decay, (args.beta1, args.beta2), args.eps)
     total_steps = args.epochs * steps_per_epoch
+    fill_in_warmup(args, total_steps)
     return Training(
         model=wrapped,
         loss=create_loss(),

@@ -4,8 +4,9 @@ Names and defaults are those of facebookresearch/dino. No torch here: `--help` i
 """
 
 import argparse
+import logging
 
-from dino_sparo.choices import OPTIMIZERS
+from dino_sparo.choices import MIN_CORRUPT, OPTIMIZERS
 from dino_sparo.cli import (
     HelpFormatter,
     add_architecture_options,
@@ -14,7 +15,11 @@ from dino_sparo.cli import (
     bool_flag,
 )
 
+logger = logging.getLogger(__name__)
+
 REFERENCE_BATCH = 256  # images; learning rates are stated for it and scaled with the batch
+# Defaults of the reference that do not fit every run; see `fill_in_defaults`.
+WARMUP_EPOCHS, FREEZE_LAST_LAYER = 10, 1
 POSITIVE_OPTIONS = ("epochs", "max_steps", "batch_size_per_gpu", "grad_accum_steps", "patch_size", "keep_checkpoints")
 NON_NEGATIVE_OPTIONS = (
     *("warmup_epochs", "saveckp_freq", "saveckp_minutes", "knn_freq", "num_workers", "freeze_last_layer", "clip_grad"),
@@ -49,7 +54,10 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--download", action="store_true", help="Let a torchvision set download itself.")
     group.add_argument(
-        "--max_corrupt", type=float, default=0.01, help="Share of unreadable images above which the run stops."
+        "--max_corrupt",
+        type=float,
+        default=0.01,
+        help=f"Share of unreadable images above which the run stops; {MIN_CORRUPT} are always allowed, except with 0.",
     )
     group.add_argument("--batch_size_per_gpu", type=int, default=64, help="Images per process and forward pass.")
     group.add_argument(
@@ -143,7 +151,12 @@ def _add_optimization_options(parser: argparse.ArgumentParser) -> None:
         default=0.0005,
         help=f"Learning rate after the warm-up, for a batch of {REFERENCE_BATCH} images; scaled with the batch.",
     )
-    group.add_argument("--warmup_epochs", type=int, default=10, help="Epochs of linear warm-up of the learning rate.")
+    group.add_argument(
+        "--warmup_epochs",
+        type=int,
+        default=None,
+        help=f"Epochs of linear warm-up of the learning rate. (default: {WARMUP_EPOCHS}; 1 in a run of fewer epochs)",
+    )
     group.add_argument("--min_lr", type=float, default=1e-6, help="Learning rate at the end.")
     group.add_argument("--weight_decay", type=float, default=0.04, help="Weight decay in the first step.")
     group.add_argument("--weight_decay_end", type=float, default=0.4, help="Weight decay in the last step.")
@@ -153,8 +166,9 @@ def _add_optimization_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--freeze_last_layer",
         type=int,
-        default=1,
-        help="Epochs during which the prototypes stay as drawn; more if the loss does not fall.",
+        default=None,
+        help="Epochs during which the prototypes stay as drawn; more if the loss does not fall. (default: "
+        f"{FREEZE_LAST_LAYER}; 0 in a run of one epoch)",
     )
     group.add_argument(
         "--precision",
@@ -229,12 +243,12 @@ def check_options(args: argparse.Namespace) -> None:
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name} {getattr(args, name)}: give a positive number")
     for name in NON_NEGATIVE_OPTIONS:
-        if getattr(args, name) < 0:
+        if getattr(args, name) is not None and getattr(args, name) < 0:
             raise ValueError(f"--{name} {getattr(args, name)}: give 0 or more")
     for name in ("momentum_teacher", "max_corrupt"):
         if not 0 <= getattr(args, name) <= 1:
             raise ValueError(f"--{name} {getattr(args, name)}: give a number from 0 to 1")
-    if args.warmup_epochs > args.epochs:
+    if args.warmup_epochs is not None and args.warmup_epochs > args.epochs:
         raise ValueError(
             f"--warmup_epochs {args.warmup_epochs} is longer than the run of {args.epochs} epochs; shorten it"
         )
@@ -248,3 +262,31 @@ def check_options(args: argparse.Namespace) -> None:
                 f"--{name} {size} px is not a multiple of --patch_size {args.patch_size} px; the nearest that fits is "
                 f"{nearest}"
             )
+
+
+def fill_in_defaults(args: argparse.Namespace) -> dict[str, int]:
+    """Give options whose default depends on the run's length their values: the reference's, where they fit.
+
+    A warm-up must not be longer than the run, and the prototypes must learn at least in the last epoch. Else one epoch
+    is enough, and none in a run of one epoch. The log names what differs from the reference.
+
+    Args:
+        args: parsed options; those that are None are changed in place.
+
+    Returns:
+        The values that were filled in, by name.
+    """
+    filled_in = {}
+    for name, reference, most in (
+        ("warmup_epochs", WARMUP_EPOCHS, args.epochs),
+        ("freeze_last_layer", FREEZE_LAST_LAYER, args.epochs - 1),
+    ):
+        if getattr(args, name) is None:
+            filled_in[name] = reference if reference <= most else min(1, args.epochs - 1)
+            setattr(args, name, filled_in[name])
+            if filled_in[name] != reference:
+                logger.info(
+                    "--%s %d: the default of %d does not fit a run of %d epochs",
+                    *(name, filled_in[name], reference, args.epochs),
+                )
+    return filled_in
