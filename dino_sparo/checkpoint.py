@@ -39,6 +39,7 @@ from torch import Tensor, nn
 
 from dino_sparo.backbone import Backbone
 from dino_sparo.choices import ARCHITECTURES, IMAGENET_MEAN, IMAGENET_STD
+from dino_sparo.crops import EvalTransform
 from dino_sparo.encoder import Encoder, EncoderConfig, encoder_from_config
 
 logger = logging.getLogger(__name__)
@@ -392,6 +393,9 @@ def load_encoder(
 ) -> Encoder:
     """The encoder of a checkpoint, built as the checkpoint says, in eval mode, on the CPU.
 
+    Its `transform` turns one PIL image, or a list of them, into the batch (B, 3, H, W) that it takes, with the mean and
+    standard deviation of the checkpoint.
+
     Args:
         path: one of our checkpoints, or a full checkpoint or raw ViT weights of the reference.
         which: `teacher` or `student`; raw weights have neither and are taken as they are.
@@ -412,6 +416,7 @@ def encoder_of(
     description = describe_encoder(checkpoint, weights, arch, patch_size)
     encoder = encoder_from_config(EncoderConfig.from_dict(description))
     load_strictly(encoder, weights, f"{source} ({which})")
+    encoder.transform = EvalTransform(encoder.config.img_size, *normalization_of(checkpoint)).batch
     logger.info("%s of %s: %s", which, source, encoder.summary)
     return encoder.eval()
 

@@ -6,6 +6,7 @@ distorted is a choice: here, by `apply_crop`, or on the device, by `distort.Dist
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -278,3 +279,14 @@ class EvalTransform:
             sides = [self.resize_size * side // min(image.height, image.width) for side in (image.height, image.width)]
             pixels = TF.center_crop(_resize_fast(pixels_in_rows(image), sides), [self.img_size]).numpy()
         return [torch.from_numpy(normalize_levels(pixels, channel_constant(self.mean), channel_constant(self.std)))]
+
+    def batch(self, images: Image.Image | Sequence[Image.Image]) -> Float[Tensor, "B C img_size img_size"]:
+        """The views of one image or of several, of any mode, as an encoder takes them.
+
+        Raises:
+            ValueError: there are no images.
+        """
+        images = [images] if isinstance(images, Image.Image) else images
+        if not images:
+            raise ValueError("no images: the list is empty; give one image or several")
+        return torch.stack([self(image.convert("RGB"))[0] for image in images])

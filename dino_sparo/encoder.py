@@ -4,13 +4,14 @@ Stage 2 of the map, its end: what training feeds to the head and what evaluation
 concatenation of the read-out's slots, (B, L*V).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from itertools import groupby
 from typing import Any
 
 import torch
 from jaxtyping import Float
+from PIL import Image
 from torch import Tensor, nn
 
 from dino_sparo.backbone import Backbone, create_backbone
@@ -68,7 +69,13 @@ class Encoder(nn.Module):
         backbone: images -> tokens.
         readout: tokens -> `ReadoutOutput`.
         config: how both were built.
+
+    Attributes:
+        transform: one PIL image or a list of them -> their views (B, 3, img_size, img_size), normalised as the images
+            of the training; only of an encoder that was loaded from a checkpoint.
     """
+
+    transform: Callable[[Image.Image | Sequence[Image.Image]], Tensor]
 
     def __init__(self, backbone: Backbone, readout: nn.Module, config: EncoderConfig) -> None:
         super().__init__()

@@ -193,9 +193,11 @@ def _write_timm(encoder: Encoder, out: str, record: dict[str, Any]) -> Path:
 
 
 def _write_huggingface(encoder: Encoder, out: str, record: dict[str, Any]) -> Path:
-    """A folder for `transformers.ViTModel.from_pretrained(OUT, add_pooling_layer=False)`.
+    """A folder for `transformers.AutoModel.from_pretrained(OUT)`.
 
-    `last_hidden_state` are our tokens, for images of the stored size; its first token is the encoding.
+    `last_hidden_state` are our tokens, for images of the stored size; its first token is the encoding, and so is
+    `pooler_output`: transformers builds a pooler by default and would draw its weights at random, hence it is written
+    as the identity. Versions of transformers that do not read `pooler_act` return the encoding's tanh there.
     """
     _require_vanilla(encoder, "huggingface")
     if encoder.config.pre_norm:
@@ -220,6 +222,7 @@ def _write_huggingface(encoder: Encoder, out: str, record: dict[str, Any]) -> Pa
         "patch_size": config.patch_size,
         "num_channels": config.in_chans,
         "qkv_bias": True,
+        "pooler_act": "linear",
     }
     view = EvalTransform(config.img_size)
     images = {
@@ -238,7 +241,9 @@ def _write_huggingface(encoder: Encoder, out: str, record: dict[str, Any]) -> Pa
     }
     for name, values in (("config", model), ("preprocessor_config", images), ("dino_sparo", record)):
         write_json(values, folder / f"{name}.json")
-    _save(huggingface_weights(encoder.backbone.state_dict()), folder / "model.safetensors")
+    width = size.embed_dim
+    pooler = {"pooler.dense.weight": torch.eye(width), "pooler.dense.bias": torch.zeros(width)}
+    _save({**huggingface_weights(encoder.backbone.state_dict()), **pooler}, folder / "model.safetensors")
     return folder
 
 

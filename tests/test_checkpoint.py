@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 from dino_sparo import CheckpointError, Encoder, EncoderConfig, create_encoder, load_checkpoint, load_encoder
@@ -461,6 +462,20 @@ def save_encoder(encoder: Encoder, path: Path, **more: Any) -> dict[str, Any]:
     }
     save_checkpoint(checkpoint, path)
     return checkpoint
+
+
+def test_a_loaded_encoder_prepares_images_as_its_checkpoint_says(tmp_path: Path) -> None:
+    save_encoder(build(), tmp_path / "sparo.pth")
+    encoder = load_encoder(tmp_path / "sparo.pth")
+    grey, colour = Image.new("L", (40, 30), 51), Image.new("RGB", (30, 50), (255, 0, 51))
+    batch = encoder.transform([grey, colour])
+    assert batch.shape == (2, 3, 24, 24)
+    expected = [[(0.2 - 0.1) / 0.4, 0, (0.2 - 0.3) / 0.6], [0.9 / 0.4, -0.2 / 0.5, (0.2 - 0.3) / 0.6]]
+    assert torch.allclose(batch.mean(dim=(2, 3)), torch.tensor(expected), atol=1e-5)
+    assert torch.equal(encoder.transform(grey), batch[:1])
+    assert encoder(batch).shape == (2, encoder.encoding_dim)
+    with pytest.raises(ValueError, match="no images: the list is empty"):
+        encoder.transform([])
 
 
 @pytest.mark.parametrize("case", ROUND_TRIPS)

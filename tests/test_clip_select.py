@@ -21,6 +21,7 @@ from dino_sparo.clip.select import SlotScores, score_slots
 from dino_sparo.clip.slots import SlotSelection, open_slots, read_slots, with_slots
 from dino_sparo.clip.zero_shot import evaluate_zero_shot
 from dino_sparo.data import open_source
+from dino_sparo.evaluation.features import disjoint_subsets
 from dino_sparo.scenes import SHAPES
 
 SLOTS = 5
@@ -76,6 +77,17 @@ def test_chunks_change_nothing(weights, scores, monkeypatch):
     monkeypatch.setattr(select, "IMAGE_CHUNK", 7)
     source = open_evaluation_images("scenes:53:32")
     assert score_slots(small_encoder(weights), source, list(SHAPES), TEMPLATES_USED, SLOTS) == scores
+
+
+def test_the_reported_accuracy_is_of_images_that_did_not_choose(weights, scores):
+    chosen, held_out = disjoint_subsets(open_evaluation_images("scenes:53:32"), (53, 53))
+    found = score_slots(small_encoder(weights), chosen, list(SHAPES), TEMPLATES_USED, SLOTS, held_out)
+    assert (found.num_images, found.num_held_out) == (26, 26)
+    best = SlotSelection(tuple(found.ranking[:2]))
+    alone = evaluate_zero_shot(small_encoder(weights, best), held_out, list(SHAPES), TEMPLATES_USED)
+    assert found.held_out_curve[1] == pytest.approx(alone.top1)
+    assert "on the 26 held-out images" in select.table(found, 2)
+    assert "on the 26 images that chose" in select.table(found, 2)
 
 
 def test_the_best_number_is_the_smallest_at_the_top():
@@ -138,15 +150,18 @@ def test_the_command_writes_a_selection_that_fits_its_checkpoint(weights, tmp_pa
     )
     assert open_slots(tmp_path / "slots.json", load_clip(weights))[0].encoding_dim == 14
     assert [point["num_kept"] for point in result["curve"]] == [1, 2, 3, 4, 5]
-    assert result["top1_selected"] == result["curve"][1]["top1"]
-    assert result["top1_all"] == result["curve"][4]["top1"]
+    assert result["top1_selected"] == result["curve"][1]["top1_held_out"]
+    assert result["top1_selected_on_choosing_images"] == result["curve"][1]["top1_choosing"]
+    assert result["top1_all"] == result["curve"][4]["top1_held_out"]
+    assert (result["images"]["num_images"], result["images"]["num_held_out"]) == (20, 20)
     written = [(tmp_path / f"slots.{ending}").read_bytes() for ending in ("json", "png")]
     run(*options, "--output", tmp_path / "slots.json", "--keep", 2)
     assert written == [(tmp_path / f"slots.{ending}").read_bytes() for ending in ("json", "png")]
     assert json.loads(written[0]) == result
     zero = [*options, "--slots", tmp_path / "slots.json", "--output", tmp_path / "zero_shot.json"]
     found = evaluate(zero_shot.evaluate_checkpoint, zero_shot.get_args_parser(), *zero)
-    assert found["top1"] == pytest.approx(result["top1_selected"])
+    halves = (result["top1_selected"], result["top1_selected_on_choosing_images"])
+    assert found["top1"] == pytest.approx(sum(halves) / 2)  # the zero-shot evaluation sees both
     with pytest.raises(ValueError, match="chosen among all slots of a model; leave out --slots"):
         run(*options, "--slots", tmp_path / "slots.json")
 
@@ -155,9 +170,9 @@ def test_without_a_number_the_best_is_kept_and_lies_beside_the_checkpoint(tmp_pa
     weights = small_checkpoint(tmp_path / "run" / "checkpoint.pth", seed=3)
     options = ["--pretrained_weights", weights, "--data_path", "scenes:40:32", "--templates", "plain"]
     result = run(*options, "--max_images", 20)
-    accuracies = [point["top1"] for point in result["curve"]]
+    accuracies = [point["top1_choosing"] for point in result["curve"]]
     assert len(result["slots"]) == accuracies.index(max(accuracies)) + 1
-    assert result["images"]["num_images"] == 20
+    assert (result["images"]["num_images"], result["images"]["num_held_out"]) == (10, 10)
     assert (tmp_path / "run" / "slots.json").is_file()
     assert (tmp_path / "run" / "slots.png").is_file()
 

@@ -134,6 +134,18 @@ def test_how_many_prompts_a_model_cut_off_is_its_own_matter(results):
     check_comparable({"one": said[0], "two": said[1]})
 
 
+def test_the_sweep_lies_in_the_folder_that_holds_its_inputs(results, tmp_path, monkeypatch):
+    for number, path in enumerate(results[:2]):
+        (tmp_path / "runs" / str(number)).mkdir(parents=True)
+        (tmp_path / "runs" / str(number) / "zero_shot.json").write_text(path.read_text())
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    run(*(f"../runs/{number}/zero_shot.json" for number in range(2)))
+    assert (tmp_path / "runs" / "sweep.json").is_file()
+    assert (tmp_path / "runs" / "sweep.png").is_file()
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
 def test_files_that_are_no_results_are_refused(results, tmp_path):
     path = tmp_path / "result.json"
     for text in ("nothing", "[]", '{"evaluation": "retrieval"}', '{"evaluation": "zero-shot classification"}'):

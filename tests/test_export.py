@@ -232,6 +232,8 @@ def test_the_huggingface_folder_is_plain_files_with_every_weight(tmp_path: Path)
     names = ["config.json", "dino_sparo.json", "model.safetensors", "preprocessor_config.json"]
     assert sorted(path.name for path in folder.iterdir()) == names
     weights = load_file(folder / "model.safetensors")
+    pooler = sum(weights.pop(f"pooler.dense.{name}").numel() for name in ("weight", "bias"))
+    assert pooler == 128 * 128 + 128
     assert sum(value.numel() for value in weights.values()) == sum(p.numel() for p in encoder.parameters())
     qkv = encoder.backbone.state_dict()["blocks.2.attn.qkv.weight"]
     layer = "encoder.layer.2.attention.attention"
@@ -246,13 +248,23 @@ def test_transformers_gives_the_same_tokens(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="Hugging Face's package is not installed")
     encoder = build(readout="cls")
     folder = export(save(tmp_path, encoder), tmp_path / "out", format="huggingface")
-    model, report = transformers.ViTModel.from_pretrained(folder, add_pooling_layer=False, output_loading_info=True)
+    model, report = transformers.AutoModel.from_pretrained(folder, output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     with torch.no_grad():
-        tokens = model.eval()(images()).last_hidden_state
+        output = model.eval()(images())
+    tokens = output.last_hidden_state
     torch.testing.assert_close(tokens, encoder.backbone(images()), rtol=0, atol=1e-5)
     torch.testing.assert_close(tokens[:, 0], encoder(images()), rtol=0, atol=1e-5)
+
+
+def test_no_weight_of_a_huggingface_model_is_drawn_at_random(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="Hugging Face's package is not installed")
+    encoder = build(readout="cls")
+    folder = export(save(tmp_path, encoder), tmp_path / "out", format="huggingface")
+    with torch.no_grad():
+        pooled = transformers.AutoModel.from_pretrained(folder).eval()(images()).pooler_output
+    torch.testing.assert_close(pooled, encoder(images()), rtol=0, atol=1e-5)
 
 
 def test_transformers_prepares_images_as_evaluation_does(tmp_path: Path) -> None:

@@ -29,13 +29,16 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_computation_options(parser: argparse.ArgumentParser, result: str, batch_size: int = 128) -> None:
+def add_computation_options(
+    parser: argparse.ArgumentParser, result: str, batch_size: int = 128, where: str = "beside the checkpoint"
+) -> None:
     """How to compute, and where the result goes.
 
     Args:
         parser: to add to.
-        result: name of the result file, beside the checkpoint.
+        result: name of the result file.
         batch_size: images, or captions, per step.
+        where: the result file lies by default, for the help.
     """
     group = parser.add_argument_group("computation and result")
     group.add_argument(
@@ -45,7 +48,7 @@ def add_computation_options(parser: argparse.ArgumentParser, result: str, batch_
         "--batch_size_per_gpu", type=int, default=batch_size, help="Images, or captions, per process and step."
     )
     group.add_argument("--precision", choices=PRECISIONS, default="fp32", help="Of the model; fp32 to report numbers.")
-    group.add_argument("--output", default=None, help=f"Result file; by default {result} beside the checkpoint.")
+    group.add_argument("--output", default=None, help=f"Result file; by default {result} {where}.")
     add_device_options(parser)
 
 

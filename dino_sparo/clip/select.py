@@ -18,7 +18,7 @@ if __name__ == "__main__":
 import argparse
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +58,13 @@ class SlotScores:
     Attributes:
         alone: (L,), accuracy of each slot by itself.
         ranking: (L,), slots from the best to the worst; of equally good ones the first comes first.
-        curve: (L,), accuracy of the k best together, k = 1 .. L.
+        curve: (L,), accuracy of the k best together, k = 1 .. L, on the images that ranked them.
         num_images: how many were classified.
         num_corrupt: how many could not be read.
         num_classes: to choose among.
         truncated_prompts: captions of classes that are longer than the context.
+        held_out_curve: (L,), like `curve`, on images that had no say in the ranking; empty if there were none.
+        num_held_out: how many of these were classified.
     """
 
     alone: list[float]
@@ -72,6 +74,8 @@ class SlotScores:
     num_corrupt: int
     num_classes: int
     truncated_prompts: int
+    held_out_curve: list[float] = field(default_factory=list)
+    num_held_out: int = 0
 
     @property
     def best_number(self) -> int:
@@ -81,7 +85,12 @@ class SlotScores:
 
 @torch.no_grad()
 def score_slots(
-    encoder: ClipEncoder, source: ImageSource, names: Sequence[str], templates: tuple[str, ...], num_slots: int
+    encoder: ClipEncoder,
+    source: ImageSource,
+    names: Sequence[str],
+    templates: tuple[str, ...],
+    num_slots: int,
+    held_out: ImageSource | None = None,
 ) -> SlotScores:
     """Zero-shot accuracy of every slot alone, and of the best k together, for every k.
 
@@ -94,25 +103,30 @@ def score_slots(
 
     Args:
         encoder: of a model with slots.
-        source: images labelled by their places in `names`.
+        source: images labelled by their places in `names`, which rank the slots.
         names: of the classes.
         templates: sentences with `{}`.
         num_slots: L.
+        held_out: other images, on which the ranking is tried.
 
     Raises:
         ValueError: features that are not finite, or no image that can be read.
     """
     classifier, truncated = class_features(encoder, names, templates)
-    images = encoder.image_features(source, storage=torch.device("cpu"))
-    if not len(images.features):
-        raise ValueError(f"none of {images.num_corrupt} images can be read; is the disk still there?")
-    if not (images.features.isfinite().all() and classifier.isfinite().all()):
-        raise ValueError(f"features of {source.name} are not finite; the model is broken or overflowed")
+    images = _finite_features(encoder, source)
+    if not classifier.isfinite().all():
+        raise ValueError("features of the class names are not finite; the model is broken or overflowed")
     by_slot = classifier.unflatten(1, (num_slots, -1)).transpose(0, 1)  # (L, classes, V)
     alone = _hits_alone(images, F.normalize(by_slot, dim=2))
     ranking = sorted(range(num_slots), key=lambda slot: (-int(alone[slot]), slot))
     together = _hits_together(images, by_slot[ranking], ranking)
     percent = 100 / len(images.features)
+    held_out_curve, num_held_out = [], 0
+    if held_out is not None:
+        others = _finite_features(encoder, held_out)
+        num_held_out = len(others.features)
+        hits = _hits_together(others, by_slot[ranking], ranking)
+        held_out_curve = [100 / num_held_out * number for number in hits.tolist()]
     return SlotScores(
         [percent * hits for hits in alone.tolist()],
         ranking,
@@ -121,7 +135,23 @@ def score_slots(
         images.num_corrupt,
         len(names),
         truncated,
+        held_out_curve,
+        num_held_out,
     )
+
+
+def _finite_features(encoder: ClipEncoder, source: ImageSource) -> Features:
+    """The images' features on the CPU.
+
+    Raises:
+        ValueError: no image can be read, or a feature is not finite.
+    """
+    images = encoder.image_features(source, storage=torch.device("cpu"))
+    if not len(images.features):
+        raise ValueError(f"none of {images.num_corrupt} images can be read; is the disk still there?")
+    if not images.features.isfinite().all():
+        raise ValueError(f"features of {source.name} are not finite; the model is broken or overflowed")
+    return images
 
 
 def _chunks(images: Features) -> list[tuple[Tensor, Tensor]]:
@@ -194,8 +224,10 @@ def select_slots(args: argparse.Namespace) -> dict[str, Any]:
         if args.max_images < 1:
             raise ValueError(f"max_images={args.max_images}; give a positive number of images")
         (chosen,) = disjoint_subsets(chosen, (args.max_images,))
+    # One half chooses, the other half says what the choice is worth.
+    choosing, held_out = disjoint_subsets(chosen, (len(chosen), len(chosen)))
     templates = open_templates(args.templates, args.data_path)
-    found = score_slots(evaluated.encoder, chosen, classes.names, templates, num_slots)
+    found = score_slots(evaluated.encoder, choosing, classes.names, templates, num_slots, held_out)
     result = describe(found, args.keep, templates, evaluated.record, args)
     result["prompts"]["classnames"] = classes.origin
     if is_main():
@@ -214,15 +246,19 @@ def describe(
     return {
         **selection.to_dict(),
         "evaluation": "slot selection by zero-shot accuracy",
-        "top1_selected": found.curve[number - 1],
-        "top1_all": found.curve[-1],
+        "top1_selected": found.held_out_curve[number - 1],
+        "top1_all": found.held_out_curve[-1],
+        "top1_selected_on_choosing_images": found.curve[number - 1],
         "rule": {
             "ranking": "top-1 accuracy of each slot alone; of equally good slots the first is preferred",
-            "number": "asked for" if keep else "the smallest with the highest accuracy on these images",
-            "caution": "slots and number were chosen on the images that the accuracies are of",
+            "number": "asked for" if keep else "the smallest with the highest accuracy on the choosing images",
+            "halves": "a random half of the images chose; top1_selected and top1_all are of the other half",
         },
         "ranking": [{"slot": slot, "top1": found.alone[slot]} for slot in found.ranking],
-        "curve": [{"num_kept": k, "top1": top1} for k, top1 in enumerate(found.curve, 1)],
+        "curve": [
+            {"num_kept": k, "top1_choosing": choosing, "top1_held_out": held_out}
+            for k, (choosing, held_out) in enumerate(zip(found.curve, found.held_out_curve, strict=True), 1)
+        ],
         # In other results `slots` says which of them were evaluated: here all, one by one.
         **{name: value for name, value in record.items() if name != "slots"},
         "images": {
@@ -230,6 +266,7 @@ def describe(
             "split": args.split,
             "max_images": args.max_images,
             "num_images": found.num_images,
+            "num_held_out": found.num_held_out,
             "num_corrupt": found.num_corrupt,
         },
         "prompts": {
@@ -249,8 +286,12 @@ def table(found: SlotScores, number: int) -> str:
         for place, slot in enumerate(found.ranking[:shown])
     ]
     lines += ["..."] if shown < len(found.ranking) else []
-    kept, everything = found.curve[number - 1], found.curve[-1]
-    lines.append(f"kept {number} of {len(found.ranking)} slots: {kept:.2f} % top-1; all slots: {everything:.2f} %")
+    for curve, count, name in (
+        (found.held_out_curve, found.num_held_out, "held-out images"),
+        (found.curve, found.num_images, "images that chose"),
+    ):
+        kept = f"kept {number} of {len(found.ranking)} slots: {curve[number - 1]:.2f} % top-1"
+        lines.append(f"{kept}; all slots: {curve[-1]:.2f} %, on the {count:,} {name}")
     return "\n".join(lines)
 
 
@@ -270,9 +311,10 @@ def draw_curve(found: SlotScores, number: int, path: Path) -> None:
     with panels(path, 1, 2) as axes:
         together, alone = axes[0]
         numbers = range(1, num_slots + 1)
-        together.axhline(found.curve[-1], color=SOFT, linestyle=(0, (4, 3)), linewidth=1, label="all slots")
-        together.plot(numbers, found.curve, color=INK, linewidth=1.6, label="best slots together")
-        kept = found.curve[number - 1]
+        together.axhline(found.held_out_curve[-1], color=SOFT, linestyle=(0, (4, 3)), linewidth=1, label="all slots")
+        together.plot(numbers, found.curve, color=SOFT, linewidth=1, label="images that chose")
+        together.plot(numbers, found.held_out_curve, color=INK, linewidth=1.6, label="held-out images")
+        kept = found.held_out_curve[number - 1]
         together.plot([number], [kept], "o", color=ACCENT, markersize=7, label=f"{number} kept: {kept:.1f} %")
         together.set(xlabel="slots kept, best first", ylabel="zero-shot top-1, %")
         together.set_title("Best slots together", loc="left", fontweight="bold", fontsize=11)

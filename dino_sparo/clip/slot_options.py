@@ -113,7 +113,7 @@ def sweep_parser() -> argparse.ArgumentParser:
     group.add_argument("--patch_size", type=int, default=32, help="Side of a patch in pixels.")
     for name, default in (("text_width", 512), ("text_heads", 8), ("text_layers", 12)):
         group.add_argument(f"--{name}", type=int, default=default, help="Of the text encoder.")
-    add_computation_options(parser, "sweep.json")
+    add_computation_options(parser, "sweep.json", where="in the folder that holds all inputs")
     return parser
 
 

@@ -18,6 +18,7 @@ if __name__ == "__main__":
 import argparse
 import json
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -175,7 +176,8 @@ def collect(args: argparse.Namespace) -> dict[str, Any]:
     """
     setup_logging()
     require_matplotlib()
-    args.output = args.output or "sweep.json"
+    folder = os.path.commonpath([Path(name).absolute().parent for name in args.inputs]) if args.inputs else "."
+    args.output = args.output or os.path.join(folder, "sweep.json")
     path, plot = result_paths(args, "sweep.json")
     if bool(args.grid_slots) != bool(args.grid_slot_dims):
         raise ValueError("a grid needs both --grid_slots and --grid_slot_dims")

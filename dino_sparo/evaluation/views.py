@@ -5,6 +5,7 @@ part of the original at the picture's size. Both come from one box in the origin
 map lies exactly over the pixels it was made from.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +23,8 @@ from dino_sparo.sources import IMAGE_EXTENSIONS, decode_image
 
 # Self-attention among so many patches takes about 2 GB per image; more is usually a slip of --image_size.
 MAX_PATCHES = 8_192
+# Of files that people take for images.
+VIDEO_EXTENSIONS = (".mp4", ".mov", ".avi", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg")
 # The scene that is shown where no image is given: two objects on a quiet background; drawn at this size, pixels.
 SCENE_INDEX, SCENE_SIZE = 23, 384
 
@@ -131,13 +134,23 @@ def open_images(image_path: str | None) -> ImageSource:
         image_path: an image; a folder or anything else that `open_source` takes; None: a built-in, held-out scene.
 
     Raises:
-        ValueError: nothing lies there, or it holds no images.
+        ValueError: nothing lies there, it is a video, or it holds no images.
     """
     if image_path is None:
         scenes = Scenes(SCENE_INDEX + 1, image_size=SCENE_SIZE, split="val")
         name = f"{scenes.location(SCENE_INDEX)}: {scenes.caption(SCENE_INDEX)}"
         return OneImage(name, lambda: scenes.read(SCENE_INDEX))
-    path = Path(image_path)
+    path = Path(image_path).expanduser()
+    if image_path.lower().endswith(VIDEO_EXTENSIONS):
+        raise ValueError(
+            f"--image_path {image_path} is a video; write some of its frames as images and give their folder: "
+            f"ffmpeg -i {image_path} -vf fps=1 FOLDER/%04d.png"
+        )
+    if not path.exists() and image_path.lower().endswith(IMAGE_EXTENSIONS) and not set(image_path) & set("*?[{"):
+        raise ValueError(
+            f"--image_path {image_path} does not exist (in {os.getcwd()}); give an image or a folder of images, or "
+            "leave the option out for a built-in scene"
+        )
     if path.is_file() and image_path.lower().endswith(IMAGE_EXTENSIONS):
         return OneImage(image_path, lambda: decode_image(path.read_bytes(), image_path))
     return open_source(image_path)
