@@ -386,7 +386,10 @@ def test_only_the_first_of_several_processes_draws(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--image_path", "nowhere.jpg"], "--image_path nowhere.jpg does not exist .*give an image or a folder"),
+        (
+            ["--image_path", "nowhere.jpg"],
+            "give an image or a folder of images, or leave the option out for a built-in scene",
+        ),
         (["--image_path", "clip.MP4"], "--image_path clip.MP4 is a video; write some of its frames as images"),
         (["--image_path", "broken.png"], "broken.png: "),
         (["--checkpoint_key", "ema"], "has no 'ema'; it has teacher, student"),
