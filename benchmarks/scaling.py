@@ -68,8 +68,8 @@ def training_args(ranks: int, tiny: bool) -> argparse.Namespace:
     words = {
         **SIZES, "arch": "vit_micro", "patch_size": 8, "out_dim": 64 if tiny else 4096, "sparo_slots": 4,
         "sparo_slot_dim": 8, "sparo_key_dim": 8, "drop_path_rate": 0, "optimizer": "sgd", "precision": "fp32",
-        "device": "cpu", "epochs": 2, "warmup_epochs": 0, "freeze_last_layer": 1, "head_hidden_dim": 32 if tiny else 1024,
-        "batch_size_per_gpu": GLOBAL_IMAGES // ranks,
+        "device": "cpu", "epochs": 2, "warmup_epochs": 0, "freeze_last_layer": 1,
+        "head_hidden_dim": 32 if tiny else 1024, "batch_size_per_gpu": GLOBAL_IMAGES // ranks,
     }  # fmt: skip
     flat = [word for name, value in words.items() for word in (f"--{name}", str(value))]
     return main_dino.get_args_parser().parse_args(flat)

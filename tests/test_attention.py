@@ -388,7 +388,7 @@ def test_only_the_first_of_several_processes_draws(
     [
         (
             ["--image_path", "nowhere.jpg"],
-            "give an image or a folder of images, or leave the option out for a built-in scene",
+            "give an image or a folder of images, or leave the option out",
         ),
         (["--image_path", "clip.MP4"], "--image_path clip.MP4 is a video; write some of its frames as images"),
         (["--image_path", "broken.png"], "broken.png: "),

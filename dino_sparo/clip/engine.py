@@ -21,6 +21,7 @@ from dino_sparo.clip.loss import feature_gradients
 from dino_sparo.clip.model import ClipOutput
 from dino_sparo.clip.pairs import PairBatch
 from dino_sparo.clip.state import Training
+from dino_sparo.data import most_corrupt
 from dino_sparo.distributed import all_gather_object, rank, world_size
 from dino_sparo.logs import EpochClock, Meters, RunLog
 from dino_sparo.optim import gradient_norms, skip_update_where
