@@ -19,7 +19,15 @@ from torch.utils.data import DataLoader, Dataset
 
 from dino_sparo.clip.text import tokenize
 from dino_sparo.crops import cut_crop, sample_box
-from dino_sparo.data import CorruptImageError, EpochSampler, ImageDataset, ImageSource, create_loader, image_rng
+from dino_sparo.data import (
+    CorruptImageError,
+    DeviceBatch,
+    EpochSampler,
+    ImageDataset,
+    ImageSource,
+    create_loader,
+    image_rng,
+)
 
 # Images are cropped little, since a caption describes all of the image. Source: OpenCLIP's default augmentation.
 CROP_SCALE = (0.9, 1.0)
@@ -149,7 +157,7 @@ class PairItem:
 
 
 @dataclass
-class PairBatch:
+class PairBatch(DeviceBatch):
     """B pairs; caption i belongs to image i.
 
     Attributes:
@@ -165,11 +173,6 @@ class PairBatch:
     indices: Int64[Tensor, "B"]
     corrupt: list[tuple[str, str]]
     num_truncated: int
-
-    def pin_memory(self) -> "PairBatch":
-        """A copy in page-locked memory; the loader calls this."""
-        images, token_ids = self.images.pin_memory(), self.token_ids.pin_memory()
-        return PairBatch(images, token_ids, self.indices.pin_memory(), self.corrupt, self.num_truncated)
 
 
 class PairDataset(Dataset):
