@@ -1,4 +1,4 @@
-"""clip/train.py, engine.py, state.py, presets.py: gradients, a run and its files, resuming, and bad input."""
+"""clip/train.py, step.py, presets.py: gradients, a run and its files, resuming, and bad input."""
 
 import argparse
 import json
@@ -8,6 +8,8 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from torch import Tensor
 
 pytest.importorskip("open_clip")
 
-from runs import assert_same_state, epochs_of
+from runs import ROOT, assert_same_state, epochs_of
 
 from dino_sparo.checkpoint import CheckpointError, load_checkpoint
 from dino_sparo.clip import CLIP, create_clip, load_clip
@@ -273,6 +275,38 @@ def test_a_run_in_parts_is_that_of_the_large_batch_and_may_go_on_in_others(tmp_p
     large, parts = checkpoint_of(tmp_path / "large"), checkpoint_of(tmp_path / "parts")
     for name, value in large["model"].items():
         assert torch.allclose(value, parts["model"][name], atol=1e-4), name
+
+
+@pytest.mark.parametrize(("batch", "step"), [(4, 6 + 3), (12, 2 + 1)])
+def test_another_batch_goes_on_from_the_pairs_seen_if_that_is_allowed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, batch: int, step: int
+) -> None:
+    run(tmp_path, max_steps=6)  # one epoch of four steps and two steps, 12 pairs of the second
+    with pytest.raises(CheckpointError, match=r"global_batch was 6 and is now .* or --allow_rescale"):
+        run(tmp_path, batch_size=batch)
+    run(tmp_path, batch_size=batch, allow_rescale="")
+    assert f"step 6 with batches of 6 pairs is step {step} with {batch}" in caplog.text
+    assert checkpoint_of(tmp_path)["step"] == 3 * (26 // batch)
+
+
+def test_memory_of_a_step_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        run(tmp_path, epochs=1, max_steps=1, memory_report="")
+    assert all(
+        f"memory of a step: {part}" in caplog.text for part in ("model", "gradients", "optimizer", "activations")
+    )
+
+
+@pytest.mark.slow
+def test_a_compiled_run_gives_the_losses_of_a_plain_one(tmp_path: Path) -> None:
+    run(tmp_path / "plain", epochs=1)
+    # In another process: here all annotations are checked at run time, which does not compile.
+    command = [sys.executable, "-m", "dino_sparo.clip.train", *options(tmp_path / "compiled", epochs=1, compile="on")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "compiled in" in done.stderr
+    losses = [epochs_of(tmp_path / name)[0]["train_loss"] for name in ("plain", "compiled")]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
 
 
 def _rank(number: int, port: int, arguments: list[str]) -> None:

@@ -7,7 +7,6 @@ import argparse
 import logging
 import math
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -15,25 +14,16 @@ import torch
 from torch import nn
 
 from dino_sparo.checkpoint import check_same_model, encoder_description, initialize_encoder
-from dino_sparo.crops import EvalTransform, MultiCropAugmentation
+from dino_sparo.crops import EvalTransform
 from dino_sparo.data import (
     Batch,
-    EpochSampler,
-    ImageDataset,
-    ImageSource,
-    collate,
-    create_loader,
-    open_source,
     require_labels,
 )
 from dino_sparo.dino.step import DINOTraining, train_step
-from dino_sparo.distort import Distortions
 from dino_sparo.distributed import (
     Distributed,
     choose_precision,
     is_main,
-    rank_0_first,
-    require_same,
     use_fused_attention,
     world_size,
     wrap_ddp,
@@ -53,7 +43,6 @@ logger = logging.getLogger(__name__)
 
 REFERENCE_BATCH = 256  # images; learning rates are stated for it and scaled with the batch
 DIAGNOSE_EVERY = 10  # steps of an epoch between two looks at the teacher's entropies
-LOOK_IMAGES = 64  # whose encodings' rank is taken after every epoch; the rank is at most this
 PROBE_NEIGHBOURS = 20
 PROBE_IMAGES = (4000, 1000)  # that vote, that are classified, in the probe during training
 
@@ -78,45 +67,12 @@ class DINOObjective(Objective[Batch]):
 
     def __init__(self, args: argparse.Namespace, place: Distributed) -> None:
         self.args = args
-        self.source: ImageSource = self._open_source(args)
-        self.sampler = EpochSampler(
-            len(self.source), args.batch_size_per_gpu, place.rank, place.world_size, args.grad_accum_steps, args.seed
-        )
-        defer = args.distort_on == "device" or (args.distort_on == "auto" and place.device.type == "cuda")
-        augmentation = partial(
-            MultiCropAugmentation,
-            tuple(args.global_crops_scale),
-            tuple(args.local_crops_scale),
-            args.local_crops_number,
-            args.global_crops_size,
-            args.local_crops_size,
-            tuple(args.norm_mean),
-            tuple(args.norm_std),
-        )
-        self.dataset = ImageDataset(self.source, augmentation(defer), args.seed)
-        self.loader = create_loader(
-            self.dataset,
-            self.sampler,
-            num_workers=args.num_workers,
-            pin_memory=place.device.type == "cuda",
-            timeout_min=args.dist_timeout_min,
-        )
-        self.training = build_training(args, place, self.sampler.steps_per_epoch)
-        if defer:
-            self.training.distort = Distortions(args.norm_mean, args.norm_std).to(place.device)
-        # The views of the first images, to look at after every epoch.
-        shown = ImageDataset(self.source, augmentation(False), args.seed)
-        crops = [shown[index].views for index in range(min(LOOK_IMAGES, len(self.source)) * is_main())]
-        self.first_views = [torch.stack(view) for view in zip(*crops, strict=True)]
-
-    @staticmethod
-    def _open_source(args: argparse.Namespace) -> ImageSource:
-        with rank_0_first(f"opening {args.data_path}"):
-            source = open_source(args.data_path, download=args.download)
-        require_same(len(source), "the number of images")
+        self.data = open_crops(args, place)
+        self.source, self.sampler, self.loader = self.data.source, self.data.sampler, self.data.loader
         if args.knn_freq:
-            require_labels(source)
-        return source
+            require_labels(self.data.source)
+        self.training = build_training(args, place, self.sampler.steps_per_epoch)
+        self.training.distort = self.data.distort
 
     @property
     def description(self) -> dict[str, Any]:
@@ -142,7 +98,7 @@ class DINOObjective(Objective[Batch]):
 
     def rehearsal_batch(self) -> Batch:
         """The first images."""
-        return collate([self.dataset[index % len(self.dataset)] for index in range(self.args.batch_size_per_gpu)])
+        return self.data.first_batch(self.args.batch_size_per_gpu)
 
     def after_epoch(self, epoch: int, means: Mapping[str, float], log: RunLog) -> EpochResult:
         """Rank of the encodings and pictures of the first images; 20-NN accuracy every `--knn_freq` epochs."""
@@ -155,11 +111,11 @@ class DINOObjective(Objective[Batch]):
     def _look(self, means: Mapping[str, float], log: RunLog) -> dict[str, float]:
         """Rank of the encodings and pictures of the first images; names a collapse in the log."""
         args, encoder = self.args, self.training.teacher.encoder.eval()
-        images = self.first_views[0].to(self.updater.device)
+        images = self.data.first_views[0].to(self.updater.device)
         with torch.no_grad(), self.updater.autocast():
             feature_rank = effective_rank(encoder(images))
             pictures = {
-                "crops": crops_grid(self.first_views, args.norm_mean, args.norm_std),
+                "crops": crops_grid(self.data.first_views, args.norm_mean, args.norm_std),
                 "slots": slots_grid(encoder, images, args.norm_mean, args.norm_std),
             }
         for name, picture in pictures.items():
@@ -179,7 +135,7 @@ class DINOObjective(Objective[Batch]):
     def _probe(self) -> float:
         """20-NN accuracy of the teacher in percent, on disjoint labelled subsets of the training images."""
         args = self.args
-        voters, judged = disjoint_subsets(self.source, PROBE_IMAGES)
+        voters, judged = disjoint_subsets(self.data.source, PROBE_IMAGES)
         outcome = evaluate_knn(
             self.training.teacher.encoder,
             voters,
