@@ -2,7 +2,7 @@
 
     python -m benchmarks.scaling --ranks 1 2 4
 
-Measured: steps of `dino_sparo.engine` with gloo, the same images per process. On paper: the bytes that a step sends,
+Measured: steps of `dino_sparo.dino.step` with gloo, the same images per process. On paper: the bytes that a step sends,
 how long they take, and from which batch on they pass while the backward pass computes.
 """
 
@@ -26,9 +26,10 @@ from benchmarks.reference import Reference
 from benchmarks.report import Section, options, run
 from benchmarks.timing import Spread
 from dino_sparo.data import Batch
+from dino_sparo.dino.step import DINOTraining, train_step
+from dino_sparo.dino.train import build_training
 from dino_sparo.distributed import barrier, init_distributed, shutdown
 from dino_sparo.encoder import create_encoder
-from dino_sparo.engine import Training, train_step
 from dino_sparo.head import DINOHead, DINONetwork
 
 EQUAL_LOSS = 1e-4  # nats
@@ -96,7 +97,7 @@ def measure_rank(rank: int, ranks: int, port: int, images: int, steps: int, tiny
     torch.set_num_threads(1)
     try:
         place = init_distributed("cpu")
-        training = main_dino.build_training(training_args(ranks, tiny), place, steps_per_epoch=10 * steps + 10)
+        training = build_training(training_args(ranks, tiny), place, steps_per_epoch=10 * steps + 10)
         share = GLOBAL_IMAGES // ranks
         losses = [_mean_loss(training, random_batch(share, rank * share), ranks) for _ in range(3)]
         batch, seconds = random_batch(images), []
@@ -114,7 +115,7 @@ def measure_rank(rank: int, ranks: int, port: int, images: int, steps: int, tiny
         os.environ.update(before)
 
 
-def _mean_loss(training: Training, batch: Batch, ranks: int) -> float:
+def _mean_loss(training: DINOTraining, batch: Batch, ranks: int) -> float:
     """Of a step over all ranks, nats."""
     loss = train_step(training, [batch], epoch=1).loss.detach().clone()
     if ranks > 1:
@@ -122,7 +123,7 @@ def _mean_loss(training: Training, batch: Batch, ranks: int) -> float:
     return float(loss) / ranks
 
 
-def _gradient_bytes(training: Training) -> int:
+def _gradient_bytes(training: DINOTraining) -> int:
     """What DDP says that it sends, or in a single process would send."""
     if isinstance(training.student, DistributedDataParallel):
         return int(training.student._get_ddp_logging_data()["total_parameter_size_bytes"])

@@ -2,9 +2,9 @@
 
     python -m benchmarks.train_step --reference dino
 
-Two global and eight local crops per image, noise, 65,536 prototypes. Ours is what `main_dino.build_training` builds and
-`engine.train_step` runs; the reference's networks, loss, clipping and moving average are its own, called in the order
-of its `train_one_epoch`, with its DDP, and with its fp16 scaler on a GPU.
+Two global and eight local crops per image, noise, 65,536 prototypes. Ours is what `dino/train.py` builds and
+`dino/step.py` runs; the reference's networks, loss, clipping and moving average are its own, called in the order of its
+`train_one_epoch`, with its DDP, and with its fp16 scaler on a GPU.
 """
 
 import argparse
@@ -27,11 +27,13 @@ from benchmarks.report import Bar, Section, options, run
 from benchmarks.timing import Spread, interleave, synchronize
 from dino_sparo.choices import ARCHITECTURES
 from dino_sparo.data import Batch
+from dino_sparo.dino.step import DINOTraining, train_step
+from dino_sparo.dino.train import build_schedules, build_training
 from dino_sparo.distributed import Distributed
-from dino_sparo.engine import Training, compile_networks, memory_report, train_step
 from dino_sparo.optim import clip_gradients_
 from dino_sparo.readout import Sparo
 from dino_sparo.teacher import ema_update_
+from dino_sparo.training.rehearsal import compile_networks, memory_report
 
 EQUAL = 2e-5  # of a loss of about 10 nats, after some steps in fp32
 CHECKED_STEPS = 3
@@ -79,7 +81,7 @@ def noise_batch(sizes: Sizes, seed: int) -> Batch:
     return Batch(views, torch.full((sizes.batch,), -1), torch.arange(sizes.batch), [])
 
 
-def our_training(sizes: Sizes, readout: str, precision: str, device: str, drop_path_rate: float) -> Training:
+def our_training(sizes: Sizes, readout: str, precision: str, device: str, drop_path_rate: float) -> DINOTraining:
     """What main_dino.py trains with."""
     words = {
         "arch": sizes.arch, "patch_size": sizes.patch_size, "global_crops_size": sizes.global_size,
@@ -90,21 +92,21 @@ def our_training(sizes: Sizes, readout: str, precision: str, device: str, drop_p
     argv = [word for name, value in words.items() for word in (f"--{name}", str(value))]
     args = main_dino.get_args_parser().parse_args(argv)
     place = Distributed(rank=0, world_size=1, local_rank=0, device=torch.device(device))
-    return main_dino.build_training(args, place, STEPS)
+    return build_training(args, place, STEPS)
 
 
-def ours(training: Training, batch: Batch) -> Stepper:
+def ours(training: DINOTraining, batch: Batch) -> Stepper:
     """Our step, whole and in parts."""
     found: dict[str, Any] = {}
 
     def teacher() -> None:
         found["crops"] = training.crops(batch)
-        with training.autocast(), torch.no_grad():
+        with training.updater.autocast(), torch.no_grad():
             found["teacher"] = training.teacher(found["crops"][:2])
 
     def student() -> None:
-        training.optimizer.zero_grad(set_to_none=True)
-        with training.autocast():
+        training.updater.optimizer.zero_grad(set_to_none=True)
+        with training.updater.autocast():
             found["student"] = training.student(found["crops"])
 
     def loss() -> Tensor:
@@ -117,7 +119,7 @@ def ours(training: Training, batch: Batch) -> Stepper:
         "loss forward": loss,
         "backward": lambda: found["loss"].backward(),
         "clip": lambda: clip_gradients_(training.network.parameters(), training.clip_grad),
-        "optimizer": training.optimizer.step,
+        "optimizer": training.updater.optimizer.step,
         "moving average": lambda: ema_update_(training.teacher, training.network, 0.996),
     }
     networks = (training.network, training.teacher)
@@ -179,14 +181,12 @@ def reference_stepper(
     criterion = reference.main_dino.DINOLoss(sizes.out_dim, sizes.num_local + 2, 0.04, 0.04, 0, 1).to(device)
     optimizer = torch.optim.AdamW(reference.utils.get_params_groups(student))
     scaler = torch.amp.GradScaler("cuda") if device != "cpu" else None
-    schedules = main_dino.build_schedules(_schedule_options(sizes), STEPS)
+    schedules = build_schedules(_schedule_options(sizes), STEPS)
     found: dict[str, Any] = {"step": 0}
 
     def teacher_forward() -> None:
         for index, group in enumerate(optimizer.param_groups):
-            group["lr"] = schedules.lr[found["step"]]
-            if index == 0:
-                group["weight_decay"] = schedules.weight_decay[found["step"]]
+            group.update({name: values[found["step"]] for name, values in schedules.groups[index].items()})
         found["crops"] = [view.to(device, non_blocking=True) for view in batch.views]
         with torch.autocast(device, torch.float16, enabled=scaler is not None):
             found["teacher"] = teacher(found["crops"][:2])

@@ -13,7 +13,8 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -49,6 +50,8 @@ _logger = logging.getLogger(__name__)
 MAX_CORRUPT_IN_A_ROW = 64
 
 TERM_GRACE_SECONDS = 30  # between SIGTERM and the end of a worker
+
+D = TypeVar("D", bound="DeviceBatch")
 
 Transform = Callable[[Image.Image, np.random.Generator], list[Tensor] | DeferredViews]
 
@@ -150,7 +153,34 @@ class Item:
 
 
 @dataclass
-class Batch:
+class DeviceBatch:
+    """A batch that can move: fields that are tensors, or lists of tensors, go along; the others stay as they are."""
+
+    def pin_memory(self: D) -> D:
+        """A copy in page-locked memory; the loader calls this."""
+        return self._each(Tensor.pin_memory)
+
+    def to(self: D, device: torch.device | str) -> D:
+        """The batch on a device; from page-locked memory the copy overlaps with computation."""
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All of its tensors."""
+        for member in fields(self):
+            value = getattr(self, member.name)
+            yield from (item for item in (value if isinstance(value, list) else [value]) if isinstance(item, Tensor))
+
+    def _each(self: D, move: Callable[[Tensor], Tensor]) -> D:
+        def moved(value: Any) -> Any:
+            if isinstance(value, list):
+                return [moved(item) for item in value]
+            return move(value) if isinstance(value, Tensor) else value
+
+        return replace(self, **{member.name: moved(getattr(self, member.name)) for member in fields(self)})
+
+
+@dataclass
+class Batch(DeviceBatch):
     """B images.
 
     Attributes:
@@ -166,19 +196,6 @@ class Batch:
     indices: Int64[Tensor, "B"]
     corrupt: list[tuple[str, str]]
     parameters: Float[Tensor, "S B _"] | None = None
-
-    def pin_memory(self) -> "Batch":
-        """A copy in page-locked memory; the loader calls this."""
-        return self._each(Tensor.pin_memory)
-
-    def to(self, device: torch.device | str) -> "Batch":
-        """The batch on a device; from page-locked memory the copy overlaps with computation."""
-        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
-
-    def _each(self, move: Callable[[Tensor], Tensor]) -> "Batch":
-        views, parameters = [move(view) for view in self.views], self.parameters
-        parameters = None if parameters is None else move(parameters)
-        return Batch(views, move(self.labels), move(self.indices), self.corrupt, parameters)
 
 
 class ImageDataset(Dataset):
@@ -386,26 +403,26 @@ def create_loader(
     )
 
 
-def to_device(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
+def to_device(batches: Iterable[D], device: torch.device) -> Iterator[D]:
     """The batches on the device; a GPU copies the next one while it still computes with the last.
 
     Args:
         batches: of a loader; in page-locked memory if the copy is to overlap.
         device: where they are needed.
     """
-    # Not a generator on a CPU, and the iterator has a name: while an error is on its way up, the loader must not be
-    # taken down yet, which would be to wait for a worker that hangs.
+    # The caller keeps a reference to this iterator. A generator would end while an error is on its way up, and the
+    # loader's end waits for its workers, of which one may hang.
     return iter(batches) if device.type != "cuda" else _copied(iter(batches), device)
 
 
-def _copied(iterator: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+def _copied(iterator: Iterator[D], device: torch.device) -> Iterator[D]:
     copying = torch.cuda.Stream(device)
     for batch in iterator:
         with torch.cuda.stream(copying):
             moved = batch.to(device)
         computing = torch.cuda.current_stream(device)
         computing.wait_stream(copying)
-        for tensor in (*moved.views, *([] if moved.parameters is None else [moved.parameters])):
+        for tensor in moved.tensors():
             tensor.record_stream(computing)  # its memory is not given away before the computation is done
         yield moved
 

@@ -18,7 +18,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from jaxtyping import Shaped
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 logger = logging.getLogger(__name__)
 
@@ -251,6 +252,25 @@ def _has_bf16(device: torch.device) -> bool:
         return torch.cuda.get_device_capability(device) >= (8, 0)
     checks = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
     return device.type == "cpu" and any(check() for check in checks if check is not None)
+
+
+def use_fused_attention(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch's fused attention is the faster one: everywhere but for bf16 on a CPU."""
+    return device.type != "cpu" or dtype != torch.bfloat16
+
+
+def wrap_ddp(model: nn.Module, device: torch.device, static_graph: bool = False) -> nn.Module:
+    """The model inside DDP, where there are several processes; else the model itself.
+
+    Args:
+        model: on its device.
+        device: of this process.
+        static_graph: every step runs the same operations, which lets DDP overlap more.
+    """
+    if world_size() == 1:
+        return model
+    device_ids = [device.index] if device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids, gradient_as_bucket_view=True, static_graph=static_graph)
 
 
 def shutdown() -> None:

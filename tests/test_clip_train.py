@@ -1,4 +1,4 @@
-"""clip/train.py, engine.py, state.py, presets.py: gradients, a run and its files, resuming, and bad input."""
+"""clip/train.py, step.py, presets.py: gradients, a run and its files, resuming, and bad input."""
 
 import argparse
 import json
@@ -8,6 +8,8 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,29 +22,30 @@ from torch import Tensor
 
 pytest.importorskip("open_clip")
 
-from runs import assert_same_state, epochs_of
+from runs import ROOT, assert_same_state, epochs_of
 
 from dino_sparo.checkpoint import CheckpointError, load_checkpoint
 from dino_sparo.clip import CLIP, create_clip, load_clip
-from dino_sparo.clip import engine as clip_engine
-from dino_sparo.clip.engine import (
-    MAX_LOGIT_SCALE,
-    NonFiniteLossError,
-    Pairs,
-    TooManyDroppedPairsError,
-    _backward_at_once,
-    _backward_in_parts,
-    train_step,
-)
+from dino_sparo.clip import train as clip_train
 from dino_sparo.clip.loss import create_loss
 from dino_sparo.clip.pair_sources import open_pairs
 from dino_sparo.clip.pairs import PairBatch, PairDataset, PairTransform, collate_pairs
 from dino_sparo.clip.presets import DEFAULTS, PRESETS, fill_in_warmup
-from dino_sparo.clip.state import Training, check_same_model, param_groups
-from dino_sparo.clip.train import check_options, get_args_parser, main, micro_batch_size, train
+from dino_sparo.clip.step import MAX_LOGIT_SCALE, CLIPTraining, _backward_at_once, _backward_in_parts, train_step
+from dino_sparo.clip.train import (
+    check_options,
+    check_same_model,
+    get_args_parser,
+    main,
+    micro_batch_size,
+    param_groups,
+    train,
+)
 from dino_sparo.encoder import create_encoder
 from dino_sparo.optim import create_optimizer
 from dino_sparo.preemption import RunStopped
+from dino_sparo.training.loop import NonFiniteLossError, TooManyCorruptError
+from dino_sparo.training.updates import Updater
 
 SMALL = {"num_slots": 5, "slot_dim": 7, "key_dim": 3, "embed_dim": 11, "text_width": 24, "text_heads": 2}
 TINY = {
@@ -91,19 +94,16 @@ def small_clip(readout: str = "sparo") -> CLIP:
     )
 
 
-def small_training(model: CLIP, **changes: Any) -> Training:
-    return Training(
+def small_training(model: CLIP, lr: float = 1e-3, clip_grad: float = 0.0) -> CLIPTraining:
+    optimizer = create_optimizer("adamw", param_groups(model, 0.2, (0.9, 0.98), 1e-6))
+    schedules = [{"lr": np.full(100, lr)}] * 2
+    return CLIPTraining(
         model=model,
         loss=create_loss(),
-        optimizer=create_optimizer("adamw", param_groups(model, 0.2, (0.9, 0.98), 1e-6)),
-        **{
-            "lr": np.full(100, 1e-3),
-            "weight_decay": 0.2,
-            "device": torch.device("cpu"),
-            "mean": torch.full((1, 3, 1, 1), 0.4, dtype=model.logit_scale.dtype),
-            "std": torch.full((1, 3, 1, 1), 0.3, dtype=model.logit_scale.dtype),
-            **changes,
-        },
+        updater=Updater(optimizer, schedules, list(model.parameters()), torch.device("cpu")),
+        mean=torch.full((1, 3, 1, 1), 0.4, dtype=model.logit_scale.dtype),
+        std=torch.full((1, 3, 1, 1), 0.3, dtype=model.logit_scale.dtype),
+        clip_grad=clip_grad,
     )
 
 
@@ -116,8 +116,9 @@ def gradients(model: CLIP, sizes: list[int]) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of eleven pairs that are computed in parts of these sizes."""
     training, batch = small_training(model), some_pairs(11)
     model.zero_grad()
-    parts = [Pairs(*part) for part in zip(batch.images.split(sizes), batch.token_ids.split(sizes), strict=True)]
-    loss, _ = _backward_at_once(training, parts[0]) if len(parts) == 1 else _backward_in_parts(training, parts)
+    columns = (batch.images.split(sizes), batch.token_ids.split(sizes), batch.indices.split(sizes))
+    parts = [PairBatch(*part, [], 0) for part in zip(*columns, strict=True)]
+    loss, _ = (_backward_at_once if len(parts) == 1 else _backward_in_parts)(training, parts)
     return loss.item(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
@@ -175,7 +176,7 @@ def test_the_temperature_stays_in_its_range() -> None:
     for start, sign in ((MAX_LOGIT_SCALE - 0.01, -1), (0.01, 1)):
         model = small_clip()
         model.logit_scale.data.fill_(start)
-        training = small_training(model, lr=np.full(9, 0.5))
+        training = small_training(model, lr=0.5)
         # A gradient that pushes outwards, whatever the loss says.
         model.logit_scale.register_hook(lambda gradient, sign=sign: torch.full_like(gradient, sign))
         train_step(training, [some_pairs(5)])
@@ -187,7 +188,7 @@ def test_all_gradients_together_are_clipped() -> None:
     model = small_clip()
     report = train_step(small_training(model, clip_grad=0.25), [some_pairs(7)])
     norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
-    assert report.grad_norm > 1
+    assert report.scalars["grad_norm"] > 1
     assert norm.item() == pytest.approx(0.25, rel=1e-3)
 
 
@@ -196,8 +197,8 @@ def test_steps_teach_which_caption_belongs_to_which_image() -> None:
     reports = [train_step(training, [batch]) for _ in range(25)]
     assert reports[0].loss.item() == pytest.approx(math.log(13), abs=0.7)
     assert reports[-1].loss < 0.5
-    assert reports[0].accuracy < 0.4
-    assert reports[-1].accuracy > 0.9
+    assert reports[0].scalars["batch_accuracy"] < 0.4
+    assert reports[-1].scalars["batch_accuracy"] > 0.9
 
 
 # ---- runs
@@ -239,14 +240,14 @@ def test_an_interrupted_run_ends_in_the_same_bits(tmp_path: Path, stop: int) -> 
 def test_a_signal_ends_the_run_between_two_steps_and_nothing_is_lost(
     tmp_path: Path, signum: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def step_then_signal(training: Training, batches: list[PairBatch]) -> object:
+    def step_then_signal(training: CLIPTraining, batches: list[PairBatch]) -> object:
         report = take_step(training, batches)
-        if training.step == 6:
+        if training.updater.step == 6:
             os.kill(os.getpid(), signum)
         return report
 
-    take_step = clip_engine.train_step
-    monkeypatch.setattr(clip_engine, "train_step", step_then_signal)
+    take_step = clip_train.train_step
+    monkeypatch.setattr(clip_train, "train_step", step_then_signal)
     with pytest.raises(RunStopped, match=f"stopped by {signum.name} after step") as stopped:
         run(tmp_path / "parts")
     assert stopped.value.status == 128 + signum
@@ -274,6 +275,38 @@ def test_a_run_in_parts_is_that_of_the_large_batch_and_may_go_on_in_others(tmp_p
     large, parts = checkpoint_of(tmp_path / "large"), checkpoint_of(tmp_path / "parts")
     for name, value in large["model"].items():
         assert torch.allclose(value, parts["model"][name], atol=1e-4), name
+
+
+@pytest.mark.parametrize(("batch", "step"), [(4, 6 + 3), (12, 2 + 1)])
+def test_another_batch_goes_on_from_the_pairs_seen_if_that_is_allowed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, batch: int, step: int
+) -> None:
+    run(tmp_path, max_steps=6)  # one epoch of four steps and two steps, 12 pairs of the second
+    with pytest.raises(CheckpointError, match=r"global_batch was 6 and is now .* or --allow_rescale"):
+        run(tmp_path, batch_size=batch)
+    run(tmp_path, batch_size=batch, allow_rescale="")
+    assert f"step 6 with batches of 6 pairs is step {step} with {batch}" in caplog.text
+    assert checkpoint_of(tmp_path)["step"] == 3 * (26 // batch)
+
+
+def test_memory_of_a_step_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        run(tmp_path, epochs=1, max_steps=1, memory_report="")
+    assert all(
+        f"memory of a step: {part}" in caplog.text for part in ("model", "gradients", "optimizer", "activations")
+    )
+
+
+@pytest.mark.slow
+def test_a_compiled_run_gives_the_losses_of_a_plain_one(tmp_path: Path) -> None:
+    run(tmp_path / "plain", epochs=1)
+    # In another process: here all annotations are checked at run time, which does not compile.
+    command = [sys.executable, "-m", "dino_sparo.clip.train", *options(tmp_path / "compiled", epochs=1, compile="on")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "compiled in" in done.stderr
+    losses = [epochs_of(tmp_path / name)[0]["train_loss"] for name in ("plain", "compiled")]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
 
 
 def _rank(number: int, port: int, arguments: list[str]) -> None:
@@ -332,13 +365,13 @@ def test_the_learning_rate_warms_up_per_step_and_falls_as_a_cosine(
 ) -> None:
     rates = []
 
-    def noted(training: Training, batches: list[PairBatch]) -> object:
+    def noted(training: CLIPTraining, batches: list[PairBatch]) -> object:
         report = take_step(training, batches)
-        rates.append(training.optimizer.param_groups[0]["lr"])
+        rates.append(training.updater.optimizer.param_groups[0]["lr"])
         return report
 
-    take_step = clip_engine.train_step
-    monkeypatch.setattr(clip_engine, "train_step", noted)
+    take_step = clip_train.train_step
+    monkeypatch.setattr(clip_train, "train_step", noted)
     run(tmp_path, warmup_steps=4, lr=0.01, min_lr=0.002)
     # OpenCLIP's: lr (i + 1) / 4, then the cosine from its top.
     expected = [0.0025, 0.005, 0.0075, 0.01] + [0.002 + 0.008 * (1 + math.cos(math.pi * i / 8)) / 2 for i in range(8)]
@@ -383,14 +416,14 @@ def test_a_pair_that_cannot_be_read_is_named_and_counted(tmp_path: Path, caplog:
     images = image_folders(tmp_path / "images", broken=1)
     with caplog.at_level(logging.WARNING):
         run(tmp_path / "run", data_path=images, epochs=1, max_corrupt=0.1)
-    assert "dropped a pair" in caplog.text
+    assert "skipped a corrupt pair" in caplog.text
     assert "00.png" in caplog.text
     assert epochs_of(tmp_path / "run")[0]["train_corrupt_pairs"] == 1
 
 
 def test_too_many_dropped_pairs_stop_the_run(tmp_path: Path) -> None:
     images = image_folders(tmp_path / "images", broken=6)
-    with pytest.raises(TooManyDroppedPairsError, match=r"6 of 12 samples have no readable image .* more than the 5"):
+    with pytest.raises(TooManyCorruptError, match=r"6 of 12 pairs .* more than the 5"):
         run(tmp_path / "run", data_path=images, epochs=1, max_corrupt=0.1)
 
 
@@ -424,7 +457,7 @@ def test_samples_left_out_from_the_beginning_count_too(tmp_path: Path) -> None:
     images = image_folders(tmp_path / "images", broken=1)
     rows = [f"{path.relative_to(tmp_path)},words" for path in sorted(images.rglob("*.png"))] + 5 * [",alone"]
     (tmp_path / "t.csv").write_text("\n".join(["path,caption", *rows]))
-    with pytest.raises(TooManyDroppedPairsError, match=r"6 of 17 samples .*\(1 were met in this epoch\), more than"):
+    with pytest.raises(TooManyCorruptError, match=r"6 of 17 pairs .*\(1 were met in this epoch\), more than"):
         run(tmp_path / "run", data_path=tmp_path / "t.csv", epochs=1, max_corrupt=0.1)
 
 
@@ -436,7 +469,7 @@ def test_captions_that_are_too_long_are_counted(tmp_path: Path) -> None:
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_images(tmp_path: Path) -> None:
     run(tmp_path, max_steps=4)
     with pytest.raises(
-        NonFiniteLossError, match=r"not finite at step \d+ \(epoch \d\), lr .*logit scale .*Nothing was updated"
+        NonFiniteLossError, match=r"not finite at step \d+ \(epoch \d\), lr .*logit scale .*No weights were changed"
     ):
         run(tmp_path, lr=1e30)
     assert checkpoint_of(tmp_path)["step"] >= 4
@@ -623,7 +656,7 @@ def test_the_options_and_their_defaults_are_frozen() -> None:
 
 
 def test_every_option_is_read(tmp_path: Path) -> None:
-    folder = Path(clip_engine.__file__).parent
+    folder = Path(clip_train.__file__).parent
     text = (folder / "train.py").read_text() + (folder / "options.py").read_text()
     for name in vars(get_args_parser().parse_args([])):
         assert f"args.{name}" in text or name in ("local_rank", "preset"), name

@@ -7,7 +7,6 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,8 +26,9 @@ from dino_sparo.distributed import (
     shutdown,
     world_size,
 )
-from dino_sparo.engine import NonFiniteLossError, StepReport, TakenSteps
 from dino_sparo.loss import DINOLoss
+from dino_sparo.training.loop import NonFiniteLossError, TakenSteps
+from dino_sparo.training.objective import StepReport
 
 TASK = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8"}
 
@@ -126,14 +126,14 @@ def _peer(number: int, count: int, folder: str, results: "multiprocessing.Queue"
 
 def _message_of_one_bad_loss(number: int) -> str:
     """What this rank says when the loss of rank 1 alone is not finite."""
-    schedules = SimpleNamespace(lr=np.full(19, 0.125), weight_decay=np.full(19, 0.5))
-    training = SimpleNamespace(schedules=schedules, locate=lambda index: f"image{index}.jpg")
+    source = SimpleNamespace(location=lambda index: f"image{index}.jpg")
+    objective = SimpleNamespace(noun="image", source=source, counters={"num_corrupt": ""}, count=lambda batch: (0,))
     batch = Batch(views=[], labels=torch.tensor([0]), indices=torch.tensor([10 + number]), corrupt=[])
-    taken = TakenSteps()
-    taken.add(17, StepReport(torch.tensor(2.5), torch.tensor(0.0), None), {}, [batch])
-    taken.add(18, StepReport(torch.tensor(math.nan if number == 1 else 2.5), torch.tensor(1.0), None), {}, [batch])
+    taken = TakenSteps(objective)
+    for step, loss, skipped in ((17, 2.5, 0.0), (18, math.nan if number == 1 else 2.5, 1.0)):
+        taken.add(step, StepReport(torch.tensor(loss), torch.tensor(skipped), {"lr": 0.125}), [batch])
     try:
-        taken.raise_nonfinite(training, epoch=3)
+        taken.raise_nonfinite(epoch=3)
     except NonFiniteLossError as error:
         return str(error)
     return "went on"

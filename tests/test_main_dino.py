@@ -16,10 +16,14 @@ import torch
 from PIL import Image
 
 import main_dino
-from dino_sparo import engine, load_checkpoint, load_encoder, preemption
+from dino_sparo import load_checkpoint, load_encoder, preemption
 from dino_sparo.checkpoint import CheckpointError
-from dino_sparo.engine import NonFiniteLossError, TooManyCorruptImagesError, Training
+from dino_sparo.dino import step as dino_step
+from dino_sparo.dino import train as dino_train
+from dino_sparo.dino.step import DINOTraining
 from dino_sparo.preemption import RunStopped
+from dino_sparo.training.loop import NonFiniteLossError, TooManyCorruptError
+from dino_sparo.training.objective import StepReport
 from main_dino import check_options, get_args_parser, main, train_dino
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -129,13 +133,13 @@ def test_a_run_stopped_by_a_signal_saves_between_two_steps_and_ends_in_the_same_
 ) -> None:
     """Stopped again and again, each time after one more step, it still writes the very same log."""
     run(tmp_path / "whole", drop_path_rate=0.3)
-    take, stops = engine.train_step, 0
+    take, stops = dino_train.train_step, 0
 
-    def take_and_be_stopped(*arguments: object) -> engine.StepReport:
+    def take_and_be_stopped(*arguments: object, **options: object) -> StepReport:
         os.kill(os.getpid(), signal.SIGTERM)
-        return take(*arguments)
+        return take(*arguments, **options)
 
-    monkeypatch.setattr(engine, "train_step", take_and_be_stopped)
+    monkeypatch.setattr(dino_train, "train_step", take_and_be_stopped)
     for stops in range(1, 12):
         with pytest.raises(RunStopped, match=f"SIGTERM after step {stops}, which is saved"):
             run(tmp_path / "parts", drop_path_rate=0.3, num_workers=stops % 2)
@@ -304,20 +308,20 @@ def test_an_epoch_cut_short_changes_no_kept_checkpoint_and_is_logged_once(tmp_pa
 def test_from_gradients_that_are_not_finite_on_nothing_is_updated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
 ) -> None:
-    found: list[Training] = []
+    found: list[DINOTraining] = []
 
-    def spoil(training: Training, loss: torch.Tensor, epoch: int) -> None:
-        if training.step == 6:
+    def spoil(training: DINOTraining, loss: torch.Tensor, epoch: int) -> None:
+        if training.updater.step == 6:
             found.append(training)
             before.update(copy.deepcopy({"student": training.student.state_dict(), "loss": training.loss.state_dict()}))
-            before.update(optimizer=copy.deepcopy(training.optimizer.state_dict()["state"]))
+            before.update(optimizer=copy.deepcopy(training.updater.optimizer.state_dict()["state"]))
             training.network.head.mlp[0].bias.grad[0] = math.inf
         update(training, loss, epoch)
 
     run(tmp_path, max_steps=4, optimizer=optimizer)
     saved, before = (tmp_path / "checkpoint.pth").read_bytes(), {}
-    update = engine._update_student
-    monkeypatch.setattr(engine, "_update_student", spoil)
+    update = dino_step.update_student
+    monkeypatch.setattr(dino_step, "update_student", spoil)
     monkeypatch.setattr(preemption, "MAX_STEPS_BETWEEN", 16)
     with pytest.raises(NonFiniteLossError, match=r"gradients are not finite at step 6 .* finite on every rank"):
         run(tmp_path, optimizer=optimizer)
@@ -325,7 +329,7 @@ def test_from_gradients_that_are_not_finite_on_nothing_is_updated(
     (training,) = found
     assert_same_state(before["student"], training.student.state_dict(), "student")
     assert_same_state(before["loss"], training.loss.state_dict(), "loss")
-    assert_same_state(before["optimizer"], training.optimizer.state_dict()["state"], "optimizer")
+    assert_same_state(before["optimizer"], training.updater.optimizer.state_dict()["state"], "optimizer")
 
 
 def test_another_number_of_prototypes_is_not_resumed(tmp_path: Path) -> None:
@@ -346,7 +350,7 @@ def test_a_truncated_checkpoint_stops_the_run_and_stays(tmp_path: Path) -> None:
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_images(tmp_path: Path) -> None:
     run(tmp_path, max_steps=4)
     with pytest.raises(
-        NonFiniteLossError, match=r"not finite at step [4-9] \(epoch \d\), lr .*scenes\[\d+\].*Nothing was updated"
+        NonFiniteLossError, match=r"not finite at step [4-9] \(epoch \d\), lr .*scenes\[\d+\].*No weights were changed"
     ):
         run(tmp_path, lr=1e30, clip_grad=0)
     last = load_checkpoint(tmp_path / "checkpoint.pth")
@@ -372,7 +376,7 @@ def test_a_corrupt_image_is_skipped_counted_and_named(tmp_path: Path, caplog: py
 
 def test_too_many_corrupt_images_stop_the_run(tmp_path: Path) -> None:
     images = image_folder(tmp_path / "images", count=12, broken=6)
-    with pytest.raises(TooManyCorruptImagesError, match=r"6 of 12 images .* more than the 5 that --max_corrupt 0.1"):
+    with pytest.raises(TooManyCorruptError, match=r"6 of 12 images .* more than the 5 that --max_corrupt 0.1"):
         run(tmp_path / "run", data_path=images, epochs=1, warmup_epochs=0, max_corrupt=0.1)
 
 
@@ -380,7 +384,7 @@ def test_a_handful_of_corrupt_images_never_ends_a_run_on_few_images(tmp_path: Pa
     images = image_folder(tmp_path / "images", count=12, broken=2)
     run(tmp_path / "run", data_path=images, epochs=1, warmup_epochs=0, max_corrupt=0.01)
     assert epochs_of(tmp_path / "run")[0]["train_corrupt_images"] == 2
-    with pytest.raises(TooManyCorruptImagesError, match=r"more than the 0 that --max_corrupt 0.0 allows"):
+    with pytest.raises(TooManyCorruptError, match=r"more than the 0 that --max_corrupt 0.0 allows"):
         run(tmp_path / "strict", data_path=images, epochs=1, warmup_epochs=0, max_corrupt=0)
 
 

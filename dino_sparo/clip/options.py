@@ -5,11 +5,12 @@ Parsing is pure: it opens no file, touches no device, asks no network.
 
 import argparse
 
-from dino_sparo.choices import ARCHITECTURES, MIN_CORRUPT, PRECISIONS
+from dino_sparo.choices import ARCHITECTURES, MIN_CORRUPT
 from dino_sparo.cli import HelpFormatter, add_device_options, add_normalization_options, bool_flag
 from dino_sparo.clip.choices import CROP_SCALE, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD, READOUTS
 from dino_sparo.clip.presets import PRESETS, apply_preset, with_default
 from dino_sparo.scenes import INDEPENDENT
+from dino_sparo.training.options import add_compute_options, add_run_options
 
 POSITIVE_OPTIONS = (
     *("epochs", "max_steps", "batch_size", "grad_accum_steps", "patch_size", "img_size", "keep_checkpoints"),
@@ -121,12 +122,6 @@ def _add_image_options(parser: argparse.ArgumentParser) -> None:
         help="Start the image encoder from the weights in this file: a checkpoint of DINO, or a DINO or timm ViT of "
         "the same width and patch size. All else starts at random; a resumed run takes its own weights.",
     )
-    group.add_argument(
-        "--grad_checkpointing",
-        action="store_true",
-        help="Compute the blocks of both encoders twice instead of keeping what is in them: less memory, a third "
-        "slower.",
-    )
 
 
 def _add_text_options(parser: argparse.ArgumentParser) -> None:
@@ -210,31 +205,11 @@ def _add_optimization_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--clip_grad", type=float, default=0.0, help="Largest norm of all gradients together; 0 for no limit."
     )
-    group.add_argument(
-        "--precision",
-        default="auto",
-        choices=["auto", *PRECISIONS],
-        help="Precision of the forward passes; auto is bf16 where the device computes in it, else fp32. Features and "
-        "loss are fp32 in any case.",
-    )
+    add_compute_options(group, "both encoders")
 
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("run")
-    group.add_argument("--output_dir", default=".", help="Where checkpoints and logs go; a run there is resumed.")
-    group.add_argument("--saveckp_freq", type=int, default=0, help="Keep a checkpoint every so many epochs; 0: never.")
-    group.add_argument(
-        "--saveckp_minutes",
-        type=float,
-        default=30.0,
-        help="Also save after so many minutes within an epoch: what a crash can cost at most; 0: only after epochs.",
-    )
-    group.add_argument(
-        "--keep_checkpoints",
-        type=int,
-        default=3,
-        help="How many of the last checkpoints stay; if the newest is damaged, the one before it is used.",
-    )
+    group = add_run_options(parser, saveckp_freq=0)
     group.add_argument(
         "--zero_shot_freq",
         type=int,
@@ -248,7 +223,6 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         help="Those images, as in clip.zero_shot's --data_path; else those of --data_path, held-out ones where there "
         "are any.",
     )
-    group.add_argument("--seed", type=int, default=0, help="Of weights, order, crops and drawn captions.")
 
 
 def check_options(args: argparse.Namespace) -> None:

@@ -20,7 +20,15 @@ from torch.utils.data import DataLoader, Dataset
 from dino_sparo.clip.choices import CROP_SCALE
 from dino_sparo.clip.text import tokenize
 from dino_sparo.crops import cut_crop, sample_box
-from dino_sparo.data import CorruptImageError, EpochSampler, ImageDataset, ImageSource, create_loader, image_rng
+from dino_sparo.data import (
+    CorruptImageError,
+    DeviceBatch,
+    EpochSampler,
+    ImageDataset,
+    ImageSource,
+    create_loader,
+    image_rng,
+)
 
 # Added to the seed, so that which caption is drawn has nothing to do with how the image is cropped.
 CAPTION_STREAM = 0x9E3779B97F4A7C15
@@ -148,7 +156,7 @@ class PairItem:
 
 
 @dataclass
-class PairBatch:
+class PairBatch(DeviceBatch):
     """B pairs; caption i belongs to image i.
 
     Attributes:
@@ -164,11 +172,6 @@ class PairBatch:
     indices: Int64[Tensor, "B"]
     corrupt: list[tuple[str, str]]
     num_truncated: int
-
-    def pin_memory(self) -> "PairBatch":
-        """A copy in page-locked memory; the loader calls this."""
-        images, token_ids = self.images.pin_memory(), self.token_ids.pin_memory()
-        return PairBatch(images, token_ids, self.indices.pin_memory(), self.corrupt, self.num_truncated)
 
 
 class PairDataset(Dataset):

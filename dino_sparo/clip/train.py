@@ -5,8 +5,8 @@
         --output_dir runs/cc3m
     python run_with_submitit.py --module dino_sparo.clip.train ...                 # the same on Slurm
 
-Options are those of `options.py`. `train` builds what they describe and loops over epochs; what happens in an
-epoch is `engine.py`. Starting the same command again goes on from the last checkpoint.
+Options are those of `options.py`. What they describe is built here; a step is `step.py`, the run is
+`training/run.py`. Starting the same command again goes on from the last checkpoint.
 """
 
 from dino_sparo.cli import command_parser, errors_in_one_line
@@ -19,98 +19,154 @@ if __name__ == "__main__":
 import argparse
 import logging
 import math
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from signal import Signals
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
 
-from dino_sparo.checkpoint import CheckpointError, CheckpointFolder, initialize_encoder, load_checkpoint
+from dino_sparo.checkpoint import CheckpointError, initialize_encoder
 from dino_sparo.clip.encode import ClipView
-from dino_sparo.clip.engine import NonFiniteLossError, TooManyDroppedPairsError, train_one_epoch
 from dino_sparo.clip.loss import create_loss
 from dino_sparo.clip.model import CLIP, clip_description, create_clip
 from dino_sparo.clip.pair_sources import open_pairs
-from dino_sparo.clip.pairs import PairDataset, PairSource, PairTransform, create_pair_loader
+from dino_sparo.clip.pairs import PairBatch, PairDataset, PairSource, PairTransform, collate_pairs, create_pair_loader
 from dino_sparo.clip.presets import apply_preset, fill_in_warmup
-from dino_sparo.clip.state import Training, check_same_model, param_groups
-from dino_sparo.clip.zero_shot_probe import ZeroShotProbe, open_probe
+from dino_sparo.clip.step import CLIPTraining, train_step
+from dino_sparo.clip.zero_shot_probe import open_probe
 from dino_sparo.data import EpochSampler
 from dino_sparo.distributed import (
     Distributed,
-    all_or_none,
-    broadcast_object,
     choose_precision,
-    faults_named,
-    init_distributed,
-    on_rank_0,
     rank_0_first,
     require_same,
-    world_size,
+    use_fused_attention,
+    wrap_ddp,
 )
-from dino_sparo.evaluation.protocol import git_hash, plain, versions
-from dino_sparo.logs import RunLog, log_options, setup_logging
+from dino_sparo.logs import RunLog
 from dino_sparo.optim import cosine_schedule, create_optimizer
-from dino_sparo.preemption import Agreement, StopSignals, Watchdog, hand_over
 from dino_sparo.scenes import Ties
 from dino_sparo.sources.tars import TarSource
+from dino_sparo.training import run
+from dino_sparo.training.loop import MENDABLE_ERRORS
+from dino_sparo.training.objective import EpochResult, Objective, StepReport
+from dino_sparo.training.updates import Updater
 
 __all__ = ["MENDABLE_ERRORS", "check_options", "get_args_parser", "main", "train"]
 
 logger = logging.getLogger("dino_sparo.clip.train")
 
-# What the optimizer's state depends on, so that a run cannot go on with another.
-FIXED_OPTIONS = ("beta1", "beta2", "eps")
-# What may change without making it another run; init_from said how it began.
-HARMLESS_OPTIONS = {
-    *("output_dir", "num_workers", "max_steps", "device", "dist_url", "local_rank", "download", "init_from", "preset"),
-    *("saveckp_freq", "saveckp_minutes", "keep_checkpoints", "max_corrupt", "dist_timeout_min"),
-    *("zero_shot_freq", "zero_shot_path", "grad_accum_steps", "grad_checkpointing"),
-}
-# Errors of training that end with one line, since the user can mend their cause.
-MENDABLE_ERRORS: tuple[type[Exception], ...] = (NonFiniteLossError, TooManyDroppedPairsError)
-
 
 def train(args: argparse.Namespace) -> None:
-    """Build everything the options describe, resume if there is something to resume, train.
+    """Train CLIP with these options, or go on from the last checkpoint; see `training.run.train` for what is raised."""
+    run.train(args, check_options, defaults_of, CLIPObjective)
 
-    SIGUSR2, SIGTERM and Ctrl-C end the run after the next few steps, with a checkpoint.
+
+def defaults_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What the options would be if only the preset had been given."""
+    defaults = get_args_parser().parse_args([])
+    apply_preset(defaults)
+    return vars(defaults)
+
+
+class CLIPObjective(Objective[PairBatch]):
+    """CLIP: among the captions of a batch find each image's own, and the other way round.
+
+    Args:
+        args: the options of `options.py`.
+        place: this process among its peers.
 
     Raises:
-        ValueError: options that do not fit each other, the data or the checkpoint; nothing was overwritten.
-        NonFiniteLossError, TooManyDroppedPairsError: from training; the last checkpoint stays as it is.
-        FaultError: a process or a worker died or hangs; the last checkpoint stays, and starting again goes on from it.
-        RunStopped: a signal ended the run after it had saved.
+        ValueError: options that do not fit each other or the pairs.
     """
-    with StopSignals() as signals, faults_named(args.dist_timeout_min):
-        place = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
-        output_dir = Path(args.output_dir)
-        with all_or_none(f"preparing {output_dir}"):
-            check_options(args)
-            output_dir.mkdir(parents=True, exist_ok=True)
-            setup_logging(output_dir)
-        defaults = get_args_parser().parse_args([])
-        apply_preset(defaults)
-        log_options(vars(args), vars(defaults))
-        run = build_run(args, place, signals)
-        if args.init_from:
-            start_from(run, args.init_from)
-        resume(run)
-        log = RunLog(output_dir, run.training.step, run.training.step // run.sampler.steps_per_epoch)
-        signals.begin_training()
-        try:
-            stop = train_epochs(run, log)
-        finally:
-            log.close()
-        if stop is not None:
-            hand_over(signals, stop, run.training.step)
+
+    noun: ClassVar[str] = "pair"
+    score_name: ClassVar[str] = "best_zero_shot"
+    counters: ClassVar[Mapping[str, str]] = {"num_corrupt": "corrupt_pairs", "num_truncated": "truncated_captions"}
+    fixed_options = ("beta1", "beta2", "eps")
+    harmless_options = ("preset", "zero_shot_freq", "zero_shot_path", "grad_accum_steps")
+    training: CLIPTraining
+
+    def __init__(self, args: argparse.Namespace, place: Distributed) -> None:
+        self.args = args
+        micro_batch = micro_batch_size(args.batch_size, place.world_size, args.grad_accum_steps)
+        self.source: PairSource = self._open_source(args)
+        self.num_left_out = self.source.left_out.total
+        _note_few_shards(self.source, args.num_workers * place.world_size)
+        self.sampler = EpochSampler(
+            len(self.source), micro_batch, place.rank, place.world_size, args.grad_accum_steps, args.seed
+        )
+        self.dataset = PairDataset(self.source, PairTransform(args.img_size, tuple(args.crop_scale)), args.seed)
+        self.loader = create_pair_loader(
+            self.dataset,
+            self.sampler,
+            context_length=args.context_length,
+            num_workers=args.num_workers,
+            pin_memory=place.device.type == "cuda",
+            timeout_min=args.dist_timeout_min,
+        )
+        self.training = build_training(args, place, self.sampler.steps_per_epoch)
+        self.probe = None
+        if args.zero_shot_freq:
+            view = ClipView(args.img_size, tuple(args.norm_mean), tuple(args.norm_std))
+            self.probe = open_probe(args.zero_shot_path or args.data_path, view, args.download)
+
+    @staticmethod
+    def _open_source(args: argparse.Namespace) -> PairSource:
+        with rank_0_first(f"opening {args.data_path}"):
+            source = open_pairs(
+                args.data_path,
+                args.image_key,
+                args.caption_key,
+                args.image_folder,
+                args.caption_templates,
+                Ties(*args.scene_ties),
+                args.max_corrupt,
+                args.download,
+            )
+        require_same(len(source), "the number of pairs")
+        return source
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """The checkpoint's `clip`."""
+        return {"clip": clip_description(self.training.network.config, self.args.norm_mean, self.args.norm_std)}
+
+    def check_same_model(self, checkpoint: Mapping[str, Any], source: str) -> None:
+        """Refuse to resume a checkpoint of another model."""
+        check_same_model(checkpoint, self.description["clip"], source)
+
+    def start_from(self, source: str) -> str:
+        """Start the image encoder from other weights."""
+        return f"image encoder: start from {initialize_encoder(self.training.network.image, source)}"
+
+    def step(self, batches: list[PairBatch], epoch: int, is_last: bool) -> StepReport:
+        """One contrastive step."""
+        return train_step(self.training, batches)
+
+    def rehearsal_batch(self) -> PairBatch:
+        """The first pairs."""
+        items = [self.dataset[index % len(self.dataset)] for index in range(self.sampler.batch_size)]
+        return collate_pairs(items, self.args.context_length)
+
+    def count(self, batch: PairBatch) -> tuple[int, ...]:
+        """Pairs that were replaced, captions that were cut off."""
+        return len(batch.corrupt), batch.num_truncated
+
+    def after_epoch(self, epoch: int, means: Mapping[str, float], log: RunLog) -> EpochResult:
+        """Zero-shot accuracy every `--zero_shot_freq` epochs."""
+        # A model that distinguishes nothing has a loss of ln(batch).
+        values = {"loss_over_ln_batch": means["loss"] / math.log(max(self.args.batch_size, 2))}
+        if self.probe is None or (epoch + 1) % self.args.zero_shot_freq:
+            return EpochResult(values)
+        accuracy = self.probe.accuracy(
+            self.training.network,
+            self.updater.device,
+            self.updater.dtype,
+            self.sampler.batch_size,
+            min(self.args.num_workers, 2),
+        )
+        return EpochResult({**values, "zero_shot": accuracy}, score=accuracy)
 
 
 def micro_batch_size(batch_size: int, num_processes: int, accum_steps: int) -> int:
@@ -133,81 +189,6 @@ def micro_batch_size(batch_size: int, num_processes: int, accum_steps: int) -> i
     return batch_size // parts
 
 
-@dataclass
-class Run:
-    """What `build_run` builds and the epochs use.
-
-    Attributes:
-        source: the pairs.
-        sampler: which come when.
-        loader: their batches.
-        training: model, loss, optimizer, schedule.
-        args: the options.
-        description: how the model is built, for the checkpoint.
-        checkpoints: where the run is saved.
-        agreement: when the ranks agree on what to do next.
-        probe: what the model is asked every few epochs, or None.
-        best_zero_shot: best answer so far, percent.
-    """
-
-    source: PairSource
-    sampler: EpochSampler
-    loader: DataLoader
-    training: Training
-    args: argparse.Namespace
-    description: dict[str, Any]
-    checkpoints: CheckpointFolder
-    agreement: Agreement
-    probe: ZeroShotProbe | None = None
-    best_zero_shot: float = 0.0
-
-    @property
-    def extent(self) -> dict[str, int]:
-        """What a step's number means: it counts towards these."""
-        return {
-            "num_pairs": len(self.source),
-            "global_batch": self.sampler.global_batch_size,
-            "steps_per_epoch": self.sampler.steps_per_epoch,
-        }
-
-
-def build_run(args: argparse.Namespace, place: Distributed, signals: StopSignals) -> Run:
-    """Pairs, model, loss, optimizer and schedule from the options."""
-    micro_batch = micro_batch_size(args.batch_size, place.world_size, args.grad_accum_steps)
-    with rank_0_first(f"opening {args.data_path}"):
-        source = open_pairs(
-            args.data_path,
-            args.image_key,
-            args.caption_key,
-            args.image_folder,
-            args.caption_templates,
-            Ties(*args.scene_ties),
-            args.max_corrupt,
-            args.download,
-        )
-    require_same(len(source), "the number of pairs")
-    _note_few_shards(source, args.num_workers * place.world_size)
-    sampler = EpochSampler(len(source), micro_batch, place.rank, place.world_size, args.grad_accum_steps, args.seed)
-    loader = create_pair_loader(
-        PairDataset(source, PairTransform(args.img_size, tuple(args.crop_scale)), args.seed),
-        sampler,
-        context_length=args.context_length,
-        num_workers=args.num_workers,
-        pin_memory=place.device.type == "cuda",
-        timeout_min=args.dist_timeout_min,
-    )
-    training = build_training(args, place, sampler.steps_per_epoch)
-    training.locate, training.num_left_out = source.location, source.left_out.total
-    description = clip_description(training.network.config, args.norm_mean, args.norm_std)
-    checkpoints = CheckpointFolder(Path(args.output_dir), args.keep_checkpoints)
-    agreement = Agreement(signals, args.saveckp_minutes, place.device)
-    probe = None
-    if args.zero_shot_freq:
-        view = ClipView(args.img_size, tuple(args.norm_mean), tuple(args.norm_std))
-        probe = open_probe(args.zero_shot_path or args.data_path, view, args.download)
-    return Run(source, sampler, loader, training, args, description, checkpoints, agreement, probe)
-
-
 def _note_few_shards(source: PairSource, num_loaders: int) -> None:
     """Trainers that read shards from end to end would leave loaders without work, or without data."""
     if isinstance(source.images, TarSource) and len(source.images.shards) < num_loaders:
@@ -218,44 +199,45 @@ def _note_few_shards(source: PairSource, num_loaders: int) -> None:
         )
 
 
-def build_training(args: argparse.Namespace, place: Distributed, steps_per_epoch: int) -> Training:
+def build_training(args: argparse.Namespace, place: Distributed, steps_per_epoch: int) -> CLIPTraining:
     """Model, loss, optimizer and schedule from the options."""
     torch.manual_seed(args.seed)
     dtype = choose_precision(args.precision, None, place.device)
     model = build_model(args).to(place.device)
     model.set_grad_checkpointing(args.grad_checkpointing)
-    is_fused = place.device.type != "cpu" or dtype != torch.bfloat16
+    is_fused = use_fused_attention(place.device, dtype)
     model.image.backbone.use_fused_attention(is_fused)
     model.text.use_fused_attention(is_fused)
-    wrapped: nn.Module = model
-    if world_size() > 1:
-        device_ids = [place.device.index] if place.device.type == "cuda" else None
-        wrapped = DistributedDataParallel(model, device_ids, gradient_as_bucket_view=True)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     logger.info("%s, %.1f M parameters, %s on %s", model.config.summary, num_parameters / 1e6, dtype, place)
     mean, std = (
         torch.tensor(values, device=place.device).view(1, -1, 1, 1) for values in (args.norm_mean, args.norm_std)
     )
+    fill_in_warmup(args, args.epochs * steps_per_epoch)
+    # OpenCLIP's warm-up: the first step already moves, by one of `warmup_steps` equal parts.
+    lr = cosine_schedule(
+        args.lr,
+        args.min_lr,
+        args.epochs * steps_per_epoch,
+        args.warmup_steps,
+        start=args.lr / max(args.warmup_steps, 1),
+    )
     groups = param_groups(model, args.weight_decay, (args.beta1, args.beta2), args.eps)
-    total_steps = args.epochs * steps_per_epoch
-    fill_in_warmup(args, total_steps)
-    return Training(
-        model=wrapped,
+    return CLIPTraining(
+        model=wrap_ddp(model, place.device),
         loss=create_loss(),
-        optimizer=create_optimizer("adamw", groups),
-        # OpenCLIP's warm-up: the first step already moves, by one of `warmup_steps` equal parts.
-        lr=cosine_schedule(
-            args.lr, args.min_lr, total_steps, args.warmup_steps, start=args.lr / max(args.warmup_steps, 1)
+        updater=Updater(
+            create_optimizer("adamw", groups),
+            [{"lr": lr}] * len(groups),
+            list(model.parameters()),
+            place.device,
+            dtype,
+            args.grad_accum_steps,
+            args.seed,
         ),
-        weight_decay=args.weight_decay,
-        device=place.device,
         mean=mean,
         std=std,
-        dtype=dtype,
-        scaler=torch.amp.GradScaler(place.device.type) if dtype == torch.float16 else None,
-        accum_steps=args.grad_accum_steps,
         clip_grad=args.clip_grad,
-        max_corrupt=args.max_corrupt,
     )
 
 
@@ -282,137 +264,60 @@ def build_model(args: argparse.Namespace) -> CLIP:
     )
 
 
-def start_from(run: Run, source: str) -> None:
-    """Start the image encoder from other weights, unless there is a checkpoint to resume.
+def param_groups(model: nn.Module, weight_decay: float, betas: tuple[float, float], eps: float) -> list[dict[str, Any]]:
+    """Split trainable parameters into regularised ones and the rest, with AdamW's constants.
 
-    Raises:
-        CheckpointError: the weights do not fit the encoder.
-    """
-    if run.checkpoints.newest.is_file():
-        logger.info("--init_from %s is ignored: %s goes on", source, run.checkpoints.newest)
-        return
-    logger.info("image encoder: start from %s", initialize_encoder(run.training.network.image, source))
-
-
-def resume(run: Run) -> None:
-    """Go on from the newest sound checkpoint, if there is one; the number of processes may be another.
-
-    Raises:
-        CheckpointError: none is sound, or it is of another model, or counts its steps towards other pairs or batches.
-    """
-    found: list[Path | None] = []
-    on_rank_0(lambda: found.append(run.checkpoints.find()), "looking for a checkpoint")
-    path = broadcast_object(found[0] if found else None)
-    if path is None:
-        return
-    with all_or_none(f"reading {path}"):
-        checkpoint = load_checkpoint(path)
-        check_same_model(checkpoint, run.description, str(path))
-        before, now = checkpoint["args"], plain(vars(run.args))
-        differing = [(f"--{name}", before[name], now[name]) for name in FIXED_OPTIONS if before[name] != now[name]]
-        differing += [
-            (name, checkpoint[name], value) for name, value in run.extent.items() if checkpoint[name] != value
-        ]
-        if differing:
-            raise CheckpointError(
-                f"{path} cannot be resumed: "
-                + ", ".join(f"{name} was {old} and is now {new}" for name, old, new in differing)
-                + ". Give the same pairs and batch size, or another --output_dir"
-            )
-        run.training.load_state_dict(checkpoint, str(path))
-    run.best_zero_shot = checkpoint["best_zero_shot"]
-    for name in sorted(before.keys() & now.keys() - HARMLESS_OPTIONS):
-        if before[name] != now[name]:
-            logger.warning("--%s was %s and is now %s: the run will not be what it was", name, before[name], now[name])
-    logger.info("resumed %s: %d epochs, %d steps done", path, checkpoint["epoch"], run.training.step)
-
-
-def train_epochs(run: Run, log: RunLog) -> Signals | None:
-    """The epochs that are left: train, probe, log, save.
-
-    An epoch that `--max_steps` or a signal cuts short is saved, but neither probed nor logged in log.txt: its rest
-    comes later.
+    Vectors and numbers get no weight decay: gains, biases, class token, temperature, and all others with fewer than two
+    dimensions longer than one. Source: OpenCLIP, which decides by name and number of dimensions.
 
     Returns:
-        The signal that ended the run early, or None.
+        Two groups, the second with weight decay 0.
     """
-    args, training, steps_per_epoch = run.args, run.training, run.sampler.steps_per_epoch
-    end_step = args.epochs * steps_per_epoch
-    if args.max_steps is not None:
-        end_step = min(end_step, args.max_steps)
-    begin, stop = time.monotonic(), None
-    while training.step < end_step and stop is None:
-        epoch, start_step = divmod(training.step, steps_per_epoch)
-        run.sampler.set_epoch(epoch, start_step)
-        with Watchdog(args.dist_timeout_min) as watchdog:
-            means, stop = train_one_epoch(
-                training,
-                run.loader,
-                epoch,
-                steps_per_epoch,
-                len(run.source),
-                log,
-                end_step,
-                run.agreement,
-                save=partial(save, run, epoch),
-                watchdog=watchdog,
-            )
-        if training.step % steps_per_epoch == 0:
-            finish_epoch(run, log, epoch, means)
-        elif stop is None:
-            save(run, epoch)
-    if stop is None:
-        seconds = time.monotonic() - begin
-        logger.info("done: %d steps in %.0f s, %s", training.step, seconds, run.checkpoints.newest)
-    return stop
+    regularised: list[nn.Parameter] = []
+    unregularised: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            is_vector = name.endswith(".bias") or sum(size > 1 for size in parameter.shape) < 2
+            (unregularised if is_vector else regularised).append(parameter)
+    constants = {"betas": betas, "eps": eps}
+    return [
+        {"params": regularised, "weight_decay": weight_decay, **constants},
+        {"params": unregularised, "weight_decay": 0.0, **constants},
+    ]
 
 
-def finish_epoch(run: Run, log: RunLog, epoch: int, means: dict[str, float]) -> None:
-    """Probe, log, save."""
-    args, training = run.args, run.training
-    # A model that tells nothing apart has a loss of ln(batch).
-    values = {f"train_{name}": value for name, value in means.items()}
-    values["loss_over_ln_batch"] = means["loss"] / math.log(max(args.batch_size, 2))
-    copies = []
-    if run.probe is not None and (epoch + 1) % args.zero_shot_freq == 0:
-        values["zero_shot"] = run.probe.accuracy(
-            training.network, training.device, training.dtype, run.sampler.batch_size, min(args.num_workers, 2)
-        )
-        if values["zero_shot"] > run.best_zero_shot:
-            copies.append("checkpoint_best.pth")
-            run.best_zero_shot = values["zero_shot"]
-    if args.saveckp_freq and epoch % args.saveckp_freq == 0:
-        copies.append(f"checkpoint{epoch:04}.pth")
-    logger.info("epoch %d, step %d: %s", epoch, training.step, "  ".join(f"{k} {v:.4g}" for k, v in values.items()))
-    log.scalars({f"epoch/{name}": value for name, value in values.items()}, training.step)
-    # The line first: a run killed in between takes the epoch again, and drops the line when it resumes.
-    log.write_epoch({**values, "epoch": epoch, "step": training.step})
-    save(run, epoch + 1, copies)
-    run.agreement.saved()
-
-
-def save(run: Run, epochs_done: int, copies: Sequence[str] = ()) -> None:
-    """Write a checkpoint, and copies beside it that later saves do not overwrite; every rank calls this.
+def check_same_model(checkpoint: Mapping[str, Any], description: Mapping[str, Any], source: str) -> None:
+    """Refuse to resume a checkpoint of another model.
 
     Args:
-        run: what to save.
-        epochs_done: whole epochs.
-        copies: names of the copies.
+        checkpoint: what was saved.
+        description: of the model that the options ask for, `clip_description`.
+        source: the checkpoint's file, for messages.
 
     Raises:
-        CheckpointError: on every rank, if rank 0 could not write; the checkpoint before stays.
+        CheckpointError: names each field that differs.
     """
-    checkpoint = {
-        **run.training.state_dict(),
-        **run.extent,
-        "clip": run.description,
-        "epoch": epochs_done,
-        "best_zero_shot": run.best_zero_shot,
-        "args": plain(vars(run.args)),
-        "versions": {**versions(), "git": git_hash()},
-    }
-    on_rank_0(lambda: run.checkpoints.save(checkpoint, copies), "saving a checkpoint")
-    logger.info("saved at step %d", run.training.step)
+    description_before = checkpoint.get("clip")
+    if description_before is None:
+        raise CheckpointError(f"{source} holds no CLIP model, so it cannot be resumed; choose another --output_dir")
+    saved, asked = _flat(description_before), _flat(description)
+    differing = [
+        f"{name} {saved.get(name)!r} in the checkpoint, {value!r} asked for"
+        for name, value in asked.items()
+        if saved.get(name) != value
+    ]
+    if differing:
+        raise CheckpointError(
+            f"{source} holds another model: {'; '.join(differing)}. Give the same options, or another --output_dir"
+        )
+
+
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested values under dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= {f"{name}.{inner}": item for inner, item in value.items()} if isinstance(value, dict) else {name: value}
+    return flat
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -5,6 +5,7 @@ Names and defaults are those of facebookresearch/dino. No torch here: `--help` i
 
 import argparse
 import logging
+from typing import Any
 
 from dino_sparo.choices import MIN_CORRUPT, OPTIMIZERS
 from dino_sparo.cli import (
@@ -14,6 +15,7 @@ from dino_sparo.cli import (
     add_normalization_options,
     bool_flag,
 )
+from dino_sparo.training.options import add_compute_options, add_run_options
 
 logger = logging.getLogger(__name__)
 
@@ -170,31 +172,12 @@ def _add_optimization_options(parser: argparse.ArgumentParser) -> None:
         help="Epochs during which the prototypes stay as drawn; more if the loss does not fall. (default: "
         f"{FREEZE_LAST_LAYER}; 0 in a run of one epoch)",
     )
-    group.add_argument(
-        "--precision",
-        default="auto",
-        choices=["auto", "bf16", "fp16", "fp32"],
-        help="Precision of the forward passes; auto is bf16 where the device computes in it, else fp32.",
-    )
-    group.add_argument(
-        "--compile",
-        default="auto",
-        choices=["auto", "on", "off"],
-        help="torch.compile of networks and loss, which takes a minute or two at the start; auto does so on GPUs.",
-    )
+    add_compute_options(group, "the student")
     group.add_argument(
         "--packed_crops", action="store_true", help="Run crops of both sizes together; fewer, larger kernels on GPUs."
     )
     group.add_argument(
-        "--grad_checkpointing",
-        action="store_true",
-        help="Compute the student's blocks twice instead of keeping what is in them: less memory, more time.",
-    )
-    group.add_argument(
         "--loss_chunk", type=int, default=0, help="Prototypes that the loss looks at together; 0 for all; saves memory."
-    )
-    group.add_argument(
-        "--memory_report", action="store_true", help="Say at the start what weights, gradients and activations take."
     )
     group.add_argument(
         "--use_fp16", type=bool_flag, default=None, help="The reference's option: true for fp16, false for fp32."
@@ -202,27 +185,7 @@ def _add_optimization_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("run")
-    group.add_argument("--output_dir", default=".", help="Where checkpoints and logs go; a run there is resumed.")
-    group.add_argument("--saveckp_freq", type=int, default=20, help="Keep a checkpoint every so many epochs; 0: never.")
-    group.add_argument(
-        "--saveckp_minutes",
-        type=float,
-        default=30.0,
-        help="Also save after so many minutes within an epoch: what a crash can cost at most; 0: only after epochs.",
-    )
-    group.add_argument(
-        "--keep_checkpoints",
-        type=int,
-        default=3,
-        help="How many of the last checkpoints stay; if the newest is damaged, the one before it is used.",
-    )
-    group.add_argument(
-        "--allow_rescale",
-        action="store_true",
-        help="Go on from a checkpoint with another batch or number of processes: schedules and the place in the epoch "
-        "follow from the images seen. Without it that is refused.",
-    )
+    group = add_run_options(parser, saveckp_freq=20)
     group.add_argument(
         "--knn_freq",
         type=int,
@@ -230,7 +193,6 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
         help="Probe the teacher with 20-NN every so many epochs, on a few thousand labelled images, and keep the best "
         "checkpoint; 0: never.",
     )
-    group.add_argument("--seed", type=int, default=0, help="Of weights, order, crops and stochastic depth.")
 
 
 def check_options(args: argparse.Namespace) -> None:
@@ -290,3 +252,8 @@ def fill_in_defaults(args: argparse.Namespace) -> dict[str, int]:
                     *(name, filled_in[name], reference, args.epochs),
                 )
     return filled_in
+
+
+def defaults_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Fill in what depends on the run's length; returns all options as they would be by default."""
+    return {**vars(get_args_parser().parse_args([])), **fill_in_defaults(args)}

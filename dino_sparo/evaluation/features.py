@@ -337,3 +337,16 @@ def _load_tensor(path: Path) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{path} holds a {type(tensor).__name__}, not a tensor; write it again with --dump_features")
     return tensor
+
+
+def effective_rank(encodings: Float[Tensor, "B F"]) -> float:
+    """How many directions the encodings of a batch use, between 1 and B.
+
+        exp(H(sigma / sum(sigma))),  sigma the singular values of the centred encodings
+
+    Source: Roy and Vetterli, "The effective rank"; Garrido et al., "RankMe", uses it for self-supervised encodings.
+    """
+    centred = encodings.float() - encodings.float().mean(dim=0)
+    singular_values = torch.linalg.svdvals(centred)
+    shares = singular_values / singular_values.sum().clamp_min(torch.finfo(torch.float32).tiny)
+    return torch.special.entr(shares).sum().exp().item()

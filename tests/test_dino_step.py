@@ -9,8 +9,10 @@ from reference import weights as recorded
 from torch import nn
 
 import dino_sparo
-from dino_sparo import engine, optim
+from dino_sparo import optim
 from dino_sparo.data import Batch
+from dino_sparo.dino.step import DINOTraining, train_step
+from dino_sparo.training.updates import Updater
 
 S = recorded.STEPS
 STEPS = S["epochs"] * S["steps_per_epoch"]
@@ -42,24 +44,26 @@ def run_ten_steps(
 ) -> list[float]:
     """Train for two epochs of five steps, call `after_epoch` after each, and return the loss of every step."""
     lr, warmup_steps = S["lr"] * S["batch_size"] / 256, S["warmup_epochs"] * S["steps_per_epoch"]
-    training = engine.Training(
+    rate = optim.cosine_schedule(lr, S["min_lr"], STEPS, warmup_steps=warmup_steps)
+    decay = optim.cosine_schedule(S["weight_decay"], S["weight_decay_end"], STEPS)
+    training = DINOTraining(
         student=student,
         teacher=teacher,
         loss=loss,
-        optimizer=optim.create_optimizer("adamw", optim.param_groups(student)),
-        schedules=engine.Schedules(
-            lr=optim.cosine_schedule(lr, S["min_lr"], STEPS, warmup_steps=warmup_steps),
-            weight_decay=optim.cosine_schedule(S["weight_decay"], S["weight_decay_end"], STEPS),
-            momentum=optim.cosine_schedule(S["momentum_teacher"], 1.0, STEPS),
+        updater=Updater(
+            optim.create_optimizer("adamw", optim.param_groups(student)),
+            [{"lr": rate, "weight_decay": decay}, {"lr": rate}],
+            list(student.parameters()),
+            torch.device("cpu"),
         ),
-        device=torch.device("cpu"),
+        momentum=optim.cosine_schedule(S["momentum_teacher"], 1.0, STEPS),
         clip_grad=clip_grad,
         freeze_last_layer=S["freeze_last_layer"],
     )
     losses: list[float] = []
     for epoch in range(S["epochs"]):
         for step in range(epoch * S["steps_per_epoch"], (epoch + 1) * S["steps_per_epoch"]):
-            losses.append(float(engine.train_step(training, [step_batch(step)], epoch).loss))
+            losses.append(float(train_step(training, [step_batch(step)], epoch).loss))
         after_epoch()
     return losses
 

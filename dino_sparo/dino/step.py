@@ -1,0 +1,157 @@
+"""One step of DINO: the paper's algorithm 1.
+
+Student and teacher see the crops, the loss compares them, the optimizer moves the student, the moving average moves the
+teacher, and the centre moves towards the teacher's logits. `train.py` builds what goes in here.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dino_sparo.data import Batch
+from dino_sparo.distort import Distortions
+from dino_sparo.head import DINONetwork
+from dino_sparo.loss import NUM_TEACHER_CROPS, DINOLoss
+from dino_sparo.optim import clip_gradients_, drop_gradients
+from dino_sparo.teacher import ema_update_
+from dino_sparo.training.objective import StepReport, Training
+from dino_sparo.training.updates import Updater
+
+
+@dataclass
+class DINOTraining(Training[Batch]):
+    """Everything a step needs and changes.
+
+    Attributes:
+        student: a `DINONetwork`, inside DDP where there are several processes.
+        teacher: a `DINONetwork` without gradients.
+        loss: with the centre.
+        updater: the student's optimizer, schedules and precision.
+        momentum: of the teacher's moving average, one value per step.
+        clip_grad: largest norm of a parameter's gradient; 0 for no limit.
+        freeze_last_layer: epochs during which the head's last layer stays as it is.
+        distort: distorts 8-bit crops on the device; None where the loader's crops are finished.
+    """
+
+    student: nn.Module
+    teacher: DINONetwork
+    loss: DINOLoss
+    updater: Updater
+    momentum: np.ndarray
+    clip_grad: float = 3.0
+    freeze_last_layer: int = 1
+    distort: Distortions | None = None
+
+    @property
+    def network(self) -> DINONetwork:
+        """The student without DDP."""
+        return self.student.module if isinstance(self.student, DistributedDataParallel) else self.student  # type: ignore[return-value]
+
+    @torch.no_grad()
+    def crops(self, batch: Batch) -> list[Tensor]:
+        """The S crops (B, C, H, W) of a batch on the device, distorted and normalised."""
+        batch = batch.to(self.updater.device)
+        if batch.parameters is None:
+            return batch.views
+        if self.distort is None:
+            raise ValueError("the batch holds crops that have yet to be distorted; give DINOTraining a `distort`")
+        return self.distort.views(batch.views, batch.parameters)
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """Student, teacher, and the loss with its centre."""
+        return {"student": self.network, "teacher": self.teacher, "dino_loss": self.loss}
+
+    def train(self) -> None:
+        """Put the networks into training mode, the teacher too: batch norm in its head uses the batch's statistics."""
+        self.student.train()
+        self.teacher.train()
+
+    def trial_loss(self, batch: Batch) -> Tensor:
+        """Forward passes and loss, as in `train_step`."""
+        crops = self.crops(batch)
+        with self.updater.autocast():
+            with torch.no_grad():
+                teacher_logits = self.teacher(crops[:NUM_TEACHER_CROPS])
+            student_logits = self.student(crops)
+        return self.loss(student_logits, teacher_logits, epoch=0, update_center=False)
+
+    def compile(self) -> None:
+        """Compile student, teacher, distortions and the loss' cross-entropy."""
+        self.loss.compile_cross_entropy()
+        for network in self._compiled_networks():
+            network.compile(dynamic=False)
+
+    def uncompile(self) -> None:
+        """Take `compile` back."""
+        self.loss.uncompile()
+        for network in self._compiled_networks():
+            network._compiled_call_impl = None
+
+    def _compiled_networks(self) -> list[nn.Module]:
+        return [self.network, self.teacher, *([self.distort] if self.distort else [])]
+
+
+def train_step(training: DINOTraining, batches: list[Batch], epoch: int, diagnose: bool = False) -> StepReport:
+    """One step of algorithm 1: forward, loss, backward, student update, teacher update, centre update.
+
+    With several micro-batches the gradients are those of one batch that holds them all: every part uses the same
+    centre, which moves once, at the end. (Batch norm in the head, if asked for, sees each part alone.)
+
+    Nothing is read from the device. After a loss or gradients that are not finite, on any rank, student, optimizer and
+    centre stay as they are until the trainer reads the report and ends the run.
+
+    Args:
+        training: changed in place.
+        batches: `accum_steps` micro-batches of this rank.
+        epoch: counted from 0.
+        diagnose: also look at the teacher's entropies.
+    """
+    updater, loss_of = training.updater, training.loss
+    updater.begin_step()
+    losses, logits_sum, num_logits = [], torch.zeros_like(loss_of.center), 0
+    for index, batch in enumerate(batches):
+        is_last = index == len(batches) - 1
+        crops = training.crops(batch)
+        with updater.gradient_sync(training.student, is_last):
+            with updater.autocast():
+                with torch.no_grad():
+                    teacher_logits = training.teacher(crops[:NUM_TEACHER_CROPS])
+                logits_sum += teacher_logits.float().sum(dim=0, keepdim=True)
+                num_logits += len(teacher_logits)
+                if is_last:  # the ranks' sums are exchanged while the student computes
+                    finish_center = loss_of.begin_center_update(logits_sum, num_logits)
+                student_logits = training.student(crops)
+            loss = loss_of(student_logits, teacher_logits, epoch, update_center=False)
+            updater.backward(loss, loss, parts=len(batches))
+        losses.append(loss.detach())
+    entropies = (
+        loss_of.diagnose(loss_of.teacher_probabilities(teacher_logits, epoch), loss)._asdict() if diagnose else {}
+    )
+    mean_loss = torch.stack(losses).mean()
+    update_student(training, mean_loss, epoch)
+    finish_center(updater.nonfinite)
+    momentum = float(training.momentum[updater.step])
+    ema_update_(training.teacher, training.network, momentum)
+    rates = {"lr": updater.hyperparameter("lr"), "wd": updater.hyperparameter("weight_decay"), "momentum": momentum}
+    updater.step += 1
+    return StepReport(mean_loss, updater.nonfinite.clone(), {**rates, **entropies})
+
+
+def update_student(training: DINOTraining, loss: Tensor, epoch: int) -> None:
+    """Clip, keep the last layer frozen in the first epochs, step.
+
+    Args:
+        training: changed in place; its student has its gradients.
+        loss: of the step.
+        epoch: counted from 0.
+    """
+    training.updater.finish_gradients(loss)
+    if training.clip_grad:
+        clip_gradients_(training.updater.parameters, training.clip_grad)
+    if epoch < training.freeze_last_layer:
+        drop_gradients(training.network.head.last_layer)
+    training.updater.update()

@@ -1,0 +1,240 @@
+"""DINO's side of a training run: options -> networks, loss, data; what is looked at after an epoch.
+
+The run itself (resuming, epochs, saving, faults) is `training/run.py`; a step is `step.py`.
+"""
+
+import argparse
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from dino_sparo.checkpoint import check_same_model, encoder_description, initialize_encoder
+from dino_sparo.crops import EvalTransform
+from dino_sparo.data import (
+    Batch,
+    require_labels,
+)
+from dino_sparo.dino.options import REFERENCE_BATCH
+from dino_sparo.dino.step import DINOTraining, train_step
+from dino_sparo.distributed import (
+    Distributed,
+    choose_precision,
+    is_main,
+    use_fused_attention,
+    world_size,
+    wrap_ddp,
+)
+from dino_sparo.encoder import EncoderConfig, encoder_from_config
+from dino_sparo.evaluation.attention import crops_grid, slots_grid
+from dino_sparo.evaluation.features import disjoint_subsets, effective_rank
+from dino_sparo.evaluation.knn import evaluate_knn
+from dino_sparo.head import DINOHead, DINONetwork
+from dino_sparo.logs import RunLog
+from dino_sparo.loss import NUM_TEACHER_CROPS, DINOLoss, diagnose_collapse
+from dino_sparo.optim import cosine_schedule, create_optimizer, param_groups
+from dino_sparo.training.objective import EpochResult, Objective, StepReport
+from dino_sparo.training.updates import GroupSchedule, Updater
+
+logger = logging.getLogger(__name__)
+
+DIAGNOSE_EVERY = 10  # steps of an epoch between two looks at the teacher's entropies
+PROBE_NEIGHBOURS = 20
+PROBE_IMAGES = (4000, 1000)  # that vote, that are classified, in the probe during training
+
+
+class DINOObjective(Objective[Batch]):
+    """DINO: a student learns to predict the teacher's prototypes from other crops.
+
+    Args:
+        args: the options of `main_dino.py`.
+        place: this process among its peers.
+
+    Raises:
+        ValueError: options that do not fit each other or the images.
+    """
+
+    noun: ClassVar[str] = "image"
+    score_name: ClassVar[str] = "best_knn"
+    counters: ClassVar[Mapping[str, str]] = {"num_corrupt": "corrupt_images"}
+    fixed_options = ("optimizer", "norm_last_layer", "use_bn_in_head")
+    harmless_options = ("knn_freq",)
+    training: DINOTraining
+
+    def __init__(self, args: argparse.Namespace, place: Distributed) -> None:
+        self.args = args
+        self.data = open_crops(args, place)
+        self.source, self.sampler, self.loader = self.data.source, self.data.sampler, self.data.loader
+        if args.knn_freq:
+            require_labels(self.data.source)
+        self.training = build_training(args, place, self.sampler.steps_per_epoch)
+        self.training.distort = self.data.distort
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """The checkpoint's `encoder`."""
+        config = self.training.network.config
+        return {"encoder": encoder_description(config, self.args.norm_mean, self.args.norm_std)}
+
+    def check_same_model(self, checkpoint: Mapping[str, Any], source: str) -> None:
+        """Refuse to resume a checkpoint of another encoder."""
+        check_same_model(checkpoint, self.training.network.config, source)
+
+    def start_from(self, source: str) -> str:
+        """Start student and teacher from a ViT's weights."""
+        student = self.training.network
+        taken = initialize_encoder(student.encoder, source)
+        self.training.teacher.load_state_dict(student.state_dict())
+        return f"start from {taken}; the head is new"
+
+    def step(self, batches: list[Batch], epoch: int, is_last: bool) -> StepReport:
+        """One step of algorithm 1; every few steps also the teacher's entropies."""
+        step_of_epoch = self.updater.step % self.sampler.steps_per_epoch
+        return train_step(self.training, batches, epoch, diagnose=is_last or step_of_epoch % DIAGNOSE_EVERY == 0)
+
+    def rehearsal_batch(self) -> Batch:
+        """The first images."""
+        return self.data.first_batch(self.args.batch_size_per_gpu)
+
+    def after_epoch(self, epoch: int, means: Mapping[str, float], log: RunLog) -> EpochResult:
+        """Rank of the encodings and pictures of the first images; 20-NN accuracy every `--knn_freq` epochs."""
+        values = self._look(means, log) if is_main() else {}
+        if not self.args.knn_freq or (epoch + 1) % self.args.knn_freq:
+            return EpochResult(values)
+        accuracy = self._probe()
+        return EpochResult({**values, "knn_20": accuracy}, score=accuracy)
+
+    def _look(self, means: Mapping[str, float], log: RunLog) -> dict[str, float]:
+        """Rank of the encodings and pictures of the first images; names a collapse in the log."""
+        args, encoder = self.args, self.training.teacher.encoder.eval()
+        images = self.data.first_views[0].to(self.updater.device)
+        with torch.no_grad(), self.updater.autocast():
+            feature_rank = effective_rank(encoder(images))
+            pictures = {
+                "crops": crops_grid(self.data.first_views, args.norm_mean, args.norm_std),
+                "slots": slots_grid(encoder, images, args.norm_mean, args.norm_std),
+            }
+        for name, picture in pictures.items():
+            log.image(name, picture, self.updater.step)
+        collapse = diagnose_collapse(
+            means["loss"],
+            means["teacher_entropy"],
+            means["marginal_entropy"],
+            feature_rank,
+            args.out_dim,
+            args.batch_size_per_gpu,
+        )
+        if collapse is not None:
+            logger.warning("%s", collapse)
+        return {"feature_rank": feature_rank, "loss_over_ln_k": means["loss"] / math.log(args.out_dim)}
+
+    def _probe(self) -> float:
+        """20-NN accuracy of the teacher in percent, on disjoint labelled subsets of the training images."""
+        args = self.args
+        voters, judged = disjoint_subsets(self.data.source, PROBE_IMAGES)
+        outcome = evaluate_knn(
+            self.training.teacher.encoder,
+            voters,
+            judged,
+            EvalTransform(args.global_crops_size, tuple(args.norm_mean), tuple(args.norm_std)),
+            device=self.updater.device,
+            batch_size=args.batch_size_per_gpu,
+            num_workers=min(args.num_workers, 2),
+        )
+        return outcome.results[PROBE_NEIGHBOURS].top1
+
+
+def build_training(args: argparse.Namespace, place: Distributed, steps_per_epoch: int) -> DINOTraining:
+    """Student, teacher, loss, optimizer and schedules from the options."""
+    torch.manual_seed(args.seed)
+    dtype = choose_precision(args.precision, args.use_fp16, place.device)
+    student = build_network(args, args.drop_path_rate).to(place.device)
+    teacher = build_network(args, drop_path_rate=0.0).to(place.device)
+    teacher.load_state_dict(student.state_dict())
+    teacher.requires_grad_(False)
+    for network in (student, teacher):
+        network.backbone.use_fused_attention(use_fused_attention(place.device, dtype))
+        network.backbone.use_packed_crops(args.packed_crops)
+    student.backbone.set_grad_checkpointing(args.grad_checkpointing)
+    if args.use_bn_in_head and world_size() > 1 and place.device.type != "cuda":
+        logger.warning("batch norm is synchronised on GPUs only: here every process normalises by its own images")
+    elif args.use_bn_in_head and world_size() > 1:
+        student, teacher = (nn.SyncBatchNorm.convert_sync_batchnorm(network) for network in (student, teacher))
+    loss = DINOLoss(
+        args.out_dim,
+        args.local_crops_number + NUM_TEACHER_CROPS,
+        args.warmup_teacher_temp,
+        args.teacher_temp,
+        args.warmup_teacher_temp_epochs,
+        args.epochs,
+        chunk_size=args.loss_chunk,
+    ).to(place.device)
+    num_parameters = sum(parameter.numel() for parameter in student.parameters())
+    summary = student.encoder.summary
+    logger.info("%s, %.1f M parameters with the head, %s on %s", summary, num_parameters / 1e6, dtype, place)
+    schedules = build_schedules(args, steps_per_epoch)
+    return DINOTraining(
+        # With several micro-batches the graph that synchronises is not the only one.
+        student=wrap_ddp(student, place.device, static_graph=args.grad_accum_steps == 1),
+        teacher=teacher,
+        loss=loss,
+        updater=Updater(
+            create_optimizer(args.optimizer, param_groups(student)),
+            schedules.groups,
+            list(student.parameters()),
+            place.device,
+            dtype,
+            args.grad_accum_steps,
+            args.seed,
+        ),
+        momentum=schedules.momentum,
+        clip_grad=args.clip_grad,
+        freeze_last_layer=args.freeze_last_layer,
+    )
+
+
+class Schedules(NamedTuple):
+    """One value per step of the run.
+
+    Attributes:
+        groups: of learning rate and weight decay, for each group of `optim.param_groups`.
+        momentum: of the teacher's moving average.
+    """
+
+    groups: list[GroupSchedule]
+    momentum: np.ndarray
+
+
+def build_schedules(args: argparse.Namespace, steps_per_epoch: int) -> Schedules:
+    """Learning rate, weight decay and teacher momentum from the options."""
+    total_steps = args.epochs * steps_per_epoch
+    batch = args.batch_size_per_gpu * args.grad_accum_steps * world_size()
+    lr = cosine_schedule(
+        args.lr * batch / REFERENCE_BATCH, args.min_lr, total_steps, args.warmup_epochs * steps_per_epoch
+    )
+    weight_decay = cosine_schedule(args.weight_decay, args.weight_decay_end, total_steps)
+    momentum = cosine_schedule(args.momentum_teacher, 1.0, total_steps)
+    return Schedules([{"lr": lr, "weight_decay": weight_decay}, {"lr": lr}], momentum)  # the second has no decay
+
+
+def build_network(args: argparse.Namespace, drop_path_rate: float) -> DINONetwork:
+    """Encoder and head from the options, with random weights."""
+    config = EncoderConfig(
+        arch=args.arch.replace("deit", "vit"),  # the reference's older names of the same models
+        patch_size=args.patch_size,
+        readout=args.readout,
+        num_slots=args.sparo_slots,
+        slot_dim=args.sparo_slot_dim,
+        key_dim=args.sparo_key_dim,
+        group_size=args.sparo_group_size,
+        img_size=args.global_crops_size,
+    )
+    encoder = encoder_from_config(config, drop_path_rate)
+    head = DINOHead(
+        encoder.encoding_dim, args.out_dim, args.use_bn_in_head, args.norm_last_layer, hidden_dim=args.head_hidden_dim
+    )
+    return DINONetwork(encoder, head)

@@ -1,0 +1,83 @@
+"""Options -> crops of images, for objectives that learn from images alone."""
+
+import argparse
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from dino_sparo.crops import MultiCropAugmentation
+from dino_sparo.data import Batch, EpochSampler, ImageDataset, ImageSource, collate, create_loader, open_source
+from dino_sparo.distort import Distortions
+from dino_sparo.distributed import Distributed, is_main, rank_0_first, require_same
+
+LOOK_IMAGES = 64  # shown and measured after every epoch
+
+
+@dataclass(frozen=True)
+class CropData:
+    """The images of a run as crops.
+
+    Attributes:
+        source: the images.
+        sampler: which images come when.
+        dataset: image -> crops.
+        loader: batches of crops.
+        distort: distorts 8-bit crops on the device; None where the loader's crops are finished.
+        first_views: S tensors, the crops of the first images, finished; empty on ranks other than 0.
+    """
+
+    source: ImageSource
+    sampler: EpochSampler
+    dataset: ImageDataset
+    loader: DataLoader
+    distort: Distortions | None
+    first_views: list[Tensor]
+
+    def first_batch(self, size: int) -> Batch:
+        """The first images as the loader would give them."""
+        return collate([self.dataset[index % len(self.dataset)] for index in range(size)])
+
+
+def open_crops(args: argparse.Namespace, place: Distributed) -> CropData:
+    """Open the images that the options name.
+
+    Args:
+        args: the options of `main_dino.py` about images, crops, normalisation and processes.
+        place: this process among its peers.
+
+    Raises:
+        ValueError: there are no such images, or too few for one step.
+    """
+    with rank_0_first(f"opening {args.data_path}"):
+        source = open_source(args.data_path, download=args.download)
+    require_same(len(source), "the number of images")
+    sampler = EpochSampler(
+        len(source), args.batch_size_per_gpu, place.rank, place.world_size, args.grad_accum_steps, args.seed
+    )
+    defer = args.distort_on == "device" or (args.distort_on == "auto" and place.device.type == "cuda")
+    augmentation = partial(
+        MultiCropAugmentation,
+        tuple(args.global_crops_scale),
+        tuple(args.local_crops_scale),
+        args.local_crops_number,
+        args.global_crops_size,
+        args.local_crops_size,
+        tuple(args.norm_mean),
+        tuple(args.norm_std),
+    )
+    dataset = ImageDataset(source, augmentation(defer), args.seed)
+    loader = create_loader(
+        dataset,
+        sampler,
+        num_workers=args.num_workers,
+        pin_memory=place.device.type == "cuda",
+        timeout_min=args.dist_timeout_min,
+    )
+    distort = Distortions(args.norm_mean, args.norm_std).to(place.device) if defer else None
+    finished = ImageDataset(source, augmentation(False), args.seed)
+    crops = [finished[index].views for index in range(min(LOOK_IMAGES, len(source)) * is_main())]
+    first_views = [torch.stack(view) for view in zip(*crops, strict=True)]
+    return CropData(source, sampler, dataset, loader, distort, first_views)

@@ -1,0 +1,229 @@
+"""One epoch of any objective: fetch, step, agree, log.
+
+for batches of the epoch:
+    report = objective.step(batches)           nothing is read from the device
+    every few steps, all ranks together:       one all-reduce
+        read what the reports say, write it to the log
+        stop on a loss that is not finite, on too many unreadable files, on a signal; save when it is time
+"""
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from signal import Signals
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dino_sparo.data import most_corrupt, to_device
+from dino_sparo.distributed import all_gather_object, rank, world_size
+from dino_sparo.logs import EpochClock, Meters, RunLog
+from dino_sparo.preemption import Agreement, Watchdog
+from dino_sparo.training.objective import Objective, StepReport, TrainingBatch
+
+logger = logging.getLogger(__name__)
+
+NUM_FILES_SHOWN = 5  # of the batch that gave a non-finite loss
+
+
+class NonFiniteLossError(RuntimeError):
+    """The loss became infinite or not a number; no weights were changed by that step."""
+
+
+class TooManyCorruptError(RuntimeError):
+    """More images or pairs could not be read than the run tolerates."""
+
+
+# Errors of training that end with one line, since the user can mend their cause.
+MENDABLE_ERRORS: tuple[type[Exception], ...] = (NonFiniteLossError, TooManyCorruptError)
+
+
+@dataclass
+class Progress:
+    """What is known of the epoch under way.
+
+    Attributes:
+        counts: a name of `Objective.counters` -> how many so far, over all ranks.
+        meters: this rank's means.
+    """
+
+    counts: dict[str, int]
+    meters: Meters = field(default_factory=Meters)
+
+    def clear(self) -> None:
+        """A new epoch begins."""
+        self.counts, self.meters = dict.fromkeys(self.counts, 0), Meters()
+
+
+class Stretch(NamedTuple):
+    """The part of a run that one call of `train_one_epoch` covers.
+
+    Attributes:
+        epoch: counted from 0.
+        steps_per_epoch: steps of a whole epoch.
+        end_step: step at which the run ends, perhaps before the epoch does.
+    """
+
+    epoch: int
+    steps_per_epoch: int
+    end_step: int
+
+    @property
+    def last_step(self) -> int:
+        """The last step, counted over the run."""
+        return min((self.epoch + 1) * self.steps_per_epoch, self.end_step) - 1
+
+
+class Epoch(NamedTuple):
+    """How an epoch, or the part of it that was left, ended.
+
+    Attributes:
+        means: over the epoch's steps and all ranks; the speed; and what was counted.
+        stop: the signal that ended it early, or None.
+    """
+
+    means: dict[str, float]
+    stop: Signals | None
+
+
+def train_one_epoch(
+    objective: Objective[Any],
+    progress: Progress,
+    stretch: Stretch,
+    log: RunLog,
+    agreement: Agreement,
+    save: Callable[[], None],
+    watchdog: Watchdog,
+    max_corrupt: float,
+) -> Epoch:
+    """Train until the end of an epoch, from wherever in it the run stands, or until the ranks agree to stop.
+
+    Args:
+        objective: takes the steps; its loader gives the epoch's remaining micro-batches.
+        progress: changed in place.
+        stretch: which epoch, and where it ends.
+        log: gets the scalars of every step.
+        agreement: when the ranks agree on what to do next.
+        save: writes a checkpoint; called on all ranks, between two steps, when it is time and before stopping.
+        watchdog: hears of every step.
+        max_corrupt: share of the epoch's items that may be unreadable.
+
+    Raises:
+        NonFiniteLossError: on every rank, if the loss or the gradients of any are not finite.
+        TooManyCorruptError: on every rank, when more items are unreadable than `max_corrupt` allows.
+    """
+    objective.training.train()
+    updater, last_step = objective.updater, stretch.last_step
+    iterator = to_device(objective.loader, updater.device)
+    clock, taken, stop = EpochClock(stretch.steps_per_epoch, stretch.end_step), TakenSteps(objective), None
+    while updater.step <= last_step and stop is None:
+        watchdog.beat()
+        batches = clock.fetch(iterator, updater.accum_steps)
+        report = objective.step(batches, stretch.epoch, is_last=updater.step == last_step)
+        progress.meters.update(loss=report.loss, **report.scalars)
+        taken.add(updater.step, report, batches)
+        num_seen = world_size() * sum(len(batch.indices) for batch in batches)
+        clock.tick(updater.step, stretch.epoch, num_seen, report.loss, updater.device)
+        is_end = updater.step > last_step
+        if not agreement.is_due() and not is_end:
+            continue
+        decision = agreement.decide(taken.counts())
+        num_bad, *numbers = (int(count) for count in decision.counts)
+        progress.counts = {
+            name: before + number for (name, before), number in zip(progress.counts.items(), numbers, strict=True)
+        }
+        if num_bad:
+            taken.raise_nonfinite(stretch.epoch)
+        _check_corrupt(objective, progress, max_corrupt)
+        taken.write(log)
+        stop = decision.stop
+        if (decision.save or stop is not None) and not is_end:
+            save()
+            agreement.saved()
+    counts = {objective.counters[name]: count for name, count in progress.counts.items()}
+    means = {**progress.meters.means(), **clock.speed(), **counts}
+    if updater.step % stretch.steps_per_epoch == 0:
+        progress.clear()
+    return Epoch(means, stop)
+
+
+def _check_corrupt(objective: Objective[Any], progress: Progress, max_corrupt: float) -> None:
+    met = next(iter(progress.counts.values()))
+    number, total = met + objective.num_left_out, len(objective.source) + objective.num_left_out
+    if met and number > (most := most_corrupt(max_corrupt, total)):
+        raise TooManyCorruptError(
+            f"{number} of {total} {objective.noun}s could not be read ({met} were met in this epoch), more than the "
+            f"{most:.0f} that --max_corrupt {max_corrupt} allows; they are named above. Repair them, or raise "
+            f"--max_corrupt"
+        )
+
+
+class TakenSteps:
+    """The steps since the ranks last agreed. What they reported waits here, unread: no step waits for the device.
+
+    Args:
+        objective: whose steps they are.
+    """
+
+    def __init__(self, objective: Objective[Any]) -> None:
+        self.objective = objective
+        self.steps: list[tuple[int, StepReport, list[Tensor]]] = []
+        self.numbers = [0] * len(objective.counters)
+
+    def add(self, step: int, report: StepReport, batches: list[TrainingBatch]) -> None:
+        """Note a step, name the items that had to be replaced; of the batches only the indices are kept.
+
+        Args:
+            step: steps taken so far, this one included.
+            report: of the step.
+            batches: its micro-batches.
+        """
+        for batch in batches:
+            for location, reason in batch.corrupt:
+                logger.warning("skipped a corrupt %s: %s (%s)", self.objective.noun, location, reason)
+            self.numbers = [a + b for a, b in zip(self.numbers, self.objective.count(batch), strict=True)]
+        self.steps.append((step, report, [batch.indices for batch in batches]))
+
+    def counts(self) -> tuple[Tensor | float, ...]:
+        """How many steps were skipped, (), and what was counted."""
+        skipped = torch.stack([report.skipped for _, report, _ in self.steps]).sum()
+        return (skipped, *map(float, self.numbers))
+
+    def write(self, log: RunLog) -> None:
+        """Read the steps' numbers, all at once, send them to the log, and forget them."""
+        named = [
+            (step, name, value)
+            for step, report, _ in self.steps
+            for name, value in {"loss": report.loss, **report.scalars}.items()
+        ]
+        numbers = iter(torch.stack([value for *_, value in named if isinstance(value, Tensor)]).tolist())
+        for step, name, value in named:
+            log.scalars({f"train/{name}": next(numbers) if isinstance(value, Tensor) else value}, step)
+        self.steps.clear()
+        self.numbers = [0] * len(self.numbers)
+
+    def raise_nonfinite(self, epoch: int) -> None:
+        """End all ranks, naming the items of the ranks whose loss is not finite.
+
+        Raises:
+            NonFiniteLossError: always.
+        """
+        step, report, indices = next(taken for taken in self.steps if taken[1].skipped)
+        own, noun = "", self.objective.noun
+        if not math.isfinite(report.loss.item()):
+            files = [self.objective.source.location(index) for index in torch.cat(indices).tolist()]
+            logger.error("%ss of the batch whose loss is %s: %s", noun, report.loss.item(), ", ".join(files))
+            more = len(files) - NUM_FILES_SHOWN
+            shown = ", ".join(files[:NUM_FILES_SHOWN]) + (f" and {more} more, all in the log" if more > 0 else "")
+            own = f"rank {rank()}: loss {report.loss.item()}, {noun}s {shown}"
+        reports = list(filter(None, all_gather_object(own)))
+        what = "loss is" if reports else "gradients are"
+        numbers = ", ".join(f"{name.replace('_', ' ')} {float(value):.3g}" for name, value in report.scalars.items())
+        raise NonFiniteLossError(
+            f"the {what} not finite at step {step - 1} (epoch {epoch}), {numbers}; "
+            f"{'; '.join(reports) or 'the loss was finite on every rank'}. No weights were changed from this step on, "
+            f"and the last checkpoint stays. Try --precision fp32, a lower --lr or --clip_grad, or look at the "
+            f"{noun}s named"
+        )

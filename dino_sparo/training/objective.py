@@ -1,0 +1,192 @@
+"""The contract between an objective (DINO, CLIP, ...) and the trainer.
+
+An objective builds its networks, its loss and its data. It takes steps, and says what to look at after an epoch. What
+is the same for all objectives (resuming, saving, signals, faults, logs) stands in the other files of this folder. They
+never ask which objective they serve.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
+
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from dino_sparo.data import EpochSampler
+from dino_sparo.logs import RunLog
+from dino_sparo.training.updates import Updater
+
+
+@runtime_checkable
+class TrainingBatch(Protocol):
+    """What the trainer needs to know of a batch.
+
+    Attributes:
+        indices: (B,), places in the source.
+        corrupt: (location, reason) of each item that could not be read and was replaced.
+    """
+
+    indices: Int64[Tensor, "B"]
+    corrupt: list[tuple[str, str]]
+
+
+B = TypeVar("B", bound=TrainingBatch)
+
+
+@runtime_checkable
+class Source(Protocol):
+    """What the trainer needs to know of a collection of images or pairs."""
+
+    def __len__(self) -> int:
+        """Number of items."""
+
+    def location(self, index: int) -> str:
+        """Where an item lies, for messages."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What a step reports; tensors stay on the device, unread.
+
+    Attributes:
+        loss: of this rank, nats.
+        skipped: (), 1 if the loss on this rank or the gradients on any are not finite, so that nothing was updated.
+        scalars: what is logged of every step beside the loss, the learning rate first.
+    """
+
+    loss: Float[Tensor, ""]
+    skipped: Float[Tensor, ""]
+    scalars: dict[str, Tensor | float]
+
+
+@dataclass(frozen=True)
+class EpochResult:
+    """What an objective measures after an epoch.
+
+    Attributes:
+        values: named numbers for the log.
+        score: of an evaluation, percent; the run keeps the checkpoint with the highest. None where none was made.
+    """
+
+    values: dict[str, float] = field(default_factory=dict)
+    score: float | None = None
+
+
+class Training(ABC, Generic[B]):
+    """Everything that a step needs and changes: networks, loss, and the updater.
+
+    Attributes:
+        updater: gradients -> weights.
+    """
+
+    updater: Updater
+
+    @property
+    @abstractmethod
+    def modules(self) -> dict[str, nn.Module]:
+        """What a checkpoint holds the weights of, by its keys; without DDP."""
+
+    @abstractmethod
+    def trial_loss(self, batch: B) -> Float[Tensor, ""]:
+        """The loss of a batch as a step computes it; moves nothing but buffers."""
+
+    def compile(self) -> None:
+        """Compile the networks for the shapes of the first batch that they meet."""
+        for module in self.modules.values():
+            module.compile(dynamic=False)
+
+    def uncompile(self) -> None:
+        """Take `compile` back."""
+        for module in self.modules.values():
+            module._compiled_call_impl = None
+
+    def train(self) -> None:
+        """Put the networks into training mode."""
+        for module in self.modules.values():
+            module.train()
+
+
+class Objective(ABC, Generic[B]):
+    """One way to train the encoder.
+
+    Attributes:
+        noun: what the data consist of, "image" or "pair"; for messages and the checkpoint's keys.
+        score_name: the checkpoint's key of the best score so far.
+        counters: the checkpoint's key of what is counted in an epoch -> its name in the log. The first counts the items
+            that could not be read.
+        fixed_options: what the optimizer's state depends on, so that a run cannot go on with another.
+        harmless_options: what may change, beside `run.HARMLESS_OPTIONS`, without making it another run.
+        source: the data.
+        sampler: which items come when.
+        loader: their batches.
+        training: networks, loss, updater.
+        num_left_out: samples that the source left out when it was opened.
+    """
+
+    noun: ClassVar[str]
+    score_name: ClassVar[str]
+    counters: ClassVar[Mapping[str, str]]
+    fixed_options: ClassVar[Sequence[str]] = ()
+    harmless_options: ClassVar[Sequence[str]] = ()
+
+    source: Source
+    sampler: EpochSampler
+    loader: DataLoader
+    training: Training[B]
+    num_left_out: int = 0
+
+    @property
+    def updater(self) -> Updater:
+        """Gradients -> weights."""
+        return self.training.updater
+
+    @property
+    @abstractmethod
+    def description(self) -> dict[str, Any]:
+        """How the networks are built: the checkpoint's entry that `load_encoder` or `load_clip` reads."""
+
+    @abstractmethod
+    def check_same_model(self, checkpoint: Mapping[str, Any], source: str) -> None:
+        """Refuse to resume a checkpoint of another model.
+
+        Raises:
+            CheckpointError: names what differs.
+        """
+
+    @abstractmethod
+    def start_from(self, source: str) -> str:
+        """Start from the weights in a file; returns the log's words for what was taken.
+
+        Raises:
+            CheckpointError: the weights do not fit.
+        """
+
+    @abstractmethod
+    def step(self, batches: list[B], epoch: int, is_last: bool) -> StepReport:
+        """Take one step.
+
+        Args:
+            batches: the step's micro-batches of this rank, on the device.
+            epoch: counted from 0.
+            is_last: whether the epoch, or the run, ends with this step.
+        """
+
+    @abstractmethod
+    def rehearsal_batch(self) -> B:
+        """A batch as the loader gives them, for `rehearsal.py`."""
+
+    def count(self, batch: B) -> tuple[int, ...]:
+        """How much of each of `counters` a batch holds."""
+        return (len(batch.corrupt),)
+
+    def after_epoch(self, epoch: int, means: Mapping[str, float], log: RunLog) -> EpochResult:
+        """Look at the networks and evaluate them; every rank calls this.
+
+        Args:
+            epoch: the one that has ended, counted from 0.
+            means: of the epoch's numbers.
+            log: for pictures.
+        """
+        return EpochResult()

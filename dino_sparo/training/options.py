@@ -1,0 +1,70 @@
+"""The options of a run that all objectives share."""
+
+import argparse
+
+
+def add_compute_options(group: argparse._ArgumentGroup, networks: str) -> None:
+    """Precision, compiling, memory.
+
+    Args:
+        group: to add to.
+        networks: what `--grad_checkpointing` is about, for its help.
+    """
+    group.add_argument(
+        "--precision",
+        default="auto",
+        choices=["auto", "bf16", "fp16", "fp32"],
+        help="Precision of the forward passes; auto is bf16 where the device computes in it, else fp32. The loss is "
+        "fp32 in any case.",
+    )
+    group.add_argument(
+        "--compile",
+        default="auto",
+        choices=["auto", "on", "off"],
+        help="torch.compile of networks and loss, which takes a minute or two at the start; auto does so on GPUs.",
+    )
+    group.add_argument(
+        "--grad_checkpointing",
+        action="store_true",
+        help=f"Compute the blocks of {networks} twice instead of keeping what is in them: less memory, a third slower.",
+    )
+    group.add_argument(
+        "--memory_report", action="store_true", help="Say at the start what weights, gradients and activations take."
+    )
+
+
+def add_run_options(parser: argparse.ArgumentParser, saveckp_freq: int) -> argparse._ArgumentGroup:
+    """Where a run is saved, and how often.
+
+    Args:
+        parser: to add to.
+        saveckp_freq: default of `--saveckp_freq`.
+
+    Returns:
+        The group, for what an objective adds.
+    """
+    group = parser.add_argument_group("run")
+    group.add_argument("--output_dir", default=".", help="Where checkpoints and logs go; a run there is resumed.")
+    group.add_argument(
+        "--saveckp_freq", type=int, default=saveckp_freq, help="Keep a checkpoint every so many epochs; 0: never."
+    )
+    group.add_argument(
+        "--saveckp_minutes",
+        type=float,
+        default=30.0,
+        help="Also save after so many minutes within an epoch: what a crash can cost at most; 0: only after epochs.",
+    )
+    group.add_argument(
+        "--keep_checkpoints",
+        type=int,
+        default=3,
+        help="How many of the last checkpoints stay; if the newest is damaged, the one before it is used.",
+    )
+    group.add_argument(
+        "--allow_rescale",
+        action="store_true",
+        help="Go on from a checkpoint with another batch or number of processes: schedules and the position in the "
+        "epoch follow from the items seen. Without this option the run refuses.",
+    )
+    group.add_argument("--seed", type=int, default=0, help="Of weights, order, crops and everything else drawn.")
+    return group

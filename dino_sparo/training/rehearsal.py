@@ -1,0 +1,126 @@
+"""A step without its updates: compile the networks for it, and say what it keeps in memory."""
+
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dino_sparo.logs import peak_memory
+from dino_sparo.training.objective import Objective, Training
+
+logger = logging.getLogger(__name__)
+
+# Of one function: every block is a variant (its rate of stochastic depth is a constant), for every size of crop.
+MAX_COMPILED_VARIANTS = 256
+
+
+def prepare_step(objective: Objective[Any], compile_option: str, report_memory: bool) -> None:
+    """Compile, and say what a step takes, if the options ask for it.
+
+    Args:
+        objective: its networks are compiled in place; weights, statistics and gradients stay as they are.
+        compile_option: of `--compile`: `on`, `off`, or `auto`, which compiles on GPUs.
+        report_memory: whether to log what a step keeps in memory.
+    """
+    compiles = compile_option == "on" or (compile_option == "auto" and objective.updater.device.type == "cuda")
+    if not (compiles or report_memory):
+        return
+    batch = objective.rehearsal_batch()
+    if compiles:
+        compile_networks(objective.training, batch)
+    if report_memory:
+        for part, size in memory_report(objective.training, batch).items():
+            logger.info("memory of a step: %-12s %8.1f MiB", part, size / 2**20)
+
+
+def compile_networks(training: Training[Any], batch: Any) -> bool:
+    """Compile the networks for the shapes of a batch, and rehearse a step to see that it works.
+
+    If it does not, all run as they are, after one warning. A later change of shapes is an error, not a silent return to
+    uncompiled code.
+
+    Args:
+        training: changed in place, but for weights, statistics and gradients.
+        batch: as the loader gives them.
+
+    Returns:
+        Whether they are compiled now.
+    """
+    for name in ("recompile_limit", "cache_size_limit"):  # the second is the older name
+        if hasattr(torch._dynamo.config, name):
+            setattr(torch._dynamo.config, name, MAX_COMPILED_VARIANTS)
+    if hasattr(torch._dynamo.config, "fail_on_recompile_limit_hit"):
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
+    training.compile()
+    begin = time.monotonic()
+    try:
+        rehearse(training, batch)
+    except Exception as error:  # compilers fail in ways of their own
+        training.uncompile()
+        logger.warning(
+            "torch.compile does not work here, so the networks run uncompiled (%s: %s); --compile off says that first",
+            type(error).__name__,
+            (str(error).strip().splitlines() or [""])[0],
+        )
+        return False
+    logger.info("compiled in %.0f s", time.monotonic() - begin)
+    return True
+
+
+def rehearse(training: Training[Any], batch: Any) -> int:
+    """Take a step without the updates: weights, statistics and gradients are afterwards as they were before.
+
+    Args:
+        training: left as it is.
+        batch: one micro-batch as the loader gives it.
+
+    Returns:
+        Bytes that the forward passes keep for the backward pass, without the parameters.
+    """
+    buffers = {name: value.clone() for name, value in _buffers(training)}
+    kept: dict[int, int] = {}
+    owned = {parameter.untyped_storage().data_ptr() for parameter in training.updater.parameters}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in owned:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    training.train()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = training.trial_loss(batch)
+    (0 * loss).backward()
+    training.updater.optimizer.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        for name, value in _buffers(training):
+            value.copy_(buffers[name])
+    return sum(kept.values())
+
+
+def _buffers(training: Training[Any]) -> Iterator[tuple[str, Tensor]]:
+    for key, module in training.modules.items():
+        for name, value in module.named_buffers():
+            yield f"{key}.{name}", value
+
+
+def memory_report(training: Training[Any], batch: Any) -> dict[str, int]:
+    """What a step keeps in memory, bytes, by part; a rehearsal measures the activations.
+
+    Args:
+        training: left as it is.
+        batch: one micro-batch as the loader gives it.
+    """
+    updater = training.updater
+    trained = sum(parameter.nbytes for parameter in updater.parameters if parameter.requires_grad)
+    states = 2 if isinstance(updater.optimizer, torch.optim.AdamW) else 1  # of the size of the weights
+    parts = {name: _num_bytes(module) for name, module in training.modules.items()}
+    parts |= {"gradients": trained, "optimizer": states * trained, "activations": rehearse(training, batch)}
+    return {**parts, "sum": sum(parts.values()), "peak so far": peak_memory(updater.device)}
+
+
+def _num_bytes(module: nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))

@@ -1,0 +1,358 @@
+"""A run of any objective from its options: build, resume, epochs, save.
+
+`train` is what `main_dino.py` and `clip/train.py` call. What happens within an epoch is `loop.py`. Starting the same
+command again goes on from the last checkpoint.
+"""
+
+import argparse
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from signal import Signals
+from typing import Any
+
+from dino_sparo.checkpoint import (
+    CheckpointError,
+    CheckpointFolder,
+    load_checkpoint,
+    load_strictly,
+    random_state,
+    restore_random_state,
+)
+from dino_sparo.distributed import (
+    Distributed,
+    all_gather_object,
+    all_or_none,
+    broadcast_object,
+    faults_named,
+    init_distributed,
+    on_rank_0,
+    rank,
+    world_size,
+)
+from dino_sparo.evaluation.protocol import git_hash, plain, versions
+from dino_sparo.logs import RunLog, log_options, setup_logging
+from dino_sparo.preemption import Agreement, StopSignals, Watchdog, hand_over
+from dino_sparo.training.loop import Progress, Stretch, train_one_epoch
+from dino_sparo.training.objective import Objective
+from dino_sparo.training.rehearsal import prepare_step
+
+logger = logging.getLogger(__name__)
+
+# What may change without making it another run; init_from said how it began.
+HARMLESS_OPTIONS = {
+    *("output_dir", "num_workers", "max_steps", "device", "dist_url", "local_rank", "download", "init_from"),
+    *("saveckp_freq", "saveckp_minutes", "keep_checkpoints", "max_corrupt", "allow_rescale", "dist_timeout_min"),
+    *("memory_report", "grad_checkpointing"),
+}
+
+
+@dataclass
+class Run:
+    """A run between two steps.
+
+    Attributes:
+        objective: networks, loss, data.
+        args: the options.
+        progress: of the epoch under way.
+        checkpoints: where the run is saved.
+        agreement: when the ranks agree on what to do next.
+        best_score: the highest so far, percent.
+    """
+
+    objective: Objective[Any]
+    args: argparse.Namespace
+    progress: Progress
+    checkpoints: CheckpointFolder
+    agreement: Agreement
+    best_score: float = 0.0
+
+    @property
+    def scale(self) -> dict[str, int]:
+        """What a step's number counts: steps of this many items, of a data set of this size."""
+        return {
+            f"num_{self.objective.noun}s": len(self.objective.source),
+            "global_batch": self.objective.sampler.global_batch_size,
+            "steps_per_epoch": self.objective.sampler.steps_per_epoch,
+        }
+
+
+def train(
+    args: argparse.Namespace,
+    check_options: Callable[[argparse.Namespace], None],
+    fill_in_defaults: Callable[[argparse.Namespace], dict[str, Any]],
+    build: Callable[[argparse.Namespace, Distributed], Objective[Any]],
+) -> None:
+    """Build everything the options describe, resume if there is something to resume, train.
+
+    SIGUSR2, SIGTERM and Ctrl-C end the run after the next few steps, with a checkpoint.
+
+    Args:
+        args: the options.
+        check_options: refuses numbers that cannot be, before anything is opened.
+        fill_in_defaults: sets the options whose defaults depend on the run, and returns the defaults of all options;
+            the log begins with the options that differ from these.
+        build: makes the objective.
+
+    Raises:
+        ValueError: options that do not fit each other, the data or the checkpoint; nothing was overwritten.
+        NonFiniteLossError, TooManyCorruptError: from training; the last checkpoint stays as it is.
+        FaultError: a process or a worker died or hangs; the last checkpoint stays, and starting again goes on from it.
+        RunStopped: a signal ended the run after it had saved.
+    """
+    with StopSignals() as signals, faults_named(args.dist_timeout_min):
+        place = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
+        output_dir = Path(args.output_dir)
+        with all_or_none(f"preparing {output_dir}"):
+            check_options(args)
+            output_dir.mkdir(parents=True, exist_ok=True)
+            setup_logging(output_dir)
+        log_options(vars(args), fill_in_defaults(args))
+        objective = build(args, place)
+        prepare_step(objective, args.compile, args.memory_report)
+        run = Run(
+            objective,
+            args,
+            Progress(dict.fromkeys(objective.counters, 0)),
+            CheckpointFolder(output_dir, args.keep_checkpoints),
+            Agreement(signals, args.saveckp_minutes, place.device),
+        )
+        if args.init_from:
+            start_from(run, args.init_from)
+        log_step = resume(run)
+        log = RunLog(output_dir, log_step, objective.updater.step // objective.sampler.steps_per_epoch)
+        signals.begin_training()
+        try:
+            stop = train_epochs(run, log)
+        finally:
+            log.close()
+        if stop is not None:
+            hand_over(signals, stop, objective.updater.step)
+
+
+def start_from(run: Run, source: str) -> None:
+    """Start from other weights, unless there is a checkpoint to resume.
+
+    Raises:
+        CheckpointError: the weights do not fit.
+    """
+    if run.checkpoints.newest.is_file():
+        logger.info("--init_from %s is ignored: %s goes on", source, run.checkpoints.newest)
+    else:
+        logger.info("%s", run.objective.start_from(source))
+
+
+# ---- resume
+
+
+def resume(run: Run) -> int | None:
+    """Go on from the newest sound checkpoint, if there is one.
+
+    Returns:
+        The step after which TensorBoard's files are written anew; None if the steps are counted in another way now.
+
+    Raises:
+        CheckpointError: none is sound, or it is of another model, or counts its steps towards other data or batches.
+    """
+    newest: list[Path | None] = []
+    on_rank_0(lambda: newest.append(run.checkpoints.find()), "looking for a checkpoint")
+    path = broadcast_object(newest[0] if newest else None)
+    if path is None:
+        return 0
+    with all_or_none(f"reading {path}"):
+        checkpoint = load_checkpoint(path)
+        run.objective.check_same_model(checkpoint, str(path))
+        is_rescaled = _is_rescaled(checkpoint, run.scale)
+        _check_same_scale(run, checkpoint, str(path), may_differ=is_rescaled and run.args.allow_rescale)
+        load_state(run, checkpoint, str(path))
+    if is_rescaled:
+        rescale(run, checkpoint)
+    before, now = checkpoint["args"], plain(vars(run.args))
+    for name in sorted(before.keys() & now.keys() - HARMLESS_OPTIONS - set(run.objective.harmless_options)):
+        if before[name] != now[name]:
+            logger.warning("--%s was %s and is now %s: the run will not be what it was", name, before[name], now[name])
+    logger.info("resumed %s: %d epochs, %d steps done", path, checkpoint["epoch"], run.objective.updater.step)
+    return None if is_rescaled else run.objective.updater.step
+
+
+def _is_rescaled(checkpoint: Mapping[str, Any], scale: Mapping[str, int]) -> bool:
+    """Whether the same data come in batches of another size than when the checkpoint was written."""
+    num_items, *_ = scale
+    differs = [name for name, value in scale.items() if checkpoint.get(name, value) != value]
+    return bool(differs) and num_items not in differs
+
+
+def _check_same_scale(run: Run, checkpoint: Mapping[str, Any], path: str, may_differ: bool) -> None:
+    """Refuse other data, other options that the optimizer's state depends on, and other batches unless allowed."""
+    before, now = checkpoint["args"], plain(vars(run.args))
+    fixed = run.objective.fixed_options
+    differing = [(f"--{name}", before[name], now[name]) for name in fixed if before[name] != now[name]]
+    if not may_differ:
+        numbers = ((name, checkpoint.get(name, value), value) for name, value in run.scale.items())
+        differing += [(name, old, new) for name, old, new in numbers if old != new]
+    if differing:
+        noun = run.objective.noun
+        remedy = f"; or --allow_rescale, to go on from the {noun}s seen so far" * _is_rescaled(checkpoint, run.scale)
+        raise CheckpointError(
+            f"{path} cannot be resumed: "
+            + ", ".join(f"{name} was {old} and is now {new}" for name, old, new in differing)
+            + f". Give the same {noun}s, batch size and number of processes, or another --output_dir{remedy}"
+        )
+
+
+def rescale(run: Run, checkpoint: Mapping[str, Any]) -> None:
+    """Go on with another batch: the step becomes the one at which as many items of the epoch were seen, rounded down.
+
+    The schedules are those of the new batch, read at that step, so they go on where they were as functions of the items
+    seen (DINO's learning rate scaled with the batch).
+    """
+    updater, sampler = run.objective.updater, run.objective.sampler
+    num_items = checkpoint[f"num_{run.objective.noun}s"]
+    before = updater.step
+    epoch, steps = divmod(before, checkpoint["steps_per_epoch"])
+    batch = checkpoint.get("global_batch", num_items // checkpoint["steps_per_epoch"])
+    seen = min(steps * batch // sampler.global_batch_size, sampler.steps_per_epoch - 1)
+    updater.step = epoch * sampler.steps_per_epoch + seen
+    run.progress.clear()
+    logger.warning(
+        "--allow_rescale: step %d with batches of %d %ss is step %d with %d; this run is not the one that was begun",
+        before,
+        batch,
+        run.objective.noun,
+        updater.step,
+        sampler.global_batch_size,
+    )
+
+
+# ---- epochs
+
+
+def train_epochs(run: Run, log: RunLog) -> Signals | None:
+    """The epochs that are left: train, evaluate, log, save.
+
+    An epoch that `--max_steps` or a signal cuts short is saved, but neither evaluated nor logged in log.txt: its rest
+    comes later.
+
+    Returns:
+        The signal that ended the run early, or None.
+    """
+    args, updater, sampler = run.args, run.objective.updater, run.objective.sampler
+    end_step = args.epochs * sampler.steps_per_epoch
+    if args.max_steps is not None:
+        end_step = min(end_step, args.max_steps)
+    begin, stop = time.monotonic(), None
+    while updater.step < end_step and stop is None:
+        epoch, start_step = divmod(updater.step, sampler.steps_per_epoch)
+        sampler.set_epoch(epoch, start_step)
+        with Watchdog(args.dist_timeout_min) as watchdog:
+            means, stop = train_one_epoch(
+                run.objective,
+                run.progress,
+                Stretch(epoch, sampler.steps_per_epoch, end_step),
+                log,
+                run.agreement,
+                partial(save, run, epoch),
+                watchdog,
+                args.max_corrupt,
+            )
+        if updater.step % sampler.steps_per_epoch == 0:
+            finish_epoch(run, log, epoch, means)
+        elif stop is None:
+            save(run, epoch)
+    if stop is None:
+        seconds = time.monotonic() - begin
+        logger.info("done: %d steps in %.0f s, %s", updater.step, seconds, run.checkpoints.newest)
+    return stop
+
+
+def finish_epoch(run: Run, log: RunLog, epoch: int, means: dict[str, float]) -> None:
+    """Evaluate, log, save."""
+    args, step = run.args, run.objective.updater.step
+    result = run.objective.after_epoch(epoch, means, log)
+    values = {f"train_{name}": value for name, value in means.items()} | result.values
+    copies = []
+    if result.score is not None and result.score > run.best_score:
+        run.best_score = result.score
+        copies.append("checkpoint_best.pth")
+    if args.saveckp_freq and epoch % args.saveckp_freq == 0:
+        copies.append(f"checkpoint{epoch:04}.pth")
+    logger.info("epoch %d, step %d: %s", epoch, step, "  ".join(f"{k} {v:.4g}" for k, v in values.items()))
+    log.scalars({f"epoch/{name}": value for name, value in values.items()}, step)
+    # The line first: a run killed in between takes the epoch again, and drops the line when it resumes.
+    log.write_epoch({**values, "epoch": epoch, "step": step})
+    save(run, epoch + 1, copies)
+    run.agreement.saved()
+
+
+# ---- save
+
+
+def save(run: Run, epochs_done: int, copies: Sequence[str] = ()) -> None:
+    """Write a checkpoint, and copies beside it that later saves do not overwrite; every rank calls this.
+
+    Args:
+        run: what to save.
+        epochs_done: whole epochs.
+        copies: names of the copies.
+
+    Raises:
+        CheckpointError: on every rank, if rank 0 could not write; the checkpoint before stays.
+    """
+    checkpoint = {
+        **state(run),
+        **run.scale,
+        **run.objective.description,
+        "epoch": epochs_done,
+        run.objective.score_name: run.best_score,
+        "args": plain(vars(run.args)),
+        "versions": {**versions(), "git": git_hash()},
+    }
+    on_rank_0(lambda: run.checkpoints.save(checkpoint, copies), "saving a checkpoint")
+    logger.info("saved at step %d", run.objective.updater.step)
+
+
+def state(run: Run) -> dict[str, Any]:
+    """All that a run needs to go on, under a checkpoint's names; every rank calls this, rank 0 has use for it.
+
+    `ranks` holds what belongs to one process: its random numbers (which nothing reads between two steps, since a step
+    seeds its own) and its part of the epoch's means.
+    """
+    updater = run.objective.updater
+    own = {"rng": random_state(updater.device), "meters": run.progress.meters.state_dict()}
+    values = {
+        **{name: module.state_dict() for name, module in run.objective.training.modules.items()},
+        "optimizer": updater.optimizer.state_dict(),
+        "step": updater.step,
+        **run.progress.counts,
+        "ranks": all_gather_object(own),
+    }
+    return values if updater.scaler is None else {**values, "fp16_scaler": updater.scaler.state_dict()}
+
+
+def load_state(run: Run, checkpoint: Mapping[str, Any], source: str) -> None:
+    """Go on from what `state` returned on rank 0.
+
+    Args:
+        run: changed in place.
+        checkpoint: the values.
+        source: their file, for messages.
+
+    Raises:
+        CheckpointError: weights that do not fit the networks.
+    """
+    updater = run.objective.updater
+    for name, module in run.objective.training.modules.items():
+        load_strictly(module, checkpoint[name], f"{source} ({name})")
+    updater.optimizer.load_state_dict(checkpoint["optimizer"])
+    if updater.scaler is not None and "fp16_scaler" in checkpoint:
+        updater.scaler.load_state_dict(checkpoint["fp16_scaler"])
+    updater.step = checkpoint["step"]
+    run.progress.counts = {name: checkpoint.get(name, 0) for name in run.progress.counts}
+    run.best_score = checkpoint[run.objective.score_name]
+    ranks = checkpoint.get("ranks", [])
+    if len(ranks) == world_size():
+        restore_random_state(ranks[rank()]["rng"], updater.device)
+        run.progress.meters.load_state_dict(ranks[rank()]["meters"])

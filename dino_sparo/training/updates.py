@@ -1,0 +1,119 @@
+"""Gradients -> weights, for every objective: precision, accumulation, schedules, and steps that are skipped.
+
+An objective's step calls these in its own order; see `dino/step.py` and `clip/step.py`. Nothing here reads the device.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dino_sparo.distributed import rank
+from dino_sparo.optim import gradient_norms, skip_update_where
+
+# Hyperparameter of a parameter group ("lr", "weight_decay") -> its values, one per step of the run.
+GroupSchedule = Mapping[str, np.ndarray]
+
+
+@dataclass
+class Updater:
+    """The optimizer and everything around it.
+
+    Attributes:
+        optimizer: of the trained network.
+        schedules: one per parameter group.
+        parameters: of the trained network, in its order.
+        device: where to compute.
+        dtype: of autocast; float32 switches it off.
+        accum_steps: micro-batches per step.
+        seed: of what is random within a step (stochastic depth).
+        step: steps taken so far.
+        scaler: of fp16's gradients; None in other precisions.
+        nonfinite: () 1 from the step on whose loss or gradients were not finite on some rank; no weights change then.
+    """
+
+    optimizer: torch.optim.Optimizer
+    schedules: Sequence[GroupSchedule]
+    parameters: list[nn.Parameter]
+    device: torch.device
+    dtype: torch.dtype = torch.float32
+    accum_steps: int = 1
+    seed: int = 0
+    step: int = 0
+    scaler: torch.amp.GradScaler | None = field(init=False)
+    nonfinite: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.scaler = torch.amp.GradScaler(self.device.type) if self.dtype == torch.float16 else None
+        self.nonfinite = torch.zeros((), device=self.device)
+
+    def begin_step(self) -> None:
+        """Set the step's hyperparameters, forget the last step's gradients, seed what is random."""
+        for group, schedule in zip(self.optimizer.param_groups, self.schedules, strict=True):
+            group.update({name: float(values[self.step]) for name, values in schedule.items()})
+        self.optimizer.zero_grad(set_to_none=True)
+        # Stochastic depth is a function of (seed, step, rank), so that resuming needs no random state.
+        words = np.random.SeedSequence((self.seed % 2**64, self.step, rank())).generate_state(1, np.uint64)
+        torch.manual_seed(int(words[0]))
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """The precision of the forward passes."""
+        return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
+
+    @staticmethod
+    def gradient_sync(model: nn.Module, is_last: bool) -> AbstractContextManager[None]:
+        """DDP averages gradients once per step, with the last micro-batch."""
+        if isinstance(model, DistributedDataParallel) and not is_last:
+            return model.no_sync()
+        return nullcontext()
+
+    def backward(self, value: Float[Tensor, ""], loss: Float[Tensor, ""], parts: int = 1) -> None:
+        """Add the gradients of `value` / `parts`.
+
+        They are NaN if the loss is not finite, or was not in an earlier step. Their mean carries that to all ranks, so
+        that no rank updates its weights.
+
+        Args:
+            value: what to differentiate.
+            loss: what has to be finite.
+            parts: micro-batches that share a step.
+        """
+        is_fine = loss.detach().isfinite() & (self.nonfinite == 0)
+        scaled = value if self.scaler is None else self.scaler.scale(value)
+        (scaled / parts * torch.where(is_fine, 1.0, math.nan)).backward()
+
+    def finish_gradients(self, loss: Float[Tensor, ""]) -> Float[Tensor, "P"]:
+        """Undo fp16's scale, and note if the loss or a gradient is not finite.
+
+        Args:
+            loss: of the step.
+
+        Returns:
+            The norm of every gradient there is, (P,).
+        """
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        norms = gradient_norms(self.parameters)
+        # The scaler expects gradients that overflow, skips them and scales less; a loss that does is another matter.
+        is_bad = ~(loss if self.scaler is not None else loss + norms.sum()).isfinite()
+        self.nonfinite.clamp_(min=is_bad.float())
+        return norms
+
+    def update(self) -> None:
+        """Let the optimizer change the weights, unless something was not finite."""
+        if self.scaler is None:
+            skip_update_where(self.optimizer, self.nonfinite)
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+    def hyperparameter(self, name: str) -> float:
+        """The first group's value of a schedule at this step."""
+        return float(self.schedules[0][name][self.step])
