@@ -39,6 +39,8 @@ from dino_sparo.cli import (
     add_architecture_options,
     add_device_options,
     add_normalization_options,
+    add_source_options,
+    add_split_option,
     bool_flag,
     errors_in_one_line,
 )
@@ -87,6 +89,7 @@ from dino_sparo.logs import Meters, RunLog, setup_logging
 from dino_sparo.loss import NUM_TEACHER_CROPS, DINOLoss, diagnose_collapse
 from dino_sparo.optim import OPTIMIZERS, cosine_schedule, create_optimizer, param_groups
 from dino_sparo.preemption import Agreement, StopSignals, Watchdog, hand_over
+from dino_sparo.sources import ImageLimits, TableColumns
 
 logger = logging.getLogger("main_dino")
 
@@ -103,6 +106,7 @@ FIXED_OPTIONS = ("optimizer", "norm_last_layer", "use_bn_in_head")
 HARMLESS_OPTIONS = {
     *("output_dir", "num_workers", "max_steps", "device", "dist_url", "local_rank", "download", "init_from"),
     *("saveckp_freq", "saveckp_minutes", "keep_checkpoints", "knn_freq", "max_corrupt"),
+    *("max_image_mb", "max_image_mpix"),
     *("allow_rescale", "dist_timeout_min", "memory_report"),
 }
 # Errors of training that end with one line, since the user can mend their cause.
@@ -117,6 +121,7 @@ def get_args_parser() -> argparse.ArgumentParser:
         "main_dino.py", description="Pretrain with DINO + SPARO.", formatter_class=HelpFormatter, add_help=False
     )
     _add_data_options(parser)
+    add_source_options(parser)
     _add_crop_options(parser)
     add_normalization_options(parser)
     add_architecture_options(parser)
@@ -133,9 +138,10 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--data_path",
         default="scenes",
-        help="Where the images are: a folder, a list (.txt) or table (.csv) of paths, tar shards "
+        help="Where the images are: a folder, a list (.txt) or table (.csv, .tsv, .jsonl) of paths, tar shards "
         "(shard-{000..099}.tar), a torchvision set (cifar10:DIR), or the built-in scenes (scenes:NUMBER:SIZE).",
     )
+    add_split_option(group)
     group.add_argument("--download", action="store_true", help="Let a torchvision set download itself.")
     group.add_argument(
         "--max_corrupt", type=float, default=0.01, help="Share of unreadable images above which the run stops."
@@ -413,7 +419,13 @@ class Run:
 def build_run(args: argparse.Namespace, place: Distributed, signals: StopSignals) -> Run:
     """Images, networks, loss, optimizer and schedules from the options."""
     with rank_0_first(f"opening {args.data_path}"):
-        source = open_source(args.data_path, download=args.download)
+        source = open_source(
+            args.data_path,
+            args.split,
+            args.download,
+            columns=TableColumns(args.path_column, args.label_column, args.split_column),
+            limits=ImageLimits(args.max_image_mb, args.max_image_mpix),
+        )
     require_same(len(source), "the number of images")
     if args.knn_freq:
         require_labels(source)

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 from dino_sparo.backbone import ARCHITECTURES
@@ -16,6 +16,7 @@ from dino_sparo.data import IMAGENET_MEAN, IMAGENET_STD
 from dino_sparo.distributed import FAULT_STATUS, FaultError, shutdown, world_size
 from dino_sparo.preemption import RunStopped
 from dino_sparo.readout import READOUTS
+from dino_sparo.sources import ImageLimits
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -114,6 +115,45 @@ def add_architecture_options(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="Start the encoder from the weights in this file: a checkpoint, or a DINO or timm ViT of the same width "
         "and patch size. The read-out and the head start at random; a resumed run takes its own weights.",
+    )
+
+
+def add_source_options(parser: argparse.ArgumentParser, columns: Sequence[str] = ("path", "label", "split")) -> None:
+    """How the files of --data_path are read.
+
+    Args:
+        parser: gets the options.
+        columns: of a table, which can be named.
+    """
+    group = parser.add_argument_group("files of images")
+    for name, holds in (("path", "paths"), ("label", "labels"), ("split", "splits")):
+        if name in columns:
+            group.add_argument(
+                f"--{name}_column", default=None, help=f"Column of the {holds} in a table, if it has no usual name."
+            )
+    limits = ImageLimits()
+    group.add_argument(
+        "--max_image_mb",
+        type=float,
+        default=limits.max_mb,
+        help="Largest image file, 10^6 bytes; larger ones count as unreadable.",
+    )
+    group.add_argument(
+        "--max_image_mpix",
+        type=float,
+        default=limits.max_mpix,
+        help="Largest image, 10^6 pixels; larger ones count as unreadable. Decoding takes up to 8 bytes per pixel in "
+        "each process that loads images.",
+    )
+
+
+def add_split_option(group: argparse._ArgumentGroup) -> None:
+    """Which of the images of --data_path are trained on."""
+    group.add_argument(
+        "--split",
+        default=None,
+        help="Part of --data_path to train on: the name of a subfolder, list, table or shards in it, or a word in a "
+        "table's column of splits; all for everything. Left out: train wherever there is such a part, else everything.",
     )
 
 

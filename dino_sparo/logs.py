@@ -46,7 +46,7 @@ def setup_logging(output_dir: Path | None = None) -> None:
     formatter = logging.Formatter(f"%(asctime)s %(levelname).1s{where} %(message)s", datefmt="%H:%M:%S")
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
     if output_dir is not None and is_main():
-        handlers.append(logging.FileHandler(output_dir / "run.log"))
+        handlers.append(logging.FileHandler(output_dir / "run.log", encoding="utf-8", errors="backslashreplace"))
     for handler in handlers:
         handler.setFormatter(formatter)
         handler.is_dino_sparo = True  # type: ignore[attr-defined]

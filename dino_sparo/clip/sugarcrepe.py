@@ -11,7 +11,6 @@ compositionality"; SPARO, section 4.1 and tables 4 and 0.B.1.
 """
 
 import argparse
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from dino_sparo.clip.protocol import (
 )
 from dino_sparo.distributed import init_distributed
 from dino_sparo.logs import setup_logging
+from dino_sparo.sources.limits import parse_json
 
 logger = logging.getLogger("dino_sparo.clip.sugarcrepe")
 
@@ -128,7 +128,7 @@ def read_pairs(folder: Path) -> tuple[list[CaptionPair], int]:
 
 def _read_split(path: Path, split: str) -> list[CaptionPair]:
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
+        said = parse_json(path.read_text(encoding="utf-8"))
         # Keys are numbers with gaps in some of the files; they say nothing.
         rows = said.values() if isinstance(said, dict) else said
         return [CaptionPair(split, row["filename"], row["caption"], row["negative_caption"]) for row in rows]

@@ -55,6 +55,7 @@ from dino_sparo.logs import RunLog, setup_logging
 from dino_sparo.optim import cosine_schedule, create_optimizer
 from dino_sparo.preemption import Agreement, StopSignals, Watchdog, hand_over
 from dino_sparo.scenes import Ties
+from dino_sparo.sources import ImageLimits
 from dino_sparo.sources.tars import TarSource
 
 __all__ = ["MENDABLE_ERRORS", "check_options", "get_args_parser", "main", "train"]
@@ -67,6 +68,7 @@ FIXED_OPTIONS = ("beta1", "beta2", "eps")
 HARMLESS_OPTIONS = {
     *("output_dir", "num_workers", "max_steps", "device", "dist_url", "local_rank", "download", "init_from", "preset"),
     *("saveckp_freq", "saveckp_minutes", "keep_checkpoints", "max_corrupt", "dist_timeout_min"),
+    *("max_image_mb", "max_image_mpix"),
     *("zero_shot_freq", "zero_shot_path", "grad_accum_steps", "grad_checkpointing"),
 }
 # Errors of training that end with one line, since the user can mend their cause.
@@ -177,6 +179,9 @@ def build_run(args: argparse.Namespace, place: Distributed, signals: StopSignals
             Ties(*args.scene_ties),
             args.max_corrupt,
             args.download,
+            split=args.split,
+            split_column=args.split_column,
+            limits=ImageLimits(args.max_image_mb, args.max_image_mpix),
         )
     require_same(len(source), "the number of pairs")
     _note_few_shards(source, args.num_workers * place.world_size)

@@ -25,6 +25,7 @@ import torchvision
 
 from dino_sparo._version import __version__
 from dino_sparo.checkpoint import encoder_of, load_checkpoint, normalization_of
+from dino_sparo.cli import add_source_options
 from dino_sparo.data import (
     IMAGENET_MEAN,
     IMAGENET_STD,
@@ -35,6 +36,9 @@ from dino_sparo.data import (
 )
 from dino_sparo.distributed import PRECISIONS, rank_0_first
 from dino_sparo.encoder import Encoder, EncoderConfig, encoder_from_config
+from dino_sparo.sources import ImageLimits, TableColumns
+from dino_sparo.sources.decode import DEFAULT_LIMITS
+from dino_sparo.sources.tables import USUAL_COLUMNS
 
 logger = logging.getLogger(__name__)
 
@@ -152,12 +156,19 @@ def open_encoder(
     return untrained_encoder(config, seed)
 
 
-def open_splits(data_path: str, download: bool = False) -> tuple[ImageSource, ImageSource]:
+def open_splits(
+    data_path: str,
+    download: bool = False,
+    columns: TableColumns = USUAL_COLUMNS,
+    limits: ImageLimits = DEFAULT_LIMITS,
+) -> tuple[ImageSource, ImageSource]:
     """The labelled training and validation images of a data path.
 
     Args:
         data_path: anything `open_source` finds the splits `train` and `val` in.
         download: fetch a torchvision set that is not on disk.
+        columns: of a table, where they have other names than the usual ones.
+        limits: larger images count as unreadable.
 
     Returns:
         Sources of the splits `train` and `val`, their classes numbered alike.
@@ -170,7 +181,9 @@ def open_splits(data_path: str, download: bool = False) -> tuple[ImageSource, Im
             "--data_path is empty; give a folder with train/ and val/, a torchvision set such as cifar10:DIR, or scenes"
         )
     with rank_0_first():
-        train, val = open_source(data_path, "train", download), open_source(data_path, "val", download)
+        train, val = (
+            open_source(data_path, split, download, columns=columns, limits=limits) for split in ("train", "val")
+        )
     require_labels(train)
     return train, align_classes(val, train.classes or [])
 
@@ -261,7 +274,9 @@ def add_evaluation_options(parser: argparse.ArgumentParser, batch_size: int = 12
     group.add_argument("--seed", type=int, default=0, help="Of whatever is random: untrained weights, probes, crops.")
     group = parser.add_argument_group("images")
     group.add_argument(
-        "--data_path", default="", help="Folder with train/ and val/, torchvision set (cifar10:DIR), or scenes."
+        "--data_path",
+        default="",
+        help="Folder with train/ and val/, table with a column of splits, torchvision set (cifar10:DIR), or scenes.",
     )
     group.add_argument("--download", action="store_true", help="Fetch a torchvision set that is not on disk.")
     group.add_argument(
@@ -278,6 +293,7 @@ def add_evaluation_options(parser: argparse.ArgumentParser, batch_size: int = 12
         "to report numbers.",
     )
     group.add_argument("--batch_size_per_gpu", type=int, default=batch_size, help="Images per process and step.")
+    add_source_options(parser)
     group = parser.add_argument_group("computation and result")
     group.add_argument(
         "--precision", choices=sorted(PRECISIONS), default="fp32", help="Of the encoder; fp32 to report numbers."
