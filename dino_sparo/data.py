@@ -87,7 +87,7 @@ def require_labels(source: ImageSource) -> Int64[np.ndarray, "I"]:
     if source.labels is None:
         raise ValueError(
             f"{source.name} has no labels, which this evaluation needs; give class folders (one subfolder per class), "
-            "a list with a label after each path, a table with a column `label` (or another, by --label_column), or tar "
+            "a list with a label after each path, a table with a column `label` (or --label_column NAME), or tar "
             "shards with .cls members"
         )
     missing = np.flatnonzero(source.labels < 0)
