@@ -91,7 +91,7 @@ class _Listing(NamedTuple):
 def _list_folder(path: bytes) -> _Listing:
     """One folder's images and subfolders, by name; the stamp is taken first, so later changes are noticed."""
     status = os.stat(path)
-    images, folders, others = [], [], []
+    images, folders, others = list[bytes](), list[bytes](), list[bytes]()
     with os.scandir(path) as entries:
         for entry in entries:
             name = entry.name
