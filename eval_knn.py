@@ -36,6 +36,7 @@ from dino_sparo.evaluation.protocol import (
     write_json,
 )
 from dino_sparo.logs import setup_logging
+from dino_sparo.sources import ImageLimits, TableColumns
 
 __all__ = ["evaluate_checkpoint", "evaluate_knn", "get_args_parser", "main"]
 
@@ -96,7 +97,12 @@ def extract(args: argparse.Namespace, place: Distributed, storage: torch.device)
         img_size=args.img_size,
         seed=args.seed,
     )
-    train_source, val_source = open_splits(args.data_path, args.download)
+    train_source, val_source = open_splits(
+        args.data_path,
+        args.download,
+        TableColumns(args.path_column, args.label_column, args.split_column),
+        ImageLimits(args.max_image_mb, args.max_image_mpix),
+    )
     encoder = evaluated.encoder.to(place.device)
     img_size = args.img_size or encoder.config.img_size
     transform = EvalTransform(img_size, evaluated.mean, evaluated.std, exact=not args.fast_views)

@@ -46,6 +46,7 @@ from dino_sparo.evaluation.protocol import (
     write_json,
 )
 from dino_sparo.logs import setup_logging
+from dino_sparo.sources import ImageLimits, TableColumns
 
 logger = logging.getLogger("eval_linear")
 
@@ -105,7 +106,12 @@ def probe_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
         img_size=args.img_size,
         seed=args.seed,
     )
-    train_source, val_source = open_splits(args.data_path, args.download)
+    train_source, val_source = open_splits(
+        args.data_path,
+        args.download,
+        TableColumns(args.path_column, args.label_column, args.split_column),
+        ImageLimits(args.max_image_mb, args.max_image_mpix),
+    )
     subject = Subject(args, place, evaluated, train_source, val_source)
     folder = result_folder(args.output_dir, args.pretrained_weights)
     name = "linear_untrained" if args.untrained else "linear"

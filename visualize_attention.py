@@ -265,7 +265,7 @@ def make_atlas(evaluated: EvaluatedEncoder, device: torch.device, folder: Path, 
     encoder = evaluated.encoder.to(device).eval()
     size = args.image_size or [default_image_size(encoder.config)]
     view = SquareView(size, encoder.config.patch_size, evaluated.mean, evaluated.std)
-    source = open_source(args.atlas)
+    source = open_source(args.atlas, "all")
     [searched] = disjoint_subsets(source, [min(args.atlas_max_images, len(source))])
     atlas = build_atlas(
         encoder,

@@ -33,6 +33,9 @@ EXPORT_FORMATS = ("safetensors", "timm", "huggingface", "onnx")
 # So many unreadable images never end a run, however small the data: a share of 100 images would be one or two.
 MIN_CORRUPT = 5
 
+# Larger image files (10^6 bytes) and images (10^6 pixels) are not decoded; see `sources/limits.py`.
+MAX_IMAGE_MB, MAX_IMAGE_MPIX = 256.0, 64.0
+
 # Per channel, of pixels in 0..1; ImageNet's.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)

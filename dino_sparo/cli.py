@@ -10,10 +10,10 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NoReturn
 
-from dino_sparo.choices import ARCHITECTURES, IMAGENET_MEAN, IMAGENET_STD, READOUTS
+from dino_sparo.choices import ARCHITECTURES, IMAGENET_MEAN, IMAGENET_STD, MAX_IMAGE_MB, MAX_IMAGE_MPIX, READOUTS
 
 # Exit status of a process that failed through no mistake of the user's: starting it again may well help.
 FAULT_STATUS = 75  # EX_TEMPFAIL of sysexits.h
@@ -151,6 +151,44 @@ def add_architecture_options(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="Start the encoder from the weights in this file: a checkpoint, or a DINO or timm ViT of the same width "
         "and patch size. The read-out and the head start at random; a resumed run takes its own weights.",
+    )
+
+
+def add_source_options(parser: argparse.ArgumentParser, columns: Sequence[str] = ("path", "label", "split")) -> None:
+    """How the files of --data_path are read.
+
+    Args:
+        parser: gets the options.
+        columns: of a table, which can be named.
+    """
+    group = parser.add_argument_group("files of images")
+    for name, holds in (("path", "paths"), ("label", "labels"), ("split", "splits")):
+        if name in columns:
+            group.add_argument(
+                f"--{name}_column", default=None, help=f"Column of the {holds} in a table, if it has no usual name."
+            )
+    group.add_argument(
+        "--max_image_mb",
+        type=float,
+        default=MAX_IMAGE_MB,
+        help="Largest image file, 10^6 bytes; larger ones count as unreadable.",
+    )
+    group.add_argument(
+        "--max_image_mpix",
+        type=float,
+        default=MAX_IMAGE_MPIX,
+        help="Largest image, 10^6 pixels; larger ones count as unreadable. Decoding takes up to 8 bytes per pixel in "
+        "each process that loads images.",
+    )
+
+
+def add_split_option(group: argparse._ArgumentGroup) -> None:
+    """Which of the images of --data_path are trained on."""
+    group.add_argument(
+        "--split",
+        default=None,
+        help="Part of --data_path to train on: the name of a subfolder, list, table or shards in it, or a word in a "
+        "table's column of splits; all for everything. Left out: train wherever there is such a part, else everything.",
     )
 
 

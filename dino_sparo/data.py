@@ -52,6 +52,7 @@ MAX_CORRUPT_IN_A_ROW = 64
 TERM_GRACE_SECONDS = 30  # between SIGTERM and the end of a worker
 
 D = TypeVar("D", bound="DeviceBatch")
+T = TypeVar("T")
 
 Transform = Callable[[Image.Image, np.random.Generator], list[Tensor] | DeferredViews]
 
@@ -87,7 +88,8 @@ def require_labels(source: ImageSource) -> Int64[np.ndarray, "I"]:
     if source.labels is None:
         raise ValueError(
             f"{source.name} has no labels, which this evaluation needs; give class folders (one subfolder per class), "
-            "a list with a label after each path, a table with a column `label`, or tar shards with .cls members"
+            "a list with a label after each path, a table with a column `label` (or --label_column NAME), or tar "
+            "shards with .cls members"
         )
     missing = np.flatnonzero(source.labels < 0)
     if len(missing):
@@ -240,20 +242,37 @@ class ImageDataset(Dataset):
 
     def _read(self, asked: int) -> tuple[Image.Image, int, list[tuple[str, str]]]:
         """The image, or the next readable one: (image, its index, unreadable ones passed over)."""
-        corrupt: list[tuple[str, str]] = []
-        for step in range(min(MAX_CORRUPT_IN_A_ROW, len(self.source))):
-            index = (asked + step) % len(self.source)
-            try:
-                return self.source.read(index), index, corrupt
-            except CorruptImageError as error:
-                if not self.substitute_corrupt:
-                    raise
-                corrupt.append((error.location, error.reason))
-        location, reason = corrupt[0]
-        raise ValueError(
-            f"{len(corrupt)} images in a row of {self.source.name} cannot be read, the first is {location} ({reason}); "
-            "is the disk still there, and are these images?"
-        )
+        if not self.substitute_corrupt:
+            return self.source.read(asked), asked, []
+        return read_next(self.source.read, asked, self.source)
+
+
+def read_next(read: Callable[[int], T], asked: int, source: ImageSource) -> tuple[T, int, list[tuple[str, str]]]:
+    """What `read` gives for an index, or for the next one that can be read; after the last comes the first.
+
+    Args:
+        read: index -> anything; raises CorruptImageError.
+        asked: the first index to try.
+        source: which the indices are of.
+
+    Returns:
+        What was read, its index, and (location, reason) of those passed over.
+
+    Raises:
+        ValueError: too many in a row cannot be read.
+    """
+    corrupt: list[tuple[str, str]] = []
+    for step in range(min(MAX_CORRUPT_IN_A_ROW, len(source))):
+        index = (asked + step) % len(source)
+        try:
+            return read(index), index, corrupt
+        except CorruptImageError as error:
+            corrupt.append((error.location, error.reason))
+    location, reason = corrupt[0]
+    raise ValueError(
+        f"{len(corrupt)} images in a row of {source.name} cannot be read, the first is {location} ({reason}); "
+        "is the disk still there, and are these images?"
+    )
 
 
 class EpochSampler:

@@ -48,7 +48,7 @@ def setup_logging(output_dir: Path | None = None) -> None:
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
     handlers[0].addFilter(lambda record: not hasattr(record, FILE_ONLY))
     if output_dir is not None and is_main():
-        handlers.append(logging.FileHandler(output_dir / "run.log"))
+        handlers.append(logging.FileHandler(output_dir / "run.log", encoding="utf-8", errors="backslashreplace"))
     for handler in handlers:
         handler.setFormatter(formatter)
         handler.is_dino_sparo = True  # type: ignore[attr-defined]

@@ -30,6 +30,7 @@ from dino_sparo.clip.pairs import (
 from dino_sparo.clip.text import tokenize
 from dino_sparo.data import CorruptImageError, EpochSampler, ImageSource
 from dino_sparo.scenes import COLOURS, SHAPES, Scenes, Ties
+from dino_sparo.sources import ImageLimits
 
 
 @pytest.fixture(autouse=True)
@@ -246,6 +247,74 @@ def test_rows_without_path_or_caption_are_left_out(tmp_path: Path) -> None:
         f"1 without image (the first is {tmp_path / 't.csv'}, line 3), "
         f"1 without caption (the first is {tmp_path / 't.csv'}, line 4)"
     )
+
+
+def test_captions_that_are_not_utf_8_are_said_to_be_read_as_latin_1(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    image_files(tmp_path, 2)
+    (tmp_path / "t.csv").write_bytes("path,caption\n0.png,a cat\n1.png,un café\n".encode("latin-1"))
+    assert contents(open_pairs(str(tmp_path / "t.csv"))) == [(0, ["a cat"]), (1, ["un café"])]
+    assert "a text is not UTF-8 and is read as Latin-1: 1 times, the first in line 3" in caplog.text
+
+
+def test_pairs_may_be_json_lines_with_half_characters_in_captions(tmp_path: Path) -> None:
+    image_files(tmp_path, 2)
+    (tmp_path / "t.jsonl").write_text(
+        '{"image": "0.png", "caption": "a \\ud800 cat", "box": [1]}\n{"caption": "b", "image": "1.png"}\n'
+    )
+    source = open_pairs(str(tmp_path / "t.jsonl"))
+    assert contents(source) == [(0, ["a ? cat"]), (1, ["b"])]
+    tokenize(source.captions_of(0), 16)
+
+
+# ---- splits
+
+
+def test_a_table_with_splits_gives_its_train_pairs(tmp_path: Path) -> None:
+    image_files(tmp_path, 4)
+    (tmp_path / "t.csv").write_text("path,caption,split,fold\n0.png,a,train,x\n1.png,b,val,train\n2.png,c,train,y\n")
+    path = str(tmp_path / "t.csv")
+    assert contents(open_pairs(path)) == [(0, ["a"]), (2, ["c"])]
+    assert contents(open_pairs(path, split="val")) == [(1, ["b"])]
+    assert contents(open_pairs(path, default_split="val")) == [(1, ["b"])]
+    assert contents(open_pairs(path, split_column="fold")) == [(1, ["b"])]
+    assert len(open_pairs(path, split="all")) == 3
+    with pytest.raises(ValueError, match=r"has no split 'dev': it holds 'train' \(2 rows\), 'val' \(1 rows\)"):
+        open_pairs(path, split="dev")
+
+
+def test_a_folder_of_splits_gives_its_train_pairs(tmp_path: Path) -> None:
+    shards = tmp_path / "shards"
+    for name, first in (("train-0", 0), ("train-1", 2), ("val-0", 4)):
+        write_tar(shards / f"{name}.tar", pair_members(first, 2))
+    for name in ("train", "val"):
+        write_tar(tmp_path / "folders" / name / "0.tar", pair_members(len(name), 2))
+        image_files(tmp_path / "tables", 5)
+        (tmp_path / "tables" / f"{name}.csv").write_text(f"path,caption\n{len(name)}.png,words\n" * 1)
+    values = {name: [i for i, _ in contents(open_pairs(str(tmp_path / name)))] for name in ("shards", "folders")}
+    assert values == {"shards": [0, 1, 2, 3], "folders": [5, 6]}
+    assert contents(open_pairs(str(tmp_path / "tables"), split="val")) == [(3, ["words"])]
+    assert len(open_pairs(str(shards), split="all")) == 6
+    assert [i for i, _ in contents(open_pairs(str(shards), split="val"))] == [4, 5]
+    with pytest.raises(ValueError, match="has no split 'val'; give the folder that holds the splits' shards"):
+        open_pairs(f"{shards}/*.tar", split="val")
+
+
+@pytest.mark.parametrize("path", ["https://host/{000..009}.tar", "s3://bucket/t.csv", "pipe:aws s3 cp s3://b/0.tar -"])
+def test_a_remote_path_of_pairs_is_said_to_be_one(path: str) -> None:
+    with pytest.raises(ValueError, match="is an address; download the files first and give their local path"):
+        open_pairs(path)
+
+
+def test_limits_of_images_hold_for_pairs(tmp_path: Path) -> None:
+    write_tar(tmp_path / "a.tar", pair_members(0, 1))
+    image_files(tmp_path, 1)
+    (tmp_path / "t.csv").write_text("path,caption\n0.png,a\n")
+    for name in ("a.tar", "t.csv"):
+        source = open_pairs(str(tmp_path / name), limits=ImageLimits(max_mpix=34e-6))
+        with pytest.raises(CorruptImageError, match="7 x 5 pixels"):
+            source.read(0)
 
 
 # ---- COCO
@@ -467,3 +536,22 @@ def test_left_out_samples_add_up() -> None:
     left_out.add("without caption", "b", 34)
     assert left_out.total == 1234
     assert str(left_out) == "1,234 without caption (the first is a)"
+
+
+def test_each_caption_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = open_pairs(str(write_tar(tmp_path / "a.tar", pair_members(0, 3))))
+    asked: list[int] = []
+    captions = source.captions
+    monkeypatch.setattr(source, "captions", lambda index: asked.append(index) or captions(index))
+    dataset = PairDataset(source, PairTransform(4))
+    assert [dataset[0, i].caption.strip() for i in range(3)] == ["text 0", "text 1", "text 2"]
+    assert asked == [0, 1, 2]
+
+
+def test_a_caption_of_deeply_nested_json_is_one_bad_pair_not_the_end_of_the_run(tmp_path: Path) -> None:
+    members = pair_members(0, 3)
+    members[5] = ("001.json", b"[" * 200_000)
+    dataset = PairDataset(open_pairs(str(write_tar(tmp_path / "a.tar", members)), caption_key="alt"), PairTransform(4))
+    item = dataset[0, 1]
+    assert (item.index, item.caption) == (2, "alt 2")
+    assert "nested too deeply" in item.corrupt[0][1]

@@ -18,6 +18,7 @@ from PIL import Image
 import main_dino
 from dino_sparo import load_checkpoint, load_encoder, preemption
 from dino_sparo.checkpoint import CheckpointError
+from dino_sparo.data import CorruptImageError, open_source
 from dino_sparo.dino import step as dino_step
 from dino_sparo.dino import train as dino_train
 from dino_sparo.dino.step import DINOTraining
@@ -539,3 +540,30 @@ def test_what_cannot_be_compiled_runs_uncompiled_after_one_warning(
     assert caplog.text.count("the networks run uncompiled") == 1
     plain, other = (load_checkpoint(tmp_path / n / "checkpoint.pth")["teacher"] for n in ("plain", "fallen_back"))
     assert_same_state(plain, other)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [("", [0, 2]), ("--split val", [1]), ("--split all", [0, 1, 2]), ("--split_column fold", [1])],
+)
+def test_a_table_with_splits_trains_on_its_train_rows(
+    words: str, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for i in range(3):
+        Image.new("RGB", (8, 8)).save(tmp_path / f"{i}.png")
+    (tmp_path / "set.csv").write_text("path,split,fold\n0.png,train,a\n1.png,val,train\n2.png,train,b\n")
+    opened = []
+
+    def stop(count: int, *_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main_dino, "open_source", lambda *a, **k: opened.append(open_source(*a, **k)) or opened[0])
+    monkeypatch.setattr(main_dino, "require_same", stop)
+    options = ["--data_path", str(tmp_path / "set.csv"), "--max_image_mpix", "5e-5", *words.split()]
+    args = main_dino.get_args_parser().parse_args(options)
+    with pytest.raises(KeyboardInterrupt):
+        main_dino.build_run(args, None, None)  # type: ignore[arg-type]
+    (source,) = opened
+    assert [int(Path(source.location(i)).stem) for i in range(len(source))] == expected
+    with pytest.raises(CorruptImageError, match="8 x 8 pixels; at most 5e-05 million"):
+        source.read(0)

@@ -8,7 +8,6 @@
 Training draws one caption of an image; here each counts. Rows that name the same image are put together.
 """
 
-import json
 import logging
 import os
 import re
@@ -28,6 +27,7 @@ from dino_sparo.clip.protocol import open_evaluation_images
 from dino_sparo.data import CorruptImageError, ImageSource
 from dino_sparo.scenes import Scenes
 from dino_sparo.sources import IMAGE_EXTENSIONS
+from dino_sparo.sources.limits import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ def open_caption_set(
         scenes = open_evaluation_images(data_path)
         assert isinstance(scenes, Scenes)
         return _together(PairSource(scenes, SceneCaptions(scenes)))
-    return _together(open_pairs(data_path))
+    return _together(open_pairs(data_path, default_split="val"))
 
 
 def _read_captions(path: Path, split: str) -> dict[str, list[str]]:
@@ -89,7 +89,7 @@ def _read_captions(path: Path, split: str) -> dict[str, list[str]]:
         raise ValueError(f"captions={str(path)!r} does not exist (in {os.getcwd()})")
     if path.suffix == ".json":
         try:
-            said = json.loads(path.read_text(encoding="utf-8"))
+            said = parse_json(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"captions={str(path)!r} is no JSON ({error})") from error
         return _read_json(said, path, split)

@@ -6,7 +6,14 @@ Parsing is pure: it opens no file, touches no device, asks no network.
 import argparse
 
 from dino_sparo.choices import ARCHITECTURES, MIN_CORRUPT
-from dino_sparo.cli import HelpFormatter, add_device_options, add_normalization_options, bool_flag
+from dino_sparo.cli import (
+    HelpFormatter,
+    add_device_options,
+    add_normalization_options,
+    add_source_options,
+    add_split_option,
+    bool_flag,
+)
 from dino_sparo.clip.choices import CROP_SCALE, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD, READOUTS
 from dino_sparo.clip.presets import PRESETS, apply_preset, with_default
 from dino_sparo.scenes import INDEPENDENT
@@ -29,6 +36,7 @@ def get_args_parser() -> argparse.ArgumentParser:
     )
     _add_preset_option(parser)
     _add_pair_options(parser)
+    add_source_options(parser, ["split"])
     add_normalization_options(parser)
     parser.set_defaults(norm_mean=OPENAI_CLIP_MEAN, norm_std=OPENAI_CLIP_STD)
     _add_image_options(parser)
@@ -55,7 +63,7 @@ def _add_pair_options(parser: argparse.ArgumentParser) -> None:
         "--data_path",
         default="scenes",
         help="Where the pairs are: tar shards in webdataset's form ('shard-{000..099}.tar', a.tar::b.tar, a folder of "
-        "tars), a table (.csv, .tsv), COCO's annotations (.json), the built-in scenes (scenes:NUMBER:SIZE), or "
+        "tars), a table (.csv, .tsv, .jsonl), COCO's annotations (.json), the built-in scenes (scenes:NUMBER:SIZE), or "
         "labelled images (class folders, cifar10:DIR), whose captions are made from class names.",
     )
     group.add_argument("--image_key", default=None, help="Column of the images' paths in a table; else found by name.")
@@ -84,6 +92,7 @@ def _add_pair_options(parser: argparse.ArgumentParser) -> None:
         help="How often a built-in scene shows what is typical of its shape; 0 0 0 makes all that captions name "
         "independent.",
     )
+    add_split_option(group)
     group.add_argument("--download", action="store_true", help="Let a torchvision set download itself.")
     group.add_argument(
         "--max_corrupt",

@@ -5,7 +5,6 @@ Captions of tables and annotations lie in flat arrays, as file names do (`source
 shards stay where they are and are read when they are asked for.
 """
 
-import json
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from dino_sparo.clip.classes import ClassList
 from dino_sparo.clip.prompts import prompts
 from dino_sparo.data import CorruptImageError, ImageSource, require_labels
 from dino_sparo.scenes import ATTRIBUTES, Scenes
+from dino_sparo.sources.limits import parse_json
 from dino_sparo.sources.packed import PackedStrings
 
 MAX_CAPTION_BYTES = 1 << 20
@@ -29,8 +29,11 @@ class PackedTexts:
         self.blob, self.ends = bytearray(), array("q")
 
     def append(self, text: str) -> None:
-        """Add a text; bytes that were no UTF-8 when the file was read come through."""
-        self.blob += text.encode("utf-8", "surrogateescape")
+        """Add a text; bytes that were no UTF-8 when the file was read come through, half characters become `?`."""
+        try:
+            self.blob += text.encode("utf-8", "surrogateescape")
+        except UnicodeEncodeError:  # JSON may hold half of a surrogate pair
+            self.blob += text.encode("utf-8", "replace")
         self.ends.append(len(self.blob))
 
     def packed(self) -> PackedStrings:
@@ -90,7 +93,7 @@ class TarCaptions:
     def json_of(self, index: int, text: str | None = None) -> dict[str, Any]:
         """The JSON object that goes with image `index`; raises CorruptImageError if there is none."""
         try:
-            value = json.loads(self._read(index) if text is None else text)
+            value = parse_json(self._read(index) if text is None else text)
         except ValueError as error:
             raise CorruptImageError(self._location(index), f"no JSON ({error})") from error
         if not isinstance(value, dict):

@@ -4,7 +4,7 @@
 `PairSource`:
 
     shards-{000..099}.tar, a::b, globs, folder of tars    webdataset's: `7.jpg` + `7.txt`, or a key of `7.json`
-    table.csv, table.tsv                                  columns of paths and of captions, one pair per row
+    table.csv, table.tsv, .jsonl                          columns of paths and of captions, one pair per row
     captions_train2017.json                               COCO: several captions per image, one is drawn per epoch
     scenes, scenes:NUM:SIZE                               the built-in scenes in words
     class folders, labelled sets (cifar10:DIR), ...       captions made from class names
@@ -17,7 +17,8 @@ import logging
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from dino_sparo.clip.classes import open_classes
 from dino_sparo.clip.pair_captions import ClassCaptions, SceneCaptions
@@ -27,7 +28,12 @@ from dino_sparo.clip.pairs import PairSource
 from dino_sparo.clip.prompts import AUTO, open_templates
 from dino_sparo.data import ImageSource, most_corrupt, open_source
 from dino_sparo.scenes import INDEPENDENT, Scenes, Ties, parse_scenes_spec
-from dino_sparo.sources import expand_shards
+from dino_sparo.sources import ImageLimits, TableColumns, expand_shards, refuse_remote
+from dino_sparo.sources.decode import DEFAULT_LIMITS
+from dino_sparo.sources.packed import FileSource
+from dino_sparo.sources.rows import TABLE_ENDINGS
+from dino_sparo.sources.splits import ALL, find_split, split_of_folder
+from dino_sparo.sources.tars import TarSource
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +50,11 @@ def open_pairs(
     scene_ties: Ties = INDEPENDENT,
     max_left_out: float = MAX_LEFT_OUT,
     download: bool = False,
+    *,
+    split: str | None = None,
+    split_column: str | None = None,
+    default_split: str = "train",
+    limits: ImageLimits = DEFAULT_LIMITS,
 ) -> PairSource:
     """Open pairs; one log line says how many were found in how long, another how many samples were left out.
 
@@ -59,37 +70,70 @@ def open_pairs(
         scene_ties: how strongly the attributes of the built-in scenes go together.
         max_left_out: share of samples without image or caption that is tolerated.
         download: fetch a torchvision set that is not on disk.
+        split: as in `sources.open_source`: a name, "all", or None for the default split where splits are recognised.
+        split_column: a table's column of splits; None finds it by name.
+        default_split: what None asks for, "train" or "val".
+        limits: larger images count as unreadable.
 
     Raises:
         ValueError: nothing lies there, its form is not understood, it has no captions, or too many samples are no
             pairs.
     """
     start = time.perf_counter()
-    path = os.path.expanduser(data_path)
-    if caption_templates is not None or data_path.split(":")[0] == "scenes":
-        source, how = _open_made(data_path, caption_templates, scene_ties, download), "ready"
-    elif shards := _find_shards(path):
+    path, shards = os.path.expanduser(data_path), list[str]()
+    is_made = caption_templates is not None or data_path.split(":")[0] == "scenes"
+    if not is_made:
+        refuse_remote(data_path)
+        path, shards, split = _resolve_split(path, split, default_split)
+    if shards:
+        _refuse_split(data_path, split)
         source, how = open_pair_shards(shards, f"shards {data_path}", caption_key)
-    elif os.path.isfile(path) and path.lower().endswith((".csv", ".tsv")):
-        source, how = open_pair_table(path, image_key, caption_key, image_folder)
-    elif os.path.isfile(path) and path.lower().endswith(".json"):
+    elif not is_made and os.path.isfile(path) and path.lower().endswith(TABLE_ENDINGS):
+        source, how = open_pair_table(path, image_key, caption_key, image_folder, split, split_column, default_split)
+    elif not is_made and os.path.isfile(path) and path.lower().endswith(".json"):
+        _refuse_split(data_path, split)
         source, how = open_coco_captions(path, image_folder)
     else:
-        source, how = _open_made(data_path, None, scene_ties, download), "ready"
+        open_images = partial(
+            open_source,
+            data_path,
+            split,
+            download,
+            default_split=default_split,
+            columns=TableColumns(path=image_key, split=split_column),
+        )
+        source, how = _open_made(data_path, caption_templates, scene_ties, open_images), "ready"
+    if isinstance(source.images, FileSource | TarSource):
+        source.images.limits = limits
     logger.info("%s: %s pairs, %s in %.2f s", source.name, f"{len(source):,}", how, time.perf_counter() - start)
     _check_left_out(source, max_left_out)
     return source
 
 
-def _find_shards(path: str) -> list[str]:
-    """The tar shards that a path means: its pattern's, or those of a folder that holds them; else none."""
-    if os.path.isdir(path):
-        return sorted(glob.glob(os.path.join(glob.escape(path), "*.tar")))
-    is_pattern = not os.path.isfile(path) and re.search(r"::|[*?\[{]", path)
-    return expand_shards(path) if is_pattern or path.lower().endswith(".tar") else []
+def _resolve_split(path: str, split: str | None, default_split: str) -> tuple[str, list[str], str | None]:
+    """What a path and a split mean: the file or folder, its tar shards if it has any, the split still to be chosen."""
+    if not os.path.isdir(path):
+        is_pattern = not os.path.isfile(path) and re.search(r"::|[*?\[{]", path)
+        return path, expand_shards(path) if is_pattern or path.lower().endswith(".tar") else [], split
+    split = split or split_of_folder(path, default_split)
+    chosen = [path] if split == ALL else find_split(path, split)
+    if not os.path.isdir(chosen[0]):
+        return chosen[0], chosen if chosen[0].endswith(".tar") else [], ALL
+    shards = sorted(glob.glob(os.path.join(glob.escape(chosen[0]), "*.tar")))
+    return path, shards, ALL if shards else split
 
 
-def _open_made(data_path: str, templates: Sequence[str] | None, ties: Ties, download: bool) -> PairSource:
+def _refuse_split(data_path: str, split: str | None) -> None:
+    if split not in (None, ALL):
+        raise ValueError(
+            f"data_path={data_path!r} has no split {split!r}; give the folder that holds the splits' shards or "
+            "tables, or a table with a column of splits"
+        )
+
+
+def _open_made(
+    data_path: str, templates: Sequence[str] | None, ties: Ties, open_images: Callable[[], ImageSource]
+) -> PairSource:
     """Images that come without written captions: scenes describe themselves, labels are put into words."""
     images: ImageSource
     if data_path.split(":")[0] == "scenes":
@@ -98,7 +142,7 @@ def _open_made(data_path: str, templates: Sequence[str] | None, ties: Ties, down
         if templates is None:
             return PairSource(scenes, SceneCaptions(scenes, varied=True))
     else:
-        images = open_source(data_path, download=download)
+        images = open_images()
     if images.labels is None:
         raise ValueError(
             f"data_path={data_path!r} has neither captions nor labels; give tar shards with .txt members, a table with "

@@ -28,6 +28,7 @@ from dino_sparo.data import (
     ImageSource,
     create_loader,
     image_rng,
+    read_next,
 )
 
 # Added to the seed, so that which caption is drawn has nothing to do with how the image is cropped.
@@ -99,8 +100,12 @@ class PairSource:
         Raises:
             CorruptImageError: it cannot be read, or has no caption.
         """
-        self.captions_of(index)
-        return self.images.read(index)
+        return self.read_pair(index)[0]
+
+    def read_pair(self, index: int) -> tuple[Image.Image, list[str]]:
+        """Image `index` and its captions; raises CorruptImageError if either cannot be read."""
+        captions = self.captions_of(index)
+        return self.images.read(index), captions
 
     def captions_of(self, index: int) -> list[str]:
         """The captions of image `index` that say something.
@@ -184,7 +189,8 @@ class PairDataset(Dataset):
     """
 
     def __init__(self, source: PairSource, transform: PairTransform, seed: int = 0) -> None:
-        self.source, self.seed = source, seed
+        self.source, self.transform, self.seed = source, transform, seed
+        # Its loader is the model for that of pairs.
         self.images = ImageDataset(source, transform, seed)
 
     def __len__(self) -> int:
@@ -194,10 +200,12 @@ class PairDataset(Dataset):
     def __getitem__(self, key: int | tuple[int, int]) -> PairItem:
         """The pair of (epoch, index), or of an index in epoch 0; see `ImageDataset` for what is raised."""
         epoch, asked = key if isinstance(key, tuple) else (0, key)
-        item = self.images[epoch, asked]
-        captions = self.source.captions_of(item.index)
+        if not 0 <= asked < len(self.source):
+            raise IndexError(f"pair {asked} of {self.source.name}, which has {len(self.source)}")
+        (image, captions), index, corrupt = read_next(self.source.read_pair, asked, self.source)
+        (view,) = self.transform(image, image_rng(self.seed, epoch, asked))
         drawn = image_rng(self.seed + CAPTION_STREAM, epoch, asked).integers(len(captions))
-        return PairItem(item.views[0], captions[int(drawn)], item.index, item.corrupt)
+        return PairItem(view, captions[int(drawn)], index, tuple(corrupt[:1]))
 
 
 def collate_pairs(items: list[PairItem], context_length: int) -> PairBatch:

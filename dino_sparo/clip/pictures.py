@@ -158,7 +158,7 @@ def open_picture_pairs(
     folder = Path(data_path).expanduser()
     if folder.is_dir() and any(folder.glob("*.txt")) and not any(folder.glob("*.tar")):
         return open_pair_folder(folder)
-    return open_pairs(data_path, image_key, caption_key, image_folder)
+    return open_pairs(data_path, image_key, caption_key, image_folder, default_split="val")
 
 
 def open_pair_folder(folder: Path) -> PairSource:

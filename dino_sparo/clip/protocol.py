@@ -5,7 +5,6 @@ numbers depend on, and nothing that changes from one run to the next: the same c
 """
 
 import argparse
-import os
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -16,14 +15,12 @@ import open_clip
 
 from dino_sparo.clip.encode import ClipEncoder, ClipView
 from dino_sparo.clip.model import CLIP, load_clip
-from dino_sparo.clip.prompts import set_name
 from dino_sparo.clip.slots import open_slots
 from dino_sparo.clip.text import tokenize
 from dino_sparo.data import ImageSource, open_source
 from dino_sparo.distributed import PRECISIONS, Distributed, is_main, rank_0_first
 from dino_sparo.evaluation.protocol import file_sha256, versions, view_record, write_json
 from dino_sparo.scenes import INDEPENDENT, Scenes, parse_scenes_spec
-from dino_sparo.sources.splits import find_split
 
 
 @dataclass(frozen=True)
@@ -96,21 +93,8 @@ def open_evaluation_images(data_path: str, split: str | None = None, download: b
     if data_path.partition(":")[0] == "scenes":
         num_images, image_size = parse_scenes_spec(data_path)
         return Scenes(num_images, image_size, split=split or "val", ties=INDEPENDENT)
-    if split is None and (set_name(data_path) or _has_validation(data_path)):
-        split = "val"
     with rank_0_first():
-        return open_source(data_path, split, download)
-
-
-def _has_validation(data_path: str) -> bool:
-    """Whether a folder has a validation split in it."""
-    folder = os.path.expanduser(data_path)
-    if not os.path.isdir(folder):
-        return False
-    try:
-        return bool(find_split(folder, "val"))
-    except ValueError:
-        return False
+        return open_source(data_path, split, download, default_split="val")
 
 
 def file_record(path: Path) -> dict[str, str]:

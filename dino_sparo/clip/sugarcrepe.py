@@ -16,7 +16,6 @@ if __name__ == "__main__":
     get_args_parser().parse_args()  # --help and mistakes are answered before torch is imported
 
 import argparse
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ from dino_sparo.clip.protocol import (
 )
 from dino_sparo.distributed import init_distributed
 from dino_sparo.logs import setup_logging
+from dino_sparo.sources.limits import parse_json
 
 logger = logging.getLogger("dino_sparo.clip.sugarcrepe")
 
@@ -131,7 +131,7 @@ def read_pairs(folder: Path) -> tuple[list[CaptionPair], int]:
 
 def _read_split(path: Path, split: str) -> list[CaptionPair]:
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
+        said = parse_json(path.read_text(encoding="utf-8"))
         # Keys are numbers with gaps in some of the files; they say nothing.
         rows = said.values() if isinstance(said, dict) else said
         return [CaptionPair(split, row["filename"], row["caption"], row["negative_caption"]) for row in rows]

@@ -46,6 +46,7 @@ from dino_sparo.distributed import (
 from dino_sparo.logs import RunLog
 from dino_sparo.optim import cosine_schedule, create_optimizer
 from dino_sparo.scenes import Ties
+from dino_sparo.sources import ImageLimits
 from dino_sparo.sources.tars import TarSource
 from dino_sparo.training import run
 from dino_sparo.training.loop import MENDABLE_ERRORS
@@ -123,6 +124,9 @@ class CLIPObjective(Objective[PairBatch]):
                 Ties(*args.scene_ties),
                 args.max_corrupt,
                 args.download,
+                split=args.split,
+                split_column=args.split_column,
+                limits=ImageLimits(args.max_image_mb, args.max_image_mpix),
             )
         require_same(len(source), "the number of pairs")
         return source

@@ -14,7 +14,6 @@ if __name__ == "__main__":
     get_args_parser().parse_args()  # --help and mistakes are answered before torch is imported
 
 import argparse
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ from dino_sparo.clip.protocol import (
 from dino_sparo.clip.sugarcrepe import similarities
 from dino_sparo.distributed import init_distributed
 from dino_sparo.logs import setup_logging
+from dino_sparo.sources.limits import parse_json
 
 logger = logging.getLogger("dino_sparo.clip.winoground")
 
@@ -94,7 +94,7 @@ def read_examples(path: Path) -> list[Example]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             images, captions = ((row[f"{what}_0"], row[f"{what}_1"]) for what in ("image", "caption"))
             examples.append(Example(images, captions, str(row.get(TAG, ""))))
         except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -13,6 +13,8 @@ from dino_sparo.cli import (
     add_architecture_options,
     add_device_options,
     add_normalization_options,
+    add_source_options,
+    add_split_option,
     bool_flag,
 )
 from dino_sparo.training.options import add_compute_options, add_run_options
@@ -35,6 +37,7 @@ def get_args_parser() -> argparse.ArgumentParser:
         "main_dino.py", description="Pretrain with DINO + SPARO.", formatter_class=HelpFormatter, add_help=False
     )
     _add_data_options(parser)
+    add_source_options(parser)
     _add_crop_options(parser)
     add_normalization_options(parser)
     add_architecture_options(parser)
@@ -51,9 +54,10 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--data_path",
         default="scenes",
-        help="Where the images are: a folder, a list (.txt) or table (.csv) of paths, tar shards "
+        help="Where the images are: a folder, a list (.txt) or table (.csv, .tsv, .jsonl) of paths, tar shards "
         "(shard-{000..099}.tar), a torchvision set (cifar10:DIR), or the built-in scenes (scenes:NUMBER:SIZE).",
     )
+    add_split_option(group)
     group.add_argument("--download", action="store_true", help="Let a torchvision set download itself.")
     group.add_argument(
         "--max_corrupt",

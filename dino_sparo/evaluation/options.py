@@ -3,7 +3,13 @@
 import argparse
 
 from dino_sparo.choices import EXPORT_FORMATS, PRECISIONS, SEARCHES
-from dino_sparo.cli import HelpFormatter, add_device_options, add_foreign_weights_options, bool_flag
+from dino_sparo.cli import (
+    HelpFormatter,
+    add_device_options,
+    add_foreign_weights_options,
+    add_source_options,
+    bool_flag,
+)
 
 
 def add_evaluation_options(parser: argparse.ArgumentParser, batch_size: int = 128) -> None:
@@ -23,7 +29,9 @@ def add_evaluation_options(parser: argparse.ArgumentParser, batch_size: int = 12
     group.add_argument("--seed", type=int, default=0, help="Of whatever is random: untrained weights, probes, crops.")
     group = parser.add_argument_group("images")
     group.add_argument(
-        "--data_path", default="", help="Folder with train/ and val/, torchvision set (cifar10:DIR), or scenes."
+        "--data_path",
+        default="",
+        help="Folder with train/ and val/, table with a column of splits, torchvision set (cifar10:DIR), or scenes.",
     )
     group.add_argument("--download", action="store_true", help="Fetch a torchvision set that is not on disk.")
     group.add_argument(
@@ -40,6 +48,7 @@ def add_evaluation_options(parser: argparse.ArgumentParser, batch_size: int = 12
         "to report numbers.",
     )
     group.add_argument("--batch_size_per_gpu", type=int, default=batch_size, help="Images per process and step.")
+    add_source_options(parser)
     group = parser.add_argument_group("computation and result")
     group.add_argument(
         "--precision", choices=PRECISIONS, default="fp32", help="Of the encoder; fp32 to report numbers."

@@ -34,6 +34,9 @@ from dino_sparo.data import (
 )
 from dino_sparo.distributed import rank_0_first
 from dino_sparo.encoder import Encoder, EncoderConfig, encoder_from_config
+from dino_sparo.sources import ImageLimits, TableColumns
+from dino_sparo.sources.decode import DEFAULT_LIMITS
+from dino_sparo.sources.tables import USUAL_COLUMNS
 
 logger = logging.getLogger(__name__)
 
@@ -151,12 +154,19 @@ def open_encoder(
     return untrained_encoder(config, seed)
 
 
-def open_splits(data_path: str, download: bool = False) -> tuple[ImageSource, ImageSource]:
+def open_splits(
+    data_path: str,
+    download: bool = False,
+    columns: TableColumns = USUAL_COLUMNS,
+    limits: ImageLimits = DEFAULT_LIMITS,
+) -> tuple[ImageSource, ImageSource]:
     """The labelled training and validation images of a data path.
 
     Args:
         data_path: anything `open_source` finds the splits `train` and `val` in.
         download: fetch a torchvision set that is not on disk.
+        columns: of a table, where they have other names than the usual ones.
+        limits: larger images count as unreadable.
 
     Returns:
         Sources of the splits `train` and `val`, their classes numbered alike.
@@ -169,7 +179,9 @@ def open_splits(data_path: str, download: bool = False) -> tuple[ImageSource, Im
             "--data_path is empty; give a folder with train/ and val/, a torchvision set such as cifar10:DIR, or scenes"
         )
     with rank_0_first():
-        train, val = open_source(data_path, "train", download), open_source(data_path, "val", download)
+        train, val = (
+            open_source(data_path, split, download, columns=columns, limits=limits) for split in ("train", "val")
+        )
     require_labels(train)
     return train, align_classes(val, train.classes or [])
 

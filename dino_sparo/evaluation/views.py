@@ -19,7 +19,9 @@ from torch import Tensor
 from dino_sparo.data import ImageSource, open_source
 from dino_sparo.encoder import EncoderConfig
 from dino_sparo.scenes import Scenes
-from dino_sparo.sources import IMAGE_EXTENSIONS, decode_image
+from dino_sparo.sources import IMAGE_EXTENSIONS
+from dino_sparo.sources.decode import read_image
+from dino_sparo.sources.splits import ALL
 
 # Self-attention among so many patches takes about 2 GB per image; more is usually a slip of --image_size.
 MAX_PATCHES = 8_192
@@ -152,8 +154,8 @@ def open_images(image_path: str | None) -> ImageSource:
             "leave the option out for a built-in scene"
         )
     if path.is_file() and image_path.lower().endswith(IMAGE_EXTENSIONS):
-        return OneImage(image_path, lambda: decode_image(path.read_bytes(), image_path))
-    return open_source(image_path)
+        return OneImage(image_path, lambda: read_image(image_path, image_path))
+    return open_source(image_path, ALL)
 
 
 def spread_out(source: ImageSource, max_images: int) -> list[int]:

@@ -5,7 +5,7 @@ Stage 1 of the map, before `data.py`. `open_source(data_path)` finds out what th
 
     data/train                        class folders, or a flat or nested folder without labels
     list.txt                          one path per line, optionally followed by a label
-    table.csv, table.tsv              columns found by name, e.g. `path` and `label`
+    table.csv, table.tsv, .jsonl      columns found by name, e.g. `path`, `label` and `split`
     shard-{000..099}.tar              webdataset-style tar shards; also globs, `a.tar::b.tar`, a folder of tars
     cifar10:DIR                       a torchvision set that lies in (or is downloaded to) DIR
     scenes, scenes:NUM:SIZE           procedural images, see `scenes.py`
@@ -14,14 +14,16 @@ A source holds the names and places of its images in a few flat arrays (`packed.
 is asked for. The files of this folder, in the order of the data flow:
 
     __init__.py          data path -> what it is -> its source
-    splits.py            folder + split's name -> the subfolder, list, table or shards of that split
+    splits.py            split's name -> the subfolder, list, table, shards or rows of that split
     folders.py           folder -> files, classes by subfolder
+    rows.py              table -> its rows: columns by name, odd lines by number
     tables.py            list or table -> files, classes by column
     tars.py              tar shards -> members at their offsets, classes by `.cls` members
     tar_headers.py       one tar -> name, offset and size of its members
     torchvision_sets.py  name of a torchvision set -> its images
     cache.py             index of a folder or of shards -> the user's cache, and back
     packed.py            names and labels -> flat arrays; the source of images that are files
+    limits.py            what may be read: regular files, a few formats, bounded sizes
     decode.py            bytes -> 8-bit RGB, or a CorruptImageError
 """
 
@@ -35,21 +37,27 @@ import numpy as np
 from PIL import Image
 
 from dino_sparo.scenes import Scenes, parse_scenes_spec
-from dino_sparo.sources.decode import IMAGE_EXTENSIONS, CorruptImageError, decode_image
+from dino_sparo.sources.decode import DEFAULT_LIMITS, IMAGE_EXTENSIONS, CorruptImageError, decode_image
 from dino_sparo.sources.folders import open_folder
-from dino_sparo.sources.splits import SPLIT_NAMES, find_split
-from dino_sparo.sources.tables import open_list, open_table
-from dino_sparo.sources.tars import expand_shards, open_shards, refuse_compressed
+from dino_sparo.sources.limits import ImageLimits
+from dino_sparo.sources.packed import FileSource
+from dino_sparo.sources.rows import TABLE_ENDINGS
+from dino_sparo.sources.splits import ALL, find_split, split_of_folder
+from dino_sparo.sources.tables import USUAL_COLUMNS, TableColumns, open_list, open_table
+from dino_sparo.sources.tars import TarSource, expand_shards, open_shards, refuse_compressed
 from dino_sparo.sources.torchvision_sets import TORCHVISION_SETS, open_torchvision
 
 __all__ = [
     "IMAGE_EXTENSIONS",
     "TORCHVISION_SETS",
     "CorruptImageError",
+    "ImageLimits",
     "ImageSource",
+    "TableColumns",
     "decode_image",
     "expand_shards",
     "open_source",
+    "refuse_remote",
 ]
 
 _logger = logging.getLogger(__name__)
@@ -82,7 +90,15 @@ class ImageSource(Protocol):
         ...
 
 
-def open_source(data_path: str, split: str | None = None, download: bool = False) -> ImageSource:
+def open_source(
+    data_path: str,
+    split: str | None = None,
+    download: bool = False,
+    *,
+    default_split: str = "train",
+    columns: TableColumns = USUAL_COLUMNS,
+    limits: ImageLimits = DEFAULT_LIMITS,
+) -> ImageSource:
     """Open any collection of images; one log line says how many were found in how long.
 
     Folders follow torchvision's ImageFolder where it applies: when every image lies in a subfolder, the first-level
@@ -92,21 +108,22 @@ def open_source(data_path: str, split: str | None = None, download: bool = False
 
     Args:
         data_path: see the list at the top of this file. An existing path comes before a torchvision set's name.
-        split: None opens the path itself (torchvision sets and scenes: their training images; stl10: with its
-            unlabelled ones). "train" or "val" open that split: a subfolder, list, table or shards of that name in the
-            folder, a table's rows by its `split` column, torchvision's training or test images, scenes' held-out
-            images. "test" serves as "val" where there is no "val".
+        split: a name opens that split: a subfolder, list, table or shards of that name in the folder, a table's rows by
+            its column of splits, torchvision's training or test images, scenes' held-out images; "test" serves as "val"
+            where there is no "val". "all" opens everything that lies there. None opens the default split wherever
+            splits are recognised, else everything.
         download: fetch a torchvision set that is not on disk; with several processes, let one of them do it first.
+        default_split: what None means, "train" or "val". Training images of stl10 are those without labels, too.
+        columns: of a table, where they have other names than the usual ones.
+        limits: larger images count as unreadable.
 
     Raises:
         ValueError: nothing lies there, it holds no images, the split is missing, or its form is not understood.
     """
-    if split is not None and split not in SPLIT_NAMES:
-        raise ValueError(
-            f"split={split!r} is unknown; choose one of {sorted(SPLIT_NAMES)}, or None for the path itself"
-        )
     start = time.perf_counter()
-    source, how = _open(data_path, split, download)
+    source, how = _open(data_path, split, download, default_split, columns)
+    if isinstance(source, FileSource | TarSource):
+        source.limits = limits
     classes = f" in {len(source.classes)} classes" if source.classes else " without labels"
     _logger.info(
         "%s: %s images%s, %s in %.2f s", source.name, f"{len(source):,}", classes, how, time.perf_counter() - start
@@ -114,33 +131,41 @@ def open_source(data_path: str, split: str | None = None, download: bool = False
     return source
 
 
-def _open(data_path: str, split: str | None, download: bool) -> tuple[ImageSource, str]:
+def _open(
+    data_path: str, split: str | None, download: bool, default_split: str, columns: TableColumns
+) -> tuple[ImageSource, str]:
     """Find out what a data path is; returns the source and the log's word for how it was opened."""
     if data_path == "scenes" or data_path.startswith("scenes:"):
         num_images, image_size = parse_scenes_spec(data_path)
-        return Scenes(num_images, image_size=image_size, split=split or "train"), "ready"
+        named = default_split if split is None else "train" if split == ALL else split
+        return Scenes(num_images, image_size=image_size, split=named), "ready"
+    refuse_remote(data_path)
     path = os.path.expanduser(data_path)
     if os.path.isdir(path):
-        if split is None:
+        split = split or split_of_folder(path, default_split)
+        if split == ALL:
             return open_folder(path)
         chosen = find_split(path, split)
         if len(chosen) > 1:
             return open_shards(chosen, f"{split} shards in {path}")
-        return open_folder(chosen[0]) if os.path.isdir(chosen[0]) else _open_file(chosen[0], None)
+        if os.path.isdir(chosen[0]):
+            return open_folder(chosen[0])
+        return _open_file(chosen[0], None, default_split, columns)
     if os.path.isfile(path):
-        return _open_file(path, split)
-    if "://" in data_path:
-        raise ValueError(f"data_path={data_path!r} is an address; download the files and give their local path")
+        return _open_file(path, split, default_split, columns)
+    if os.path.exists(path):
+        raise ValueError(f"data_path={data_path!r} is neither a folder nor a regular file, but a pipe or a device")
     if re.search(r"::|[*?\[{]", path):
-        if split is not None:
-            raise ValueError(
-                f"data_path={data_path!r} has no split {split!r}: shards given by name have none; put train-*.tar and "
-                "val-*.tar into one folder and give that folder"
-            )
+        _refuse_split_of_shards(data_path, split)
         return open_shards(expand_shards(path), f"shards {data_path}")
+    return _open_named_set(data_path, default_split if split is None and default_split != "train" else split, download)
+
+
+def _open_named_set(data_path: str, split: str | None, download: bool) -> tuple[ImageSource, str]:
+    """A torchvision set; ValueError for what is nothing at all."""
     name, _, folder = data_path.partition(":")
     if name in TORCHVISION_SETS:
-        return open_torchvision(name, folder or "data", split, download), "opened"
+        return open_torchvision(name, folder or "data", None if split == ALL else split, download), "opened"
     sets = ", ".join(TORCHVISION_SETS)
     if folder and name.isidentifier():
         raise ValueError(
@@ -148,20 +173,34 @@ def _open(data_path: str, split: str | None, download: bool) -> tuple[ImageSourc
         )
     raise ValueError(
         f"data_path={data_path!r} does not exist (in {os.getcwd()}); give a folder, a list (.txt), a table (.csv, "
-        f".tsv), tar shards, 'scenes', or a torchvision set as NAME:DIR with NAME one of {sets}"
+        f".tsv, .jsonl), tar shards, 'scenes', or a torchvision set as NAME:DIR with NAME one of {sets}"
     )
 
 
-def _open_file(path: str, split: str | None) -> tuple[ImageSource, str]:
+def _open_file(path: str, split: str | None, default_split: str, columns: TableColumns) -> tuple[ImageSource, str]:
     """Open one file by its ending: tar, table, or (whatever else) a list of paths."""
     refuse_compressed(path)
     lower = path.lower()
     if lower.endswith(IMAGE_EXTENSIONS):
         raise ValueError(f"data_path={path!r} is a single image; give the folder that holds the images")
     if lower.endswith(".tar"):
-        if split is not None:
-            raise ValueError(
-                f"data_path={path!r} has no split {split!r}; give the folder that holds train and val shards"
-            )
+        _refuse_split_of_shards(path, split)
         return open_shards([path], f"shard {path}")
-    return open_table(path, split) if lower.endswith((".csv", ".tsv")) else open_list(path, split)
+    if lower.endswith(TABLE_ENDINGS):
+        return open_table(path, split, default_split, columns)
+    return open_list(path, split)
+
+
+def _refuse_split_of_shards(data_path: str, split: str | None) -> None:
+    if split not in (None, ALL):
+        raise ValueError(
+            f"data_path={data_path!r} has no split {split!r}: shards given by name have none; put train-*.tar and "
+            "val-*.tar into one folder and give that folder"
+        )
+
+
+def refuse_remote(data_path: str) -> None:
+    """ValueError for an address, or a command whose output is meant: only local files are read."""
+    for part in data_path.split("::"):
+        if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://|pipe:", part) and not os.path.exists(part):
+            raise ValueError(f"data_path={part!r} is an address; download the files first and give their local path")

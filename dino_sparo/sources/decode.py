@@ -6,15 +6,16 @@ The last step of every source that reads files. What goes wrong with one image i
 
 import io
 import os
-import re
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
+
+from dino_sparo.sources.limits import IMAGE_FORMATS, ImageLimits, open_regular
 
 # The endings that torchvision's ImageFolder, hence the reference, takes for images.
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 IMAGE_ENDINGS = tuple(ending.encode() for ending in IMAGE_EXTENSIONS)
-MAX_IMAGE_BYTES = 1 << 29
+DEFAULT_LIMITS = ImageLimits()
 
 
 class CorruptImageError(ValueError):
@@ -34,7 +35,9 @@ class CorruptImageError(ValueError):
         return f"{self.location}: {self.reason}" if self.reason else self.location
 
 
-def read_image(path: str, location: str, offset: int = 0, size: int | None = None) -> Image.Image:
+def read_image(
+    path: str, location: str, offset: int = 0, size: int | None = None, limits: ImageLimits = DEFAULT_LIMITS
+) -> Image.Image:
     """Read and decode one image.
 
     Args:
@@ -42,26 +45,31 @@ def read_image(path: str, location: str, offset: int = 0, size: int | None = Non
         location: what to call the image in errors.
         offset: where in the file the image begins, bytes.
         size: bytes; None: up to the file's end.
+        limits: larger images are refused.
 
     Raises:
-        CorruptImageError: the file cannot be read, the size is absurd, or see `decode_image`.
+        CorruptImageError: no regular file, it cannot be read, is too large, or see `decode_image`.
     """
     try:
         # Opened anew each time: costs microseconds, and nothing has to survive fork or pickling.
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             length = os.fstat(file.fileno()).st_size if size is None else size
-            if length > MAX_IMAGE_BYTES:
+            if length > limits.max_mb * 1e6:
                 raise CorruptImageError(
-                    location, f"{length:,} bytes is no plausible image; at most {MAX_IMAGE_BYTES:,} are read"
+                    location, f"has {length:,} bytes; at most {limits.max_mb:g} MB are read (--max_image_mb)"
                 )
             file.seek(offset)
-            data = file.read(size)
+            data = file.read(length)
     except OSError as error:
         raise CorruptImageError(location, str(error.strerror)) from error
-    return decode_image(data, location)
+    except ValueError as error:
+        if isinstance(error, CorruptImageError):
+            raise
+        raise CorruptImageError(location, str(error)) from error  # the path holds a null byte
+    return decode_image(data, location, limits)
 
 
-def decode_image(data: bytes, location: str) -> Image.Image:
+def decode_image(data: bytes, location: str, limits: ImageLimits = DEFAULT_LIMITS) -> Image.Image:
     """Decode an image file to 8-bit RGB, the pixels that the reference's loader gives.
 
     As there, transparency is dropped rather than composited and the EXIF orientation is ignored. 16-bit grayscale is
@@ -70,14 +78,20 @@ def decode_image(data: bytes, location: str) -> Image.Image:
     Args:
         data: the file's bytes.
         location: what to call it in errors.
+        limits: images with more pixels are refused by their header.
 
     Raises:
-        CorruptImageError: empty, truncated, undecodable, larger than PIL's limit, or with pixels of unknown range.
+        CorruptImageError: empty, truncated, of none of the `IMAGE_FORMATS`, too large, or with pixels of unknown range.
     """
     if not data:
         raise CorruptImageError(location, "the file is empty (0 bytes)")
     try:
-        image: Image.Image = Image.open(io.BytesIO(data))
+        image: Image.Image = Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)
+        if image.width * image.height > limits.max_mpix * 1e6:
+            raise OSError(
+                f"{image.width:,} x {image.height:,} pixels; at most {limits.max_mpix:g} million are read "
+                "(--max_image_mpix)"
+            )
         image.load()
         # Only palettes with partial transparency use this entry, to warn that RGB drops it; pixels do not depend on it.
         image.info.pop("transparency", None)
@@ -85,9 +99,11 @@ def decode_image(data: bytes, location: str) -> Image.Image:
             image = _scale_deep_gray(image)
         # Converting what is RGB already would copy it.
         return image if image.mode == "RGB" else image.convert("RGB")
+    except UnidentifiedImageError as error:
+        raise CorruptImageError(location, f"is none of {', '.join(IMAGE_FORMATS)}") from error
     except Exception as error:  # decoders of damaged bytes raise anything: OSError, SyntaxError, struct.error, ...
         reason = str(error) if isinstance(error, OSError | Image.DecompressionBombError) else repr(error)
-        raise CorruptImageError(location, re.sub(r" <_io\.BytesIO.*>", "", reason)) from error
+        raise CorruptImageError(location, reason) from error
 
 
 def _scale_deep_gray(image: Image.Image) -> Image.Image:

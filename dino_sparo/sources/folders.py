@@ -6,6 +6,7 @@ Listing a million files takes minutes on a network disk, so folders are listed s
 import glob
 import logging
 import os
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -19,6 +20,8 @@ from dino_sparo.sources.tars import TarSource, open_shards
 
 _logger = logging.getLogger(__name__)
 
+# Folders that link to one another are reached in exponentially many ways.
+_MAX_VISITS = 100
 _SCAN_THREADS = 8  # listing a folder waits for the disk, above all for a network disk
 
 
@@ -82,27 +85,36 @@ class _Listing(NamedTuple):
     stamp: int
     images: list[bytes]
     folders: list[bytes]
+    others: list[bytes]
 
 
 def _list_folder(path: bytes) -> _Listing:
     """One folder's images and subfolders, by name; the stamp is taken first, so later changes are noticed."""
     status = os.stat(path)
-    images, folders = [], []
+    images, folders, others = list[bytes](), list[bytes](), list[bytes]()
     with os.scandir(path) as entries:
         for entry in entries:
             name = entry.name
             if name.startswith(b".") or name == b"__MACOSX":
                 continue
-            if entry.is_dir():
-                folders.append(name)
-            elif name.lower().endswith(IMAGE_ENDINGS) and entry.is_file():
-                images.append(name)
-    return _Listing((status.st_dev, status.st_ino), status.st_mtime_ns, sorted(images), folders)
+            try:
+                if entry.is_dir():
+                    folders.append(name)
+                elif name.lower().endswith(IMAGE_ENDINGS):
+                    (images if entry.is_file() else others).append(name)
+            except OSError:  # a symbolic link to itself
+                others.append(name)
+    return _Listing((status.st_dev, status.st_ino), status.st_mtime_ns, sorted(images), folders, others)
 
 
 def _index_folder(root: bytes) -> Arrays:
-    """List a folder and everything below it, level by level; symbolic links are followed, loops of them are not."""
+    """List a folder and everything below it, level by level; symbolic links are followed, loops of them are not.
+
+    Raises:
+        ValueError: links lead to one folder again and again.
+    """
     found: dict[bytes, _Listing] = {}
+    visits: Counter[tuple[int, int]] = Counter()
     level: list[tuple[bytes, tuple[tuple[int, int], ...]]] = [(b"", ())]  # relative path, identities of its ancestors
     with ThreadPoolExecutor(_SCAN_THREADS) as pool:
         while level:
@@ -111,10 +123,24 @@ def _index_folder(root: bytes) -> Arrays:
             for (relative, ancestors), listing in zip(level, listings, strict=True):
                 if listing.identity in ancestors:
                     continue
+                visits[listing.identity] += 1
+                if visits[listing.identity] > _MAX_VISITS:
+                    raise ValueError(
+                        f"data_path={os.fsdecode(root)!r}: symbolic links lead to one folder in more than "
+                        f"{_MAX_VISITS} ways, one is {os.fsdecode(relative)!r}; remove them"
+                    )
                 found[relative] = listing
                 chain = (*ancestors, listing.identity)
                 deeper += [(os.path.join(relative, name), chain) for name in listing.folders]
             level = deeper
+    others = [os.path.join(folder, name) for folder, listing in found.items() for name in listing.others]
+    if others:
+        _logger.warning(
+            "%s: left out %d entries that are no regular files (broken links, pipes, devices), the first is %s",
+            os.fsdecode(root),
+            len(others),
+            os.fsdecode(others[0]),
+        )
     # ImageFolder's order: by class, then by folder, then by name.
     folders = sorted(found, key=lambda relative: (relative.split(b"/", 1)[0], relative))
     paths = PackedStrings.pack([os.path.join(folder, name) for folder in folders for name in found[folder].images])

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from PIL import Image
 
-from dino_sparo.sources.decode import read_image
+from dino_sparo.sources.decode import DEFAULT_LIMITS, read_image
 
 _MAX_CLASSES = 1 << 20
 
@@ -84,12 +84,16 @@ class FileSource:
         paths: one per image, relative to `root` or absolute.
         classes: as in `ImageSource`.
         labels: as in `ImageSource`.
+
+    Attributes:
+        limits: larger images are refused; `open_source` sets it.
     """
 
     def __init__(
         self, name: str, root: str, paths: PackedStrings, classes: list[str] | None, labels: np.ndarray | None
     ) -> None:
         self.name, self.root, self.paths, self.classes, self.labels = name, root, paths, classes, labels
+        self.limits = DEFAULT_LIMITS
 
     def __len__(self) -> int:
         """Number of images."""
@@ -102,4 +106,4 @@ class FileSource:
     def read(self, index: int) -> Image.Image:
         """Image `index` as 8-bit RGB; raises CorruptImageError."""
         path = self.location(index)
-        return read_image(path, path)
+        return read_image(path, path, limits=self.limits)

@@ -5,16 +5,21 @@ disk. Members whose names are equal up to the file name's first dot belong toget
 """
 
 import glob
+import itertools
+import math
 import os
 import re
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from PIL import Image
 
 from dino_sparo.sources.cache import load_or_index
-from dino_sparo.sources.decode import IMAGE_EXTENSIONS, read_image
+from dino_sparo.sources.decode import DEFAULT_LIMITS, IMAGE_EXTENSIONS, read_image
 from dino_sparo.sources.packed import Arrays, PackedStrings, encode_labels
 from dino_sparo.sources.tar_headers import tar_members
+
+MAX_SHARDS = 1 << 20  # that braces may mean
 
 
 class TarSource:
@@ -24,6 +29,9 @@ class TarSource:
         name: what the log calls it.
         shards: paths of the tar files.
         arrays: the index, see `_index_shards`.
+
+    Attributes:
+        limits: larger images are refused; `open_source` sets it.
     """
 
     def __init__(self, name: str, shards: list[str], arrays: Arrays) -> None:
@@ -32,6 +40,7 @@ class TarSource:
         self.shard, self.offset, self.size = arrays["shard"], arrays["offset"], arrays["size"]
         self.classes = PackedStrings.from_arrays(arrays, "classes").to_list() or None
         self.labels = arrays["labels"] if self.classes else None
+        self.limits = DEFAULT_LIMITS
 
     def __len__(self) -> int:
         """Number of images."""
@@ -44,7 +53,7 @@ class TarSource:
     def read(self, index: int) -> Image.Image:
         """Image `index` as 8-bit RGB; raises CorruptImageError."""
         shard = self.shards[self.shard[index]]
-        return read_image(shard, self.location(index), int(self.offset[index]), int(self.size[index]))
+        return read_image(shard, self.location(index), int(self.offset[index]), int(self.size[index]), self.limits)
 
 
 def open_shards(shards: list[str], name: str) -> tuple[TarSource, str]:
@@ -103,8 +112,10 @@ def _index_shards(shards: list[str]) -> Arrays:
 def expand_shards(pattern: str) -> list[str]:
     """Shard names: `a-{000..012}.tar`, `{x,y}.tar`, globs, several joined by `::`.
 
+    Names are made one after the other, so that a missing one is reported at once, however many would follow.
+
     Raises:
-        ValueError: a shard is missing, or a glob matches nothing; names the first.
+        ValueError: a shard is missing, or a glob matches nothing (names the first); the braces mean too many names.
     """
     shards: list[str] = []
     for part in pattern.split("::"):
@@ -117,22 +128,32 @@ def expand_shards(pattern: str) -> list[str]:
         refuse_compressed(shard)
         if not shard.endswith(".tar"):
             raise ValueError(f"data_path={pattern!r} matches {shard!r}; several files at once must be .tar shards")
+        if not os.path.isfile(shard):
+            raise ValueError(f"data_path={pattern!r} matches {shard!r}, which is no regular file")
     return shards
 
 
-def _expand_braces(pattern: str) -> list[str]:
+def _expand_braces(pattern: str) -> Iterator[str]:
     """`{003..011}` counts, keeping zeros in front; `{a,b}` lists; several multiply, the first varies slowest."""
-    match = re.search(r"\{(?:(\d+)\.\.(\d+)|([^{}]*,[^{}]*))\}", pattern)
-    if match is None:
-        return [pattern]
-    first, last, words = match.groups()
-    width = len(first) if first else 0
-    middles = words.split(",") if words else [f"{i:0{width}d}" for i in range(int(first), int(last) + 1)]
-    return [
-        pattern[: match.start()] + middle + rest
-        for middle in middles
-        for rest in _expand_braces(pattern[match.end() :])
-    ]
+    parts, end = list[Sequence[str] | range](), 0
+    widths = list[int]()
+    for match in re.finditer(r"\{(?:(\d{1,18})\.\.(\d{1,18})|([^{}]*,[^{}]*))\}", pattern):
+        first, last, words = match.groups()
+        parts += [[pattern[end : match.start()]], words.split(",") if words else range(int(first), int(last) + 1)]
+        widths += [0, len(first or "")]
+        end = match.end()
+    count = math.prod(len(part) for part in parts)
+    if not 0 < count <= MAX_SHARDS:
+        raise ValueError(f"data_path={pattern!r} means {count:,} shards; give 1 to {MAX_SHARDS:,}")
+    for choice in itertools.product(*parts):
+        # A range gives numbers, which get zeros in front; a list gives words.
+        yield (
+            "".join(
+                word if isinstance(word, str) else f"{word:0{width}d}"
+                for word, width in zip(choice, widths, strict=True)
+            )
+            + pattern[end:]
+        )
 
 
 def refuse_compressed(path: str) -> None:

@@ -79,7 +79,10 @@ class TorchvisionSource:
 def open_torchvision(name: str, folder: str, split: str | None, download: bool) -> TorchvisionSource:
     """Build a set by name; ValueError if it is not on disk and may not be, or cannot be, downloaded."""
     entry = TORCHVISION_SETS[name]
-    arguments = {None: entry.alone or entry.train, "train": entry.train, "val": entry.val}[split]
+    by_split = {None: entry.alone or entry.train, "train": entry.train, "val": entry.val, "test": entry.val}
+    if split not in by_split:
+        raise ValueError(f"torchvision set {name!r} has no split {split!r}; choose train or val")
+    arguments = by_split[split]
     folder = os.path.expanduser(folder)
     try:
         dataset = entry.build(folder, download=download, **arguments)

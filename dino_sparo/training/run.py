@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 HARMLESS_OPTIONS = {
     *("output_dir", "num_workers", "max_steps", "device", "dist_url", "local_rank", "download", "init_from"),
     *("saveckp_freq", "saveckp_minutes", "keep_checkpoints", "max_corrupt", "allow_rescale", "dist_timeout_min"),
-    *("memory_report", "grad_checkpointing"),
+    *("memory_report", "grad_checkpointing", "max_image_mb", "max_image_mpix"),
 }
 
 

@@ -1,0 +1,77 @@
+"""What may be read: regular files, images of a few formats, of bounded size; JSON of bounded depth.
+
+Data comes from strangers. A named pipe would be waited for without end, PostScript is a program that Pillow has run by
+Ghostscript, and a file of a few kilobytes may hold more pixels than memory does.
+"""
+
+import io
+import json
+import os
+import stat
+from dataclasses import dataclass
+from typing import Any
+
+from dino_sparo.choices import MAX_IMAGE_MB, MAX_IMAGE_MPIX
+
+# Formats that Pillow decodes by itself, whatever a file is called. GIF since web collections hold some named .jpg.
+IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+PILLOW_MAX_MPIX = 178.9  # Pillow refuses larger images itself
+
+_KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+@dataclass(frozen=True)
+class ImageLimits:
+    """Images beyond these are not decoded and count as unreadable.
+
+    Attributes:
+        max_mb: size of the file, 10^6 bytes.
+        max_mpix: width times height, 10^6 pixels. Decoding takes up to 8 bytes per pixel.
+
+    Raises:
+        ValueError: a limit is not positive, or above Pillow's own.
+    """
+
+    max_mb: float = MAX_IMAGE_MB
+    max_mpix: float = MAX_IMAGE_MPIX
+
+    def __post_init__(self) -> None:
+        if not self.max_mb > 0:
+            raise ValueError(f"--max_image_mb {self.max_mb}: give a positive number")
+        if not 0 < self.max_mpix <= PILLOW_MAX_MPIX:
+            raise ValueError(
+                f"--max_image_mpix {self.max_mpix}: give a positive number, at most Pillow's own {PILLOW_MAX_MPIX}"
+            )
+
+
+def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
+    """Open a file to read its bytes; what is no regular file is refused at once, not waited for.
+
+    Raises:
+        OSError: it is a pipe, a device, a folder or a socket; or it cannot be opened.
+    """
+    # Without O_NONBLOCK, which means nothing to regular files, opening a pipe waits for somebody who writes into it.
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
+    kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
+    if kind != stat.S_IFREG:
+        os.close(descriptor)
+        raise OSError(0, f"is {_KINDS.get(kind, 'something else')}, not a regular file", os.fspath(path))
+    return open(descriptor, "rb")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        ValueError: it is no JSON, or nested too deeply.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
