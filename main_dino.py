@@ -50,6 +50,7 @@ from dino_sparo.data import (
     collate,
     create_loader,
     open_source,
+    open_together,
     require_labels,
 )
 from dino_sparo.distort import Distortions
@@ -62,7 +63,6 @@ from dino_sparo.distributed import (
     init_distributed,
     is_main,
     on_rank_0,
-    rank_0_first,
     require_same,
     world_size,
 )
@@ -87,6 +87,7 @@ from dino_sparo.logs import Meters, RunLog, setup_logging
 from dino_sparo.loss import NUM_TEACHER_CROPS, DINOLoss, diagnose_collapse
 from dino_sparo.optim import OPTIMIZERS, cosine_schedule, create_optimizer, param_groups
 from dino_sparo.preemption import Agreement, StopSignals, Watchdog, hand_over
+from dino_sparo.sources import index_images
 
 logger = logging.getLogger("main_dino")
 
@@ -412,8 +413,11 @@ class Run:
 
 def build_run(args: argparse.Namespace, place: Distributed, signals: StopSignals) -> Run:
     """Images, networks, loss, optimizer and schedules from the options."""
-    with rank_0_first(f"opening {args.data_path}"):
-        source = open_source(args.data_path, download=args.download)
+    source = open_together(
+        lambda: open_source(args.data_path, download=args.download, max_corrupt=args.max_corrupt),
+        partial(index_images, args.data_path),
+        f"opening {args.data_path}",
+    )
     require_same(len(source), "the number of images")
     if args.knn_freq:
         require_labels(source)

@@ -18,6 +18,8 @@ from dino_sparo.clip.prompts import prompts
 from dino_sparo.data import CorruptImageError, ImageSource, require_labels
 from dino_sparo.scenes import ATTRIBUTES, Scenes
 from dino_sparo.sources.packed import PackedStrings
+from dino_sparo.sources.shard_index import ShardIndex
+from dino_sparo.sources.tar_headers import BLOCK_BYTES
 
 MAX_CAPTION_BYTES = 1 << 20
 
@@ -61,18 +63,13 @@ class TarCaptions:
     """Captions within tar shards, read at their offsets.
 
     Args:
-        shards: paths of the tar files.
-        shard: (I,) number of each image's shard.
-        offset: (I,) where its caption begins, bytes.
-        size: (I,) of its caption's member, bytes.
+        index: records with `caption_block` and `caption_size` of every image.
         key: None if a member is the caption; else members are JSON objects, and the caption is what stands under this
             key: a text, or a list of texts.
     """
 
-    def __init__(
-        self, shards: list[str], shard: np.ndarray, offset: np.ndarray, size: np.ndarray, key: str | None
-    ) -> None:
-        self.shards, self.shard, self.offset, self.size, self.key = shards, shard, offset, size, key
+    def __init__(self, index: ShardIndex, key: str | None) -> None:
+        self.index, self.key = index, key
 
     def __call__(self, index: int) -> Sequence[str]:
         """The captions of image `index`.
@@ -91,27 +88,30 @@ class TarCaptions:
         """The JSON object that goes with image `index`; raises CorruptImageError if there is none."""
         try:
             value = json.loads(self._read(index) if text is None else text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CorruptImageError(self._location(index), f"no JSON ({error})") from error
         if not isinstance(value, dict):
             raise CorruptImageError(self._location(index), f"holds a {type(value).__name__}, not a JSON object")
         return value
 
     def _read(self, index: int) -> str:
-        size = int(self.size[index])
+        size = int(self.index.records[index]["caption_size"])
         if size > MAX_CAPTION_BYTES:
             raise CorruptImageError(
                 self._location(index), f"{size:,} bytes is no plausible caption; at most {MAX_CAPTION_BYTES:,} are read"
             )
         try:
-            with open(self.shards[self.shard[index]], "rb") as file:
-                file.seek(int(self.offset[index]))
+            with open(self.index.shard_of(index), "rb") as file:
+                file.seek(self._offset(index))
                 return file.read(size).decode("utf-8", "replace")
         except OSError as error:
             raise CorruptImageError(self._location(index), str(error.strerror)) from error
 
     def _location(self, index: int) -> str:
-        return f"{self.shards[self.shard[index]]}, caption at byte {int(self.offset[index])}"
+        return f"{self.index.shard_of(index)}, caption at byte {self._offset(index)}"
+
+    def _offset(self, index: int) -> int:
+        return int(self.index.records[index]["caption_block"]) * BLOCK_BYTES
 
 
 class SceneCaptions:

@@ -12,22 +12,22 @@
 The files beside this one, in the order of the data flow: `pair_tars.py`, `pair_tables.py`, `pair_captions.py`.
 """
 
-import glob
+import contextlib
 import logging
 import os
-import re
 import time
 from collections.abc import Sequence
 
 from dino_sparo.clip.classes import open_classes
 from dino_sparo.clip.pair_captions import ClassCaptions, SceneCaptions
 from dino_sparo.clip.pair_tables import open_coco_captions, open_pair_table
-from dino_sparo.clip.pair_tars import open_pair_shards
+from dino_sparo.clip.pair_tars import open_pair_shards, pairs_kind
 from dino_sparo.clip.pairs import PairSource
 from dino_sparo.clip.prompts import AUTO, open_templates
 from dino_sparo.data import ImageSource, open_source
 from dino_sparo.scenes import Scenes, Ties, parse_scenes_spec
-from dino_sparo.sources import expand_shards
+from dino_sparo.sources.shard_index import index_share
+from dino_sparo.sources.tars import IMAGES, find_shards
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ def open_pairs(
     path = os.path.expanduser(data_path)
     if caption_templates is not None or data_path.split(":")[0] == "scenes":
         source, how = _open_made(data_path, caption_templates, scene_ties, download), "ready"
-    elif shards := _find_shards(path):
+    elif shards := find_shards(path):
         source, how = open_pair_shards(shards, f"shards {data_path}", caption_key)
     elif os.path.isfile(path) and path.lower().endswith((".csv", ".tsv")):
         source, how = open_pair_table(path, image_key, caption_key, image_folder)
@@ -83,12 +83,25 @@ def open_pairs(
     return source
 
 
-def _find_shards(path: str) -> list[str]:
-    """The tar shards that a path means: its pattern's, or those of a folder that holds them; else none."""
-    if os.path.isdir(path):
-        return sorted(glob.glob(os.path.join(glob.escape(path), "*.tar")))
-    is_pattern = not os.path.isfile(path) and re.search(r"::|[*?\[{]", path)
-    return expand_shards(path) if is_pattern or path.lower().endswith(".tar") else []
+def index_pairs(
+    data_path: str,
+    caption_key: str | None,
+    caption_templates: Sequence[str] | None,
+    number: int,
+    count: int,
+) -> None:
+    """Put a share of what `open_pairs` will look up into the cache: every `count`-th shard, if there are shards.
+
+    Args:
+        data_path: as in `open_pairs`, like the next two.
+        caption_key: of the captions.
+        caption_templates: of captions that are made from labels.
+        number: this process among those that share the work, from 0.
+        count: how many they are.
+    """
+    kind = pairs_kind(caption_key) if caption_templates is None else IMAGES
+    with contextlib.suppress(ValueError):  # who opens the shards says what is wrong with them
+        index_share(kind, find_shards(os.path.expanduser(data_path)), number, count)
 
 
 def _open_made(data_path: str, templates: Sequence[str] | None, ties: Ties, download: bool) -> PairSource:

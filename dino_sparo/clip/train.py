@@ -33,11 +33,11 @@ from dino_sparo.clip.engine import NonFiniteLossError, TooManyDroppedPairsError,
 from dino_sparo.clip.loss import create_loss
 from dino_sparo.clip.model import CLIP, clip_description, create_clip
 from dino_sparo.clip.options import check_options, get_args_parser
-from dino_sparo.clip.pair_sources import open_pairs
+from dino_sparo.clip.pair_sources import index_pairs, open_pairs
 from dino_sparo.clip.pairs import PairDataset, PairSource, PairTransform, create_pair_loader
 from dino_sparo.clip.state import Training, check_same_model, param_groups
 from dino_sparo.clip.zero_shot_probe import ZeroShotProbe, open_probe
-from dino_sparo.data import EpochSampler
+from dino_sparo.data import EpochSampler, open_together
 from dino_sparo.distributed import (
     Distributed,
     all_or_none,
@@ -46,7 +46,6 @@ from dino_sparo.distributed import (
     faults_named,
     init_distributed,
     on_rank_0,
-    rank_0_first,
     require_same,
     world_size,
 )
@@ -167,8 +166,8 @@ class Run:
 def build_run(args: argparse.Namespace, place: Distributed, signals: StopSignals) -> Run:
     """Pairs, model, loss, optimizer and schedule from the options."""
     micro_batch = micro_batch_size(args.batch_size, place.world_size, args.grad_accum_steps)
-    with rank_0_first(f"opening {args.data_path}"):
-        source = open_pairs(
+    source = open_together(
+        lambda: open_pairs(
             args.data_path,
             args.image_key,
             args.caption_key,
@@ -177,7 +176,10 @@ def build_run(args: argparse.Namespace, place: Distributed, signals: StopSignals
             Ties(*args.scene_ties),
             args.max_corrupt,
             args.download,
-        )
+        ),
+        partial(index_pairs, args.data_path, args.caption_key, args.caption_templates),
+        f"opening {args.data_path}",
+    )
     require_same(len(source), "the number of pairs")
     _note_few_shards(source, args.num_workers * place.world_size)
     sampler = EpochSampler(len(source), micro_batch, place.rank, place.world_size, args.grad_accum_steps, args.seed)

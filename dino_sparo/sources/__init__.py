@@ -18,6 +18,7 @@ is asked for. The files of this folder, in the order of the data flow:
     folders.py           folder -> files, classes by subfolder
     tables.py            list or table -> files, classes by column
     tars.py              tar shards -> members at their offsets, classes by `.cls` members
+    shard_index.py       all members of many shards -> one table in the cache, mapped into memory
     tar_headers.py       one tar -> name, offset and size of its members
     torchvision_sets.py  name of a torchvision set -> its images
     cache.py             index of a folder or of shards -> the user's cache, and back
@@ -25,6 +26,7 @@ is asked for. The files of this folder, in the order of the data flow:
     decode.py            bytes -> 8-bit RGB, or a CorruptImageError
 """
 
+import contextlib
 import logging
 import os
 import re
@@ -37,9 +39,10 @@ from PIL import Image
 from dino_sparo.scenes import Scenes, parse_scenes_spec
 from dino_sparo.sources.decode import IMAGE_EXTENSIONS, CorruptImageError, decode_image
 from dino_sparo.sources.folders import open_folder
+from dino_sparo.sources.shard_index import index_share
 from dino_sparo.sources.splits import SPLIT_NAMES, find_split
 from dino_sparo.sources.tables import open_list, open_table
-from dino_sparo.sources.tars import expand_shards, open_shards, refuse_compressed
+from dino_sparo.sources.tars import IMAGES, expand_shards, find_shards, open_shards, refuse_compressed
 from dino_sparo.sources.torchvision_sets import TORCHVISION_SETS, open_torchvision
 
 __all__ = [
@@ -49,6 +52,7 @@ __all__ = [
     "ImageSource",
     "decode_image",
     "expand_shards",
+    "index_images",
     "open_source",
 ]
 
@@ -82,7 +86,21 @@ class ImageSource(Protocol):
         ...
 
 
-def open_source(data_path: str, split: str | None = None, download: bool = False) -> ImageSource:
+def index_images(data_path: str, number: int, count: int) -> None:
+    """Put a share of what `open_source` will look up into the cache: every `count`-th shard, if there are shards.
+
+    Args:
+        data_path: as in `open_source`.
+        number: this process among those that share the work, from 0.
+        count: how many they are.
+    """
+    with contextlib.suppress(ValueError):  # who opens the shards says what is wrong with them
+        index_share(IMAGES, find_shards(os.path.expanduser(data_path)), number, count)
+
+
+def open_source(
+    data_path: str, split: str | None = None, download: bool = False, max_corrupt: float = 0.0
+) -> ImageSource:
     """Open any collection of images; one log line says how many were found in how long.
 
     Folders follow torchvision's ImageFolder where it applies: when every image lies in a subfolder, the first-level
@@ -97,6 +115,7 @@ def open_source(data_path: str, split: str | None = None, download: bool = False
             folder, a table's rows by its `split` column, torchvision's training or test images, scenes' held-out
             images. "test" serves as "val" where there is no "val".
         download: fetch a torchvision set that is not on disk; with several processes, let one of them do it first.
+        max_corrupt: share of the images that may lie in damaged tar shards, which are then named and left out.
 
     Raises:
         ValueError: nothing lies there, it holds no images, the split is missing, or its form is not understood.
@@ -106,7 +125,7 @@ def open_source(data_path: str, split: str | None = None, download: bool = False
             f"split={split!r} is unknown; choose one of {sorted(SPLIT_NAMES)}, or None for the path itself"
         )
     start = time.perf_counter()
-    source, how = _open(data_path, split, download)
+    source, how = _open(data_path, split, download, max_corrupt)
     classes = f" in {len(source.classes)} classes" if source.classes else " without labels"
     _logger.info(
         "%s: %s images%s, %s in %.2f s", source.name, f"{len(source):,}", classes, how, time.perf_counter() - start
@@ -114,7 +133,7 @@ def open_source(data_path: str, split: str | None = None, download: bool = False
     return source
 
 
-def _open(data_path: str, split: str | None, download: bool) -> tuple[ImageSource, str]:
+def _open(data_path: str, split: str | None, download: bool, max_lost: float) -> tuple[ImageSource, str]:
     """Find out what a data path is; returns the source and the log's word for how it was opened."""
     if data_path == "scenes" or data_path.startswith("scenes:"):
         num_images, image_size = parse_scenes_spec(data_path)
@@ -122,13 +141,13 @@ def _open(data_path: str, split: str | None, download: bool) -> tuple[ImageSourc
     path = os.path.expanduser(data_path)
     if os.path.isdir(path):
         if split is None:
-            return open_folder(path)
+            return open_folder(path, max_lost)
         chosen = find_split(path, split)
         if len(chosen) > 1:
-            return open_shards(chosen, f"{split} shards in {path}")
-        return open_folder(chosen[0]) if os.path.isdir(chosen[0]) else _open_file(chosen[0], None)
+            return open_shards(chosen, f"{split} shards in {path}", max_lost)
+        return open_folder(chosen[0], max_lost) if os.path.isdir(chosen[0]) else _open_file(chosen[0], None, max_lost)
     if os.path.isfile(path):
-        return _open_file(path, split)
+        return _open_file(path, split, max_lost)
     if "://" in data_path:
         raise ValueError(f"data_path={data_path!r} is an address; download the files and give their local path")
     if re.search(r"::|[*?\[{]", path):
@@ -137,7 +156,7 @@ def _open(data_path: str, split: str | None, download: bool) -> tuple[ImageSourc
                 f"data_path={data_path!r} has no split {split!r}: shards given by name have none; put train-*.tar and "
                 "val-*.tar into one folder and give that folder"
             )
-        return open_shards(expand_shards(path), f"shards {data_path}")
+        return open_shards(expand_shards(path), f"shards {data_path}", max_lost)
     name, _, folder = data_path.partition(":")
     if name in TORCHVISION_SETS:
         return open_torchvision(name, folder or "data", split, download), "opened"
@@ -152,7 +171,7 @@ def _open(data_path: str, split: str | None, download: bool) -> tuple[ImageSourc
     )
 
 
-def _open_file(path: str, split: str | None) -> tuple[ImageSource, str]:
+def _open_file(path: str, split: str | None, max_lost: float) -> tuple[ImageSource, str]:
     """Open one file by its ending: tar, table, or (whatever else) a list of paths."""
     refuse_compressed(path)
     lower = path.lower()
@@ -163,5 +182,5 @@ def _open_file(path: str, split: str | None) -> tuple[ImageSource, str]:
             raise ValueError(
                 f"data_path={path!r} has no split {split!r}; give the folder that holds train and val shards"
             )
-        return open_shards([path], f"shard {path}")
+        return open_shards([path], f"shard {path}", max_lost)
     return open_table(path, split) if lower.endswith((".csv", ".tsv")) else open_list(path, split)
