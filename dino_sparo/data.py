@@ -401,7 +401,7 @@ def create_loader(
         num_workers=num_workers,
         collate_fn=collate,
         pin_memory=pin_memory,
-        worker_init_fn=_init_worker,
+        worker_init_fn=init_worker,
         persistent_workers=num_workers > 0,
         timeout=60 * timeout_min if num_workers else 0,
         # The loader draws a number for its workers, which nothing here uses; not from the model's random numbers.
@@ -442,7 +442,7 @@ def collate(items: list[Item]) -> Batch:
     return Batch(views, labels, indices, [pair for item in items for pair in item.corrupt], parameters)
 
 
-def _init_worker(worker: int) -> None:
+def init_worker(worker: int) -> None:
     """One thread per worker, and no reaction to signals that are meant for the main process (Ctrl-C, preemption).
 
     SIGTERM reaches a whole job, while the main process still finishes its step and saves; a worker obeys it later.

@@ -80,19 +80,11 @@ class TarCaptions:
         text = self._read(index)
         if self.key is None:
             return [text]
-        value = self.json_of(index, text).get(self.key)
-        values = value if isinstance(value, list) else [value]
-        return [item for item in values if isinstance(item, str)]
+        return captions_in_json(text, self.key, self._location(index))
 
-    def json_of(self, index: int, text: str | None = None) -> dict[str, Any]:
+    def json_of(self, index: int) -> dict[str, Any]:
         """The JSON object that goes with image `index`; raises CorruptImageError if there is none."""
-        try:
-            value = json.loads(self._read(index) if text is None else text)
-        except (ValueError, RecursionError) as error:
-            raise CorruptImageError(self._location(index), f"no JSON ({error})") from error
-        if not isinstance(value, dict):
-            raise CorruptImageError(self._location(index), f"holds a {type(value).__name__}, not a JSON object")
-        return value
+        return _json_object(self._read(index), self._location(index))
 
     def _read(self, index: int) -> str:
         size = int(self.index.records[index]["caption_size"])
@@ -112,6 +104,31 @@ class TarCaptions:
 
     def _offset(self, index: int) -> int:
         return int(self.index.records[index]["caption_block"]) * BLOCK_BYTES
+
+
+def captions_in_json(text: str, key: str, location: str) -> list[str]:
+    """What stands under a key of a JSON object: a text, or the texts of a list.
+
+    Args:
+        text: the object.
+        key: under which the captions stand.
+        location: where it lies, for errors.
+
+    Raises:
+        CorruptImageError: it is no JSON object.
+    """
+    value = _json_object(text, location).get(key)
+    return [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str)]
+
+
+def _json_object(text: str, location: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CorruptImageError(location, f"no JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise CorruptImageError(location, f"holds a {type(value).__name__}, not a JSON object")
+    return value
 
 
 class SceneCaptions:

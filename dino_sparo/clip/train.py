@@ -34,6 +34,7 @@ from dino_sparo.clip.loss import create_loss
 from dino_sparo.clip.model import CLIP, clip_description, create_clip
 from dino_sparo.clip.options import check_options, get_args_parser
 from dino_sparo.clip.pair_sources import index_pairs, open_pairs
+from dino_sparo.clip.pair_streams import PairStream, create_stream_loader
 from dino_sparo.clip.pairs import PairDataset, PairSource, PairTransform, create_pair_loader
 from dino_sparo.clip.state import Training, check_same_model, param_groups
 from dino_sparo.clip.zero_shot_probe import ZeroShotProbe, open_probe
@@ -130,7 +131,7 @@ class Run:
     """What `build_run` builds and the epochs use.
 
     Attributes:
-        source: the pairs.
+        source: the pairs, or a stream of them.
         sampler: which come when.
         loader: their batches.
         training: model, loss, optimizer, schedule.
@@ -142,7 +143,7 @@ class Run:
         best_zero_shot: best answer so far, percent.
     """
 
-    source: PairSource
+    source: PairSource | PairStream
     sampler: EpochSampler
     loader: DataLoader
     training: Training
@@ -157,7 +158,7 @@ class Run:
     def extent(self) -> dict[str, int]:
         """What a step's number means: it counts towards these."""
         return {
-            "num_pairs": len(self.source),
+            "num_pairs": self.sampler.num_images,
             "global_batch": self.sampler.global_batch_size,
             "steps_per_epoch": self.sampler.steps_per_epoch,
         }
@@ -166,6 +167,23 @@ class Run:
 def build_run(args: argparse.Namespace, place: Distributed, signals: StopSignals) -> Run:
     """Pairs, model, loss, optimizer and schedule from the options."""
     micro_batch = micro_batch_size(args.batch_size, place.world_size, args.grad_accum_steps)
+    source, sampler, loader = (stream_pairs if args.shards == "streamed" else number_pairs)(args, place, micro_batch)
+    training = build_training(args, place, sampler.steps_per_epoch)
+    training.locate, training.num_left_out = source.location, source.left_out.total
+    description = clip_description(training.network.config, args.norm_mean, args.norm_std)
+    checkpoints = CheckpointFolder(Path(args.output_dir), args.keep_checkpoints)
+    agreement = Agreement(signals, args.saveckp_minutes, place.device)
+    probe = None
+    if args.zero_shot_freq:
+        view = ClipView(args.img_size, tuple(args.norm_mean), tuple(args.norm_std))
+        probe = open_probe(args.zero_shot_path or args.data_path, view, args.download)
+    return Run(source, sampler, loader, training, args, description, checkpoints, agreement, probe)
+
+
+def number_pairs(
+    args: argparse.Namespace, place: Distributed, micro_batch: int
+) -> tuple[PairSource, EpochSampler, DataLoader]:
+    """Pairs by number, their order and their batches."""
     source = open_together(
         lambda: open_pairs(
             args.data_path,
@@ -191,16 +209,32 @@ def build_run(args: argparse.Namespace, place: Distributed, signals: StopSignals
         pin_memory=place.device.type == "cuda",
         timeout_min=args.dist_timeout_min,
     )
-    training = build_training(args, place, sampler.steps_per_epoch)
-    training.locate, training.num_left_out = source.location, source.left_out.total
-    description = clip_description(training.network.config, args.norm_mean, args.norm_std)
-    checkpoints = CheckpointFolder(Path(args.output_dir), args.keep_checkpoints)
-    agreement = Agreement(signals, args.saveckp_minutes, place.device)
-    probe = None
-    if args.zero_shot_freq:
-        view = ClipView(args.img_size, tuple(args.norm_mean), tuple(args.norm_std))
-        probe = open_probe(args.zero_shot_path or args.data_path, view, args.download)
-    return Run(source, sampler, loader, training, args, description, checkpoints, agreement, probe)
+    return source, sampler, loader
+
+
+def stream_pairs(
+    args: argparse.Namespace, place: Distributed, micro_batch: int
+) -> tuple[PairStream, EpochSampler, DataLoader]:
+    """A stream of pairs, the sizes of its epochs and batches, and its batches."""
+    sampler = EpochSampler(
+        args.epoch_pairs, micro_batch, place.rank, place.world_size, args.grad_accum_steps, args.seed
+    )
+    with all_or_none(f"opening {args.data_path}"):
+        stream = PairStream(
+            args.data_path,
+            args.shard_weights,
+            PairTransform(args.img_size, tuple(args.crop_scale)),
+            sampler,
+            args.context_length,
+            args.caption_key,
+        )
+    loader = create_stream_loader(
+        stream,
+        num_workers=args.num_workers,
+        pin_memory=place.device.type == "cuda",
+        timeout_min=args.dist_timeout_min,
+    )
+    return stream, sampler, loader
 
 
 def _note_few_shards(source: PairSource, num_loaders: int) -> None:
@@ -344,7 +378,7 @@ def train_epochs(run: Run, log: RunLog) -> Signals | None:
                 run.loader,
                 epoch,
                 steps_per_epoch,
-                len(run.source),
+                run.sampler.num_images,
                 log,
                 end_step,
                 run.agreement,
