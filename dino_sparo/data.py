@@ -25,7 +25,9 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from dino_sparo.choices import IMAGENET_MEAN, IMAGENET_STD, MIN_CORRUPT
 from dino_sparo.distort import DeferredViews
+from dino_sparo.distributed import all_or_none, beating, rank_0_first, share_of, world_size
 from dino_sparo.sources import CorruptImageError, ImageSource, open_source
+from dino_sparo.sources.cache import cache_folder
 
 __all__ = [
     "IMAGENET_MEAN",
@@ -40,6 +42,7 @@ __all__ = [
     "align_classes",
     "create_loader",
     "open_source",
+    "open_together",
     "require_labels",
 ]
 
@@ -53,7 +56,7 @@ TERM_GRACE_SECONDS = 30  # between SIGTERM and the end of a worker
 
 D = TypeVar("D", bound="DeviceBatch")
 T = TypeVar("T")
-
+AnySource = TypeVar("AnySource", bound=ImageSource)
 Transform = Callable[[Image.Image, np.random.Generator], list[Tensor] | DeferredViews]
 
 
@@ -98,6 +101,24 @@ def require_labels(source: ImageSource) -> Int64[np.ndarray, "I"]:
             f"{source.location(int(missing[0]))}; label all of them or leave these out"
         )
     return source.labels
+
+
+def open_together(open_it: Callable[[], AnySource], index: Callable[[int, int], None], what: str) -> AnySource:
+    """Open a source on all ranks, however long it takes: they share the indexing, then rank 0 opens, then the others.
+
+    Args:
+        open_it: opens the source; where there is an index in the cache, it reads that.
+        index: (number, count) -> puts this process' share of the index into the cache.
+        what: is being done, for messages.
+    """
+    if world_size() > 1:
+        with beating():
+            number, count = share_of(cache_folder())
+        with all_or_none(what, patient=True):
+            index(number, count)
+    with rank_0_first(what):
+        source = open_it()
+    return source
 
 
 def align_classes(source: ImageSource, classes: list[str]) -> ImageSource:
@@ -336,10 +357,14 @@ class EpochSampler:
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         epoch, start_step = self.epoch, self.start_step
-        permutation = _epoch_rng(self.seed, epoch).permutation(self.num_images)
+        # Shuffled in place, 32 bits are the numbers of `permutation` in half the memory.
+        permutation = np.arange(self.num_images, dtype=np.int32 if self.num_images < 1 << 31 else np.int64)
+        _epoch_rng(self.seed, epoch).shuffle(permutation)
         shape = (self.steps_per_epoch, self.accum_steps, self.world_size, self.batch_size)
         own = permutation[: self.steps_per_epoch * self.global_batch_size].reshape(shape)[start_step:, :, self.rank]
-        for micro_batch in own.reshape(-1, self.batch_size):
+        own = own.reshape(-1, self.batch_size).copy()
+        del permutation  # what follows needs this rank's part alone
+        for micro_batch in own:
             yield [(epoch, index) for index in micro_batch.tolist()]
 
 
@@ -414,7 +439,7 @@ def create_loader(
         num_workers=num_workers,
         collate_fn=collate,
         pin_memory=pin_memory,
-        worker_init_fn=_init_worker,
+        worker_init_fn=init_worker,
         persistent_workers=num_workers > 0,
         timeout=60 * timeout_min if num_workers else 0,
         # The loader draws a number for its workers, which nothing here uses; not from the model's random numbers.
@@ -455,7 +480,7 @@ def collate(items: list[Item]) -> Batch:
     return Batch(views, labels, indices, [pair for item in items for pair in item.corrupt], parameters)
 
 
-def _init_worker(worker: int) -> None:
+def init_worker(worker: int) -> None:
     """One thread per worker, and no reaction to signals that are meant for the main process (Ctrl-C, preemption).
 
     SIGTERM reaches a whole job, while the main process still finishes its step and saves; a worker obeys it later.

@@ -6,8 +6,10 @@ Plumbing. A process that is alone needs no process group: the collectives below 
 import contextlib
 import logging
 import os
+import pickle
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -35,6 +37,10 @@ PEER_SIGNS = (
     *("gloo/", "Gloo", "NCCL", "ProcessGroup", "TCPStore", "Connection closed by peer", "Connection reset by peer"),
     *("Socket Timeout", "failed to connect", "connection was refused", "Application timeout", "Timed out waiting"),
 )
+# How often a process at work beside the others says that it lives, and how often they look.
+BEAT_SECONDS, LOOK_SECONDS = 1.0, 0.05
+WAIT_LOG_SECONDS = 30.0  # between two lines on whom rank 0 waits for
+
 WORKER_SIGNS = ("DataLoader worker", "DataLoader timed out")
 
 T = TypeVar("T")
@@ -111,6 +117,26 @@ def init_distributed(device: str = "auto", dist_url: str = "env://", timeout_min
     return Distributed(rank, size, local_rank, torch_device)
 
 
+@dataclass
+class _Patience:
+    """What ranks that wait for each other without a time limit need; see `gather_patiently`.
+
+    Attributes:
+        store: theirs.
+        timeout_s: so long a rank may be silent before it counts as gone.
+        round: number of the next exchange.
+        progress: what this rank says of its work; empty if it says nothing.
+    """
+
+    store: dist.Store
+    timeout_s: float
+    round: int = 0
+    progress: str = ""
+
+
+_patience: _Patience | None = None
+
+
 def _join(dist_url: str, rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
     """Join the process group."""
     try:
@@ -126,6 +152,8 @@ def _join(dist_url: str, rank: int, size: int, device: torch.device, timeout: ti
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
+        global _patience
+        _patience = _Patience(dist.PrefixStore("patience", store), timeout.total_seconds())
     except RuntimeError as error:
         text = " ".join(str(error).split())
         raise FaultError(
@@ -275,6 +303,8 @@ def wrap_ddp(model: nn.Module, device: torch.device, static_graph: bool = False)
 
 def shutdown() -> None:
     """Leave the process group, if there is one."""
+    global _patience
+    _patience = None
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -301,22 +331,25 @@ def barrier() -> None:
 
 
 @contextlib.contextmanager
-def all_or_none(what: str) -> Iterator[None]:
+def all_or_none(what: str, patient: bool = False) -> Iterator[None]:
     """Do something on every rank, without collectives in it; if it fails on one, all ranks raise.
 
     Args:
         what: what is being done, for the message on the other ranks: "opening the images".
+        patient: it may take longer than a collective waits; see `gather_patiently`.
 
     Raises:
         PeerError: it failed on another rank.
         Exception: what was raised here.
     """
     error: Exception | None = None
-    try:
-        yield
-    except Exception as raised:
-        error = raised
-    failures = [(number, text) for number, text in enumerate(all_gather_object(_told(error))) if text]
+    with beating() if patient else contextlib.nullcontext():
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        texts = gather_patiently(_told(error), what) if patient else all_gather_object(_told(error))
+    failures = [(number, text) for number, text in enumerate(texts) if text]
     if error is not None:
         raise error
     if failures:
@@ -328,25 +361,159 @@ def all_or_none(what: str) -> Iterator[None]:
 def rank_0_first(what: str = "preparing the data") -> Iterator[None]:
     """Let rank 0 do something before the others do it too: download, or index files and leave a cache.
 
-    What fails on one rank fails on all, as in `all_or_none`; the others do not begin if rank 0 fails.
+    What fails on one rank fails on all, as in `all_or_none`; the others do not begin if rank 0 fails. It may take
+    longer than a collective waits.
 
     Args:
         what: what is being done, for messages.
     """
-    with all_or_none(what):
+    with all_or_none(what, patient=True):
         if is_main():
             error: Exception | None = None
             try:
                 yield
             except Exception as raised:
                 error = raised
-            broadcast_object(_told(error))
+            gather_patiently(_told(error), what)
             if error is not None:
                 raise error
-        elif told := broadcast_object(""):
+        elif told := gather_patiently("", what)[0]:
             raise PeerError(f"{what} failed on rank 0: {told}")
         else:
             yield
+
+
+@contextlib.contextmanager
+def beating() -> Iterator[None]:
+    """Within this context the other ranks can see in the store that this process lives, and how far it is."""
+    patience = _patience
+    if patience is None:
+        yield
+        return
+    over = threading.Event()
+
+    def beat() -> None:
+        number = 0
+        with contextlib.suppress(RuntimeError):  # the store goes with rank 0, which this rank notices by itself
+            while True:
+                patience.store.set(f"beat{rank()}", f"{number} {patience.progress}")
+                number += 1
+                if over.wait(min(BEAT_SECONDS, patience.timeout_s / 4)):
+                    return
+
+    thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(BEAT_SECONDS)
+        patience.progress = ""
+
+
+def note_progress(text: str) -> None:
+    """Say how far this rank is. Once it has, it counts as hung if it says nothing else for the time-out's length."""
+    if _patience is not None:
+        _patience.progress = text
+
+
+def gather_patiently(value: T, what: str) -> list[T]:
+    """`all_gather_object` without a time limit: it waits as long as the others live and move, within `beating`.
+
+    Rank 0 collects the values and waits for all; the others wait for rank 0.
+
+    Args:
+        value: picklable.
+        what: is being done, for the log.
+
+    Raises:
+        FaultError: a rank has said nothing for as long as a collective waits.
+    """
+    patience = _patience
+    if world_size() == 1 or patience is None:
+        return all_gather_object(value)
+    store, number = patience.store, patience.round
+    patience.round += 1
+    patience.progress = ""  # from here on this rank waits, which is no standstill
+    if rank():
+        store.set(f"{number}/value{rank()}", pickle.dumps(value))  # type: ignore[arg-type]
+        _wait_for_keys(patience, {0: f"{number}/all"}, what)
+        values = pickle.loads(store.get(f"{number}/all"))
+        store.set(f"{number}/read{rank()}", "")
+        return values
+    others = range(1, world_size())
+    _wait_for_keys(patience, {other: f"{number}/value{other}" for other in others}, what)
+    values = [value, *(pickle.loads(store.get(f"{number}/value{other}")) for other in others)]
+    store.set(f"{number}/all", pickle.dumps(values))  # type: ignore[arg-type]
+    # The store may end with this process, so it stays until all have read.
+    _wait_for_keys(patience, {other: f"{number}/read{other}" for other in others}, what)
+    return values
+
+
+def _wait_for_keys(patience: _Patience, keys: dict[int, str], what: str) -> None:
+    """Wait until each of these ranks has set its key, watching their heartbeats."""
+    begin = last_log = last_look = time.monotonic()
+    beats: dict[int, tuple[str, str, float, float]] = {}  # number, progress, and when each was last seen to change
+    missing = dict(keys)
+    while True:
+        missing = {other: key for other, key in missing.items() if not patience.store.check([key])}
+        if not missing:
+            return
+        now = time.monotonic()
+        if now - last_look >= min(BEAT_SECONDS, patience.timeout_s / 4) or not beats:
+            last_look = now
+            for other in missing:
+                beats[other] = _look_at_beat(patience, other, beats.get(other, ("", "", now, now)), now)
+        if is_main() and now - last_log >= WAIT_LOG_SECONDS:
+            last_log, other = now, min(missing)
+            progress = beats[other][1] or "at work"
+            logger.info(
+                "%s: %d of %d processes are not through after %.0f s; rank %d: %s",
+                *(what, len(missing), world_size(), now - begin, other, progress),
+            )
+        time.sleep(min(LOOK_SECONDS * (1 + int(now - begin)), BEAT_SECONDS / 2, patience.timeout_s / 8))
+
+
+def _look_at_beat(
+    patience: _Patience, other: int, last: tuple[str, str, float, float], now: float
+) -> tuple[str, str, float, float]:
+    """What a rank's heartbeat says now; FaultError if it, or the progress in it, has stood still for too long."""
+    name = f"beat{other}"
+    text = patience.store.get(name).decode() if patience.store.check([name]) else ""
+    number, _, progress = text.partition(" ")
+    last_number, last_progress, beat_at, moved_at = last
+    beat_at = now if number != last_number else beat_at
+    moved_at = now if progress != last_progress or not progress else moved_at
+    if now - min(beat_at, moved_at) > patience.timeout_s:
+        state = "died" if beat_at <= moved_at else f"has not moved on from {progress!r}"
+        raise FaultError(
+            f"process {other} of {world_size()} {state}: nothing for {patience.timeout_s / 60:g} minutes; its log may "
+            f"say why. Start the same command to go on"
+        )
+    return number, progress, beat_at, moved_at
+
+
+def share_of(folder: str) -> tuple[int, int]:
+    """This process' number among the ranks that see the same folder, and how many they are.
+
+    Machines may have a folder of that name each, or all the same one: every rank leaves a file there and looks for
+    those of the others. Where nothing can be written a process is alone.
+
+    Args:
+        folder: is made if it is not there.
+    """
+    token = gather_patiently(uuid.uuid4().hex, "comparing folders")[0]
+    names = [os.path.join(folder, f"{token}.rank{number}") for number in range(world_size())]
+    with contextlib.suppress(OSError):
+        os.makedirs(folder, exist_ok=True)
+        with open(names[rank()], "w"):
+            pass
+    gather_patiently(None, "comparing folders")
+    seen = [number for number, name in enumerate(names) if os.path.exists(name)]
+    gather_patiently(None, "comparing folders")
+    with contextlib.suppress(OSError):
+        os.remove(names[rank()])
+    return (seen.index(rank()), len(seen)) if rank() in seen else (0, 1)
 
 
 def on_rank_0(function: Callable[[], None], what: str) -> None:

@@ -617,6 +617,9 @@ def test_the_options_and_their_defaults_are_frozen() -> None:
     assert json.loads(json.dumps(found)) == {
         "preset": None,
         "data_path": "scenes",
+        "shards": "indexed",
+        "epoch_pairs": None,
+        "shard_weights": None,
         "image_key": None,
         "caption_key": None,
         "image_folder": None,

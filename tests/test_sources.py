@@ -525,7 +525,8 @@ def negative_size(content: bytes) -> bytes:
 
 
 def sparse(content: bytes) -> bytes:
-    return content[:156] + b"S" + content[157:]
+    checksum = int(content[148:154], 8) + ord("S") - content[156]
+    return content[:148] + b"%06o\0 S" % checksum + content[157:]
 
 
 @pytest.mark.parametrize(
@@ -591,7 +592,7 @@ def test_a_shard_that_vanishes_gives_corrupt_images(root: Path) -> None:
     path = write_tar(root / "shard.tar", labelled(range(1)))
     source = open_source(str(path))
     path.unlink()
-    with pytest.raises(CorruptImageError, match=r"shard\.tar!000\.png: No such file"):
+    with pytest.raises(CorruptImageError, match=r"shard\.tar!byte 0: No such file"):
         source.read(0)
 
 

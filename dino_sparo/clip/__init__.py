@@ -4,6 +4,7 @@ The second objective. The image encoder, its read-outs, the optimizer, checkpoin
 `dino_sparo`; the files of this folder are what CLIP adds, in the order of the data flow:
 
     1  pairs -> batches            pairs.py  pair_sources.py  pair_tars.py  pair_tables.py  pair_captions.py
+                                   pair_streams.py
     2  images, captions -> slots   text.py  readouts.py  config.py  model.py  convert.py
     3  slots -> loss, one epoch    loss.py  engine.py
     4  a whole training            train.py  options.py (choices.py)  presets.py  state.py  zero_shot_probe.py

@@ -20,7 +20,16 @@ from dino_sparo.scenes import INDEPENDENT
 from dino_sparo.training.options import add_compute_options, add_run_options
 
 POSITIVE_OPTIONS = (
-    *("epochs", "max_steps", "batch_size", "grad_accum_steps", "patch_size", "img_size", "keep_checkpoints"),
+    *(
+        "epoch_pairs",
+        "epochs",
+        "max_steps",
+        "batch_size",
+        "grad_accum_steps",
+        "patch_size",
+        "img_size",
+        "keep_checkpoints",
+    ),
     *("sparo_slots", "sparo_slot_dim", "sparo_key_dim", "sparo_group_size", "eps"),
 )
 NON_NEGATIVE_OPTIONS = (
@@ -65,6 +74,25 @@ def _add_pair_options(parser: argparse.ArgumentParser) -> None:
         help="Where the pairs are: tar shards in webdataset's form ('shard-{000..099}.tar', a.tar::b.tar, a folder of "
         "tars), a table (.csv, .tsv, .jsonl), COCO's annotations (.json), the built-in scenes (scenes:NUMBER:SIZE), or "
         "labelled images (class folders, cifar10:DIR), whose captions are made from class names.",
+    )
+    group.add_argument(
+        "--shards",
+        choices=["indexed", "streamed"],
+        default="indexed",
+        help="How tar shards are read. indexed: any pair by its number, so that an epoch sees each pair once and a "
+        "resumed run is exact. streamed: from end to end by webdataset, shards drawn at random with replacement; for "
+        "remote shards (https://..., 'pipe:COMMAND') and hundreds of millions of pairs; needs --epoch_pairs.",
+    )
+    group.add_argument(
+        "--epoch_pairs", type=int, default=None, help="Pairs that make an epoch of --shards streamed, over all ranks."
+    )
+    group.add_argument(
+        "--shard_weights",
+        type=float,
+        nargs="+",
+        default=None,
+        help="How often --shards streamed draws a shard of each source of --data_path (sources are joined by ::); by "
+        "default every shard is as likely.",
     )
     group.add_argument("--image_key", default=None, help="Column of the images' paths in a table; else found by name.")
     group.add_argument(
@@ -249,6 +277,15 @@ def check_options(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name} {getattr(args, name)}: give 0 or more")
     if not 0 <= args.max_corrupt <= 1:
         raise ValueError(f"--max_corrupt {args.max_corrupt}: give a number from 0 to 1")
+    if (args.shards == "streamed") != (args.epoch_pairs is not None):
+        raise ValueError(
+            f"--shards {args.shards} with --epoch_pairs {args.epoch_pairs}: a stream has no length, so streamed needs "
+            "the number of pairs to call an epoch, and indexed takes none"
+        )
+    if args.shard_weights is not None and args.shards != "streamed":
+        raise ValueError("--shard_weights is for --shards streamed alone")
+    if args.shards == "streamed" and args.zero_shot_freq and not args.zero_shot_path:
+        raise ValueError("--zero_shot_freq with --shards streamed: give labelled images with --zero_shot_path")
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(args, name) < 1:
             raise ValueError(f"--{name} {getattr(args, name)}: give a number from 0 to below 1")

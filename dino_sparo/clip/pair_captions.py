@@ -16,8 +16,9 @@ from dino_sparo.clip.classes import ClassList
 from dino_sparo.clip.prompts import prompts
 from dino_sparo.data import CorruptImageError, ImageSource, require_labels
 from dino_sparo.scenes import ATTRIBUTES, Scenes
-from dino_sparo.sources.limits import parse_json
 from dino_sparo.sources.packed import PackedStrings
+from dino_sparo.sources.shard_index import ShardIndex
+from dino_sparo.sources.tar_headers import BLOCK_BYTES
 
 MAX_CAPTION_BYTES = 1 << 20
 
@@ -64,18 +65,13 @@ class TarCaptions:
     """Captions within tar shards, read at their offsets.
 
     Args:
-        shards: paths of the tar files.
-        shard: (I,) number of each image's shard.
-        offset: (I,) where its caption begins, bytes.
-        size: (I,) of its caption's member, bytes.
+        index: records with `caption_block` and `caption_size` of every image.
         key: None if a member is the caption; else members are JSON objects, and the caption is what stands under this
             key: a text, or a list of texts.
     """
 
-    def __init__(
-        self, shards: list[str], shard: np.ndarray, offset: np.ndarray, size: np.ndarray, key: str | None
-    ) -> None:
-        self.shards, self.shard, self.offset, self.size, self.key = shards, shard, offset, size, key
+    def __init__(self, index: ShardIndex, key: str | None) -> None:
+        self.index, self.key = index, key
 
     def __call__(self, index: int) -> Sequence[str]:
         """The captions of image `index`.
@@ -86,35 +82,55 @@ class TarCaptions:
         text = self._read(index)
         if self.key is None:
             return [text]
-        value = self.json_of(index, text).get(self.key)
-        values = value if isinstance(value, list) else [value]
-        return [item for item in values if isinstance(item, str)]
+        return captions_in_json(text, self.key, self._location(index))
 
-    def json_of(self, index: int, text: str | None = None) -> dict[str, Any]:
+    def json_of(self, index: int) -> dict[str, Any]:
         """The JSON object that goes with image `index`; raises CorruptImageError if there is none."""
-        try:
-            value = parse_json(self._read(index) if text is None else text)
-        except ValueError as error:
-            raise CorruptImageError(self._location(index), f"no JSON ({error})") from error
-        if not isinstance(value, dict):
-            raise CorruptImageError(self._location(index), f"holds a {type(value).__name__}, not a JSON object")
-        return value
+        return _json_object(self._read(index), self._location(index))
 
     def _read(self, index: int) -> str:
-        size = int(self.size[index])
+        size = int(self.index.records[index]["caption_size"])
         if size > MAX_CAPTION_BYTES:
             raise CorruptImageError(
                 self._location(index), f"{size:,} bytes is no plausible caption; at most {MAX_CAPTION_BYTES:,} are read"
             )
         try:
-            with open(self.shards[self.shard[index]], "rb") as file:
-                file.seek(int(self.offset[index]))
+            with open(self.index.shard_of(index), "rb") as file:
+                file.seek(self._offset(index))
                 return file.read(size).decode("utf-8", "replace")
         except OSError as error:
             raise CorruptImageError(self._location(index), str(error.strerror)) from error
 
     def _location(self, index: int) -> str:
-        return f"{self.shards[self.shard[index]]}, caption at byte {int(self.offset[index])}"
+        return f"{self.index.shard_of(index)}, caption at byte {self._offset(index)}"
+
+    def _offset(self, index: int) -> int:
+        return int(self.index.records[index]["caption_block"]) * BLOCK_BYTES
+
+
+def captions_in_json(text: str, key: str, location: str) -> list[str]:
+    """What stands under a key of a JSON object: a text, or the texts of a list.
+
+    Args:
+        text: the object.
+        key: under which the captions stand.
+        location: where it lies, for errors.
+
+    Raises:
+        CorruptImageError: it is no JSON object.
+    """
+    value = _json_object(text, location).get(key)
+    return [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str)]
+
+
+def _json_object(text: str, location: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CorruptImageError(location, f"no JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise CorruptImageError(location, f"holds a {type(value).__name__}, not a JSON object")
+    return value
 
 
 class SceneCaptions:

@@ -12,10 +12,9 @@
 The files beside this one, in the order of the data flow: `pair_tars.py`, `pair_tables.py`, `pair_captions.py`.
 """
 
-import glob
+import contextlib
 import logging
 import os
-import re
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,17 +22,18 @@ from functools import partial
 from dino_sparo.clip.classes import open_classes
 from dino_sparo.clip.pair_captions import ClassCaptions, SceneCaptions
 from dino_sparo.clip.pair_tables import open_coco_captions, open_pair_table
-from dino_sparo.clip.pair_tars import open_pair_shards
+from dino_sparo.clip.pair_tars import open_pair_shards, pairs_kind
 from dino_sparo.clip.pairs import PairSource
 from dino_sparo.clip.prompts import AUTO, open_templates
 from dino_sparo.data import ImageSource, most_corrupt, open_source
 from dino_sparo.scenes import INDEPENDENT, Scenes, Ties, parse_scenes_spec
-from dino_sparo.sources import ImageLimits, TableColumns, expand_shards, refuse_remote
+from dino_sparo.sources import ImageLimits, TableColumns, refuse_remote
 from dino_sparo.sources.decode import DEFAULT_LIMITS
 from dino_sparo.sources.packed import FileSource
 from dino_sparo.sources.rows import TABLE_ENDINGS
+from dino_sparo.sources.shard_index import index_share
 from dino_sparo.sources.splits import ALL, find_split, split_of_folder
-from dino_sparo.sources.tars import TarSource
+from dino_sparo.sources.tars import IMAGES, TarSource, find_shards
 
 logger = logging.getLogger(__name__)
 
@@ -113,14 +113,37 @@ def open_pairs(
 def _resolve_split(path: str, split: str | None, default_split: str) -> tuple[str, list[str], str | None]:
     """What a path and a split mean: the file or folder, its tar shards if it has any, the split still to be chosen."""
     if not os.path.isdir(path):
-        is_pattern = not os.path.isfile(path) and re.search(r"::|[*?\[{]", path)
-        return path, expand_shards(path) if is_pattern or path.lower().endswith(".tar") else [], split
+        return path, find_shards(path), split
     split = split or split_of_folder(path, default_split)
     chosen = [path] if split == ALL else find_split(path, split)
     if not os.path.isdir(chosen[0]):
         return chosen[0], chosen if chosen[0].endswith(".tar") else [], ALL
-    shards = sorted(glob.glob(os.path.join(glob.escape(chosen[0]), "*.tar")))
+    shards = find_shards(chosen[0])
     return path, shards, ALL if shards else split
+
+
+def index_pairs(
+    data_path: str,
+    split: str | None,
+    caption_key: str | None,
+    caption_templates: Sequence[str] | None,
+    number: int,
+    count: int,
+) -> None:
+    """Put a share of what `open_pairs` will look up into the cache: every `count`-th shard, if there are shards.
+
+    Args:
+        data_path: as in `open_pairs`, like the next three.
+        split: which of the splits.
+        caption_key: of the captions.
+        caption_templates: of captions that are made from labels.
+        number: this process among those that share the work, from 0.
+        count: how many they are.
+    """
+    kind = pairs_kind(caption_key) if caption_templates is None else IMAGES
+    with contextlib.suppress(ValueError):  # who opens the shards says what is wrong with them
+        _, shards, _ = _resolve_split(os.path.expanduser(data_path), split, "train")
+        index_share(kind, shards, number, count)
 
 
 def _refuse_split(data_path: str, split: str | None) -> None:

@@ -4,31 +4,35 @@ Shards are indexed once and read by offset, as `sources/tars.py` does it for ima
 sharing among ranks are exact, and the number of shards does not matter: fewer than workers and ranks will do.
 """
 
-import json
 import logging
 import os
-import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
-from dino_sparo.clip.pair_captions import PackedTexts, TarCaptions
+from dino_sparo.clip.pair_captions import TarCaptions
 from dino_sparo.clip.pairs import LeftOut, PairSource
 from dino_sparo.data import CorruptImageError
-from dino_sparo.sources import IMAGE_EXTENSIONS
-from dino_sparo.sources.cache import load_or_index
-from dino_sparo.sources.packed import Arrays, PackedStrings
-from dino_sparo.sources.tars import TarSource
+from dino_sparo.sources.decode import IMAGE_ENDINGS
+from dino_sparo.sources.shard_index import Kind, Notes, Piece, blocks_of, open_index
+from dino_sparo.sources.tar_headers import Member, tar_members
+from dino_sparo.sources.tars import TarSource, lost_samples, shard_sizes
 
 logger = logging.getLogger(__name__)
 
 CAPTION_ENDING, JSON_ENDING = ".txt", ".json"
 # How many JSON members are looked at for the caption's key before training begins.
 JSONS_CHECKED = 8
-BLOCK_BYTES = 512  # of a tar
 
 NO_IMAGE, NO_CAPTION, NOT_THERE = "without image", "without caption", "fewer than sizes.json counts"
+DAMAGED = "in damaged shards, as far as known"
+
+# First header and content of an image in blocks of the tar, its bytes, and the same of its caption's content.
+PAIR_RECORD = np.dtype(
+    [("start", "<u4"), ("block", "<u4"), ("size", "<u4"), ("caption_block", "<u4"), ("caption_size", "<u4")]
+)
 
 
 def open_pair_shards(shards: list[str], name: str, caption_key: str | None = None) -> tuple[PairSource, str]:
@@ -40,25 +44,30 @@ def open_pair_shards(shards: list[str], name: str, caption_key: str | None = Non
         caption_key: key of the `.json` members under which the captions stand; None takes the `.txt` members.
 
     Raises:
-        ValueError: a shard is damaged, or there is no pair; says which members and keys there are.
+        ValueError: all shards are damaged, or there is no pair; says which members and keys there are.
     """
-    ending = CAPTION_ENDING if caption_key is None else JSON_ENDING
-    statuses = [os.stat(shard) for shard in shards]
-    stamps = np.array([[status.st_mtime_ns for status in statuses], [status.st_size for status in statuses]])
-    arrays, how = load_or_index(
-        f"pairs {ending} in shards " + "\n".join(map(os.path.abspath, shards)),
-        build=lambda: {**_index_shards(shards, ending), "stamps": stamps},
-        is_current=lambda old: np.array_equal(old["stamps"], stamps),
-    )
-    if not len(arrays["shard"]):
-        raise ValueError(_nothing_found(name, PackedStrings.from_arrays(arrays, "endings").to_list(), caption_key))
-    captions = TarCaptions(shards, arrays["shard"], arrays["caption_offset"], arrays["caption_size"], caption_key)
+    index, notes, how = open_index(pairs_kind(caption_key), shards)
+    samples = np.array([note.get("samples", 0) for note in notes])
+    lost = lost_samples(shards, notes, samples)
+    if not len(index):
+        endings = dict.fromkeys(ending for note in notes for ending in note.get("endings", ()))
+        raise ValueError(_nothing_found(name, list(endings), caption_key))
+    captions = TarCaptions(index, caption_key)
     if caption_key is not None:
         _require_key(captions, name, caption_key)
-    images = TarSource(name, shards, {**arrays, **PackedStrings.pack([]).to_arrays("classes")})
-    left_out = _left_out(arrays)
-    _compare_sizes(shards, arrays["samples"], left_out)
-    return PairSource(images, captions, left_out), f"{len(shards)} shard(s) {how}"
+    left_out = _left_out(notes)
+    for shard, number in lost.items():
+        damage = notes[shards.index(shard)]["damage"]
+        logger.warning("%s; it is left out, with about %d samples", damage, number)
+        left_out.add(DAMAGED, damage, number)
+    _compare_sizes(shards, samples, left_out, lost)
+    return PairSource(TarSource(name, index), captions, left_out), f"{len(shards)} shard(s) {how}"
+
+
+def pairs_kind(caption_key: str | None) -> Kind:
+    """How shards of pairs are indexed; `caption_key` as in `open_pair_shards`."""
+    ending = CAPTION_ENDING if caption_key is None else JSON_ENDING
+    return Kind(f"pairs {ending}", PAIR_RECORD, partial(_index_pairs, ending=ending.encode()))
 
 
 @dataclass
@@ -67,28 +76,33 @@ class _Sample:
 
     Attributes:
         key: the name, up to the file name's first dot.
-        members: ending, lower case with its dot -> (name, offset, size).
+        members: ending, lower case with its dot -> the member.
     """
 
-    key: str
-    members: dict[str, tuple[str, int, int]] = field(default_factory=dict)
+    key: bytes
+    members: dict[bytes, Member] = field(default_factory=dict)
 
     @property
-    def image(self) -> tuple[str, int, int] | None:
+    def image(self) -> Member | None:
         """The first image among the members."""
-        return next((place for ending, place in self.members.items() if ending.endswith(IMAGE_EXTENSIONS)), None)
+        return next((member for ending, member in self.members.items() if ending.endswith(IMAGE_ENDINGS)), None)
 
 
-def shard_samples(shard: str) -> Iterator[_Sample]:
+def shard_samples(shard: str, count: Callable[[], None]) -> Iterator[_Sample]:
     """Group the members of one shard: neighbours of the same name, until an ending comes again.
 
+    Args:
+        shard: the tar file.
+        count: called once per member.
+
     Raises:
-        ValueError: the file is no plain tar, is truncated or damaged.
+        DamagedShardError: the file is no plain tar, is truncated or damaged.
     """
-    sample = _Sample("")
-    for name, offset, size in _shard_files(shard):
-        folder, slash, base = name.rpartition("/")
-        stem, dot, ending = base.partition(".")
+    sample = _Sample(b"")
+    for member in tar_members(shard):
+        count()
+        folder, slash, base = member.name.rpartition(b"/")
+        stem, dot, ending = base.partition(b".")
         key, ending = folder + slash + stem, (dot + ending).lower()
         if not stem:
             continue
@@ -96,72 +110,37 @@ def shard_samples(shard: str) -> Iterator[_Sample]:
             if sample.members:
                 yield sample
             sample = _Sample(key)
-        sample.members[ending] = (name, offset, size)
+        sample.members[ending] = member
     if sample.members:
         yield sample
 
 
-def _shard_files(shard: str) -> Iterator[tuple[str, int, int]]:
-    """Name, offset and size of every regular file in a tar."""
-    try:
-        with tarfile.open(shard, "r:", errors="surrogateescape") as tar:
-            for member in tar:
-                if member.issparse():
-                    raise ValueError(
-                        f"tar shard {shard!r} has the sparse member {member.name!r}; write it without --sparse"
-                    )
-                if member.isreg():
-                    yield member.name, member.offset_data, member.size
-            end = tar.offset
-    except tarfile.TarError as error:
-        raise ValueError(
-            f"tar shard {shard!r} is truncated, or no plain tar file (empty, compressed, or of another kind): {error}"
-        ) from error
-    # `tarfile` takes a damaged header for the end, which is marked by zeros, or by nothing.
-    with open(shard, "rb") as file:
-        file.seek(end)
-        if file.read(BLOCK_BYTES).strip(b"\0"):
-            raise ValueError(f"tar shard {shard!r} is damaged: no valid header at byte {end:,}")
-
-
-def _index_shards(shards: list[str], ending: str) -> Arrays:
-    """Places of images and captions of all pairs, samples per shard, endings there are, and what is no pair."""
-    names, places, samples, endings = PackedTexts(), list[tuple[int, ...]](), [], dict[str, None]()
-    left_out = LeftOut()
-    for number, shard in enumerate(shards):
-        count = 0
-        for sample in shard_samples(shard):
-            count += 1
-            endings.update(dict.fromkeys(sample.members))
-            image, caption = sample.image, sample.members.get(ending)
-            if image is None or caption is None:
-                left_out.add(NO_IMAGE if image is None else NO_CAPTION, f"{shard}!{sample.key}")
-                continue
-            names.append(image[0])
-            places.append((number, *image[1:], *caption[1:]))
-        samples.append(count)
-    table = np.array(places, dtype=np.int64).reshape(-1, 5)
-    columns = {
-        name: table[:, i].copy() for i, name in enumerate(("offset", "size", "caption_offset", "caption_size"), 1)
+def _index_pairs(shard: str, count: Callable[[], None], ending: bytes) -> Piece:
+    """Places of images and captions of the pairs in one shard, number of its samples, endings, and what is no pair."""
+    places, samples, endings, left_out = list[tuple[int, ...]](), 0, dict[bytes, None](), LeftOut()
+    for sample in shard_samples(shard, count):
+        samples += 1
+        endings.update(dict.fromkeys(sample.members))
+        image, caption = sample.image, sample.members.get(ending)
+        if image is None or caption is None:
+            left_out.add(NO_IMAGE if image is None else NO_CAPTION, f"{shard}!{os.fsdecode(sample.key)}")
+            continue
+        places.append((*blocks_of(image), *blocks_of(caption)[1:]))
+    notes = {
+        "samples": samples,
+        "endings": [os.fsdecode(ending) for ending in endings],
+        "left_out": {reason: (number, left_out.examples[reason]) for reason, number in left_out.counts.items()},
     }
-    return {
-        **names.packed().to_arrays("names"),
-        **PackedStrings.pack([os.fsencode(word) for word in endings]).to_arrays("endings"),
-        **PackedStrings.pack([os.fsencode(word) for word in left_out.counts]).to_arrays("reasons"),
-        **PackedStrings.pack([os.fsencode(word) for word in left_out.examples.values()]).to_arrays("examples"),
-        "left_out": np.array(list(left_out.counts.values()), dtype=np.int64),
-        "samples": np.array(samples, dtype=np.int64),
-        "shard": table[:, 0].astype(np.int32),
-        **columns,
-        "labels": np.zeros(0, np.int64),
-    }
+    return Piece(np.array(places, PAIR_RECORD), notes)
 
 
-def _left_out(arrays: Arrays) -> LeftOut:
+def _left_out(notes: list[Notes]) -> LeftOut:
     """What the index left out."""
-    reasons, examples = (PackedStrings.from_arrays(arrays, name).to_list() for name in ("reasons", "examples"))
-    counts = dict(zip(reasons, arrays["left_out"].tolist(), strict=True))
-    return LeftOut(counts, dict(zip(reasons, examples, strict=True)))
+    left_out = LeftOut()
+    for note in notes:
+        for reason, (number, example) in note.get("left_out", {}).items():
+            left_out.add(reason, example, number)
+    return left_out
 
 
 def _nothing_found(name: str, endings: list[str], caption_key: str | None) -> str:
@@ -177,7 +156,7 @@ def _nothing_found(name: str, endings: list[str], caption_key: str | None) -> st
 def _require_key(captions: TarCaptions, name: str, caption_key: str) -> None:
     """Look for the key in the first JSON members; ValueError, with the keys there are, if none of them has it."""
     found: dict[str, None] = {}
-    for index in range(min(JSONS_CHECKED, len(captions.shard))):
+    for index in range(min(JSONS_CHECKED, len(captions.index))):
         try:
             keys = captions.json_of(index)
         except CorruptImageError:
@@ -190,20 +169,14 @@ def _require_key(captions: TarCaptions, name: str, caption_key: str) -> None:
     )
 
 
-def _compare_sizes(shards: list[str], samples: np.ndarray, left_out: LeftOut) -> None:
-    """Hold the samples of every shard against `sizes.json` in its folder, where there is one."""
-    for folder in dict.fromkeys(os.path.dirname(shard) for shard in shards):
-        path = os.path.join(folder, "sizes.json")
-        if not os.path.isfile(path):
-            continue
-        try:
-            with open(path, encoding="utf-8") as file:
-                sizes = {name: int(size) for name, size in json.load(file).items()}
-        except (ValueError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path!r} is no JSON object of shard names and numbers of samples ({error})") from error
-        for shard, found in zip(shards, samples.tolist(), strict=True):
-            told = sizes.get(os.path.basename(shard)) if os.path.dirname(shard) == folder else None
-            if told is not None and told > found:
-                left_out.add(NOT_THERE, f"{shard} with {found} of {told}", told - found)
-            elif told is not None and told < found:
-                logger.warning("%s holds %d samples, %s says %d: it is out of date", shard, found, path, told)
+def _compare_sizes(shards: list[str], samples: np.ndarray, left_out: LeftOut, lost: dict[str, int]) -> None:
+    """Hold the samples of every whole shard against `sizes.json` in its folder, where there is one."""
+    sizes = shard_sizes(shards)
+    for shard, number in zip(shards, samples.tolist(), strict=True):
+        expected = number if shard in lost else sizes.get(shard, number)
+        if expected > number:
+            left_out.add(NOT_THERE, f"{shard} with {number} of {expected}", expected - number)
+        elif expected < number:
+            logger.warning(
+                "%s holds %d samples, sizes.json in its folder says %d: it is out of date", shard, number, expected
+            )

@@ -19,7 +19,9 @@ if __name__ == "__main__":
 import argparse
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -29,16 +31,18 @@ from dino_sparo.checkpoint import CheckpointError, initialize_encoder
 from dino_sparo.clip.encode import ClipView
 from dino_sparo.clip.loss import create_loss
 from dino_sparo.clip.model import CLIP, clip_description, create_clip
-from dino_sparo.clip.pair_sources import open_pairs
+from dino_sparo.clip.pair_sources import index_pairs, open_pairs
+from dino_sparo.clip.pair_streams import PairStream, create_stream_loader
 from dino_sparo.clip.pairs import PairBatch, PairDataset, PairSource, PairTransform, collate_pairs, create_pair_loader
 from dino_sparo.clip.presets import apply_preset, fill_in_warmup
 from dino_sparo.clip.step import CLIPTraining, train_step
+from dino_sparo.clip.text import tokenize
 from dino_sparo.clip.zero_shot_probe import open_probe
-from dino_sparo.data import EpochSampler
+from dino_sparo.data import EpochSampler, open_together
 from dino_sparo.distributed import (
     Distributed,
+    all_or_none,
     choose_precision,
-    rank_0_first,
     require_same,
     use_fused_attention,
     wrap_ddp,
@@ -91,45 +95,15 @@ class CLIPObjective(Objective[PairBatch]):
     def __init__(self, args: argparse.Namespace, place: Distributed) -> None:
         self.args = args
         micro_batch = micro_batch_size(args.batch_size, place.world_size, args.grad_accum_steps)
-        self.source: PairSource = self._open_source(args)
-        self.num_left_out = self.source.left_out.total
-        _note_few_shards(self.source, args.num_workers * place.world_size)
-        self.sampler = EpochSampler(
-            len(self.source), micro_batch, place.rank, place.world_size, args.grad_accum_steps, args.seed
-        )
-        self.dataset = PairDataset(self.source, PairTransform(args.img_size, tuple(args.crop_scale)), args.seed)
-        self.loader = create_pair_loader(
-            self.dataset,
-            self.sampler,
-            context_length=args.context_length,
-            num_workers=args.num_workers,
-            pin_memory=place.device.type == "cuda",
-            timeout_min=args.dist_timeout_min,
-        )
+        open_data = stream_pairs if args.shards == "streamed" else number_pairs
+        self.data = open_data(args, place, micro_batch)
+        self.source, self.sampler, self.loader = self.data.source, self.data.sampler, self.data.loader
+        self.num_left_out = self.data.source.left_out.total
         self.training = build_training(args, place, self.sampler.steps_per_epoch)
         self.probe = None
         if args.zero_shot_freq:
             view = ClipView(args.img_size, tuple(args.norm_mean), tuple(args.norm_std))
             self.probe = open_probe(args.zero_shot_path or args.data_path, view, args.download)
-
-    @staticmethod
-    def _open_source(args: argparse.Namespace) -> PairSource:
-        with rank_0_first(f"opening {args.data_path}"):
-            source = open_pairs(
-                args.data_path,
-                args.image_key,
-                args.caption_key,
-                args.image_folder,
-                args.caption_templates,
-                Ties(*args.scene_ties),
-                args.max_corrupt,
-                args.download,
-                split=args.split,
-                split_column=args.split_column,
-                limits=ImageLimits(args.max_image_mb, args.max_image_mpix),
-            )
-        require_same(len(source), "the number of pairs")
-        return source
 
     @property
     def description(self) -> dict[str, Any]:
@@ -150,8 +124,7 @@ class CLIPObjective(Objective[PairBatch]):
 
     def rehearsal_batch(self) -> PairBatch:
         """The first pairs."""
-        items = [self.dataset[index % len(self.dataset)] for index in range(self.sampler.batch_size)]
-        return collate_pairs(items, self.args.context_length)
+        return self.data.first_batch(self.sampler.batch_size)
 
     def count(self, batch: PairBatch) -> tuple[int, ...]:
         """Pairs that were replaced, captions that were cut off."""
@@ -191,6 +164,90 @@ def micro_batch_size(batch_size: int, num_processes: int, accum_steps: int) -> i
             f"{accum_steps}; the nearest that can is {max(round(batch_size / parts), 1) * parts}"
         )
     return batch_size // parts
+
+
+@dataclass(frozen=True)
+class PairData:
+    """The pairs of a run.
+
+    Attributes:
+        source: pairs by number, or a stream of them.
+        sampler: which come when; of a stream only the sizes of its epochs and batches.
+        loader: batches of pairs.
+        first_batch: a batch of so many pairs, as the loader would give it.
+    """
+
+    source: PairSource | PairStream
+    sampler: EpochSampler
+    loader: DataLoader
+    first_batch: Callable[[int], PairBatch]
+
+
+def number_pairs(args: argparse.Namespace, place: Distributed, micro_batch: int) -> PairData:
+    """Pairs by number, their order and their batches."""
+    source = open_together(
+        lambda: open_pairs(
+            args.data_path,
+            args.image_key,
+            args.caption_key,
+            args.image_folder,
+            args.caption_templates,
+            Ties(*args.scene_ties),
+            args.max_corrupt,
+            args.download,
+            split=args.split,
+            split_column=args.split_column,
+            limits=ImageLimits(args.max_image_mb, args.max_image_mpix),
+        ),
+        partial(index_pairs, args.data_path, args.split, args.caption_key, args.caption_templates),
+        f"opening {args.data_path}",
+    )
+    require_same(len(source), "the number of pairs")
+    _note_few_shards(source, args.num_workers * place.world_size)
+    sampler = EpochSampler(len(source), micro_batch, place.rank, place.world_size, args.grad_accum_steps, args.seed)
+    dataset = PairDataset(source, PairTransform(args.img_size, tuple(args.crop_scale)), args.seed)
+    loader = create_pair_loader(
+        dataset,
+        sampler,
+        context_length=args.context_length,
+        num_workers=args.num_workers,
+        pin_memory=place.device.type == "cuda",
+        timeout_min=args.dist_timeout_min,
+    )
+
+    def first_batch(size: int) -> PairBatch:
+        return collate_pairs([dataset[index % len(dataset)] for index in range(size)], args.context_length)
+
+    return PairData(source, sampler, loader, first_batch)
+
+
+def stream_pairs(args: argparse.Namespace, place: Distributed, micro_batch: int) -> PairData:
+    """A stream of pairs, the sizes of its epochs and batches, and its batches."""
+    sampler = EpochSampler(
+        args.epoch_pairs, micro_batch, place.rank, place.world_size, args.grad_accum_steps, args.seed
+    )
+    with all_or_none(f"opening {args.data_path}"):
+        stream = PairStream(
+            args.data_path,
+            args.shard_weights,
+            PairTransform(args.img_size, tuple(args.crop_scale)),
+            sampler,
+            args.context_length,
+            args.caption_key,
+        )
+    loader = create_stream_loader(
+        stream,
+        num_workers=args.num_workers,
+        pin_memory=place.device.type == "cuda",
+        timeout_min=args.dist_timeout_min,
+    )
+
+    def first_batch(size: int) -> PairBatch:
+        # The stream itself is not touched: a rehearsal needs shapes alone.
+        images = torch.randint(256, (size, 3, args.img_size, args.img_size), dtype=torch.uint8)
+        return PairBatch(images, tokenize(["a photo"] * size, args.context_length).ids, torch.arange(size), [], 0)
+
+    return PairData(stream, sampler, loader, first_batch)
 
 
 def _note_few_shards(source: PairSource, num_loaders: int) -> None:

@@ -19,6 +19,7 @@ is asked for. The files of this folder, in the order of the data flow:
     rows.py              table -> its rows: columns by name, odd lines by number
     tables.py            list or table -> files, classes by column
     tars.py              tar shards -> members at their offsets, classes by `.cls` members
+    shard_index.py       all members of many shards -> one table in the cache, mapped into memory
     tar_headers.py       one tar -> name, offset and size of its members
     torchvision_sets.py  name of a torchvision set -> its images
     cache.py             index of a folder or of shards -> the user's cache, and back
@@ -27,6 +28,7 @@ is asked for. The files of this folder, in the order of the data flow:
     decode.py            bytes -> 8-bit RGB, or a CorruptImageError
 """
 
+import contextlib
 import logging
 import os
 import re
@@ -42,9 +44,10 @@ from dino_sparo.sources.folders import open_folder
 from dino_sparo.sources.limits import ImageLimits
 from dino_sparo.sources.packed import FileSource
 from dino_sparo.sources.rows import TABLE_ENDINGS
+from dino_sparo.sources.shard_index import index_share
 from dino_sparo.sources.splits import ALL, find_split, split_of_folder
 from dino_sparo.sources.tables import USUAL_COLUMNS, TableColumns, open_list, open_table
-from dino_sparo.sources.tars import TarSource, expand_shards, open_shards, refuse_compressed
+from dino_sparo.sources.tars import IMAGES, TarSource, expand_shards, find_shards, open_shards, refuse_compressed
 from dino_sparo.sources.torchvision_sets import TORCHVISION_SETS, open_torchvision
 
 __all__ = [
@@ -56,6 +59,7 @@ __all__ = [
     "TableColumns",
     "decode_image",
     "expand_shards",
+    "index_images",
     "open_source",
     "refuse_remote",
 ]
@@ -90,11 +94,24 @@ class ImageSource(Protocol):
         ...
 
 
+def index_images(data_path: str, number: int, count: int) -> None:
+    """Put a share of what `open_source` will look up into the cache: every `count`-th shard, if there are shards.
+
+    Args:
+        data_path: as in `open_source`.
+        number: this process among those that share the work, from 0.
+        count: how many they are.
+    """
+    with contextlib.suppress(ValueError):  # who opens the shards says what is wrong with them
+        index_share(IMAGES, find_shards(os.path.expanduser(data_path)), number, count)
+
+
 def open_source(
     data_path: str,
     split: str | None = None,
     download: bool = False,
     *,
+    max_corrupt: float = 0.0,
     default_split: str = "train",
     columns: TableColumns = USUAL_COLUMNS,
     limits: ImageLimits = DEFAULT_LIMITS,
@@ -113,6 +130,7 @@ def open_source(
             where there is no "val". "all" opens everything that lies there. None opens the default split wherever
             splits are recognised, else everything.
         download: fetch a torchvision set that is not on disk; with several processes, let one of them do it first.
+        max_corrupt: share of the images that may lie in damaged tar shards, which are then named and left out.
         default_split: what None means, "train" or "val". Training images of stl10 are those without labels, too.
         columns: of a table, where they have other names than the usual ones.
         limits: larger images count as unreadable.
@@ -121,7 +139,7 @@ def open_source(
         ValueError: nothing lies there, it holds no images, the split is missing, or its form is not understood.
     """
     start = time.perf_counter()
-    source, how = _open(data_path, split, download, default_split, columns)
+    source, how = _open(data_path, split, download, max_corrupt, default_split, columns)
     if isinstance(source, FileSource | TarSource):
         source.limits = limits
     classes = f" in {len(source.classes)} classes" if source.classes else " without labels"
@@ -132,7 +150,7 @@ def open_source(
 
 
 def _open(
-    data_path: str, split: str | None, download: bool, default_split: str, columns: TableColumns
+    data_path: str, split: str | None, download: bool, max_lost: float, default_split: str, columns: TableColumns
 ) -> tuple[ImageSource, str]:
     """Find out what a data path is; returns the source and the log's word for how it was opened."""
     if data_path == "scenes" or data_path.startswith("scenes:"):
@@ -144,20 +162,20 @@ def _open(
     if os.path.isdir(path):
         split = split or split_of_folder(path, default_split)
         if split == ALL:
-            return open_folder(path)
+            return open_folder(path, max_lost)
         chosen = find_split(path, split)
         if len(chosen) > 1:
-            return open_shards(chosen, f"{split} shards in {path}")
+            return open_shards(chosen, f"{split} shards in {path}", max_lost)
         if os.path.isdir(chosen[0]):
-            return open_folder(chosen[0])
-        return _open_file(chosen[0], None, default_split, columns)
+            return open_folder(chosen[0], max_lost)
+        return _open_file(chosen[0], None, max_lost, default_split, columns)
     if os.path.isfile(path):
-        return _open_file(path, split, default_split, columns)
+        return _open_file(path, split, max_lost, default_split, columns)
     if os.path.exists(path):
         raise ValueError(f"data_path={data_path!r} is neither a folder nor a regular file, but a pipe or a device")
     if re.search(r"::|[*?\[{]", path):
         _refuse_split_of_shards(data_path, split)
-        return open_shards(expand_shards(path), f"shards {data_path}")
+        return open_shards(expand_shards(path), f"shards {data_path}", max_lost)
     return _open_named_set(data_path, default_split if split is None and default_split != "train" else split, download)
 
 
@@ -177,7 +195,9 @@ def _open_named_set(data_path: str, split: str | None, download: bool) -> tuple[
     )
 
 
-def _open_file(path: str, split: str | None, default_split: str, columns: TableColumns) -> tuple[ImageSource, str]:
+def _open_file(
+    path: str, split: str | None, max_lost: float, default_split: str, columns: TableColumns
+) -> tuple[ImageSource, str]:
     """Open one file by its ending: tar, table, or (whatever else) a list of paths."""
     refuse_compressed(path)
     lower = path.lower()
@@ -185,7 +205,7 @@ def _open_file(path: str, split: str | None, default_split: str, columns: TableC
         raise ValueError(f"data_path={path!r} is a single image; give the folder that holds the images")
     if lower.endswith(".tar"):
         _refuse_split_of_shards(path, split)
-        return open_shards([path], f"shard {path}")
+        return open_shards([path], f"shard {path}", max_lost)
     if lower.endswith(TABLE_ENDINGS):
         return open_table(path, split, default_split, columns)
     return open_list(path, split)
@@ -203,4 +223,7 @@ def refuse_remote(data_path: str) -> None:
     """ValueError for an address, or a command whose output is meant: only local files are read."""
     for part in data_path.split("::"):
         if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://|pipe:", part) and not os.path.exists(part):
-            raise ValueError(f"data_path={part!r} is an address; download the files first and give their local path")
+            raise ValueError(
+                f"data_path={part!r} is an address; download the files first and give their local path, or let CLIP "
+                "stream them by --shards streamed"
+            )

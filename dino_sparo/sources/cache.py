@@ -20,8 +20,25 @@ from dino_sparo.sources.packed import Arrays
 
 _logger = logging.getLogger(__name__)
 
-_CACHE_VERSION = 1
+_CACHE_VERSION = 2
 _SETTLE_S = 2.0  # a folder or shard changed so recently may still be growing within its time stamp's resolution
+
+
+def cache_folder() -> str:
+    """Where indexes are kept; it may not exist yet."""
+    return os.environ.get("DINO_SPARO_CACHE") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "dino_sparo"
+    )
+
+
+def cache_path(key: str, ending: str) -> str:
+    """The path in the cache of what is called `key`."""
+    return os.path.join(cache_folder(), hashlib.sha256(_versioned(key)).hexdigest()[:32] + ending)
+
+
+def is_settled(stamps_ns: np.ndarray, now_s: float) -> bool:
+    """Whether the last of these times of change is so long ago that a later change would have another."""
+    return bool(stamps_ns.max() < (now_s - _SETTLE_S) * 1e9)
 
 
 def load_or_index(key: str, build: Callable[[], Arrays], is_current: Callable[[Arrays], bool]) -> tuple[Arrays, str]:
@@ -35,38 +52,46 @@ def load_or_index(key: str, build: Callable[[], Arrays], is_current: Callable[[A
     Returns:
         The index, and the log's word for where it comes from.
     """
-    folder = os.environ.get("DINO_SPARO_CACHE") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "dino_sparo"
-    )
-    version = np.frombuffer(os.fsencode(f"{_CACHE_VERSION} {key}"), np.uint8)
-    path = os.path.join(folder, hashlib.sha256(version.tobytes()).hexdigest()[:32] + ".npz")
-    try:
-        with open(path, "rb") as file, np.load(file, allow_pickle=False) as stored:
-            arrays = {name: stored[name] for name in stored.files}
-        if np.array_equal(arrays["version"], version) and is_current(arrays):
-            return arrays, f"index read from {path}"
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        _logger.info("ignoring the damaged index cache %s (%r)", path, error)
+    arrays = load_index(key)
+    if arrays is not None and is_current(arrays):
+        return arrays, f"index read from {cache_path(key, '.npz')}"
     started = time.time()
     arrays = build()
-    if arrays["stamps"][0].max() < (started - _SETTLE_S) * 1e9:
-        _save_index(path, {**arrays, "version": version})
+    if is_settled(arrays["stamps"][0], started) and (problem := save_index(key, arrays)):
+        _logger.info("the index is not cached: %s", problem)
     return arrays, "indexed"
 
 
-def _save_index(path: str, arrays: Arrays) -> None:
-    """Write an index so that a reader sees all of it or nothing."""
-    temporary = None
+def load_index(key: str) -> Arrays | None:
+    """The index in the cache, whether it is current or not; None if there is none that can be read."""
+    path = cache_path(key, ".npz")
+    try:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as stored:
+            arrays = {name: stored[name] for name in stored.files}
+        return arrays if arrays["version"].tobytes() == _versioned(key) else None
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        _logger.info("ignoring the damaged index cache %s (%r)", path, error)
+        return None
+
+
+def save_index(key: str, arrays: Arrays) -> str:
+    """Write an index so that a reader sees all of it or nothing; returns what went wrong, empty if nothing did."""
+    path, temporary = cache_path(key, ".npz"), None
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=os.path.dirname(path), suffix=".part", delete=False) as file:
             temporary = file.name
-            np.savez(file, **arrays)  # type: ignore[arg-type]
+            np.savez(file, **arrays, version=np.frombuffer(_versioned(key), np.uint8))  # type: ignore[arg-type]
         os.replace(temporary, path)
     except OSError as error:
-        _logger.info("the index is not cached: %s", error)
         if temporary is not None:
             with contextlib.suppress(OSError):
                 os.remove(temporary)
+        return str(error)
+    return ""
+
+
+def _versioned(key: str) -> bytes:
+    return os.fsencode(f"{_CACHE_VERSION} {key}")

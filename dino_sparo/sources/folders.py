@@ -25,8 +25,12 @@ _MAX_VISITS = 100
 _SCAN_THREADS = 8  # listing a folder waits for the disk, above all for a network disk
 
 
-def open_folder(root: str) -> tuple[FileSource | TarSource, str]:
+def open_folder(root: str, max_lost: float = 0.0) -> tuple[FileSource | TarSource, str]:
     """A folder of images, or of tar shards; also the log's words for how it was opened.
+
+    Args:
+        root: the folder.
+        max_lost: of shards, see `open_shards`.
 
     Raises:
         ValueError: it holds neither.
@@ -40,7 +44,7 @@ def open_folder(root: str) -> tuple[FileSource | TarSource, str]:
     if not len(arrays["paths_ends"]):
         shards = sorted(glob.glob(os.path.join(glob.escape(root), "*.tar")))
         if shards:
-            return open_shards(shards, f"shards in {root}")
+            return open_shards(shards, f"shards in {root}", max_lost)
         holds = ", ".join(sorted(os.listdir(root))[:10])
         raise ValueError(
             f"data_path={root!r} holds no images: looked for files ending in {', '.join(IMAGE_EXTENSIONS)} in it and "

@@ -1,23 +1,34 @@
 """Tar shards, webdataset's way -> the source of the images in them, read at their offsets.
 
-A shard's headers are walked once (`tar_headers.py`) and the places of its images cached; nothing is ever extracted to
-disk. Members whose names are equal up to the file name's first dot belong together: `a.jpg` and its label `a.cls`.
+A shard's headers are walked once (`tar_headers.py`) and the places of its images kept (`shard_index.py`); nothing is
+ever extracted to disk. Members whose names are equal up to the file name's first dot belong together: `a.jpg` and its
+label `a.cls`.
 """
 
 import glob
 import itertools
+import json
+import logging
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from PIL import Image
 
-from dino_sparo.sources.cache import load_or_index
-from dino_sparo.sources.decode import DEFAULT_LIMITS, IMAGE_EXTENSIONS, read_image
-from dino_sparo.sources.packed import Arrays, PackedStrings, encode_labels
-from dino_sparo.sources.tar_headers import tar_members
+from dino_sparo.sources.decode import DEFAULT_LIMITS, IMAGE_ENDINGS, IMAGE_EXTENSIONS, CorruptImageError, read_image
+from dino_sparo.sources.packed import encode_labels
+from dino_sparo.sources.shard_index import Kind, Notes, Piece, ShardIndex, blocks_of, open_index
+from dino_sparo.sources.tar_headers import BLOCK_BYTES, member_name, tar_members
+
+_logger = logging.getLogger(__name__)
+
+_MAX_LABEL_BYTES = 1 << 16
+
+# First header and content of an image in blocks of the tar, bytes of its content, place of its label in the shard's
+# list of labels (0 for none). Names are read from the tar when they are asked for.
+IMAGE_RECORD = np.dtype([("start", "<u4"), ("block", "<u4"), ("size", "<u4"), ("label", "<u4")])
 
 MAX_SHARDS = 1 << 20  # that braces may mean
 
@@ -27,86 +38,167 @@ class TarSource:
 
     Args:
         name: what the log calls it.
-        shards: paths of the tar files.
-        arrays: the index, see `_index_shards`.
+        index: records with `start`, `block` and `size` of every image.
+        classes: as in `ImageSource`.
+        labels: as in `ImageSource`.
 
     Attributes:
         limits: larger images are refused; `open_source` sets it.
     """
 
-    def __init__(self, name: str, shards: list[str], arrays: Arrays) -> None:
-        self.name, self.shards = name, shards
-        self.members = PackedStrings.from_arrays(arrays, "names")
-        self.shard, self.offset, self.size = arrays["shard"], arrays["offset"], arrays["size"]
-        self.classes = PackedStrings.from_arrays(arrays, "classes").to_list() or None
-        self.labels = arrays["labels"] if self.classes else None
+    def __init__(
+        self, name: str, index: ShardIndex, classes: list[str] | None = None, labels: np.ndarray | None = None
+    ) -> None:
+        self.name, self.index, self.classes, self.labels = name, index, classes, labels
         self.limits = DEFAULT_LIMITS
+
+    @property
+    def shards(self) -> list[str]:
+        """Paths of the tar files."""
+        return self.index.shards
 
     def __len__(self) -> int:
         """Number of images."""
-        return len(self.members)
+        return len(self.index)
 
     def location(self, index: int) -> str:
-        """`shard!member`."""
-        return f"{self.shards[self.shard[index]]}!{self.members[index]}"
+        """`shard!member`; if the shard has gone, the byte where the member began."""
+        shard, start = self.index.shard_of(index), int(self.index.records[index]["start"]) * BLOCK_BYTES
+        try:
+            return f"{shard}!{os.fsdecode(member_name(shard, start))}"
+        except (OSError, ValueError, StopIteration):
+            return f"{shard}!byte {start:,}"
 
     def read(self, index: int) -> Image.Image:
         """Image `index` as 8-bit RGB; raises CorruptImageError."""
-        shard = self.shards[self.shard[index]]
-        return read_image(shard, self.location(index), int(self.offset[index]), int(self.size[index]), self.limits)
+        shard, record = self.index.shard_of(index), self.index.records[index]
+        offset, size = int(record["block"]) * BLOCK_BYTES, int(record["size"])
+        try:
+            return read_image(shard, shard, offset, size, self.limits)
+        except CorruptImageError as error:
+            raise CorruptImageError(self.location(index), error.reason) from error
 
 
-def open_shards(shards: list[str], name: str) -> tuple[TarSource, str]:
+def open_shards(shards: list[str], name: str, max_lost: float = 0.0) -> tuple[TarSource, str]:
     """Tar shards, and the log's words for how they were opened.
 
     Args:
         shards: paths.
         name: what the log calls them.
+        max_lost: share of the images that may lie in damaged shards, which are left out.
 
     Raises:
-        ValueError: one is damaged or compressed, or none holds an image.
+        ValueError: too much is damaged or compressed, or there is no image.
     """
-    statuses = [os.stat(shard) for shard in shards]
-    stamps = np.array([[status.st_mtime_ns for status in statuses], [status.st_size for status in statuses]])
-    arrays, how = load_or_index(
-        "shards " + "\n".join(map(os.path.abspath, shards)),
-        build=lambda: {**_index_shards(shards), "stamps": stamps},
-        is_current=lambda old: np.array_equal(old["stamps"], stamps),
-    )
-    if not len(arrays["shard"]):
+    index, notes, how = open_index(IMAGES, shards)
+    lost = lost_samples(shards, notes, index.counts)
+    total = sum(lost.values()) + len(index)
+    if sum(lost.values()) > max_lost * total:
+        raise ValueError(
+            f"{first_damage(notes)} ({len(lost)} of {len(shards)} shards, about {sum(lost.values()):,} of {total:,} "
+            f"images; at most {max_lost:.2%} may be lost)"
+            if max_lost
+            else first_damage(notes)
+        )
+    for shard, number in lost.items():
+        _logger.warning("%s; about %d images are left out", notes[shards.index(shard)]["damage"], number)
+    if not len(index):
         raise ValueError(
             f"{name}: no images in {len(shards)} shard(s); looked for members ending in {IMAGE_EXTENSIONS}"
         )
-    return TarSource(name, shards, arrays), f"{len(shards)} shard(s) {how}"
+    classes, labels = _labels(index, notes)
+    return TarSource(name, index, classes, labels), f"{len(shards)} shard(s) {how}"
 
 
-def _index_shards(shards: list[str]) -> Arrays:
-    """Name, shard, offset, size and label of every image member."""
-    names: list[bytes] = []
-    places: list[tuple[int, int, int]] = []
-    labels: list[str | None] = []
-    for number, shard in enumerate(shards):
-        keys, label_of = [], {}
-        for name, offset, size, text in tar_members(shard):
-            folder, slash, base = name.rpartition(b"/")
-            key = folder + slash + base.split(b".", 1)[0]  # webdataset's: everything before the file name's first dot
-            if text is not None:
-                label_of[key] = text
-            else:
+def lost_samples(shards: list[str], notes: list[Notes], counts: np.ndarray) -> dict[str, int]:
+    """The damaged shards, and how many samples each has lost: as `sizes.json` says, else the mean of the others.
+
+    Args:
+        shards: paths.
+        notes: of every shard.
+        counts: (shards,) samples of each; of damaged ones not used.
+
+    Raises:
+        ValueError: all shards are damaged, or `sizes.json` is of another form.
+    """
+    damaged = [number for number, note in enumerate(notes) if "damage" in note]
+    if not damaged:
+        return {}
+    if len(damaged) == len(shards):
+        raise ValueError(first_damage(notes))
+    sizes, mean = shard_sizes(shards), float(np.delete(counts, damaged).mean())
+    return {shards[number]: max(sizes.get(shards[number], round(mean)), 1) for number in damaged}
+
+
+def first_damage(notes: list[Notes]) -> str:
+    """What is wrong with the first damaged shard."""
+    return next(note["damage"] for note in notes if "damage" in note)
+
+
+def shard_sizes(shards: list[str]) -> dict[str, int]:
+    """Samples of each shard as `sizes.json` in its folder says, where there is one.
+
+    Raises:
+        ValueError: it is of another form.
+    """
+    written = dict[str, int]()
+    for folder in dict.fromkeys(os.path.dirname(shard) for shard in shards):
+        path = os.path.join(folder, "sizes.json")
+        if os.path.isfile(path):
+            try:
+                with open(path, encoding="utf-8") as file:
+                    written |= {os.path.join(folder, name): int(size) for name, size in json.load(file).items()}
+            except (ValueError, TypeError, AttributeError, RecursionError) as error:
+                raise ValueError(
+                    f"{path!r} is no JSON object of shard names and numbers of samples ({error})"
+                ) from error
+    return {shard: written[shard] for shard in shards if shard in written}
+
+
+def _index_images(shard: str, count: Callable[[], None]) -> Piece:
+    """Places and labels of the images in one shard, in their order."""
+    keys, places, label_of = [], [], dict[bytes, str]()
+    with open(shard, "rb", buffering=0) as file:
+        for member in tar_members(shard):
+            count()
+            folder, slash, base = member.name.rpartition(b"/")
+            if base.startswith(b"."):
+                continue
+            key = folder + slash + base.split(b".", 1)[0]  # webdataset's: all before the file name's first dot
+            if base.lower().endswith(IMAGE_ENDINGS):
                 keys.append(key)
-                names.append(name)
-                places.append((number, offset, size))
-        labels += [label_of.get(key) for key in keys]
-    classes, encoded = encode_labels(labels)
-    table = np.array(places, dtype=np.int64).reshape(-1, 3)
-    return {
-        **PackedStrings.pack(names).to_arrays("names"),
-        **PackedStrings.pack([os.fsencode(name) for name in classes or []]).to_arrays("classes"),
-        "shard": table[:, 0].astype(np.int32),
-        "offset": table[:, 1].copy(),
-        "size": table[:, 2].copy(),
-        "labels": np.zeros(0, np.int64) if encoded is None else encoded,
-    }
+                places.append(blocks_of(member))
+            elif base.endswith(b".cls"):
+                text = os.pread(file.fileno(), min(member.size, _MAX_LABEL_BYTES), member.offset)
+                label_of[key] = text.decode(errors="replace").strip()
+    words = ["", *dict.fromkeys(label_of[key] for key in keys if label_of.get(key))]
+    place_of = {word: place for place, word in enumerate(words)}
+    rows = [(*place, place_of[label_of.get(key, "")]) for place, key in zip(places, keys, strict=True)]
+    return Piece(np.array(rows, IMAGE_RECORD), {"labels": words})
+
+
+IMAGES = Kind("images", IMAGE_RECORD, _index_images)
+
+
+def _labels(index: ShardIndex, notes: list[Notes]) -> tuple[list[str] | None, np.ndarray | None]:
+    """Names of the classes, and the class of every image; None, None without labels."""
+    words = [note.get("labels", [""]) for note in notes]
+    classes, numbers = encode_labels([word for listed in words for word in listed])
+    if numbers is None:
+        return None, None
+    labels, start, place = np.empty(len(index), np.int64), 0, 0
+    for end, listed in zip(index.ends, words, strict=True):
+        labels[start:end] = numbers[place + index.records[start:end]["label"].astype(np.int64)]
+        start, place = int(end), place + len(listed)
+    return classes, labels
+
+
+def find_shards(path: str) -> list[str]:
+    """The tar shards that a path means: its pattern's, or those of a folder that holds them; else none."""
+    if os.path.isdir(path):
+        return sorted(glob.glob(os.path.join(glob.escape(path), "*.tar")))
+    is_pattern = not os.path.isfile(path) and re.search(r"::|[*?\[{]", path)
+    return expand_shards(path) if is_pattern or path.lower().endswith(".tar") else []
 
 
 def expand_shards(pattern: str) -> list[str]:

@@ -9,10 +9,19 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from dino_sparo.crops import MultiCropAugmentation
-from dino_sparo.data import Batch, EpochSampler, ImageDataset, ImageSource, collate, create_loader, open_source
+from dino_sparo.data import (
+    Batch,
+    EpochSampler,
+    ImageDataset,
+    ImageSource,
+    collate,
+    create_loader,
+    open_source,
+    open_together,
+)
 from dino_sparo.distort import Distortions
-from dino_sparo.distributed import Distributed, is_main, rank_0_first, require_same
-from dino_sparo.sources import ImageLimits, TableColumns
+from dino_sparo.distributed import Distributed, is_main, require_same
+from dino_sparo.sources import ImageLimits, TableColumns, index_images
 
 LOOK_IMAGES = 64  # shown and measured after every epoch
 
@@ -52,14 +61,18 @@ def open_crops(args: argparse.Namespace, place: Distributed) -> CropData:
     Raises:
         ValueError: there are no such images, or too few for one step.
     """
-    with rank_0_first(f"opening {args.data_path}"):
-        source = open_source(
+    source = open_together(
+        lambda: open_source(
             args.data_path,
             args.split,
             args.download,
+            max_corrupt=args.max_corrupt,
             columns=TableColumns(args.path_column, args.label_column, args.split_column),
             limits=ImageLimits(args.max_image_mb, args.max_image_mpix),
-        )
+        ),
+        partial(index_images, args.data_path),
+        f"opening {args.data_path}",
+    )
     require_same(len(source), "the number of images")
     sampler = EpochSampler(
         len(source), args.batch_size_per_gpu, place.rank, place.world_size, args.grad_accum_steps, args.seed

@@ -151,7 +151,7 @@ def train_one_epoch(
 
 def _check_corrupt(objective: Objective[Any], progress: Progress, max_corrupt: float) -> None:
     met = next(iter(progress.counts.values()))
-    number, total = met + objective.num_left_out, len(objective.source) + objective.num_left_out
+    number, total = met + objective.num_left_out, objective.sampler.num_images + objective.num_left_out
     if met and number > (most := most_corrupt(max_corrupt, total)):
         raise TooManyCorruptError(
             f"{number} of {total} {objective.noun}s could not be read ({met} were met in this epoch), more than the "

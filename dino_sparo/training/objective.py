@@ -39,9 +39,6 @@ B = TypeVar("B", bound=TrainingBatch)
 class Source(Protocol):
     """What the trainer needs to know of a collection of images or pairs."""
 
-    def __len__(self) -> int:
-        """Number of items."""
-
     def location(self, index: int) -> str:
         """Where an item lies, for messages."""
 

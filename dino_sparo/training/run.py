@@ -74,7 +74,7 @@ class Run:
     def scale(self) -> dict[str, int]:
         """What a step's number counts: steps of this many items, of a data set of this size."""
         return {
-            f"num_{self.objective.noun}s": len(self.objective.source),
+            f"num_{self.objective.noun}s": self.objective.sampler.num_images,
             "global_batch": self.objective.sampler.global_batch_size,
             "steps_per_epoch": self.objective.sampler.steps_per_epoch,
         }

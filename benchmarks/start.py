@@ -1,0 +1,123 @@
+"""How long a run on many tar shards takes to start, the first time and the second time.
+
+    python -m benchmarks.start                                            # 400,000 synthetic pairs in 40 shards
+    python -m benchmarks.start --shards 4 --pairs_per_shard 1000 --processes 1
+
+Every start is that of CLIP's training up to its first batch: processes that join a group with a short time-out share
+the indexing, and open the same pairs. The images are a few bytes and no images, since a start reads headers alone; so
+the time per pair is that of a local disk, or of the memory in which the disk's content lies.
+"""
+
+import argparse
+import io
+import json
+import multiprocessing
+import os
+import sys
+import tarfile
+import tempfile
+import time
+from functools import partial
+from multiprocessing.queues import Queue
+from pathlib import Path
+
+from benchmarks.timing import hardware
+
+
+def write_shards(folder: Path, num_shards: int, pairs_per_shard: int) -> None:
+    """Shards of pairs in webdataset's form, with an image, a caption and a JSON each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for shard in range(num_shards):
+        with tarfile.open(folder / f"{shard:05}.tar", "w", format=tarfile.GNU_FORMAT) as tar:
+            for pair in range(pairs_per_shard):
+                for ending, content in (("jpg", b"no image"), ("txt", b"a caption"), ("json", b"{}")):
+                    info = tarfile.TarInfo(f"{shard:05}{pair:06}.{ending}")
+                    info.size = len(content)
+                    tar.addfile(info, io.BytesIO(content))
+        os.utime(folder / f"{shard:05}.tar", (1e9, 1e9))  # shards that have just been written are not cached
+
+
+def own_memory() -> int:
+    """Bytes of memory that are this process' own, not those of files that it maps; Linux."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon"))
+
+
+def start(number: int, count: int, folder: str, timeout_min: float, results: Queue) -> None:
+    """One process of a start: reports seconds, pairs, and bytes of its own memory per pair."""
+    from dino_sparo.clip.pair_sources import index_pairs, open_pairs
+    from dino_sparo.data import open_together
+    from dino_sparo.distributed import barrier, init_distributed, shutdown
+
+    os.environ.update(RANK=str(number), WORLD_SIZE=str(count), LOCAL_RANK=str(number))
+    init_distributed("cpu", f"file://{folder}/rendezvous", timeout_min)
+    barrier()
+    before, begin = own_memory(), time.perf_counter()
+    source = open_together(partial(open_pairs, folder), partial(index_pairs, folder, None, None), f"opening {folder}")
+    seconds = time.perf_counter() - begin
+    results.put((number, seconds, len(source), (own_memory() - before) / len(source)))
+    barrier()
+    shutdown()
+
+
+def run_start(folder: Path, processes: int, timeout_min: float) -> list[tuple]:
+    """Start so many processes; returns what they report, by rank."""
+    (folder / "rendezvous").unlink(missing_ok=True)
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    peers = [
+        context.Process(target=start, args=(number, processes, str(folder), timeout_min, results))
+        for number in range(processes)
+    ]
+    for peer in peers:
+        peer.start()
+    reports = sorted(results.get() for _ in peers)
+    for peer in peers:
+        peer.join()
+    return reports
+
+
+def get_args_parser() -> argparse.ArgumentParser:
+    """The options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shards", type=int, default=40, help="Number of tar shards (40).")
+    parser.add_argument("--pairs_per_shard", type=int, default=10_000, help="Pairs in each (10000).")
+    parser.add_argument("--processes", type=int, default=2, help="Processes that share the indexing (2).")
+    parser.add_argument("--timeout_min", type=float, default=1.0, help="Time-out of their collectives (1 minute).")
+    parser.add_argument("--folder", type=Path, default=None, help="Where the shards are kept for another measurement.")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> dict[str, object]:
+    """Measure the first and the second start, print a JSON object."""
+    args = get_args_parser().parse_args(argv)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.folder or Path(temporary) / "shards"
+        if not list(folder.glob("*.tar")):
+            write_shards(folder, args.shards, args.pairs_per_shard)
+        os.environ["DINO_SPARO_CACHE"] = str(Path(temporary) / "cache")
+        first, second = (run_start(folder, args.processes, args.timeout_min) for _ in range(2))
+        cached = {
+            name: sum(path.stat().st_size for path in (Path(temporary) / "cache").glob(pattern))
+            for name, pattern in (("joined", "*.shards/*"), ("per_shard", "*.npz"))
+        }
+    pairs = first[0][2]
+    report: dict[str, object] = {
+        "pairs": pairs,
+        "shards": args.shards,
+        "processes": args.processes,
+        "timeout_min": args.timeout_min,
+        "first_start_s": round(max(seconds for _, seconds, _, _ in first), 2),
+        "first_start_s_per_million": round(max(seconds for _, seconds, _, _ in first) / pairs * 1e6, 1),
+        "second_start_s": round(max(seconds for _, seconds, _, _ in second), 3),
+        "own_bytes_per_pair_and_process": round(max(own for *_, own in second), 2),
+        "mapped_bytes_per_pair_and_machine": round(cached["joined"] / pairs, 2),
+        "cache_bytes_per_pair": round(sum(cached.values()) / pairs, 2),
+        "hardware": hardware(),
+    }
+    sys.stdout.write(json.dumps(report, indent=2, default=str) + "\n")
+    return report
+
+
+if __name__ == "__main__":
+    main()
