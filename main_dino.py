@@ -589,7 +589,7 @@ def resume(run: Run) -> int | None:
     if path is None:
         return 0
     with all_or_none(f"reading {path}"):
-        checkpoint, training = load_checkpoint(path), run.training
+        checkpoint, training = load_checkpoint(path, verify=not is_main()), run.training
         check_same_model(checkpoint, training.network.config, str(path))
         before, now = checkpoint["args"], plain(vars(args))
         is_rescaled = _is_rescaled(checkpoint, run.extent)

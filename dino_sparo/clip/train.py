@@ -45,6 +45,7 @@ from dino_sparo.distributed import (
     choose_precision,
     faults_named,
     init_distributed,
+    is_main,
     on_rank_0,
     rank_0_first,
     require_same,
@@ -298,7 +299,7 @@ def resume(run: Run) -> None:
     if path is None:
         return
     with all_or_none(f"reading {path}"):
-        checkpoint = load_checkpoint(path)
+        checkpoint = load_checkpoint(path, verify=not is_main())
         check_same_model(checkpoint, run.description, str(path))
         before, now = checkpoint["args"], plain(vars(run.args))
         differing = [(f"--{name}", before[name], now[name]) for name in FIXED_OPTIONS if before[name] != now[name]]
