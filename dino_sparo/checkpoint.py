@@ -506,11 +506,40 @@ def describe_encoder(
     Returns:
         The fields of `EncoderConfig`, and `mean` and `std` of its images.
     """
-    said = checkpoint.get("encoder")
-    if said is None:
+    entry = encoder_entry(checkpoint)
+    if entry is None:
         return encoder_description(infer_config(weights, arch, patch_size))
     overrides = {key: value for key, value in (("arch", arch), ("patch_size", patch_size)) if value is not None}
-    return {**said, **overrides}
+    return {**entry, **overrides}
+
+
+def encoder_entry(checkpoint: Mapping[str, Any], source: str = "the checkpoint") -> dict[str, Any] | None:
+    """What a checkpoint says about its encoder under `encoder`; None if it says nothing.
+
+    Args:
+        checkpoint: what was read.
+        source: its file, for messages.
+
+    Raises:
+        CheckpointError: the entry is not what `encoder_description` gives.
+    """
+    entry = checkpoint.get("encoder")
+    if entry is None:
+        return None
+    try:
+        if not isinstance(entry, dict):
+            raise ValueError(f"a {type(entry).__name__}, not a dict")
+        EncoderConfig.from_dict(entry)
+        for name in ("mean", "std"):
+            values = entry.get(name, IMAGENET_MEAN)
+            if not isinstance(values, (list, tuple)) or not all(isinstance(value, (int, float)) for value in values):
+                raise ValueError(f"{name} is {values!r}, not one number per channel")
+    except ValueError as error:
+        raise CheckpointError(
+            f"{source} does not say under `encoder` how its encoder was built ({error}); save it again with the "
+            f"version that wrote it, or give a file of weights alone"
+        ) from error
+    return entry
 
 
 def load_encoder(
@@ -534,6 +563,7 @@ def encoder_of(
     checkpoint: Mapping[str, Any], source: str, which: str, arch: str | None = None, patch_size: int | None = None
 ) -> Encoder:
     """`load_encoder` for a checkpoint that has been read from `source` already."""
+    encoder_entry(checkpoint, source)
     weights = encoder_weights(checkpoint, which, source)
     description = describe_encoder(checkpoint, weights, arch, patch_size)
     encoder = encoder_from_config(EncoderConfig.from_dict(description))
@@ -549,8 +579,8 @@ def load_normalization(path: str | Path) -> tuple[tuple[float, ...], tuple[float
 
 def normalization_of(checkpoint: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """`load_normalization` for a checkpoint that has been read already."""
-    said = checkpoint.get("encoder", {})
-    return tuple(said.get("mean", IMAGENET_MEAN)), tuple(said.get("std", IMAGENET_STD))
+    entry = encoder_entry(checkpoint) or {}
+    return tuple(entry.get("mean", IMAGENET_MEAN)), tuple(entry.get("std", IMAGENET_STD))
 
 
 def encoder_weights(checkpoint: Mapping[str, Any], which: str, source: str) -> dict[str, Tensor]:
@@ -581,12 +611,12 @@ def check_same_model(checkpoint: Mapping[str, Any], config: EncoderConfig, sourc
     Raises:
         CheckpointError: names each field that differs.
     """
-    said = checkpoint.get("encoder")
-    if said is None:
+    entry = encoder_entry(checkpoint, source)
+    if entry is None:
         raise CheckpointError(
             f"{source} does not say how its encoder was built, so it cannot be resumed; choose another --output_dir"
         )
-    saved = EncoderConfig.from_dict(said)
+    saved = EncoderConfig.from_dict(entry)
     if saved != config:
         differing = [
             f"{name} {getattr(saved, name)!r} in the checkpoint, {value!r} asked for"

@@ -33,6 +33,7 @@ from dino_sparo.checkpoint import (
     save_checkpoint,
 )
 from dino_sparo.data import IMAGENET_MEAN, IMAGENET_STD
+from dino_sparo.evaluation.protocol import trained_encoder
 from dino_sparo.export import export
 
 SMALL: dict[str, Any] = {"arch": "vit_micro", "patch_size": 8, "img_size": 24}
@@ -582,6 +583,39 @@ def test_a_checkpoint_of_another_readout_does_not_load_as_this_one(tmp_path: Pat
     save_checkpoint(checkpoint, tmp_path / "checkpoint.pth")
     with pytest.raises(CheckpointError, match=r"12 missing: backbone\.blocks\.3\..*; \d+ unexpected: readout\."):
         load_encoder(tmp_path / "checkpoint.pth")
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (3, "a int, not a dict"),
+        ("vit_small", "a str, not a dict"),
+        ([1, 2], "a list, not a dict"),
+        ({"arch": 5}, "arch 5, which is no str"),
+        ({"num_slots": "many"}, "num_slots 'many', which is no int"),
+        ({"img_size": None}, "img_size None, which is no int"),
+        ({"blocks": 3}, "blocks, which this version does not know"),
+        ({"mean": 0.5}, r"mean is 0\.5, not one number per channel"),
+        ({"std": ["a"]}, r"std is \['a'\], not one number per channel"),
+    ],
+)
+def test_an_encoder_entry_of_another_type_is_one_line_with_the_file_and_what_is_wrong(
+    entry: Any, message: str, tmp_path: Path
+) -> None:
+    checkpoint = save_encoder(build(**SPARO), tmp_path / "checkpoint.pth")
+    checkpoint["encoder"] = {**checkpoint["encoder"], **entry} if isinstance(entry, dict) else entry
+    save_checkpoint(checkpoint, tmp_path / "checkpoint.pth")
+    for read in (
+        load_encoder,
+        trained_encoder,
+        lambda path: check_same_model(load_checkpoint(path), EncoderConfig(), str(path)),
+        lambda path: export(path, tmp_path / "out"),
+    ):
+        with pytest.raises(
+            CheckpointError, match=rf"checkpoint\.pth does not say under `encoder` .*{message}"
+        ) as caught:
+            read(str(tmp_path / "checkpoint.pth"))
+        assert "\n" not in str(caught.value)
 
 
 def test_the_images_statistics_travel_with_the_weights(tmp_path: Path) -> None:
