@@ -87,6 +87,7 @@ from dino_sparo.logs import Meters, RunLog, setup_logging
 from dino_sparo.loss import NUM_TEACHER_CROPS, DINOLoss, diagnose_collapse
 from dino_sparo.optim import OPTIMIZERS, cosine_schedule, create_optimizer, param_groups
 from dino_sparo.preemption import Agreement, StopSignals, Watchdog, hand_over
+from dino_sparo.runtime.run_lock import RunLock
 
 logger = logging.getLogger("main_dino")
 
@@ -319,12 +320,12 @@ def train_dino(args: argparse.Namespace) -> None:
         FaultError: a process or a worker died or hangs; the last checkpoint stays, and starting again goes on from it.
         RunStopped: a signal ended the run after it had saved.
     """
-    with StopSignals() as signals, faults_named(args.dist_timeout_min):
+    with StopSignals() as signals, faults_named(args.dist_timeout_min), RunLock(args.output_dir) as lock:
         place = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
         output_dir = Path(args.output_dir)
         with all_or_none(f"preparing {output_dir}"):
             check_options(args)
-            output_dir.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
             setup_logging(output_dir)
         logger.info("options: %s", json.dumps(vars(args), default=str))
         run = build_run(args, place, signals)
