@@ -220,6 +220,10 @@ def check_submission(args: argparse.Namespace) -> None:
     for name in ("ngpus", "nodes", "timeout_min", "cpus_per_task"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} {getattr(args, name)}: give a positive number")
+    for name, value in vars(args).items():
+        texts = value if isinstance(value, list) else [value]
+        if any(isinstance(text, str) and not text.isprintable() for text in texts):
+            raise ValueError(f"--{name} {value!r}: give text without line breaks and other control characters")
     if args.max_requeues < 0:
         raise ValueError(f"--max_requeues {args.max_requeues}: give 0 or more")
     if args.local and args.nodes > 1:
@@ -244,7 +248,7 @@ def job_parameters(args: argparse.Namespace) -> dict[str, Any]:
 
 def slurm_parameters(args: argparse.Namespace) -> dict[str, Any]:
     """submitit's parameters for Slurm alone."""
-    folder = str(job_folder(args)).replace("%j", "${SLURM_JOB_ID}")
+    folder = shell_path(job_folder(args))
     names = ("partition", "account", "qos", "constraint", "comment")
     return {
         **{name: getattr(args, name) for name in names if getattr(args, name) is not None},
@@ -254,9 +258,14 @@ def slurm_parameters(args: argparse.Namespace) -> dict[str, Any]:
         "srun_args": ["--kill-on-bad-exit=1", f"--cpus-per-task={args.cpus_per_task}"],
         "additional_parameters": {"requeue": True, **additional_parameters(args.slurm_additional)},
         # What an earlier attempt left would be taken for this one's result.
-        "setup": [f'rm -f "{folder}/{MEANT}" "{folder}"/${{SLURM_JOB_ID}}_*_result.pkl'],
+        "setup": [f'rm -f -- {folder}/{MEANT} {folder}/"$SLURM_JOB_ID"_*_result.pkl'],
         "teardown": requeue_after_faults(folder, args.max_requeues),
     }
+
+
+def shell_path(folder: Path) -> str:
+    """A folder as a word of bash: with the job's number for `%j`, and quoted, so that nothing in it is run."""
+    return '"$SLURM_JOB_ID"'.join(shlex.quote(part) if part else "" for part in str(folder).split("%j"))
 
 
 def requeue_after_faults(folder: str, max_requeues: int) -> list[str]:
@@ -266,13 +275,13 @@ def requeue_after_faults(folder: str, max_requeues: int) -> list[str]:
     or that was asked to stop and has saved.
 
     Args:
-        folder: of the job's files, as bash reads it; its file `faults` counts.
+        folder: of the job's files, as a word of bash; its file `faults` counts.
         max_requeues: how often at most.
     """
     return [
         "status=$?",
-        f'faults="{folder}/faults"',
-        f'if [ ! -e "{folder}/{MEANT}" ] && [[ " {" ".join(map(str, FAULT_STATUSES))} " == *" $status "* ]] &&',
+        f"faults={folder}/faults",
+        f'if [ ! -e {folder}/{MEANT} ] && [[ " {" ".join(map(str, FAULT_STATUSES))} " == *" $status "* ]] &&',
         "    scontrol -o show job $SLURM_JOB_ID | grep -q 'JobState=RUNNING'; then",
         '  echo "$(date -Is) exit status $status" >> "$faults"',
         '  count=$(wc -l < "$faults")',
@@ -313,9 +322,16 @@ def submit(args: argparse.Namespace) -> submitit.Job:
         specific = {f"slurm_{name}": value for name, value in slurm_parameters(args).items()}
         executor.update_parameters(**job_parameters(args), **specific)
     job = executor.submit(Trainer(args))
-    print(f"job {job.job_id}\noutput {job.paths.stdout}\nlog    {job.paths.stderr}")
-    print(f"follow it with: tail -F {job.paths.stderr}", flush=True)
     return job
+
+
+def say(text: str) -> None:
+    """Print, if anybody listens: a job that was submitted stays so when the terminal is gone."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # Python would try once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -329,11 +345,16 @@ def main(argv: list[str] | None = None) -> None:
         check_submission(args)
         TRAINERS[module]().check_options(args)
         if args.dry_run:
-            print(batch_script(args))
-            return
-        job = submit(args)
+            script = batch_script(args)
+        else:
+            job = submit(args)
     except (ValueError, OSError, RuntimeError, submitit.core.utils.FailedJobError) as error:
         raise SystemExit(f"not submitted: {error}") from error
+    if args.dry_run:
+        say(script)
+        return
+    say(f"job {job.job_id}\noutput {job.paths.stdout}\nlog    {job.paths.stderr}")
+    say(f"follow it with: tail -F {shlex.quote(str(job.paths.stderr))}")
     if args.local:
         wait(job)
 
@@ -348,7 +369,7 @@ def wait(job: submitit.Job) -> None:
         job.results()
     except (submitit.core.utils.FailedJobError, submitit.core.utils.UncompletedJobError) as error:
         raise SystemExit(f"job {job.job_id} failed; its log {job.paths.stderr} says why") from error
-    print(f"job {job.job_id} is done")
+    say(f"job {job.job_id} is done")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ read wherever a checkpoint is; `initialize_encoder` starts an encoder from anoth
 
 import argparse
 import contextlib
+import errno
 import json
 import logging
 import math
@@ -26,15 +27,17 @@ import random
 import re
 import shutil
 import zipfile
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from dino_sparo.backbone import Backbone
@@ -45,6 +48,7 @@ from dino_sparo.encoder import Encoder, EncoderConfig, encoder_from_config
 logger = logging.getLogger(__name__)
 
 NUM_NAMES_SHOWN = 8  # of the keys that do not match
+CHECKSUM_KEY = "dino_sparo.crc32"  # in the metadata of our .safetensors files: `weights_checksum`
 
 # The reference's checkpoints hold their options as a Namespace, whose output_dir is a Path if they were trained through
 # submitit, and numpy numbers in the optimizer. These types only hold values; everything else is refused.
@@ -64,46 +68,91 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be used: damaged, unsafe, or of another model."""
 
 
-def save_checkpoint(checkpoint: Mapping[str, Any], path: Path) -> None:
-    """Write a checkpoint so that `path` always holds a whole one, the old or the new.
+def save_checkpoint(
+    checkpoint: Mapping[str, Any],
+    path: Path,
+    previous: Sequence[Path] = (),
+    copies: Sequence[Path] = (),
+) -> None:
+    """Write a checkpoint so that every name always holds a whole one, the old or the new.
 
-    Written to a file beside it, flushed to the disk, then renamed over it.
+    All that can fail comes first, under temporary names: the new file is written, flushed to the disk and compared with
+    its checksums, and the other names are prepared as hard links. Only then are the temporary files renamed, `path`
+    first. So a save that fails changes nothing, and after a kill at any moment no two names hold one checkpoint.
+
+    Args:
+        checkpoint: what to write.
+        path: of the new file.
+        previous: what the files before are called from now on, the last of them first.
+        copies: further names for the new file.
 
     Raises:
-        CheckpointError: the disk is full or the folder cannot be written; the old file is untouched.
+        CheckpointError: the disk is full or the folder cannot be written; nothing has changed.
     """
-    # One name, so that the remains of a killed save are overwritten by the next; only rank 0 writes.
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = {name: name.with_name(f".{name.name}.tmp") for name in (path, *previous, *copies)}
     try:
-        with temporary.open("wb") as file:
+        for name in temporary.values():
+            name.unlink(missing_ok=True)
+        with temporary[path].open("xb") as file:
             torch.save(dict(checkpoint), file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
-        _sync_folder(path.parent)
-    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+        verify_checkpoint(temporary[path])
+        sources = {}
+        for before, name in pairwise((path, *previous)):
+            if not before.is_file():
+                break  # a gap is filled, and what is behind it stays
+            sources[name] = before
+        sources |= dict.fromkeys(copies, temporary[path])
+        for name, source in sources.items():
+            _link(source, temporary[name])
+        os.replace(temporary[path], path)
+    except (OSError, RuntimeError, CheckpointError) as error:
         kept = "the checkpoint before it is kept" if path.exists() else "there was none before it"
-        raise CheckpointError(f"could not write {path} ({error}); {kept}; free some space and start again") from error
+        raise CheckpointError(f"could not write {path} ({_reason(error)}); {kept}; {_remedy(error)}") from error
+    else:
+        _rename({temporary[name]: name for name in sources}, path)
+    finally:
+        for name in temporary.values():
+            with contextlib.suppress(OSError):
+                name.unlink()
+    _sync_folder(path.parent)
 
 
-def copy_checkpoint(path: Path, copy: Path) -> None:
-    """Keep a checkpoint under a second name as well, at no cost where the file system has hard links.
-
-    Raises:
-        CheckpointError: the copy cannot be written.
-    """
-    temporary = copy.with_name(f".{copy.name}.tmp")
+def _link(path: Path, link: Path) -> None:
+    """Give a file a second name, or copy it where the file system has no hard links."""
     try:
-        temporary.unlink(missing_ok=True)
-        try:
-            os.link(path, temporary)
-        except OSError:
-            shutil.copyfile(path, temporary)
-        os.replace(temporary, copy)
+        os.link(path, link)
+    except OSError:
+        with path.open("rb") as source, link.open("xb") as copy:
+            shutil.copyfileobj(source, copy)
+            copy.flush()
+            os.fsync(copy.fileno())
+
+
+def _rename(names: Mapping[Path, Path], saved: Path) -> None:
+    """Give prepared files their names, up to the first that fails: behind it each would double the one before.
+
+    The checkpoint itself has its name already, so an error does not end the run.
+    """
+    try:
+        for temporary, name in names.items():
+            os.replace(temporary, name)
     except OSError as error:
-        raise CheckpointError(f"could not write {copy} ({error}); {path} is whole; free some space") from error
+        logger.error("%s is saved, but %s could not be replaced (%s)", saved, name, error)
+
+
+def _reason(error: Exception) -> object:
+    """Why a file could not be written; torch hides the system's error behind a RuntimeError of its own."""
+    is_hidden = isinstance(error, RuntimeError) and isinstance(error.__context__, OSError)
+    return error.__context__ if is_hidden else error
+
+
+def _remedy(error: Exception) -> str:
+    number = getattr(_reason(error), "errno", None)
+    if number is None or number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return "free some space and start again"
+    return "see that the folder is there and can be written, and start again"
 
 
 def _sync_folder(folder: Path) -> None:
@@ -136,24 +185,21 @@ class CheckpointFolder:
     def save(self, checkpoint: Mapping[str, Any], copies: Iterable[str] = ()) -> None:
         """Write a checkpoint; the ones before it move one place back, and the oldest goes.
 
-        Killed at any point, this leaves whole checkpoints only, `checkpoint.pth` among them if there was one.
+        A save that fails changes nothing. One that is killed leaves `keep` different whole checkpoints if there were as
+        many before, `checkpoint.pth` among them.
 
         Args:
             checkpoint: what to write.
             copies: names of files that later saves do not overwrite.
 
         Raises:
-            CheckpointError: the disk is full or the folder cannot be written; the old files are untouched.
+            CheckpointError: the disk is full or the folder cannot be written; nothing has changed.
         """
-        if self.newest.is_file():
-            for number in range(self.keep - 1, 1, -1):
-                if self.previous(number - 1).is_file():
-                    copy_checkpoint(self.previous(number - 1), self.previous(number))
-            if self.keep > 1:
-                copy_checkpoint(self.newest, self.previous(1))
-        save_checkpoint(checkpoint, self.newest)
-        for copy in copies:
-            copy_checkpoint(self.newest, self.folder / copy)
+        with contextlib.suppress(OSError):
+            for remains in self.folder.glob(f".{self.name}*.tmp"):  # of a killed save; they take space
+                remains.unlink()
+        previous = [self.previous(number) for number in range(1, self.keep)]
+        save_checkpoint(checkpoint, self.newest, previous, [self.folder / copy for copy in copies])
 
     def find(self) -> Path | None:
         """The newest checkpoint whose bytes are those that were written; damaged ones are named and set aside.
@@ -189,13 +235,32 @@ def verify_checkpoint(path: Path) -> None:
     """
     try:
         with zipfile.ZipFile(path) as archive:
+            _require_stored(archive, path)
             damaged = archive.testzip()
+    except CheckpointError:
+        raise
     except Exception as error:  # a damaged archive raises whatever its bytes lead to
-        raise CheckpointError(
-            f"{path} is truncated or no checkpoint ({path.stat().st_size} bytes; {type(error).__name__} {error})"
-        ) from error
+        raise _unreadable(path, error) from error
     if damaged is not None:
         raise CheckpointError(f"{path} is damaged: the checksum of its part {damaged} is wrong")
+
+
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    reason = (str(error).split("WeightsUnpickler error: ")[-1].splitlines() or [""])[0]
+    return CheckpointError(
+        f"{path} is truncated or no checkpoint ({path.stat().st_size} bytes; {type(error).__name__} {reason})"
+    )
+
+
+def _require_stored(archive: zipfile.ZipFile, path: Path) -> None:
+    """Refuse an archive whose parts are larger in memory than in the file, before any memory is taken for them."""
+    parts = archive.infolist()
+    packed = [part.filename for part in parts if part.compress_type != zipfile.ZIP_STORED]
+    if packed or sum(part.file_size for part in parts) > path.stat().st_size:
+        raise CheckpointError(
+            f"{path} is compressed ({packed[0] if packed else 'parts share their bytes'}), so what it holds may be a "
+            f"thousand times its size; unpack it and zip it again without compression (zip -0)"
+        )
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -221,47 +286,109 @@ def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-def load_checkpoint(path: str | Path) -> dict[str, Any]:
-    """Read a checkpoint to the CPU without running code from it.
+def load_checkpoint(path: str | Path, verify: bool = True) -> dict[str, Any]:
+    """Read a checkpoint to the CPU, compare it with its checksums, and run no code from it.
+
+    Checked are a .pth file's own checksums, which torch does not look at, and the one that our exports carry.
+    torch's files of before 2020 and safetensors of others have none.
 
     Args:
         path: a .pth file, or a .safetensors file, whose weights then stand at the top of the dict, as raw weights do,
             beside what the .json file of the same name says (`encoder`, `epoch`, ...), if there is one.
+        verify: False if `verify_checkpoint` has read the file a moment ago.
 
     Raises:
-        CheckpointError: no such file; a file that is truncated or no checkpoint; a pickle that asks for code to run.
+        CheckpointError: no such file; a file that is damaged, compressed or no checkpoint; a pickle that asks for code
+            to run.
     """
     path = Path(path)
     if not path.is_file():
         raise CheckpointError(f"no checkpoint at {path}; give the path of a .pth file")
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
+    checkpoint = read_torch_file(path, verify)
+    if not isinstance(checkpoint, dict):
+        raise CheckpointError(f"{path} holds a {type(checkpoint).__name__}, not a dict of weights")
+    return checkpoint
+
+
+def read_torch_file(path: Path, verify: bool = True) -> Any:
+    """What `torch.save` wrote, on the CPU, verified as in `load_checkpoint`; whatever it is.
+
+    Raises:
+        CheckpointError: the file is damaged, compressed or not torch's, or reading it would run code.
+    """
     try:
+        checksums = _checksums(path)
+        map_location: Any = partial(_require_checksum, checksums, path) if verify and checksums else "cpu"
         with torch.serialization.safe_globals(PLAIN_TYPES):  # type: ignore[arg-type]
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+            return torch.load(path, map_location=map_location, weights_only=True)
+    except CheckpointError:
+        raise
     except Exception as error:  # a damaged pickle raises whatever its bytes lead to
         unsafe = _unsafe_name(str(error)) if isinstance(error, pickle.UnpicklingError) else None
         if unsafe is not None:
             raise CheckpointError(
                 f"{path} was refused: reading it would run code ({unsafe}); only plain values and tensors are read"
             ) from error
-        reason = (str(error).split("WeightsUnpickler error: ")[-1].splitlines() or [""])[0]
+        raise _unreadable(path, error) from error
+
+
+def _checksums(path: Path) -> set[tuple[int, int]]:
+    """Size in bytes and CRC-32 of the parts of a .pth file that hold tensors; the small other parts are verified here.
+
+    Empty for torch's format of before 2020, which has no checksums.
+    """
+    with path.open("rb") as file:
+        if file.read(4) != b"PK\x03\x04":  # as torch tells its formats apart
+            return set()
+    with zipfile.ZipFile(path) as archive:
+        _require_stored(archive, path)
+        for part in archive.infolist():
+            if "/data/" not in part.filename:
+                archive.read(part)  # raises if the checksum is wrong
+        return {(part.file_size, part.CRC) for part in archive.infolist()}
+
+
+def _require_checksum(
+    checksums: set[tuple[int, int]], path: Path, storage: torch.UntypedStorage, location: str
+) -> torch.UntypedStorage:
+    """Called by torch for the bytes of each tensor once they are in memory: so no byte is read twice."""
+    data: Any = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+    if (storage.nbytes(), zlib.crc32(data)) not in checksums:
         raise CheckpointError(
-            f"{path} is truncated or no checkpoint ({path.stat().st_size} bytes; {type(error).__name__} {reason})"
-        ) from error
-    if not isinstance(checkpoint, dict):
-        raise CheckpointError(f"{path} holds a {type(checkpoint).__name__}, not a dict of weights")
-    return checkpoint
+            f"{path} is damaged: a tensor of {storage.nbytes()} bytes is not what was saved; copy the file again, or "
+            f"take the checkpoint before it"
+        )
+    return storage
+
+
+def weights_checksum(weights: Mapping[str, Tensor]) -> str:
+    """CRC-32 of weights with their names, types and shapes, in the order of their names, as 8 hexadecimal digits."""
+    checksum = 0
+    for name, value in sorted(weights.items()):
+        checksum = zlib.crc32(f"{name} {value.dtype} {tuple(value.shape)}".encode(), checksum)
+        data: Any = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        checksum = zlib.crc32(data, checksum)
+    return f"{checksum:08x}"
 
 
 def _read_safetensors(path: Path) -> dict[str, Any]:
     """Weights of a safetensors file, and what the JSON beside it says about them."""
     description = path.with_suffix(".json")
     try:
-        said = json.loads(description.read_text(encoding="utf-8")) if description.is_file() else {}
-        return {**said, **load_file(path)}
+        with safe_open(path, framework="pt") as file:
+            checksum = (file.metadata() or {}).get(CHECKSUM_KEY)
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise CheckpointError(f"{path} is truncated or no safetensors file ({error})") from error
+    if checksum not in (None, found := weights_checksum(weights)):
+        raise CheckpointError(
+            f"{path} is damaged: its weights have the checksum {found}, not {checksum}; copy it again"
+        )
+    try:
+        entries = json.loads(description.read_text(encoding="utf-8")) if description.is_file() else {}
+        return {**entries, **weights}
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{description} does not describe the weights beside it ({error})") from error
 
@@ -381,11 +508,40 @@ def describe_encoder(
     Returns:
         The fields of `EncoderConfig`, and `mean` and `std` of its images.
     """
-    said = checkpoint.get("encoder")
-    if said is None:
+    entry = encoder_entry(checkpoint)
+    if entry is None:
         return encoder_description(infer_config(weights, arch, patch_size))
     overrides = {key: value for key, value in (("arch", arch), ("patch_size", patch_size)) if value is not None}
-    return {**said, **overrides}
+    return {**entry, **overrides}
+
+
+def encoder_entry(checkpoint: Mapping[str, Any], source: str = "the checkpoint") -> dict[str, Any] | None:
+    """What a checkpoint says about its encoder under `encoder`; None if it says nothing.
+
+    Args:
+        checkpoint: what was read.
+        source: its file, for messages.
+
+    Raises:
+        CheckpointError: the entry is not what `encoder_description` gives.
+    """
+    entry = checkpoint.get("encoder")
+    if entry is None:
+        return None
+    try:
+        if not isinstance(entry, dict):
+            raise ValueError(f"a {type(entry).__name__}, not a dict")
+        EncoderConfig.from_dict(entry)
+        for name in ("mean", "std"):
+            values = entry.get(name, IMAGENET_MEAN)
+            if not isinstance(values, (list, tuple)) or not all(isinstance(value, (int, float)) for value in values):
+                raise ValueError(f"{name} is {values!r}, not one number per channel")
+    except ValueError as error:
+        raise CheckpointError(
+            f"{source} does not say under `encoder` how its encoder was built ({error}); save it again with the "
+            f"version that wrote it, or give a file of weights alone"
+        ) from error
+    return entry
 
 
 def load_encoder(
@@ -412,6 +568,7 @@ def encoder_of(
     checkpoint: Mapping[str, Any], source: str, which: str, arch: str | None = None, patch_size: int | None = None
 ) -> Encoder:
     """`load_encoder` for a checkpoint that has been read from `source` already."""
+    encoder_entry(checkpoint, source)
     weights = encoder_weights(checkpoint, which, source)
     description = describe_encoder(checkpoint, weights, arch, patch_size)
     encoder = encoder_from_config(EncoderConfig.from_dict(description))
@@ -428,8 +585,8 @@ def load_normalization(path: str | Path) -> tuple[tuple[float, ...], tuple[float
 
 def normalization_of(checkpoint: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """`load_normalization` for a checkpoint that has been read already."""
-    said = checkpoint.get("encoder", {})
-    return tuple(said.get("mean", IMAGENET_MEAN)), tuple(said.get("std", IMAGENET_STD))
+    entry = encoder_entry(checkpoint) or {}
+    return tuple(entry.get("mean", IMAGENET_MEAN)), tuple(entry.get("std", IMAGENET_STD))
 
 
 def encoder_weights(checkpoint: Mapping[str, Any], which: str, source: str) -> dict[str, Tensor]:
@@ -460,12 +617,12 @@ def check_same_model(checkpoint: Mapping[str, Any], config: EncoderConfig, sourc
     Raises:
         CheckpointError: names each field that differs.
     """
-    said = checkpoint.get("encoder")
-    if said is None:
+    entry = encoder_entry(checkpoint, source)
+    if entry is None:
         raise CheckpointError(
             f"{source} does not say how its encoder was built, so it cannot be resumed; choose another --output_dir"
         )
-    saved = EncoderConfig.from_dict(said)
+    saved = EncoderConfig.from_dict(entry)
     if saved != config:
         differing = [
             f"{name} {getattr(saved, name)!r} in the checkpoint, {value!r} asked for"

@@ -51,9 +51,13 @@ class EncoderConfig:
         """The configuration a checkpoint carries, beside the mean and std of its images.
 
         Raises:
-            ValueError: it says something that this version does not know.
+            ValueError: it says something that this version does not know, or a value is of another type.
         """
-        known = {field.name for field in fields(cls)}
+        known: dict[str, Any] = {field.name: field.type for field in fields(cls)}
+        for name in known.keys() & values.keys():
+            if not isinstance(values[name], known[name]):
+                kind = known[name].__name__
+                raise ValueError(f"the encoder was saved with {name} {values[name]!r}, which is no {kind}")
         unknown = sorted(values.keys() - known - {"mean", "std"})
         if unknown:
             raise ValueError(

@@ -21,16 +21,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dino_sparo.backbone import LAYER_NORM_EPS
 from dino_sparo.checkpoint import (
+    CHECKSUM_KEY,
     CheckpointError,
     encoder_description,
     load_checkpoint,
     load_encoder,
     load_strictly,
+    weights_checksum,
 )
 from dino_sparo.choices import ARCHITECTURES
 from dino_sparo.cli import errors_in_one_line
@@ -350,9 +353,18 @@ def _write_weights(weights: dict[str, Tensor], path: Path, record: dict[str, Any
 def _save(weights: dict[str, Tensor], path: Path) -> None:
     # Renamed when it is whole: the weights may come from the very file that is written.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    # transformers refuses files without this remark.
-    save_file({name: value.contiguous() for name, value in weights.items()}, temporary, metadata={"format": "pt"})
-    os.replace(temporary, path)
+    weights = {name: value.contiguous() for name, value in weights.items()}
+    # transformers refuses files without the first remark; reading compares the second.
+    metadata = {"format": "pt", CHECKSUM_KEY: weights_checksum(weights)}
+    try:
+        temporary.touch()
+        mode = temporary.stat().st_mode
+        save_file(weights, temporary, metadata)
+        temporary.chmod(mode)  # the umask's: safetensors lets nobody else read the file
+        os.replace(temporary, path)
+    except (OSError, SafetensorError) as error:
+        temporary.unlink(missing_ok=True)
+        raise CheckpointError(f"could not write {path} ({error}); free some space or choose another folder") from error
 
 
 def _with_suffix(out: str, suffix: str) -> Path:

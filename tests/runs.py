@@ -134,12 +134,12 @@ def newest_save(output_dir: Path) -> int:
 
 def is_saving(output_dir: Path) -> bool:
     """Whether a checkpoint is being written, or one was left half-written."""
-    return (output_dir / ".checkpoint.pth.tmp").exists()
+    return any(output_dir.glob(".checkpoint*.tmp"))
 
 
 def errors_in(log: str) -> list[str]:
     """The lines of rank 0's log that name an error; one from before the log is set up has no time."""
-    return re.findall(r"^(?:\d\d:\d\d:\d\d E |\[Errno ).*$", log, flags=re.MULTILINE)
+    return re.findall(r"^(?:\d\d:\d\d:\d\d E |--output_dir ).*$", log, flags=re.MULTILINE)
 
 
 def children_of(pid: int) -> list[int]:
@@ -157,8 +157,8 @@ def parent_of(pid: int) -> int | None:
 
 # Ranks as processes that are forked from a server which has imported everything: they start at once.
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["main_dino", "runs"])
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["main_dino", "runs"])
 
 
 def free_port() -> int:
@@ -204,7 +204,7 @@ class Ranks:
         each = [list(words) for words in arguments] if isinstance(arguments[0], list) else [list(arguments)] * size
         self.logs = [folder / f"rank{rank}.log" for rank in range(size)]
         self.members: list[BaseProcess] = [
-            _context.Process(target=_become_rank, args=(rank, size, port, each[rank], self.logs[rank], spoil))
+            context.Process(target=_become_rank, args=(rank, size, port, each[rank], self.logs[rank], spoil))
             for rank in range(size)
         ]
         for member in self.members:

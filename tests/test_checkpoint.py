@@ -20,9 +20,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 from torch import nn
 
 from dino_sparo import CheckpointError, Encoder, EncoderConfig, create_encoder, load_checkpoint, load_encoder
+from dino_sparo import checkpoint as checkpoint_module
 from dino_sparo.checkpoint import (
     check_same_model,
     encoder_description,
@@ -32,6 +34,8 @@ from dino_sparo.checkpoint import (
     save_checkpoint,
 )
 from dino_sparo.data import IMAGENET_MEAN, IMAGENET_STD
+from dino_sparo.evaluation.protocol import trained_encoder
+from dino_sparo.export import export
 
 SMALL: dict[str, Any] = {"arch": "vit_micro", "patch_size": 8, "img_size": 24}
 SPARO: dict[str, Any] = {"readout": "sparo", "num_slots": 6, "slot_dim": 7, "key_dim": 5, "group_size": 2}
@@ -242,6 +246,49 @@ def test_a_file_that_holds_no_dict_is_refused(value: Any, kind: str, tmp_path: P
     (tmp_path / "value.pth").write_bytes(saved_bytes(value))
     with pytest.raises(CheckpointError, match=rf"value\.pth holds a {kind}, not a dict of weights"):
         load_checkpoint(tmp_path / "value.pth")
+
+
+def flipped(data: bytes, position: int) -> bytes:
+    """The same bytes but for one bit."""
+    return data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :]
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_a_flipped_bit_in_the_weights_is_noticed_by_every_reader_not_only_on_resuming(
+    suffix: str, tmp_path: Path
+) -> None:
+    encoder, path, rng = build(**SPARO), tmp_path / f"weights{suffix}", random.Random(0)
+    save_encoder(encoder, tmp_path / "whole.pth")
+    path.write_bytes((tmp_path / "whole.pth").read_bytes())
+    if suffix == ".safetensors":
+        export(tmp_path / "whole.pth", path)
+    whole, content, noticed = path.read_bytes(), load_checkpoint(path), 0
+    for _ in range(150):
+        path.write_bytes(flipped(whole, rng.randrange(len(whole))))
+        try:
+            assert_equal(load_checkpoint(path), content)  # between the parts of a file lie bytes that say nothing
+        except CheckpointError:
+            noticed += 1
+    assert noticed > 140
+    path.write_bytes(
+        flipped(whole, whole.index((encoder.state_dict()["readout.queries"] + 0.01).numpy().tobytes()) + 1)
+    )
+    for read in (load_checkpoint, load_encoder, load_normalization):
+        with pytest.raises(CheckpointError, match=rf"weights\{suffix} is damaged: .* copy (it|the file) again"):
+            read(path)
+
+
+def test_a_checkpoint_that_was_verified_a_moment_ago_is_not_verified_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(contents(), tmp_path / "checkpoint.pth")
+    monkeypatch.setattr(checkpoint_module, "_require_checksum", lambda *_: pytest.fail("verified again"))
+    load_checkpoint(tmp_path / "checkpoint.pth", verify=False)
+
+
+def test_weights_of_others_without_a_checksum_load(tmp_path: Path) -> None:
+    save_file({"w": torch.arange(5)}, tmp_path / "theirs.safetensors")
+    assert torch.equal(load_checkpoint(tmp_path / "theirs.safetensors")["w"], torch.arange(5))
 
 
 # Files that would run code.
@@ -551,6 +598,39 @@ def test_a_checkpoint_of_another_readout_does_not_load_as_this_one(tmp_path: Pat
     save_checkpoint(checkpoint, tmp_path / "checkpoint.pth")
     with pytest.raises(CheckpointError, match=r"12 missing: backbone\.blocks\.3\..*; \d+ unexpected: readout\."):
         load_encoder(tmp_path / "checkpoint.pth")
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (3, "a int, not a dict"),
+        ("vit_small", "a str, not a dict"),
+        ([1, 2], "a list, not a dict"),
+        ({"arch": 5}, "arch 5, which is no str"),
+        ({"num_slots": "many"}, "num_slots 'many', which is no int"),
+        ({"img_size": None}, "img_size None, which is no int"),
+        ({"blocks": 3}, "blocks, which this version does not know"),
+        ({"mean": 0.5}, r"mean is 0\.5, not one number per channel"),
+        ({"std": ["a"]}, r"std is \['a'\], not one number per channel"),
+    ],
+)
+def test_an_encoder_entry_of_another_type_is_one_line_with_the_file_and_what_is_wrong(
+    entry: Any, message: str, tmp_path: Path
+) -> None:
+    checkpoint = save_encoder(build(**SPARO), tmp_path / "checkpoint.pth")
+    checkpoint["encoder"] = {**checkpoint["encoder"], **entry} if isinstance(entry, dict) else entry
+    save_checkpoint(checkpoint, tmp_path / "checkpoint.pth")
+    for read in (
+        load_encoder,
+        trained_encoder,
+        lambda path: check_same_model(load_checkpoint(path), EncoderConfig(), str(path)),
+        lambda path: export(path, tmp_path / "out"),
+    ):
+        with pytest.raises(
+            CheckpointError, match=rf"checkpoint\.pth does not say under `encoder` .*{message}"
+        ) as caught:
+            read(str(tmp_path / "checkpoint.pth"))
+        assert "\n" not in str(caught.value)
 
 
 def test_the_images_statistics_travel_with_the_weights(tmp_path: Path) -> None:

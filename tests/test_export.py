@@ -4,6 +4,7 @@ import hashlib
 import importlib
 import json
 import logging
+import os
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -74,6 +75,21 @@ def test_a_safetensors_export_gives_the_same_encoder(tmp_path: Path, settings: d
         assert read.config == encoder.config
         assert not read.training
         assert torch.equal(read(images()), encoder(images()))
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o007, 0o660)])
+@pytest.mark.parametrize("format", ["safetensors", "timm", "huggingface"])
+def test_all_that_the_umask_allows_may_read_a_checkpoint_and_an_export(
+    tmp_path: Path, format: str, umask: int, mode: int
+) -> None:
+    before = os.umask(umask)
+    try:
+        export(save(tmp_path, build(readout="cls")), tmp_path / "out", format=format)
+    finally:
+        os.umask(before)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) >= 3
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in files} == {path.name: oct(mode) for path in files}
 
 
 def test_the_json_says_how_it_was_built_and_where_it_comes_from(tmp_path: Path) -> None:

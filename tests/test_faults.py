@@ -4,9 +4,12 @@ The quick tests fork their two ranks from a server that has imported everything;
 the same faults do under Slurm stands in tests/slurm.
 """
 
+import contextlib
 import json
 import math
+import multiprocessing
 import os
+import random
 import re
 import resource
 import signal
@@ -14,6 +17,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +32,9 @@ from runs import (
     Torchrun,
     assert_same_run,
     assert_whole_checkpoints,
+    checkpoints_of,
     children_of,
+    context,
     errors_in,
     is_saving,
     last_saved_step,
@@ -40,6 +46,7 @@ from runs import (
 from slurm.cluster import is_alive, wait_until
 
 import dino_sparo.loss
+from dino_sparo.checkpoint import CheckpointFolder, load_checkpoint
 
 LIMIT = 15.0  # seconds within which all ranks are gone, beyond the time-out where one counts
 HANG_MIN = 0.05  # --dist_timeout_min of the tests about what hangs
@@ -176,7 +183,7 @@ def test_an_output_folder_that_cannot_be_written_is_named(tmp_path: Path) -> Non
     (tmp_path / "file").touch()
     begin = time.monotonic()
     with Ranks(tmp_path, options(tmp_path / "file" / "run")) as ranks:
-        seconds = assert_ended(ranks, [1, 1], begin, "Not a directory.*file/run")
+        seconds = assert_ended(ranks, [1, 1], begin, "file/run cannot be created .*Not a directory.*choose another")
     record("the output folder cannot be written", seconds_from_start=round(seconds, 2))
 
 
@@ -184,7 +191,7 @@ def test_an_output_folder_that_cannot_be_written_is_named(tmp_path: Path) -> Non
 def test_a_read_only_output_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir(mode=0o500)
     with Ranks(tmp_path, options(tmp_path / "run")) as ranks:
-        assert_ended(ranks, [1, 1], time.monotonic(), "Permission denied.*run")
+        assert_ended(ranks, [1, 1], time.monotonic(), "run cannot be written .*Permission denied")
 
 
 def test_too_many_corrupt_images_end_all_ranks(tmp_path: Path) -> None:
@@ -271,6 +278,67 @@ def test_a_full_disk_leaves_the_checkpoint_before(small_disk: Path, tmp_path: Pa
     record("the disk is full", seconds_from_start=round(seconds, 2))
 
 
+SAVE_KILLS = 25
+SAVES_SIZE = 16_000_000  # numbers in the checkpoint that is killed while it is written: 64 MB
+
+
+def _save_again_and_again(folder: Path, marks: Connection, step: int) -> None:
+    """Write checkpoints, and say before and after each of them so."""
+    checkpoints, weights = CheckpointFolder(folder), torch.arange(SAVES_SIZE, dtype=torch.float32)
+    while True:
+        step += 1
+        marks.send(("begin", step))
+        checkpoints.save({"step": step, "student": {"w": weights}}, ["checkpoint_best.pth"])
+        marks.send(("end", step))
+
+
+def _last(marks: Connection, last: tuple[str, int]) -> tuple[str, int]:
+    """The last thing a killed process has said, after what was heard already."""
+    with contextlib.suppress(EOFError):
+        while True:
+            last = marks.recv()
+    return last
+
+
+@pytest.mark.slow
+@pytest.mark.kills
+def test_kills_aimed_at_the_inside_of_a_large_save_use_up_no_fallback(tmp_path: Path) -> None:
+    """Kills at random moments of one save's length, of a process that does nothing but save."""
+    moments, inside, unfinished, seconds, newest = random.Random(7), 0, 0, 0.5, 0
+    for _ in range(SAVE_KILLS):
+        marks, writer = multiprocessing.Pipe(duplex=False)
+        process = context.Process(target=_save_again_and_again, args=(tmp_path, writer, newest))
+        process.start()
+        writer.close()
+        heard = marks.recv()
+        if newest < 3:  # there are to be three before the first kill; they tell how long a save takes
+            for _ in range(3):
+                assert marks.recv()[0] == "end"
+                begin = time.monotonic()
+                assert marks.recv()[0] == "begin"
+            heard = marks.recv()
+            seconds = time.monotonic() - begin
+        time.sleep(moments.random() * seconds)
+        process.kill()
+        process.join()
+        event, step = _last(marks, heard)
+        inside += event == "begin"
+        unfinished += bool(list(tmp_path.glob(".checkpoint*.tmp")))
+        found = [int(load_checkpoint(path)["step"]) for path in checkpoints_of(tmp_path) if "best" not in path.name]
+        assert len(set(found)) == 3, "three different ones, each of them whole"
+        assert found == sorted(found, reverse=True)
+        assert found[0] in ((step - 1, step) if event == "begin" else (step,))
+        newest = found[0]
+    record(
+        "kills inside a save",
+        kills=SAVE_KILLS,
+        inside=inside,
+        left_unfinished=unfinished,
+        seconds_of_a_save=round(seconds, 2),
+    )
+    assert inside >= SAVE_KILLS // 2
+
+
 # Signals.
 
 
@@ -330,11 +398,11 @@ def test_twenty_five_kills_under_torchrun_end_in_the_same_bits(
     phases = {phase: sum(kill["phase"] == phase for kill in kills) for phase in Moments.PHASES}
     assert sum(phases.values()) == 25
     assert min(phases.values()) >= 3
-    half_written = sum(kill["cut"] for kill in kills)
+    inside = sum(kill["cut"] for kill in kills)
     seconds = [kill["seconds"] for kill in kills]
     record(
         "kills under torchrun",
-        **{"kills": 25, **phases, "half_written": half_written, "checkpoints_lost": 0},
+        **{"kills": 25, **phases, "inside_a_save": inside, "checkpoints_lost": 0},
         **{"mean_seconds": round(sum(seconds) / 25, 2), "max_seconds": round(max(seconds), 2)},
     )
 

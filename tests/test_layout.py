@@ -29,6 +29,7 @@ SHARED = {
     "distributed",
     "preemption",
     "distort",
+    "runtime",
     "logs",
     "choices",
     "training",

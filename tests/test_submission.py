@@ -1,18 +1,22 @@
 """run_with_submitit.py without a cluster: its batch script, its checks, a job on this machine."""
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import run_with_submitit
 from run_with_submitit import (
     additional_parameters,
     check_tasks,
     get_submission_parser,
     main,
     requeue_after_faults,
+    shell_path,
 )
 
 
@@ -92,7 +96,11 @@ def test_a_job_with_other_tasks_than_asked_for_is_refused(tasks: int, nodes: int
 def test_what_was_meant_to_end_is_not_tried_again(tmp_path: Path, status: int) -> None:
     """A mistake of the user's: one task left with status 1 and srun killed the others. Or all of them were stopped."""
     (tmp_path / "meant").touch()
-    lines = ["scontrol() { echo JobState=RUNNING; }", f"(exit {status})", *requeue_after_faults(str(tmp_path), 2)]
+    lines = [
+        "scontrol() { echo JobState=RUNNING; }",
+        f"(exit {status})",
+        *requeue_after_faults(shell_path(tmp_path), 2),
+    ]
     done = subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True)
     assert done.returncode == status
     assert not (tmp_path / "faults").exists()
@@ -119,11 +127,52 @@ def test_the_batch_script_requeues_faults_so_often_and_nothing_else(
         f'scontrol() {{ [ "$2" = show ] && echo "JobId=3 JobState={state}"; [ "$1" = requeue ] && echo REQUEUED; }}',
         "sleep() { :; }",
         f"(exit {status})",
-        *requeue_after_faults(str(tmp_path), max_requeues=2),
+        *requeue_after_faults(shell_path(tmp_path), max_requeues=2),
     ]
     done = subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True)
     assert done.returncode == status
     assert ("REQUEUED" in done.stdout) == requeued
+
+
+EVIL = ["runs/$(touch pwned)", "runs/`touch pwned`", "runs/a b;touch pwned", 'runs/"; touch pwned #', "runs/it's"]
+
+
+@pytest.mark.parametrize("output_dir", EVIL)
+def test_an_output_dir_is_a_path_in_the_batch_script_whatever_it_is_called(
+    capsys: pytest.CaptureFixture, tmp_path: Path, output_dir: str
+) -> None:
+    """The script is run by bash, with functions in place of Slurm's commands, once as it ends well and once not."""
+    text = script(capsys, "--device", "cpu", "--output_dir", output_dir)
+    folder = tmp_path / output_dir / "17"
+    folder.mkdir(parents=True)
+    for status in (0, 75):
+        (folder / "meant").touch()
+        (folder / "17_0_result.pkl").touch()
+        slurm = f"srun() {{ return {status}; }}\nscontrol() {{ echo JobState=RUNNING; }}\nsleep() {{ :; }}\n"
+        done = subprocess.run(
+            ["bash", "-c", slurm + text], cwd=tmp_path, env={"SLURM_JOB_ID": "17", "PATH": os.defpath}, text=True
+        )
+        assert done.returncode == status
+        left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
+        assert left == [str(folder.relative_to(tmp_path) / "faults")] * (status != 0)
+
+
+@pytest.mark.parametrize("option", ["--output_dir", "--job_dir", "--comment"])
+def test_a_line_break_in_an_option_is_refused_since_what_follows_would_be_a_command(option: str) -> None:
+    with pytest.raises(SystemExit, match=rf"not submitted: {option} .*without line breaks"):
+        main(["--dry_run", option, "a\ntouch pwned #"])
+
+
+def test_a_broken_pipe_does_not_say_that_a_job_was_not_submitted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    job = SimpleNamespace(job_id="17", paths=SimpleNamespace(stdout="out", stderr="err"))
+    monkeypatch.setattr(run_with_submitit, "submit", lambda args: job)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as nobody:
+        monkeypatch.setattr(sys, "stdout", nobody)
+        main(["--output_dir", str(tmp_path)])
 
 
 @pytest.mark.slow

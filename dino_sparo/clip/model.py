@@ -307,9 +307,13 @@ def load_clip(path: str | Path, text_heads: int | None = None, quick_gelu: bool 
     said, source = checkpoint.get("clip"), str(path)
     weights = _plain_weights(checkpoint)
     if said is not None:
+        if not isinstance(said, Mapping):
+            raise CheckpointError(
+                f"{source} has a {type(said).__name__} under `clip`, not a dict of how its CLIP was built"
+            )
         if missing := {"image", "text", "readout", "embed_dim", "mean", "std"} - said.keys():
             raise CheckpointError(f"{source} does not say {', '.join(sorted(missing))} of its CLIP under `clip`")
-        config, mean, std = CLIPConfig.from_dict(said), tuple(said["mean"]), tuple(said["std"])
+        config, mean, std = CLIPConfig.from_dict(dict(said)), tuple(said["mean"]), tuple(said["std"])
     elif is_open_clip(weights):
         config, weights = from_open_clip(weights, text_heads, quick_gelu)
         mean, std = OPENAI_CLIP_MEAN, OPENAI_CLIP_STD

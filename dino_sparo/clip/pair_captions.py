@@ -16,6 +16,7 @@ from dino_sparo.clip.classes import ClassList
 from dino_sparo.clip.prompts import prompts
 from dino_sparo.data import CorruptImageError, ImageSource, require_labels
 from dino_sparo.scenes import ATTRIBUTES, Scenes
+from dino_sparo.sources.limits import parse_json
 from dino_sparo.sources.packed import PackedStrings
 from dino_sparo.sources.shard_index import ShardIndex
 from dino_sparo.sources.tar_headers import BLOCK_BYTES
@@ -125,8 +126,8 @@ def captions_in_json(text: str, key: str, location: str) -> list[str]:
 
 def _json_object(text: str, location: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        value = parse_json(text)
+    except ValueError as error:
         raise CorruptImageError(location, f"no JSON ({error})") from error
     if not isinstance(value, dict):
         raise CorruptImageError(location, f"holds a {type(value).__name__}, not a JSON object")

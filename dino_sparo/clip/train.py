@@ -26,6 +26,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from dino_sparo.checkpoint import CheckpointError, initialize_encoder
 from dino_sparo.clip.encode import ClipView

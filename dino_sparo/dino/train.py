@@ -37,6 +37,7 @@ from dino_sparo.head import DINOHead, DINONetwork
 from dino_sparo.logs import RunLog
 from dino_sparo.loss import NUM_TEACHER_CROPS, DINOLoss, diagnose_collapse
 from dino_sparo.optim import cosine_schedule, create_optimizer, param_groups
+from dino_sparo.training.images import open_crops
 from dino_sparo.training.objective import EpochResult, Objective, StepReport
 from dino_sparo.training.updates import GroupSchedule, Updater
 

@@ -19,6 +19,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dino_sparo.checkpoint import read_torch_file
 from dino_sparo.data import Batch, ImageDataset, ImageSource, ShardSampler, create_loader
 from dino_sparo.distributed import all_gather_ragged, rank, world_size
 from dino_sparo.evaluation.protocol import write_json
@@ -330,10 +331,7 @@ def _save_tensor(tensor: Tensor, path: Path) -> None:
 def _load_tensor(path: Path) -> Tensor:
     if not path.is_file():
         raise ValueError(f"no cached features at {path}; write them with --dump_features {path.parent}")
-    try:
-        tensor = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise ValueError(f"{path} is damaged or no tensor: {str(error).splitlines()[0]}") from error
+    tensor = read_torch_file(path)
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{path} holds a {type(tensor).__name__}, not a tensor; write it again with --dump_features")
     return tensor

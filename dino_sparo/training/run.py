@@ -29,6 +29,7 @@ from dino_sparo.distributed import (
     broadcast_object,
     faults_named,
     init_distributed,
+    is_main,
     on_rank_0,
     rank,
     world_size,
@@ -36,6 +37,7 @@ from dino_sparo.distributed import (
 from dino_sparo.evaluation.protocol import git_hash, plain, versions
 from dino_sparo.logs import RunLog, log_options, setup_logging
 from dino_sparo.preemption import Agreement, StopSignals, Watchdog, hand_over
+from dino_sparo.runtime.run_lock import RunLock
 from dino_sparo.training.loop import Progress, Stretch, train_one_epoch
 from dino_sparo.training.objective import Objective
 from dino_sparo.training.rehearsal import prepare_step
@@ -103,12 +105,12 @@ def train(
         FaultError: a process or a worker died or hangs; the last checkpoint stays, and starting again goes on from it.
         RunStopped: a signal ended the run after it had saved.
     """
-    with StopSignals() as signals, faults_named(args.dist_timeout_min):
+    with StopSignals() as signals, faults_named(args.dist_timeout_min), RunLock(args.output_dir) as lock:
         place = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
         output_dir = Path(args.output_dir)
         with all_or_none(f"preparing {output_dir}"):
             check_options(args)
-            output_dir.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
             setup_logging(output_dir)
         log_options(vars(args), fill_in_defaults(args))
         objective = build(args, place)
@@ -163,7 +165,7 @@ def resume(run: Run) -> int | None:
     if path is None:
         return 0
     with all_or_none(f"reading {path}"):
-        checkpoint = load_checkpoint(path)
+        checkpoint = load_checkpoint(path, verify=not is_main())  # rank 0 has verified it
         run.objective.check_same_model(checkpoint, str(path))
         is_rescaled = _is_rescaled(checkpoint, run.scale)
         _check_same_scale(run, checkpoint, str(path), may_differ=is_rescaled and run.args.allow_rescale)

@@ -62,6 +62,6 @@ def test_killed_jobs_are_requeued_and_end_in_the_same_bits(slurm: Cluster, tmp_p
     record(
         "kills under Slurm",
         **{"kills": len(kills), **{phase: sum(k["phase"] == phase for k in kills) for phase in Moments.PHASES}},
-        **{"half_written": sum(k["cut"] for k in kills), "checkpoints_lost": 0},
+        **{"inside_a_save": sum(k["cut"] for k in kills), "checkpoints_lost": 0},
         **{"max_seconds_to_end": round(max(ends), 2), "max_seconds_to_requeue": round(max(requeues), 2)},
     )
