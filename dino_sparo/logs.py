@@ -46,12 +46,18 @@ def setup_logging(output_dir: Path | None = None) -> None:
     formatter = logging.Formatter(f"%(asctime)s %(levelname).1s{where} %(message)s", datefmt="%H:%M:%S")
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
     if output_dir is not None and is_main():
-        handlers.append(logging.FileHandler(output_dir / "run.log"))
+        handlers.append(logging.FileHandler(output_dir / "run.log", encoding="utf-8", errors="backslashreplace"))
     for handler in handlers:
         handler.setFormatter(formatter)
         handler.is_dino_sparo = True  # type: ignore[attr-defined]
         root.addHandler(handler)
     root.setLevel(logging.INFO if is_main() else logging.WARNING)
+
+
+def printable(words: str) -> str:
+    """Words that can be shown, printed and written anywhere: what cannot, as a byte of a file name that is no UTF-8,
+    becomes an escape sequence."""
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in words)
 
 
 class Meters:

@@ -18,7 +18,8 @@ from dino_sparo.checkpoint import encoder_description, save_checkpoint
 from dino_sparo.data import IMAGENET_MEAN, IMAGENET_STD, open_source
 from dino_sparo.encoder import Encoder, create_encoder
 from dino_sparo.evaluation.atlas import Atlas, AtlasImage, AtlasSlot, build_atlas, draw_atlas, score_images
-from dino_sparo.evaluation.atlas_html import short_name, write_html
+from dino_sparo.evaluation.atlas_html import write_html
+from dino_sparo.evaluation.names import short_name
 from dino_sparo.evaluation.attention import attention_maps
 from dino_sparo.evaluation.views import SquareView
 

@@ -14,7 +14,7 @@ import visualize_attention
 from dino_sparo.checkpoint import encoder_description, save_checkpoint
 from dino_sparo.data import IMAGENET_MEAN, IMAGENET_STD, CorruptImageError
 from dino_sparo.encoder import Encoder, EncoderConfig, encoder_from_config
-from dino_sparo.evaluation import pictures
+from dino_sparo.evaluation import page
 from dino_sparo.evaluation.attention import (
     attention_maps,
     class_token_share,
@@ -418,9 +418,9 @@ def test_an_unreadable_image_is_named(tmp_path: Path) -> None:
 
 
 def test_missing_matplotlib_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pictures.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(page.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install 'dino_sparo\[plots\]'"):
-        pictures.require_matplotlib()
+        page.require_matplotlib()
 
 
 def test_the_options_are_the_documented_ones() -> None:

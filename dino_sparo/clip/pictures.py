@@ -38,7 +38,7 @@ from dino_sparo.clip.slots import SlotSelection, check_fits, read_slots
 from dino_sparo.clip.text import tokenize
 from dino_sparo.distributed import detect_launcher, select_device
 from dino_sparo.evaluation.attention import check_share, class_token_share, effective_patches
-from dino_sparo.evaluation.pictures import require_matplotlib
+from dino_sparo.evaluation.page import require_matplotlib
 from dino_sparo.evaluation.protocol import result_folder, versions, write_json
 from dino_sparo.evaluation.views import SquareView, view_pixels
 from dino_sparo.logs import setup_logging

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dino_sparo.evaluation.attention import RAMP_COLOURS
-from dino_sparo.evaluation.pictures import DPI, INK, PAPER, SOFT, require_matplotlib
+from dino_sparo.evaluation.page import DPI, INK, PAPER, SOFT, require_matplotlib
 
 ACCENT = "#8a3fb5"
 FAINT = "#dcdbe4"

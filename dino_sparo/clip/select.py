@@ -39,7 +39,7 @@ from dino_sparo.clip.zero_shot import class_features, count_hits
 from dino_sparo.data import ImageSource
 from dino_sparo.distributed import all_reduce_sum, init_distributed, is_main, rank, world_size
 from dino_sparo.evaluation.features import Features, disjoint_subsets
-from dino_sparo.evaluation.pictures import INK, SOFT, require_matplotlib
+from dino_sparo.evaluation.page import INK, SOFT, require_matplotlib
 from dino_sparo.logs import setup_logging
 
 logger = logging.getLogger("dino_sparo.clip.select")

@@ -14,7 +14,7 @@ from jaxtyping import UInt8
 from dino_sparo.clip.concepts import Criteria, PairLook
 from dino_sparo.clip.words import Word
 from dino_sparo.evaluation.attention import overlay
-from dino_sparo.evaluation.pictures import (
+from dino_sparo.evaluation.page import (
     DPI,
     GAP,
     LABEL_SIZE,

@@ -30,7 +30,7 @@ from dino_sparo.clip.prompts import AUTO
 from dino_sparo.clip.protocol import add_computation_options, report
 from dino_sparo.clip.readouts import SLOTTED
 from dino_sparo.distributed import is_main
-from dino_sparo.evaluation.pictures import require_matplotlib
+from dino_sparo.evaluation.page import require_matplotlib
 from dino_sparo.logs import setup_logging
 
 logger = logging.getLogger("dino_sparo.clip.sweep")

@@ -26,8 +26,9 @@ NEAR_DUPLICATE = 0.95
 # Dark violet to pale yellow, its lightness rising evenly, so that it reads in grey and to colour-blind eyes too.
 RAMP_POSITIONS = (0.0, 0.3, 0.6, 0.85, 1.0)
 RAMP_COLOURS = ((70, 20, 120), (172, 32, 122), (238, 92, 66), (252, 176, 78), (255, 246, 178))
-# How the image is dimmed where nothing is attended, so that the colours stand out from it.
-DIMMED_SATURATION, DIMMED_BRIGHTNESS = 0.4, 0.6
+# How the image is dimmed where nothing is attended: so much that the colours stand out from it, and so little that it
+# can be recognised. Masks have no colours to stand out, so the rest is darker.
+DIMMED_SATURATION, DIMMED_BRIGHTNESS, MASKED_BRIGHTNESS = 0.4, 0.8, 0.6
 MAX_COVER = 0.78  # of the image by the ramp, where attention is highest
 
 GRID_GAP = 4  # pixels between the pictures of a grid
@@ -238,7 +239,7 @@ def mask_overlay(image: Num[np.ndarray, "H W 3"], mask: Bool[np.ndarray, "h w"])
     """
     pixels = _pixels(image)
     kept = enlarge(mask.astype(np.float32), image.shape[0], image.shape[1], smooth=False) > 0.5
-    shown = np.where(kept[..., None], pixels, _dimmed(pixels))
+    shown = np.where(kept[..., None], pixels, _dimmed(pixels, MASKED_BRIGHTNESS))
     # A pixel lies on the outline if it is kept and a pixel within the line's width of it is not.
     line = max(1, image.shape[0] // 100)
     height, width = kept.shape
@@ -337,9 +338,9 @@ def _lightness(pixels: Float[np.ndarray, "H W 3"]) -> Float[np.ndarray, "H W 1"]
     return pixels @ np.array([[0.299], [0.587], [0.114]], dtype=np.float32)
 
 
-def _dimmed(pixels: Float[np.ndarray, "H W 3"]) -> Float[np.ndarray, "H W 3"]:
+def _dimmed(pixels: Float[np.ndarray, "H W 3"], brightness: float = DIMMED_BRIGHTNESS) -> Float[np.ndarray, "H W 3"]:
     lightness = _lightness(pixels)
-    return DIMMED_BRIGHTNESS * (lightness + DIMMED_SATURATION * (pixels - lightness))
+    return brightness * (lightness + DIMMED_SATURATION * (pixels - lightness))
 
 
 def _scaled(picture: UInt8[np.ndarray, "_ _ 3"], height: int) -> UInt8[np.ndarray, "_ _ 3"]:
