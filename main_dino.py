@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from signal import Signals
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +82,7 @@ from dino_sparo.evaluation.attention import crops_grid, slots_grid
 from dino_sparo.evaluation.features import disjoint_subsets
 from dino_sparo.evaluation.knn import evaluate_knn
 from dino_sparo.evaluation.protocol import git_hash, plain, versions
+from dino_sparo.evaluation.views import SquareView, of_different_classes, spread_out
 from dino_sparo.head import DINOHead, DINONetwork
 from dino_sparo.logs import Meters, RunLog, setup_logging
 from dino_sparo.loss import NUM_TEACHER_CROPS, DINOLoss, diagnose_collapse
@@ -92,6 +93,7 @@ logger = logging.getLogger("main_dino")
 
 REFERENCE_BATCH = 256  # images; learning rates are stated for it and scaled with the batch
 LOOK_IMAGES = 64  # whose encodings' rank is taken after every epoch; the rank is at most this
+SHOWN_IMAGES = 4  # with the maps of all slots, in TensorBoard
 POSITIVE_OPTIONS = ("epochs", "max_steps", "batch_size_per_gpu", "grad_accum_steps", "patch_size", "keep_checkpoints")
 NON_NEGATIVE_OPTIONS = (
     *("warmup_epochs", "saveckp_freq", "saveckp_minutes", "knn_freq", "num_workers", "freeze_last_layer", "clip_grad"),
@@ -332,6 +334,7 @@ def train_dino(args: argparse.Namespace) -> None:
             start_from(run, args.init_from)
         log_step = resume(run)
         log = RunLog(output_dir, log_step, run.training.step // run.sampler.steps_per_epoch)
+        log.options(vars(args), ("epoch/train_loss", "epoch/knn_20"))
         signals.begin_training()
         try:
             stop = train_epochs(run, log)
@@ -372,6 +375,18 @@ def check_options(args: argparse.Namespace) -> None:
             )
 
 
+class Examples(NamedTuple):
+    """Images to look at after every epoch.
+
+    Attributes:
+        crops: per view a batch (B, C, H, W), augmented as for training.
+        views: (B, C, H, W), the central squares of a few, not augmented.
+    """
+
+    crops: list[Tensor]
+    views: Tensor
+
+
 @dataclass
 class Run:
     """What `build_run` builds and the epochs use.
@@ -383,7 +398,7 @@ class Run:
         training: networks, loss, optimizer, schedules.
         args: the options.
         description: how the encoder is built, for the checkpoint.
-        first_views: the views of the first images, to look at after every epoch; rank 0 only.
+        examples: what is looked at after every epoch; rank 0 only.
         checkpoints: where the run is saved.
         agreement: when the ranks agree on what to do next.
         best_knn: best 20-NN accuracy so far, percent.
@@ -395,7 +410,7 @@ class Run:
     training: Training
     args: argparse.Namespace
     description: dict[str, Any]
-    first_views: list[Tensor]
+    examples: Examples | None
     checkpoints: CheckpointFolder
     agreement: Agreement
     best_knn: float = 0.0
@@ -445,12 +460,22 @@ def build_run(args: argparse.Namespace, place: Distributed, signals: StopSignals
     if defer:
         training.distort = Distortions(args.norm_mean, args.norm_std).to(place.device)
     prepare_step(args, training, dataset)
-    looked_at = ImageDataset(source, augmentation(False), args.seed)
-    crops = [looked_at[index].views for index in range(min(LOOK_IMAGES, len(source)) * is_main())]
-    first_views = [torch.stack(view) for view in zip(*crops, strict=True)]
+    examples = draw_examples(args, source, augmentation(False)) if is_main() else None
     checkpoints = CheckpointFolder(Path(args.output_dir), args.keep_checkpoints)
     agreement = Agreement(signals, args.saveckp_minutes, place.device)
-    return Run(source, sampler, loader, training, args, description, first_views, checkpoints, agreement)
+    return Run(source, sampler, loader, training, args, description, examples, checkpoints, agreement)
+
+
+def draw_examples(args: argparse.Namespace, source: ImageSource, augmentation: MultiCropAugmentation) -> Examples:
+    """A few images of different classes, then others spread over the data: their crops, and of the few their views."""
+    few = of_different_classes(source, SHOWN_IMAGES)
+    indices = [*few, *(index for index in spread_out(source, LOOK_IMAGES) if index not in few)][:LOOK_IMAGES]
+    cropped = ImageDataset(source, augmentation, args.seed)
+    crops = zip(*(cropped[index].views for index in indices), strict=True)
+    square = SquareView([args.global_crops_size], args.patch_size, args.norm_mean, args.norm_std)
+    whole = ImageDataset(source, square, args.seed)
+    shown = [whole[index].views[0] for index in few]
+    return Examples([torch.stack(view) for view in crops], torch.stack(shown))
 
 
 def build_training(args: argparse.Namespace, place: Distributed, steps_per_epoch: int) -> Training:
@@ -710,17 +735,17 @@ def finish_epoch(run: Run, log: RunLog, epoch: int, means: dict[str, float]) -> 
 
 
 def look_at_epoch(run: Run, log: RunLog, means: dict[str, float]) -> dict[str, float]:
-    """Rank of the encodings and pictures of the first images, on rank 0; names a collapse in the log."""
-    if not is_main():
+    """Rank of the encodings and pictures of some images, on rank 0; names a collapse in the log."""
+    if run.examples is None:
         return {}
     training, args = run.training, run.args
     encoder = training.teacher.encoder.eval()
-    images = run.first_views[0].to(training.device)
+    crops, views = run.examples
     with torch.no_grad(), training.autocast():
-        rank_of_features = effective_rank(encoder(images))
+        rank_of_features = effective_rank(encoder(crops[0].to(training.device)))
         pictures = {
-            "crops": crops_grid(run.first_views, args.norm_mean, args.norm_std),
-            "slots": slots_grid(encoder, images, args.norm_mean, args.norm_std),
+            "crops": crops_grid(crops, args.norm_mean, args.norm_std),
+            "slots": slots_grid(encoder, views.to(training.device), args.norm_mean, args.norm_std),
         }
     for name, picture in pictures.items():
         log.image(name, picture, training.step)

@@ -178,11 +178,13 @@ class StepReport(NamedTuple):
         loss: mean over this rank's micro-batches, nats.
         skipped: (), whether the loss on this rank or the gradients on any are not finite, so that nothing was updated.
         diagnostics: the teacher's entropies, if they were asked for.
+        grad_norm: (), of all gradients together, before clipping.
     """
 
     loss: Tensor
     skipped: Tensor
     diagnostics: LossDiagnostics | None
+    grad_norm: Tensor
 
 
 def train_step(training: Training, batches: list[Batch], epoch: int, diagnose: bool = False) -> StepReport:
@@ -227,11 +229,11 @@ def train_step(training: Training, batches: list[Batch], epoch: int, diagnose: b
         teacher_probs = training.loss.teacher_probabilities(teacher_logits, epoch)
         diagnostics = training.loss.diagnose(teacher_probs, losses[-1])
     mean_loss = torch.stack(losses).mean()
-    _update_student(training, mean_loss, epoch)
+    grad_norm = _update_student(training, mean_loss, epoch)
     finish_center(training.nonfinite)
     ema_update_(training.teacher, training.network, float(training.schedules.momentum[step]))
     training.step += 1
-    return StepReport(mean_loss, training.nonfinite.clone(), diagnostics)
+    return StepReport(mean_loss, training.nonfinite.clone(), diagnostics, grad_norm)
 
 
 def _set_hyperparameters(optimizer: torch.optim.Optimizer, schedules: Schedules, step: int) -> None:
@@ -254,15 +256,18 @@ def _gradient_sync(student: nn.Module, is_last: bool) -> AbstractContextManager[
     return nullcontext()
 
 
-def _update_student(training: Training, loss: Tensor, epoch: int) -> None:
-    """Clip, keep the last layer frozen in the first epochs, step unless something is not finite."""
+def _update_student(training: Training, loss: Tensor, epoch: int) -> Tensor:
+    """Clip, keep the last layer frozen in the first epochs, step unless something is not finite.
+
+    Returns:
+        The norm of all gradients together, (), before clipping.
+    """
     parameters = list(training.network.parameters())
     if training.scaler is not None:
         training.scaler.unscale_(training.optimizer)
-        # The scaler expects gradients that overflow, skips them and scales less; a loss that does is another matter.
-        is_bad = ~loss.isfinite()
-    else:
-        is_bad = ~(loss + gradient_norms(parameters).sum()).isfinite()
+    norms = gradient_norms(parameters)
+    # The scaler expects gradients that overflow, skips them and scales less; a loss that does is another matter.
+    is_bad = ~(loss if training.scaler is not None else loss + norms.sum()).isfinite()
     training.nonfinite.clamp_(min=is_bad.float())
     if training.clip_grad:
         clip_gradients_(parameters, training.clip_grad)
@@ -274,6 +279,7 @@ def _update_student(training: Training, loss: Tensor, epoch: int) -> None:
     else:
         training.scaler.step(training.optimizer)
         training.scaler.update()
+    return norms.norm()
 
 
 class Epoch(NamedTuple):
@@ -408,6 +414,7 @@ def _step_scalars(training: Training, report: StepReport) -> dict[str, Tensor | 
     step = training.step - 1  # the step that was just taken
     scalars: dict[str, Tensor | float] = {
         "loss": report.loss,
+        "grad_norm": report.grad_norm,
         "lr": float(training.schedules.lr[step]),
         "wd": float(training.schedules.weight_decay[step]),
         "momentum": float(training.schedules.momentum[step]),

@@ -130,8 +130,11 @@ def _message_of_one_bad_loss(number: int) -> str:
     training = SimpleNamespace(schedules=schedules, locate=lambda index: f"image{index}.jpg")
     batch = Batch(views=[], labels=torch.tensor([0]), indices=torch.tensor([10 + number]), corrupt=[])
     taken = TakenSteps()
-    taken.add(17, StepReport(torch.tensor(2.5), torch.tensor(0.0), None), {}, [batch])
-    taken.add(18, StepReport(torch.tensor(math.nan if number == 1 else 2.5), torch.tensor(1.0), None), {}, [batch])
+    norm = torch.tensor(1.0)
+    taken.add(17, StepReport(torch.tensor(2.5), torch.tensor(0.0), None, norm), {}, [batch])
+    taken.add(
+        18, StepReport(torch.tensor(math.nan if number == 1 else 2.5), torch.tensor(1.0), None, norm), {}, [batch]
+    )
     try:
         taken.raise_nonfinite(training, epoch=3)
     except NonFiniteLossError as error:

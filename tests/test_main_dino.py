@@ -14,12 +14,16 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dino_sparo import engine, load_checkpoint, load_encoder, preemption
 from dino_sparo.checkpoint import CheckpointError
+from dino_sparo.crops import MultiCropAugmentation
+from dino_sparo.data import open_source
 from dino_sparo.engine import NonFiniteLossError, TooManyCorruptImagesError, Training
+from dino_sparo.evaluation.attention import to_pixels
 from dino_sparo.preemption import RunStopped
-from main_dino import check_options, get_args_parser, main, train_dino
+from main_dino import check_options, draw_examples, get_args_parser, main, train_dino
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = {
@@ -91,6 +95,28 @@ def test_a_run_leaves_log_checkpoints_and_tensorboard(tmp_path: Path) -> None:
     assert checkpoint["epoch"] == 3
     assert {name.split(".")[0] for name in checkpoint["student"]} == {"backbone", "readout", "head"}
     assert load_encoder(tmp_path / "checkpoint.pth").encoding_dim == 15
+
+
+def test_tensorboard_gets_the_gradients_norm_the_options_and_unaugmented_images_of_different_classes(
+    tmp_path: Path,
+) -> None:
+    """The first images of a folder are of one class, and were shown augmented."""
+    for label in range(5):
+        (tmp_path / "images" / str(label)).mkdir(parents=True)
+        for number in range(7):
+            Image.new("RGB", (40, 30), (50 * label, 10, 10)).save(tmp_path / "images" / str(label) / f"{number}.png")
+    run(tmp_path, data_path=str(tmp_path / "images"), epochs=1)
+    found = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    norms = [event.value for event in found.Scalars("train/grad_norm")]
+    assert len(norms) == len(found.Scalars("train/loss"))
+    assert min(norms) > 0
+    assert "_hparams_/session_start_info" in found.summary_metadata
+    source = open_source(str(tmp_path / "images"))
+    args = get_args_parser().parse_args(options(tmp_path))
+    examples = draw_examples(args, source, MultiCropAugmentation())
+    shown = to_pixels(examples.views, args.norm_mean, args.norm_std)
+    assert [int(view[0, 0, 0]) for view in shown] == [0, 50, 100, 150]
+    assert (shown == shown[:, :1, :1]).all()
 
 
 def test_the_teacher_is_the_moving_average_and_the_last_layer_waits(tmp_path: Path) -> None:

@@ -66,7 +66,8 @@ PAGE = Template("""<!doctype html>
 where it gives no more than an even share of its attention. In the caption: the stronger a word is marked, the more of
 the slot's attention it gets; what the caption's start and end get stands below. The cosine is that of the slot read out
 of the image and the same slot read out of the caption. &ldquo;Patches&rdquo;: the slot's attention is as wide as if it
-lay evenly on so many of an image's $patches patches; exp(entropy), the geometric mean over the pairs. $rule</p></details>
+lay evenly on so many of an image's $patches patches; exp(entropy), the geometric mean over the pairs.
+$rule</p></details>
 $legend
 </header>
 <nav aria-label="What is shown"><div>

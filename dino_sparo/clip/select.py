@@ -313,8 +313,9 @@ def draw_curve(found: SlotScores, number: int, path: Path) -> None:
         together.legend(frameon=False, loc="best")
         count_ticks(together)
         ranked_bars(alone, found.ranking, [found.alone[slot] for slot in found.ranking], number)
-        alone.axhline(chance, color=SOFT, linestyle=(0, (1, 2)), linewidth=1)
-        alone.text(num_slots + 0.5, chance, "chance", color=SOFT, ha="right", va="bottom", fontsize=9)
+        alone.axhline(chance, color=SOFT, linestyle=(0, (1, 2)), linewidth=1, label=f"chance: {chance:.2g} %")
+        # Above the plot: within it the bars may reach any height.
+        alone.legend(frameon=False, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderpad=0)
         alone.set(xlabel="slot, best first", ylabel="zero-shot top-1, %")
         alone.set_title("Each slot alone", loc="left", fontweight="bold", fontsize=11)
 

@@ -97,6 +97,7 @@ def train(args: argparse.Namespace) -> None:
             start_from(run, args.init_from)
         resume(run)
         log = RunLog(output_dir, run.training.step, run.training.step // run.sampler.steps_per_epoch)
+        log.options(vars(args), ("epoch/train_loss", "epoch/zero_shot"))
         signals.begin_training()
         try:
             stop = train_epochs(run, log)

@@ -128,10 +128,11 @@ def patches_in_words(atlas: Atlas) -> str:
     """What "21 patches" beside a slot means, with the numbers of the first slot."""
     rows, columns = atlas.grid
     first = atlas.slots[0]
+    number = f"{first.patches:.0f}"
     return (
-        f"\u201c{first.patches:.0f} patches\u201d: the attention of {atlas.kind} {first.number} is as wide as if it lay "
-        f"evenly on {first.patches:.0f} of an image's {rows} x {columns} = {rows * columns} patches. "
-        f"It is exp(entropy), the geometric mean over all images."
+        f"\u201c{number} patches\u201d: the attention of {atlas.kind} {first.number} is as wide as if it lay evenly "
+        f"on {number} of an image's {rows} x {columns} = {rows * columns} patches. "
+        "It is exp(entropy), the geometric mean over all images."
     )
 
 

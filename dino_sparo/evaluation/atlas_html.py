@@ -192,7 +192,7 @@ def _section(kind: str, slot: AtlasSlot) -> str:
         f'<section id="{kind}-{slot.number}" data-number="{slot.number}" data-rank="{slot.rank}" '
         f'data-group="{slot.group}" aria-labelledby="h{slot.number}">\n'
         f'<div><h2 id="h{slot.number}">{kind.capitalize()} {slot.number}</h2><dl>'
-        f"<div><dt>patches</dt><dd>{slot.patches:.1f}</dd></div>"
+        f"<div><dt>patches</dt><dd>{slot.patches:.0f}</dd></div>"
         f"<div><dt>class token</dt><dd>{100 * slot.class_token_share:.0f}%</dd></div></dl>"
         f"{chip if slot.letter else ''}</div>\n"
         f'<div class="shots" style="--count: {max(4, len(slot.images))}">\n{shots}\n</div></section>'

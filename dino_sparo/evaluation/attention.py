@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int, Num, UInt8
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from dino_sparo.encoder import Encoder
@@ -34,6 +34,8 @@ MAX_COVER = 0.78  # of the image by the ramp, where attention is highest
 GRID_GAP = 4  # pixels between the pictures of a grid
 GRID_COLOUR = 255
 GRID_HEIGHT = 128  # pixels, the least height of a row: crops of small images would be too small to look at
+GRID_COLUMNS, SMALL_GRID_HEIGHT = 17, 72  # an image and 16 maps per row; pixels, the height where there are more
+NUMBER_HEIGHT = 12  # pixels, of the line with a map's number
 
 
 @torch.no_grad()
@@ -299,35 +301,37 @@ def crops_grid(
 
 
 def slots_grid(
-    encoder: Encoder,
-    images: Float[Tensor, "B C H W"],
-    mean: Sequence[float],
-    std: Sequence[float],
-    num_images: int = 4,
-    num_maps: int = 8,
+    encoder: Encoder, images: Float[Tensor, "B C H W"], mean: Sequence[float], std: Sequence[float]
 ) -> UInt8[np.ndarray, "_ _ 3"]:
-    """A few images and their attention, for TensorBoard: a row per image, the same maps for all, most peaked first.
+    """A few images and all their maps, for TensorBoard, each under its number.
 
-    Of near-duplicates one is shown, so there may be fewer than `num_maps`.
+    An image and its maps fill one or more rows. Maps stand in the order of their numbers, so that each is at the same
+    place after every epoch.
 
     Args:
         encoder: in eval mode.
         images: (B, C, H, W), normalised, on the encoder's device.
         mean: per channel.
         std: per channel.
-        num_images: rows, at most.
-        num_maps: maps per row, at most.
     """
-    images = images[:num_images]
     maps = attention_maps(encoder, images)
-    chosen = display_order(maps, group_near_duplicates(maps), num_maps)
     height, width = (side * encoder.backbone.patch_size for side in maps.shape[-2:])
     pictures = to_pixels(images[:, :, :height, :width], mean, std)
+    scale = GRID_HEIGHT if maps.shape[1] < GRID_COLUMNS else SMALL_GRID_HEIGHT
     rows = []
     for picture, image_maps in zip(pictures, maps, strict=True):
-        shown = _scaled(picture, max(GRID_HEIGHT, height))
-        rows.append([shown, *(overlay(shown, image_maps[index]) for index in chosen)])
+        shown = _scaled(picture, scale)
+        tiles = [_numbered(overlay(shown, heatmap), str(number)) for number, heatmap in enumerate(image_maps)]
+        tiles.insert(0, _numbered(shown, ""))
+        rows += [tiles[start : start + GRID_COLUMNS] for start in range(0, len(tiles), GRID_COLUMNS)]
     return tile(rows)
+
+
+def _numbered(picture: UInt8[np.ndarray, "H W 3"], number: str) -> UInt8[np.ndarray, "_ W 3"]:
+    """A picture under a line with its number."""
+    line = Image.new("RGB", (picture.shape[1], NUMBER_HEIGHT), (GRID_COLOUR,) * 3)
+    ImageDraw.Draw(line).text((0, 0), number, fill=(0, 0, 0), font=ImageFont.load_default())
+    return np.concatenate([np.asarray(line), picture])
 
 
 def _pixels(image: Num[np.ndarray, "H W 3"]) -> Float[np.ndarray, "H W 3"]:
