@@ -229,7 +229,7 @@ class RunLog:
         }
         # `SummaryWriter.add_hparams` would begin another run in a folder of its own.
         for summary in hparams(plain, dict.fromkeys(metrics, 0.0)):
-            self.writer.file_writer.add_summary(summary)
+            self.writer._get_file_writer().add_summary(summary)
 
     def image(self, name: str, picture: np.ndarray, step: int) -> None:
         """Write a picture (H, W, 3), 8 bit, to TensorBoard."""
