@@ -30,7 +30,7 @@ from dino_sparo.cli import errors_in_one_line
 from dino_sparo.data import CorruptImageError, ImageSource, open_source
 from dino_sparo.distributed import detect_launcher, select_device
 from dino_sparo.evaluation.atlas import build_atlas, draw_atlas
-from dino_sparo.evaluation.atlas_html import short_name, write_html
+from dino_sparo.evaluation.atlas_html import write_html
 from dino_sparo.evaluation.attention import (
     attention_maps,
     check_share,
@@ -40,14 +40,9 @@ from dino_sparo.evaluation.attention import (
     rank_by_peakedness,
 )
 from dino_sparo.evaluation.features import disjoint_subsets
-from dino_sparo.evaluation.pictures import (
-    MapSet,
-    compare_page,
-    grid_page,
-    matrix_page,
-    require_matplotlib,
-    tile_picture,
-)
+from dino_sparo.evaluation.names import file_names, run_names, short_name
+from dino_sparo.evaluation.page import require_matplotlib
+from dino_sparo.evaluation.pictures import MapSet, compare_page, grid_page, matrix_page, tile_picture
 from dino_sparo.evaluation.protocol import EvaluatedEncoder, open_encoder, result_folder, versions, write_json
 from dino_sparo.evaluation.views import (
     SquareView,
@@ -58,7 +53,7 @@ from dino_sparo.evaluation.views import (
     view_pixels,
     view_tensor,
 )
-from dino_sparo.logs import setup_logging
+from dino_sparo.logs import printable, setup_logging
 
 logger = logging.getLogger("visualize_attention")
 
@@ -113,14 +108,16 @@ def visualize(args: argparse.Namespace) -> None:
     )
     folder = result_folder(args.output_dir, args.pretrained_weights)
     images = read_images(open_images(args.image_path), args.max_images)
-    look = look_at(evaluated, images, args.image_size, device)
+    runs = run_names([args.pretrained_weights, args.compare] if args.compare else [args.pretrained_weights])
+    look = look_at(evaluated, runs[0], images, args.image_size, device)
     written = [*write_numbers(evaluated, look, folder), *draw(look, folder, args)]
     if args.compare:
-        other = look_at(open_encoder(args.compare, args.checkpoint_key), images, args.image_size, device)
+        compared = open_encoder(args.compare, args.checkpoint_key)
+        other = look_at(compared, runs[1], images, args.image_size, device)
         written.append(draw_comparison(look, other, folder, args.max_maps))
     if args.atlas:
-        written += make_atlas(evaluated, device, folder, args)
-    print("\n".join(str(path) for path in written))
+        written += make_atlas(evaluated, runs[0], device, folder, args)
+    print("\n".join(printable(str(path)) for path in written))
 
 
 def read_images(source: ImageSource, max_images: int) -> list[tuple[str, Image.Image]]:
@@ -144,6 +141,7 @@ def read_images(source: ImageSource, max_images: int) -> list[tuple[str, Image.I
 
 def look_at(
     evaluated: EvaluatedEncoder,
+    run: str,
     images: list[tuple[str, Image.Image]],
     image_size: Sequence[int] | None,
     device: torch.device,
@@ -152,6 +150,7 @@ def look_at(
 
     Args:
         evaluated: the encoder.
+        run: what figures call it.
         images: names and RGB images.
         image_size: as the option; None: `default_image_size`.
         device: where to compute.
@@ -165,21 +164,22 @@ def look_at(
         tensor = view_tensor(image, view, evaluated.mean, evaluated.std)
         maps.append(attention_maps(encoder, tensor[None].to(device)))
         pictures.append(view_pixels(image, view, PICTURE_HEIGHT))
-    found = MapSet.of(describe(evaluated), config.readout, np.concatenate(maps))
+    found = MapSet.of(name_of(evaluated, run), describe(evaluated), config.readout, np.concatenate(maps))
     if config.readout == "gap":
         logger.warning("readout='gap' averages all tokens: its one map is uniform on every image")
     return Look([name for name, _ in images], pictures, (views[0].height, views[0].width), found)
 
 
+def name_of(evaluated: EvaluatedEncoder, run: str) -> str:
+    """What figures call an encoder: its run, or that it has none."""
+    return "untrained" if evaluated.record["untrained"] else run
+
+
 def describe(evaluated: EvaluatedEncoder) -> str:
-    """A line about an encoder, for figures."""
+    """How an encoder is built and how long it was trained, for figures."""
     record = evaluated.record
     words = [f"{record['arch']}/{record['patch_size']}", record["readout"]]
-    if record["untrained"]:
-        words.append("untrained")
-    else:
-        words.append(Path(record["pretrained_weights"]).name)
-        words += [f"epoch {record['epoch']}"] if isinstance(record["epoch"], int) else []
+    words += [f"epoch {record['epoch']}"] if isinstance(record["epoch"], int) else []
     return "  ·  ".join(words)
 
 
@@ -216,18 +216,19 @@ def draw(look: Look, folder: Path, args: argparse.Namespace) -> list[Path]:
     """Draw the grids, the masks, and each map alone.
 
     One image gives one grid, attention.png; of several, attention.png shows the same maps for all, and each gets a
-    grid of its own.
+    grid of its own, attention-NAME.png.
     """
     written = [folder / "attention.png"]
     several = len(look.names) > 1
     if several:
         matrix_page(written[0], f"{len(look.names)} images", look.pictures, look.found, args.max_maps)
-    for index, (name, picture) in enumerate(zip(look.names, look.pictures, strict=True)):
-        suffix = f"-{index}" if several else ""
+    views = zip(look.names, file_names(look.names), look.pictures, strict=True)
+    for index, (name, file_name, picture) in enumerate(views):
+        suffix = f"-{file_name}" if several else ""
         grids = [(f"attention{suffix}.png", None)]
         grids += [] if args.threshold is None else [(f"masks{suffix}.png", args.threshold)]
-        for file_name, threshold in grids:
-            path = folder / file_name
+        for grid_name, threshold in grids:
+            path = folder / grid_name
             grid_page(path, short_name(name), picture, look.found, index, args.max_maps, threshold)
             written += [path] if path not in written else []
         if args.save_each:
@@ -256,11 +257,13 @@ def draw_comparison(look: Look, other: Look, folder: Path, max_maps: int | None)
     path = folder / "compare.png"
     title = short_name(look.names[0]) if len(look.names) == 1 else f"{len(look.names)} images"
     pictures = list(zip(look.pictures, other.pictures, strict=True))
-    compare_page(path, title, pictures, (look.found, other.found), max_maps or 24)
+    compare_page(path, title, pictures, (look.found, other.found), max_maps)
     return path
 
 
-def make_atlas(evaluated: EvaluatedEncoder, device: torch.device, folder: Path, args: argparse.Namespace) -> list[Path]:
+def make_atlas(
+    evaluated: EvaluatedEncoder, run: str, device: torch.device, folder: Path, args: argparse.Namespace
+) -> list[Path]:
     """Search images for those that light up each slot, and draw the atlas."""
     encoder = evaluated.encoder.to(device).eval()
     size = args.image_size or [default_image_size(encoder.config)]
@@ -271,7 +274,7 @@ def make_atlas(evaluated: EvaluatedEncoder, device: torch.device, folder: Path, 
         encoder,
         searched,
         view,
-        model=describe(evaluated),
+        model=f"{name_of(evaluated, run)}  ·  {describe(evaluated)}",
         name=source.name,
         images_per_slot=args.atlas_images,
         num_workers=args.num_workers,

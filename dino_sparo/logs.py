@@ -5,6 +5,7 @@ Plumbing. Only rank 0 speaks; warnings and errors of the other ranks are heard t
 
 import json
 import logging
+import math
 import resource
 import shutil
 import sys
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
 from tqdm import tqdm
 
 from dino_sparo.distributed import all_reduce_sum, is_main, rank
@@ -54,6 +56,14 @@ def setup_logging(output_dir: Path | None = None) -> None:
         handler.is_dino_sparo = True  # type: ignore[attr-defined]
         root.addHandler(handler)
     root.setLevel(logging.INFO if is_main() else logging.WARNING)
+
+
+def printable(words: str) -> str:
+    """Words that can be shown, printed and written anywhere.
+
+    What cannot, such as a byte of a file name that is no UTF-8, becomes an escape sequence.
+    """
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in words)
 
 
 def log_options(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
@@ -180,7 +190,12 @@ class RunLog:
         self.path = output_dir / "log.txt"
         # TensorBoard's protocol lets a resumed run declare that the events from a step on did not happen.
         purge_step = None if step is None else step + 1
-        self.writer = SummaryWriter(str(output_dir / "tensorboard"), purge_step=purge_step) if is_main() else None
+        folder = str(output_dir / "tensorboard")
+        if is_main() and printable(folder) != folder:
+            logger.warning("%s: TensorBoard cannot write to a folder of this name, so it gets nothing", folder)
+        self.writer = (
+            SummaryWriter(folder, purge_step=purge_step) if is_main() and printable(folder) == folder else None
+        )
         if is_main() and self.path.is_file() and epoch is not None:
             self._drop_epochs_from(epoch)
 
@@ -204,15 +219,33 @@ class RunLog:
 
     def write_epoch(self, values: Mapping[str, Any]) -> None:
         """Append one JSON line to log.txt."""
-        if self.writer is not None:
+        if is_main():
             with self.path.open("a") as file:
-                file.write(json.dumps(values) + "\n")
+                file.write(json.dumps({name: _finite(value) for name, value in values.items()}) + "\n")
 
     def scalars(self, values: Mapping[str, Tensor | float], step: int) -> None:
         """Write named numbers to TensorBoard."""
         if self.writer is not None:
             for name, value in values.items():
                 self.writer.add_scalar(name, float(value), step)
+
+    def options(self, options: Mapping[str, Any], metrics: Sequence[str]) -> None:
+        """Write a run's options to TensorBoard, whose page HPARAMS compares runs by them.
+
+        Args:
+            options: of the run; those without a value are left out.
+            metrics: names of the scalars that stand beside them there.
+        """
+        if self.writer is None:
+            return
+        plain = {
+            name: value if isinstance(value, (bool, int, float)) else printable(str(value))
+            for name, value in options.items()
+            if value is not None
+        }
+        # `SummaryWriter.add_hparams` would begin another run in a folder of its own.
+        for summary in hparams(plain, dict.fromkeys(metrics, 0.0)):
+            self.writer._get_file_writer().add_summary(summary)
 
     def image(self, name: str, picture: np.ndarray, step: int) -> None:
         """Write a picture (H, W, 3), 8 bit, to TensorBoard."""
@@ -223,6 +256,11 @@ class RunLog:
         """Finish writing."""
         if self.writer is not None:
             self.writer.close()
+
+
+def _finite(value: Any) -> Any:
+    """The value, or None for a number that JSON does not have."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _epoch_of(line: str) -> int:

@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -18,8 +19,10 @@ from dino_sparo.checkpoint import encoder_description, save_checkpoint
 from dino_sparo.data import IMAGENET_MEAN, IMAGENET_STD, open_source
 from dino_sparo.encoder import Encoder, create_encoder
 from dino_sparo.evaluation.atlas import Atlas, AtlasImage, AtlasSlot, build_atlas, draw_atlas, score_images
-from dino_sparo.evaluation.atlas_html import short_name, write_html
+from dino_sparo.evaluation.atlas_html import write_html
 from dino_sparo.evaluation.attention import attention_maps
+from dino_sparo.evaluation.names import short_name
+from dino_sparo.evaluation.protocol import write_json
 from dino_sparo.evaluation.views import SquareView
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -195,6 +198,20 @@ def test_names_in_the_page_are_escaped(atlas: Atlas, tmp_path: Path) -> None:
     assert "<script>alert" not in text
     assert "a &lt;model&gt;" in text
     assert "&lt;folder&gt;" in text
+
+
+def test_names_that_are_no_utf8_do_not_break_the_page(atlas: Atlas, tmp_path: Path) -> None:
+    """The whole page was lost to a UnicodeEncodeError."""
+    image = replace(atlas.slots[0].images[0], name="photos/caf\udce9.jpg")
+    named = replace(atlas, source="folder caf\udce9", slots=[replace(atlas.slots[0], images=[image])])
+    write_html(named, tmp_path / "atlas.html")
+    draw_atlas(named, tmp_path / "atlas.png")
+    write_json(named.record(), tmp_path / "atlas.json")
+    page = (tmp_path / "atlas.html").read_text(encoding="utf-8")
+    assert r"photos/caf\udce9.jpg" in page
+    assert "is as wide as if it lay evenly on" in page
+    assert "linear-gradient" in page  # the colour bar
+    assert json.loads((tmp_path / "atlas.json").read_text())["slots"][0]["images"][0]["name"] == image.name
 
 
 def test_names_are_the_last_two_parts_of_a_path() -> None:

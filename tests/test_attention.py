@@ -14,7 +14,7 @@ import visualize_attention
 from dino_sparo.checkpoint import encoder_description, save_checkpoint
 from dino_sparo.data import IMAGENET_MEAN, IMAGENET_STD, CorruptImageError
 from dino_sparo.encoder import Encoder, EncoderConfig, encoder_from_config
-from dino_sparo.evaluation import pictures
+from dino_sparo.evaluation import page
 from dino_sparo.evaluation.attention import (
     attention_maps,
     class_token_share,
@@ -229,20 +229,36 @@ def test_a_grid_of_crops_has_a_row_per_image_and_one_height() -> None:
     assert grid.dtype == np.uint8
 
 
-def test_a_grid_of_slots_shows_the_image_and_the_same_maps_in_each_row() -> None:
+def test_a_grid_of_slots_shows_the_image_and_all_maps_under_their_numbers() -> None:
+    """Only the most peaked were shown, unnumbered, at other places after each epoch."""
     encoder = small_encoder()
     with torch.no_grad():
         encoder.readout.queries.mul_(30)
-    images = torch.randn(3, 3, 25, 25)
-    maps = attention_maps(encoder, images[:2])
-    columns = 1 + min(4, len(set(group_near_duplicates(maps).tolist())))
-    grid = slots_grid(encoder, images, IMAGENET_MEAN, IMAGENET_STD, num_images=2, num_maps=4)
-    assert grid.shape == (2 * (128 + 4) + 4, columns * (128 + 4) + 4, 3)
-    second_row = grid[2 * 4 + 128 :][:128, 4 : 4 + 128]
-    shown = Image.fromarray(to_pixels(images[1:2], IMAGENET_MEAN, IMAGENET_STD)[0]).resize(
-        (128, 128), Image.Resampling.BICUBIC
+    images = torch.randn(2, 3, 25, 25)
+    maps = attention_maps(encoder, images)
+    grid = slots_grid(encoder, images, IMAGENET_MEAN, IMAGENET_STD)
+    step_y, step_x = 12 + 128 + 4, 128 + 4
+    assert grid.shape == (2 * step_y + 4, (1 + 7) * step_x + 4, 3)
+    shown = np.asarray(
+        Image.fromarray(to_pixels(images[1:], IMAGENET_MEAN, IMAGENET_STD)[0]).resize(
+            (128, 128), Image.Resampling.BICUBIC
+        )
     )
-    assert np.array_equal(second_row, np.asarray(shown))
+    second_row = grid[4 + step_y :]
+    assert np.array_equal(second_row[12 : 12 + 128, 4 : 4 + 128], shown)
+    lines = set()
+    for number in range(7):
+        left = 4 + (1 + number) * step_x
+        assert np.array_equal(second_row[12 : 12 + 128, left : left + 128], overlay(shown, maps[1, number]))
+        lines.add(second_row[:12, left : left + 128].tobytes())
+    assert len(lines) == 7  # numbers, all different
+
+
+def test_a_grid_of_many_slots_goes_on_in_further_rows() -> None:
+    torch.manual_seed(0)
+    encoder = encoder_from_config(replace(CONFIG, num_slots=35)).eval()
+    grid = slots_grid(encoder, torch.randn(2, 3, 25, 25), IMAGENET_MEAN, IMAGENET_STD)
+    assert grid.shape == (2 * 3 * (12 + 72 + 4) + 4, 17 * (72 + 4) + 4, 3)
 
 
 # ---- views
@@ -422,9 +438,9 @@ def test_an_unreadable_image_is_named(tmp_path: Path) -> None:
 
 
 def test_missing_matplotlib_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pictures.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(page.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install 'dino_sparo\[plots\]'"):
-        pictures.require_matplotlib()
+        page.require_matplotlib()
 
 
 def test_the_options_are_the_documented_ones() -> None:

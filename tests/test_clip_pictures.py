@@ -6,6 +6,7 @@ import logging
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from PIL import Image
 pytest.importorskip("open_clip")
 
 from clip_fakes import paint, small_checkpoint
+from figures import assert_readable, drawn_words
 
 from dino_sparo.clip import load_clip, pictures, tokenize
 from dino_sparo.clip.concepts import Criteria, PairLook
@@ -122,6 +124,18 @@ def test_the_sheet_shows_maps_and_marks(gallery, tmp_path):
     written = (tmp_path / "sheet.png").read_bytes()
     draw_sheet(gallery, tmp_path / "sheet.png")
     assert written == (tmp_path / "sheet.png").read_bytes()
+
+
+@pytest.mark.parametrize("columns", [1, 2, 5])
+def test_all_words_of_the_sheet_can_be_read(columns, gallery, tmp_path):
+    looks = [gallery.looks[i % 2] for i in range(columns)]
+    shown = [gallery.pictures[0]] * columns
+    long = replace(
+        gallery, source="pairs of " + "a_long_name_" * 20 + ".csv in words " * 20, looks=looks, pictures=shown
+    )
+    with drawn_words() as figures:
+        draw_sheet(long, tmp_path / "sheet.png")
+    assert_readable(figures)
 
 
 def test_marks_grow_with_the_share():

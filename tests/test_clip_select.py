@@ -12,12 +12,13 @@ from torch.nn import functional as F
 pytest.importorskip("open_clip")
 
 from clip_fakes import COLOURS, ColourClip, evaluate, paint, small_checkpoint
+from figures import assert_readable, drawn_words
 
 from dino_sparo.clip import load_clip, select, tokenize, zero_shot
 from dino_sparo.clip.encode import ClipEncoder, ClipView
 from dino_sparo.clip.prompts import TEMPLATES
 from dino_sparo.clip.protocol import open_evaluation_images
-from dino_sparo.clip.select import SlotScores, score_slots
+from dino_sparo.clip.select import SlotScores, draw_curve, score_slots
 from dino_sparo.clip.slots import SlotSelection, open_slots, read_slots, with_slots
 from dino_sparo.clip.zero_shot import evaluate_zero_shot
 from dino_sparo.data import open_source
@@ -202,3 +203,18 @@ def test_a_model_without_slots_is_refused_in_one_line(tmp_path, caplog):
 def test_the_options_are_known():
     own = {"data_path", "split", "download", "max_images", "classnames", "templates", "keep"}
     assert own <= vars(select.get_args_parser().parse_args([])).keys()
+
+
+@pytest.mark.parametrize(("num_slots", "num_classes"), [(1, 2), (5, 10), (64, 1000)])
+def test_chance_stands_beside_the_bars_and_all_words_can_be_read(num_slots, num_classes, tmp_path):
+    """It lay on the bars, whose heights it was near."""
+    chance = 100 / num_classes
+    alone = [chance * (2 - slot / num_slots) for slot in range(num_slots)]
+    scores = SlotScores(alone, list(range(num_slots)), alone, 100, 0, num_classes, 0)
+    with drawn_words() as figures:
+        draw_curve(scores, 1, tmp_path / "slots.png")
+    assert_readable(figures)
+    boxes = {words.words: words.box for words in figures[0]}
+    above = next(box for words, box in boxes.items() if words.startswith("chance"))
+    numbers = [box.y1 for words, box in boxes.items() if words.replace(".", "").isdecimal()]
+    assert above.y0 > max(numbers) - 10

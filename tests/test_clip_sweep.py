@@ -11,10 +11,11 @@ import torch
 pytest.importorskip("open_clip")
 
 from clip_fakes import evaluate, paint, small_checkpoint
+from figures import assert_readable, drawn_words
 
 from dino_sparo.clip import create_clip, load_clip, sweep, zero_shot
 from dino_sparo.clip.model import clip_from_config
-from dino_sparo.clip.sweep import check_comparable, grid_points, point_of, read_result
+from dino_sparo.clip.sweep import SweepPoint, check_comparable, draw_sweep, grid_points, point_of, read_result
 
 SMALL = ["--arch", "vit_micro", "--patch_size", 8, "--img_size", 32, "--text_width", 24, "--text_heads", 2]
 SMALL += ["--text_layers", 3, "--sparo_key_dim", 3]
@@ -195,3 +196,12 @@ def test_the_options_are_known():
     own = {"inputs", "metric", "data_path", "split", "download", "classnames", "templates", "grid_slots"}
     own |= {"grid_slot_dims", "embed_dim", "sparo_key_dim", "sparo_group_size", "arch", "patch_size", "text_width"}
     assert own <= vars(sweep.get_args_parser().parse_args([])).keys()
+
+
+def test_all_words_of_a_plot_with_many_models_can_be_read(tmp_path):
+    """Numbers under the axes lay over one another."""
+    sizes = [(slots, width) for slots in range(8, 136, 8) for width in (16, 24, 32, 48, 64, 96, 128)]
+    points = [SweepPoint("a", "sparo", *size, size[0] * size[1], 10**8, float(sum(size)) / 3) for size in sizes]
+    with drawn_words() as figures:
+        draw_sweep(points, "mean_per_class_recall", tmp_path / "sweep.png")
+    assert_readable(figures)

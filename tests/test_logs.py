@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import plugin_data_pb2
 
 from dino_sparo import logs
 from dino_sparo.logs import EpochClock, Meters, RunLog, peak_memory, progress, setup_logging
@@ -133,6 +134,54 @@ def test_scalars_and_pictures_are_read_back_by_tensorboard(tmp_path: Path) -> No
     assert [(event.step, event.value) for event in found.Scalars("train/loss")] == [(1, 10.0), (2, 5.0), (5, 2.0)]
     (image,) = found.Images("slots")
     assert (image.step, image.width, image.height) == (5, 7, 5)
+
+
+def test_the_options_of_a_run_are_tensorboards_hparams_whatever_the_names_of_files(tmp_path: Path) -> None:
+    """A name that is no UTF-8 cannot be written as it is."""
+    folder = tmp_path
+    log = RunLog(folder)
+    log.options({"lr": 0.5, "data_path": "caf\udce9.tar", "crops": [1, 2], "max_steps": None}, ["epoch/train_loss"])
+    log.close()
+    assert [path.name for path in (folder / "tensorboard").iterdir() if path.is_dir()] == []  # no run of its own
+    accumulator = EventAccumulator(str(folder / "tensorboard")).Reload()
+    content = accumulator.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    start = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info.hparams
+    assert start["lr"].number_value == 0.5
+    assert start["data_path"].string_value == r"caf\udce9.tar"
+    assert start["crops"].string_value == "[1, 2]"
+    assert "max_steps" not in start
+
+
+def test_a_folder_whose_name_tensorboard_cannot_write_gets_log_txt_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such a name ended the run with a UnicodeEncodeError."""
+    folder = tmp_path / "caf\udce9"
+    folder.mkdir()
+    log = RunLog(folder)
+    log.options({"lr": 0.5}, [])
+    log.write_epoch({"epoch": 0})
+    log.close()
+    assert [path.name for path in folder.iterdir()] == ["log.txt"]
+    assert "TensorBoard cannot write" in caplog.text
+
+
+def test_numbers_that_json_does_not_have_are_null_in_log_txt(tmp_path: Path) -> None:
+    """fp16 gradients overflow now and then, and their norm is infinite."""
+    log = RunLog(tmp_path)
+    log.write_epoch({"train_grad_norm": float("inf"), "epoch": 0})
+    log.close()
+    assert json.loads((tmp_path / "log.txt").read_text(), parse_constant=pytest.fail) == {
+        "train_grad_norm": None,
+        "epoch": 0,
+    }
+
+
+def test_names_that_are_no_utf8_get_into_run_log_escaped(tmp_path: Path) -> None:
+    setup_logging(tmp_path)
+    logging.getLogger("dino_sparo").warning("left out %s", "caf\udce9.jpg")
+    setup_logging()
+    assert r"left out caf\udce9.jpg" in (tmp_path / "run.log").read_text()
 
 
 def test_a_resumed_log_keeps_the_steps_that_were_saved_and_drops_those_that_were_lost(tmp_path: Path) -> None:

@@ -14,15 +14,19 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import main_dino
 from dino_sparo import load_checkpoint, load_encoder, preemption
 from dino_sparo.checkpoint import CheckpointError
+from dino_sparo.crops import MultiCropAugmentation
 from dino_sparo.data import CorruptImageError, open_source
 from dino_sparo.dino import step as dino_step
 from dino_sparo.dino import train as dino_train
 from dino_sparo.dino.step import DINOTraining
+from dino_sparo.evaluation.attention import to_pixels
 from dino_sparo.preemption import RunStopped
+from dino_sparo.training.images import draw_examples
 from dino_sparo.training.loop import NonFiniteLossError, TooManyCorruptError
 from dino_sparo.training.objective import StepReport
 from main_dino import check_options, get_args_parser, main, train_dino
@@ -97,6 +101,28 @@ def test_a_run_leaves_log_checkpoints_and_tensorboard(tmp_path: Path) -> None:
     assert checkpoint["epoch"] == 3
     assert {name.split(".")[0] for name in checkpoint["student"]} == {"backbone", "readout", "head"}
     assert load_encoder(tmp_path / "checkpoint.pth").encoding_dim == 15
+
+
+def test_tensorboard_gets_the_gradients_norm_the_options_and_unaugmented_images_of_different_classes(
+    tmp_path: Path,
+) -> None:
+    """The first images of a folder are of one class, and were shown augmented."""
+    for label in range(5):
+        (tmp_path / "images" / str(label)).mkdir(parents=True)
+        for number in range(7):
+            Image.new("RGB", (40, 30), (50 * label, 10, 10)).save(tmp_path / "images" / str(label) / f"{number}.png")
+    run(tmp_path, data_path=str(tmp_path / "images"), epochs=1)
+    found = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    norms = [event.value for event in found.Scalars("train/grad_norm")]
+    assert len(norms) == len(found.Scalars("train/loss"))
+    assert min(norms) > 0
+    assert "_hparams_/session_start_info" in found.summary_metadata
+    source = open_source(str(tmp_path / "images"))
+    args = get_args_parser().parse_args(options(tmp_path))
+    examples = draw_examples(args, source, MultiCropAugmentation())
+    shown = to_pixels(examples.views, args.norm_mean, args.norm_std)
+    assert [int(view[0, 0, 0]) for view in shown] == [0, 50, 100, 150]
+    assert (shown == shown[:, :1, :1]).all()
 
 
 def test_the_teacher_is_the_moving_average_and_the_last_layer_waits(tmp_path: Path) -> None:
@@ -311,13 +337,13 @@ def test_from_gradients_that_are_not_finite_on_nothing_is_updated(
 ) -> None:
     found: list[DINOTraining] = []
 
-    def spoil(training: DINOTraining, loss: torch.Tensor, epoch: int) -> None:
+    def spoil(training: DINOTraining, loss: torch.Tensor, epoch: int) -> torch.Tensor:
         if training.updater.step == 6:
             found.append(training)
             before.update(copy.deepcopy({"student": training.student.state_dict(), "loss": training.loss.state_dict()}))
             before.update(optimizer=copy.deepcopy(training.updater.optimizer.state_dict()["state"]))
             training.network.head.mlp[0].bias.grad[0] = math.inf
-        update(training, loss, epoch)
+        return update(training, loss, epoch)
 
     run(tmp_path, max_steps=4, optimizer=optimizer)
     saved, before = (tmp_path / "checkpoint.pth").read_bytes(), {}

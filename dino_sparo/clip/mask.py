@@ -40,7 +40,7 @@ from dino_sparo.clip.slots import SlotMask, whole_model, with_slots
 from dino_sparo.clip.sugarcrepe import SplitResult, averages, encode_pairs, read_pairs, score_pairs
 from dino_sparo.clip.zero_shot import evaluate_zero_shot
 from dino_sparo.distributed import init_distributed, is_main
-from dino_sparo.evaluation.pictures import INK, SOFT, require_matplotlib
+from dino_sparo.evaluation.page import INK, SOFT, require_matplotlib
 from dino_sparo.logs import setup_logging
 
 logger = logging.getLogger("dino_sparo.clip.mask")

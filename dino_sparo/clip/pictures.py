@@ -43,10 +43,11 @@ from dino_sparo.clip.slots import SlotSelection, check_fits, read_slots
 from dino_sparo.clip.text import tokenize
 from dino_sparo.distributed import detect_launcher, select_device
 from dino_sparo.evaluation.attention import check_share, class_token_share, effective_patches
-from dino_sparo.evaluation.pictures import require_matplotlib
+from dino_sparo.evaluation.names import run_names
+from dino_sparo.evaluation.page import require_matplotlib
 from dino_sparo.evaluation.protocol import result_folder, versions, write_json
 from dino_sparo.evaluation.views import SquareView, view_pixels
-from dino_sparo.logs import setup_logging
+from dino_sparo.logs import printable, setup_logging
 from dino_sparo.scenes import Scenes
 from dino_sparo.sources import IMAGE_EXTENSIONS
 from dino_sparo.sources.packed import FileSource
@@ -107,7 +108,7 @@ def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
     images = [source.read(look.index) for look in shown]
     gallery = Gallery(
         describe(loaded),
-        f"{len(shown)} of {len(looks):,} pairs of {source.name}",
+        f"{len(shown)} of {len(looks):,} pairs of {printable(source.name)}",
         rule_in_words(choice, asked is not None, criteria),
         criteria,
         choice.slots,
@@ -210,8 +211,8 @@ def rule_in_words(choice: Choice, is_asked: bool, criteria: Criteria) -> str:
 def describe(loaded: LoadedClip) -> str:
     """A line about a model, for figures."""
     record, config = loaded.record, loaded.model.config
-    words = [f"{config.image.arch}/{config.image.patch_size}", config.readout]
-    words += [f"{config.image.num_slots} slots", Path(record["pretrained_weights"]).name]
+    words = run_names([record["pretrained_weights"]])
+    words += [f"{config.image.arch}/{config.image.patch_size}", config.readout, f"{config.image.num_slots} slots"]
     words += [f"epoch {record['epoch']}"] if isinstance(record["epoch"], int) else []
     return "  ·  ".join(words)
 
@@ -243,7 +244,7 @@ def write(
         "versions": {**versions(), "open_clip": open_clip.__version__},
     }
     write_json(result, paths[2])
-    sys.stdout.write("".join(f"{path}\n" for path in paths))
+    sys.stdout.write("".join(f"{printable(str(path))}\n" for path in paths))
     return result
 
 

@@ -13,8 +13,9 @@ from jaxtyping import UInt8
 
 from dino_sparo.clip.concepts import PairLook
 from dino_sparo.clip.sheet import MARK, TITLE, Gallery, mark_level
-from dino_sparo.evaluation.atlas_html import STYLE, data_uri, short_name
+from dino_sparo.evaluation.atlas_html import LEGEND, STYLE, data_uri
 from dino_sparo.evaluation.attention import effective_patches, overlay
+from dino_sparo.evaluation.names import short_name
 
 OWN_STYLE = f"""
 section {{ grid-template-columns: 110px 1fr; content-visibility: visible; }}
@@ -64,7 +65,10 @@ PAGE = Template("""<!doctype html>
 <p>Each row is one slot with the same pairs of an image and a caption. On the image: glowing where the slot looks, grey
 where it gives no more than an even share of its attention. In the caption: the stronger a word is marked, the more of
 the slot's attention it gets; what the caption's start and end get stands below. The cosine is that of the slot read out
-of the image and the same slot read out of the caption. $rule</p></details>
+of the image and the same slot read out of the caption. &ldquo;Patches&rdquo;: the slot's attention is as wide as if it
+lay evenly on so many of an image's $patches patches; exp(entropy), the geometric mean over the pairs.
+$rule</p></details>
+$legend
 </header>
 <nav aria-label="What is shown"><div>
 <label class="check"><input type="checkbox" id="maps" checked>Maps over the images</label>
@@ -91,6 +95,8 @@ def write_page(gallery: Gallery, path: Path) -> None:
         title=TITLE,
         about=escape(f"{gallery.model} · {gallery.source}"),
         rule=escape(gallery.rule),
+        patches=gallery.looks[0].maps[0].size,
+        legend=LEGEND,
         style=STYLE + OWN_STYLE,
         script=SCRIPT,
         sections="\n".join(_section(gallery, slot) for slot in gallery.slots),

@@ -4,19 +4,21 @@ Stage 6 of the folder, for `select.py`, `mask.py` and `sweep.py`. The same numbe
 """
 
 import argparse
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from dino_sparo.evaluation.attention import RAMP_COLOURS
-from dino_sparo.evaluation.pictures import DPI, INK, PAPER, SOFT, require_matplotlib
+from dino_sparo.evaluation.page import DPI, INK, PAPER, SOFT, require_matplotlib
 
 ACCENT = "#8a3fb5"
 FAINT = "#dcdbe4"
 # One per curve, dark to light as the maps' colours are, so that their order can be seen.
 CURVE_COLOURS = tuple("#{:02x}{:02x}{:02x}".format(*colour) for colour in RAMP_COLOURS[:4])
 MAX_NUMBERS, MAX_GAPS = 20, 40  # bars with numbers under them, and with gaps between them
+LABEL_SHARE = 0.13  # of a plot's width: room for a number of five digits under it
 PANEL_WIDTH, PANEL_HEIGHT = 4.6, 3.5  # inches
 
 
@@ -65,6 +67,16 @@ def count_ticks(axis: Any) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def spaced(ticks: Sequence[int]) -> list[int]:
+    """Those of some positive numbers, from the smallest, that have room for their labels on a logarithmic axis."""
+    shown: list[int] = []
+    gap = LABEL_SHARE * math.log(max(ticks) / min(ticks))
+    for tick in sorted(ticks):
+        if not shown or math.log(tick / shown[-1]) >= gap:
+            shown.append(tick)
+    return shown
 
 
 def ranked_bars(axis: Any, numbers: Sequence[int], heights: Sequence[float], marked: int) -> None:

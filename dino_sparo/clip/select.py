@@ -42,7 +42,7 @@ from dino_sparo.clip.zero_shot import class_features, count_hits
 from dino_sparo.data import ImageSource
 from dino_sparo.distributed import all_reduce_sum, init_distributed, is_main, rank, world_size
 from dino_sparo.evaluation.features import Features, disjoint_subsets
-from dino_sparo.evaluation.pictures import INK, SOFT, require_matplotlib
+from dino_sparo.evaluation.page import INK, SOFT, require_matplotlib
 from dino_sparo.logs import setup_logging
 
 logger = logging.getLogger("dino_sparo.clip.select")
@@ -321,8 +321,9 @@ def draw_curve(found: SlotScores, number: int, path: Path) -> None:
         together.legend(frameon=False, loc="best")
         count_ticks(together)
         ranked_bars(alone, found.ranking, [found.alone[slot] for slot in found.ranking], number)
-        alone.axhline(chance, color=SOFT, linestyle=(0, (1, 2)), linewidth=1)
-        alone.text(num_slots + 0.5, chance, "chance", color=SOFT, ha="right", va="bottom", fontsize=9)
+        alone.axhline(chance, color=SOFT, linestyle=(0, (1, 2)), linewidth=1, label=f"chance: {chance:.2g} %")
+        # Above the plot: within it the bars may reach any height.
+        alone.legend(frameon=False, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderpad=0)
         alone.set(xlabel="slot, best first", ylabel="zero-shot top-1, %")
         alone.set_title("Each slot alone", loc="left", fontweight="bold", fontsize=11)
 

@@ -6,6 +6,7 @@ as a page.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,17 +15,17 @@ from jaxtyping import UInt8
 from dino_sparo.clip.concepts import Criteria, PairLook
 from dino_sparo.clip.words import Word
 from dino_sparo.evaluation.attention import overlay
-from dino_sparo.evaluation.pictures import (
-    DPI,
+from dino_sparo.evaluation.page import (
     GAP,
     LABEL_SIZE,
     MARGIN,
     PAPER,
     SOFT,
     TEXT_SIZE,
-    TITLE_SIZE,
+    Heading,
     Page,
     resized,
+    text_width,
 )
 
 MARK = (252, 176, 78)  # behind a word that gets all of a slot's attention; the maps' bright orange
@@ -77,16 +78,16 @@ def draw_sheet(gallery: Gallery, path: Path) -> None:
     height = min(LARGEST_HEIGHT, round(COLUMN_WIDTH * gallery.pictures[0].shape[0] / gallery.pictures[0].shape[1]))
     shown = [resized(picture, height) for picture in gallery.pictures]
     width = max(picture.shape[1] for picture in shown)
-    measure = TextMeasure()
+    measure = partial(text_width, size=WORD_SIZE)
     layouts = [wrap_words(look.words, width, measure) for look in gallery.looks]
     text_height = LINE * max(len(lines) for lines in layouts)
     step_x, step_y = width + 2 * GAP, height + text_height + 20 + 3 * GAP
-    top = MARGIN + 96
     page_width = max(2 * MARGIN + ROW_LABEL + step_x * len(shown) - 2 * GAP, 2 * MARGIN + 860)
+    heading = Heading(page_width - 2 * MARGIN, TITLE, [f"{gallery.model}  ·  {gallery.source}"])
+    top = MARGIN + heading.height + 14
     page = Page(page_width, top + height + 2 * GAP + step_y * len(gallery.slots) - 3 * GAP + MARGIN)
-    page.text(MARGIN, MARGIN + 20, TITLE, TITLE_SIZE, weight="bold")
-    page.text(MARGIN, MARGIN + 46, f"{gallery.model}  ·  {gallery.source}", colour=SOFT)
-    _draw_legend(page, MARGIN, MARGIN + 62)
+    heading.draw(page, MARGIN, MARGIN)
+    _draw_marks(page, MARGIN + 530, MARGIN + heading.height - 10)
     page.text(MARGIN, top + height // 2 + 6, "image", 18.0, weight="bold")
     for column, picture in enumerate(shown):
         page.picture(MARGIN + ROW_LABEL + column * step_x, top, picture)
@@ -99,20 +100,6 @@ def draw_sheet(gallery: Gallery, path: Path) -> None:
             _draw_caption(page, x, y + height + 7, look, slot, lines)
             _draw_numbers(page, x, y + height + 7 + text_height + 18, width, look, slot)
     page.save(path)
-
-
-class TextMeasure:
-    """How wide words are on a `Page`."""
-
-    def __init__(self) -> None:
-        # The font at hand decides, so a figure's renderer is asked as the page will ask it.
-        self.renderer = Page(1, 1).figure.canvas.get_renderer()
-
-    def __call__(self, words: str, size: float = WORD_SIZE) -> float:
-        """Pixels; `size` as in `Page.text`."""
-        from matplotlib.font_manager import FontProperties
-
-        return float(self.renderer.get_text_width_height_descent(words, FontProperties(size=size * 72 / DPI), False)[0])
 
 
 def wrap_words(
@@ -147,10 +134,8 @@ def wrap_words(
     return lines
 
 
-def _draw_legend(page: Page, x: int, y: int) -> None:
-    """What the colours of maps and words say."""
-    page.legend(x, y)
-    x += 530
+def _draw_marks(page: Page, x: int, y: int) -> None:
+    """What the colours behind words say."""
     for share in (0.1, 0.25, 0.5, 1.0):
         page.panel(x, y - 4, 44, 19, _mark_colour(share))
         page.text(x + 22, y + 10, f"{100 * share:.0f}%", LABEL_SIZE, ha="center")

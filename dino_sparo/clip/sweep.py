@@ -32,10 +32,10 @@ from dino_sparo.clip import zero_shot
 from dino_sparo.clip.choices import SLOTTED
 from dino_sparo.clip.config import CLIPConfig
 from dino_sparo.clip.model import CLIP, clip_from_config, create_clip
-from dino_sparo.clip.plots import colour_of, panels, result_paths
+from dino_sparo.clip.plots import colour_of, panels, result_paths, spaced
 from dino_sparo.clip.protocol import report
 from dino_sparo.distributed import is_main
-from dino_sparo.evaluation.pictures import require_matplotlib
+from dino_sparo.evaluation.page import require_matplotlib
 from dino_sparo.logs import setup_logging
 
 logger = logging.getLogger("dino_sparo.clip.sweep")
@@ -277,8 +277,10 @@ def _draw_curves(axis: Any, points: Sequence[SweepPoint], x: str, by: str, lette
     ticks = sorted({getattr(point, x) for point in points})
     if ticks:
         axis.set_xscale("log", base=2)
-        axis.set_xticks(ticks, [str(tick) for tick in ticks])
-        axis.set_xticks([], minor=True)
+        shown = spaced(ticks)
+        axis.set_xticks(shown, [str(tick) for tick in shown])
+        axis.set_xticks([tick for tick in ticks if tick not in shown], minor=True)
+        axis.xaxis.set_minor_formatter("")
         place_above = {"loc": "lower left", "bbox_to_anchor": (-0.02, 1.0), "ncols": min(len(values), MAX_COLUMNS)}
         axis.legend(frameon=False, fontsize=9, handletextpad=0.2, columnspacing=1.2, **place_above)
 

@@ -88,6 +88,7 @@ class CLIPObjective(Objective[PairBatch]):
 
     noun: ClassVar[str] = "pair"
     score_name: ClassVar[str] = "best_zero_shot"
+    metric: ClassVar[str] = "zero_shot"
     counters: ClassVar[Mapping[str, str]] = {"num_corrupt": "corrupt_pairs", "num_truncated": "truncated_captions"}
     fixed_options = ("beta1", "beta2", "eps")
     harmless_options = ("preset", "zero_shot_freq", "zero_shot_path", "grad_accum_steps")
@@ -144,7 +145,7 @@ class CLIPObjective(Objective[PairBatch]):
             self.sampler.batch_size,
             min(self.args.num_workers, 2),
         )
-        return EpochResult({**values, "zero_shot": accuracy}, score=accuracy)
+        return EpochResult({**values, self.metric: accuracy}, score=accuracy)
 
 
 def micro_batch_size(batch_size: int, num_processes: int, accum_steps: int) -> int:

@@ -132,26 +132,30 @@ def train_step(training: DINOTraining, batches: list[Batch], epoch: int, diagnos
         loss_of.diagnose(loss_of.teacher_probabilities(teacher_logits, epoch), loss)._asdict() if diagnose else {}
     )
     mean_loss = torch.stack(losses).mean()
-    update_student(training, mean_loss, epoch)
+    grad_norm = update_student(training, mean_loss, epoch)
     finish_center(updater.nonfinite)
     momentum = float(training.momentum[updater.step])
     ema_update_(training.teacher, training.network, momentum)
     rates = {"lr": updater.hyperparameter("lr"), "wd": updater.hyperparameter("weight_decay"), "momentum": momentum}
     updater.step += 1
-    return StepReport(mean_loss, updater.nonfinite.clone(), {**rates, **entropies})
+    return StepReport(mean_loss, updater.nonfinite.clone(), {**rates, "grad_norm": grad_norm, **entropies})
 
 
-def update_student(training: DINOTraining, loss: Tensor, epoch: int) -> None:
+def update_student(training: DINOTraining, loss: Tensor, epoch: int) -> Tensor:
     """Clip, keep the last layer frozen in the first epochs, step.
 
     Args:
         training: changed in place; its student has its gradients.
         loss: of the step.
         epoch: counted from 0.
+
+    Returns:
+        The norm of all gradients together, (), before clipping.
     """
-    training.updater.finish_gradients(loss)
+    norms = training.updater.finish_gradients(loss)
     if training.clip_grad:
         clip_gradients_(training.updater.parameters, training.clip_grad)
     if epoch < training.freeze_last_layer:
         drop_gradients(training.network.head.last_layer)
     training.updater.update()
+    return norms.norm()

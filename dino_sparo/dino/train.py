@@ -24,7 +24,6 @@ from dino_sparo.dino.step import DINOTraining, train_step
 from dino_sparo.distributed import (
     Distributed,
     choose_precision,
-    is_main,
     use_fused_attention,
     world_size,
     wrap_ddp,
@@ -37,7 +36,7 @@ from dino_sparo.head import DINOHead, DINONetwork
 from dino_sparo.logs import RunLog
 from dino_sparo.loss import NUM_TEACHER_CROPS, DINOLoss, diagnose_collapse
 from dino_sparo.optim import cosine_schedule, create_optimizer, param_groups
-from dino_sparo.training.images import open_crops
+from dino_sparo.training.images import Examples, open_crops
 from dino_sparo.training.objective import EpochResult, Objective, StepReport
 from dino_sparo.training.updates import GroupSchedule, Updater
 
@@ -61,6 +60,7 @@ class DINOObjective(Objective[Batch]):
 
     noun: ClassVar[str] = "image"
     score_name: ClassVar[str] = "best_knn"
+    metric: ClassVar[str] = "knn_20"
     counters: ClassVar[Mapping[str, str]] = {"num_corrupt": "corrupt_images"}
     fixed_options = ("optimizer", "norm_last_layer", "use_bn_in_head")
     harmless_options = ("knn_freq",)
@@ -102,22 +102,22 @@ class DINOObjective(Objective[Batch]):
         return self.data.first_batch(self.args.batch_size_per_gpu)
 
     def after_epoch(self, epoch: int, means: Mapping[str, float], log: RunLog) -> EpochResult:
-        """Rank of the encodings and pictures of the first images; 20-NN accuracy every `--knn_freq` epochs."""
-        values = self._look(means, log) if is_main() else {}
+        """Rank of the encodings and pictures of some images; 20-NN accuracy every `--knn_freq` epochs."""
+        values = self._look(self.data.examples, means, log) if self.data.examples is not None else {}
         if not self.args.knn_freq or (epoch + 1) % self.args.knn_freq:
             return EpochResult(values)
         accuracy = self._probe()
-        return EpochResult({**values, "knn_20": accuracy}, score=accuracy)
+        return EpochResult({**values, self.metric: accuracy}, score=accuracy)
 
-    def _look(self, means: Mapping[str, float], log: RunLog) -> dict[str, float]:
-        """Rank of the encodings and pictures of the first images; names a collapse in the log."""
+    def _look(self, examples: Examples, means: Mapping[str, float], log: RunLog) -> dict[str, float]:
+        """Rank of the encodings and pictures of some images; names a collapse in the log."""
         args, encoder = self.args, self.training.teacher.encoder.eval()
-        images = self.data.first_views[0].to(self.updater.device)
+        device = self.updater.device
         with torch.no_grad(), self.updater.autocast():
-            feature_rank = effective_rank(encoder(images))
+            feature_rank = effective_rank(encoder(examples.crops[0].to(device)))
             pictures = {
-                "crops": crops_grid(self.data.first_views, args.norm_mean, args.norm_std),
-                "slots": slots_grid(encoder, images, args.norm_mean, args.norm_std),
+                "crops": crops_grid(examples.crops, args.norm_mean, args.norm_std),
+                "slots": slots_grid(encoder, examples.views.to(device), args.norm_mean, args.norm_std),
             }
         for name, picture in pictures.items():
             log.image(name, picture, self.updater.step)

@@ -9,6 +9,8 @@ Stage 5 of the map, after training. The scripts at the root parse options and pr
     linear_run.py  linear probes -> a whole training of them, saved and resumed
     views.py       image file -> the view of it that is looked at, in whole patches
     attention.py   views -> one attention map per slot (sparo) or per head (cls)
+    names.py       what runs, images and files are called
+    page.py        words, pictures and panels -> one sheet; words are measured
     pictures.py    attention maps -> labelled figures of an image, of many images, of two models
     atlas.py       images -> for each slot those that light it up most, with its maps on them
     atlas_html.py  slot atlas -> one HTML page that opens from disk

@@ -24,19 +24,10 @@ from dino_sparo.evaluation.attention import (
     maps_and_slots,
     overlay,
 )
-from dino_sparo.evaluation.pictures import (
-    GAP,
-    LABEL,
-    LABEL_SIZE,
-    MARGIN,
-    SOFT,
-    TITLE_SIZE,
-    Page,
-    letters_of_groups,
-    resized,
-)
+from dino_sparo.evaluation.page import GAP, MARGIN, Heading, Page, Tiles, resized
+from dino_sparo.evaluation.pictures import letters_of_groups
 from dino_sparo.evaluation.views import SquareView, view_pixels
-from dino_sparo.logs import progress
+from dino_sparo.logs import printable, progress
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +37,7 @@ SHEET_ASPECT = 1.6  # width to height
 GROUPING_IMAGES = 64  # whose maps decide which slots are near-duplicates
 BATCH_SIZE = 16
 
+SHEET_WIDTH = 760  # pixels, the least: room for the heading
 # What the page and the README tell of `score_images`.
 SCORE_WORDS = (
     "how far the slot's value lies from its mean over all images, times the attention it gives to patches rather than "
@@ -130,6 +122,18 @@ class Atlas:
             "score": SCORE_WORDS,
             "slots": slots,
         }
+
+
+def patches_in_words(atlas: Atlas) -> str:
+    """What "21 patches" beside a slot means, with the numbers of the first slot."""
+    rows, columns = atlas.grid
+    first = atlas.slots[0]
+    number = f"{first.patches:.0f}"
+    return (
+        f"\u201c{number} patches\u201d: the attention of {atlas.kind} {first.number} is as wide as if it lay evenly "
+        f"on {number} of an image's {rows} x {columns} = {rows * columns} patches. "
+        "It is exp(entropy), the geometric mean over all images."
+    )
 
 
 @dataclass(frozen=True)
@@ -293,21 +297,33 @@ def draw_atlas(atlas: Atlas, path: Path) -> None:
         ImportError: matplotlib is not installed.
     """
     strips = [[resized(image.map_picture, THUMB_HEIGHT) for image in slot.images] for slot in atlas.slots]
+    labels = [
+        (f"{atlas.kind} {slot.number}", f"{slot.patches:.0f} patches" + (f"  ·  {slot.letter}" if slot.letter else ""))
+        for slot in atlas.slots
+    ]
     step = strips[0][0].shape[1] + 3
-    width, height = step * len(strips[0]) - 3, THUMB_HEIGHT + LABEL + GAP
+    tiles = Tiles.with_room(labels, 1, THUMB_HEIGHT, step * len(strips[0]) - 3)
+    width, height = tiles.cell, THUMB_HEIGHT + tiles.label + GAP
     columns = max(1, round(math.sqrt(len(strips) * SHEET_ASPECT * height / (width + MARGIN))))
     rows = -(-len(strips) // columns)
     columns = -(-len(strips) // rows)
-    top = MARGIN + 76
-    page = Page(max(columns * (width + MARGIN) + MARGIN, 760), top + rows * height - GAP + MARGIN)
-    page.text(MARGIN, MARGIN + 20, f"What lights up each {atlas.kind}", TITLE_SIZE, weight="bold")
-    page.text(MARGIN, MARGIN + 46, f"{atlas.model}  ·  {atlas.num_images:,} images of {atlas.source}", colour=SOFT)
-    for place, (slot, strip) in enumerate(zip(atlas.slots, strips, strict=True)):
-        column, row = divmod(place, rows)
+    page_width = max(columns * (width + MARGIN) + MARGIN, SHEET_WIDTH)
+    lines = [f"{atlas.model}  ·  {atlas.num_images:,} images of {printable(atlas.source)}", _sheet_in_words(atlas)]
+    heading = Heading(page_width - 2 * MARGIN, f"What lights up each {atlas.kind}", lines)
+    top = MARGIN + heading.height + 24
+    page = Page(page_width, top + rows * height - GAP + MARGIN)
+    heading.draw(page, MARGIN, MARGIN)
+    for position, (label, strip) in enumerate(zip(labels, strips, strict=True)):
+        column, row = divmod(position, rows)
         x, y = MARGIN + column * (width + MARGIN), top + row * height
-        page.text(x, y + LABEL - 6, f"{atlas.kind} {slot.number}", LABEL_SIZE, weight="bold")
-        words = f"{slot.patches:.0f} patches" + (f"  ·  {slot.letter}" if slot.letter else "")
-        page.text(x + width, y + LABEL - 6, words, LABEL_SIZE, SOFT, ha="right")
+        tiles.draw_label(page, x, y, *label)
         for i, thumb in enumerate(strip):
-            page.picture(x + i * step, y + LABEL, thumb)
+            page.picture(x + i * step, y + tiles.label, thumb)
     page.save(path)
+
+
+def _sheet_in_words(atlas: Atlas) -> str:
+    """How to read the sheet."""
+    words = f"Down the columns from the most peaked {atlas.kind} to the most spread; its images from left to right, "
+    words += f"those first that light it up most. {patches_in_words(atlas)}"
+    return words + f" A letter marks {atlas.kind}s that look alike." * any(slot.letter for slot in atlas.slots)

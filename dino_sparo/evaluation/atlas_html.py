@@ -7,14 +7,18 @@ can be sorted and every picture switched between the image and the slot's map on
 import base64
 import io
 from html import escape
-from pathlib import Path, PurePath
+from pathlib import Path
 from string import Template
 
 import numpy as np
 from jaxtyping import UInt8
 from PIL import Image
 
-from dino_sparo.evaluation.atlas import SCORE_WORDS, Atlas, AtlasImage, AtlasSlot
+from dino_sparo.evaluation.atlas import SCORE_WORDS, Atlas, AtlasImage, AtlasSlot, patches_in_words
+from dino_sparo.evaluation.attention import RAMP_COLOURS, RAMP_POSITIONS
+from dino_sparo.evaluation.names import short_name
+from dino_sparo.evaluation.page import RAMP_ENDS
+from dino_sparo.logs import printable
 
 JPEG_QUALITY = 84
 
@@ -30,6 +34,8 @@ h1 { margin: 36px 0 4px; font-size: 30px; line-height: 1.2; letter-spacing: -0.0
 p { margin: 0; color: var(--soft); }
 details { margin-top: 8px; color: var(--soft); max-width: 80ch; }
 summary { cursor: pointer; }
+.ramp { margin-top: 10px; display: flex; gap: 10px; align-items: center; font-size: 13px; }
+.ramp i { width: 150px; height: 10px; border-radius: 3px; }
 nav { display: none; position: sticky; top: 0; z-index: 1; margin-top: 20px; border-bottom: 1px solid var(--line);
   background: var(--paper); }
 .js nav { display: block; }
@@ -102,6 +108,16 @@ main.addEventListener("click", (event) => {
 arrange();
 """
 
+# The colours of the maps, as `Page.legend` shows them on pictures.
+LEGEND = (
+    f'<p class="ramp">{RAMP_ENDS[0]}<i style="background: linear-gradient(90deg, rgb(128 128 128), '
+    + ", ".join(
+        f"rgb({red} {green} {blue}) {max(4, 100 * position):.0f}%"
+        for position, (red, green, blue) in zip(RAMP_POSITIONS, RAMP_COLOURS, strict=True)
+    )
+    + f')"></i>{RAMP_ENDS[1]}</p>'
+)
+
 PAGE = Template("""<!doctype html>
 <html lang="en">
 <head>
@@ -119,9 +135,11 @@ PAGE = Template("""<!doctype html>
 <p>$about</p>
 <details><summary>How to read this page</summary>
 <p>Each row is one $kind with the images that light it up most, best first. Glowing: where it looks; grey: where it
-gives no more than an even share of its attention. The score of an image: $score. &ldquo;Patches&rdquo; is how many of
-the $patches patches a $kind looks at, exp(entropy) of its attention, averaged over all images. ${Kind}s whose maps look
-alike on all images share a letter.</p></details>
+gives no more than an even share of its attention. The score of an image: $score. &ldquo;Class token&rdquo; is the share
+of a $kind&rsquo;s attention that goes there instead of to patches. ${Kind}s whose maps look alike on all images share a
+letter.</p></details>
+<p>$patches</p>
+$legend
 </header>
 <nav aria-label="Sort and filter"><div>
 <fieldset><legend>Sort by</legend><span class="segments">
@@ -150,14 +168,14 @@ def write_html(atlas: Atlas, path: Path) -> None:
         atlas: what to show.
         path: the .html file to write.
     """
-    rows, columns = atlas.grid
     page = PAGE.substitute(
         title=f"What lights up each {atlas.kind}",
-        about=escape(f"{atlas.model} · {atlas.num_images:,} images of {atlas.source}"),
+        about=escape(f"{atlas.model} · {atlas.num_images:,} images of {printable(atlas.source)}"),
         kind=atlas.kind,
         Kind=atlas.kind.capitalize(),
         score=SCORE_WORDS,
-        patches=rows * columns,
+        patches=escape(patches_in_words(atlas)),
+        legend=LEGEND,
         style=STYLE,
         script=SCRIPT,
         sections="\n".join(_section(atlas.kind, slot) for slot in atlas.slots),
@@ -174,7 +192,7 @@ def _section(kind: str, slot: AtlasSlot) -> str:
         f'<section id="{kind}-{slot.number}" data-number="{slot.number}" data-rank="{slot.rank}" '
         f'data-group="{slot.group}" aria-labelledby="h{slot.number}">\n'
         f'<div><h2 id="h{slot.number}">{kind.capitalize()} {slot.number}</h2><dl>'
-        f"<div><dt>patches</dt><dd>{slot.patches:.1f}</dd></div>"
+        f"<div><dt>patches</dt><dd>{slot.patches:.0f}</dd></div>"
         f"<div><dt>class token</dt><dd>{100 * slot.class_token_share:.0f}%</dd></div></dl>"
         f"{chip if slot.letter else ''}</div>\n"
         f'<div class="shots" style="--count: {max(4, len(slot.images))}">\n{shots}\n</div></section>'
@@ -191,11 +209,6 @@ def _shot(slot_name: str, image: AtlasImage) -> str:
         f'<img class="photo" alt="{name}" src="{data_uri(image.picture)}">'
         f'<img class="map" alt="Attention of {slot_name} on {name}" src="{data_uri(image.map_picture)}"></button>'
     )
-
-
-def short_name(location: str) -> str:
-    """A location without the folders that all images share: the last two parts of its path."""
-    return "/".join(PurePath(location).parts[-2:])
 
 
 def data_uri(picture: UInt8[np.ndarray, "H W 3"]) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int, Num, UInt8
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from dino_sparo.encoder import Encoder
@@ -26,13 +26,16 @@ NEAR_DUPLICATE = 0.95
 # Dark violet to pale yellow, its lightness rising evenly, so that it reads in grey and to colour-blind eyes too.
 RAMP_POSITIONS = (0.0, 0.3, 0.6, 0.85, 1.0)
 RAMP_COLOURS = ((70, 20, 120), (172, 32, 122), (238, 92, 66), (252, 176, 78), (255, 246, 178))
-# How the image is dimmed where nothing is attended, so that the colours stand out from it.
-DIMMED_SATURATION, DIMMED_BRIGHTNESS = 0.4, 0.6
+# How the image is dimmed where nothing is attended: so much that the colours stand out from it, and so little that it
+# can be recognised. Masks have no colours to stand out, so the rest is darker.
+DIMMED_SATURATION, DIMMED_BRIGHTNESS, MASKED_BRIGHTNESS = 0.4, 0.8, 0.6
 MAX_COVER = 0.78  # of the image by the ramp, where attention is highest
 
 GRID_GAP = 4  # pixels between the pictures of a grid
 GRID_COLOUR = 255
 GRID_HEIGHT = 128  # pixels, the least height of a row: crops of small images would be too small to look at
+GRID_COLUMNS, SMALL_GRID_HEIGHT = 17, 72  # an image and 16 maps per row; pixels, the height where there are more
+NUMBER_HEIGHT = 12  # pixels, of the line with a map's number
 
 
 @torch.no_grad()
@@ -238,7 +241,7 @@ def mask_overlay(image: Num[np.ndarray, "H W 3"], mask: Bool[np.ndarray, "h w"])
     """
     pixels = _pixels(image)
     kept = enlarge(mask.astype(np.float32), image.shape[0], image.shape[1], smooth=False) > 0.5
-    shown = np.where(kept[..., None], pixels, _dimmed(pixels))
+    shown = np.where(kept[..., None], pixels, _dimmed(pixels, MASKED_BRIGHTNESS))
     # A pixel lies on the outline if it is kept and a pixel within the line's width of it is not.
     line = max(1, image.shape[0] // 100)
     height, width = kept.shape
@@ -298,35 +301,37 @@ def crops_grid(
 
 
 def slots_grid(
-    encoder: Encoder,
-    images: Float[Tensor, "B C H W"],
-    mean: Sequence[float],
-    std: Sequence[float],
-    num_images: int = 4,
-    num_maps: int = 8,
+    encoder: Encoder, images: Float[Tensor, "B C H W"], mean: Sequence[float], std: Sequence[float]
 ) -> UInt8[np.ndarray, "_ _ 3"]:
-    """A few images and their attention, for TensorBoard: a row per image, the same maps for all, most peaked first.
+    """A few images and all their maps, for TensorBoard, each under its number.
 
-    Of near-duplicates one is shown, so there may be fewer than `num_maps`.
+    An image and its maps fill one or more rows. Maps stand in the order of their numbers, so that each is at the same
+    place after every epoch.
 
     Args:
         encoder: in eval mode.
         images: (B, C, H, W), normalised, on the encoder's device.
         mean: per channel.
         std: per channel.
-        num_images: rows, at most.
-        num_maps: maps per row, at most.
     """
-    images = images[:num_images]
     maps = attention_maps(encoder, images)
-    chosen = display_order(maps, group_near_duplicates(maps), num_maps)
     height, width = (side * encoder.backbone.patch_size for side in maps.shape[-2:])
     pictures = to_pixels(images[:, :, :height, :width], mean, std)
+    scale = GRID_HEIGHT if maps.shape[1] < GRID_COLUMNS else SMALL_GRID_HEIGHT
     rows = []
     for picture, image_maps in zip(pictures, maps, strict=True):
-        shown = _scaled(picture, max(GRID_HEIGHT, height))
-        rows.append([shown, *(overlay(shown, image_maps[index]) for index in chosen)])
+        shown = _scaled(picture, scale)
+        tiles = [_numbered(overlay(shown, heatmap), str(number)) for number, heatmap in enumerate(image_maps)]
+        tiles.insert(0, _numbered(shown, ""))
+        rows += [tiles[start : start + GRID_COLUMNS] for start in range(0, len(tiles), GRID_COLUMNS)]
     return tile(rows)
+
+
+def _numbered(picture: UInt8[np.ndarray, "H W 3"], number: str) -> UInt8[np.ndarray, "_ W 3"]:
+    """A picture under a line with its number."""
+    line = Image.new("RGB", (picture.shape[1], NUMBER_HEIGHT), (GRID_COLOUR,) * 3)
+    ImageDraw.Draw(line).text((0, 0), number, fill=(0, 0, 0), font=ImageFont.load_default())
+    return np.concatenate([np.asarray(line), picture])
 
 
 def _pixels(image: Num[np.ndarray, "H W 3"]) -> Float[np.ndarray, "H W 3"]:
@@ -337,9 +342,9 @@ def _lightness(pixels: Float[np.ndarray, "H W 3"]) -> Float[np.ndarray, "H W 1"]
     return pixels @ np.array([[0.299], [0.587], [0.114]], dtype=np.float32)
 
 
-def _dimmed(pixels: Float[np.ndarray, "H W 3"]) -> Float[np.ndarray, "H W 3"]:
+def _dimmed(pixels: Float[np.ndarray, "H W 3"], brightness: float = DIMMED_BRIGHTNESS) -> Float[np.ndarray, "H W 3"]:
     lightness = _lightness(pixels)
-    return DIMMED_BRIGHTNESS * (lightness + DIMMED_SATURATION * (pixels - lightness))
+    return brightness * (lightness + DIMMED_SATURATION * (pixels - lightness))
 
 
 def _scaled(picture: UInt8[np.ndarray, "_ _ 3"], height: int) -> UInt8[np.ndarray, "_ _ 3"]:

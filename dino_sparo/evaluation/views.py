@@ -164,6 +164,14 @@ def spread_out(source: ImageSource, max_images: int) -> list[int]:
     return [i * len(source) // count for i in range(count)]
 
 
+def of_different_classes(source: ImageSource, max_images: int) -> list[int]:
+    """At most `max_images` indices: of as many classes, where there are labels for so many, else evenly spaced."""
+    firsts = [] if source.labels is None else np.unique(source.labels, return_index=True)[1].tolist()
+    if len(firsts) < max_images:
+        return spread_out(source, max_images)
+    return [firsts[i * len(firsts) // max_images] for i in range(max_images)]
+
+
 class SquareView:
     """The central square of each image, as a transform for `ImageDataset`: maps of many images fit in one array.
 

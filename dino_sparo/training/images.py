@@ -3,6 +3,7 @@
 import argparse
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,9 +22,23 @@ from dino_sparo.data import (
 )
 from dino_sparo.distort import Distortions
 from dino_sparo.distributed import Distributed, is_main, require_same
+from dino_sparo.evaluation.views import SquareView, of_different_classes, spread_out
 from dino_sparo.sources import ImageLimits, TableColumns, index_images
 
-LOOK_IMAGES = 64  # shown and measured after every epoch
+LOOK_IMAGES = 64  # whose encodings are measured after every epoch
+SHOWN_IMAGES = 4  # with the maps of all slots, in TensorBoard
+
+
+class Examples(NamedTuple):
+    """Images to look at after every epoch.
+
+    Attributes:
+        crops: per view a batch (B, C, H, W), augmented as for training.
+        views: (B, C, H, W), the central squares of a few, not augmented.
+    """
+
+    crops: list[Tensor]
+    views: Tensor
 
 
 @dataclass(frozen=True)
@@ -36,7 +51,7 @@ class CropData:
         dataset: image -> crops.
         loader: batches of crops.
         distort: distorts 8-bit crops on the device; None where the loader's crops are finished.
-        first_views: S tensors, the crops of the first images, finished; empty on ranks other than 0.
+        examples: to look at after every epoch; rank 0 only.
     """
 
     source: ImageSource
@@ -44,7 +59,7 @@ class CropData:
     dataset: ImageDataset
     loader: DataLoader
     distort: Distortions | None
-    first_views: list[Tensor]
+    examples: Examples | None
 
     def first_batch(self, size: int) -> Batch:
         """The first images as the loader would give them."""
@@ -97,7 +112,17 @@ def open_crops(args: argparse.Namespace, place: Distributed) -> CropData:
         timeout_min=args.dist_timeout_min,
     )
     distort = Distortions(args.norm_mean, args.norm_std).to(place.device) if defer else None
-    finished = ImageDataset(source, augmentation(False), args.seed)
-    crops = [finished[index].views for index in range(min(LOOK_IMAGES, len(source)) * is_main())]
-    first_views = [torch.stack(view) for view in zip(*crops, strict=True)]
-    return CropData(source, sampler, dataset, loader, distort, first_views)
+    examples = draw_examples(args, source, augmentation(False)) if is_main() else None
+    return CropData(source, sampler, dataset, loader, distort, examples)
+
+
+def draw_examples(args: argparse.Namespace, source: ImageSource, augmentation: MultiCropAugmentation) -> Examples:
+    """A few images of different classes, then others spread over the data: their crops, and of the few their views."""
+    few = of_different_classes(source, SHOWN_IMAGES)
+    indices = [*few, *(index for index in spread_out(source, LOOK_IMAGES) if index not in few)][:LOOK_IMAGES]
+    cropped = ImageDataset(source, augmentation, args.seed)
+    crops = zip(*(cropped[index].views for index in indices), strict=True)
+    square = SquareView([args.global_crops_size], args.patch_size, args.norm_mean, args.norm_std)
+    whole = ImageDataset(source, square, args.seed)
+    shown = [whole[index].views[0] for index in few]
+    return Examples([torch.stack(view) for view in crops], torch.stack(shown))

@@ -111,6 +111,7 @@ class Objective(ABC, Generic[B]):
     Attributes:
         noun: what the data consist of, "image" or "pair"; for messages and the checkpoint's keys.
         score_name: the checkpoint's key of the best score so far.
+        metric: the name of the score in the log.
         counters: the checkpoint's key of what is counted in an epoch -> its name in the log. The first counts the items
             that could not be read.
         fixed_options: what the optimizer's state depends on, so that a run cannot go on with another.
@@ -124,6 +125,7 @@ class Objective(ABC, Generic[B]):
 
     noun: ClassVar[str]
     score_name: ClassVar[str]
+    metric: ClassVar[str]
     counters: ClassVar[Mapping[str, str]]
     fixed_options: ClassVar[Sequence[str]] = ()
     harmless_options: ClassVar[Sequence[str]] = ()

@@ -126,6 +126,7 @@ def train(
             start_from(run, args.init_from)
         log_step = resume(run)
         log = RunLog(output_dir, log_step, objective.updater.step // objective.sampler.steps_per_epoch)
+        log.options(vars(args), ("epoch/train_loss", f"epoch/{objective.metric}"))
         signals.begin_training()
         try:
             stop = train_epochs(run, log)
