@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # One process is enough; under a launcher of several the others have nothing to do.
     if detect_launcher(os.environ)[1] > 0:
         return
-    with errors_in_one_line(logger, ImportError):
+    with errors_in_one_line(logger):
         visualize(args)
 
 

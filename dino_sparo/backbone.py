@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float
-from timm.layers import trunc_normal_
+from timm.layers import QuickGELU, trunc_normal_
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -63,6 +63,7 @@ class Backbone(nn.Module):
         drop_path_rate: stochastic depth rate of the last block of the architecture.
         depth: number of blocks to build, if fewer than `size.depth` (SPARO takes the place of the last one).
         pre_norm: normalise the tokens before the first block, as CLIP does.
+        quick_gelu: x sigmoid(1.702 x) instead of GELU, as OpenAI's CLIP was trained.
 
     Raises:
         ValueError: a size is out of range.
@@ -79,6 +80,7 @@ class Backbone(nn.Module):
         drop_path_rate: float = 0.0,
         depth: int | None = None,
         pre_norm: bool = False,
+        quick_gelu: bool = False,
     ) -> None:
         super().__init__()
         _check_sizes(patch_size, img_size, in_chans, drop_path_rate)
@@ -93,10 +95,19 @@ class Backbone(nn.Module):
         self.pos_embed = nn.Parameter(torch.zeros(1, grid_size**2 + 1, self.embed_dim))
         norm_layer: Any = partial(nn.LayerNorm, eps=PRE_NORM_EPS if pre_norm else LAYER_NORM_EPS)
         self.norm_pre = norm_layer(self.embed_dim) if pre_norm else nn.Identity()
+        act_layer: Any = QuickGELU if quick_gelu else nn.GELU
         # The rates are those of the whole architecture: removing the last block changes no other block's rate.
         drop_path_rates = np.linspace(0, drop_path_rate, size.depth).tolist()
         self.blocks = nn.ModuleList(
-            Block(self.embed_dim, self.num_heads, mlp_ratio=4.0, qkv_bias=True, drop_path=rate, norm_layer=norm_layer)
+            Block(
+                self.embed_dim,
+                self.num_heads,
+                mlp_ratio=4.0,
+                qkv_bias=True,
+                drop_path=rate,
+                act_layer=act_layer,
+                norm_layer=norm_layer,
+            )
             for rate in drop_path_rates[: self.depth]
         )
         self.norm = norm_layer(self.embed_dim)
@@ -343,6 +354,7 @@ def create_backbone(
     drop_path_rate: float = 0.0,
     remove_blocks: int = 0,
     pre_norm: bool = False,
+    quick_gelu: bool = False,
 ) -> Backbone:
     """Build a backbone by the name of its architecture.
 
@@ -354,6 +366,7 @@ def create_backbone(
         drop_path_rate: stochastic depth rate of the architecture's last block.
         remove_blocks: number of blocks to leave out at the end; SPARO replaces one.
         pre_norm: CLIP's vision transformer instead of DINO's; see `Backbone`.
+        quick_gelu: OpenAI's activation; see `Backbone`.
 
     Raises:
         ValueError: the name is unknown, or a size is out of range.
@@ -362,7 +375,7 @@ def create_backbone(
         raise ValueError(f"unknown arch {arch!r}; choose one of {sorted(ARCHITECTURES)}")
     size = ARCHITECTURES[arch]
     depth = size.depth - remove_blocks
-    return Backbone(size, patch_size, img_size, in_chans, drop_path_rate, depth, pre_norm)
+    return Backbone(size, patch_size, img_size, in_chans, drop_path_rate, depth, pre_norm, quick_gelu)
 
 
 def _check_sizes(patch_size: int, img_size: int, in_chans: int, drop_path_rate: float) -> None:

@@ -11,7 +11,8 @@ A `CheckpointFolder` holds the last few of them, each written whole or not at al
 
 The names are the reference's where it has one, so its scripts read our `--readout cls` checkpoints, and `load_encoder`
 reads the reference's: full checkpoints, and raw ViT weights. `export.py` writes an encoder as safetensors, which are
-read wherever a checkpoint is; `initialize_encoder` starts an encoder from another's weights.
+read wherever a checkpoint is; `initialize_encoder` starts an encoder from another's weights. Checkpoints of CLIP, ours
+(`clip`, how both towers were built, and `model`), OpenCLIP's and sparo-clip's, are encoders too: their image tower.
 """
 
 import argparse
@@ -41,9 +42,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from dino_sparo.backbone import Backbone
-from dino_sparo.choices import ARCHITECTURES, IMAGENET_MEAN, IMAGENET_STD
+from dino_sparo.choices import ARCHITECTURES, IMAGENET_MEAN, IMAGENET_STD, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from dino_sparo.crops import EvalTransform
 from dino_sparo.encoder import Encoder, EncoderConfig, encoder_from_config
+from dino_sparo.open_clip_names import Renamed, from_open_clip_names, is_open_clip
 
 logger = logging.getLogger(__name__)
 
@@ -318,6 +320,12 @@ def read_torch_file(path: Path, verify: bool = True) -> Any:
     Raises:
         CheckpointError: the file is damaged, compressed or not torch's, or reading it would run code.
     """
+    if _is_torchscript(path):
+        raise CheckpointError(
+            f"{path} is a TorchScript archive, which holds code and is not read. OpenAI's CLIP comes so; take its "
+            f'weights out once: python -c "import open_clip, torch; torch.save(open_clip.load_openai_model('
+            f"'{path}', device='cpu').state_dict(), 'weights.pt')\", and give weights.pt with --quick_gelu true"
+        )
     try:
         checksums = _checksums(path)
         map_location: Any = partial(_require_checksum, checksums, path) if verify and checksums else "cpu"
@@ -371,6 +379,15 @@ def weights_checksum(weights: Mapping[str, Tensor]) -> str:
         data: Any = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         checksum = zlib.crc32(data, checksum)
     return f"{checksum:08x}"
+
+
+def _is_torchscript(path: Path) -> bool:
+    """Whether a file is what `torch.jit.save` writes: an archive with the constants of its code."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return any(name.endswith("/constants.pkl") for name in archive.namelist())
+    except (zipfile.BadZipFile, OSError):
+        return False
 
 
 def _read_safetensors(path: Path) -> dict[str, Any]:
@@ -460,19 +477,33 @@ def infer_config(
         CheckpointError: these are no ViT's weights, or of no known architecture.
     """
     embed_dim, in_chans, kernel, grid_size = _patch_sizes(weights)
-    depth = _num_blocks(weights)
-    found = [name for name, size in ARCHITECTURES.items() if (size.embed_dim, size.depth) == (embed_dim, depth)]
+    depth, queries = _num_blocks(weights), weights.get("readout.queries")
+    # SPARO stands in the place of a block, or, where no architecture is that deep, behind the last.
+    depths = [depth] if queries is None else [depth + 1, depth]
+    names = {(size.embed_dim, size.depth): name for name, size in ARCHITECTURES.items()}
+    found = [names[embed_dim, depth] for depth in depths if (embed_dim, depth) in names]
     if arch is None and not found:
         known = ", ".join(f"{name} ({size.embed_dim}, {size.depth})" for name, size in ARCHITECTURES.items())
         raise CheckpointError(
             f"no architecture has width {embed_dim} and {depth} blocks; known are {known}. If blocks are missing from "
             f"the file, name the architecture with --arch"
         )
-    patch_size = patch_size or kernel
+    patch_size, arch = patch_size or kernel, arch or found[0]
+    slots: dict[str, Any] = {"readout": "cls"}
+    if queries is not None:
+        (num_slots, key_dim), num_keys = queries.shape, len(weights["readout.key_proj.bias"])
+        slots = {
+            "readout": "sparo",
+            "num_slots": num_slots,
+            "slot_dim": len(weights["readout.value_proj.bias"]),
+            "key_dim": key_dim,
+            "group_size": num_slots * key_dim // num_keys,
+            "replace_block": arch in ARCHITECTURES and ARCHITECTURES[arch].depth > depth,
+        }
     return EncoderConfig(
-        arch=arch or found[0],
+        arch=arch,
         patch_size=patch_size,
-        readout="cls",
+        **slots,
         img_size=grid_size * patch_size,
         in_chans=in_chans,
         pre_norm="backbone.norm_pre.weight" in weights,
@@ -508,9 +539,9 @@ def describe_encoder(
     Returns:
         The fields of `EncoderConfig`, and `mean` and `std` of its images.
     """
-    entry = encoder_entry(checkpoint)
+    entry = _image_tower(checkpoint["clip"]) if "clip" in checkpoint else encoder_entry(checkpoint)
     if entry is None:
-        return encoder_description(infer_config(weights, arch, patch_size))
+        return encoder_description(infer_config(weights, arch, patch_size), *normalization_of(checkpoint))
     overrides = {key: value for key, value in (("arch", arch), ("patch_size", patch_size)) if value is not None}
     return {**entry, **overrides}
 
@@ -585,8 +616,10 @@ def load_normalization(path: str | Path) -> tuple[tuple[float, ...], tuple[float
 
 def normalization_of(checkpoint: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """`load_normalization` for a checkpoint that has been read already."""
-    entry = encoder_entry(checkpoint) or {}
-    return tuple(entry.get("mean", IMAGENET_MEAN)), tuple(entry.get("std", IMAGENET_STD))
+    entry = checkpoint.get("clip") or encoder_entry(checkpoint) or {}
+    is_foreign_clip = not entry and is_open_clip(_top_weights(checkpoint))
+    mean, std = (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD) if is_foreign_clip else (IMAGENET_MEAN, IMAGENET_STD)
+    return tuple(entry.get("mean", mean)), tuple(entry.get("std", std))
 
 
 def encoder_weights(checkpoint: Mapping[str, Any], which: str, source: str) -> dict[str, Tensor]:
@@ -602,13 +635,67 @@ def encoder_weights(checkpoint: Mapping[str, Any], which: str, source: str) -> d
 def network_weights(checkpoint: Mapping[str, Any], which: str, source: str) -> dict[str, Tensor]:
     """One network's weights under our names, the head's included; a file of raw weights is one network.
 
+    Of a CLIP the image tower is the network, whatever `which` says, without the projection behind it.
+
     Raises:
-        CheckpointError: the checkpoint has networks, but not `which`.
+        CheckpointError: the checkpoint has networks, but not `which`; a CLIP that is not known.
     """
+    clip = clip_weights(checkpoint, source)
+    if clip is not None:
+        return {name.removeprefix("image."): value for name, value in clip.items() if name.startswith("image.")}
     networks = [key for key in ("teacher", "student") if isinstance(checkpoint.get(key), Mapping)]
     if networks and which not in networks:
         raise CheckpointError(f"{source} has no {which!r}; it has {', '.join(networks)}")
     return flat_weights(checkpoint[which] if networks else checkpoint)
+
+
+def clip_weights(checkpoint: Mapping[str, Any], source: str) -> dict[str, Tensor] | None:
+    """All weights of a CLIP under our names, `image.*`, `text.*`, ..., whoever saved them; None if it is no CLIP.
+
+    Raises:
+        CheckpointError: it is OpenCLIP's, but has parts that are not known.
+    """
+    weights = _top_weights(checkpoint)
+    if "clip" in checkpoint:
+        return weights
+    return check_known_clip(from_open_clip_names(weights), source).weights if is_open_clip(weights) else None
+
+
+def check_known_clip(renamed: Renamed, source: str = "this one") -> Renamed:
+    """Refuse a foreign CLIP with parts that are not known.
+
+    Raises:
+        CheckpointError: with the counts and the first names of what is unknown or missing.
+    """
+    unknown, missing = renamed.unknown, renamed.missing
+    if unknown or missing:
+        raise CheckpointError(
+            f"only open_clip's plain CLIP with a vision transformer can be read, and sparo-clip's with SPARO or a "
+            f"linear bottleneck: of the weights of {source} {len(unknown)} are unknown ({', '.join(unknown[:4])}) and "
+            f"{len(missing)} missing ({', '.join(missing[:4])})"
+        )
+    return renamed
+
+
+def _top_weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
+    """A single network's weights: under `model` (our CLIP), under `state_dict` (OpenCLIP's training), or on top."""
+    parts = [part for part in (checkpoint.get("model"), checkpoint.get("state_dict")) if isinstance(part, Mapping)]
+    weights = parts[0] if parts else checkpoint
+    return {name.removeprefix("module."): value for name, value in weights.items() if isinstance(value, Tensor)}
+
+
+def _image_tower(said: Mapping[str, Any]) -> dict[str, Any]:
+    """How a CLIP's image encoder was built, out of how the CLIP was; mean and std of its images."""
+    is_fdt = said["image"]["readout"] == "fdt"
+    return {
+        **said["image"],
+        "replace_block": said["replace_block"],
+        "quick_gelu": said["quick_gelu"],
+        "num_codes": said["num_codes"] if is_fdt else 0,
+        "code_dim": said["embed_dim"] if is_fdt else 0,
+        "mean": said["mean"],
+        "std": said["std"],
+    }
 
 
 def check_same_model(checkpoint: Mapping[str, Any], config: EncoderConfig, source: str) -> None:
@@ -679,7 +766,8 @@ def initialize_encoder(encoder: Encoder, path: str | Path, which: str = "teacher
 
     Args:
         encoder: what to start; it says width, patch size and channels.
-        path: one of our checkpoints, or a DINO or timm ViT state dict (.pth, .safetensors).
+        path: one of our checkpoints, a DINO or timm ViT state dict, or the image tower of a CLIP: ours, OpenCLIP's or
+            sparo-clip's (.pth, .safetensors).
         which: `teacher` or `student`, of a checkpoint that holds both.
 
     Returns:
@@ -688,28 +776,49 @@ def initialize_encoder(encoder: Encoder, path: str | Path, which: str = "teacher
     Raises:
         CheckpointError: the file cannot be read, or holds no ViT, or one of another width, patch size or make.
     """
+    checkpoint, config = load_checkpoint(path), encoder.config
+    check_same_activation(checkpoint, config.quick_gelu, str(path))
+    return start_encoder(encoder, network_weights(checkpoint, which, str(path)), str(path))
+
+
+def start_encoder(encoder: Encoder, weights: dict[str, Tensor], source: str) -> InitReport:
+    """`initialize_encoder` for weights under our names that have been read from `source` already; changes `weights`."""
     config, own = encoder.config, encoder.state_dict()
-    weights = network_weights(load_checkpoint(path), which, str(path))
-    _check_same_make(weights, own, str(path))
+    _check_same_make(weights, own, source)
     grid_size = _patch_sizes(weights)[-1]
     # A backbone without blocks, of the source's grid: it knows how to resample its positions.
-    source = Backbone(
+    resampler = Backbone(
         ARCHITECTURES[config.arch], config.patch_size, grid_size * config.patch_size, config.in_chans, depth=0
     )
-    source.pos_embed = nn.Parameter(weights["backbone.pos_embed"].float())
-    weights["backbone.pos_embed"] = source.position_embedding(config.img_size, config.img_size).detach()
+    resampler.pos_embed = nn.Parameter(weights["backbone.pos_embed"].float())
+    weights["backbone.pos_embed"] = resampler.position_embedding(config.img_size, config.img_size).detach()
     taken = [name for name in own if name in weights and weights[name].shape == own[name].shape]
     # A read-out is taken whole or not at all: its queries mean nothing to other keys.
-    if not all(name in taken for name in own if name.startswith("readout.")):
-        taken = [name for name in taken if not name.startswith("readout.")]
+    readout = {name for name in (*own, *weights) if name.startswith("readout.")}
+    if not readout <= set(taken):
+        taken = [name for name in taken if name not in readout]
     encoder.load_state_dict({**own, **{name: weights[name] for name in taken}})
     return InitReport(
-        str(path),
+        source,
         tuple(taken),
         dropped=tuple(name for name in weights if name not in taken),
         new=tuple(name for name in own if name not in taken),
         grids=(grid_size, config.img_size // config.patch_size),
     )
+
+
+def check_same_activation(checkpoint: Mapping[str, Any], quick_gelu: bool, source: str) -> None:
+    """Refuse to start from weights that were trained with another activation, where the file says which.
+
+    Raises:
+        CheckpointError: they were.
+    """
+    said = checkpoint.get("clip", checkpoint.get("encoder"))
+    if said is not None and said.get("quick_gelu", False) != quick_gelu:
+        raise CheckpointError(
+            f"{source} was trained with quick_gelu={not quick_gelu}, the model has quick_gelu={quick_gelu}; build it "
+            f"alike: --quick_gelu {str(not quick_gelu).lower()}"
+        )
 
 
 def _check_same_make(weights: Mapping[str, Tensor], own: Mapping[str, Tensor], source: str) -> None:
@@ -737,7 +846,9 @@ def _check_same_make(weights: Mapping[str, Tensor], own: Mapping[str, Tensor], s
     }
     strange = sorted(misshapen | (found_names ^ wanted_names))
     if strange:
+        is_clips, is_own_clips = ("backbone.norm_pre.weight" in names for names in (weights, own))
+        hint = f"; build the encoder alike: --pre_norm {str(is_clips).lower()}" if is_clips != is_own_clips else ""
         raise CheckpointError(
             f"{source} holds a ViT of another make: {len(strange)} weights are missing, unexpected or of another "
-            f"shape, {_shortened(strange)}"
+            f"shape, {_shortened(strange)}{hint}"
         )

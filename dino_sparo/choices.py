@@ -22,6 +22,30 @@ ARCHITECTURES: dict[str, ViTSize] = {
     "vit_tiny": ViTSize(embed_dim=192, depth=12, num_heads=3),
     "vit_small": ViTSize(embed_dim=384, depth=12, num_heads=6),
     "vit_base": ViTSize(embed_dim=768, depth=12, num_heads=12),
+    "vit_large": ViTSize(embed_dim=1024, depth=24, num_heads=16),
+    "vit_huge": ViTSize(embed_dim=1280, depth=32, num_heads=16),
+}
+
+
+class CrossAttentionKind(NamedTuple):
+    """A row of table 6: what the columns `Cross-attention`, `Slot-wise LayerNorm` and `Slot-wise projection` say."""
+
+    separate_heads: bool
+    slotwise_norm: bool
+    slotwise_projection: bool
+
+
+CROSS_ATTENTION: dict[str, CrossAttentionKind] = {
+    "attpool": CrossAttentionKind(separate_heads=False, slotwise_norm=False, slotwise_projection=False),
+    "multihead_slotproj": CrossAttentionKind(separate_heads=False, slotwise_norm=False, slotwise_projection=True),
+    "multihead_slotnorm": CrossAttentionKind(separate_heads=False, slotwise_norm=True, slotwise_projection=False),
+    "multihead_slotnorm_slotproj": CrossAttentionKind(
+        separate_heads=False, slotwise_norm=True, slotwise_projection=True
+    ),
+    "separate": CrossAttentionKind(separate_heads=True, slotwise_norm=False, slotwise_projection=False),
+    "separate_slotproj": CrossAttentionKind(separate_heads=True, slotwise_norm=False, slotwise_projection=True),
+    "separate_slotnorm": CrossAttentionKind(separate_heads=True, slotwise_norm=True, slotwise_projection=False),
+    "separate_slotnorm_slotproj": CrossAttentionKind(separate_heads=True, slotwise_norm=True, slotwise_projection=True),
 }
 
 READOUTS = ("cls", "gap", "sparo")
@@ -39,3 +63,6 @@ MAX_IMAGE_MB, MAX_IMAGE_MPIX = 256.0, 64.0
 # Per channel, of pixels in 0..1; ImageNet's.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
+# CLIP's own.
+OPENAI_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+OPENAI_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)

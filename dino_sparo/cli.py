@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NoReturn
 
 from dino_sparo.choices import ARCHITECTURES, IMAGENET_MEAN, IMAGENET_STD, MAX_IMAGE_MB, MAX_IMAGE_MPIX, READOUTS
+from dino_sparo.extras import MissingPackageError
 
 # Exit status of a process that failed through no mistake of the user's: starting it again may well help.
 FAULT_STATUS = 75  # EX_TEMPFAIL of sysexits.h
@@ -67,7 +68,7 @@ def errors_in_one_line(
 
     Args:
         logger: the script's.
-        more: kinds of errors beside ValueError and OSError that the user can mend.
+        more: kinds of errors beside ValueError, OSError and a missing package that the user can mend.
         note_meant: called before the process leaves in a way that starting it again would not change: with status 1,
             or because it was asked to stop.
     """
@@ -75,7 +76,7 @@ def errors_in_one_line(
     from dino_sparo.distributed import FaultError, shutdown
     from dino_sparo.preemption import RunStopped
 
-    mendable: tuple[type[Exception], ...] = (ValueError, OSError, *more)
+    mendable: tuple[type[Exception], ...] = (ValueError, OSError, MissingPackageError, *more)
     try:
         yield
     except FaultError as error:
@@ -144,13 +145,26 @@ def add_architecture_options(parser: argparse.ArgumentParser) -> None:
         help="Slots that share one key projection; 2 or 4 save parameters when there are many slots.",
     )
     group.add_argument(
+        "--pre_norm",
+        type=bool_flag,
+        default=False,
+        help="CLIP's vision transformer instead of DINO's, which --init_from a CLIP needs.",
+    )
+    group.add_argument(
+        "--quick_gelu",
+        type=bool_flag,
+        default=False,
+        help="OpenAI's activation, which --init_from OpenAI's CLIP needs.",
+    )
+    group.add_argument(
         "--drop_path_rate", type=float, default=0.1, help="Stochastic depth of the student; 0 for short runs."
     )
     group.add_argument(
         "--init_from",
         default=None,
-        help="Start the encoder from the weights in this file: a checkpoint, or a DINO or timm ViT of the same width "
-        "and patch size. The read-out and the head start at random; a resumed run takes its own weights.",
+        help="Start the encoder from the weights in this file: a checkpoint, a DINO or timm ViT, or the image tower of "
+        "a CLIP (ours, OpenCLIP's or sparo-clip's), of the same width and patch size. The read-out and the head start "
+        "at random; a resumed run takes its own weights.",
     )
 
 

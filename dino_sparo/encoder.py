@@ -15,7 +15,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from dino_sparo.backbone import Backbone, create_backbone
-from dino_sparo.readout import ClassTokenReadout, ReadoutOutput, create_readout
+from dino_sparo.pooling import create_pooling
+from dino_sparo.readout import ClassTokenReadout, ReadoutOutput
 
 
 @dataclass(frozen=True)
@@ -25,14 +26,18 @@ class EncoderConfig:
     Attributes:
         arch: a key of `backbone.ARCHITECTURES`.
         patch_size: P, pixels.
-        readout: a key of `readout.READOUTS`.
-        num_slots: L, for `sparo`.
-        slot_dim: V, for `sparo`.
-        key_dim: A, for `sparo`.
+        readout: a key of `readout.READOUTS` or `pooling.CROSS_ATTENTION`, or `fdt`.
+        num_slots: L, of a slotted read-out.
+        slot_dim: V, likewise.
+        key_dim: A, likewise.
         group_size: G, for `sparo`.
         img_size: side in pixels of the images whose grid the position embedding stores.
         in_chans: number of image channels.
         pre_norm: CLIP's vision transformer instead of DINO's; see `backbone.Backbone`.
+        replace_block: the read-out takes the place of the last block; None: `sparo` does, the others do not.
+        quick_gelu: OpenAI's activation; see `backbone.Backbone`.
+        num_codes: K, for `fdt`.
+        code_dim: M, for `fdt`.
     """
 
     arch: str = "vit_small"
@@ -45,6 +50,15 @@ class EncoderConfig:
     img_size: int = 224
     in_chans: int = 3
     pre_norm: bool = False
+    replace_block: bool | None = None
+    quick_gelu: bool = False
+    num_codes: int = 0
+    code_dim: int = 0
+
+    @property
+    def replaces_block(self) -> bool:
+        """Whether the read-out takes the place of the last block."""
+        return self.readout == "sparo" if self.replace_block is None else self.replace_block
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "EncoderConfig":
@@ -56,7 +70,7 @@ class EncoderConfig:
         known: dict[str, Any] = {field.name: field.type for field in fields(cls)}
         for name in known.keys() & values.keys():
             if not isinstance(values[name], known[name]):
-                kind = known[name].__name__
+                kind = getattr(known[name], "__name__", str(known[name]))
                 raise ValueError(f"the encoder was saved with {name} {values[name]!r}, which is no {kind}")
         unknown = sorted(values.keys() - known - {"mean", "std"})
         if unknown:
@@ -89,10 +103,8 @@ class Encoder(nn.Module):
 
     @property
     def encoding_dim(self) -> int:
-        """Width of the encoding: L*V for `sparo`, D for `cls` and `gap`."""
-        if self.config.readout == "sparo":
-            return self.config.num_slots * self.config.slot_dim
-        return self.backbone.embed_dim
+        """Width of the encoding: what the read-out says, and D for those that leave the tokens' width as it is."""
+        return getattr(self.readout, "encoding_dim", self.backbone.embed_dim)
 
     @property
     def summary(self) -> str:
@@ -122,7 +134,7 @@ class Encoder(nn.Module):
         """The features a linear probe is trained on, earliest first.
 
         The class tokens of the last `n` layers after the final LayerNorm. The read-out counts as the last layer: with
-        `sparo` and `gap` the last feature is the encoding as it is, unnormalised (SPARO, appendix 0.C.2).
+        all but `cls` the last feature is the encoding as it is, unnormalised (SPARO, appendix 0.C.2).
 
         Args:
             images: (B, C, H, W).
@@ -156,12 +168,12 @@ class Encoder(nn.Module):
         if self.config.readout == "cls":
             tokens = self.backbone.intermediate_tokens(images, n)
             return [block_tokens[:, 0] for block_tokens in tokens], tokens[-1]
-        is_pooled = self.config.readout == "gap"
+        is_pooled = not self.config.replaces_block
         most = self.backbone.depth + (not is_pooled)
         if not 1 <= n <= most:
             raise ValueError(f"n={n} layers asked of an encoder with {most}, read-out included")
-        # With sparo the read-out stands in the place of the removed block, so n - 1 blocks precede it. With gap no
-        # block was removed: the read-out pools the last block, whose own class token is therefore left out.
+        # With sparo the read-out stands in the place of the removed block, so n - 1 blocks precede it. Where no block
+        # was removed, the read-out pools the last block, whose own class token is therefore left out.
         tokens = self.backbone.intermediate_tokens(images, min(max(n - 1, 1) + is_pooled, self.backbone.depth))
         class_tokens = [block_tokens[:, 0] for block_tokens in (tokens[:-1] if is_pooled else tokens)]
         encoding = self.readout(tokens[-1]).slots.flatten(1)
@@ -205,6 +217,10 @@ def create_encoder(
     drop_path_rate: float = 0.0,
     in_chans: int = 3,
     pre_norm: bool = False,
+    replace_block: bool | None = None,
+    quick_gelu: bool = False,
+    num_codes: int = 0,
+    code_dim: int = 0,
 ) -> Encoder:
     """Build an encoder with random weights.
 
@@ -223,28 +239,66 @@ def create_encoder(
         drop_path_rate: stochastic depth rate.
         in_chans: number of image channels.
         pre_norm: CLIP's vision transformer instead of DINO's; see `backbone.Backbone`.
+        replace_block: remove the last block; by default only `sparo` does.
+        quick_gelu: OpenAI's activation; see `backbone.Backbone`.
+        num_codes: K, for `fdt`.
+        code_dim: M, for `fdt`.
 
     Raises:
         ValueError: an unknown name, or a size that does not fit; the message lists what does.
     """
     config = EncoderConfig(
-        arch, patch_size, readout, num_slots, slot_dim, key_dim, group_size, img_size, in_chans, pre_norm
+        arch,
+        patch_size,
+        readout,
+        num_slots,
+        slot_dim,
+        key_dim,
+        group_size,
+        img_size,
+        in_chans,
+        pre_norm,
+        replace_block,
+        quick_gelu,
+        num_codes,
+        code_dim,
     )
     return encoder_from_config(config, drop_path_rate)
 
 
-def encoder_from_config(config: EncoderConfig, drop_path_rate: float = 0.0) -> Encoder:
-    """Build the encoder a configuration describes, with random weights; see `create_encoder`."""
+def encoder_from_config(
+    config: EncoderConfig, drop_path_rate: float = 0.0, codebook: nn.Parameter | None = None
+) -> Encoder:
+    """Build the encoder a configuration describes, with random weights; see `create_encoder`.
+
+    Args:
+        config: how to build it.
+        drop_path_rate: stochastic depth rate.
+        codebook: (K, M), for `fdt`, where it is shared with a text encoder; by default the encoder has its own.
+
+    Raises:
+        ValueError: an unknown name, or a size that does not fit.
+    """
+    if codebook is None and config.readout == "fdt":
+        codebook = nn.Parameter(torch.randn(config.num_codes, config.code_dim))
     backbone = create_backbone(
         config.arch,
         config.patch_size,
         config.img_size,
         config.in_chans,
         drop_path_rate,
-        remove_blocks=int(config.readout == "sparo"),
+        remove_blocks=int(config.replaces_block),
         pre_norm=config.pre_norm,
+        quick_gelu=config.quick_gelu,
     )
-    readout = create_readout(
-        config.readout, backbone.embed_dim, config.num_slots, config.slot_dim, config.key_dim, config.group_size
+    readout = create_pooling(
+        config.readout,
+        backbone.embed_dim,
+        config.num_slots,
+        config.slot_dim,
+        config.key_dim,
+        config.group_size,
+        codebook,
+        backbone.num_prefix_tokens,
     )
     return Encoder(backbone, readout, config)

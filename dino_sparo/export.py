@@ -1,10 +1,12 @@
-"""Checkpoint -> files for others: safetensors, timm, Hugging Face, ONNX.
+"""Checkpoint -> files for others: safetensors, timm, Hugging Face, ONNX; of CLIP also OpenCLIP's and sparo-clip's.
 
     python -m dino_sparo.export runs/vits16/checkpoint.pth vits16
     python -m dino_sparo.export runs/vits16/checkpoint.pth vits16 --format onnx --img_size 224
+    python -m dino_sparo.export runs/clip/checkpoint.pth clip --format open_clip
 
 Stage 5 of the map. An export is one network's encoder, without head and optimizer, beside a JSON file of how it was
-built, what its images are normalised with, and where it comes from.
+built, what its images are normalised with, and where it comes from. Of a CLIP `safetensors` holds both towers, for any
+read-out, `open_clip` and `sparo_clip` what these have; the other formats hold its image tower.
 """
 
 from dino_sparo.evaluation.options import export_parser as get_args_parser
@@ -29,10 +31,12 @@ from dino_sparo.backbone import LAYER_NORM_EPS
 from dino_sparo.checkpoint import (
     CHECKSUM_KEY,
     CheckpointError,
+    clip_weights,
     encoder_description,
     load_checkpoint,
     load_encoder,
     load_strictly,
+    normalization_of,
     weights_checksum,
 )
 from dino_sparo.choices import ARCHITECTURES
@@ -41,6 +45,7 @@ from dino_sparo.crops import EvalTransform
 from dino_sparo.encoder import Encoder, encoder_from_config
 from dino_sparo.evaluation.protocol import file_sha256, versions, write_json
 from dino_sparo.logs import setup_logging
+from dino_sparo.open_clip_names import open_clip_settings, to_open_clip_names
 
 logger = logging.getLogger(__name__)
 
@@ -83,18 +88,20 @@ def export(
     img_size: int | None = None,
     arch: str | None = None,
     patch_size: int | None = None,
+    quick_gelu: bool = False,
 ) -> Path:
-    """Write the encoder of a checkpoint for others to use.
+    """Write the encoder of a checkpoint, or both towers of a CLIP, for others to use.
 
     Args:
         checkpoint: ours, the reference's, or an export.
         out: path without suffix; for `huggingface` a folder.
         which: `teacher` or `student`.
-        format: a key of `WRITERS`.
+        format: a key of `WRITERS`, or of `CLIP_FORMATS`.
         img_size: side of the images in pixels; the position embedding is resampled to it. By default the size the
             encoder was trained at.
         arch: override for foreign weights.
         patch_size: override for foreign weights, pixels.
+        quick_gelu: of OpenCLIP's weights, which do not say whether they were trained with OpenAI's activation.
 
     Returns:
         The path of the weights, or of the folder.
@@ -103,13 +110,22 @@ def export(
         ValueError: an unknown format, one that cannot hold this read-out, or one whose package is missing.
         CheckpointError: the checkpoint cannot be used.
     """
-    if format not in WRITERS:
-        raise ValueError(f"unknown export format {format!r}; choose one of {sorted(WRITERS)}")
+    if format not in WRITERS | CLIP_FORMATS:
+        raise ValueError(f"unknown export format {format!r}; choose one of {sorted(WRITERS | CLIP_FORMATS)}")
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
+    if format in CLIP_FORMATS or (format == "safetensors" and "clip" in load_checkpoint(checkpoint)):
+        if img_size is not None:
+            raise ValueError(f"img_size={img_size}: both towers of a CLIP are written as they are, at its own size")
+        written = _write_clip(Path(checkpoint), str(out), format)
+        logger.info("both towers of %s as %s: %s", checkpoint, format, written)
+        return written
     encoder = load_encoder(checkpoint, which, arch, patch_size)
+    if quick_gelu and not encoder.config.quick_gelu:
+        weights, encoder = encoder.state_dict(), encoder_from_config(replace(encoder.config, quick_gelu=True)).eval()
+        load_strictly(encoder, weights, str(checkpoint))
     if img_size is not None:
         encoder = resized(encoder, img_size)
     record = _record(encoder, Path(checkpoint), which)
-    Path(out).parent.mkdir(parents=True, exist_ok=True)
     written = WRITERS[format](encoder, str(out), record)
     logger.info("%s of %s as %s: %s", which, checkpoint, format, written)
     return written
@@ -145,14 +161,19 @@ def resized(encoder: Encoder, img_size: int) -> Encoder:
 def _record(encoder: Encoder, checkpoint: Path, which: str) -> dict[str, Any]:
     """What the JSON file says: how the encoder was built, and where it comes from."""
     content = load_checkpoint(checkpoint)
-    said = content.get("encoder", {})
-    normalization = {name: said[name] for name in ("mean", "std") if name in said}
     return {
-        "encoder": encoder_description(encoder.config, **normalization),
-        "epoch": content.get("epoch"),
-        "step": content.get("step"),
+        "encoder": encoder_description(encoder.config, *normalization_of(content)),
+        **_origin(content, checkpoint),
         # Raw weights hold one network, whatever the option says; an export says which it was.
         "checkpoint_key": which if which in content else content.get("checkpoint_key"),
+    }
+
+
+def _origin(content: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
+    """Where an export comes from."""
+    return {
+        "epoch": content.get("epoch"),
+        "step": content.get("step"),
         "checkpoint": checkpoint.name,
         "sha256": file_sha256(checkpoint),
         "versions": versions(),
@@ -325,6 +346,41 @@ WRITERS: dict[str, Callable[[Encoder, str, dict[str, Any]], Path]] = {
 }
 
 
+# For a whole CLIP: which of its read-outs each has.
+CLIP_FORMATS: dict[str, tuple[str, ...]] = {"open_clip": ("cls",), "sparo_clip": ("sparo", "linear", "cls")}
+
+
+def _write_clip(checkpoint: Path, out: str, format: str) -> Path:
+    """Both towers of a CLIP.
+
+    safetensors  OUT.safetensors with our names, and OUT.json; `clip.load_clip` reads them
+    open_clip    a folder for `open_clip.create_model_and_transforms("local-dir:OUT")`
+    sparo_clip   likewise, with sparo-clip's names; "model_cfg" are the arguments of its `CLIP`
+    """
+    content = load_checkpoint(checkpoint)
+    said = content.get("clip")
+    if said is None:
+        raise ValueError(
+            f"{checkpoint} is no CLIP of ours, which format {format!r} is for; choose one of {sorted(WRITERS)}"
+        )
+    weights = clip_weights(content, str(checkpoint)) or {}
+    if format == "safetensors":
+        record = {"clip": said, **_origin(content, checkpoint)}
+        return _write_weights(weights, _with_suffix(out, ".safetensors"), record)
+    if said["readout"] not in CLIP_FORMATS[format]:
+        raise ValueError(
+            f"{format} has no {said['readout']!r} read-out, only {', '.join(CLIP_FORMATS[format])}; this CLIP can be "
+            f"exported as safetensors"
+        )
+    folder, settings = Path(out), open_clip_settings(said)
+    folder.mkdir(parents=True, exist_ok=True)
+    images = {"mean": said["mean"], "std": said["std"], "interpolation": "bicubic", "resize_mode": "shortest"}
+    write_json({"model_cfg": settings, "preprocess_cfg": images}, folder / "open_clip_config.json")
+    write_json({"clip": said, **_origin(content, checkpoint)}, folder / "dino_sparo.json")
+    _save(to_open_clip_names(weights, said["readout"]), folder / "open_clip_model.safetensors")
+    return folder
+
+
 def _require_vanilla(encoder: Encoder, format: str) -> None:
     readout = encoder.config.readout
     if readout != "cls":
@@ -353,7 +409,8 @@ def _write_weights(weights: dict[str, Tensor], path: Path, record: dict[str, Any
 def _save(weights: dict[str, Tensor], path: Path) -> None:
     # Renamed when it is whole: the weights may come from the very file that is written.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    weights = {name: value.contiguous() for name, value in weights.items()}
+    # Clones: what two towers share cannot be written as one.
+    weights = {name: value.clone(memory_format=torch.contiguous_format) for name, value in weights.items()}
     # transformers refuses files without the first remark; reading compares the second.
     metadata = {"format": "pt", CHECKSUM_KEY: weights_checksum(weights)}
     try:
@@ -379,7 +436,16 @@ def main(argv: list[str] | None = None) -> None:
     for name in ("onnx_ir", "onnxscript"):  # they report every node that they simplify
         logging.getLogger(name).setLevel(logging.WARNING)
     with errors_in_one_line(logger):
-        export(args.checkpoint, args.out, args.checkpoint_key, args.format, args.img_size, args.arch, args.patch_size)
+        export(
+            args.checkpoint,
+            args.out,
+            args.checkpoint_key,
+            args.format,
+            args.img_size,
+            args.arch,
+            args.patch_size,
+            args.quick_gelu,
+        )
 
 
 if __name__ == "__main__":

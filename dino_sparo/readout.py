@@ -84,6 +84,11 @@ class Sparo(nn.Module):
         self.value_proj = nn.Linear(key_dim, slot_dim)
         self.reset_parameters()
 
+    @property
+    def encoding_dim(self) -> int:
+        """Width of the slots side by side, L*V."""
+        return self.num_slots * self.slot_dim
+
     def reset_parameters(self) -> None:
         """Draw the weights anew, as the paper's listing does (appendix 0.A)."""
         nn.init.normal_(self.queries)

@@ -78,6 +78,8 @@ NEW: dict[str, Any] = {
     "sparo_key_dim": 64,
     "sparo_group_size": 1,
     "init_from": None,
+    "pre_norm": False,
+    "quick_gelu": False,
     "head_hidden_dim": 2048,
     "precision": "auto",
     "grad_accum_steps": 1,

@@ -1,10 +1,15 @@
 """Our checkpoints under LAION's CLIP benchmark: its loader's interface, features, registration."""
 
+import importlib.util
+import json
 import pickle
 import sys
+import warnings
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -15,6 +20,9 @@ pytest.importorskip("open_clip")
 from clip_fakes import small_checkpoint
 
 from dino_sparo.clip import adapter, load_clip, normalize_slots, tokenize
+from dino_sparo.clip.encode import ClipEncoder, ClipView
+from dino_sparo.clip.zero_shot import evaluate_zero_shot
+from dino_sparo.data import open_source
 
 SLOTS, WIDTH = 5, 7
 
@@ -89,6 +97,7 @@ def test_clip_benchmarks_command_knows_our_checkpoints(monkeypatch):
     package.models, package.cli = models, cli
     cli.main = lambda: calls.append(list(models.MODEL_TYPES))
     for module in (package, models, cli):
+        module.__spec__ = ModuleSpec(module.__name__, None)
         monkeypatch.setitem(sys.modules, module.__name__, module)
     adapter.main()
     adapter.main()
@@ -96,7 +105,47 @@ def test_clip_benchmarks_command_knows_our_checkpoints(monkeypatch):
     assert models.TYPE2FUNC["dino_sparo"] is adapter.load_clip
 
 
-def test_without_clip_benchmark_the_command_says_what_to_install(monkeypatch):
+def test_without_clip_benchmark_the_command_says_what_to_install(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "clip_benchmark", None)
-    with pytest.raises(ImportError, match="pip install clip-benchmark"):
+    with pytest.raises(SystemExit):
         adapter.main()
+    assert "pip install clip-benchmark" in caplog.text
+
+
+def test_clip_benchmarks_own_command_gives_our_zero_shot_accuracy(weights, tmp_path, monkeypatch):
+    """The real package, on class folders that it knows by the name of a set."""
+    for package in ("clip_benchmark", "requests", "sklearn"):
+        pytest.importorskip(package, reason="pip install clip-benchmark requests")
+    benchmark = Path(importlib.util.find_spec("clip_benchmark").origin).parent / "datasets"
+    names, templates = (
+        json.loads((benchmark / f"en_{kind}.json").read_text())["fer2013"]
+        for kind in ("classnames", "zeroshot_classification_templates")
+    )
+    generator = np.random.default_rng(0)
+    for number in range(28):
+        path = tmp_path / "fer2013" / "test" / str(number % len(names)) / f"{number:02}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(generator.integers(0, 256, (40, 50, 3), dtype=np.uint8)).resize((8, 9)).save(path)
+    from clip_benchmark.metrics import zeroshot_classification
+
+    def shares(scores, labels, topk):  # its own turns arrays of one number into numbers, which numpy 2.4 refuses
+        best = scores.topk(max(topk), dim=1).indices
+        return [(best[:, :k] == labels[:, None]).any(dim=1).float().mean().item() for k in topk]
+
+    monkeypatch.setattr(zeroshot_classification, "accuracy", shares)
+    result = tmp_path / "result.json"
+    command = ["adapter", "eval", "--model_type", "dino_sparo", "--model", "normalized", "--pretrained", str(weights)]
+    command += ["--dataset", "fer2013", "--dataset_root", str(tmp_path / "fer2013"), "--no_amp", "--num_workers", "0"]
+    monkeypatch.setattr(sys, "argv", [*command, "--batch_size", "5", "--output", str(result)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the package's own
+        adapter.main()
+    metrics = json.loads(result.read_text())["metrics"]
+    loaded = load_clip(weights)
+    view = ClipView(32, loaded.mean, loaded.std)
+    encoder = ClipEncoder(loaded.model, tokenize, view, torch.device("cpu"), 5)
+    sentences = tuple(template.replace("{c}", "{}") for template in templates)
+    expected = evaluate_zero_shot(encoder, open_source(str(tmp_path / "fer2013" / "test")), names, sentences)
+    assert metrics["acc1"] == pytest.approx(expected.top1 / 100)
+    assert metrics["acc5"] == pytest.approx(expected.top5 / 100)
+    assert 0 < metrics["acc5"] < 1

@@ -8,17 +8,8 @@ import torch
 from torch import nn
 
 from dino_sparo.clip.model import create_clip
-from dino_sparo.clip.readouts import (
-    CROSS_ATTENTION,
-    NORMALIZED_PER_SLOT,
-    READOUTS,
-    SLOTTED,
-    CodebookReadout,
-    CrossAttentionReadout,
-    EndTokenReadout,
-    create_tower_readout,
-    sparsemax,
-)
+from dino_sparo.clip.readouts import NORMALIZED_PER_SLOT, READOUTS, SLOTTED, EndTokenReadout, create_tower_readout
+from dino_sparo.pooling import CROSS_ATTENTION, CodebookReadout, CrossAttentionReadout, sparsemax
 
 pytest.importorskip("open_clip")
 

@@ -21,6 +21,8 @@ SHARED = {
     "crops",
     "backbone",
     "readout",
+    "pooling",
+    "open_clip_names",
     "encoder",
     "optim",
     "checkpoint",
@@ -34,6 +36,7 @@ SHARED = {
     "choices",
     "training",
     "cli",
+    "extras",
     "_version",
 }
 
@@ -46,7 +49,7 @@ OBJECTIVES: dict[str, set[str]] = {
 BORROWS: dict[str, set[str]] = {"dino": set(), "clip": set(), "oc_clip": {"clip"}}
 
 # Beyond this the root is split into folders.
-MAX_ROOT_FILES = 21
+MAX_ROOT_FILES = 24
 MAX_README_LINES = 250
 
 

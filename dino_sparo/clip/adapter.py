@@ -1,6 +1,6 @@
 """Our checkpoints -> what LAION's CLIP benchmark (package `clip_benchmark`) expects of a model.
 
-    pip install clip-benchmark
+    pip install clip-benchmark requests
     python -m dino_sparo.clip.adapter eval --model_type dino_sparo --model normalized \
         --pretrained output/checkpoint.pth --dataset cifar10 --dataset_root data --no_amp
 
@@ -14,6 +14,7 @@ asks for features, normalises each as a whole and takes dot products. What it is
 With `:FILE.json` after either, some of the slots alone, or masked ones: a file of clip.select or clip.mask.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,10 +23,14 @@ from jaxtyping import Float, Int64
 from PIL import Image
 from torch import Tensor, nn
 
+from dino_sparo.cli import errors_in_one_line
 from dino_sparo.clip.encode import ClipView, ImageTextModel
 from dino_sparo.clip.model import load_clip as load_checkpoint
 from dino_sparo.clip.slots import open_slots
 from dino_sparo.clip.text import tokenize
+from dino_sparo.extras import require
+
+logger = logging.getLogger(__name__)
 
 MODEL_TYPE = "dino_sparo"
 NORMALIZED, UNNORMALIZED = "normalized", "unnormalized"
@@ -129,12 +134,12 @@ def register() -> Callable[[], Any]:
         CLIP benchmark's command.
 
     Raises:
-        ImportError: it is not installed.
+        MissingPackageError: it is not installed.
     """
-    try:
-        from clip_benchmark import models
-    except ImportError as error:
-        raise ImportError("the adapter runs CLIP benchmark: pip install clip-benchmark") from error
+    require("clip_benchmark", "CLIP benchmark's evaluations")
+    require("requests", "CLIP benchmark's data sets")  # which it does not declare
+    from clip_benchmark import models
+
     models.TYPE2FUNC[MODEL_TYPE] = load_clip
     if MODEL_TYPE not in models.MODEL_TYPES:
         models.MODEL_TYPES.append(MODEL_TYPE)
@@ -146,7 +151,8 @@ def register() -> Callable[[], Any]:
 
 def main() -> None:
     """CLIP benchmark's command, which also knows our checkpoints."""
-    register()()
+    with errors_in_one_line(logger):
+        register()()
 
 
 if __name__ == "__main__":

@@ -7,38 +7,16 @@ class token.
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from dino_sparo.choices import CROSS_ATTENTION
+
 # Images are cropped little, since a caption describes all of the image. Source: OpenCLIP's default augmentation.
 CROP_SCALE = (0.9, 1.0)
-# Per channel, of pixels in 0..1; CLIP's own.
-OPENAI_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-OPENAI_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 AUTO = "auto"  # class names, or templates, of the set of images itself
 WINOGROUND_EXAMPLES = "examples.jsonl"
 PER_SLOT, PER_DIMENSION = "slot", "dimension"  # parts of an encoding that a mask weighs
 SWEEP_METRICS = ("top1", "top5", "mean_per_class_recall")
 PICTURE_SCENES = "scenes:400:384"
 
-
-class CrossAttentionKind(NamedTuple):
-    """A row of table 6: what the columns `Cross-attention`, `Slot-wise LayerNorm` and `Slot-wise projection` say."""
-
-    separate_heads: bool
-    slotwise_norm: bool
-    slotwise_projection: bool
-
-
-CROSS_ATTENTION: dict[str, CrossAttentionKind] = {
-    "attpool": CrossAttentionKind(separate_heads=False, slotwise_norm=False, slotwise_projection=False),
-    "multihead_slotproj": CrossAttentionKind(separate_heads=False, slotwise_norm=False, slotwise_projection=True),
-    "multihead_slotnorm": CrossAttentionKind(separate_heads=False, slotwise_norm=True, slotwise_projection=False),
-    "multihead_slotnorm_slotproj": CrossAttentionKind(
-        separate_heads=False, slotwise_norm=True, slotwise_projection=True
-    ),
-    "separate": CrossAttentionKind(separate_heads=True, slotwise_norm=False, slotwise_projection=False),
-    "separate_slotproj": CrossAttentionKind(separate_heads=True, slotwise_norm=False, slotwise_projection=True),
-    "separate_slotnorm": CrossAttentionKind(separate_heads=True, slotwise_norm=True, slotwise_projection=False),
-    "separate_slotnorm_slotproj": CrossAttentionKind(separate_heads=True, slotwise_norm=True, slotwise_projection=True),
-}
 
 # The image tower's read-out and the text tower's. The paper's CLIP+GAP is `gap_image`: in the authors' code only images
 # are averaged, captions keep the end token. (There the last LayerNorm follows the average; here it precedes it, as for
@@ -59,6 +37,14 @@ SLOTTED = frozenset({"sparo", *CROSS_ATTENTION})
 # Attentional pooling knows no slots: its encoding is normalised as a whole, as CoCa's is. Its ablated relatives in
 # table 6 are variants of SPARO and are normalised as SPARO is, which the paper does not say.
 NORMALIZED_PER_SLOT = SLOTTED - {"attpool"}
+
+# What `CLIP.freeze` takes: names begin with one of the first, and with none of the second.
+FREEZABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "image": (("image.", "image_proj."), ()),
+    "image_backbone": (("image.",), ("image.readout.",)),
+    "text": (("text.", "text_proj."), ()),
+    "text_backbone": (("text.",), ("text.readout.",)),
+}
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import open_clip
 from jaxtyping import Int64
 from PIL import Image
 from timm.data import ImageNetInfo
 
 from dino_sparo.clip.prompts import AUTO, PROMPT_SETS, is_file, read_words, set_name
 from dino_sparo.data import ImageSource, require_labels
+from dino_sparo.extras import require
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +139,18 @@ def wordnet_ids() -> list[str]:
     return ImageNetInfo().label_names()
 
 
+def imagenet_names() -> list[str]:
+    """ImageNet's 1000 classes in the order of their numbers, in OpenCLIP's words.
+
+    Raises:
+        MissingPackageError: the package `open_clip_torch` is missing.
+    """
+    require("open_clip", "ImageNet's class names")
+    from open_clip import IMAGENET_CLASSNAMES
+
+    return list(IMAGENET_CLASSNAMES)
+
+
 def _automatic(folders: list[str], name: str | None) -> ClassList:
     if name is not None:
         words = PROMPT_SETS[name]
@@ -152,7 +164,8 @@ def _automatic(folders: list[str], name: str | None) -> ClassList:
         return _in_words(folders)
     number = {wordnet_id: i for i, wordnet_id in enumerate(wordnet_ids())}
     if all(folder in number for folder in folders):
-        names = [open_clip.IMAGENET_CLASSNAMES[number[folder]] for folder in folders]
+        words_of = imagenet_names()
+        names = [words_of[number[folder]] for folder in folders]
         return ClassList(names, np.arange(len(folders)), f"ImageNet's names of {len(folders)} WordNet ids")
     return _in_words(folders)
 
@@ -178,7 +191,7 @@ def _all_of_imagenet(folders: list[str]) -> ClassList:
             f"ImageNet nor numbers up to {len(ids) - 1}, the first is {unknown[0]!r}; give --classnames FILE"
         )
     class_of = np.array([number[folder] for folder in folders], dtype=np.int64)
-    return ClassList(list(open_clip.IMAGENET_CLASSNAMES), class_of, "ImageNet's 1000 names")
+    return ClassList(imagenet_names(), class_of, "ImageNet's 1000 names")
 
 
 def _objectnet(folders: list[str], mappings: str) -> ClassList:

@@ -3,7 +3,7 @@
 Stage 2 of the folder. The configuration travels in every checkpoint, so that no script needs to be told again.
 """
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from dino_sparo.clip.choices import READOUTS, SLOTTED
@@ -16,7 +16,8 @@ class CLIPConfig:
     """How a CLIP model is built.
 
     Attributes:
-        image: the image encoder; its `readout` is the image side of `READOUTS[readout]`.
+        image: the image encoder; its `readout` is the image side of `READOUTS[readout]`. What stands below for both
+            towers is copied into it, so that it describes its encoder without the rest.
         text: the text encoder; its `readout` is the text side.
         readout: a key of `readouts.READOUTS`, one name for both towers.
         embed_dim: M, width of the encoding: that of the projections, L*V for a slotted read-out, of the codes for
@@ -56,6 +57,15 @@ class CLIPConfig:
             )
         if self.readout in SLOTTED:
             self._check_slots()
+        codes = (self.num_codes, self.embed_dim) if self.image.readout == "fdt" else (0, 0)
+        image = replace(
+            self.image,
+            replace_block=self.replace_block,
+            quick_gelu=self.quick_gelu,
+            num_codes=codes[0],
+            code_dim=codes[1],
+        )
+        object.__setattr__(self, "image", image)
 
     def _check_slots(self) -> None:
         for letter, name in (("L", "num_slots"), ("V", "slot_dim")):

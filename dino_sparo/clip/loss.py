@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
-from open_clip.loss import ClipLoss
-from torch import Tensor
+from torch import Tensor, nn
 
 from dino_sparo.distributed import rank, world_size
+from dino_sparo.extras import require
 
 
-def create_loss() -> ClipLoss:
+def create_loss() -> nn.Module:
     """The contrastive loss of this rank; call it once the process group is there.
 
         S = s X Y^T                                        similarities of all images with all captions
@@ -28,6 +28,9 @@ def create_loss() -> ClipLoss:
     """
     # OpenCLIP calls what torch 2.15 would have it replace; the result is the same. To go with OpenCLIP's next version.
     warnings.filterwarnings("ignore", message=r"torch\.distributed\.nn\.functional\.all_gather is deprecated")
+    require("open_clip", "contrastive losses")
+    from open_clip.loss import ClipLoss
+
     return ClipLoss(local_loss=True, gather_with_grad=True, cache_labels=True, rank=rank(), world_size=world_size())
 
 
@@ -48,7 +51,7 @@ class FeatureGradients(NamedTuple):
 
 
 def feature_gradients(
-    loss: ClipLoss,
+    loss: nn.Module,
     image_features: Float[Tensor, "B M"],
     text_features: Float[Tensor, "B M"],
     logit_scale: Float[Tensor, ""],

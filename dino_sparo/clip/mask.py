@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     Returns:
         What mask.json holds.
     """
-    with errors_in_one_line(logger, ImportError):
+    with errors_in_one_line(logger):
         return learn_mask(get_args_parser().parse_args(argv))
 
 

@@ -4,30 +4,34 @@ Stage 2 of the folder, its end: what training compares and what evaluation measu
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int64
-from timm.data import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from timm.layers import QuickGELU
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dino_sparo.backbone import create_backbone
-from dino_sparo.checkpoint import CheckpointError, load_checkpoint, load_strictly
-from dino_sparo.clip.choices import NORMALIZED_PER_SLOT, READOUTS, SLOTTED
+from dino_sparo.checkpoint import CheckpointError, clip_weights, load_checkpoint, load_strictly, normalization_of
+from dino_sparo.choices import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+from dino_sparo.clip.choices import FREEZABLE, NORMALIZED_PER_SLOT, READOUTS, SLOTTED
 from dino_sparo.clip.config import CLIPConfig, check_readout
-from dino_sparo.clip.convert import from_open_clip, is_open_clip, read_open_clip_model
+from dino_sparo.clip.convert import infer_clip_config, read_open_clip_model
 from dino_sparo.clip.readouts import create_tower_readout
 from dino_sparo.clip.text import TextConfig, TextEncoder
-from dino_sparo.encoder import Encoder, EncoderConfig
+from dino_sparo.encoder import Encoder, EncoderConfig, encoder_from_config
 from dino_sparo.evaluation.protocol import file_sha256
 from dino_sparo.readout import ReadoutOutput
 
 INITIAL_TEMPERATURE = 0.07
+
+
+def is_frozen(name: str, parts: Iterable[str]) -> bool:
+    """Whether the weight of this name belongs to one of these parts of `FREEZABLE`."""
+    return any(name.startswith(FREEZABLE[part][0]) and not name.startswith(FREEZABLE[part][1]) for part in parts)
 
 
 class ClipOutput(NamedTuple):
@@ -68,6 +72,43 @@ class CLIP(nn.Module):
         self.image_proj, self.text_proj = image_proj, text_proj
         self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / INITIAL_TEMPERATURE)))
         self.config = config
+        self._frozen: list[nn.Module] = []
+
+    def freeze(self, parts: Iterable[str]) -> None:
+        """Keep parts of the model as they are: no gradients, and eval mode whatever `train` is told.
+
+        Args:
+            parts: of `FREEZABLE`.
+
+        Raises:
+            ValueError: an unknown part; nothing would be left to train; the codebook of `fdt`, which is both towers'.
+        """
+        parts = list(parts)
+        if unknown := set(parts) - FREEZABLE.keys():
+            raise ValueError(f"freeze={sorted(unknown)}: no such part; choose among {', '.join(FREEZABLE)}")
+        if {"image", "text"} <= set(parts):
+            raise ValueError("freeze=['image', 'text'] leaves nothing to train but the temperature; freeze one of them")
+        if self.config.readout == "fdt" and {"image", "text"} & set(parts):
+            raise ValueError(
+                "readout 'fdt' has one codebook for both towers, so neither can be frozen whole; freeze image_backbone "
+                "or text_backbone"
+            )
+        for name, parameter in self.named_parameters():
+            if is_frozen(name, parts):
+                parameter.requires_grad_(False)
+        self._frozen = [
+            module
+            for module in self.modules()
+            if (own := list(module.parameters())) and not any(parameter.requires_grad for parameter in own)
+        ]
+        self.train(self.training)
+
+    def train(self, mode: bool = True) -> "CLIP":
+        """Switch between training and evaluation; frozen parts stay in evaluation."""
+        super().train(mode)
+        for module in self._frozen:
+            module.eval()
+        return self
 
     def forward(self, images: Float[Tensor, "B C H W"], token_ids: Int64[Tensor, "B N"]) -> ClipOutput:
         """Pairs -> normalised features of both sides and the inverse temperature."""
@@ -173,7 +214,7 @@ def create_clip(
     """
     check_readout(readout)
     image_readout, text_readout = READOUTS[readout]
-    slots = {"num_slots": num_slots, "slot_dim": slot_dim, "key_dim": key_dim, "group_size": group_size}
+    slots: dict[str, Any] = {"num_slots": num_slots, "slot_dim": slot_dim, "key_dim": key_dim, "group_size": group_size}
     image = EncoderConfig(
         arch=arch,
         patch_size=patch_size,
@@ -210,40 +251,16 @@ def clip_from_config(config: CLIPConfig, drop_path_rate: float = 0.0) -> CLIP:
     codebook = None
     if config.readout == "fdt":
         codebook = nn.Parameter(torch.randn(config.num_codes, config.embed_dim))
-    image = _image_encoder(config, drop_path_rate, codebook)
+    image = encoder_from_config(config.image, drop_path_rate, codebook)
     text = _text_encoder(config, codebook)
     model = CLIP(
         image, text, _projection(config, image.backbone.embed_dim), _projection(config, config.text.width), config
     )
     if config.quick_gelu:
         block: Any
-        for block in (*image.backbone.blocks, *text.blocks):
+        for block in text.blocks:
             block.mlp.act = QuickGELU()
     return model
-
-
-def _image_encoder(config: CLIPConfig, drop_path_rate: float, codebook: nn.Parameter | None) -> Encoder:
-    image = config.image
-    backbone = create_backbone(
-        image.arch,
-        image.patch_size,
-        image.img_size,
-        image.in_chans,
-        drop_path_rate,
-        remove_blocks=int(config.replace_block),
-        pre_norm=image.pre_norm,
-    )
-    readout = create_tower_readout(
-        image.readout,
-        backbone.embed_dim,
-        image.num_slots,
-        image.slot_dim,
-        image.key_dim,
-        image.group_size,
-        codebook,
-        backbone.num_prefix_tokens,
-    )
-    return Encoder(backbone, readout, image)
 
 
 def _text_encoder(config: CLIPConfig, codebook: nn.Parameter | None) -> TextEncoder:
@@ -305,23 +322,18 @@ def load_clip(path: str | Path, text_heads: int | None = None, quick_gelu: bool 
     """
     checkpoint = load_checkpoint(path)
     said, source = checkpoint.get("clip"), str(path)
-    weights = _plain_weights(checkpoint)
-    if said is not None:
-        if not isinstance(said, Mapping):
-            raise CheckpointError(
-                f"{source} has a {type(said).__name__} under `clip`, not a dict of how its CLIP was built"
-            )
-        if missing := {"image", "text", "readout", "embed_dim", "mean", "std"} - said.keys():
-            raise CheckpointError(f"{source} does not say {', '.join(sorted(missing))} of its CLIP under `clip`")
-        config, mean, std = CLIPConfig.from_dict(dict(said)), tuple(said["mean"]), tuple(said["std"])
-    elif is_open_clip(weights):
-        config, weights = from_open_clip(weights, text_heads, quick_gelu)
-        mean, std = OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
-    else:
+    weights = clip_weights(checkpoint, source)
+    if weights is None:
         raise CheckpointError(
             f"{source} holds no CLIP: neither `clip`, which says how one is built, nor open_clip's names; for the "
             f"encoder of a DINO checkpoint use load_encoder"
         )
+    if said is not None:
+        if missing := {"image", "text", "readout", "embed_dim", "mean", "std"} - said.keys():
+            raise CheckpointError(f"{source} does not say {', '.join(sorted(missing))} of its CLIP under `clip`")
+        config = CLIPConfig.from_dict(said)
+    else:
+        config = infer_clip_config(weights, text_heads, quick_gelu)
     model = clip_from_config(config)
     load_strictly(model, weights, source)
     record = {
@@ -330,14 +342,7 @@ def load_clip(path: str | Path, text_heads: int | None = None, quick_gelu: bool 
         "epoch": checkpoint.get("epoch"),
         **config.to_dict(),
     }
-    return LoadedClip(model.eval(), mean, std, record)
-
-
-def _plain_weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The weights, wherever they lie: under `model` (ours), under `state_dict` (open_clip's training), or on top."""
-    parts = [part for part in (checkpoint.get("model"), checkpoint.get("state_dict")) if isinstance(part, Mapping)]
-    weights = parts[0] if parts else checkpoint
-    return {name.removeprefix("module."): value for name, value in weights.items() if isinstance(value, Tensor)}
+    return LoadedClip(model.eval(), *normalization_of(checkpoint), record)
 
 
 def clip_from_open_clip(model: nn.Module) -> CLIP:

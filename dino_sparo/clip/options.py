@@ -5,7 +5,7 @@ Parsing is pure: it opens no file, touches no device, asks no network.
 
 import argparse
 
-from dino_sparo.choices import ARCHITECTURES, MIN_CORRUPT
+from dino_sparo.choices import ARCHITECTURES, MIN_CORRUPT, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from dino_sparo.cli import (
     HelpFormatter,
     add_device_options,
@@ -14,7 +14,7 @@ from dino_sparo.cli import (
     add_split_option,
     bool_flag,
 )
-from dino_sparo.clip.choices import CROP_SCALE, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD, READOUTS
+from dino_sparo.clip.choices import CROP_SCALE, FREEZABLE, READOUTS
 from dino_sparo.clip.presets import PRESETS, apply_preset, with_default
 from dino_sparo.scenes import INDEPENDENT
 from dino_sparo.training.options import add_compute_options, add_run_options
@@ -120,6 +120,17 @@ def _add_pair_options(parser: argparse.ArgumentParser) -> None:
         help="How often a built-in scene shows what is typical of its shape; 0 0 0 makes all that captions name "
         "independent.",
     )
+    group.add_argument(
+        "--val_path",
+        default=None,
+        help="Pairs of any of these kinds to validate on after every epoch: loss and retrieval both ways, in log.txt.",
+    )
+    group.add_argument(
+        "--val_share",
+        type=float,
+        default=0.0,
+        help="Share of the pairs to hold out for that instead, at most 5000 pairs; 0: none.",
+    )
     add_split_option(group)
     group.add_argument("--download", action="store_true", help="Let a torchvision set download itself.")
     group.add_argument(
@@ -151,13 +162,35 @@ def _add_image_options(parser: argparse.ArgumentParser) -> None:
         "--pre_norm",
         type=bool_flag,
         default=True,
-        help="CLIP's vision transformer; false takes DINO's, which --init_from needs.",
+        help="CLIP's vision transformer; false takes DINO's, which --init_from a DINO or timm ViT needs.",
+    )
+    group.add_argument(
+        "--quick_gelu",
+        type=bool_flag,
+        default=False,
+        help="OpenAI's activation in both encoders, which starting from OpenAI's weights needs, and from those whose "
+        "OpenCLIP name ends in -quickgelu.",
     )
     group.add_argument(
         "--init_from",
         default=None,
-        help="Start the image encoder from the weights in this file: a checkpoint of DINO, or a DINO or timm ViT of "
-        "the same width and patch size. All else starts at random; a resumed run takes its own weights.",
+        help="Start the image encoder from the weights in this file: a checkpoint of DINO, a DINO or timm ViT, or the "
+        "image tower of a CLIP, of the same width and patch size. All else starts at random; a resumed run takes its "
+        "own weights.",
+    )
+    group.add_argument(
+        "--init_clip",
+        default=None,
+        help="Start both encoders from the CLIP in this file, ours, OpenCLIP's or sparo-clip's, as far as it has the "
+        "same parts; --init_from beside it gives the image encoder.",
+    )
+    group.add_argument(
+        "--freeze",
+        nargs="+",
+        choices=list(FREEZABLE),
+        default=None,
+        help="Keep these parts as they start. image: the whole image tower, so that captions learn to fit it (LiT); "
+        "image_backbone: all but its read-out and projection, to put a read-out on a trained model.",
     )
 
 
@@ -284,8 +317,14 @@ def check_options(args: argparse.Namespace) -> None:
         )
     if args.shard_weights is not None and args.shards != "streamed":
         raise ValueError("--shard_weights is for --shards streamed alone")
+    if args.shards == "streamed" and args.val_share:
+        raise ValueError("--val_share with --shards streamed: a stream cannot be split; give --val_path")
     if args.shards == "streamed" and args.zero_shot_freq and not args.zero_shot_path:
         raise ValueError("--zero_shot_freq with --shards streamed: give labelled images with --zero_shot_path")
+    if not 0 <= args.val_share < 1 or (args.val_share and args.val_path):
+        raise ValueError(
+            f"--val_share {args.val_share} with --val_path {args.val_path}: give a share from 0 to below 1, or a path"
+        )
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(args, name) < 1:
             raise ValueError(f"--{name} {getattr(args, name)}: give a number from 0 to below 1")

@@ -22,11 +22,11 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import open_clip
 from jaxtyping import Bool
 
 from dino_sparo.cli import errors_in_one_line
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # One process is enough; under a launcher of several the others have nothing to do.
     if detect_launcher(os.environ)[1] > 0:
         return
-    with errors_in_one_line(logger, ImportError):
+    with errors_in_one_line(logger):
         draw_pictures(args)
 
 
@@ -241,7 +241,7 @@ def write(
             }
             for slot in gallery.slots
         ],
-        "versions": {**versions(), "open_clip": open_clip.__version__},
+        "versions": {**versions(), "open_clip": version("open_clip_torch")},
     }
     write_json(result, paths[2])
     sys.stdout.write("".join(f"{printable(str(path))}\n" for path in paths))

@@ -6,16 +6,21 @@ models from natural language supervision", section 3.1.4) it is that one, the re
 the templates they were made with: give those as a file to compare with them.
 """
 
+import importlib.util
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import open_clip
-
 from dino_sparo.clip.choices import AUTO
+from dino_sparo.extras import require
 from dino_sparo.scenes import BACKGROUNDS, COLOURS, TEXTURES
 from dino_sparo.sources import TORCHVISION_SETS
+
+if importlib.util.find_spec("open_clip") is not None:
+    from open_clip import OPENAI_IMAGENET_TEMPLATES, SIMPLE_IMAGENET_TEMPLATES
+else:  # options can still be parsed, and `open_templates` says what is missing
+    OPENAI_IMAGENET_TEMPLATES = SIMPLE_IMAGENET_TEMPLATES = ()
 
 DEFAULT_TEMPLATES = "openai"
 # As many as it takes until every pair of colour, texture and background that go round together has been there.
@@ -79,13 +84,13 @@ PROMPT_SETS: dict[str, PromptSet] = {
     "dtd": PromptSet(("a photo of a {} texture.", "a photo of a {} pattern.", "a photo of something {}.")),
     "country211": PromptSet(("a photo taken in {}.", "a photo showing the country of {}."), has_names=False),
     "gtsrb": PromptSet(('a photo of a "{}" traffic sign.', 'a close-up photo of a "{}" traffic sign.'), None, False),
-    "imagenette": PromptSet(tuple(template("{}") for template in open_clip.OPENAI_IMAGENET_TEMPLATES)),
+    "imagenette": PromptSet(tuple(template("{}") for template in OPENAI_IMAGENET_TEMPLATES)),
     "scenes": PromptSet(scene_templates()),
 }
 
 TEMPLATES: dict[str, tuple[str, ...]] = {
-    "openai": tuple(template("{}") for template in open_clip.OPENAI_IMAGENET_TEMPLATES),
-    "simple": tuple(template("{}") for template in open_clip.SIMPLE_IMAGENET_TEMPLATES),
+    "openai": tuple(template("{}") for template in OPENAI_IMAGENET_TEMPLATES),
+    "simple": tuple(template("{}") for template in SIMPLE_IMAGENET_TEMPLATES),
     "plain": ("a photo of a {}.",),
     **{name: prompts.templates for name, prompts in PROMPT_SETS.items()},
 }
@@ -109,6 +114,7 @@ def open_templates(templates: str, data_path: str = "") -> tuple[str, ...]:
     Raises:
         ValueError: no such name or file, no templates, or one without a place for the name.
     """
+    require("open_clip", "prompts")
     if templates == AUTO:
         return TEMPLATES[set_name(data_path) or DEFAULT_TEMPLATES]
     if templates in TEMPLATES:

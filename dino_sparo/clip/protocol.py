@@ -8,10 +8,9 @@ import argparse
 import sys
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-import open_clip
 
 from dino_sparo.clip.encode import ClipEncoder, ClipView
 from dino_sparo.clip.model import CLIP, load_clip
@@ -20,6 +19,7 @@ from dino_sparo.clip.text import tokenize
 from dino_sparo.data import ImageSource, open_source
 from dino_sparo.distributed import PRECISIONS, Distributed, is_main, rank_0_first
 from dino_sparo.evaluation.protocol import file_sha256, versions, view_record, write_json
+from dino_sparo.extras import require
 from dino_sparo.scenes import INDEPENDENT, Scenes, parse_scenes_spec
 
 
@@ -51,6 +51,7 @@ def open_clip_encoder(args: argparse.Namespace, place: Distributed, border: int 
         raise ValueError(
             "--pretrained_weights is empty: there is nothing to evaluate; give a checkpoint of CLIP training"
         )
+    require("open_clip", "captions")
     loaded = load_clip(args.pretrained_weights, args.text_heads, args.quick_gelu)
     config = loaded.model.config
     transform = ClipView(args.img_size or config.image.img_size, loaded.mean, loaded.std, border)
@@ -70,7 +71,7 @@ def open_clip_encoder(args: argparse.Namespace, place: Distributed, border: int 
         "slots": slots,
         "feature": {"name": "normalised encoding", "dim": dim, "precision": args.precision},
         "view": {**view_record(transform), "border": border},
-        "versions": {**versions(), "open_clip": open_clip.__version__},
+        "versions": {**versions(), "open_clip": version("open_clip_torch")},
     }
     return EvaluatedClip(encoder, record)
 

@@ -196,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     Returns:
         What slots.json holds.
     """
-    with errors_in_one_line(logger, ImportError):
+    with errors_in_one_line(logger):
         return select_slots(get_args_parser().parse_args(argv))
 
 

@@ -163,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     Returns:
         What sweep.json holds.
     """
-    with errors_in_one_line(logger, ImportError):
+    with errors_in_one_line(logger):
         return collect(get_args_parser().parse_args(argv))
 
 

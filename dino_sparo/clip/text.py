@@ -16,6 +16,7 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dino_sparo.extras import require
 from dino_sparo.readout import ReadoutOutput
 
 CONTEXT_LENGTH = 77
@@ -215,7 +216,7 @@ def tokenize(texts: Sequence[str], context_length: int = CONTEXT_LENGTH) -> Toke
 
     Raises:
         ValueError: one string instead of a list, or a context without room for a word.
-        ImportError: the package `open_clip_torch` is missing.
+        MissingPackageError: the package `open_clip_torch` is missing.
     """
     if isinstance(texts, str):
         raise ValueError(f"texts={texts!r} is one caption; give a list of captions")
@@ -233,10 +234,9 @@ def simple_tokenizer() -> Any:
     """open_clip's `SimpleTokenizer`, read once per process.
 
     Raises:
-        ImportError: the package `open_clip_torch` is missing.
+        MissingPackageError: the package `open_clip_torch` is missing.
     """
-    try:
-        from open_clip.tokenizer import SimpleTokenizer
-    except ImportError as error:
-        raise ImportError("captions are tokenized by open_clip: pip install 'dino_sparo[clip]'") from error
+    require("open_clip", "captions")
+    from open_clip.tokenizer import SimpleTokenizer
+
     return SimpleTokenizer()

@@ -29,6 +29,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from dino_sparo.checkpoint import CheckpointError, initialize_encoder
+from dino_sparo.clip.config import CLIPConfig
 from dino_sparo.clip.encode import ClipView
 from dino_sparo.clip.loss import create_loss
 from dino_sparo.clip.model import CLIP, clip_description, create_clip
@@ -36,8 +37,10 @@ from dino_sparo.clip.pair_sources import index_pairs, open_pairs
 from dino_sparo.clip.pair_streams import PairStream, create_stream_loader
 from dino_sparo.clip.pairs import PairBatch, PairDataset, PairSource, PairTransform, collate_pairs, create_pair_loader
 from dino_sparo.clip.presets import apply_preset, fill_in_warmup
+from dino_sparo.clip.start import initialize_clip, require_trained
 from dino_sparo.clip.step import CLIPTraining, train_step
 from dino_sparo.clip.text import tokenize
+from dino_sparo.clip.validation import hold_out, open_validation
 from dino_sparo.clip.zero_shot_probe import open_probe
 from dino_sparo.data import EpochSampler, open_together
 from dino_sparo.distributed import (
@@ -48,6 +51,7 @@ from dino_sparo.distributed import (
     use_fused_attention,
     wrap_ddp,
 )
+from dino_sparo.extras import require
 from dino_sparo.logs import RunLog
 from dino_sparo.optim import cosine_schedule, create_optimizer
 from dino_sparo.scenes import Ties
@@ -65,7 +69,12 @@ logger = logging.getLogger("dino_sparo.clip.train")
 
 def train(args: argparse.Namespace) -> None:
     """Train CLIP with these options, or go on from the last checkpoint; see `training.run.train` for what is raised."""
-    run.train(args, check_options, defaults_of, CLIPObjective)
+    run.train(args, _check, defaults_of, CLIPObjective)
+
+
+def _check(args: argparse.Namespace) -> None:
+    require("open_clip", "CLIP's loss and captions")
+    check_options(args)
 
 
 def defaults_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -90,8 +99,8 @@ class CLIPObjective(Objective[PairBatch]):
     score_name: ClassVar[str] = "best_zero_shot"
     metric: ClassVar[str] = "zero_shot"
     counters: ClassVar[Mapping[str, str]] = {"num_corrupt": "corrupt_pairs", "num_truncated": "truncated_captions"}
-    fixed_options = ("beta1", "beta2", "eps")
-    harmless_options = ("preset", "zero_shot_freq", "zero_shot_path", "grad_accum_steps")
+    fixed_options = ("beta1", "beta2", "eps", "freeze")
+    harmless_options = ("preset", "init_clip", "zero_shot_freq", "zero_shot_path", "grad_accum_steps")
     training: CLIPTraining
 
     def __init__(self, args: argparse.Namespace, place: Distributed) -> None:
@@ -102,9 +111,11 @@ class CLIPObjective(Objective[PairBatch]):
         self.source, self.sampler, self.loader = self.data.source, self.data.sampler, self.data.loader
         self.num_left_out = self.data.source.left_out.total
         self.training = build_training(args, place, self.sampler.steps_per_epoch)
+        view = ClipView(args.img_size, tuple(args.norm_mean), tuple(args.norm_std))
+        held_out = self.data.held_out
+        self.validation = None if held_out is None else open_validation(held_out, view, args.batch_size)
         self.probe = None
         if args.zero_shot_freq:
-            view = ClipView(args.img_size, tuple(args.norm_mean), tuple(args.norm_std))
             self.probe = open_probe(args.zero_shot_path or args.data_path, view, args.download)
 
     @property
@@ -116,9 +127,23 @@ class CLIPObjective(Objective[PairBatch]):
         """Refuse to resume a checkpoint of another model."""
         check_same_model(checkpoint, self.description["clip"], source)
 
-    def start_from(self, source: str) -> str:
-        """Start the image encoder from other weights."""
-        return f"image encoder: start from {initialize_encoder(self.training.network.image, source)}"
+    def start_from(self) -> None:
+        """Start the image encoder, or both towers, from other weights.
+
+        Raises:
+            CheckpointError: the weights do not fit the model.
+            ValueError: weights that are to be frozen would be random.
+        """
+        args, model, taken = self.args, self.training.network, set[str]()
+        if args.init_clip:
+            report = initialize_clip(model, args.init_clip)
+            taken |= set(report.taken)
+            logger.info("start from %s", report)
+        if args.init_from:
+            image = initialize_encoder(model.image, args.init_from)
+            taken |= {f"image.{name}" for name in image.taken}
+            logger.info("image encoder: start from %s", image)
+        require_trained(args.freeze or (), taken, model.state_dict())
 
     def step(self, batches: list[PairBatch], epoch: int, is_last: bool) -> StepReport:
         """One contrastive step."""
@@ -133,18 +158,16 @@ class CLIPObjective(Objective[PairBatch]):
         return len(batch.corrupt), batch.num_truncated
 
     def after_epoch(self, epoch: int, means: Mapping[str, float], log: RunLog) -> EpochResult:
-        """Zero-shot accuracy every `--zero_shot_freq` epochs."""
+        """Loss and retrieval on the pairs held out; zero-shot accuracy every `--zero_shot_freq` epochs."""
         # A model that distinguishes nothing has a loss of ln(batch).
         values = {"loss_over_ln_batch": means["loss"] / math.log(max(self.args.batch_size, 2))}
+        updater, num_workers = self.updater, min(self.args.num_workers, 2)
+        reader = (self.training.network, updater.device, updater.dtype, self.sampler.batch_size, num_workers)
+        if self.validation is not None:
+            values |= self.validation.measure(*reader)
         if self.probe is None or (epoch + 1) % self.args.zero_shot_freq:
             return EpochResult(values)
-        accuracy = self.probe.accuracy(
-            self.training.network,
-            self.updater.device,
-            self.updater.dtype,
-            self.sampler.batch_size,
-            min(self.args.num_workers, 2),
-        )
+        accuracy = self.probe.accuracy(*reader)
         return EpochResult({**values, self.metric: accuracy}, score=accuracy)
 
 
@@ -177,33 +200,21 @@ class PairData:
         sampler: which come when; of a stream only the sizes of its epochs and batches.
         loader: batches of pairs.
         first_batch: a batch of so many pairs, as the loader would give it.
+        held_out: pairs to validate on, or None.
     """
 
     source: PairSource | PairStream
     sampler: EpochSampler
     loader: DataLoader
     first_batch: Callable[[int], PairBatch]
+    held_out: PairSource | None = None
 
 
 def number_pairs(args: argparse.Namespace, place: Distributed, micro_batch: int) -> PairData:
     """Pairs by number, their order and their batches."""
-    source = open_together(
-        lambda: open_pairs(
-            args.data_path,
-            args.image_key,
-            args.caption_key,
-            args.image_folder,
-            args.caption_templates,
-            Ties(*args.scene_ties),
-            args.max_corrupt,
-            args.download,
-            split=args.split,
-            split_column=args.split_column,
-            limits=ImageLimits(args.max_image_mb, args.max_image_mpix),
-        ),
-        partial(index_pairs, args.data_path, args.split, args.caption_key, args.caption_templates),
-        f"opening {args.data_path}",
-    )
+    source, held_out = _open_together(args, args.data_path), _open_held_out(args)
+    if args.val_share:
+        source, held_out = hold_out(source, args.val_share, args.seed)
     require_same(len(source), "the number of pairs")
     _note_few_shards(source, args.num_workers * place.world_size)
     sampler = EpochSampler(len(source), micro_batch, place.rank, place.world_size, args.grad_accum_steps, args.seed)
@@ -220,7 +231,34 @@ def number_pairs(args: argparse.Namespace, place: Distributed, micro_batch: int)
     def first_batch(size: int) -> PairBatch:
         return collate_pairs([dataset[index % len(dataset)] for index in range(size)], args.context_length)
 
-    return PairData(source, sampler, loader, first_batch)
+    return PairData(source, sampler, loader, first_batch, held_out)
+
+
+def _open_held_out(args: argparse.Namespace) -> PairSource | None:
+    return _open_together(args, args.val_path, default_split="val") if args.val_path else None
+
+
+def _open_together(args: argparse.Namespace, path: str, default_split: str = "train") -> PairSource:
+    """The pairs of `--data_path` or `--val_path`, as the options say how they are read; all ranks share the work."""
+    split = args.split if path == args.data_path else None
+    return open_together(
+        lambda: open_pairs(
+            path,
+            args.image_key,
+            args.caption_key,
+            args.image_folder,
+            args.caption_templates,
+            Ties(*args.scene_ties),
+            args.max_corrupt,
+            args.download,
+            split=split,
+            default_split=default_split,
+            split_column=args.split_column,
+            limits=ImageLimits(args.max_image_mb, args.max_image_mpix),
+        ),
+        partial(index_pairs, path, split, args.caption_key, args.caption_templates),
+        f"opening {path}",
+    )
 
 
 def stream_pairs(args: argparse.Namespace, place: Distributed, micro_batch: int) -> PairData:
@@ -249,7 +287,7 @@ def stream_pairs(args: argparse.Namespace, place: Distributed, micro_batch: int)
         images = torch.randint(256, (size, 3, args.img_size, args.img_size), dtype=torch.uint8)
         return PairBatch(images, tokenize(["a photo"] * size, args.context_length).ids, torch.arange(size), [], 0)
 
-    return PairData(stream, sampler, loader, first_batch)
+    return PairData(stream, sampler, loader, first_batch, _open_held_out(args))
 
 
 def _note_few_shards(source: PairSource, num_loaders: int) -> None:
@@ -267,12 +305,17 @@ def build_training(args: argparse.Namespace, place: Distributed, steps_per_epoch
     torch.manual_seed(args.seed)
     dtype = choose_precision(args.precision, None, place.device)
     model = build_model(args).to(place.device)
+    model.freeze(args.freeze or ())
     model.set_grad_checkpointing(args.grad_checkpointing)
     is_fused = use_fused_attention(place.device, dtype)
     model.image.backbone.use_fused_attention(is_fused)
     model.text.use_fused_attention(is_fused)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    logger.info("%s, %.1f M parameters, %s on %s", model.config.summary, num_parameters / 1e6, dtype, place)
+    num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    logger.info(
+        "%s, %.1f M parameters, %.1f M of them trained, %s on %s",
+        *(model.config.summary, num_parameters / 1e6, num_trained / 1e6, dtype, place),
+    )
     mean, std = (
         torch.tensor(values, device=place.device).view(1, -1, 1, 1) for values in (args.norm_mean, args.norm_std)
     )
@@ -324,6 +367,7 @@ def build_model(args: argparse.Namespace) -> CLIP:
         replace_block=args.replace_block,
         bottleneck_dim=args.bottleneck_dim,
         num_codes=args.num_codes,
+        quick_gelu=args.quick_gelu,
     )
 
 
@@ -363,7 +407,9 @@ def check_same_model(checkpoint: Mapping[str, Any], description: Mapping[str, An
     description_before = checkpoint.get("clip")
     if description_before is None:
         raise CheckpointError(f"{source} holds no CLIP model, so it cannot be resumed; choose another --output_dir")
-    saved, asked = _flat(description_before), _flat(description)
+    # As this version writes it: an older one left out what had to be as it is now by default.
+    complete = {**description_before, **CLIPConfig.from_dict(dict(description_before)).to_dict()}
+    saved, asked = _flat(complete), _flat(description)
     differing = [
         f"{name} {saved.get(name)!r} in the checkpoint, {value!r} asked for"
         for name, value in asked.items()

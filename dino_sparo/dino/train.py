@@ -85,12 +85,12 @@ class DINOObjective(Objective[Batch]):
         """Refuse to resume a checkpoint of another encoder."""
         check_same_model(checkpoint, self.training.network.config, source)
 
-    def start_from(self, source: str) -> str:
+    def start_from(self) -> None:
         """Start student and teacher from a ViT's weights."""
-        student = self.training.network
-        taken = initialize_encoder(student.encoder, source)
-        self.training.teacher.load_state_dict(student.state_dict())
-        return f"start from {taken}; the head is new"
+        if self.args.init_from:
+            student = self.training.network
+            logger.info("start from %s; the head is new", initialize_encoder(student.encoder, self.args.init_from))
+            self.training.teacher.load_state_dict(student.state_dict())
 
     def step(self, batches: list[Batch], epoch: int, is_last: bool) -> StepReport:
         """One step of algorithm 1; every few steps also the teacher's entropies."""
@@ -233,6 +233,8 @@ def build_network(args: argparse.Namespace, drop_path_rate: float) -> DINONetwor
         key_dim=args.sparo_key_dim,
         group_size=args.sparo_group_size,
         img_size=args.global_crops_size,
+        pre_norm=args.pre_norm,
+        quick_gelu=args.quick_gelu,
     )
     encoder = encoder_from_config(config, drop_path_rate)
     head = DINOHead(

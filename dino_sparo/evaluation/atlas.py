@@ -200,7 +200,7 @@ def build_atlas(
     """Look at every image of a source and choose those that light up each slot most.
 
     Args:
-        encoder: in eval mode, on its device; `sparo` or `cls`.
+        encoder: in eval mode, on its device; any but `gap`.
         source: the images; those that cannot be read are left out.
         view: what is seen of each.
         model: a line about the encoder.
@@ -218,7 +218,7 @@ def build_atlas(
         raise ValueError(f"atlas_images={images_per_slot}; give a positive number of images per slot")
     survey = _survey(encoder, source, view, num_workers)
     grid = survey.sample.shape[-2:]
-    values = survey.slots if readout == "sparo" else None
+    values = survey.slots if readout != "cls" else None
     scores = score_images(survey.patches, survey.prefix, grid[0] * grid[1], values)
     best = np.argsort(-scores, axis=0, kind="stable")[:images_per_slot]  # (images per slot, M)
     shown = _draw_images(encoder, source, view, survey, best, scores)
@@ -233,7 +233,7 @@ def build_atlas(
         )
         for rank, number in enumerate(ranking)
     ]  # fmt: skip
-    kind = "slot" if readout == "sparo" else "head"
+    kind = "head" if readout == "cls" else "slot"
     return Atlas(model, kind, name or source.name, len(survey.indices), (int(grid[0]), int(grid[1])), slots)
 
 

@@ -238,8 +238,13 @@ def extract_split(
     return extract_features(encoder, loader, device, batch_size=batch_size, desc=source.name, **options)
 
 
-class _Subset:
-    """Some images of a source, under new indices."""
+class Subset:
+    """Some images of a source, under new indices.
+
+    Args:
+        source: all images.
+        indices: those that are taken, in their new order.
+    """
 
     def __init__(self, source: ImageSource, indices: np.ndarray) -> None:
         self.source, self.indices = source, indices
@@ -248,12 +253,15 @@ class _Subset:
         self.labels = None if source.labels is None else source.labels[indices]
 
     def __len__(self) -> int:
+        """Number of images."""
         return len(self.indices)
 
     def read(self, index: int) -> Image.Image:
+        """Image `index` of the subset."""
         return self.source.read(int(self.indices[index]))
 
     def location(self, index: int) -> str:
+        """Where image `index` of the subset lies."""
         return self.source.location(int(self.indices[index]))
 
 
@@ -274,7 +282,7 @@ def disjoint_subsets(source: ImageSource, sizes: Sequence[int], seed: int = 0) -
         raise ValueError(f"{source.name} has {len(source)} images, too few to split them {':'.join(map(str, sizes))}")
     order = np.random.default_rng(seed).permutation(len(source))
     ends = np.cumsum(counts)
-    return [_Subset(source, np.sort(order[end - count : end])) for count, end in zip(counts, ends, strict=True)]
+    return [Subset(source, np.sort(order[end - count : end])) for count, end in zip(counts, ends, strict=True)]
 
 
 def save_features(folder: Path, train: Features, val: Features, record: dict[str, Any]) -> None:

@@ -75,8 +75,8 @@ class MapSet:
     @classmethod
     def of(cls, run: str, model: str, readout: str, maps: Float[np.ndarray, "B M h w"]) -> "MapSet":
         """Group the maps of an encoder with the read-out `readout`."""
-        kinds = {"sparo": "slot", "cls": "head", "gap": "average"}
-        return cls(run, model, kinds[readout], maps, group_near_duplicates(maps))
+        kind = {"cls": "head", "gap": "average"}.get(readout, "slot")
+        return cls(run, model, kind, maps, group_near_duplicates(maps))
 
     def count(self, order: Int[np.ndarray, " _"]) -> str:
         """How many of the maps are shown, in words."""

@@ -155,8 +155,8 @@ class Objective(ABC, Generic[B]):
         """
 
     @abstractmethod
-    def start_from(self, source: str) -> str:
-        """Start from the weights in a file; returns the log's words for what was taken.
+    def start_from(self) -> None:
+        """Start from the weights in the files that the options name, if any; called where there is no run to resume.
 
         Raises:
             CheckpointError: the weights do not fit.

@@ -122,8 +122,7 @@ def train(
             CheckpointFolder(output_dir, args.keep_checkpoints),
             Agreement(signals, args.saveckp_minutes, place.device),
         )
-        if args.init_from:
-            start_from(run, args.init_from)
+        start_from(run)
         log_step = resume(run)
         log = RunLog(output_dir, log_step, objective.updater.step // objective.sampler.steps_per_epoch)
         log.options(vars(args), ("epoch/train_loss", f"epoch/{objective.metric}"))
@@ -136,16 +135,18 @@ def train(
             hand_over(signals, stop, objective.updater.step)
 
 
-def start_from(run: Run, source: str) -> None:
-    """Start from other weights, unless there is a checkpoint to resume.
+def start_from(run: Run) -> None:
+    """Start from other weights if the options say so, unless there is a checkpoint to resume.
 
     Raises:
         CheckpointError: the weights do not fit.
     """
-    if run.checkpoints.newest.is_file():
-        logger.info("--init_from %s is ignored: %s goes on", source, run.checkpoints.newest)
-    else:
-        logger.info("%s", run.objective.start_from(source))
+    if not run.checkpoints.newest.is_file():
+        run.objective.start_from()
+        return
+    for name, value in vars(run.args).items():
+        if name.startswith("init_") and value:
+            logger.info("--%s %s is ignored: %s goes on", name, value, run.checkpoints.newest)
 
 
 # ---- resume
@@ -192,7 +193,7 @@ def _check_same_scale(run: Run, checkpoint: Mapping[str, Any], path: str, may_di
     """Refuse other data, other options that the optimizer's state depends on, and other batches unless allowed."""
     before, now = checkpoint["args"], plain(vars(run.args))
     fixed = run.objective.fixed_options
-    differing = [(f"--{name}", before[name], now[name]) for name in fixed if before[name] != now[name]]
+    differing = [(f"--{name}", before.get(name), now[name]) for name in fixed if before.get(name) != now[name]]
     if not may_differ:
         numbers = ((name, checkpoint.get(name, value), value) for name, value in run.scale.items())
         differing += [(name, old, new) for name, old, new in numbers if old != new]

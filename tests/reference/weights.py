@@ -86,6 +86,21 @@ OPTIM_STEPS = 5
 
 KNN = {"num_train": 120, "num_test": 103, "dim": 16, "num_classes": 7, "temperature": 0.07, "ks": (1, 5, 20)}
 
+# sparo-clip's models, with all sizes different; ViT-micro is ours, and its heads are 32 wide.
+SPARO_CLIP = {
+    "embed_dim": 35,
+    "vision_cfg": {"layers": 4, "width": 128, "head_width": 32, "patch_size": 8, "image_size": 32},
+    "text_cfg": {"context_length": 9, "vocab_size": 53, "width": 24, "heads": 2, "layers": 3},
+}
+_SPARO = {"use_sparo": True, "L": 6, "V": 7, "sparo_attn_dim": 5, "reduce_depth": 1}
+SPARO_CLIP_CASES: dict[str, dict] = {
+    "sparo": _SPARO,
+    "shared_keys": {**_SPARO, "sparo_heads": 3},
+    "linear": {"bottleneck_dim": 11},
+    "cls": {},
+    "quick_gelu": {"quick_gelu": True},
+}
+
 
 def normal(name: str, shape: Sequence[int], std: float = 1.0) -> np.ndarray:
     """Gaussian float32 array, a pure function of its name and shape."""
@@ -114,6 +129,21 @@ def state(shapes: Mapping[str, Sequence[int]], salt: str = "") -> dict[str, np.n
 def images(name: str, batch: int, height: int, width: int, channels: int = 3) -> np.ndarray:
     """Images (batch, channels, height, width), as if already normalised."""
     return normal(f"images/{name}/{height}x{width}", (batch, channels, height, width))
+
+
+def sparo_clip_state(shapes: Mapping[str, Sequence[int]]) -> dict[str, np.ndarray]:
+    """Weights of one of sparo-clip's models; SPARO's values are its keys, which it writes twice."""
+    names = {name: name.replace("sparo.v.", "sparo.k.") for name in shapes}
+    return {name: np.asarray(parameter(names[name], shape, "sparo_clip/")) for name, shape in shapes.items()}
+
+
+def sparo_clip_ids() -> np.ndarray:
+    """Token ids (3, 9) of captions of three lengths; the end token is the vocabulary's last."""
+    ids = np.random.RandomState(0).randint(1, 52, (3, 9))
+    for caption, end in enumerate((4, 8, 2)):
+        ids[caption, end:] = 0
+        ids[caption, end] = 52
+    return ids
 
 
 def step_crops(step: int) -> list[np.ndarray]:

@@ -1,0 +1,211 @@
+"""Tokens -> slots, the ways that the paper compares SPARO with: attentional pooling, its ablations, codes.
+
+Stage 2 of the map, beside `readout.py`. They are CLIP's in the paper and serve any encoder; every one turns tokens
+(B, N, D) and a mask (B, N) into `ReadoutOutput(slots (B, L, V), attention (B, L, N))`.
+"""
+
+import math
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from dino_sparo.choices import CROSS_ATTENTION, CrossAttentionKind
+from dino_sparo.extras import require
+from dino_sparo.readout import ReadoutOutput, create_readout
+
+
+class CrossAttentionReadout(nn.Module):
+    """Attentional pooling with L learned queries, and the steps that lead from it to SPARO.
+
+        z_l = (H U_l^T + c_l)^T softmax(H K_l^T q_l / sqrt(A))      L heads of width A
+        z   = O concat(z_1, ..., z_L) + b_O                          multi-head only: O mixes the heads
+        z   = LayerNorm(z)                                           of all L*A numbers, or slot by slot
+        y   = P z + b_P                                              L*A -> L*V, or slot by slot A -> V
+
+    with H (N, D) the tokens, q_l (A) the query, K_l and U_l (A, D) the key and value projections. Slot-wise operations
+    share their parameters between the slots. Against SPARO: values have a projection of their own, and LayerNorm is
+    added. Against multi-head attention as usual: the queries are learned as they are, not projected.
+    Source: SPARO, section 5.3 and table 6, whose numbers of parameters tell what the text leaves open (there is no code
+    for it); attentional pooling is Yu et al., CoCa, section 3.2.
+
+    As in `Sparo` the sums are taken in an order that forms no keys and values of all tokens. Keys have no bias: it
+    would add the same number to the score of every token, which the softmax ignores.
+
+    Initialisation as SPARO's: q standard normal, K, U and O Xavier-uniform, P as `nn.Linear` draws it, biases zero.
+
+    Args:
+        embed_dim: D, width of the tokens.
+        num_slots: L, queries and heads.
+        slot_dim: V.
+        key_dim: A, width of keys, queries and values.
+        kind: which of the steps are slot-wise.
+
+    Raises:
+        ValueError: a size is not positive.
+    """
+
+    def __init__(self, embed_dim: int, num_slots: int, slot_dim: int, key_dim: int, kind: CrossAttentionKind) -> None:
+        super().__init__()
+        sizes = {"embed_dim": embed_dim, "num_slots": num_slots, "slot_dim": slot_dim, "key_dim": key_dim}
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name}={size} is not a valid size for a read-out; give a positive integer")
+        self.num_slots, self.slot_dim, self.key_dim, self.kind = num_slots, slot_dim, key_dim, kind
+        width = num_slots * key_dim
+        self.queries = nn.Parameter(torch.empty(num_slots, key_dim))
+        self.key_proj = nn.Linear(embed_dim, width, bias=False)
+        self.value_proj = nn.Linear(embed_dim, width)
+        self.out_proj = nn.Identity() if kind.separate_heads else nn.Linear(width, width)
+        self.norm = nn.LayerNorm(key_dim if kind.slotwise_norm else width)
+        self.proj = nn.Linear(key_dim, slot_dim) if kind.slotwise_projection else nn.Linear(width, num_slots * slot_dim)
+        self.reset_parameters()
+
+    @property
+    def encoding_dim(self) -> int:
+        """Width of the slots side by side, L*V."""
+        return self.num_slots * self.slot_dim
+
+    def reset_parameters(self) -> None:
+        """Draw the weights anew."""
+        nn.init.normal_(self.queries)
+        nn.init.xavier_uniform_(self.key_proj.weight)
+        for linear in (self.value_proj, self.out_proj):
+            if isinstance(linear, nn.Linear):
+                nn.init.xavier_uniform_(linear.weight)
+                nn.init.zeros_(linear.bias)
+        self.norm.reset_parameters()
+        self.proj.reset_parameters()
+        nn.init.zeros_(self.proj.bias)
+
+    def forward(self, tokens: Float[Tensor, "B N D"], mask: Bool[Tensor, "B N"] | None = None) -> ReadoutOutput:
+        """Read tokens out as slots.
+
+        Args:
+            tokens: (B, N, D), normalised.
+            mask: (B, N), True where a token may be attended.
+
+        Returns:
+            Slots (B, L, V) and attention (B, L, N).
+        """
+        # einsum letters: b image, l slot, a key width, d token width
+        keys = self.key_proj.weight.unflatten(0, (-1, self.key_dim))
+        token_queries = torch.einsum("la,lad->ld", self.queries * self.key_dim**-0.5, keys)
+        scores = (tokens @ token_queries.t()).transpose(1, 2)  # (B, L, N)
+        if mask is not None:
+            scores = scores.masked_fill(~mask[:, None, :], -math.inf)
+        attention = scores.softmax(dim=-1)
+        pooled = attention @ tokens  # (B, L, D)
+        values = self.value_proj.weight.unflatten(0, (-1, self.key_dim))
+        heads = torch.einsum("bld,lad->bla", pooled, values) + self.value_proj.bias.unflatten(0, (-1, self.key_dim))
+        mixed = self.out_proj(heads.flatten(1)).unflatten(1, (self.num_slots, self.key_dim))
+        normed = self.norm(mixed) if self.kind.slotwise_norm else self.norm(mixed.flatten(1)).view_as(mixed)
+        slots = self.proj(normed) if self.kind.slotwise_projection else self.proj(normed.flatten(1))
+        return ReadoutOutput(
+            slots=slots.unflatten(1, (self.num_slots, -1)) if slots.ndim == 2 else slots, attention=attention
+        )
+
+
+class CodebookReadout(nn.Module):
+    """Finite Discrete Tokens: a convex combination of the codes of a book that images and captions share.
+
+        r_k  = max_n f(h_n) . c_k / (sqrt(M) T)        relevance of code k
+        w    = Sparsemax(r)                            most weights are zero once trained
+        slot = sum_k w_k c_k
+
+    with f = Linear GELU LayerNorm Linear on normalised tokens, c_k (M) the codes and T a temperature. The attention of
+    a token is the weight of the codes for which it was the most relevant one.
+    Source: Chen et al., FDT, section 3; SPARO, appendix 0.B.2, and the authors' code for T, f and for leaving the class
+    token out. Two departures from that code: masked tokens do not compete, where there they do with relevance zero; and
+    tokens come from the towers' last LayerNorm, which is left out there.
+
+    Args:
+        embed_dim: D, width of the tokens.
+        codebook: (K, M), a parameter that both towers hold.
+        num_prefix_tokens: leading tokens that are left out: an image's class token.
+    """
+
+    temperature = 1000.0
+
+    def __init__(self, embed_dim: int, codebook: nn.Parameter, num_prefix_tokens: int = 0) -> None:
+        super().__init__()
+        self.encoding_dim = code_dim = codebook.shape[1]
+        self.num_prefix_tokens = num_prefix_tokens
+        self.codebook = codebook
+        self.query_map = nn.Sequential(
+            nn.LayerNorm(embed_dim),
+            nn.Linear(embed_dim, code_dim),
+            nn.GELU(),
+            nn.LayerNorm(code_dim),
+            nn.Linear(code_dim, code_dim),
+        )
+
+    def forward(self, tokens: Float[Tensor, "B N D"], mask: Bool[Tensor, "B N"] | None = None) -> ReadoutOutput:
+        """Read tokens out as one combination of codes.
+
+        Args:
+            tokens: (B, N, D).
+            mask: (B, N), True where a token may be attended.
+
+        Returns:
+            Slots (B, 1, M) and attention (B, 1, N).
+        """
+        allowed = torch.arange(tokens.shape[1], device=tokens.device) >= self.num_prefix_tokens
+        allowed = allowed.expand(len(tokens), -1) if mask is None else allowed & mask
+        relevance = self.query_map(tokens) @ self.codebook.t()  # (B, N, K)
+        best, winner = relevance.masked_fill(~allowed[..., None], -math.inf).max(dim=1)
+        # Differences between logits are small against one: below fp32 Sparsemax would see none.
+        logits = best.to(torch.promote_types(best.dtype, torch.float32))
+        weights = sparsemax(logits / (math.sqrt(self.codebook.shape[1]) * self.temperature))
+        attention = weights.new_zeros(tokens.shape[:2]).scatter_add(1, winner, weights)
+        return ReadoutOutput(slots=(weights.to(tokens.dtype) @ self.codebook)[:, None], attention=attention[:, None])
+
+
+def sparsemax(logits: Float[Tensor, "B K"]) -> Float[Tensor, "B K"]:
+    """The projection onto the probability simplex, zeros included (Martins and Astudillo, 2016).
+
+    Raises:
+        MissingPackageError: the package `entmax` is missing.
+    """
+    require("entmax", "models with readout 'fdt'")
+    import entmax
+
+    return entmax.sparsemax(logits, dim=-1)
+
+
+def create_pooling(
+    name: str,
+    embed_dim: int,
+    num_slots: int,
+    slot_dim: int,
+    key_dim: int,
+    group_size: int = 1,
+    codebook: nn.Parameter | None = None,
+    num_prefix_tokens: int = 0,
+) -> nn.Module:
+    """Build any read-out that needs no end token: one of this file or of `readout.READOUTS`.
+
+    Args:
+        name: `fdt`, a key of `CROSS_ATTENTION` or of `readout.READOUTS`.
+        embed_dim: D, width of the tokens.
+        num_slots: L, of a slotted read-out.
+        slot_dim: V, likewise.
+        key_dim: A, likewise.
+        group_size: G, of `sparo`.
+        codebook: (K, M), of `fdt`.
+        num_prefix_tokens: leading tokens that `fdt` leaves out.
+
+    Raises:
+        ValueError: the name is unknown, a size does not fit, or `fdt` lacks its codebook.
+    """
+    if name == "fdt":
+        if codebook is None:
+            raise ValueError("readout 'fdt' needs a codebook; give the parameter (K, M) that both towers share")
+        return CodebookReadout(embed_dim, codebook, num_prefix_tokens)
+    if name in CROSS_ATTENTION:
+        if group_size != 1:
+            raise ValueError(
+                f"group_size={group_size} with readout {name!r}: only 'sparo' shares keys between slots; leave it at 1"
+            )
+        return CrossAttentionReadout(embed_dim, num_slots, slot_dim, key_dim, CROSS_ATTENTION[name])
+    return create_readout(name, embed_dim, num_slots, slot_dim, key_dim, group_size)
