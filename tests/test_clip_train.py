@@ -510,21 +510,58 @@ def parsed(*words: str) -> argparse.Namespace:
     return args
 
 
-# SPARO, table 0.C.3, by column: epochs, batch size, warm-up steps, weight decay; section 4: slots.
-TABLE = {
-    "cc3m": (32, 4096, 3600, 0.5, 64),
-    "cc12m": (25, 4096, 3600, 0.5, 64),
-    "cc15m": (25, 4096, 3600, 0.5, 64),
-    "laion400m": (32, 32768, 2000, 0.2, 128),
+# Where the paper (SPARO) or OpenCLIP states it -> option -> values for CC3M, CC12M, CC15M and LAION-400M.
+CC_AND_LAION = ("cc3m", "cc12m", "cc15m", "laion400m")
+RECIPES: dict[str, dict[str, tuple[Any, Any, Any, Any]]] = {
+    "table 0.C.3, row Epochs": {"epochs": (32, 25, 25, 32)},
+    "table 0.C.3, row Global batch size": {"batch_size": (4096, 4096, 4096, 32768)},
+    "table 0.C.3, row Warmup steps": {"warmup_steps": (3600, 3600, 3600, 2000)},
+    "table 0.C.3, row Weight decay": {"weight_decay": (0.5, 0.5, 0.5, 0.2)},
+    "table 0.C.3, row Precision": {"precision": ("bf16",) * 4},
+    "table 1, column Model: CLIP16 for Conceptual Captions, CLIP32 for L400M; so tables 2, 3 and 0.B.1, figure 2": {
+        "patch_size": (16, 16, 16, 32)
+    },
+    "section 4: ViT-B/16 or ViT-B/32 visual backbone": {"arch": ("vit_base",) * 4, "img_size": (224,) * 4},
+    "section 4: L = V = 64 on Conceptual Captions, L = 128 and V = 64 on LAION-400M": {
+        "sparo_slots": (64, 64, 64, 128),
+        "sparo_slot_dim": (64,) * 4,
+    },
+    "sparo-clip's ViT-B-16-SPARO.json, sparo_attn_dim null: as wide as an attention head": {"sparo_key_dim": (64,) * 4},
+    "sparo-clip's ViT-B-16-SPARO.json: one slot per key": {"sparo_group_size": (1,) * 4},
+    "section 4: Sparo replaces the last block, which it does by default": {"replace_block": (None,) * 4},
+    "appendix 0.C.1: else OpenCLIP's defaults; its params.py, for ViTs": {
+        "lr": (5e-4,) * 4,
+        "beta1": (0.9,) * 4,
+        "beta2": (0.98,) * 4,
+        "eps": (1e-6,) * 4,
+        "min_lr": (0.0,) * 4,
+        "clip_grad": (0.0,) * 4,
+    },
+    "OpenCLIP's ViT-B-16.json and ViT-B-32.json": {
+        "text_width": (512,) * 4,
+        "text_heads": (8,) * 4,
+        "text_layers": (12,) * 4,
+        "context_length": (77,) * 4,
+        "embed_dim": (512,) * 4,
+    },
+    "OpenCLIP's transform.py, AugmentationCfg": {"crop_scale": ((0.9, 1.0),) * 4},
 }
 
 
-@pytest.mark.parametrize("name", sorted(TABLE))
-def test_presets_are_the_papers_table(name: str) -> None:
-    args = parsed("--preset", name)
-    found = (args.epochs, args.batch_size, args.warmup_steps, args.weight_decay, args.sparo_slots)
-    assert found == TABLE[name]
-    assert (args.lr, args.beta1, args.beta2, args.eps, args.sparo_slot_dim) == (5e-4, 0.9, 0.98, 1e-6, 64)
+@pytest.mark.parametrize("source", RECIPES)
+def test_every_value_of_every_preset_is_where_the_paper_states_it(source: str) -> None:
+    for column, name in enumerate(CC_AND_LAION):
+        args = parsed("--preset", name)
+        expected = {option: values[column] for option, values in RECIPES[source].items()}
+        assert {option: getattr(args, option) for option in expected} == expected, name
+
+
+def test_no_preset_has_a_value_that_the_table_lacks() -> None:
+    assert set(CC_AND_LAION) == PRESETS.keys()
+    in_table = {option for values in RECIPES.values() for option in values}
+    for preset in PRESETS.values():
+        assert preset.values.keys() <= in_table
+    assert DEFAULTS.keys() <= in_table
 
 
 @pytest.mark.parametrize("words", [["--lr", "0.0005", "--epochs", "3"], []])
@@ -578,7 +615,6 @@ def test_the_options_and_their_defaults_are_frozen() -> None:
         "grad_accum_steps": 1,
         "min_lr": 0.0,
         "clip_grad": 0.0,
-        "precision": "auto",
         "output_dir": ".",
         "saveckp_freq": 0,
         "saveckp_minutes": 30.0,

@@ -212,10 +212,13 @@ def _add_optimization_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--precision",
-        default="auto",
+        default=None,
         choices=["auto", *sorted(PRECISIONS)],
-        help="Precision of the forward passes; auto is bf16 where the device computes in it, else fp32. Features and "
-        "loss are fp32 in any case.",
+        help=with_default(
+            "Precision of the forward passes; auto is bf16 where the device computes in it, else fp32. Features and "
+            "loss are fp32 in any case.",
+            "precision",
+        ),
     )
 
 
