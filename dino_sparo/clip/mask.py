@@ -21,7 +21,7 @@ from dino_sparo.cli import HelpFormatter, errors_in_one_line
 from dino_sparo.clip.classes import apply_classes, open_classes
 from dino_sparo.clip.config import CLIPConfig
 from dino_sparo.clip.encode import ClipEncoder
-from dino_sparo.clip.mask_fit import FitResult, FitSettings, fit_mask, masked_pairs
+from dino_sparo.clip.mask_fit import BOUND, INITIAL_ALPHA, FitResult, FitSettings, fit_mask, masked_pairs
 from dino_sparo.clip.plots import ACCENT, count_ticks, panels, ranked_bars, result_paths
 from dino_sparo.clip.prompts import open_templates
 from dino_sparo.clip.protocol import (
@@ -141,6 +141,13 @@ def get_args_parser() -> argparse.ArgumentParser:
         default=FitSettings.batch_size,
         help="Pairs per step; the paper does not say how many.",
     )
+    group.add_argument(
+        "--mask_scale",
+        choices=list(INITIAL_ALPHA),
+        default=FitSettings.bound,
+        help="Bound of the inverse temperature: min is CLIP's min(100, exp(alpha)), which learns; max is the "
+        "max(100, exp(alpha)) that SPARO's appendix 0.C.1 prints, which saturates in the first epoch.",
+    )
     group.add_argument("--seed", type=int, default=FitSettings.seed, help="Of the order of the pairs.")
     group = parser.add_argument_group("evaluation elsewhere")
     group.add_argument(
@@ -176,7 +183,7 @@ def learn_mask(args: argparse.Namespace) -> dict[str, Any]:
         ValueError: options, files or data that do not fit; the message says what would.
         ImportError: matplotlib is not installed.
     """
-    settings = FitSettings(args.epochs, args.lr, args.momentum, args.mask_batch_size, args.seed)
+    settings = FitSettings(args.epochs, args.lr, args.momentum, args.mask_batch_size, args.seed, args.mask_scale)
     place = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
     setup_logging()
     require_matplotlib()
@@ -266,6 +273,7 @@ def describe_fit(found: FitResult, args: argparse.Namespace) -> dict[str, Any]:
         "epochs": args.epochs,
         "batch_size": args.mask_batch_size,
         "seed": args.seed,
+        "mask_scale": f"{args.mask_scale}({BOUND:.0f}, exp(alpha))",
         "best_epoch": found.epoch,
         "losses": found.losses,
         "accuracies": found.accuracies,
