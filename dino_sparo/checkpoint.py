@@ -528,6 +528,8 @@ def initialize_encoder(encoder: Encoder, path: str | Path, which: str = "teacher
     """
     config, own = encoder.config, encoder.state_dict()
     weights = network_weights(load_checkpoint(path), which, str(path))
+    if "backbone.norm.weight" not in own:  # the read-out has the last LayerNorm, or there is none
+        weights = {name.replace("backbone.norm.", "readout.norm."): value for name, value in weights.items()}
     _check_same_make(weights, own, str(path))
     grid_size = _patch_sizes(weights)[-1]
     # A backbone without blocks, of the source's grid: it knows how to resample its positions.

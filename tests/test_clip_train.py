@@ -609,6 +609,7 @@ def test_the_options_and_their_defaults_are_frozen() -> None:
         "readout": "sparo",
         "sparo_group_size": 1,
         "replace_block": None,
+        "norm_first": False,
         "bottleneck_dim": 512,
         "num_codes": 16384,
         "max_steps": None,

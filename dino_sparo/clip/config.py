@@ -6,7 +6,7 @@ Stage 2 of the folder. The configuration travels in every checkpoint, so that no
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from dino_sparo.clip.readouts import READOUTS, SLOTTED
+from dino_sparo.clip.readouts import NORM_FIRST, READOUTS, SLOTTED
 from dino_sparo.clip.text import TextConfig
 from dino_sparo.encoder import EncoderConfig
 
@@ -16,7 +16,7 @@ class CLIPConfig:
     """How a CLIP model is built.
 
     Attributes:
-        image: the image encoder; its `readout` is the image side of `READOUTS[readout]`.
+        image: the image encoder; its `readout` is the image side of `READOUTS[readout]`, or of `NORM_FIRST[readout]`.
         text: the text encoder; its `readout` is the text side.
         readout: a key of `readouts.READOUTS`, one name for both towers.
         embed_dim: M, width of the encoding: that of the projections, L*V for a slotted read-out, of the codes for
@@ -42,7 +42,7 @@ class CLIPConfig:
     def __post_init__(self) -> None:
         check_readout(self.readout)
         towers = (self.image.readout, self.text.readout)
-        if towers != READOUTS[self.readout]:
+        if towers not in (READOUTS[self.readout], NORM_FIRST.get(self.readout)):
             raise ValueError(
                 f"readout {self.readout!r} is {READOUTS[self.readout]} in image and text tower; these are built with "
                 f"{towers}"

@@ -16,15 +16,15 @@ from timm.layers import QuickGELU
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dino_sparo.backbone import create_backbone
+from dino_sparo.backbone import create_backbone, layer_norm_eps
 from dino_sparo.checkpoint import CheckpointError, load_checkpoint, load_strictly
 from dino_sparo.clip.config import CLIPConfig, check_readout
 from dino_sparo.clip.convert import from_open_clip, is_open_clip, read_open_clip_model
-from dino_sparo.clip.readouts import NORMALIZED_PER_SLOT, READOUTS, SLOTTED, create_tower_readout
+from dino_sparo.clip.readouts import NORM_FIRST, NORMALIZED_PER_SLOT, READOUTS, SLOTTED, create_tower_readout
 from dino_sparo.clip.text import TextConfig, TextEncoder
 from dino_sparo.encoder import Encoder, EncoderConfig
 from dino_sparo.evaluation.protocol import file_sha256
-from dino_sparo.readout import ReadoutOutput
+from dino_sparo.readout import RAW_TOKENS, ReadoutOutput
 
 INITIAL_TEMPERATURE = 0.07
 
@@ -138,11 +138,11 @@ def create_clip(
     bottleneck_dim: int = 512,
     num_codes: int = 16384,
     quick_gelu: bool = False,
+    norm_first: bool = False,
 ) -> CLIP:
     """Build a CLIP model with random weights.
 
-    The text encoder starts as CLIP's does, the image encoder as DINO's (truncated normal, std 0.02), where OpenCLIP
-    leaves the blocks to torch's defaults.
+    Both encoders start as OpenCLIP's do; without `pre_norm` the image encoder starts as DINO's.
 
     Args:
         arch: a key of `backbone.ARCHITECTURES`.
@@ -166,12 +166,14 @@ def create_clip(
         bottleneck_dim: m, for `linear`.
         num_codes: K, for `fdt`.
         quick_gelu: OpenAI's activation.
+        norm_first: `gap`, `gap_image` and `fdt` read tokens that passed the tower's last LayerNorm, as in checkpoints
+            of earlier versions; False is the authors' code, where gap normalises the average, and fdt nothing.
 
     Raises:
         ValueError: an unknown name, or a size that does not fit; the message lists what does.
     """
     check_readout(readout)
-    image_readout, text_readout = READOUTS[readout]
+    image_readout, text_readout = (NORM_FIRST if norm_first and readout in NORM_FIRST else READOUTS)[readout]
     slots = {"num_slots": num_slots, "slot_dim": slot_dim, "key_dim": key_dim, "group_size": group_size}
     image = EncoderConfig(
         arch=arch,
@@ -231,6 +233,7 @@ def _image_encoder(config: CLIPConfig, drop_path_rate: float, codebook: nn.Param
         drop_path_rate,
         remove_blocks=int(config.replace_block),
         pre_norm=image.pre_norm,
+        final_norm=image.readout not in RAW_TOKENS,
     )
     readout = create_tower_readout(
         image.readout,
@@ -241,6 +244,7 @@ def _image_encoder(config: CLIPConfig, drop_path_rate: float, codebook: nn.Param
         image.group_size,
         codebook,
         backbone.num_prefix_tokens,
+        eps=layer_norm_eps(image.pre_norm),
     )
     return Encoder(backbone, readout, image)
 
@@ -248,7 +252,14 @@ def _image_encoder(config: CLIPConfig, drop_path_rate: float, codebook: nn.Param
 def _text_encoder(config: CLIPConfig, codebook: nn.Parameter | None) -> TextEncoder:
     text = config.text
     readout = create_tower_readout(
-        text.readout, text.width, text.num_slots, text.slot_dim, text.key_dim, text.group_size, codebook
+        text.readout,
+        text.width,
+        text.num_slots,
+        text.slot_dim,
+        text.key_dim,
+        text.group_size,
+        codebook,
+        context_length=text.context_length,
     )
     return TextEncoder(text, readout, text.layers - config.replace_block)
 

@@ -165,6 +165,13 @@ def _add_readout_options(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="Remove the last block of both encoders; by default only sparo does.",
     )
+    group.add_argument(
+        "--norm_first",
+        action="store_true",
+        help="Let gap, gap_image and fdt read tokens after the last LayerNorm, as earlier versions did; a run that "
+        "began with one is resumed with this. By default gap normalises the average and fdt nothing, as in the SPARO "
+        "authors' code.",
+    )
     group.add_argument("--bottleneck_dim", type=int, default=512, help="Width of the linear bottleneck.")
     group.add_argument("--num_codes", type=int, default=16384, help="Codes of the discrete bottleneck, fdt.")
 

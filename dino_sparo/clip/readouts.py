@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dino_sparo.readout import ReadoutOutput, create_readout
+from dino_sparo.readout import AverageThenNormReadout, ReadoutOutput, create_readout
 
 
 class CrossAttentionKind(NamedTuple):
@@ -40,17 +40,20 @@ CROSS_ATTENTION: dict[str, CrossAttentionKind] = {
 }
 
 # The image tower's read-out and the text tower's. The paper's CLIP+GAP is `gap_image`: in the authors' code only images
-# are averaged, captions keep the end token. (There the last LayerNorm follows the average; here it precedes it, as for
-# every other read-out.)
+# are averaged, captions keep the end token.
 READOUTS: dict[str, tuple[str, str]] = {
     "cls": ("cls", "eos"),
-    "gap": ("gap", "gap"),
-    "gap_image": ("gap", "eos"),
+    "gap": ("gap_then_norm", "gap_then_norm"),
+    "gap_image": ("gap_then_norm", "eos"),
     "sparo": ("sparo", "sparo"),
     "linear": ("cls", "eos"),
-    "fdt": ("fdt", "fdt"),
+    "fdt": ("fdt_raw", "fdt_raw"),
     **{name: (name, name) for name in CROSS_ATTENTION},
 }
+
+# What the same names meant at first, and mean in checkpoints of then: the last LayerNorm of either tower precedes the
+# read-out, and `fdt` leaves padding out. The configuration of a checkpoint says which of both it has.
+NORM_FIRST: dict[str, tuple[str, str]] = {"gap": ("gap", "gap"), "gap_image": ("gap", "eos"), "fdt": ("fdt", "fdt")}
 
 # Those that give L slots of width V; the others give one slot.
 SLOTTED = frozenset({"sparo", *CROSS_ATTENTION})
@@ -179,22 +182,30 @@ class CodebookReadout(nn.Module):
 
     with f = Linear GELU LayerNorm Linear on normalised tokens, c_k (M) the codes and T a temperature. The attention of
     a token is the weight of the codes for which it was the most relevant one.
-    Source: Chen et al., FDT, section 3; SPARO, appendix 0.B.2, and the authors' code for T, f and for leaving the class
-    token out. Two departures from that code: masked tokens do not compete, where there they do with relevance zero; and
-    tokens come from the towers' last LayerNorm, which is left out there.
+    With a `context_length` the padding of a caption that is shorter competes too, each of its tokens with relevance 0,
+    and tokens are those before the tower's last LayerNorm. (A code that is relevant to padding alone counts in the
+    attention for the most relevant word.) Source: Chen et al., FDT, section 3; SPARO, appendix 0.B.2, and the authors'
+    code, `FDTQueryModel`, for T, f, the padding and for leaving the class token out.
 
     Args:
         embed_dim: D, width of the tokens.
         codebook: (K, M), a parameter that both towers hold.
         num_prefix_tokens: leading tokens that are left out: an image's class token.
+        context_length: tokens of a caption with its padding; None leaves padding out.
     """
 
     temperature = 1000.0
 
-    def __init__(self, embed_dim: int, codebook: nn.Parameter, num_prefix_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        embed_dim: int,
+        codebook: nn.Parameter,
+        num_prefix_tokens: int = 0,
+        context_length: int | None = None,
+    ) -> None:
         super().__init__()
         code_dim = codebook.shape[1]
-        self.num_prefix_tokens = num_prefix_tokens
+        self.num_prefix_tokens, self.context_length = num_prefix_tokens, context_length
         self.codebook = codebook
         self.query_map = nn.Sequential(
             nn.LayerNorm(embed_dim),
@@ -218,6 +229,9 @@ class CodebookReadout(nn.Module):
         allowed = allowed.expand(len(tokens), -1) if mask is None else allowed & mask
         relevance = self.query_map(tokens) @ self.codebook.t()  # (B, N, K)
         best, winner = relevance.masked_fill(~allowed[..., None], -math.inf).max(dim=1)
+        if self.context_length is not None and mask is not None:
+            is_padded = mask.sum(dim=1, keepdim=True) < self.context_length
+            best = torch.where(is_padded, best.clamp(min=0), best)
         # Differences between logits are small against one: below fp32 Sparsemax would see none.
         logits = best.to(torch.promote_types(best.dtype, torch.float32))
         weights = sparsemax(logits / (math.sqrt(self.codebook.shape[1]) * self.temperature))
@@ -247,11 +261,13 @@ def create_tower_readout(
     group_size: int = 1,
     codebook: nn.Parameter | None = None,
     num_prefix_tokens: int = 0,
+    context_length: int | None = None,
+    eps: float = 1e-5,
 ) -> nn.Module:
     """Build the read-out of one tower.
 
     Args:
-        name: one side of an entry of `READOUTS`.
+        name: one side of an entry of `READOUTS` or `NORM_FIRST`.
         embed_dim: D, width of the tower's tokens.
         num_slots: L, of a slotted read-out.
         slot_dim: V, likewise.
@@ -259,16 +275,20 @@ def create_tower_readout(
         group_size: G, of `sparo`.
         codebook: (K, M), of `fdt`.
         num_prefix_tokens: leading tokens that `fdt` leaves out.
+        context_length: of a text tower, for `fdt_raw`.
+        eps: of the LayerNorm of `gap_then_norm`.
 
     Raises:
         ValueError: the name is unknown, a size does not fit, or `fdt` lacks its codebook.
     """
     if name == "eos":
         return EndTokenReadout()
-    if name == "fdt":
+    if name == "gap_then_norm":
+        return AverageThenNormReadout(embed_dim, eps)
+    if name in ("fdt", "fdt_raw"):
         if codebook is None:
-            raise ValueError("readout 'fdt' needs a codebook; give the parameter (K, M) that both towers share")
-        return CodebookReadout(embed_dim, codebook, num_prefix_tokens)
+            raise ValueError(f"readout {name!r} needs a codebook; give the parameter (K, M) that both towers share")
+        return CodebookReadout(embed_dim, codebook, num_prefix_tokens, context_length if name == "fdt_raw" else None)
     if name in CROSS_ATTENTION:
         if group_size != 1:
             raise ValueError(

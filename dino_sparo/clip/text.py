@@ -16,7 +16,7 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dino_sparo.readout import ReadoutOutput
+from dino_sparo.readout import RAW_TOKENS, ReadoutOutput
 
 CONTEXT_LENGTH = 77
 VOCAB_SIZE = 49408
@@ -78,7 +78,7 @@ class TextEncoder(nn.Module):
 
         x_0 = E[ids] + pos
         x_i = x'_i + MLP(LN(x'_i)),  x'_i = x_{i-1} + causal MHSA(LN(x_{i-1}))
-        tokens = LN(x_depth)
+        tokens = LN(x_depth), or x_depth for a read-out of `RAW_TOKENS`
 
     LayerNorm eps 1e-5, MLP ratio 4, GELU. Initialisation is CLIP's: normal, std 0.02 for token and 0.01 for position
     embeddings, W^-1/2 for qkv, (2W)^-1/2 for the MLP's first layer, W^-1/2 (2 depth)^-1/2 for what is added to the
@@ -101,7 +101,7 @@ class TextEncoder(nn.Module):
             Block(config.width, config.heads, mlp_ratio=4.0, qkv_bias=True, norm_layer=nn.LayerNorm)
             for _ in range(self.depth)
         )
-        self.norm = nn.LayerNorm(config.width)
+        self.norm = nn.Identity() if config.readout in RAW_TOKENS else nn.LayerNorm(config.width)
         self.readout = readout
         self._init_weights()
 

@@ -271,6 +271,7 @@ def build_model(args: argparse.Namespace) -> CLIP:
         replace_block=args.replace_block,
         bottleneck_dim=args.bottleneck_dim,
         num_codes=args.num_codes,
+        norm_first=args.norm_first,
     )
 
 
