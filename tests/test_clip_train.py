@@ -6,6 +6,7 @@ import logging
 import math
 import multiprocessing
 import os
+import re
 import signal
 import socket
 from collections.abc import Callable
@@ -407,6 +408,33 @@ def test_captions_that_are_too_long_are_counted(tmp_path: Path) -> None:
     assert epochs_of(tmp_path)[0]["train_truncated_captions"] == 18  # six name a lone shape and nothing else
 
 
+def test_the_log_warns_once_when_most_captions_are_cut_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        run(tmp_path / "short", epochs=2, context_length=4)
+        found = [record.getMessage() for record in caplog.records if "lose their last words" in record.getMessage()]
+        assert len(found) == 1
+        assert re.match(r"\d+ of \d+ captions \(\d+ %\) are longer than --context_length 4 and", found[0])
+        caplog.clear()
+        run(tmp_path / "long", epochs=1)
+    assert "lose their last words" not in caplog.text
+
+
+def test_a_zero_shot_probe_on_pairs_without_labels_points_at_zero_shot_path(tmp_path: Path) -> None:
+    images = image_folders(tmp_path / "images", broken=0)
+    rows = [f"{path.relative_to(tmp_path)},words" for path in sorted(images.rglob("*.png"))]
+    (tmp_path / "t.csv").write_text("\n".join(["path,caption", *rows]))
+    with pytest.raises(
+        ValueError, match=r"--zero_shot_freq needs labelled .*no labels.*Give others with --zero_shot_path"
+    ):
+        run(tmp_path / "run", data_path=tmp_path / "t.csv", zero_shot_freq=1)
+
+
+@pytest.mark.parametrize("products", ["tf32", "bf16"])
+def test_a_run_with_rounded_logits_learns_as_one_without(tmp_path: Path, products: str) -> None:
+    losses = [epochs_of(run(tmp_path / name, epochs=1, logits=name))[0]["train_loss"] for name in ("fp32", products)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+
+
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_images(tmp_path: Path) -> None:
     run(tmp_path, max_steps=4)
     with pytest.raises(
@@ -601,6 +629,7 @@ def test_the_options_and_their_defaults_are_frozen() -> None:
         "download": False,
         "max_corrupt": 0.01,
         "crop_scale": [0.9, 1.0],
+        "exact_crops": False,
         "norm_mean": [0.48145466, 0.4578275, 0.40821073],
         "norm_std": [0.26862954, 0.26130258, 0.27577711],
         "pre_norm": True,
@@ -616,6 +645,7 @@ def test_the_options_and_their_defaults_are_frozen() -> None:
         "grad_accum_steps": 1,
         "min_lr": 0.0,
         "clip_grad": 0.0,
+        "logits": "fp32",
         "output_dir": ".",
         "saveckp_freq": 0,
         "saveckp_minutes": 30.0,

@@ -29,6 +29,7 @@ from dino_sparo.preemption import Agreement, Watchdog
 logger = logging.getLogger(__name__)
 
 MAX_LOGIT_SCALE = math.log(100)  # CLIP, section 2.5: a larger one makes training unstable
+MOST_CAPTIONS = 0.5  # share of captions cut off above which the log warns
 NUM_PAIRS_SHOWN = 5  # of the batch that gave a non-finite loss
 
 
@@ -235,6 +236,7 @@ def train_one_epoch(
         if num_bad:
             taken.raise_nonfinite(training, epoch)
         _check_corrupt(training, num_pairs)
+        _warn_truncated(training, num_seen * (training.step - epoch * steps_per_epoch))
         taken.write(log)
         stop = decision.stop
         if (decision.save or stop is not None) and not is_end:
@@ -265,6 +267,19 @@ def _check_corrupt(training: Training, num_pairs: int) -> None:
             f"this epoch), more than the {training.max_corrupt:.2%} that --max_corrupt allows; they are named above. "
             f"Repair them, or raise --max_corrupt"
         )
+
+
+def _warn_truncated(training: Training, num_seen: int) -> None:
+    """Say once that most captions are cut off: of `num_seen` so far in this epoch."""
+    if training.has_warned or training.num_truncated <= MOST_CAPTIONS * num_seen:
+        return
+    training.has_warned = True
+    length = training.network.config.text.context_length
+    logger.warning(
+        "%d of %d captions (%.0f %%) are longer than --context_length %d and lose their last words; give a longer "
+        "context (CLIP's is 77), or shorter captions",
+        training.num_truncated, num_seen, 100 * training.num_truncated / num_seen, length,
+    )  # fmt: skip
 
 
 class TakenSteps:

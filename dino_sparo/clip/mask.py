@@ -146,7 +146,7 @@ def get_args_parser() -> argparse.ArgumentParser:
         choices=list(INITIAL_ALPHA),
         default=FitSettings.bound,
         help="Bound of the inverse temperature: min is CLIP's min(100, exp(alpha)), which learns; max is the "
-        "max(100, exp(alpha)) that SPARO's appendix 0.C.1 prints, which saturates in the first epoch.",
+        "max(100, exp(alpha)) that SPARO's appendix 0.C.1 prints, which saturates in the first epochs.",
     )
     group.add_argument("--seed", type=int, default=FitSettings.seed, help="Of the order of the pairs.")
     group = parser.add_argument_group("evaluation elsewhere")

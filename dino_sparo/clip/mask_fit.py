@@ -33,7 +33,7 @@ class Mask(nn.Module):
 
     theta, one number per part, starts at 0: m = 1/2 everywhere changes no cosine. (Where it starts is not in the
     paper.) Source: SPARO, appendix 0.C.1, which prints max(100, exp(alpha)): `bound="max"`. With max the sigmoid
-    saturates within the first epoch, and the loss stays above that of guessing, ln 2 (docs/clip.md has the numbers).
+    saturates in the first epochs, and a mask of slots stays at a larger loss (docs/clip.md has the numbers).
 
     Args:
         num_parts: P.

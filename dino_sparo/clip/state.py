@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from open_clip.loss import ClipLoss
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -66,11 +65,12 @@ class Training:
         meters: of the epoch that is under way.
         num_corrupt: pairs of this epoch that were replaced so far, over all ranks.
         num_truncated: captions of this epoch that were cut off so far, over all ranks.
+        has_warned: whether the log says that most captions are cut off; this process alone, not saved.
         nonfinite: () 1 from the step on whose loss or gradients were not finite on some rank; nothing is updated then.
     """
 
     model: nn.Module
-    loss: ClipLoss
+    loss: nn.Module
     optimizer: torch.optim.Optimizer
     lr: np.ndarray
     weight_decay: float
@@ -88,6 +88,7 @@ class Training:
     meters: Meters = field(default_factory=Meters)
     num_corrupt: int = 0
     num_truncated: int = 0
+    has_warned: bool = False
     nonfinite: Tensor = field(init=False)
 
     def __post_init__(self) -> None:

@@ -36,7 +36,7 @@ from dino_sparo.clip.options import check_options, get_args_parser
 from dino_sparo.clip.pair_sources import open_pairs
 from dino_sparo.clip.pairs import PairDataset, PairSource, PairTransform, create_pair_loader
 from dino_sparo.clip.state import Training, check_same_model, param_groups
-from dino_sparo.clip.zero_shot_probe import ZeroShotProbe, open_probe
+from dino_sparo.clip.zero_shot_probe import ZeroShotProbe, open_training_probe
 from dino_sparo.data import EpochSampler
 from dino_sparo.distributed import (
     Distributed,
@@ -182,7 +182,7 @@ def build_run(args: argparse.Namespace, place: Distributed, signals: StopSignals
     _note_few_shards(source, args.num_workers * place.world_size)
     sampler = EpochSampler(len(source), micro_batch, place.rank, place.world_size, args.grad_accum_steps, args.seed)
     loader = create_pair_loader(
-        PairDataset(source, PairTransform(args.img_size, tuple(args.crop_scale)), args.seed),
+        PairDataset(source, PairTransform(args.img_size, tuple(args.crop_scale), args.exact_crops), args.seed),
         sampler,
         context_length=args.context_length,
         num_workers=args.num_workers,
@@ -197,7 +197,7 @@ def build_run(args: argparse.Namespace, place: Distributed, signals: StopSignals
     probe = None
     if args.zero_shot_freq:
         view = ClipView(args.img_size, tuple(args.norm_mean), tuple(args.norm_std))
-        probe = open_probe(args.zero_shot_path or args.data_path, view, args.download)
+        probe = open_training_probe(args.zero_shot_path, args.data_path, view, args.download)
     return Run(source, sampler, loader, training, args, description, checkpoints, agreement, probe)
 
 
@@ -233,7 +233,7 @@ def build_training(args: argparse.Namespace, place: Distributed, steps_per_epoch
     total_steps = args.epochs * steps_per_epoch
     return Training(
         model=wrapped,
-        loss=create_loss(),
+        loss=create_loss(args.logits),
         optimizer=create_optimizer("adamw", groups),
         # OpenCLIP's warm-up: the first step already moves, by one of `warmup_steps` equal parts.
         lr=cosine_schedule(
