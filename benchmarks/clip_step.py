@@ -121,18 +121,19 @@ def their_model(ours: CLIP) -> nn.Module:
     towers = open_clip.model.CLIP(**open_clip_config(plain))
     towers.load_state_dict(to_open_clip(plain, weights))
     towers.visual.proj = towers.text_projection = None
-    readouts = [ListedSparo(copy.deepcopy(side.readout)) for side in (ours.image, ours.text)]
-    return ListedClip(towers, *readouts)
+    copies: list[Any] = [copy.deepcopy(side.readout) for side in (ours.image, ours.text)]
+    return ListedClip(towers, *map(ListedSparo, copies))
 
 
 def their_step(
     model: nn.Module, training: Training, batch: PairBatch, precision: str, device: str
 ) -> Callable[[], Tensor]:
     """OpenCLIP's step, in the order of its `train_one_epoch`."""
-    model = model.to(device).train()
+    model.to(device).train()
     groups = param_groups(model, training.weight_decay, (0.9, 0.98), 1e-6)
     optimizer, loss = torch.optim.AdamW(groups), open_clip.loss.ClipLoss(cache_labels=True)
-    dtype, scale = PRECISIONS[precision], getattr(model, "towers", model).logit_scale
+    dtype = PRECISIONS[precision]
+    towers: Any = getattr(model, "towers", model)
     mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD))
     images = (batch.images.float() / 255 - mean) / std  # its loader's workers do this
     taken = 0
@@ -144,11 +145,11 @@ def their_step(
         pixels, ids = images.to(device, non_blocking=True), batch.token_ids.to(device, non_blocking=True)
         optimizer.zero_grad()
         with torch.autocast(device, dtype, enabled=dtype != torch.float32):
-            value = loss(*model(pixels, ids))
+            value: Tensor = loss(*model(pixels, ids))
         value.backward()
         optimizer.step()
         with torch.no_grad():
-            scale.clamp_(0, math.log(100))
+            towers.logit_scale.clamp_(0, math.log(100))
         taken += 1
         return value.detach()
 
@@ -181,7 +182,7 @@ def measure(args: argparse.Namespace, reference: Reference | None) -> Section:
         for precision in ("fp32", "bf16"):
             training = our_training(sizes, readout, precision, args)
             theirs = their_step(their_model(training.network), training, batch, precision, args.device)
-            calls = {"OpenCLIP": theirs, "ours": lambda training=training: train_step(training, [batch])}
+            calls: dict[str, Callable[[], Any]] = {"OpenCLIP": theirs, "ours": partial(train_step, training, [batch])}
             timings = interleave(calls, rounds, 0.0, args.device)
             section.tables[f"{readout}, {precision}: a step"] = rows_of(timings, sizes.batch, "")
     with tempfile.TemporaryDirectory() as folder:
@@ -192,7 +193,7 @@ def measure(args: argparse.Namespace, reference: Reference | None) -> Section:
 
 def measure_input(section: Section, source: ImageSource, rounds: int) -> None:
     """Decode and crop on one core: OpenCLIP's torchvision pipeline, ours with its pixels, ours as it is by default."""
-    theirs = image_transform(224, is_train=True, mean=OPENAI_CLIP_MEAN, std=OPENAI_CLIP_STD)
+    theirs: Any = image_transform(224, is_train=True, mean=OPENAI_CLIP_MEAN, std=OPENAI_CLIP_STD)
 
     def openclip() -> None:
         for index in range(len(source)):
@@ -206,7 +207,11 @@ def measure_input(section: Section, source: ImageSource, rounds: int) -> None:
 
     exact, fast = PairTransform(224, exact=True), PairTransform(224)
     with one_thread():
-        calls = {"OpenCLIP": openclip, "ours, --exact_crops": partial(ours, exact), "ours": partial(ours, fast)}
+        calls: dict[str, Callable[[], Any]] = {
+            "OpenCLIP": openclip,
+            "ours, --exact_crops": partial(ours, exact),
+            "ours": partial(ours, fast),
+        }
         timings = interleave(calls, rounds, 0.0)
     section.tables["Input on one core, one thread"] = rows_of(timings, len(source), " and core")
     levels = [

@@ -97,7 +97,7 @@ class _RoundedProduct(torch.autograd.Function):
         return _multiply(left, right.t(), products)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         left, right = ctx.saved_tensors
         return _multiply(gradient, right, ctx.products), _multiply(gradient.t(), left, ctx.products), None
 
