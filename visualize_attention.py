@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from dino_sparo.choices import READOUT_KINDS
 from dino_sparo.cli import errors_in_one_line
 from dino_sparo.data import CorruptImageError, ImageSource, open_source
 from dino_sparo.distributed import detect_launcher, select_device
@@ -165,8 +166,8 @@ def look_at(
         maps.append(attention_maps(encoder, tensor[None].to(device)))
         pictures.append(view_pixels(image, view, PICTURE_HEIGHT))
     found = MapSet.of(name_of(evaluated, run), describe(evaluated), config.readout, np.concatenate(maps))
-    if config.readout == "gap":
-        logger.warning("readout='gap' averages all tokens: its one map is uniform on every image")
+    if READOUT_KINDS[config.readout].shows == "average":
+        logger.warning("readout=%r averages all tokens: its one map is uniform on every image", config.readout)
     return Look([name for name, _ in images], pictures, (views[0].height, views[0].width), found)
 
 

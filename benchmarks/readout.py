@@ -47,13 +47,16 @@ class ListedSparo(nn.Module):
         super().__init__()
         self.sparo = sparo
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens (B, N, D) -> slots (B, L, V)."""
-        sparo = self.sparo
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Tokens (B, N, D), and which of them (B, N) may be attended -> slots (B, L, V)."""
+        sparo: Any = self.sparo
         keys = sparo.key_proj(tokens).unflatten(-1, (-1, 1, sparo.key_dim))  # (B, N, L/G, 1, A)
         keys = keys.expand(-1, -1, -1, sparo.group_size, -1).movedim(1, 3)  # (B, L/G, G, N, A)
         queries = sparo.queries.unflatten(0, (-1, sparo.group_size))[:, :, None] * sparo.key_dim**-0.5
-        attention = (queries @ keys.transpose(-2, -1)).softmax(dim=-1)  # (B, L/G, G, 1, N)
+        scores = queries @ keys.transpose(-2, -1)  # (B, L/G, G, 1, N)
+        if mask is not None:
+            scores = scores.masked_fill(~mask[:, None, None, None], float("-inf"))
+        attention = scores.softmax(dim=-1)
         return sparo.value_proj((attention @ keys).flatten(1, 3))
 
 

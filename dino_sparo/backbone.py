@@ -53,7 +53,9 @@ class Backbone(nn.Module):
     architecture. Source: DINO, `vision_transformer.py`; ViT, section 3.1.
 
     With `pre_norm` the vision transformer of CLIP: x_0 = LN(that sum), the patch projection has no bias, and the eps is
-    1e-5. Names of the weights are timm's then. Source: CLIP, section 2.4; OpenCLIP, `transformer.py`.
+    1e-5. Names of the weights are timm's then. Initialisation is OpenCLIP's: class token and positions normal with std
+    D^-1/2, query, key and value together Xavier-uniform, no bias in attention drawn, the rest as torch draws it.
+    Source: CLIP, section 2.4; OpenCLIP, `transformer.py`.
 
     Args:
         size: width, depth and heads.
@@ -64,6 +66,7 @@ class Backbone(nn.Module):
         depth: number of blocks to build, if fewer than `size.depth` (SPARO takes the place of the last one).
         pre_norm: normalise the tokens before the first block, as CLIP does.
         quick_gelu: x sigmoid(1.702 x) instead of GELU, as OpenAI's CLIP was trained.
+        final_norm: end with a LayerNorm; False where the read-out takes tokens without (`choices.READOUT_KINDS`).
 
     Raises:
         ValueError: a size is out of range.
@@ -81,6 +84,7 @@ class Backbone(nn.Module):
         depth: int | None = None,
         pre_norm: bool = False,
         quick_gelu: bool = False,
+        final_norm: bool = True,
     ) -> None:
         super().__init__()
         _check_sizes(patch_size, img_size, in_chans, drop_path_rate)
@@ -93,7 +97,7 @@ class Backbone(nn.Module):
         self.patch_embed = PatchEmbed(patch_size, in_chans, self.embed_dim, bias=not pre_norm)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, self.embed_dim))
         self.pos_embed = nn.Parameter(torch.zeros(1, grid_size**2 + 1, self.embed_dim))
-        norm_layer: Any = partial(nn.LayerNorm, eps=PRE_NORM_EPS if pre_norm else LAYER_NORM_EPS)
+        norm_layer: Any = partial(nn.LayerNorm, eps=layer_norm_eps(pre_norm))
         self.norm_pre = norm_layer(self.embed_dim) if pre_norm else nn.Identity()
         act_layer: Any = QuickGELU if quick_gelu else nn.GELU
         # The rates are those of the whole architecture: removing the last block changes no other block's rate.
@@ -110,10 +114,23 @@ class Backbone(nn.Module):
             )
             for rate in drop_path_rates[: self.depth]
         )
-        self.norm = norm_layer(self.embed_dim)
-        trunc_normal_(self.pos_embed, std=0.02)
-        trunc_normal_(self.cls_token, std=0.02)
-        self.blocks.apply(_init_linear)
+        self.norm = norm_layer(self.embed_dim) if final_norm else nn.Identity()
+        if pre_norm:
+            self._init_as_open_clip()
+        else:
+            trunc_normal_(self.pos_embed, std=0.02)
+            trunc_normal_(self.cls_token, std=0.02)
+            self.blocks.apply(_init_linear)
+
+    def _init_as_open_clip(self) -> None:
+        """What torch does not draw as `nn.MultiheadAttention` and OpenCLIP's vision transformer do."""
+        nn.init.normal_(self.pos_embed, std=self.embed_dim**-0.5)
+        nn.init.normal_(self.cls_token, std=self.embed_dim**-0.5)
+        block: Any
+        for block in self.blocks:
+            nn.init.xavier_uniform_(block.attn.qkv.weight)
+            nn.init.zeros_(block.attn.qkv.bias)
+            nn.init.zeros_(block.attn.proj.bias)
 
     def forward(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B N D"]:
         """Images -> tokens after the final LayerNorm.
@@ -355,6 +372,7 @@ def create_backbone(
     remove_blocks: int = 0,
     pre_norm: bool = False,
     quick_gelu: bool = False,
+    final_norm: bool = True,
 ) -> Backbone:
     """Build a backbone by the name of its architecture.
 
@@ -367,6 +385,7 @@ def create_backbone(
         remove_blocks: number of blocks to leave out at the end; SPARO replaces one.
         pre_norm: CLIP's vision transformer instead of DINO's; see `Backbone`.
         quick_gelu: OpenAI's activation; see `Backbone`.
+        final_norm: end with a LayerNorm.
 
     Raises:
         ValueError: the name is unknown, or a size is out of range.
@@ -375,7 +394,7 @@ def create_backbone(
         raise ValueError(f"unknown arch {arch!r}; choose one of {sorted(ARCHITECTURES)}")
     size = ARCHITECTURES[arch]
     depth = size.depth - remove_blocks
-    return Backbone(size, patch_size, img_size, in_chans, drop_path_rate, depth, pre_norm, quick_gelu)
+    return Backbone(size, patch_size, img_size, in_chans, drop_path_rate, depth, pre_norm, quick_gelu, final_norm)
 
 
 def _check_sizes(patch_size: int, img_size: int, in_chans: int, drop_path_rate: float) -> None:
@@ -391,6 +410,11 @@ def _check_sizes(patch_size: int, img_size: int, in_chans: int, drop_path_rate: 
         raise ValueError(f"in_chans={in_chans}; an image has at least one channel")
     if not 0 <= drop_path_rate < 1:
         raise ValueError(f"drop_path_rate={drop_path_rate} is not a rate; give one in [0, 1)")
+
+
+def layer_norm_eps(pre_norm: bool) -> float:
+    """Of every LayerNorm: DINO's, or CLIP's with `pre_norm`."""
+    return PRE_NORM_EPS if pre_norm else LAYER_NORM_EPS
 
 
 def _init_linear(module: nn.Module) -> None:

@@ -42,7 +42,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from dino_sparo.backbone import Backbone
-from dino_sparo.choices import ARCHITECTURES, IMAGENET_MEAN, IMAGENET_STD, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+from dino_sparo.choices import (
+    ARCHITECTURES,
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    OPENAI_CLIP_MEAN,
+    OPENAI_CLIP_STD,
+    READOUT_KINDS,
+)
 from dino_sparo.crops import EvalTransform
 from dino_sparo.encoder import Encoder, EncoderConfig, encoder_from_config
 from dino_sparo.open_clip_names import Renamed, from_open_clip_names, is_open_clip
@@ -686,13 +693,13 @@ def _top_weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def _image_tower(said: Mapping[str, Any]) -> dict[str, Any]:
     """How a CLIP's image encoder was built, out of how the CLIP was; mean and std of its images."""
-    is_fdt = said["image"]["readout"] == "fdt"
+    has_codes = READOUT_KINDS[said["image"]["readout"]].needs_codes
     return {
         **said["image"],
         "replace_block": said["replace_block"],
         "quick_gelu": said["quick_gelu"],
-        "num_codes": said["num_codes"] if is_fdt else 0,
-        "code_dim": said["embed_dim"] if is_fdt else 0,
+        "num_codes": said["num_codes"] if has_codes else 0,
+        "code_dim": said["embed_dim"] if has_codes else 0,
         "mean": said["mean"],
         "std": said["std"],
     }
@@ -784,6 +791,8 @@ def initialize_encoder(encoder: Encoder, path: str | Path, which: str = "teacher
 def start_encoder(encoder: Encoder, weights: dict[str, Tensor], source: str) -> InitReport:
     """`initialize_encoder` for weights under our names that have been read from `source` already; changes `weights`."""
     config, own = encoder.config, encoder.state_dict()
+    if "backbone.norm.weight" not in own:  # the read-out has the last LayerNorm, or there is none
+        weights = {name.replace("backbone.norm.", "readout.norm."): value for name, value in weights.items()}
     _check_same_make(weights, own, source)
     grid_size = _patch_sizes(weights)[-1]
     # A backbone without blocks, of the source's grid: it knows how to resample its positions.

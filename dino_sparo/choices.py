@@ -48,6 +48,35 @@ CROSS_ATTENTION: dict[str, CrossAttentionKind] = {
     "separate_slotnorm_slotproj": CrossAttentionKind(separate_heads=True, slotwise_norm=True, slotwise_projection=True),
 }
 
+
+class ReadoutKind(NamedTuple):
+    """What others need to know of a read-out before it is built.
+
+    Attributes:
+        replaces_block: it takes the place of the last block, unless the options say otherwise.
+        takes_raw_tokens: the tokens come without the last LayerNorm.
+        needs_codes: it takes a codebook.
+        shows: what one of its maps is: "slot", "head" (of the last block, where it has no attention of its own) or
+            "average".
+    """
+
+    replaces_block: bool = False
+    takes_raw_tokens: bool = False
+    needs_codes: bool = False
+    shows: str = "slot"
+
+
+READOUT_KINDS: dict[str, ReadoutKind] = {
+    "sparo": ReadoutKind(replaces_block=True),
+    "cls": ReadoutKind(shows="head"),
+    "gap": ReadoutKind(shows="average"),
+    "gap_then_norm": ReadoutKind(takes_raw_tokens=True, shows="average"),
+    "fdt": ReadoutKind(needs_codes=True),
+    "fdt_raw": ReadoutKind(takes_raw_tokens=True, needs_codes=True),
+    **dict.fromkeys(CROSS_ATTENTION, ReadoutKind()),
+    "eos": ReadoutKind(),  # of captions alone
+}
+# Those that DINO trains.
 READOUTS = ("cls", "gap", "sparo")
 OPTIMIZERS = ("adamw", "lars", "sgd")
 PRECISIONS = ("bf16", "fp16", "fp32")

@@ -14,7 +14,8 @@ from jaxtyping import Float
 from PIL import Image
 from torch import Tensor, nn
 
-from dino_sparo.backbone import Backbone, create_backbone
+from dino_sparo.backbone import Backbone, create_backbone, layer_norm_eps
+from dino_sparo.choices import READOUT_KINDS, READOUTS
 from dino_sparo.pooling import create_pooling
 from dino_sparo.readout import ClassTokenReadout, ReadoutOutput
 
@@ -58,7 +59,7 @@ class EncoderConfig:
     @property
     def replaces_block(self) -> bool:
         """Whether the read-out takes the place of the last block."""
-        return self.readout == "sparo" if self.replace_block is None else self.replace_block
+        return READOUT_KINDS[self.readout].replaces_block if self.replace_block is None else self.replace_block
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "EncoderConfig":
@@ -279,7 +280,10 @@ def encoder_from_config(
     Raises:
         ValueError: an unknown name, or a size that does not fit.
     """
-    if codebook is None and config.readout == "fdt":
+    if config.readout not in READOUT_KINDS:
+        raise ValueError(f"unknown readout {config.readout!r}; choose one of {sorted(READOUTS)}")
+    kind = READOUT_KINDS[config.readout]
+    if codebook is None and kind.needs_codes:
         codebook = nn.Parameter(torch.randn(config.num_codes, config.code_dim))
     backbone = create_backbone(
         config.arch,
@@ -290,6 +294,7 @@ def encoder_from_config(
         remove_blocks=int(config.replaces_block),
         pre_norm=config.pre_norm,
         quick_gelu=config.quick_gelu,
+        final_norm=not kind.takes_raw_tokens,
     )
     readout = create_pooling(
         config.readout,
@@ -300,5 +305,6 @@ def encoder_from_config(
         config.group_size,
         codebook,
         backbone.num_prefix_tokens,
+        eps=layer_norm_eps(config.pre_norm),
     )
     return Encoder(backbone, readout, config)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dino_sparo.choices import CROSS_ATTENTION, CrossAttentionKind
 from dino_sparo.extras import require
-from dino_sparo.readout import ReadoutOutput, create_readout
+from dino_sparo.readout import AverageThenNormReadout, ReadoutOutput, create_readout
 
 
 class CrossAttentionReadout(nn.Module):
@@ -115,22 +115,30 @@ class CodebookReadout(nn.Module):
 
     with f = Linear GELU LayerNorm Linear on normalised tokens, c_k (M) the codes and T a temperature. The attention of
     a token is the weight of the codes for which it was the most relevant one.
-    Source: Chen et al., FDT, section 3; SPARO, appendix 0.B.2, and the authors' code for T, f and for leaving the class
-    token out. Two departures from that code: masked tokens do not compete, where there they do with relevance zero; and
-    tokens come from the towers' last LayerNorm, which is left out there.
+    With a `context_length` the padding of a caption that is shorter competes too, each of its tokens with relevance 0,
+    and tokens are those before the tower's last LayerNorm. (A code that is relevant to padding alone counts in the
+    attention for the most relevant word.) Source: Chen et al., FDT, section 3; SPARO, appendix 0.B.2, and the authors'
+    code, `FDTQueryModel`, for T, f, the padding and for leaving the class token out.
 
     Args:
         embed_dim: D, width of the tokens.
         codebook: (K, M), a parameter that both towers hold.
         num_prefix_tokens: leading tokens that are left out: an image's class token.
+        context_length: tokens of a caption with its padding; None leaves padding out.
     """
 
     temperature = 1000.0
 
-    def __init__(self, embed_dim: int, codebook: nn.Parameter, num_prefix_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        embed_dim: int,
+        codebook: nn.Parameter,
+        num_prefix_tokens: int = 0,
+        context_length: int | None = None,
+    ) -> None:
         super().__init__()
         self.encoding_dim = code_dim = codebook.shape[1]
-        self.num_prefix_tokens = num_prefix_tokens
+        self.num_prefix_tokens, self.context_length = num_prefix_tokens, context_length
         self.codebook = codebook
         self.query_map = nn.Sequential(
             nn.LayerNorm(embed_dim),
@@ -154,6 +162,9 @@ class CodebookReadout(nn.Module):
         allowed = allowed.expand(len(tokens), -1) if mask is None else allowed & mask
         relevance = self.query_map(tokens) @ self.codebook.t()  # (B, N, K)
         best, winner = relevance.masked_fill(~allowed[..., None], -math.inf).max(dim=1)
+        if self.context_length is not None and mask is not None:
+            is_padded = mask.sum(dim=1, keepdim=True) < self.context_length
+            best = torch.where(is_padded, best.clamp(min=0), best)
         # Differences between logits are small against one: below fp32 Sparsemax would see none.
         logits = best.to(torch.promote_types(best.dtype, torch.float32))
         weights = sparsemax(logits / (math.sqrt(self.codebook.shape[1]) * self.temperature))
@@ -182,11 +193,13 @@ def create_pooling(
     group_size: int = 1,
     codebook: nn.Parameter | None = None,
     num_prefix_tokens: int = 0,
+    context_length: int | None = None,
+    eps: float = 1e-5,
 ) -> nn.Module:
     """Build any read-out that needs no end token: one of this file or of `readout.READOUTS`.
 
     Args:
-        name: `fdt`, a key of `CROSS_ATTENTION` or of `readout.READOUTS`.
+        name: a key of `choices.READOUT_KINDS`, but for `eos`.
         embed_dim: D, width of the tokens.
         num_slots: L, of a slotted read-out.
         slot_dim: V, likewise.
@@ -194,14 +207,18 @@ def create_pooling(
         group_size: G, of `sparo`.
         codebook: (K, M), of `fdt`.
         num_prefix_tokens: leading tokens that `fdt` leaves out.
+        context_length: of a text tower, for `fdt_raw`.
+        eps: of the LayerNorm of `gap_then_norm`.
 
     Raises:
         ValueError: the name is unknown, a size does not fit, or `fdt` lacks its codebook.
     """
-    if name == "fdt":
+    if name == "gap_then_norm":
+        return AverageThenNormReadout(embed_dim, eps)
+    if name in ("fdt", "fdt_raw"):
         if codebook is None:
-            raise ValueError("readout 'fdt' needs a codebook; give the parameter (K, M) that both towers share")
-        return CodebookReadout(embed_dim, codebook, num_prefix_tokens)
+            raise ValueError(f"readout {name!r} needs a codebook; give the parameter (K, M) that both towers share")
+        return CodebookReadout(embed_dim, codebook, num_prefix_tokens, context_length if name == "fdt_raw" else None)
     if name in CROSS_ATTENTION:
         if group_size != 1:
             raise ValueError(

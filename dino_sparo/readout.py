@@ -168,6 +168,38 @@ class AveragePoolReadout(nn.Module):
         return ReadoutOutput(slots=attention @ tokens, attention=attention)
 
 
+class AverageThenNormReadout(nn.Module):
+    """Global average pooling as CLIP+GAP has it: one slot, the LayerNorm of the average.
+
+    slot = LayerNorm(sum_n w_n h_n),  w_n = 1 / (number of tokens that may be attended)
+
+    `AveragePoolReadout` averages tokens that are normalised one by one; the two differ. The backbone ends without a
+    LayerNorm here: this one is its last. Source: the SPARO authors' code, `VisionTransformer.forward_output`.
+
+    Args:
+        embed_dim: D, width of the tokens.
+        eps: of the LayerNorm.
+    """
+
+    def __init__(self, embed_dim: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.average = AveragePoolReadout()
+        self.norm = nn.LayerNorm(embed_dim, eps=eps)
+
+    def forward(self, tokens: Float[Tensor, "B N D"], mask: Bool[Tensor, "B N"] | None = None) -> ReadoutOutput:
+        """Average the tokens that may be attended, then normalise.
+
+        Args:
+            tokens: (B, N, D), not normalised.
+            mask: (B, N), True where a token may be attended.
+
+        Returns:
+            Slots (B, 1, D) and the uniform attention (B, 1, N).
+        """
+        output = self.average(tokens, mask)
+        return ReadoutOutput(slots=self.norm(output.slots), attention=output.attention)
+
+
 def _checked_mask(mask: Tensor, tokens: Tensor) -> Tensor:
     """The mask, if it is a bool tensor that fits the tokens."""
     if mask.dtype != torch.bool or mask.shape != tokens.shape[:2]:

@@ -20,6 +20,7 @@ SCRIPTS = {
     "readout": [],
     "backbone": [],
     "train_step": ["--rounds", "1"],
+    "clip_step": [],
     "input_pipeline": [],
     "knn": [],
     "linear": [],

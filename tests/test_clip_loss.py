@@ -1,5 +1,6 @@
 """clip/loss.py: the loss of several ranks is that of one with everything, and so are its gradients."""
 
+import math
 import multiprocessing
 import os
 from pathlib import Path
@@ -11,7 +12,7 @@ from torch.nn import functional as F
 
 pytest.importorskip("open_clip")
 
-from dino_sparo.clip.loss import create_loss, feature_gradients
+from dino_sparo.clip.loss import create_loss, feature_gradients, rounded_product
 from dino_sparo.distributed import barrier, init_distributed, shutdown
 
 NUM_RANKS, PER_RANK, WIDTH = 2, 3, 5
@@ -37,6 +38,44 @@ def slow_loss(images: Tensor, texts: Tensor, scale: Tensor) -> Tensor:
 def test_the_loss_is_its_definition() -> None:
     images, texts, scale = features()
     assert torch.allclose(create_loss()(images, texts, scale), slow_loss(images, texts, scale), atol=1e-6)
+
+
+# Products -> -log10 of the relative error of the loss, of the largest error of a cosine, and of the relative error of
+# the gradients. Measured: fp32 7.5, 6.7, 6.4; tf32 5.1, 4.2, 3.6; bf16 4.3, 3.3, 2.7.
+DIGITS = {"fp32": (6.5, 6.0, 5.5), "tf32": (4.5, 4.0, 3.5), "bf16": (3.7, 3.0, 2.5)}
+
+
+@pytest.mark.parametrize("products", sorted(DIGITS))
+def test_rounded_products_have_as_many_digits_as_the_help_states(products: str) -> None:
+    """A batch of 1024 with features of width 512, half trained: pairs are nearer than others; against double."""
+    generator = torch.Generator().manual_seed(0)
+    images, noise = (torch.randn(1024, 512, generator=generator, dtype=torch.float64) for _ in range(2))
+    exact = [F.normalize(images, dim=1), F.normalize(images + 3 * noise, dim=1), torch.tensor(20.0).double()]
+    found = {}
+    for dtype, name in ((torch.float64, "fp32"), (torch.float32, products)):
+        leaves = [tensor.to(dtype, copy=True).requires_grad_() for tensor in exact]
+        loss = create_loss(name)(*leaves)
+        gradients = torch.autograd.grad(loss, leaves)
+        found[dtype] = [loss.detach().double(), *(gradient.double() for gradient in gradients)]
+    (loss, *gradients), (expected_loss, *expected) = found[torch.float32], found[torch.float64]
+    left, right = (tensor.float() for tensor in exact[:2])
+    product = left @ right.t() if products == "fp32" else rounded_product(left, right, products)
+    logit_error = (product.double() - exact[0] @ exact[1].t()).abs().max()
+    gradient_error = max(float((a - b).norm() / b.norm()) for a, b in zip(gradients, expected, strict=True))
+    errors = (float((loss - expected_loss).abs() / expected_loss), float(logit_error), gradient_error)
+    digits = [-math.log10(max(error, 1e-12)) for error in errors]
+    assert all(have >= wanted for have, wanted in zip(digits, DIGITS[products], strict=True)), digits
+
+
+def test_bf16_and_tf32_round_as_tensor_cores_do() -> None:
+    """Factors to 8 and 11 bits, to the nearest; the sum stays fp32."""
+    left, right = torch.tensor([[1 + 2**-8, 2.0**-20]]), torch.tensor([[1.0, 1.0]])
+    assert rounded_product(left, right, "bf16").item() == 1 + 2**-20
+    assert rounded_product(left, right, "tf32").item() == pytest.approx(1 + 2**-8 + 2**-20, abs=1e-9)
+    assert rounded_product(torch.tensor([[1 + 2**-12]]), torch.ones(1, 1), "tf32").item() == 1
+    assert rounded_product(torch.tensor([[1 + 2**-10]]), torch.ones(1, 1), "tf32").item() == 1 + 2**-10
+    with pytest.raises(ValueError, match="logits='fp8'; choose one of fp32, tf32, bf16"):
+        create_loss("fp8")
 
 
 def test_the_gradients_at_the_features_are_those_of_the_definition() -> None:

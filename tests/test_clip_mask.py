@@ -53,11 +53,12 @@ def run(*options: object) -> dict:
 # --- the mask and its loss
 
 
-def test_the_mask_is_the_papers_sigmoid():
-    network = Mask(3)
+@pytest.mark.parametrize(("bound", "scales"), [("min", [1.0, 99.0, 100.0]), ("max", [100.0, 100.0, 250.0])])
+def test_the_mask_is_the_papers_sigmoid_with_either_bound(bound, scales):
+    network = Mask(3, bound)
     with torch.no_grad():
         network.theta.copy_(torch.tensor([-0.02, 0.0, 0.5]))
-        for alpha, scale in ((0.0, 100.0), (math.log(99), 100.0), (math.log(250), 250.0)):
+        for alpha, scale in zip((0.0, math.log(99), math.log(250)), scales, strict=True):
             network.alpha.fill_(alpha)
             weights, found = network()
             assert float(found) == pytest.approx(scale)
@@ -65,18 +66,44 @@ def test_the_mask_is_the_papers_sigmoid():
             assert weights.tolist() == pytest.approx(expected)
 
 
-def test_the_mask_starts_where_it_changes_nothing_and_everything_learns():
-    network = Mask(PARTS)
+@pytest.mark.parametrize(("bound", "start"), [("min", 1 / 0.07), ("max", 100)])
+def test_the_mask_starts_where_it_changes_nothing_and_everything_learns(bound, start):
+    network = Mask(PARTS, bound)
     features = random_pairs()
     weights, scale = network()
     assert weights.tolist() == [0.5] * PARTS
-    assert scale.item() == pytest.approx(100, abs=1e-3)
+    assert scale.item() == pytest.approx(start, rel=1e-5)
     torch.testing.assert_close(masked_pairs(features, weights.detach()).images, features.images)
     pair_loss(part_products(features, PARTS), weights, scale).backward()
     assert network.theta.grad is not None
     assert network.alpha.grad is not None
     assert network.theta.grad.abs().min() > 0
     assert network.alpha.grad.item() != 0
+
+
+def test_the_mask_learns_by_default_and_saturates_above_chance_with_the_bound_that_the_paper_prints():
+    """True and false captions that differ little, as SugarCrepe's do: half of the parts tell a little, half mislead."""
+    generator = torch.Generator().manual_seed(3)
+    number, parts, width = 400, 16, 8
+    images = F.normalize(torch.randn(number, parts, width, generator=generator), dim=2)
+    both = images + torch.randn(images.shape, generator=generator)
+    true, false = (both + 0.3 * torch.randn(images.shape, generator=generator) for _ in range(2))
+    tells = torch.tensor([0.1] * 8 + [-0.1] * 8)[None, :, None]
+    true, false = F.normalize(true + tells * images, dim=2), F.normalize(false, dim=2)
+    places = torch.arange(number)
+    features = PairFeatures(
+        [CaptionPair("swap_obj", "", "", "")] * number,
+        images.flatten(1) / parts**0.5,
+        TextFeatures(torch.cat((true, false)).flatten(1) / parts**0.5, torch.arange(2 * number), 0, 0),
+        places, places, places + number, 0,
+    )  # fmt: skip
+    found = {
+        bound: fit_mask(features, parts, FitSettings(epochs=10, batch_size=50, bound=bound)) for bound in ("min", "max")
+    }
+    assert found["min"].losses[-1] < math.log(2) < found["max"].losses[-1]
+    saturated = {bound: int(((each.weights - 0.5).abs() > 0.499).sum()) for bound, each in found.items()}
+    assert saturated["min"] == 0 < saturated["max"]
+    assert FitSettings().bound == "min"
 
 
 @pytest.mark.parametrize("num_parts", [PARTS, PARTS * WIDTH])
@@ -141,8 +168,8 @@ def test_the_part_that_tells_is_kept_and_the_one_that_misleads_is_not():
     assert averages(score_pairs(features))["macro_splits"] < 100
     found = fit_mask(features, 3, FitSettings(epochs=20, batch_size=4))
     assert found.accuracies[found.epoch - 1] == 100
-    assert found.weights[0] > 0.9
-    assert found.weights[1] < 0.1
+    assert found.weights[0] > 0.7
+    assert found.weights[1] < 0.3
     assert found.losses[-1] < found.losses[0]
 
 
@@ -172,6 +199,7 @@ def test_a_mask_that_is_no_longer_finite_is_refused():
         ({"epochs": 0}, "epochs=0"),
         ({"batch_size": 0}, "mask_batch_size=0"),
         ({"lr": 0.0}, "lr=0.0"),
+        ({"bound": "clip"}, r"mask_scale='clip'; choose min, for min\(100, exp\(alpha\)\)"),
         ({"momentum": 1.0}, r"momentum=1.0; give lr > 0 and a momentum in \[0, 1\)"),
     ],
 )
@@ -325,6 +353,7 @@ def test_the_options_are_known():
         "lr",
         "momentum",
         "mask_batch_size",
+        "mask_scale",
         "seed",
         "evaluate",
         "download",

@@ -212,7 +212,10 @@ def test_a_read_out_that_replaces_a_block_takes_one_from_each_tower() -> None:
 def test_the_paper_averages_images_only_and_gap_both_sides() -> None:
     images, ids = pairs()
     both, images_only = small_clip("gap"), small_clip("gap_image")
-    images_only.load_state_dict(both.state_dict())
+    # The text tower's last LayerNorm follows the average in one and precedes the end token in the other.
+    images_only.load_state_dict(
+        {name.replace("text.readout.norm.", "text.norm."): value for name, value in both.state_dict().items()}
+    )
     assert torch.equal(both.encode_image(images), images_only.encode_image(images))
     torch.testing.assert_close(both.image_output(images).attention, torch.full((B, 1, 17), 1 / 17))
     attention = torch.zeros(B, 1, N)
@@ -290,6 +293,30 @@ def test_text_weights_are_drawn_as_clip_draws_them() -> None:
     assert projection.weight.std().item() == pytest.approx(128**-0.5, rel=0.05)
 
 
+def test_image_weights_are_drawn_as_open_clip_draws_them() -> None:
+    """Mean, standard deviation and largest value of every weight, against the model that OpenCLIP itself builds."""
+    from dino_sparo.clip.convert import open_clip_config, to_open_clip
+
+    torch.manual_seed(0)
+    ours = create_clip(readout="cls", **SIZES, **TEXT_SIZES, embed_dim=97)
+    theirs = open_clip.model.CLIP(**open_clip_config(ours.config)).state_dict()
+    drawn = to_open_clip(ours.config, ours.state_dict())
+    for name, weight in drawn.items():
+        if not name.startswith("visual."):
+            continue
+        expected = theirs[name]
+        assert weight.std().item() == pytest.approx(expected.std().item(), rel=0.25 if weight.ndim == 1 else 0.05), name
+        if weight.numel() > 10_000 and "embedding" not in name and name != "visual.proj":  # uniform: it has an end
+            assert weight.abs().max().item() == pytest.approx(expected.abs().max().item(), rel=0.02), name
+
+
+def test_without_pre_norm_the_image_encoder_starts_as_dinos() -> None:
+    torch.manual_seed(0)
+    backbone = create_clip(readout="cls", **SIZES, **TEXT_SIZES, embed_dim=M, pre_norm=False).image.backbone
+    for weight in (backbone.cls_token, backbone.pos_embed, backbone.blocks[1].mlp.fc1.weight):
+        assert weight.std().item() == pytest.approx(0.02, rel=0.2)
+
+
 def towers(**text: object) -> CLIPConfig:
     """The configuration of the small model, with another text tower."""
     config = small_clip().config
@@ -302,6 +329,7 @@ def towers(**text: object) -> CLIPConfig:
         ({"num_slots": 6}, "num_slots=5 in the image tower and 6 in the text tower.*the same L"),
         ({"slot_dim": 8}, "slot_dim=7 in the image tower and 8 in the text tower.*the same V"),
         ({"readout": "gap"}, r"readout 'sparo' is .*built with .*'gap'"),
+        ({"readout": "gap_then_norm"}, r"readout 'sparo' is .*built with .*'gap_then_norm'"),
         ({"layers": 1}, "no block"),
         ({"width": 25}, "width=25.*heads=2"),
         ({"heads": 0}, "heads=0"),

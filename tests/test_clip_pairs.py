@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torchvision.transforms import functional as TF
 
 pytest.importorskip("open_clip")
 import webdataset
@@ -28,6 +29,7 @@ from dino_sparo.clip.pairs import (
     create_pair_loader,
 )
 from dino_sparo.clip.text import tokenize
+from dino_sparo.crops import sample_box
 from dino_sparo.data import CorruptImageError, EpochSampler, ImageSource
 from dino_sparo.scenes import COLOURS, SHAPES, Scenes, Ties
 from dino_sparo.sources import ImageLimits
@@ -497,6 +499,24 @@ def test_the_view_is_a_large_crop_of_whole_numbers() -> None:
     assert len(set(spans)) > 3
     with pytest.raises(ValueError, match=r"crop_scale=\(0.9, 1.1\) is not a range of areas"):
         PairTransform(16, (0.9, 1.1))
+
+
+def test_crops_by_torch_are_a_level_from_open_clips_in_one_pixel_of_fifty_at_most_and_exact_ones_are_equal() -> None:
+    """OpenCLIP's pipeline is torchvision's resized_crop on PIL images; photographs have grain."""
+    rng = np.random.default_rng(0)
+    ramp = np.add.outer(np.arange(300), np.arange(400))[..., None] * np.array([0.2, 0.3, 0.1]) + 40
+    image = Image.fromarray((ramp + rng.normal(0, 20, ramp.shape)).clip(0, 255).astype(np.uint8))
+    differences = []
+    for seed in range(5):
+        box = sample_box(np.random.default_rng(seed), 300, 400, (0.9, 1.0))
+        theirs = TF.pil_to_tensor(TF.resized_crop(image, *box, [224, 224], TF.InterpolationMode.BICUBIC))
+        (exact,) = PairTransform(224, exact=True)(image, np.random.default_rng(seed))
+        (fast,) = PairTransform(224)(image, np.random.default_rng(seed))
+        assert torch.equal(exact, theirs)
+        differences.append((fast.int() - theirs.int()).abs())
+    levels = torch.stack(differences)
+    assert levels.max() == 1
+    assert (levels > 0).float().mean() < 0.02
 
 
 def loaded(num_workers: int, batch_size: int, world_size: int) -> dict[int, tuple[list[int], list[int]]]:

@@ -51,7 +51,7 @@ def test_probes_side_by_side_are_torchs_adamw_each():
     decays = [1e-6, 0.03, 2.0]
     together = train_probes(train, rows, decays, settings)
     for number, decay in enumerate(decays):
-        alone = LinearProbe(WIDTH, CLASSES, 1, seed=2)
+        alone = LinearProbe(WIDTH, CLASSES, 1, seed=2, torch_init=True)
         optimizer = torch.optim.AdamW(alone.parameters(), lr=0.1, weight_decay=decay)
         sampler = EpochSampler(47, 11, seed=2)
         step, steps = 0, 3 * (47 // 11)
@@ -67,6 +67,17 @@ def test_probes_side_by_side_are_torchs_adamw_each():
         assert step == steps
         torch.testing.assert_close(together.weight[number], alone.weight[0], rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(together.bias[number], alone.bias[0], rtol=1e-4, atol=1e-6)
+
+
+def test_the_probe_starts_as_clip_benchmarks_and_takes_its_batches():
+    """Its train(): torch.manual_seed(seed), torch.nn.Linear(input_shape, output_shape); its --batch_size is 64."""
+    untrained = train_probes(clusters(5), torch.arange(5), [0.0, 1.0], ProbeSettings(CLASSES, lr=1e-30, seed=4))
+    torch.manual_seed(4)
+    linear = torch.nn.Linear(WIDTH, CLASSES)
+    for number in range(2):
+        torch.testing.assert_close(untrained.weight[number], linear.weight)
+        torch.testing.assert_close(untrained.bias[number], linear.bias)
+    assert ProbeSettings(CLASSES).batch_size == probe.get_args_parser().parse_args([]).probe_batch_size == 64
 
 
 def test_a_probe_that_diverges_leaves_the_others_alone():

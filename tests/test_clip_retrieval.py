@@ -12,7 +12,7 @@ from clip_fakes import DEVICE_OPTIONS, colour_encoder, evaluate, paint, small_ch
 
 from dino_sparo.clip import caption_sets, image_files, retrieval
 from dino_sparo.clip.caption_sets import open_caption_set
-from dino_sparo.clip.retrieval import Recall, captions_of_images, evaluate_retrieval, recall_at_k
+from dino_sparo.clip.retrieval import Recall, evaluate_retrieval, merge_equal, recall_at_k, rows_of_matches
 
 
 def run(*options: object) -> dict:
@@ -69,10 +69,34 @@ def test_recall_equals_a_loop_over_the_definitions(num_values, monkeypatch):
         assert found[k].share == pytest.approx(100 * sum(n / k for n in numbers) / 13)
 
 
-def test_captions_are_put_in_rows_by_image():
-    rows, counts = captions_of_images(torch.tensor([0, 0, 0, 1, 2, 2]), 3)
-    assert rows.tolist() == [[0, 1, 2], [3, 3, 3], [4, 5, 4]]
+def test_matches_are_put_in_rows_by_query():
+    rows, counts = rows_of_matches(torch.tensor([[0, 5], [2, 4], [0, 7], [0, 1], [1, 3], [2, 6]]), 3)
+    assert rows.tolist() == [[5, 7, 1], [3, 3, 3], [4, 6, 4]]
     assert counts.tolist() == [3, 1, 2]
+
+
+def test_captions_that_differ_in_case_and_white_space_alone_are_one_text():
+    texts, text_of = merge_equal(["A dog.", "a cat", "a  dog. ", "A CAT", "a dog"])
+    assert texts == ["A dog.", "a cat", "a dog"]
+    assert text_of.tolist() == [0, 1, 0, 1, 2]
+
+
+def test_captions_that_many_images_share_are_one_text_and_not_ties_that_are_all_wrong(tmp_path):
+    """Three images of each colour with the same caption: a model that knows colours finds everything."""
+    lines = ["path,caption"]
+    for colour in ("red", "green", "blue"):
+        for number in range(3):
+            paint(tmp_path / f"{colour}{number}.png", colour)
+            lines.append(f"{colour}{number}.png,{'A ' if number else 'a  '}{colour} picture")
+    lines.append("red0.png,a red picture")  # a second time
+    (tmp_path / "pairs.csv").write_text("\n".join(lines))
+    data = open_caption_set(str(tmp_path / "pairs.csv"))
+    found = evaluate_retrieval(colour_encoder(), data, [1, 3])
+    assert found.text[1] == (100, 100)
+    assert found.image[1] == (100, 100)
+    assert found.image[3] == (100, 100)
+    assert (found.num_images, found.num_captions, found.num_texts, found.num_merged) == (9, 10, 3, 7)
+    assert "9 images, 10 captions (7 merged with an equal one: 3 texts)" in retrieval.table(found)
 
 
 @pytest.mark.parametrize("k", [[], [0], [8]])
@@ -243,6 +267,7 @@ def test_the_result_file_tells_the_whole_protocol_and_is_the_same_every_time(tmp
     assert result["text_recall"].keys() == {"@1", "@3"}
     images = result["images"]
     assert (images["num_images"], images["num_captions"], images["num_truncated_captions"]) == (3, 4, 1)
+    assert (images["num_texts"], images["num_merged_captions"]) == (4, 0)
     assert images["captions_per_image"] == [0, 2, 1]  # two images with one caption, one with two
     assert len(images["captions"]["sha256"]) == len(result["model"]["sha256"]) == 64
     assert "captions by image" in capsys.readouterr().out

@@ -6,6 +6,7 @@ import logging
 import math
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -194,8 +195,8 @@ def test_all_gradients_together_are_clipped() -> None:
 
 def test_steps_teach_which_caption_belongs_to_which_image() -> None:
     training, batch = small_training(small_clip()), some_pairs(13)
-    reports = [train_step(training, [batch]) for _ in range(25)]
-    assert reports[0].loss.item() == pytest.approx(math.log(13), abs=0.7)
+    reports = [train_step(training, [batch]) for _ in range(40)]
+    assert reports[0].loss.item() == pytest.approx(math.log(13), abs=1.5)
     assert reports[-1].loss < 0.5
     assert reports[0].scalars["batch_accuracy"] < 0.4
     assert reports[-1].scalars["batch_accuracy"] > 0.9
@@ -274,7 +275,10 @@ def test_a_run_in_parts_is_that_of_the_large_batch_and_may_go_on_in_others(tmp_p
     run(tmp_path / "parts", grad_accum_steps=2, grad_checkpointing="")
     large, parts = checkpoint_of(tmp_path / "large"), checkpoint_of(tmp_path / "parts")
     for name, value in large["model"].items():
-        assert torch.allclose(value, parts["model"][name], atol=1e-4), name
+        # A key's bias has no gradient but rounding, which Adam turns into noise.
+        shown = torch.arange(len(value)) // (len(value) // 3) != 1 if name.endswith("qkv.bias") else slice(None)
+        found = parts["model"][name]
+        assert torch.allclose(*((each[shown] if each.ndim else each) for each in (value, found)), atol=1e-4), name
 
 
 @pytest.mark.parametrize(("batch", "step"), [(4, 6 + 3), (12, 2 + 1)])
@@ -466,6 +470,33 @@ def test_captions_that_are_too_long_are_counted(tmp_path: Path) -> None:
     assert epochs_of(tmp_path)[0]["train_truncated_captions"] == 18  # six name a lone shape and nothing else
 
 
+def test_the_log_warns_once_when_most_captions_are_cut_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        run(tmp_path / "short", epochs=2, context_length=4)
+        found = [record.getMessage() for record in caplog.records if "lose their last words" in record.getMessage()]
+        assert len(found) == 1
+        assert re.match(r"\d+ of \d+ captions \(\d+ %\) are longer than --context_length 4 and", found[0])
+        caplog.clear()
+        run(tmp_path / "long", epochs=1)
+    assert "lose their last words" not in caplog.text
+
+
+def test_a_zero_shot_probe_on_pairs_without_labels_points_at_zero_shot_path(tmp_path: Path) -> None:
+    images = image_folders(tmp_path / "images", broken=0)
+    rows = [f"{path.relative_to(tmp_path)},words" for path in sorted(images.rglob("*.png"))]
+    (tmp_path / "t.csv").write_text("\n".join(["path,caption", *rows]))
+    with pytest.raises(
+        ValueError, match=r"--zero_shot_freq needs labelled .*no labels.*Give others with --zero_shot_path"
+    ):
+        run(tmp_path / "run", data_path=tmp_path / "t.csv", zero_shot_freq=1)
+
+
+@pytest.mark.parametrize("products", ["tf32", "bf16"])
+def test_a_run_with_rounded_logits_learns_as_one_without(tmp_path: Path, products: str) -> None:
+    losses = [epochs_of(run(tmp_path / name, epochs=1, logits=name))[0]["train_loss"] for name in ("fp32", products)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+
+
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_images(tmp_path: Path) -> None:
     run(tmp_path, max_steps=4)
     with pytest.raises(
@@ -569,22 +600,58 @@ def parsed(*words: str) -> argparse.Namespace:
     return args
 
 
-# SPARO, table 0.C.3, by column: epochs, batch size, warm-up steps, weight decay; section 4: slots.
-TABLE = {
-    "cc3m": (32, 4096, 3600, 0.5, 64),
-    "cc12m": (25, 4096, 3600, 0.5, 64),
-    "cc15m": (25, 4096, 3600, 0.5, 64),
-    "laion400m": (32, 32768, 2000, 0.2, 128),
+# Where the paper (SPARO) or OpenCLIP states it -> option -> values for CC3M, CC12M, CC15M and LAION-400M.
+CC_AND_LAION = ("cc3m", "cc12m", "cc15m", "laion400m")
+RECIPES: dict[str, dict[str, tuple[Any, Any, Any, Any]]] = {
+    "table 0.C.3, row Epochs": {"epochs": (32, 25, 25, 32)},
+    "table 0.C.3, row Global batch size": {"batch_size": (4096, 4096, 4096, 32768)},
+    "table 0.C.3, row Warmup steps": {"warmup_steps": (3600, 3600, 3600, 2000)},
+    "table 0.C.3, row Weight decay": {"weight_decay": (0.5, 0.5, 0.5, 0.2)},
+    "table 0.C.3, row Precision": {"precision": ("bf16",) * 4},
+    "table 1, column Model: CLIP16 for Conceptual Captions, CLIP32 for L400M; so tables 2, 3 and 0.B.1, figure 2": {
+        "patch_size": (16, 16, 16, 32)
+    },
+    "section 4: ViT-B/16 or ViT-B/32 visual backbone": {"arch": ("vit_base",) * 4, "img_size": (224,) * 4},
+    "section 4: L = V = 64 on Conceptual Captions, L = 128 and V = 64 on LAION-400M": {
+        "sparo_slots": (64, 64, 64, 128),
+        "sparo_slot_dim": (64,) * 4,
+    },
+    "sparo-clip's ViT-B-16-SPARO.json, sparo_attn_dim null: as wide as an attention head": {"sparo_key_dim": (64,) * 4},
+    "sparo-clip's ViT-B-16-SPARO.json: one slot per key": {"sparo_group_size": (1,) * 4},
+    "section 4: Sparo replaces the last block, which it does by default": {"replace_block": (None,) * 4},
+    "appendix 0.C.1: else OpenCLIP's defaults; its params.py, for ViTs": {
+        "lr": (5e-4,) * 4,
+        "beta1": (0.9,) * 4,
+        "beta2": (0.98,) * 4,
+        "eps": (1e-6,) * 4,
+        "min_lr": (0.0,) * 4,
+        "clip_grad": (0.0,) * 4,
+    },
+    "OpenCLIP's ViT-B-16.json and ViT-B-32.json": {
+        "text_width": (512,) * 4,
+        "text_heads": (8,) * 4,
+        "text_layers": (12,) * 4,
+        "context_length": (77,) * 4,
+        "embed_dim": (512,) * 4,
+    },
+    "OpenCLIP's transform.py, AugmentationCfg": {"crop_scale": ((0.9, 1.0),) * 4},
 }
 
 
-@pytest.mark.parametrize("name", sorted(TABLE))
-def test_presets_are_the_papers_table(name: str) -> None:
-    args = parsed("--preset", name)
-    fill_in_warmup(args, 10**6)
-    found = (args.epochs, args.batch_size, args.warmup_steps, args.weight_decay, args.sparo_slots)
-    assert found == TABLE[name]
-    assert (args.lr, args.beta1, args.beta2, args.eps, args.sparo_slot_dim) == (5e-4, 0.9, 0.98, 1e-6, 64)
+@pytest.mark.parametrize("source", RECIPES)
+def test_every_value_of_every_preset_is_where_the_paper_states_it(source: str) -> None:
+    for column, name in enumerate(CC_AND_LAION):
+        args = parsed("--preset", name)
+        expected = {option: values[column] for option, values in RECIPES[source].items()}
+        assert {option: getattr(args, option) for option in expected} == expected, name
+
+
+def test_no_preset_has_a_value_that_the_table_lacks() -> None:
+    assert set(CC_AND_LAION) == PRESETS.keys()
+    in_table = {option for values in RECIPES.values() for option in values}
+    for preset in PRESETS.values():
+        assert preset.values.keys() <= in_table
+    assert DEFAULTS.keys() <= in_table
 
 
 @pytest.mark.parametrize("words", [["--lr", "0.0005", "--epochs", "3"], []])
@@ -634,6 +701,7 @@ def test_the_options_and_their_defaults_are_frozen() -> None:
         "download": False,
         "max_corrupt": 0.01,
         "crop_scale": [0.9, 1.0],
+        "exact_crops": False,
         "norm_mean": [0.48145466, 0.4578275, 0.40821073],
         "norm_std": [0.26862954, 0.26130258, 0.27577711],
         "pre_norm": True,
@@ -645,13 +713,14 @@ def test_the_options_and_their_defaults_are_frozen() -> None:
         "readout": "sparo",
         "sparo_group_size": 1,
         "replace_block": None,
+        "norm_first": False,
         "bottleneck_dim": 512,
         "num_codes": 16384,
         "max_steps": None,
         "grad_accum_steps": 1,
         "min_lr": 0.0,
         "clip_grad": 0.0,
-        "precision": "auto",
+        "logits": "fp32",
         "output_dir": ".",
         "saveckp_freq": 0,
         "saveckp_minutes": 30.0,

@@ -14,22 +14,28 @@ CROP_SCALE = (0.9, 1.0)
 AUTO = "auto"  # class names, or templates, of the set of images itself
 WINOGROUND_EXAMPLES = "examples.jsonl"
 PER_SLOT, PER_DIMENSION = "slot", "dimension"  # parts of an encoding that a mask weighs
+MASK_SCALES = ("min", "max")  # bounds of the mask's inverse temperature
+PRODUCTS = ("fp32", "tf32", "bf16")  # precisions of the products of all images with all captions
+PROBE_BATCH_SIZE = 64  # of CLIP benchmark's linear probe
 SWEEP_METRICS = ("top1", "top5", "mean_per_class_recall")
 PICTURE_SCENES = "scenes:400:384"
 
 
 # The image tower's read-out and the text tower's. The paper's CLIP+GAP is `gap_image`: in the authors' code only images
-# are averaged, captions keep the end token. (There the last LayerNorm follows the average; here it precedes it, as for
-# every other read-out.)
+# are averaged, captions keep the end token.
 READOUTS: dict[str, tuple[str, str]] = {
     "cls": ("cls", "eos"),
-    "gap": ("gap", "gap"),
-    "gap_image": ("gap", "eos"),
+    "gap": ("gap_then_norm", "gap_then_norm"),
+    "gap_image": ("gap_then_norm", "eos"),
     "sparo": ("sparo", "sparo"),
     "linear": ("cls", "eos"),
-    "fdt": ("fdt", "fdt"),
+    "fdt": ("fdt_raw", "fdt_raw"),
     **{name: (name, name) for name in CROSS_ATTENTION},
 }
+
+# What the same names meant at first, and mean in checkpoints of then: the last LayerNorm of either tower precedes the
+# read-out, and `fdt` leaves padding out. The configuration of a checkpoint says which of both it has.
+NORM_FIRST: dict[str, tuple[str, str]] = {"gap": ("gap", "gap"), "gap_image": ("gap", "eos"), "fdt": ("fdt", "fdt")}
 
 # Those that give L slots of width V; the others give one slot.
 SLOTTED = frozenset({"sparo", *CROSS_ATTENTION})
@@ -47,6 +53,18 @@ FREEZABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
+def check_bound(bound: str) -> None:
+    """Refuse a bound that is not in `MASK_SCALES`.
+
+    Raises:
+        ValueError: names those that are.
+    """
+    if bound not in MASK_SCALES:
+        raise ValueError(
+            f"mask_scale={bound!r}; choose min, for min(100, exp(alpha)) as in CLIP, or max, which SPARO's 0.C.1 prints"
+        )
+
+
 @dataclass(frozen=True)
 class FitSettings:
     """How a mask is learned: by SGD, without weight decay.
@@ -57,9 +75,10 @@ class FitSettings:
         momentum: of SGD.
         batch_size: pairs per step.
         seed: of the order of the pairs.
+        bound: of the scale, a member of `MASK_SCALES`; see `mask_fit.Mask`.
 
     Raises:
-        ValueError: a number is out of range.
+        ValueError: a number is out of range, or the bound is unknown.
     """
 
     epochs: int = 100
@@ -67,8 +86,10 @@ class FitSettings:
     momentum: float = 0.9
     batch_size: int = 256
     seed: int = 0
+    bound: str = "min"
 
     def __post_init__(self) -> None:
+        check_bound(self.bound)
         if self.epochs < 1 or self.batch_size < 1:
             raise ValueError(f"epochs={self.epochs}, mask_batch_size={self.batch_size}; give positive numbers")
         if not (self.lr > 0 and 0 <= self.momentum < 1):

@@ -6,7 +6,8 @@ Stage 2 of the folder. The configuration travels in every checkpoint, so that no
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from dino_sparo.clip.choices import READOUTS, SLOTTED
+from dino_sparo.choices import READOUT_KINDS
+from dino_sparo.clip.choices import NORM_FIRST, READOUTS, SLOTTED
 from dino_sparo.clip.text import TextConfig
 from dino_sparo.encoder import EncoderConfig
 
@@ -16,8 +17,8 @@ class CLIPConfig:
     """How a CLIP model is built.
 
     Attributes:
-        image: the image encoder; its `readout` is the image side of `READOUTS[readout]`. What stands below for both
-            towers is copied into it, so that it describes its encoder without the rest.
+        image: the image encoder; its `readout` is the image side of `READOUTS[readout]`, or of `NORM_FIRST[readout]`.
+            What stands below for both towers is copied into it, so that it describes its encoder without the rest.
         text: the text encoder; its `readout` is the text side.
         readout: a key of `readouts.READOUTS`, one name for both towers.
         embed_dim: M, width of the encoding: that of the projections, L*V for a slotted read-out, of the codes for
@@ -43,7 +44,7 @@ class CLIPConfig:
     def __post_init__(self) -> None:
         check_readout(self.readout)
         towers = (self.image.readout, self.text.readout)
-        if towers != READOUTS[self.readout]:
+        if towers not in (READOUTS[self.readout], NORM_FIRST.get(self.readout)):
             raise ValueError(
                 f"readout {self.readout!r} is {READOUTS[self.readout]} in image and text tower; these are built with "
                 f"{towers}"
@@ -57,7 +58,7 @@ class CLIPConfig:
             )
         if self.readout in SLOTTED:
             self._check_slots()
-        codes = (self.num_codes, self.embed_dim) if self.image.readout == "fdt" else (0, 0)
+        codes = (self.num_codes, self.embed_dim) if READOUT_KINDS[self.image.readout].needs_codes else (0, 0)
         image = replace(
             self.image,
             replace_block=self.replace_block,

@@ -7,7 +7,7 @@ import argparse
 
 from dino_sparo.choices import PRECISIONS
 from dino_sparo.cli import HelpFormatter, add_device_options, bool_flag
-from dino_sparo.clip.choices import AUTO, WINOGROUND_EXAMPLES
+from dino_sparo.clip.choices import AUTO, PROBE_BATCH_SIZE, WINOGROUND_EXAMPLES
 from dino_sparo.scenes import DEFAULT_IMAGE_SIZE, SPLITS
 
 
@@ -174,7 +174,12 @@ def probe_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("probe")
     group.add_argument("--epochs", type=int, default=10, help="Passes over the training images.")
     group.add_argument("--lr", type=float, default=0.1, help="Learning rate at the start; it falls to 0 on a cosine.")
-    group.add_argument("--probe_batch_size", type=int, default=256, help="Images per step, over all processes.")
+    group.add_argument(
+        "--probe_batch_size",
+        type=int,
+        default=PROBE_BATCH_SIZE,
+        help="Images per step, over all processes; more is faster, and another protocol than CLIP benchmark's.",
+    )
     group.add_argument(
         "--weight_decay", type=float, default=None, help="Use this one; by default the sweep finds the best."
     )

@@ -5,17 +5,19 @@ micro-batch at once, the activations behind them do not.
 """
 
 import warnings
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from dino_sparo.clip.choices import PRODUCTS
 from dino_sparo.distributed import rank, world_size
 from dino_sparo.extras import require
 
 
-def create_loss() -> nn.Module:
+def create_loss(products: str = "fp32") -> nn.Module:
     """The contrastive loss of this rank; call it once the process group is there.
 
         S = s X Y^T                                        similarities of all images with all captions
@@ -25,13 +27,106 @@ def create_loss() -> nn.Module:
     With several ranks B counts all of them: each computes the rows of its own images and captions against the features
     of all, and gradients flow back through the gathering. The mean of the ranks' losses is the loss above, hence so is
     the mean of their gradients. Source: CLIP, figure 3; OpenCLIP, `local_loss` and `gather_with_grad`.
+
+    Args:
+        products: a member of `PRODUCTS`, the precision of X Y^T and of its gradient; see `rounded_product`.
+
+    Raises:
+        ValueError: an unknown precision.
     """
-    # OpenCLIP calls what torch 2.15 would have it replace; the result is the same. To go with OpenCLIP's next version.
+    if products not in PRODUCTS:
+        raise ValueError(f"logits={products!r}; choose one of {', '.join(PRODUCTS)}")
+    # OpenCLIP calls what torch 2.15 replaces by another function of equal results. Remove after OpenCLIP's next release.
     warnings.filterwarnings("ignore", message=r"torch\.distributed\.nn\.functional\.all_gather is deprecated")
     require("open_clip", "contrastive losses")
     from open_clip.loss import ClipLoss
 
-    return ClipLoss(local_loss=True, gather_with_grad=True, cache_labels=True, rank=rank(), world_size=world_size())
+    exact = ClipLoss(local_loss=True, gather_with_grad=True, cache_labels=True, rank=rank(), world_size=world_size())
+    return exact if products == "fp32" else RoundedLoss(exact, products)
+
+
+class RoundedLoss(nn.Module):
+    """The loss of `create_loss` with products in TF32 or bf16.
+
+    Args:
+        exact: the same in fp32; it tells ranks and numbers the pairs.
+        products: `tf32` or `bf16`.
+    """
+
+    def __init__(self, exact: Any, products: str) -> None:
+        super().__init__()
+        self.exact, self.products = exact, products
+
+    def forward(
+        self,
+        image_features: Float[Tensor, "B M"],
+        text_features: Float[Tensor, "B M"],
+        logit_scale: Float[Tensor, ""],
+    ) -> Float[Tensor, ""]:
+        """Normalised features of this rank and the inverse temperature -> the loss of this rank, nats."""
+        every = (image_features, text_features)
+        if self.exact.world_size > 1:
+            from open_clip.loss import gather_features
+
+            options = {"local_loss": True, "gather_with_grad": True}
+            ranks = {"rank": self.exact.rank, "world_size": self.exact.world_size}
+            every = gather_features(image_features, text_features, **options, **ranks)
+        labels = self.exact.get_ground_truth(image_features.device, len(image_features))
+        pairs = ((image_features, every[1]), (text_features, every[0]))
+        losses = [
+            F.cross_entropy(logit_scale * rounded_product(own, others, self.products), labels) for own, others in pairs
+        ]
+        return (losses[0] + losses[1]) / 2
+
+
+def rounded_product(left: Float[Tensor, "B M"], right: Float[Tensor, "C M"], products: str) -> Float[Tensor, "B C"]:
+    """X Y^T whose factors are rounded to TF32 (11 bits) or bf16 (8 bits), and whose products are summed in fp32.
+
+    So are the products of the backward pass. A GPU computes them in its tensor cores; elsewhere the factors are rounded
+    and multiplied in fp32, which is as slow as ever and gives the same digits.
+
+    Args:
+        left: X, fp32.
+        right: Y, fp32.
+        products: `tf32` or `bf16`.
+    """
+    return _RoundedProduct.apply(left, right, products)
+
+
+class _RoundedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, left: Tensor, right: Tensor, products: str) -> Tensor:
+        ctx.save_for_backward(left, right)
+        ctx.products = products
+        return _multiply(left, right.t(), products)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        left, right = ctx.saved_tensors
+        return _multiply(gradient, right, ctx.products), _multiply(gradient.t(), left, ctx.products), None
+
+
+def _multiply(left: Float[Tensor, "B M"], right: Float[Tensor, "M C"], products: str) -> Float[Tensor, "B C"]:
+    with torch.autocast(left.device.type, enabled=False):
+        left, right = left.float(), right.float()
+        if products == "bf16":
+            if left.device.type == "cuda":
+                return torch.mm(left.bfloat16(), right.bfloat16(), out_dtype=torch.float32)
+            return left.bfloat16().float() @ right.bfloat16().float()
+        if left.device.type != "cuda":
+            return _tf32(left) @ _tf32(right)
+        before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = True
+        try:
+            return left @ right
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def _tf32(values: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """fp32 rounded to the nearest number with a significand of 11 bits, as a tensor core reads it."""
+    bits = values.contiguous().view(torch.int32)
+    return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
 
 
 class FeatureGradients(NamedTuple):

@@ -27,7 +27,7 @@ from dino_sparo.clip.choices import PER_DIMENSION, PER_SLOT, SLOTTED
 from dino_sparo.clip.classes import apply_classes, open_classes
 from dino_sparo.clip.config import CLIPConfig
 from dino_sparo.clip.encode import ClipEncoder
-from dino_sparo.clip.mask_fit import FitResult, FitSettings, fit_mask, masked_pairs
+from dino_sparo.clip.mask_fit import BOUND, FitResult, FitSettings, fit_mask, masked_pairs
 from dino_sparo.clip.plots import ACCENT, count_ticks, panels, ranked_bars, result_paths
 from dino_sparo.clip.prompts import open_templates
 from dino_sparo.clip.protocol import (
@@ -135,7 +135,7 @@ def learn_mask(args: argparse.Namespace) -> dict[str, Any]:
         ValueError: options, files or data that do not fit; the message says what would.
         ImportError: matplotlib is not installed.
     """
-    settings = FitSettings(args.epochs, args.lr, args.momentum, args.mask_batch_size, args.seed)
+    settings = FitSettings(args.epochs, args.lr, args.momentum, args.mask_batch_size, args.seed, args.mask_scale)
     place = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
     setup_logging()
     require_matplotlib()
@@ -225,6 +225,7 @@ def describe_fit(found: FitResult, args: argparse.Namespace) -> dict[str, Any]:
         "epochs": args.epochs,
         "batch_size": args.mask_batch_size,
         "seed": args.seed,
+        "mask_scale": f"{args.mask_scale}({BOUND:.0f}, exp(alpha))",
         "best_epoch": found.epoch,
         "losses": found.losses,
         "accuracies": found.accuracies,

@@ -14,37 +14,47 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dino_sparo.clip.choices import FitSettings
+from dino_sparo.clip.choices import FitSettings, check_bound
+from dino_sparo.clip.model import INITIAL_TEMPERATURE
 from dino_sparo.clip.slots import mask_features
 from dino_sparo.clip.sugarcrepe import PAIR_CHUNK, PairFeatures, averages, score_pairs
 from dino_sparo.logs import progress
 
-MIN_SCALE = 100.0
-# The paper does not say where alpha starts. Here it starts where max(100, exp(alpha)) begins to depend on it; a hair
-# above, so that rounding does not decide whether it learns.
-INITIAL_ALPHA = math.log(MIN_SCALE) + 1e-6
+BOUND = 100.0
+# How the inverse temperature is bounded -> where alpha starts. The paper prints max(100, exp(alpha)), "similar to
+# CLIP", and does not say where alpha starts; CLIP's own is min(100, exp(alpha)) from ln(1 / 0.07). With max alpha
+# starts where the bound begins to depend on it, a hair above, so that rounding does not decide whether it learns.
+INITIAL_ALPHA = {"min": math.log(1 / INITIAL_TEMPERATURE), "max": math.log(BOUND) + 1e-6}
 
 
 class Mask(nn.Module):
     """Weights of the parts of an encoding, and the inverse temperature of their loss.
 
-        scale = max(100, exp(alpha)),   m = sigmoid(scale / 4 * theta)
+        scale = min(100, exp(alpha)),   m = sigmoid(scale / 4 * theta)
 
     theta, one number per part, starts at 0: m = 1/2 everywhere changes no cosine. (Where it starts is not in the
-    paper.) Source: SPARO, appendix 0.C.1.
+    paper.) Source: SPARO, appendix 0.C.1, which prints max(100, exp(alpha)): `bound="max"`. With max the sigmoid
+    saturates in the first epochs, and a mask of slots stays at a larger loss (docs/clip.md has the numbers).
 
     Args:
         num_parts: P.
+        bound: `min` or `max`, of 100 and exp(alpha).
+
+    Raises:
+        ValueError: another bound.
     """
 
-    def __init__(self, num_parts: int) -> None:
+    def __init__(self, num_parts: int, bound: str = "min") -> None:
         super().__init__()
+        check_bound(bound)
+        self.bound = bound
         self.theta = nn.Parameter(torch.zeros(num_parts))
-        self.alpha = nn.Parameter(torch.tensor(INITIAL_ALPHA))
+        self.alpha = nn.Parameter(torch.tensor(INITIAL_ALPHA[bound]))
 
     def forward(self) -> tuple[Float[Tensor, " P"], Float[Tensor, ""]]:
         """The weights m, and the scale."""
-        scale = self.alpha.exp().clamp(min=MIN_SCALE)
+        exponential = self.alpha.exp()
+        scale = exponential.clamp(max=BOUND) if self.bound == "min" else exponential.clamp(min=BOUND)
         return torch.sigmoid(scale / 4 * self.theta), scale
 
 
@@ -137,7 +147,7 @@ def fit_mask(features: PairFeatures, num_parts: int, settings: FitSettings) -> F
         ValueError: the mask lost all its weight, or is not finite.
     """
     products = part_products(features, num_parts)
-    mask = Mask(num_parts).to(features.images.device)
+    mask = Mask(num_parts, settings.bound).to(features.images.device)
     optimizer = torch.optim.SGD(mask.parameters(), lr=settings.lr, momentum=settings.momentum)
     generator = torch.Generator().manual_seed(settings.seed)
     best: tuple[float, int, Tensor] = (-1.0, 0, torch.empty(0))

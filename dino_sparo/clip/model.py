@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from dino_sparo.checkpoint import CheckpointError, clip_weights, load_checkpoint, load_strictly, normalization_of
 from dino_sparo.choices import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
-from dino_sparo.clip.choices import FREEZABLE, NORMALIZED_PER_SLOT, READOUTS, SLOTTED
+from dino_sparo.clip.choices import FREEZABLE, NORM_FIRST, NORMALIZED_PER_SLOT, READOUTS, SLOTTED
 from dino_sparo.clip.config import CLIPConfig, check_readout
 from dino_sparo.clip.convert import infer_clip_config, read_open_clip_model
 from dino_sparo.clip.readouts import create_tower_readout
@@ -180,11 +180,11 @@ def create_clip(
     bottleneck_dim: int = 512,
     num_codes: int = 16384,
     quick_gelu: bool = False,
+    norm_first: bool = False,
 ) -> CLIP:
     """Build a CLIP model with random weights.
 
-    The text encoder starts as CLIP's does, the image encoder as DINO's (truncated normal, std 0.02), where OpenCLIP
-    leaves the blocks to torch's defaults.
+    Both encoders start as OpenCLIP's do; without `pre_norm` the image encoder starts as DINO's.
 
     Args:
         arch: a key of `backbone.ARCHITECTURES`.
@@ -208,12 +208,14 @@ def create_clip(
         bottleneck_dim: m, for `linear`.
         num_codes: K, for `fdt`.
         quick_gelu: OpenAI's activation.
+        norm_first: `gap`, `gap_image` and `fdt` read tokens that passed the tower's last LayerNorm, as in checkpoints
+            of earlier versions; False is the authors' code, where gap normalises the average, and fdt nothing.
 
     Raises:
         ValueError: an unknown name, or a size that does not fit; the message lists what does.
     """
     check_readout(readout)
-    image_readout, text_readout = READOUTS[readout]
+    image_readout, text_readout = (NORM_FIRST if norm_first and readout in NORM_FIRST else READOUTS)[readout]
     slots: dict[str, Any] = {"num_slots": num_slots, "slot_dim": slot_dim, "key_dim": key_dim, "group_size": group_size}
     image = EncoderConfig(
         arch=arch,
@@ -266,7 +268,14 @@ def clip_from_config(config: CLIPConfig, drop_path_rate: float = 0.0) -> CLIP:
 def _text_encoder(config: CLIPConfig, codebook: nn.Parameter | None) -> TextEncoder:
     text = config.text
     readout = create_tower_readout(
-        text.readout, text.width, text.num_slots, text.slot_dim, text.key_dim, text.group_size, codebook
+        text.readout,
+        text.width,
+        text.num_slots,
+        text.slot_dim,
+        text.key_dim,
+        text.group_size,
+        codebook,
+        context_length=text.context_length,
     )
     return TextEncoder(text, readout, text.layers - config.replace_block)
 

@@ -14,7 +14,7 @@ from dino_sparo.cli import (
     add_split_option,
     bool_flag,
 )
-from dino_sparo.clip.choices import CROP_SCALE, FREEZABLE, READOUTS
+from dino_sparo.clip.choices import CROP_SCALE, FREEZABLE, PRODUCTS, READOUTS
 from dino_sparo.clip.presets import PRESETS, apply_preset, with_default
 from dino_sparo.scenes import INDEPENDENT
 from dino_sparo.training.options import add_compute_options, add_run_options
@@ -147,6 +147,12 @@ def _add_pair_options(parser: argparse.ArgumentParser) -> None:
         default=CROP_SCALE,
         help="Share of the image's area in a crop; a caption is about all of the image.",
     )
+    group.add_argument(
+        "--exact_crops",
+        action="store_true",
+        help="Resize crops by Pillow, whose pixels are those of OpenCLIP's pipeline. By default torch resizes them, "
+        "which takes less of a loading process' time; at most one pixel in fifty is then off, by one level of 255.",
+    )
 
 
 def _add_image_options(parser: argparse.ArgumentParser) -> None:
@@ -227,6 +233,13 @@ def _add_readout_options(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="Remove the last block of both encoders; by default only sparo does.",
     )
+    group.add_argument(
+        "--norm_first",
+        action="store_true",
+        help="Let gap, gap_image and fdt read tokens after the last LayerNorm, as earlier versions did; a run that "
+        "began with one is resumed with this. By default gap normalises the average and fdt nothing, as in the SPARO "
+        "authors' code.",
+    )
     group.add_argument("--bottleneck_dim", type=int, default=512, help="Width of the linear bottleneck.")
     group.add_argument("--num_codes", type=int, default=16384, help="Codes of the discrete bottleneck, fdt.")
 
@@ -254,6 +267,13 @@ def _add_optimization_options(parser: argparse.ArgumentParser) -> None:
         help="Parts in which a process computes its share of the batch, one after the other; gradients are the same, "
         "memory is that of one part, and everything is encoded twice.",
     )
+    group.add_argument(
+        "--logits",
+        default="fp32",
+        choices=PRODUCTS,
+        help="Precision of the products of all images with all captions; sums are fp32 in any case. On GPUs tf32 and "
+        "bf16 take a fraction of the time at large batches; a cosine then has four or three correct digits.",
+    )
     for name, text in (
         ("lr", "Learning rate after the warm-up."),
         ("weight_decay", "Weight decay of matrices."),
@@ -275,7 +295,7 @@ def _add_optimization_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--clip_grad", type=float, default=0.0, help="Largest norm of all gradients together; 0 for no limit."
     )
-    add_compute_options(group, "both encoders")
+    add_compute_options(group, "both encoders", precision=None, describe=lambda text: with_default(text, "precision"))
 
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from dino_sparo.clip.choices import CROP_SCALE
 from dino_sparo.clip.text import tokenize
-from dino_sparo.crops import cut_crop, sample_box
+from dino_sparo.crops import cut_crop, cut_crop_fast, pixels_in_rows, sample_box
 from dino_sparo.data import (
     CorruptImageError,
     DeviceBatch,
@@ -125,22 +125,26 @@ class PairTransform:
     Args:
         img_size: side of the view in pixels.
         scale: smallest and largest share of the image's area.
+        exact: the pixels of torchvision's pipeline on PIL images, which OpenCLIP's is; False resizes by torch, in less
+            time, with another rounding: some pixels are a level off.
 
     Raises:
         ValueError: a scale that is no interval within (0, 1].
     """
 
-    def __init__(self, img_size: int, scale: tuple[float, float] = CROP_SCALE) -> None:
+    def __init__(self, img_size: int, scale: tuple[float, float] = CROP_SCALE, exact: bool = False) -> None:
         if not 0 < scale[0] <= scale[1] <= 1:
             raise ValueError(
                 f"crop_scale={tuple(scale)} is not a range of areas; give two numbers with 0 < smallest <= largest <= 1"
             )
-        self.img_size, self.scale = img_size, scale
+        self.img_size, self.scale, self.exact = img_size, scale, exact
 
     def __call__(self, image: Image.Image, rng: np.random.Generator) -> list[UInt8[Tensor, "C img_size img_size"]]:
         """The view in a list, 8 bit: a quarter to send to a GPU, where it is normalised."""
         box = sample_box(rng, image.height, image.width, self.scale)
-        return [torch.from_numpy(cut_crop(image, box, self.img_size))]
+        if self.exact:
+            return [torch.from_numpy(cut_crop(image, box, self.img_size))]
+        return [cut_crop_fast(pixels_in_rows(image), box, self.img_size)]
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class Preset:
 logger = logging.getLogger(__name__)
 
 # What holds without a preset, and where a preset says nothing. Towers, learning rate, betas, eps and weight decay are
-# OpenCLIP's defaults for a ViT-B/32; batch and warm-up are ours, for some 10^5 pairs on one machine.
+# OpenCLIP's defaults for a ViT-B; patch, batch and warm-up are ours, for some 10^5 pairs on one machine.
 DEFAULTS: dict[str, Any] = {
     "arch": "vit_base",
     "patch_size": 32,
@@ -48,17 +48,37 @@ DEFAULTS: dict[str, Any] = {
     "beta1": 0.9,
     "beta2": 0.98,
     "eps": 1e-6,
+    "precision": "auto",
 }
 
-_SPARO = "SPARO, table 0.C.3, and section 4 for the slots; the rest is OpenCLIP's default, as the paper says"
-_CONCEPTUAL = {"batch_size": 4096, "warmup_steps": 3600, "weight_decay": 0.5, "sparo_slots": 64}
+_SPARO = (
+    "SPARO, table 0.C.3 for the optimisation, tables 1 to 3 for the vision transformer (CLIP16 or CLIP32), section 4 "
+    "for the slots; the rest is OpenCLIP's default, as appendix 0.C.1 says"
+)
+_CONCEPTUAL = {
+    "patch_size": 16,
+    "sparo_slots": 64,
+    "batch_size": 4096,
+    "warmup_steps": 3600,
+    "weight_decay": 0.5,
+    "precision": "bf16",
+}
 
 PRESETS: dict[str, Preset] = {
     "cc3m": Preset(_SPARO, {**_CONCEPTUAL, "epochs": 32}),
     "cc12m": Preset(_SPARO, {**_CONCEPTUAL, "epochs": 25}),
     "cc15m": Preset(_SPARO, {**_CONCEPTUAL, "epochs": 25}),
     "laion400m": Preset(
-        _SPARO, {"batch_size": 32768, "warmup_steps": 2000, "weight_decay": 0.2, "sparo_slots": 128, "epochs": 32}
+        _SPARO,
+        {
+            "patch_size": 32,
+            "sparo_slots": 128,
+            "epochs": 32,
+            "batch_size": 32768,
+            "warmup_steps": 2000,
+            "weight_decay": 0.2,
+            "precision": "bf16",
+        },
     ),
 }
 

@@ -8,11 +8,13 @@ all of them, and tested. Prints a table and writes probe.json, the numbers with 
 
 Source: SPARO, appendix 0.C.1, which follows LAION's CLIP benchmark and CLIP, appendix A.3: features of length one,
 AdamW with learning rate 0.1, 10 epochs, decays between 1e-6 and 1e2 in 96 steps, tried coarsely, then ever more finely
-around the best. What they do not tell is ours: how many images choose the decay, and in batches of how many.
+around the best; batches of 64 and weights as `nn.Linear` draws them are that benchmark's. Ours is how many images
+choose the decay, which none of them states, and that images after an epoch's last whole batch wait for another epoch.
 
 Features of all training images are kept by every process: images x width x 4 bytes, 21 GB for ImageNet and L*V = 4096.
 """
 
+from dino_sparo.clip.choices import PROBE_BATCH_SIZE
 from dino_sparo.clip.evaluation_options import probe_parser as get_args_parser
 
 if __name__ == "__main__":
@@ -73,7 +75,7 @@ class ProbeSettings:
     num_classes: int
     lr: float = 0.1
     epochs: int = 10
-    batch_size: int = 256
+    batch_size: int = PROBE_BATCH_SIZE
     seed: int = 0
     device: torch.device = CPU
 
@@ -105,7 +107,8 @@ def train_probes(
     device = settings.device
     share = max(1, min(settings.batch_size, len(rows)) // world_size())
     sampler = EpochSampler(len(rows), share, rank=rank(), world_size=world_size(), seed=settings.seed)
-    probe = LinearProbe(train.features.shape[1], settings.num_classes, len(weight_decays), settings.seed).to(device)
+    size = (train.features.shape[1], settings.num_classes, len(weight_decays))
+    probe = LinearProbe(*size, seed=settings.seed, torch_init=True).to(device)
     decays = torch.tensor(weight_decays, device=device)
     optimizer = torch.optim.Adam(probe.parameters(), lr=settings.lr)
     num_steps = settings.epochs * sampler.steps_per_epoch
@@ -268,6 +271,7 @@ def probe_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
             "lr": args.lr,
             "epochs": args.epochs,
             "batch_size": args.probe_batch_size,
+            "initialisation": "nn.Linear's",
             "seed": args.seed,
         },
         **record,

@@ -48,11 +48,13 @@ def create_tower_readout(
     group_size: int = 1,
     codebook: nn.Parameter | None = None,
     num_prefix_tokens: int = 0,
+    context_length: int | None = None,
+    eps: float = 1e-5,
 ) -> nn.Module:
     """Build the read-out of one tower.
 
     Args:
-        name: one side of an entry of `READOUTS`.
+        name: one side of an entry of `choices.READOUTS` or `choices.NORM_FIRST`.
         embed_dim: D, width of the tower's tokens.
         num_slots: L, of a slotted read-out.
         slot_dim: V, likewise.
@@ -60,10 +62,13 @@ def create_tower_readout(
         group_size: G, of `sparo`.
         codebook: (K, M), of `fdt`.
         num_prefix_tokens: leading tokens that `fdt` leaves out.
+        context_length: of a text tower, for `fdt_raw`.
+        eps: of the LayerNorm of `gap_then_norm`.
 
     Raises:
         ValueError: the name is unknown, a size does not fit, or `fdt` lacks its codebook.
     """
     if name == "eos":
         return EndTokenReadout()
-    return create_pooling(name, embed_dim, num_slots, slot_dim, key_dim, group_size, codebook, num_prefix_tokens)
+    sizes = (embed_dim, num_slots, slot_dim, key_dim, group_size)
+    return create_pooling(name, *sizes, codebook, num_prefix_tokens, context_length, eps)

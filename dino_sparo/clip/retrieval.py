@@ -12,6 +12,9 @@ Two things are called Recall@k, both are reported:
     any    the share of queries that have at least one match among their k nearest
     share  the mean over queries of the share of the k nearest that match
 
+Equal captions are one text: letters' case and white space aside, a caption that several images share is one query, and
+each of these images is a match of it. (As texts of their own they would tie with each other, and ties count as wrong.)
+
 `share` is what SPARO's section 4.2 describes. Its table 2, made with LAION's CLIP benchmark, reports `any`: a caption
 has one image, so that among five images at most a fifth can match, and the table has up to 0.85.
 """
@@ -65,7 +68,8 @@ class RetrievalResult:
         text: k -> recall of captions by image.
         image: k -> recall of images by caption.
         num_images: images searched, and searched for.
-        num_captions: captions, likewise.
+        num_captions: captions of these images.
+        num_texts: different ones among them, which are searched, and searched for.
         num_corrupt: images left out with their captions because they cannot be read.
         num_truncated: captions cut off because they are longer than the context.
     """
@@ -74,8 +78,14 @@ class RetrievalResult:
     image: dict[int, Recall]
     num_images: int
     num_captions: int
+    num_texts: int
     num_corrupt: int
     num_truncated: int
+
+    @property
+    def num_merged(self) -> int:
+        """Captions that are equal to an earlier one."""
+        return self.num_captions - self.num_texts
 
 
 def recall_at_k(
@@ -111,7 +121,7 @@ def recall_at_k(
         scores = queries[rows] @ candidates.t()
         if not scores.isfinite().all():
             raise ValueError("the features are not finite; the model is broken or overflowed")
-        ranks = _ranks_of_matches(scores, matches[rows], num_matches[rows])
+        ranks = _ranks_of_matches(scores, matches[rows], num_matches[rows], max(k))
         hits = torch.stack([(ranks < number).sum(dim=1) for number in k]).cpu()  # (k, queries)
         sums[:, 0] += (hits > 0).sum(dim=1)
         sums[:, 1] += (hits.double() / torch.tensor(list(k))[:, None]).sum(dim=1)
@@ -120,11 +130,12 @@ def recall_at_k(
 
 
 def _ranks_of_matches(
-    scores: Float[Tensor, "Q I"], matches: Int64[Tensor, "Q P"], num_matches: Int64[Tensor, "Q"]
-) -> Int64[Tensor, "Q P"]:
-    """The rank of every match among all candidates, from 0, best first; beyond the last where a row has fewer."""
+    scores: Float[Tensor, "Q I"], matches: Int64[Tensor, "Q P"], num_matches: Int64[Tensor, "Q"], most: int
+) -> Int64[Tensor, "Q _"]:
+    """The ranks of the `most` best matches among all candidates, from 0; beyond the last where a row has fewer."""
     counted = torch.arange(matches.shape[1], device=scores.device) < num_matches[:, None]
     own = scores.gather(1, matches).masked_fill(~counted, -torch.inf).sort(dim=1, descending=True).values
+    own = own[:, :most]  # a later match is behind these
     others = scores.scatter(1, matches, -torch.inf)
     # One match at a time, so that no more than the scores themselves exist at once.
     ahead = torch.stack([(others >= own[:, place : place + 1]).sum(dim=1) for place in range(own.shape[1])], dim=1)
@@ -150,14 +161,15 @@ def evaluate_retrieval(encoder: ClipEncoder, data: CaptionSet, k: Sequence[int] 
     place[images.indices.cpu()] = torch.arange(len(images.indices))
     image_of = place[torch.from_numpy(data.image_of)]
     kept = (image_of >= 0).nonzero().flatten()
-    texts = encoder.text_features([data.captions[index] for index in kept.tolist()])
-    image_of = image_of[kept].to(encoder.device)
+    texts, text_of = merge_equal([data.captions[index] for index in kept.tolist()])
+    encoded = encoder.text_features(texts)
     found = torch.zeros(2, len(k), 2, dtype=torch.float64, device=encoder.device)
     if is_main():
-        captions = texts[slice(None)]
-        by_image = recall_at_k(images.features, captions, *captions_of_images(image_of, len(images.indices)), k)
-        ones = torch.ones_like(image_of)
-        by_caption = recall_at_k(captions, images.features, image_of[:, None], ones, k)
+        # An image that has the same caption twice matches it once.
+        pairs = torch.unique(torch.stack((image_of[kept], text_of), dim=1), dim=0).to(encoder.device)
+        captions = encoded[slice(None)]
+        by_image = recall_at_k(images.features, captions, *rows_of_matches(pairs, len(images.indices)), k)
+        by_caption = recall_at_k(captions, images.features, *rows_of_matches(pairs.flip(1), len(texts)), k)
         both = [list(by_image.values()), list(by_caption.values())]
         found += torch.tensor(both, dtype=torch.float64, device=encoder.device)
     text, image = all_reduce_sum(found).tolist()
@@ -166,27 +178,45 @@ def evaluate_retrieval(encoder: ClipEncoder, data: CaptionSet, k: Sequence[int] 
         {number: Recall(*row) for number, row in zip(k, image, strict=True)},
         len(images.indices),
         len(kept),
+        len(texts),
         images.num_corrupt,
-        texts.num_truncated,
+        encoded.num_truncated,
     )
 
 
-def captions_of_images(
-    image_of: Int64[Tensor, " captions"], num_images: int
-) -> tuple[Int64[Tensor, "I P"], Int64[Tensor, "I"]]:
-    """The captions of every image, as `recall_at_k` takes them.
+def merge_equal(captions: Sequence[str]) -> tuple[list[str], Int64[Tensor, " captions"]]:
+    """Captions -> the different ones among them, in order, and which of these each is.
+
+    Letters' case and white space make no difference, as they make none to the tokenizer.
+    """
+    number: dict[str, int] = {}
+    texts: list[str] = []
+    text_of = []
+    for caption in captions:
+        words = " ".join(caption.lower().split())
+        text_of.append(number.setdefault(words, len(texts)))
+        if text_of[-1] == len(texts):
+            texts.append(caption)
+    return texts, torch.tensor(text_of, dtype=torch.int64)
+
+
+def rows_of_matches(
+    pairs: Int64[Tensor, "pairs 2"], num_queries: int
+) -> tuple[Int64[Tensor, "Q P"], Int64[Tensor, "Q"]]:
+    """The matches of every query, as `recall_at_k` takes them.
 
     Args:
-        image_of: (captions,), ascending, the image of each caption.
-        num_images: I, each of which has a caption.
+        pairs: (pairs, 2), query and candidate; no pair twice.
+        num_queries: Q, each of which is in a pair.
 
     Returns:
-        (I, P) captions, rows with fewer filled up with their first; and how many each has.
+        (Q, P) candidates, rows with fewer filled up with their first; and how many each has.
     """
-    counts = torch.bincount(image_of, minlength=num_images)
+    queries, candidates = pairs[pairs[:, 0].argsort(stable=True)].t()
+    counts = torch.bincount(queries, minlength=num_queries)
     starts = counts.cumsum(0) - counts
-    offsets = torch.arange(int(counts.max()), device=image_of.device)
-    return starts[:, None] + torch.where(offsets < counts[:, None], offsets, 0), counts
+    offsets = torch.arange(int(counts.max()), device=pairs.device)
+    return candidates[starts[:, None] + torch.where(offsets < counts[:, None], offsets, 0)], counts
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -229,6 +259,7 @@ def describe(
             "any": "share of queries with at least one match among the k nearest (CLIP benchmark; SPARO's table 2)",
             "share": "mean share of the k nearest that match (the text of SPARO, section 4.2)",
             "ties": "count as wrong",
+            "equal captions": "are one text, which all their images match",
         },
         "similarity": "cosine, fp32",
         **record,
@@ -239,6 +270,8 @@ def describe(
             "image_list": file_record(Path(args.image_list)) if args.image_list else None,
             "num_images": found.num_images,
             "num_captions": found.num_captions,
+            "num_texts": found.num_texts,
+            "num_merged_captions": found.num_merged,
             "num_corrupt": found.num_corrupt,
             "num_truncated_captions": found.num_truncated,
             "captions_per_image": np.bincount(np.bincount(data.image_of)).tolist(),
@@ -254,7 +287,8 @@ def table(found: RetrievalResult) -> str:
         for definition in ("any", "share"):
             values = "".join(f"  {getattr(recall, definition):>8.2f}" for recall in recalls.values())
             lines.append(f"{name:<18} {definition:<5}{values}")
-    lines.append(f"{found.num_images} images, {found.num_captions} captions")
+    merged = f" ({found.num_merged} merged with an equal one: {found.num_texts} texts)" if found.num_merged else ""
+    lines.append(f"{found.num_images} images, {found.num_captions} captions{merged}")
     return "\n".join(lines)
 
 

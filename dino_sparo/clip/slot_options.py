@@ -6,7 +6,7 @@ Stage 6 of the folder. Each command imports its parser from here and parses befo
 import argparse
 
 from dino_sparo.cli import HelpFormatter
-from dino_sparo.clip.choices import AUTO, PER_SLOT, PICTURE_SCENES, SWEEP_METRICS, Criteria, FitSettings
+from dino_sparo.clip.choices import AUTO, MASK_SCALES, PER_SLOT, PICTURE_SCENES, SWEEP_METRICS, Criteria, FitSettings
 from dino_sparo.clip.evaluation_options import add_computation_options, add_model_options
 
 
@@ -72,6 +72,13 @@ def mask_parser() -> argparse.ArgumentParser:
         type=int,
         default=FitSettings.batch_size,
         help="Pairs per step; the paper does not say how many.",
+    )
+    group.add_argument(
+        "--mask_scale",
+        choices=MASK_SCALES,
+        default=FitSettings.bound,
+        help="Bound of the inverse temperature: min is CLIP's min(100, exp(alpha)), which learns; max is the "
+        "max(100, exp(alpha)) that SPARO's appendix 0.C.1 prints, which saturates in the first epochs.",
     )
     group.add_argument("--seed", type=int, default=FitSettings.seed, help="Of the order of the pairs.")
     group = parser.add_argument_group("evaluation elsewhere")

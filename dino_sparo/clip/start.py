@@ -67,6 +67,8 @@ def initialize_clip(model: CLIP, path: str | Path) -> ClipInitReport:
             f"build it alike (--text_heads)"
         )
     own = model.state_dict()
+    if "text.norm.weight" not in own:  # the read-out has the last LayerNorm, or there is none
+        weights = {name.replace("text.norm.", "text.readout.norm."): value for name, value in weights.items()}
     text = _fitting_text(weights, own, source)
     tower = {name.removeprefix("image."): value for name, value in weights.items() if name.startswith("image.")}
     image = start_encoder(model.image, tower, source)

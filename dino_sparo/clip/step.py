@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
-from open_clip.loss import ClipLoss
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -37,7 +36,7 @@ class CLIPTraining(Training[PairBatch]):
     """
 
     model: nn.Module
-    loss: ClipLoss
+    loss: nn.Module
     updater: Updater
     mean: Tensor
     std: Tensor

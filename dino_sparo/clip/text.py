@@ -16,6 +16,7 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dino_sparo.choices import READOUT_KINDS
 from dino_sparo.extras import require
 from dino_sparo.readout import ReadoutOutput
 
@@ -79,7 +80,7 @@ class TextEncoder(nn.Module):
 
         x_0 = E[ids] + pos
         x_i = x'_i + MLP(LN(x'_i)),  x'_i = x_{i-1} + causal MHSA(LN(x_{i-1}))
-        tokens = LN(x_depth)
+        tokens = LN(x_depth), or x_depth for a read-out that takes raw tokens
 
     LayerNorm eps 1e-5, MLP ratio 4, GELU. Initialisation is CLIP's: normal, std 0.02 for token and 0.01 for position
     embeddings, W^-1/2 for qkv, (2W)^-1/2 for the MLP's first layer, W^-1/2 (2 depth)^-1/2 for what is added to the
@@ -102,7 +103,7 @@ class TextEncoder(nn.Module):
             Block(config.width, config.heads, mlp_ratio=4.0, qkv_bias=True, norm_layer=nn.LayerNorm)
             for _ in range(self.depth)
         )
-        self.norm = nn.LayerNorm(config.width)
+        self.norm = nn.Identity() if READOUT_KINDS[config.readout].takes_raw_tokens else nn.LayerNorm(config.width)
         self.readout = readout
         self._init_weights()
 

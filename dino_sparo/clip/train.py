@@ -41,7 +41,7 @@ from dino_sparo.clip.start import initialize_clip, require_trained
 from dino_sparo.clip.step import CLIPTraining, train_step
 from dino_sparo.clip.text import tokenize
 from dino_sparo.clip.validation import hold_out, open_validation
-from dino_sparo.clip.zero_shot_probe import open_probe
+from dino_sparo.clip.zero_shot_probe import open_training_probe
 from dino_sparo.data import EpochSampler, open_together
 from dino_sparo.distributed import (
     Distributed,
@@ -65,6 +65,8 @@ from dino_sparo.training.updates import Updater
 __all__ = ["MENDABLE_ERRORS", "check_options", "get_args_parser", "main", "train"]
 
 logger = logging.getLogger("dino_sparo.clip.train")
+
+MOST_CAPTIONS = 0.5  # share of captions cut off above which the log warns
 
 
 def train(args: argparse.Namespace) -> None:
@@ -102,6 +104,7 @@ class CLIPObjective(Objective[PairBatch]):
     fixed_options = ("beta1", "beta2", "eps", "freeze")
     harmless_options = ("preset", "init_clip", "zero_shot_freq", "zero_shot_path", "grad_accum_steps")
     training: CLIPTraining
+    has_warned = False  # of captions that are cut off
 
     def __init__(self, args: argparse.Namespace, place: Distributed) -> None:
         self.args = args
@@ -116,7 +119,7 @@ class CLIPObjective(Objective[PairBatch]):
         self.validation = None if held_out is None else open_validation(held_out, view, args.batch_size)
         self.probe = None
         if args.zero_shot_freq:
-            self.probe = open_probe(args.zero_shot_path or args.data_path, view, args.download)
+            self.probe = open_training_probe(args.zero_shot_path, args.data_path, view, args.download)
 
     @property
     def description(self) -> dict[str, Any]:
@@ -156,6 +159,18 @@ class CLIPObjective(Objective[PairBatch]):
     def count(self, batch: PairBatch) -> tuple[int, ...]:
         """Pairs that were replaced, captions that were cut off."""
         return len(batch.corrupt), batch.num_truncated
+
+    def watch_counts(self, counts: Mapping[str, int], num_seen: int) -> None:
+        """Say once that most captions are cut off."""
+        number = counts["num_truncated"]
+        if self.has_warned or number <= MOST_CAPTIONS * num_seen:
+            return
+        self.has_warned = True
+        logger.warning(
+            "%d of %d captions (%.0f %%) are longer than --context_length %d and lose their last words; give a longer "
+            "context (CLIP's is 77), or shorter captions",
+            *(number, num_seen, 100 * number / num_seen, self.args.context_length),
+        )
 
     def after_epoch(self, epoch: int, means: Mapping[str, float], log: RunLog) -> EpochResult:
         """Loss and retrieval on the pairs held out; zero-shot accuracy every `--zero_shot_freq` epochs."""
@@ -218,7 +233,7 @@ def number_pairs(args: argparse.Namespace, place: Distributed, micro_batch: int)
     require_same(len(source), "the number of pairs")
     _note_few_shards(source, args.num_workers * place.world_size)
     sampler = EpochSampler(len(source), micro_batch, place.rank, place.world_size, args.grad_accum_steps, args.seed)
-    dataset = PairDataset(source, PairTransform(args.img_size, tuple(args.crop_scale)), args.seed)
+    dataset = PairDataset(source, PairTransform(args.img_size, tuple(args.crop_scale), args.exact_crops), args.seed)
     loader = create_pair_loader(
         dataset,
         sampler,
@@ -270,7 +285,7 @@ def stream_pairs(args: argparse.Namespace, place: Distributed, micro_batch: int)
         stream = PairStream(
             args.data_path,
             args.shard_weights,
-            PairTransform(args.img_size, tuple(args.crop_scale)),
+            PairTransform(args.img_size, tuple(args.crop_scale), args.exact_crops),
             sampler,
             args.context_length,
             args.caption_key,
@@ -331,7 +346,7 @@ def build_training(args: argparse.Namespace, place: Distributed, steps_per_epoch
     groups = param_groups(model, args.weight_decay, (args.beta1, args.beta2), args.eps)
     return CLIPTraining(
         model=wrap_ddp(model, place.device),
-        loss=create_loss(),
+        loss=create_loss(args.logits),
         updater=Updater(
             create_optimizer("adamw", groups),
             [{"lr": lr}] * len(groups),
@@ -368,6 +383,7 @@ def build_model(args: argparse.Namespace) -> CLIP:
         bottleneck_dim=args.bottleneck_dim,
         num_codes=args.num_codes,
         quick_gelu=args.quick_gelu,
+        norm_first=args.norm_first,
     )
 
 

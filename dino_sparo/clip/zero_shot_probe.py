@@ -73,3 +73,29 @@ def open_probe(data_path: str, view: ClipView, download: bool = False) -> ZeroSh
     classes = open_classes(source, data_path=data_path)
     (images,) = disjoint_subsets(apply_classes(source, classes), (NUM_IMAGES,))
     return ZeroShotProbe(images, classes.names, open_templates("auto", data_path), view)
+
+
+def open_training_probe(
+    zero_shot_path: str | None, data_path: str, view: ClipView, download: bool = False
+) -> ZeroShotProbe:
+    """The probe of a run: on images of its own, else on those that it trains on.
+
+    Args:
+        zero_shot_path: labelled images, or None.
+        data_path: the pairs.
+        view: what the model sees of an image.
+        download: fetch a torchvision set that is not on disk.
+
+    Raises:
+        ValueError: the images cannot be classified; it names --zero_shot_path where that was not given.
+    """
+    if zero_shot_path is not None:
+        return open_probe(zero_shot_path, view, download)
+    try:
+        return open_probe(data_path, view, download)
+    except ValueError as error:
+        raise ValueError(
+            f"--zero_shot_freq needs labelled images, and those of --data_path {data_path} cannot be classified: "
+            f"{error}. Give others with --zero_shot_path, e.g. imagenet/val or scenes:1000:48, or leave out "
+            f"--zero_shot_freq"
+        ) from error

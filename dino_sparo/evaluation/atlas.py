@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int, UInt8
 
+from dino_sparo.choices import READOUT_KINDS
 from dino_sparo.data import ImageDataset, ImageSource, ShardSampler, create_loader
 from dino_sparo.encoder import Encoder
 from dino_sparo.evaluation.attention import (
@@ -212,8 +213,8 @@ def build_atlas(
         ValueError: the encoder averages all tokens, or `images_per_slot` is not positive.
     """
     readout = encoder.config.readout
-    if readout == "gap":
-        raise ValueError("an atlas shows slots or heads; readout='gap' averages all tokens and has neither")
+    if READOUT_KINDS[readout].shows == "average":
+        raise ValueError(f"an atlas shows slots or heads; readout={readout!r} averages all tokens and has neither")
     if images_per_slot < 1:
         raise ValueError(f"atlas_images={images_per_slot}; give a positive number of images per slot")
     survey = _survey(encoder, source, view, num_workers)

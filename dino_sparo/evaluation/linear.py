@@ -30,28 +30,37 @@ class LinearProbe(nn.Module):
 
         logits_r = x W_r^T + b_r
 
-    All start from the same weights, normal with standard deviation 0.01, and zero bias: they differ in their learning
-    rate alone.
+    All start from the same weights, normal with standard deviation 0.01, and zero bias, as DINO's probe does: they
+    differ in their learning rate alone.
 
     Args:
         feature_dim: F.
         num_classes: number of classes.
         num_probes: R.
         seed: of the weights.
+        torch_init: weights and bias as `nn.Linear` draws them after `torch.manual_seed(seed)`, instead of DINO's.
 
     Raises:
         ValueError: a size is not positive.
     """
 
-    def __init__(self, feature_dim: int, num_classes: int, num_probes: int = 1, seed: int = 0) -> None:
+    def __init__(
+        self, feature_dim: int, num_classes: int, num_probes: int = 1, seed: int = 0, torch_init: bool = False
+    ) -> None:
         super().__init__()
         for name, size in (("feature_dim", feature_dim), ("num_classes", num_classes), ("num_probes", num_probes)):
             if size < 1:
                 raise ValueError(f"{name}={size} is not a valid size for a linear probe; give a positive integer")
         generator = torch.Generator().manual_seed(seed)
-        weight = torch.empty(num_classes, feature_dim).normal_(std=INIT_STD, generator=generator)
+        weight, bias = torch.empty(num_classes, feature_dim), torch.zeros(num_classes)
+        if torch_init:
+            bound = feature_dim**-0.5
+            weight.uniform_(-bound, bound, generator=generator)
+            bias.uniform_(-bound, bound, generator=generator)
+        else:
+            weight.normal_(std=INIT_STD, generator=generator)
         self.weight = nn.Parameter(weight.repeat(num_probes, 1, 1))
-        self.bias = nn.Parameter(torch.zeros(num_probes, num_classes))
+        self.bias = nn.Parameter(bias.repeat(num_probes, 1))
 
     def forward(self, features: Float[Tensor, "B F"]) -> Float[Tensor, "R B classes"]:
         """Features (B, F) -> logits (R, B, classes): one matrix product for all probes."""

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float, Int, UInt8
 
+from dino_sparo.choices import READOUT_KINDS
 from dino_sparo.evaluation.attention import (
     class_token_share,
     display_order,
@@ -75,7 +76,7 @@ class MapSet:
     @classmethod
     def of(cls, run: str, model: str, readout: str, maps: Float[np.ndarray, "B M h w"]) -> "MapSet":
         """Group the maps of an encoder with the read-out `readout`."""
-        kind = {"cls": "head", "gap": "average"}.get(readout, "slot")
+        kind = READOUT_KINDS[readout].shows
         return cls(run, model, kind, maps, group_near_duplicates(maps))
 
     def count(self, order: Int[np.ndarray, " _"]) -> str:

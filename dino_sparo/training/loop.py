@@ -137,6 +137,8 @@ def train_one_epoch(
         if num_bad:
             taken.raise_nonfinite(stretch.epoch)
         _check_corrupt(objective, progress, max_corrupt)
+        steps_done = updater.step - stretch.epoch * stretch.steps_per_epoch
+        objective.watch_counts(progress.counts, steps_done * objective.sampler.global_batch_size)
         taken.write(log)
         stop = decision.stop
         if (decision.save or stop is not None) and not is_end:

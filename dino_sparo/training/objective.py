@@ -180,6 +180,14 @@ class Objective(ABC, Generic[B]):
         """How much of each of `counters` a batch holds."""
         return (len(batch.corrupt),)
 
+    def watch_counts(self, counts: Mapping[str, int], num_seen: int) -> None:
+        """Hear of what was counted in this epoch so far, every few steps.
+
+        Args:
+            counts: a name of `counters` -> how many, over all ranks.
+            num_seen: items of this epoch so far.
+        """
+
     def after_epoch(self, epoch: int, means: Mapping[str, float], log: RunLog) -> EpochResult:
         """Look at the networks and evaluate them; every rank calls this.
 

@@ -1,21 +1,33 @@
 """The options of a run that all objectives share."""
 
 import argparse
+from collections.abc import Callable
+
+from dino_sparo.choices import PRECISIONS
 
 
-def add_compute_options(group: argparse._ArgumentGroup, networks: str) -> None:
+def add_compute_options(
+    group: argparse._ArgumentGroup,
+    networks: str,
+    precision: str | None = "auto",
+    describe: Callable[[str], str] = str,
+) -> None:
     """Precision, compiling, memory.
 
     Args:
         group: to add to.
         networks: what `--grad_checkpointing` is about, for its help.
+        precision: default of `--precision`.
+        describe: adds to the help of `--precision`.
     """
     group.add_argument(
         "--precision",
-        default="auto",
-        choices=["auto", "bf16", "fp16", "fp32"],
-        help="Precision of the forward passes; auto is bf16 where the device computes in it, else fp32. The loss is "
-        "fp32 in any case.",
+        default=precision,
+        choices=["auto", *PRECISIONS],
+        help=describe(
+            "Precision of the forward passes; auto is bf16 where the device computes in it, else fp32. The loss is "
+            "fp32 in any case."
+        ),
     )
     group.add_argument(
         "--compile",

@@ -212,6 +212,29 @@ def knn_problem() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     return parts[0], parts[1], parts[2], parts[3]
 
 
+# CLIP+GAP and FDT of ankitkv/sparo-clip: all widths differ; captions end after 5, 9 (all of the context) and 3 tokens.
+CLIP_EMBED_DIM, CLIP_NUM_CODES = 11, 17
+CLIP_TEXT = {"context_length": 9, "vocab_size": 53, "width": 24, "heads": 2, "layers": 3}
+CLIP_ENDS = (4, 8, 2)
+
+
+def clip_state(shapes: Mapping[str, Sequence[int]]) -> dict[str, np.ndarray]:
+    """Weights of a CLIP; codes are long, so that Sparsemax, whose temperature is 1000, has something to choose."""
+    drawn = state(shapes, "clip/")
+    if "space_dict" in drawn:
+        drawn["space_dict"] = np.float32(1000) * drawn["space_dict"]
+    return drawn
+
+
+def clip_captions() -> np.ndarray:
+    """Token ids (3, 9) int64: words, the end token, zeros."""
+    ends, length, vocab = CLIP_ENDS, CLIP_TEXT["context_length"], CLIP_TEXT["vocab_size"]
+    ids = np.random.RandomState(zlib.crc32(b"clip/captions")).randint(1, vocab - 1, (len(ends), length))
+    for row, end in zip(ids, ends, strict=True):
+        row[end], row[end + 1 :] = vocab - 1, 0
+    return ids.astype(np.int64)
+
+
 class SkipInitialisation(TorchFunctionMode):
     """Leaves fresh parameters undrawn: drawing is most of the time of building a network that loads weights next."""
 
