@@ -36,7 +36,7 @@ def create_loss(products: str = "fp32") -> nn.Module:
     """
     if products not in PRODUCTS:
         raise ValueError(f"logits={products!r}; choose one of {', '.join(PRODUCTS)}")
-    # OpenCLIP calls what torch 2.15 replaces by another function of equal results. Remove after OpenCLIP's next release.
+    # OpenCLIP calls what torch 2.15 replaces by an equal function. Remove after OpenCLIP's next release.
     warnings.filterwarnings("ignore", message=r"torch\.distributed\.nn\.functional\.all_gather is deprecated")
     require("open_clip", "contrastive losses")
     from open_clip.loss import ClipLoss
