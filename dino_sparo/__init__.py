@@ -3,12 +3,12 @@
 The files of this package are the stages of the data flow, in order:
 
     1  images -> crops             sources/  scenes.py  data.py  crops.py  distort.py
-    2  crops -> tokens -> slots    backbone.py  readout.py  encoder.py
+    2  crops -> tokens -> slots    backbone.py  readout.py (pooling.py)  encoder.py
     3  encoding -> logits -> loss  head.py  loss.py
-    4  one step, one epoch         optim.py  teacher.py  engine.py
-    5  checkpoint -> evaluation    checkpoint.py  evaluation/  export.py
+    4  one step, one run           dino/step.py  optim.py  teacher.py  dino/train.py  training/
+    5  checkpoint -> evaluation    checkpoint.py (open_clip_names.py)  evaluation/  export.py
        options                     cli.py  choices.py  dino/options.py  evaluation/options.py: without torch
-       plumbing                    distributed.py  preemption.py  logs.py
+       plumbing                    distributed.py  preemption.py  runtime/  logs.py  extras.py
 
 CLIP is the second objective on the same encoder: `clip/`.
 

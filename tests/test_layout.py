@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "dino_sparo"
 README = ROOT / "README.md"
-CLIP_MAP = ROOT / "docs" / "clip.md"  # lists the files of clip/, and the README the folder alone
+MAPS = (ROOT / "docs" / "map.md", ROOT / "docs" / "clip.md")  # the second lists the files of clip/
 
 # What every objective uses. `crops` stands here because evaluation looks through its EvalTransform.
 SHARED = {
@@ -214,7 +214,7 @@ def test_the_readmes_map_is_understood(template: str) -> None:
 
 @needs_readme
 def test_every_path_of_the_maps_exists() -> None:
-    listed = [name for page in (README, CLIP_MAP) for name in listed_paths(page.read_text(encoding="utf-8"))]
+    listed = [name for page in MAPS for name in listed_paths(page.read_text(encoding="utf-8"))]
     assert not [name for name in listed if not list(ROOT.glob(name.rstrip("/")))]
 
 
@@ -222,9 +222,18 @@ def test_every_path_of_the_maps_exists() -> None:
 def test_every_script_and_module_is_in_a_map() -> None:
     scripts = {path.name for path in ROOT.glob("*.py")}
     files = {str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*.py")}
-    listed = {name for page in (README, CLIP_MAP) for name in listed_paths(page.read_text(encoding="utf-8"))}
+    listed = {name for page in MAPS for name in listed_paths(page.read_text(encoding="utf-8"))}
     untold = {name for name in files if name.endswith(("__init__.py", "_version.py"))}
     assert sorted((scripts | files) - untold - listed) == []
+
+
+@needs_readme
+def test_what_the_readme_tells_to_read_is_as_long_as_it_says() -> None:
+    match = re.search(r"read ((?:`[\w/]+\.py`[, and]*)+), (\d+)\s+lines", README.read_text(encoding="utf-8"))
+    assert match
+    files = re.findall(r"`([\w/]+\.py)`", match[1])
+    lines = sum(len((PACKAGE / name).read_text(encoding="utf-8").splitlines()) for name in files)
+    assert lines == pytest.approx(int(match[2]), rel=0.05)
 
 
 @needs_readme

@@ -6,8 +6,9 @@ The second objective. The image encoder, its read-outs, the optimizer, checkpoin
     1  pairs -> batches            pairs.py  pair_sources.py  pair_tars.py  pair_tables.py  pair_captions.py
                                    pair_streams.py
     2  images, captions -> slots   text.py  readouts.py  config.py  model.py  convert.py
-    3  slots -> loss, one epoch    loss.py  engine.py
-    4  a whole training            train.py  options.py (choices.py)  presets.py  state.py  zero_shot_probe.py
+    3  slots -> loss, one step     loss.py  step.py
+    4  a whole training            train.py  options.py (choices.py)  presets.py  start.py  validation.py
+                                   zero_shot_probe.py
     5  checkpoint -> evaluation    protocol.py  encode.py; zero_shot.py (classes.py  prompts.py)  retrieval.py
                                    (caption_sets.py  image_files.py)  sugarcrepe.py (scene_pairs.py)  winoground.py
                                    probe.py  adapter.py  (evaluation_options.py)
