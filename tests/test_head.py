@@ -128,5 +128,11 @@ def test_the_last_layer_has_no_bias_and_the_activation_is_the_exact_gelu() -> No
 
 @pytest.mark.parametrize("name", ["in_dim", "out_dim", "num_layers", "hidden_dim", "bottleneck_dim"])
 def test_sizes_that_are_not_positive_are_refused_by_name(name: str) -> None:
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(ValueError, match=f"^{name}=0 is not a valid size for the DINO head"):
         DINOHead(**{"in_dim": 7, "out_dim": 5, name: 0})
+
+
+def test_every_size_may_be_one() -> None:
+    head = DINOHead(1, 1, num_layers=1, hidden_dim=1, bottleneck_dim=1)
+    assert isinstance(head.mlp, nn.Linear)
+    assert head(torch.ones(2, 1)).shape == (2, 1)
