@@ -12,11 +12,14 @@ Tests that run the mutated line come first, fast ones before slow ones. A run th
 
 import argparse
 import ast
+import contextlib
 import difflib
+import gc
 import hashlib
-import importlib
 import importlib.machinery
+import inspect
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -25,8 +28,9 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, NoReturn
 
 os.environ["OMP_NUM_THREADS"] = "1"  # threads do not survive a fork
@@ -34,6 +38,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # threads do not survive a fork
 import cosmic_ray.operators.provider
 import parso
 import pytest
+import timm  # noqa: F401, with torch and torchvision, which a fork then need not import anew
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.operators.operator import Operator
@@ -124,14 +129,82 @@ def mutated(source: str, spec: MutationSpec) -> str | None:
         return None
 
 
-class Recorder:
-    """Pytest's plugin for the first run: how long each test takes, and which lines of a file it runs."""
+def replacements(old: CodeType, new: CodeType) -> dict[CodeType, CodeType] | None:
+    """The functions that differ between two programs, or None if what stands outside of functions differs."""
+    if old == new:
+        return {}
+    pairs = [pair for pair in zip(old.co_consts, new.co_consts, strict=False) if isinstance(pair[0], CodeType)]
+    found = {}
+    if old.co_flags & inspect.CO_OPTIMIZED:  # a function, not a class or a module
+        found[old] = new
+    elif _without_functions(old) != _without_functions(new):
+        return None
+    for inner in pairs:
+        changed = replacements(*inner) if isinstance(inner[1], CodeType) else {}
+        if changed is None:
+            return None
+        found |= changed
+    return found
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.tests = str(path), {}
+
+def _without_functions(code: CodeType) -> CodeType:
+    consts = tuple(None if isinstance(const, CodeType) else const for const in code.co_consts)
+    return code.replace(co_consts=consts, co_linetable=b"")
+
+
+class Plugin:
+    """Pytest's plugin: it collects the tests once, and runs them in a fork for each mutant.
+
+    Args:
+        module: the name of the mutated module.
+        path: its file.
+        requests: mutants come and results go here; None runs the tests at once.
+        log: where pytest writes, if `requests` is given.
+    """
+
+    def __init__(self, module: str, path: Path, requests: Connection | None, log: Path) -> None:
+        self.module, self.path, self.requests, self.log = module, str(path), requests, log
+        self.is_recording, self.tests = False, {}
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> None:
+        """Serve mutants; returns in the forks alone, which then run the tests as pytest does."""
+        if self.requests is None:
+            return
+        functions = [each for each in gc.get_objects() if type(each) is FunctionType]
+        functions = [each for each in functions if each.__code__.co_filename == self.path]
+        gc.freeze()  # a collection in a fork would copy the memory
+        loader = sys.modules[self.module].__spec__.loader
+        original = loader.source_to_code(Path(self.path).read_bytes(), self.path)
+        while True:
+            source, line, limit = self.requests.recv()
+            changed: dict | None = {}
+            if source is not None:
+                changed = replacements(original, loader.source_to_code(source.encode(), self.path))
+                patched = [each for each in functions if each.__code__ in (changed or {})]
+                if not patched and source.encode() != Path(self.path).read_bytes():
+                    self.requests.send(None)
+                    continue
+            child = fork()
+            if child == 0:
+                break
+            self.requests.send((wait(child, limit), self.log.read_text(errors="replace")))
+            os.truncate(self.log, 0)
+        if source is None:
+            self.is_recording, self.start = True, time.perf_counter()
+        else:
+            for each in patched:
+                each.__code__ = changed[each.__code__]
+            record = json.loads(self.log.with_name("baseline.json").read_text())["tests"]
+            unknown = (0.0, [])
+            session.items.sort(
+                key=lambda item: (line not in record.get(item.nodeid, unknown)[1], record.get(item.nodeid, unknown)[0])
+            )
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
+        if not self.is_recording:
+            return (yield)
         lines: set[int] = set()
 
         def trace_line(frame: FrameType, event: str, _: object) -> Any:
@@ -146,105 +219,101 @@ class Recorder:
             sys.settrace(None)
             self.tests[item.nodeid] = (time.perf_counter() - start, sorted(lines))
 
-
-class Order:
-    """Pytest's plugin for a mutant: first the tests that run its line, fast ones first."""
-
-    def __init__(self, tests: dict[str, tuple[float, list[int]]], line: int) -> None:
-        self.tests, self.line = tests, line
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        unknown: tuple[float, list[int]] = (0.0, [])
-        items.sort(key=lambda item: (self.line not in self.tests.get(item.nodeid, unknown)[1],
-                                     self.tests.get(item.nodeid, unknown)[0]))
+    def pytest_sessionfinish(self) -> None:
+        if self.is_recording:
+            baseline = {"tests": self.tests, "seconds": time.perf_counter() - self.start}
+            self.log.with_name("baseline.json").write_text(json.dumps(baseline))
 
 
 class Runner:
-    """Runs a module's tests in forks of this process."""
+    """Runs a module's tests on its mutants."""
 
     def __init__(self, module: str, folder: Path) -> None:
-        self.path, self.folder = ROOT / "dino_sparo" / f"{module}.py", folder
-        self.files = [str(ROOT / "tests" / f"{name}.py") for name in TESTS[module]]
-        record = folder / "baseline.json"
-        code, output = self.fork(lambda: self.record(record), limit=3600)
+        self.module, self.path = f"dino_sparo.{module.replace('/', '.')}", ROOT / "dino_sparo" / f"{module}.py"
+        self.folder, self.files = folder, [str(ROOT / "tests" / f"{name}.py") for name in TESTS[module]]
+        self.requests, served = multiprocessing.Pipe()
+        self.server = fork()
+        if self.server == 0:
+            self.requests.close()
+            self.run_pytest(served, folder / "output.txt")
+        served.close()
+        code, output = self.ask(None, 0, 3600)
         if code:
             raise SystemExit(f"the tests of {module} fail without any mutant:\n{output}")
-        baseline = json.loads(record.read_text())
-        self.tests, self.limit = baseline["tests"], 20 + 3 * baseline["seconds"]
-        for name in baseline["libraries"]:
-            try:
-                importlib.import_module(name)
-            except Exception:  # in another order some fail; the forks import those
-                continue
-        outcome, output = self.try_mutant(self.path.read_text(encoding="utf-8"), line=0)
+        self.limit = 20 + 3 * json.loads((folder / "baseline.json").read_text())["seconds"]
+        outcome, output = self.try_mutant(self.path.read_text(encoding="utf-8"), 0)
         if outcome != TestOutcome.SURVIVED:
-            raise SystemExit(f"the tests of {module} fail in a fork without any mutant:\n{output}")
+            raise SystemExit(f"the tests of {module} fail in another order:\n{output}")
 
-    def pytest(self, plugin: object) -> int:
-        options = ["-x", "-q", "-p", "no:cacheprovider", "--assert=plain", "-m", "not (slow or slurm or gpu)"]
-        return int(pytest.main([*options, "--basetemp", str(self.folder / "tmp"), *self.files], plugins=[plugin]))
-
-    def record(self, path: Path) -> int:
-        recorder, start = Recorder(self.path), time.perf_counter()
-        code = self.pytest(recorder)
-        paths = {name: str(getattr(module, "__file__", None)) for name, module in sys.modules.items()}
-        libraries = [name for name, path in paths.items() if "site-packages" in path]
-        seconds = time.perf_counter() - start
-        path.write_text(json.dumps({"tests": recorder.tests, "seconds": seconds, "libraries": libraries}))
-        return code
+    def ask(self, source: str | None, line: int, limit: float) -> Any:
+        self.requests.send((source, line, limit))
+        try:
+            return self.requests.recv()
+        except (EOFError, ConnectionResetError):
+            raise SystemExit(f"pytest failed:\n{(self.folder / 'output.txt').read_text()}") from None
 
     def try_mutant(self, source: str, line: int) -> tuple[TestOutcome, str]:
-        """Run the tests with the module's source replaced."""
+        """Run the tests with the module's source replaced: its functions, or if more changed the whole module."""
+        answer = self.ask(source, line, self.limit)
+        if answer is None:
+            child = fork()
+            log = self.folder / "import.txt"
+            if child == 0:
+                self.replace_source(source)
+                self.run_pytest(None, log)
+            answer = wait(child, 30 + self.limit), log.read_text(errors="replace")
+        return (TestOutcome.KILLED if answer[0] else TestOutcome.SURVIVED), answer[1][-4000:]
 
-        def run() -> int:
-            original = importlib.machinery.SourceFileLoader.get_code
+    def replace_source(self, source: str) -> None:
+        """Let this process import the module from a text."""
+        original = importlib.machinery.SourceFileLoader.get_code
 
-            def get_code(loader: Any, name: str) -> Any:
-                if loader.path == str(self.path):
-                    return loader.source_to_code(source.encode(), loader.path)
-                return original(loader, name)
+        def get_code(loader: Any, name: str) -> Any:
+            if loader.path == str(self.path):
+                return loader.source_to_code(source.encode(), loader.path)
+            return original(loader, name)
 
-            importlib.machinery.SourceFileLoader.get_code = get_code
-            return self.pytest(Order(self.tests, line))
+        importlib.machinery.SourceFileLoader.get_code = get_code
 
-        code, output = self.fork(run, self.limit)
-        return (TestOutcome.KILLED if code else TestOutcome.SURVIVED), output[-4000:]
-
-    def fork(self, run: Any, limit: float) -> tuple[int, str]:
-        """The exit status of a function that runs in a child process, and what it wrote."""
-        log = self.folder / "output.txt"
-        sys.stdout.flush()
-        child = os.fork()
-        if child == 0:
-            _be_child(run, log)
-        end = time.monotonic() + limit
-        while not (finished := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < end:
-            time.sleep(0.02)
+    def run_pytest(self, requests: Connection | None, log: Path) -> NoReturn:
+        code = 1
         try:
-            os.killpg(child, signal.SIGKILL)  # also what the tests started
-        except ProcessLookupError:
-            pass
-        if not finished[0]:
-            os.waitpid(child, 0)
-            return 1, "timeout"
-        return finished[1], log.read_text(errors="replace")
+            descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+            os.dup2(descriptor, 1)
+            os.dup2(descriptor, 2)
+            options = ["-x", "-q", "-p", "no:cacheprovider", "--assert=plain", "--tb=line"]
+            options += ["-m", "not (slow or slurm or gpu)", "--basetemp", str(self.folder / "tmp"), *self.files]
+            code = int(pytest.main(options, plugins=[Plugin(self.module, self.path, requests, log)]))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def close(self) -> None:
+        """End the process that serves."""
+        os.killpg(self.server, signal.SIGKILL)
+        os.waitpid(self.server, 0)
 
 
-def _be_child(run: Any, log: Path) -> NoReturn:
-    code = 1
-    try:
-        os.setsid()
-        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
-        code = run()
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+def fork() -> int:
+    """A child in a process group of its own."""
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        os.setpgid(0, 0)
+    return child
+
+
+def wait(child: int, limit: float) -> int:
+    """A child's exit status; what it started ends with it, and both after so many seconds."""
+    end = time.monotonic() + limit
+    while not (finished := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < end:
+        time.sleep(0.02)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
+    return finished[1] if finished[0] else os.waitpid(child, 0)[1]
 
 
 def difference(source: str, code: str) -> str:
@@ -282,9 +351,11 @@ def test_module(module: str, args: argparse.Namespace) -> None:
                 if result.test_outcome == TestOutcome.SURVIVED:
                     print(f"{path.relative_to(ROOT)} survived: {spec.operator_name}\n{result.diff}", flush=True)
             judged += result.worker_outcome == WorkerOutcome.NORMAL
+        if runner is not None:
+            runner.close()
         outcomes = [result.test_outcome for result in results.values() if result.test_outcome]
         killed = outcomes.count(TestOutcome.KILLED)
-        print(f"{module}: {killed} of {len(outcomes)} mutants killed, of {session.num_work_items} there are", flush=True)
+        print(f"{module}: {killed} of {len(outcomes)} mutants killed; {session.num_work_items} there are", flush=True)
 
 
 def main() -> None:

@@ -51,6 +51,12 @@ def test_the_entropies_are_those_of_a_loop() -> None:
     assert not any(item.requires_grad or item.ndim for item in found)
 
 
+def test_what_is_measured_carries_no_graph_even_of_probabilities_that_do() -> None:
+    probs = torch.full((2, 3, 5), 0.2, dtype=torch.float64, requires_grad=True)
+    found = build(2, 5).diagnose(probs, torch.tensor(1.0, dtype=torch.float64, requires_grad=True))
+    assert not any(item.requires_grad for item in found)
+
+
 def test_the_divergence_is_the_mean_over_pairs_of_different_views() -> None:
     torch.manual_seed(1)
     batch, num_crops, out_dim = 3, 5, 11

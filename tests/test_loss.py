@@ -199,6 +199,15 @@ def test_the_centre_stays_where_the_flag_is_set(keep: float | None, moves: bool)
     torch.testing.assert_close(loss.center, torch.tensor(expected, dtype=torch.float64))
 
 
+def test_a_sum_with_a_graph_is_exchanged_and_taken_in_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    exchanged: list[torch.Tensor] = []
+    monkeypatch.setattr("dino_sparo.loss.all_reduce_sum_async", lambda x: exchanged.append(x) or (lambda: total))
+    loss, total = build(2, 3), torch.ones(1, 3, dtype=torch.float64, requires_grad=True)
+    loss.update_center(total, 5)
+    assert not exchanged[0].requires_grad
+    assert not loss.center.requires_grad
+
+
 def test_the_centre_stays_when_it_shall_be_moved_later() -> None:
     loss = build(2, 5)
     loss(torch.randn(6, 5).double(), torch.randn(6, 5).double(), 0, update_center=False)
