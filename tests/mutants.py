@@ -16,13 +16,16 @@ import contextlib
 import difflib
 import gc
 import hashlib
+import importlib
 import importlib.machinery
 import inspect
 import json
+import math
 import multiprocessing
 import os
 import random
 import re
+import resource
 import signal
 import sys
 import time
@@ -38,7 +41,6 @@ os.environ["OMP_NUM_THREADS"] = "1"  # threads do not survive a fork
 import cosmic_ray.operators.provider
 import parso
 import pytest
-import timm  # noqa: F401, with torch and torchvision, which a fork then need not import anew
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.operators.operator import Operator
@@ -72,6 +74,9 @@ OPERATORS = re.compile(
     r"|Replace(BreakWithContinue|ContinueWithBreak)"
     r"|AddNot|ExceptionReplacer|NumberReplacer|RemoveDecorator|ZeroIterationForLoop"
 )
+
+# A machine that others use as well gives a process one second of computing in so many, at worst.
+PATIENCE = 20
 
 
 class TextForValue(Operator):
@@ -185,13 +190,13 @@ class Plugin:
                 if not patched and source.encode() != Path(self.path).read_bytes():
                     self.requests.send(None)
                     continue
-            child = fork()
+            child = fork(limit)
             if child == 0:
                 break
             self.requests.send((wait(child, limit), self.log.read_text(errors="replace")))
             os.truncate(self.log, 0)
         if source is None:
-            self.is_recording, self.start = True, time.perf_counter()
+            self.is_recording = True
         else:
             for each in patched:
                 each.__code__ = changed[each.__code__]
@@ -221,7 +226,10 @@ class Plugin:
 
     def pytest_sessionfinish(self) -> None:
         if self.is_recording:
-            baseline = {"tests": self.tests, "seconds": time.perf_counter() - self.start}
+            paths = {name: str(getattr(module, "__file__", None)) for name, module in sys.modules.items()}
+            libraries = [name for name, path in paths.items() if "site-packages" in path]
+            seconds = time.process_time()
+            baseline = {"tests": self.tests, "seconds": seconds, "libraries": libraries}
             self.log.with_name("baseline.json").write_text(json.dumps(baseline))
 
 
@@ -240,7 +248,12 @@ class Runner:
         code, output = self.ask(None, 0, 3600)
         if code:
             raise SystemExit(f"the tests of {module} fail without any mutant:\n{output}")
-        self.limit = 20 + 3 * json.loads((folder / "baseline.json").read_text())["seconds"]
+        baseline = json.loads((folder / "baseline.json").read_text())
+        self.limit = 10 + 3 * baseline["seconds"]
+        for name in baseline["libraries"]:  # so that forks need not import them
+            with contextlib.suppress(Exception):  # some cannot be imported alone
+                importlib.import_module(name)
+        gc.freeze()
         outcome, output = self.try_mutant(self.path.read_text(encoding="utf-8"), 0)
         if outcome != TestOutcome.SURVIVED:
             raise SystemExit(f"the tests of {module} fail in another order:\n{output}")
@@ -256,7 +269,7 @@ class Runner:
         """Run the tests with the module's source replaced: its functions, or if more changed the whole module."""
         answer = self.ask(source, line, self.limit)
         if answer is None:
-            child = fork()
+            child = fork(30 + self.limit)
             log = self.folder / "import.txt"
             if child == 0:
                 self.replace_source(source)
@@ -297,18 +310,20 @@ class Runner:
         os.waitpid(self.server, 0)
 
 
-def fork() -> int:
-    """A child in a process group of its own."""
+def fork(limit: float = 0) -> int:
+    """A child in a process group of its own, which may compute for so many seconds."""
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
         os.setpgid(0, 0)
+        if limit:
+            resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(limit), math.ceil(limit)))
     return child
 
 
 def wait(child: int, limit: float) -> int:
-    """A child's exit status; what it started ends with it, and both after so many seconds."""
-    end = time.monotonic() + limit
+    """A child's exit status; what it started ends with it, and both where it waits without computing."""
+    end = time.monotonic() + PATIENCE * limit
     while not (finished := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < end:
         time.sleep(0.02)
     with contextlib.suppress(ProcessLookupError):
@@ -370,6 +385,8 @@ def main() -> None:
     os.chdir(ROOT)
     for module in args.modules or TESTS:
         test_module(module, args)
+    sys.stdout.flush()
+    os._exit(0)  # some libraries complain when a process ends that only imported them
 
 
 if __name__ == "__main__":

@@ -198,6 +198,7 @@ def test_lars_defaults_are_the_references() -> None:
 def test_the_norms_are_those_of_the_gradients_there_are() -> None:
     first, absent, last = (nn.Parameter(torch.zeros(2, 3)) for _ in range(3))
     first.grad, last.grad = torch.full((2, 3), 2.0), torch.tensor([[3.0, 0.0, 0.0], [0.0, 4.0, 0.0]])
+    first.grad.requires_grad_()  # as with create_graph
     norms = optim.gradient_norms([first, absent, last])
     torch.testing.assert_close(norms, torch.tensor([math.sqrt(24), 5.0]))
     assert not norms.requires_grad
