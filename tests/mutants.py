@@ -163,12 +163,13 @@ class Plugin:
     Args:
         module: the name of the mutated module.
         path: its file.
+        record: where it stands how long each test takes without a mutant, and which lines it runs.
         requests: mutants come and results go here; None runs the tests at once.
         log: where pytest writes, if `requests` is given.
     """
 
-    def __init__(self, module: str, path: Path, requests: Connection | None, log: Path) -> None:
-        self.module, self.path, self.requests, self.log = module, str(path), requests, log
+    def __init__(self, module: str, path: Path, record: Path, requests: Connection | None, log: Path) -> None:
+        self.module, self.path, self.record, self.requests, self.log = module, str(path), record, requests, log
         self.is_recording, self.tests = False, {}
 
     @pytest.hookimpl(tryfirst=True)
@@ -200,7 +201,7 @@ class Plugin:
         else:
             for each in patched:
                 each.__code__ = changed[each.__code__]
-            record = json.loads(self.log.with_name("baseline.json").read_text())["tests"]
+            record = json.loads(self.record.read_text())["tests"]
             unknown = (0.0, [])
             session.items.sort(
                 key=lambda item: (line not in record.get(item.nodeid, unknown)[1], record.get(item.nodeid, unknown)[0])
@@ -230,7 +231,7 @@ class Plugin:
             libraries = [name for name, path in paths.items() if "site-packages" in path]
             seconds = time.process_time()
             baseline = {"tests": self.tests, "seconds": seconds, "libraries": libraries}
-            self.log.with_name("baseline.json").write_text(json.dumps(baseline))
+            self.record.write_text(json.dumps(baseline))
 
 
 class Runner:
@@ -239,24 +240,30 @@ class Runner:
     def __init__(self, module: str, folder: Path) -> None:
         self.module, self.path = f"dino_sparo.{module.replace('/', '.')}", ROOT / "dino_sparo" / f"{module}.py"
         self.folder, self.files = folder, [str(ROOT / "tests" / f"{name}.py") for name in TESTS[module]]
+        texts = [Path(path).read_bytes() for path in (str(self.path), *self.files)]
+        self.record = folder / f"baseline-{hashlib.sha256(b''.join(texts)).hexdigest()[:8]}.json"
         self.requests, served = multiprocessing.Pipe()
         self.server = fork()
         if self.server == 0:
             self.requests.close()
             self.run_pytest(served, folder / "output.txt")
         served.close()
-        code, output = self.ask(None, 0, 3600)
-        if code:
-            raise SystemExit(f"the tests of {module} fail without any mutant:\n{output}")
-        baseline = json.loads((folder / "baseline.json").read_text())
+        is_new = not self.record.exists()
+        if is_new:
+            code, output = self.ask(None, 0, 3600)
+            if code:
+                raise SystemExit(f"the tests of {module} fail without any mutant:\n{output}")
+        baseline = json.loads(self.record.read_text())
         self.limit = 10 + 3 * baseline["seconds"]
         for name in baseline["libraries"]:  # so that forks need not import them
             with contextlib.suppress(Exception):  # some cannot be imported alone
                 importlib.import_module(name)
         gc.freeze()
-        outcome, output = self.try_mutant(self.path.read_text(encoding="utf-8"), 0)
-        if outcome != TestOutcome.SURVIVED:
-            raise SystemExit(f"the tests of {module} fail in another order:\n{output}")
+        if is_new:
+            outcome, output = self.try_mutant(self.path.read_text(encoding="utf-8"), 0)
+            if outcome != TestOutcome.SURVIVED:
+                self.record.unlink()
+                raise SystemExit(f"the tests of {module} fail in another order:\n{output}")
 
     def ask(self, source: str | None, line: int, limit: float) -> Any:
         self.requests.send((source, line, limit))
@@ -296,7 +303,7 @@ class Runner:
             os.dup2(descriptor, 2)
             options = ["-x", "-q", "-p", "no:cacheprovider", "--assert=plain", "--tb=line"]
             options += ["-m", "not (slow or slurm or gpu)", "--basetemp", str(self.folder / "tmp"), *self.files]
-            code = int(pytest.main(options, plugins=[Plugin(self.module, self.path, requests, log)]))
+            code = int(pytest.main(options, plugins=[Plugin(self.module, self.path, self.record, requests, log)]))
         except BaseException:
             traceback.print_exc()
         finally:
@@ -336,7 +343,7 @@ def difference(source: str, code: str) -> str:
     return "\n".join(list(lines)[2:])
 
 
-def test_module(module: str, args: argparse.Namespace) -> None:
+def try_module(module: str, args: argparse.Namespace) -> None:
     """Try mutants until `args.sample` of them are judged, and print those that survived."""
     path = ROOT / "dino_sparo" / f"{module}.py"
     source = path.read_text(encoding="utf-8")
@@ -384,7 +391,7 @@ def main() -> None:
     sys.path.insert(0, str(ROOT))
     os.chdir(ROOT)
     for module in args.modules or TESTS:
-        test_module(module, args)
+        try_module(module, args)
     sys.stdout.flush()
     os._exit(0)  # some libraries complain when a process ends that only imported them
 

@@ -174,6 +174,17 @@ def test_more_features_than_blocks_are_refused(encoder, n: int) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(("readout", "passes"), [("sparo", [1, 1, 2, 3]), ("gap", [1, 2, 3, 4]), ("cls", [1, 2, 3, 4])])
+def test_only_the_layers_that_are_asked_for_are_normalised(readout: str, passes: list[int]) -> None:
+    encoder, calls = small(readout), []
+    encoder.backbone.norm.register_forward_hook(lambda *_: calls.append(1))
+    for n, expected in enumerate(passes, start=1):
+        calls.clear()
+        encoder.get_intermediate_layers(torch.randn(1, 3, 16, 16), n)
+        assert len(calls) == expected
+
+
+@torch.no_grad()
 def test_the_probe_is_given_four_layers_side_by_side_and_on_request_the_mean_patch(encoder) -> None:
     images = torch.randn(2, 3, 32, 16)
     layers = encoder.get_intermediate_layers(images, 4)
