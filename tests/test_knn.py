@@ -203,6 +203,27 @@ def test_a_feature_of_zeros_is_similar_to_none():
         assert indices.tolist() == [[2, 0, 1]]
 
 
+@pytest.mark.parametrize("search", ["fp32", "bf16"])
+def test_the_scale_of_the_features_changes_nothing(search):
+    train, train_labels, test, test_labels = clusters()
+    scaled = knn_classify(2**-30 * train, train_labels, 2**30 * test, test_labels, [1, 5], 0.07, search)
+    assert scaled == knn_classify(train, train_labels, test, test_labels, [1, 5], 0.07)
+
+
+@pytest.mark.parametrize("search", ["fp32", "bf16"])
+def test_neighbours_of_features_with_a_graph_have_none(search):
+    train, _, test, _ = clusters()
+    images = torch.nn.functional.normalize(test, dim=1).requires_grad_()
+    similarities, _ = neighbours.SEARCHES[search](neighbours.TrainSet(train.requires_grad_()), images, 3)
+    assert not similarities.requires_grad
+
+
+def test_one_image_at_a_time_is_compared_again_where_no_more_fit(monkeypatch):
+    sets = clusters()
+    monkeypatch.setattr(neighbours, "RERANK_NUMBERS", 1)
+    assert knn_classify(*sets, 5, 0.07, "bf16") == knn_classify(*sets, 5, 0.07)
+
+
 def test_twenty_neighbours_a_temperature_of_007_and_fp32_are_the_defaults():
     sets = clusters()
     assert knn_classify(*sets) == knn_classify(*sets, 20, 0.07, "fp32")

@@ -302,6 +302,11 @@ def test_a_readout_has_the_papers_sizes_unless_others_are_given() -> None:
     assert Sparo(D, L, V, A).group_size == 1
 
 
+def test_an_unknown_readout_is_refused_with_the_list_of_valid_ones() -> None:
+    with pytest.raises(ValueError, match=r"unknown readout 'slotty'; choose one of \['cls', 'gap', 'sparo'\]"):
+        create_readout("slotty", D)
+
+
 def small_encoder(readout: str) -> nn.Module:
     torch.manual_seed(0)
     return dino_sparo.create_encoder("vit_micro", patch_size=8, readout=readout, img_size=32).eval()
