@@ -113,13 +113,17 @@ def work_items(path: Path, seed: int) -> list[WorkItem]:
 
 
 def behaviour(source: str) -> str:
-    """A program without its annotations and docstrings."""
+    """A program without annotations, docstrings, and the marks between its functions' parameters."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.arg | ast.AnnAssign):
             node.annotation = ast.Constant(None)
         if isinstance(node, ast.FunctionDef):
             node.returns = None
+        if isinstance(node, ast.arguments):  # by position or by name is no matter
+            node.args = [*node.posonlyargs, *node.args, *node.kwonlyargs]
+            node.defaults = [*node.defaults, *node.kw_defaults]
+            node.posonlyargs, node.kwonlyargs, node.kw_defaults = [], [], []
         if ast.get_docstring(node) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) else False:
             node.body[0] = ast.Pass()
     return ast.dump(tree)
