@@ -107,6 +107,7 @@ def test_the_teacher_temperature_warms_up_linearly_over_epochs(warmup_epochs: in
             warmup_teacher_temp_epochs=warmup_epochs,
             num_epochs=num_epochs,
         )
+        assert len(loss.teacher_temp_schedule) == num_epochs
         expected = over_pairs(student, teacher, torch.zeros(1, 5).double(), temp)
         torch.testing.assert_close(loss(student, teacher, epoch), expected)
 
@@ -206,6 +207,15 @@ def test_a_sum_with_a_graph_is_exchanged_and_taken_in_without_it(monkeypatch: py
     loss.update_center(total, 5)
     assert not exchanged[0].requires_grad
     assert not loss.center.requires_grad
+
+
+def test_the_mean_is_that_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dino_sparo.loss.world_size", lambda: 3)
+    monkeypatch.setattr("dino_sparo.loss.all_reduce_sum_async", lambda own: lambda: own + 20)
+    loss = build(2, 3, center_momentum=0.75)
+    loss.update_center(torch.tensor([[10.0, 40.0, 70.0]], dtype=torch.float64), 2)
+    expected = [[0.25 * (own + 20) / (2 * 3) for own in (10, 40, 70)]]
+    torch.testing.assert_close(loss.center, torch.tensor(expected, dtype=torch.float64))
 
 
 def test_the_centre_stays_when_it_shall_be_moved_later() -> None:

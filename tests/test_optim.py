@@ -204,6 +204,21 @@ def test_the_norms_are_those_of_the_gradients_there_are() -> None:
     assert not norms.requires_grad
 
 
+@pytest.mark.parametrize("kind", ["sgd", "lars"])
+def test_nothing_moves_before_the_schedule_has_given_a_learning_rate(kind: str) -> None:
+    parameter = nn.Parameter(torch.ones(2, 3))
+    parameter.grad = torch.ones(2, 3)
+    create(kind, [{"params": [parameter]}]).step()
+    assert torch.equal(parameter.detach(), torch.ones(2, 3))
+
+
+def test_clipping_changes_gradients_that_have_a_graph_of_their_own() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([3.0, 4.0], requires_grad=True)  # as with create_graph
+    clip([parameter], 1.0)
+    torch.testing.assert_close(parameter.grad.detach(), torch.tensor([0.6, 0.8]))
+
+
 def test_clipping_without_any_gradient_does_nothing() -> None:
     absent = nn.Parameter(torch.ones(2))
     clip([absent], 0.1)
