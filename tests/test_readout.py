@@ -257,6 +257,8 @@ def test_every_size_may_be_one() -> None:
     output = Sparo(1, 1, 1, 1, group_size=1)(torch.ones(B, N, 1))
     assert output.slots.shape == (B, 1, 1)
     torch.testing.assert_close(output.attention, torch.full((B, 1, N), 1 / N))
+    for name in ("cls", "gap"):
+        assert create_readout(name, 1)(torch.ones(B, N, 1)).slots.eq(1).all()
 
 
 @pytest.mark.parametrize("shape", [(B, N, D + 4), (N, D), (B, 1, N, D)])
