@@ -48,7 +48,7 @@ test-kills: $(INSTALLED)  ## kill ranks dozens of times, under torchrun and unde
 	$(BIN)/python -m pytest -m kills || $(BIN)/python -m pytest -m kills --last-failed
 
 # Goes on where it was ended; `tests/mutants.py --help` lists the options.
-mutants: $(INSTALLED)  ## break the core modules in thousands of ways, and see which their tests miss (hours)
+mutants: $(INSTALLED)  ## break the core modules in thousands of ways, and see what their tests miss (up to hours)
 	$(BIN)/python -m pip install --quiet --editable '.[mutants]'
 	nice -n 15 $(BIN)/python tests/mutants.py $(ARGS)
 

@@ -344,3 +344,11 @@ def test_an_encoder_built_from_a_config_drops_no_branch_unless_asked() -> None:
         for rate in ((), (0.3,))
     ]
     assert rates == [[0, 0, 0], pytest.approx([0, 0.1, 0.2])]
+
+
+def test_only_the_class_token_leaves_the_last_block_where_it_is_the_encoding(encoder) -> None:
+    normalised: list[int] = []
+    handle = encoder.backbone.norm.register_forward_hook(lambda *given: normalised.append(given[2].numel() // 128))
+    encoder(torch.randn(2, 3, 32, 32))
+    handle.remove()
+    assert normalised == [2 if encoder.config.readout == "cls" else 2 * 17]
