@@ -175,7 +175,7 @@ class Encoder(nn.Module):
             raise ValueError(f"n={n} layers asked of an encoder with {most}, read-out included")
         # With sparo the read-out stands in the place of the removed block, so n - 1 blocks precede it. Where no block
         # was removed, the read-out pools the last block, whose own class token is therefore left out.
-        tokens = self.backbone.intermediate_tokens(images, min(max(n - 1, 1) + is_pooled, self.backbone.depth))
+        tokens = self.backbone.intermediate_tokens(images, max(n - 1 + is_pooled, 1))
         class_tokens = [block_tokens[:, 0] for block_tokens in (tokens[:-1] if is_pooled else tokens)]
         encoding = self.readout(tokens[-1]).slots.flatten(1)
         return [*class_tokens[len(class_tokens) - (n - 1) :], encoding], tokens[-1]

@@ -164,7 +164,7 @@ def cosine_schedule(
         )
     warmup = np.linspace(start, base, warmup_steps)
     steps = np.arange(total_steps - warmup_steps)
-    cosine = final + 0.5 * (base - final) * (1 + np.cos(np.pi * steps / max(len(steps), 1)))
+    cosine = final + 0.5 * (base - final) * (1 + np.cos(np.pi * steps / len(steps)))
     return np.concatenate((warmup, cosine))
 
 

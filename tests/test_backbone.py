@@ -1,5 +1,6 @@
 """The backbone against numbers recorded from the original ViT."""
 
+import inspect
 import math
 
 import jaxtyping
@@ -11,7 +12,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 import dino_sparo
-from dino_sparo.backbone import Backbone, ViTSize
+from dino_sparo.backbone import Backbone, ViTSize, create_backbone
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 
@@ -231,6 +232,92 @@ def test_other_patch_sizes(patch_size: int) -> None:
         "vit_micro", patch_size=patch_size, readout="cls", img_size=4 * patch_size
     ).eval()
     assert encoder.backbone(torch.randn(2, 3, 3 * patch_size, 5 * patch_size)).shape == (2, 16, 128)
+
+
+# What it takes, and what it refuses.
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"patch_size": 0}, "patch_size=0 px; give a positive number"),
+        ({"img_size": 31}, r"img_size=31 px is not a multiple of patch_size=8 px; the nearest that fits is 24$"),
+        ({"img_size": 7}, r"img_size=7 px is not a multiple of patch_size=8 px; the nearest that fits is 8$"),
+        ({"img_size": 0}, "img_size=0 px is not a multiple"),
+        ({"in_chans": 0}, "in_chans=0; an image has at least one channel"),
+        ({"drop_path_rate": 1.0}, "drop_path_rate=1.0 is not a rate"),
+        ({"drop_path_rate": -0.1}, "drop_path_rate=-0.1 is not a rate"),
+    ],
+)
+def test_sizes_that_cannot_be_built_are_named_with_what_can(changed: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Backbone(ViTSize(12, 2, 3), **{"patch_size": 8, "img_size": 32, **changed})
+
+
+@torch.no_grad()
+def test_an_image_may_be_one_patch_of_one_pixel() -> None:
+    backbone = Backbone(ViTSize(12, 2, 3), patch_size=1, img_size=1, in_chans=1)
+    assert backbone(torch.randn(2, 1, 1, 1)).shape == (2, 2, 12)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((2, 1, 32, 32), "images have 1 channels; the backbone was built with in_chans=3"),
+        ((2, 3, 7, 32), "images of 7x32 px are smaller than one patch of 8 px"),
+        ((2, 3, 32, 7), "images of 32x7 px are smaller than one patch of 8 px"),
+    ],
+)
+def test_images_that_do_not_fit_are_refused_with_their_size(shape: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Backbone(ViTSize(12, 2, 3), patch_size=8, img_size=32)(torch.randn(shape))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("n", [1, 3])
+def test_intermediate_tokens_are_those_after_the_last_blocks_each_normalised(n: int) -> None:
+    torch.manual_seed(0)
+    backbone = Backbone(ViTSize(12, 3, 2), patch_size=8, img_size=16)
+    images = torch.randn(2, 3, 16, 24)
+    tokens, expected = backbone.embed(images), []
+    for block in backbone.blocks:
+        tokens = block(tokens)
+        expected.append(backbone.norm(tokens))
+    found = backbone.intermediate_tokens(images, n)
+    assert len(found) == n
+    for ours, wanted in zip(found, expected[-n:], strict=True):
+        torch.testing.assert_close(ours, wanted)
+    torch.testing.assert_close(backbone(images), expected[-1])
+
+
+@pytest.mark.parametrize("n", [0, 4])
+def test_more_intermediate_layers_than_blocks_are_refused(n: int) -> None:
+    backbone = Backbone(ViTSize(12, 3, 2), patch_size=8, img_size=16)
+    with pytest.raises(ValueError, match=f"n={n} intermediate layers asked of a backbone with 3 blocks"):
+        backbone.intermediate_tokens(torch.randn(1, 3, 16, 16), n)
+
+
+def test_a_backbone_is_built_by_name_with_the_papers_defaults() -> None:
+    with recorded.SkipInitialisation():
+        backbone = create_backbone("vit_micro")
+        shorter = create_backbone("vit_micro", remove_blocks=1, drop_path_rate=0.3)
+    sizes = (backbone.embed_dim, backbone.num_heads, backbone.depth, len(backbone.blocks))
+    assert sizes == (128, 4, 4, 4)
+    assert (backbone.patch_size, backbone.img_size, backbone.in_chans) == (16, 224, 3)
+    assert isinstance(backbone.norm_pre, nn.Identity)
+    assert drop_path_rates(backbone) == [0, 0, 0, 0]
+    assert drop_path_rates(shorter) == pytest.approx([0, 0.1, 0.2])  # of four blocks
+    defaults = [inspect.signature(built).parameters for built in (Backbone, create_backbone)]
+    for name in ("patch_size", "img_size", "in_chans", "drop_path_rate", "pre_norm"):
+        assert defaults[0][name].default == defaults[1][name].default
+    assert not backbone.packed
+    assert not backbone.grad_checkpointing
+
+
+def test_an_unknown_architecture_is_refused_with_the_list_of_valid_ones() -> None:
+    names = r"\['vit_base', 'vit_micro', 'vit_small', 'vit_tiny'\]"
+    with pytest.raises(ValueError, match=f"unknown arch 'vit_smal'; choose one of {names}"):
+        create_backbone("vit_smal")
 
 
 # CLIP's vision transformer.

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dino_sparo import DINOLoss
-from dino_sparo.loss import diagnose_collapse
+from dino_sparo.loss import COLLAPSE_SHARE, diagnose_collapse
 
 HEALTHY: dict[str, Any] = {
     "loss": 5.0,
@@ -49,6 +49,12 @@ def test_the_entropies_are_those_of_a_loop() -> None:
     assert found.marginal_entropy.item() == pytest.approx(entropy(marginal), rel=1e-12)
     assert found.kl.item() == pytest.approx(value.item() - expected_entropy, rel=1e-9)
     assert not any(item.requires_grad or item.ndim for item in found)
+
+
+def test_what_is_measured_carries_no_graph_even_of_probabilities_that_do() -> None:
+    probs = torch.full((2, 3, 5), 0.2, dtype=torch.float64, requires_grad=True)
+    found = build(2, 5).diagnose(probs, torch.tensor(1.0, dtype=torch.float64, requires_grad=True))
+    assert not any(item.requires_grad for item in found)
 
 
 def test_the_divergence_is_the_mean_over_pairs_of_different_views() -> None:
@@ -145,6 +151,55 @@ def test_a_loss_is_called_the_logarithm_only_where_it_is() -> None:
     assert not line.startswith(f"loss {collapsed['loss']:.4f} = ln 1024")
 
 
+def test_a_loss_that_differs_by_exactly_the_share_is_called_above(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dino_sparo.loss.COLLAPSE_SHARE", 1.0)  # twice ln K less ln K is ln K without rounding
+    log_k = math.log(1024)
+    line = diagnose_collapse(**{**HEALTHY, "loss": 2 * log_k, "teacher_entropy": log_k, "marginal_entropy": log_k})
+    assert line is not None
+    assert line.startswith("loss 13.8629 above ln 1024 (6.9315): uniform collapse")
+
+
+@pytest.mark.parametrize(("excess", "relation"), [(0.06, "="), (-0.06, "="), (0.08, "above")])
+def test_a_loss_within_a_hundredth_of_the_logarithm_is_called_equal(excess: float, relation: str) -> None:
+    log_k = math.log(1024)  # a hundredth of it is 0.069
+    line = diagnose_collapse(**{**HEALTHY, "loss": log_k + excess, "teacher_entropy": log_k, "marginal_entropy": log_k})
+    assert line is not None
+    assert line.startswith(f"loss {log_k + excess:.4f} {relation} ln 1024")
+
+
+def test_a_teacher_that_is_flat_up_to_exactly_the_share_is_not_called_uniform() -> None:
+    flat = (1 - COLLAPSE_SHARE) * math.log(1024)
+    line = diagnose_collapse(**{**HEALTHY, "teacher_entropy": flat, "marginal_entropy": flat})
+    assert line is not None
+    assert line.startswith("loss 5.0000: the teacher gives every image the same distribution (entropy 6.8622 of")
+
+
+def test_a_marginal_of_exactly_the_share_is_not_called_one_prototype() -> None:
+    low = COLLAPSE_SHARE * math.log(1024)
+    line = diagnose_collapse(**{**HEALTHY, "teacher_entropy": low, "marginal_entropy": low})
+    assert line is not None
+    assert "the same distribution" in line
+
+
+def test_an_information_of_exactly_the_share_is_enough() -> None:
+    # What a batch of 8 can reach is ln 8, less than ln 1024.
+    enough = {**HEALTHY, "batch_size": 8, "teacher_entropy": 0.0, "marginal_entropy": COLLAPSE_SHARE * math.log(8)}
+    assert diagnose_collapse(**enough) is None
+    line = diagnose_collapse(**{**enough, "marginal_entropy": math.nextafter(enough["marginal_entropy"], 0)})
+    assert line is not None
+    assert "collapse on one prototype" in line
+
+
+def test_a_batch_of_two_can_already_tell() -> None:
+    line = diagnose_collapse(**{**HEALTHY, "batch_size": 2, "teacher_entropy": 3.0, "marginal_entropy": 3.0})
+    assert line is not None
+    assert "the same distribution" in line
+
+
+def test_a_hundredth_of_what_can_be_reached_is_the_limit() -> None:
+    assert COLLAPSE_SHARE == 0.01
+
+
 def test_a_collapse_on_one_prototype_is_named() -> None:
     line = diagnose_collapse(**{**HEALTHY, "loss": 0.003, "teacher_entropy": 0.001, "marginal_entropy": 0.002})
     assert line is not None
@@ -164,7 +219,9 @@ def test_encodings_that_span_one_direction_are_named(feature_rank: float, collap
     line = diagnose_collapse(**{**HEALTHY, "feature_rank": feature_rank})
     assert (line is not None) == collapsed
     if line is not None:
-        assert f"dimensional collapse, the encodings of a batch span {feature_rank:.2f} directions" in line
+        assert line.startswith(
+            f"loss 5.0000: dimensional collapse, the encodings of a batch span {feature_rank:.2f} directions"
+        )
 
 
 @pytest.mark.parametrize("batch_size", [2, 64, 4096])

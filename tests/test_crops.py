@@ -1,5 +1,6 @@
 """Crops against torchvision's: the same distributions when drawn, the same pixels when applied."""
 
+import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -455,6 +456,70 @@ def test_crops_are_normalised_with_the_given_statistics() -> None:
 def test_settings_that_cannot_be_are_refused_by_name(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MultiCropAugmentation(**changed)
+
+
+def test_a_range_of_one_number_is_refused() -> None:
+    unchecked = inspect.unwrap(MultiCropAugmentation.__init__)  # as users have it, without the checks of types of tests
+    with pytest.raises(ValueError, match=r"global_crops_scale=\(0.4,\) is not a range of areas"):
+        unchecked(object.__new__(MultiCropAugmentation), global_crops_scale=(0.4,))
+
+
+def test_settings_at_the_end_of_their_range_are_taken() -> None:
+    scales = {"global_crops_scale": (1.0, 1.0), "local_crops_scale": (1e-9, 1e-9)}
+    smallest = small_augmentation(**scales, global_crops_size=1, local_crops_size=1, local_crops_number=1)
+    crops = smallest(photograph(53, 71), np.random.default_rng(0))
+    assert [tuple(crop.shape) for crop in crops] == [(3, 1, 1)] * 3
+
+
+def test_the_papers_crops_are_the_defaults() -> None:
+    augmentation = MultiCropAugmentation()
+    assert [(recipe.size, recipe.scale) for recipe in augmentation.recipes] == (
+        [(224, (0.4, 1.0))] * 2 + [(96, (0.05, 0.4))] * 8
+    )
+    assert not augmentation.defer_color
+    assert augmentation.mean.flatten().tolist() == pytest.approx(MEAN)
+    assert augmentation.std.flatten().tolist() == pytest.approx(STD)
+    assert (CropRecipe(1, (0.1, 0.2), 0.3).solarize_probability, EvalTransform().exact) == (0.0, True)
+
+
+@pytest.mark.parametrize("kind", [CropRecipe(1, (0.1, 0.2), 0.3), CropParameters((0, 0, 1, 1), **UNDISTORTED)])
+def test_what_was_drawn_and_how_cannot_be_changed(kind: Any) -> None:
+    with pytest.raises(AttributeError):
+        kind.size = 5
+
+
+class Draws(np.random.Generator):
+    """A generator that gives the numbers it is told, and the highest integer."""
+
+    def __init__(self, *numbers: float) -> None:
+        super().__init__(np.random.PCG64(0))
+        self.numbers = list(numbers)
+
+    def random(self) -> float:
+        return self.numbers.pop(0)
+
+    def integers(self, low: int, high: int, endpoint: bool) -> int:
+        assert endpoint
+        return high
+
+
+@pytest.mark.parametrize(("height", "width"), [(4, 3), (3, 4)])
+def test_a_box_that_just_fits_is_taken(height: int, width: int) -> None:
+    # Of the ratios from 3/4 to 4/3 the last and the first: the box is the image, to the pixel.
+    draws = Draws(1.0, 1.0 if width > height else 0.0)
+    assert sample_box(draws, height, width, (1.0, 1.0)) == (0, 0, height, width)
+    assert draws.numbers == []
+
+
+def test_a_box_without_pixels_is_drawn_again() -> None:
+    draws = Draws(0.0, 0.5, 1.0, 0.5)  # an area of a hundredth pixel, then of 4 pixels
+    assert sample_box(draws, 2, 2, (0.0025, 1.0)) == (0, 0, 2, 2)
+
+
+def test_ten_draws_are_made_before_the_central_box_is_taken() -> None:
+    draws = Draws(*[0.5] * 100)
+    assert sample_box(draws, 6, 6, (4.0, 4.0)) == (0, 0, 6, 6)
+    assert len(draws.numbers) == 100 - 2 * 10
 
 
 # Evaluation.

@@ -281,3 +281,7 @@ def test_a_blends_base_and_factor_may_be_numbers_or_tensors() -> None:
 def test_the_blurs_weights_are_the_parameters_last_but_one() -> None:
     assert pack_parameters(**{**NOTHING, "blur_radius": 1.7})[BLUR] == list(box_weights(1.7))
     assert pack_parameters(**NOTHING)[BLUR] == [BLUR_UNIT, 0, 0]
+
+
+def test_the_table_of_hues_is_made_once() -> None:
+    assert hue_table() is hue_table()

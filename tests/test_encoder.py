@@ -1,6 +1,7 @@
 """Crops in, encodings out: grouping, order, sizes, the probe's features, keys, and refused settings."""
 
 import copy
+import inspect
 import math
 
 import pytest
@@ -9,6 +10,7 @@ from reference import weights as recorded
 from torch import nn
 
 import dino_sparo
+from dino_sparo.encoder import EncoderConfig, encoder_from_config
 
 
 def build_network(encoder: nn.Module, head: nn.Module) -> nn.Module:
@@ -167,8 +169,30 @@ def test_probe_features_are_the_last_class_tokens_and_with_a_readout_its_raw_enc
 
 @pytest.mark.parametrize("n", [0, 5])
 def test_more_features_than_blocks_are_refused(encoder, n: int) -> None:
-    with pytest.raises(ValueError, match=rf"\b{n}\b"):
+    with pytest.raises(ValueError, match=rf"n={n} .*with 4( blocks|, read-out included)$"):
         encoder.get_intermediate_layers(torch.randn(1, 3, 32, 32), n)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("readout", "passes"), [("sparo", [1, 1, 2, 3]), ("gap", [1, 2, 3, 4]), ("cls", [1, 2, 3, 4])])
+def test_only_the_layers_that_are_asked_for_are_normalised(readout: str, passes: list[int]) -> None:
+    encoder, calls = small(readout), []
+    encoder.backbone.norm.register_forward_hook(lambda *_: calls.append(1))
+    for n, expected in enumerate(passes, start=1):
+        calls.clear()
+        encoder.get_intermediate_layers(torch.randn(1, 3, 16, 16), n)
+        assert len(calls) == expected
+
+
+@torch.no_grad()
+def test_the_probe_is_given_four_layers_side_by_side_and_on_request_the_mean_patch(encoder) -> None:
+    images = torch.randn(2, 3, 32, 16)
+    layers = encoder.get_intermediate_layers(images, 4)
+    torch.testing.assert_close(encoder.probe_features(images), torch.cat(layers, dim=1))
+    pooled = encoder.probe_features(images, n_last_blocks=3, avgpool_patchtokens=True)
+    patches = encoder.backbone(images)[:, 1:]
+    mean = sum(patches[:, n] for n in range(8)) / 8
+    torch.testing.assert_close(pooled, torch.cat([*layers[-3:], mean], dim=1), rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
@@ -281,3 +305,50 @@ def test_the_config_says_how_to_build_the_encoder_again() -> None:
     again = dino_sparo.create_encoder(**vars(config))
     assert again.state_dict().keys() == small(img_size=48).state_dict().keys()
     assert again.config == config
+
+
+def test_a_config_of_a_newer_version_is_refused_by_the_names_of_what_it_adds() -> None:
+    with pytest.raises(ValueError, match="saved with depth, register_tokens, which this version does not know; update"):
+        EncoderConfig.from_dict({"arch": "vit_tiny", "register_tokens": 4, "depth": 3})
+
+
+def test_a_config_leaves_the_images_mean_and_std_to_others_and_cannot_be_changed() -> None:
+    config = EncoderConfig.from_dict({"arch": "vit_tiny", "group_size": 2, "mean": (0.5,), "std": (0.2,)})
+    assert config == EncoderConfig(arch="vit_tiny", group_size=2)
+    with pytest.raises(AttributeError):
+        config.arch = "vit_base"
+
+
+def test_the_defaults_of_config_and_builder_are_the_same() -> None:
+    parameters = inspect.signature(dino_sparo.create_encoder).parameters
+    defaults = {name: parameter.default for name, parameter in parameters.items()}
+    assert defaults == {**vars(EncoderConfig()), "drop_path_rate": 0.0}
+    assert vars(EncoderConfig()) == {
+        "arch": "vit_small",
+        "patch_size": 16,
+        "readout": "sparo",
+        "num_slots": 64,
+        "slot_dim": 64,
+        "key_dim": 64,
+        "group_size": 1,
+        "img_size": 224,
+        "in_chans": 3,
+        "pre_norm": False,
+    }
+
+
+def test_an_encoder_built_from_a_config_drops_no_branch_unless_asked() -> None:
+    config = small().config
+    rates = [
+        [getattr(block.drop_path1, "drop_prob", 0.0) for block in encoder_from_config(config, *rate).backbone.blocks]
+        for rate in ((), (0.3,))
+    ]
+    assert rates == [[0, 0, 0], pytest.approx([0, 0.1, 0.2])]
+
+
+def test_only_the_class_token_leaves_the_last_block_where_it_is_the_encoding(encoder) -> None:
+    normalised: list[int] = []
+    handle = encoder.backbone.norm.register_forward_hook(lambda *given: normalised.append(given[2].numel() // 128))
+    encoder(torch.randn(2, 3, 32, 32))
+    handle.remove()
+    assert normalised == [2 if encoder.config.readout == "cls" else 2 * 17]

@@ -1,6 +1,7 @@
 """The head against numbers recorded from the original one."""
 
 import copy
+import inspect
 import warnings
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from reference import weights as recorded
 from torch import nn
 
-from dino_sparo import DINOHead
+from dino_sparo import DINOHead, DINONetwork, create_encoder
 
 CASES = [pytest.param(*case, id=f"bn{case[0]:d}_norm{case[1]:d}_layers{case[2]}") for case in recorded.HEAD_CASES]
 
@@ -128,5 +129,35 @@ def test_the_last_layer_has_no_bias_and_the_activation_is_the_exact_gelu() -> No
 
 @pytest.mark.parametrize("name", ["in_dim", "out_dim", "num_layers", "hidden_dim", "bottleneck_dim"])
 def test_sizes_that_are_not_positive_are_refused_by_name(name: str) -> None:
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(ValueError, match=f"^{name}=0 is not a valid size for the DINO head"):
         DINOHead(**{"in_dim": 7, "out_dim": 5, name: 0})
+
+
+def test_every_size_may_be_one() -> None:
+    head = DINOHead(1, 1, num_layers=1, hidden_dim=1, bottleneck_dim=1)
+    assert isinstance(head.mlp, nn.Linear)
+    assert head(torch.ones(2, 1)).shape == (2, 1)
+
+
+def test_the_recommended_settings_are_the_defaults() -> None:
+    defaults = {name: given.default for name, given in inspect.signature(DINOHead).parameters.items()}
+    del defaults["in_dim"], defaults["out_dim"]
+    assert defaults == {
+        "use_bn": False,
+        "norm_last_layer": True,
+        "num_layers": 3,
+        "hidden_dim": 2048,
+        "bottleneck_dim": 256,
+    }
+
+
+@torch.no_grad()
+def test_a_networks_encoder_is_its_own_parts_and_the_head_sees_its_encodings() -> None:
+    torch.manual_seed(0)
+    encoder = create_encoder("vit_micro", 8, "sparo", num_slots=3, slot_dim=5, key_dim=7, img_size=16)
+    network = DINONetwork(encoder, DINOHead(15, 11, hidden_dim=13, bottleneck_dim=2)).eval()
+    assert network.encoder.backbone is encoder.backbone
+    assert network.encoder.readout is encoder.readout
+    assert network.encoder.config == encoder.config
+    images = torch.randn(2, 3, 16, 16)
+    torch.testing.assert_close(network(images), network.head(network.encoder(images)))

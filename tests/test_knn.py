@@ -1,3 +1,4 @@
+import inspect
 import json
 import logging
 import math
@@ -14,6 +15,7 @@ from dino_sparo.checkpoint import encoder_description
 from dino_sparo.distributed import shutdown
 from dino_sparo.encoder import create_encoder
 from dino_sparo.evaluation import knn, neighbours
+from dino_sparo.evaluation.features import Features
 from dino_sparo.evaluation.knn import KNNResult, knn_classify, knn_predict
 
 TRAIN, TEST, WIDTH = 61, 13, 7
@@ -171,6 +173,80 @@ def test_more_neighbours_than_training_images_means_all_of_them(caplog):
     assert "k=[200] is more than the 61 training images" in caplog.text
 
 
+def test_as_many_neighbours_as_training_images_need_no_warning(caplog):
+    sets = clusters()
+    with caplog.at_level(logging.WARNING):
+        knn_classify(*sets, [TRAIN], 0.07)
+        assert caplog.text == ""
+        knn_classify(*sets, [3, TRAIN, TRAIN + 1], 0.07)
+    assert f"k=[{TRAIN + 1}] is more than" in caplog.text
+
+
+def test_of_equal_votes_the_smaller_label_comes_first_and_six_classes_give_five():
+    train = torch.ones(6, WIDTH)  # all equally similar
+    found = knn_predict(train, torch.tensor([11, 3, 7, 0, 5, 2]), train[:1], 6)
+    assert found.tolist() == [[0, 2, 3, 5, 7]]
+    assert knn_predict(train[:2], torch.tensor([4, 1]), train[:1], 2).tolist() == [[1, 4, -1, -1, -1]]
+
+
+def test_a_vote_that_underflows_is_still_a_vote():
+    train = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
+    assert knn_predict(train, torch.tensor([6, 2]), train[:1], 2, 1e-6).tolist() == [[6, 2, -1, -1, -1]]
+
+
+def test_a_feature_of_zeros_is_similar_to_none():
+    train = torch.tensor([[0.0, 0.0], [-1.0, 0.0], [0.6, 0.8]])
+    images = torch.tensor([[1.0, 0.0]])
+    for search in ("fp32", "bf16"):
+        similarities, indices = neighbours.SEARCHES[search](neighbours.TrainSet(train), images, 3)
+        torch.testing.assert_close(similarities, torch.tensor([[0.6, 0.0, -1.0]]))
+        assert indices.tolist() == [[2, 0, 1]]
+
+
+@pytest.mark.parametrize("search", ["fp32", "bf16"])
+def test_the_scale_of_the_features_changes_nothing(search):
+    train, train_labels, test, test_labels = clusters()
+    scaled = knn_classify(2**-30 * train, train_labels, 2**30 * test, test_labels, [1, 5], 0.07, search)
+    assert scaled == knn_classify(train, train_labels, test, test_labels, [1, 5], 0.07)
+
+
+@pytest.mark.parametrize("search", ["fp32", "bf16"])
+def test_neighbours_of_features_with_a_graph_have_none(search):
+    train, _, test, _ = clusters()
+    images = torch.nn.functional.normalize(test, dim=1).requires_grad_()
+    similarities, _ = neighbours.SEARCHES[search](neighbours.TrainSet(train.requires_grad_()), images, 3)
+    assert not similarities.requires_grad
+
+
+def test_one_image_at_a_time_is_compared_again_where_no_more_fit(monkeypatch):
+    sets = clusters()
+    monkeypatch.setattr(neighbours, "RERANK_NUMBERS", 1)
+    assert knn_classify(*sets, 5, 0.07, "bf16") == knn_classify(*sets, 5, 0.07)
+
+
+def test_twenty_neighbours_a_temperature_of_007_and_fp32_are_the_defaults():
+    sets = clusters()
+    assert knn_classify(*sets) == knn_classify(*sets, 20, 0.07, "fp32")
+    for function, k in ((knn_classify, 20), (knn_predict, 20), (knn.evaluate_knn, (20,))):
+        parameters = inspect.signature(function).parameters
+        assert [parameters[name].default for name in ("k", "temperature", "search")] == [k, 0.07, "fp32"]
+    assert inspect.signature(knn.classify_on_rank_0).parameters["search"].default == "fp32"
+
+
+def test_all_images_that_could_not_be_read_are_counted(monkeypatch):
+    train, train_labels, test, test_labels = clusters()
+    splits = (
+        Features(train, train_labels, torch.arange(TRAIN), num_corrupt=5),
+        Features(test, test_labels, torch.arange(TEST), num_corrupt=2),
+    )
+    monkeypatch.setattr(knn, "extract_splits", lambda *_, **options: splits)
+    found = inspect.unwrap(knn.evaluate_knn)(None, None, None, None, torch.device("cpu"), k=(3, 7))
+    assert (found.num_train, found.num_val, found.num_corrupt) == (TRAIN, TEST, 7)
+    assert found.results == knn_classify(train, train_labels, test, test_labels, [3, 7], 0.07)
+    with pytest.raises(AttributeError):
+        found.num_train = 0
+
+
 def test_no_temperature_overflows():
     sets = clusters()
     # So cold a vote is the nearest neighbour's alone.
@@ -185,6 +261,11 @@ def test_no_temperature_overflows():
         ({"test_features": torch.empty(0, WIDTH), "test_labels": torch.empty(0).long()}, "test_features are empty"),
         ({"test_features": torch.ones(TEST, WIDTH + 1)}, "7 numbers per image and test_features 8"),
         ({"train_labels": torch.zeros(TRAIN - 1).long()}, "61 train_features but 60 train_labels"),
+        ({"test_labels": torch.zeros(TEST + 1).long()}, "13 test_features but 14 test_labels"),
+        ({"train_labels": torch.full((TRAIN,), -3)}, "train_labels hold -3; labels are non-negative"),
+        ({"train_features": torch.full((TRAIN, WIDTH), math.inf)}, "train_features of image 0 are not finite"),
+        ({"k": [3, -1]}, r"k=\[3, -1\]; give one or more numbers"),
+        ({"temperature": -0.5}, "temperature=-0.5; give a positive"),
         ({"test_labels": torch.full((TEST,), -1)}, "test_labels hold -1"),
         (
             {"test_features": torch.ones(TEST, WIDTH).index_fill(0, torch.tensor(4), torch.nan)},

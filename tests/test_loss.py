@@ -1,6 +1,8 @@
 """The loss against its definition over pairs of views, in float64, and against recorded numbers."""
 
+import inspect
 import math
+import re
 
 import numpy as np
 import pytest
@@ -105,6 +107,7 @@ def test_the_teacher_temperature_warms_up_linearly_over_epochs(warmup_epochs: in
             warmup_teacher_temp_epochs=warmup_epochs,
             num_epochs=num_epochs,
         )
+        assert len(loss.teacher_temp_schedule) == num_epochs
         expected = over_pairs(student, teacher, torch.zeros(1, 5).double(), temp)
         torch.testing.assert_close(loss(student, teacher, epoch), expected)
 
@@ -140,12 +143,16 @@ def test_large_logits_stay_finite() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"num_crops": 1}, "num_crops"),
-        ({"out_dim": 0}, "out_dim"),
-        ({"warmup_teacher_temp_epochs": 4}, "warmup_teacher_temp_epochs"),
-        ({"teacher_temp": 0.0}, "teacher_temp"),
-        ({"student_temp": 0.0}, "student_temp"),
-        ({"center_momentum": 1.5}, "center_momentum"),
+        ({"num_crops": 1}, "num_crops=1; DINO needs at least the 2 global crops"),
+        ({"out_dim": 1}, "out_dim=1: images cannot be told apart with fewer than 2 prototypes"),
+        ({"warmup_teacher_temp_epochs": 4}, "warmup_teacher_temp_epochs=4 does not fit a run of 3 epochs; give 0 to 3"),
+        ({"warmup_teacher_temp_epochs": -1}, "warmup_teacher_temp_epochs=-1 does not fit"),
+        ({"warmup_teacher_temp": 0.0}, r"^warmup_teacher_temp=0.0 is not a temperature"),
+        ({"teacher_temp": 0.0}, r"^teacher_temp=0.0 is not a temperature"),
+        ({"student_temp": -0.5}, r"^student_temp=-0.5 is not a temperature"),
+        ({"center_momentum": 1.5}, "center_momentum=1.5 is no momentum"),
+        ({"center_momentum": -0.25}, "center_momentum=-0.25 is no momentum"),
+        ({"chunk_size": -1}, "chunk_size=-1 prototypes"),
     ],
 )
 def test_settings_without_meaning_are_refused_by_name(changed: dict[str, object], message: str) -> None:
@@ -153,3 +160,90 @@ def test_settings_without_meaning_are_refused_by_name(changed: dict[str, object]
     settings |= {"warmup_teacher_temp_epochs": 0, "num_epochs": 3}
     with pytest.raises(ValueError, match=message):
         DINOLoss(**{**settings, **changed})
+
+
+@pytest.mark.parametrize(
+    "changed", [{"center_momentum": 0.0}, {"center_momentum": 1.0}, {"out_dim": 2}, {"student_temp": 1e-6}]
+)
+def test_settings_at_the_end_of_their_range_are_taken(changed: dict[str, float]) -> None:
+    settings: dict = {"out_dim": 5, "num_crops": 2, "warmup_teacher_temp": 0.04, "teacher_temp": 0.04}
+    settings |= {"warmup_teacher_temp_epochs": 0, "num_epochs": 3}
+    DINOLoss(**{**settings, **changed})
+
+
+def test_defaults_are_the_references() -> None:
+    loss = DINOLoss(5, 2, 0.04, 0.04, 0, 3)
+    assert (loss.student_temp, loss.center_momentum, loss.chunk_size) == (0.1, 0.9, 0)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 11, 13])
+def test_the_loss_in_chunks_of_prototypes_equals_the_whole(chunk_size: int) -> None:
+    torch.manual_seed(0)
+    student = torch.randn(5 * 3, 11, dtype=torch.float64, requires_grad=True)
+    teacher = torch.randn(2 * 3, 11, dtype=torch.float64)
+    whole = build(5, 11)(student, teacher, 0)
+    chunked = build(5, 11, chunk_size=chunk_size)(student, teacher, 0)
+    torch.testing.assert_close(chunked, whole, rtol=1e-12, atol=1e-12)
+    ours, wanted = (torch.autograd.grad(value, student)[0] for value in (chunked, whole))
+    torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize(("keep", "moves"), [(None, True), (0.0, True), (1.0, False)])
+def test_the_centre_stays_where_the_flag_is_set(keep: float | None, moves: bool) -> None:
+    loss = build(2, 3, center_momentum=0.75)
+    loss.center.fill_(8.0)
+    total = torch.tensor([[0.0, 10.0, 40.0]], dtype=torch.float64)
+    finish = loss.begin_center_update(total, 5)
+    total.zero_()  # the sum was taken when the exchange began
+    finish(None if keep is None else torch.tensor(keep))
+    expected = [[6.0, 6.5, 8.0]] if moves else [[8.0, 8.0, 8.0]]
+    torch.testing.assert_close(loss.center, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_a_sum_with_a_graph_is_exchanged_and_taken_in_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    exchanged: list[torch.Tensor] = []
+    monkeypatch.setattr("dino_sparo.loss.all_reduce_sum_async", lambda x: exchanged.append(x) or (lambda: total))
+    loss, total = build(2, 3), torch.ones(1, 3, dtype=torch.float64, requires_grad=True)
+    loss.update_center(total, 5)
+    assert not exchanged[0].requires_grad
+    assert not loss.center.requires_grad
+
+
+def test_the_mean_is_that_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dino_sparo.loss.world_size", lambda: 3)
+    monkeypatch.setattr("dino_sparo.loss.all_reduce_sum_async", lambda own: lambda: own + 20)
+    loss = build(2, 3, center_momentum=0.75)
+    loss.update_center(torch.tensor([[10.0, 40.0, 70.0]], dtype=torch.float64), 2)
+    expected = [[0.25 * (own + 20) / (2 * 3) for own in (10, 40, 70)]]
+    torch.testing.assert_close(loss.center, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_the_centre_stays_when_it_shall_be_moved_later() -> None:
+    loss = build(2, 5)
+    loss(torch.randn(6, 5).double(), torch.randn(6, 5).double(), 0, update_center=False)
+    assert not loss.center.any()
+
+
+@pytest.mark.parametrize("shape", [(5, 5), (6, 4), (4, 5, 1)], ids=["odd rows", "narrow", "three dimensions"])
+def test_teacher_logits_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
+    unchecked = inspect.unwrap(DINOLoss.teacher_probabilities)  # as users have it, without the shape checks of tests
+    with pytest.raises(ValueError, match=re.escape(f"teacher logits have shape {shape}; they need (2 * batch, 5)")):
+        unchecked(build(3, 5), torch.zeros(shape), 0)
+
+
+@pytest.mark.parametrize("shape", [(8, 5), (9, 4)])
+def test_student_logits_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
+    message = f"student logits have shape {shape}; with 3 crops, 3 images and 5 prototypes they need (9, 5)"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        inspect.unwrap(DINOLoss.forward)(build(3, 5), torch.zeros(shape), torch.zeros(6, 5).double(), 0)
+
+
+def test_the_cross_entropy_is_compiled_for_fixed_shapes_until_it_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss, settings = build(2, 5), []
+    monkeypatch.setattr(torch, "compile", lambda function, **given: settings.append(given) or (lambda *_: "compiled"))
+    loss.compile_cross_entropy()
+    assert loss._cross_entropy(None, None) == "compiled"
+    assert settings == [{"dynamic": False}]
+    loss.uncompile()
+    loss.uncompile()  # once more does nothing
+    assert loss(torch.zeros(6, 5).double(), torch.zeros(6, 5).double(), 0).item() == pytest.approx(math.log(5))

@@ -49,6 +49,20 @@ def test_a_schedule_is_a_line_then_half_a_cosine() -> None:
     np.testing.assert_allclose(ours, expected, rtol=1e-12)
 
 
+def test_a_schedule_that_is_all_warm_up_ends_at_its_base_value() -> None:
+    np.testing.assert_allclose(schedule(0.5, 0.1, 4, 4, 0.2), [0.2, 0.3, 0.4, 0.5], rtol=1e-12)
+
+
+def test_a_warm_up_starts_at_zero_unless_told_otherwise() -> None:
+    assert optim.cosine_schedule(0.5, 0.1, 5, warmup_steps=3)[0] == 0
+    assert optim.cosine_schedule(0.5, 0.1, 5)[0] == 0.5
+
+
+def test_a_warm_up_of_negative_length_is_refused() -> None:
+    with pytest.raises(ValueError, match="warm-up of -1 steps"):
+        schedule(1.0, 0.0, 5, -1, 0.0)
+
+
 def test_a_warm_up_longer_than_the_training_is_refused() -> None:
     with pytest.raises(ValueError, match=r"warm-up of 6 steps.*5 steps"):
         schedule(1.0, 0.0, 5, 6, 0.0)
@@ -120,6 +134,110 @@ def test_a_parameter_without_gradient_stays_where_it_is(kind: str) -> None:
     optimizer.step()
     assert torch.equal(model["kept"].detach(), torch.ones(2, 3))
     assert not torch.equal(model["moved"].detach(), torch.ones(2, 3))
+
+
+def after_steps(kind: str, steps: int, last_flag: float | None = None) -> list[torch.Tensor]:
+    """Parameters and the optimizer's tensors after some steps, the last of them with a flag."""
+    torch.manual_seed(0)
+    matrix, vector = nn.Parameter(torch.randn(3, 5)), nn.Parameter(torch.randn(7))
+    optimizer = create(kind, [{"params": [matrix, vector], "lr": 0.1, "weight_decay": 0.5}])
+    for step in range(steps):
+        if step == steps - 1 and last_flag is not None:
+            optim.skip_update_where(optimizer, torch.tensor(last_flag))
+        matrix.grad, vector.grad = torch.randn(3, 5), torch.randn(7)
+        optimizer.step()
+    return [matrix.detach(), vector.detach(), *(v for state in optimizer.state.values() for v in state.values())]
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "lars"])
+def test_a_flag_of_zero_lets_the_step_be_as_without_a_flag(kind: str) -> None:
+    with_flag, without = after_steps(kind, 3, last_flag=0.0), after_steps(kind, 3)
+    assert all(torch.equal(ours, wanted) for ours, wanted in zip(with_flag, without, strict=True))
+    assert not torch.equal(with_flag[0], after_steps(kind, 2)[0])
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "lars"])
+def test_a_flag_of_one_leaves_parameters_and_momentum_as_they_were(kind: str) -> None:
+    with_flag, before = after_steps(kind, 3, last_flag=1.0), after_steps(kind, 2)
+    assert all(torch.equal(ours, wanted) for ours, wanted in zip(with_flag, before, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["sgd", "lars"])
+def test_a_closure_is_called_with_gradients_and_its_loss_returned(kind: str) -> None:
+    parameter = nn.Parameter(torch.ones(2, 3))
+    optimizer = create(kind, [{"params": [parameter], "lr": 0.1}])
+
+    def closure() -> float:
+        loss = (parameter * torch.arange(6.0).reshape(2, 3)).sum()
+        loss.backward()
+        return loss.item()
+
+    assert optimizer.step(closure) == 15
+    assert not torch.equal(parameter.detach(), torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("start", [0.0, 1.0])
+@pytest.mark.parametrize("gradient", [0.0, 1.0])
+def test_lars_scales_by_the_norms_only_where_both_are_positive(start: float, gradient: float) -> None:
+    parameter = nn.Parameter(torch.full((2, 2), start))
+    parameter.grad = torch.full((2, 2), gradient)
+    optim.LARS([parameter], lr=0.5, eta=0.25).step()
+    ratio = 0.25 if start and gradient else 1.0  # both norms are 2 where they are positive
+    assert torch.equal(parameter.detach(), torch.full((2, 2), start - 0.5 * ratio * gradient))
+
+
+def test_lars_defaults_are_the_references() -> None:
+    assert optim.LARS([nn.Parameter(torch.ones(2))]).defaults == {
+        "lr": 0.0,
+        "weight_decay": 0.0,
+        "momentum": 0.9,
+        "eta": 0.001,
+    }
+
+
+def test_the_norms_are_those_of_the_gradients_there_are() -> None:
+    first, absent, last = (nn.Parameter(torch.zeros(2, 3)) for _ in range(3))
+    first.grad, last.grad = torch.full((2, 3), 2.0), torch.tensor([[3.0, 0.0, 0.0], [0.0, 4.0, 0.0]])
+    first.grad.requires_grad_()  # as with create_graph
+    norms = optim.gradient_norms([first, absent, last])
+    torch.testing.assert_close(norms, torch.tensor([math.sqrt(24), 5.0]))
+    assert not norms.requires_grad
+
+
+@pytest.mark.parametrize("kind", ["sgd", "lars"])
+def test_nothing_moves_before_the_schedule_has_given_a_learning_rate(kind: str) -> None:
+    parameter = nn.Parameter(torch.ones(2, 3))
+    parameter.grad = torch.ones(2, 3)
+    create(kind, [{"params": [parameter]}]).step()
+    assert torch.equal(parameter.detach(), torch.ones(2, 3))
+
+
+def test_clipping_changes_gradients_that_have_a_graph_of_their_own() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([3.0, 4.0], requires_grad=True)  # as with create_graph
+    clip([parameter], 1.0)
+    torch.testing.assert_close(parameter.grad.detach(), torch.tensor([0.6, 0.8]))
+
+
+def test_clipping_without_any_gradient_does_nothing() -> None:
+    absent = nn.Parameter(torch.ones(2))
+    clip([absent], 0.1)
+    assert absent.grad is None
+
+
+def test_a_zero_gradient_stays_zero_when_clipped_to_zero() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.zeros(2)
+    clip([parameter], 0.0)  # the guard of 1e-6 keeps 0 / 0 away
+    assert torch.equal(parameter.grad, torch.zeros(2))
+
+
+def test_dropped_gradients_are_gone() -> None:
+    layer = nn.Linear(3, 2)
+    layer(torch.ones(1, 3)).sum().backward()
+    optim.drop_gradients(layer)
+    assert layer.weight.grad is None
+    assert layer.bias.grad is None
 
 
 def test_lars_momentum_survives_a_checkpoint() -> None:

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import re
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 import dino_sparo
 from dino_sparo import Sparo
+from dino_sparo.readout import create_readout
 
 B, N, D, L, V, A = 2, 7, 13, 6, 11, 5
 
@@ -237,12 +239,12 @@ def test_no_tensor_of_all_tokens_keys_is_formed_forward_or_backward(group_size: 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"group_size": 4}, r"group_size.*4|4.*group_size"),
-        ({"group_size": 0}, "group_size"),
-        ({"num_slots": 0}, "num_slots"),
-        ({"slot_dim": -1}, "slot_dim"),
-        ({"key_dim": 0}, "key_dim"),
-        ({"embed_dim": 0}, "embed_dim"),
+        ({"group_size": 4}, r"group_size=4 does not divide num_slots=6.*choose one of \[1, 2, 3, 6\]"),
+        ({"group_size": 0}, "group_size=0 is not a valid size"),
+        ({"num_slots": 0}, "num_slots=0 is not a valid size"),
+        ({"slot_dim": -1}, "slot_dim=-1 is not a valid size"),
+        ({"key_dim": 0}, "key_dim=0 is not a valid size"),
+        ({"embed_dim": 0}, "embed_dim=0 is not a valid size"),
     ],
 )
 def test_sizes_that_cannot_be_built_are_named(changed: dict[str, int], message: str) -> None:
@@ -251,19 +253,19 @@ def test_sizes_that_cannot_be_built_are_named(changed: dict[str, int], message: 
         Sparo(**sizes)
 
 
-def test_a_group_size_that_does_not_divide_the_slots_names_both() -> None:
-    with pytest.raises(ValueError, match="group_size") as error:
-        Sparo(D, 7, V, A, group_size=3)
-    assert "3" in str(error.value)
-    assert "7" in str(error.value)
-    assert "num_slots" in str(error.value)
+def test_every_size_may_be_one() -> None:
+    output = Sparo(1, 1, 1, 1, group_size=1)(torch.ones(B, N, 1))
+    assert output.slots.shape == (B, 1, 1)
+    torch.testing.assert_close(output.attention, torch.full((B, 1, N), 1 / N))
+    for name in ("cls", "gap"):
+        assert create_readout(name, 1)(torch.ones(B, N, 1)).slots.eq(1).all()
 
 
-def test_tokens_of_another_width_are_refused_with_both_widths() -> None:
-    sparo = Sparo(D, L, V, A)
-    with pytest.raises(ValueError, match=str(D)) as error:
-        forward_unchecked(sparo, torch.randn(B, N, D + 4), None)
-    assert str(D + 4) in str(error.value)
+@pytest.mark.parametrize("shape", [(B, N, D + 4), (N, D), (B, 1, N, D)])
+def test_tokens_of_another_shape_are_refused_with_the_width_they_need(shape: tuple[int, ...]) -> None:
+    message = f"tokens have shape {shape}; SPARO was built for (B, N, {D})"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        forward_unchecked(Sparo(D, L, V, A), torch.randn(shape), None)
 
 
 @pytest.mark.parametrize(
@@ -277,8 +279,34 @@ def test_tokens_of_another_width_are_refused_with_both_widths() -> None:
     ids=["float", "integer", "too long", "without batch"],
 )
 def test_a_mask_of_another_shape_or_type_is_refused(mask: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match="mask"):
-        forward_unchecked(Sparo(D, L, V, A), torch.randn(B, N, D), mask)
+    given = f"mask has dtype {mask.dtype} and shape {tuple(mask.shape)}; give a bool tensor of shape {(B, N)}"
+    for readout in ("sparo", "cls", "gap"):
+        with pytest.raises(ValueError, match=re.escape(given)):
+            forward_unchecked(create_readout(readout, D, L, V, A), torch.randn(B, N, D), mask)
+
+
+def test_gap_averages_what_the_mask_allows_and_cls_takes_the_class_token_all_the_same() -> None:
+    tokens, mask = torch.randn(B, N, D, dtype=torch.float64), random_mask()
+    averaged = create_readout("gap", D)(tokens, mask)
+    for image in range(B):
+        chosen = [n for n in range(N) if mask[image, n]]
+        expected = sum(tokens[image, n] for n in chosen) / len(chosen)
+        torch.testing.assert_close(averaged.slots[image, 0], expected)
+        weights = [1 / len(chosen) if n in chosen else 0.0 for n in range(N)]
+        torch.testing.assert_close(averaged.attention[image, 0], torch.tensor(weights, dtype=torch.float64))
+    assert torch.equal(create_readout("cls", D)(tokens, mask).slots, tokens[:, :1])
+
+
+def test_a_readout_has_the_papers_sizes_unless_others_are_given() -> None:
+    readout = create_readout("sparo", D)
+    sizes = (readout.embed_dim, readout.num_slots, readout.slot_dim, readout.key_dim, readout.group_size)
+    assert sizes == (D, 64, 64, 64, 1)
+    assert Sparo(D, L, V, A).group_size == 1
+
+
+def test_an_unknown_readout_is_refused_with_the_list_of_valid_ones() -> None:
+    with pytest.raises(ValueError, match=r"unknown readout 'slotty'; choose one of \['cls', 'gap', 'sparo'\]"):
+        create_readout("slotty", D)
 
 
 def small_encoder(readout: str) -> nn.Module:
