@@ -5,8 +5,19 @@ has to wait for a core that another process keeps busy.
 """
 
 import os
+from collections.abc import Generator
+from typing import Any
 
+import pytest
 import torch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
 torch.set_num_threads(1)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    """Escape what is no UTF-8 in captured lines: xdist's processes end on it."""
+    report = yield
+    report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
+    return report
