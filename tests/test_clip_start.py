@@ -14,9 +14,9 @@ pytest.importorskip("open_clip")
 
 import open_clip
 from reference import weights as recorded
-from runs import assert_same_state
+from runs import assert_same_state, epochs_of
 from safetensors.torch import load_file
-from test_clip_train import checkpoint_of, options, run
+from test_clip_train import assert_close_weights, checkpoint_of, options, run, run_on_two_ranks
 
 from dino_sparo import create_encoder, load_encoder
 from dino_sparo.checkpoint import CheckpointError, initialize_encoder
@@ -232,6 +232,24 @@ def test_a_run_with_a_frozen_tower_resumes_in_the_same_bits_without_the_file(tmp
         assert_same_state(whole[key], parts[key], key)
     with pytest.raises(CheckpointError, match=r"--freeze was \['image'\] and is now None"):
         run(tmp_path / "parts", epochs=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("freeze", "frozen"), [("image_backbone", "image.backbone."), ("image", "image."), ("text", "text.")]
+)
+def test_two_processes_with_a_frozen_tower_train_as_one_does(tmp_path: Path, freeze: str, frozen: str) -> None:
+    source = start(tmp_path)
+    changes = {"init_clip": source, "freeze": freeze, "epochs": 2}
+    run(tmp_path / "one", **changes)
+    run_on_two_ranks(tmp_path / "two", **changes)
+    assert_close_weights(tmp_path / "one", tmp_path / "two")
+    before, after = checkpoint_of(tmp_path / "start")["model"], checkpoint_of(tmp_path / "two")["model"]
+    kept = {name for name in before if torch.equal(before[name], after[name])}
+    assert {name for name in before if name.startswith(frozen)} <= kept
+    assert kept < before.keys()
+    losses = [[epoch["train_loss"] for epoch in epochs_of(tmp_path / name)] for name in ("one", "two")]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-4)
 
 
 def test_random_weights_are_not_frozen(tmp_path: Path) -> None:
