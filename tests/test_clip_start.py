@@ -20,11 +20,13 @@ from test_clip_train import assert_close_weights, checkpoint_of, options, run, r
 
 from dino_sparo import create_encoder, load_encoder
 from dino_sparo.checkpoint import CheckpointError, initialize_encoder
+from dino_sparo.choices import EXPORT_FORMATS
 from dino_sparo.clip import CLIP, clip_description, create_clip, load_clip
 from dino_sparo.clip.convert import from_open_clip, open_clip_config, to_open_clip
 from dino_sparo.clip.start import initialize_clip
 from dino_sparo.clip.train import main
-from dino_sparo.export import export
+from dino_sparo.export import CLIP_FORMATS, WRITERS, export
+from dino_sparo.export import main as export_main
 from dino_sparo.open_clip_names import to_open_clip_names
 
 SIZES = {"img_size": 32, "text_width": 24, "text_heads": 2, "text_layers": 3, "context_length": 9, "vocab_size": 53}
@@ -357,6 +359,17 @@ def test_an_export_for_sparo_clip_has_its_weights_and_its_options(tmp_path: Path
         assert settings[tower] == {**expected[tower], "layers": layers}
     names = expected.keys() - {"vision_cfg", "text_cfg", "embed_dim"}
     assert {name: settings[name] for name in names} == {name: expected[name] for name in names}
+
+
+def test_the_export_command_writes_a_clip_in_every_format_that_has_its_parts(tmp_path: Path) -> None:
+    assert set(EXPORT_FORMATS) == {*WRITERS, *CLIP_FORMATS}
+    path = saved(build("cls"), tmp_path / "clip.pth")
+    for name in ("safetensors", *CLIP_FORMATS):
+        export_main([str(path), str(tmp_path / name), "--format", name])
+    written = {file.relative_to(tmp_path).as_posix() for file in tmp_path.rglob("*.safetensors")}
+    assert written == {"safetensors.safetensors", *(f"{name}/open_clip_model.safetensors" for name in CLIP_FORMATS)}
+    export_main([str(foreign(tmp_path, "theirs", build("cls"))), str(tmp_path / "image"), "--quick_gelu", "true"])
+    assert load_encoder(tmp_path / "image.safetensors").config.quick_gelu
 
 
 def test_exports_that_the_other_side_has_no_parts_for_are_refused(tmp_path: Path) -> None:
