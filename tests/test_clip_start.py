@@ -14,17 +14,19 @@ pytest.importorskip("open_clip")
 
 import open_clip
 from reference import weights as recorded
-from runs import assert_same_state
+from runs import assert_same_state, epochs_of
 from safetensors.torch import load_file
-from test_clip_train import checkpoint_of, options, run
+from test_clip_train import assert_close_weights, checkpoint_of, options, run, run_on_two_ranks
 
 from dino_sparo import create_encoder, load_encoder
 from dino_sparo.checkpoint import CheckpointError, initialize_encoder
+from dino_sparo.choices import EXPORT_FORMATS
 from dino_sparo.clip import CLIP, clip_description, create_clip, load_clip
 from dino_sparo.clip.convert import from_open_clip, open_clip_config, to_open_clip
 from dino_sparo.clip.start import initialize_clip
 from dino_sparo.clip.train import main
-from dino_sparo.export import export
+from dino_sparo.export import CLIP_FORMATS, WRITERS, export
+from dino_sparo.export import main as export_main
 from dino_sparo.open_clip_names import to_open_clip_names
 
 SIZES = {"img_size": 32, "text_width": 24, "text_heads": 2, "text_layers": 3, "context_length": 9, "vocab_size": 53}
@@ -234,6 +236,24 @@ def test_a_run_with_a_frozen_tower_resumes_in_the_same_bits_without_the_file(tmp
         run(tmp_path / "parts", epochs=2)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("freeze", "frozen"), [("image_backbone", "image.backbone."), ("image", "image."), ("text", "text.")]
+)
+def test_two_processes_with_a_frozen_tower_train_as_one_does(tmp_path: Path, freeze: str, frozen: str) -> None:
+    source = start(tmp_path)
+    changes = {"init_clip": source, "freeze": freeze, "epochs": 2}
+    run(tmp_path / "one", **changes)
+    run_on_two_ranks(tmp_path / "two", **changes)
+    assert_close_weights(tmp_path / "one", tmp_path / "two")
+    before, after = checkpoint_of(tmp_path / "start")["model"], checkpoint_of(tmp_path / "two")["model"]
+    kept = {name for name in before if torch.equal(before[name], after[name])}
+    assert {name for name in before if name.startswith(frozen)} <= kept
+    assert kept < before.keys()
+    losses = [[epoch["train_loss"] for epoch in epochs_of(tmp_path / name)] for name in ("one", "two")]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-4)
+
+
 def test_random_weights_are_not_frozen(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--freeze image would keep \d+ random weights .*--init_clip.*image_backbone"):
         run(tmp_path / "a", freeze="image")
@@ -339,6 +359,17 @@ def test_an_export_for_sparo_clip_has_its_weights_and_its_options(tmp_path: Path
         assert settings[tower] == {**expected[tower], "layers": layers}
     names = expected.keys() - {"vision_cfg", "text_cfg", "embed_dim"}
     assert {name: settings[name] for name in names} == {name: expected[name] for name in names}
+
+
+def test_the_export_command_writes_a_clip_in_every_format_that_has_its_parts(tmp_path: Path) -> None:
+    assert set(EXPORT_FORMATS) == {*WRITERS, *CLIP_FORMATS}
+    path = saved(build("cls"), tmp_path / "clip.pth")
+    for name in ("safetensors", *CLIP_FORMATS):
+        export_main([str(path), str(tmp_path / name), "--format", name])
+    written = {file.relative_to(tmp_path).as_posix() for file in tmp_path.rglob("*.safetensors")}
+    assert written == {"safetensors.safetensors", *(f"{name}/open_clip_model.safetensors" for name in CLIP_FORMATS)}
+    export_main([str(foreign(tmp_path, "theirs", build("cls"))), str(tmp_path / "image"), "--quick_gelu", "true"])
+    assert load_encoder(tmp_path / "image.safetensors").config.quick_gelu
 
 
 def test_exports_that_the_other_side_has_no_parts_for_are_refused(tmp_path: Path) -> None:

@@ -394,6 +394,19 @@ def test_a_folder_of_splits_shows_its_validation_images(weights, tmp_path):
     assert run(*options, "--split", "train")["images"]["num_images"] == 3
 
 
+def test_any_split_can_be_evaluated_by_its_name_and_all_of_a_table(weights, tmp_path):
+    for split, number in (("val", 1), ("test", 2), ("v2", 3)):
+        for name in ("a", "b"):
+            for index in range(number):
+                paint(tmp_path / "data" / split / name / f"{index}.png", "blue")
+    rows = [f"{split}/{name}/0.png,{name},{split}" for split in ("val", "test") for name in ("a", "b")]
+    (tmp_path / "data" / "images.csv").write_text("\n".join(["path,label,split", *rows]))
+    options = ("--pretrained_weights", weights, "--templates", "plain", "--data_path")
+    for split, number in (("val", 2), ("test", 4), ("v2", 6)):
+        assert run(*options, tmp_path / "data", "--split", split)["images"]["num_images"] == number
+    assert run(*options, tmp_path / "data" / "images.csv", "--split", "all")["images"]["num_images"] == 4
+
+
 def test_shards_of_clip_benchmark_are_evaluated_with_its_names_and_templates(weights, tmp_path):
     """The layout in which it publishes VTAB's sets; class 1 has no image."""
     root = tmp_path / "wds"

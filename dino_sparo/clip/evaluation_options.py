@@ -10,6 +10,8 @@ from dino_sparo.cli import HelpFormatter, add_device_options, bool_flag
 from dino_sparo.clip.choices import AUTO, PROBE_BATCH_SIZE, WINOGROUND_EXAMPLES
 from dino_sparo.scenes import DEFAULT_IMAGE_SIZE, SPLITS
 
+SPLIT_HELP = "Name of a split of the images; all takes everything. By default val where there is one, else everything."
+
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """What to evaluate."""
@@ -66,9 +68,7 @@ def zero_shot_parser() -> argparse.ArgumentParser:
         default="",
         help="Class folders, tar shards with .cls members, a torchvision set (cifar10:DIR), or scenes.",
     )
-    group.add_argument(
-        "--split", choices=("train", "val"), default=None, help="By default val where there is one, else all images."
-    )
+    group.add_argument("--split", default=None, help=SPLIT_HELP)
     group.add_argument("--download", action="store_true", help="Fetch a torchvision set that is not on disk.")
     group.add_argument(
         "--crop_border",

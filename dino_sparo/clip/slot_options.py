@@ -7,7 +7,7 @@ import argparse
 
 from dino_sparo.cli import HelpFormatter
 from dino_sparo.clip.choices import AUTO, MASK_SCALES, PER_SLOT, PICTURE_SCENES, SWEEP_METRICS, Criteria, FitSettings
-from dino_sparo.clip.evaluation_options import add_computation_options, add_model_options
+from dino_sparo.clip.evaluation_options import SPLIT_HELP, add_computation_options, add_model_options
 
 
 def select_parser() -> argparse.ArgumentParser:
@@ -24,9 +24,7 @@ def select_parser() -> argparse.ArgumentParser:
         default="",
         help="Class folders, tar shards with .cls members, a torchvision set (cifar10:DIR), or scenes.",
     )
-    group.add_argument(
-        "--split", choices=("train", "val"), default=None, help="By default val where there is one, else all images."
-    )
+    group.add_argument("--split", default=None, help=SPLIT_HELP)
     group.add_argument("--download", action="store_true", help="Fetch a torchvision set that is not on disk.")
     group.add_argument(
         "--max_images", type=int, default=None, help="Of more images, take a random subset of so many; by default all."
@@ -106,7 +104,7 @@ def sweep_parser() -> argparse.ArgumentParser:
     group.add_argument("inputs", nargs="*", default=[], help="Results of clip.zero_shot (.json), or checkpoints.")
     group.add_argument("--metric", choices=SWEEP_METRICS, default="top1", help="Which accuracy.")
     group.add_argument("--data_path", default="", help="Images to evaluate checkpoints on, as of clip.zero_shot.")
-    group.add_argument("--split", choices=("train", "val"), default=None, help="Likewise.")
+    group.add_argument("--split", default=None, help="Likewise.")
     group.add_argument("--download", action="store_true", help="Likewise.")
     group.add_argument("--classnames", default=AUTO, help="Likewise.")
     group.add_argument("--templates", default=AUTO, help="Likewise.")
