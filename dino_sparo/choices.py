@@ -81,7 +81,7 @@ READOUTS = ("cls", "gap", "sparo")
 OPTIMIZERS = ("adamw", "lars", "sgd")
 PRECISIONS = ("bf16", "fp16", "fp32")
 SEARCHES = ("bf16", "fp32")
-EXPORT_FORMATS = ("safetensors", "timm", "huggingface", "onnx")
+EXPORT_FORMATS = ("safetensors", "timm", "huggingface", "onnx", "open_clip", "sparo_clip")
 
 # So many unreadable images never end a run, however small the data: a share of 100 images would be one or two.
 MIN_CORRUPT = 5

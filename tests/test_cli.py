@@ -24,7 +24,7 @@ from dino_sparo.cli import HelpFormatter, add_device_options, add_foreign_weight
 from dino_sparo.dino import options as dino_options
 from dino_sparo.distributed import PRECISIONS
 from dino_sparo.evaluation.neighbours import SEARCHES
-from dino_sparo.export import WRITERS
+from dino_sparo.export import CLIP_FORMATS, WRITERS
 from dino_sparo.optim import OPTIMIZERS
 from dino_sparo.readout import READOUTS
 
@@ -327,7 +327,7 @@ def test_importing_the_package_imports_no_torch() -> None:
         (choices.OPTIMIZERS, OPTIMIZERS),
         (choices.PRECISIONS, PRECISIONS),
         (choices.SEARCHES, SEARCHES),
-        (choices.EXPORT_FORMATS, WRITERS),
+        (choices.EXPORT_FORMATS, WRITERS | CLIP_FORMATS),
     ],
 )
 def test_the_names_to_choose_from_are_those_that_can_be_built(names: tuple[str, ...], table: dict[str, Any]) -> None:

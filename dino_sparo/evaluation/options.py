@@ -219,7 +219,8 @@ def export_parser() -> argparse.ArgumentParser:
         "--format",
         choices=EXPORT_FORMATS,
         default="safetensors",
-        help="safetensors and onnx hold any read-out; timm and huggingface hold vanilla encoders (cls).",
+        help="safetensors and onnx hold any read-out; timm and huggingface hold vanilla encoders (cls). Of a CLIP "
+        "safetensors holds both towers, so do open_clip (cls) and sparo_clip (sparo, linear, cls).",
     )
     parser.add_argument(
         "--img_size",
@@ -228,4 +229,10 @@ def export_parser() -> argparse.ArgumentParser:
         help="Side of the images in pixels, if not that of training; onnx files take no other.",
     )
     add_foreign_weights_options(parser)
+    parser.add_argument(
+        "--quick_gelu",
+        type=bool_flag,
+        default=False,
+        help="The weights of OpenCLIP, whose image tower is exported, were trained with OpenAI's activation.",
+    )
     return parser
