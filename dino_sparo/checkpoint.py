@@ -18,7 +18,6 @@ read wherever a checkpoint is; `initialize_encoder` starts an encoder from anoth
 import argparse
 import contextlib
 import errno
-import json
 import logging
 import math
 import os
@@ -53,6 +52,7 @@ from dino_sparo.choices import (
 from dino_sparo.crops import EvalTransform
 from dino_sparo.encoder import Encoder, EncoderConfig, encoder_from_config
 from dino_sparo.open_clip_names import Renamed, from_open_clip_names, is_open_clip
+from dino_sparo.sources.limits import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -411,7 +411,7 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
             f"{path} is damaged: its weights have the checksum {found}, not {checksum}; copy it again"
         )
     try:
-        entries = json.loads(description.read_text(encoding="utf-8")) if description.is_file() else {}
+        entries = parse_json(description.read_bytes()) if description.is_file() else {}
         return {**entries, **weights}
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{description} does not describe the weights beside it ({error})") from error

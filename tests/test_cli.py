@@ -25,7 +25,7 @@ from dino_sparo.dino import options as dino_options
 from dino_sparo.dino import train as dino_train
 from dino_sparo.distributed import PRECISIONS
 from dino_sparo.evaluation.neighbours import SEARCHES
-from dino_sparo.export import WRITERS
+from dino_sparo.export import CLIP_FORMATS, WRITERS
 from dino_sparo.optim import OPTIMIZERS
 from dino_sparo.readout import READOUTS
 from dino_sparo.training import images, run
@@ -330,7 +330,7 @@ def test_importing_the_package_imports_no_torch() -> None:
         (choices.OPTIMIZERS, OPTIMIZERS),
         (choices.PRECISIONS, PRECISIONS),
         (choices.SEARCHES, SEARCHES),
-        (choices.EXPORT_FORMATS, WRITERS),
+        (choices.EXPORT_FORMATS, WRITERS | CLIP_FORMATS),
     ],
 )
 def test_the_names_to_choose_from_are_those_that_can_be_built(names: tuple[str, ...], table: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from dino_sparo.clip.pair_sources import open_pairs
 from dino_sparo.logs import setup_logging
 from dino_sparo.sources import CorruptImageError, ImageLimits, decode_image, expand_shards, open_source
 from dino_sparo.sources.limits import IMAGE_FORMATS, open_regular, parse_json
@@ -124,6 +125,20 @@ def test_a_pipe_first_in_a_list_or_as_the_list_itself_is_an_error_at_once(tmp_pa
             open_source(path)
     with pytest.raises(OSError, match="is a named pipe, not a regular file"):
         open_regular(tmp_path / "images.csv")
+
+
+def test_a_pipe_called_tar_is_a_shard_that_cannot_be_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.tar")
+    with pytest.raises(ValueError, match=r"x\.tar' cannot be read \(is a named pipe, not a regular file\)"):
+        open_source(str(tmp_path))
+    with pytest.raises(ValueError, match="is a named pipe, not a regular file"):
+        open_pairs(str(tmp_path))
+
+
+def test_an_image_beyond_pillows_own_limit_is_named_once_without_pillows_warning() -> None:
+    big = encoded(Image.new("1", (10_000, 9_000)), "PNG")
+    with pytest.raises(CorruptImageError, match="10,000 x 9,000 pixels; at most 64 million are read"):
+        decode_image(big, "big.png")
 
 
 def test_a_path_with_a_null_byte_is_a_corrupt_image(tmp_path: Path) -> None:

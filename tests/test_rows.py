@@ -127,6 +127,18 @@ def test_columns_are_found_by_the_names_that_options_give(root: Path) -> None:
     assert class_names(source) == ["fox"]
 
 
+@pytest.mark.parametrize("data_path", ["scenes:7:32", "folder", "list.txt", "splits", "cifar10:data", "x-{0..3}.tar"])
+def test_columns_of_what_is_no_table_are_refused_not_ignored(root: Path, data_path: str) -> None:
+    (root / "folder").mkdir()
+    (root / "list.txt").write_text("1.png\n")
+    (root / "splits").mkdir()
+    (root / "splits/train.txt").write_text("../1.png\n")
+    (root / "splits/val.txt").write_text("../1.png\n")
+    path = data_path if ":" in data_path else str(root / data_path)
+    with pytest.raises(ValueError, match=r"is no table, so it has no column of that name \(label 'what'\)"):
+        open_source(path, columns=TableColumns(label="what"))
+
+
 # ---- lists
 
 

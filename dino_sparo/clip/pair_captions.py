@@ -16,7 +16,7 @@ from dino_sparo.clip.classes import ClassList
 from dino_sparo.clip.prompts import prompts
 from dino_sparo.data import CorruptImageError, ImageSource, require_labels
 from dino_sparo.scenes import ATTRIBUTES, Scenes
-from dino_sparo.sources.limits import parse_json
+from dino_sparo.sources.limits import open_regular, parse_json
 from dino_sparo.sources.packed import PackedStrings
 from dino_sparo.sources.shard_index import ShardIndex
 from dino_sparo.sources.tar_headers import BLOCK_BYTES
@@ -96,7 +96,7 @@ class TarCaptions:
                 self._location(index), f"{size:,} bytes is no plausible caption; at most {MAX_CAPTION_BYTES:,} are read"
             )
         try:
-            with open(self.index.shard_of(index), "rb") as file:
+            with open_regular(self.index.shard_of(index)) as file:
                 file.seek(self._offset(index))
                 return file.read(size).decode("utf-8", "replace")
         except OSError as error:

@@ -7,7 +7,6 @@ the templates they were made with: give those as a file to compare with them.
 """
 
 import importlib.util
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from dino_sparo.clip.choices import AUTO
 from dino_sparo.extras import require
 from dino_sparo.scenes import BACKGROUNDS, COLOURS, TEXTURES
 from dino_sparo.sources import TORCHVISION_SETS
+from dino_sparo.sources.limits import parse_json
 
 if importlib.util.find_spec("open_clip") is not None:
     from open_clip import OPENAI_IMAGENET_TEMPLATES, SIMPLE_IMAGENET_TEMPLATES
@@ -159,7 +159,7 @@ def read_words(where: str) -> Any:
         words: Any = [line for line in lines if line]
     else:
         try:
-            words = json.loads(Path(path).read_text(encoding="utf-8"))
+            words = parse_json(Path(path).read_bytes())
         except ValueError as error:
             raise ValueError(f"{path} is no JSON ({error})") from error
         if key is not None:

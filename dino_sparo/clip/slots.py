@@ -12,7 +12,6 @@ equal partitions. With weights 0 and 1 it orders the captions of an image as the
 Source: SPARO, sections 5.1, 5.2 and 0.C.1.
 """
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from dino_sparo.clip.config import CLIPConfig
 from dino_sparo.clip.model import CLIP, ClipOutput, LoadedClip, normalize_slots
 from dino_sparo.evaluation.protocol import file_sha256
 from dino_sparo.readout import ReadoutOutput
+from dino_sparo.sources.limits import parse_json
 
 FORMS = (
     '{"slots": [0, 3], "num_slots": 128, "weights_sha256": "..."} or '
@@ -322,7 +322,7 @@ def read_slots(path: str | Path) -> SlotSelection | SlotMask:
     if not Path(path).is_file():
         raise ValueError(f"slots={str(path)!r} does not exist; give a file of clip.select or clip.mask")
     try:
-        said = json.loads(Path(path).read_text(encoding="utf-8"))
+        said = parse_json(Path(path).read_bytes())
     except ValueError as error:
         raise ValueError(f"slots={str(path)!r} is no JSON ({error})") from error
     said = said if isinstance(said, dict) else {}

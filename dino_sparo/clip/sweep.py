@@ -16,7 +16,6 @@ if __name__ == "__main__":
     get_args_parser().parse_args()  # --help and mistakes are answered before torch is imported
 
 import argparse
-import json
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -37,6 +36,7 @@ from dino_sparo.clip.protocol import report
 from dino_sparo.distributed import is_main
 from dino_sparo.evaluation.page import require_matplotlib
 from dino_sparo.logs import setup_logging
+from dino_sparo.sources.limits import parse_json
 
 logger = logging.getLogger("dino_sparo.clip.sweep")
 
@@ -87,7 +87,7 @@ def read_result(path: Path) -> dict[str, Any]:
         ValueError: the file holds something else, or the result of a part of a model's slots.
     """
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
+        said = parse_json(path.read_bytes())
         if said["evaluation"] != "zero-shot classification":
             raise KeyError("zero-shot classification")
         _config(said["model"])

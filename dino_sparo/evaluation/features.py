@@ -5,7 +5,6 @@ exactly once, whatever the number of processes; images that cannot be read are l
 """
 
 import contextlib
-import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from dino_sparo.data import Batch, ImageDataset, ImageSource, ShardSampler, crea
 from dino_sparo.distributed import all_gather_ragged, rank, world_size
 from dino_sparo.evaluation.protocol import write_json
 from dino_sparo.logs import progress
+from dino_sparo.sources.limits import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -315,7 +315,7 @@ def load_features(folder: Path) -> tuple[Features, Features, dict[str, Any]]:
         ValueError: a file is missing, is no tensor, or the files do not belong together.
     """
     path = folder / CACHE_RECORD
-    record = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    record = parse_json(path.read_bytes()) if path.is_file() else {}
     splits = []
     for split, names in CACHE_FILES.items():
         features, labels = (_load_tensor(folder / name) for name in names)

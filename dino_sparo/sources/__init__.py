@@ -132,7 +132,7 @@ def open_source(
         download: fetch a torchvision set that is not on disk; with several processes, let one of them do it first.
         max_corrupt: share of the images that may lie in damaged tar shards, which are then named and left out.
         default_split: what None means, "train" or "val". Training images of stl10 are those without labels, too.
-        columns: of a table, where they have other names than the usual ones.
+        columns: of a table, where they have other names than the usual ones; refused for what is no table.
         limits: larger images count as unreadable.
 
     Raises:
@@ -155,24 +155,25 @@ def _open(
     """Find out what a data path is; returns the source and the log's word for how it was opened."""
     if data_path == "scenes" or data_path.startswith("scenes:"):
         num_images, image_size = parse_scenes_spec(data_path)
+        _refuse_columns(data_path, columns)
         named = default_split if split is None else "train" if split == ALL else split
         return Scenes(num_images, image_size=image_size, split=named), "ready"
     refuse_remote(data_path)
     path = os.path.expanduser(data_path)
     if os.path.isdir(path):
         split = split or split_of_folder(path, default_split)
-        if split == ALL:
-            return open_folder(path, max_lost)
-        chosen = find_split(path, split)
+        chosen = [path] if split == ALL else find_split(path, split)
+        if len(chosen) == 1 and not os.path.isdir(chosen[0]):
+            return _open_file(chosen[0], None, max_lost, default_split, columns)
+        _refuse_columns(data_path, columns)
         if len(chosen) > 1:
             return open_shards(chosen, f"{split} shards in {path}", max_lost)
-        if os.path.isdir(chosen[0]):
-            return open_folder(chosen[0], max_lost)
-        return _open_file(chosen[0], None, max_lost, default_split, columns)
+        return open_folder(chosen[0], max_lost)
     if os.path.isfile(path):
         return _open_file(path, split, max_lost, default_split, columns)
     if os.path.exists(path):
         raise ValueError(f"data_path={data_path!r} is neither a folder nor a regular file, but a pipe or a device")
+    _refuse_columns(data_path, columns)
     if re.search(r"::|[*?\[{]", path):
         _refuse_split_of_shards(data_path, split)
         return open_shards(expand_shards(path), f"shards {data_path}", max_lost)
@@ -203,12 +204,22 @@ def _open_file(
     lower = path.lower()
     if lower.endswith(IMAGE_EXTENSIONS):
         raise ValueError(f"data_path={path!r} is a single image; give the folder that holds the images")
+    if lower.endswith(TABLE_ENDINGS):
+        return open_table(path, split, default_split, columns)
+    _refuse_columns(path, columns)
     if lower.endswith(".tar"):
         _refuse_split_of_shards(path, split)
         return open_shards([path], f"shard {path}", max_lost)
-    if lower.endswith(TABLE_ENDINGS):
-        return open_table(path, split, default_split, columns)
     return open_list(path, split)
+
+
+def _refuse_columns(data_path: str, columns: TableColumns) -> None:
+    named = [f"{holds} {name!r}" for holds, name in vars(columns).items() if name is not None]
+    if named:
+        raise ValueError(
+            f"data_path={data_path!r} is no table, so it has no column of that name ({', '.join(named)}); leave the "
+            "option out, or give a table (.csv, .tsv, .jsonl)"
+        )
 
 
 def _refuse_split_of_shards(data_path: str, split: str | None) -> None:

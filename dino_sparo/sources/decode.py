@@ -6,6 +6,7 @@ The last step of every source that reads files. What goes wrong with one image i
 
 import io
 import os
+import warnings
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -86,7 +87,9 @@ def decode_image(data: bytes, location: str, limits: ImageLimits = DEFAULT_LIMIT
     if not data:
         raise CorruptImageError(location, "the file is empty (0 bytes)")
     try:
-        image: Image.Image = Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)
+        with warnings.catch_warnings():  # Pillow warns above half of its own limit; ours is checked below
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            image: Image.Image = Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)
         if image.width * image.height > limits.max_mpix * 1e6:
             raise OSError(
                 f"{image.width:,} x {image.height:,} pixels; at most {limits.max_mpix:g} million are read "

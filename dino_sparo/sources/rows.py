@@ -109,7 +109,7 @@ class TableRows:
         self.word: str | None = None
         if self.numbers[-1] is not None and split != ALL:
             counts = Counter(cells[-1].strip().lower() for _, cells in self._rows({}))
-            table = f"table {path}, column {self.header[self.numbers[-1]]!r},"
+            table = f"column {self.header[self.numbers[-1]]!r} of table {path}"
             self.word = choose_rows(counts, split, default_split, table)
         elif split not in (None, ALL):
             raise ValueError(

@@ -11,6 +11,8 @@ import zlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from dino_sparo.sources.limits import open_regular
+
 BLOCK_BYTES = 512  # everything in a tar begins at a multiple of it
 MAX_TAR_BYTES = BLOCK_BYTES << 32  # an index counts blocks in 32 bits
 MAX_NAME_BYTES = 1 << 16  # Linux' longest path has 4,096
@@ -51,9 +53,9 @@ def tar_members(shard: str, position: int = 0) -> Iterator[Member]:
 
     Raises:
         DamagedShardError: the file is no plain tar, is truncated, or its headers are absurd.
-        OSError: it cannot be read.
+        OSError: it is no regular file, or cannot be read.
     """
-    with open(shard, "rb", buffering=0) as file:
+    with open_regular(shard) as file:
         descriptor, total = file.fileno(), os.fstat(file.fileno()).st_size
         if total > MAX_TAR_BYTES:
             raise DamagedShardError(f"tar shard {shard!r} has {total:,} bytes; at most {MAX_TAR_BYTES:,} are read")

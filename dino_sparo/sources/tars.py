@@ -7,7 +7,6 @@ label `a.cls`.
 
 import glob
 import itertools
-import json
 import logging
 import math
 import os
@@ -18,6 +17,7 @@ import numpy as np
 from PIL import Image
 
 from dino_sparo.sources.decode import DEFAULT_LIMITS, IMAGE_ENDINGS, IMAGE_EXTENSIONS, CorruptImageError, read_image
+from dino_sparo.sources.limits import open_regular, parse_json
 from dino_sparo.sources.packed import encode_labels
 from dino_sparo.sources.shard_index import Kind, Notes, Piece, ShardIndex, blocks_of, open_index
 from dino_sparo.sources.tar_headers import BLOCK_BYTES, member_name, tar_members
@@ -146,9 +146,9 @@ def shard_sizes(shards: list[str]) -> dict[str, int]:
         path = os.path.join(folder, "sizes.json")
         if os.path.isfile(path):
             try:
-                with open(path, encoding="utf-8") as file:
-                    written |= {os.path.join(folder, name): int(size) for name, size in json.load(file).items()}
-            except (ValueError, TypeError, AttributeError, RecursionError) as error:
+                with open_regular(path) as file:
+                    written |= {os.path.join(folder, name): int(size) for name, size in parse_json(file.read()).items()}
+            except (ValueError, TypeError, AttributeError) as error:
                 raise ValueError(
                     f"{path!r} is no JSON object of shard names and numbers of samples ({error})"
                 ) from error
@@ -158,7 +158,7 @@ def shard_sizes(shards: list[str]) -> dict[str, int]:
 def _index_images(shard: str, count: Callable[[], None]) -> Piece:
     """Places and labels of the images in one shard, in their order."""
     keys, places, label_of = [], [], dict[bytes, str]()
-    with open(shard, "rb", buffering=0) as file:
+    with open_regular(shard) as file:
         for member in tar_members(shard):
             count()
             folder, slash, base = member.name.rpartition(b"/")
