@@ -23,7 +23,6 @@ from dino_sparo import choices
 from dino_sparo.cli import HelpFormatter, add_device_options, add_foreign_weights_options, bool_flag
 from dino_sparo.dino import options as dino_options
 from dino_sparo.distributed import PRECISIONS
-from dino_sparo.evaluation.neighbours import SEARCHES
 from dino_sparo.export import WRITERS
 from dino_sparo.optim import OPTIMIZERS
 from dino_sparo.readout import READOUTS
@@ -104,7 +103,6 @@ NEW: dict[str, Any] = {
     "dist_timeout_min": 10.0,
     "distort_on": "auto",
     "compile": "auto",
-    "packed_crops": False,
     "grad_checkpointing": False,
     "loss_chunk": 0,
     "memory_report": False,
@@ -326,7 +324,6 @@ def test_importing_the_package_imports_no_torch() -> None:
         (choices.READOUTS, READOUTS),
         (choices.OPTIMIZERS, OPTIMIZERS),
         (choices.PRECISIONS, PRECISIONS),
-        (choices.SEARCHES, SEARCHES),
         (choices.EXPORT_FORMATS, WRITERS),
     ],
 )
