@@ -73,9 +73,7 @@ def evaluate_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
         train, val, record = extract(args, place, storage)
         if args.dump_features and is_main():
             save_features(Path(args.dump_features), train, val, record)
-    found = classify_on_rank_0(
-        train.to(storage), val.to(storage), args.nb_knn, args.temperature, place.device, args.search
-    )
+    found = classify_on_rank_0(train.to(storage), val.to(storage), args.nb_knn, args.temperature, place.device)
     result = describe(found, train, val, args.temperature, record)
     if is_main():
         is_untrained = record.get("encoder", {}).get("untrained", False)

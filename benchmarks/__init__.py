@@ -11,7 +11,7 @@ for a while slows both. Every script has `measure(args, reference) -> report.Sec
     report.py            options, tables, equality checks and bars -> Markdown and JSON
     reference.py         a checkout -> its modules
     readout.py           SPARO re-associated against the paper's listing
-    backbone.py          class token alone in the last block, crops packed, positions by a matrix
+    backbone.py          class token alone in the last block, positions by a matrix
     train_step.py        one training step, total and by part
     input_pipeline.py    decode and crop, on CPU cores and on the device
     knn.py               k-NN classification

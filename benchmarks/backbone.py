@@ -1,4 +1,4 @@
-"""What the backbone saves: class token alone in the last block, crops of all sizes packed, positions by a matrix.
+"""What the backbone saves: class token alone in the last block, positions by a matrix.
 
     python -m benchmarks.backbone --reference dino
 
@@ -8,7 +8,6 @@ give equal numbers, and the reference's backbone.
 
 import argparse
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,26 +20,13 @@ from benchmarks.timing import interleave
 from dino_sparo.backbone import GRID_OFFSET, Backbone, create_backbone
 
 EQUAL = 1e-11  # float64, numbers around one
-# How the crops run: the class token of every token's output, or of the last block's shortcut; one size after the other
-# or packed.
-FORMS = {
-    "plain": {"class_only": False, "packed": False},
-    "class token": {"class_only": True, "packed": False},
-    "packed": {"class_only": False, "packed": True},
-    "class token, packed": {"class_only": True, "packed": True},
-}
-
-
-def class_tokens(backbone: Backbone, crops: list[Tensor], class_only: bool, packed: bool) -> Tensor:
-    """Class tokens of all crops, the sizes in order."""
-    backbone.use_packed_crops(packed)
-    return torch.cat([tokens[:, 0] for tokens in backbone.run_crops(crops, class_only)])
 
 
 def forms(backbone: Backbone, reference: nn.Module | None, crops: list[Tensor]) -> dict[str, Callable[[], Tensor]]:
     """Name -> crops to class tokens."""
     ours: dict[str, Callable[[], Tensor]] = {
-        name: partial(class_tokens, backbone, crops, **form) for name, form in FORMS.items()
+        "plain": lambda: torch.cat([backbone(images)[:, 0] for images in crops]),
+        "class token": lambda: torch.cat([backbone.class_tokens(images) for images in crops]),
     }
     return ours if reference is None else {"reference": lambda: torch.cat([reference(c) for c in crops]), **ours}
 

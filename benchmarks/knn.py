@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from benchmarks.reference import Reference
 from benchmarks.report import Bar, Section, options, run
 from benchmarks.timing import interleave, peak_memory
-from dino_sparo.evaluation.knn import knn_classify, knn_predict
+from dino_sparo.evaluation.knn import knn_classify
 
 TEMPERATURE = 0.07
 # Bars.
@@ -53,20 +53,16 @@ def features(sizes: Sizes, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]
     return found[0], found[1], found[2], found[3]
 
 
-def build(sizes: Sizes, device: str, ks: tuple[int, ...], search: str) -> Callable[[], Any]:
+def build(sizes: Sizes, device: str, ks: tuple[int, ...]) -> Callable[[], Any]:
     """A classification by ours, for its memory."""
     sets = features(sizes, device)
-    return partial(knn_classify, *sets, list(ks), TEMPERATURE, search)
+    return partial(knn_classify, *sets, list(ks), TEMPERATURE)
 
 
 def measure(args: argparse.Namespace, reference: Reference | None) -> Section:
     """For each width: equality, seconds, memory."""
     rounds = 1 if args.quick else args.rounds
-    section = Section(
-        "k-NN classification",
-        f"On {args.device}; {rounds} rounds, median (quartiles). `fp32` is the default search, `bf16` the optional one "
-        f"that compares its candidates again in fp32.",
-    )
+    section = Section("k-NN classification", f"On {args.device}; {rounds} rounds, median (quartiles).")
     for sizes in QUICK if args.quick else FULL:
         rows, memory = _measure_sizes(section, sizes, args, reference, rounds)
         name = f"{sizes.train:,} x {sizes.test:,} features of {sizes.dim} numbers, {sizes.classes} classes"
@@ -88,49 +84,40 @@ def _measure_sizes(
             f"reference, k={usual}": lambda: classify(*sets, usual, TEMPERATURE, sizes.classes),
             f"reference, {len(sizes.ks)} k": lambda: [classify(*sets, k, TEMPERATURE, sizes.classes) for k in sizes.ks],
         }
-    for search in ("fp32", "bf16"):
-        for ks, what in (((usual,), f"k={usual}"), (sizes.ks, f"{len(sizes.ks)} k")):
-            variants[f"{search}, {what}"] = partial(knn_classify, *sets, list(ks), TEMPERATURE, search)
+    for ks, what in (((usual,), f"k={usual}"), (sizes.ks, f"{len(sizes.ks)} k")):
+        variants[f"ours, {what}"] = partial(knn_classify, *sets, list(ks), TEMPERATURE)
     timings = interleave(variants, rounds, 0.0, args.device)
-    first = "fp32" if reference is None else "reference"
+    first = "ours" if reference is None else "reference"
     rows = [
         {"": name, "s": timings.time(name),
          f"times faster than {first}": timings.ratio(f"{first}, {name.split(', ')[1]}", name)}
         for name in variants
     ]  # fmt: skip
-    extra = {
-        search: peak_memory(build, sizes, args.device, sizes.ks, search, device=args.device, fresh=not args.quick) / 1e6
-        for search in ("fp32", "bf16")
-    }
+    extra = peak_memory(build, sizes, args.device, sizes.ks, device=args.device, fresh=not args.quick) / 1e6
     if not args.quick:
         for what, wanted in ((f"k={usual}", PER_K), (f"{len(sizes.ks)} k", ALL_K)):
-            ratio = timings.ratio(f"reference, {what}", f"fp32, {what}").median if reference is not None else None
+            ratio = timings.ratio(f"reference, {what}", f"ours, {what}").median if reference is not None else None
             section.bars.append(Bar(f"times faster, {what}, {sizes.dim} numbers", wanted, ratio))
-        section.bars.append(Bar(f"extra MB, {sizes.dim} numbers", EXTRA_MB, extra["fp32"], at_most=True))
-    return rows, [{"": search, "MB": number} for search, number in extra.items()]
+        section.bars.append(Bar(f"extra MB, {sizes.dim} numbers", EXTRA_MB, extra, at_most=True))
+    return rows, [{"MB": extra}]
 
 
-def _check(section: Section, sizes: Sizes, sets: tuple[Tensor, ...], reference: Reference | None) -> None:
-    """Accuracies against the reference's; predictions of the optional search against the default's."""
-    train, train_labels, test, test_labels = sets
+def _check(
+    section: Section, sizes: Sizes, sets: tuple[Tensor, Tensor, Tensor, Tensor], reference: Reference | None
+) -> None:
+    """Accuracies: of several k at once against one k at a time, and against the reference's."""
+    together = knn_classify(*sets, list(sizes.ks), TEMPERATURE)
     for k in sizes.ks:
-        exact, coarse = (knn_predict(train, train_labels, test, k, TEMPERATURE, search=s) for s in ("fp32", "bf16"))
-        section.check(
-            f"images that bf16 predicts otherwise, {sizes.dim} numbers, k={k}",
-            *((exact[:, 0] != coarse[:, 0]).sum(), torch.zeros(()), 0.0),
+        ours, alone = (
+            torch.tensor(result, dtype=torch.float64) for result in (together[k], knn_classify(*sets, k, TEMPERATURE))
         )
-        if num_reordered := int((exact != coarse).any(dim=1).sum()):
-            section.notes.append(
-                f"{sizes.dim} numbers, k={k}: bf16 gives the five first classes of {num_reordered} of {len(exact):,} "
-                f"images in another order. Neighbours that are equally near to fp32's rounding have no order."
-            )
+        section.check(f"accuracies, %, {len(sizes.ks)} k at once against k={k}, {sizes.dim} numbers", ours, alone, 0.0)
         if reference is None:
             continue
-        top1 = 100 * (exact[:, 0] == test_labels).double().mean()
         theirs = torch.tensor(
             reference.eval_knn.knn_classifier(*sets, k, TEMPERATURE, sizes.classes)[0], dtype=torch.float64
         )
-        section.check(f"top-1 accuracy against the reference's, %, {sizes.dim} numbers, k={k}", top1, theirs, 1e-9)
+        section.check(f"top-1 accuracy against the reference's, %, {sizes.dim} numbers, k={k}", ours[0], theirs, 1e-9)
 
 
 def get_args_parser() -> argparse.ArgumentParser:

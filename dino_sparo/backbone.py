@@ -6,7 +6,7 @@ so its weights load as they are.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -92,7 +92,7 @@ class Backbone(nn.Module):
         self.depth = size.depth if depth is None else depth
         self.patch_size, self.img_size, self.in_chans = patch_size, img_size, in_chans
         grid_size = img_size // patch_size
-        self.grad_checkpointing = self.packed = False
+        self.grad_checkpointing = False
         self._resampling: dict[tuple[int, torch.device], Tensor] = {}
         self.patch_embed = PatchEmbed(patch_size, in_chans, self.embed_dim, bias=not pre_norm)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, self.embed_dim))
@@ -194,36 +194,19 @@ class Backbone(nn.Module):
                 self._resampling[length, device] = found
         return found
 
-    def run_crops(
-        self, groups: Sequence[Float[Tensor, "_ C _ _"]], class_only: bool = False
-    ) -> list[Float[Tensor, "_ _ D"]]:
-        """Tokens of several batches, whose sizes may differ, after the final LayerNorm.
+    def class_tokens(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B D"]:
+        """`forward(images)[:, 0]` with less work: no other token leaves the last block.
 
-        They are those of `forward` for one batch after the other; stochastic depth draws the same numbers.
+        Stochastic depth draws the same numbers as in `forward`.
 
         Args:
-            groups: images, each (B_g, C, H_g, W_g).
-            class_only: give the class tokens alone, (B_g, 1, D); the last block projects and transforms no others.
-        """
-        bundles = [groups] if self.packed else [[images] for images in groups]
-        return [tokens for bundle in bundles for tokens in self._run_bundle(bundle, class_only)]
+            images: (B, C, H, W), as in `forward`.
 
-    def _run_bundle(self, groups: Sequence[Tensor], class_only: bool) -> list[Tensor]:
-        """Tokens of groups of images that pass the blocks together, one below the other, (sum of B_g * N_g, D)."""
-        if len(groups) == 1 and not class_only:
-            return [self(groups[0])]
-        embedded, num_plain = [self.embed(images) for images in groups], 0
-        if len(groups) == 1:
-            num_plain = self.depth - 1
-            embedded = [self._run_blocks(embedded[0], num_plain)]
-        shapes = [(tokens.shape[0], tokens.shape[1]) for tokens in embedded]
-        # In the order of one batch after the other, so that a seed means the same.
-        depths = [[_draw_depths(block, tokens) for block in self.blocks[num_plain:]] for tokens in embedded]
-        tokens = _pack(embedded)
-        for block, *block_depths in zip(self.blocks[num_plain:], *depths, strict=True):
-            is_last = class_only and block is self.blocks[-1]
-            tokens = self._call(_run_packed_block, block, tokens, shapes, block_depths, is_last)
-        return _unpack(self.norm(tokens), [(number, 1) for number, _ in shapes] if class_only else shapes)
+        Returns:
+            (B, D), class tokens after the final LayerNorm.
+        """
+        tokens = self._run_blocks(self.embed(images), self.depth - 1)
+        return self.norm(self._call(_class_token_after, self.blocks[-1], tokens))[:, 0]
 
     def intermediate_tokens(self, images: Float[Tensor, "B C H W"], n: int) -> list[Float[Tensor, "B N D"]]:
         """The tokens after each of the last `n` blocks, in order, each through the final LayerNorm.
@@ -264,13 +247,6 @@ class Backbone(nn.Module):
         """Keep the blocks' inputs alone for the backward pass and compute the rest again, with equal random numbers."""
         self.grad_checkpointing = enable
 
-    def use_packed_crops(self, packed: bool = True) -> None:
-        """Run crops of several sizes together: attention per size, all else on the tokens of all sizes at once.
-
-        Off by default. It launches fewer and larger kernels, which a GPU may gain from and a CPU does not.
-        """
-        self.packed = packed
-
     def _run_blocks(self, tokens: Tensor, count: int) -> Tensor:
         for block in self.blocks[:count]:
             tokens = self._call(block, tokens)
@@ -282,78 +258,23 @@ class Backbone(nn.Module):
         return function(*arguments)
 
 
-def _run_packed_block(
-    block: Any,
-    tokens: Float[Tensor, "T D"],
-    shapes: list[tuple[int, int]],
-    depths: list[tuple[Any, Any]],
-    class_only: bool,
-) -> Float[Tensor, "_ D"]:
-    """One block on the tokens of several groups; attention stays within an image.
-
-    Args:
-        block: timm's.
-        tokens: (T, D), of all groups one below the other.
-        shapes: images B_g and tokens N_g of each group; T is the sum of their products.
-        depths: of each group, what stochastic depth multiplies either branch with.
-        class_only: return the class tokens alone, (sum of B_g, D).
-    """
-    attn, normed, width = block.attn, block.norm1(tokens), tokens.shape[1]
-    if class_only:
-        # The other tokens are needed as keys and values only.
-        tokens, asking = (_pack([part[:, :1] for part in _unpack(packed, shapes)]) for packed in (tokens, normed))
-        (query_weight, weight), (query_bias, bias) = (
-            parameter.split((width, 2 * width)) for parameter in (attn.qkv.weight, attn.qkv.bias)
-        )
-        queries, keys_values = F.linear(asking, query_weight, query_bias), F.linear(normed, weight, bias)
-    else:
-        queries, keys_values = attn.qkv(normed).split((width, 2 * width), dim=-1)
-    query_shapes = [(number, 1) for number, _ in shapes] if class_only else shapes
-    groups = zip(_unpack(queries, query_shapes), _unpack(keys_values, shapes), strict=True)
-    attended = [_attend(asked, offered, attn.num_heads, attn.fused_attn) for asked, offered in groups]
-    branch = attn.proj(_pack(attended))
-    tokens = tokens + _at_depth(branch, query_shapes, [depth for depth, _ in depths])
-    return tokens + _at_depth(block.mlp(block.norm2(tokens)), query_shapes, [depth for _, depth in depths])
-
-
-def _pack(groups: Sequence[Tensor]) -> Tensor:
-    """(B_g, N_g, D) of each group -> (T, D)."""
-    flat = [tokens.flatten(0, 1) for tokens in groups]
-    return torch.cat(flat) if len(flat) > 1 else flat[0]
-
-
-def _unpack(tokens: Tensor, shapes: list[tuple[int, int]]) -> list[Tensor]:
-    """(T, D) -> (B_g, N_g, D) of each group."""
-    parts = tokens.split([number * length for number, length in shapes])
-    return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
-def _attend(queries: Tensor, keys_values: Tensor, num_heads: int, fused: bool) -> Tensor:
-    """softmax(Q K^T / sqrt(D / heads)) V, heads side by side: (B, M, D), (B, N, 2 D) -> (B, M, D)."""
-    queries = queries.unflatten(-1, (num_heads, -1)).transpose(1, 2)
-    keys, values = keys_values.unflatten(-1, (2, num_heads, -1)).permute(2, 0, 3, 1, 4)
-    if fused:
+def _class_token_after(block: Any, tokens: Float[Tensor, "B N D"]) -> Float[Tensor, "B 1 D"]:
+    """The class token that leaves `block`; the other tokens are needed as keys and values only."""
+    attn, width = block.attn, tokens.shape[-1]
+    class_token, normed = tokens[:, :1], block.norm1(tokens)
+    (query_weight, weight), (query_bias, bias) = (
+        parameter.split((width, 2 * width)) for parameter in (attn.qkv.weight, attn.qkv.bias)
+    )
+    queries = F.linear(normed[:, :1], query_weight, query_bias).unflatten(-1, (attn.num_heads, -1)).transpose(1, 2)
+    keys_values = F.linear(normed, weight, bias).unflatten(-1, (2, attn.num_heads, -1))
+    keys, values = keys_values.permute(2, 0, 3, 1, 4)  # (B, heads, N, D/heads) each
+    if attn.fused_attn:
         attended = F.scaled_dot_product_attention(queries, keys, values)
     else:
         scores = (queries * queries.shape[-1] ** -0.5) @ keys.transpose(-2, -1)
         attended = scores.softmax(dim=-1) @ values
-    return attended.transpose(1, 2).flatten(2)
-
-
-def _draw_depths(block: Any, tokens: Float[Tensor, "B N D"]) -> tuple[Any, Any]:
-    """What stochastic depth multiplies the two branches of each image with, (B, 1), in the block's order; or None."""
-    if not block.training or isinstance(block.drop_path1, nn.Identity):
-        return None, None
-    ones = tokens.new_ones(len(tokens), 1)
-    return block.drop_path1(ones), block.drop_path2(ones)
-
-
-def _at_depth(branch: Tensor, shapes: list[tuple[int, int]], depths: Sequence[Any]) -> Tensor:
-    """A branch (T, D), each image's tokens multiplied with its number of (B_g, 1)."""
-    if depths[0] is None:
-        return branch
-    per_token = [depth.expand(shape).flatten() for depth, shape in zip(depths, shapes, strict=True)]
-    return branch * torch.cat(per_token)[:, None]
+    class_token = class_token + block.drop_path1(attn.proj(attended.transpose(1, 2).flatten(2)))
+    return class_token + block.drop_path2(block.mlp(block.norm2(class_token)))
 
 
 def _bicubic_matrix(length: int, wanted: int) -> Float[Tensor, "wanted length"]:

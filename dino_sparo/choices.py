@@ -1,8 +1,8 @@
 """What options choose among, as plain values: names of parts, sizes of architectures.
 
 Plumbing. No torch here: command lines are parsed, and `--help` is answered, before torch is imported. The tables that
-map a name to what it builds stay with the parts (`readout.READOUTS`, `optim.OPTIMIZERS`, `export.WRITERS`,
-`evaluation.neighbours.SEARCHES`); tests compare their names with those here.
+map a name to what it builds stay with the parts (`readout.READOUTS`, `optim.OPTIMIZERS`, `export.WRITERS`); tests
+compare their names with those here.
 """
 
 from typing import NamedTuple
@@ -80,7 +80,6 @@ READOUT_KINDS: dict[str, ReadoutKind] = {
 READOUTS = ("cls", "gap", "sparo")
 OPTIMIZERS = ("adamw", "lars", "sgd")
 PRECISIONS = ("bf16", "fp16", "fp32")
-SEARCHES = ("bf16", "fp32")
 EXPORT_FORMATS = ("safetensors", "timm", "huggingface", "onnx", "open_clip", "sparo_clip")
 
 # So many unreadable images never end a run, however small the data: a share of 100 images would be one or two.

@@ -184,7 +184,7 @@ class Encoder(nn.Module):
 def encode_crops(
     backbone: Backbone, readout: nn.Module, crops: Tensor | Sequence[Tensor]
 ) -> Float[Tensor, "B encoding_dim"]:
-    """Encode one batch or several, running neighbours of equal size together (with `packed` all of them).
+    """Encode one batch or several, running neighbours of equal size together.
 
     Where the class token is the encoding, no other token leaves the last block.
 
@@ -202,8 +202,8 @@ def encode_crops(
         raise ValueError("no crops to encode: the list is empty")
     groups = [torch.cat(list(group)) for _, group in groupby(crops, key=lambda crop: crop.shape[-2:])]
     if isinstance(readout, ClassTokenReadout):
-        return torch.cat([tokens[:, 0] for tokens in backbone.run_crops(groups, class_only=True)])
-    return torch.cat([readout(tokens).slots.flatten(1) for tokens in backbone.run_crops(groups)])
+        return torch.cat([backbone.class_tokens(images) for images in groups])
+    return torch.cat([readout(backbone(images)).slots.flatten(1) for images in groups])
 
 
 def create_encoder(

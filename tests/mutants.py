@@ -60,7 +60,7 @@ TESTS: dict[str, list[str]] = {
     "teacher": ["test_teacher"],
     "crops": ["test_crops"],
     "distort": ["test_distort"],
-    "checkpoint": ["test_checkpoint"],
+    "checkpoint": ["test_checkpoint", "test_checkpoint_folder"],
     "evaluation/knn": ["test_knn"],
     "evaluation/neighbours": ["test_knn"],
 }

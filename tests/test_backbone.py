@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from collections.abc import Callable
 
 import jaxtyping
 import numpy as np
@@ -310,12 +311,11 @@ def test_a_backbone_is_built_by_name_with_the_papers_defaults() -> None:
     defaults = [inspect.signature(built).parameters for built in (Backbone, create_backbone)]
     for name in ("patch_size", "img_size", "in_chans", "drop_path_rate", "pre_norm"):
         assert defaults[0][name].default == defaults[1][name].default
-    assert not backbone.packed
     assert not backbone.grad_checkpointing
 
 
 def test_an_unknown_architecture_is_refused_with_the_list_of_valid_ones() -> None:
-    names = r"\['vit_base', 'vit_micro', 'vit_small', 'vit_tiny'\]"
+    names = r"\['vit_base', 'vit_huge', 'vit_large', 'vit_micro', 'vit_small', 'vit_tiny'\]"
     with pytest.raises(ValueError, match=f"unknown arch 'vit_smal'; choose one of {names}"):
         create_backbone("vit_smal")
 
@@ -401,7 +401,7 @@ def test_with_gradient_checkpointing_outputs_and_gradients_stay_the_same_bits() 
     handle.remove()
 
 
-# The cheaper forms: each equals the plain one.
+# The class token alone: equal to that of the whole forward pass.
 
 SIZES = ((8, 12), (12, 12), (4, 8))
 
@@ -438,21 +438,18 @@ def assert_equal_in_double(ours: list[torch.Tensor], plain: list[torch.Tensor]) 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointed"])
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain attention"])
-@pytest.mark.parametrize("class_only", [True, False], ids=["class token", "all tokens"])
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "one by one"])
-def test_crops_run_the_cheaper_ways_give_the_plain_tokens_and_gradients(
-    packed: bool, class_only: bool, fused: bool, checkpointing: bool
+def test_class_tokens_are_those_of_the_whole_forward_pass_with_equal_gradients(
+    fused: bool, checkpointing: bool
 ) -> None:
     backbone, crops = random_backbone(), crops_of_several_sizes()
     torch.manual_seed(5)
-    plain = [backbone(images)[:, : 1 if class_only else None] for images in crops]
+    plain = [backbone(images)[:, 0] for images in crops]
     plain_gradients = gradients(backbone, plain)
     state_after = torch.get_rng_state()
-    backbone.use_packed_crops(packed)
     backbone.use_fused_attention(fused)
     backbone.set_grad_checkpointing(checkpointing)
     torch.manual_seed(5)
-    ours = backbone.run_crops(crops, class_only=class_only)
+    ours = [backbone.class_tokens(images) for images in crops]
     assert_equal_in_double(ours, plain)
     assert_equal_in_double(gradients(backbone, ours), plain_gradients)
     assert torch.equal(torch.get_rng_state(), state_after)  # as many random numbers were drawn
@@ -530,21 +527,25 @@ def test_training_on_a_gpu_needs_no_operation_without_a_deterministic_form() -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "one by one"])
-def test_all_of_it_compiles_into_one_graph(monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
+@pytest.mark.parametrize("run", [Backbone.class_tokens, Backbone.forward], ids=["class token", "all tokens"])
+def test_all_of_it_compiles_into_one_graph(
+    monkeypatch: pytest.MonkeyPatch, run: Callable[[Backbone, torch.Tensor], torch.Tensor]
+) -> None:
     backbone, crops = random_backbone(depth=2), crops_of_several_sizes()
-    backbone.use_packed_crops(packed)
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # the checks of shapes are no part of a graph
-    for class_only in (True, False):
+
+    def run_all(crops: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [run(backbone, images) for images in crops]
+
+    torch.manual_seed(2)
+    plain = run_all(crops)
+    plain_gradients = gradients(backbone, plain)
+    # The matrices are made in the graph when there are none, and are its constants when there are.
+    for _ in range(2):
+        torch._dynamo.reset()
+        compiled = torch.compile(run_all, backend="eager", fullgraph=True, dynamic=False)
         torch.manual_seed(2)
-        plain = backbone.run_crops(crops, class_only)
-        plain_gradients = gradients(backbone, plain)
-        # The matrices are made in the graph when there are none, and are its constants when there are.
-        for _ in range(2):
-            torch._dynamo.reset()
-            compiled = torch.compile(backbone.run_crops, backend="eager", fullgraph=True, dynamic=False)
-            torch.manual_seed(2)
-            ours = compiled(crops, class_only)
-            assert_equal_in_double(ours, plain)
-            assert_equal_in_double(gradients(backbone, ours), plain_gradients)
-            backbone._resampling.clear()
+        ours = compiled(crops)
+        assert_equal_in_double(ours, plain)
+        assert_equal_in_double(gradients(backbone, ours), plain_gradients)
+        backbone._resampling.clear()

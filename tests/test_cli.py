@@ -24,7 +24,6 @@ from dino_sparo.cli import HelpFormatter, add_device_options, add_foreign_weight
 from dino_sparo.dino import options as dino_options
 from dino_sparo.dino import train as dino_train
 from dino_sparo.distributed import PRECISIONS
-from dino_sparo.evaluation.neighbours import SEARCHES
 from dino_sparo.export import CLIP_FORMATS, WRITERS
 from dino_sparo.optim import OPTIMIZERS
 from dino_sparo.readout import READOUTS
@@ -106,7 +105,6 @@ NEW: dict[str, Any] = {
     "dist_timeout_min": 10.0,
     "distort_on": "auto",
     "compile": "auto",
-    "packed_crops": False,
     "grad_checkpointing": False,
     "loss_chunk": 0,
     "memory_report": False,
@@ -329,7 +327,6 @@ def test_importing_the_package_imports_no_torch() -> None:
         (choices.READOUTS, READOUTS),
         (choices.OPTIMIZERS, OPTIMIZERS),
         (choices.PRECISIONS, PRECISIONS),
-        (choices.SEARCHES, SEARCHES),
         (choices.EXPORT_FORMATS, WRITERS | CLIP_FORMATS),
     ],
 )

@@ -82,59 +82,10 @@ def test_what_stands_before_a_block_keeps_its_place_among_equals(monkeypatch, k)
     monkeypatch.setattr(neighbours, "TRAIN_CHUNK", 7)
     for cosines in (torch.linspace(1, -1, TRAIN), torch.linspace(-1, 1, TRAIN), torch.full((TRAIN,), -0.5)):
         train = torch.stack([cosines, (1 - cosines**2).sqrt()], dim=1)
-        found, indices = neighbours.SEARCHES["fp32"](neighbours.TrainSet(train), torch.tensor([[1.0, 0.0]]), k)
+        found, indices = neighbours.nearest(neighbours.TrainSet(train), torch.tensor([[1.0, 0.0]]), k)
         torch.testing.assert_close(found[0], cosines.sort(descending=True).values[:k], rtol=0, atol=1e-6)
         torch.testing.assert_close(cosines[indices[0]], found[0], rtol=0, atol=1e-6)
         assert len(set(indices[0].tolist())) == k
-
-
-def hard_sets(near: bool) -> tuple[torch.Tensor, ...]:
-    """Many more training images than candidates; with `near` their similarities are too close for bf16 to tell."""
-    generator = torch.Generator().manual_seed(5)
-    spread = 0.02 if near else 1.0
-    train, test = (1 + spread * torch.randn(rows, 37, generator=generator) for rows in (1009, 29))
-    labels = [torch.randint(11, (rows,), generator=generator) for rows in (1009, 29)]
-    return 3 * train, labels[0], 1e-4 * test, labels[1]
-
-
-@pytest.mark.parametrize(("near", "searched_again"), [(False, range(0, 3)), (True, range(20, 30))])
-def test_candidates_of_bf16_give_the_neighbours_of_fp32(monkeypatch, near, searched_again):
-    train, train_labels, test, test_labels = hard_sets(near)
-    images = torch.nn.functional.normalize(test, dim=1)
-    exact, again = neighbours._nearest, []
-
-    def counting(train, images, k, width=None):
-        again.append(len(images) if width is None else 0)
-        return exact(train, images, k, width)
-
-    monkeypatch.setattr(neighbours, "_nearest", counting)
-    monkeypatch.setattr(neighbours, "RERANK_NUMBERS", 3 * 37 * (2 * 7 + 64))  # three images at a time
-    monkeypatch.setattr(neighbours, "COARSE_TRAIN_CHUNK", 211)
-    similarities, indices = neighbours.SEARCHES["bf16"](neighbours.TrainSet(train), images, 7)
-    wanted, wanted_indices = exact(neighbours.TrainSet(train), images, 7)
-    torch.testing.assert_close(similarities, wanted, rtol=0, atol=1e-6)
-    assert (indices.sort(dim=1).values == wanted_indices.sort(dim=1).values).float().mean() > 0.99  # but for equals
-    assert sum(again) in searched_again
-
-    sets = (train, train_labels, test, test_labels)
-    monkeypatch.setattr(knn, "COARSE_TEST_CHUNK", 13)
-    assert knn_classify(*sets, [1, 7, 30], 0.07, "bf16") == knn_classify(*sets, [1, 7, 30], 0.07)
-    predicted = knn_predict(train, train_labels, test, 7, search="bf16")
-    assert torch.equal(predicted, knn_predict(train, train_labels, test, 7))
-
-
-def test_bf16s_error_is_within_its_bound():
-    """The bound holds for the worst rounding: numbers halfway between two of bf16's."""
-    train, _, test, _ = hard_sets(False)
-    train = train.bfloat16().float() * (1 + 2**-8 * torch.randint(2, train.shape).float())
-    images = torch.nn.functional.normalize(test, dim=1)
-    known = neighbours.TrainSet(train)
-    assert known.rounding == pytest.approx(float(neighbours._rounding(train).div(train.norm(dim=1)).max()), rel=1e-5)
-    coarse, indices = neighbours._nearest(known, images.bfloat16(), len(train), neighbours.COARSE_TRAIN_CHUNK)
-    true = torch.nn.functional.normalize(train.double(), dim=1)[indices] @ images.double()[:, :, None]
-    bound = neighbours._rounding(images) + known.rounding + 0.01 * known.rounding
-    error = (coarse.double() - true[..., 0]).abs() - coarse.double().abs() * 2**-7
-    assert (error <= bound[:, None]).all()
 
 
 def test_no_intermediate_is_larger_than_a_block(monkeypatch):
@@ -197,40 +148,30 @@ def test_a_vote_that_underflows_is_still_a_vote():
 def test_a_feature_of_zeros_is_similar_to_none():
     train = torch.tensor([[0.0, 0.0], [-1.0, 0.0], [0.6, 0.8]])
     images = torch.tensor([[1.0, 0.0]])
-    for search in ("fp32", "bf16"):
-        similarities, indices = neighbours.SEARCHES[search](neighbours.TrainSet(train), images, 3)
-        torch.testing.assert_close(similarities, torch.tensor([[0.6, 0.0, -1.0]]))
-        assert indices.tolist() == [[2, 0, 1]]
+    similarities, indices = neighbours.nearest(neighbours.TrainSet(train), images, 3)
+    torch.testing.assert_close(similarities, torch.tensor([[0.6, 0.0, -1.0]]))
+    assert indices.tolist() == [[2, 0, 1]]
 
 
-@pytest.mark.parametrize("search", ["fp32", "bf16"])
-def test_the_scale_of_the_features_changes_nothing(search):
+def test_the_scale_of_the_features_changes_nothing():
     train, train_labels, test, test_labels = clusters()
-    scaled = knn_classify(2**-30 * train, train_labels, 2**30 * test, test_labels, [1, 5], 0.07, search)
+    scaled = knn_classify(2**-30 * train, train_labels, 2**30 * test, test_labels, [1, 5], 0.07)
     assert scaled == knn_classify(train, train_labels, test, test_labels, [1, 5], 0.07)
 
 
-@pytest.mark.parametrize("search", ["fp32", "bf16"])
-def test_neighbours_of_features_with_a_graph_have_none(search):
+def test_neighbours_of_features_with_a_graph_have_none():
     train, _, test, _ = clusters()
     images = torch.nn.functional.normalize(test, dim=1).requires_grad_()
-    similarities, _ = neighbours.SEARCHES[search](neighbours.TrainSet(train.requires_grad_()), images, 3)
+    similarities, _ = neighbours.nearest(neighbours.TrainSet(train.requires_grad_()), images, 3)
     assert not similarities.requires_grad
 
 
-def test_one_image_at_a_time_is_compared_again_where_no_more_fit(monkeypatch):
+def test_twenty_neighbours_and_a_temperature_of_007_are_the_defaults():
     sets = clusters()
-    monkeypatch.setattr(neighbours, "RERANK_NUMBERS", 1)
-    assert knn_classify(*sets, 5, 0.07, "bf16") == knn_classify(*sets, 5, 0.07)
-
-
-def test_twenty_neighbours_a_temperature_of_007_and_fp32_are_the_defaults():
-    sets = clusters()
-    assert knn_classify(*sets) == knn_classify(*sets, 20, 0.07, "fp32")
+    assert knn_classify(*sets) == knn_classify(*sets, 20, 0.07)
     for function, k in ((knn_classify, 20), (knn_predict, 20), (knn.evaluate_knn, (20,))):
         parameters = inspect.signature(function).parameters
-        assert [parameters[name].default for name in ("k", "temperature", "search")] == [k, 0.07, "fp32"]
-    assert inspect.signature(knn.classify_on_rank_0).parameters["search"].default == "fp32"
+        assert [parameters[name].default for name in ("k", "temperature")] == [k, 0.07]
 
 
 def test_all_images_that_could_not_be_read_are_counted(monkeypatch):
@@ -273,7 +214,6 @@ def test_no_temperature_overflows():
         ),
         ({"k": 0}, r"k=\[0\]; give one or more numbers"),
         ({"k": []}, r"k=\[\]; give one or more numbers"),
-        ({"search": "fp8"}, r"unknown search 'fp8'; choose one of \['bf16', 'fp32'\]"),
         ({"temperature": 0.0}, "temperature=0.0; give a positive"),
     ],
 )
@@ -358,11 +298,9 @@ def test_the_same_command_and_cached_features_give_the_same_file(folders, checkp
         evaluate("--load_features", tmp_path / "cache", "--pretrained_weights", tmp_path / "other.pth")
 
 
-def test_another_search_gives_the_same_file_and_faster_views_are_named_in_it(folders, checkpoint, tmp_path):
+def test_faster_views_are_named_in_the_file(folders, checkpoint, tmp_path):
     options = ("--nb_knn", 1, 3, "--pretrained_weights", checkpoint, "--data_path", folders, "--output_dir")
     exact = evaluate(*options, tmp_path / "exact")
-    assert evaluate(*options, tmp_path / "bf16", "--search", "bf16") == exact
-
     fast = evaluate(*options, tmp_path / "fast", "--fast_views")
     assert (exact["view"]["exact"], fast["view"]["exact"]) == (True, False)
     assert fast["results"] == exact["results"]

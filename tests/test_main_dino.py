@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import main_dino
 from dino_sparo import load_checkpoint, load_encoder, preemption
-from dino_sparo.checkpoint import CheckpointError
+from dino_sparo.checkpoint import CheckpointError, CheckpointFolder
 from dino_sparo.crops import MultiCropAugmentation
 from dino_sparo.data import CorruptImageError, open_source
 from dino_sparo.dino import step as dino_step
@@ -296,6 +297,24 @@ def test_changed_options_are_named_when_resuming(tmp_path: Path, caplog: pytest.
     assert caplog.text.count("the run will not be what it was") == 1
 
 
+def test_a_checkpoint_with_an_option_that_was_deleted_since_is_resumed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(tmp_path / "as_now", max_steps=4)
+    shutil.copytree(tmp_path / "as_now", tmp_path / "before")
+    saved = load_checkpoint(tmp_path / "before" / "checkpoint.pth")
+    saved["args"]["packed_crops"] = True
+    CheckpointFolder(tmp_path / "before", keep=1).save(saved)
+    with caplog.at_level(logging.WARNING):
+        run(tmp_path / "before", max_steps=6)
+        run(tmp_path / "as_now", max_steps=6)
+    assert "packed_crops" not in caplog.text
+    resumed, other = (load_checkpoint(tmp_path / name / "checkpoint.pth") for name in ("before", "as_now"))
+    assert resumed["step"] == 6
+    assert "packed_crops" not in resumed["args"]
+    assert_same_state(resumed["teacher"], other["teacher"], "teacher")
+
+
 def test_another_architecture_is_not_resumed(tmp_path: Path) -> None:
     run(tmp_path, epochs=1)
     before = (tmp_path / "checkpoint.pth").read_bytes()
@@ -513,7 +532,7 @@ def test_the_defaults_are_options_that_fit() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"grad_checkpointing": None}, {"packed_crops": None}, {"loss_chunk": 7}, {"memory_report": None}],
+    [{"grad_checkpointing": None}, {"loss_chunk": 7}, {"memory_report": None}],
     ids=lambda changes: next(iter(changes)),
 )
 def test_options_that_save_time_or_memory_change_no_result(

@@ -178,9 +178,6 @@ def _add_optimization_options(parser: argparse.ArgumentParser) -> None:
     )
     add_compute_options(group, "the student")
     group.add_argument(
-        "--packed_crops", action="store_true", help="Run crops of both sizes together; fewer, larger kernels on GPUs."
-    )
-    group.add_argument(
         "--loss_chunk", type=int, default=0, help="Prototypes that the loss looks at together; 0 for all; saves memory."
     )
     group.add_argument(

@@ -159,7 +159,6 @@ def build_training(args: argparse.Namespace, place: Distributed, steps_per_epoch
     teacher.requires_grad_(False)
     for network in (student, teacher):
         network.backbone.use_fused_attention(use_fused_attention(place.device, dtype))
-        network.backbone.use_packed_crops(args.packed_crops)
     student.backbone.set_grad_checkpointing(args.grad_checkpointing)
     if args.use_bn_in_head and world_size() > 1 and place.device.type != "cuda":
         logger.warning("batch norm is synchronised on GPUs only: here every process normalises by its own images")

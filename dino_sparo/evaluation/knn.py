@@ -19,7 +19,7 @@ from dino_sparo.data import ImageSource, align_classes, require_labels
 from dino_sparo.distributed import all_reduce_sum, is_main
 from dino_sparo.encoder import Encoder
 from dino_sparo.evaluation.features import Features, extract_split
-from dino_sparo.evaluation.neighbours import COARSE_TEST_CHUNK, SEARCHES, TrainSet, checked_lengths
+from dino_sparo.evaluation.neighbours import TrainSet, checked_lengths, nearest
 from dino_sparo.logs import progress
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,6 @@ def knn_classify(
     test_labels: Tensor,
     k: int,
     temperature: float,
-    search: str = "fp32",
 ) -> KNNResult: ...
 
 
@@ -55,7 +54,6 @@ def knn_classify(
     test_labels: Tensor,
     k: Sequence[int],
     temperature: float,
-    search: str = "fp32",
 ) -> dict[int, KNNResult]: ...
 
 
@@ -66,7 +64,6 @@ def knn_classify(
     test_labels: Int[Tensor, " _"],
     k: int | Sequence[int] = 20,
     temperature: float = 0.07,
-    search: str = "fp32",
 ) -> KNNResult | dict[int, KNNResult]:
     """Classify by the weighted vote of the nearest training images, and count how often that is right.
 
@@ -87,22 +84,20 @@ def knn_classify(
         k: number of neighbours, or several numbers: they share one search. More than there are training images means
             all of them, with a warning.
         temperature: T.
-        search: a key of `SEARCHES`. `bf16` finds candidates in bf16, which pays where that is much faster than fp32,
-            and compares them in fp32; no nearer image can have been missed, so the result is that of `fp32`.
 
     Returns:
         `KNNResult(top1, top5)` in percent; for several numbers a dict from each of them to its result.
 
     Raises:
-        ValueError: no images, sizes that do not match, negative labels, features that are not finite, `k`,
-            `temperature` or `search` out of range.
+        ValueError: no images, sizes that do not match, negative labels, features that are not finite, `k`
+            or `temperature` out of range.
     """
     _check_labels("train", train_features, train_labels)
     _check_labels("test", test_features, test_labels)
     ks = [k] if isinstance(k, int) else list(k)
     hits = {number: [0, 0] for number in ks}
     start = 0
-    for rankings in _rankings(train_features, train_labels, test_features, ks, temperature, search):
+    for rankings in _rankings(train_features, train_labels, test_features, ks, temperature):
         stop = start + len(rankings[ks[0]])
         targets = test_labels[start:stop, None].to(train_features.device)
         for number in ks:
@@ -120,7 +115,6 @@ def knn_predict(
     test_features: Float[Tensor, "test _"],
     k: int = 20,
     temperature: float = 0.07,
-    search: str = "fp32",
 ) -> Int[Tensor, "test 5"]:
     """The five best classes of each image, best first; see `knn_classify`.
 
@@ -128,12 +122,12 @@ def knn_predict(
         (test, 5) labels, -1 where fewer than five classes have a vote.
     """
     _check_labels("train", train_features, train_labels)
-    found = _rankings(train_features, train_labels, test_features, [k], temperature, search)
+    found = _rankings(train_features, train_labels, test_features, [k], temperature)
     return torch.cat([rankings[k] for rankings in found])
 
 
 def _rankings(
-    train_features: Tensor, train_labels: Tensor, test_features: Tensor, ks: list[int], temperature: float, search: str
+    train_features: Tensor, train_labels: Tensor, test_features: Tensor, ks: list[int], temperature: float
 ) -> Iterator[dict[int, Tensor]]:
     """For each block of test images and each k the five best classes."""
     if train_features.shape[1] != test_features.shape[1]:
@@ -145,8 +139,6 @@ def _rankings(
         raise ValueError(f"k={ks}; give one or more numbers of neighbours, each at least 1 (usually 20)")
     if temperature <= 0:
         raise ValueError(f"temperature={temperature}; give a positive number (usually 0.07)")
-    if search not in SEARCHES:
-        raise ValueError(f"unknown search {search!r}; choose one of {sorted(SEARCHES)}")
     train, num_train = TrainSet(train_features), len(train_features)
     checked_lengths("test", test_features)
     if max(ks) > num_train:
@@ -155,10 +147,10 @@ def _rankings(
         )
     clamped = {k: min(k, num_train) for k in ks}
     train_labels = train_labels.to(train_features.device)
-    chunks = test_features.split(TEST_CHUNK if search == "fp32" else COARSE_TEST_CHUNK)
+    chunks = test_features.split(TEST_CHUNK)
     for chunk in progress(chunks, total=len(chunks), desc="k-NN"):
         images = F.normalize(chunk.to(train_features.device).float(), dim=1)
-        similarities, indices = SEARCHES[search](train, images, max(clamped.values()))
+        similarities, indices = nearest(train, images, max(clamped.values()))
         ranked = _rank_classes(train_labels[indices], similarities, sorted(set(clamped.values())), temperature)
         yield {k: ranked[clamped[k]] for k in ks}
 
@@ -231,7 +223,6 @@ def evaluate_knn(
     *,
     k: Sequence[int] = (20,),
     temperature: float = 0.07,
-    search: str = "fp32",
     **options: Any,
 ) -> KNNEvaluation:
     """Images in, accuracy out: the probe of a training run.
@@ -246,11 +237,10 @@ def evaluate_knn(
         device: where to compute.
         k: numbers of neighbours.
         temperature: of the vote.
-        search: a key of `SEARCHES`; see `knn_classify`.
         options: of `features.extract_split`, such as `batch_size`, `num_workers`, `dtype`.
     """
     train, val = extract_splits(encoder, train_source, val_source, transform, device, **options)
-    results = classify_on_rank_0(train, val, k, temperature, device, search)
+    results = classify_on_rank_0(train, val, k, temperature, device)
     return KNNEvaluation(results, len(train.features), len(val.features), train.num_corrupt + val.num_corrupt)
 
 
@@ -285,7 +275,6 @@ def classify_on_rank_0(
     k: Sequence[int],
     temperature: float,
     device: torch.device,
-    search: str = "fp32",
 ) -> dict[int, KNNResult]:
     """`knn_classify` in one process, which tells the others.
 
@@ -297,11 +286,10 @@ def classify_on_rank_0(
         k: numbers of neighbours.
         temperature: of the vote.
         device: where the processes can talk to each other.
-        search: a key of `SEARCHES`; see `knn_classify`.
     """
     accuracies = torch.zeros(len(k), 2, dtype=torch.float64, device=device)
     if is_main():
-        found = knn_classify(train.features, train.labels, val.features, val.labels, list(k), temperature, search)
+        found = knn_classify(train.features, train.labels, val.features, val.labels, list(k), temperature)
         accuracies += torch.tensor([found[number] for number in k], dtype=torch.float64, device=device)
     table = all_reduce_sum(accuracies).tolist()
     return {number: KNNResult(*row) for number, row in zip(k, table, strict=True)}

@@ -2,7 +2,7 @@
 
 import argparse
 
-from dino_sparo.choices import EXPORT_FORMATS, PRECISIONS, SEARCHES
+from dino_sparo.choices import EXPORT_FORMATS, PRECISIONS
 from dino_sparo.cli import (
     HelpFormatter,
     add_device_options,
@@ -70,13 +70,6 @@ def knn_parser() -> argparse.ArgumentParser:
         "--nb_knn", type=int, nargs="+", default=[10, 20, 100, 200], help="Numbers of neighbours; 20 is usually best."
     )
     group.add_argument("--temperature", type=float, default=0.07, help="Of the vote: weights are exp(cosine / T).")
-    group.add_argument(
-        "--search",
-        choices=SEARCHES,
-        default="fp32",
-        help="bf16 finds candidates in bf16 and compares them in fp32: the same predictions, sooner where bf16 is many "
-        "times as fast.",
-    )
     group.add_argument(
         "--use_cuda",
         type=bool_flag,
