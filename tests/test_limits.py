@@ -10,10 +10,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import save_file
 
+from dino_sparo.checkpoint import load_checkpoint
+from dino_sparo.clip.classes import open_classes
 from dino_sparo.clip.pair_sources import open_pairs
+from dino_sparo.clip.prompts import read_words
+from dino_sparo.clip.slots import read_slots
+from dino_sparo.clip.sweep import read_result
+from dino_sparo.evaluation.features import load_features
 from dino_sparo.logs import setup_logging
+from dino_sparo.scenes import Scenes
 from dino_sparo.sources import CorruptImageError, ImageLimits, decode_image, expand_shards, open_source
 from dino_sparo.sources.limits import IMAGE_FORMATS, open_regular, parse_json
 
@@ -135,6 +144,13 @@ def test_a_pipe_called_tar_is_a_shard_that_cannot_be_read(tmp_path: Path) -> Non
         open_pairs(str(tmp_path))
 
 
+@pytest.mark.parametrize("data_path", ["pairs.tar", "coco.json"])
+def test_columns_of_pairs_that_are_no_table_are_refused_not_ignored(tmp_path: Path, data_path: str) -> None:
+    (tmp_path / data_path).touch()
+    with pytest.raises(ValueError, match=r"is no table, so it has no column of that name \(path 'a', split 'b'\)"):
+        open_pairs(str(tmp_path / data_path), image_key="a", split_column="b")
+
+
 def test_an_image_beyond_pillows_own_limit_is_named_once_without_pillows_warning() -> None:
     big = encoded(Image.new("1", (10_000, 9_000)), "PNG")
     with pytest.raises(CorruptImageError, match="10,000 x 9,000 pixels; at most 64 million are read"):
@@ -192,6 +208,24 @@ def test_braces_are_not_expanded_before_it_is_known_how_many_names_they_mean(pat
 def test_deeply_nested_json_is_an_ordinary_error() -> None:
     with pytest.raises(ValueError, match="nested too deeply"):
         parse_json("[" * 200_000)
+
+
+def test_deeply_nested_json_is_an_ordinary_error_in_every_file_that_a_user_gives(tmp_path: Path) -> None:
+    nested = "[" * 100_000
+    for name in ("a.json", "features.json", "folder_to_objectnet_label.json", "objectnet_to_imagenet_1k.json"):
+        (tmp_path / name).write_text(nested)
+    save_file({"a": torch.zeros(1)}, tmp_path / "a.safetensors")
+    path = tmp_path / "a.json"
+    for read in (
+        lambda: read_slots(path),
+        lambda: read_words(str(path)),
+        lambda: read_result(path),
+        lambda: load_checkpoint(tmp_path / "a.safetensors"),
+        lambda: load_features(tmp_path),
+        lambda: open_classes(Scenes(3, 32), f"objectnet:{tmp_path}"),
+    ):
+        with pytest.raises(ValueError, match="nested too deeply"):
+            read()
 
 
 def test_the_log_file_takes_names_that_are_not_utf_8(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

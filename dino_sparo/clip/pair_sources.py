@@ -81,17 +81,20 @@ def open_pairs(
     """
     start = time.perf_counter()
     path, shards = os.path.expanduser(data_path), list[str]()
+    columns = TableColumns(path=image_key, split=split_column)
     is_made = caption_templates is not None or data_path.split(":")[0] == "scenes"
     if not is_made:
         refuse_remote(data_path)
         path, shards, split = _resolve_split(path, split, default_split)
     if shards:
         _refuse_split(data_path, split)
+        columns.refuse_for(data_path)
         source, how = open_pair_shards(shards, f"shards {data_path}", caption_key)
     elif not is_made and os.path.isfile(path) and path.lower().endswith(TABLE_ENDINGS):
         source, how = open_pair_table(path, image_key, caption_key, image_folder, split, split_column, default_split)
     elif not is_made and os.path.isfile(path) and path.lower().endswith(".json"):
         _refuse_split(data_path, split)
+        columns.refuse_for(data_path)
         source, how = open_coco_captions(path, image_folder)
     else:
         open_images = partial(
@@ -100,7 +103,7 @@ def open_pairs(
             split,
             download,
             default_split=default_split,
-            columns=TableColumns(path=image_key, split=split_column),
+            columns=columns,
         )
         source, how = _open_made(data_path, caption_templates, scene_ties, open_images), "ready"
     if isinstance(source.images, FileSource | TarSource):

@@ -155,7 +155,7 @@ def _open(
     """Find out what a data path is; returns the source and the log's word for how it was opened."""
     if data_path == "scenes" or data_path.startswith("scenes:"):
         num_images, image_size = parse_scenes_spec(data_path)
-        _refuse_columns(data_path, columns)
+        columns.refuse_for(data_path)
         named = default_split if split is None else "train" if split == ALL else split
         return Scenes(num_images, image_size=image_size, split=named), "ready"
     refuse_remote(data_path)
@@ -165,7 +165,7 @@ def _open(
         chosen = [path] if split == ALL else find_split(path, split)
         if len(chosen) == 1 and not os.path.isdir(chosen[0]):
             return _open_file(chosen[0], None, max_lost, default_split, columns)
-        _refuse_columns(data_path, columns)
+        columns.refuse_for(data_path)
         if len(chosen) > 1:
             return open_shards(chosen, f"{split} shards in {path}", max_lost)
         return open_folder(chosen[0], max_lost)
@@ -173,7 +173,7 @@ def _open(
         return _open_file(path, split, max_lost, default_split, columns)
     if os.path.exists(path):
         raise ValueError(f"data_path={data_path!r} is neither a folder nor a regular file, but a pipe or a device")
-    _refuse_columns(data_path, columns)
+    columns.refuse_for(data_path)
     if re.search(r"::|[*?\[{]", path):
         _refuse_split_of_shards(data_path, split)
         return open_shards(expand_shards(path), f"shards {data_path}", max_lost)
@@ -206,20 +206,11 @@ def _open_file(
         raise ValueError(f"data_path={path!r} is a single image; give the folder that holds the images")
     if lower.endswith(TABLE_ENDINGS):
         return open_table(path, split, default_split, columns)
-    _refuse_columns(path, columns)
+    columns.refuse_for(path)
     if lower.endswith(".tar"):
         _refuse_split_of_shards(path, split)
         return open_shards([path], f"shard {path}", max_lost)
     return open_list(path, split)
-
-
-def _refuse_columns(data_path: str, columns: TableColumns) -> None:
-    named = [f"{holds} {name!r}" for holds, name in vars(columns).items() if name is not None]
-    if named:
-        raise ValueError(
-            f"data_path={data_path!r} is no table, so it has no column of that name ({', '.join(named)}); leave the "
-            "option out, or give a table (.csv, .tsv, .jsonl)"
-        )
 
 
 def _refuse_split_of_shards(data_path: str, split: str | None) -> None:

@@ -35,6 +35,15 @@ class TableColumns:
     label: str | None = None
     split: str | None = None
 
+    def refuse_for(self, data_path: str) -> None:
+        """ValueError if columns are named of what is no table."""
+        named = [f"{holds} {name!r}" for holds, name in vars(self).items() if name is not None]
+        if named:
+            raise ValueError(
+                f"data_path={data_path!r} is no table, so it has no column of that name ({', '.join(named)}); leave "
+                "the option out, or give a table (.csv, .tsv, .jsonl)"
+            )
+
 
 USUAL_COLUMNS = TableColumns()
 
