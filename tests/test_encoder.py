@@ -334,6 +334,10 @@ def test_the_defaults_of_config_and_builder_are_the_same() -> None:
         "img_size": 224,
         "in_chans": 3,
         "pre_norm": False,
+        "replace_block": None,
+        "quick_gelu": False,
+        "num_codes": 0,
+        "code_dim": 0,
     }
 
 
