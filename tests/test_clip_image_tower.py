@@ -16,8 +16,8 @@ import visualize_attention
 from dino_sparo import load_encoder
 from dino_sparo.checkpoint import load_checkpoint, load_normalization
 from dino_sparo.clip import clip_description, create_clip, load_clip
+from dino_sparo.clip.choices import READOUTS
 from dino_sparo.clip.convert import to_open_clip
-from dino_sparo.clip.readouts import READOUTS
 
 SIZES = {"num_slots": 5, "slot_dim": 7, "key_dim": 3, "img_size": 32, "embed_dim": 11, "num_codes": 17}
 TEXT = {"text_width": 24, "text_heads": 2, "text_layers": 3, "vocab_size": 53, "context_length": 9}
