@@ -610,9 +610,10 @@ def encoder_of(
     weights = encoder_weights(checkpoint, which, source)
     description = describe_encoder(checkpoint, weights, arch, patch_size)
     encoder = encoder_from_config(EncoderConfig.from_dict(description))
-    load_strictly(encoder, weights, f"{source} ({which})")
+    network = which if which in checkpoint else "encoder"  # a CLIP and raw weights have neither teacher nor student
+    load_strictly(encoder, weights, f"{source} ({network})")
     encoder.transform = EvalTransform(encoder.config.img_size, *normalization_of(checkpoint)).batch
-    logger.info("%s of %s: %s", which, source, encoder.summary)
+    logger.info("%s of %s: %s", network, source, encoder.summary)
     return encoder.eval()
 
 

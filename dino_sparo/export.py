@@ -127,7 +127,7 @@ def export(
         encoder = resized(encoder, img_size)
     record = _record(encoder, Path(checkpoint), which)
     written = WRITERS[format](encoder, str(out), record)
-    logger.info("%s of %s as %s: %s", which, checkpoint, format, written)
+    logger.info("%s of %s as %s: %s", record["checkpoint_key"] or "encoder", checkpoint, format, written)
     return written
 
 

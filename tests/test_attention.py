@@ -1,5 +1,6 @@
 """Attention maps, their pictures, and the script that writes them."""
 
+import importlib.util
 import json
 import math
 from dataclasses import replace
@@ -31,6 +32,7 @@ from dino_sparo.evaluation.attention import (
     to_pixels,
 )
 from dino_sparo.evaluation.views import choose_view, open_images, view_pixels, view_tensor
+from dino_sparo.extras import MissingPackageError
 
 CONFIG = EncoderConfig(arch="vit_micro", patch_size=5, num_slots=7, slot_dim=11, key_dim=13, img_size=25)
 
@@ -438,8 +440,8 @@ def test_an_unreadable_image_is_named(tmp_path: Path) -> None:
 
 
 def test_missing_matplotlib_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install 'dino_sparo\[plots\]'"):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingPackageError, match=r"pip install 'dino_sparo\[plots\]'"):
         page.require_matplotlib()
 
 

@@ -469,7 +469,7 @@ def test_a_vit_of_no_known_size_lists_the_known_ones(tmp_path: Path) -> None:
         CheckpointError, match=r"width 128 and 3 blocks; known are .*vit_micro \(128, 4\).*vit_base \(768, 12\).*--arch"
     ):
         load_encoder(tmp_path / "vit.pth")
-    with pytest.raises(CheckpointError, match=r"vit\.pth \(teacher\) do not fit the model; 12 missing: .*blocks\.3\."):
+    with pytest.raises(CheckpointError, match=r"vit\.pth \(encoder\) do not fit the model; 12 missing: .*blocks\.3\."):
         load_encoder(tmp_path / "vit.pth", arch="vit_micro")
 
 

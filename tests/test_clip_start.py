@@ -361,7 +361,9 @@ def test_an_export_for_sparo_clip_has_its_weights_and_its_options(tmp_path: Path
     assert {name: settings[name] for name in names} == {name: expected[name] for name in names}
 
 
-def test_the_export_command_writes_a_clip_in_every_format_that_has_its_parts(tmp_path: Path) -> None:
+def test_the_export_command_writes_a_clip_in_every_format_that_has_its_parts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     assert set(EXPORT_FORMATS) == {*WRITERS, *CLIP_FORMATS}
     path = saved(build("cls"), tmp_path / "clip.pth")
     for name in ("safetensors", *CLIP_FORMATS):
@@ -369,7 +371,11 @@ def test_the_export_command_writes_a_clip_in_every_format_that_has_its_parts(tmp
     written = {file.relative_to(tmp_path).as_posix() for file in tmp_path.rglob("*.safetensors")}
     assert written == {"safetensors.safetensors", *(f"{name}/open_clip_model.safetensors" for name in CLIP_FORMATS)}
     export_main([str(foreign(tmp_path, "theirs", build("cls"))), str(tmp_path / "image"), "--quick_gelu", "true"])
-    assert load_encoder(tmp_path / "image.safetensors").config.quick_gelu
+    with caplog.at_level(logging.INFO):
+        assert load_encoder(tmp_path / "image.safetensors").config.quick_gelu
+        export_main([str(path), str(tmp_path / "timm"), "--format", "timm"])
+    assert f"encoder of {path} as timm" in caplog.text
+    assert "teacher of" not in caplog.text  # which a CLIP does not have
 
 
 def test_exports_that_the_other_side_has_no_parts_for_are_refused(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ class CLIPConfig:
         image: the image encoder; its `readout` is the image side of `READOUTS[readout]`, or of `NORM_FIRST[readout]`.
             What stands below for both towers is copied into it, so that it describes its encoder without the rest.
         text: the text encoder; its `readout` is the text side.
-        readout: a key of `readouts.READOUTS`, one name for both towers.
+        readout: a key of `choices.READOUTS`, one name for both towers.
         embed_dim: M, width of the encoding: that of the projections, L*V for a slotted read-out, of the codes for
             `fdt`.
         bottleneck_dim: m, for `linear`.

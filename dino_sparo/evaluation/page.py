@@ -4,7 +4,6 @@ Stage 5 of the map, before `pictures.py`. Every picture keeps its pixels as they
 writes the words. Widths of words are measured, so that a figure can make room before it is drawn.
 """
 
-import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from jaxtyping import UInt8
 from PIL import Image
 
 from dino_sparo.evaluation.attention import ramp
+from dino_sparo.extras import require
 
 DPI = 100
 INK, SOFT, PAPER = "#16161d", "#74747f", "#ffffff"
@@ -37,10 +37,9 @@ def require_matplotlib() -> None:
     """Refuse to go on without matplotlib, before anything has been computed.
 
     Raises:
-        ImportError: it is not installed.
+        MissingPackageError: it is not installed.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError("figures need matplotlib; install it with: pip install 'dino_sparo[plots]'")
+    require("matplotlib", "figures")
 
 
 class Page:
