@@ -145,6 +145,12 @@ def test_a_vote_that_underflows_is_still_a_vote():
     assert knn_predict(train, torch.tensor([6, 2]), train[:1], 2, 1e-6).tolist() == [[6, 2, -1, -1, -1]]
 
 
+def test_votes_far_below_the_nearests_still_rank_their_classes():
+    cosines = torch.tensor([1.0, 0.6, 0.0])  # votes of 1, 4e-18 and 4e-44
+    train = torch.stack([cosines, (1 - cosines**2).sqrt()], dim=1)
+    assert knn_predict(train, torch.tensor([6, 9, 2]), train[:1], 3, 0.01).tolist() == [[6, 9, 2, -1, -1]]
+
+
 def test_a_feature_of_zeros_is_similar_to_none():
     train = torch.tensor([[0.0, 0.0], [-1.0, 0.0], [0.6, 0.8]])
     images = torch.tensor([[1.0, 0.0]])
