@@ -140,6 +140,12 @@ def test_of_equal_votes_the_smaller_label_comes_first_and_six_classes_give_five(
     assert knn_predict(train[:2], torch.tensor([4, 1]), train[:1], 2).tolist() == [[1, 4, -1, -1, -1]]
 
 
+def test_of_many_equal_votes_the_smallest_labels_come_first():
+    """A sort that is not stable shows above sixteen or so."""
+    train, labels = torch.ones(61, WIDTH), torch.arange(61).roll(17)
+    assert knn_predict(train, labels, train[:1], 61).tolist() == [[0, 1, 2, 3, 4]]
+
+
 def test_a_vote_that_underflows_is_still_a_vote():
     train = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
     assert knn_predict(train, torch.tensor([6, 2]), train[:1], 2, 1e-6).tolist() == [[6, 2, -1, -1, -1]]
