@@ -29,6 +29,7 @@ from dino_sparo.checkpoint import (
     check_known_clip,
     check_same_activation,
     check_same_model,
+    describe_encoder,
     encoder_description,
     flat_weights,
     infer_config,
@@ -572,6 +573,15 @@ def test_parts_of_a_clip_that_are_not_known_are_counted_and_the_first_four_named
     for unknown, missing in ((["visual.x"], []), ([], ["text.y"])):
         with pytest.raises(CheckpointError, match=rf"{len(unknown)} are unknown .* {len(missing)} missing"):
             check_known_clip(Renamed({}, "cls", unknown, missing))
+
+
+@pytest.mark.parametrize(("readout", "codes"), [("cls", (0, 0)), ("fdt", (7, 11))])
+def test_a_clips_image_tower_has_codes_only_where_its_readout_needs_them(readout: str, codes: tuple[int, int]) -> None:
+    images = {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}
+    clip = {"image": {"readout": readout}, "replace_block": None, "quick_gelu": True, "num_codes": 7, "embed_dim": 11}
+    description = describe_encoder({"clip": {**clip, **images}}, {})
+    expected = {"readout": readout, "replace_block": None, "quick_gelu": True, **images}
+    assert description == {**expected, "num_codes": codes[0], "code_dim": codes[1]}
 
 
 @pytest.mark.parametrize("key", ["clip", "encoder"])

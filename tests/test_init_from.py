@@ -128,13 +128,14 @@ def test_the_network_is_chosen(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("side", [5, 2])
 def test_positions_of_another_image_size_are_resampled_as_the_backbone_does_it(tmp_path: Path, side: int) -> None:
-    vanilla, encoder = build(readout="cls"), build(1, **{**SPARO, "img_size": 8 * side})
+    # A grid of 4, not of 3: that is the number of channels.
+    vanilla, encoder = build(readout="cls", img_size=32), build(1, **{**SPARO, "img_size": 8 * side})
     report = initialize_encoder(encoder, raw(tmp_path, vanilla))
     expected = vanilla.backbone.position_embedding(8 * side, 8 * side)
     assert torch.equal(encoder.backbone.pos_embed, expected)
     assert encoder.backbone.pos_embed.shape == (1, 1 + side * side, 128)
-    assert report.grids == (3, side)
-    assert str(report).endswith(f"; position embedding resampled from 3x3 to {side}x{side} patches")
+    assert report.grids == (4, side)
+    assert str(report).endswith(f"; position embedding resampled from 4x4 to {side}x{side} patches")
 
 
 def test_parameters_stay_the_same_objects(tmp_path: Path) -> None:
