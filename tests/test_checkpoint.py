@@ -333,6 +333,14 @@ def test_a_checkpoint_that_was_verified_a_moment_ago_is_not_verified_again(
     load_checkpoint(tmp_path / "checkpoint.pth", verify=False)
 
 
+def test_a_safetensors_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
+    (tmp_path / "cut.safetensors").write_bytes(b"\x08\x00\x00")
+    with pytest.raises(
+        CheckpointError, match=r"cut\.safetensors is truncated or no safetensors file \(.*[Hh]eader.*\)"
+    ):
+        load_checkpoint(tmp_path / "cut.safetensors")
+
+
 def test_weights_of_others_without_a_checksum_load(tmp_path: Path) -> None:
     save_file({"w": torch.arange(5)}, tmp_path / "theirs.safetensors")
     assert torch.equal(load_checkpoint(tmp_path / "theirs.safetensors")["w"], torch.arange(5))
