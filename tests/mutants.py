@@ -6,7 +6,8 @@
 
 The mutants and the files of results are cosmic-ray's, so `cr-report` and `cr-html` read them. What differs is how a
 mutant is tried: the libraries are imported once, every mutant is a fork of that process, and no file is changed.
-Tests that run the mutated line come first, fast ones before slow ones. A run that was ended goes on where it stood.
+Only tests that run a line of the mutated function are tried: those of the mutated line first, fast ones before slow
+ones. A run that was ended goes on where it stood.
 `tests/mutants.md` has the results.
 """
 
@@ -60,7 +61,7 @@ TESTS: dict[str, list[str]] = {
     "teacher": ["test_teacher"],
     "crops": ["test_crops"],
     "distort": ["test_distort"],
-    "checkpoint": ["test_checkpoint", "test_checkpoint_folder"],
+    "checkpoint": ["test_checkpoint", "test_checkpoint_folder", "test_init_from"],
     "evaluation/knn": ["test_knn"],
     "evaluation/neighbours": ["test_knn"],
 }
@@ -156,6 +157,12 @@ def replacements(old: CodeType, new: CodeType) -> dict[CodeType, CodeType] | Non
     return found
 
 
+def code_lines(code: CodeType) -> set[int]:
+    """The lines of a function, of those inside it as well."""
+    inner = [line for const in code.co_consts if isinstance(const, CodeType) for line in code_lines(const)]
+    return {line for *_, line in code.co_lines() if line is not None}.union(inner)
+
+
 def _without_functions(code: CodeType) -> CodeType:
     consts = tuple(None if isinstance(const, CodeType) else const for const in code.co_consts)
     return code.replace(co_consts=consts, co_linetable=b"")
@@ -205,11 +212,27 @@ class Plugin:
         else:
             for each in patched:
                 each.__code__ = changed[each.__code__]
-            record = json.loads(self.record.read_text())["tests"]
-            unknown = (0.0, [])
-            session.items.sort(
-                key=lambda item: (line not in record.get(item.nodeid, unknown)[1], record.get(item.nodeid, unknown)[0])
-            )
+            self.choose_tests(session, line, {number for code in changed or {} for number in code_lines(code)})
+
+    def choose_tests(self, session: pytest.Session, line: int, mutated: set[int]) -> None:
+        """Leave out the tests that run none of the mutated lines, and sort the others.
+
+        All stay if there are no such lines, because what stands outside of functions changed. A test that shares a
+        fixture with others stays too: the record names its lines for the first of them alone.
+        """
+        record = json.loads(self.record.read_text())["tests"]
+        unknown = (0.0, list(mutated))
+
+        def may_notice(item: Any) -> bool:
+            fixtures = [found[-1] for found in item._fixtureinfo.name2fixturedefs.values()]
+            shares = any(fixture.baseid and fixture.scope != "function" for fixture in fixtures)
+            return not mutated or shares or not mutated.isdisjoint(record.get(item.nodeid, unknown)[1])
+
+        chosen = [item for item in session.items if may_notice(item)]
+        chosen.sort(
+            key=lambda item: (line not in record.get(item.nodeid, unknown)[1], record.get(item.nodeid, unknown)[0])
+        )
+        session.items[:] = chosen
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Any:

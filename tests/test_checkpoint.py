@@ -26,16 +26,24 @@ from torch import nn
 from dino_sparo import CheckpointError, Encoder, EncoderConfig, create_encoder, load_checkpoint, load_encoder
 from dino_sparo import checkpoint as checkpoint_module
 from dino_sparo.checkpoint import (
+    check_known_clip,
+    check_same_activation,
     check_same_model,
+    describe_encoder,
     encoder_description,
     flat_weights,
+    infer_config,
     load_normalization,
     load_strictly,
+    random_state,
+    restore_random_state,
     save_checkpoint,
+    weights_checksum,
 )
 from dino_sparo.data import IMAGENET_MEAN, IMAGENET_STD
 from dino_sparo.evaluation.protocol import trained_encoder
 from dino_sparo.export import export
+from dino_sparo.open_clip_names import Renamed
 
 SMALL: dict[str, Any] = {"arch": "vit_micro", "patch_size": 8, "img_size": 24}
 SPARO: dict[str, Any] = {"readout": "sparo", "num_slots": 6, "slot_dim": 7, "key_dim": 5, "group_size": 2}
@@ -141,6 +149,45 @@ def test_a_first_save_that_fails_leaves_nothing(failure: str, tmp_path: Path, mo
     with pytest.raises(CheckpointError, match=r"could not write .*; there was none before it"):
         save_checkpoint({"epoch": 3}, tmp_path / "checkpoint.pth")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "free some space and start again"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "free some space and start again"),
+        (OSError(errno.EFBIG, "File too large"), "free some space and start again"),
+        (RuntimeError("unexpected pos 64 vs 0"), "free some space and start again"),
+        (OSError(errno.EACCES, "Permission denied"), "see that the folder is there and can be written"),
+        (OSError(errno.ENOENT, "No such file or directory"), "see that the folder is there and can be written"),
+    ],
+    ids=["space", "quota", "file size", "torch's", "permission", "folder"],
+)
+def test_a_save_that_fails_says_what_to_do(
+    error: Exception, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(CheckpointError, match=rf"\({re.escape(str(error))}\); there was none before it; {remedy}"):
+        save_checkpoint({"epoch": 3}, tmp_path / "checkpoint.pth")
+
+
+def test_random_numbers_go_on_where_they_were_saved(tmp_path: Path) -> None:
+    def draw() -> list[float]:
+        return [float(torch.rand(())), float(np.random.randn()), random.gauss(0, 1)]
+
+    draw()  # numpy and Python draw normal numbers in pairs, and keep the second: it belongs to the state
+    state = random_state(torch.device("cpu"))
+    expected = [draw() for _ in range(3)]  # now: the checks of types in tests draw from Python's generator
+    save_checkpoint({"ranks": [state]}, tmp_path / "checkpoint.pth")
+    for module in (torch, np.random, random):
+        (module.manual_seed if module is torch else module.seed)(7)
+    assert draw() != expected[0]
+    loaded = load_checkpoint(tmp_path / "checkpoint.pth")["ranks"][0]
+    restore_random_state(loaded, torch.device("cpu"))
+    assert [draw() for _ in range(3)] == expected
 
 
 def test_saving_where_there_is_no_folder_names_the_path(tmp_path: Path) -> None:
@@ -286,9 +333,32 @@ def test_a_checkpoint_that_was_verified_a_moment_ago_is_not_verified_again(
     load_checkpoint(tmp_path / "checkpoint.pth", verify=False)
 
 
+def test_a_safetensors_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
+    (tmp_path / "cut.safetensors").write_bytes(b"\x08\x00\x00")
+    with pytest.raises(
+        CheckpointError, match=r"cut\.safetensors is truncated or no safetensors file \(.*[Hh]eader.*\)"
+    ):
+        load_checkpoint(tmp_path / "cut.safetensors")
+
+
 def test_weights_of_others_without_a_checksum_load(tmp_path: Path) -> None:
     save_file({"w": torch.arange(5)}, tmp_path / "theirs.safetensors")
     assert torch.equal(load_checkpoint(tmp_path / "theirs.safetensors")["w"], torch.arange(5))
+
+
+def test_a_checksum_of_weights_is_of_names_types_shapes_and_values_in_any_order() -> None:
+    weights = {"b": torch.arange(6).view(2, 3), "a": torch.ones(5).bfloat16()}
+    checksum = weights_checksum(weights)
+    assert re.fullmatch("[0-9a-f]{8}", checksum)
+    assert weights_checksum(dict(reversed(weights.items()))) == checksum
+    assert weights_checksum({**weights, "b": weights["b"].t().contiguous().t()}) == checksum  # another layout
+    others = [
+        {"c": weights["b"], "a": weights["a"]},
+        {**weights, "b": weights["b"].view(3, 2)},
+        {**weights, "a": weights["a"].view(torch.float16)},
+        {**weights, "a": torch.ones(5).bfloat16().index_fill(0, torch.tensor(4), 1.25)},
+    ]
+    assert len({checksum, *map(weights_checksum, others)}) == 5
 
 
 # Files that would run code.
@@ -487,6 +557,58 @@ def test_an_override_that_does_not_fit_says_which_weights(tmp_path: Path) -> Non
         load_encoder(tmp_path / "vit.pth", arch="vit_giant")
 
 
+@pytest.mark.parametrize("replace_block", [True, False], ids=["in a block's place", "behind all blocks"])
+def test_weights_with_sparo_tell_how_it_was_built(replace_block: bool) -> None:
+    encoder = build(**SPARO, replace_block=replace_block)
+    assert infer_config(encoder.state_dict()) == replace(encoder.config, replace_block=replace_block)
+
+
+def test_weights_with_clips_first_layer_norm_tell_so() -> None:
+    assert infer_config(build(readout="cls", pre_norm=True).state_dict()).pre_norm
+    assert not infer_config(build(readout="cls").state_dict()).pre_norm
+
+
+def test_parts_of_a_clip_that_are_not_known_are_counted_and_the_first_four_named() -> None:
+    known = Renamed({}, "cls", unknown=[], missing=[])
+    assert check_known_clip(known) is known
+    lists = [f"visual.x{number}" for number in range(5)], [f"text.y{number}" for number in range(6)]
+    with pytest.raises(CheckpointError) as caught:
+        check_known_clip(Renamed({}, "cls", *lists), "clip.pt")
+    assert str(caught.value).endswith(
+        "of the weights of clip.pt 5 are unknown (visual.x0, visual.x1, visual.x2, visual.x3) and 6 missing (text.y0, "
+        "text.y1, text.y2, text.y3)"
+    )
+    for unknown, missing in ((["visual.x"], []), ([], ["text.y"])):
+        with pytest.raises(CheckpointError, match=rf"{len(unknown)} are unknown .* {len(missing)} missing"):
+            check_known_clip(Renamed({}, "cls", unknown, missing))
+
+
+@pytest.mark.parametrize(("readout", "codes"), [("cls", (0, 0)), ("fdt", (7, 11))])
+def test_a_clips_image_tower_has_codes_only_where_its_readout_needs_them(readout: str, codes: tuple[int, int]) -> None:
+    images = {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}
+    clip = {"image": {"readout": readout}, "replace_block": None, "quick_gelu": True, "num_codes": 7, "embed_dim": 11}
+    description = describe_encoder({"clip": {**clip, **images}}, {})
+    expected = {"readout": readout, "replace_block": None, "quick_gelu": True, **images}
+    assert description == {**expected, "num_codes": codes[0], "code_dim": codes[1]}
+
+
+@pytest.mark.parametrize("key", ["clip", "encoder"])
+@pytest.mark.parametrize("saved", [True, False])
+def test_weights_trained_with_another_activation_start_nothing(key: str, saved: bool) -> None:
+    check_same_activation({key: {"quick_gelu": saved}}, saved, "clip.pt")
+    message = rf"clip\.pt was trained with quick_gelu={saved}, the model has quick_gelu={not saved}; "
+    with pytest.raises(CheckpointError, match=rf"{message}.*--quick_gelu {str(saved).lower()}$"):
+        check_same_activation({key: {"quick_gelu": saved}}, not saved, "clip.pt")
+
+
+def test_weights_that_do_not_say_their_activation_may_start_any_if_foreign_and_gelu_if_ours() -> None:
+    for quick_gelu in (True, False):
+        check_same_activation({"state_dict": {}}, quick_gelu, "clip.pt")
+    check_same_activation({"encoder": {}}, False, "checkpoint.pth")
+    with pytest.raises(CheckpointError, match="quick_gelu=False, the model has quick_gelu=True"):
+        check_same_activation({"encoder": {}}, True, "checkpoint.pth")
+
+
 # Our checkpoints.
 
 ROUND_TRIPS: dict[str, dict[str, Any]] = {
@@ -582,6 +704,9 @@ def test_of_many_names_the_first_are_shown_and_the_rest_counted() -> None:
     module = nn.Sequential(*[nn.Linear(1, 1) for _ in range(9)])
     with pytest.raises(CheckpointError, match=r"18 missing: 0\.bias, 0\.weight, .*3\.weight, \.\.\. and 10 more"):
         load_strictly(module, {}, "nothing")
+    all_shown = nn.Sequential(*[nn.Linear(1, 1) for _ in range(4)])
+    with pytest.raises(CheckpointError, match=r"8 missing: .*3\.weight$"):
+        load_strictly(all_shown, {}, "nothing")
 
 
 def test_weights_that_do_not_fit_change_nothing() -> None:

@@ -128,13 +128,14 @@ def test_the_network_is_chosen(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("side", [5, 2])
 def test_positions_of_another_image_size_are_resampled_as_the_backbone_does_it(tmp_path: Path, side: int) -> None:
-    vanilla, encoder = build(readout="cls"), build(1, **{**SPARO, "img_size": 8 * side})
+    # A grid of 4, not of 3: that is the number of channels.
+    vanilla, encoder = build(readout="cls", img_size=32), build(1, **{**SPARO, "img_size": 8 * side})
     report = initialize_encoder(encoder, raw(tmp_path, vanilla))
     expected = vanilla.backbone.position_embedding(8 * side, 8 * side)
     assert torch.equal(encoder.backbone.pos_embed, expected)
     assert encoder.backbone.pos_embed.shape == (1, 1 + side * side, 128)
-    assert report.grids == (3, side)
-    assert str(report).endswith(f"; position embedding resampled from 3x3 to {side}x{side} patches")
+    assert report.grids == (4, side)
+    assert str(report).endswith(f"; position embedding resampled from 4x4 to {side}x{side} patches")
 
 
 def test_parameters_stay_the_same_objects(tmp_path: Path) -> None:
@@ -168,7 +169,7 @@ def test_another_width_patch_size_or_number_of_channels_is_refused(
 
 def test_a_vit_of_another_make_is_refused(tmp_path: Path) -> None:
     vanilla, encoder = build(readout="cls"), build(1, **SPARO)
-    with pytest.raises(CheckpointError, match=r"another make: 1 weights .*backbone\.blocks\.0\.ls1\.gamma"):
+    with pytest.raises(CheckpointError, match=r"another make: 1 weights .*backbone\.blocks\.0\.ls1\.gamma$"):
         initialize_encoder(encoder, raw(tmp_path, vanilla, **{"blocks.0.ls1.gamma": torch.ones(128)}))
     with pytest.raises(CheckpointError, match=r"another make: 1 weights .*backbone\.blocks\.2\.mlp\.fc1\.bias"):
         initialize_encoder(encoder, raw(tmp_path, vanilla, **{"blocks.2.mlp.fc1.bias": torch.ones(7)}))
@@ -177,6 +178,13 @@ def test_a_vit_of_another_make_is_refused(tmp_path: Path) -> None:
     torch.save({"conv1.weight": torch.ones(2, 3)}, tmp_path / "resnet.pth")
     with pytest.raises(CheckpointError, match="not the weights of a vision transformer"):
         initialize_encoder(encoder, tmp_path / "resnet.pth")
+
+
+@pytest.mark.parametrize("is_clips", [True, False])
+def test_of_dinos_and_clips_vits_the_option_that_tells_them_apart_is_named(tmp_path: Path, is_clips: bool) -> None:
+    path = raw(tmp_path, build(readout="cls", pre_norm=is_clips))
+    with pytest.raises(CheckpointError, match=f"build the encoder alike: --pre_norm {str(is_clips).lower()}$"):
+        initialize_encoder(build(1, **SPARO, pre_norm=not is_clips), path)
 
 
 # In a run.

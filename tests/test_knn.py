@@ -140,9 +140,21 @@ def test_of_equal_votes_the_smaller_label_comes_first_and_six_classes_give_five(
     assert knn_predict(train[:2], torch.tensor([4, 1]), train[:1], 2).tolist() == [[1, 4, -1, -1, -1]]
 
 
+def test_of_many_equal_votes_the_smallest_labels_come_first():
+    """A sort that is not stable shows above sixteen or so."""
+    train, labels = torch.ones(61, WIDTH), torch.arange(61).roll(17)
+    assert knn_predict(train, labels, train[:1], 61).tolist() == [[0, 1, 2, 3, 4]]
+
+
 def test_a_vote_that_underflows_is_still_a_vote():
     train = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
     assert knn_predict(train, torch.tensor([6, 2]), train[:1], 2, 1e-6).tolist() == [[6, 2, -1, -1, -1]]
+
+
+def test_votes_far_below_the_nearests_still_rank_their_classes():
+    cosines = torch.tensor([1.0, 0.6, 0.0])  # votes of 1, 4e-18 and 4e-44
+    train = torch.stack([cosines, (1 - cosines**2).sqrt()], dim=1)
+    assert knn_predict(train, torch.tensor([6, 9, 2]), train[:1], 3, 0.01).tolist() == [[6, 9, 2, -1, -1]]
 
 
 def test_a_feature_of_zeros_is_similar_to_none():
