@@ -96,7 +96,7 @@ def test_clip_benchmarks_command_knows_our_checkpoints(monkeypatch):
     models.MODEL_TYPES = list(models.TYPE2FUNC)
     package.models, package.cli = models, cli
     cli.main = lambda: calls.append(list(models.MODEL_TYPES))
-    for module in (package, models, cli):
+    for module in (package, models, cli, ModuleType("requests")):
         module.__spec__ = ModuleSpec(module.__name__, None)
         monkeypatch.setitem(sys.modules, module.__name__, module)
     adapter.main()
