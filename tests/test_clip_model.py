@@ -404,7 +404,7 @@ def test_one_string_is_no_list_of_captions() -> None:
 
 def test_without_open_clip_the_tokenizer_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     simple_tokenizer.cache_clear()
-    monkeypatch.setitem(sys.modules, "open_clip.tokenizer", None)
+    monkeypatch.setitem(sys.modules, "open_clip", None)
     with pytest.raises(ImportError, match=r"dino_sparo\[clip\]"):
         tokenize(["a dog"])
 

@@ -210,7 +210,7 @@ def test_chance_stands_beside_the_bars_and_all_words_can_be_read(num_slots, num_
     """It lay on the bars, whose heights it was near."""
     chance = 100 / num_classes
     alone = [chance * (2 - slot / num_slots) for slot in range(num_slots)]
-    scores = SlotScores(alone, list(range(num_slots)), alone, 100, 0, num_classes, 0)
+    scores = SlotScores(alone, list(range(num_slots)), alone, 100, 0, num_classes, 0, alone, 50)
     with drawn_words() as figures:
         draw_curve(scores, 1, tmp_path / "slots.png")
     assert_readable(figures)
