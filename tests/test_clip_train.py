@@ -548,7 +548,7 @@ def test_a_checkpoint_of_something_else_is_not_resumed() -> None:
         ({"data_path": "nowhere/at/all"}, "nowhere/at/all"),
         ({"batch_size": 27}, "26 images are too few for one step"),
         ({"grad_accum_steps": 4}, "batch_size 6 cannot be shared by 1 process.* --grad_accum_steps 4; .* is 8"),
-        ({"arch": "vit_huge"}, "unknown arch 'vit_huge'"),
+        ({"arch": "vit_giant"}, "unknown arch 'vit_giant'"),
         ({"readout": "max"}, "unknown readout 'max'"),
         ({"img_size": 20}, "img_size 20 px is not a multiple of --patch_size 8 px; the nearest that fits is 16"),
         ({"text_heads": 5}, "text width=24 is not a multiple of heads=5"),
@@ -587,7 +587,7 @@ def test_a_share_of_the_batch_is_the_same_for_all() -> None:
 
 def test_a_mistake_ends_in_one_line_and_a_failure_status(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(SystemExit) as stopped:
-        main(options(tmp_path, arch="vit_huge"))
+        main(options(tmp_path, arch="vit_giant"))
     assert stopped.value.code == 1
     assert "unknown arch" in caplog.text
 

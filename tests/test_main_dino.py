@@ -488,7 +488,7 @@ def test_no_slots_are_named_for_a_model_without(tmp_path: Path, capsys: pytest.C
     [
         ({"data_path": "nowhere/at/all"}, "nowhere/at/all"),
         ({"batch_size_per_gpu": 27}, "26 images"),
-        ({"arch": "vit_huge"}, "unknown arch 'vit_huge'; choose one of .*vit_small"),
+        ({"arch": "vit_giant"}, "unknown arch 'vit_giant'; choose one of .*vit_small"),
         ({"readout": "max"}, r"unknown readout 'max'; choose one of \['cls', 'gap', 'sparo'\]"),
         ({"global_crops_size": 20}, "global_crops_size 20 px is not a multiple of --patch_size 8 px.*nearest .* 16"),
         ({"local_crops_size": 4}, "local_crops_size 4 px is not a multiple"),
@@ -521,7 +521,7 @@ def test_a_probe_needs_labels(tmp_path: Path) -> None:
 
 def test_a_mistake_ends_in_one_line_and_a_failure_status(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(SystemExit) as stopped:
-        main(options(tmp_path, arch="vit_huge"))
+        main(options(tmp_path, arch="vit_giant"))
     assert stopped.value.code == 1
     assert "unknown arch" in caplog.text
 
