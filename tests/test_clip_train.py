@@ -743,6 +743,8 @@ def test_the_options_and_their_defaults_are_frozen() -> None:
 
 def test_every_option_is_read(tmp_path: Path) -> None:
     folder = Path(clip_train.__file__).parent
-    text = (folder / "train.py").read_text() + (folder / "options.py").read_text()
+    trainer = folder.parent / "training"
+    files = (folder / "train.py", folder / "options.py", trainer / "run.py", trainer / "loop.py")
+    text = "".join(path.read_text() for path in files)
     for name in vars(get_args_parser().parse_args([])):
         assert f"args.{name}" in text or name in ("local_rank", "preset"), name
