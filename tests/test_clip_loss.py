@@ -101,6 +101,7 @@ def _peer(number: int, folder: str, results: "multiprocessing.Queue") -> None:
     shutdown()
 
 
+@pytest.mark.slow
 def test_the_mean_over_two_ranks_is_the_loss_of_the_whole_batch(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()

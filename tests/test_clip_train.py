@@ -350,6 +350,7 @@ def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
     assert_close_weights(tmp_path / "one", tmp_path / "two")
 
 
+@pytest.mark.slow
 def test_two_processes_go_on_where_one_stopped(tmp_path: Path) -> None:
     run(tmp_path / "one", epochs=2)
     run(tmp_path / "two", epochs=2, max_steps=3)

@@ -496,6 +496,7 @@ def evaluate_everything(folder: str, weights: str, pairs: str) -> None:
         evaluate(evaluation, script.get_args_parser(), *command)
 
 
+@pytest.mark.slow
 def test_two_processes_find_what_one_finds(weights, tmp_path, monkeypatch):
     """To the last digit: every image and caption is encoded once, in products of the same size."""
     pairs = write_scene_pairs(tmp_path / "pairs", 13, 32)

@@ -5,6 +5,7 @@ the same faults do under Slurm stands in tests/slurm.
 """
 
 import contextlib
+import io
 import json
 import math
 import multiprocessing
@@ -46,7 +47,9 @@ from runs import (
 from slurm.cluster import is_alive, wait_until
 
 import dino_sparo.loss
+import dino_sparo.sources.decode
 from dino_sparo.checkpoint import CheckpointFolder, load_checkpoint
+from dino_sparo.sources.limits import open_regular
 
 LIMIT = 15.0  # seconds within which all ranks are gone, beyond the time-out where one counts
 HANG_MIN = 0.05  # --dist_timeout_min of the tests about what hangs
@@ -91,6 +94,7 @@ def assert_ended(ranks: Ranks, statuses: list[int], begin: float, message: str, 
 # Processes that die or hang.
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_others_and_the_run_goes_on_to_the_same_bits(tmp_path: Path, whole: Path) -> None:
     with Ranks(tmp_path, options(tmp_path)) as ranks:
         ranks.wait_for_save(tmp_path)
@@ -142,14 +146,24 @@ def test_a_rank_that_hangs_ends_the_others_after_the_timeout(tmp_path: Path) -> 
     record("a rank hangs", seconds=round(seconds, 2), timeout_s=60 * HANG_MIN)
 
 
+def _hang_when(stuck: Path, rank: int) -> None:
+    """Once a file is there, opening one image takes for ever, as on a network disk that does not answer any more."""
+
+    def open_or_hang(path: str) -> io.BufferedReader:
+        while stuck.exists() and path.endswith("05.png"):
+            time.sleep(60)
+        return open_regular(path)
+
+    dino_sparo.sources.decode.open_regular = open_or_hang  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
 def test_an_image_that_is_never_read_ends_all_ranks_after_the_timeout(tmp_path: Path) -> None:
-    """As on a network disk that does not answer any more."""
     images, stuck = image_folder(tmp_path / "images"), tmp_path / "stuck"
-    os.mkfifo(stuck)  # opening it waits for somebody who writes into it
     changes = {"data_path": images, "num_workers": 1, "dist_timeout_min": HANG_MIN, "epochs": 1000}
-    with Ranks(tmp_path, options(tmp_path / "run", **changes)) as ranks:
+    with Ranks(tmp_path, options(tmp_path / "run", **changes), spoil=partial(_hang_when, stuck)) as ranks:
         ranks.wait_for_save(tmp_path / "run")
-        stuck.replace(images / "05.png")
+        stuck.touch()
         message = "loads images died or hangs|another process died, or did not answer"
         seconds = assert_ended(ranks, [FAULT, FAULT], time.monotonic(), message, 60 * HANG_MIN + LIMIT)
     assert assert_whole_checkpoints(tmp_path / "run") > 0
@@ -243,6 +257,7 @@ def _assert_save_fails(output_dir: Path, log: Path, message: str, spoil: Callabl
         return assert_ended(ranks, [1, 1], begin, message, PATIENCE)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path: Path, whole: Path) -> None:
     with Ranks(tmp_path, options(tmp_path, max_steps=18)) as ranks:
         assert ranks.wait() == [0, 0], ranks.log()
@@ -342,6 +357,7 @@ def test_kills_aimed_at_the_inside_of_a_large_save_use_up_no_fallback(tmp_path: 
 # Signals.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("signum", "status"),
     [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR2, 140)],

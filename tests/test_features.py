@@ -207,6 +207,7 @@ def start(folder: Path, rank: int) -> subprocess.Popen:
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+@pytest.mark.slow
 def test_two_processes_find_what_one_finds(tmp_path, one_thread):
     """k-NN to the last digit; probes, whose gradients are summed in another order, to rounding."""
     (tmp_path / "one").mkdir()

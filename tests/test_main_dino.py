@@ -21,12 +21,14 @@ import main_dino
 from dino_sparo import load_checkpoint, load_encoder, preemption
 from dino_sparo.checkpoint import CheckpointError, CheckpointFolder
 from dino_sparo.crops import MultiCropAugmentation
-from dino_sparo.data import CorruptImageError, open_source
+from dino_sparo.data import CorruptImageError
 from dino_sparo.dino import step as dino_step
 from dino_sparo.dino import train as dino_train
 from dino_sparo.dino.step import DINOTraining
+from dino_sparo.distributed import Distributed
 from dino_sparo.evaluation.attention import to_pixels
 from dino_sparo.preemption import RunStopped
+from dino_sparo.training import images
 from dino_sparo.training.images import draw_examples
 from dino_sparo.training.loop import NonFiniteLossError, TooManyCorruptError
 from dino_sparo.training.objective import StepReport
@@ -156,6 +158,7 @@ def untimed_epochs(output_dir: Path) -> list[dict]:
     return [{name: v for name, v in line.items() if name not in LINES_OF_TIME} for line in epochs_of(output_dir)]
 
 
+@pytest.mark.slow
 def test_a_run_stopped_by_a_signal_saves_between_two_steps_and_ends_in_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +222,7 @@ def test_a_checkpoint_says_what_is_needed_to_go_on(tmp_path: Path) -> None:
     assert rank["meters"]["loss"][1] == 2  # steps of the epoch under way
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch", "step"), [(3, 12), (12, 3), (4, 9)])
 def test_another_batch_goes_on_from_the_images_seen_if_that_is_allowed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, batch: int, step: int
@@ -267,6 +271,7 @@ def test_two_processes_give_the_losses_of_one_with_twice_the_batch(tmp_path: Pat
         assert torch.allclose(value, weights[1][name], atol=1e-5), name
 
 
+@pytest.mark.slow
 def test_accumulated_gradients_are_those_of_the_large_batch(tmp_path: Path) -> None:
     run(tmp_path / "large", batch_size_per_gpu=6, drop_path_rate=0)
     run(tmp_path / "parts", batch_size_per_gpu=2, grad_accum_steps=3, drop_path_rate=0)
@@ -282,6 +287,7 @@ def test_other_readouts_and_precisions_train(tmp_path: Path, changes: dict[str, 
     assert math.isfinite(epochs_of(tmp_path)[0]["train_loss"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "lars"])
 def test_other_optimizers_train_and_resume(tmp_path: Path, optimizer: str) -> None:
     run(tmp_path, epochs=2, max_steps=4, optimizer=optimizer)
@@ -597,18 +603,10 @@ def test_a_table_with_splits_trains_on_its_train_rows(
     for i in range(3):
         Image.new("RGB", (8, 8)).save(tmp_path / f"{i}.png")
     (tmp_path / "set.csv").write_text("path,split,fold\n0.png,train,a\n1.png,val,train\n2.png,train,b\n")
-    opened = []
-
-    def stop(count: int, *_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(main_dino, "open_source", lambda *a, **k: opened.append(open_source(*a, **k)) or opened[0])
-    monkeypatch.setattr(main_dino, "require_same", stop)
     options = ["--data_path", str(tmp_path / "set.csv"), "--max_image_mpix", "5e-5", *words.split()]
-    args = main_dino.get_args_parser().parse_args(options)
-    with pytest.raises(KeyboardInterrupt):
-        main_dino.build_run(args, None, None)  # type: ignore[arg-type]
-    (source,) = opened
+    args = main_dino.get_args_parser().parse_args([*options, "--batch_size_per_gpu", "1"])
+    monkeypatch.setattr(images, "draw_examples", lambda *_: None)
+    source = images.open_crops(args, Distributed(0, 1, 0, torch.device("cpu"))).source
     assert [int(Path(source.location(i)).stem) for i in range(len(source))] == expected
     with pytest.raises(CorruptImageError, match="8 x 8 pixels; at most 5e-05 million"):
         source.read(0)
