@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-SOURCES := dino_sparo benchmarks tests main_dino.py run_with_submitit.py eval_knn.py eval_linear.py visualize_attention.py demo.py hubconf.py
+SOURCES := dino_sparo benchmarks tests main_dino.py run_with_submitit.py eval_knn.py eval_linear.py visualize_attention.py hubconf.py
 # The environment may forbid bytecode files; without them every start compiles torch anew.
 export PYTHONDONTWRITEBYTECODE=
 
@@ -24,17 +24,17 @@ $(INSTALLED): pyproject.toml
 install: $(INSTALLED)  ## create .venv and install everything into it
 
 demo: $(INSTALLED)  ## train on built-in scenes, evaluate, draw the slots (minutes, CPU)
-	$(BIN)/python demo.py
+	$(BIN)/dino-sparo demo
 
 demo-compare: $(INSTALLED)  ## the same for the read-outs sparo, cls and gap
-	$(BIN)/python demo.py --readouts sparo cls gap --output_dir output/demo-compare
+	$(BIN)/dino-sparo demo --readouts sparo cls gap --output_dir output/demo-compare
 
 demo-clip: $(INSTALLED)  ## train CLIP + SPARO on the captions of built-in scenes, evaluate, draw (up to an hour, CPU)
-	$(BIN)/python -m dino_sparo.clip.demo
+	$(BIN)/dino-sparo demo-clip
 
 demo-short: $(INSTALLED)  ## both demos' parts in a minute or two; their numbers mean nothing
-	$(BIN)/python demo.py --short --output_dir output/demo-short
-	$(BIN)/python -m dino_sparo.clip.demo --short
+	$(BIN)/dino-sparo demo --short --output_dir output/demo-short
+	$(BIN)/dino-sparo demo-clip --short
 
 test: $(INSTALLED)  ## run the tests that take seconds each
 	$(BIN)/python -m pytest -n 2 -m 'not slow and not slurm'

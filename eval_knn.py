@@ -8,161 +8,18 @@ built as the checkpoint says; the reference's checkpoints and raw ViT weights ar
 facebookresearch/dino.
 """
 
-from dino_sparo.evaluation.options import knn_parser as get_args_parser
-
-if __name__ == "__main__":
-    get_args_parser().parse_args()  # --help and mistakes are answered before torch is imported
-
-import argparse
-import logging
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-import torch
+from dino_sparo.__main__ import run
+from dino_sparo.evaluation.options import knn_parser as get_args_parser
 
-from dino_sparo.cli import errors_in_one_line
-from dino_sparo.crops import EvalTransform
-from dino_sparo.distributed import PRECISIONS, Distributed, init_distributed, is_main
-from dino_sparo.evaluation.features import Features, load_features, save_features
-from dino_sparo.evaluation.knn import KNNResult, classify_on_rank_0, evaluate_knn, extract_splits
-from dino_sparo.evaluation.protocol import (
-    file_sha256,
-    open_encoder,
-    open_splits,
-    result_folder,
-    versions,
-    view_record,
-    write_json,
-)
-from dino_sparo.logs import setup_logging
-from dino_sparo.sources import ImageLimits, TableColumns
-
-__all__ = ["evaluate_checkpoint", "evaluate_knn", "get_args_parser", "main"]
-
-logger = logging.getLogger("eval_knn")
+__all__ = ["get_args_parser", "main"]
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Parse the options and evaluate; a mistake in them ends with one line, not a traceback.
-
-    Args:
-        argv: options; None: the command line's.
-
-    Returns:
-        What knn.json holds.
-    """
-    with errors_in_one_line(logger):
-        return evaluate_checkpoint(get_args_parser().parse_args(argv))
-
-
-def evaluate_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
-    """Evaluate what the options say, write the result, print the table.
-
-    Raises:
-        ValueError: options, files or data that do not fit; the message says what would.
-    """
-    place = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
-    setup_logging()
-    storage = place.device if args.use_cuda else torch.device("cpu")
-    folder = result_folder(args.output_dir or args.load_features, args.pretrained_weights)
-    if args.load_features:
-        train, val, record = load_features(Path(args.load_features))
-        _check_cached_weights(args.pretrained_weights, record, args.load_features)
-    else:
-        train, val, record = extract(args, place, storage)
-        if args.dump_features and is_main():
-            save_features(Path(args.dump_features), train, val, record)
-    found = classify_on_rank_0(train.to(storage), val.to(storage), args.nb_knn, args.temperature, place.device)
-    result = describe(found, train, val, args.temperature, record)
-    if is_main():
-        is_untrained = record.get("encoder", {}).get("untrained", False)
-        path = folder / ("knn_untrained.json" if is_untrained else "knn.json")
-        write_json(result, path)
-        print(f"{table(found)}\n\n{path}")
-    return result
-
-
-def extract(args: argparse.Namespace, place: Distributed, storage: torch.device) -> tuple[Features, Features, dict]:
-    """Features of both splits, and the record of how they were made."""
-    evaluated = open_encoder(
-        args.pretrained_weights,
-        args.checkpoint_key,
-        args.arch,
-        args.patch_size,
-        untrained=args.untrained,
-        readout=args.readout,
-        img_size=args.img_size,
-        seed=args.seed,
-    )
-    train_source, val_source = open_splits(
-        args.data_path,
-        args.download,
-        TableColumns(args.path_column, args.label_column, args.split_column),
-        ImageLimits(args.max_image_mb, args.max_image_mpix),
-    )
-    encoder = evaluated.encoder.to(place.device)
-    img_size = args.img_size or encoder.config.img_size
-    transform = EvalTransform(img_size, evaluated.mean, evaluated.std, exact=not args.fast_views)
-    train, val = extract_splits(
-        encoder,
-        train_source,
-        val_source,
-        transform,
-        place.device,
-        batch_size=args.batch_size_per_gpu,
-        num_workers=args.num_workers,
-        dtype=PRECISIONS[args.precision],
-        storage=storage,
-    )
-    record = {
-        "encoder": evaluated.record,
-        "feature": {"name": "encoding", "dim": encoder.encoding_dim, "precision": args.precision},
-        "images": {"data_path": args.data_path, "num_classes": len(train_source.classes or [])},
-        "view": view_record(transform),
-        "versions": versions(),
-    }
-    return train, val, record
-
-
-def describe(
-    found: Mapping[int, KNNResult], train: Features, val: Features, temperature: float, record: dict[str, Any]
-) -> dict[str, Any]:
-    """Accuracies and protocol, as knn.json holds them: the same for every run of the same command."""
-    num_train = len(train.features)
-    counts = {
-        "num_train": num_train,
-        "num_val": len(val.features),
-        "num_corrupt_train": train.num_corrupt,
-        "num_corrupt_val": val.num_corrupt,
-    }
-    return {
-        "evaluation": "weighted k-NN",
-        "results": [
-            {"k": k, "neighbours": min(k, num_train), "top1": accuracy.top1, "top5": accuracy.top5}
-            for k, accuracy in found.items()
-        ],
-        "similarity": "cosine",
-        "temperature": temperature,
-        **record,
-        "images": {**record.get("images", {}), **counts},
-    }
-
-
-def table(found: Mapping[int, KNNResult]) -> str:
-    """Accuracies for people."""
-    rows = [f"{k:>6}  {accuracy.top1:>8.2f}  {accuracy.top5:>8.2f}" for k, accuracy in found.items()]
-    return "\n".join([f"{'k':>6}  {'top-1 %':>8}  {'top-5 %':>8}", *rows])
-
-
-def _check_cached_weights(pretrained_weights: str, record: dict[str, Any], folder: str) -> None:
-    """Refuse cached features of other weights than those named."""
-    cached = record.get("encoder", {}).get("sha256")
-    if pretrained_weights and cached != file_sha256(Path(pretrained_weights)):
-        raise ValueError(
-            f"the features in {folder} were not made with {pretrained_weights} (its SHA-256 is not {cached}); leave "
-            f"out --pretrained_weights to evaluate them anyway, or leave out --load_features"
-        )
+def main(argv: Sequence[str] | None = None) -> Any:
+    """Run the command `dino-sparo knn` with these options; None: the command line's."""
+    return run("knn", argv, prog="eval_knn.py")
 
 
 if __name__ == "__main__":

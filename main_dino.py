@@ -9,35 +9,25 @@ is built in `dino_sparo/dino/train.py`; the run is `dino_sparo/training/run.py`.
 from the last checkpoint.
 """
 
-from dino_sparo.cli import command_parser, errors_in_one_line
-from dino_sparo.dino.options import check_options, defaults_of, fill_in_defaults, get_args_parser
-
-if __name__ == "__main__":
-    # --help and mistakes are answered before torch is imported.
-    command_parser(get_args_parser(), __doc__).parse_args()
-
 import argparse
-import logging
+from collections.abc import Sequence
 
-from dino_sparo.dino.train import DINOObjective
-from dino_sparo.training.loop import MENDABLE_ERRORS
-from dino_sparo.training.run import train
+from dino_sparo.__main__ import run
+from dino_sparo.dino.options import check_options, fill_in_defaults, get_args_parser
 
-__all__ = ["MENDABLE_ERRORS", "check_options", "fill_in_defaults", "get_args_parser", "main", "train_dino"]
-
-logger = logging.getLogger("main_dino")
+__all__ = ["check_options", "fill_in_defaults", "get_args_parser", "main", "train_dino"]
 
 
 def train_dino(args: argparse.Namespace) -> None:
     """Train DINO with these options, or go on from the last checkpoint; see `training.run.train` for what is raised."""
-    train(args, check_options, defaults_of, DINOObjective)
+    from dino_sparo.dino import train  # not above: it imports torch, and --help need not wait for that
+
+    train.train_dino(args)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Parse the options and train; a mistake in them ends with one line, not a traceback."""
-    args = command_parser(get_args_parser(), __doc__).parse_args(argv)
-    with errors_in_one_line(logger, *MENDABLE_ERRORS):
-        train_dino(args)
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command `dino-sparo train` with these options; None: the command line's."""
+    run("train", argv, prog="main_dino.py")
 
 
 if __name__ == "__main__":

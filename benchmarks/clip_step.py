@@ -36,12 +36,12 @@ from dino_sparo.clip.loss import PRODUCTS
 from dino_sparo.clip.model import CLIP, normalize_slots
 from dino_sparo.clip.options import check_options
 from dino_sparo.clip.options import get_args_parser as training_parser
-from dino_sparo.clip.pairs import PairBatch, PairTransform
 from dino_sparo.clip.step import CLIPTraining, train_step
-from dino_sparo.clip.text import CONTEXT_LENGTH, VOCAB_SIZE, end_token_mask
 from dino_sparo.clip.train import build_training, param_groups
 from dino_sparo.data import ImageDataset
-from dino_sparo.distributed import PRECISIONS, Distributed
+from dino_sparo.image_text.pairs.batches import PairBatch, PairTransform
+from dino_sparo.image_text.text import CONTEXT_LENGTH, VOCAB_SIZE, end_token_mask
+from dino_sparo.runtime.distributed import PRECISIONS, Distributed
 from dino_sparo.sources import ImageSource
 
 EQUAL = 2e-5  # of a loss of some nats, after some steps in fp32

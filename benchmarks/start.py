@@ -45,9 +45,9 @@ def own_memory() -> int:
 
 def start(number: int, count: int, folder: str, timeout_min: float, results: Queue) -> None:
     """One process of a start: reports seconds, pairs, and bytes of its own memory per pair."""
-    from dino_sparo.clip.pair_sources import index_pairs, open_pairs
     from dino_sparo.data import open_together
-    from dino_sparo.distributed import barrier, init_distributed, shutdown
+    from dino_sparo.image_text.pairs.sources import index_pairs, open_pairs
+    from dino_sparo.runtime.distributed import barrier, init_distributed, shutdown
 
     os.environ.update(RANK=str(number), WORLD_SIZE=str(count), LOCAL_RANK=str(number))
     init_distributed("cpu", f"file://{folder}/rendezvous", timeout_min)

@@ -28,11 +28,11 @@ from benchmarks.timing import Spread, interleave, synchronize
 from dino_sparo.choices import ARCHITECTURES
 from dino_sparo.data import Batch
 from dino_sparo.dino.step import DINOTraining, train_step
+from dino_sparo.dino.teacher import ema_update_
 from dino_sparo.dino.train import build_schedules, build_training
-from dino_sparo.distributed import Distributed
-from dino_sparo.optim import clip_gradients_
 from dino_sparo.readout import Sparo
-from dino_sparo.teacher import ema_update_
+from dino_sparo.runtime.distributed import Distributed
+from dino_sparo.training.optim import clip_gradients_
 from dino_sparo.training.rehearsal import compile_networks, memory_report
 
 EQUAL = 2e-5  # of a loss of about 10 nats, after some steps in fp32

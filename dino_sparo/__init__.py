@@ -28,9 +28,9 @@ from dino_sparo._version import __version__
 if TYPE_CHECKING:
     from dino_sparo.checkpoint import CheckpointError, load_checkpoint, load_encoder
     from dino_sparo.crops import EvalTransform, MultiCropAugmentation
+    from dino_sparo.dino.head import DINOHead, DINONetwork
+    from dino_sparo.dino.loss import DINOLoss
     from dino_sparo.encoder import Encoder, EncoderConfig, create_encoder
-    from dino_sparo.head import DINOHead, DINONetwork
-    from dino_sparo.loss import DINOLoss
     from dino_sparo.readout import ReadoutOutput, Sparo
 
 __all__ = [
@@ -53,9 +53,9 @@ __all__ = [
 # The modules import torch, which takes seconds: they are imported when one of their names is first used (PEP 562).
 _MODULE_OF = {
     "CheckpointError": "dino_sparo.checkpoint",
-    "DINOHead": "dino_sparo.head",
-    "DINOLoss": "dino_sparo.loss",
-    "DINONetwork": "dino_sparo.head",
+    "DINOHead": "dino_sparo.dino.head",
+    "DINOLoss": "dino_sparo.dino.loss",
+    "DINONetwork": "dino_sparo.dino.head",
     "Encoder": "dino_sparo.encoder",
     "EncoderConfig": "dino_sparo.encoder",
     "EvalTransform": "dino_sparo.crops",

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from dino_sparo.choices import IMAGENET_MEAN, IMAGENET_STD, MIN_CORRUPT
 from dino_sparo.distort import DeferredViews
-from dino_sparo.distributed import all_or_none, beating, rank_0_first, share_of, world_size
+from dino_sparo.runtime.distributed import all_or_none, beating, rank_0_first, share_of, world_size
 from dino_sparo.sources import CorruptImageError, ImageSource, open_source
 from dino_sparo.sources.cache import cache_folder
 

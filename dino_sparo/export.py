@@ -1,19 +1,15 @@
 """Checkpoint -> files for others: safetensors, timm, Hugging Face, ONNX; of CLIP also OpenCLIP's and sparo-clip's.
 
-    python -m dino_sparo.export runs/vits16/checkpoint.pth vits16
-    python -m dino_sparo.export runs/vits16/checkpoint.pth vits16 --format onnx --img_size 224
-    python -m dino_sparo.export runs/clip/checkpoint.pth clip --format open_clip
+    dino-sparo export runs/vits16/checkpoint.pth vits16
+    dino-sparo export runs/vits16/checkpoint.pth vits16 --format onnx --img_size 224
+    dino-sparo export runs/clip/checkpoint.pth clip --format open_clip
 
 Stage 5 of the map. An export is one network's encoder, without head and optimizer, beside a JSON file of how it was
 built, what its images are normalised with, and where it comes from. Of a CLIP `safetensors` holds both towers, for any
 read-out, `open_clip` and `sparo_clip` what these have; the other formats hold its image tower.
 """
 
-from dino_sparo.evaluation.options import export_parser as get_args_parser
-
-if __name__ == "__main__":
-    get_args_parser().parse_args()  # --help and mistakes are answered before torch is imported
-
+import argparse
 import importlib.util
 import logging
 import os
@@ -40,12 +36,11 @@ from dino_sparo.checkpoint import (
     weights_checksum,
 )
 from dino_sparo.choices import ARCHITECTURES
-from dino_sparo.cli import errors_in_one_line
 from dino_sparo.crops import EvalTransform
 from dino_sparo.encoder import Encoder, encoder_from_config
 from dino_sparo.evaluation.protocol import file_sha256, versions, write_json
-from dino_sparo.logs import setup_logging
 from dino_sparo.open_clip_names import open_clip_settings, to_open_clip_names
+from dino_sparo.runtime.logs import setup_logging
 
 logger = logging.getLogger(__name__)
 
@@ -429,24 +424,18 @@ def _with_suffix(out: str, suffix: str) -> Path:
     return Path(out.removesuffix(suffix) + suffix)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Parse the options and export; a mistake in them ends with one line, not a traceback."""
-    args = get_args_parser().parse_args(argv)
+def export_checkpoint(args: argparse.Namespace) -> None:
+    """Export what the options say; see `export` for what is raised."""
     setup_logging()
     for name in ("onnx_ir", "onnxscript"):  # they report every node that they simplify
         logging.getLogger(name).setLevel(logging.WARNING)
-    with errors_in_one_line(logger):
-        export(
-            args.checkpoint,
-            args.out,
-            args.checkpoint_key,
-            args.format,
-            args.img_size,
-            args.arch,
-            args.patch_size,
-            args.quick_gelu,
-        )
-
-
-if __name__ == "__main__":
-    main()
+    export(
+        args.checkpoint,
+        args.out,
+        args.checkpoint_key,
+        args.format,
+        args.img_size,
+        args.arch,
+        args.patch_size,
+        args.quick_gelu,
+    )

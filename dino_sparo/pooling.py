@@ -11,8 +11,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from dino_sparo.choices import CROSS_ATTENTION, CrossAttentionKind
-from dino_sparo.extras import require
 from dino_sparo.readout import AverageThenNormReadout, ReadoutOutput, create_readout
+from dino_sparo.runtime.extras import require
 
 
 class CrossAttentionReadout(nn.Module):

@@ -1,7 +1,8 @@
 """For tests of evaluations: a CLIP model whose features are known, a real one that is small, images of one colour."""
 
 import argparse
-from collections.abc import Callable
+import importlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dino_sparo.__main__ import COMMANDS
 from dino_sparo.clip import clip_description, create_clip, tokenize
-from dino_sparo.clip.encode import ClipEncoder, ClipView
-from dino_sparo.distributed import shutdown
+from dino_sparo.image_text.evaluation.encode import ClipEncoder, ClipView
+from dino_sparo.runtime.distributed import shutdown
 
 COLOURS = {"red": (1, 0, 0), "green": (0, 1, 0), "blue": (0, 0, 1), "yellow": (1, 1, 0), "cyan": (0, 1, 1)}
 TOKENIZER = SimpleTokenizer()
@@ -64,12 +66,25 @@ def small_checkpoint(path: Path, readout: str = "sparo", seed: int = 0) -> Path:
     return path
 
 
-def evaluate(
-    evaluation: Callable[[argparse.Namespace], dict], parser: argparse.ArgumentParser, *options: Any
-) -> dict[str, Any]:
-    """Run an evaluation with a command line's options, without its catching of errors."""
-    arguments = [*map(str, options), "--device", "cpu", "--num_workers", "0", "--batch_size_per_gpu", "6"]
+def parser_of(name: str) -> argparse.ArgumentParser:
+    """The options of a command."""
+    parser = COMMANDS[name].parser
+    assert parser is not None
+    return parser()
+
+
+def call(name: str, words: Iterable[object]) -> dict[str, Any]:
+    """Run a command without its catching of errors."""
+    command = COMMANDS[name]
+    module, _, function = command.body.partition(":")
+    body = getattr(importlib.import_module(module), function)
+    args = parser_of(name).parse_args([*map(str, words)])
+    return body(args) if command.helper is None else body(args, command.helper)
+
+
+def evaluate(name: str, *options: Any) -> dict[str, Any]:
+    """Run an evaluation in this process, on few images at a time, without its catching of errors."""
     try:
-        return evaluation(parser.parse_args(arguments))
+        return call(name, [*options, "--device", "cpu", "--num_workers", "0", "--batch_size_per_gpu", "6"])
     finally:
         shutdown()

@@ -32,7 +32,7 @@ from dino_sparo.evaluation.attention import (
     to_pixels,
 )
 from dino_sparo.evaluation.views import choose_view, open_images, view_pixels, view_tensor
-from dino_sparo.extras import MissingPackageError
+from dino_sparo.runtime.extras import MissingPackageError
 
 CONFIG = EncoderConfig(arch="vit_micro", patch_size=5, num_slots=7, slot_dim=11, key_dim=13, img_size=25)
 

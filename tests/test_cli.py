@@ -20,14 +20,15 @@ import torch
 import dino_sparo.clip
 import main_dino
 from dino_sparo import choices
-from dino_sparo.cli import HelpFormatter, add_device_options, add_foreign_weights_options, bool_flag
+from dino_sparo.__main__ import COMMANDS, main
 from dino_sparo.dino import options as dino_options
 from dino_sparo.dino import train as dino_train
-from dino_sparo.distributed import PRECISIONS
 from dino_sparo.export import CLIP_FORMATS, WRITERS
-from dino_sparo.optim import OPTIMIZERS
 from dino_sparo.readout import READOUTS
+from dino_sparo.runtime.cli import HelpFormatter, add_device_options, add_foreign_weights_options, bool_flag
+from dino_sparo.runtime.distributed import PRECISIONS
 from dino_sparo.training import images, run
+from dino_sparo.training.optim import OPTIMIZERS
 
 # The options of facebookresearch/dino's main_dino.py with its defaults: commands written for it must go on working.
 REFERENCE: dict[str, Any] = {
@@ -114,9 +115,8 @@ NEW: dict[str, Any] = {
 IGNORED = {"local_rank"}
 
 ROOT = Path(main_dino.__file__).parent
-SCRIPTS = sorted(
-    path.stem for path in ROOT.glob("*.py") if "get_args_parser().parse_args(argv)" in path.read_text(encoding="utf-8")
-)
+SCRIPTS = ("main_dino.py", "run_with_submitit.py", "eval_knn.py", "eval_linear.py", "visualize_attention.py")
+PARSERS = {name: command.parser for name, command in COMMANDS.items() if command.parser is not None}
 
 
 def options(parser: argparse.ArgumentParser) -> list[argparse.Action]:
@@ -236,9 +236,9 @@ def test_options_are_plain_values_that_a_checkpoint_can_hold() -> None:
 # Help.
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_every_option_has_help_that_can_be_printed(script: str) -> None:
-    parser = importlib.import_module(script).get_args_parser()
+@pytest.mark.parametrize("name", sorted(PARSERS))
+def test_every_option_has_help_that_can_be_printed(name: str) -> None:
+    parser = PARSERS[name]()
     text = parser.format_help()
     for action in options(parser):
         assert action.help, action.dest
@@ -273,37 +273,56 @@ def test_help_does_not_repeat_a_default() -> None:
 
 # Speed: the seconds that torch takes to import are not worth waiting for.
 
-# CLIP benchmark's own command line stands behind clip.adapter.
-NOT_OURS = {"dino_sparo.clip.adapter"}
-COMMANDS = sorted(
-    name
-    for path in [*ROOT.glob("*.py"), *(ROOT / "dino_sparo").rglob("*.py")]
-    if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
-    and (name := ".".join(path.relative_to(ROOT).with_suffix("").parts)) not in NOT_OURS
-)
 
-
-def test_the_commands_are_found() -> None:
-    assert {"main_dino", "eval_knn", "demo", "dino_sparo.export", "dino_sparo.clip.train"} <= set(COMMANDS)
-
-
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [*(f"dino_sparo {name}" for name in PARSERS), "dino_sparo submit", *SCRIPTS])
 def test_help_and_mistakes_are_answered_before_torch_is_imported(command: str) -> None:
     answer = """
-import contextlib, runpy, sys
-for words, status in ([["--help"], 0], [["--no_such_option"], 2]):
-    sys.argv[1:] = words
+import runpy, sys
+module, *name = sys.argv[1:]
+start = runpy.run_path if module.endswith(".py") else runpy.run_module
+for words, status in ((["--help"], 0), (["--no_such_option"], 2)):
+    sys.argv = [module, *name, *words]
     try:
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        start(module, run_name="__main__")
     except SystemExit as end:
         assert end.code == status, (words, end.code)
 assert "torch" not in sys.modules
 """
-    words = [sys.executable, "-c", f"import sys; sys.argv[0] = {command!r}\n{answer}"]
+    words = [sys.executable, "-c", answer, *command.split()]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert "--help" in done.stdout
+    assert done.stdout.startswith(f"usage: {command.replace('dino_sparo', 'dino-sparo')} ")
     assert "--no_such_option" in done.stderr or "required" in done.stderr
+
+
+# The one command.
+
+
+def test_every_command_is_listed_with_what_it_turns_into_what(capsys: pytest.CaptureFixture[str]) -> None:
+    main([])
+    lines = capsys.readouterr().out.splitlines()
+    for name, command in COMMANDS.items():
+        assert any(line.split() == [name, *command.summary.split()] for line in lines), name
+        assert "->" in command.summary
+
+
+def test_a_command_that_does_not_exist_is_named_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["zeroshot", "--data_path", "x"])
+    assert "there is no command 'zeroshot'; did you mean zero-shot?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_every_commands_body_exists(name: str) -> None:
+    module, _, function = COMMANDS[name].body.partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_the_installed_script_and_the_module_are_the_same_command() -> None:
+    version = f"dino_sparo {dino_sparo.__version__}\n"
+    for words in ([str(Path(sys.executable).with_name("dino-sparo"))], [sys.executable, "-m", "dino_sparo"]):
+        assert subprocess.run([*words, "--version"], capture_output=True, text=True, timeout=100).stdout == version
 
 
 @pytest.mark.parametrize("package", [dino_sparo, dino_sparo.clip])

@@ -20,9 +20,9 @@ pytest.importorskip("open_clip")
 from clip_fakes import small_checkpoint
 
 from dino_sparo.clip import adapter, load_clip, normalize_slots, tokenize
-from dino_sparo.clip.encode import ClipEncoder, ClipView
-from dino_sparo.clip.zero_shot import evaluate_zero_shot
 from dino_sparo.data import open_source
+from dino_sparo.image_text.evaluation.encode import ClipEncoder, ClipView
+from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot
 
 SLOTS, WIDTH = 5, 7
 

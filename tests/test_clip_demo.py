@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("open_clip")
 
+from dino_sparo.__main__ import run as run_command
 from dino_sparo.clip import demo
 
 
@@ -23,7 +24,7 @@ def test_the_short_demo_ends_in_its_table(
     monkeypatch.setitem(demo.TRAINING, "num_workers", "0")
     monkeypatch.setattr(demo, "SHORT_NUM_PAIRS", 6)
     monkeypatch.setattr(demo, "SHORT_ZERO_SHOT_DATA", "scenes:20:48")
-    [run] = demo.main(["--short", "--readouts", readout, "--output_dir", str(tmp_path)])
+    [run] = run_command("demo-clip", ["--short", "--readouts", readout, "--output_dir", str(tmp_path)])
     assert json.loads((tmp_path / "demo.json").read_text()) == [run]
     assert all(0 <= run[score] <= 100 for score in demo.CHANCE)
     folder = Path(run["folder"])

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 pytest.importorskip("open_clip")
 
 from dino_sparo.clip.loss import create_loss, feature_gradients, rounded_product
-from dino_sparo.distributed import barrier, init_distributed, shutdown
+from dino_sparo.runtime.distributed import barrier, init_distributed, shutdown
 
 NUM_RANKS, PER_RANK, WIDTH = 2, 3, 5
 

@@ -7,16 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from clip_fakes import parser_of
 from torch.nn import functional as F
+
+from dino_sparo.__main__ import run as run_command
 
 pytest.importorskip("open_clip")
 
 from clip_fakes import evaluate, paint, small_checkpoint
 
-from dino_sparo.clip import create_clip, mask, mask_fit, sugarcrepe, zero_shot
-from dino_sparo.clip.encode import TextFeatures
-from dino_sparo.clip.mask import number_of_parts, relative_change
-from dino_sparo.clip.mask_fit import (
+from dino_sparo.clip import create_clip
+from dino_sparo.clip.slots import mask, mask_fit
+from dino_sparo.clip.slots.mask import number_of_parts, relative_change
+from dino_sparo.clip.slots.mask_fit import (
     FitSettings,
     Mask,
     fit_mask,
@@ -24,9 +27,10 @@ from dino_sparo.clip.mask_fit import (
     pair_loss,
     part_products,
 )
-from dino_sparo.clip.scene_pairs import write_scene_pairs
-from dino_sparo.clip.slots import SlotMask, read_slots
-from dino_sparo.clip.sugarcrepe import CaptionPair, PairFeatures, averages, score_pairs
+from dino_sparo.clip.slots.subsets import SlotMask, read_slots
+from dino_sparo.image_text.evaluation.encode import TextFeatures
+from dino_sparo.image_text.evaluation.scene_pairs import write_scene_pairs
+from dino_sparo.image_text.evaluation.sugarcrepe import CaptionPair, PairFeatures, averages, score_pairs
 
 PARTS, WIDTH = 5, 3
 NUM_PAIRS = 17
@@ -47,7 +51,7 @@ def random_pairs(seed: int = 0, num_images: int = 7) -> PairFeatures:
 
 
 def run(*options: object) -> dict:
-    return evaluate(mask.learn_mask, mask.get_args_parser(), *options)
+    return evaluate("mask", *options)
 
 
 # --- the mask and its loss
@@ -296,10 +300,7 @@ def test_the_command_writes_a_mask_that_evaluations_take(pairs, tmp_path, capsys
     assert result["accuracy"]["masked"] == max(result["fit"]["accuracies"])
 
     here = [*options, "--output", tmp_path / "sugarcrepe.json"]
-    plain, masked = (
-        evaluate(sugarcrepe.evaluate_checkpoint, sugarcrepe.get_args_parser(), *here, *more)
-        for more in ([], ["--slots", path])
-    )
+    plain, masked = (evaluate("sugarcrepe", *here, *more) for more in ([], ["--slots", path]))
     assert plain["macro_splits"] == result["accuracy"]["initial"]
     assert masked["macro_splits"] == pytest.approx(result["accuracy"]["masked"])
     there = [
@@ -311,7 +312,7 @@ def test_the_command_writes_a_mask_that_evaluations_take(pairs, tmp_path, capsys
         tmp_path / "zero_shot.json",
     ]
     for name, more in (("initial", []), ("masked", ["--slots", path])):
-        found = evaluate(zero_shot.evaluate_checkpoint, zero_shot.get_args_parser(), *there, *more)
+        found = evaluate("zero-shot", *there, *more)
         assert result["elsewhere"][0][name] == found["top1"]
         mean = (result["elsewhere"][0][name] + result["elsewhere"][1][name]) / 2
         assert result["mean_elsewhere"][name] == pytest.approx(mean)
@@ -338,7 +339,7 @@ def test_a_mistake_ends_in_one_line(pairs, tmp_path, caplog):
     weights = small_checkpoint(tmp_path / "checkpoint.pth", "gap")
     options = ["--pretrained_weights", str(weights), "--data_path", str(pairs), "--device", "cpu"]
     with caplog.at_level(logging.ERROR), pytest.raises(SystemExit):
-        mask.main(options)
+        run_command("mask", options)
     assert "readout 'gap' has no slots; give a number of contiguous equal parts" in caplog.text
     with pytest.raises(ValueError, match="--data_path is empty"):
         run("--pretrained_weights", weights)
@@ -358,4 +359,4 @@ def test_the_options_are_known():
         "evaluate",
         "download",
     }
-    assert own <= vars(mask.get_args_parser().parse_args([])).keys()
+    assert own <= vars(parser_of("mask").parse_args([])).keys()

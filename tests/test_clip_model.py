@@ -27,7 +27,7 @@ from dino_sparo.clip import (
 )
 from dino_sparo.clip.choices import NORMALIZED_PER_SLOT, READOUTS, SLOTTED
 from dino_sparo.clip.model import clip_from_config
-from dino_sparo.clip.text import check_token_ids, end_token_mask, simple_tokenizer
+from dino_sparo.image_text.text import check_token_ids, end_token_mask, simple_tokenizer
 
 open_clip = pytest.importorskip("open_clip")
 

@@ -17,9 +17,10 @@ from torchvision.transforms import functional as TF
 pytest.importorskip("open_clip")
 import webdataset
 
-from dino_sparo.clip import pair_tars
-from dino_sparo.clip.pair_sources import open_pairs
-from dino_sparo.clip.pairs import (
+from dino_sparo.crops import sample_box
+from dino_sparo.data import CorruptImageError, EpochSampler, ImageSource
+from dino_sparo.image_text.pairs import tars as pair_tars
+from dino_sparo.image_text.pairs.batches import (
     LeftOut,
     PairBatch,
     PairDataset,
@@ -28,9 +29,8 @@ from dino_sparo.clip.pairs import (
     collate_pairs,
     create_pair_loader,
 )
-from dino_sparo.clip.text import tokenize
-from dino_sparo.crops import sample_box
-from dino_sparo.data import CorruptImageError, EpochSampler, ImageSource
+from dino_sparo.image_text.pairs.sources import open_pairs
+from dino_sparo.image_text.text import tokenize
 from dino_sparo.scenes import COLOURS, SHAPES, Scenes, Ties
 from dino_sparo.sources import ImageLimits
 

@@ -12,26 +12,29 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from clip_fakes import call, parser_of
 from PIL import Image
+
+from dino_sparo.__main__ import run as run_command
 
 pytest.importorskip("open_clip")
 
 from clip_fakes import paint, small_checkpoint
 from figures import assert_readable, drawn_words
 
-from dino_sparo.clip import load_clip, pictures, tokenize
-from dino_sparo.clip.concepts import Criteria, PairLook
-from dino_sparo.clip.pictures import open_pair_folder, open_picture_pairs
-from dino_sparo.clip.pictures_html import write_page
-from dino_sparo.clip.sheet import Gallery, draw_sheet, mark_level, wrap_words
-from dino_sparo.clip.slots import SlotMask, SlotSelection
-from dino_sparo.clip.words import Word, WordAttention, caption_words
+from dino_sparo.clip import load_clip, tokenize
+from dino_sparo.clip.pictures.concepts import Criteria, PairLook
+from dino_sparo.clip.pictures.draw import open_pair_folder, open_picture_pairs
+from dino_sparo.clip.pictures.page import write_page
+from dino_sparo.clip.pictures.sheet import Gallery, draw_sheet, mark_level, wrap_words
+from dino_sparo.clip.pictures.words import Word, WordAttention, caption_words
+from dino_sparo.clip.slots.subsets import SlotMask, SlotSelection
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 def run(*options: object) -> dict:
-    return pictures.draw_pictures(pictures.get_args_parser().parse_args([*map(str, options), "--device", "cpu"]))
+    return call("pictures", [*options, "--device", "cpu"])
 
 
 @pytest.fixture(scope="module")
@@ -299,7 +302,7 @@ def test_mistakes_end_in_one_line(tmp_path, caplog):
         ([], "--pretrained_weights is empty"),
     ):
         with caplog.at_level(logging.ERROR), pytest.raises(SystemExit) as stopped:
-            pictures.main([*options, "--device", "cpu"])
+            run_command("pictures", [*options, "--device", "cpu"])
         assert stopped.value.code == 1
         assert message in caplog.text
 
@@ -307,11 +310,11 @@ def test_mistakes_end_in_one_line(tmp_path, caplog):
 def test_only_one_process_draws(monkeypatch):
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(name, value)
-    pictures.main([])
+    run_command("pictures", [])
 
 
 def test_the_options_are_known():
-    assert vars(pictures.get_args_parser().parse_args([])).keys() == {
+    assert vars(parser_of("pictures").parse_args([])).keys() == {
         *("pretrained_weights", "data_path", "image_key", "caption_key", "image_folder", "max_pairs", "image_size"),
         *("slots", "max_slots", "max_columns", "min_cosine", "min_sharpness", "output_dir", "device"),
     }

@@ -6,14 +6,19 @@ import math
 import numpy as np
 import pytest
 import torch
+from clip_fakes import parser_of
 from torch.nn import functional as F
+
+from dino_sparo.__main__ import run as run_command
 
 pytest.importorskip("open_clip")
 
 from clip_fakes import DEVICE_OPTIONS, evaluate, paint, small_checkpoint
 
-from dino_sparo.clip import probe
-from dino_sparo.clip.probe import (
+from dino_sparo.data import EpochSampler
+from dino_sparo.evaluation.features import Features
+from dino_sparo.evaluation.linear import LinearProbe
+from dino_sparo.image_text.evaluation.probe import (
     WEIGHT_DECAYS,
     ProbeSettings,
     choose_weight_decay,
@@ -21,9 +26,6 @@ from dino_sparo.clip.probe import (
     search_weight_decay,
     train_probes,
 )
-from dino_sparo.data import EpochSampler
-from dino_sparo.evaluation.features import Features
-from dino_sparo.evaluation.linear import LinearProbe
 
 CLASSES, WIDTH = 3, 7
 
@@ -38,7 +40,7 @@ def clusters(number: int, seed: int = 0, noise: float = 0.5) -> Features:
 
 
 def run(*options: object) -> dict:
-    return evaluate(probe.probe_checkpoint, probe.get_args_parser(), *options)
+    return evaluate("clip-probe", *options)
 
 
 # --- training
@@ -77,7 +79,7 @@ def test_the_probe_starts_as_clip_benchmarks_and_takes_its_batches():
     for number in range(2):
         torch.testing.assert_close(untrained.weight[number], linear.weight)
         torch.testing.assert_close(untrained.bias[number], linear.bias)
-    assert ProbeSettings(CLASSES).batch_size == probe.get_args_parser().parse_args([]).probe_batch_size == 64
+    assert ProbeSettings(CLASSES).batch_size == parser_of("clip-probe").parse_args([]).probe_batch_size == 64
 
 
 def test_a_probe_that_diverges_leaves_the_others_alone():
@@ -200,7 +202,7 @@ def test_nothing_is_probed_without_weights_images_or_labels(tmp_path, caplog):
     with pytest.raises(ValueError, match="has no labels"):
         run("--pretrained_weights", weights, "--data_path", tmp_path / "data")
     with pytest.raises(SystemExit, match="1"):
-        probe.main(["--data_path", "scenes:10:32", "--device", "cpu"])
+        run_command("clip-probe", ["--data_path", "scenes:10:32", "--device", "cpu"])
     assert "--pretrained_weights is empty" in caplog.text
 
 
@@ -208,4 +210,4 @@ def test_the_options_are_frozen():
     own = {"pretrained_weights", "quick_gelu", "text_heads", "slots", "data_path", "download", "dump_features"}
     own |= {"load_features", "use_cuda", "epochs", "lr", "probe_batch_size", "weight_decay", "val_share", "seed"}
     own |= {"img_size", "batch_size_per_gpu", "precision", "output"}
-    assert vars(probe.get_args_parser().parse_args([])).keys() - DEVICE_OPTIONS == own
+    assert vars(parser_of("clip-probe").parse_args([])).keys() - DEVICE_OPTIONS == own

@@ -5,18 +5,27 @@ from pathlib import Path
 
 import pytest
 import torch
+from clip_fakes import parser_of
+
+from dino_sparo.__main__ import run as run_command
 
 pytest.importorskip("open_clip")
 
 from clip_fakes import DEVICE_OPTIONS, colour_encoder, evaluate, paint, small_checkpoint
 
-from dino_sparo.clip import caption_sets, image_files, retrieval
-from dino_sparo.clip.caption_sets import open_caption_set
-from dino_sparo.clip.retrieval import Recall, evaluate_retrieval, merge_equal, recall_at_k, rows_of_matches
+from dino_sparo.image_text.evaluation import caption_sets, image_files, retrieval
+from dino_sparo.image_text.evaluation.caption_sets import open_caption_set
+from dino_sparo.image_text.evaluation.retrieval import (
+    Recall,
+    evaluate_retrieval,
+    merge_equal,
+    recall_at_k,
+    rows_of_matches,
+)
 
 
 def run(*options: object) -> dict:
-    return evaluate(retrieval.evaluate_checkpoint, retrieval.get_args_parser(), *options)
+    return evaluate("retrieval", *options)
 
 
 # --- recall
@@ -280,7 +289,7 @@ def test_the_result_file_tells_the_whole_protocol_and_is_the_same_every_time(tmp
 
 def test_a_mistake_ends_the_script_with_one_line(caplog):
     with pytest.raises(SystemExit, match="1"):
-        retrieval.main(["--data_path", "scenes:10:32", "--device", "cpu"])
+        run_command("retrieval", ["--data_path", "scenes:10:32", "--device", "cpu"])
     assert "--pretrained_weights is empty" in caplog.text
 
 
@@ -297,4 +306,4 @@ def test_the_options_are_frozen():
         "k",
     }
     own |= {"img_size", "batch_size_per_gpu", "precision", "output"}
-    assert vars(retrieval.get_args_parser().parse_args([])).keys() - DEVICE_OPTIONS == own
+    assert vars(parser_of("retrieval").parse_args([])).keys() - DEVICE_OPTIONS == own

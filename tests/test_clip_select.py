@@ -6,23 +6,27 @@ from pathlib import Path
 
 import pytest
 import torch
+from clip_fakes import parser_of
 from torch import nn
 from torch.nn import functional as F
+
+from dino_sparo.__main__ import run as run_command
 
 pytest.importorskip("open_clip")
 
 from clip_fakes import COLOURS, ColourClip, evaluate, paint, small_checkpoint
 from figures import assert_readable, drawn_words
 
-from dino_sparo.clip import load_clip, select, tokenize, zero_shot
-from dino_sparo.clip.encode import ClipEncoder, ClipView
-from dino_sparo.clip.prompts import TEMPLATES
-from dino_sparo.clip.protocol import open_evaluation_images
-from dino_sparo.clip.select import SlotScores, draw_curve, score_slots
-from dino_sparo.clip.slots import SlotSelection, open_slots, read_slots, with_slots
-from dino_sparo.clip.zero_shot import evaluate_zero_shot
+from dino_sparo.clip import load_clip, tokenize
+from dino_sparo.clip.slots import select
+from dino_sparo.clip.slots.select import SlotScores, draw_curve, score_slots
+from dino_sparo.clip.slots.subsets import SlotSelection, open_slots, read_slots, with_slots
 from dino_sparo.data import open_source
 from dino_sparo.evaluation.features import disjoint_subsets
+from dino_sparo.image_text.evaluation.encode import ClipEncoder, ClipView
+from dino_sparo.image_text.evaluation.protocol import open_evaluation_images
+from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot
+from dino_sparo.image_text.prompts import TEMPLATES
 from dino_sparo.scenes import SHAPES
 
 SLOTS = 5
@@ -41,7 +45,7 @@ def small_encoder(weights: Path, choice: SlotSelection | None = None) -> ClipEnc
 
 
 def run(*options: object) -> dict:
-    return evaluate(select.select_slots, select.get_args_parser(), *options)
+    return evaluate("select", *options)
 
 
 # --- scores
@@ -160,7 +164,7 @@ def test_the_command_writes_a_selection_that_fits_its_checkpoint(weights, tmp_pa
     assert written == [(tmp_path / f"slots.{ending}").read_bytes() for ending in ("json", "png")]
     assert json.loads(written[0]) == result
     zero = [*options, "--slots", tmp_path / "slots.json", "--output", tmp_path / "zero_shot.json"]
-    found = evaluate(zero_shot.evaluate_checkpoint, zero_shot.get_args_parser(), *zero)
+    found = evaluate("zero-shot", *zero)
     halves = (result["top1_selected"], result["top1_selected_on_choosing_images"])
     assert found["top1"] == pytest.approx(sum(halves) / 2)  # the zero-shot evaluation sees both
     with pytest.raises(ValueError, match="chosen among all slots of a model; leave out --slots"):
@@ -195,14 +199,14 @@ def test_options_that_do_not_fit_are_refused(weights, options, message):
 def test_a_model_without_slots_is_refused_in_one_line(tmp_path, caplog):
     weights = small_checkpoint(tmp_path / "checkpoint.pth", "gap")
     with caplog.at_level(logging.ERROR), pytest.raises(SystemExit) as stopped:
-        select.main(["--pretrained_weights", str(weights), "--data_path", "scenes:40:32", "--device", "cpu"])
+        run_command("select", ["--pretrained_weights", str(weights), "--data_path", "scenes:40:32", "--device", "cpu"])
     assert stopped.value.code == 1
     assert "readout 'gap' has no slots to choose among" in caplog.text
 
 
 def test_the_options_are_known():
     own = {"data_path", "split", "download", "max_images", "classnames", "templates", "keep"}
-    assert own <= vars(select.get_args_parser().parse_args([])).keys()
+    assert own <= vars(parser_of("select").parse_args([])).keys()
 
 
 @pytest.mark.parametrize(("num_slots", "num_classes"), [(1, 2), (5, 10), (64, 1000)])

@@ -14,8 +14,7 @@ from clip_fakes import small_checkpoint
 from torch.nn import functional as F
 
 from dino_sparo.clip import CLIP, create_clip, load_clip, tokenize
-from dino_sparo.clip.encode import ImageTextModel
-from dino_sparo.clip.slots import (
+from dino_sparo.clip.slots.subsets import (
     SlotMask,
     SlotSelection,
     check_has_slots,
@@ -25,6 +24,7 @@ from dino_sparo.clip.slots import (
     whole_model,
     with_slots,
 )
+from dino_sparo.image_text.evaluation.encode import ImageTextModel
 
 SLOTS, WIDTH, PROJECTED = 5, 7, 12
 

@@ -19,14 +19,13 @@ from safetensors.torch import load_file
 from test_clip_train import assert_close_weights, checkpoint_of, options, run, run_on_two_ranks
 
 from dino_sparo import create_encoder, load_encoder
+from dino_sparo.__main__ import run as run_command
 from dino_sparo.checkpoint import CheckpointError, initialize_encoder
 from dino_sparo.choices import EXPORT_FORMATS
 from dino_sparo.clip import CLIP, clip_description, create_clip, load_clip
 from dino_sparo.clip.convert import from_open_clip, open_clip_config, to_open_clip
 from dino_sparo.clip.start import initialize_clip
-from dino_sparo.clip.train import main
 from dino_sparo.export import CLIP_FORMATS, WRITERS, export
-from dino_sparo.export import main as export_main
 from dino_sparo.open_clip_names import to_open_clip_names
 
 SIZES = {"img_size": 32, "text_width": 24, "text_heads": 2, "text_layers": 3, "context_length": 9, "vocab_size": 53}
@@ -265,7 +264,7 @@ def test_random_weights_are_not_frozen(tmp_path: Path) -> None:
 
 def test_freezing_everything_is_refused_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR), pytest.raises(SystemExit):
-        main(options(tmp_path, freeze="image,text"))
+        run_command("train-clip", options(tmp_path, freeze="image,text"))
     assert "leaves nothing to train but the temperature" in caplog.text
 
 
@@ -367,13 +366,15 @@ def test_the_export_command_writes_a_clip_in_every_format_that_has_its_parts(
     assert set(EXPORT_FORMATS) == {*WRITERS, *CLIP_FORMATS}
     path = saved(build("cls"), tmp_path / "clip.pth")
     for name in ("safetensors", *CLIP_FORMATS):
-        export_main([str(path), str(tmp_path / name), "--format", name])
+        run_command("export", [str(path), str(tmp_path / name), "--format", name])
     written = {file.relative_to(tmp_path).as_posix() for file in tmp_path.rglob("*.safetensors")}
     assert written == {"safetensors.safetensors", *(f"{name}/open_clip_model.safetensors" for name in CLIP_FORMATS)}
-    export_main([str(foreign(tmp_path, "theirs", build("cls"))), str(tmp_path / "image"), "--quick_gelu", "true"])
+    run_command(
+        "export", [str(foreign(tmp_path, "theirs", build("cls"))), str(tmp_path / "image"), "--quick_gelu", "true"]
+    )
     with caplog.at_level(logging.INFO):
         assert load_encoder(tmp_path / "image.safetensors").config.quick_gelu
-        export_main([str(path), str(tmp_path / "timm"), "--format", "timm"])
+        run_command("export", [str(path), str(tmp_path / "timm"), "--format", "timm"])
     assert f"encoder of {path} as timm" in caplog.text
     assert "teacher of" not in caplog.text  # which a CLIP does not have
 

@@ -15,11 +15,11 @@ pytest.importorskip("webdataset")
 from test_clip_train import checkpoint_of, run
 
 from dino_sparo.checkpoint import CheckpointError
-from dino_sparo.clip import pair_streams
 from dino_sparo.clip.options import check_options, get_args_parser
-from dino_sparo.clip.pair_streams import PairStream, create_stream_loader
-from dino_sparo.clip.pairs import PairBatch, PairTransform
 from dino_sparo.data import EpochSampler
+from dino_sparo.image_text.pairs import streams as pair_streams
+from dino_sparo.image_text.pairs.batches import PairBatch, PairTransform
+from dino_sparo.image_text.pairs.streams import PairStream, create_stream_loader
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # webdataset leaves its files to the collector
 

@@ -5,15 +5,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from clip_fakes import parser_of
+
+from dino_sparo.__main__ import run as run_command
 
 pytest.importorskip("open_clip")
 
 from clip_fakes import DEVICE_OPTIONS, colour_encoder, evaluate, paint, small_checkpoint
 
-from dino_sparo.clip import image_files, scene_pairs, sugarcrepe
-from dino_sparo.clip.encode import TextFeatures
-from dino_sparo.clip.scene_pairs import swapped_attribute, swapped_objects, write_scene_pairs
-from dino_sparo.clip.sugarcrepe import (
+from dino_sparo.image_text.evaluation import image_files, scene_pairs, sugarcrepe
+from dino_sparo.image_text.evaluation.encode import TextFeatures
+from dino_sparo.image_text.evaluation.scene_pairs import swapped_attribute, swapped_objects, write_scene_pairs
+from dino_sparo.image_text.evaluation.sugarcrepe import (
     CaptionPair,
     PairFeatures,
     SplitResult,
@@ -26,7 +29,7 @@ from dino_sparo.scenes import Scenes, Ties
 
 
 def run(*options: object) -> dict:
-    return evaluate(sugarcrepe.evaluate_checkpoint, sugarcrepe.get_args_parser(), *options)
+    return evaluate("sugarcrepe", *options)
 
 
 def write_split(folder: Path, split: str, rows: list[tuple[str, str, str]]) -> None:
@@ -180,7 +183,7 @@ def test_swaps_by_hand():
 
 def test_the_same_options_write_the_same_files(tmp_path):
     for name in ("one", "two"):
-        scene_pairs.main(["--output_dir", str(tmp_path / name), "--num_pairs", "3", "--image_size", "24"])
+        run_command("scene-pairs", ["--output_dir", str(tmp_path / name), "--num_pairs", "3", "--image_size", "24"])
     files = [sorted(p.relative_to(tmp_path / name) for p in (tmp_path / name).rglob("*.*")) for name in ("one", "two")]
     assert files[0] == files[1]
     assert len(files[0]) == 5
@@ -194,7 +197,7 @@ def test_numbers_of_pairs_that_cannot_be_are_refused(tmp_path, caplog):
     with pytest.raises(ValueError, match=r"num_pairs=11, but only \d of 3 scenes have two objects"):
         scene_pairs.scene_pairs(Scenes(3), 11)
     with pytest.raises(SystemExit, match="1"):
-        scene_pairs.main(["--output_dir", str(tmp_path), "--num_pairs", "0"])
+        run_command("scene-pairs", ["--output_dir", str(tmp_path), "--num_pairs", "0"])
     assert "num_pairs=0" in caplog.text
 
 
@@ -225,13 +228,13 @@ def test_the_result_file_tells_the_whole_protocol_and_is_the_same_every_time(cre
 
 def test_a_mistake_ends_the_script_with_one_line(crepe, caplog):
     with pytest.raises(SystemExit, match="1"):
-        sugarcrepe.main(["--data_path", str(crepe), "--device", "cpu"])
+        run_command("sugarcrepe", ["--data_path", str(crepe), "--device", "cpu"])
     assert "--pretrained_weights is empty" in caplog.text
 
 
 def test_the_options_are_frozen():
     own = {"pretrained_weights", "quick_gelu", "text_heads", "slots", "data_path", "images"}
     own |= {"img_size", "batch_size_per_gpu", "precision", "output"}
-    assert vars(sugarcrepe.get_args_parser().parse_args([])).keys() - DEVICE_OPTIONS == own
+    assert vars(parser_of("sugarcrepe").parse_args([])).keys() - DEVICE_OPTIONS == own
     pictures = {"output_dir", "num_pairs", "image_size", "split", "seed"}
-    assert vars(scene_pairs.get_args_parser().parse_args(["--output_dir", "a"])).keys() == pictures
+    assert vars(parser_of("scene-pairs").parse_args(["--output_dir", "a"])).keys() == pictures

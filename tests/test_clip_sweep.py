@@ -7,22 +7,25 @@ from pathlib import Path
 
 import pytest
 import torch
+from clip_fakes import parser_of
+
+from dino_sparo.__main__ import run as run_command
 
 pytest.importorskip("open_clip")
 
 from clip_fakes import evaluate, paint, small_checkpoint
 from figures import assert_readable, drawn_words
 
-from dino_sparo.clip import create_clip, load_clip, sweep, zero_shot
+from dino_sparo.clip import create_clip, load_clip
 from dino_sparo.clip.model import clip_from_config
-from dino_sparo.clip.sweep import SweepPoint, check_comparable, draw_sweep, grid_points, point_of, read_result
+from dino_sparo.clip.slots.sweep import SweepPoint, check_comparable, draw_sweep, grid_points, point_of, read_result
 
 SMALL = ["--arch", "vit_micro", "--patch_size", 8, "--img_size", 32, "--text_width", 24, "--text_heads", 2]
 SMALL += ["--text_layers", 3, "--sparo_key_dim", 3]
 
 
 def run(*options: object) -> dict:
-    return evaluate(sweep.collect, sweep.get_args_parser(), *options)
+    return evaluate("sweep", *options)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +43,7 @@ def results(images: Path) -> list[Path]:
     for readout in ("sparo", "gap"):
         weights = small_checkpoint(images.parent / readout / "checkpoint.pth", readout)
         options = ["--pretrained_weights", weights, "--data_path", images, "--templates", "plain"]
-        evaluate(zero_shot.evaluate_checkpoint, zero_shot.get_args_parser(), *options)
+        evaluate("zero-shot", *options)
         found.append(weights.with_name("zero_shot.json"))
     return found
 
@@ -60,7 +63,7 @@ def test_parameters_are_counted_as_the_models_are(readout):
 
 def test_a_slot_costs_a_query_and_a_key_and_its_width_a_row_of_values():
     options = [*SMALL, "--grid_slots", 2, 7, "--grid_slot_dims", 5, 11, "--embed_dim", 13, 17]
-    points = grid_points(sweep.get_args_parser().parse_args([*map(str, options)]))
+    points = grid_points(parser_of("sweep").parse_args([*map(str, options)]))
     count = {(p.num_slots, p.slot_dim): p.num_parameters for p in points if p.readout == "sparo"}
     widths = (create_clip("vit_micro", 8).image.backbone.embed_dim, 24)
     for slot_dim in (5, 11):
@@ -73,7 +76,7 @@ def test_a_slot_costs_a_query_and_a_key_and_its_width_a_row_of_values():
 
 
 def test_the_default_grid_is_of_the_papers_model():
-    args = sweep.get_args_parser().parse_args(["--grid_slots", "128", "--grid_slot_dims", "64"])
+    args = parser_of("sweep").parse_args(["--grid_slots", "128", "--grid_slot_dims", "64"])
     found = {point.readout: round(point.num_parameters / 1e6) for point in grid_points(args)}
     assert found == {"cls": 151, "gap": 151, "sparo": 151}
 
@@ -187,7 +190,7 @@ def test_options_that_do_not_fit_are_refused(options, message, tmp_path):
 
 def test_a_mistake_ends_in_one_line(caplog):
     with caplog.at_level(logging.ERROR), pytest.raises(SystemExit) as stopped:
-        sweep.main([])
+        run_command("sweep", [])
     assert stopped.value.code == 1
     assert "give results or checkpoints" in caplog.text
 
@@ -195,7 +198,7 @@ def test_a_mistake_ends_in_one_line(caplog):
 def test_the_options_are_known():
     own = {"inputs", "metric", "data_path", "split", "download", "classnames", "templates", "grid_slots"}
     own |= {"grid_slot_dims", "embed_dim", "sparo_key_dim", "sparo_group_size", "arch", "patch_size", "text_width"}
-    assert own <= vars(sweep.get_args_parser().parse_args([])).keys()
+    assert own <= vars(parser_of("sweep").parse_args([])).keys()
 
 
 def test_all_words_of_a_plot_with_many_models_can_be_read(tmp_path):

@@ -25,27 +25,27 @@ pytest.importorskip("open_clip")
 
 from runs import ROOT, assert_same_state, epochs_of
 
+from dino_sparo.__main__ import run as run_command
 from dino_sparo.checkpoint import CheckpointError, load_checkpoint
 from dino_sparo.clip import CLIP, create_clip, load_clip
 from dino_sparo.clip import train as clip_train
 from dino_sparo.clip.loss import create_loss
-from dino_sparo.clip.pair_sources import open_pairs
-from dino_sparo.clip.pairs import PairBatch, PairDataset, PairTransform, collate_pairs
 from dino_sparo.clip.presets import DEFAULTS, PRESETS, fill_in_warmup
 from dino_sparo.clip.step import MAX_LOGIT_SCALE, CLIPTraining, _backward_at_once, _backward_in_parts, train_step
 from dino_sparo.clip.train import (
     check_options,
     check_same_model,
     get_args_parser,
-    main,
     micro_batch_size,
     param_groups,
     train,
 )
 from dino_sparo.encoder import create_encoder
-from dino_sparo.optim import create_optimizer
-from dino_sparo.preemption import RunStopped
+from dino_sparo.image_text.pairs.batches import PairBatch, PairDataset, PairTransform, collate_pairs
+from dino_sparo.image_text.pairs.sources import open_pairs
+from dino_sparo.runtime.preemption import RunStopped
 from dino_sparo.training.loop import NonFiniteLossError, TooManyCorruptError
+from dino_sparo.training.optim import create_optimizer
 from dino_sparo.training.updates import Updater
 
 SMALL = {"num_slots": 5, "slot_dim": 7, "key_dim": 3, "embed_dim": 11, "text_width": 24, "text_heads": 2}
@@ -322,7 +322,7 @@ def _rank(number: int, port: int, arguments: list[str]) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(number), WORLD_SIZE="2", LOCAL_RANK=str(number))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    main(arguments)
+    run_command("train-clip", arguments)
 
 
 def run_on_two_ranks(output_dir: Path, **changes: object) -> Path:
@@ -588,7 +588,7 @@ def test_a_share_of_the_batch_is_the_same_for_all() -> None:
 
 def test_a_mistake_ends_in_one_line_and_a_failure_status(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(SystemExit) as stopped:
-        main(options(tmp_path, arch="vit_giant"))
+        run_command("train-clip", options(tmp_path, arch="vit_giant"))
     assert stopped.value.code == 1
     assert "unknown arch" in caplog.text
 

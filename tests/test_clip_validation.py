@@ -14,9 +14,9 @@ from test_clip_train import checkpoint_of, run
 
 from dino_sparo.checkpoint import CheckpointError
 from dino_sparo.clip import load_clip, tokenize
-from dino_sparo.clip.encode import ClipView
-from dino_sparo.clip.pair_sources import open_pairs
-from dino_sparo.clip.validation import MAX_PAIRS, contrastive_loss, hold_out, open_validation
+from dino_sparo.image_text.evaluation.encode import ClipEncoder, ClipView
+from dino_sparo.image_text.evaluation.validation import MAX_PAIRS, contrastive_loss, hold_out, open_validation
+from dino_sparo.image_text.pairs.sources import open_pairs
 
 CPU = torch.device("cpu")
 
@@ -44,7 +44,7 @@ def test_a_share_that_leaves_a_side_empty_is_refused(share: float) -> None:
 def test_no_more_pairs_are_compared_than_every_epoch_can_bear() -> None:
     source = open_pairs(f"scenes:{3 * MAX_PAIRS}:32")
     assert [len(part) for part in hold_out(source, 0.5, 0)] == [2 * MAX_PAIRS, MAX_PAIRS]
-    pairs = open_validation(source, ClipView(8, (0.5,) * 3, (0.5,) * 3), 7).pairs
+    pairs = open_validation(source, 7).pairs
     assert len(pairs) == MAX_PAIRS
     assert pairs.location(MAX_PAIRS - 1) == source.location(3 * MAX_PAIRS - 1)
 
@@ -67,7 +67,8 @@ def test_the_numbers_are_those_of_the_models_own_features(tmp_path: Path) -> Non
     loaded = load_clip(small_checkpoint(tmp_path / "clip.pth"))
     source = open_pairs("scenes:9:32")
     view = ClipView(32, loaded.mean, loaded.std)
-    found = open_validation(source, view, 100).measure(loaded.model.train(), CPU, torch.float32, 4, 0)
+    encoder = ClipEncoder(loaded.model.train(), tokenize, view, CPU, 4)
+    found = open_validation(source, 100).measure(encoder, loaded.model.logit_scale.exp())
     assert loaded.model.training
     with torch.no_grad():
         model = loaded.model.eval()

@@ -5,13 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from clip_fakes import parser_of
+
+from dino_sparo.__main__ import run as run_command
 
 pytest.importorskip("open_clip")
 
 from clip_fakes import DEVICE_OPTIONS, colour_encoder, evaluate, paint, small_checkpoint
 
-from dino_sparo.clip import image_files, winoground
-from dino_sparo.clip.winoground import count_right, evaluate_winoground, read_examples
+from dino_sparo.image_text.evaluation import image_files
+from dino_sparo.image_text.evaluation.winoground import count_right, evaluate_winoground, read_examples
 
 
 def write(folder: Path, rows: list[tuple[str, str, str, str, str]]) -> Path:
@@ -37,7 +40,7 @@ def data(tmp_path: Path) -> Path:
 
 
 def run(*options: object) -> dict:
-    return evaluate(winoground.evaluate_checkpoint, winoground.get_args_parser(), *options)
+    return evaluate("winoground", *options)
 
 
 def test_scores_by_hand():
@@ -137,11 +140,11 @@ def test_the_result_file_tells_scores_by_tag_and_is_the_same_every_time(data, ca
 
 def test_a_mistake_ends_the_script_with_one_line(data, caplog):
     with pytest.raises(SystemExit, match="1"):
-        winoground.main(["--data_path", str(data), "--device", "cpu"])
+        run_command("winoground", ["--data_path", str(data), "--device", "cpu"])
     assert "--pretrained_weights is empty" in caplog.text
 
 
 def test_the_options_are_frozen():
     own = {"pretrained_weights", "quick_gelu", "text_heads", "slots", "data_path", "images"}
     own |= {"img_size", "batch_size_per_gpu", "precision", "output"}
-    assert vars(winoground.get_args_parser().parse_args([])).keys() - DEVICE_OPTIONS == own
+    assert vars(parser_of("winoground").parse_args([])).keys() - DEVICE_OPTIONS == own

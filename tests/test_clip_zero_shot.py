@@ -11,20 +11,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from clip_fakes import parser_of
+
+from dino_sparo.__main__ import run as run_command
 
 open_clip = pytest.importorskip("open_clip")
 
 from clip_fakes import DEVICE_OPTIONS, colour_encoder, evaluate, paint, small_checkpoint  # noqa: E402
 
-from dino_sparo.clip import load_clip, probe, retrieval, sugarcrepe, tokenize, zero_shot  # noqa: E402
-from dino_sparo.clip.classes import SelectedImages, apply_classes, open_classes, wordnet_ids  # noqa: E402
-from dino_sparo.clip.encode import ClipEncoder, ClipView, without_padding  # noqa: E402
-from dino_sparo.clip.pair_sources import INDEPENDENT  # noqa: E402
-from dino_sparo.clip.prompts import TEMPLATES, open_templates, prompts, scene_templates  # noqa: E402
-from dino_sparo.clip.scene_pairs import write_scene_pairs  # noqa: E402
-from dino_sparo.clip.slots import SlotSelection, with_slots  # noqa: E402
-from dino_sparo.clip.zero_shot import class_features, count_hits, evaluate_zero_shot  # noqa: E402
+from dino_sparo.clip import load_clip, tokenize  # noqa: E402
+from dino_sparo.clip.slots.subsets import SlotSelection, with_slots  # noqa: E402
 from dino_sparo.data import open_source  # noqa: E402
+from dino_sparo.image_text.classes import SelectedImages, apply_classes, open_classes, wordnet_ids  # noqa: E402
+from dino_sparo.image_text.evaluation import zero_shot  # noqa: E402
+from dino_sparo.image_text.evaluation.encode import ClipEncoder, ClipView, without_padding  # noqa: E402
+from dino_sparo.image_text.evaluation.scene_pairs import write_scene_pairs  # noqa: E402
+from dino_sparo.image_text.evaluation.zero_shot import class_features, count_hits, evaluate_zero_shot  # noqa: E402
+from dino_sparo.image_text.pairs.sources import INDEPENDENT  # noqa: E402
+from dino_sparo.image_text.prompts import TEMPLATES, open_templates, prompts, scene_templates  # noqa: E402
 from dino_sparo.scenes import COLOURS, SHAPES, TEXTURES, Scenes  # noqa: E402
 
 SLOTS, WIDTH = 5, 7
@@ -42,7 +46,7 @@ def small_encoder(weights: Path, batch_size: int = 6) -> ClipEncoder:
 
 
 def run(*options: object) -> dict:
-    return evaluate(zero_shot.evaluate_checkpoint, zero_shot.get_args_parser(), *options)
+    return evaluate("zero-shot", *options)
 
 
 # --- class features
@@ -445,14 +449,14 @@ def test_nothing_is_evaluated_without_weights_images_or_labels(weights, tmp_path
     with pytest.raises(ValueError, match="has no labels"):
         run("--pretrained_weights", weights, "--data_path", tmp_path / "flat")
     with pytest.raises(SystemExit, match="1"):
-        zero_shot.main(["--data_path", "scenes:10:32", "--device", "cpu"])
+        run_command("zero-shot", ["--data_path", "scenes:10:32", "--device", "cpu"])
     assert "--pretrained_weights is empty" in caplog.text
 
 
 def test_the_options_are_frozen():
     own = {"pretrained_weights", "quick_gelu", "text_heads", "slots", "data_path", "split", "download", "crop_border"}
     own |= {"classnames", "templates", "img_size", "batch_size_per_gpu", "precision", "output"}
-    assert vars(zero_shot.get_args_parser().parse_args([])).keys() - DEVICE_OPTIONS == own
+    assert vars(parser_of("zero-shot").parse_args([])).keys() - DEVICE_OPTIONS == own
 
 
 def test_slots_are_evaluated_alone(weights, tmp_path):
@@ -480,9 +484,8 @@ def evaluate_everything(folder: str, weights: str, pairs: str) -> None:
     torch.set_num_threads(1)
     scenes = ("--data_path", "scenes:23:32")
     trained = (*scenes, "--weight_decay", "0.01", "--epochs", "2", "--probe_batch_size", "6")
-    commands = {zero_shot: scenes, retrieval: scenes, sugarcrepe: ("--data_path", pairs), probe: trained}
-    for script, options in commands.items():
-        name = script.__name__.rpartition(".")[2]
+    commands = {"zero-shot": scenes, "retrieval": scenes, "sugarcrepe": ("--data_path", pairs), "clip-probe": trained}
+    for name, options in commands.items():
         place = (
             "--dist_url",
             f"file://{folder}/{name}",
@@ -492,8 +495,7 @@ def evaluate_everything(folder: str, weights: str, pairs: str) -> None:
             f"{folder}/{name}.json",
         )
         command = (*options, "--pretrained_weights", weights, *place)
-        evaluation = probe.probe_checkpoint if script is probe else script.evaluate_checkpoint
-        evaluate(evaluation, script.get_args_parser(), *command)
+        evaluate(name, *command)
 
 
 @pytest.mark.slow

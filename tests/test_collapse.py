@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dino_sparo import DINOLoss
-from dino_sparo.loss import COLLAPSE_SHARE, diagnose_collapse
+from dino_sparo.dino.loss import COLLAPSE_SHARE, diagnose_collapse
 
 HEALTHY: dict[str, Any] = {
     "loss": 5.0,
@@ -152,7 +152,7 @@ def test_a_loss_is_called_the_logarithm_only_where_it_is() -> None:
 
 
 def test_a_loss_that_differs_by_exactly_the_share_is_called_above(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dino_sparo.loss.COLLAPSE_SHARE", 1.0)  # twice ln K less ln K is ln K without rounding
+    monkeypatch.setattr("dino_sparo.dino.loss.COLLAPSE_SHARE", 1.0)  # twice ln K less ln K is ln K without rounding
     log_k = math.log(1024)
     line = diagnose_collapse(**{**HEALTHY, "loss": 2 * log_k, "teacher_entropy": log_k, "marginal_entropy": log_k})
     assert line is not None

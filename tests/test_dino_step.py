@@ -9,9 +9,9 @@ from reference import weights as recorded
 from torch import nn
 
 import dino_sparo
-from dino_sparo import optim
 from dino_sparo.data import Batch
 from dino_sparo.dino.step import DINOTraining, train_step
+from dino_sparo.training import optim
 from dino_sparo.training.updates import Updater
 
 S = recorded.STEPS

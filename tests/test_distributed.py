@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from dino_sparo.data import Batch
-from dino_sparo.distributed import (
+from dino_sparo.dino.loss import DINOLoss
+from dino_sparo.runtime.distributed import (
     FaultError,
     all_gather_ragged,
     all_reduce_sum,
@@ -26,7 +27,6 @@ from dino_sparo.distributed import (
     shutdown,
     world_size,
 )
-from dino_sparo.loss import DINOLoss
 from dino_sparo.training.loop import NonFiniteLossError, TakenSteps
 from dino_sparo.training.objective import StepReport
 

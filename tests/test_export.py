@@ -20,9 +20,10 @@ from timm.models.vision_transformer import VisionTransformer
 
 import hubconf
 from dino_sparo import CheckpointError, Encoder, EvalTransform, create_encoder, load_checkpoint, load_encoder
+from dino_sparo.__main__ import run as run_command
 from dino_sparo.checkpoint import encoder_description, load_normalization, save_checkpoint
 from dino_sparo.evaluation.protocol import trained_encoder
-from dino_sparo.export import WRITERS, export, load_exported, main, resized
+from dino_sparo.export import WRITERS, export, load_exported, resized
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL: dict[str, Any] = {"arch": "vit_micro", "patch_size": 8, "img_size": 24}
@@ -313,7 +314,7 @@ def test_onnx_gives_the_same_encoding_and_attention_for_any_batch(
         pytest.importorskip(package, reason="the extra `export` is not installed")
     encoder = build(**settings)
     path = tmp_path / "out.onnx"
-    main([str(save(tmp_path, encoder)), str(path), "--format", "onnx", "--img_size", "40"])
+    run_command("export", [str(save(tmp_path, encoder)), str(path), "--format", "onnx", "--img_size", "40"])
     ours = [record for record in caplog.records if record.levelno >= logging.INFO]
     assert {record.name.split(".")[0] for record in ours} == {"dino_sparo"}, "the exporter's own lines drown ours"
     session = onnx_session(path)
@@ -346,20 +347,22 @@ def test_the_command_writes_what_it_is_asked_for(tmp_path: Path, caplog: pytest.
     encoder = build(readout="cls")
     checkpoint = save(tmp_path, encoder)
     with caplog.at_level(logging.INFO):
-        main([str(checkpoint), str(tmp_path / "out"), "--checkpoint_key", "student", "--img_size", "40"])
+        run_command(
+            "export", [str(checkpoint), str(tmp_path / "out"), "--checkpoint_key", "student", "--img_size", "40"]
+        )
     assert "student of" in caplog.text
     assert load_exported(tmp_path / "out.safetensors").config.img_size == 40
     torch.save(
         {"backbone." + name: value for name, value in encoder.backbone.state_dict().items()}, tmp_path / "raw.pth"
     )
     words = ["--format", "timm", "--arch", "vit_micro", "--patch_size", "8"]
-    main([str(tmp_path / "raw.pth"), str(tmp_path / "timm"), *words])
+    run_command("export", [str(tmp_path / "raw.pth"), str(tmp_path / "timm"), *words])
     assert torch.equal(load_exported(tmp_path / "timm.safetensors")(images()), encoder(images()))
 
 
 def test_the_command_ends_with_one_line_on_a_mistake(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(SystemExit):
-        main([str(tmp_path / "none.pth"), str(tmp_path / "out")])
+        run_command("export", [str(tmp_path / "none.pth"), str(tmp_path / "out")])
     assert re.search(r"no checkpoint at .*none\.pth", caplog.text)
     with pytest.raises(ValueError, match=r"unknown export format 'tflite'; choose one of \['huggingface', 'onnx'"):
         export(tmp_path / "none.pth", tmp_path / "out", format="tflite")

@@ -12,11 +12,11 @@ from PIL import Image
 
 import eval_knn
 from dino_sparo.checkpoint import encoder_description
-from dino_sparo.distributed import shutdown
 from dino_sparo.encoder import create_encoder
 from dino_sparo.evaluation import knn, neighbours
 from dino_sparo.evaluation.features import Features
 from dino_sparo.evaluation.knn import KNNResult, knn_classify, knn_predict
+from dino_sparo.runtime.distributed import shutdown
 
 TRAIN, TEST, WIDTH = 61, 13, 7
 LABELS = (0, 2, 3, 11, 10**9)  # with gaps, as labels may have

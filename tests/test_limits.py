@@ -15,13 +15,13 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from dino_sparo.checkpoint import load_checkpoint
-from dino_sparo.clip.classes import open_classes
-from dino_sparo.clip.pair_sources import open_pairs
-from dino_sparo.clip.prompts import read_words
-from dino_sparo.clip.slots import read_slots
-from dino_sparo.clip.sweep import read_result
+from dino_sparo.clip.slots.subsets import read_slots
+from dino_sparo.clip.slots.sweep import read_result
 from dino_sparo.evaluation.features import load_features
-from dino_sparo.logs import setup_logging
+from dino_sparo.image_text.classes import open_classes
+from dino_sparo.image_text.pairs.sources import open_pairs
+from dino_sparo.image_text.prompts import read_words
+from dino_sparo.runtime.logs import setup_logging
 from dino_sparo.scenes import Scenes
 from dino_sparo.sources import CorruptImageError, ImageLimits, decode_image, expand_shards, open_source
 from dino_sparo.sources.limits import IMAGE_FORMATS, open_regular, parse_json

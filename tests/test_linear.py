@@ -12,7 +12,6 @@ import eval_knn
 import eval_linear
 from dino_sparo.checkpoint import encoder_description
 from dino_sparo.crops import EvalTransform
-from dino_sparo.distributed import shutdown
 from dino_sparo.encoder import create_encoder
 from dino_sparo.evaluation.features import Features
 from dino_sparo.evaluation.linear import (
@@ -24,6 +23,7 @@ from dino_sparo.evaluation.linear import (
     train_one_epoch,
 )
 from dino_sparo.evaluation.linear_run import ProbeRun, cached_batches, live_batches
+from dino_sparo.runtime.distributed import shutdown
 from dino_sparo.scenes import Scenes
 
 CPU = torch.device("cpu")

@@ -15,8 +15,8 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
 
-from dino_sparo import logs
-from dino_sparo.logs import EpochClock, Meters, RunLog, peak_memory, progress, setup_logging
+from dino_sparo.runtime import logs
+from dino_sparo.runtime.logs import EpochClock, Meters, RunLog, peak_memory, progress, setup_logging
 
 
 @pytest.fixture(autouse=True)

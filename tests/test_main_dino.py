@@ -18,16 +18,17 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import main_dino
-from dino_sparo import load_checkpoint, load_encoder, preemption
+from dino_sparo import load_checkpoint, load_encoder
 from dino_sparo.checkpoint import CheckpointError, CheckpointFolder
 from dino_sparo.crops import MultiCropAugmentation
-from dino_sparo.data import CorruptImageError
+from dino_sparo.data import CorruptImageError, open_source
 from dino_sparo.dino import step as dino_step
 from dino_sparo.dino import train as dino_train
 from dino_sparo.dino.step import DINOTraining
-from dino_sparo.distributed import Distributed
 from dino_sparo.evaluation.attention import to_pixels
-from dino_sparo.preemption import RunStopped
+from dino_sparo.runtime import preemption
+from dino_sparo.runtime.distributed import Distributed
+from dino_sparo.runtime.preemption import RunStopped
 from dino_sparo.training import images
 from dino_sparo.training.images import draw_examples
 from dino_sparo.training.loop import NonFiniteLossError, TooManyCorruptError

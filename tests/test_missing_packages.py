@@ -44,9 +44,13 @@ def ends_in_one_line(package: str, *command: str) -> str:
     ("package", "command", "remedy"),
     [
         ("open_clip", "dino_sparo.clip.train --output_dir {}", r"dino_sparo[clip]"),
-        ("open_clip", "dino_sparo.clip.zero_shot --pretrained_weights {}/w --data_path scenes", "dino_sparo[clip]"),
+        (
+            "open_clip",
+            "dino_sparo.image_text.evaluation.zero_shot --pretrained_weights {}/w --data_path scenes",
+            "dino_sparo[clip]",
+        ),
         ("entmax", "dino_sparo.clip.train --output_dir {} --readout fdt --data_path scenes:8:32", "dino_sparo[clip]"),
-        ("matplotlib", "dino_sparo.clip.sweep {}/zero_shot.json", "dino_sparo[plots]"),
+        ("matplotlib", "dino_sparo.clip.slots.sweep {}/zero_shot.json", "dino_sparo[plots]"),
         ("matplotlib", "visualize_attention --pretrained_weights {}/w", "dino_sparo[plots]"),
         ("clip_benchmark", "dino_sparo.clip.adapter eval", "pip install clip-benchmark"),
     ],

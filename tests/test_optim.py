@@ -9,7 +9,7 @@ from reference import weights as recorded
 from torch import nn
 
 import dino_sparo
-from dino_sparo import optim
+from dino_sparo.training import optim
 
 
 def schedule(base: float, final: float, total_steps: int, warmup_steps: int, start: float) -> np.ndarray:

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from dino_sparo.data import EpochSampler, open_together
-from dino_sparo.distributed import FaultError, init_distributed
+from dino_sparo.runtime.distributed import FaultError, init_distributed
 from dino_sparo.sources import index_images, open_source, shard_index, tar_headers, tars
 from dino_sparo.sources.shard_index import Kind, Piece, index_share, open_index
 from dino_sparo.sources.tar_headers import DamagedShardError, Member, member_name, tar_members
@@ -115,7 +115,7 @@ def test_a_hostile_shard_is_refused_in_one_line_that_names_it_and_takes_no_memor
     path.write_bytes(content)
     if hole:
         os.truncate(path, len(content) + hole)
-    pair_sources = pytest.importorskip("dino_sparo.clip.pair_sources")
+    pair_sources = pytest.importorskip("dino_sparo.image_text.pairs.sources")
     for open_it in (open_source, pair_sources.open_pairs):
         tracemalloc.start()
         with pytest.raises(ValueError, match="tar shard .*evil.tar.*" + message) as caught:
@@ -176,7 +176,7 @@ def pairs_by_tarfile(shards: list[str]) -> list[tuple[str, int, int, int, int]]:
 
 
 def test_pairs_come_in_the_order_that_older_runs_count_on(tmp_path: Path) -> None:
-    pair_sources = pytest.importorskip("dino_sparo.clip.pair_sources")
+    pair_sources = pytest.importorskip("dino_sparo.image_text.pairs.sources")
     rng = np.random.default_rng(3)
     names = [
         f"{folder}{i}{end}" for folder in ("", "d/", "d.e/") for i in range(9) for end in (".JPG", ".txt", ".x.png")
@@ -324,7 +324,7 @@ def damage_shard(shard: str) -> None:
 def test_a_truncated_shard_is_named_and_left_out_within_max_corrupt(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, sizes: dict[str, int] | None, lost: int, indexed: list[str]
 ) -> None:
-    pair_sources = pytest.importorskip("dino_sparo.clip.pair_sources")
+    pair_sources = pytest.importorskip("dino_sparo.image_text.pairs.sources")
     shards = write_shards(tmp_path, [3, 7, 5])
     damage_shard(shards[1])
     if sizes is not None:
@@ -388,7 +388,7 @@ print(anonymous() - before, len(index), total, index.records.nbytes)
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux for the memory of a process")
 def test_a_mapped_index_takes_less_than_a_byte_per_sample_of_a_process_own_memory(tmp_path: Path) -> None:
-    pair_tars = pytest.importorskip("dino_sparo.clip.pair_tars")
+    pair_tars = pytest.importorskip("dino_sparo.image_text.pairs.tars")
     for number in range(20):
         write_tar(tmp_path / f"{number:02}.tar", [])
 

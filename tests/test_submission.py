@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-import run_with_submitit
-from run_with_submitit import (
+from dino_sparo import submit as submission
+from dino_sparo.submit import (
     additional_parameters,
     check_tasks,
     get_submission_parser,
@@ -167,7 +167,7 @@ def test_a_broken_pipe_does_not_say_that_a_job_was_not_submitted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     job = SimpleNamespace(job_id="17", paths=SimpleNamespace(stdout="out", stderr="err"))
-    monkeypatch.setattr(run_with_submitit, "submit", lambda args: job)
+    monkeypatch.setattr(submission, "submit", lambda args: job)
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as nobody:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         load_clip,
         normalize_slots,
     )
-    from dino_sparo.clip.text import TextConfig, TextEncoder, Tokens, tokenize
+    from dino_sparo.image_text.text import TextConfig, TextEncoder, Tokens, tokenize
 
 __all__ = [
     "CLIP",
@@ -60,14 +60,14 @@ _MODULE_OF = {
     "CLIPConfig": "dino_sparo.clip.config",
     "ClipOutput": "dino_sparo.clip.model",
     "LoadedClip": "dino_sparo.clip.model",
-    "TextConfig": "dino_sparo.clip.text",
-    "TextEncoder": "dino_sparo.clip.text",
-    "Tokens": "dino_sparo.clip.text",
+    "TextConfig": "dino_sparo.image_text.text",
+    "TextEncoder": "dino_sparo.image_text.text",
+    "Tokens": "dino_sparo.image_text.text",
     "clip_description": "dino_sparo.clip.model",
     "create_clip": "dino_sparo.clip.model",
     "load_clip": "dino_sparo.clip.model",
     "normalize_slots": "dino_sparo.clip.model",
-    "tokenize": "dino_sparo.clip.text",
+    "tokenize": "dino_sparo.image_text.text",
 }
 
 

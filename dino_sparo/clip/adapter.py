@@ -1,7 +1,7 @@
 """Our checkpoints -> what LAION's CLIP benchmark (package `clip_benchmark`) expects of a model.
 
     pip install clip-benchmark requests
-    python -m dino_sparo.clip.adapter eval --model_type dino_sparo --model normalized \
+    dino-sparo clip-benchmark eval --model_type dino_sparo --model normalized \
         --pretrained output/checkpoint.pth --dataset cifar10 --dataset_root data --no_amp
 
 Stage 5 of the folder, beside our own evaluations: its arguments are CLIP benchmark's, its numbers too. CLIP benchmark
@@ -15,6 +15,7 @@ With `:FILE.json` after either, some of the slots alone, or masked ones: a file 
 """
 
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,12 +24,12 @@ from jaxtyping import Float, Int64
 from PIL import Image
 from torch import Tensor, nn
 
-from dino_sparo.cli import errors_in_one_line
-from dino_sparo.clip.encode import ClipView, ImageTextModel
 from dino_sparo.clip.model import load_clip as load_checkpoint
-from dino_sparo.clip.slots import open_slots
-from dino_sparo.clip.text import tokenize
-from dino_sparo.extras import require
+from dino_sparo.clip.slots.subsets import open_slots
+from dino_sparo.image_text.evaluation.encode import ClipView, ImageTextModel
+from dino_sparo.image_text.text import tokenize
+from dino_sparo.runtime.cli import errors_in_one_line
+from dino_sparo.runtime.extras import require
 
 logger = logging.getLogger(__name__)
 
@@ -149,11 +150,13 @@ def register() -> Callable[[], Any]:
     return benchmark
 
 
-def main() -> None:
-    """CLIP benchmark's command, which also knows our checkpoints."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """CLIP benchmark's command, which also knows our checkpoints.
+
+    Args:
+        argv: its options; None: the command line's.
+    """
+    if argv is not None:
+        sys.argv[1:] = argv  # it parses the command line itself
     with errors_in_one_line(logger):
         register()()
-
-
-if __name__ == "__main__":
-    main()

@@ -9,14 +9,9 @@ from typing import NamedTuple
 
 from dino_sparo.choices import CROSS_ATTENTION
 
-# Images are cropped little, since a caption describes all of the image. Source: OpenCLIP's default augmentation.
-CROP_SCALE = (0.9, 1.0)
-AUTO = "auto"  # class names, or templates, of the set of images itself
-WINOGROUND_EXAMPLES = "examples.jsonl"
 PER_SLOT, PER_DIMENSION = "slot", "dimension"  # parts of an encoding that a mask weighs
 MASK_SCALES = ("min", "max")  # bounds of the mask's inverse temperature
 PRODUCTS = ("fp32", "tf32", "bf16")  # precisions of the products of all images with all captions
-PROBE_BATCH_SIZE = 64  # of CLIP benchmark's linear probe
 SWEEP_METRICS = ("top1", "top5", "mean_per_class_recall")
 PICTURE_SCENES = "scenes:400:384"
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from dino_sparo.choices import READOUT_KINDS
 from dino_sparo.clip.choices import NORM_FIRST, READOUTS, SLOTTED
-from dino_sparo.clip.text import TextConfig
 from dino_sparo.encoder import EncoderConfig
+from dino_sparo.image_text.text import TextConfig
 
 
 @dataclass(frozen=True)

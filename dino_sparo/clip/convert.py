@@ -14,7 +14,7 @@ from dino_sparo.checkpoint import CheckpointError, check_known_clip, infer_confi
 from dino_sparo.choices import ARCHITECTURES
 from dino_sparo.clip.choices import READOUTS, SLOTTED
 from dino_sparo.clip.config import CLIPConfig
-from dino_sparo.clip.text import TextConfig
+from dino_sparo.image_text.text import TextConfig
 from dino_sparo.open_clip_names import ENDS, from_open_clip_names, open_clip_settings, to_open_clip_names
 
 HEAD_WIDTH = 64  # of all of open_clip's text encoders

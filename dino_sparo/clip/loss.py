@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dino_sparo.clip.choices import PRODUCTS
-from dino_sparo.distributed import rank, world_size
-from dino_sparo.extras import require
+from dino_sparo.runtime.distributed import rank, world_size
+from dino_sparo.runtime.extras import require
 
 
 def create_loss(products: str = "fp32") -> nn.Module:

@@ -6,7 +6,10 @@ Parsing is pure: it opens no file, touches no device, asks no network.
 import argparse
 
 from dino_sparo.choices import ARCHITECTURES, MIN_CORRUPT, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
-from dino_sparo.cli import (
+from dino_sparo.clip.choices import FREEZABLE, PRODUCTS, READOUTS
+from dino_sparo.clip.presets import PRESETS, apply_preset, with_default
+from dino_sparo.image_text.choices import CROP_SCALE
+from dino_sparo.runtime.cli import (
     HelpFormatter,
     add_device_options,
     add_normalization_options,
@@ -14,8 +17,6 @@ from dino_sparo.cli import (
     add_split_option,
     bool_flag,
 )
-from dino_sparo.clip.choices import CROP_SCALE, FREEZABLE, PRODUCTS, READOUTS
-from dino_sparo.clip.presets import PRESETS, apply_preset, with_default
 from dino_sparo.scenes import INDEPENDENT
 from dino_sparo.training.options import add_compute_options, add_run_options
 
@@ -40,9 +41,7 @@ NON_NEGATIVE_OPTIONS = (
 
 def get_args_parser() -> argparse.ArgumentParser:
     """The options of training, in data-flow order."""
-    parser = argparse.ArgumentParser(
-        "dino_sparo.clip.train", description="Train CLIP + SPARO.", formatter_class=HelpFormatter, add_help=False
-    )
+    parser = argparse.ArgumentParser(formatter_class=HelpFormatter, add_help=False)
     _add_preset_option(parser)
     _add_pair_options(parser)
     add_source_options(parser, ["split"])

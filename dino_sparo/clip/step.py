@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dino_sparo.clip.loss import feature_gradients
 from dino_sparo.clip.model import CLIP, ClipOutput
-from dino_sparo.clip.pairs import PairBatch
+from dino_sparo.image_text.pairs.batches import PairBatch
 from dino_sparo.training.objective import StepReport, Training
 from dino_sparo.training.updates import Updater
 

@@ -1,20 +1,13 @@
 """Train CLIP with a SPARO read-out on pairs of images and captions.
 
-    python -m dino_sparo.clip.train --output_dir runs/clip                         # built-in scenes, this machine
-    torchrun --nproc_per_node=8 -m dino_sparo.clip.train --preset cc3m --data_path 'cc3m/{00000..00331}.tar' \\
+    dino-sparo train-clip --output_dir runs/clip                         # built-in scenes, this machine
+    torchrun --nproc_per_node=8 -m dino_sparo train-clip --preset cc3m --data_path 'cc3m/{00000..00331}.tar' \\
         --output_dir runs/cc3m
     python run_with_submitit.py --module dino_sparo.clip.train ...                 # the same on Slurm
 
 Options are those of `options.py`. What they describe is built here; a step is `step.py`, the run is
 `training/run.py`. Starting the same command again goes on from the last checkpoint.
 """
-
-from dino_sparo.cli import command_parser, errors_in_one_line
-from dino_sparo.clip.options import check_options, get_args_parser
-
-if __name__ == "__main__":
-    # --help and mistakes are answered before torch is imported.
-    command_parser(get_args_parser(), __doc__).parse_args()
 
 import argparse
 import logging
@@ -30,20 +23,28 @@ from torch.utils.data import DataLoader
 
 from dino_sparo.checkpoint import CheckpointError, initialize_encoder
 from dino_sparo.clip.config import CLIPConfig
-from dino_sparo.clip.encode import ClipView
 from dino_sparo.clip.loss import create_loss
 from dino_sparo.clip.model import CLIP, clip_description, create_clip
-from dino_sparo.clip.pair_sources import index_pairs, open_pairs
-from dino_sparo.clip.pair_streams import PairStream, create_stream_loader
-from dino_sparo.clip.pairs import PairBatch, PairDataset, PairSource, PairTransform, collate_pairs, create_pair_loader
+from dino_sparo.clip.options import check_options, get_args_parser
 from dino_sparo.clip.presets import apply_preset, fill_in_warmup
 from dino_sparo.clip.start import initialize_clip, require_trained
 from dino_sparo.clip.step import CLIPTraining, train_step
-from dino_sparo.clip.text import tokenize
-from dino_sparo.clip.validation import hold_out, open_validation
-from dino_sparo.clip.zero_shot_probe import open_training_probe
 from dino_sparo.data import EpochSampler, open_together
-from dino_sparo.distributed import (
+from dino_sparo.image_text.evaluation.encode import ClipEncoder, ClipView
+from dino_sparo.image_text.evaluation.validation import hold_out, open_validation
+from dino_sparo.image_text.evaluation.zero_shot_probe import open_training_probe
+from dino_sparo.image_text.pairs.batches import (
+    PairBatch,
+    PairDataset,
+    PairSource,
+    PairTransform,
+    collate_pairs,
+    create_pair_loader,
+)
+from dino_sparo.image_text.pairs.sources import index_pairs, open_pairs
+from dino_sparo.image_text.pairs.streams import PairStream, create_stream_loader
+from dino_sparo.image_text.text import tokenize
+from dino_sparo.runtime.distributed import (
     Distributed,
     all_or_none,
     choose_precision,
@@ -51,20 +52,19 @@ from dino_sparo.distributed import (
     use_fused_attention,
     wrap_ddp,
 )
-from dino_sparo.extras import require
-from dino_sparo.logs import RunLog
-from dino_sparo.optim import cosine_schedule, create_optimizer
+from dino_sparo.runtime.extras import require
+from dino_sparo.runtime.logs import RunLog
 from dino_sparo.scenes import Ties
 from dino_sparo.sources import ImageLimits
 from dino_sparo.sources.tars import TarSource
 from dino_sparo.training import run
-from dino_sparo.training.loop import MENDABLE_ERRORS
 from dino_sparo.training.objective import EpochResult, Objective, StepReport
+from dino_sparo.training.optim import cosine_schedule, create_optimizer
 from dino_sparo.training.updates import Updater
 
-__all__ = ["MENDABLE_ERRORS", "check_options", "get_args_parser", "main", "train"]
+__all__ = ["check_options", "get_args_parser", "train"]
 
-logger = logging.getLogger("dino_sparo.clip.train")
+logger = logging.getLogger(__name__)
 
 MOST_CAPTIONS = 0.5  # share of captions cut off above which the log warns
 
@@ -114,17 +114,30 @@ class CLIPObjective(Objective[PairBatch]):
         self.source, self.sampler, self.loader = self.data.source, self.data.sampler, self.data.loader
         self.num_left_out = self.data.source.left_out.total
         self.training = build_training(args, place, self.sampler.steps_per_epoch)
-        view = ClipView(args.img_size, tuple(args.norm_mean), tuple(args.norm_std))
         held_out = self.data.held_out
-        self.validation = None if held_out is None else open_validation(held_out, view, args.batch_size)
+        self.validation = None if held_out is None else open_validation(held_out, args.batch_size)
         self.probe = None
         if args.zero_shot_freq:
-            self.probe = open_training_probe(args.zero_shot_path, args.data_path, view, args.download)
+            self.probe = open_training_probe(args.zero_shot_path, args.data_path, args.download)
 
     @property
     def description(self) -> dict[str, Any]:
         """The checkpoint's `clip`."""
         return {"clip": clip_description(self.training.network.config, self.args.norm_mean, self.args.norm_std)}
+
+    @property
+    def encoder(self) -> ClipEncoder:
+        """The model as evaluations ask it."""
+        args, updater = self.args, self.updater
+        return ClipEncoder(
+            self.training.network,
+            partial(tokenize, context_length=args.context_length),
+            ClipView(args.img_size, tuple(args.norm_mean), tuple(args.norm_std)),
+            updater.device,
+            self.sampler.batch_size,
+            min(args.num_workers, 2),
+            updater.dtype,
+        )
 
     def check_same_model(self, checkpoint: Mapping[str, Any], source: str) -> None:
         """Refuse to resume a checkpoint of another model."""
@@ -176,13 +189,11 @@ class CLIPObjective(Objective[PairBatch]):
         """Loss and retrieval on the pairs held out; zero-shot accuracy every `--zero_shot_freq` epochs."""
         # A model that distinguishes nothing has a loss of ln(batch).
         values = {"loss_over_ln_batch": means["loss"] / math.log(max(self.args.batch_size, 2))}
-        updater, num_workers = self.updater, min(self.args.num_workers, 2)
-        reader = (self.training.network, updater.device, updater.dtype, self.sampler.batch_size, num_workers)
         if self.validation is not None:
-            values |= self.validation.measure(*reader)
+            values |= self.validation.measure(self.encoder, self.training.network.logit_scale.exp())
         if self.probe is None or (epoch + 1) % self.args.zero_shot_freq:
             return EpochResult(values)
-        accuracy = self.probe.accuracy(*reader)
+        accuracy = self.probe.accuracy(self.encoder)
         return EpochResult({**values, self.metric: accuracy}, score=accuracy)
 
 
@@ -443,14 +454,3 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
         flat |= {f"{name}.{inner}": item for inner, item in value.items()} if isinstance(value, dict) else {name: value}
     return flat
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Parse the options and train; a mistake in them ends with one line, not a traceback."""
-    args = command_parser(get_args_parser(), __doc__).parse_args(argv)
-    with errors_in_one_line(logger, *MENDABLE_ERRORS):
-        train(args)
-
-
-if __name__ == "__main__":
-    main()

@@ -8,7 +8,7 @@ import logging
 from typing import Any
 
 from dino_sparo.choices import MIN_CORRUPT, OPTIMIZERS
-from dino_sparo.cli import (
+from dino_sparo.runtime.cli import (
     HelpFormatter,
     add_architecture_options,
     add_device_options,
@@ -33,9 +33,7 @@ NON_NEGATIVE_OPTIONS = (
 
 def get_args_parser() -> argparse.ArgumentParser:
     """The options of training, in data-flow order."""
-    parser = argparse.ArgumentParser(
-        "main_dino.py", description="Pretrain with DINO + SPARO.", formatter_class=HelpFormatter, add_help=False
-    )
+    parser = argparse.ArgumentParser(formatter_class=HelpFormatter, add_help=False)
     _add_data_options(parser)
     add_source_options(parser)
     _add_crop_options(parser)

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dino_sparo.data import Batch
+from dino_sparo.dino.head import DINONetwork
+from dino_sparo.dino.loss import NUM_TEACHER_CROPS, DINOLoss
+from dino_sparo.dino.teacher import ema_update_
 from dino_sparo.distort import Distortions
-from dino_sparo.head import DINONetwork
-from dino_sparo.loss import NUM_TEACHER_CROPS, DINOLoss
-from dino_sparo.optim import clip_gradients_, drop_gradients
-from dino_sparo.teacher import ema_update_
 from dino_sparo.training.objective import StepReport, Training
+from dino_sparo.training.optim import clip_gradients_, drop_gradients
 from dino_sparo.training.updates import Updater
 
 

@@ -19,25 +19,26 @@ from dino_sparo.data import (
     Batch,
     require_labels,
 )
-from dino_sparo.dino.options import REFERENCE_BATCH
+from dino_sparo.dino.head import DINOHead, DINONetwork
+from dino_sparo.dino.loss import NUM_TEACHER_CROPS, DINOLoss, diagnose_collapse
+from dino_sparo.dino.options import REFERENCE_BATCH, check_options, defaults_of
 from dino_sparo.dino.step import DINOTraining, train_step
-from dino_sparo.distributed import (
+from dino_sparo.encoder import EncoderConfig, encoder_from_config
+from dino_sparo.evaluation.attention import crops_grid, slots_grid
+from dino_sparo.evaluation.features import disjoint_subsets, effective_rank
+from dino_sparo.evaluation.knn import evaluate_knn
+from dino_sparo.runtime.distributed import (
     Distributed,
     choose_precision,
     use_fused_attention,
     world_size,
     wrap_ddp,
 )
-from dino_sparo.encoder import EncoderConfig, encoder_from_config
-from dino_sparo.evaluation.attention import crops_grid, slots_grid
-from dino_sparo.evaluation.features import disjoint_subsets, effective_rank
-from dino_sparo.evaluation.knn import evaluate_knn
-from dino_sparo.head import DINOHead, DINONetwork
-from dino_sparo.logs import RunLog
-from dino_sparo.loss import NUM_TEACHER_CROPS, DINOLoss, diagnose_collapse
-from dino_sparo.optim import cosine_schedule, create_optimizer, param_groups
+from dino_sparo.runtime.logs import RunLog
+from dino_sparo.training import run
 from dino_sparo.training.images import Examples, open_crops
 from dino_sparo.training.objective import EpochResult, Objective, StepReport
+from dino_sparo.training.optim import cosine_schedule, create_optimizer, param_groups
 from dino_sparo.training.updates import GroupSchedule, Updater
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,11 @@ logger = logging.getLogger(__name__)
 DIAGNOSE_EVERY = 10  # steps of an epoch between two looks at the teacher's entropies
 PROBE_NEIGHBOURS = 20
 PROBE_IMAGES = (4000, 1000)  # that vote, that are classified, in the probe during training
+
+
+def train_dino(args: argparse.Namespace) -> None:
+    """Train DINO with these options, or go on from the last checkpoint; see `training.run.train` for what is raised."""
+    run.train(args, check_options, defaults_of, DINOObjective)
 
 
 class DINOObjective(Objective[Batch]):

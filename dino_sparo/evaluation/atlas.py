@@ -28,7 +28,7 @@ from dino_sparo.evaluation.attention import (
 from dino_sparo.evaluation.page import GAP, MARGIN, Heading, Page, Tiles, resized
 from dino_sparo.evaluation.pictures import letters_of_groups
 from dino_sparo.evaluation.views import SquareView, view_pixels
-from dino_sparo.logs import printable, progress
+from dino_sparo.runtime.logs import printable, progress
 
 logger = logging.getLogger(__name__)
 

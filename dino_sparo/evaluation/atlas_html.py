@@ -18,7 +18,7 @@ from dino_sparo.evaluation.atlas import SCORE_WORDS, Atlas, AtlasImage, AtlasSlo
 from dino_sparo.evaluation.attention import RAMP_COLOURS, RAMP_POSITIONS
 from dino_sparo.evaluation.names import short_name
 from dino_sparo.evaluation.page import RAMP_ENDS
-from dino_sparo.logs import printable
+from dino_sparo.runtime.logs import printable
 
 JPEG_QUALITY = 84
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dino_sparo.data import ImageSource, align_classes, require_labels
-from dino_sparo.distributed import all_reduce_sum, is_main
 from dino_sparo.encoder import Encoder
 from dino_sparo.evaluation.features import Features, extract_split
 from dino_sparo.evaluation.neighbours import TrainSet, checked_lengths, nearest
-from dino_sparo.logs import progress
+from dino_sparo.runtime.distributed import all_reduce_sum, is_main
+from dino_sparo.runtime.logs import progress
 
 logger = logging.getLogger(__name__)
 

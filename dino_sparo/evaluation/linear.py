@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dino_sparo.distributed import all_reduce_sum, world_size
+from dino_sparo.runtime.distributed import all_reduce_sum, world_size
 
 INIT_STD = 0.01
 MOMENTUM = 0.9

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from dino_sparo.checkpoint import load_checkpoint, load_strictly, save_checkpoint
 from dino_sparo.data import EpochSampler, ImageDataset, ImageSource, create_loader
-from dino_sparo.distributed import is_main, rank, world_size
 from dino_sparo.evaluation.features import Features, inference
 from dino_sparo.evaluation.linear import (
     Batches,
@@ -27,7 +26,8 @@ from dino_sparo.evaluation.linear import (
     train_one_epoch,
 )
 from dino_sparo.evaluation.protocol import plain
-from dino_sparo.logs import progress
+from dino_sparo.runtime.distributed import is_main, rank, world_size
+from dino_sparo.runtime.logs import progress
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path, PurePath
 
-from dino_sparo.logs import printable
+from dino_sparo.runtime.logs import printable
 
 MAX_FILE_NAME = 80  # characters; file systems take 255 bytes, and endings and numbers are added
 

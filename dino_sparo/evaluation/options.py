@@ -3,7 +3,7 @@
 import argparse
 
 from dino_sparo.choices import EXPORT_FORMATS, PRECISIONS
-from dino_sparo.cli import (
+from dino_sparo.runtime.cli import (
     HelpFormatter,
     add_device_options,
     add_foreign_weights_options,
@@ -60,9 +60,7 @@ def add_evaluation_options(parser: argparse.ArgumentParser, batch_size: int = 12
 
 def knn_parser() -> argparse.ArgumentParser:
     """The options of `eval_knn.py`, in data-flow order."""
-    parser = argparse.ArgumentParser(
-        prog="eval_knn.py", description="Weighted k-NN accuracy of a frozen encoder.", formatter_class=HelpFormatter
-    )
+    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
     add_evaluation_options(parser)
     add_foreign_weights_options(parser)
     group = parser.add_argument_group("k-NN")
@@ -86,11 +84,7 @@ def knn_parser() -> argparse.ArgumentParser:
 
 def linear_parser() -> argparse.ArgumentParser:
     """The options of `eval_linear.py`, in data-flow order."""
-    parser = argparse.ArgumentParser(
-        prog="eval_linear.py",
-        description="Linear probes on a frozen encoder, one per learning rate.",
-        formatter_class=HelpFormatter,
-    )
+    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
     add_evaluation_options(parser)
     add_foreign_weights_options(parser)
     group = parser.add_argument_group("features of the probe")
@@ -142,11 +136,7 @@ def linear_parser() -> argparse.ArgumentParser:
 
 def attention_parser() -> argparse.ArgumentParser:
     """The options of `visualize_attention.py`, in data-flow order."""
-    parser = argparse.ArgumentParser(
-        prog="visualize_attention.py",
-        description="Attention maps of every slot or head, and the slot atlas.",
-        formatter_class=HelpFormatter,
-    )
+    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
     group = parser.add_argument_group("encoder")
     group.add_argument("--pretrained_weights", default="", help="Checkpoint to look into, ours or the reference's.")
     group.add_argument("--checkpoint_key", default="teacher", help="Network in the checkpoint: teacher or student.")
@@ -202,9 +192,7 @@ def attention_parser() -> argparse.ArgumentParser:
 
 def export_parser() -> argparse.ArgumentParser:
     """The options of `dino_sparo.export`."""
-    parser = argparse.ArgumentParser(
-        "python -m dino_sparo.export", description="Write an encoder for others to use.", formatter_class=HelpFormatter
-    )
+    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
     parser.add_argument("checkpoint", help="Ours, the reference's, or raw ViT weights.")
     parser.add_argument("out", help="Where to: a path without suffix; for huggingface a folder.")
     parser.add_argument("--checkpoint_key", default="teacher", help="Network in the checkpoint: teacher or student.")

@@ -16,7 +16,7 @@ from jaxtyping import UInt8
 from PIL import Image
 
 from dino_sparo.evaluation.attention import ramp
-from dino_sparo.extras import require
+from dino_sparo.runtime.extras import require
 
 DPI = 100
 INK, SOFT, PAPER = "#16161d", "#74747f", "#ffffff"

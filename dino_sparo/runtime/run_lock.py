@@ -24,7 +24,7 @@ from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 
-from dino_sparo.distributed import is_main
+from dino_sparo.runtime.distributed import is_main
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dino_sparo.distributed import note_progress
+from dino_sparo.runtime.distributed import note_progress
 from dino_sparo.sources.cache import cache_folder, cache_path, is_settled, load_index, save_index
 from dino_sparo.sources.tar_headers import BLOCK_BYTES, DamagedShardError, Member
 

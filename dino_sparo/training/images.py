@@ -21,8 +21,8 @@ from dino_sparo.data import (
     open_together,
 )
 from dino_sparo.distort import Distortions
-from dino_sparo.distributed import Distributed, is_main, require_same
 from dino_sparo.evaluation.views import SquareView, of_different_classes, spread_out
+from dino_sparo.runtime.distributed import Distributed, is_main, require_same
 from dino_sparo.sources import ImageLimits, TableColumns, index_images
 
 LOOK_IMAGES = 64  # whose encodings are measured after every epoch

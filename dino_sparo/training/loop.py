@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from dino_sparo.data import most_corrupt, to_device
-from dino_sparo.distributed import all_gather_object, rank, world_size
-from dino_sparo.logs import EpochClock, Meters, RunLog
-from dino_sparo.preemption import Agreement, Watchdog
+from dino_sparo.runtime.cli import MendableError
+from dino_sparo.runtime.distributed import all_gather_object, rank, world_size
+from dino_sparo.runtime.logs import EpochClock, Meters, RunLog
+from dino_sparo.runtime.preemption import Agreement, Watchdog
 from dino_sparo.training.objective import Objective, StepReport, TrainingBatch
 
 logger = logging.getLogger(__name__)
@@ -28,16 +29,12 @@ logger = logging.getLogger(__name__)
 NUM_FILES_SHOWN = 5  # of the batch that gave a non-finite loss
 
 
-class NonFiniteLossError(RuntimeError):
+class NonFiniteLossError(MendableError):
     """The loss became infinite or not a number; no weights were changed by that step."""
 
 
-class TooManyCorruptError(RuntimeError):
+class TooManyCorruptError(MendableError):
     """More images or pairs could not be read than the run tolerates."""
-
-
-# Errors of training that end with one line, since the user can mend their cause.
-MENDABLE_ERRORS: tuple[type[Exception], ...] = (NonFiniteLossError, TooManyCorruptError)
 
 
 @dataclass

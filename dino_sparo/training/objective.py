@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from dino_sparo.data import EpochSampler
-from dino_sparo.logs import RunLog
+from dino_sparo.runtime.logs import RunLog
 from dino_sparo.training.updates import Updater
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dino_sparo.logs import peak_memory
+from dino_sparo.runtime.logs import peak_memory
 from dino_sparo.training.objective import Objective, Training
 
 logger = logging.getLogger(__name__)

@@ -1,0 +1,236 @@
+"""`dino-sparo COMMAND`: all commands under one name. `python -m dino_sparo COMMAND` is the same.
+
+    dino-sparo                                                                        # lists them
+    dino-sparo zero-shot --pretrained_weights output/checkpoint.pth --data_path data/imagenet
+
+Only this file and `submit.py` know all objectives: which commands there are, and which objective reads which
+checkpoint. The scripts at the root of a clone are the same commands under the names of facebookresearch/dino.
+"""
+
+import argparse
+import difflib
+import importlib
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from dino_sparo import choices
+from dino_sparo._version import __version__
+from dino_sparo.clip import choices as clip_choices
+from dino_sparo.clip import options as clip
+from dino_sparo.clip.slots import options as slots
+from dino_sparo.dino import options as dino
+from dino_sparo.evaluation import options as evaluation
+from dino_sparo.image_text.evaluation import options as image_text
+from dino_sparo.runtime.cli import HelpFormatter, command_parser, demo_parser, errors_in_one_line, say
+
+if TYPE_CHECKING:
+    from dino_sparo.image_text.evaluation.protocol import EvaluatedModel
+    from dino_sparo.runtime.distributed import Distributed
+
+
+class Command(NamedTuple):
+    """One command.
+
+    Attributes:
+        summary: what it turns into what.
+        parser: its options, made without torch; None: the body takes the words, parses them and answers for mistakes.
+        body: `module:function`, called with the parsed options. The module is imported after the options were parsed,
+            so that `--help` and mistakes need not wait for torch.
+        helper: a function of this file that the body takes besides.
+    """
+
+    summary: str
+    parser: Callable[[], argparse.ArgumentParser] | None
+    body: str
+    helper: Callable[..., Any] | None = None
+
+
+def open_model(args: argparse.Namespace, place: "Distributed", border: int = 0) -> "EvaluatedModel":
+    """The image-text model that `--pretrained_weights` names, with what a result file says of it.
+
+    Args:
+        args: the options of `image_text.evaluation.options.add_model_options` and `add_computation_options`.
+        place: where to compute.
+        border: pixels cut off every side of an image.
+
+    Raises:
+        ValueError: no checkpoint is named, it holds no image-text model, or the options do not fit it.
+    """
+    from dino_sparo.clip.evaluated import open_clip_model
+
+    return open_clip_model(args, place, border)
+
+
+def run(name: str, words: Sequence[str] | None = None, prog: str | None = None) -> Any:
+    """Parse a command's options and run it; a mistake in them ends with one line, not a traceback.
+
+    Args:
+        name: a key of `COMMANDS`.
+        words: the options; None: the command line's.
+        prog: what `--help` calls the command; by default `dino-sparo NAME`.
+
+    Returns:
+        What the command returns: of an evaluation the content of its result file.
+    """
+    command = COMMANDS[name]
+    module, _, function = command.body.partition(":")
+    if command.parser is None:
+        return getattr(importlib.import_module(module), function)(words)
+    parser = command.parser()
+    parser.prog, parser.description = prog or f"dino-sparo {name}", command.summary
+    args = parser.parse_args(words)
+    with errors_in_one_line(logging.getLogger(module)):
+        body = getattr(importlib.import_module(module), function)
+        return body(args) if command.helper is None else body(args, command.helper)
+
+
+COMMANDS: dict[str, Command] = {
+    "train": Command(
+        "Images -> an encoder, trained with DINO.",
+        lambda: command_parser(dino.get_args_parser()),
+        "dino_sparo.dino.train:train_dino",
+    ),
+    "train-clip": Command(
+        "Images with captions -> an encoder of both, trained with CLIP.",
+        lambda: command_parser(clip.get_args_parser()),
+        "dino_sparo.clip.train:train",
+    ),
+    "submit": Command(
+        "A training -> a Slurm job, requeued when it is preempted, at its time limit and after faults.",
+        None,
+        "dino_sparo.submit:main",
+    ),
+    "knn": Command(
+        "A checkpoint and labelled images -> weighted k-NN accuracy.",
+        evaluation.knn_parser,
+        "dino_sparo.evaluation.knn_command:evaluate_checkpoint",
+    ),
+    "linear": Command(
+        "A checkpoint and labelled images -> linear probes, one per learning rate, and their accuracy.",
+        evaluation.linear_parser,
+        "dino_sparo.evaluation.linear_command:evaluate_checkpoint",
+    ),
+    "attention": Command(
+        "A checkpoint and images -> one attention map per slot or head; the slot atlas.",
+        evaluation.attention_parser,
+        "dino_sparo.evaluation.attention_command:visualize",
+    ),
+    "export": Command(
+        "A checkpoint -> safetensors, timm, Hugging Face, ONNX, OpenCLIP.",
+        evaluation.export_parser,
+        "dino_sparo.export:export_checkpoint",
+    ),
+    "zero-shot": Command(
+        "Images and the names of their classes -> accuracy of classification by captions.",
+        image_text.zero_shot_parser,
+        "dino_sparo.image_text.evaluation.zero_shot:evaluate_checkpoint",
+        open_model,
+    ),
+    "retrieval": Command(
+        "Images with captions -> recall of captions by image and of images by caption.",
+        image_text.retrieval_parser,
+        "dino_sparo.image_text.evaluation.retrieval:evaluate_checkpoint",
+        open_model,
+    ),
+    "sugarcrepe": Command(
+        "Images with a true and a false caption -> how often the true one is nearer.",
+        image_text.sugarcrepe_parser,
+        "dino_sparo.image_text.evaluation.sugarcrepe:evaluate_checkpoint",
+        open_model,
+    ),
+    "winoground": Command(
+        "Two images and two captions of the same words -> how often each is given to its own.",
+        image_text.winoground_parser,
+        "dino_sparo.image_text.evaluation.winoground:evaluate_checkpoint",
+        open_model,
+    ),
+    "clip-probe": Command(
+        "Frozen image features -> accuracy of a linear probe, its weight decay chosen by a sweep.",
+        image_text.probe_parser,
+        "dino_sparo.image_text.evaluation.probe:probe_checkpoint",
+        open_model,
+    ),
+    "scene-pairs": Command(
+        "Built-in scenes -> true and hard false captions, in SugarCrepe's format.",
+        image_text.scene_pairs_parser,
+        "dino_sparo.image_text.evaluation.scene_pairs:write_pairs",
+    ),
+    "select": Command(
+        "Labelled images -> the slots of a CLIP that tell their classes apart.",
+        slots.select_parser,
+        "dino_sparo.clip.slots.select:select_slots",
+    ),
+    "mask": Command(
+        "True and false captions -> weights of the slots of a CLIP that tell them apart.",
+        slots.mask_parser,
+        "dino_sparo.clip.slots.mask:learn_mask",
+    ),
+    "sweep": Command(
+        "Results of many models -> accuracy and parameters against the number and the width of slots.",
+        slots.sweep_parser,
+        "dino_sparo.clip.slots.sweep:collect",
+        run,
+    ),
+    "pictures": Command(
+        "Images with captions -> what the slots of a CLIP look at in both.",
+        slots.pictures_parser,
+        "dino_sparo.clip.pictures.draw:draw_pictures",
+    ),
+    "clip-benchmark": Command(
+        "A CLIP -> the numbers of LAION's CLIP benchmark, by its own command; its options follow.",
+        None,
+        "dino_sparo.clip.adapter:main",
+    ),
+    "demo": Command(
+        "Built-in scenes -> DINO + SPARO trained, evaluated and drawn, in minutes and without a GPU.",
+        lambda: demo_parser(choices.READOUTS),
+        "dino_sparo.dino.demo:demo",
+        run,
+    ),
+    "demo-clip": Command(
+        "Built-in scenes -> CLIP + SPARO trained, evaluated and drawn, in less than an hour and without a GPU.",
+        lambda: demo_parser(clip_choices.READOUTS),
+        "dino_sparo.clip.demo:demo",
+        run,
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> Any:
+    """Run the command that the first word names.
+
+    Args:
+        argv: a command and its options; None: the command line's.
+
+    Returns:
+        What the command returns.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser("dino-sparo", description=overview(), formatter_class=HelpFormatter)
+    parser.add_argument("--version", action="version", version=f"dino_sparo {__version__}")
+    if words and words[0] in COMMANDS:
+        return run(words[0], words[1:])
+    parser.add_argument("command", nargs="?", metavar="COMMAND", help="One of the above; COMMAND --help says more.")
+    name = parser.parse_known_args(words)[0].command
+    if name is not None:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        parser.error(f"there is no command {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
+    say(parser.format_help())
+    return None
+
+
+def overview() -> str:
+    """The list of commands."""
+    width = max(map(len, COMMANDS)) + 2
+    return "\n".join(f"  {name:<{width}}{command.summary}" for name, command in COMMANDS.items())
+
+
+def console() -> None:
+    """The console script: its exit status is 0 unless a command ended the process."""
+    main()
+
+
+if __name__ == "__main__":
+    main()

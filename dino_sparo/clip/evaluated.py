@@ -1,0 +1,54 @@
+"""A CLIP checkpoint -> what the evaluations of `image_text/` ask for: features of images and captions, and a record."""
+
+import argparse
+from functools import partial
+from importlib.metadata import version
+
+from dino_sparo.clip.model import CLIP, load_clip
+from dino_sparo.clip.slots.subsets import open_slots
+from dino_sparo.evaluation.protocol import versions, view_record
+from dino_sparo.image_text.evaluation.encode import ClipEncoder, ClipView
+from dino_sparo.image_text.evaluation.protocol import EvaluatedModel
+from dino_sparo.image_text.text import tokenize
+from dino_sparo.runtime.distributed import PRECISIONS, Distributed
+from dino_sparo.runtime.extras import require
+
+
+def open_clip_model(args: argparse.Namespace, place: Distributed, border: int = 0) -> EvaluatedModel:
+    """What the options of `add_model_options` and `add_computation_options` ask for.
+
+    Args:
+        args: parsed options.
+        place: where to compute.
+        border: pixels cut off every side of an image.
+
+    Raises:
+        ValueError: no checkpoint is named, it holds no CLIP, or `--slots` does not fit it.
+    """
+    if not args.pretrained_weights:
+        raise ValueError(
+            "--pretrained_weights is empty: there is nothing to evaluate; give a checkpoint of CLIP training"
+        )
+    require("open_clip", "captions")
+    loaded = load_clip(args.pretrained_weights, args.text_heads, args.quick_gelu)
+    config = loaded.model.config
+    transform = ClipView(args.img_size or config.image.img_size, loaded.mean, loaded.std, border)
+    model, slots = open_slots(args.slots, loaded)
+    encoder = ClipEncoder(
+        model.to(place.device),
+        partial(tokenize, context_length=config.text.context_length),
+        transform,
+        place.device,
+        args.batch_size_per_gpu,
+        args.num_workers,
+        PRECISIONS[args.precision],
+    )
+    dim = config.embed_dim if isinstance(model, CLIP) else model.encoding_dim
+    record = {
+        "model": loaded.record,
+        "slots": slots,
+        "feature": {"name": "normalised encoding", "dim": dim, "precision": args.precision},
+        "view": {**view_record(transform), "border": border},
+        "versions": {**versions(), "open_clip": version("open_clip_torch")},
+    }
+    return EvaluatedModel(encoder, record)

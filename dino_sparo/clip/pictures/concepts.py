@@ -1,0 +1,231 @@
+"""Pairs of image and caption -> where each slot looks in both, and the slots and pairs that are worth a picture.
+
+Stage 6 of the folder, before `pictures.py`. Everything here is numbers. What the paper asks of a slot to be shown is
+measured as `fits` says; how several slots and pairs are chosen together is ours, since the paper shows examples.
+Source: SPARO, section 5.5.
+
+Letters: P pairs, L slots, W words of a caption, h, w rows and columns of the patch grid.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn import functional as F
+
+from dino_sparo.clip.choices import Criteria
+from dino_sparo.clip.model import CLIP
+from dino_sparo.clip.pictures.words import Word, WordAttention, caption_words, word_attention
+from dino_sparo.data import CorruptImageError
+from dino_sparo.evaluation.attention import mass_mask
+from dino_sparo.evaluation.views import SquareView, spread_out
+from dino_sparo.image_text.pairs.batches import PairSource
+from dino_sparo.image_text.text import Tokens
+from dino_sparo.runtime.logs import progress
+
+logger = logging.getLogger(__name__)
+
+FOCUS_SHARE = 0.5  # of a slot's attention on words: the fewest words that hold it are those it attends to
+BATCH_SIZE = 16
+
+
+@dataclass(frozen=True)
+class PairLook:
+    """How a model sees one pair.
+
+    Attributes:
+        index: place in the source.
+        name: where the image lies.
+        caption: in words.
+        words: those that the model sees.
+        maps: (L, h, w), attention over the patches; the rest is the class token's.
+        text: attention over the words.
+        cosines: (L,), of slot l of the image and slot l of the caption.
+    """
+
+    index: int
+    name: str
+    caption: str
+    words: list[Word]
+    maps: Float[np.ndarray, "L h w"]
+    text: WordAttention
+    cosines: Float[np.ndarray, " L"]
+
+    @property
+    def sharpness(self) -> Float[np.ndarray, " L"]:
+        """The share of a slot's attention that the word gets which gets most."""
+        return self.text.words.max(axis=1, initial=0.0)
+
+    @property
+    def focus(self) -> Bool[np.ndarray, "L W"]:
+        """The words that a slot attends to: the fewest that hold half of what it gives to words."""
+        rows = [mass_mask(shares[None], FOCUS_SHARE)[0] for shares in self.text.words]
+        return np.stack(rows)
+
+
+class Choice(NamedTuple):
+    """What is shown.
+
+    Attributes:
+        slots: numbers of slots, one row each.
+        pairs: places among the looks, one column each.
+        num_fitting: slots, from the first, that meet the criteria in `num_common` pairs at once.
+        num_common: those pairs.
+    """
+
+    slots: list[int]
+    pairs: list[int]
+    num_fitting: int
+    num_common: int
+
+
+@torch.no_grad()
+def look_at_pairs(
+    model: CLIP,
+    source: PairSource,
+    view: SquareView,
+    tokenize: Callable[[list[str]], Tokens],
+    device: torch.device,
+    max_pairs: int,
+) -> list[PairLook]:
+    """Run a model over pairs, evenly spread over the source; those that cannot be read are left out and named.
+
+    Args:
+        model: with slots, in eval mode, on the device.
+        source: the pairs; of several captions of an image the first is taken.
+        view: what is seen of an image.
+        tokenize: captions -> `Tokens`.
+        device: where to compute.
+        max_pairs: look at so many, at most.
+
+    Raises:
+        ValueError: none can be read.
+    """
+    looks: list[PairLook] = []
+    errors: list[CorruptImageError] = []
+    num_truncated = 0
+    places = spread_out(source, max_pairs)
+    for start in progress(range(0, len(places), BATCH_SIZE), desc=source.name):
+        read: list[tuple[int, str, Tensor]] = []
+        for index in places[start : start + BATCH_SIZE]:
+            try:
+                read.append((index, source.captions_of(index)[0], view(source.read(index))[0]))
+            except CorruptImageError as error:
+                errors.append(error)
+                logger.warning("left out %s", error)
+        if read:
+            tokens = tokenize([caption for _, caption, _ in read])
+            num_truncated += tokens.num_truncated
+            found = _look_at_batch(model, torch.stack([image for _, _, image in read]), tokens.ids, device)
+            looks += [
+                _pair_look(source.location(index), index, caption, *parts)
+                for (index, caption, _), *parts in zip(read, tokens.ids, *found, strict=True)
+            ]
+    if not looks:
+        raise ValueError(f"none of {len(errors)} pairs can be read: {errors[0]}")
+    if errors or num_truncated:
+        logger.warning(
+            "%s: left out %d pairs; %d captions are longer than the context and cut off",
+            source.name, len(errors), num_truncated,
+        )  # fmt: skip
+    return looks
+
+
+def _look_at_batch(
+    model: CLIP, images: Float[Tensor, "B C H W"], token_ids: Tensor, device: torch.device
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Maps (B, L, h, w), attention over the captions' tokens (B, L, N), and the slots' cosines (B, L)."""
+    image, text = model.image_output(images.to(device)), model.text_output(token_ids.to(device))
+    backbone = model.image.backbone
+    grid = tuple(side // backbone.patch_size for side in images.shape[-2:])
+    maps = image.attention[:, :, backbone.num_prefix_tokens :].unflatten(-1, grid)
+    cosines = F.cosine_similarity(image.slots.float(), text.slots.float(), dim=-1)
+    return maps.float().cpu().numpy(), text.attention.float().cpu().numpy(), cosines.cpu().numpy()
+
+
+def _pair_look(
+    name: str, index: int, caption: str, ids: Tensor, maps: np.ndarray, attention: np.ndarray, cosines: np.ndarray
+) -> PairLook:
+    words = caption_words(caption, ids)
+    return PairLook(index, name, caption, words, maps, word_attention(attention, words, ids), cosines)
+
+
+def fits(looks: Sequence[PairLook], criteria: Criteria) -> Bool[np.ndarray, "P L"]:
+    """Which slots of which pairs meet the criteria, each for itself."""
+    cosines, sharpness = _stacked(looks)
+    return (cosines > criteria.min_cosine) & (sharpness >= criteria.min_sharpness)
+
+
+def _stacked(looks: Sequence[PairLook]) -> tuple[Float[np.ndarray, "P L"], Float[np.ndarray, "P L"]]:
+    """Cosines and sharpness of all pairs."""
+    return np.stack([look.cosines for look in looks]), np.stack([look.sharpness for look in looks])
+
+
+def choose(looks: Sequence[PairLook], num_slots: int, num_pairs: int, criteria: Criteria) -> Choice:
+    """The slots and pairs to show: slots with sharp attention to different words, whose cosines are high.
+
+    One slot after the other is taken, each time the one that meets the criteria in most of the pairs where those before
+    it do, without attending to a word that one of them attends to; of equals the sharper one. So it goes on as long as
+    there are enough such pairs to fill the columns. What then is missing is filled up by nearness to the criteria,
+
+        nearness = min(1, cosine / min_cosine) * min(1, sharpness / min_sharpness),
+
+    zero where words overlap, averaged over the pairs that are left. For the pairs see `choose_pairs`.
+
+    Args:
+        looks: the pairs.
+        num_slots: rows, at most.
+        num_pairs: columns, at most.
+        criteria: what a slot is to meet.
+    """
+    cosines, sharpness = _stacked(looks)
+    meets, focus = fits(looks, criteria), [look.focus for look in looks]
+    nearness = np.clip(cosines / criteria.min_cosine, 0, 1) * np.minimum(1, sharpness / criteria.min_sharpness)
+    alive = np.ones(len(looks), dtype=bool)
+    slots: list[int] = []
+    num_fitting = 0
+    while len(slots) < min(num_slots, cosines.shape[1]):
+        apart = _apart(focus, slots)
+        good = meets & apart & alive[:, None]
+        counts = good.sum(axis=0)
+        enough = counts >= min(num_pairs, len(looks))
+        enough[slots] = False
+        if num_fitting == len(slots) and enough.any():
+            sharp = (sharpness * good).sum(axis=0) / np.maximum(counts, 1)
+            slots.append(max(np.flatnonzero(enough).tolist(), key=lambda slot: (counts[slot], sharp[slot], -slot)))
+            alive, num_fitting = good[:, slots[-1]], num_fitting + 1
+        else:
+            near = (nearness * apart)[alive].mean(axis=0)
+            near[slots] = -1.0
+            slots.append(int(near.argmax()))
+    pairs = choose_pairs(looks, slots, num_pairs, alive)
+    return Choice(slots, pairs, num_fitting, int(alive.sum()) if num_fitting else 0)
+
+
+def choose_pairs(
+    looks: Sequence[PairLook], slots: Sequence[int], num_pairs: int, preferred: Bool[np.ndarray, " P"]
+) -> list[int]:
+    """The pairs in which some slots are seen best: by the mean of cosine times sharpness, best first.
+
+    Args:
+        looks: the pairs; if they all have a place, they stay in their order.
+        slots: numbers of the slots.
+        num_pairs: at most.
+        preferred: pairs that come before all others.
+    """
+    if len(looks) <= num_pairs:
+        return list(range(len(looks)))
+    cosines, sharpness = _stacked(looks)
+    merit = (cosines * sharpness)[:, list(slots)].mean(axis=1)
+    return sorted(range(len(looks)), key=lambda pair: (not preferred[pair], -merit[pair], pair))[:num_pairs]
+
+
+def _apart(focus: Sequence[Bool[np.ndarray, "L _"]], slots: Sequence[int]) -> Bool[np.ndarray, "P L"]:
+    """Which slots of which pairs attend to no word that one of some slots attends to."""
+    rows = [~(words & words[list(slots)].any(axis=0)).any(axis=1) for words in focus]
+    return np.stack(rows)

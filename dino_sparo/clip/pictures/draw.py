@@ -1,0 +1,249 @@
+"""Pairs of image and caption -> what chosen slots attend to in both: image maps and words, one row per slot.
+
+    dino-sparo pictures --pretrained_weights output/checkpoint.pth --output_dir pictures
+    dino-sparo pictures --pretrained_weights output/checkpoint.pth --data_path photos.csv --slots 3 17 40
+    dino-sparo pictures --pretrained_weights output/checkpoint.pth --data_path captions_val2017.json \
+        --image_folder data/coco/val2017 --max_pairs 2000
+
+Stage 6 of the folder. Without --slots the slots are chosen as the paper does: sharp attention to words, no word for two
+of them, image and caption slot alike; and with them, of all pairs looked at, those in which this is seen best. Writes
+pictures.png, one grid, pictures.html, a page that opens from disk, and pictures.json, the numbers. Source: SPARO,
+section 5.5 and figure 4.
+"""
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool
+
+from dino_sparo.clip.choices import SLOTTED
+from dino_sparo.clip.model import LoadedClip, load_clip
+from dino_sparo.clip.pictures.concepts import Choice, Criteria, PairLook, choose, choose_pairs, fits, look_at_pairs
+from dino_sparo.clip.pictures.page import write_page
+from dino_sparo.clip.pictures.sheet import Gallery, draw_sheet
+from dino_sparo.clip.slots.subsets import SlotSelection, check_fits, read_slots
+from dino_sparo.evaluation.attention import check_share, class_token_share, effective_patches
+from dino_sparo.evaluation.names import run_names
+from dino_sparo.evaluation.page import require_matplotlib
+from dino_sparo.evaluation.protocol import result_folder, versions, write_json
+from dino_sparo.evaluation.views import SquareView, view_pixels
+from dino_sparo.image_text.evaluation.protocol import open_evaluation_images
+from dino_sparo.image_text.pairs.batches import LeftOut, PairSource
+from dino_sparo.image_text.pairs.captions import ListedCaptions, PackedTexts, SceneCaptions
+from dino_sparo.image_text.pairs.sources import open_pairs
+from dino_sparo.image_text.text import tokenize
+from dino_sparo.runtime.distributed import detect_launcher, select_device
+from dino_sparo.runtime.logs import printable, setup_logging
+from dino_sparo.scenes import Scenes
+from dino_sparo.sources import IMAGE_EXTENSIONS
+from dino_sparo.sources.packed import FileSource
+
+logger = logging.getLogger(__name__)
+
+PICTURE_HEIGHT = 480  # pixels, of a view on the page
+
+
+def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
+    """Draw what the options ask for; returns what pictures.json holds.
+
+    Raises:
+        ValueError: options, weights or pairs that do not fit; the message says what would.
+        ImportError: matplotlib is not installed.
+    """
+    # One process is enough; under a launcher of several the others have nothing to do.
+    if detect_launcher(os.environ)[1] > 0:
+        return {}
+    setup_logging()
+    require_matplotlib()
+    for name in ("max_pairs", "max_slots", "max_columns"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"{name}={getattr(args, name)}; give a positive number")
+    criteria = Criteria(args.min_cosine, args.min_sharpness)
+    for name, value in criteria._asdict().items():
+        check_share(name, value)
+    if not args.pretrained_weights:
+        raise ValueError("--pretrained_weights is empty: there is nothing to show; give a checkpoint of CLIP training")
+    device = select_device(args.device)
+    loaded = load_clip(args.pretrained_weights)
+    config = loaded.model.config
+    if config.readout not in SLOTTED:
+        raise ValueError(f"readout {config.readout!r} has no slots to show; those of {sorted(SLOTTED)} have")
+    asked = asked_slots(args.slots, loaded)
+    view = SquareView([args.image_size or config.image.img_size], config.image.patch_size, loaded.mean, loaded.std)
+    source = open_picture_pairs(args.data_path, args.image_key, args.caption_key, args.image_folder)
+    tokens = partial(tokenize, context_length=config.text.context_length)
+    looks = look_at_pairs(loaded.model.to(device), source, view, tokens, device, args.max_pairs)
+    if asked is None:
+        choice = choose(looks, args.max_slots, args.max_columns, criteria)
+        warn_of_poor_fit(choice, len(looks), criteria)
+    else:
+        everything = np.ones(len(looks), dtype=bool)
+        choice = Choice(asked, choose_pairs(looks, asked, args.max_columns, everything), 0, 0)
+    shown = [looks[place] for place in choice.pairs]
+    images = [source.read(look.index) for look in shown]
+    gallery = Gallery(
+        describe(loaded),
+        f"{len(shown)} of {len(looks):,} pairs of {printable(source.name)}",
+        rule_in_words(choice, asked is not None, criteria),
+        criteria,
+        choice.slots,
+        shown,
+        [view_pixels(image, view.view(image), PICTURE_HEIGHT) for image in images],
+    )
+    return write(gallery, choice, fits(shown, criteria), loaded, args)
+
+
+def asked_slots(slots: Sequence[str] | None, loaded: LoadedClip) -> list[int] | None:
+    """The slots that `--slots` names; None if they are to be chosen.
+
+    Raises:
+        ValueError: a slot that the model does not have, or a file that does not fit it.
+    """
+    if slots is None:
+        return None
+    config = loaded.model.config
+    if len(slots) == 1 and slots[0].endswith(".json"):
+        selection = read_slots(slots[0])
+        if not isinstance(selection, SlotSelection):
+            raise ValueError(f"{slots[0]} is a mask; give the selection of clip.select, or numbers of slots")
+        check_fits(selection, config, loaded.record["sha256"])
+        return list(selection.indices)
+    if not all(word.isdecimal() for word in slots):
+        raise ValueError(f"slots={' '.join(slots)}; give numbers of slots, or one .json file of clip.select")
+    return list(SlotSelection(tuple(map(int, slots)), config.image.num_slots).indices)
+
+
+def open_picture_pairs(
+    data_path: str, image_key: str | None = None, caption_key: str | None = None, image_folder: str | None = None
+) -> PairSource:
+    """The pairs to look at; scenes are held-out ones.
+
+    Args:
+        data_path: a folder of pairs, or anything that `open_pairs` opens.
+        image_key: of `open_pairs`.
+        caption_key: likewise.
+        image_folder: likewise.
+
+    Raises:
+        ValueError: nothing lies there, or no pairs do.
+    """
+    if data_path.partition(":")[0] == "scenes":
+        scenes = open_evaluation_images(data_path)
+        assert isinstance(scenes, Scenes)
+        return PairSource(scenes, SceneCaptions(scenes))
+    folder = Path(data_path).expanduser()
+    if folder.is_dir() and any(folder.glob("*.txt")) and not any(folder.glob("*.tar")):
+        return open_pair_folder(folder)
+    return open_pairs(data_path, image_key, caption_key, image_folder, default_split="val")
+
+
+def open_pair_folder(folder: Path) -> PairSource:
+    """The images of a folder that have their caption in a .txt file of the same name beside them, sorted by name.
+
+    Raises:
+        ValueError: there are none.
+    """
+    images = sorted(path for path in folder.iterdir() if path.name.lower().endswith(IMAGE_EXTENSIONS))
+    names, captions, left_out = PackedTexts(), PackedTexts(), LeftOut()
+    for image in images:
+        caption = image.with_suffix(".txt")
+        if caption.is_file():
+            names.append(image.name)
+            captions.append(caption.read_text(encoding="utf-8-sig", errors="replace").strip())
+        else:
+            left_out.add("without a .txt", str(image))
+    if not len(names.ends):
+        raise ValueError(f"{folder} holds {len(images)} images, none with a .txt file of the same name beside it")
+    if left_out.total:
+        logger.warning("%s: left out %s", folder, left_out)
+    files = FileSource(f"folder {folder}", str(folder), names.packed(), None, None)
+    return PairSource(files, ListedCaptions(captions.packed()), left_out)
+
+
+def warn_of_poor_fit(choice: Choice, num_pairs: int, criteria: Criteria) -> None:
+    """Say so where the rows are not what the criteria ask for."""
+    if choice.num_fitting < len(choice.slots):
+        logger.warning(
+            "%d of %d slots shown meet the criteria (cosine > %g, one word with %g%% of the attention, no word for two "
+            "slots) in enough of %d pairs at once; the others come nearest",
+            choice.num_fitting, len(choice.slots), criteria.min_cosine, 100 * criteria.min_sharpness, num_pairs,
+        )  # fmt: skip
+
+
+def rule_in_words(choice: Choice, is_asked: bool, criteria: Criteria) -> str:
+    """How slots and pairs were chosen."""
+    if is_asked:
+        return "The slots were asked for; of the pairs those are shown in which they are sharpest and most alike."
+    wanted = (
+        f"give at least {100 * criteria.min_sharpness:g}% of their attention to one word, attend to different words "
+        f"and have a cosine above {criteria.min_cosine:g}"
+    )
+    if choice.num_fitting == len(choice.slots):
+        return f"The slots were chosen because in {choice.num_common:,} pairs they {wanted}."
+    return f"Slots were wanted that {wanted}; {choice.num_fitting} of {len(choice.slots)} do, the others come nearest."
+
+
+def describe(loaded: LoadedClip) -> str:
+    """A line about a model, for figures."""
+    record, config = loaded.record, loaded.model.config
+    words = run_names([record["pretrained_weights"]])
+    words += [f"{config.image.arch}/{config.image.patch_size}", config.readout, f"{config.image.num_slots} slots"]
+    words += [f"epoch {record['epoch']}"] if isinstance(record["epoch"], int) else []
+    return "  ·  ".join(words)
+
+
+def write(
+    gallery: Gallery, choice: Choice, meets: Bool[np.ndarray, "P L"], loaded: LoadedClip, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Write pictures.png, .html and .json, and say where; returns what the last one holds."""
+    folder = result_folder(args.output_dir, args.pretrained_weights)
+    paths = [folder / f"pictures.{ending}" for ending in ("png", "html", "json")]
+    draw_sheet(gallery, paths[0])
+    write_page(gallery, paths[1])
+    result = {
+        "model": loaded.record,
+        "source": gallery.source,
+        "data_path": args.data_path,
+        "image_size": args.image_size or loaded.model.config.image.img_size,
+        "rule": gallery.rule,
+        "criteria": gallery.criteria._asdict(),
+        "num_fitting_slots": choice.num_fitting,
+        "num_common_pairs": choice.num_common,
+        "slots": [
+            {
+                "slot": slot,
+                "pairs": [_numbers(look, slot, fit[slot]) for look, fit in zip(gallery.looks, meets, strict=True)],
+            }
+            for slot in gallery.slots
+        ],
+        "versions": {**versions(), "open_clip": version("open_clip_torch")},
+    }
+    write_json(result, paths[2])
+    sys.stdout.write("".join(f"{printable(str(path))}\n" for path in paths))
+    return result
+
+
+def _numbers(look: PairLook, slot: int, meets: np.bool_) -> dict[str, Any]:
+    """What is known about a slot on a pair."""
+    return {
+        "image": look.name,
+        "caption": look.caption,
+        "cosine": float(look.cosines[slot]),
+        "meets_criteria": bool(meets),
+        "words": [
+            {"word": word.text, "share": share}
+            for word, share in zip(look.words, look.text.words[slot].tolist(), strict=True)
+        ],
+        "start": float(look.text.start[slot]),
+        "end": float(look.text.end[slot]),
+        "effective_patches": float(effective_patches(look.maps[slot])),
+        "class_token_share": float(class_token_share(look.maps[slot])),
+    }

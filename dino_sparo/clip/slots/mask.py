@@ -1,0 +1,263 @@
+"""True and false captions of images -> a mask of image encodings that tells them apart, and what it does elsewhere.
+
+    dino-sparo mask --pretrained_weights output/checkpoint.pth --data_path data/sugar-crepe/data \
+        --images data/coco/val2017 --evaluate data/imagenet cifar10:data dtd:data
+
+Stage 6 of the folder. One weight in [0, 1] per slot, per dimension, or per equal part of an encoding is fitted to all
+pairs of SugarCrepe (or of `scene_pairs.py`), the model itself stays as it is. Where slots are concepts, a choice among
+them that suits one task should do little harm to others: --evaluate measures that. Prints a table, writes mask.json
+(the mask, which every evaluation takes as --slots, and all that it depends on) and mask.png. Source: SPARO, section
+5.2, table 5 and appendix 0.C.1.
+"""
+
+import argparse
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dino_sparo.clip.choices import PER_DIMENSION, PER_SLOT, SLOTTED
+from dino_sparo.clip.config import CLIPConfig
+from dino_sparo.clip.evaluated import open_clip_model
+from dino_sparo.clip.slots.mask_fit import BOUND, FitResult, FitSettings, fit_mask, masked_pairs
+from dino_sparo.clip.slots.plots import ACCENT, count_ticks, panels, ranked_bars, result_paths
+from dino_sparo.clip.slots.subsets import SlotMask, whole_model, with_slots
+from dino_sparo.evaluation.page import INK, SOFT, require_matplotlib
+from dino_sparo.image_text.classes import apply_classes, open_classes
+from dino_sparo.image_text.evaluation.encode import ClipEncoder
+from dino_sparo.image_text.evaluation.protocol import (
+    file_record,
+    open_evaluation_images,
+    report,
+)
+from dino_sparo.image_text.evaluation.sugarcrepe import SplitResult, averages, encode_pairs, read_pairs, score_pairs
+from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot
+from dino_sparo.image_text.prompts import open_templates
+from dino_sparo.runtime.distributed import init_distributed, is_main
+from dino_sparo.runtime.logs import setup_logging
+
+logger = logging.getLogger(__name__)
+
+MAX_BARS = 256  # more parts are drawn as an area
+
+
+def relative_change(initial: float, masked: float, fit_initial: float, fit_masked: float) -> float | None:
+    """How much an accuracy changes for every change where the mask was learned, both relative to what they were.
+
+        ((masked - initial) / initial) / ((fit_masked - fit_initial) / fit_initial)
+
+    1 if masking helps as much here as there, negative if it harms. Source: SPARO, table 5.
+
+    Returns:
+        The ratio; None where nothing has changed there, or an accuracy was 0.
+    """
+    if fit_masked == fit_initial or not initial or not fit_initial:
+        return None
+    return ((masked - initial) / initial) / ((fit_masked - fit_initial) / fit_initial)
+
+
+def number_of_parts(parts: str, config: CLIPConfig) -> int:
+    """What `--parts` asks for.
+
+    Args:
+        parts: `slot`, `dimension`, or a number of contiguous equal parts.
+        config: of the model.
+
+    Raises:
+        ValueError: another word, a model without slots, or a number that does not divide the encoding.
+    """
+    if parts == PER_DIMENSION:
+        return config.embed_dim
+    if parts == PER_SLOT:
+        if config.readout not in SLOTTED:
+            raise ValueError(
+                f"parts=slot, but readout {config.readout!r} has no slots; give a number of contiguous equal parts "
+                f"that take their place (the paper's is 64), or dimension"
+            )
+        return config.image.num_slots
+    if not parts.isdecimal() or int(parts) < 1 or config.embed_dim % int(parts):
+        raise ValueError(
+            f"parts={parts!r}: give slot, dimension, or a number that divides the encoding's {config.embed_dim} numbers"
+        )
+    return int(parts)
+
+
+def change_elsewhere(encoder: ClipEncoder, mask: SlotMask, data_path: str, download: bool) -> dict[str, Any]:
+    """Zero-shot top-1 accuracy on a set of images with its own class names and templates, without and with the mask.
+
+    Args:
+        encoder: of the whole model.
+        mask: what to apply.
+        data_path: labelled images.
+        download: fetch a torchvision set that is not on disk.
+    """
+    source = open_evaluation_images(data_path, None, download)
+    classes = open_classes(source, data_path=data_path)
+    images = apply_classes(source, classes)
+    templates = open_templates("auto", data_path)
+    masked = replace(encoder, model=with_slots(whole_model(encoder.model), mask).to(encoder.device))
+    results = [evaluate_zero_shot(each, images, classes.names, templates) for each in (encoder, masked)]
+    return {
+        "data_path": data_path,
+        "initial": results[0].top1,
+        "masked": results[1].top1,
+        "num_images": results[0].num_images,
+        "num_classes": len(classes.names),
+        "classnames": classes.origin,
+        "templates": list(templates),
+    }
+
+
+def learn_mask(args: argparse.Namespace) -> dict[str, Any]:
+    """Learn what the options say, evaluate it, write mask and plot, show the table.
+
+    Raises:
+        ValueError: options, files or data that do not fit; the message says what would.
+        ImportError: matplotlib is not installed.
+    """
+    settings = FitSettings(args.epochs, args.lr, args.momentum, args.mask_batch_size, args.seed, args.mask_scale)
+    place = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
+    setup_logging()
+    require_matplotlib()
+    if not args.data_path:
+        raise ValueError("--data_path is empty; give the folder of SugarCrepe's JSON files")
+    path, plot = result_paths(args, "mask.json")
+    folder = Path(args.data_path)
+    image_folder = Path(args.images) if args.images else folder / "images"
+    pairs, num_empty = read_pairs(folder)
+    evaluated = open_clip_model(args, place)
+    config = whole_model(evaluated.encoder.model).config
+    num_parts = number_of_parts(args.parts, config)
+    features = encode_pairs(evaluated.encoder, pairs, image_folder)
+    before = score_pairs(features)
+    found = fit_mask(features, num_parts, settings)
+    mask = SlotMask(tuple(found.weights.tolist()), config.embed_dim, evaluated.record["model"]["sha256"])
+    after = score_pairs(masked_pairs(features, found.weights))
+    elsewhere = [change_elsewhere(evaluated.encoder, mask, where, args.download) for where in args.evaluate]
+    data = {
+        "images": str(image_folder),
+        "files": {split: file_record(folder / f"{split}.json") for split in before},
+        "num_pairs": len(features.pairs),
+        "num_without_image": features.num_unreadable,
+        "num_with_empty_caption": num_empty,
+        "num_truncated_captions": features.texts.num_truncated,
+    }
+    result = {
+        **mask.to_dict(),
+        **describe(before, after, elsewhere),
+        "fit": describe_fit(found, args),
+        **{name: value for name, value in evaluated.record.items() if name != "slots"},
+        "pairs": data,
+    }
+    if is_main():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draw_mask(found, result["accuracy"]["initial"], plot)
+    return report(result, table(result), args, "mask.json")
+
+
+def describe(
+    before: dict[str, SplitResult], after: dict[str, SplitResult], elsewhere: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """What the mask changes, here and elsewhere, as table 5 of the paper does.
+
+    Args:
+        before: SugarCrepe's splits without the mask.
+        after: likewise with it.
+        elsewhere: from `change_elsewhere`.
+    """
+    accuracy = {"initial": averages(before)["macro_splits"], "masked": averages(after)["macro_splits"]}
+    means = {}
+    if elsewhere:
+        means = {name: sum(each[name] for each in elsewhere) / len(elsewhere) for name in ("initial", "masked")}
+    for each in [*elsewhere, *([means] if means else [])]:
+        each["relative_change"] = relative_change(each["initial"], each["masked"], *accuracy.values())
+    return {
+        "evaluation": "mask of image encodings learned on true and false captions",
+        "accuracy": accuracy,
+        "splits": {
+            split: {
+                "initial": result.accuracy,
+                "masked": after[split].accuracy,
+                "num_pairs": result.num_pairs,
+                "num_ties": {"initial": result.num_ties, "masked": after[split].num_ties},
+            }
+            for split, result in before.items()
+        },
+        "elsewhere": elsewhere,
+        "mean_elsewhere": means or None,
+        "rule": {
+            "accuracy": "SugarCrepe, percent, mean over the splits; the mask was learned on the same pairs",
+            "elsewhere": "zero-shot top-1, percent",
+            "relative_change": "of the accuracy elsewhere over that of `accuracy`, each relative to its initial value",
+        },
+    }
+
+
+def describe_fit(found: FitResult, args: argparse.Namespace) -> dict[str, Any]:
+    """How the mask was learned."""
+    return {
+        "parts": args.parts,
+        "num_parts": len(found.weights),
+        "parts_above_half": int((found.weights > 0.5).sum()),
+        "optimizer": "SGD, constant learning rate, no weight decay",
+        "lr": args.lr,
+        "momentum": args.momentum,
+        "epochs": args.epochs,
+        "batch_size": args.mask_batch_size,
+        "seed": args.seed,
+        "mask_scale": f"{args.mask_scale}({BOUND:.0f}, exp(alpha))",
+        "best_epoch": found.epoch,
+        "losses": found.losses,
+        "accuracies": found.accuracies,
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """Accuracies for people."""
+    rows = [("pairs of the fit", result["accuracy"])]
+    rows += [(each["data_path"], each) for each in result["elsewhere"]]
+    rows += [("mean of these", result["mean_elsewhere"])] if len(result["elsewhere"]) > 1 else []
+    width = max(len(name) for name, _ in rows)
+    lines = [f"{'':<{width}}  {'initial %':>9}  {'masked %':>9}  {'relative change':>15}"]
+    for name, row in rows:
+        change = row.get("relative_change")
+        lines.append(
+            f"{name:<{width}}  {row['initial']:>9.2f}  {row['masked']:>9.2f}  "
+            f"{'' if change is None else format(change, '+.3f'):>15}"
+        )
+    fit = result["fit"]
+    lines.append(f"{fit['parts_above_half']} of {fit['num_parts']} weights above 1/2, epoch {fit['best_epoch']}")
+    return "\n".join(lines)
+
+
+def draw_mask(found: FitResult, initial: float, path: Path) -> None:
+    """How the fit went, and the mask, heaviest part first.
+
+    Args:
+        found: mask, losses and accuracies.
+        initial: accuracy without mask, percent.
+        path: the PNG to write.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    order = found.weights.argsort(descending=True, stable=True).tolist()
+    weights = found.weights[order].tolist()
+    above = sum(weight > 0.5 for weight in weights)
+    epochs = range(1, len(found.accuracies) + 1)
+    with panels(path, 1, 2) as axes:
+        fit, mask = axes[0]
+        fit.axhline(initial, color=SOFT, linestyle=(0, (4, 3)), linewidth=1, label="without mask")
+        fit.plot(epochs, found.accuracies, color=INK, linewidth=1.4, label="masked")
+        best = found.accuracies[found.epoch - 1]
+        fit.plot([found.epoch], [best], "o", color=ACCENT, markersize=7, label=f"epoch {found.epoch}: {best:.1f} %")
+        fit.set(xlabel="epoch", ylabel="right of the pairs, %")
+        fit.set_title("Fit to true and false captions", loc="left", fontweight="bold", fontsize=11)
+        fit.legend(frameon=False, loc="best")
+        count_ticks(fit)
+        if len(weights) <= MAX_BARS:
+            ranked_bars(mask, order, weights, above)
+        else:
+            mask.fill_between(range(1, len(weights) + 1), weights, color=ACCENT, linewidth=0)
+        mask.set(xlabel="part of the encoding, heaviest first", ylabel="weight", ylim=(0, 1.02))
+        mask.set_title(f"Mask: {above} of {len(weights)} above ½", loc="left", fontweight="bold", fontsize=11)

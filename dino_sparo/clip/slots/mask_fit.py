@@ -1,0 +1,177 @@
+"""Encodings of images with a true and a false caption -> the mask of image encodings that tells the captions apart.
+
+Stage 6 of the folder, what `mask.py` runs. The encodings are computed once and stay as they are; SugarCrepe's own
+evaluation says after every epoch how well the mask fits. Source: SPARO, appendix 0.C.1.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dino_sparo.clip.choices import FitSettings, check_bound
+from dino_sparo.clip.model import INITIAL_TEMPERATURE
+from dino_sparo.clip.slots.subsets import mask_features
+from dino_sparo.image_text.evaluation.sugarcrepe import PAIR_CHUNK, PairFeatures, averages, score_pairs
+from dino_sparo.runtime.logs import progress
+
+BOUND = 100.0
+# How the inverse temperature is bounded -> where alpha starts. The paper prints max(100, exp(alpha)), "similar to
+# CLIP", and does not say where alpha starts; CLIP's own is min(100, exp(alpha)) from ln(1 / 0.07). With max alpha
+# starts where the bound begins to depend on it, a hair above, so that rounding does not decide whether it learns.
+INITIAL_ALPHA = {"min": math.log(1 / INITIAL_TEMPERATURE), "max": math.log(BOUND) + 1e-6}
+
+
+class Mask(nn.Module):
+    """Weights of the parts of an encoding, and the inverse temperature of their loss.
+
+        scale = min(100, exp(alpha)),   m = sigmoid(scale / 4 * theta)
+
+    theta, one number per part, starts at 0: m = 1/2 everywhere changes no cosine. (Where it starts is not in the
+    paper.) Source: SPARO, appendix 0.C.1, which prints max(100, exp(alpha)): `bound="max"`. With max the sigmoid
+    saturates in the first epochs, and a mask of slots stays at a larger loss (docs/clip.md has the numbers).
+
+    Args:
+        num_parts: P.
+        bound: `min` or `max`, of 100 and exp(alpha).
+
+    Raises:
+        ValueError: another bound.
+    """
+
+    def __init__(self, num_parts: int, bound: str = "min") -> None:
+        super().__init__()
+        check_bound(bound)
+        self.bound = bound
+        self.theta = nn.Parameter(torch.zeros(num_parts))
+        self.alpha = nn.Parameter(torch.tensor(INITIAL_ALPHA[bound]))
+
+    def forward(self) -> tuple[Float[Tensor, " P"], Float[Tensor, ""]]:
+        """The weights m, and the scale."""
+        exponential = self.alpha.exp()
+        scale = exponential.clamp(max=BOUND) if self.bound == "min" else exponential.clamp(min=BOUND)
+        return torch.sigmoid(scale / 4 * self.theta), scale
+
+
+class PartProducts(NamedTuple):
+    """All that the loss needs of normalised encodings: scalar products, part by part.
+
+    Attributes:
+        positive: (pairs, P), of image and true caption.
+        negative: (pairs, P), of image and false caption.
+        squares: (pairs, P), of each pair's image with itself.
+    """
+
+    positive: Float[Tensor, "pairs P"]
+    negative: Float[Tensor, "pairs P"]
+    squares: Float[Tensor, "pairs P"]
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """What `fit_mask` finds.
+
+    Attributes:
+        weights: (P,), after the epoch with the highest accuracy.
+        epoch: that epoch, from 1; of several the first.
+        losses: mean loss of every epoch, nats.
+        accuracies: on the pairs after every epoch, mean over the splits, percent.
+    """
+
+    weights: Float[Tensor, " P"]
+    epoch: int
+    losses: list[float]
+    accuracies: list[float]
+
+
+def part_products(features: PairFeatures, num_parts: int) -> PartProducts:
+    """Scalar products of the parts of encodings.
+
+    Args:
+        features: normalised encodings of pairs.
+        num_parts: P, divides M.
+    """
+
+    def products(captions: Int64[Tensor, " pairs"]) -> Float[Tensor, "pairs P"]:
+        chunks = zip(features.image_of.split(PAIR_CHUNK), captions.split(PAIR_CHUNK), strict=True)
+        parts = [
+            (features.images[rows] * features.texts[texts]).unflatten(1, (num_parts, -1)).sum(dim=2)
+            for rows, texts in chunks
+        ]
+        return torch.cat(parts)
+
+    squares = features.images.square().unflatten(1, (num_parts, -1)).sum(dim=2)
+    return PartProducts(products(features.positive), products(features.negative), squares[features.image_of])
+
+
+def pair_loss(products: PartProducts, weights: Float[Tensor, " P"], scale: Float[Tensor, ""]) -> Float[Tensor, ""]:
+    """Cross-entropy of choosing the true caption of two, in nats.
+
+        y' = m * y,   logits = scale * [y' . y_p / (|y'| |y_p|),  y' . y_n / (|y'| |y_n|)],   target: the first
+
+    with y, y_p and y_n the normalised encodings of image, true and false caption. Source: SPARO, appendix 0.C.1.
+
+    Args:
+        products: of the pairs.
+        weights: m.
+        scale: inverse temperature.
+    """
+    lengths = (products.squares @ weights.square()).sqrt()
+    cosines = torch.stack((products.positive @ weights, products.negative @ weights), dim=1) / lengths[:, None]
+    return F.cross_entropy(scale * cosines, torch.zeros_like(lengths, dtype=torch.int64))
+
+
+def masked_pairs(features: PairFeatures, weights: Float[Tensor, " P"]) -> PairFeatures:
+    """The same pairs with masked images."""
+    per_dimension = weights.repeat_interleave(features.images.shape[1] // len(weights))
+    return replace(features, images=mask_features(features.images, per_dimension))
+
+
+def fit_mask(features: PairFeatures, num_parts: int, settings: FitSettings) -> FitResult:
+    """Learn a mask on frozen encodings and keep the one that fits best.
+
+    After every epoch the masked encodings are evaluated as SugarCrepe is: right if strictly nearer, averaged over the
+    splits. Pairs of all splits are put together without balancing them.
+
+    Args:
+        features: of the pairs.
+        num_parts: P.
+        settings: how.
+
+    Raises:
+        ValueError: the mask lost all its weight, or is not finite.
+    """
+    products = part_products(features, num_parts)
+    mask = Mask(num_parts, settings.bound).to(features.images.device)
+    optimizer = torch.optim.SGD(mask.parameters(), lr=settings.lr, momentum=settings.momentum)
+    generator = torch.Generator().manual_seed(settings.seed)
+    best: tuple[float, int, Tensor] = (-1.0, 0, torch.empty(0))
+    losses, accuracies = [], []
+    for epoch in progress(range(1, settings.epochs + 1), desc="mask"):
+        total = torch.zeros((), device=features.images.device)
+        for rows in _batches(len(features.pairs), settings.batch_size, generator):
+            rows = rows.to(features.images.device)
+            loss = pair_loss(PartProducts(*(part[rows] for part in products)), *mask())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            total += loss.detach() * len(rows)
+        weights = mask()[0].detach()
+        if not (weights.isfinite().all() and weights.any()):
+            raise ValueError(f"the mask of epoch {epoch} has no finite weight above 0; give a smaller --lr")
+        accuracy = averages(score_pairs(masked_pairs(features, weights)))["macro_splits"]
+        losses.append(float(total) / len(features.pairs))
+        accuracies.append(accuracy)
+        if accuracy > best[0]:
+            best = (accuracy, epoch, weights)
+    return FitResult(best[2], best[1], losses, accuracies)
+
+
+def _batches(number: int, batch_size: int, generator: torch.Generator) -> Iterator[Int64[Tensor, " B"]]:
+    """All rows in a new random order, some at a time."""
+    yield from torch.randperm(number, generator=generator).split(batch_size)

@@ -1,0 +1,162 @@
+"""The options of the commands that choose, weigh, count and draw slots, without torch.
+
+Stage 6 of the folder. Each command imports its parser from here and parses before it imports torch.
+"""
+
+import argparse
+
+from dino_sparo.clip.choices import MASK_SCALES, PER_SLOT, PICTURE_SCENES, SWEEP_METRICS, Criteria, FitSettings
+from dino_sparo.image_text.choices import AUTO
+from dino_sparo.image_text.evaluation.options import SPLIT_HELP, add_computation_options, add_model_options
+from dino_sparo.runtime.cli import HelpFormatter
+
+
+def select_parser() -> argparse.ArgumentParser:
+    """The options of `select.py`, in data-flow order."""
+    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    add_model_options(parser)
+    group = parser.add_argument_group("images")
+    group.add_argument(
+        "--data_path",
+        default="",
+        help="Class folders, tar shards with .cls members, a torchvision set (cifar10:DIR), or scenes.",
+    )
+    group.add_argument("--split", default=None, help=SPLIT_HELP)
+    group.add_argument("--download", action="store_true", help="Fetch a torchvision set that is not on disk.")
+    group.add_argument(
+        "--max_images", type=int, default=None, help="Of more images, take a random subset of so many; by default all."
+    )
+    group = parser.add_argument_group("classes in words")
+    group.add_argument("--classnames", default=AUTO, help="As of clip.zero_shot.")
+    group.add_argument("--templates", default=AUTO, help="As of clip.zero_shot: auto, the name of a list, or a file.")
+    group = parser.add_argument_group("selection")
+    group.add_argument(
+        "--keep",
+        type=int,
+        default=None,
+        help="Slots to keep; the paper keeps 32 of 64 or 128. By default as many as classify these images best.",
+    )
+    add_computation_options(parser, "slots.json")
+    return parser
+
+
+def mask_parser() -> argparse.ArgumentParser:
+    """The options of `mask.py`, in data-flow order."""
+    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    add_model_options(parser)
+    group = parser.add_argument_group("pairs")
+    group.add_argument("--data_path", default="", help="Folder of SugarCrepe's JSON files, or of scene_pairs.py.")
+    group.add_argument(
+        "--images", default=None, help="Folder of the images, COCO's val2017; by default `images` in --data_path."
+    )
+    group = parser.add_argument_group("mask")
+    group.add_argument(
+        "--parts",
+        default=PER_SLOT,
+        help="What has a weight: slot, dimension, or a number of contiguous equal parts for models without slots.",
+    )
+    group.add_argument("--epochs", type=int, default=FitSettings.epochs, help="Passes over the pairs.")
+    group.add_argument("--lr", type=float, default=FitSettings.lr, help="Learning rate of SGD.")
+    group.add_argument("--momentum", type=float, default=FitSettings.momentum, help="Of SGD.")
+    group.add_argument(
+        "--mask_batch_size",
+        type=int,
+        default=FitSettings.batch_size,
+        help="Pairs per step; the paper does not say how many.",
+    )
+    group.add_argument(
+        "--mask_scale",
+        choices=MASK_SCALES,
+        default=FitSettings.bound,
+        help="Bound of the inverse temperature: min is CLIP's min(100, exp(alpha)), which learns; max is the "
+        "max(100, exp(alpha)) that SPARO's appendix 0.C.1 prints, which saturates in the first epochs.",
+    )
+    group.add_argument("--seed", type=int, default=FitSettings.seed, help="Of the order of the pairs.")
+    group = parser.add_argument_group("evaluation elsewhere")
+    group.add_argument(
+        "--evaluate",
+        nargs="+",
+        default=[],
+        metavar="DATA_PATH",
+        help="Labelled images to classify with and without the mask, each with its own class names and templates; for "
+        "others run clip.zero_shot with and without --slots mask.json.",
+    )
+    group.add_argument("--download", action="store_true", help="Fetch torchvision sets that are not on disk.")
+    add_computation_options(parser, "mask.json")
+    return parser
+
+
+def sweep_parser() -> argparse.ArgumentParser:
+    """The options of `sweep.py`, in data-flow order."""
+    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    group = parser.add_argument_group("trained models")
+    group.add_argument("inputs", nargs="*", default=[], help="Results of clip.zero_shot (.json), or checkpoints.")
+    group.add_argument("--metric", choices=SWEEP_METRICS, default="top1", help="Which accuracy.")
+    group.add_argument("--data_path", default="", help="Images to evaluate checkpoints on, as of clip.zero_shot.")
+    group.add_argument("--split", default=None, help="Likewise.")
+    group.add_argument("--download", action="store_true", help="Likewise.")
+    group.add_argument("--classnames", default=AUTO, help="Likewise.")
+    group.add_argument("--templates", default=AUTO, help="Likewise.")
+    group = parser.add_argument_group("grid of models that are not trained: their parameters alone")
+    group.add_argument("--grid_slots", type=int, nargs="+", default=[], help="Numbers of slots L.")
+    group.add_argument("--grid_slot_dims", type=int, nargs="+", default=[], help="Widths of slots V.")
+    group.add_argument("--embed_dim", type=int, nargs="+", default=[512], help="Widths of cls and gap beside them.")
+    group.add_argument("--sparo_key_dim", type=int, default=64, help="Width of the attention's keys and queries.")
+    group.add_argument("--sparo_group_size", type=int, default=1, help="Slots that share one key projection.")
+    group.add_argument("--arch", default="vit_base", help="Architecture of the image encoder.")
+    group.add_argument("--patch_size", type=int, default=32, help="Side of a patch in pixels.")
+    for name, default in (("text_width", 512), ("text_heads", 8), ("text_layers", 12)):
+        group.add_argument(f"--{name}", type=int, default=default, help="Of the text encoder.")
+    add_computation_options(parser, "sweep.json", where="in the folder that holds all inputs")
+    return parser
+
+
+def pictures_parser() -> argparse.ArgumentParser:
+    """The options of `pictures.py`, in data-flow order."""
+    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    group = parser.add_argument_group("model")
+    group.add_argument("--pretrained_weights", default="", help="Checkpoint of CLIP training, of a model with slots.")
+    group = parser.add_argument_group("pairs of images and captions")
+    group.add_argument(
+        "--data_path",
+        default=PICTURE_SCENES,
+        help="A folder of images with a .txt of the same name beside each, a table (.csv, .tsv), COCO's annotations "
+        "(.json), tar shards, or the built-in scenes.",
+    )
+    group.add_argument("--image_key", default=None, help="Column of the images' paths in a table; else found by name.")
+    group.add_argument(
+        "--caption_key", default=None, help="Column of the captions in a table; for shards a key of the .json members."
+    )
+    group.add_argument(
+        "--image_folder", default=None, help="What paths in a table or in annotations start from; else its own folder."
+    )
+    group.add_argument("--max_pairs", type=int, default=400, help="Look at so many, evenly spread over the data.")
+    group.add_argument(
+        "--image_size",
+        type=int,
+        default=None,
+        help="Side in pixels at which the model sees the central square; by default that of training, for which its "
+        "slots were made alike. Twice as much shows finer maps.",
+    )
+    group = parser.add_argument_group("choice of slots and pairs")
+    group.add_argument(
+        "--slots",
+        nargs="+",
+        default=None,
+        help="Numbers of the slots to show, or a file of clip.select; by default they are chosen.",
+    )
+    group.add_argument("--max_slots", type=int, default=3, help="Rows, if they are chosen.")
+    group.add_argument("--max_columns", type=int, default=4, help="Pairs to show; of no more pairs all, as they come.")
+    group.add_argument(
+        "--min_cosine", type=float, default=Criteria().min_cosine, help="Choose slots alike in image and caption."
+    )
+    group.add_argument(
+        "--min_sharpness",
+        type=float,
+        default=Criteria().min_sharpness,
+        help="Choose slots that give at least this share of their attention to one word.",
+    )
+    group = parser.add_argument_group("result")
+    group.add_argument("--output_dir", default=None, help="Where to write; by default beside the checkpoint.")
+    group.add_argument("--device", default="auto", help="auto (cuda where there is one, else cpu), cpu or cuda:N.")
+    return parser

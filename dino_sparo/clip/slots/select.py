@@ -1,0 +1,309 @@
+"""Labelled images -> which slots are good for telling their classes apart, and how many of them to keep.
+
+    dino-sparo select --pretrained_weights output/checkpoint.pth --data_path data/imagenet --keep 32
+    dino-sparo sugarcrepe --pretrained_weights output/checkpoint.pth --data_path data/sugar-crepe/data \
+        --slots output/slots.json
+
+Stage 6 of the folder. Every slot is scored alone by zero-shot accuracy, and the k best are kept. How accuracy depends
+on k is measured for all k; without --keep the best k is taken. Prints a table, writes slots.json (the selection, which
+every evaluation takes as --slots, the scores, the curve and all that they depend on) and slots.png, the curve. Images
+that chose the slots are no test of the choice: their curve is optimistic. Source: SPARO, section 5.1 and table 4.
+"""
+
+import argparse
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+from torch.nn import functional as F
+
+from dino_sparo.clip.evaluated import open_clip_model
+from dino_sparo.clip.slots.plots import ACCENT, count_ticks, panels, ranked_bars, result_paths
+from dino_sparo.clip.slots.subsets import SlotSelection, check_has_slots, whole_model
+from dino_sparo.data import ImageSource
+from dino_sparo.evaluation.features import Features, disjoint_subsets
+from dino_sparo.evaluation.page import INK, SOFT, require_matplotlib
+from dino_sparo.image_text.classes import apply_classes, open_classes
+from dino_sparo.image_text.evaluation.encode import ClipEncoder
+from dino_sparo.image_text.evaluation.protocol import (
+    open_evaluation_images,
+    report,
+)
+from dino_sparo.image_text.evaluation.zero_shot import class_features, count_hits
+from dino_sparo.image_text.prompts import open_templates
+from dino_sparo.runtime.distributed import all_reduce_sum, init_distributed, is_main, rank, world_size
+from dino_sparo.runtime.logs import setup_logging
+
+logger = logging.getLogger(__name__)
+
+IMAGE_CHUNK = 512  # images whose similarities to all classes exist at a time
+TABLE_SLOTS = 10  # best slots that the table names
+
+
+@dataclass(frozen=True)
+class SlotScores:
+    """What `score_slots` finds; accuracies are top-1 in percent.
+
+    Attributes:
+        alone: (L,), accuracy of each slot by itself.
+        ranking: (L,), slots from the best to the worst; of equally good ones the first comes first.
+        curve: (L,), accuracy of the k best together, k = 1 .. L, on the images that ranked them.
+        num_images: how many were classified.
+        num_corrupt: how many could not be read.
+        num_classes: to choose among.
+        truncated_prompts: captions of classes that are longer than the context.
+        held_out_curve: (L,), like `curve`, on images that had no say in the ranking; empty if there were none.
+        num_held_out: how many of these were classified.
+    """
+
+    alone: list[float]
+    ranking: list[int]
+    curve: list[float]
+    num_images: int
+    num_corrupt: int
+    num_classes: int
+    truncated_prompts: int
+    held_out_curve: list[float] = field(default_factory=list)
+    num_held_out: int = 0
+
+    @property
+    def best_number(self) -> int:
+        """The smallest k at which the curve is highest."""
+        return self.curve.index(max(self.curve)) + 1
+
+
+@torch.no_grad()
+def score_slots(
+    encoder: ClipEncoder,
+    source: ImageSource,
+    names: Sequence[str],
+    templates: tuple[str, ...],
+    num_slots: int,
+    held_out: ImageSource | None = None,
+) -> SlotScores:
+    """Zero-shot accuracy of every slot alone, and of the best k together, for every k.
+
+        s_l(x, c) = w_cl . x_l / |w_cl|                                                 slot l alone
+        s_k(x, c) = sum over the k best l of w_cl . x_l / sqrt(sum over them |w_cl|^2)  the k best
+
+    with x_l the normalised slots of an image and w_c the class feature of `zero_shot.class_features`, whose slots are
+    as long as the templates agree on them. They are the numbers that `zero_shot.py` finds with the same slots selected.
+    Every image is encoded once. Every process takes part and gets the result.
+
+    Args:
+        encoder: of a model with slots.
+        source: images labelled by their places in `names`, which rank the slots.
+        names: of the classes.
+        templates: sentences with `{}`.
+        num_slots: L.
+        held_out: other images, on which the ranking is tried.
+
+    Raises:
+        ValueError: features that are not finite, or no image that can be read.
+    """
+    classifier, truncated = class_features(encoder, names, templates)
+    images = _finite_features(encoder, source)
+    if not classifier.isfinite().all():
+        raise ValueError("features of the class names are not finite; the model is broken or overflowed")
+    by_slot = classifier.unflatten(1, (num_slots, -1)).transpose(0, 1)  # (L, classes, V)
+    alone = _hits_alone(images, F.normalize(by_slot, dim=2))
+    ranking = sorted(range(num_slots), key=lambda slot: (-int(alone[slot]), slot))
+    together = _hits_together(images, by_slot[ranking], ranking)
+    percent = 100 / len(images.features)
+    held_out_curve, num_held_out = [], 0
+    if held_out is not None:
+        others = _finite_features(encoder, held_out)
+        num_held_out = len(others.features)
+        hits = _hits_together(others, by_slot[ranking], ranking)
+        held_out_curve = [100 / num_held_out * number for number in hits.tolist()]
+    return SlotScores(
+        [percent * hits for hits in alone.tolist()],
+        ranking,
+        [percent * hits for hits in together.tolist()],
+        len(images.features),
+        images.num_corrupt,
+        len(names),
+        truncated,
+        held_out_curve,
+        num_held_out,
+    )
+
+
+def _finite_features(encoder: ClipEncoder, source: ImageSource) -> Features:
+    """The images' features on the CPU.
+
+    Raises:
+        ValueError: no image can be read, or a feature is not finite.
+    """
+    images = encoder.image_features(source, storage=torch.device("cpu"))
+    if not len(images.features):
+        raise ValueError(f"none of {images.num_corrupt} images can be read; is the disk still there?")
+    if not images.features.isfinite().all():
+        raise ValueError(f"features of {source.name} are not finite; the model is broken or overflowed")
+    return images
+
+
+def _chunks(images: Features) -> list[tuple[Tensor, Tensor]]:
+    """This process' share of the images: features (b, M) and labels (b,), still where they are kept."""
+    own = range(rank() * IMAGE_CHUNK, len(images.features), world_size() * IMAGE_CHUNK)
+    return [(images.features[i : i + IMAGE_CHUNK], images.labels[i : i + IMAGE_CHUNK]) for i in own]
+
+
+def _hits_alone(images: Features, classifier: Float[Tensor, "L classes V"]) -> Int64[Tensor, " L"]:
+    """Images that each slot classifies right by itself."""
+    hits = torch.zeros(len(classifier), dtype=torch.int64, device=classifier.device)
+    for features, labels in _chunks(images):
+        slots = features.to(classifier.device).unflatten(1, (len(classifier), -1))
+        labels = labels.to(classifier.device)
+        for slot, weights in enumerate(classifier):
+            hits[slot] += count_hits(slots[:, slot] @ weights.t(), labels)[:, 0].sum()
+    return all_reduce_sum(hits).cpu()
+
+
+def _hits_together(
+    images: Features, classifier: Float[Tensor, "L classes V"], ranking: Sequence[int]
+) -> Int64[Tensor, " L"]:
+    """Images that the first k of the ranking classify right together; `classifier` is in the ranking's order."""
+    hits = torch.zeros(len(classifier), dtype=torch.int64, device=classifier.device)
+    lengths = classifier.square().sum(dim=2).cumsum(dim=0).sqrt()  # (L, classes)
+    for features, labels in _chunks(images):
+        slots = features.to(classifier.device).unflatten(1, (len(classifier), -1))
+        labels = labels.to(classifier.device)
+        sums = torch.zeros(len(slots), classifier.shape[1], device=classifier.device)
+        for place, slot in enumerate(ranking):
+            sums += slots[:, slot] @ classifier[place].t()
+            hits[place] += count_hits(sums / lengths[place], labels)[:, 0].sum()
+    return all_reduce_sum(hits).cpu()
+
+
+def select_slots(args: argparse.Namespace) -> dict[str, Any]:
+    """Select what the options say, write selection and curve, show the table.
+
+    Raises:
+        ValueError: options, files or data that do not fit; the message says what would.
+        ImportError: matplotlib is not installed.
+    """
+    place = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
+    setup_logging()
+    require_matplotlib()
+    path, plot = result_paths(args, "slots.json")
+    evaluated = open_clip_model(args, place)
+    config = whole_model(evaluated.encoder.model).config
+    check_has_slots(config)
+    num_slots = config.image.num_slots
+    if args.keep is not None and not 1 <= args.keep <= num_slots:
+        raise ValueError(f"keep={args.keep} of num_slots={num_slots} slots; give a number from 1 to {num_slots}")
+    source = open_evaluation_images(args.data_path, args.split, args.download)
+    classes = open_classes(source, args.classnames, args.data_path)
+    chosen = apply_classes(source, classes)
+    if args.max_images is not None:
+        if args.max_images < 1:
+            raise ValueError(f"max_images={args.max_images}; give a positive number of images")
+        (chosen,) = disjoint_subsets(chosen, (args.max_images,))
+    # One half chooses, the other half says what the choice is worth.
+    choosing, held_out = disjoint_subsets(chosen, (len(chosen), len(chosen)))
+    templates = open_templates(args.templates, args.data_path)
+    found = score_slots(evaluated.encoder, choosing, classes.names, templates, num_slots, held_out)
+    result = describe(found, args.keep, templates, evaluated.record, args)
+    result["prompts"]["classnames"] = classes.origin
+    if is_main():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draw_curve(found, len(result["slots"]), plot)
+    return report(result, table(found, len(result["slots"])), args, "slots.json")
+
+
+def describe(
+    found: SlotScores, keep: int | None, templates: tuple[str, ...], record: dict[str, Any], args: argparse.Namespace
+) -> dict[str, Any]:
+    """Selection, accuracies and protocol, as slots.json holds them."""
+    number = keep or found.best_number
+    num_slots = len(found.ranking)
+    selection = SlotSelection(tuple(sorted(found.ranking[:number])), num_slots, record["model"]["sha256"])
+    return {
+        **selection.to_dict(),
+        "evaluation": "slot selection by zero-shot accuracy",
+        "top1_selected": found.held_out_curve[number - 1],
+        "top1_all": found.held_out_curve[-1],
+        "top1_selected_on_choosing_images": found.curve[number - 1],
+        "rule": {
+            "ranking": "top-1 accuracy of each slot alone; of equally good slots the first is preferred",
+            "number": "asked for" if keep else "the smallest with the highest accuracy on the choosing images",
+            "halves": "a random half of the images chose; top1_selected and top1_all are of the other half",
+        },
+        "ranking": [{"slot": slot, "top1": found.alone[slot]} for slot in found.ranking],
+        "curve": [
+            {"num_kept": k, "top1_choosing": choosing, "top1_held_out": held_out}
+            for k, (choosing, held_out) in enumerate(zip(found.curve, found.held_out_curve, strict=True), 1)
+        ],
+        # In other results `slots` says which of them were evaluated: here all, one by one.
+        **{name: value for name, value in record.items() if name != "slots"},
+        "images": {
+            "data_path": args.data_path,
+            "split": args.split,
+            "max_images": args.max_images,
+            "num_images": found.num_images,
+            "num_held_out": found.num_held_out,
+            "num_corrupt": found.num_corrupt,
+        },
+        "prompts": {
+            "num_classes": found.num_classes,
+            "num_truncated": found.truncated_prompts,
+            "templates": list(templates),
+        },
+    }
+
+
+def table(found: SlotScores, number: int) -> str:
+    """The best slots, and what they can do together, for people."""
+    shown = min(len(found.ranking), TABLE_SLOTS)
+    lines = [f"{'rank':>4}  {'slot':>5}  {'alone top-1 %':>13}  {'together top-1 %':>16}"]
+    lines += [
+        f"{place + 1:>4}  {slot:>5}  {found.alone[slot]:>13.2f}  {found.curve[place]:>16.2f}"
+        for place, slot in enumerate(found.ranking[:shown])
+    ]
+    lines += ["..."] if shown < len(found.ranking) else []
+    for curve, count, name in (
+        (found.held_out_curve, found.num_held_out, "held-out images"),
+        (found.curve, found.num_images, "images that chose"),
+    ):
+        kept = f"kept {number} of {len(found.ranking)} slots: {curve[number - 1]:.2f} % top-1"
+        lines.append(f"{kept}; all slots: {curve[-1]:.2f} %, on the {count:,} {name}")
+    return "\n".join(lines)
+
+
+def draw_curve(found: SlotScores, number: int, path: Path) -> None:
+    """Accuracy of the k best slots together against k, and of each slot alone, best first.
+
+    Args:
+        found: the accuracies.
+        number: k that is kept.
+        path: the PNG to write.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    num_slots = len(found.ranking)
+    chance = 100 / found.num_classes
+    with panels(path, 1, 2) as axes:
+        together, alone = axes[0]
+        numbers = range(1, num_slots + 1)
+        together.axhline(found.held_out_curve[-1], color=SOFT, linestyle=(0, (4, 3)), linewidth=1, label="all slots")
+        together.plot(numbers, found.curve, color=SOFT, linewidth=1, label="images that chose")
+        together.plot(numbers, found.held_out_curve, color=INK, linewidth=1.6, label="held-out images")
+        kept = found.held_out_curve[number - 1]
+        together.plot([number], [kept], "o", color=ACCENT, markersize=7, label=f"{number} kept: {kept:.1f} %")
+        together.set(xlabel="slots kept, best first", ylabel="zero-shot top-1, %")
+        together.set_title("Best slots together", loc="left", fontweight="bold", fontsize=11)
+        together.legend(frameon=False, loc="best")
+        count_ticks(together)
+        ranked_bars(alone, found.ranking, [found.alone[slot] for slot in found.ranking], number)
+        alone.axhline(chance, color=SOFT, linestyle=(0, (1, 2)), linewidth=1, label=f"chance: {chance:.2g} %")
+        # Above the plot: within it the bars may reach any height.
+        alone.legend(frameon=False, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderpad=0)
+        alone.set(xlabel="slot, best first", ylabel="zero-shot top-1, %")
+        alone.set_title("Each slot alone", loc="left", fontweight="bold", fontsize=11)

@@ -1,0 +1,265 @@
+"""Models of many sizes -> accuracy and number of parameters against L and V, as a table and a plot.
+
+    dino-sparo sweep output/*/zero_shot.json
+    dino-sparo sweep output/*/checkpoint.pth --data_path data/imagenet
+    dino-sparo sweep --grid_slots 16 32 64 128 --grid_slot_dims 16 32 64 128
+
+Stage 6 of the folder. Takes results of `zero_shot.py`, and checkpoints, which it has `zero_shot.py` evaluate; either
+says how its model is built, and parameters are counted from that. A grid needs no training: its numbers of parameters
+are printed and drawn alone. Models without slots come in by the width of their encoding. Prints a table, writes
+sweep.json and sweep.png. Source: SPARO, section 5.4 and figure 3.
+"""
+
+import argparse
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dino_sparo.clip.choices import SLOTTED
+from dino_sparo.clip.config import CLIPConfig
+from dino_sparo.clip.model import CLIP, clip_from_config, create_clip
+from dino_sparo.clip.slots.plots import colour_of, panels, result_paths, spaced
+from dino_sparo.evaluation.page import require_matplotlib
+from dino_sparo.image_text.evaluation.protocol import report
+from dino_sparo.runtime.distributed import is_main
+from dino_sparo.runtime.logs import setup_logging
+from dino_sparo.sources.limits import parse_json
+
+logger = logging.getLogger(__name__)
+
+# Where results differ in one of these, their accuracies cannot be compared.
+PROTOCOL = ("images", "prompts", "similarity")
+OWN_OF_MODEL = ("num_truncated",)  # of the context, hence of the model
+BASELINES = ("cls", "gap")
+MAX_COLUMNS = 5  # of a legend
+
+
+@dataclass(frozen=True)
+class SweepPoint:
+    """One model.
+
+    Attributes:
+        name: its result file, its checkpoint, or `grid`.
+        readout: a key of `readouts.READOUTS`.
+        num_slots: L; None without slots.
+        slot_dim: V; likewise.
+        encoding_dim: M.
+        num_parameters: of both towers together.
+        accuracy: percent; None where nothing was evaluated.
+    """
+
+    name: str
+    readout: str
+    num_slots: int | None
+    slot_dim: int | None
+    encoding_dim: int
+    num_parameters: int
+    accuracy: float | None = None
+
+
+def point_of(name: str, build: Callable[[], CLIP], accuracy: float | None = None) -> SweepPoint:
+    """The point of the model that `build` builds; its weights take no memory."""
+    with torch.device("meta"):
+        model = build()
+    config, num_parameters = model.config, sum(parameter.numel() for parameter in model.parameters())
+    has_slots = config.readout in SLOTTED
+    num_slots, slot_dim = (config.image.num_slots, config.image.slot_dim) if has_slots else (None, None)
+    return SweepPoint(name, config.readout, num_slots, slot_dim, config.embed_dim, num_parameters, accuracy)
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """What `zero_shot.py` wrote.
+
+    Raises:
+        ValueError: the file holds something else, or the result of a part of a model's slots.
+    """
+    try:
+        said = parse_json(path.read_bytes())
+        if said["evaluation"] != "zero-shot classification":
+            raise KeyError("zero-shot classification")
+        _config(said["model"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no result of clip.zero_shot ({error!r})") from error
+    if said.get("slots"):
+        raise ValueError(f"{path} is the result of a choice among a model's slots; give those of whole models")
+    return said
+
+
+def _config(record: dict[str, Any]) -> CLIPConfig:
+    """How the model of a result is built."""
+    of_checkpoint = ("pretrained_weights", "sha256", "epoch")
+    return CLIPConfig.from_dict({name: value for name, value in record.items() if name not in of_checkpoint})
+
+
+def check_comparable(results: dict[str, dict[str, Any]]) -> None:
+    """Refuse results of different images or prompts.
+
+    Args:
+        results: by name.
+
+    Raises:
+        ValueError: names two that differ, and in what.
+    """
+    (first, expected), *others = results.items()
+    for name, result in others:
+        for part in PROTOCOL:
+            sides = [_comparable(each.get(part)) for each in (expected, result)]
+            if sides[0] != sides[1]:
+                raise ValueError(
+                    f"{first} and {name} cannot be compared, their `{part}` differ: {_difference(*sides)}; evaluate "
+                    f"all models alike"
+                )
+
+
+def _comparable(part: Any) -> Any:
+    return {name: value for name, value in part.items() if name not in OWN_OF_MODEL} if isinstance(part, dict) else part
+
+
+def _difference(one: Any, other: Any) -> str:
+    """The first entry in which two parts of a result differ."""
+    if not (isinstance(one, dict) and isinstance(other, dict)):
+        return f"{one!r} and {other!r}"
+    name = next(name for name in [*one, *other] if one.get(name) != other.get(name))
+    return f"{name} is {one.get(name)!r:.60} and {other.get(name)!r:.60}"
+
+
+def grid_points(args: argparse.Namespace) -> list[SweepPoint]:
+    """The models of the options' grid: every L with every V, and cls and gap as wide as --embed_dim says."""
+    sizes = {name: getattr(args, name) for name in ("arch", "patch_size", "text_width", "text_heads", "text_layers")}
+    if args.img_size is not None:
+        sizes["img_size"] = args.img_size
+
+    def point(**options: Any) -> SweepPoint:
+        return point_of("grid", partial(create_clip, **sizes, **options))
+
+    baselines = [point(readout=readout, embed_dim=width) for readout in BASELINES for width in args.embed_dim]
+    slots = {"key_dim": args.sparo_key_dim, "group_size": args.sparo_group_size}
+    return baselines + [
+        point(readout="sparo", num_slots=number, slot_dim=width, **slots)
+        for number in args.grid_slots
+        for width in args.grid_slot_dims
+    ]
+
+
+def collect(args: argparse.Namespace, run: Callable[..., Any]) -> dict[str, Any]:
+    """Collect what the options say, write table and plot, show the table.
+
+    Raises:
+        ValueError: options, files or data that do not fit; the message says what would.
+        ImportError: matplotlib is not installed.
+    """
+    setup_logging()
+    require_matplotlib()
+    folder = os.path.commonpath([Path(name).absolute().parent for name in args.inputs]) if args.inputs else "."
+    args.output = args.output or os.path.join(folder, "sweep.json")
+    path, plot = result_paths(args, "sweep.json")
+    if bool(args.grid_slots) != bool(args.grid_slot_dims):
+        raise ValueError("a grid needs both --grid_slots and --grid_slot_dims")
+    if bool(args.inputs) == bool(args.grid_slots):
+        raise ValueError("give results or checkpoints, or a grid with --grid_slots and --grid_slot_dims")
+    results = {str(name): _result(Path(name), args, run) for name in args.inputs}
+    if results:
+        check_comparable(results)
+        points = [
+            point_of(name, partial(clip_from_config, _config(result["model"])), result[args.metric])
+            for name, result in results.items()
+        ]
+    else:
+        points = grid_points(args)
+    points.sort(key=lambda point: (point.num_slots or 0, point.slot_dim or 0, point.readout, point.encoding_dim))
+    first = next(iter(results.values()), {})
+    result = {
+        "evaluation": "sweep over L and V",
+        "metric": args.metric if results else None,
+        "points": [asdict(point) for point in points],
+        "protocol": {part: _comparable(first[part]) for part in PROTOCOL if part in first},
+        "weights": {name: result["model"]["sha256"] for name, result in results.items()},
+    }
+    if is_main():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draw_sweep(points, args.metric, plot)
+    return report(result, table(points, args.metric), args, "sweep.json")
+
+
+def _result(path: Path, args: argparse.Namespace, run: Callable[..., Any]) -> dict[str, Any]:
+    """The result in a file; of a checkpoint the one that `zero_shot.py` finds now, and writes beside it."""
+    if path.suffix != ".json":
+        if not args.data_path:
+            raise ValueError(f"{path} is evaluated as a checkpoint, on images that --data_path names; give some")
+        names = ["data_path", "split", "classnames", "templates", "img_size", "batch_size_per_gpu", "precision"]
+        names += ["device", "num_workers", "dist_url"]
+        options = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+        options |= {"pretrained_weights": path, "output": path.with_name("zero_shot.json")}
+        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        words += ["--download"] if args.download else []
+        run("zero-shot", words)
+        path = path.with_name("zero_shot.json")
+    return read_result(path)
+
+
+def table(points: Sequence[SweepPoint], metric: str) -> str:
+    """The models for people."""
+    has_accuracy = any(point.accuracy is not None for point in points)
+    head = f"{'readout':<10}  {'L':>5}  {'V':>5}  {'M':>6}  {'parameters':>12}"
+    lines = [head + (f"  {metric + ' %':>10}" if has_accuracy else "")]
+    for point in points:
+        slots = "  ".join(f"{'' if number is None else number:>5}" for number in (point.num_slots, point.slot_dim))
+        line = f"{point.readout:<10}  {slots}  {point.encoding_dim:>6}  {point.num_parameters:>12,}"
+        lines.append(line + ("" if point.accuracy is None else f"  {point.accuracy:>10.2f}"))
+    return "\n".join(lines)
+
+
+def draw_sweep(points: Sequence[SweepPoint], metric: str, path: Path) -> None:
+    """Accuracy, where there is one, and parameters: against L for every V, against V for every L, and against M.
+
+    Args:
+        points: the models.
+        metric: which accuracy they have.
+        path: the PNG to write.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    slotted = [point for point in points if point.num_slots is not None]
+    rows = [("num_parameters", "parameters, millions", 1e-6)]
+    if all(point.accuracy is not None for point in points):
+        rows.insert(0, ("accuracy", f"zero-shot {metric.replace('_', ' ')}, %", 1.0))
+    with panels(path, len(rows), 3) as axes:
+        for row, (name, label, unit) in zip(axes, rows, strict=True):
+            _draw_curves(row[0], slotted, "num_slots", "slot_dim", "V = ", name, unit)
+            _draw_curves(row[1], slotted, "slot_dim", "num_slots", "L = ", name, unit)
+            _draw_curves(row[2], points, "encoding_dim", "readout", "", name, unit)
+            row[0].set(ylabel=label, xlabel="L, number of slots")
+            row[1].set(xlabel="V, width of a slot")
+            row[2].set(xlabel="M, width of the encoding")
+
+
+def _draw_curves(axis: Any, points: Sequence[SweepPoint], x: str, by: str, letter: str, y: str, unit: float) -> None:
+    """For every value of `by` the mean of `y` against `x`, and each model as a dot."""
+    values = sorted({getattr(point, by) for point in points})
+    for place, value in enumerate(values):
+        own = [point for point in points if getattr(point, by) == value]
+        where, heights = [getattr(point, x) for point in own], [getattr(point, y) * unit for point in own]
+        colour = colour_of(place, len(values))
+        # Equal numbers would hide each other: earlier ones are drawn larger.
+        size = 4.5 + 2.5 * (len(values) - 1 - place) / max(1, len(values) - 1)
+        axis.plot(where, heights, "o", color=colour, markersize=size, label=f"{letter}{value}")
+        # Models of the same M differ in L and V: a curve through them would say nothing.
+        if by != "readout" or own[0].num_slots is None:
+            means = {at: [height for here, height in zip(where, heights, strict=True) if here == at] for at in where}
+            axis.plot(list(means), [sum(each) / len(each) for each in means.values()], color=colour, linewidth=1.5)
+    ticks = sorted({getattr(point, x) for point in points})
+    if ticks:
+        axis.set_xscale("log", base=2)
+        shown = spaced(ticks)
+        axis.set_xticks(shown, [str(tick) for tick in shown])
+        axis.set_xticks([tick for tick in ticks if tick not in shown], minor=True)
+        axis.xaxis.set_minor_formatter("")
+        place_above = {"loc": "lower left", "bbox_to_anchor": (-0.02, 1.0), "ncols": min(len(values), MAX_COLUMNS)}
+        axis.legend(frameon=False, fontsize=9, handletextpad=0.2, columnspacing=1.2, **place_above)

@@ -1,0 +1,137 @@
+"""The whole path in minutes, on a laptop without a GPU: train on the built-in scenes, evaluate, draw the slots.
+
+    make demo                                          # SPARO
+    make demo-compare                                  # SPARO beside cls and gap
+    dino-sparo demo --seeds 0 1 2 --output_dir runs/demo
+
+Runs the commands a user would run, in their order, and ends with a table: 20-NN and linear probe on held-out scenes,
+untrained encoder against trained. The options below are a recipe for minutes, not for accuracy.
+"""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dino_sparo.evaluation.pictures import draw_training_curve
+from dino_sparo.runtime.cli import RunCommand, option_words, say, spread
+
+TRAINING = {
+    "data_path": "scenes:10000:48",
+    "batch_size_per_gpu": "16",
+    "global_crops_size": "32",
+    "local_crops_size": "16",
+    "global_crops_scale": "0.5 1",
+    "local_crops_number": "2",
+    "local_crops_scale": "0.15 0.5",
+    "arch": "vit_micro",
+    "patch_size": "8",
+    "sparo_slots": "16",
+    "sparo_slot_dim": "32",
+    "sparo_key_dim": "32",
+    "drop_path_rate": "0",
+    "out_dim": "1024",
+    "head_hidden_dim": "512",
+    "momentum_teacher": "0.98",
+    "epochs": "7",
+    "lr": "0.004",
+    "warmup_epochs": "1",
+    "weight_decay_end": "0.04",
+    "clip_grad": "1",
+    "freeze_last_layer": "0",
+    "saveckp_freq": "0",
+    "knn_freq": "1",
+    "num_workers": "2",
+}
+EVALUATION_DATA = "scenes:4000:48"
+SHORT = {"data_path": "scenes:640:48", "epochs": "2"}
+SHORT_EVALUATION_DATA = "scenes:500:48"
+PROBE = ["--fast", "--epochs", "30", "--lr", "0.01", "0.1", "1", "--val_freq", "30"]
+SCORES = ("20-NN", "linear probe")
+
+
+def evaluate(
+    folder: Path, data_path: str, device: str, seed: int, untrained: bool, run: RunCommand
+) -> dict[str, float]:
+    """20-NN and linear probe of a checkpoint, in percent; `untrained` keeps its shape, not its weights."""
+    shared = ["--pretrained_weights", str(folder / "checkpoint.pth"), "--data_path", data_path, "--device", device]
+    shared += ["--seed", str(seed), "--num_workers", "2", *(["--untrained"] if untrained else [])]
+    knn = run("knn", [*shared, "--nb_knn", "20"])
+    linear = run("linear", [*shared, *PROBE])
+    return dict(zip(SCORES, (knn["results"][0]["top1"], linear["best"]["top1"]), strict=True))
+
+
+def train_and_evaluate(readout: str, seed: int, args: argparse.Namespace, run: RunCommand) -> dict[str, Any]:
+    """Train one encoder and evaluate it before and after.
+
+    Returns:
+        Scores of the untrained and the trained encoder, and seconds.
+    """
+    folder = Path(args.output_dir) / f"{readout}_seed{seed}"
+    begin = time.monotonic()
+    options = {**TRAINING, **(SHORT if args.short else {})}
+    options.update(readout=readout, seed=str(seed), device=args.device, output_dir=str(folder))
+    run("train", option_words(options))
+    trained_s = time.monotonic() - begin
+    data_path = SHORT_EVALUATION_DATA if args.short else EVALUATION_DATA
+    scores = {
+        name: evaluate(folder, data_path, args.device, seed, untrained=name == "untrained", run=run)
+        for name in ("untrained", "trained")
+    }
+    return {
+        "readout": readout,
+        "seed": seed,
+        **scores,
+        "training_s": trained_s,
+        "total_s": time.monotonic() - begin,
+        "folder": str(folder),
+    }
+
+
+def draw(folder: Path, readout: str, data_path: str, device: str, run: RunCommand) -> list[Path]:
+    """The pictures of one run: attention on a scene, the atlas of what each slot looks at, the training's curve."""
+    shared = ["--pretrained_weights", str(folder / "checkpoint.pth"), "--output_dir", str(folder), "--device", device]
+    run("attention", shared)
+    if readout != "gap":  # whose one map is uniform, so there is nothing to search for
+        run("attention", [*shared, "--atlas", data_path])
+    draw_training_curve(folder / "log.txt", folder / "curve.png")
+    return sorted(folder.glob("*.png")) + sorted(folder.glob("*.html"))
+
+
+def table(runs: Sequence[dict[str, Any]]) -> str:
+    """Mean over seeds, with the standard deviation where there are several."""
+    lines = [f"{'read-out':<10}{'encoder':<12}" + "".join(f"{name:>20}" for name in SCORES)]
+    for readout in dict.fromkeys(run["readout"] for run in runs):
+        mine = [run for run in runs if run["readout"] == readout]
+        for state in ("untrained", "trained"):
+            cells = [spread([run[state][name] for run in mine]) for name in SCORES]
+            lines.append(f"{readout:<10}{state:<12}" + "".join(f"{cell:>20}" for cell in cells))
+    return "\n".join(lines)
+
+
+def demo(args: argparse.Namespace, run: RunCommand) -> list[dict[str, Any]]:
+    """Train, evaluate, draw, show the table.
+
+    Args:
+        args: the options of `cli.demo_parser`.
+        run: (command, words) -> what the command returns.
+    """
+    if args.output_dir is None:
+        args.output_dir = "output/demo-short" if args.short else "output/demo"
+    # The encoder is so small that half of the cores compute it fastest, while the others draw and distort images.
+    torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
+    runs = [train_and_evaluate(readout, seed, args, run) for seed in args.seeds for readout in args.readouts]
+    data_path = SHORT_EVALUATION_DATA if args.short else EVALUATION_DATA
+    pictures = [
+        path for done in runs for path in draw(Path(done["folder"]), done["readout"], data_path, args.device, run)
+    ]
+    (Path(args.output_dir) / "demo.json").write_text(json.dumps(runs, indent=1))
+    seconds = sum(done["total_s"] for done in runs)
+    say(f"\nheld-out scenes, accuracy (chance 10 %), seeds {args.seeds}, {seconds / 60:.1f} minutes\n\n{table(runs)}")
+    say("\n".join(["\npictures:", *(f"  {path}" for path in pictures)]))
+    return runs

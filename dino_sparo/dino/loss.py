@@ -1,0 +1,300 @@
+"""Logits -> loss: cross-entropy of T teacher views against S student views, in nats.
+
+Stage 3 of the map. Also keeps the centre of the teacher's logits, and tells how far the run is from collapse.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dino_sparo.runtime.distributed import all_reduce_sum_async, world_size
+
+NUM_TEACHER_CROPS = 2
+
+
+class LossDiagnostics(NamedTuple):
+    """What tells learning from collapse; scalar tensors, in nats.
+
+    Attributes:
+        teacher_entropy: mean entropy of the teacher's distribution for one image; ln K means it tells nothing.
+        kl: loss - teacher_entropy, the student's distance from the teacher.
+        marginal_entropy: entropy of the teacher's distribution averaged over this rank's batch; 0 means that all images
+            fall on one prototype.
+    """
+
+    teacher_entropy: Tensor
+    kl: Tensor
+    marginal_entropy: Tensor
+
+
+class DINOLoss(nn.Module):
+    """The self-distillation loss of DINO.
+
+    With q_t = softmax((teacher_t - centre) / tau_teacher) and p_s = softmax(student_s / tau_student), per image
+
+        loss = 0
+        for t in teacher views (the two global crops):
+            for s in student views (all crops):
+                if s is not the same crop as t:
+                    loss += - sum_k q_t[k] log p_s[k]
+        loss /= number of pairs
+
+    averaged over the batch. Since log p_s = x_s - logsumexp(x_s) for x_s = student_s / tau_student, and q_t sums to
+    one, the double loop needs one logsumexp per student row and one dot product per teacher view:
+
+        loss * pairs = sum_s n_s logsumexp(x_s) - sum_t q_t . (sum_{s != t} x_s)
+
+    with n_s the number of teacher views that are not s: T - 1 for the global crops, T for the local ones. The centre is
+
+        centre <- momentum centre + (1 - momentum) mean of the teacher's logits over the batch and all ranks
+
+    after the loss was taken. Source: DINO, equations 2 to 4 and algorithm 1.
+
+    Args:
+        out_dim: K, number of prototypes.
+        num_crops: S, number of student views; the first two are the teacher's.
+        warmup_teacher_temp: tau_teacher in the first epoch.
+        teacher_temp: tau_teacher after the warm-up.
+        warmup_teacher_temp_epochs: epochs of linear warm-up from the one to the other.
+        num_epochs: epochs of the whole run.
+        student_temp: tau_student.
+        center_momentum: momentum of the centre.
+        chunk_size: prototypes looked at together, 0 for all; fewer take less memory and more time, with equal results
+            up to rounding.
+
+    Raises:
+        ValueError: fewer crops than teacher views, a temperature that is not positive, or a warm-up longer
+            than the run.
+    """
+
+    center: Tensor
+
+    def __init__(
+        self,
+        out_dim: int,
+        num_crops: int,
+        warmup_teacher_temp: float,
+        teacher_temp: float,
+        warmup_teacher_temp_epochs: int,
+        num_epochs: int,
+        student_temp: float = 0.1,
+        center_momentum: float = 0.9,
+        chunk_size: int = 0,
+    ) -> None:
+        super().__init__()
+        if chunk_size < 0:
+            raise ValueError(f"chunk_size={chunk_size} prototypes; give 0 for all at once, or a positive number")
+        if num_crops < NUM_TEACHER_CROPS:
+            raise ValueError(f"num_crops={num_crops}; DINO needs at least the {NUM_TEACHER_CROPS} global crops")
+        if out_dim < 2:
+            raise ValueError(f"out_dim={out_dim}: images cannot be told apart with fewer than 2 prototypes; give more")
+        if not 0 <= center_momentum <= 1:
+            raise ValueError(f"center_momentum={center_momentum} is no momentum; give a number from 0 to 1")
+        temperatures = {
+            "warmup_teacher_temp": warmup_teacher_temp,
+            "teacher_temp": teacher_temp,
+            "student_temp": student_temp,
+        }
+        for name, value in temperatures.items():
+            if value <= 0:
+                raise ValueError(f"{name}={value} is not a temperature; give a positive number, usually 0.04 to 0.1")
+        if not 0 <= warmup_teacher_temp_epochs <= num_epochs:
+            raise ValueError(
+                f"warmup_teacher_temp_epochs={warmup_teacher_temp_epochs} does not fit a run of {num_epochs} epochs; "
+                f"give 0 to {num_epochs}"
+            )
+        self.out_dim, self.num_crops = out_dim, num_crops
+        self.student_temp, self.center_momentum, self.chunk_size = student_temp, center_momentum, chunk_size
+        self.register_buffer("center", torch.zeros(1, out_dim))
+        self.teacher_temp_schedule = np.concatenate(
+            (
+                np.linspace(warmup_teacher_temp, teacher_temp, warmup_teacher_temp_epochs),
+                np.full(num_epochs - warmup_teacher_temp_epochs, teacher_temp),
+            )
+        )
+        self.num_pairs = NUM_TEACHER_CROPS * (num_crops - 1)
+
+    def forward(
+        self,
+        student_logits: Float[Tensor, "SB K"],
+        teacher_logits: Float[Tensor, "TB K"],
+        epoch: int,
+        update_center: bool = True,
+    ) -> Float[Tensor, ""]:
+        """The loss of one batch; afterwards the centre takes the batch in.
+
+        Args:
+            student_logits: (S*B, K), crop by crop, global crops first.
+            teacher_logits: (2*B, K), crop by crop.
+            epoch: epoch, counted from 0; gives the teacher's temperature.
+            update_center: set to False to leave the centre alone, for gradient accumulation: all parts of a batch use
+                the same centre, which `update_center` moves once at the end.
+
+        Returns:
+            The loss, nats per pair of views.
+
+        Raises:
+            ValueError: the shapes do not belong to `num_crops` views of one batch with K prototypes.
+        """
+        teacher_probs = self.teacher_probabilities(teacher_logits, epoch)  # (T, B, K)
+        batch_size = len(teacher_logits) // NUM_TEACHER_CROPS
+        if student_logits.shape != (self.num_crops * batch_size, self.out_dim):
+            raise ValueError(
+                f"student logits have shape {tuple(student_logits.shape)}; with {self.num_crops} crops, "
+                f"{batch_size} images and {self.out_dim} prototypes they need "
+                f"{(self.num_crops * batch_size, self.out_dim)}"
+            )
+        loss = self._cross_entropy(student_logits, teacher_probs)
+        if update_center:
+            self.update_center(teacher_logits.detach().float().sum(dim=0, keepdim=True), len(teacher_logits))
+        return loss
+
+    def teacher_probabilities(self, teacher_logits: Float[Tensor, "TB K"], epoch: int) -> Float[Tensor, "T B K"]:
+        """q = softmax((teacher - centre) / tau_teacher), no gradient.
+
+        Raises:
+            ValueError: the shape does not belong to two views with K prototypes.
+        """
+        if teacher_logits.ndim != 2 or teacher_logits.shape[1] != self.out_dim or len(teacher_logits) % 2:
+            raise ValueError(
+                f"teacher logits have shape {tuple(teacher_logits.shape)}; they need "
+                f"({NUM_TEACHER_CROPS} * batch, {self.out_dim}), one row per image and global crop"
+            )
+        temperature = float(self.teacher_temp_schedule[epoch])
+        centred = teacher_logits.detach() - self.center
+        return (centred / temperature).softmax(dim=-1).unflatten(0, (NUM_TEACHER_CROPS, -1))
+
+    def _cross_entropy(self, student_logits: Tensor, teacher_probs: Tensor) -> Tensor:
+        student_logits = student_logits.unflatten(0, (self.num_crops, -1))  # (S, B, K)
+        if self.chunk_size == 0:
+            normalisers, agreement = self._part(student_logits, teacher_probs)
+        else:
+            # The backward pass computes a chunk's numbers again instead of keeping them.
+            chunks = zip(
+                student_logits.split(self.chunk_size, dim=-1), teacher_probs.split(self.chunk_size, dim=-1), strict=True
+            )
+            parts = [checkpoint(self._part, *chunk, use_reentrant=False) for chunk in chunks]
+            normalisers = torch.stack([part for part, _ in parts]).logsumexp(dim=0)
+            agreement = torch.stack([part for _, part in parts]).sum()
+        # n_s logsumexp(x_s), as each teacher view meets all student views but itself.
+        log_partition = len(teacher_probs) * normalisers.sum() - normalisers[: len(teacher_probs)].sum()
+        return (log_partition - agreement) / (self.num_pairs * teacher_probs.shape[1])
+
+    def _part(self, student_logits: Tensor, teacher_probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Of some of the prototypes: logsumexp of x (S, B), and the sum of q_t . (sum_{s != t} x_s), ()."""
+        # The sums over K run in the centre's precision (fp32) also where the network computes in fewer bits.
+        student = student_logits.to(teacher_probs.dtype) / self.student_temp
+        all_views = student.sum(dim=0)  # (B, K)
+        agreement = sum((q * (all_views - student[t])).sum() for t, q in enumerate(teacher_probs))
+        return student.logsumexp(dim=-1), agreement
+
+    def compile_cross_entropy(self) -> None:
+        """Fuse what is computed per prototype; shapes are those of the first call."""
+        self._cross_entropy = torch.compile(self._cross_entropy, dynamic=False)  # type: ignore[method-assign]
+
+    def uncompile(self) -> None:
+        """Take `compile_cross_entropy` back."""
+        self.__dict__.pop("_cross_entropy", None)
+
+    def update_center(self, logits_sum: Float[Tensor, "1 K"], count: int) -> None:
+        """Move the centre towards the mean of the teacher's logits.
+
+        Args:
+            logits_sum: (1, K), sum over this rank's rows.
+            count: number of rows summed, the same on every rank.
+        """
+        self.begin_center_update(logits_sum, count)(None)
+
+    @torch.no_grad()
+    def begin_center_update(
+        self, logits_sum: Float[Tensor, "1 K"], count: int
+    ) -> Callable[[Float[Tensor, ""] | None], None]:
+        """Start to exchange the sums of all ranks; the centre moves when the returned function is called.
+
+        Args:
+            logits_sum: (1, K), sum over this rank's rows.
+            count: number of rows summed, the same on every rank.
+
+        Returns:
+            A function of a flag (), which leaves the centre as it is where the flag is not zero.
+        """
+        wait = all_reduce_sum_async(logits_sum.clone())
+
+        @torch.no_grad()
+        def finish(keep: Tensor | None) -> None:
+            mean = wait() / (count * world_size())
+            moved = (self.center * self.center_momentum).add_(mean.to(self.center), alpha=1 - self.center_momentum)
+            self.center.copy_(moved if keep is None else torch.where(keep > 0, self.center, moved))
+
+        return finish
+
+    @torch.no_grad()
+    def diagnose(self, teacher_probs: Float[Tensor, "T B K"], loss: Float[Tensor, ""]) -> LossDiagnostics:
+        """Entropies that tell how the run is doing, of this rank's batch.
+
+        Args:
+            teacher_probs: (T, B, K), from `teacher_probabilities`.
+            loss: the loss of the same batch.
+        """
+        entropy = torch.special.entr(teacher_probs).sum(dim=-1).mean()
+        marginal = torch.special.entr(teacher_probs.mean(dim=(0, 1))).sum()
+        return LossDiagnostics(teacher_entropy=entropy, kl=loss.detach() - entropy, marginal_entropy=marginal)
+
+
+# Below this share of what it can reach, the teacher's answer does not depend on the image.
+COLLAPSE_SHARE = 0.01
+
+
+def diagnose_collapse(
+    loss: float, teacher_entropy: float, marginal_entropy: float, feature_rank: float, out_dim: int, batch_size: int
+) -> str | None:
+    """Name the collapse a run is in, if it is in one, and say what usually helps.
+
+    The information the teacher's prototype carries about the image, I = marginal_entropy - teacher_entropy, is zero
+    when it answers the same for every image. Its entropy then tells which of DINO's two collapses this is (DINO,
+    section 5.3: without sharpening the uniform one, without centring the one on a single prototype).
+
+    Args:
+        loss: nats.
+        teacher_entropy: mean over images, nats.
+        marginal_entropy: of the mean over images, nats.
+        feature_rank: effective rank of the encodings of a batch.
+        out_dim: K.
+        batch_size: images on one rank.
+
+    Returns:
+        A line for the log, or None where nothing is wrong.
+    """
+    log_k = math.log(out_dim)
+    information = marginal_entropy - teacher_entropy
+    reachable = min(log_k, math.log(batch_size))
+    # The two views of a single image should agree, so one image alone cannot tell.
+    if batch_size > 1 and information < COLLAPSE_SHARE * reachable:
+        if teacher_entropy > (1 - COLLAPSE_SHARE) * log_k:
+            relation = "=" if abs(loss - log_k) < COLLAPSE_SHARE * log_k else "above"
+            return (
+                f"loss {loss:.4f} {relation} ln {out_dim} ({log_k:.4f}): uniform collapse, every image gets the same "
+                f"flat distribution; try a lower --teacher_temp or --warmup_teacher_temp, a lower --lr, or more "
+                f"--freeze_last_layer epochs"
+            )
+        if marginal_entropy < COLLAPSE_SHARE * log_k:
+            return (
+                f"loss {loss:.4f}: collapse on one prototype, all images get it; try a higher --teacher_temp, a lower "
+                f"--lr, or --norm_last_layer true"
+            )
+        return (
+            f"loss {loss:.4f}: the teacher gives every image the same distribution (entropy {teacher_entropy:.4f} of "
+            f"at most {log_k:.4f}); try a lower --lr, more --warmup_epochs, or a lower --clip_grad"
+        )
+    if feature_rank < 2:
+        return (
+            f"loss {loss:.4f}: dimensional collapse, the encodings of a batch span {feature_rank:.2f} directions; try "
+            f"a lower --lr or a lower --weight_decay_end"
+        )
+    return None

@@ -1,0 +1,197 @@
+"""Annotations of any common layout -> images and all of their captions: what retrieval searches in.
+
+    dataset_flickr30k.json, dataset_coco.json    Karpathy's splits: images with a `split` and `sentences`
+    captions_val2017.json                        COCO: `images` and `annotations`
+    results_20130124.token, captions.txt         Flickr: lines `7.jpg#0<TAB>words`, `7.jpg| 0| words` or `7.jpg,words`
+    shards, tables, scenes, class folders        whatever `pair_sources.open_pairs` opens
+
+Training draws one caption of an image; here each counts. Rows that name the same image are put together.
+"""
+
+import logging
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dino_sparo.data import CorruptImageError, ImageSource
+from dino_sparo.image_text.classes import SelectedImages
+from dino_sparo.image_text.evaluation.image_files import open_named_images, require_few_missing
+from dino_sparo.image_text.evaluation.protocol import open_evaluation_images
+from dino_sparo.image_text.pairs.batches import PairSource
+from dino_sparo.image_text.pairs.captions import SceneCaptions
+from dino_sparo.image_text.pairs.sources import open_pairs
+from dino_sparo.scenes import Scenes
+from dino_sparo.sources import IMAGE_EXTENSIONS
+from dino_sparo.sources.limits import parse_json
+
+logger = logging.getLogger(__name__)
+
+ENDINGS = "|".join(ending[1:] for ending in IMAGE_EXTENSIONS)
+# An image, a number after `#` or between bars which is not looked at, and the caption.
+CAPTION_LINE = re.compile(rf"(?P<image>[^\t|]+?\.(?:{ENDINGS}))(?:#\d+)?\s*[\t,|](?:\s*\d+\s*\|)?(?P<caption>.*)", re.I)
+
+
+@dataclass(frozen=True)
+class CaptionSet:
+    """Images and their captions.
+
+    Attributes:
+        images: the images.
+        captions: those of image 0, then those of image 1, ...
+        image_of: (captions,), the image of each caption.
+        left_out: reason -> number of images, or captions, that are not among these.
+    """
+
+    images: ImageSource
+    captions: list[str]
+    image_of: np.ndarray
+    left_out: dict[str, int]
+
+
+def open_caption_set(
+    data_path: str, captions: str = "", split: str = "test", image_list: str | None = None
+) -> CaptionSet:
+    """Open images with their captions.
+
+    Args:
+        data_path: the folder that the file names of `captions` start from; or, without `captions`, pairs as
+            `open_pairs` opens them, or scenes.
+        captions: file of captions, in one of the layouts above.
+        split: of Karpathy's; the other layouts have none.
+        image_list: file with one image's name per line: use these alone.
+
+    Raises:
+        ValueError: the file is not understood, or says nothing about the images asked for; more than 1 % of the images
+            are missing.
+    """
+    if not data_path:
+        raise ValueError("--data_path is empty; give the folder of the images (with --captions), tar shards, or scenes")
+    if captions:
+        listed = _read_captions(Path(captions), split)
+        return _in_folder(_only_listed(listed, image_list), data_path)
+    if image_list is not None:
+        raise ValueError(f"image_list={image_list!r} chooses among the images of --captions, which is not given")
+    if data_path.partition(":")[0] == "scenes":
+        scenes = open_evaluation_images(data_path)
+        assert isinstance(scenes, Scenes)
+        return _together(PairSource(scenes, SceneCaptions(scenes)))
+    return _together(open_pairs(data_path, default_split="val"))
+
+
+def _read_captions(path: Path, split: str) -> dict[str, list[str]]:
+    """Captions of every image, by its file name."""
+    if not path.is_file():
+        raise ValueError(f"captions={str(path)!r} does not exist (in {os.getcwd()})")
+    if path.suffix == ".json":
+        try:
+            said = parse_json(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"captions={str(path)!r} is no JSON ({error})") from error
+        return _read_json(said, path, split)
+    found: dict[str, list[str]] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig", errors="replace").splitlines()):
+        match = CAPTION_LINE.fullmatch(line.strip())
+        if match:
+            found.setdefault(match["image"].strip(), []).append(match["caption"].strip().strip('"'))
+        elif line.strip() and number:  # the first line may be a header
+            raise ValueError(
+                f"captions={str(path)!r}: line {number + 1} is {line[:60]!r}; expected an image's file name, a tab, "
+                "comma or bar, and a caption"
+            )
+    return found
+
+
+def _read_json(said: Any, path: Path, split: str) -> dict[str, list[str]]:
+    """Karpathy's layout or COCO's."""
+    keys = sorted(said) if isinstance(said, dict) else []
+    found: dict[str, list[str]] = {}
+    try:
+        if "annotations" in said:
+            names = {image["id"]: image["file_name"] for image in said["images"]}
+            found = {name: [] for name in names.values()}
+            for annotation in said["annotations"]:
+                found[names[annotation["image_id"]]].append(annotation["caption"])
+            return found
+        splits = {image["split"] for image in said["images"]}
+        for image in said["images"]:
+            if image["split"] == split:
+                name = os.path.join(image.get("filepath", ""), image["filename"])
+                found[name] = [sentence["raw"] for sentence in image["sentences"]]
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"captions={str(path)!r} is neither COCO's (images, annotations) nor Karpathy's (images with split and "
+            f"sentences): its keys are {keys}, missing is {error}"
+        ) from error
+    if not found:
+        raise ValueError(f"captions={str(path)!r} has no split {split!r}; its splits are {sorted(splits)}")
+    return found
+
+
+def _only_listed(found: dict[str, list[str]], image_list: str | None) -> dict[str, list[str]]:
+    """The images that a list names, whether or not it names their endings."""
+    if image_list is None:
+        return found
+    wanted = {line.strip() for line in Path(image_list).read_text(encoding="utf-8-sig").splitlines()} - {""}
+    stem = {name: {name, os.path.basename(name), os.path.splitext(os.path.basename(name))[0]} for name in found}
+    chosen = {name: captions for name, captions in found.items() if stem[name] & wanted}
+    if len(chosen) < len(wanted):
+        raise ValueError(f"image_list={image_list!r} names {len(wanted)} images, {len(chosen)} of which have captions")
+    return chosen
+
+
+def _in_folder(found: dict[str, list[str]], folder: str) -> CaptionSet:
+    """The images of a folder with what the annotations say about them."""
+    named = open_named_images(Path(folder), list(found))
+    return _flat(named.source, [found[name] for name in named.names], {"missing images": len(named.missing)})
+
+
+def _together(pairs: PairSource) -> CaptionSet:
+    """Pairs with the captions of one image put together."""
+    first: dict[str, int] = {}
+    captions: list[list[str]] = []
+    unreadable = 0
+    for index in range(len(pairs)):
+        try:
+            texts = list(pairs.captions(index))
+        except CorruptImageError as error:
+            unreadable += 1
+            logger.warning("%s: captions cannot be read: %s", pairs.name, error)
+            texts = []
+        place = first.setdefault(pairs.location(index), len(captions))
+        if place == len(captions):
+            captions.append([])
+        captions[place] += texts
+    require_few_missing(unreadable, len(pairs), f"captions of {pairs.name}")
+    images: ImageSource = pairs.images
+    if len(captions) < len(pairs):
+        places = {pairs.location(index): index for index in reversed(range(len(pairs)))}
+        images = SelectedImages(pairs.images, np.array([places[location] for location in first], dtype=np.int64))
+    return _flat(images, captions, {"samples that are no pairs": pairs.left_out.total})
+
+
+def _flat(images: ImageSource, captions: Iterable[list[str]], left_out: dict[str, int]) -> CaptionSet:
+    """Captions one after the other, without those that say nothing and without images that have none."""
+    texts: list[str] = []
+    image_of: list[int] = []
+    kept: list[int] = []
+    empty = 0
+    for index, own in enumerate(captions):
+        words = [text for text in own if text.strip()]
+        empty += len(own) - len(words)
+        if words:
+            texts += words
+            image_of += [len(kept)] * len(words)
+            kept.append(index)
+    if not kept:
+        raise ValueError(f"{images.name} has no captions")
+    without = len(images) - len(kept)
+    if empty or without:
+        logger.warning("%s: left out %d empty captions and %d images without any", images.name, empty, without)
+    chosen = images if not without else SelectedImages(images, np.array(kept, dtype=np.int64))
+    counts = {**left_out, "empty captions": empty, "images without caption": without}
+    return CaptionSet(chosen, texts, np.array(image_of, dtype=np.int64), counts)

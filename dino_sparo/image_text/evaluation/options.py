@@ -1,0 +1,183 @@
+"""The options of the commands that evaluate a CLIP model, without torch.
+
+Stage 5 of the folder. Each command imports its parser from here and parses before it imports torch.
+"""
+
+import argparse
+
+from dino_sparo.choices import PRECISIONS
+from dino_sparo.image_text.choices import AUTO, PROBE_BATCH_SIZE, WINOGROUND_EXAMPLES
+from dino_sparo.runtime.cli import HelpFormatter, add_device_options, bool_flag
+from dino_sparo.scenes import DEFAULT_IMAGE_SIZE, SPLITS
+
+SPLIT_HELP = "Name of a split of the images; all takes everything. By default val where there is one, else everything."
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """What to evaluate."""
+    group = parser.add_argument_group("model: what is evaluated")
+    group.add_argument("--pretrained_weights", default="", help="Checkpoint of CLIP training, or open_clip's weights.")
+    group.add_argument(
+        "--quick_gelu",
+        type=bool_flag,
+        default=False,
+        help="Activation of open_clip's weights, which do not tell: true for OpenAI's and those named -quickgelu.",
+    )
+    group.add_argument(
+        "--text_heads", type=int, default=None, help="Of the text encoder of open_clip's weights; by default 64 wide."
+    )
+    group.add_argument(
+        "--slots", default=None, help="Evaluate some of its slots, or masked ones: a file of clip.select or clip.mask."
+    )
+
+
+def add_computation_options(
+    parser: argparse.ArgumentParser, result: str, batch_size: int = 128, where: str = "beside the checkpoint"
+) -> None:
+    """How to compute, and where the result goes.
+
+    Args:
+        parser: to add to.
+        result: name of the result file.
+        batch_size: images, or captions, per step.
+        where: the result file lies by default, for the help.
+    """
+    group = parser.add_argument_group("computation and result")
+    group.add_argument(
+        "--img_size", type=int, default=None, help="Side of the view in pixels; by default that of the training."
+    )
+    group.add_argument(
+        "--batch_size_per_gpu", type=int, default=batch_size, help="Images, or captions, per process and step."
+    )
+    group.add_argument("--precision", choices=PRECISIONS, default="fp32", help="Of the model; fp32 to report numbers.")
+    group.add_argument("--output", default=None, help=f"Result file; by default {result} {where}.")
+    add_device_options(parser)
+
+
+def zero_shot_parser() -> argparse.ArgumentParser:
+    """The options of `zero_shot.py`, in data-flow order."""
+    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    add_model_options(parser)
+    group = parser.add_argument_group("images")
+    group.add_argument(
+        "--data_path",
+        default="",
+        help="Class folders, tar shards with .cls members, a torchvision set (cifar10:DIR), or scenes.",
+    )
+    group.add_argument("--split", default=None, help=SPLIT_HELP)
+    group.add_argument("--download", action="store_true", help="Fetch a torchvision set that is not on disk.")
+    group.add_argument(
+        "--crop_border",
+        type=int,
+        default=0,
+        help="Pixels cut off every side of an image. ObjectNet's images have a red frame of 1; published numbers leave "
+        "it in.",
+    )
+    group = parser.add_argument_group("classes in words")
+    group.add_argument(
+        "--classnames",
+        default=AUTO,
+        help="auto: the set's own names, or ImageNet's where folders are WordNet ids; imagenet: all 1000, for V2; "
+        "objectnet:DIR/mappings; folders; or a file: one name per line, or JSON (FILE.json:KEY for one list of many).",
+    )
+    group.add_argument(
+        "--templates",
+        default=AUTO,
+        help="auto: the set's own, or openai, ImageNet's 80; the name of a list (a wrong name shows "
+        "all); or a file with one sentence per line, {} or {c} where the name belongs.",
+    )
+    add_computation_options(parser, "zero_shot.json")
+    return parser
+
+
+def retrieval_parser() -> argparse.ArgumentParser:
+    """The options of `retrieval.py`, in data-flow order."""
+    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    add_model_options(parser)
+    group = parser.add_argument_group("images and captions")
+    group.add_argument(
+        "--data_path", default="", help="Folder of the images, or pairs that need no --captions: shards, scenes."
+    )
+    group.add_argument(
+        "--captions", default="", help="Karpathy's or COCO's JSON, or Flickr's lines of image and caption."
+    )
+    group.add_argument("--split", default="test", help="Of Karpathy's JSON.")
+    group.add_argument("--image_list", default=None, help="File with names of images, to use these alone.")
+    group = parser.add_argument_group("recall")
+    group.add_argument("--k", type=int, nargs="+", default=[1, 5, 10], help="Numbers of candidates to look at.")
+    add_computation_options(parser, "retrieval.json")
+    return parser
+
+
+def sugarcrepe_parser() -> argparse.ArgumentParser:
+    """The options of `sugarcrepe.py`, in data-flow order."""
+    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    add_model_options(parser)
+    group = parser.add_argument_group("pairs")
+    group.add_argument("--data_path", default="", help="Folder of SugarCrepe's JSON files, or of scene_pairs.py.")
+    group.add_argument(
+        "--images", default=None, help="Folder of the images, COCO's val2017; by default `images` in --data_path."
+    )
+    add_computation_options(parser, "sugarcrepe.json")
+    return parser
+
+
+def winoground_parser() -> argparse.ArgumentParser:
+    """The options of `winoground.py`, in data-flow order."""
+    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    add_model_options(parser)
+    group = parser.add_argument_group("examples")
+    group.add_argument("--data_path", default="", help=f"Folder with {WINOGROUND_EXAMPLES} and images/.")
+    group.add_argument("--images", default=None, help="Folder of the images; by default `images` in --data_path.")
+    add_computation_options(parser, "winoground.json")
+    return parser
+
+
+def probe_parser() -> argparse.ArgumentParser:
+    """The options of `probe.py`, in data-flow order."""
+    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    add_model_options(parser)
+    group = parser.add_argument_group("images")
+    group.add_argument(
+        "--data_path", default="", help="Folder with train/ and val/, torchvision set (cifar10:DIR), or scenes."
+    )
+    group.add_argument("--download", action="store_true", help="Fetch a torchvision set that is not on disk.")
+    group = parser.add_argument_group("features")
+    group.add_argument("--dump_features", default=None, help="Folder to write features and labels to.")
+    group.add_argument("--load_features", default=None, help="Folder to read them from instead of encoding images.")
+    group.add_argument(
+        "--use_cuda",
+        type=bool_flag,
+        default=True,
+        help="Keep the features on the GPU, where there is one; false if they do not fit.",
+    )
+    group = parser.add_argument_group("probe")
+    group.add_argument("--epochs", type=int, default=10, help="Passes over the training images.")
+    group.add_argument("--lr", type=float, default=0.1, help="Learning rate at the start; it falls to 0 on a cosine.")
+    group.add_argument(
+        "--probe_batch_size",
+        type=int,
+        default=PROBE_BATCH_SIZE,
+        help="Images per step, over all processes; more is faster, and another protocol than CLIP benchmark's.",
+    )
+    group.add_argument(
+        "--weight_decay", type=float, default=None, help="Use this one; by default the sweep finds the best."
+    )
+    group.add_argument(
+        "--val_share", type=float, default=0.2, help="Share of the training images on which the sweep compares."
+    )
+    group.add_argument("--seed", type=int, default=0, help="Of the probe's weights, the order, and who compares.")
+    add_computation_options(parser, "probe.json")
+    return parser
+
+
+def scene_pairs_parser() -> argparse.ArgumentParser:
+    """The options of `scene_pairs.py`."""
+    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    group = parser.add_argument_group("scenes")
+    group.add_argument("--output_dir", required=True, help="Folder to write to.")
+    group.add_argument("--num_pairs", type=int, default=1000, help="Scenes, each with one entry in either file.")
+    group.add_argument("--image_size", type=int, default=DEFAULT_IMAGE_SIZE, help="Side in pixels.")
+    group.add_argument("--split", choices=sorted(SPLITS), default="val", help="val was not trained on.")
+    group.add_argument("--seed", type=int, default=0, help="Another seed gives other scenes.")
+    return parser

@@ -1,0 +1,303 @@
+"""Frozen image features -> accuracy of a linear probe, its weight decay chosen on a part of the training images.
+
+    dino-sparo clip-probe --pretrained_weights output/checkpoint.pth --data_path data/imagenet
+
+Stage 5 of the folder. Every image is encoded once, without crops and flips. Probes that differ in their weight decay
+alone are trained side by side on part of the training images and compared on the rest; the best decay is then used on
+all of them, and tested. Prints a table and writes probe.json, the numbers with all that they depend on.
+
+Source: SPARO, appendix 0.C.1, which follows LAION's CLIP benchmark and CLIP, appendix A.3: features of length one,
+AdamW with learning rate 0.1, 10 epochs, decays between 1e-6 and 1e2 in 96 steps, tried coarsely, then ever more finely
+around the best; batches of 64 and weights as `nn.Linear` draws them are that benchmark's. Ours is how many images
+choose the decay, which none of them states, and that images after an epoch's last whole batch wait for another epoch.
+
+Features of all training images are kept by every process: images x width x 4 bytes, 21 GB for ImageNet and L*V = 4096.
+"""
+
+import argparse
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+from torch.nn import functional as F
+
+from dino_sparo.data import EpochSampler, align_classes, require_labels
+from dino_sparo.evaluation.features import Features, load_features, save_features
+from dino_sparo.evaluation.linear import LinearProbe, cosine_factor, probe_accuracy
+from dino_sparo.evaluation.protocol import file_sha256, versions
+from dino_sparo.image_text.choices import PROBE_BATCH_SIZE
+from dino_sparo.image_text.evaluation.protocol import (
+    OpenModel,
+    open_evaluation_images,
+    report,
+)
+from dino_sparo.image_text.evaluation.zero_shot import count_hits
+from dino_sparo.runtime.distributed import Distributed, all_reduce_sum, init_distributed, is_main, rank, world_size
+from dino_sparo.runtime.logs import setup_logging
+
+logger = logging.getLogger(__name__)
+
+WEIGHT_DECAYS = np.logspace(-6, 2, 97).tolist()
+COARSE = range(0, len(WEIGHT_DECAYS), 16)  # places in WEIGHT_DECAYS that are tried first
+SPANS = (8, 4, 2, 1)  # then the places so far to the left and right of the best
+CPU = torch.device("cpu")
+TEST_ROWS = 1024  # images whose logits exist at a time
+
+
+@dataclass(frozen=True)
+class ProbeSettings:
+    """How a probe is trained.
+
+    Attributes:
+        num_classes: number of classes.
+        lr: learning rate at the start; it falls to 0 on a cosine, step by step.
+        epochs: passes over the images.
+        batch_size: images per step, over all processes.
+        seed: of weights and order.
+        device: of the probe; the features may lie elsewhere.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    num_classes: int
+    lr: float = 0.1
+    epochs: int = 10
+    batch_size: int = PROBE_BATCH_SIZE
+    seed: int = 0
+    device: torch.device = CPU
+
+    def __post_init__(self) -> None:
+        for name in ("num_classes", "lr", "epochs", "batch_size"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}={getattr(self, name)} of the probe; give a positive number")
+
+
+def train_probes(
+    train: Features, rows: Int64[Tensor, " n"], weight_decays: Sequence[float], settings: ProbeSettings
+) -> LinearProbe:
+    """Train one probe per weight decay, side by side on the same batches.
+
+        w <- (1 - lr d) w,   w <- w - lr Adam(gradient)        d the probe's weight decay
+
+    which is `torch.optim.AdamW` for each of them alone. (A decay of more than 2 / lr makes a probe diverge; it is then
+    never right.) What is left over after an epoch's last whole batch waits for another epoch.
+
+    Args:
+        train: features of length one.
+        rows: (n,), which of them to train on.
+        weight_decays: R of them.
+        settings: the rest.
+
+    Returns:
+        R probes.
+    """
+    device = settings.device
+    share = max(1, min(settings.batch_size, len(rows)) // world_size())
+    sampler = EpochSampler(len(rows), share, rank=rank(), world_size=world_size(), seed=settings.seed)
+    size = (train.features.shape[1], settings.num_classes, len(weight_decays))
+    probe = LinearProbe(*size, seed=settings.seed, torch_init=True).to(device)
+    decays = torch.tensor(weight_decays, device=device)
+    optimizer = torch.optim.Adam(probe.parameters(), lr=settings.lr)
+    num_steps = settings.epochs * sampler.steps_per_epoch
+    for step, chosen in enumerate(_batches(sampler, settings.epochs)):
+        places = rows[torch.tensor(chosen, device=rows.device)]
+        logits = probe(train.features[places].to(device))
+        targets = train.labels[places].to(device).repeat(len(weight_decays))
+        # The mean over images and the sum over probes: the gradient of each probe is its own.
+        loss = F.cross_entropy(logits.flatten(0, 1), targets, reduction="sum") / len(places)
+        optimizer.zero_grad()
+        loss.backward()
+        rate = settings.lr * cosine_factor(step, num_steps)
+        with torch.no_grad():
+            for parameter in probe.parameters():
+                if parameter.grad is not None:
+                    all_reduce_sum(parameter.grad).div_(world_size())
+                parameter.mul_((1 - rate * decays).view(-1, *[1] * (parameter.ndim - 1)))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+    return probe
+
+
+def _batches(sampler: EpochSampler, epochs: int) -> Iterator[list[int]]:
+    """This process' batches of all epochs."""
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        for keys in sampler:
+            yield [index for _, index in keys]
+
+
+def search_weight_decay(accuracies_of: Callable[[list[int]], list[float]]) -> tuple[int, dict[int, float]]:
+    """Find the best of `WEIGHT_DECAYS`: every sixteenth first, then 8, 4, 2 and 1 places left and right of the best.
+
+    Of equally good ones the smallest counts as best.
+
+    Args:
+        accuracies_of: places in the list -> accuracies of probes with these decays.
+
+    Returns:
+        The place of the best, and the accuracy of each place that was tried.
+    """
+    tried: dict[int, float] = {}
+
+    def best_of(places: Sequence[int]) -> int:
+        new = [place for place in sorted(set(places)) if place not in tried]
+        if new:
+            tried.update(zip(new, accuracies_of(new), strict=True))
+        return max(sorted(set(places)), key=lambda place: tried[place])
+
+    best = best_of(COARSE)
+    for span in SPANS:
+        best = best_of([max(best - span, 0), best, min(best + span, len(WEIGHT_DECAYS) - 1)])
+    return best, dict(sorted(tried.items()))
+
+
+def choose_weight_decay(
+    train: Features, val_share: float, settings: ProbeSettings
+) -> tuple[float, list[dict[str, float]], int]:
+    """Train on part of the training images, compare on the rest.
+
+    Args:
+        train: features of all training images.
+        val_share: share of them that compares.
+        settings: how the probes are trained.
+
+    Returns:
+        The best weight decay, what was tried, and how many images compared.
+
+    Raises:
+        ValueError: a share that leaves no image on one side.
+    """
+    number = len(train.features)
+    num_val = round(val_share * number)
+    if not 0 < num_val < number:
+        raise ValueError(
+            f"val_share={val_share} of {number} training images leaves none on one side; give e.g. 0.2, or choose the "
+            f"decay yourself with --weight_decay"
+        )
+    order = torch.from_numpy(np.random.default_rng(settings.seed).permutation(number)).to(train.features.device)
+    rows, val_rows = order[num_val:].sort().values, order[:num_val].sort().values
+    own = val_rows[num_val * rank() // world_size() : num_val * (rank() + 1) // world_size()]
+
+    def accuracies_of(places: list[int]) -> list[float]:
+        decays = [WEIGHT_DECAYS[place] for place in places]
+        probe = train_probes(train, rows, decays, settings)
+        found = [row["top1"] for row in probe_accuracy(probe, train.features[own], train.labels[own])]
+        told = ", ".join(f"{decay:.3g}: {value:.2f} %" for decay, value in zip(decays, found, strict=True))
+        logger.info("top-1 by weight decay on %d training images: %s", num_val, told)
+        return found
+
+    best, tried = search_weight_decay(accuracies_of)
+    return WEIGHT_DECAYS[best], [{"weight_decay": WEIGHT_DECAYS[p], "top1": a} for p, a in tried.items()], num_val
+
+
+@torch.no_grad()
+def probe_result(probe: LinearProbe, test: Features) -> dict[str, float]:
+    """Accuracies of one probe, in percent.
+
+    Args:
+        probe: a single one.
+        test: features of all test images.
+
+    Raises:
+        ValueError: the probe has diverged.
+    """
+    counts = torch.zeros(probe.bias.shape[1], 3, dtype=torch.int64, device=probe.bias.device)
+    for start in range(0, len(test.features), TEST_ROWS):
+        labels = test.labels[start : start + TEST_ROWS].to(counts.device)
+        logits = probe(test.features[start : start + TEST_ROWS].to(counts.device))[0]
+        if not logits.isfinite().all():
+            raise ValueError("the probe has diverged; give a smaller --lr, or a --weight_decay below 2 / lr")
+        hits = count_hits(logits, labels)
+        counts.index_add_(0, labels, torch.cat((torch.ones_like(hits[:, :1]), hits[:, :2]), dim=1))
+    images, top1, top5 = counts.sum(dim=0).tolist()
+    seen = counts[counts[:, 0] > 0].double()
+    recall = (seen[:, 1] / seen[:, 0]).mean().item()
+    return {"top1": 100 * top1 / images, "top5": 100 * top5 / images, "mean_per_class_recall": 100 * recall}
+
+
+def probe_checkpoint(args: argparse.Namespace, open_model: OpenModel) -> dict[str, Any]:
+    """Train and test what the options say, write the result, show the table.
+
+    Raises:
+        ValueError: options, files or data that do not fit; the message says what would.
+    """
+    place = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
+    setup_logging()
+    storage = place.device if args.use_cuda else torch.device("cpu")
+    train, test, record = _features(args, place, storage, open_model)
+    num_classes = int(max(train.labels.max(), test.labels.max())) + 1
+    settings = ProbeSettings(num_classes, args.lr, args.epochs, args.probe_batch_size, args.seed, place.device)
+    sweep: dict[str, Any] | None = None
+    weight_decay = args.weight_decay
+    if weight_decay is None:
+        weight_decay, tried, num_val = choose_weight_decay(train, args.val_share, settings)
+        sweep = {"val_share": args.val_share, "num_val": num_val, "tried": tried}
+    everything = torch.arange(len(train.features), device=storage)
+    found = probe_result(train_probes(train, everything, [weight_decay], settings), test)
+    result = {
+        "evaluation": "linear probe",
+        **found,
+        "weight_decay": weight_decay,
+        "sweep": sweep,
+        "training": {
+            "optimizer": "AdamW, betas 0.9 and 0.999, cosine to 0 step by step, on features of length one",
+            "lr": args.lr,
+            "epochs": args.epochs,
+            "batch_size": args.probe_batch_size,
+            "initialisation": "nn.Linear's",
+            "seed": args.seed,
+        },
+        **record,
+        "images": {
+            **record.get("images", {}),
+            "num_train": len(train.features),
+            "num_test": len(test.features),
+            "num_corrupt_train": train.num_corrupt,
+            "num_corrupt_test": test.num_corrupt,
+        },
+    }
+    return report(result, table(result), args, "probe.json")
+
+
+def _features(
+    args: argparse.Namespace, place: Distributed, storage: torch.device, open_model: OpenModel
+) -> tuple[Features, Features, dict[str, Any]]:
+    """Features of training and test images, and the record of how they were made."""
+    if args.load_features:
+        train, test, record = load_features(Path(args.load_features))
+        cached = record.get("model", {}).get("sha256")
+        if args.slots:
+            raise ValueError("--slots chooses among a model's slots, and --load_features has features: leave out one")
+        if args.pretrained_weights and cached != file_sha256(Path(args.pretrained_weights)):
+            raise ValueError(
+                f"the features in {args.load_features} were not made with {args.pretrained_weights} (its SHA-256 is "
+                f"not {cached}); leave out --load_features, or give --output and leave out --pretrained_weights"
+            )
+        if not record:  # somebody else's, of any length
+            train, test, record = train.normalize_(), test.normalize_(), {"versions": versions()}
+        return train.to(storage), test.to(storage), record
+    evaluated = open_model(args, place)
+    sources = [open_evaluation_images(args.data_path, split, args.download) for split in ("train", "val")]
+    require_labels(sources[0])
+    sources[1] = align_classes(sources[1], sources[0].classes or [])
+    train, test = (evaluated.encoder.image_features(source, storage=storage) for source in sources)
+    images = {"data_path": args.data_path, "num_classes": len(sources[0].classes or [])}
+    record = {**evaluated.record, "images": images}
+    if args.dump_features and is_main():
+        save_features(Path(args.dump_features), train, test, record)
+    return train, test, record
+
+
+def table(result: dict[str, Any]) -> str:
+    """Accuracies for people."""
+    head = f"{'top-1 %':>8}  {'top-5 %':>8}  {'per class %':>11}  {'weight decay':>12}"
+    row = f"{result['top1']:>8.2f}  {result['top5']:>8.2f}  {result['mean_per_class_recall']:>11.2f}"
+    return f"{head}\n{row}  {result['weight_decay']:>12.3g}"

@@ -1,0 +1,82 @@
+"""Checkpoint -> the CLIP model to evaluate, the images to evaluate it on, and the record of how that was done.
+
+Where every evaluation of this folder starts and ends. As in `evaluation/protocol.py` a result file carries all that its
+numbers depend on, and nothing that changes from one run to the next: the same command writes the same file.
+"""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dino_sparo.data import ImageSource, open_source
+from dino_sparo.evaluation.protocol import file_sha256, write_json
+from dino_sparo.image_text.evaluation.encode import ClipEncoder
+from dino_sparo.runtime.cli import say
+from dino_sparo.runtime.distributed import is_main, rank_0_first
+from dino_sparo.scenes import INDEPENDENT, Scenes, parse_scenes_spec
+
+
+@dataclass(frozen=True)
+class EvaluatedModel:
+    """A model ready to encode, and what a result file says about it.
+
+    Attributes:
+        encoder: the model with all that its features depend on.
+        record: plain values: `model`, `slots` (None: all), `feature`, `view`, `versions`.
+    """
+
+    encoder: ClipEncoder
+    record: dict[str, Any]
+
+
+# The options, the process among its peers, pixels cut off every side of an image -> the model.
+OpenModel = Callable[..., EvaluatedModel]
+
+
+def open_evaluation_images(data_path: str, split: str | None = None, download: bool = False) -> ImageSource:
+    """The images of a data path that were not trained on.
+
+    The built-in scenes are those of CLIP training, whose attributes are independent of each other.
+
+    Args:
+        data_path: anything `open_source` opens.
+        split: `train` or `val`; None: `val` where there is one, else the path itself.
+        download: fetch a torchvision set that is not on disk.
+
+    Raises:
+        ValueError: no path, or what `open_source` finds wrong with it.
+    """
+    if not data_path:
+        raise ValueError("--data_path is empty; give class folders, tar shards, a set such as cifar10:DIR, or scenes")
+    if data_path.partition(":")[0] == "scenes":
+        num_images, image_size = parse_scenes_spec(data_path)
+        return Scenes(num_images, image_size, split=split or "val", ties=INDEPENDENT)
+    with rank_0_first():
+        return open_source(data_path, split, download, default_split="val")
+
+
+def file_record(path: Path) -> dict[str, str]:
+    """What a result file says about a file of annotations."""
+    return {"path": str(path), "sha256": file_sha256(path)}
+
+
+def report(result: dict[str, Any], table: str, args: argparse.Namespace, name: str) -> dict[str, Any]:
+    """Write the result and show the table, on rank 0.
+
+    Args:
+        result: plain values.
+        table: the numbers for people.
+        args: parsed options.
+        name: of the result file beside the checkpoint.
+
+    Returns:
+        The result.
+    """
+    if is_main():
+        path = Path(args.output) if args.output else Path(args.pretrained_weights).parent / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(result, path)
+        say(f"{table}\n\n{path}")
+    return result

@@ -1,0 +1,118 @@
+"""The built-in scenes -> pairs of a true and a false caption in SugarCrepe's format, with their images.
+
+    dino-sparo scene-pairs --output_dir output/scene-pairs
+    dino-sparo sugarcrepe --pretrained_weights output/checkpoint.pth --data_path output/scene-pairs
+
+Beside `sugarcrepe.py`, which evaluates them. Only scenes with two objects are taken, and only swaps are made: a caption
+and its negative have the same words in another order, so that which words there are says nothing about which of the two
+is true. Files, by what is exchanged between the two objects of a scene:
+
+    swap_obj.json    the whole noun phrases:  a red striped star left of a blue dotted ring on sand
+                                              a blue dotted ring left of a red striped star on sand
+    swap_att.json    colours or textures:     a blue striped star left of a red dotted ring on sand
+    images/          one PNG per scene
+
+The same options write the same files.
+"""
+
+import argparse
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+from dino_sparo.runtime.logs import setup_logging
+from dino_sparo.scenes import DEFAULT_IMAGE_SIZE, INDEPENDENT, SceneGraph, SceneObject, Scenes
+
+logger = logging.getLogger(__name__)
+
+# A scene has two objects half of the time; asking for so many more finds enough of them.
+SCENES_PER_PAIR = 4
+Entry = dict[str, str]
+
+
+def swapped_objects(graph: SceneGraph) -> SceneGraph:
+    """The graph with its two objects exchanged: each stands where the other stood in the sentence."""
+    relation = graph.relations[0]
+    return replace(graph, relations=(replace(relation, subject=relation.object, object=relation.subject),))
+
+
+def swapped_attribute(graph: SceneGraph, attribute: str) -> SceneGraph:
+    """The graph with an attribute, `colour` or `texture`, exchanged between its two objects."""
+    first, second = graph.objects
+    exchanged: tuple[SceneObject, SceneObject] = (
+        replace(first, **{attribute: getattr(second, attribute)}),
+        replace(second, **{attribute: getattr(first, attribute)}),
+    )
+    return replace(graph, objects=exchanged)
+
+
+def scene_pairs(scenes: Scenes, num_pairs: int) -> tuple[list[int], dict[str, dict[str, Entry]]]:
+    """False captions for the first scenes that have two objects.
+
+    Colours and textures are exchanged in turns, except where both objects have the same texture.
+
+    Args:
+        scenes: the pictures.
+        num_pairs: how many scenes to take.
+
+    Returns:
+        Numbers of the scenes, and for each file its entries by number.
+
+    Raises:
+        ValueError: there are not as many.
+    """
+    chosen: list[int] = []
+    files: dict[str, dict[str, Entry]] = {"swap_obj": {}, "swap_att": {}}
+    for index in range(len(scenes)):
+        graph = scenes.scene_graph(index)
+        if not graph.relations or len(chosen) == num_pairs:
+            continue
+        first, second = graph.objects
+        attribute = "texture" if len(chosen) % 2 and first.texture != second.texture else "colour"
+        entry = {"filename": f"{index:06d}.png", "caption": graph.caption}
+        number = str(len(chosen))
+        files["swap_obj"][number] = {**entry, "negative_caption": swapped_objects(graph).caption}
+        negative = swapped_attribute(graph, attribute).caption
+        files["swap_att"][number] = {**entry, "negative_caption": negative, "swapped": attribute}
+        chosen.append(index)
+    if len(chosen) < num_pairs:
+        raise ValueError(f"num_pairs={num_pairs}, but only {len(chosen)} of {len(scenes)} scenes have two objects")
+    return chosen, files
+
+
+def write_scene_pairs(
+    folder: Path, num_pairs: int = 1000, image_size: int = DEFAULT_IMAGE_SIZE, split: str = "val", seed: int = 0
+) -> Path:
+    """Write pairs and their images.
+
+    Args:
+        folder: created if need be.
+        num_pairs: scenes, and entries of each file.
+        image_size: side in pixels.
+        split: of the scenes; `val` was not trained on.
+        seed: of the scenes.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+    if num_pairs < 1:
+        raise ValueError(f"num_pairs={num_pairs}; give a positive number of scenes")
+    scenes = Scenes(SCENES_PER_PAIR * num_pairs + 100, image_size, split=split, seed=seed, ties=INDEPENDENT)
+    chosen, files = scene_pairs(scenes, num_pairs)
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+    for index in chosen:
+        scenes.read(index).save(folder / "images" / f"{index:06d}.png")
+    for name, entries in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+    logger.info("%s: %d scenes with %s", folder, num_pairs, " and ".join(files))
+    return folder
+
+
+def write_pairs(args: argparse.Namespace) -> None:
+    """Write what the options say; see `write_scene_pairs` for what is raised."""
+    setup_logging()
+    write_scene_pairs(Path(args.output_dir), args.num_pairs, args.image_size, args.split, args.seed)

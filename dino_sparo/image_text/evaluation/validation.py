@@ -1,0 +1,123 @@
+"""A model in training + pairs that it does not train on -> the loss on them and retrieval, both ways.
+
+Stage 4 of the folder, beside `train.py`, which asks for it after every epoch. Nothing in it is random: images are seen
+in the evaluations' view, and of an image's captions the first is taken.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional as F
+
+from dino_sparo.evaluation.features import Subset
+from dino_sparo.image_text.evaluation.encode import ClipEncoder
+from dino_sparo.image_text.evaluation.image_files import require_few_missing
+from dino_sparo.image_text.evaluation.retrieval import recall_at_k
+from dino_sparo.image_text.pairs.batches import Captions, PairSource
+
+MAX_PAIRS = 5000  # as many as COCO's usual test has; every image is compared with every caption
+
+
+@dataclass(frozen=True)
+class Validation:
+    """What a model is asked after every epoch.
+
+    Attributes:
+        pairs: held out from training.
+        num_compared: pairs that the loss compares with each other: those of a training step, or all if they are fewer.
+    """
+
+    pairs: PairSource
+    num_compared: int
+
+    @torch.no_grad()
+    def measure(self, encoder: ClipEncoder, logit_scale: Tensor) -> dict[str, float]:
+        """`val_loss` in nats, and `val_text_r1` and `val_image_r1` in percent; every process takes part and gets them.
+
+        The loss is the mean over whole groups of `num_compared` pairs, so that it compares with the training loss. Ties
+        count as wrong: of pairs with the same caption none is found.
+
+        Args:
+            encoder: the model.
+            logit_scale: what the loss multiplies similarities with.
+
+        Raises:
+            ValueError: more than 1 % of the pairs cannot be read.
+        """
+        images = encoder.image_features(self.pairs)
+        require_few_missing(images.num_corrupt, len(self.pairs), f"pairs of {self.pairs.name}")
+        captions = [self.pairs.captions_of(index)[0] for index in images.indices.tolist()]
+        texts = encoder.text_features(captions, "validation captions")[slice(None)]
+        own = torch.arange(len(texts), device=texts.device)[:, None]
+        ones = torch.ones(len(texts), dtype=torch.long, device=texts.device)
+        return {
+            "val_loss": contrastive_loss(images.features, texts, logit_scale, self.num_compared),
+            "val_text_r1": recall_at_k(images.features, texts, own, ones, (1,))[1].any,
+            "val_image_r1": recall_at_k(texts, images.features, own, ones, (1,))[1].any,
+        }
+
+
+def contrastive_loss(
+    images: Float[Tensor, "B M"], texts: Float[Tensor, "B M"], logit_scale: Tensor, num_compared: int
+) -> float:
+    """The training loss over whole groups of `num_compared` pairs, or over all pairs if they are fewer, in nats.
+
+    S = s X Y^T,  loss = (CE(S, 1..B) + CE(S^T, 1..B)) / 2; see `loss.create_loss`.
+    """
+    size = min(num_compared, len(images))
+    losses = []
+    for start in range(0, len(images) - size + 1, size):
+        logits = logit_scale * images[start : start + size] @ texts[start : start + size].t()
+        own = torch.arange(size, device=logits.device)
+        losses.append((F.cross_entropy(logits, own) + F.cross_entropy(logits.t(), own)) / 2)
+    return float(torch.stack(losses).mean())
+
+
+@dataclass(frozen=True)
+class _SomeCaptions:
+    """The captions of some images of a source, under new indices."""
+
+    captions: Captions
+    indices: np.ndarray
+
+    def __call__(self, index: int) -> Sequence[str]:
+        return self.captions(int(self.indices[index]))
+
+
+def some_pairs(source: PairSource, indices: np.ndarray) -> PairSource:
+    """Some pairs of a source, under new indices."""
+    return PairSource(Subset(source.images, indices), _SomeCaptions(source.captions, indices), source.left_out)
+
+
+def hold_out(source: PairSource, share: float, seed: int) -> tuple[PairSource, PairSource]:
+    """Split pairs into those to train on and those to validate on.
+
+    Args:
+        source: all pairs.
+        share: of them that is held out, in (0, 1); at most `MAX_PAIRS`.
+        seed: of the choice, which depends on nothing else but the number of pairs.
+
+    Returns:
+        Training and validation pairs, both in the source's order.
+
+    Raises:
+        ValueError: a part would be empty.
+    """
+    number = min(round(share * len(source)), MAX_PAIRS)
+    if not 0 < number < len(source):
+        raise ValueError(
+            f"--val_share {share} of {len(source)} pairs is {number} pairs; give a share that leaves some on both sides"
+        )
+    order = np.random.default_rng(seed).permutation(len(source))
+    return some_pairs(source, np.sort(order[number:])), some_pairs(source, np.sort(order[:number]))
+
+
+def open_validation(pairs: PairSource, num_compared: int) -> Validation:
+    """Validation on the pairs of a source, or on `MAX_PAIRS` of them, evenly spread."""
+    if len(pairs) > MAX_PAIRS:
+        pairs = some_pairs(pairs, np.linspace(0, len(pairs) - 1, MAX_PAIRS).round().astype(np.int64))
+    return Validation(pairs, num_compared)

@@ -1,0 +1,260 @@
+"""Pairs in, batches out: image-caption pairs by index -> crops and token ids of a batch.
+
+A `PairSource` is a collection of images and, for every image, its captions; `pair_sources.py` opens one. `PairDataset`
+cuts a crop of image i and draws one of its captions, `create_pair_loader` makes batches of them. All randomness is a
+pure function of (seed, epoch, index), as everywhere in `data.py`, whose sampler and substitution are used here too: a
+pair whose image cannot be read or whose caption is empty is replaced by the next one, named and counted.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+from jaxtyping import Int64, UInt8
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from dino_sparo.crops import cut_crop, cut_crop_fast, pixels_in_rows, sample_box
+from dino_sparo.data import (
+    CorruptImageError,
+    DeviceBatch,
+    EpochSampler,
+    ImageDataset,
+    ImageSource,
+    create_loader,
+    image_rng,
+    read_next,
+)
+from dino_sparo.image_text.choices import CROP_SCALE
+from dino_sparo.image_text.text import tokenize
+
+# Added to the seed, so that which caption is drawn has nothing to do with how the image is cropped.
+CAPTION_STREAM = 0x9E3779B97F4A7C15
+
+Captions = Callable[[int], Sequence[str]]
+
+
+@dataclass
+class LeftOut:
+    """Samples that a source leaves out when it is opened, because they are no pairs.
+
+    Attributes:
+        counts: reason -> number of samples.
+        examples: reason -> where the first lies.
+    """
+
+    counts: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, str] = field(default_factory=dict)
+
+    def add(self, reason: str, where: str, number: int = 1) -> None:
+        """Count `number` samples more; `where` is kept of the first."""
+        self.counts[reason] = self.counts.get(reason, 0) + number
+        self.examples.setdefault(reason, where)
+
+    @property
+    def total(self) -> int:
+        """Number of samples."""
+        return sum(self.counts.values())
+
+    def __str__(self) -> str:
+        return ", ".join(f"{n:,} {reason} (the first is {self.examples[reason]})" for reason, n in self.counts.items())
+
+
+@dataclass
+class PairSource:
+    """Images with captions, by index. It is an `ImageSource` whose images can be read only if they have a caption.
+
+    Attributes:
+        images: the images.
+        captions: index -> the image's captions; raises CorruptImageError if they cannot be read.
+        left_out: samples without image or caption that are not among the images.
+        name: what the log calls the images.
+        classes: names of the images' classes; None without labels.
+        labels: (len,) int64, class of each image; None without labels.
+    """
+
+    images: ImageSource
+    captions: Captions
+    left_out: LeftOut = field(default_factory=LeftOut)
+    name: str = field(init=False)
+    classes: list[str] | None = field(init=False)
+    labels: np.ndarray | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.name, self.classes, self.labels = self.images.name, self.images.classes, self.images.labels
+
+    def __len__(self) -> int:
+        """Number of pairs."""
+        return len(self.images)
+
+    def location(self, index: int) -> str:
+        """Where image `index` lies."""
+        return self.images.location(index)
+
+    def read(self, index: int) -> Image.Image:
+        """Image `index` as 8-bit RGB.
+
+        Raises:
+            CorruptImageError: it cannot be read, or has no caption.
+        """
+        return self.read_pair(index)[0]
+
+    def read_pair(self, index: int) -> tuple[Image.Image, list[str]]:
+        """Image `index` and its captions; raises CorruptImageError if either cannot be read."""
+        captions = self.captions_of(index)
+        return self.images.read(index), captions
+
+    def captions_of(self, index: int) -> list[str]:
+        """The captions of image `index` that say something.
+
+        Raises:
+            CorruptImageError: there are none.
+        """
+        captions = [caption for caption in self.captions(index) if caption.strip()]
+        if not captions:
+            raise CorruptImageError(self.location(index), "the caption is missing or empty")
+        return captions
+
+
+class PairTransform:
+    """Image -> one view, a large random crop: CLIP's only distortion.
+
+    Args:
+        img_size: side of the view in pixels.
+        scale: smallest and largest share of the image's area.
+        exact: the pixels of torchvision's pipeline on PIL images, which OpenCLIP's is; False resizes by torch, in less
+            time, with another rounding: some pixels are a level off.
+
+    Raises:
+        ValueError: a scale that is no interval within (0, 1].
+    """
+
+    def __init__(self, img_size: int, scale: tuple[float, float] = CROP_SCALE, exact: bool = False) -> None:
+        if not 0 < scale[0] <= scale[1] <= 1:
+            raise ValueError(
+                f"crop_scale={tuple(scale)} is not a range of areas; give two numbers with 0 < smallest <= largest <= 1"
+            )
+        self.img_size, self.scale, self.exact = img_size, scale, exact
+
+    def __call__(self, image: Image.Image, rng: np.random.Generator) -> list[UInt8[Tensor, "C img_size img_size"]]:
+        """The view in a list, 8 bit: a quarter to send to a GPU, where it is normalised."""
+        box = sample_box(rng, image.height, image.width, self.scale)
+        if self.exact:
+            return [torch.from_numpy(cut_crop(image, box, self.img_size))]
+        return [cut_crop_fast(pixels_in_rows(image), box, self.img_size)]
+
+
+@dataclass(frozen=True)
+class PairItem:
+    """One pair, ready for a batch.
+
+    Attributes:
+        image: (C, H, W), 8 bit.
+        caption: in words.
+        index: its place in the source.
+        corrupt: (location, reason) of the pair asked for, if it was replaced.
+    """
+
+    image: Tensor
+    caption: str
+    index: int
+    corrupt: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass
+class PairBatch(DeviceBatch):
+    """B pairs; caption i belongs to image i.
+
+    Attributes:
+        images: (B, C, H, W), 0 to 255.
+        token_ids: (B, N), the captions.
+        indices: (B,), places in the source.
+        corrupt: (location, reason) of each pair that was replaced.
+        num_truncated: captions that were longer than the context.
+    """
+
+    images: UInt8[Tensor, "B C H W"]
+    token_ids: Int64[Tensor, "B N"]
+    indices: Int64[Tensor, "B"]
+    corrupt: list[tuple[str, str]]
+    num_truncated: int
+
+
+class PairDataset(Dataset):
+    """Pairs of a source: the crop of an image and one of its captions, drawn anew in every epoch.
+
+    Args:
+        source: the pairs.
+        transform: image -> view.
+        seed: any integer.
+    """
+
+    def __init__(self, source: PairSource, transform: PairTransform, seed: int = 0) -> None:
+        self.source, self.transform, self.seed = source, transform, seed
+        # Its loader is the model for that of pairs.
+        self.images = ImageDataset(source, transform, seed)
+
+    def __len__(self) -> int:
+        """Number of pairs."""
+        return len(self.source)
+
+    def __getitem__(self, key: int | tuple[int, int]) -> PairItem:
+        """The pair of (epoch, index), or of an index in epoch 0; see `ImageDataset` for what is raised."""
+        epoch, asked = key if isinstance(key, tuple) else (0, key)
+        if not 0 <= asked < len(self.source):
+            raise IndexError(f"pair {asked} of {self.source.name}, which has {len(self.source)}")
+        (image, captions), index, corrupt = read_next(self.source.read_pair, asked, self.source)
+        (view,) = self.transform(image, image_rng(self.seed, epoch, asked))
+        drawn = image_rng(self.seed + CAPTION_STREAM, epoch, asked).integers(len(captions))
+        return PairItem(view, captions[int(drawn)], index, tuple(corrupt[:1]))
+
+
+def collate_pairs(items: list[PairItem], context_length: int) -> PairBatch:
+    """Stack images and tokenise captions."""
+    tokens = tokenize([item.caption for item in items], context_length)
+    return PairBatch(
+        torch.utils.data.default_collate([item.image for item in items]),
+        tokens.ids,
+        torch.tensor([item.index for item in items]),
+        [pair for item in items for pair in item.corrupt],
+        tokens.num_truncated,
+    )
+
+
+def create_pair_loader(
+    dataset: PairDataset,
+    sampler: EpochSampler,
+    *,
+    context_length: int,
+    num_workers: int,
+    pin_memory: bool = False,
+    timeout_min: float = 0.0,
+) -> DataLoader:
+    """A loader of `PairBatch`; iterate it once per epoch, after `sampler.set_epoch`.
+
+    Args:
+        dataset: the pairs.
+        sampler: which of them make up each batch.
+        context_length: N, tokens.
+        num_workers: processes that read, crop and tokenise; 0 does it here.
+        pin_memory: batches in page-locked memory.
+        timeout_min: minutes without a batch after which the loader gives up on its workers; 0 for never.
+    """
+    # Everything about its workers is as in any loader of images.
+    like = create_loader(
+        dataset.images, sampler, num_workers=num_workers, pin_memory=pin_memory, timeout_min=timeout_min
+    )
+    return DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        num_workers=like.num_workers,
+        collate_fn=partial(collate_pairs, context_length=context_length),
+        pin_memory=like.pin_memory,
+        timeout=like.timeout,
+        worker_init_fn=like.worker_init_fn,
+        persistent_workers=like.persistent_workers,
+        generator=like.generator,
+    )

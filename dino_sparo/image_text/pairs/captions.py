@@ -1,0 +1,173 @@
+"""Where captions come from: index of an image -> its captions in words.
+
+Every class here is a `pairs.Captions`: called with an index it returns the captions of that image, none if it has none.
+Captions of tables and annotations lie in flat arrays, as file names do (`sources/packed.py` says why); those of tar
+shards stay where they are and are read when they are asked for.
+"""
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int64
+
+from dino_sparo.data import CorruptImageError, ImageSource, require_labels
+from dino_sparo.image_text.classes import ClassList
+from dino_sparo.image_text.prompts import prompts
+from dino_sparo.scenes import ATTRIBUTES, Scenes
+from dino_sparo.sources.limits import open_regular, parse_json
+from dino_sparo.sources.packed import PackedStrings
+from dino_sparo.sources.shard_index import ShardIndex
+from dino_sparo.sources.tar_headers import BLOCK_BYTES
+
+MAX_CAPTION_BYTES = 1 << 20
+
+
+class PackedTexts:
+    """A growing list of texts in one array of bytes; `packed` gives them back as `PackedStrings`."""
+
+    def __init__(self) -> None:
+        self.blob, self.ends = bytearray(), array("q")
+
+    def append(self, text: str) -> None:
+        """Add a text; bytes that were no UTF-8 when the file was read come through, half characters become `?`."""
+        try:
+            self.blob += text.encode("utf-8", "surrogateescape")
+        except UnicodeEncodeError:  # JSON may hold half of a surrogate pair
+            self.blob += text.encode("utf-8", "replace")
+        self.ends.append(len(self.blob))
+
+    def packed(self) -> PackedStrings:
+        """All texts so far."""
+        return PackedStrings(np.frombuffer(bytes(self.blob), np.uint8), np.array(self.ends, dtype=np.int64))
+
+
+class ListedCaptions:
+    """Captions of a table or of annotations.
+
+    Args:
+        texts: all captions, those of one image next to each other.
+        ends: (I,) number of captions up to and including each image's; None: one caption per image.
+    """
+
+    def __init__(self, texts: PackedStrings, ends: Int64[np.ndarray, "I"] | None = None) -> None:
+        self.texts, self.ends = texts, ends
+
+    def __call__(self, index: int) -> Sequence[str]:
+        """The captions of image `index`."""
+        if self.ends is None:
+            return [self.texts[index]]
+        start = int(self.ends[index - 1]) if index else 0
+        return [self.texts[i] for i in range(start, int(self.ends[index]))]
+
+
+class TarCaptions:
+    """Captions within tar shards, read at their offsets.
+
+    Args:
+        index: records with `caption_block` and `caption_size` of every image.
+        key: None if a member is the caption; else members are JSON objects, and the caption is what stands under this
+            key: a text, or a list of texts.
+    """
+
+    def __init__(self, index: ShardIndex, key: str | None) -> None:
+        self.index, self.key = index, key
+
+    def __call__(self, index: int) -> Sequence[str]:
+        """The captions of image `index`.
+
+        Raises:
+            CorruptImageError: the shard cannot be read, or the member is no JSON object.
+        """
+        text = self._read(index)
+        if self.key is None:
+            return [text]
+        return captions_in_json(text, self.key, self._location(index))
+
+    def json_of(self, index: int) -> dict[str, Any]:
+        """The JSON object that goes with image `index`; raises CorruptImageError if there is none."""
+        return _json_object(self._read(index), self._location(index))
+
+    def _read(self, index: int) -> str:
+        size = int(self.index.records[index]["caption_size"])
+        if size > MAX_CAPTION_BYTES:
+            raise CorruptImageError(
+                self._location(index), f"{size:,} bytes is no plausible caption; at most {MAX_CAPTION_BYTES:,} are read"
+            )
+        try:
+            with open_regular(self.index.shard_of(index)) as file:
+                file.seek(self._offset(index))
+                return file.read(size).decode("utf-8", "replace")
+        except OSError as error:
+            raise CorruptImageError(self._location(index), str(error.strerror)) from error
+
+    def _location(self, index: int) -> str:
+        return f"{self.index.shard_of(index)}, caption at byte {self._offset(index)}"
+
+    def _offset(self, index: int) -> int:
+        return int(self.index.records[index]["caption_block"]) * BLOCK_BYTES
+
+
+def captions_in_json(text: str, key: str, location: str) -> list[str]:
+    """What stands under a key of a JSON object: a text, or the texts of a list.
+
+    Args:
+        text: the object.
+        key: under which the captions stand.
+        location: where it lies, for errors.
+
+    Raises:
+        CorruptImageError: it is no JSON object.
+    """
+    value = _json_object(text, location).get(key)
+    return [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str)]
+
+
+def _json_object(text: str, location: str) -> dict[str, Any]:
+    try:
+        value = parse_json(text)
+    except ValueError as error:
+        raise CorruptImageError(location, f"no JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise CorruptImageError(location, f"holds a {type(value).__name__}, not a JSON object")
+    return value
+
+
+class SceneCaptions:
+    """The captions of the built-in scenes: what they show, in words.
+
+    Args:
+        scenes: the pictures.
+        varied: also captions that leave out one attribute or another, as people's do. To tell a caption without colour
+            and background from the others of a batch shapes have to be seen, which are hardly learned without.
+    """
+
+    # Half of them name shapes and relation alone.
+    VARIED = (ATTRIBUTES, ("colour", "texture"), ("colour",), ("texture",), (), (), (), ())
+
+    def __init__(self, scenes: Scenes, varied: bool = False) -> None:
+        self.scenes, self.mentioned = scenes, self.VARIED if varied else (ATTRIBUTES,)
+
+    def __call__(self, index: int) -> Sequence[str]:
+        """The captions of scene `index`, the complete one first."""
+        graph = self.scenes.scene_graph(index)
+        return [graph.described(attributes) for attributes in self.mentioned]
+
+
+class ClassCaptions:
+    """Captions made from class names, so that any labelled images are pairs.
+
+    Args:
+        source: images with labels.
+        classes: what their classes are called, `classes.open_classes`.
+        templates: sentences with `{}` where the name belongs; each is a caption of every image.
+    """
+
+    def __init__(self, source: ImageSource, classes: ClassList, templates: tuple[str, ...]) -> None:
+        self.class_of = classes.class_of[require_labels(source)]
+        self.names, self.templates = classes.names, templates
+
+    def __call__(self, index: int) -> Sequence[str]:
+        """One caption per template."""
+        return prompts(self.templates, self.names[self.class_of[index]])

@@ -1,0 +1,198 @@
+"""Any collection of image-caption pairs, by index: tar shards, tables, COCO's annotations, scenes, labelled images.
+
+`open_pairs(data_path)` finds out what the path is, as `sources.open_source` does for images alone, and returns a
+`PairSource`:
+
+    shards-{000..099}.tar, a::b, globs, folder of tars    webdataset's: `7.jpg` + `7.txt`, or a key of `7.json`
+    table.csv, table.tsv, .jsonl                          columns of paths and of captions, one pair per row
+    captions_train2017.json                               COCO: several captions per image, one is drawn per epoch
+    scenes, scenes:NUM:SIZE                               the built-in scenes in words
+    class folders, labelled sets (cifar10:DIR), ...       captions made from class names
+
+The files beside this one, in the order of the data flow: `pair_tars.py`, `pair_tables.py`, `pair_captions.py`.
+"""
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from dino_sparo.data import ImageSource, most_corrupt, open_source
+from dino_sparo.image_text.classes import open_classes
+from dino_sparo.image_text.pairs.batches import PairSource
+from dino_sparo.image_text.pairs.captions import ClassCaptions, SceneCaptions
+from dino_sparo.image_text.pairs.tables import open_coco_captions, open_pair_table
+from dino_sparo.image_text.pairs.tars import open_pair_shards, pairs_kind
+from dino_sparo.image_text.prompts import AUTO, open_templates
+from dino_sparo.scenes import INDEPENDENT, Scenes, Ties, parse_scenes_spec
+from dino_sparo.sources import ImageLimits, TableColumns, refuse_remote
+from dino_sparo.sources.decode import DEFAULT_LIMITS
+from dino_sparo.sources.packed import FileSource
+from dino_sparo.sources.rows import TABLE_ENDINGS
+from dino_sparo.sources.shard_index import index_share
+from dino_sparo.sources.splits import ALL, find_split, split_of_folder
+from dino_sparo.sources.tars import IMAGES, TarSource, find_shards
+
+logger = logging.getLogger(__name__)
+
+# More samples that are no pairs are no accident.
+MAX_LEFT_OUT = 0.01
+
+
+def open_pairs(
+    data_path: str,
+    image_key: str | None = None,
+    caption_key: str | None = None,
+    image_folder: str | None = None,
+    caption_templates: Sequence[str] | None = None,
+    scene_ties: Ties = INDEPENDENT,
+    max_left_out: float = MAX_LEFT_OUT,
+    download: bool = False,
+    *,
+    split: str | None = None,
+    split_column: str | None = None,
+    default_split: str = "train",
+    limits: ImageLimits = DEFAULT_LIMITS,
+) -> PairSource:
+    """Open pairs; one log line says how many were found in how long, another how many samples were left out.
+
+    Args:
+        data_path: see the list at the top of this file.
+        image_key: a table's column of paths; None finds it by name.
+        caption_key: a table's column of captions; None finds it by name. For shards a key of the `.json` members; None
+            takes the `.txt` members.
+        image_folder: what the paths in a table or in annotations start from; None: the folder they lie in.
+        caption_templates: make the captions from class names by these sentences, lists or files of `prompts.py`,
+            whatever else the images come with; None does so, with the zero-shot evaluation's own, for labelled images
+            that come with nothing else.
+        scene_ties: how strongly the attributes of the built-in scenes go together.
+        max_left_out: share of samples without image or caption that is tolerated.
+        download: fetch a torchvision set that is not on disk.
+        split: as in `sources.open_source`: a name, "all", or None for the default split where splits are recognised.
+        split_column: a table's column of splits; None finds it by name.
+        default_split: what None asks for, "train" or "val".
+        limits: larger images count as unreadable.
+
+    Raises:
+        ValueError: nothing lies there, its form is not understood, it has no captions, or too many samples are no
+            pairs.
+    """
+    start = time.perf_counter()
+    path, shards = os.path.expanduser(data_path), list[str]()
+    columns = TableColumns(path=image_key, split=split_column)
+    is_made = caption_templates is not None or data_path.split(":")[0] == "scenes"
+    if not is_made:
+        refuse_remote(data_path)
+        path, shards, split = _resolve_split(path, split, default_split)
+    if shards:
+        _refuse_split(data_path, split)
+        columns.refuse_for(data_path)
+        source, how = open_pair_shards(shards, f"shards {data_path}", caption_key)
+    elif not is_made and os.path.isfile(path) and path.lower().endswith(TABLE_ENDINGS):
+        source, how = open_pair_table(path, image_key, caption_key, image_folder, split, split_column, default_split)
+    elif not is_made and os.path.isfile(path) and path.lower().endswith(".json"):
+        _refuse_split(data_path, split)
+        columns.refuse_for(data_path)
+        source, how = open_coco_captions(path, image_folder)
+    else:
+        open_images = partial(
+            open_source,
+            data_path,
+            split,
+            download,
+            default_split=default_split,
+            columns=columns,
+        )
+        source, how = _open_made(data_path, caption_templates, scene_ties, open_images), "ready"
+    if isinstance(source.images, FileSource | TarSource):
+        source.images.limits = limits
+    logger.info("%s: %s pairs, %s in %.2f s", source.name, f"{len(source):,}", how, time.perf_counter() - start)
+    _check_left_out(source, max_left_out)
+    return source
+
+
+def _resolve_split(path: str, split: str | None, default_split: str) -> tuple[str, list[str], str | None]:
+    """What a path and a split mean: the file or folder, its tar shards if it has any, the split still to be chosen."""
+    if not os.path.isdir(path):
+        return path, find_shards(path), split
+    split = split or split_of_folder(path, default_split)
+    chosen = [path] if split == ALL else find_split(path, split)
+    if not os.path.isdir(chosen[0]):
+        return chosen[0], chosen if chosen[0].endswith(".tar") else [], ALL
+    shards = find_shards(chosen[0])
+    return path, shards, ALL if shards else split
+
+
+def index_pairs(
+    data_path: str,
+    split: str | None,
+    caption_key: str | None,
+    caption_templates: Sequence[str] | None,
+    number: int,
+    count: int,
+) -> None:
+    """Put a share of what `open_pairs` will look up into the cache: every `count`-th shard, if there are shards.
+
+    Args:
+        data_path: as in `open_pairs`, like the next three.
+        split: which of the splits.
+        caption_key: of the captions.
+        caption_templates: of captions that are made from labels.
+        number: this process among those that share the work, from 0.
+        count: how many they are.
+    """
+    kind = pairs_kind(caption_key) if caption_templates is None else IMAGES
+    with contextlib.suppress(ValueError):  # who opens the shards says what is wrong with them
+        _, shards, _ = _resolve_split(os.path.expanduser(data_path), split, "train")
+        index_share(kind, shards, number, count)
+
+
+def _refuse_split(data_path: str, split: str | None) -> None:
+    if split not in (None, ALL):
+        raise ValueError(
+            f"data_path={data_path!r} has no split {split!r}; give the folder that holds the splits' shards or "
+            "tables, or a table with a column of splits"
+        )
+
+
+def _open_made(
+    data_path: str, templates: Sequence[str] | None, ties: Ties, open_images: Callable[[], ImageSource]
+) -> PairSource:
+    """Images that come without written captions: scenes describe themselves, labels are put into words."""
+    images: ImageSource
+    if data_path.split(":")[0] == "scenes":
+        num_images, image_size = parse_scenes_spec(data_path)
+        images = scenes = Scenes(num_images, image_size, ties=ties)
+        if templates is None:
+            return PairSource(scenes, SceneCaptions(scenes, varied=True))
+    else:
+        images = open_images()
+    if images.labels is None:
+        raise ValueError(
+            f"data_path={data_path!r} has neither captions nor labels; give tar shards with .txt members, a table with "
+            "a column of captions, COCO's annotations, or class folders"
+        )
+    sentences = tuple(
+        sentence
+        for word in templates or (AUTO,)
+        for sentence in ((word,) if "{}" in word else open_templates(word, data_path))
+    )
+    classes = open_classes(images, data_path=data_path)
+    logger.info("captions are made from %s by %d templates: %s ...", classes.origin, len(sentences), sentences[0])
+    return PairSource(images, ClassCaptions(images, classes, sentences))
+
+
+def _check_left_out(source: PairSource, max_left_out: float) -> None:
+    """Say how many samples are no pairs; ValueError if they are too many."""
+    number, total = source.left_out.total, source.left_out.total + len(source)
+    if not number:
+        return
+    told = f"{source.name}: {number:,} of {total:,} samples are left out: {source.left_out}"
+    if number > (most := most_corrupt(max_left_out, total)):
+        raise ValueError(
+            f"{told}; that is more than the {most:.0f} that --max_corrupt {max_left_out} allows. Repair them, or "
+            f"raise it"
+        )
+    logger.warning("%s", told)

@@ -1,0 +1,209 @@
+"""Streams of tar shards, local or remote -> batches of pairs, read by webdataset from end to end.
+
+For sets beyond what an index should hold, or that lie elsewhere: nothing is known of the pairs before they come. The
+next shard is drawn at random, with replacement: first its source, by the sources' weights, then one of the source's
+shards. A buffer shuffles the samples. An epoch is a number of pairs that the user chooses.
+
+The stream of a loading process follows from (seed, epoch, step at which the epoch was begun or resumed, rank, worker).
+So an undisturbed run can be repeated; a resumed one begins another stream, and some pairs come twice, others later.
+"""
+
+import itertools
+import logging
+import os
+import random
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from dino_sparo.data import MAX_CORRUPT_IN_A_ROW, CorruptImageError, EpochSampler, image_rng, init_worker
+from dino_sparo.image_text.pairs.batches import LeftOut, PairBatch, PairItem, PairTransform, collate_pairs
+from dino_sparo.image_text.pairs.captions import captions_in_json
+from dino_sparo.sources import IMAGE_EXTENSIONS, decode_image
+from dino_sparo.sources.tars import find_shards
+
+try:
+    import webdataset
+except ImportError:
+    webdataset = None
+
+logger = logging.getLogger(__name__)
+
+SHUFFLE_BUFFER = 2000  # samples, per loading process
+IMAGE_KINDS = tuple(ending.removeprefix(".") for ending in IMAGE_EXTENSIONS)
+
+Sample = dict[str, Any]
+
+
+class PairStream:
+    """Micro-batches of pairs, as many as the sampler has left in its epoch; every loading process makes its share.
+
+    Args:
+        data_path: sources joined by `::`, each a pattern of local shards, an address, or `pipe:COMMAND`; braces count.
+        weights: how often a shard of each source is drawn; None: in proportion to their numbers of shards.
+        transform: image -> view.
+        sampler: says epoch, step and size of the batches; its own order of pairs is not used.
+        context_length: N, tokens.
+        caption_key: key of the `.json` members; None takes the `.txt` members.
+
+    Attributes:
+        left_out: nothing: what is no pair is noticed when it comes.
+
+    Raises:
+        ValueError: webdataset is missing, there is no shard, or the weights are not those of the sources.
+    """
+
+    def __init__(
+        self,
+        data_path: str,
+        weights: list[float] | None,
+        transform: PairTransform,
+        sampler: EpochSampler,
+        context_length: int,
+        caption_key: str | None = None,
+    ) -> None:
+        if webdataset is None:
+            raise ValueError("--shards streamed needs webdataset; pip install -e '.[clip]'")
+        self.sources = [_expand(part) for part in data_path.split("::")]
+        if weights is not None and (len(weights) != len(self.sources) or min(weights) < 0 or not sum(weights)):
+            raise ValueError(
+                f"--shard_weights {weights}: give one number per source of --data_path, of which there are "
+                f"{len(self.sources)}, none negative and not all 0"
+            )
+        sizes = np.array([len(source) for source in self.sources] if weights is None else weights, np.float64)
+        self.probabilities = sizes / sizes.sum()
+        self.name, self.left_out = f"stream {data_path}", LeftOut()
+        self.transform, self.sampler = transform, sampler
+        self.context_length, self.caption_key = context_length, caption_key
+
+    def __len__(self) -> int:
+        """Micro-batches that are left in the epoch."""
+        return len(self.sampler)
+
+    def location(self, index: int) -> str:
+        """A pair of a stream has no place to go back to."""
+        return f"pair {index} of a loading process' stream"
+
+    def __iter__(self) -> Iterator[PairBatch]:
+        info, sampler = get_worker_info(), self.sampler
+        worker, count = (0, 1) if info is None else (info.id, info.num_workers)
+        # A stream of its own for every step that an epoch is resumed at, and every loading process of every rank.
+        stream = (sampler.start_step * sampler.world_size + sampler.rank) * 1024 + worker
+        rng = image_rng(sampler.seed, sampler.epoch, stream)
+        pairs, corrupt = self._pairs(rng), list[tuple[str, str]]()
+        for _ in range(worker, len(sampler), count):
+            items = [self._item(pairs, corrupt, rng) for _ in range(sampler.batch_size)]
+            batch = collate_pairs(items, self.context_length)
+            yield PairBatch(batch.images, batch.token_ids, batch.indices, corrupt, batch.num_truncated)
+            corrupt = []
+
+    def _item(self, pairs: Iterator[tuple[int, Sample]], corrupt: list[tuple[str, str]], rng: Any) -> PairItem:
+        """The next pair that can be read; those passed over are added to `corrupt`."""
+        for _ in range(MAX_CORRUPT_IN_A_ROW):
+            index, sample = next(pairs)
+            try:
+                image, captions = self._read(sample)
+                return PairItem(self.transform(image, rng)[0], captions[int(rng.integers(len(captions)))], index)
+            except CorruptImageError as error:
+                corrupt.append((error.location, error.reason))
+        location, reason = corrupt[-1]
+        raise ValueError(
+            f"{MAX_CORRUPT_IN_A_ROW} samples in a row of {self.name} are no pairs, the last is {location} ({reason}); "
+            "do the shards hold images with captions?"
+        )
+
+    def _read(self, sample: Sample) -> tuple[Any, list[str]]:
+        location = f"{sample['__url__']}!{sample['__key__']}"
+        kind = next((name for name in sample if name.endswith(IMAGE_KINDS) and not name.startswith("__")), None)
+        content = sample.get("txt" if self.caption_key is None else "json")
+        if kind is None or content is None:
+            raise CorruptImageError(location, "without image" if kind is None else "without caption")
+        text = content.decode("utf-8", "replace")
+        texts = [text] if self.caption_key is None else captions_in_json(text, self.caption_key, location)
+        captions = [caption for caption in texts if caption.strip()]
+        if not captions:
+            raise CorruptImageError(location, "the caption is missing or empty")
+        return decode_image(sample[kind], location), captions
+
+    def _pairs(self, rng: np.random.Generator) -> Iterator[tuple[int, Sample]]:
+        """Numbered samples without end, of shards drawn at random."""
+        skip = _SkipShards(self.name)
+        samples = webdataset.tarfile_to_samples(handler=skip)(self._shards(rng))
+        mixed = webdataset.shuffle(SHUFFLE_BUFFER, rng=random.Random(int(rng.integers(1 << 62))))(skip.passing(samples))
+        return zip(itertools.count(), mixed, strict=False)
+
+    def _shards(self, rng: np.random.Generator) -> Iterator[dict[str, str]]:
+        while True:
+            source = self.sources[int(rng.choice(len(self.sources), p=self.probabilities))]
+            yield {"url": source[int(rng.integers(len(source)))]}
+
+
+class _SkipShards:
+    """webdataset's handler of errors: names a shard and goes on with another, unless all of them fail."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.in_a_row = name, 0
+
+    def __call__(self, error: Exception) -> bool:
+        self.in_a_row += 1
+        if self.in_a_row >= MAX_CORRUPT_IN_A_ROW:
+            raise ValueError(f"{self.in_a_row} errors in a row while reading {self.name}, the last is {error!r}")
+        logger.warning("the rest of a shard is left out: %r", error)
+        return True
+
+    def passing(self, samples: Iterator[Sample]) -> Iterator[Sample]:
+        """The samples; each shows that not all shards fail."""
+        for sample in samples:
+            self.in_a_row = 0
+            yield sample
+
+
+def _expand(part: str) -> list[str]:
+    """Addresses of the shards of one source; ValueError if there are none."""
+    if re.match(r"[A-Za-z][A-Za-z0-9+.]*:", part):
+        return webdataset.shardlists.expand_urls(part)
+    shards = find_shards(os.path.expanduser(part))
+    if not shards:
+        raise ValueError(f"--data_path: {part!r} is no tar shard, pattern of shards or folder that holds some")
+    return shards
+
+
+class _StreamDataset(IterableDataset):
+    """The stream as torch's loader wants it."""
+
+    def __init__(self, stream: PairStream) -> None:
+        self.stream = stream
+
+    def __iter__(self) -> Iterator[PairBatch]:
+        return iter(self.stream)
+
+
+def create_stream_loader(
+    stream: PairStream, *, num_workers: int, pin_memory: bool = False, timeout_min: float = 0.0
+) -> DataLoader:
+    """A loader of the stream's `PairBatch`; iterate it once per epoch, after `sampler.set_epoch`.
+
+    Args:
+        stream: the pairs.
+        num_workers: processes that read, crop and tokenise; 0 does it here.
+        pin_memory: batches in page-locked memory.
+        timeout_min: minutes without a batch after which the loader gives up on its workers; 0 for never.
+    """
+    return DataLoader(
+        _StreamDataset(stream),
+        batch_size=None,
+        num_workers=num_workers,
+        collate_fn=_as_it_is,
+        pin_memory=pin_memory,
+        timeout=60 * timeout_min if num_workers else 0,
+        worker_init_fn=init_worker,
+        generator=torch.Generator(),
+    )
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

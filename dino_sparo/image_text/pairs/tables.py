@@ -1,0 +1,133 @@
+"""A table (.csv, .tsv, .jsonl) or COCO's annotations (.json) -> the pairs that it names.
+
+Images are files, read when they are asked for; only the first few are looked for when the listing is opened.
+"""
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from dino_sparo.image_text.pairs.batches import LeftOut, PairSource
+from dino_sparo.image_text.pairs.captions import ListedCaptions, PackedTexts
+from dino_sparo.sources.limits import open_regular, parse_json
+from dino_sparo.sources.packed import FileSource
+from dino_sparo.sources.rows import PATHS, SPLITS, Column, TableRows
+
+IMAGES = replace(PATHS, holds="images", option="image_key")
+# `title` is OpenCLIP's default.
+CAPTIONS = Column(
+    "captions",
+    "caption_key",
+    ("caption", "captions", "title", "text", "sentence", "description"),
+    is_required=True,
+    may_span=True,
+)
+FILES_CHECKED = 8
+
+NO_IMAGE, NO_CAPTION, NO_SUCH_IMAGE = "without image", "without caption", "with the id of no image"
+
+
+def open_pair_table(
+    path: str,
+    image_key: str | None = None,
+    caption_key: str | None = None,
+    image_folder: str | None = None,
+    split: str | None = None,
+    split_column: str | None = None,
+    default_split: str = "train",
+) -> tuple[PairSource, str]:
+    """The pairs of a table with a header, one per row; also the log's words for how it was opened.
+
+    The delimiter is the one with which the header has both columns. Captions may hold delimiters and line ends in
+    double quotes; those that are not UTF-8 are read as Latin-1.
+
+    Args:
+        path: the table.
+        image_key: column of the images' paths; None finds it by name.
+        caption_key: column of the captions; None finds it by name.
+        image_folder: what relative paths start from; None: the table's folder.
+        split: rows to use, as in `sources.open_source`.
+        split_column: column of the splits; None finds it by name.
+        default_split: what None asks for.
+
+    Raises:
+        ValueError: no such column (lists those there are), a row of another length, no row of the split, no pairs, or
+            files that are not there.
+    """
+    paths, captions, left_out = PackedTexts(), PackedTexts(), LeftOut()
+    columns = IMAGES.named(image_key), CAPTIONS.named(caption_key)
+    for line, cells in TableRows(path, columns, SPLITS.named(split_column), split, default_split):
+        image, caption = (cell.strip() for cell in cells)
+        if image and caption:
+            paths.append(image)
+            captions.append(caption)
+        else:
+            left_out.add(NO_CAPTION if image else NO_IMAGE, f"{path}, line {line}")
+    images = _files(f"table {path}", image_folder or os.path.dirname(path), paths)
+    return PairSource(images, ListedCaptions(captions.packed()), left_out), "read"
+
+
+def open_coco_captions(path: str, image_folder: str | None = None) -> tuple[PairSource, str]:
+    """The images of COCO's caption annotations, each with all of its captions.
+
+    Args:
+        path: JSON with `images` (`id`, `file_name`) and `annotations` (`image_id`, `caption`).
+        image_folder: what file names start from; None: the annotations' folder.
+
+    Raises:
+        ValueError: another kind of JSON (lists its keys), no pairs, or files that are not there.
+    """
+    files, captions_of, left_out = _read_coco(path)
+    paths, captions, ends = PackedTexts(), PackedTexts(), []
+    for number, name in files.items():
+        if not captions_of[number]:
+            left_out.add(NO_CAPTION, name)
+            continue
+        paths.append(name)
+        for caption in captions_of[number]:
+            captions.append(caption)
+        ends.append(len(captions.ends))
+    images = _files(f"captions {path}", image_folder or os.path.dirname(path), paths)
+    return PairSource(images, ListedCaptions(captions.packed(), np.array(ends, dtype=np.int64)), left_out), "read"
+
+
+def _read_coco(path: str) -> tuple[dict[Any, str], dict[Any, list[str]], LeftOut]:
+    """File names and captions of every image by its id, and annotations of no image."""
+    with open_regular(path) as file:
+        try:
+            said = parse_json(file.read())
+        except ValueError as error:
+            raise ValueError(f"annotations {path!r} are no JSON ({error})") from error
+    keys = list(said) if isinstance(said, dict) else []
+    left_out = LeftOut()
+    try:
+        files = {image["id"]: str(image["file_name"]) for image in said["images"]}
+        captions: dict[Any, list[str]] = {number: [] for number in files}
+        for annotation in said["annotations"]:
+            if annotation["image_id"] not in captions:
+                left_out.add(NO_SUCH_IMAGE, f"image_id {annotation['image_id']}")
+            elif text := str(annotation["caption"]).strip():
+                captions[annotation["image_id"]].append(text)
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"annotations {path!r} are no COCO captions: they need `images` with `id` and `file_name`, and "
+            f"`annotations` with `image_id` and `caption`; found the keys {keys}, missing is {error}"
+        ) from error
+    return files, captions, left_out
+
+
+def _files(name: str, folder: str, paths: PackedTexts) -> FileSource:
+    """The image files, after looking whether the first of them exist."""
+    packed = paths.packed()
+    if not len(packed):
+        raise ValueError(f"{name} holds no pair of an image and a caption")
+    for index in range(min(FILES_CHECKED, len(packed))):
+        whole = os.path.join(folder, packed[index])
+        if not os.path.isfile(whole):
+            raise ValueError(
+                f"{name} names {packed[index]!r}, but {whole!r} does not exist; give the folder that the names start "
+                "from with --image_folder"
+            )
+    return FileSource(name, folder, packed, None, None)

@@ -1,0 +1,182 @@
+"""Tar shards, webdataset's way -> pairs: members of one name, `7.jpg` and `7.txt`, are an image and its caption.
+
+Shards are indexed once and read by offset, as `sources/tars.py` does it for images alone. Hence order, resuming and
+sharing among ranks are exact, and the number of shards does not matter: fewer than workers and ranks will do.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from dino_sparo.data import CorruptImageError
+from dino_sparo.image_text.pairs.batches import LeftOut, PairSource
+from dino_sparo.image_text.pairs.captions import TarCaptions
+from dino_sparo.sources.decode import IMAGE_ENDINGS
+from dino_sparo.sources.shard_index import Kind, Notes, Piece, blocks_of, open_index
+from dino_sparo.sources.tar_headers import Member, tar_members
+from dino_sparo.sources.tars import TarSource, lost_samples, shard_sizes
+
+logger = logging.getLogger(__name__)
+
+CAPTION_ENDING, JSON_ENDING = ".txt", ".json"
+# How many JSON members are looked at for the caption's key before training begins.
+JSONS_CHECKED = 8
+
+NO_IMAGE, NO_CAPTION, NOT_THERE = "without image", "without caption", "fewer than sizes.json counts"
+DAMAGED = "in damaged shards, as far as known"
+
+# First header and content of an image in blocks of the tar, its bytes, and the same of its caption's content.
+PAIR_RECORD = np.dtype(
+    [("start", "<u4"), ("block", "<u4"), ("size", "<u4"), ("caption_block", "<u4"), ("caption_size", "<u4")]
+)
+
+
+def open_pair_shards(shards: list[str], name: str, caption_key: str | None = None) -> tuple[PairSource, str]:
+    """The pairs in tar shards, and the log's words for how they were opened.
+
+    Args:
+        shards: paths.
+        name: what the log calls them.
+        caption_key: key of the `.json` members under which the captions stand; None takes the `.txt` members.
+
+    Raises:
+        ValueError: all shards are damaged, or there is no pair; says which members and keys there are.
+    """
+    index, notes, how = open_index(pairs_kind(caption_key), shards)
+    samples = np.array([note.get("samples", 0) for note in notes])
+    lost = lost_samples(shards, notes, samples)
+    if not len(index):
+        endings = dict.fromkeys(ending for note in notes for ending in note.get("endings", ()))
+        raise ValueError(_nothing_found(name, list(endings), caption_key))
+    captions = TarCaptions(index, caption_key)
+    if caption_key is not None:
+        _require_key(captions, name, caption_key)
+    left_out = _left_out(notes)
+    for shard, number in lost.items():
+        damage = notes[shards.index(shard)]["damage"]
+        logger.warning("%s; it is left out, with about %d samples", damage, number)
+        left_out.add(DAMAGED, damage, number)
+    _compare_sizes(shards, samples, left_out, lost)
+    return PairSource(TarSource(name, index), captions, left_out), f"{len(shards)} shard(s) {how}"
+
+
+def pairs_kind(caption_key: str | None) -> Kind:
+    """How shards of pairs are indexed; `caption_key` as in `open_pair_shards`."""
+    ending = CAPTION_ENDING if caption_key is None else JSON_ENDING
+    return Kind(f"pairs {ending}", PAIR_RECORD, partial(_index_pairs, ending=ending.encode()))
+
+
+@dataclass
+class _Sample:
+    """Members of one name.
+
+    Attributes:
+        key: the name, up to the file name's first dot.
+        members: ending, lower case with its dot -> the member.
+    """
+
+    key: bytes
+    members: dict[bytes, Member] = field(default_factory=dict)
+
+    @property
+    def image(self) -> Member | None:
+        """The first image among the members."""
+        return next((member for ending, member in self.members.items() if ending.endswith(IMAGE_ENDINGS)), None)
+
+
+def shard_samples(shard: str, count: Callable[[], None]) -> Iterator[_Sample]:
+    """Group the members of one shard: neighbours of the same name, until an ending comes again.
+
+    Args:
+        shard: the tar file.
+        count: called once per member.
+
+    Raises:
+        DamagedShardError: the file is no plain tar, is truncated or damaged.
+    """
+    sample = _Sample(b"")
+    for member in tar_members(shard):
+        count()
+        folder, slash, base = member.name.rpartition(b"/")
+        stem, dot, ending = base.partition(b".")
+        key, ending = folder + slash + stem, (dot + ending).lower()
+        if not stem:
+            continue
+        if key != sample.key or ending in sample.members:
+            if sample.members:
+                yield sample
+            sample = _Sample(key)
+        sample.members[ending] = member
+    if sample.members:
+        yield sample
+
+
+def _index_pairs(shard: str, count: Callable[[], None], ending: bytes) -> Piece:
+    """Places of images and captions of the pairs in one shard, number of its samples, endings, and what is no pair."""
+    places, samples, endings, left_out = list[tuple[int, ...]](), 0, dict[bytes, None](), LeftOut()
+    for sample in shard_samples(shard, count):
+        samples += 1
+        endings.update(dict.fromkeys(sample.members))
+        image, caption = sample.image, sample.members.get(ending)
+        if image is None or caption is None:
+            left_out.add(NO_IMAGE if image is None else NO_CAPTION, f"{shard}!{os.fsdecode(sample.key)}")
+            continue
+        places.append((*blocks_of(image), *blocks_of(caption)[1:]))
+    notes = {
+        "samples": samples,
+        "endings": [os.fsdecode(ending) for ending in endings],
+        "left_out": {reason: (number, left_out.examples[reason]) for reason, number in left_out.counts.items()},
+    }
+    return Piece(np.array(places, PAIR_RECORD), notes)
+
+
+def _left_out(notes: list[Notes]) -> LeftOut:
+    """What the index left out."""
+    left_out = LeftOut()
+    for note in notes:
+        for reason, (number, example) in note.get("left_out", {}).items():
+            left_out.add(reason, example, number)
+    return left_out
+
+
+def _nothing_found(name: str, endings: list[str], caption_key: str | None) -> str:
+    wanted = "an image (.jpg, .png, .webp, ...) and " + (
+        "a caption (.txt)" if caption_key is None else f"a .json with the key {caption_key!r}"
+    )
+    remedy = "give --caption_key KEY to take captions from the .json" if JSON_ENDING in endings else "write them so"
+    if any(ending == ".cls" for ending in endings):
+        remedy += ", or --caption_templates to make them from the labels in .cls"
+    return f"{name}: no sample has {wanted}; the members end in {', '.join(endings) or 'nothing'}; {remedy}"
+
+
+def _require_key(captions: TarCaptions, name: str, caption_key: str) -> None:
+    """Look for the key in the first JSON members; ValueError, with the keys there are, if none of them has it."""
+    found: dict[str, None] = {}
+    for index in range(min(JSONS_CHECKED, len(captions.index))):
+        try:
+            keys = captions.json_of(index)
+        except CorruptImageError:
+            continue  # one bad member is counted when its turn comes
+        if caption_key in keys:
+            return
+        found.update(dict.fromkeys(keys))
+    raise ValueError(
+        f"{name}: no .json has the key caption_key={caption_key!r}; found the keys {', '.join(found) or 'none'}"
+    )
+
+
+def _compare_sizes(shards: list[str], samples: np.ndarray, left_out: LeftOut, lost: dict[str, int]) -> None:
+    """Hold the samples of every whole shard against `sizes.json` in its folder, where there is one."""
+    sizes = shard_sizes(shards)
+    for shard, number in zip(shards, samples.tolist(), strict=True):
+        expected = number if shard in lost else sizes.get(shard, number)
+        if expected > number:
+            left_out.add(NOT_THERE, f"{shard} with {number} of {expected}", expected - number)
+        elif expected < number:
+            logger.warning(
+                "%s holds %d samples, sizes.json in its folder says %d: it is out of date", shard, number, expected
+            )

@@ -1,0 +1,243 @@
+"""Captions -> token ids -> tokens -> slots: CLIP's text encoder, with any read-out.
+
+Stage 2 of the folder, the counterpart of `dino_sparo.encoder`. Ids come from open_clip's tokenizer, whose end token is
+the vocabulary's last: the encoder finds it as the largest id of a caption, as CLIP does, and lets no read-out see what
+follows it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from timm.models.vision_transformer import Block
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dino_sparo.choices import READOUT_KINDS
+from dino_sparo.readout import ReadoutOutput
+from dino_sparo.runtime.extras import require
+
+CONTEXT_LENGTH = 77
+VOCAB_SIZE = 49408
+
+
+@dataclass(frozen=True)
+class TextConfig:
+    """How a text encoder is built; it travels in every checkpoint.
+
+    Attributes:
+        context_length: N, the longest caption in tokens, start and end token included.
+        vocab_size: number of ids; the last one is the end token.
+        width: W, of the tokens.
+        heads: attention heads of a block.
+        layers: blocks of the architecture; a read-out that replaces the last one leaves one fewer.
+        readout: the text side of an entry of `readouts.READOUTS`.
+        num_slots: L, of a slotted read-out.
+        slot_dim: V, likewise.
+        key_dim: A, likewise.
+        group_size: G, of `sparo`.
+
+    Raises:
+        ValueError: a size is out of range.
+    """
+
+    context_length: int = CONTEXT_LENGTH
+    vocab_size: int = VOCAB_SIZE
+    width: int = 512
+    heads: int = 8
+    layers: int = 12
+    readout: str = "sparo"
+    num_slots: int = 128
+    slot_dim: int = 64
+    key_dim: int = 64
+    group_size: int = 1
+
+    def __post_init__(self) -> None:
+        _check_context_length(self.context_length)
+        if self.vocab_size < 3:
+            raise ValueError(f"vocab_size={self.vocab_size} is no vocabulary; open_clip's tokenizer has {VOCAB_SIZE}")
+        if self.heads < 1 or self.width < 1 or self.width % self.heads:
+            raise ValueError(
+                f"text width={self.width} is not a multiple of heads={self.heads}; CLIP's heads are 64 wide"
+            )
+        if self.layers < 1:
+            raise ValueError(f"text layers={self.layers}; give a positive number of blocks, usually 12")
+
+
+def _check_context_length(context_length: int) -> None:
+    if context_length < 3:
+        raise ValueError(
+            f"context_length={context_length} has no room for a start token, a word and an end token; give at least 3, "
+            f"usually {CONTEXT_LENGTH}"
+        )
+
+
+class TextEncoder(nn.Module):
+    """A causal pre-norm transformer over token ids, and a read-out.
+
+        x_0 = E[ids] + pos
+        x_i = x'_i + MLP(LN(x'_i)),  x'_i = x_{i-1} + causal MHSA(LN(x_{i-1}))
+        tokens = LN(x_depth), or x_depth for a read-out that takes raw tokens
+
+    LayerNorm eps 1e-5, MLP ratio 4, GELU. Initialisation is CLIP's: normal, std 0.02 for token and 0.01 for position
+    embeddings, W^-1/2 for qkv, (2W)^-1/2 for the MLP's first layer, W^-1/2 (2 depth)^-1/2 for what is added to the
+    residual; no bias in attention is drawn, those of the MLP are as `nn.Linear` draws them. Source: Radford et al.,
+    CLIP, section 2.4; OpenCLIP, `transformer.py`.
+
+    Args:
+        config: sizes.
+        readout: tokens and mask -> `ReadoutOutput`.
+        depth: number of blocks to build, if fewer than `config.layers`.
+    """
+
+    def __init__(self, config: TextConfig, readout: nn.Module, depth: int | None = None) -> None:
+        super().__init__()
+        self.config, self.depth = config, config.layers if depth is None else depth
+        self.grad_checkpointing = False
+        self.token_embed = nn.Embedding(config.vocab_size, config.width)
+        self.pos_embed = nn.Parameter(torch.empty(config.context_length, config.width))
+        self.blocks = nn.ModuleList(
+            Block(config.width, config.heads, mlp_ratio=4.0, qkv_bias=True, norm_layer=nn.LayerNorm)
+            for _ in range(self.depth)
+        )
+        self.norm = nn.Identity() if READOUT_KINDS[config.readout].takes_raw_tokens else nn.LayerNorm(config.width)
+        self.readout = readout
+        self._init_weights()
+
+    def _init_weights(self) -> None:
+        nn.init.normal_(self.token_embed.weight, std=0.02)
+        nn.init.normal_(self.pos_embed, std=0.01)
+        width = self.config.width
+        residual_std = width**-0.5 * (2 * self.depth) ** -0.5
+        block: Any
+        for block in self.blocks:
+            nn.init.normal_(block.attn.qkv.weight, std=width**-0.5)
+            nn.init.normal_(block.attn.proj.weight, std=residual_std)
+            nn.init.normal_(block.mlp.fc1.weight, std=(2 * width) ** -0.5)
+            nn.init.normal_(block.mlp.fc2.weight, std=residual_std)
+            nn.init.zeros_(block.attn.qkv.bias)
+            nn.init.zeros_(block.attn.proj.bias)
+
+    def forward(self, token_ids: Int64[Tensor, "B N"]) -> Float[Tensor, "B N W"]:
+        """Token ids -> tokens after the final LayerNorm.
+
+        Args:
+            token_ids: (B, N), N at most the context length; shorter captions need no padding to it.
+
+        Returns:
+            (B, N, W); a token has seen itself and those before it.
+
+        Raises:
+            ValueError: too many tokens; ids on the CPU that `check_token_ids` refuses.
+        """
+        number = token_ids.shape[1]
+        if number > self.config.context_length:
+            raise ValueError(
+                f"captions of {number} tokens are longer than context_length={self.config.context_length}; tokenize "
+                f"them with that context_length, which truncates and counts them"
+            )
+        # Elsewhere the check would have to wait for the device.
+        if token_ids.device.type == "cpu" and not torch.compiler.is_compiling():
+            check_token_ids(token_ids, self.config.vocab_size)
+        tokens = self.token_embed(token_ids) + self.pos_embed[:number]
+        for block in self.blocks:
+            if self.grad_checkpointing and torch.is_grad_enabled():
+                tokens = checkpoint(block, tokens, is_causal=True, use_reentrant=False)
+            else:
+                tokens = block(tokens, is_causal=True)
+        return self.norm(tokens)
+
+    def readout_output(self, token_ids: Int64[Tensor, "B N"]) -> ReadoutOutput:
+        """Slots (B, L, V) and their attention (B, L, N), zero after the end token."""
+        return self.readout(self(token_ids), end_token_mask(token_ids))
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Keep only the blocks' inputs for the backward pass; see `Backbone.set_grad_checkpointing`."""
+        self.grad_checkpointing = enable
+
+    def use_fused_attention(self, fused: bool) -> None:
+        """Choose between torch's fused attention and plain matrix products; see `Backbone.use_fused_attention`."""
+        block: Any
+        for block in self.blocks:
+            block.attn.fused_attn = fused
+
+
+def end_token_mask(token_ids: Int64[Tensor, "B N"]) -> Bool[Tensor, "B N"]:
+    """True up to and including the end token, which is the first of the largest ids of a caption."""
+    return torch.arange(token_ids.shape[1], device=token_ids.device) <= token_ids.argmax(dim=-1, keepdim=True)
+
+
+def check_token_ids(token_ids: Int64[Tensor, "B N"], vocab_size: int = VOCAB_SIZE) -> None:
+    """Refuse ids that the text encoder would misread.
+
+    Raises:
+        ValueError: an id outside the vocabulary, or a caption without end token.
+    """
+    if not token_ids.numel():
+        return
+    smallest, largest = token_ids.aminmax()
+    if smallest < 0 or largest >= vocab_size:
+        raise ValueError(
+            f"token ids reach from {smallest} to {largest}; the text encoder knows 0 to {vocab_size - 1}: its "
+            f"vocab_size={vocab_size} is another tokenizer's"
+        )
+    last_ids = token_ids.amax(dim=-1)
+    without_end = (last_ids != vocab_size - 1).nonzero().flatten().tolist()
+    if without_end:
+        raise ValueError(
+            f"{len(without_end)} of {len(token_ids)} captions have no end token {vocab_size - 1}; the first is caption "
+            f"{without_end[0]}, whose largest id is {last_ids[without_end[0]]}. The end of a caption is found as the "
+            f"vocabulary's last id, so use open_clip's SimpleTokenizer, or one that numbers its end token last"
+        )
+
+
+class Tokens(NamedTuple):
+    """Tokenized captions.
+
+    Attributes:
+        ids: (B, N) int64: start token, words, end token, zeros.
+        num_truncated: captions that were too long and lost their last words.
+        num_empty: captions without any word.
+    """
+
+    ids: Int64[Tensor, "B N"]
+    num_truncated: int
+    num_empty: int
+
+
+def tokenize(texts: Sequence[str], context_length: int = CONTEXT_LENGTH) -> Tokens:
+    """Captions -> ids, with open_clip's tokenizer and its bundled vocabulary.
+
+    Args:
+        texts: the captions.
+        context_length: N, at least 3; longer captions lose their last words, not their end token.
+
+    Raises:
+        ValueError: one string instead of a list, or a context without room for a word.
+        MissingPackageError: the package `open_clip_torch` is missing.
+    """
+    if isinstance(texts, str):
+        raise ValueError(f"texts={texts!r} is one caption; give a list of captions")
+    _check_context_length(context_length)
+    tokenizer = simple_tokenizer()
+    ids = tokenizer(texts, context_length=context_length)
+    end = tokenizer.eot_token_id
+    full = (ids[:, -1] == end).nonzero().flatten().tolist()
+    num_truncated = sum(len(tokenizer.encode(texts[index])) + 2 > context_length for index in full)
+    return Tokens(ids, num_truncated, num_empty=int((ids[:, 1] == end).sum()))
+
+
+@lru_cache(maxsize=1)
+def simple_tokenizer() -> Any:
+    """open_clip's `SimpleTokenizer`, read once per process.
+
+    Raises:
+        MissingPackageError: the package `open_clip_torch` is missing.
+    """
+    require("open_clip", "captions")
+    from open_clip.tokenizer import SimpleTokenizer
+
+    return SimpleTokenizer()

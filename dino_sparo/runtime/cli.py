@@ -1,0 +1,269 @@
+"""Options shared by the scripts, one group per stage, and how a script ends.
+
+Plumbing. Parsing is pure: it opens no file, touches no device, asks no network. It imports no torch either, so that
+`--help` and mistakes are answered at once.
+"""
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+from dino_sparo.choices import ARCHITECTURES, IMAGENET_MEAN, IMAGENET_STD, MAX_IMAGE_MB, MAX_IMAGE_MPIX, READOUTS
+from dino_sparo.runtime.extras import MissingPackageError
+
+# Exit status of a process that failed through no mistake of the user's: starting it again may well help.
+FAULT_STATUS = 75  # EX_TEMPFAIL of sysexits.h
+
+# A command's name and its words -> what it returns; see `dino_sparo.__main__.run`.
+RunCommand = Callable[[str, Sequence[str]], Any]
+
+
+class MendableError(RuntimeError):
+    """What the user can mend although no value is wrong: it ends a command with one line and status 1."""
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Prints every option's default after its help, no `(default: None)`, and the description as it was written."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default == "":
+            return action.help
+        return super()._get_help_string(action)
+
+
+def say(text: str) -> None:
+    """Write a result to the standard output. A terminal that is gone, or a reader that has seen enough, is no error."""
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python would try once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def command_parser(options: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """A trainer's options, which others take as a parent and hence have no `--help`, as a command that has one."""
+    return argparse.ArgumentParser(parents=[options], formatter_class=HelpFormatter)
+
+
+def demo_parser(readouts: Iterable[str]) -> argparse.ArgumentParser:
+    """The options of a demo, with the read-outs to choose among."""
+    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    parser.add_argument("--readouts", nargs="+", default=["sparo"], choices=sorted(readouts), help="What to compare.")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="One training run each.")
+    parser.add_argument("--output_dir", default=None, help="Where everything is written; by default in output/.")
+    parser.add_argument("--device", default="cpu", help="auto, cpu or cuda.")
+    parser.add_argument("--short", action="store_true", help="A minute of it, to see that all parts work.")
+    return parser
+
+
+def option_words(options: Mapping[str, object]) -> list[str]:
+    """Options as a command line; several values of one are words of a string."""
+    return [word for name, value in options.items() for word in (f"--{name}", *str(value).split())]
+
+
+def spread(values: Sequence[float]) -> str:
+    """A mean in percent, plus or minus the standard deviation over seeds."""
+    mean = f"{statistics.mean(values):.1f} %"
+    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.1f}"
+
+
+@contextlib.contextmanager
+def errors_in_one_line(logger: logging.Logger, note_meant: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """End a script with one line and a status, not a traceback, where no programmer is needed.
+
+    Status 1: the user can mend it. `FAULT_STATUS`: starting again helps. 128 + signal: the run was asked to stop.
+    After a fault, or as one of several, the process leaves at once: to take everything down would be to wait for what
+    hangs or died.
+
+    Args:
+        logger: the script's.
+        note_meant: called before the process leaves in a way that starting it again would not change: with status 1,
+            or because it was asked to stop.
+    """
+    # Here, not above: they import torch.
+    from dino_sparo.runtime.distributed import FaultError, shutdown
+    from dino_sparo.runtime.preemption import RunStopped
+
+    try:
+        yield
+    except FaultError as error:
+        _leave(FAULT_STATUS, logger, error)
+    except RunStopped as stopped:
+        note_meant()
+        _leave(stopped.status, logger, stopped, logging.INFO)
+    except (ValueError, OSError, MissingPackageError, MendableError) as error:
+        note_meant()
+        _leave(1, logger, error)
+    except KeyboardInterrupt:
+        note_meant()
+        _leave(128 + signal.SIGINT, logger, "ended by Ctrl-C")
+    shutdown()
+
+
+def _leave(status: int, logger: logging.Logger, message: Exception | str, level: int = logging.ERROR) -> NoReturn:
+    from dino_sparo.runtime.distributed import world_size
+
+    logger.log(level, "%s", message)
+    if world_size() > 1 or status == FAULT_STATUS:  # a worker that hangs would be waited for, too
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    raise SystemExit(status)
+
+
+def bool_flag(text: str) -> bool:
+    """`true`, `on`, `1` or `false`, `off`, `0`, in any case, as the reference's options take them."""
+    values = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
+    if text.lower() not in values:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    return values[text.lower()]
+
+
+def add_architecture_options(parser: argparse.ArgumentParser) -> None:
+    """How the encoder is built, for training."""
+    group = parser.add_argument_group("encoder: images -> tokens -> slots")
+    group.add_argument(
+        "--arch",
+        default="vit_small",
+        help=f"Architecture of the backbone, one of {', '.join(sorted(ARCHITECTURES))}. vit_micro is for laptops.",
+    )
+    group.add_argument(
+        "--patch_size",
+        type=int,
+        default=16,
+        help="Side of a patch in pixels. Smaller patches are more accurate and cost more; 4 suits images of 32 pixels.",
+    )
+    group.add_argument(
+        "--readout",
+        default="sparo",
+        help=f"How tokens become the encoding, one of {', '.join(sorted(READOUTS))}: sparo replaces the last block by "
+        "slots, cls is the class token of vanilla DINO, gap averages all tokens.",
+    )
+    group.add_argument("--sparo_slots", type=int, default=64, help="Number of slots L.")
+    group.add_argument(
+        "--sparo_slot_dim", type=int, default=64, help="Width of a slot V; the encoding has L*V numbers."
+    )
+    group.add_argument("--sparo_key_dim", type=int, default=64, help="Width of the attention's keys and queries.")
+    group.add_argument(
+        "--sparo_group_size",
+        type=int,
+        default=1,
+        help="Slots that share one key projection; 2 or 4 save parameters when there are many slots.",
+    )
+    group.add_argument(
+        "--pre_norm",
+        type=bool_flag,
+        default=False,
+        help="CLIP's vision transformer instead of DINO's, which --init_from a CLIP needs.",
+    )
+    group.add_argument(
+        "--quick_gelu",
+        type=bool_flag,
+        default=False,
+        help="OpenAI's activation, which --init_from OpenAI's CLIP needs.",
+    )
+    group.add_argument(
+        "--drop_path_rate", type=float, default=0.1, help="Stochastic depth of the student; 0 for short runs."
+    )
+    group.add_argument(
+        "--init_from",
+        default=None,
+        help="Start the encoder from the weights in this file: a checkpoint, a DINO or timm ViT, or the image tower of "
+        "a CLIP (ours, OpenCLIP's or sparo-clip's), of the same width and patch size. The read-out and the head start "
+        "at random; a resumed run takes its own weights.",
+    )
+
+
+def add_source_options(parser: argparse.ArgumentParser, columns: Sequence[str] = ("path", "label", "split")) -> None:
+    """How the files of --data_path are read.
+
+    Args:
+        parser: gets the options.
+        columns: of a table, which can be named.
+    """
+    group = parser.add_argument_group("files of images")
+    for name, holds in (("path", "paths"), ("label", "labels"), ("split", "splits")):
+        if name in columns:
+            group.add_argument(
+                f"--{name}_column", default=None, help=f"Column of the {holds} in a table, if it has no usual name."
+            )
+    group.add_argument(
+        "--max_image_mb",
+        type=float,
+        default=MAX_IMAGE_MB,
+        help="Largest image file, 10^6 bytes; larger ones count as unreadable.",
+    )
+    group.add_argument(
+        "--max_image_mpix",
+        type=float,
+        default=MAX_IMAGE_MPIX,
+        help="Largest image, 10^6 pixels; larger ones count as unreadable. Decoding takes up to 8 bytes per pixel in "
+        "each process that loads images.",
+    )
+
+
+def add_split_option(group: argparse._ArgumentGroup) -> None:
+    """Which of the images of --data_path are trained on."""
+    group.add_argument(
+        "--split",
+        default=None,
+        help="Part of --data_path to train on: the name of a subfolder, list, table or shards in it, or a word in a "
+        "table's column of splits; all for everything. Left out: train wherever there is such a part, else everything.",
+    )
+
+
+def add_normalization_options(parser: argparse.ArgumentParser) -> None:
+    """Mean and standard deviation of the images."""
+    group = parser.add_argument_group("normalisation")
+    group.add_argument("--norm_mean", type=float, nargs=3, default=IMAGENET_MEAN, help="Mean per channel, of 0..1.")
+    group.add_argument("--norm_std", type=float, nargs=3, default=IMAGENET_STD, help="Deviation per channel, of 0..1.")
+
+
+def add_device_options(parser: argparse.ArgumentParser, num_workers: int = 10) -> None:
+    """Where to compute, and how processes find each other."""
+    group = parser.add_argument_group("device and processes")
+    group.add_argument(
+        "--device", default="auto", help="auto (cuda where there is one, else cpu), cpu, cuda or cuda:N."
+    )
+    group.add_argument(
+        "--num_workers", type=int, default=num_workers, help="Processes that load images, per GPU; about one per core."
+    )
+    group.add_argument(
+        "--dist_url",
+        default="env://",
+        help="Rendezvous of several processes; torchrun and Slurm are found by themselves.",
+    )
+    group.add_argument(
+        "--dist_timeout_min",
+        type=float,
+        default=10.0,
+        help="Minutes that processes wait for each other, or for one that loads images, before they give up; more if "
+        "checkpoints take that long to write.",
+    )
+    group.add_argument(
+        "--local_rank",
+        "--local-rank",
+        type=int,
+        default=0,
+        help="Set by launchers of old; the environment says what counts.",
+    )
+
+
+def add_foreign_weights_options(parser: argparse.ArgumentParser) -> None:
+    """Overrides for weights that do not say how their model was built."""
+    group = parser.add_argument_group("foreign weights")
+    group.add_argument(
+        "--arch",
+        default=None,
+        help=f"Architecture, one of {', '.join(sorted(ARCHITECTURES))}; our checkpoints say it themselves, and the "
+        "shapes of foreign weights usually do.",
+    )
+    group.add_argument("--patch_size", type=int, default=None, help="Side of a patch in pixels; likewise.")

@@ -1,0 +1,297 @@
+"""What a run says: the rank-0 logger, meters, log.txt, TensorBoard, progress.
+
+Plumbing. Only rank 0 speaks; warnings and errors of the other ranks are heard too, with their rank.
+"""
+
+import json
+import logging
+import math
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from datetime import timedelta
+from itertools import count, islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
+from tqdm import tqdm
+
+from dino_sparo.runtime.distributed import all_reduce_sum, is_main, rank
+
+logger = logging.getLogger(__name__)
+
+FILE_ONLY = "file_only"  # attribute of records that go to run.log and not to the terminal
+PROGRESS_SECONDS = 30.0  # between two lines about a long loop when nobody watches a terminal
+STEP_LINE_SECONDS = 10.0  # between two progress lines of training
+
+T = TypeVar("T")
+
+
+def setup_logging(output_dir: Path | None = None) -> None:
+    """Send log lines to standard error, and on rank 0 also to `output_dir`/run.log.
+
+    Args:
+        output_dir: an existing folder, or None for no file.
+    """
+    root = logging.getLogger()
+    for handler in list(root.handlers):
+        if getattr(handler, "is_dino_sparo", False):
+            root.removeHandler(handler)
+            handler.close()
+    where = "" if is_main() else f" [rank {rank()}]"
+    formatter = logging.Formatter(f"%(asctime)s %(levelname).1s{where} %(message)s", datefmt="%H:%M:%S")
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
+    handlers[0].addFilter(lambda record: not hasattr(record, FILE_ONLY))
+    if output_dir is not None and is_main():
+        handlers.append(logging.FileHandler(output_dir / "run.log", encoding="utf-8", errors="backslashreplace"))
+    for handler in handlers:
+        handler.setFormatter(formatter)
+        handler.is_dino_sparo = True  # type: ignore[attr-defined]
+        root.addHandler(handler)
+    root.setLevel(logging.INFO if is_main() else logging.WARNING)
+
+
+def printable(words: str) -> str:
+    """Words that can be shown, printed and written anywhere.
+
+    What cannot, such as a byte of a file name that is no UTF-8, becomes an escape sequence.
+    """
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in words)
+
+
+def log_options(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Name the options that differ from their defaults in one line; run.log also gets all of them, as JSON.
+
+    Args:
+        options: names and values.
+        defaults: those of the trainer; options that it does not know, such as a job's, are left out of the line.
+    """
+    changed = [f"{name}={options[name]}" for name in defaults if options[name] != defaults[name]]
+    logger.info("options: %s (all of them: run.log)", ", ".join(changed) or "the defaults")
+    logger.info("all options: %s", json.dumps(options, default=str), extra={FILE_ONLY: True})
+
+
+class Meters:
+    """Means of named numbers over an epoch, kept on the device until somebody asks."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor | float] = {}
+        self.counts: dict[str, int] = {}
+
+    def update(self, **values: Tensor | float) -> None:
+        """Add one observation of each named number."""
+        for name, value in values.items():
+            value = value.detach().double() if isinstance(value, Tensor) else float(value)
+            self.sums[name] = self.sums.get(name, 0.0) + value
+            self.counts[name] = self.counts.get(name, 0) + 1
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """Sum and count of each number on this rank, as plain values."""
+        return {name: [float(value), float(self.counts[name])] for name, value in self.sums.items()}
+
+    def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
+        """Go on from what `state_dict` returned."""
+        self.sums = {name: total for name, (total, _) in state.items()}
+        self.counts = {name: int(count) for name, (_, count) in state.items()}
+
+    def means(self) -> dict[str, float]:
+        """Mean of each number over all ranks, which must have observed the same names."""
+        if not self.sums:
+            return {}
+        names = sorted(self.sums)
+        totals = torch.tensor([[float(self.sums[name]), self.counts[name]] for name in names], dtype=torch.float64)
+        device = next((value.device for value in self.sums.values() if isinstance(value, Tensor)), totals.device)
+        totals = all_reduce_sum(totals.to(device)).cpu()
+        return {name: (total / count).item() for name, (total, count) in zip(names, totals, strict=True)}
+
+
+class EpochClock:
+    """Times the steps of an epoch and writes a progress line now and then.
+
+    Args:
+        steps_per_epoch: steps of a whole epoch.
+        end_step: step at which the run ends.
+    """
+
+    def __init__(self, steps_per_epoch: int, end_step: int) -> None:
+        self.steps_per_epoch, self.end_step = steps_per_epoch, end_step
+        self.start = self.last_line = time.monotonic()
+        self.waited, self.steps_done, self.images_done = 0.0, 0, 0
+
+    def fetch(self, iterator: Iterator[T], number: int) -> list[T]:
+        """The next `number` items; remembers how long they let us wait."""
+        begin = time.monotonic()
+        items = list(islice(iterator, number))
+        self.waited += time.monotonic() - begin
+        return items
+
+    def speed(self) -> dict[str, float]:
+        """Images per second over all ranks, and the share of the time spent waiting for data."""
+        elapsed = max(time.monotonic() - self.start, 1e-9)
+        return {"images_per_s": self.images_done / elapsed, "data_wait": self.waited / elapsed}
+
+    def tick(self, step: int, epoch: int, num_images: int, loss: Tensor, device: torch.device) -> None:
+        """A step is done; say so if the last line is old enough.
+
+        Args:
+            step: steps of the run done so far.
+            epoch: counted from 0.
+            num_images: images of this step over all ranks.
+            loss: of this step.
+            device: whose memory is reported.
+        """
+        self.steps_done += 1
+        self.images_done += num_images
+        now = time.monotonic()
+        if now - self.last_line < STEP_LINE_SECONDS:
+            return
+        self.last_line = now
+        speed = self.speed()
+        left = (self.end_step - step) * (now - self.start) / self.steps_done
+        logger.info(
+            "epoch %d  step %d/%d  loss %.4f  %.0f images/s  data wait %.0f %%  ETA %s  memory %.1f GiB",
+            epoch,
+            (step - 1) % self.steps_per_epoch + 1,
+            self.steps_per_epoch,
+            loss.item(),
+            speed["images_per_s"],
+            100 * speed["data_wait"],
+            timedelta(seconds=round(left)),
+            peak_memory(device) / 2**30,
+        )
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes this process has held: on its GPU, or in main memory if it has none."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+class RunLog:
+    """The files of a run: log.txt with one JSON line per epoch, and TensorBoard's, in `output_dir`.
+
+    Args:
+        output_dir: an existing folder; nothing is written on ranks other than 0.
+        step: the step a run starts or goes on from; what TensorBoard's files say of later steps is dropped, since those
+            steps are taken again. None if steps are counted anew: nothing is dropped there.
+        epoch: the epoch in which the run goes on; lines of log.txt about it or later ones are dropped. None keeps all.
+    """
+
+    def __init__(self, output_dir: Path, step: int | None = 0, epoch: int | None = None) -> None:
+        self.path = output_dir / "log.txt"
+        # TensorBoard's protocol lets a resumed run declare that the events from a step on did not happen.
+        purge_step = None if step is None else step + 1
+        folder = str(output_dir / "tensorboard")
+        if is_main() and printable(folder) != folder:
+            logger.warning("%s: TensorBoard cannot write to a folder of this name, so it gets nothing", folder)
+        self.writer = (
+            SummaryWriter(folder, purge_step=purge_step) if is_main() and printable(folder) == folder else None
+        )
+        if is_main() and self.path.is_file() and epoch is not None:
+            self._drop_epochs_from(epoch)
+
+    def _drop_epochs_from(self, epoch: int) -> None:
+        lines = self.path.read_text().splitlines(keepends=True)
+        kept = [line for line in lines if _epoch_of(line) < epoch]
+        if len(kept) < len(lines):
+            backups = (self.path.with_suffix(f".txt.old{number or ''}") for number in count())
+            backup = next(path for path in backups if not path.exists())
+            shutil.copyfile(self.path, backup)
+            temporary = self.path.with_name(f".{self.path.name}.tmp")
+            temporary.write_text("".join(kept))
+            temporary.replace(self.path)
+            logger.warning(
+                "%s: dropped %d lines about epoch %d and later, which are taken again; the file as it was is %s",
+                self.path,
+                len(lines) - len(kept),
+                epoch,
+                backup,
+            )
+
+    def write_epoch(self, values: Mapping[str, Any]) -> None:
+        """Append one JSON line to log.txt."""
+        if is_main():
+            with self.path.open("a") as file:
+                file.write(json.dumps({name: _finite(value) for name, value in values.items()}) + "\n")
+
+    def scalars(self, values: Mapping[str, Tensor | float], step: int) -> None:
+        """Write named numbers to TensorBoard."""
+        if self.writer is not None:
+            for name, value in values.items():
+                self.writer.add_scalar(name, float(value), step)
+
+    def options(self, options: Mapping[str, Any], metrics: Sequence[str]) -> None:
+        """Write a run's options to TensorBoard, whose page HPARAMS compares runs by them.
+
+        Args:
+            options: of the run; those without a value are left out.
+            metrics: names of the scalars that stand beside them there.
+        """
+        if self.writer is None:
+            return
+        plain = {
+            name: value if isinstance(value, (bool, int, float)) else printable(str(value))
+            for name, value in options.items()
+            if value is not None
+        }
+        # `SummaryWriter.add_hparams` would begin another run in a folder of its own.
+        for summary in hparams(plain, dict.fromkeys(metrics, 0.0)):
+            self.writer._get_file_writer().add_summary(summary)
+
+    def image(self, name: str, picture: np.ndarray, step: int) -> None:
+        """Write a picture (H, W, 3), 8 bit, to TensorBoard."""
+        if self.writer is not None:
+            self.writer.add_image(name, picture, step, dataformats="HWC")
+
+    def close(self) -> None:
+        """Finish writing."""
+        if self.writer is not None:
+            self.writer.close()
+
+
+def _finite(value: Any) -> Any:
+    """The value, or None for a number that JSON does not have."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _epoch_of(line: str) -> int:
+    """The epoch that a line of log.txt is about; -1 if it does not say, never if it was cut off in writing."""
+    try:
+        values = json.loads(line)
+    except ValueError:
+        return sys.maxsize
+    return values.get("epoch", -1) if isinstance(values, dict) else -1
+
+
+def progress(iterable: Iterable[T], total: int | None = None, desc: str = "") -> Iterator[T]:
+    """Go through `iterable` while rank 0 shows how far it is.
+
+    A bar on a terminal; a line every half minute where the output goes to a file.
+
+    Args:
+        iterable: what to go through.
+        total: its length, if it has no `len`.
+        desc: what is going on.
+    """
+    if not is_main():
+        yield from iterable
+        return
+    if sys.stderr.isatty():
+        yield from tqdm(iterable, total=total, desc=desc, leave=False)
+        return
+    length = total if total is not None or not isinstance(iterable, Sized) else len(iterable)
+    start = last = time.monotonic()
+    for done, item in enumerate(iterable):
+        if time.monotonic() - last > PROGRESS_SECONDS:
+            last = time.monotonic()
+            logger.info("%s: %d of %s, %.0f s", desc, done, length if length is not None else "?", last - start)
+        yield item

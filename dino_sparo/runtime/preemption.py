@@ -1,0 +1,262 @@
+"""Signals and clocks -> a decision that all ranks share: go on, save, or save and stop.
+
+Plumbing. A cluster takes its machines back at any moment. A signal only sets a flag here; every few steps the ranks
+agree on what they have seen, with one small all-reduce, so that all of them stop after the same step. The trainer then
+saves and hands the run over to whoever starts it again: submitit, Slurm, torchrun or a person.
+"""
+
+import contextlib
+import logging
+import math
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from dino_sparo.runtime.cli import FAULT_STATUS
+from dino_sparo.runtime.distributed import all_reduce_sum, barrier, is_main, world_size
+
+logger = logging.getLogger(__name__)
+
+# What asks a run to stop, the weakest first: Ctrl-C, a polite end, and "your time is over, but you will run again".
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
+# The ranks agree about this often, and after at most so many steps.
+AGREE_SECONDS, MAX_STEPS_BETWEEN = 2.0, 16
+# The watchdog's patience, as a multiple of the time-out and in seconds beyond it.
+WATCHDOG_FACTOR, WATCHDOG_MARGIN_S = 1.5, 1.0
+# So long the other ranks wait for Slurm to end them once rank 0 has requeued the job.
+REQUEUE_SECONDS = 60
+
+# What standard error says at once.
+CTRL_C_ANSWER = b"\nCtrl-C: saving after the next few steps, then the run ends; Ctrl-C again ends it without saving\n"
+
+Handler = Callable[[int, FrameType | None], Any] | int | None
+
+
+class RunStopped(Exception):
+    """The run was asked to stop, and has saved.
+
+    Attributes:
+        status: exit status of the process: 128 + the signal's number, as a shell would report it.
+    """
+
+    def __init__(self, signum: signal.Signals, step: int) -> None:
+        super().__init__(f"stopped by {signum.name} after step {step}, which is saved; start the same command to go on")
+        self.status = 128 + signum
+
+
+class StopSignals:
+    """While this context is open, signals are noted instead of ending the process.
+
+    SIGUSR2 is from the beginning, since the job will run again; SIGTERM and Ctrl-C once there is something to save
+    (`begin_training`): until then they end the process at once, also while it waits for others that do not come. A
+    second Ctrl-C always does. Outside of the main thread, where Python allows no handlers, nothing is noted.
+    """
+
+    def __init__(self) -> None:
+        self.received: set[signal.Signals] = set()
+        self.parent = os.getppid()
+        self.previous: dict[signal.Signals, Handler] = {}
+
+    def __enter__(self) -> "StopSignals":
+        self._take_over(signal.SIGUSR2)
+        return self
+
+    def begin_training(self) -> None:
+        """From now on note all of `STOP_SIGNALS`."""
+        for signum in STOP_SIGNALS:
+            if signum not in self.previous:
+                self._take_over(signum)
+
+    def heard(self) -> set[signal.Signals]:
+        """The signals so far. Under torchrun the launcher's end counts as SIGTERM: nobody looks after this process."""
+        if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self.parent:
+            self.received.add(signal.SIGTERM)
+        return self.received
+
+    def _take_over(self, signum: signal.Signals) -> None:
+        try:
+            self.previous[signum] = signal.signal(signum, self._note)
+        except ValueError:
+            logger.warning("not in the main thread: %s ends this run without saving it", signum.name)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for signum, handler in self.previous.items():
+            signal.signal(signum, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        signum = signal.Signals(number)
+        if signum is signal.SIGINT:
+            if signum in self.received:
+                raise KeyboardInterrupt
+            if is_main():  # not through the logger, which this handler may have interrupted
+                with contextlib.suppress(OSError):
+                    os.write(2, CTRL_C_ANSWER)
+        self.received.add(signum)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What all ranks do after this step.
+
+    Attributes:
+        stop: the signal that ends the run, or None.
+        save: whether it is time for a checkpoint.
+        counts: what was given to `Agreement.decide`, summed over the ranks.
+    """
+
+    stop: signal.Signals | None
+    save: bool
+    counts: tuple[float, ...]
+
+
+class Agreement:
+    """The ranks' common decision, every few steps.
+
+    It is the only place where a step waits for the device and for the other ranks. The first step always ends with it;
+    afterwards rank 0's clock says how many steps make up `AGREE_SECONDS`.
+
+    Args:
+        signals: what this process has received.
+        save_minutes: minutes between two checkpoints; 0 for none by the clock.
+        device: where the ranks exchange numbers.
+    """
+
+    def __init__(self, signals: StopSignals, save_minutes: float, device: torch.device) -> None:
+        self.signals, self.save_seconds, self.device = signals, 60 * save_minutes, device
+        self.steps_since, self.interval = 0, 1
+        self.last_time = self.last_save = time.monotonic()
+
+    def is_due(self) -> bool:
+        """Count a step, and say whether the ranks agree after it; the same answer on all of them."""
+        self.steps_since += 1
+        return self.steps_since >= self.interval
+
+    def decide(self, counts: Sequence[Tensor | float] = ()) -> Decision:
+        """Exchange signals, the clock and counts; every rank calls this after the same step.
+
+        Args:
+            counts: numbers to be summed over the ranks; tensors are read here, together.
+        """
+        now = time.monotonic()
+        wants_save = bool(self.save_seconds) and now - self.last_save >= self.save_seconds
+        step_seconds = (now - self.last_time) / max(self.steps_since, 1)
+        interval = min(max(math.floor(AGREE_SECONDS / max(step_seconds, 1e-6)), 1), MAX_STEPS_BETWEEN)
+        received = self.signals.heard()
+        own = [
+            *(float(signum in received) for signum in STOP_SIGNALS),
+            *((float(wants_save), float(interval)) if is_main() else (0.0, 0.0)),
+        ]
+        values = [torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in (*own, *counts)]
+        *heard, save, agreed_interval = (summed := all_reduce_sum(torch.stack(values)).tolist())[: len(own)]
+        self.interval, self.steps_since, self.last_time = int(agreed_interval), 0, time.monotonic()
+        stop = next((signum for signum, count in zip(STOP_SIGNALS[::-1], heard[::-1], strict=True) if count), None)
+        return Decision(stop, save > 0, tuple(summed[len(own) :]))
+
+    def saved(self) -> None:
+        """A checkpoint was written: the clock starts anew."""
+        self.last_save = time.monotonic()
+
+
+class Watchdog:
+    """Ends this process if nothing moves, whatever it waits for: a worker, a network, a disk, a device.
+
+    Collectives and the loader have time-outs of their own, which know more; this one comes a little later.
+
+    Args:
+        timeout_min: their time-out.
+    """
+
+    def __init__(self, timeout_min: float) -> None:
+        self.seconds = WATCHDOG_FACTOR * 60 * timeout_min + WATCHDOG_MARGIN_S
+        self.last_beat = time.monotonic()
+        self.over = threading.Event()
+
+    def __enter__(self) -> "Watchdog":
+        self.beat()
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.over.set()
+
+    def beat(self) -> None:
+        """Something moved."""
+        self.last_beat = time.monotonic()
+
+    def _watch(self) -> None:
+        while not self.over.wait(min(self.seconds / 10, 1.0)):
+            if time.monotonic() - self.last_beat > self.seconds:
+                logger.error(
+                    "no step has ended for %.0f s: a process that loads images, a collective, the disk or the device "
+                    "hangs, or did not answer. The last checkpoint is whole: start the same command to go on",
+                    self.seconds,
+                )
+                logging.shutdown()
+                os._exit(FAULT_STATUS)
+
+
+def hand_over(signals: StopSignals, stop: signal.Signals, step: int) -> NoReturn:
+    """End a run that was asked to stop and has saved; where Slurm wants its machines back, see that it runs again.
+
+    SIGUSR2 under submitit calls submitit's own handler on all ranks, which requeues the job with what is left to do.
+    Under Slurm alone rank 0 requeues it. SIGTERM does the same if Slurm sent it because another job needs the machines,
+    and only then: `scancel` sends it too.
+
+    Args:
+        signals: still open, with the handlers that were there before.
+        stop: the signal all ranks agreed on.
+        step: the last step that was taken, for messages.
+
+    Raises:
+        RunStopped: nobody starts the run again by itself.
+        SystemExit: the job is requeued.
+    """
+    stopped = RunStopped(stop, step)
+    job = os.environ.get("SLURM_JOB_ID")
+    if stop is signal.SIGTERM and job is not None and _is_being_preempted(job):
+        stop = signal.SIGUSR2
+    others = signals.previous.get(signal.SIGUSR2)
+    if stop is not signal.SIGUSR2 or (job is None and not callable(others)):
+        raise stopped
+    barrier()  # nobody leaves before all have come here: a task that ends takes the others with it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if is_main():
+        logger.info("saved at step %d; the job is requeued", step)
+        if callable(others):
+            others(signal.SIGUSR2, None)
+        else:
+            _requeue(str(job))
+    if world_size() > 1 or not callable(others):
+        time.sleep(REQUEUE_SECONDS)
+    raise SystemExit(FAULT_STATUS)
+
+
+def _is_being_preempted(job: str) -> bool:
+    try:
+        told = subprocess.run(["scontrol", "-o", "show", "job", job], capture_output=True, text=True, timeout=30).stdout
+    except (OSError, subprocess.SubprocessError):
+        return False
+    times = [word.removeprefix("PreemptTime=") for word in told.split() if word.startswith("PreemptTime=")]
+    return any(value not in ("None", "Unknown") for value in times)
+
+
+def _requeue(job: str) -> None:
+    try:
+        subprocess.run(["scontrol", "requeue", job], check=True, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = getattr(error, "stderr", None) or error
+        logger.error("job %s could not be requeued (%s); start the same command to go on", job, str(reason).strip())
+        raise SystemExit(FAULT_STATUS) from error

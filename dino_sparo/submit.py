@@ -1,0 +1,366 @@
+"""Submit a training run to Slurm, one task per GPU, requeued when it is preempted, at its time limit and after faults.
+
+    python run_with_submitit.py --nodes 1 --ngpus 8 --partition gpu --timeout_min 2800 \\
+        --data_path imagenet/train --output_dir runs/vits16
+
+Takes every option of the trainer (`--module`, by default `main_dino.py`) and a few of Slurm's. A job whose machines
+Slurm takes back saves between two steps, is requeued under the same number, and goes on from that very step.
+"""
+
+import argparse
+import logging
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import submitit
+from submitit.helpers import DelayedSubmission
+from submitit.slurm.slurm import SlurmExecutor, _make_sbatch_string
+
+from dino_sparo.clip import options as clip_options
+from dino_sparo.dino import options as dino_options
+from dino_sparo.runtime.cli import FAULT_STATUS, HelpFormatter, errors_in_one_line, say
+
+logger = logging.getLogger(__name__)
+
+# Slurm's warning before the end of the job's time; at most a quarter of that time.
+SIGNAL_DELAY_S = 120
+# Exit statuses of a job that may do better when started again: our own word for it, and ends by SIGABRT (NCCL's
+# watchdog), SIGBUS, SIGKILL (out of memory, too), SIGSEGV, and SIGUSR2 that came before anybody listened to it. SIGTERM
+# is what srun sends to the other tasks when one dies; of several statuses it tells the highest.
+FAULT_STATUSES = (FAULT_STATUS, 128 + 6, 128 + 7, 128 + 9, 128 + 11, 128 + 12, 128 + 15)
+# In the job's folder: says that an attempt ended by what the user must mend, or as somebody asked, whatever srun says,
+# which kills the tasks that have not ended yet.
+MEANT = "meant"
+
+
+class TrainingModule(NamedTuple):
+    """What a trainer offers to be submitted.
+
+    Attributes:
+        check_options: refuses what cannot be, before the job waits in the queue.
+        train: does the work in every task.
+    """
+
+    check_options: Callable[[argparse.Namespace], None]
+    train: Callable[[argparse.Namespace], None]
+
+
+def _dino() -> TrainingModule:
+    from dino_sparo.dino.train import train_dino
+
+    return TrainingModule(dino_options.check_options, train_dino)
+
+
+def _clip() -> TrainingModule:
+    try:
+        from dino_sparo.clip.train import train
+    except ImportError as error:
+        raise SystemExit(f"not submitted: CLIP needs the packages of `pip install -e '.[clip]'` ({error})") from error
+    return TrainingModule(clip_options.check_options, train)
+
+
+# Of the options alone, which import no torch, so that --help is fast.
+PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
+    "main_dino": dino_options.get_args_parser,
+    "dino_sparo.clip.train": clip_options.get_args_parser,
+}
+# Imported when asked for: a trainer needs torch, and may need packages that the others do not.
+TRAINERS: dict[str, Callable[[], TrainingModule]] = {"main_dino": _dino, "dino_sparo.clip.train": _clip}
+
+
+class Trainer:
+    """What runs in every task of the job.
+
+    Args:
+        args: the options of the trainer and of the job.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+
+    def __call__(self) -> None:
+        """Train; ranks and rendezvous come from Slurm's environment, or from submitit's where it runs without Slurm."""
+        import torch  # not above: the machine that submits need not wait for it
+
+        job = submitit.JobEnvironment()
+        module = TRAINERS[self.args.module]()
+        with errors_in_one_line(logger, note_meant=(job.paths.folder / MEANT).touch):
+            check_tasks(self.args, job.num_tasks, job.num_nodes, torch.cuda.device_count())
+            if job.cluster == "local":
+                _set_local_rendezvous(job)
+            self.args.output_dir = str(self.args.output_dir).replace("%j", job.job_id)
+            module.train(self.args)
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # there is nothing left to interrupt
+
+    def checkpoint(self) -> DelayedSubmission:
+        """Called by submitit when the job is requeued: the same again, which goes on from the checkpoint."""
+        return DelayedSubmission(type(self)(self.args))
+
+
+def check_tasks(args: argparse.Namespace, num_tasks: int, num_nodes: int, num_gpus: int) -> None:
+    """Refuse to train with other processes than were asked for.
+
+    Args:
+        args: the options.
+        num_tasks: tasks that were started.
+        num_nodes: nodes they run on.
+        num_gpus: GPUs that this task sees.
+
+    Raises:
+        ValueError: the numbers do not match.
+    """
+    if (num_tasks, num_nodes) != (args.nodes * args.ngpus, args.nodes):
+        raise ValueError(
+            f"{num_tasks} tasks on {num_nodes} nodes were started, but --nodes {args.nodes} --ngpus {args.ngpus} means "
+            f"{args.nodes * args.ngpus} on {args.nodes}; does --slurm_additional change the number of tasks?"
+        )
+    if args.device in ("auto", "cuda") and num_gpus not in (0, 1, args.ngpus):
+        raise ValueError(
+            f"this task sees {num_gpus} GPUs, but --ngpus {args.ngpus} asks for {args.ngpus} per node, one per task; "
+            f"does --slurm_additional change the number of GPUs?"
+        )
+    if args.device == "cuda" and num_gpus == 0:
+        raise ValueError("this task sees no GPU; give --device cpu, or a --partition with GPUs")
+
+
+def _set_local_rendezvous(job: submitit.JobEnvironment) -> None:
+    """What torchrun would set, for the tasks of a job on this machine."""
+    from dino_sparo.runtime.distributed import FIRST_PORT, NUM_PORTS
+
+    os.environ.update(
+        RANK=str(job.global_rank),
+        WORLD_SIZE=str(job.num_tasks),
+        LOCAL_RANK=str(job.local_rank),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(FIRST_PORT + int(job.job_id) % NUM_PORTS),
+    )
+
+
+def get_submission_parser(module: str = "main_dino", prog: str = "dino-sparo submit") -> argparse.ArgumentParser:
+    """The options of a trainer and those of the job.
+
+    Args:
+        module: a key of `PARSERS`.
+        prog: what `--help` calls the command.
+    """
+    parser = argparse.ArgumentParser(
+        prog,
+        parents=[PARSERS[module]()],
+        description=__doc__,
+        formatter_class=HelpFormatter,
+    )
+    group = parser.add_argument_group("Slurm job")
+    _add_module_option(group)
+    group.add_argument("--ngpus", type=int, default=8, help="GPUs, and tasks, per node.")
+    group.add_argument("--nodes", type=int, default=1, help="Nodes.")
+    group.add_argument("--timeout_min", type=int, default=2800, help="Time limit of the job in minutes.")
+    group.add_argument("--partition", default=None, help="Partition; the cluster's default if not given.")
+    group.add_argument("--mem_gb_per_gpu", type=int, default=None, help="Main memory per GPU in GB.")
+    group.add_argument("--cpus_per_task", type=int, default=10, help="CPU cores per GPU; match --num_workers.")
+    group.add_argument("--account", default=None, help="Account to charge.")
+    group.add_argument("--qos", default=None, help="Quality of service.")
+    group.add_argument("--constraint", default=None, help="Features the nodes must have.")
+    group.add_argument("--comment", default=None, help="Message to the scheduler.")
+    group.add_argument("--name", default="dino_sparo", help="Name of the job.")
+    group.add_argument(
+        "--slurm_additional",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="Any other options of sbatch, as exclude=node17 reservation=tuesday.",
+    )
+    group.add_argument("--job_dir", default=None, help="Folder of the job's own files; default: OUTPUT_DIR/%%j.")
+    group.add_argument(
+        "--max_requeues",
+        type=int,
+        default=10,
+        help="How often the job may be started again after a fault (a process that died, a hung network), and how "
+        "often at its time limit. Preemptions are not counted.",
+    )
+    group.add_argument("--dry_run", action="store_true", help="Print the batch script and submit nothing.")
+    group.add_argument("--local", action="store_true", help="Run the job's tasks on this machine, without Slurm.")
+    return parser
+
+
+def _add_module_option(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--module", default="main_dino", choices=sorted(PARSERS), help="The trainer to submit.")
+
+
+def job_folder(args: argparse.Namespace) -> Path:
+    """Where the job's own files go; `%j` stands for its number."""
+    return Path(args.job_dir or Path(args.output_dir) / "%j")
+
+
+def additional_parameters(pairs: list[str]) -> dict[str, str]:
+    """`KEY=VALUE` words as a dict.
+
+    Raises:
+        ValueError: a word without a key or a value.
+    """
+    for pair in pairs:
+        key, separator, value = pair.partition("=")
+        if not (key and separator and value):
+            raise ValueError(f"--slurm_additional {pair}: give KEY=VALUE, as exclude=node17")
+    return {pair.partition("=")[0].lstrip("-"): pair.partition("=")[2] for pair in pairs}
+
+
+def check_submission(args: argparse.Namespace) -> None:
+    """Refuse a job that cannot be.
+
+    Raises:
+        ValueError: names the option and what would do.
+    """
+    for name in ("ngpus", "nodes", "timeout_min", "cpus_per_task"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} {getattr(args, name)}: give a positive number")
+    for name, value in vars(args).items():
+        texts = value if isinstance(value, list) else [value]
+        if any(isinstance(text, str) and not text.isprintable() for text in texts):
+            raise ValueError(f"--{name} {value!r}: give text without line breaks and other control characters")
+    if args.max_requeues < 0:
+        raise ValueError(f"--max_requeues {args.max_requeues}: give 0 or more")
+    if args.local and args.nodes > 1:
+        raise ValueError(f"--local runs on this machine only, but --nodes is {args.nodes}; give --nodes 1")
+
+
+def job_parameters(args: argparse.Namespace) -> dict[str, Any]:
+    """submitit's parameters for the job, wherever it runs."""
+    parameters: dict[str, Any] = {
+        "name": args.name,
+        "nodes": args.nodes,
+        "tasks_per_node": args.ngpus,
+        "cpus_per_task": args.cpus_per_task,
+        "timeout_min": args.timeout_min,
+    }
+    if args.device != "cpu":
+        parameters["gpus_per_node"] = args.ngpus
+    if args.mem_gb_per_gpu is not None:
+        parameters["mem_gb"] = args.mem_gb_per_gpu * args.ngpus
+    return parameters
+
+
+def slurm_parameters(args: argparse.Namespace) -> dict[str, Any]:
+    """submitit's parameters for Slurm alone."""
+    folder = shell_path(job_folder(args))
+    names = ("partition", "account", "qos", "constraint", "comment")
+    return {
+        **{name: getattr(args, name) for name in names if getattr(args, name) is not None},
+        "signal_delay_s": min(SIGNAL_DELAY_S, 60 * args.timeout_min // 4),
+        # A rank that dies takes the others with it instead of leaving them in a collective.
+        # And srun of Slurm 22.05 and later has to be told again how many cores a task gets.
+        "srun_args": ["--kill-on-bad-exit=1", f"--cpus-per-task={args.cpus_per_task}"],
+        "additional_parameters": {"requeue": True, **additional_parameters(args.slurm_additional)},
+        # What an earlier attempt left would be taken for this one's result.
+        "setup": [f'rm -f -- {folder}/{MEANT} {folder}/"$SLURM_JOB_ID"_*_result.pkl'],
+        "teardown": requeue_after_faults(folder, args.max_requeues),
+    }
+
+
+def shell_path(folder: Path) -> str:
+    """A folder as a word of bash: with the job's number for `%j`, and quoted, so that nothing in it is run."""
+    return '"$SLURM_JOB_ID"'.join(shlex.quote(part) if part else "" for part in str(folder).split("%j"))
+
+
+def requeue_after_faults(folder: str, max_requeues: int) -> list[str]:
+    """The end of the batch script: submit the job again if starting it again may help.
+
+    A job that was cancelled is not running any more, and stays as it is. So does one that met a mistake of the user's,
+    or that was asked to stop and has saved.
+
+    Args:
+        folder: of the job's files, as a word of bash; its file `faults` counts.
+        max_requeues: how often at most.
+    """
+    return [
+        "status=$?",
+        f"faults={folder}/faults",
+        f'if [ ! -e {folder}/{MEANT} ] && [[ " {" ".join(map(str, FAULT_STATUSES))} " == *" $status "* ]] &&',
+        "    scontrol -o show job $SLURM_JOB_ID | grep -q 'JobState=RUNNING'; then",
+        '  echo "$(date -Is) exit status $status" >> "$faults"',
+        '  count=$(wc -l < "$faults")',
+        f'  if [ "$count" -le {max_requeues} ]; then',
+        f'    echo "exit status $status: requeued ($count of at most {max_requeues} times)" >&2',
+        "    scontrol requeue $SLURM_JOB_ID && sleep 60",
+        "  else",
+        f'    echo "exit status $status: not requeued again, --max_requeues is {max_requeues}" >&2',
+        "  fi",
+        "fi",
+        "exit $status",
+    ]
+
+
+def batch_script(args: argparse.Namespace) -> str:
+    """The file that would be given to sbatch."""
+    folder = job_folder(args)
+    command = f"{shlex.quote(sys.executable)} -u -m submitit.core._submit {shlex.quote(str(folder))}"
+    # As submitit itself would write it, also on a machine without Slurm, where its executor cannot be made.
+    parameters = SlurmExecutor._convert_parameters(SlurmExecutor.__new__(SlurmExecutor), job_parameters(args))
+    return _make_sbatch_string(command=command, folder=folder, **parameters, **slurm_parameters(args))
+
+
+def submit(args: argparse.Namespace) -> submitit.Job:
+    """Hand the run to Slurm, or to this machine.
+
+    Raises:
+        RuntimeError: there is no Slurm here.
+        submitit.core.utils.FailedJobError: Slurm refused the job.
+    """
+    folder = job_folder(args)
+    if args.local:
+        folder = Path(str(folder).replace("%j", "local"))  # its number is not known before it runs
+        executor = submitit.AutoExecutor(folder=folder, cluster="local", local_max_num_timeout=args.max_requeues)
+        executor.update_parameters(**job_parameters(args))
+    else:
+        executor = submitit.AutoExecutor(folder=folder, cluster="slurm", slurm_max_num_timeout=args.max_requeues)
+        specific = {f"slurm_{name}": value for name, value in slurm_parameters(args).items()}
+        executor.update_parameters(**job_parameters(args), **specific)
+    job = executor.submit(Trainer(args))
+    return job
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "dino-sparo submit") -> None:
+    """Check the options, submit the job and say how to follow it.
+
+    Args:
+        argv: options; None: the command line's. Those of the trainer depend on `--module` among them.
+        prog: what `--help` calls the command.
+    """
+    chooser = argparse.ArgumentParser(add_help=False)
+    _add_module_option(chooser)
+    module = chooser.parse_known_args(argv)[0].module
+    args = get_submission_parser(module, prog).parse_args(argv)
+    try:
+        # Now, rather than after an hour in the queue.
+        check_submission(args)
+        TRAINERS[module]().check_options(args)
+        if args.dry_run:
+            script = batch_script(args)
+        else:
+            job = submit(args)
+    except (ValueError, OSError, RuntimeError, submitit.core.utils.FailedJobError) as error:
+        raise SystemExit(f"not submitted: {error}") from error
+    if args.dry_run:
+        say(script)
+        return
+    say(f"job {job.job_id}\noutput {job.paths.stdout}\nlog    {job.paths.stderr}")
+    say(f"follow it with: tail -F {shlex.quote(str(job.paths.stderr))}")
+    if args.local:
+        wait(job)
+
+
+def wait(job: submitit.Job) -> None:
+    """Wait for a job on this machine.
+
+    Raises:
+        SystemExit: it failed.
+    """
+    try:
+        job.results()
+    except (submitit.core.utils.FailedJobError, submitit.core.utils.UncompletedJobError) as error:
+        raise SystemExit(f"job {job.job_id} failed; its log {job.paths.stderr} says why") from error
+    say(f"job {job.job_id} is done")
