@@ -1,16 +1,18 @@
 """dino_sparo: DINO and CLIP pretraining of a vision transformer that is read out as SPARO slots.
 
-The files of this package are the stages of the data flow, in order:
+The rooms of the house, in the order of the data flow:
 
-    1  images -> crops             sources/  scenes.py  data.py  crops.py  distort.py
-    2  crops -> tokens -> slots    backbone.py  readout.py (pooling.py)  encoder.py
-    3  encoding -> logits -> loss  head.py  loss.py
-    4  one step, one run           dino/step.py  optim.py  teacher.py  dino/train.py  training/
-    5  checkpoint -> evaluation    checkpoint.py (open_clip_names.py)  evaluation/  export.py
-       options                     cli.py  choices.py  dino/options.py  evaluation/options.py: without torch
-       plumbing                    distributed.py  preemption.py  runtime/  logs.py  extras.py
+    images -> crops                sources/  scenes.py  data.py  crops.py  distort.py
+    crops -> tokens -> slots       backbone.py  readout.py (pooling.py)  encoder.py
+    weights <-> files              checkpoint.py (open_clip_names.py)  export.py
+    a run, for any objective       training/  runtime/
+    DINO                           dino/        head.py  loss.py  teacher.py  step.py
+    CLIP                           clip/        model.py  loss.py  step.py; slots/  pictures/
+    what an encoder is worth       evaluation/  k-NN, linear probe, attention, atlas
+    images with captions           image_text/  text.py  pairs/  evaluation/
+    commands                       __main__.py  submit.py
 
-CLIP is the second objective on the same encoder: `clip/`.
+`docs/map.md` lists every file.
 
 One letter, one meaning, in every docstring and shape:
 

@@ -38,9 +38,9 @@ from dino_sparo.checkpoint import (
 from dino_sparo.choices import ARCHITECTURES
 from dino_sparo.crops import EvalTransform
 from dino_sparo.encoder import Encoder, encoder_from_config
-from dino_sparo.evaluation.protocol import file_sha256, versions, write_json
 from dino_sparo.open_clip_names import open_clip_settings, to_open_clip_names
 from dino_sparo.runtime.logs import setup_logging
+from dino_sparo.runtime.records import file_sha256, versions, write_json
 
 logger = logging.getLogger(__name__)
 

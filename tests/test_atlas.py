@@ -22,8 +22,8 @@ from dino_sparo.evaluation.atlas import Atlas, AtlasImage, AtlasSlot, build_atla
 from dino_sparo.evaluation.atlas_html import write_html
 from dino_sparo.evaluation.attention import attention_maps
 from dino_sparo.evaluation.names import short_name
-from dino_sparo.evaluation.protocol import write_json
 from dino_sparo.evaluation.views import SquareView
+from dino_sparo.runtime.records import write_json
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 PATCH = 8

@@ -11,56 +11,54 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "dino_sparo"
 README = ROOT / "README.md"
-MAPS = (ROOT / "docs" / "map.md", ROOT / "docs" / "clip.md")  # the second lists the files of clip/
+MAP = ROOT / "docs" / "map.md"
 
-# What every objective uses. `crops` stands here because evaluation looks through its EvalTransform.
-SHARED = {
-    "sources",
-    "data",
-    "scenes",
-    "crops",
-    "backbone",
-    "readout",
-    "pooling",
-    "open_clip_names",
-    "encoder",
-    "optim",
-    "checkpoint",
-    "evaluation",
-    "export",
-    "distributed",
-    "preemption",
-    "distort",
-    "runtime",
-    "logs",
-    "choices",
-    "training",
-    "cli",
-    "extras",
+# A room is a folder of the package, or "encoder": the files in its root, and sources/. What each may import besides
+# itself; whoever imports `dino_sparo` alone takes what its __init__ names, when it is used.
+FLOOR = {"encoder", "runtime"}
+ROOMS: dict[str, set[str]] = {
+    "runtime": {"choices", "_version"},
+    "encoder": {"runtime"},
+    "evaluation": FLOOR,
+    "training": FLOOR | {"evaluation"},
+    "image_text": FLOOR | {"evaluation"},
+    "dino": FLOOR | {"evaluation", "training"},
+    "clip": FLOOR | {"evaluation", "training", "image_text"},
+    "oc_clip": FLOOR | {"evaluation", "training", "image_text"},
+}
+ENCODER = {
+    "__init__",
     "_version",
+    "backbone",
+    "checkpoint",
+    "choices",
+    "crops",
+    "data",
+    "distort",
+    "encoder",
+    "export",
+    "open_clip_names",
+    "pooling",
+    "readout",
+    "scenes",
+    "sources",
 }
-
-# What each objective adds, and the modules besides the shared and its own that it may import.
-OBJECTIVES: dict[str, set[str]] = {
-    "dino": {"dino", "head", "loss", "teacher"},
-    "clip": {"clip"},
-    "oc_clip": {"oc_clip"},
-}
-BORROWS: dict[str, set[str]] = {"dino": set(), "clip": set(), "oc_clip": {"clip"}}
+ENTRIES = {"__main__", "submit"}  # they know all objectives
 
 # Beyond this the root is split into folders.
 MAX_ROOT_FILES = 24
 MAX_README_LINES = 250
 
 
-def modules() -> dict[str, list[Path]]:
-    """The files of the package by the first part of their name: a module, or a folder of modules."""
-    found: dict[str, list[Path]] = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        first = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        if first != "__init__":
-            found.setdefault(first, []).append(path)
-    return found
+def modules() -> list[Path]:
+    """The files of the package."""
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def room_of(name: str) -> str:
+    """The room of a module, by its name below `dino_sparo`."""
+    first = name.split(".")[0]
+    return "encoder" if first in ENCODER else first
 
 
 def parsed(path: Path) -> ast.Module:
@@ -68,7 +66,7 @@ def parsed(path: Path) -> ast.Module:
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Names of the package's modules that a file imports, anywhere in it."""
+    """Names below `dino_sparo` of what a file imports, anywhere in it."""
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
@@ -79,43 +77,36 @@ def imported(path: Path) -> Iterator[str]:
             names = [f"{base}.{alias.name}" for alias in node.names] if base == "dino_sparo" else [base]
         else:
             continue
-        yield from (name.split(".")[1] for name in names if name.startswith("dino_sparo."))
-
-
-def allowed_imports() -> dict[str, set[str]]:
-    """For every module what it may import: shared ones only shared ones, an objective's also its own and borrowed."""
-    table = dict.fromkeys(SHARED, SHARED)
-    for objective, own in OBJECTIVES.items():
-        borrowed = {name for lender in BORROWS[objective] for name in OBJECTIVES[lender]}
-        table |= dict.fromkeys(own, SHARED | own | borrowed)
-    return table
+        yield from (name.removeprefix("dino_sparo.") for name in names if name.startswith("dino_sparo."))
 
 
 # Imports.
 
 
-def test_every_module_has_a_place_in_the_table() -> None:
-    unplaced = modules().keys() - allowed_imports().keys()
-    assert not unplaced, f"say in this file whether {sorted(unplaced)} is shared or belongs to an objective"
-    assert modules().keys() >= SHARED | OBJECTIVES["dino"]
+def test_every_module_has_a_room() -> None:
+    names = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in modules()}
+    unplaced = {name for name in names - ENTRIES if room_of(name) not in ROOMS}
+    assert not unplaced, f"say in this file which room {sorted(unplaced)} belongs to"
 
 
-@pytest.mark.parametrize("name", sorted(modules()))
-def test_modules_import_only_what_their_place_allows(name: str) -> None:
-    allowed = allowed_imports()[name]
-    for path in modules()[name]:
-        forbidden = set(imported(path)) - allowed
-        assert not forbidden, f"{path.relative_to(ROOT)} imports {sorted(forbidden)}"
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_modules_import_only_what_their_room_allows(path: Path) -> None:
+    first = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    if first in ENTRIES or path == PACKAGE / "__init__.py":
+        return
+    room = room_of(first)
+    allowed = ROOMS[room] | {room}
+    forbidden = {name for name in imported(path) if not {room_of(name), name} & allowed}
+    assert not forbidden, f"{path.relative_to(ROOT)} imports {sorted(forbidden)}"
 
 
 def test_the_package_imports_nothing_from_scripts_tests_or_benchmarks() -> None:
     outside = {path.stem for path in ROOT.glob("*.py")} | {"tests", "benchmarks", "reference"}
-    for paths in modules().values():
-        for path in paths:
-            for node in ast.walk(parsed(path)):
-                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-                names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
-                assert not outside & {name.split(".")[0] for name in names}, path
+    for path in modules():
+        for node in ast.walk(parsed(path)):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            assert not outside & {name.split(".")[0] for name in names}, path
 
 
 def test_the_rule_catches_every_way_of_importing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,11 +115,12 @@ def test_the_rule_catches_every_way_of_importing(tmp_path: Path, monkeypatch: py
     path.parent.mkdir(parents=True)
     path.write_text(
         "import torch, dino_sparo.dino.head\n"
-        "from dino_sparo import loss\n"
+        "from dino_sparo import clip\n"
         "from dino_sparo.dino.teacher import ema_update_\n"
         "def late():\n    from ..encoder import Encoder\n    from .features import extract\n"
     )
-    assert sorted(imported(path)) == ["encoder", "evaluation", "head", "loss", "teacher"]
+    assert sorted(imported(path)) == ["clip", "dino.head", "dino.teacher", "encoder", "evaluation.features"]
+    assert [room_of(name) for name in sorted(imported(path))] == ["clip", "dino", "dino", "encoder", "evaluation"]
 
 
 # Files.
@@ -164,12 +156,11 @@ def test_scripts_do_nothing_when_imported() -> None:
 
 
 def test_the_package_does_not_print() -> None:
-    for paths in modules().values():
-        for path in paths:
-            for node in ast.walk(parsed(path)):
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                    line = f"{path.relative_to(ROOT)}:{node.lineno}"
-                    assert node.func.id != "print", f"{line} prints; use the module's logger"
+    for path in modules():
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                line = f"{path.relative_to(ROOT)}:{node.lineno}"
+                assert node.func.id != "print", f"{line} prints; use the module's logger, or say() for a result"
 
 
 def test_no_file_names_a_folder_of_somebodys_machine() -> None:
@@ -213,16 +204,16 @@ def test_the_readmes_map_is_understood(template: str) -> None:
 
 
 @needs_readme
-def test_every_path_of_the_maps_exists() -> None:
-    listed = [name for page in MAPS for name in listed_paths(page.read_text(encoding="utf-8"))]
+def test_every_path_of_the_map_exists() -> None:
+    listed = listed_paths(MAP.read_text(encoding="utf-8"))
     assert not [name for name in listed if not list(ROOT.glob(name.rstrip("/")))]
 
 
 @needs_readme
-def test_every_script_and_module_is_in_a_map() -> None:
+def test_every_script_and_module_is_in_the_map() -> None:
     scripts = {path.name for path in ROOT.glob("*.py")}
     files = {str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*.py")}
-    listed = {name for page in MAPS for name in listed_paths(page.read_text(encoding="utf-8"))}
+    listed = set(listed_paths(MAP.read_text(encoding="utf-8")))
     untold = {name for name in files if name.endswith(("__init__.py", "_version.py"))}
     assert sorted((scripts | files) - untold - listed) == []
 

@@ -1,21 +1,15 @@
 """CLIP with SPARO: images and captions as slots of one shared space, on the encoder that DINO trains.
 
-The second objective. The image encoder, its read-outs, the optimizer, checkpoints and logs are the shared stages of
-`dino_sparo`; the files of this folder are what CLIP adds, in the order of the data flow:
+The second objective. The image encoder, its read-outs, the trainer, checkpoints and logs are the shared rooms of
+`dino_sparo`; captions, pairs and evaluations are those of `dino_sparo.image_text`. Here is what CLIP adds:
 
-    1  pairs -> batches            pairs.py  pair_sources.py  pair_tars.py  pair_tables.py  pair_captions.py
-                                   pair_streams.py
-    2  images, captions -> slots   text.py  readouts.py  config.py  model.py  convert.py
-    3  slots -> loss, one step     loss.py  step.py
-    4  a whole training            train.py  options.py (choices.py)  presets.py  start.py  validation.py
-                                   zero_shot_probe.py
-    5  checkpoint -> evaluation    protocol.py  encode.py; zero_shot.py (classes.py  prompts.py)  retrieval.py
-                                   (caption_sets.py  image_files.py)  sugarcrepe.py (scene_pairs.py)  winoground.py
-                                   probe.py  adapter.py  (evaluation_options.py)
-    6  interventions on slots      slots.py  select.py  mask.py (mask_fit.py)  sweep.py (plots.py)
-                                   pictures.py (words.py  concepts.py  sheet.py  pictures_html.py)
-                                   (slot_options.py)
-    7  all of these, small         demo.py
+    images, captions -> slots      readouts.py  config.py  model.py  convert.py  start.py
+    slots -> loss, one step        loss.py  step.py
+    a whole training               train.py  options.py (choices.py)  presets.py
+    checkpoint -> evaluation       evaluated.py  adapter.py
+    interventions on slots         slots/
+    what slots look at             pictures/
+    all of these, small            demo.py
 
 Letters are those of `dino_sparo`, and besides
 

@@ -6,12 +6,13 @@ from importlib.metadata import version
 
 from dino_sparo.clip.model import CLIP, load_clip
 from dino_sparo.clip.slots.subsets import open_slots
-from dino_sparo.evaluation.protocol import versions, view_record
+from dino_sparo.evaluation.protocol import view_record
 from dino_sparo.image_text.evaluation.encode import ClipEncoder, ClipView
 from dino_sparo.image_text.evaluation.protocol import EvaluatedModel
 from dino_sparo.image_text.text import tokenize
 from dino_sparo.runtime.distributed import PRECISIONS, Distributed
 from dino_sparo.runtime.extras import require
+from dino_sparo.runtime.records import versions
 
 
 def open_clip_model(args: argparse.Namespace, place: Distributed, border: int = 0) -> EvaluatedModel:

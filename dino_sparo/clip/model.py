@@ -22,9 +22,9 @@ from dino_sparo.clip.config import CLIPConfig, check_readout
 from dino_sparo.clip.convert import infer_clip_config, read_open_clip_model
 from dino_sparo.clip.readouts import create_tower_readout
 from dino_sparo.encoder import Encoder, EncoderConfig, encoder_from_config
-from dino_sparo.evaluation.protocol import file_sha256
 from dino_sparo.image_text.text import TextConfig, TextEncoder
 from dino_sparo.readout import ReadoutOutput
+from dino_sparo.runtime.records import file_sha256
 
 INITIAL_TEMPERATURE = 0.07
 

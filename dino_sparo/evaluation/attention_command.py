@@ -37,7 +37,7 @@ from dino_sparo.evaluation.features import disjoint_subsets
 from dino_sparo.evaluation.names import file_names, run_names, short_name
 from dino_sparo.evaluation.page import require_matplotlib
 from dino_sparo.evaluation.pictures import MapSet, compare_page, grid_page, matrix_page, tile_picture
-from dino_sparo.evaluation.protocol import EvaluatedEncoder, open_encoder, result_folder, versions, write_json
+from dino_sparo.evaluation.protocol import EvaluatedEncoder, open_encoder, result_folder
 from dino_sparo.evaluation.views import (
     SquareView,
     choose_view,
@@ -50,6 +50,7 @@ from dino_sparo.evaluation.views import (
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.distributed import detect_launcher, select_device
 from dino_sparo.runtime.logs import printable, setup_logging
+from dino_sparo.runtime.records import versions, write_json
 
 logger = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ from torch.nn import functional as F
 
 from dino_sparo.checkpoint import read_torch_file
 from dino_sparo.data import Batch, ImageDataset, ImageSource, ShardSampler, create_loader
-from dino_sparo.evaluation.protocol import write_json
 from dino_sparo.runtime.distributed import all_gather_ragged, rank, world_size
 from dino_sparo.runtime.logs import progress
+from dino_sparo.runtime.records import write_json
 from dino_sparo.sources.limits import parse_json
 
 logger = logging.getLogger(__name__)

@@ -19,18 +19,11 @@ import torch
 from dino_sparo.crops import EvalTransform
 from dino_sparo.evaluation.features import Features, load_features, save_features
 from dino_sparo.evaluation.knn import KNNResult, classify_on_rank_0, extract_splits
-from dino_sparo.evaluation.protocol import (
-    file_sha256,
-    open_encoder,
-    open_splits,
-    result_folder,
-    versions,
-    view_record,
-    write_json,
-)
+from dino_sparo.evaluation.protocol import open_encoder, open_splits, result_folder, view_record
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.distributed import PRECISIONS, Distributed, init_distributed, is_main
 from dino_sparo.runtime.logs import setup_logging
+from dino_sparo.runtime.records import file_sha256, versions, write_json
 from dino_sparo.sources import ImageLimits, TableColumns
 
 logger = logging.getLogger(__name__)

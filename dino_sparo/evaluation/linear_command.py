@@ -29,18 +29,11 @@ from dino_sparo.data import ImageSource
 from dino_sparo.evaluation.features import Features, extract_split
 from dino_sparo.evaluation.linear import MOMENTUM, REFERENCE_BATCH, Batches, LinearProbe, probe_accuracy
 from dino_sparo.evaluation.linear_run import ProbeRun, cached_batches, check_same_record, live_batches, load_heads
-from dino_sparo.evaluation.protocol import (
-    EvaluatedEncoder,
-    open_encoder,
-    open_splits,
-    result_folder,
-    versions,
-    view_record,
-    write_json,
-)
+from dino_sparo.evaluation.protocol import EvaluatedEncoder, open_encoder, open_splits, result_folder, view_record
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.distributed import PRECISIONS, Distributed, all_reduce_sum, init_distributed, is_main
 from dino_sparo.runtime.logs import setup_logging
+from dino_sparo.runtime.records import versions, write_json
 from dino_sparo.sources import ImageLimits, TableColumns
 
 logger = logging.getLogger(__name__)

@@ -25,9 +25,9 @@ from dino_sparo.evaluation.linear import (
     scaled_learning_rates,
     train_one_epoch,
 )
-from dino_sparo.evaluation.protocol import plain
 from dino_sparo.runtime.distributed import is_main, rank, world_size
 from dino_sparo.runtime.logs import progress
+from dino_sparo.runtime.records import plain
 
 logger = logging.getLogger(__name__)
 

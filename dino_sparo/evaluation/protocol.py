@@ -5,24 +5,13 @@ weights (by hash), which network in them, which images, how resized, which versi
 to the next: the same command writes the same file.
 """
 
-import hashlib
-import json
 import logging
-import math
-import os
-import platform
-import subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import PIL
-import timm
 import torch
-import torchvision
 
-from dino_sparo._version import __version__
 from dino_sparo.checkpoint import encoder_of, load_checkpoint, normalization_of
 from dino_sparo.data import (
     IMAGENET_MEAN,
@@ -39,8 +28,6 @@ from dino_sparo.sources.decode import DEFAULT_LIMITS
 from dino_sparo.sources.tables import USUAL_COLUMNS
 
 logger = logging.getLogger(__name__)
-
-HASH_BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -198,38 +185,6 @@ def view_record(transform: Any) -> dict[str, Any]:
     }
 
 
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a file, hexadecimal."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(HASH_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def versions() -> dict[str, str]:
-    """Versions of what the numbers depend on."""
-    return {
-        "dino_sparo": __version__,
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "torchvision": str(torchvision.__version__),
-        "timm": timm.__version__,
-        "numpy": np.__version__,
-        "pillow": PIL.__version__,
-    }
-
-
-def git_hash() -> str | None:
-    """The commit this code was checked out from; None if it does not run from a checkout."""
-    try:
-        folder = Path(__file__).resolve().parents[2]
-        told = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return told.stdout.strip() or None if (folder / ".git").exists() else None
-
-
 def result_folder(output_dir: str | None, pretrained_weights: str) -> Path:
     """Where results go: `output_dir`, created if need be, else beside the checkpoint, else the current folder."""
     if not output_dir:
@@ -237,19 +192,3 @@ def result_folder(output_dir: str | None, pretrained_weights: str) -> Path:
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-def write_json(values: dict[str, Any], path: Path) -> None:
-    """Write plain values so that `path` always holds a whole file, the old or the new."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(plain(values), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
-
-
-def plain(value: Any) -> Any:
-    """The same values with None for numbers that JSON cannot hold (NaN and infinity)."""
-    if isinstance(value, dict):
-        return {name: plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

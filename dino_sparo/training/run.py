@@ -22,7 +22,6 @@ from dino_sparo.checkpoint import (
     random_state,
     restore_random_state,
 )
-from dino_sparo.evaluation.protocol import git_hash, plain, versions
 from dino_sparo.runtime.distributed import (
     Distributed,
     all_gather_object,
@@ -37,6 +36,7 @@ from dino_sparo.runtime.distributed import (
 )
 from dino_sparo.runtime.logs import RunLog, log_options, setup_logging
 from dino_sparo.runtime.preemption import Agreement, StopSignals, Watchdog, hand_over
+from dino_sparo.runtime.records import git_hash, plain, versions
 from dino_sparo.runtime.run_lock import RunLock
 from dino_sparo.training.loop import Progress, Stretch, train_one_epoch
 from dino_sparo.training.objective import Objective

@@ -33,7 +33,7 @@ from dino_sparo.clip.slots.subsets import SlotSelection, check_fits, read_slots
 from dino_sparo.evaluation.attention import check_share, class_token_share, effective_patches
 from dino_sparo.evaluation.names import run_names
 from dino_sparo.evaluation.page import require_matplotlib
-from dino_sparo.evaluation.protocol import result_folder, versions, write_json
+from dino_sparo.evaluation.protocol import result_folder
 from dino_sparo.evaluation.views import SquareView, view_pixels
 from dino_sparo.image_text.evaluation.protocol import open_evaluation_images
 from dino_sparo.image_text.pairs.batches import LeftOut, PairSource
@@ -42,6 +42,7 @@ from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.text import tokenize
 from dino_sparo.runtime.distributed import detect_launcher, select_device
 from dino_sparo.runtime.logs import printable, setup_logging
+from dino_sparo.runtime.records import versions, write_json
 from dino_sparo.scenes import Scenes
 from dino_sparo.sources import IMAGE_EXTENSIONS
 from dino_sparo.sources.packed import FileSource

@@ -25,8 +25,8 @@ from torch.nn import functional as F
 from dino_sparo.clip.choices import NORMALIZED_PER_SLOT
 from dino_sparo.clip.config import CLIPConfig
 from dino_sparo.clip.model import CLIP, ClipOutput, LoadedClip, normalize_slots
-from dino_sparo.evaluation.protocol import file_sha256
 from dino_sparo.readout import ReadoutOutput
+from dino_sparo.runtime.records import file_sha256
 from dino_sparo.sources.limits import parse_json
 
 FORMS = (

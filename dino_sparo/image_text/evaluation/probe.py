@@ -30,7 +30,6 @@ from torch.nn import functional as F
 from dino_sparo.data import EpochSampler, align_classes, require_labels
 from dino_sparo.evaluation.features import Features, load_features, save_features
 from dino_sparo.evaluation.linear import LinearProbe, cosine_factor, probe_accuracy
-from dino_sparo.evaluation.protocol import file_sha256, versions
 from dino_sparo.image_text.choices import PROBE_BATCH_SIZE
 from dino_sparo.image_text.evaluation.protocol import (
     OpenModel,
@@ -40,6 +39,7 @@ from dino_sparo.image_text.evaluation.protocol import (
 from dino_sparo.image_text.evaluation.zero_shot import count_hits
 from dino_sparo.runtime.distributed import Distributed, all_reduce_sum, init_distributed, is_main, rank, world_size
 from dino_sparo.runtime.logs import setup_logging
+from dino_sparo.runtime.records import file_sha256, versions
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from dino_sparo.data import ImageSource, open_source
-from dino_sparo.evaluation.protocol import file_sha256, write_json
 from dino_sparo.image_text.evaluation.encode import ClipEncoder
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.distributed import is_main, rank_0_first
+from dino_sparo.runtime.records import file_sha256, write_json
 from dino_sparo.scenes import INDEPENDENT, Scenes, parse_scenes_spec
 
 

@@ -1,0 +1,68 @@
+"""What a result file says besides its numbers, and how it is written: hashes, versions, strict JSON."""
+
+import hashlib
+import json
+import math
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL
+import timm
+import torch
+import torchvision
+
+from dino_sparo._version import __version__
+
+HASH_BLOCK_BYTES = 1 << 20
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file, hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(HASH_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the numbers depend on."""
+    return {
+        "dino_sparo": __version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "torchvision": str(torchvision.__version__),
+        "timm": timm.__version__,
+        "numpy": np.__version__,
+        "pillow": PIL.__version__,
+    }
+
+
+def git_hash() -> str | None:
+    """The commit this code was checked out from; None if it does not run from a checkout."""
+    try:
+        folder = Path(__file__).resolve().parents[2]
+        told = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return told.stdout.strip() or None if (folder / ".git").exists() else None
+
+
+def write_json(values: dict[str, Any], path: Path) -> None:
+    """Write plain values so that `path` always holds a whole file, the old or the new."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(plain(values), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def plain(value: Any) -> Any:
+    """The same values with None for numbers that JSON cannot hold (NaN and infinity)."""
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
