@@ -110,7 +110,7 @@ COMMANDS: dict[str, Command] = {
     "linear": Command(
         "A checkpoint and labelled images -> linear probes, one per learning rate, and their accuracy.",
         evaluation.linear_parser,
-        "dino_sparo.evaluation.linear_command:evaluate_checkpoint",
+        "dino_sparo.evaluation.linear_command:probe_checkpoint",
     ),
     "attention": Command(
         "A checkpoint and images -> one attention map per slot or head; the slot atlas.",
