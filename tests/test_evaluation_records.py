@@ -33,7 +33,7 @@ EVALUATIONS: dict[str, tuple[object, ...]] = {
     "sugarcrepe": ("sugarcrepe", *PAIRS),
     "winoground": ("winoground", *MODEL, "--data_path", "winoground", "--images", "pairs/images"),
     "probe": ("clip-probe", *MODEL, "--data_path", "scenes:60:32", "--epochs", 2, "--probe_batch_size", 12),
-    "slots": ("select", *MODEL, "--data_path", "scenes:60:32", "--keep", 2),
+    "slots": ("select", *MODEL, "--data_path", "scenes:44:32", "--keep", 2),
     "mask": ("mask", *PAIRS, "--epochs", 3, "--mask_batch_size", 12, "--evaluate", "scenes:40:32"),
     "zero_shot_slots": ("zero-shot", *MODEL, "--data_path", "scenes:60:32", "--slots", "slots.json"),
     "sugarcrepe_mask": ("sugarcrepe", *PAIRS, "--slots", "mask.json"),
