@@ -6,11 +6,12 @@
 """
 
 import gzip
-import importlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from dino_sparo.__main__ import run
 
 REFERENCE = Path(__file__).resolve().parent / "reference"
 
@@ -52,26 +53,10 @@ CLIP_RUN = {
     "lr": 0.01,
 }
 
-# Command -> where its `main` is now, which takes the words of a command line.
-COMMANDS = {
-    "knn": "eval_knn",
-    "train-dino": "main_dino",
-    "train-clip": "dino_sparo.clip.train",
-    "zero-shot": "dino_sparo.clip.zero_shot",
-    "retrieval": "dino_sparo.clip.retrieval",
-    "sugarcrepe": "dino_sparo.clip.sugarcrepe",
-    "winoground": "dino_sparo.clip.winoground",
-    "clip-probe": "dino_sparo.clip.probe",
-    "select": "dino_sparo.clip.select",
-    "mask": "dino_sparo.clip.mask",
-    "sweep": "dino_sparo.clip.sweep",
-    "scene-pairs": "dino_sparo.clip.scene_pairs",
-}
-
 
 def command(name: str, *words: object) -> Any:
     """Run a command in this process. Nothing else in the tests of records knows how a command is called."""
-    return importlib.import_module(COMMANDS[name]).main([str(word) for word in words])
+    return run(name, [str(word) for word in words])
 
 
 def words_of(options: Mapping[str, object]) -> list[str]:

@@ -15,7 +15,7 @@ import visualize_attention
 from dino_sparo.checkpoint import encoder_description, save_checkpoint
 from dino_sparo.data import IMAGENET_MEAN, IMAGENET_STD, CorruptImageError
 from dino_sparo.encoder import Encoder, EncoderConfig, encoder_from_config
-from dino_sparo.evaluation import page
+from dino_sparo.evaluation import attention_command, page
 from dino_sparo.evaluation.attention import (
     attention_maps,
     class_token_share,
@@ -436,7 +436,7 @@ def test_mistakes_end_with_one_line(
 def test_an_unreadable_image_is_named(tmp_path: Path) -> None:
     (tmp_path / "empty.png").touch()
     with pytest.raises(CorruptImageError, match=r"empty.png: the file is empty"):
-        visualize_attention.read_images(open_images(str(tmp_path / "empty.png")), 1)
+        attention_command.read_images(open_images(str(tmp_path / "empty.png")), 1)
 
 
 def test_missing_matplotlib_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

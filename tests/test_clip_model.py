@@ -410,8 +410,11 @@ def test_without_open_clip_the_tokenizer_names_the_extra(monkeypatch: pytest.Mon
 
 
 def test_the_model_itself_needs_neither_open_clip_nor_entmax() -> None:
-    folder = Path(dino_sparo.__file__).parent / "clip"
-    for name in ("__init__", "config", "convert", "model", "readouts", "text"):
+    folder = Path(dino_sparo.__file__).parent
+    for name in (
+        *(f"clip/{name}" for name in ("__init__", "config", "convert", "model", "readouts")),
+        "image_text/text",
+    ):
         for node in ast.parse((folder / f"{name}.py").read_text(encoding="utf-8")).body:
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 assert not any(extra in ast.unparse(node) for extra in ("open_clip ", "open_clip.", "entmax"))

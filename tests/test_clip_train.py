@@ -310,7 +310,13 @@ def test_memory_of_a_step_is_reported(tmp_path: Path, caplog: pytest.LogCaptureF
 def test_a_compiled_run_gives_the_losses_of_a_plain_one(tmp_path: Path) -> None:
     run(tmp_path / "plain", epochs=1)
     # In another process: here all annotations are checked at run time, which does not compile.
-    command = [sys.executable, "-m", "dino_sparo.clip.train", *options(tmp_path / "compiled", epochs=1, compile="on")]
+    command = [
+        sys.executable,
+        "-m",
+        "dino_sparo",
+        "train-clip",
+        *options(tmp_path / "compiled", epochs=1, compile="on"),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "compiled in" in done.stderr

@@ -13,7 +13,7 @@ from PIL import Image
 import eval_knn
 from dino_sparo.checkpoint import encoder_description
 from dino_sparo.encoder import create_encoder
-from dino_sparo.evaluation import knn, neighbours
+from dino_sparo.evaluation import knn, knn_command, neighbours
 from dino_sparo.evaluation.features import Features
 from dino_sparo.evaluation.knn import KNNResult, knn_classify, knn_predict
 from dino_sparo.runtime.distributed import shutdown
@@ -269,7 +269,7 @@ def checkpoint(tmp_path) -> Path:
 def evaluate(*options: object) -> dict:
     arguments = [*map(str, options), "--device", "cpu", "--num_workers", "0", "--batch_size_per_gpu", "4"]
     try:
-        return eval_knn.evaluate_checkpoint(eval_knn.get_args_parser().parse_args(arguments))
+        return knn_command.evaluate_checkpoint(eval_knn.get_args_parser().parse_args(arguments))
     finally:
         shutdown()
 

@@ -13,6 +13,7 @@ import eval_linear
 from dino_sparo.checkpoint import encoder_description
 from dino_sparo.crops import EvalTransform
 from dino_sparo.encoder import create_encoder
+from dino_sparo.evaluation import linear_command
 from dino_sparo.evaluation.features import Features
 from dino_sparo.evaluation.linear import (
     LinearProbe,
@@ -213,7 +214,7 @@ def test_live_and_cached_batches_take_the_images_in_the_same_order():
 
 def test_a_probes_view_is_a_pure_function_of_the_image_and_its_random_numbers():
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (31, 43, 3), dtype=np.uint8))
-    augmentation = eval_linear.ProbeAugmentation(16, (0.0,) * 3, (1.0,) * 3)
+    augmentation = linear_command.ProbeAugmentation(16, (0.0,) * 3, (1.0,) * 3)
     views = [augmentation(image, np.random.default_rng(seed))[0] for seed in (1, 1, 2)]
     assert views[0].shape == (3, 16, 16)
     assert torch.equal(views[0], views[1])
@@ -221,10 +222,10 @@ def test_a_probes_view_is_a_pure_function_of_the_image_and_its_random_numbers():
 
 
 def test_half_of_the_probes_views_are_mirrored(monkeypatch):
-    monkeypatch.setattr(eval_linear, "sample_box", lambda rng, height, width, scale: (0, 0, height, width))
+    monkeypatch.setattr(linear_command, "sample_box", lambda rng, height, width, scale: (0, 0, height, width))
     pixels = np.zeros((16, 16, 3), dtype=np.uint8)
     pixels[:, 8:] = 255
-    augmentation = eval_linear.ProbeAugmentation(16, (0.0,) * 3, (1.0,) * 3)
+    augmentation = linear_command.ProbeAugmentation(16, (0.0,) * 3, (1.0,) * 3)
     rng = np.random.default_rng(0)
     lefts = [float(augmentation(Image.fromarray(pixels), rng)[0][0, 0, 0]) for _ in range(200)]
     assert set(lefts) == {0.0, 1.0}
@@ -248,7 +249,9 @@ def probe(checkpoint: Path, *options: object) -> dict:
     fixed = ["--pretrained_weights", checkpoint, "--data_path", "scenes:24:24", "--device", "cpu", "--num_workers", 0]
     fixed += ["--batch_size_per_gpu", 8]
     try:
-        return eval_linear.probe_checkpoint(eval_linear.get_args_parser().parse_args([*map(str, (*fixed, *options))]))
+        return linear_command.probe_checkpoint(
+            eval_linear.get_args_parser().parse_args([*map(str, (*fixed, *options))])
+        )
     finally:
         shutdown()
 

@@ -43,16 +43,16 @@ def ends_in_one_line(package: str, *command: str) -> str:
 @pytest.mark.parametrize(
     ("package", "command", "remedy"),
     [
-        ("open_clip", "dino_sparo.clip.train --output_dir {}", r"dino_sparo[clip]"),
+        ("open_clip", "dino_sparo train-clip --output_dir {}", r"dino_sparo[clip]"),
         (
             "open_clip",
-            "dino_sparo.image_text.evaluation.zero_shot --pretrained_weights {}/w --data_path scenes",
+            "dino_sparo zero-shot --pretrained_weights {}/w --data_path scenes",
             "dino_sparo[clip]",
         ),
-        ("entmax", "dino_sparo.clip.train --output_dir {} --readout fdt --data_path scenes:8:32", "dino_sparo[clip]"),
-        ("matplotlib", "dino_sparo.clip.slots.sweep {}/zero_shot.json", "dino_sparo[plots]"),
-        ("matplotlib", "visualize_attention --pretrained_weights {}/w", "dino_sparo[plots]"),
-        ("clip_benchmark", "dino_sparo.clip.adapter eval", "pip install clip-benchmark"),
+        ("entmax", "dino_sparo train-clip --output_dir {} --readout fdt --data_path scenes:8:32", "dino_sparo[clip]"),
+        ("matplotlib", "dino_sparo sweep {}/zero_shot.json", "dino_sparo[plots]"),
+        ("matplotlib", "dino_sparo attention --pretrained_weights {}/w", "dino_sparo[plots]"),
+        ("clip_benchmark", "dino_sparo clip-benchmark eval", "pip install clip-benchmark"),
     ],
 )
 def test_a_missing_package_ends_the_command_in_one_line(

@@ -23,6 +23,7 @@ from dino_sparo.data import (
 )
 from dino_sparo.encoder import Encoder, EncoderConfig, encoder_from_config
 from dino_sparo.runtime.distributed import rank_0_first
+from dino_sparo.runtime.records import file_sha256
 from dino_sparo.sources import ImageLimits, TableColumns
 from dino_sparo.sources.decode import DEFAULT_LIMITS
 from dino_sparo.sources.tables import USUAL_COLUMNS

@@ -31,7 +31,7 @@ EVALUATIONS = {
     "dino": ("knn", ["--data_path", "scenes:120:32", "--nb_knn", "5"]),
     "clip": ("zero-shot", ["--data_path", "scenes:60:32"]),
 }
-RUNS = {"dino": ("train-dino", s.DINO_RUN), "clip": ("train-clip", s.CLIP_RUN)}
+RUNS = {"dino": ("train", s.DINO_RUN), "clip": ("train-clip", s.CLIP_RUN)}
 EVALUATION_WORDS = ["--device", "cpu", "--num_workers", "0", "--batch_size_per_gpu", "16"]
 
 
