@@ -1,8 +1,8 @@
 """Mutation testing: change one thing in a module at a time, and see whether the module's own tests notice.
 
     make mutants                                        a seeded sample of every module's mutants
-    python tests/mutants.py optim loss --sample 0       all mutants of two modules
-    python tests/mutants.py optim --again               once more those that survived, after writing tests for them
+    python tests/mutants.py training/optim dino/loss --sample 0       all mutants of two modules
+    python tests/mutants.py training/optim --again               once more those that survived, after writing tests for them
 
 The mutants and the files of results are cosmic-ray's, so `cr-report` and `cr-html` read them. What differs is how a
 mutant is tried: the libraries are imported once, every mutant is a fork of that process, and no file is changed.
@@ -55,10 +55,10 @@ TESTS: dict[str, list[str]] = {
     "readout": ["test_readout"],
     "encoder": ["test_encoder"],
     "backbone": ["test_backbone"],
-    "head": ["test_head"],
-    "loss": ["test_loss", "test_collapse"],
-    "optim": ["test_optim"],
-    "teacher": ["test_teacher"],
+    "dino/head": ["test_head"],
+    "dino/loss": ["test_loss", "test_collapse"],
+    "training/optim": ["test_optim"],
+    "dino/teacher": ["test_teacher"],
     "crops": ["test_crops"],
     "distort": ["test_distort"],
     "checkpoint": ["test_checkpoint", "test_checkpoint_folder", "test_init_from"],

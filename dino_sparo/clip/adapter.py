@@ -11,7 +11,7 @@ asks for features, normalises each as a whole and takes dot products. What it is
     unnormalized     the slots side by side as they are, so that long slots count more; for `cls` and `gap` the same
                      numbers as above, since they have but one slot
 
-With `:FILE.json` after either, some of the slots alone, or masked ones: a file of clip.select or clip.mask.
+With `:FILE.json` after either, some of the slots alone, or masked ones: a file of dino-sparo select or dino-sparo mask.
 """
 
 import logging

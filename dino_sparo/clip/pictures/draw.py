@@ -114,7 +114,7 @@ def asked_slots(slots: Sequence[str] | None, loaded: LoadedClip) -> list[int] | 
     if len(slots) == 1 and slots[0].endswith(".json"):
         selection = read_slots(slots[0])
         if not isinstance(selection, SlotSelection):
-            raise ValueError(f"{slots[0]} is a mask; give the selection of clip.select, or numbers of slots")
+            raise ValueError(f"{slots[0]} is a mask; give the selection of dino-sparo select, or numbers of slots")
         check_fits(selection, config, loaded.record["sha256"])
         return list(selection.indices)
     if not all(word.isdecimal() for word in slots):

@@ -85,7 +85,7 @@ def read_result(path: Path) -> dict[str, Any]:
             raise KeyError("zero-shot classification")
         _config(said["model"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no result of clip.zero_shot ({error!r})") from error
+        raise ValueError(f"{path} is no result of dino-sparo zero-shot ({error!r})") from error
     if said.get("slots"):
         raise ValueError(f"{path} is the result of a choice among a model's slots; give those of whole models")
     return said
