@@ -309,8 +309,8 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--zero_shot_path",
         default=None,
-        help="Those images, as in dino-sparo zero-shot's --data_path; else those of --data_path, held-out ones where there "
-        "are any.",
+        help="Those images, as in dino-sparo zero-shot's --data_path; else those of --data_path, held-out ones where "
+        "there are any.",
     )
 
 
