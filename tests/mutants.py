@@ -1,8 +1,8 @@
 """Mutation testing: change one thing in a module at a time, and see whether the module's own tests notice.
 
     make mutants                                        a seeded sample of every module's mutants
-    python tests/mutants.py training/optim dino/loss --sample 0       all mutants of two modules
-    python tests/mutants.py training/optim --again               once more those that survived, after writing tests for them
+    python tests/mutants.py dino/loss readout --sample 0  all mutants of two modules
+    python tests/mutants.py dino/loss --again           once more those that survived, after writing tests for them
 
 The mutants and the files of results are cosmic-ray's, so `cr-report` and `cr-html` read them. What differs is how a
 mutant is tried: the libraries are imported once, every mutant is a fork of that process, and no file is changed.

@@ -28,9 +28,7 @@ def select_parser() -> argparse.ArgumentParser:
     )
     group = parser.add_argument_group("classes in words")
     group.add_argument("--classnames", default=AUTO, help="As of dino-sparo zero-shot.")
-    group.add_argument(
-        "--templates", default=AUTO, help="As of dino-sparo zero-shot: auto, the name of a list, or a file."
-    )
+    group.add_argument("--templates", default=AUTO, help="Likewise: auto, the name of a list, or a file.")
     group = parser.add_argument_group("selection")
     group.add_argument(
         "--keep",

@@ -320,7 +320,7 @@ def read_slots(path: str | Path) -> SlotSelection | SlotMask:
         ValueError: there is no such file, or it holds something else.
     """
     if not Path(path).is_file():
-        raise ValueError(f"slots={str(path)!r} does not exist; give a file of dino-sparo select or clip.mask")
+        raise ValueError(f"slots={str(path)!r} does not exist; give a file of dino-sparo select or dino-sparo mask")
     try:
         said = parse_json(Path(path).read_bytes())
     except ValueError as error:

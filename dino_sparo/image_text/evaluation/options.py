@@ -29,7 +29,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--slots",
         default=None,
-        help="Evaluate some of its slots, or masked ones: a file of dino-sparo select or dino-sparo mask.",
+        help="Evaluate some of its slots, or masked ones: a file of dino-sparo select or mask.",
     )
 
 
