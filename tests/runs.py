@@ -158,7 +158,7 @@ def parent_of(pid: int) -> int | None:
 # Ranks as processes that are forked from a server which has imported everything: they start at once.
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["main_dino", "runs"])
+context.set_forkserver_preload(["dino_sparo.dino.train", "runs"])
 
 
 def free_port() -> int:

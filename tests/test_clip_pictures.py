@@ -202,6 +202,7 @@ def test_the_page_is_whole_and_asks_for_nothing(gallery, tmp_path):
 
 ACTIONS = """<script>
 const found = [];
+const shots = [...document.querySelectorAll(".shot")];
 const state = () => shots.map((shot) => shot.getAttribute("aria-pressed")[0]).join("");
 found.push(state());
 shots[1].click();

@@ -22,7 +22,7 @@ from clip_fakes import DEVICE_OPTIONS, colour_encoder, evaluate, paint, small_ch
 from dino_sparo.clip import load_clip, tokenize  # noqa: E402
 from dino_sparo.clip.slots.subsets import SlotSelection, with_slots  # noqa: E402
 from dino_sparo.data import open_source  # noqa: E402
-from dino_sparo.image_text.classes import SelectedImages, apply_classes, open_classes, wordnet_ids  # noqa: E402
+from dino_sparo.image_text.classes import apply_classes, open_classes, wordnet_ids  # noqa: E402
 from dino_sparo.image_text.evaluation import zero_shot  # noqa: E402
 from dino_sparo.image_text.evaluation.encode import ClipEncoder, ClipView, without_padding  # noqa: E402
 from dino_sparo.image_text.evaluation.scene_pairs import write_scene_pairs  # noqa: E402
@@ -30,6 +30,7 @@ from dino_sparo.image_text.evaluation.zero_shot import class_features, count_hit
 from dino_sparo.image_text.pairs.sources import INDEPENDENT  # noqa: E402
 from dino_sparo.image_text.prompts import TEMPLATES, open_templates, prompts, scene_templates  # noqa: E402
 from dino_sparo.scenes import COLOURS, SHAPES, TEXTURES, Scenes  # noqa: E402
+from dino_sparo.sources.subset import Subset  # noqa: E402
 
 SLOTS, WIDTH = 5, 7
 
@@ -155,10 +156,10 @@ def test_no_readable_image_is_an_error(tmp_path):
 # --- classes
 
 
-def named_images(classes: list[str]) -> SelectedImages:
+def named_images(classes: list[str]) -> Subset:
     """One image of each class."""
     numbers = np.arange(len(classes))
-    return SelectedImages(Scenes(len(classes)), numbers, numbers, classes)
+    return Subset(Scenes(len(classes)), numbers, numbers, classes)
 
 
 def folders(root: Path, names: list[str]) -> str:

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -24,6 +23,7 @@ from dino_sparo.runtime.distributed import all_gather_ragged, rank, world_size
 from dino_sparo.runtime.logs import progress
 from dino_sparo.runtime.records import write_json
 from dino_sparo.sources.limits import parse_json
+from dino_sparo.sources.subset import Subset
 
 logger = logging.getLogger(__name__)
 
@@ -236,33 +236,6 @@ def extract_split(
     dataset = ImageDataset(source, transform, seed=0)
     loader = create_loader(dataset, sampler, num_workers=num_workers, pin_memory=device.type == "cuda")
     return extract_features(encoder, loader, device, batch_size=batch_size, desc=source.name, **options)
-
-
-class Subset:
-    """Some images of a source, under new indices.
-
-    Args:
-        source: all images.
-        indices: those that are taken, in their new order.
-    """
-
-    def __init__(self, source: ImageSource, indices: np.ndarray) -> None:
-        self.source, self.indices = source, indices
-        self.name = f"{len(indices)} images of {source.name}"
-        self.classes = source.classes
-        self.labels = None if source.labels is None else source.labels[indices]
-
-    def __len__(self) -> int:
-        """Number of images."""
-        return len(self.indices)
-
-    def read(self, index: int) -> Image.Image:
-        """Image `index` of the subset."""
-        return self.source.read(int(self.indices[index]))
-
-    def location(self, index: int) -> str:
-        """Where image `index` of the subset lies."""
-        return self.source.location(int(self.indices[index]))
 
 
 def disjoint_subsets(source: ImageSource, sizes: Sequence[int], seed: int = 0) -> list[ImageSource]:

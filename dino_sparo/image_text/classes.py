@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Int64
-from PIL import Image
 from timm.data import ImageNetInfo
 
 from dino_sparo.data import ImageSource, require_labels
 from dino_sparo.image_text.prompts import AUTO, PROMPT_SETS, is_file, read_words, set_name
 from dino_sparo.runtime.extras import require
 from dino_sparo.sources.limits import parse_json
+from dino_sparo.sources.subset import Subset
 
 logger = logging.getLogger(__name__)
 
@@ -44,39 +44,6 @@ class ClassList:
     names: list[str]
     class_of: Int64[np.ndarray, "_"]
     origin: str
-
-
-class SelectedImages:
-    """Some images of a source, under new indices and with new classes.
-
-    Args:
-        source: the images.
-        indices: (I,), which of them.
-        labels: (I,), their classes.
-        classes: names of the classes.
-    """
-
-    def __init__(
-        self,
-        source: ImageSource,
-        indices: Int64[np.ndarray, "I"],
-        labels: Int64[np.ndarray, "I"] | None = None,
-        classes: list[str] | None = None,
-    ) -> None:
-        self.source, self.indices, self.labels, self.classes = source, indices, labels, classes
-        self.name = source.name if len(indices) == len(source) else f"{len(indices)} images of {source.name}"
-
-    def __len__(self) -> int:
-        """Number of images."""
-        return len(self.indices)
-
-    def read(self, index: int) -> Image.Image:
-        """Image `index` as 8-bit RGB; raises CorruptImageError."""
-        return self.source.read(int(self.indices[index]))
-
-    def location(self, index: int) -> str:
-        """Where image `index` lies."""
-        return self.source.location(int(self.indices[index]))
 
 
 def open_classes(source: ImageSource, classnames: str = AUTO, data_path: str = "") -> ClassList:
@@ -128,7 +95,7 @@ def apply_classes(source: ImageSource, classes: ClassList) -> ImageSource:
         raise ValueError(f"{source.name}: no image belongs to any of the {len(classes.names)} classes")
     if len(kept) < len(labels):
         logger.info("%s: %d of %d images belong to the classes to choose among", source.name, len(kept), len(labels))
-        return SelectedImages(source, kept, labels[kept], classes.names)
+        return Subset(source, kept, labels[kept], classes.names)
     relabelled = copy.copy(source)
     relabelled.labels, relabelled.classes = labels, classes.names
     return relabelled

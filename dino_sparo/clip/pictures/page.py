@@ -13,9 +13,8 @@ from jaxtyping import UInt8
 
 from dino_sparo.clip.pictures.concepts import PairLook
 from dino_sparo.clip.pictures.sheet import MARK, TITLE, Gallery, mark_level
-from dino_sparo.evaluation.atlas_html import LEGEND, STYLE, data_uri
 from dino_sparo.evaluation.attention import effective_patches, overlay
-from dino_sparo.evaluation.names import short_name
+from dino_sparo.evaluation.html_page import html_page, switchable_image
 
 OWN_STYLE = f"""
 section {{ grid-template-columns: 110px 1fr; content-visibility: visible; }}
@@ -33,55 +32,12 @@ figure dt {{ order: 0; }}
 # The level of a mark from which on dark letters on it can be read better than light ones, on dark paper too.
 STRONG = 0.55
 
-SCRIPT = """
-"use strict";
-document.documentElement.classList.add("js");
-const shots = [...document.querySelectorAll(".shot")];
-document.querySelector("#maps").addEventListener("change", (event) => {
-  for (const shot of shots) shot.setAttribute("aria-pressed", event.target.checked);
-});
-document.querySelector("main").addEventListener("click", (event) => {
-  const shot = event.target.closest(".shot");
-  if (shot) shot.setAttribute("aria-pressed", shot.getAttribute("aria-pressed") !== "true");
-});
-"""
-
-PAGE = Template("""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy"
-  content="default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
-<title>$title</title>
-<link rel="icon" href="data:,">
-<style>$style</style>
-</head>
-<body>
-<header>
-<h1>$title</h1>
-<p>$about</p>
-<details><summary>How to read this page</summary>
-<p>Each row is one slot with the same pairs of an image and a caption. On the image: glowing where the slot looks, grey
-where it gives no more than an even share of its attention. In the caption: the stronger a word is marked, the more of
-the slot's attention it gets; what the caption's start and end get stands below. The cosine is that of the slot read out
-of the image and the same slot read out of the caption. &ldquo;Patches&rdquo;: the slot's attention is as wide as if it
-lay evenly on so many of an image's $patches patches; exp(entropy), the geometric mean over the pairs.
-$rule</p></details>
-$legend
-</header>
-<nav aria-label="What is shown"><div>
-<label class="check"><input type="checkbox" id="maps" checked>Maps over the images</label>
-</div></nav>
-<main>
-$sections
-</main>
-<footer><p>Click an image to switch its map on and off; rest on a word to see its share. Drawn by
-dino_sparo.</p></footer>
-<script>$script</script>
-</body>
-</html>
-""")
+EXPLANATION = Template("""Each row is one slot with the same pairs of an image and a caption. On the image: glowing
+where the slot looks, grey where it gives no more than an even share of its attention. In the caption: the stronger a
+word is marked, the more of the slot's attention it gets; what the caption's start and end get stands below. The
+cosine is that of the slot read out of the image and the same slot read out of the caption. &ldquo;Patches&rdquo;: the
+slot's attention is as wide as if it lay evenly on so many of an image's $patches patches; exp(entropy), the geometric
+mean over the pairs. $rule""")
 
 
 def write_page(gallery: Gallery, path: Path) -> None:
@@ -91,15 +47,13 @@ def write_page(gallery: Gallery, path: Path) -> None:
         gallery: what to show.
         path: the .html file to write.
     """
-    page = PAGE.substitute(
-        title=TITLE,
-        about=escape(f"{gallery.model} · {gallery.source}"),
-        rule=escape(gallery.rule),
-        patches=gallery.looks[0].maps[0].size,
-        legend=LEGEND,
-        style=STYLE + OWN_STYLE,
-        script=SCRIPT,
-        sections="\n".join(_section(gallery, slot) for slot in gallery.slots),
+    page = html_page(
+        TITLE,
+        f"{gallery.model} · {gallery.source}",
+        EXPLANATION.substitute(patches=gallery.looks[0].maps[0].size, rule=escape(gallery.rule)),
+        "\n".join(_section(gallery, slot) for slot in gallery.slots),
+        "Click an image to switch its map on and off; rest on a word to see its share.",
+        more_style=OWN_STYLE,
     )
     path.write_text(page, encoding="utf-8")
 
@@ -120,13 +74,9 @@ def _section(gallery: Gallery, slot: int) -> str:
 
 def _figure(look: PairLook, picture: UInt8[np.ndarray, "H W 3"], slot: int) -> str:
     """One pair as a slot sees it: an image that can be switched between itself and the map, and the caption."""
-    name = escape(short_name(look.name), quote=True)
-    height, width = picture.shape[:2]
-    mapped = data_uri(overlay(picture, look.maps[slot]))
+    image = switchable_image(picture, overlay(picture, look.maps[slot]), look.name, f"slot {slot}")
     return (
-        f'<figure><button type="button" class="shot" aria-pressed="true" style="--aspect: {width}/{height}" '
-        f'title="{name}"><img class="photo" alt="{name}" src="{data_uri(picture)}">'
-        f'<img class="map" alt="Attention of slot {slot} on {name}" src="{mapped}"></button>\n'
+        f"<figure>{image}\n"
         f"<figcaption>{_caption(look, slot)}</figcaption>\n"
         f"<dl><div><dt>cosine</dt><dd>{look.cosines[slot]:.2f}</dd></div>"
         f"<div><dt>start</dt><dd>{100 * look.text.start[slot]:.0f}%</dd></div>"

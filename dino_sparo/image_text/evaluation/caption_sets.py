@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from dino_sparo.data import CorruptImageError, ImageSource
-from dino_sparo.image_text.classes import SelectedImages
 from dino_sparo.image_text.evaluation.image_files import open_named_images, require_few_missing
 from dino_sparo.image_text.evaluation.protocol import open_evaluation_images
 from dino_sparo.image_text.pairs.batches import PairSource
@@ -28,6 +27,7 @@ from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.scenes import Scenes
 from dino_sparo.sources import IMAGE_EXTENSIONS
 from dino_sparo.sources.limits import parse_json
+from dino_sparo.sources.subset import Subset
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +170,7 @@ def _together(pairs: PairSource) -> CaptionSet:
     images: ImageSource = pairs.images
     if len(captions) < len(pairs):
         places = {pairs.location(index): index for index in reversed(range(len(pairs)))}
-        images = SelectedImages(pairs.images, np.array([places[location] for location in first], dtype=np.int64))
+        images = Subset(pairs.images, np.array([places[location] for location in first], dtype=np.int64))
     return _flat(images, captions, {"samples that are no pairs": pairs.left_out.total})
 
 
@@ -192,6 +192,6 @@ def _flat(images: ImageSource, captions: Iterable[list[str]], left_out: dict[str
     without = len(images) - len(kept)
     if empty or without:
         logger.warning("%s: left out %d empty captions and %d images without any", images.name, empty, without)
-    chosen = images if not without else SelectedImages(images, np.array(kept, dtype=np.int64))
+    chosen = images if not without else Subset(images, np.array(kept, dtype=np.int64))
     counts = {**left_out, "empty captions": empty, "images without caption": without}
     return CaptionSet(chosen, texts, np.array(image_of, dtype=np.int64), counts)

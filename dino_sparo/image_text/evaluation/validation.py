@@ -13,11 +13,11 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from dino_sparo.evaluation.features import Subset
 from dino_sparo.image_text.evaluation.encode import ClipEncoder
 from dino_sparo.image_text.evaluation.image_files import require_few_missing
 from dino_sparo.image_text.evaluation.retrieval import recall_at_k
 from dino_sparo.image_text.pairs.batches import Captions, PairSource
+from dino_sparo.sources.subset import Subset
 
 MAX_PAIRS = 5000  # as many as COCO's usual test has; every image is compared with every caption
 
