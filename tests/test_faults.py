@@ -56,6 +56,14 @@ HANG_MIN = 0.05  # --dist_timeout_min of the tests about what hangs
 LONG = 20  # epochs of 18 steps and 2 checkpoints each
 
 
+@pytest.fixture(scope="session", autouse=True)
+def server() -> None:
+    """The server that ranks are forked from has imported everything: tests count seconds from a rank's start."""
+    first = context.Process(target=int)
+    first.start()
+    first.join()
+
+
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run that nobody disturbs."""
@@ -214,9 +222,10 @@ def test_too_many_corrupt_images_end_all_ranks(tmp_path: Path) -> None:
     (images / "07.png").write_bytes(b"no image")
     begin = time.monotonic()
     with Ranks(tmp_path, options(tmp_path / "run", data_path=images, max_corrupt=0)) as ranks:
-        seconds = assert_ended(ranks, [1, 1], begin, "2 of 12 images could not be read")
+        # The ranks meet one image each; how many of both they know of when they agree depends on who is faster.
+        seconds = assert_ended(ranks, [1, 1], begin, "[12] of 12 images could not be read")
         named = ranks.log(0) + ranks.log(1)
-    assert all(re.search(rf"skipped a corrupt image: .*{name}", named) for name in ("03.png", "07.png"))
+    assert re.search(r"skipped a corrupt image: .*0[37]\.png", named)
     record("too many images are corrupt", seconds_from_start=round(seconds, 2))
 
 
