@@ -21,7 +21,7 @@ import main_dino
 from dino_sparo import load_checkpoint, load_encoder, preemption
 from dino_sparo.checkpoint import CheckpointError, CheckpointFolder
 from dino_sparo.crops import MultiCropAugmentation
-from dino_sparo.data import CorruptImageError
+from dino_sparo.data import CorruptImageError, open_source
 from dino_sparo.dino import step as dino_step
 from dino_sparo.dino import train as dino_train
 from dino_sparo.dino.step import DINOTraining
