@@ -306,6 +306,7 @@ def onnx_session(path: Path) -> Any:
     return runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [*READOUTS, {"readout": "gap", "pre_norm": True}], ids=str)
 def test_onnx_gives_the_same_encoding_and_attention_for_any_batch(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, settings: dict[str, Any]

@@ -115,6 +115,7 @@ def test_a_killed_rank_ends_the_others_and_the_run_goes_on_to_the_same_bits(tmp_
     assert_same_run(whole, tmp_path)
 
 
+@pytest.mark.slow
 def test_the_writing_rank_may_be_the_one_that_is_killed(tmp_path: Path) -> None:
     with Ranks(tmp_path, options(tmp_path)) as ranks:
         ranks.wait_for_save(tmp_path)
@@ -178,6 +179,7 @@ def test_an_image_that_is_never_read_ends_all_ranks_after_the_timeout(tmp_path: 
     record("an image is never read", seconds=round(seconds, 2), timeout_s=60 * HANG_MIN)
 
 
+@pytest.mark.slow
 def test_a_data_worker_that_is_stopped_ends_all_ranks_after_the_timeout(tmp_path: Path) -> None:
     changes = {"num_workers": 1, "dist_timeout_min": HANG_MIN, "data_path": "scenes:1000:32"}
     with Ranks(tmp_path, options(tmp_path, **changes)) as ranks:
@@ -296,6 +298,7 @@ def small_disk(tmp_path: Path, whole: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_checkpoint_before(small_disk: Path, tmp_path: Path) -> None:
     seconds = _assert_save_fails(small_disk, tmp_path, "could not write .* checkpoint before it is kept; free some")
     assert assert_whole_checkpoints(small_disk) > 0
