@@ -1,8 +1,8 @@
 """Images -> tokens: the vision transformer of DINO, out of timm's blocks.
 
-Stage 2 of the map. `tokens = backbone(images)` turns images (B, C, H, W) of any size into tokens (B, N, D), class
-token first, patches after it row by row. Parameters carry the names of facebookresearch/dino's `vision_transformer.py`,
-so its weights load as they are.
+`tokens = backbone(images)` turns images (B, C, H, W) of any size into tokens (B, N, D), class token first, patches
+after it row by row. Parameters carry the names of facebookresearch/dino's `vision_transformer.py`, so its weights load
+as they are.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Weights <-> files: atomic saving, strict loading, encoders rebuilt from what the checkpoint says.
 
-Stage 5 of the map. A checkpoint is a dict of plain values and tensors, read without running any code in it:
+A checkpoint is a dict of plain values and tensors, read without running any code in it:
 
     student, teacher    flat weights, `backbone.*`, `readout.*`, `head.*`
     encoder             how the encoder was built (`EncoderConfig`), and the mean and std of its images

@@ -1,7 +1,7 @@
 """Images in, batches of crops out: data set, samplers, loader, and the one mean and standard deviation.
 
-Stage 1 of the map: a source (`sources/`: any images, by index) -> `ImageDataset` (image -> crops, by `crops.py`) ->
-batches of a sampler -> `create_loader` -> `Batch` of S tensors (B, C, H, W).
+In order: a source (`sources/`: any images, by index) -> `ImageDataset` (image -> crops, by `crops.py`) -> batches of a
+sampler -> `create_loader` -> `Batch` of S tensors (B, C, H, W).
 
 All randomness is a pure function of numbers that a checkpoint holds: the order of the images of (seed, epoch), the
 crops of an image of (seed, epoch, index). So a run is the same whatever the number of workers and ranks, and a resumed

@@ -1,7 +1,7 @@
 """Images -> encodings: a backbone and a read-out under one roof, for one image size or many at once.
 
-Stage 2 of the map, its end: what training feeds to the head and what evaluation measures. The encoding is the
-concatenation of the read-out's slots, (B, L*V).
+Training feeds the encoding to the head; evaluation measures it. The encoding is the concatenation of the read-out's
+slots, (B, L*V).
 """
 
 from collections.abc import Callable, Sequence

@@ -4,9 +4,9 @@
     dino-sparo export runs/vits16/checkpoint.pth vits16 --format onnx --img_size 224
     dino-sparo export runs/clip/checkpoint.pth clip --format open_clip
 
-Stage 5 of the map. An export is one network's encoder, without head and optimizer, beside a JSON file of how it was
-built, what its images are normalised with, and where it comes from. Of a CLIP `safetensors` holds both towers, for any
-read-out, `open_clip` and `sparo_clip` what these have; the other formats hold its image tower.
+An export is one network's encoder, without head and optimizer, beside a JSON file of how it was built, what its images
+are normalised with, and where it comes from. Of a CLIP `safetensors` holds both towers, for any read-out, `open_clip`
+and `sparo_clip` what these have; the other formats hold its image tower.
 """
 
 import argparse

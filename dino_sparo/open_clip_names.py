@@ -1,9 +1,9 @@
 """OpenCLIP's names of a CLIP's weights <-> ours: whole state dicts, without building a model.
 
-Stage 5 of the map, beside `checkpoint.py`, which reads with it and `export.py`, which writes with it. Names and layouts
-are all that differs: OpenCLIP keeps its projections as (D, M) matrices that tokens are multiplied with, and writes its
-embeddings without a batch axis. sparo-clip, the code of SPARO's authors, is OpenCLIP with other parts at the end of a
-tower; its SPARO and its linear bottleneck are known here too.
+`checkpoint.py` reads with these names, `export.py` writes with them. Names and layouts are all that differs: OpenCLIP
+keeps its projections as (D, M) matrices that tokens are multiplied with, and writes its embeddings without a batch
+axis. sparo-clip, the code of SPARO's authors, is OpenCLIP with other parts at the end of a tower; its SPARO and its
+linear bottleneck are known here too.
 
 Our names are those of `clip.model.CLIP`: the image tower below `image.`, the text tower below `text.`.
 """

@@ -1,7 +1,7 @@
 """Tokens -> slots, the ways that the paper compares SPARO with: attentional pooling, its ablations, codes.
 
-Stage 2 of the map, beside `readout.py`. They are CLIP's in the paper and serve any encoder; every one turns tokens
-(B, N, D) and a mask (B, N) into `ReadoutOutput(slots (B, L, V), attention (B, L, N))`.
+They are CLIP's in the paper and serve any encoder; every one turns tokens (B, N, D) and a mask (B, N) into
+`ReadoutOutput(slots (B, L, V), attention (B, L, N))`.
 """
 
 import math

@@ -1,8 +1,8 @@
 """Tokens -> slots: the read-outs `sparo`, `cls` and `gap`, all with one output type.
 
-Stage 2 of the map, between `backbone.py` (images -> tokens) and `encoder.py` (slots -> encoding). Every read-out turns
-tokens (B, N, D) into `ReadoutOutput(slots (B, L, V), attention (B, L, N))`, so that training, evaluation and pictures
-need not know which one they look at.
+They stand between `backbone.py` (images -> tokens) and `encoder.py` (slots -> encoding). Every read-out turns tokens
+(B, N, D) into `ReadoutOutput(slots (B, L, V), attention (B, L, N))`, so that training, evaluation and pictures need not
+know which one they look at.
 """
 
 import math

@@ -1,8 +1,8 @@
 """(seed, split, index) -> scene graph, caption, class label and image: the built-in procedural pictures, no download.
 
-Stage 1 of the map, beside `data.py`, which opens `--data_path scenes`. A scene shows one large textured object, whose
-shape is the class label, sometimes with a smaller second one next to it. Its scene graph is drawn from a random stream
-that depends on (seed, split, index) alone; the caption and the picture are functions of the graph and of that stream.
+`--data_path scenes` opens them. A scene shows one large textured object, whose shape is the class label, sometimes with
+a smaller second one next to it. Its scene graph is drawn from a random stream that depends on (seed, split, index)
+alone; the caption and the picture are functions of the graph and of that stream.
 
 CAPTION grammar, what `Scenes.caption` says:
 

@@ -1,6 +1,6 @@
 """How a CLIP model is built: the two towers, their common read-out, the width of the encoding.
 
-Stage 2 of the folder. The configuration travels in every checkpoint, so that no script needs to be told again.
+The configuration travels in every checkpoint, so that no script needs to be told again.
 """
 
 from dataclasses import asdict, dataclass, fields, replace

@@ -1,6 +1,6 @@
 """Images and captions -> encodings whose inner product is their similarity; files -> models.
 
-Stage 2 of the folder, its end: what training compares and what evaluation measures.
+Training compares its slots, evaluation measures them.
 """
 
 import math

@@ -108,7 +108,7 @@ def _add_pair_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=None,
         help="Make captions from class names by these sentences with {} where the name belongs, or these lists or "
-        "files of clip.zero_shot's --templates; labelled images get its auto.",
+        "files of dino-sparo zero-shot's --templates; labelled images get its auto.",
     )
     group.add_argument(
         "--scene_ties",
@@ -309,8 +309,8 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--zero_shot_path",
         default=None,
-        help="Those images, as in clip.zero_shot's --data_path; else those of --data_path, held-out ones where there "
-        "are any.",
+        help="Those images, as in --data_path of dino-sparo zero-shot; else those of --data_path, held-out ones where "
+        "there are any.",
     )
 
 

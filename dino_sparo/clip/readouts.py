@@ -1,6 +1,6 @@
 """The read-outs of both towers by one name, and the end token's, which only captions have.
 
-Stage 2 of the folder. All others are `dino_sparo.readout`'s and `dino_sparo.pooling`'s. Every read-out turns tokens
+All others are `dino_sparo.readout`'s and `dino_sparo.pooling`'s. Every read-out turns tokens
 (B, N, D) and a mask (B, N) into `ReadoutOutput(slots (B, L, V), attention (B, L, N))`.
 
 What can be chosen stands in `choices.READOUTS`.

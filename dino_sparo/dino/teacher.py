@@ -1,6 +1,6 @@
 """Student -> teacher: an exponential moving average of the weights.
 
-Stage 4 of the map, the last line of a step.
+The last line of a step.
 """
 
 import torch

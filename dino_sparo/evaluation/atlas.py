@@ -1,8 +1,8 @@
 """A collection of images -> the slot atlas: for each slot the images that light it up most, with its maps on them.
 
-Stage 5 of the map, after `attention.py`. The images are seen once to score them, the chosen ones once more to draw
-them, so that memory does not grow with the maps of the whole collection. `atlas_html.py` makes the page, `draw_atlas`
-the overview on one sheet.
+The maps are those of `attention.py`. The images are seen once to score them, the chosen ones once more to draw them, so
+that memory does not grow with the maps of the whole collection. `atlas_html.py` makes the page, `draw_atlas` the
+overview on one sheet.
 """
 
 import logging

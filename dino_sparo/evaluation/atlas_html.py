@@ -1,7 +1,7 @@
 """Slot atlas -> one HTML page that opens from disk: pictures inside it, nothing loaded from elsewhere.
 
-Stage 5 of the map, after `atlas.py`. The page works without JavaScript (by peakedness, maps shown); with it the slots
-can be sorted and every picture switched between the image and the slot's map on it.
+`atlas.py` computes the atlas. The page works without JavaScript (by peakedness, maps shown); with it the slots can be
+sorted and every picture switched between the image and the slot's map on it.
 """
 
 import base64

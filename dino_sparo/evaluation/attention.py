@@ -1,7 +1,7 @@
 """Images -> one attention map per slot (sparo) or per head (cls), as numbers and as plain pixels.
 
-Stage 5 of the map. Everything here needs numpy and Pillow alone, so training can write its pictures to TensorBoard
-without the plotting extra; `pictures.py` and `atlas.py` add words and layout.
+Everything here needs numpy and Pillow alone, so training can write its pictures to TensorBoard without the plotting
+extra; `pictures.py` and `atlas.py` add words and layout.
 
 Letters beyond the map's legend: M maps per image (L slots with `sparo`, heads with `cls`, one with `gap`), h, w rows
 and columns of the patch grid.

@@ -1,8 +1,7 @@
 """Features -> weighted k-nearest-neighbour accuracy.
 
-Stage 5 of the map, after `features.py`. The first number people ask for: no training, no learning rate, one pass over
-the images. Source: DINO, section 3.2; the vote is that of Wu et al., "Unsupervised feature learning via non-parametric
-instance discrimination", section 3.4.
+The first number people ask for: no training, no learning rate, one pass over the images. Source: DINO, section 3.2; the
+vote is that of Wu et al., "Unsupervised feature learning via non-parametric instance discrimination", section 3.4.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """Attention maps -> labelled figures: all maps of an image, the same maps for many images, two models side by side.
 
-Stage 5 of the map, after `attention.py` and `page.py`. Sizes are in pixels. Words are measured before they get their
-place, so that pictures of any shape leave room for them.
+The maps come from `attention.py`; `page.py` does the layout. Sizes are in pixels. Words are measured before they get
+their place, so that pictures of any shape leave room for them.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Captions -> token ids -> tokens -> slots: CLIP's text encoder, with any read-out.
 
-Stage 2 of the folder, the counterpart of `dino_sparo.encoder`. Ids come from open_clip's tokenizer, whose end token is
+It is the counterpart of `dino_sparo.encoder`. Ids come from open_clip's tokenizer, whose end token is
 the vocabulary's last: the encoder finds it as the largest id of a caption, as CLIP does, and lets no read-out see what
 follows it.
 """

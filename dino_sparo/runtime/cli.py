@@ -1,7 +1,7 @@
 """Options shared by the scripts, one group per stage, and how a script ends.
 
-Plumbing. Parsing is pure: it opens no file, touches no device, asks no network. It imports no torch either, so that
-`--help` and mistakes are answered at once.
+Parsing is pure: it opens no file, touches no device, asks no network. It imports no torch either, so that `--help` and
+mistakes are answered at once.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Where this process stands among its peers: started by torchrun, by Slurm, or alone.
 
-Plumbing. A process that is alone needs no process group: the collectives below then return their input.
+A process that is alone needs no process group: the collectives below then return their input.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """What a run says: the rank-0 logger, meters, log.txt, TensorBoard, progress.
 
-Plumbing. Only rank 0 speaks; warnings and errors of the other ranks are heard too, with their rank.
+Only rank 0 speaks; warnings and errors of the other ranks are heard too, with their rank.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Signals and clocks -> a decision that all ranks share: go on, save, or save and stop.
 
-Plumbing. A cluster takes its machines back at any moment. A signal only sets a flag here; every few steps the ranks
-agree on what they have seen, with one small all-reduce, so that all of them stop after the same step. The trainer then
-saves and hands the run over to whoever starts it again: submitit, Slurm, torchrun or a person.
+A cluster takes its machines back at any moment. A signal only sets a flag here; every few steps the ranks agree on what
+they have seen, with one small all-reduce, so that all of them stop after the same step. The trainer then saves and
+hands the run over to whoever starts it again: submitit, Slurm, torchrun or a person.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """One run per output folder: a lock file that says who writes there, and that is taken over when its holder is gone.
 
-Plumbing. The lock is `run.lock`, created so that only one process can succeed (O_EXCL, which NFS keeps too, unlike
-flock). It names host, process, Slurm job and time. A holder is gone
+The lock is `run.lock`, created so that only one process can succeed (O_EXCL, which NFS keeps too, unlike flock). It
+names host, process, Slurm job and time. A holder is gone
 
     on this machine          when no process has its number and its start time
     in this Slurm job        when it belongs to an attempt before the last requeue: Slurm has ended that one

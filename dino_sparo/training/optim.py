@@ -1,7 +1,4 @@
-"""Gradients -> weights: parameter groups, optimizers, schedules per step, clipping.
-
-Stage 4 of the map.
-"""
+"""Gradients -> weights: parameter groups, optimizers, schedules per step, clipping."""
 
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,6 +1,6 @@
 """Pairs of image and caption -> where each slot looks in both, and the slots and pairs that are worth a picture.
 
-Stage 6 of the folder, before `pictures.py`. Everything here is numbers. What the paper asks of a slot to be shown is
+Everything here is numbers. What the paper asks of a slot to be shown is
 measured as `fits` says; how several slots and pairs are chosen together is ours, since the paper shows examples.
 Source: SPARO, section 5.5.
 

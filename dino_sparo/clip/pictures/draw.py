@@ -5,7 +5,7 @@
     dino-sparo pictures --pretrained_weights output/checkpoint.pth --data_path captions_val2017.json \
         --image_folder data/coco/val2017 --max_pairs 2000
 
-Stage 6 of the folder. Without --slots the slots are chosen as the paper does: sharp attention to words, no word for two
+Without --slots the slots are chosen as the paper does: sharp attention to words, no word for two
 of them, image and caption slot alike; and with them, of all pairs looked at, those in which this is seen best. Writes
 pictures.png, one grid, pictures.html, a page that opens from disk, and pictures.json, the numbers. Source: SPARO,
 section 5.5 and figure 4.
@@ -114,11 +114,11 @@ def asked_slots(slots: Sequence[str] | None, loaded: LoadedClip) -> list[int] | 
     if len(slots) == 1 and slots[0].endswith(".json"):
         selection = read_slots(slots[0])
         if not isinstance(selection, SlotSelection):
-            raise ValueError(f"{slots[0]} is a mask; give the selection of clip.select, or numbers of slots")
+            raise ValueError(f"{slots[0]} is a mask; give the selection of dino-sparo select, or numbers of slots")
         check_fits(selection, config, loaded.record["sha256"])
         return list(selection.indices)
     if not all(word.isdecimal() for word in slots):
-        raise ValueError(f"slots={' '.join(slots)}; give numbers of slots, or one .json file of clip.select")
+        raise ValueError(f"slots={' '.join(slots)}; give numbers of slots, or one .json file of dino-sparo select")
     return list(SlotSelection(tuple(map(int, slots)), config.image.num_slots).indices)
 
 

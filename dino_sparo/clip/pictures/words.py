@@ -1,6 +1,6 @@
 """A caption and its token ids -> its words, and how much of a slot's attention each of them gets.
 
-Stage 6 of the folder, before `concepts.py`. The tokenizer cuts words into pieces and marks the last piece of each; a
+The tokenizer cuts words into pieces and marks the last piece of each; a
 word is what lies between two marks. Its words are those of the caption as written, but punctuation stands alone, and so
 do endings after an apostrophe.
 """

@@ -1,6 +1,6 @@
 """Encodings of images with a true and a false caption -> the mask of image encodings that tells the captions apart.
 
-Stage 6 of the folder, what `mask.py` runs. The encodings are computed once and stay as they are; SugarCrepe's own
+`mask.py` runs this. The encodings are computed once and stay as they are; SugarCrepe's own
 evaluation says after every epoch how well the mask fits. Source: SPARO, appendix 0.C.1.
 """
 

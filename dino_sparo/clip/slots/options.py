@@ -1,6 +1,6 @@
 """The options of the commands that choose, weigh, count and draw slots, without torch.
 
-Stage 6 of the folder. Each command imports its parser from here and parses before it imports torch.
+Each command imports its parser from here and parses before it imports torch.
 """
 
 import argparse
@@ -27,8 +27,8 @@ def select_parser() -> argparse.ArgumentParser:
         "--max_images", type=int, default=None, help="Of more images, take a random subset of so many; by default all."
     )
     group = parser.add_argument_group("classes in words")
-    group.add_argument("--classnames", default=AUTO, help="As of clip.zero_shot.")
-    group.add_argument("--templates", default=AUTO, help="As of clip.zero_shot: auto, the name of a list, or a file.")
+    group.add_argument("--classnames", default=AUTO, help="As of dino-sparo zero-shot.")
+    group.add_argument("--templates", default=AUTO, help="As of dino-sparo zero-shot: auto, a list's name, or a file.")
     group = parser.add_argument_group("selection")
     group.add_argument(
         "--keep",
@@ -79,7 +79,7 @@ def mask_parser() -> argparse.ArgumentParser:
         default=[],
         metavar="DATA_PATH",
         help="Labelled images to classify with and without the mask, each with its own class names and templates; for "
-        "others run clip.zero_shot with and without --slots mask.json.",
+        "others run dino-sparo zero-shot with and without --slots mask.json.",
     )
     group.add_argument("--download", action="store_true", help="Fetch torchvision sets that are not on disk.")
     add_computation_options(parser, "mask.json")
@@ -90,9 +90,9 @@ def sweep_parser() -> argparse.ArgumentParser:
     """The options of `sweep.py`, in data-flow order."""
     parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
     group = parser.add_argument_group("trained models")
-    group.add_argument("inputs", nargs="*", default=[], help="Results of clip.zero_shot (.json), or checkpoints.")
+    group.add_argument("inputs", nargs="*", default=[], help="Results of dino-sparo zero-shot (.json), or checkpoints.")
     group.add_argument("--metric", choices=SWEEP_METRICS, default="top1", help="Which accuracy.")
-    group.add_argument("--data_path", default="", help="Images to evaluate checkpoints on, as of clip.zero_shot.")
+    group.add_argument("--data_path", default="", help="Images to evaluate checkpoints on, as of dino-sparo zero-shot.")
     group.add_argument("--split", default=None, help="Likewise.")
     group.add_argument("--download", action="store_true", help="Likewise.")
     group.add_argument("--classnames", default=AUTO, help="Likewise.")
@@ -143,7 +143,7 @@ def pictures_parser() -> argparse.ArgumentParser:
         "--slots",
         nargs="+",
         default=None,
-        help="Numbers of the slots to show, or a file of clip.select; by default they are chosen.",
+        help="Numbers of the slots to show, or a file of dino-sparo select; by default they are chosen.",
     )
     group.add_argument("--max_slots", type=int, default=3, help="Rows, if they are chosen.")
     group.add_argument("--max_columns", type=int, default=4, help="Pairs to show; of no more pairs all, as they come.")

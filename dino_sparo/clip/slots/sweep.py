@@ -4,7 +4,7 @@
     dino-sparo sweep output/*/checkpoint.pth --data_path data/imagenet
     dino-sparo sweep --grid_slots 16 32 64 128 --grid_slot_dims 16 32 64 128
 
-Stage 6 of the folder. Takes results of `zero_shot.py`, and checkpoints, which it has `zero_shot.py` evaluate; either
+Takes results of `zero_shot.py`, and checkpoints, which it has `zero_shot.py` evaluate; either
 says how its model is built, and parameters are counted from that. A grid needs no training: its numbers of parameters
 are printed and drawn alone. Models without slots come in by the width of their encoding. Prints a table, writes
 sweep.json and sweep.png. Source: SPARO, section 5.4 and figure 3.
@@ -85,7 +85,7 @@ def read_result(path: Path) -> dict[str, Any]:
             raise KeyError("zero-shot classification")
         _config(said["model"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no result of clip.zero_shot ({error!r})") from error
+        raise ValueError(f"{path} is no result of dino-sparo zero-shot ({error!r})") from error
     if said.get("slots"):
         raise ValueError(f"{path} is the result of a choice among a model's slots; give those of whole models")
     return said
