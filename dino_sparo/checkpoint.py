@@ -2,10 +2,19 @@
 
 A checkpoint is a dict of plain values and tensors, read without running any code in it:
 
-    student, teacher    flat weights, `backbone.*`, `readout.*`, `head.*`
-    encoder             how the encoder was built (`EncoderConfig`), and the mean and std of its images
-    optimizer, dino_loss, fp16_scaler (fp16 only), epoch (finished epochs), step, args (options), best_knn, versions
-    ranks               per process: its random numbers and its part of the running epoch's means
+    student, teacher       weights of DINO: `backbone.*`, `readout.*`, `head.*`
+    dino_loss              DINO's centre
+    encoder                how DINO's encoder was built (`EncoderConfig`), and the mean and std of its images
+    model, clip            CLIP instead: the weights of both towers, and how they were built
+    optimizer              its state; with fp16 `fp16_scaler` holds the scale of the gradients
+    epoch, step            finished epochs, finished steps
+    num_corrupt            unreadable images in the running epoch; CLIP also `num_truncated`, captions cut off
+    best_knn               the highest 20-NN accuracy; CLIP: `best_zero_shot`
+    ranks                  per process: its random numbers, and its part of the running epoch's means
+    num_images             size of the data; CLIP: `num_pairs`
+    global_batch           images per step over all processes
+    steps_per_epoch        what a step's number is counted in
+    args, versions         the options; versions of the packages
 
 A `CheckpointFolder` holds the last few of them, each written whole or not at all, and finds the newest that is sound.
 

@@ -82,8 +82,8 @@ def _seed_words(seed: int) -> tuple[int, int]:
     return seed & 0xFFFFFFFF, seed >> 32
 
 
-def require_labels(source: ImageSource) -> Int64[np.ndarray, "I"]:
-    """The labels of a source, (I,) int64, I the number of its images.
+def require_labels(source: ImageSource) -> Int64[np.ndarray, " images"]:
+    """The labels of a source, (images,) int64.
 
     Raises:
         ValueError: the source has none, or not for every image.

@@ -37,7 +37,7 @@ class EncoderConfig:
         pre_norm: CLIP's vision transformer instead of DINO's; see `backbone.Backbone`.
         replace_block: the read-out takes the place of the last block; None: `sparo` does, the others do not.
         quick_gelu: OpenAI's activation; see `backbone.Backbone`.
-        num_codes: K, for `fdt`.
+        num_codes: number of codes, for `fdt`.
         code_dim: M, for `fdt`.
     """
 
@@ -242,7 +242,7 @@ def create_encoder(
         pre_norm: CLIP's vision transformer instead of DINO's; see `backbone.Backbone`.
         replace_block: remove the last block; by default only `sparo` does.
         quick_gelu: OpenAI's activation; see `backbone.Backbone`.
-        num_codes: K, for `fdt`.
+        num_codes: number of codes, for `fdt`.
         code_dim: M, for `fdt`.
 
     Raises:
@@ -275,7 +275,7 @@ def encoder_from_config(
     Args:
         config: how to build it.
         drop_path_rate: stochastic depth rate.
-        codebook: (K, M), for `fdt`, where it is shared with a text encoder; by default the encoder has its own.
+        codebook: (codes, M), for `fdt`, where it is shared with a text encoder; by default the encoder has its own.
 
     Raises:
         ValueError: an unknown name, or a size that does not fit.

@@ -41,7 +41,7 @@ class Sparo(nn.Module):
     result, because the key bias b_l adds the same number q_l . b_l to the score of every token, which the softmax
     ignores, and because the attention's weights sum to one:
 
-        scores_l = H (K_l^T q_l) / sqrt(A)           (L, D) vectors, the same for every image of the step
+        scores_l = H (K_l^T q_l) / sqrt(A)           (L, D) vectors, the same for all images of a call
         pooled_l = softmax(scores_l)^T H             (D)
         slot_l   = W (K_l pooled_l + b_l) + b_W      (V)
 

@@ -133,3 +133,31 @@ def test_a_file_that_a_text_names_exists_and_is_the_only_one_of_that_name(path: 
         near = {f"{own}{name}", f"dino_sparo/{name}", name} & set(repository())
         alike = [file for file in repository() if f"/{file}".endswith(f"/{name}")]
         assert near or len(alike) == 1 or name in FOREIGN_FILES, f"{name}: {alike or 'there is no such file'}"
+
+
+def letters_of(docstring: str, title: str) -> set[str]:
+    """The capital letters that a legend explains."""
+    legend = docstring.split(title)[1].split(". Numbers")[0].split('"""')[0]
+    return set(re.findall(r"\b([A-Z])(?=[ ,][ \w])", re.sub(r"L\*V", "", legend)))
+
+
+LEGEND = letters_of(
+    ast.get_docstring(ast.parse((PACKAGE / "__init__.py").read_text())) or "", "One letter, one meaning"
+)
+# Letters that a folder adds. image_text/evaluation still has its own: Q, I, P, U.
+OWN_LETTERS = {"evaluation": {"R"}}
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=str_of)
+def test_one_letter_has_one_meaning_in_every_shape(path: Path) -> None:
+    room = path.relative_to(PACKAGE).parts[0]
+    if room == "image_text":
+        pytest.skip("has letters of its own")
+    shapes = re.findall(r'(?:Float|Bool|U?Int\d*|Shaped|Num)\[[^"\n]*"([^"]*)"', path.read_text(encoding="utf-8"))
+    used = {letter for shape in shapes for letter in re.findall(r"(?<!\w)[A-Z](?!\w)", shape)}
+    assert sorted(used - LEGEND - OWN_LETTERS.get(room, set())) == []
+
+
+def test_the_legend_is_read_whole_and_no_folder_explains_its_letters_anew() -> None:
+    assert set("BDKHWNLSPAVTCMFG") == LEGEND
+    assert not LEGEND & set().union(*OWN_LETTERS.values())

@@ -24,7 +24,7 @@ class CLIPConfig:
         embed_dim: M, width of the encoding: that of the projections, L*V for a slotted read-out, of the codes for
             `fdt`.
         bottleneck_dim: m, for `linear`.
-        num_codes: K, for `fdt`.
+        num_codes: number of codes, for `fdt`.
         replace_block: the read-out takes the place of each tower's last block.
         quick_gelu: x sigmoid(1.702 x) instead of GELU, as OpenAI's weights want it.
 

@@ -60,7 +60,7 @@ def create_tower_readout(
         slot_dim: V, likewise.
         key_dim: A, likewise.
         group_size: G, of `sparo`.
-        codebook: (K, M), of `fdt`.
+        codebook: (codes, M), of `fdt`.
         num_prefix_tokens: leading tokens that `fdt` leaves out.
         context_length: of a text tower, for `fdt_raw`.
         eps: of the LayerNorm of `gap_then_norm`.

@@ -1,6 +1,7 @@
 """The options of DINO's training, in data-flow order, and what they must fulfil.
 
-Names and defaults are those of facebookresearch/dino. No torch here: `--help` is answered before it is imported.
+Names and defaults are those of facebookresearch/dino; `CHANGED` in `tests/test_cli.py` lists the defaults that differ.
+No torch here: `--help` is answered before it is imported.
 """
 
 import argparse

@@ -66,7 +66,7 @@ def knn_classify(
 ) -> KNNResult | dict[int, KNNResult]:
     """Classify by the weighted vote of the nearest training images, and count how often that is right.
 
-        sim_i = x . x_i / (||x|| ||x_i||),   vote_c = sum over the k most similar i with label c of exp(sim_i / T)
+        sim_i = x . x_i / (||x|| ||x_i||),   vote_c = sum over the k most similar i with label c of exp(sim_i / tau)
 
     The first class is the one with most votes; of equal votes the smaller label comes first. Top-5 asks for one of the
     five first classes, among those that have a vote: the reference fills up with arbitrary ones of its 1000 classes,

@@ -67,7 +67,12 @@ def knn_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--nb_knn", type=int, nargs="+", default=[10, 20, 100, 200], help="Numbers of neighbours; 20 is usually best."
     )
-    group.add_argument("--temperature", type=float, default=0.07, help="Of the vote: weights are exp(cosine / T).")
+    group.add_argument(
+        "--temperature",
+        type=float,
+        default=0.07,
+        help="Temperature of the vote: a neighbour's weight is exp(cosine / temperature).",
+    )
     group.add_argument(
         "--use_cuda",
         type=bool_flag,

@@ -123,8 +123,9 @@ class Decision:
 class Agreement:
     """The ranks' common decision, every few steps.
 
-    It is the only place where a step waits for the device and for the other ranks. The first step always ends with it;
-    afterwards rank 0's clock says how many steps make up `AGREE_SECONDS`.
+    Between two decisions the ranks exchange gradients and the centre, and nothing else; the device is read for a line
+    of the log alone (`EpochClock.tick`). The first step always ends with a decision; afterwards rank 0's clock says how
+    many steps make up `AGREE_SECONDS`.
 
     Args:
         signals: what this process has received.

@@ -202,7 +202,7 @@ def describe(loaded: LoadedClip) -> str:
 
 
 def write(
-    gallery: Gallery, choice: Choice, meets: Bool[np.ndarray, "P L"], loaded: LoadedClip, args: argparse.Namespace
+    gallery: Gallery, choice: Choice, meets: Bool[np.ndarray, "pairs L"], loaded: LoadedClip, args: argparse.Namespace
 ) -> dict[str, Any]:
     """Write pictures.png, .html and .json, and say where; returns what the last one holds."""
     folder = result_folder(args.output_dir, args.pretrained_weights)

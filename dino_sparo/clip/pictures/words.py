@@ -37,12 +37,12 @@ class WordAttention(NamedTuple):
     """How slots share their attention among the words of one caption; a slot's shares sum to one.
 
     Attributes:
-        words: (L, W), shares of the words.
+        words: (L, words), shares of the words.
         start: (L,), of the start token.
         end: (L,), of the end token.
     """
 
-    words: Float[np.ndarray, "L W"]
+    words: Float[np.ndarray, "L words"]
     start: Float[np.ndarray, " L"]
     end: Float[np.ndarray, " L"]
 
