@@ -47,12 +47,12 @@ class Command(NamedTuple):
     helper: Callable[..., Any] | None = None
 
 
-def open_model(args: argparse.Namespace, place: "Distributed", border: int = 0) -> "EvaluatedModel":
+def open_model(args: argparse.Namespace, process: "Distributed", border: int = 0) -> "EvaluatedModel":
     """The image-text model that `--pretrained_weights` names, with what a result file says of it.
 
     Args:
         args: the options of `image_text.evaluation.options.add_model_options` and `add_computation_options`.
-        place: where to compute.
+        process: this process among its peers.
         border: pixels cut off every side of an image.
 
     Raises:
@@ -60,7 +60,7 @@ def open_model(args: argparse.Namespace, place: "Distributed", border: int = 0) 
     """
     from dino_sparo.clip.evaluated import open_clip_model
 
-    return open_clip_model(args, place, border)
+    return open_clip_model(args, process, border)
 
 
 def run(name: str, words: Sequence[str] | None = None, prog: str | None = None) -> Any:

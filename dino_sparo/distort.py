@@ -178,11 +178,11 @@ def shift_hue(
     amount = library.floor(amount, out=amount)
     amount *= value
     # (red - green, green - blue), each from -255 to 255, as a row and a column of the table.
-    place = red * 511
-    place -= green * 510
-    place -= blue
-    place += 255 * 512
-    angle = _cast(library.take(hues, _cast(place, "int64")), "int32")
+    index = red * 511
+    index -= green * 510
+    index -= blue
+    index += 255 * 512
+    angle = _cast(library.take(hues, _cast(index, "int64")), "int32")
     angle += steps
     angle &= 255
     angle = _cast(angle, "float32")

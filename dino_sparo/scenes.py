@@ -152,12 +152,12 @@ class SceneGraph:
         Args:
             attributes: some of ATTRIBUTES.
         """
-        place = f" on {self.background}" if "background" in attributes else ""
+        backdrop = f" on {self.background}" if "background" in attributes else ""
         if not self.relations:
-            return self.objects[0].described(attributes) + place
+            return self.objects[0].described(attributes) + backdrop
         relation = self.relations[0]
         subject, other = (self.objects[i].described(attributes) for i in (relation.subject, relation.object))
-        return f"{subject} {relation.predicate} {other}{place}"
+        return f"{subject} {relation.predicate} {other}{backdrop}"
 
 
 # Shapes: signed distance to the outline, negative inside, in units of the object's radius; u right, v down, upright.

@@ -33,9 +33,9 @@ SIGNAL_DELAY_S = 120
 # watchdog), SIGBUS, SIGKILL (out of memory, too), SIGSEGV, and SIGUSR2 that came before anybody listened to it. SIGTERM
 # is what srun sends to the other tasks when one dies; of several statuses it tells the highest.
 FAULT_STATUSES = (FAULT_STATUS, 128 + 6, 128 + 7, 128 + 9, 128 + 11, 128 + 12, 128 + 15)
-# In the job's folder: says that an attempt ended by what the user must mend, or as somebody asked, whatever srun says,
-# which kills the tasks that have not ended yet.
-MEANT = "meant"
+# A file in the job's folder. It says that starting the job again would not help: the user must mend something, or has
+# asked for the end. The exit status does not: srun kills the tasks that have not ended yet.
+DO_NOT_REQUEUE = "do_not_requeue"
 
 
 class TrainingModule(NamedTuple):
@@ -89,7 +89,7 @@ class Trainer:
 
         job = submitit.JobEnvironment()
         module = TRAINERS[self.args.module]()
-        with errors_in_one_line(logger, note_meant=(job.paths.folder / MEANT).touch):
+        with errors_in_one_line(logger, note_final=(job.paths.folder / DO_NOT_REQUEUE).touch):
             check_tasks(self.args, job.num_tasks, job.num_nodes, torch.cuda.device_count())
             if job.cluster == "local":
                 _set_local_rendezvous(job)
@@ -256,7 +256,7 @@ def slurm_parameters(args: argparse.Namespace) -> dict[str, Any]:
         "srun_args": ["--kill-on-bad-exit=1", f"--cpus-per-task={args.cpus_per_task}"],
         "additional_parameters": {"requeue": True, **additional_parameters(args.slurm_additional)},
         # What an earlier attempt left would be taken for this one's result.
-        "setup": [f'rm -f -- {folder}/{MEANT} {folder}/"$SLURM_JOB_ID"_*_result.pkl'],
+        "setup": [f'rm -f -- {folder}/{DO_NOT_REQUEUE} {folder}/"$SLURM_JOB_ID"_*_result.pkl'],
         "teardown": requeue_after_faults(folder, args.max_requeues),
     }
 
@@ -279,7 +279,7 @@ def requeue_after_faults(folder: str, max_requeues: int) -> list[str]:
     return [
         "status=$?",
         f"faults={folder}/faults",
-        f'if [ ! -e {folder}/{MEANT} ] && [[ " {" ".join(map(str, FAULT_STATUSES))} " == *" $status "* ]] &&',
+        f'if [ ! -e {folder}/{DO_NOT_REQUEUE} ] && [[ " {" ".join(map(str, FAULT_STATUSES))} " == *" $status "* ]] &&',
         "    scontrol -o show job $SLURM_JOB_ID | grep -q 'JobState=RUNNING'; then",
         '  echo "$(date -Is) exit status $status" >> "$faults"',
         '  count=$(wc -l < "$faults")',

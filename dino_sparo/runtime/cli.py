@@ -75,7 +75,7 @@ def spread(values: Sequence[float]) -> str:
 
 
 @contextlib.contextmanager
-def errors_in_one_line(logger: logging.Logger, note_meant: Callable[[], None] = lambda: None) -> Iterator[None]:
+def errors_in_one_line(logger: logging.Logger, note_final: Callable[[], None] = lambda: None) -> Iterator[None]:
     """End a script with one line and a status, not a traceback, where no programmer is needed.
 
     Status 1: the user can mend it. `FAULT_STATUS`: starting again helps. 128 + signal: the run was asked to stop.
@@ -84,8 +84,7 @@ def errors_in_one_line(logger: logging.Logger, note_meant: Callable[[], None] = 
 
     Args:
         logger: the script's.
-        note_meant: called before the process leaves in a way that starting it again would not change: with status 1,
-            or because it was asked to stop.
+        note_final: called where starting the process again would not help: with status 1, or after a request to stop.
     """
     # Here, not above: they import torch.
     from dino_sparo.runtime.distributed import FaultError, shutdown
@@ -96,13 +95,13 @@ def errors_in_one_line(logger: logging.Logger, note_meant: Callable[[], None] = 
     except FaultError as error:
         _leave(FAULT_STATUS, logger, error)
     except RunStopped as stopped:
-        note_meant()
+        note_final()
         _leave(stopped.status, logger, stopped, logging.INFO)
     except (ValueError, OSError, MissingPackageError, MendableError) as error:
-        note_meant()
+        note_final()
         _leave(1, logger, error)
     except KeyboardInterrupt:
-        note_meant()
+        note_final()
         _leave(128 + signal.SIGINT, logger, "ended by Ctrl-C")
     shutdown()
 

@@ -96,7 +96,7 @@ def detect_launcher(environ: Mapping[str, str], has_terminal: bool = False) -> t
 
 
 def init_distributed(device: str = "auto", dist_url: str = "env://", timeout_min: float = 10.0) -> Distributed:
-    """Find this process' place and join the process group, if there are others.
+    """Find out who started this process, and join the process group, if there are others.
 
     Args:
         device: `auto` (cuda where there is one, else cpu), `cpu`, `cuda` (one GPU per local rank) or `cuda:N`.
@@ -348,7 +348,7 @@ def all_or_none(what: str, patient: bool = False) -> Iterator[None]:
             yield
         except Exception as raised:
             error = raised
-        texts = gather_patiently(_told(error), what) if patient else all_gather_object(_told(error))
+        texts = gather_patiently(_message_of(error), what) if patient else all_gather_object(_message_of(error))
     failures = [(number, text) for number, text in enumerate(texts) if text]
     if error is not None:
         raise error
@@ -374,11 +374,11 @@ def rank_0_first(what: str = "preparing the data") -> Iterator[None]:
                 yield
             except Exception as raised:
                 error = raised
-            gather_patiently(_told(error), what)
+            gather_patiently(_message_of(error), what)
             if error is not None:
                 raise error
-        elif told := gather_patiently("", what)[0]:
-            raise PeerError(f"{what} failed on rank 0: {told}")
+        elif message := gather_patiently("", what)[0]:
+            raise PeerError(f"{what} failed on rank 0: {message}")
         else:
             yield
 
@@ -527,8 +527,8 @@ def on_rank_0(function: Callable[[], None], what: str) -> None:
             function()
 
 
-def _told(error: Exception | None) -> str:
-    """An error as other ranks hear of it; empty for none."""
+def _message_of(error: Exception | None) -> str:
+    """The message of an error for the other ranks; empty for none."""
     return "" if error is None else str(error) or type(error).__name__
 
 

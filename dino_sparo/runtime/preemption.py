@@ -247,10 +247,11 @@ def hand_over(signals: StopSignals, stop: signal.Signals, step: int) -> NoReturn
 
 def _is_being_preempted(job: str) -> bool:
     try:
-        told = subprocess.run(["scontrol", "-o", "show", "job", job], capture_output=True, text=True, timeout=30).stdout
+        job_record = subprocess.run(["scontrol", "-o", "show", "job", job], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.SubprocessError):
         return False
-    times = [word.removeprefix("PreemptTime=") for word in told.split() if word.startswith("PreemptTime=")]
+    words = job_record.stdout.split()
+    times = [word.removeprefix("PreemptTime=") for word in words if word.startswith("PreemptTime=")]
     return any(value not in ("None", "Unknown") for value in times)
 
 

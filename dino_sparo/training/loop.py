@@ -223,6 +223,6 @@ class TakenSteps:
         raise NonFiniteLossError(
             f"the {what} not finite at step {step - 1} (epoch {epoch}), {numbers}; "
             f"{'; '.join(reports) or 'the loss was finite on every rank'}. The optimizer changed no weights from "
-            f"this step on, and the last checkpoint stays. Try --precision fp32, a lower --lr or --clip_grad, or look at "
-            f"the {noun}s named"
+            f"this step on, and the last checkpoint stays. Try --precision fp32, a lower --lr or --clip_grad, or look "
+            f"at the {noun}s named"
         )

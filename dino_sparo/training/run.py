@@ -106,21 +106,21 @@ def train(
         RunStopped: a signal ended the run after it had saved.
     """
     with StopSignals() as signals, faults_named(args.dist_timeout_min), RunLock(args.output_dir) as lock:
-        place = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
+        process = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
         output_dir = Path(args.output_dir)
         with all_or_none(f"preparing {output_dir}"):
             check_options(args)
             lock.acquire()
             setup_logging(output_dir)
         log_options(vars(args), fill_in_defaults(args))
-        objective = build(args, place)
+        objective = build(args, process)
         prepare_step(objective, args.compile, args.memory_report)
         run = Run(
             objective,
             args,
             Progress(dict.fromkeys(objective.counters, 0)),
             CheckpointFolder(output_dir, args.keep_checkpoints),
-            Agreement(signals, args.saveckp_minutes, place.device),
+            Agreement(signals, args.saveckp_minutes, process.device),
         )
         start_from(run)
         log_step = resume(run)
