@@ -161,3 +161,24 @@ def test_one_letter_has_one_meaning_in_every_shape(path: Path) -> None:
 def test_the_legend_is_read_whole_and_no_folder_explains_its_letters_anew() -> None:
     assert set("BDKHWNLSPAVTCMFG") == LEGEND
     assert not LEGEND & set().union(*OWN_LETTERS.values())
+
+
+def test_the_changelogs_table_of_moved_modules_leads_to_modules() -> None:
+    rows = re.findall(r"^  \| (.*dino_sparo\..*) \| (.*) \|$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert len(rows) > 10
+    for before, now in rows:
+        names = re.findall(r"`([\w.]+)`", before if now.startswith("the same") else now)
+        target = re.findall(r"`([\w.]+)`", now)[-1] if now.startswith("the same") else ""
+        folder = target
+        for name in names:
+            if name.startswith("dino_sparo."):
+                folder = target or name.rpartition(".")[0]
+            module = f"{folder}.{name.rpartition('.')[2]}"
+            assert (ROOT / f"{module.replace('.', '/')}.py").is_file(), f"{before} -> {module}"
+
+
+def test_every_test_that_the_cluster_page_names_exists() -> None:
+    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    names = re.findall(r"`(test_\w+)(?:\.\.\.)?`", (ROOT / "docs" / "slurm.md").read_text(encoding="utf-8"))
+    assert len(names) > 20
+    assert [name for name in names if f"def {name}" not in tests] == []
