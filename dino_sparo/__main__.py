@@ -35,10 +35,10 @@ class Command(NamedTuple):
 
     Attributes:
         summary: what it turns into what.
-        parser: its options, made without torch; None: the body takes the words, parses them and answers for mistakes.
+        parser: its options, made without torch; None: the body takes the words and parses them itself.
         body: `module:function`, called with the parsed options. The module is imported after the options were parsed,
-            so that `--help` and mistakes need not wait for torch.
-        helper: a function of this file that the body takes besides.
+            so that `--help` and mistakes are answered before torch is imported.
+        helper: a function of this file, the body's second argument.
     """
 
     summary: str
@@ -48,7 +48,7 @@ class Command(NamedTuple):
 
 
 def open_model(args: argparse.Namespace, process: "Distributed", border: int = 0) -> "EvaluatedModel":
-    """The image-text model that `--pretrained_weights` names, with what a result file says of it.
+    """The image-text model that `--pretrained_weights` names, with its entry for result files.
 
     Args:
         args: the options of `image_text.evaluation.options.add_model_options` and `add_computation_options`.

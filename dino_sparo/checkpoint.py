@@ -16,12 +16,12 @@ A checkpoint is a dict of plain values and tensors, read without running any cod
     steps_per_epoch        what a step's number is counted in
     args, versions         the options; versions of the packages
 
-A `CheckpointFolder` holds the last few of them, each written whole or not at all, and finds the newest that is sound.
+A `CheckpointFolder` keeps the last few of them, each written whole or not at all, and finds the newest undamaged one.
 
 The names are the reference's where it has one, so its scripts read our `--readout cls` checkpoints, and `load_encoder`
 reads the reference's: full checkpoints, and raw ViT weights. `export.py` writes an encoder as safetensors, which are
-read wherever a checkpoint is; `initialize_encoder` starts an encoder from another's weights. Checkpoints of CLIP, ours
-(`clip`, how both towers were built, and `model`), OpenCLIP's and sparo-clip's, are encoders too: their image tower.
+read wherever a checkpoint is; `initialize_encoder` starts an encoder from another's weights. From a checkpoint of CLIP,
+ours, OpenCLIP's or sparo-clip's, they take the image tower.
 """
 
 import argparse
@@ -234,7 +234,7 @@ class CheckpointFolder:
             except CheckpointError as error:
                 reasons.append((path, str(error)))
                 continue
-            # Out of the way: the next save must not push a sound one out to keep a damaged one.
+            # Renamed: otherwise the next save would drop a whole checkpoint and keep a damaged one.
             for damaged, reason in reasons:
                 os.replace(damaged, damaged.with_name(f"{damaged.name}.damaged"))
                 logger.error("%s; it is %s.damaged now, and the run goes on from %s", reason, damaged.name, path)
@@ -550,7 +550,7 @@ def _block(name: str) -> int:
 def describe_encoder(
     checkpoint: Mapping[str, Any], weights: Mapping[str, Tensor], arch: str | None = None, patch_size: int | None = None
 ) -> dict[str, Any]:
-    """How the encoder in a checkpoint was built: what it says itself, or what its weights tell.
+    """How the encoder in a checkpoint was built: as its entry says, or as the shapes of its weights show.
 
     Returns:
         The fields of `EncoderConfig`, and `mean` and `std` of its images.

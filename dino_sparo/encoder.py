@@ -1,4 +1,4 @@
-"""Images -> encodings: a backbone and a read-out under one roof, for one image size or many at once.
+"""Images -> encodings: a backbone and a read-out, for images of one size or of several.
 
 Training feeds the encoding to the head; evaluation measures it. The encoding is the concatenation of the read-out's
 slots, (B, L*V).
@@ -22,7 +22,7 @@ from dino_sparo.readout import ClassTokenReadout, ReadoutOutput
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """How an encoder is built; it travels in every checkpoint, so that no script needs to be told again.
+    """How an encoder is built. Every checkpoint holds it, so that no command needs these options again.
 
     Attributes:
         arch: a key of `backbone.ARCHITECTURES`.

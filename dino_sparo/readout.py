@@ -1,8 +1,8 @@
 """Tokens -> slots: the read-outs `sparo`, `cls` and `gap`, all with one output type.
 
 They stand between `backbone.py` (images -> tokens) and `encoder.py` (slots -> encoding). Every read-out turns tokens
-(B, N, D) into `ReadoutOutput(slots (B, L, V), attention (B, L, N))`, so that training, evaluation and pictures need not
-know which one they look at.
+(B, N, D) into `ReadoutOutput(slots (B, L, V), attention (B, L, N))`, so that training, evaluation and pictures do not
+depend on which one it is.
 """
 
 import math
@@ -139,7 +139,7 @@ class ClassTokenReadout(nn.Module):
     """
 
     def forward(self, tokens: Float[Tensor, "B N D"], mask: Bool[Tensor, "B N"] | None = None) -> ReadoutOutput:
-        """Take token 0; a mask has nothing to say here and is only checked.
+        """Take token 0; a mask has no effect and is only checked.
 
         Returns:
             Slots (B, 1, D) and the one-hot attention (B, 1, N).

@@ -516,7 +516,7 @@ def test_changed_options_are_named_when_resuming(tmp_path: Path, caplog: pytest.
     with caplog.at_level(logging.WARNING):
         run(tmp_path, max_steps=8, clip_grad=0.5)
     assert "--clip_grad was 0.0 and is now 0.5" in caplog.text
-    assert caplog.text.count("the run will not be what it was") == 1
+    assert caplog.text.count("the rest of the run differs from its beginning") == 1
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """How a CLIP model is built: the two towers, their common read-out, the width of the encoding.
 
-The configuration travels in every checkpoint, so that no script needs to be told again.
+Every checkpoint holds the configuration, so that no command needs these options again.
 """
 
 from dataclasses import asdict, dataclass, fields, replace

@@ -1,4 +1,4 @@
-"""DINO's side of a training run: options -> networks, loss, data; what is looked at after an epoch.
+"""DINO for the trainer: options -> networks, loss, data; evaluation after an epoch.
 
 The run itself (resuming, epochs, saving, faults) is `training/run.py`; a step is `step.py`.
 """

@@ -39,7 +39,7 @@ class TooManyCorruptError(MendableError):
 
 @dataclass
 class Progress:
-    """What is known of the epoch under way.
+    """Counts and means of the epoch under way.
 
     Attributes:
         counts: a name of `Objective.counters` -> how many so far, over all ranks.

@@ -109,7 +109,7 @@ class Objective(ABC, Generic[AnyBatch]):
     """One way to train the encoder.
 
     Attributes:
-        noun: what the data consist of, "image" or "pair"; for messages and the checkpoint's keys.
+        noun: what one item of the data is, "image" or "pair"; for messages and the checkpoint's keys.
         score_name: the checkpoint's key of the best score so far.
         metric: the name of the score in the log.
         counters: the checkpoint's key of what is counted in an epoch -> its name in the log. The first counts the items
@@ -181,7 +181,7 @@ class Objective(ABC, Generic[AnyBatch]):
         return (len(batch.corrupt),)
 
     def watch_counts(self, counts: Mapping[str, int], num_seen: int) -> None:
-        """Hear of what was counted in this epoch so far, every few steps.
+        """Called every few steps with what was counted in this epoch so far.
 
         Args:
             counts: a name of `counters` -> how many, over all ranks.
