@@ -4,9 +4,9 @@
     torchrun --nproc_per_node=8 main_dino.py --data_path imagenet/train --output_dir runs/vits16
     python run_with_submitit.py ...                                               # the same on Slurm
 
-Options stand in the order of the data flow, with the names and defaults of facebookresearch/dino. What they describe
-is built in `dino_sparo/dino/train.py`; the run is `dino_sparo/training/run.py`. Starting the same command again goes on
-from the last checkpoint.
+Options stand in the order of the data flow. Those of facebookresearch/dino keep their names and, but for four, their
+defaults. `dino_sparo/dino/train.py` builds what they describe, `dino_sparo/training/run.py` trains it. The same command
+goes on from the last checkpoint.
 """
 
 import argparse

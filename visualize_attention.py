@@ -5,8 +5,8 @@
     python visualize_attention.py --pretrained_weights sparo.pth --compare cls.pth --image_path photos
     python visualize_attention.py --pretrained_weights output/checkpoint.pth --atlas data/imagenet/val
 
-Stage 5 of the map. Always writes attention.png (a labelled grid), attention.npy (the raw maps) and attention.json
-(which map is how peaked, and which look alike); further files as the options say. Options as in facebookresearch/dino.
+Always writes attention.png (a labelled grid), attention.npy (the raw maps) and attention.json (which map is how peaked,
+and which look alike); further files as the options say. Options as in facebookresearch/dino.
 """
 
 from collections.abc import Sequence

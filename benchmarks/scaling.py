@@ -96,8 +96,8 @@ def measure_rank(rank: int, ranks: int, port: int, images: int, steps: int, tiny
     os.environ.update({name: str(value) for name, value in place_in.items()})
     torch.set_num_threads(1)
     try:
-        place = init_distributed("cpu")
-        training = build_training(training_args(ranks, tiny), place, steps_per_epoch=10 * steps + 10)
+        process = init_distributed("cpu")
+        training = build_training(training_args(ranks, tiny), process, steps_per_epoch=10 * steps + 10)
         share = GLOBAL_IMAGES // ranks
         losses = [_mean_loss(training, random_batch(share, rank * share), ranks) for _ in range(3)]
         batch, seconds = random_batch(images), []

@@ -91,8 +91,8 @@ def our_training(sizes: Sizes, readout: str, precision: str, device: str, drop_p
     }  # fmt: skip
     argv = [word for name, value in words.items() for word in (f"--{name}", str(value))]
     args = main_dino.get_args_parser().parse_args(argv)
-    place = Distributed(rank=0, world_size=1, local_rank=0, device=torch.device(device))
-    return build_training(args, place, STEPS)
+    process = Distributed(rank=0, world_size=1, local_rank=0, device=torch.device(device))
+    return build_training(args, process, STEPS)
 
 
 def ours(training: DINOTraining, batch: Batch) -> Stepper:

@@ -14,12 +14,13 @@ The rooms of the house, in the order of the data flow:
 
 `docs/map.md` lists every file.
 
-One letter, one meaning, in every docstring and shape:
+One letter, one meaning, in every shape. Equations keep the letters of their papers and say what they mean.
 
-    B batch                D token width     K prototypes       H, W pixels, height first
-    N tokens               L slots           S student crops    P patch side in pixels
-    A key width            V slot width      T teacher crops    C channels
-                           G slots sharing a key                F features of a probe
+    B batch          D token width            K prototypes       H, W pixels, height first
+    N tokens         L slots                  S student crops    P patch side in pixels
+    A key width      V slot width             T teacher crops    C channels
+    M width of an encoding, L*V for `sparo`   F width of features
+                     G slots sharing a key
 """
 
 import importlib

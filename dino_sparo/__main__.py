@@ -35,10 +35,10 @@ class Command(NamedTuple):
 
     Attributes:
         summary: what it turns into what.
-        parser: its options, made without torch; None: the body takes the words, parses them and answers for mistakes.
+        parser: its options, made without torch; None: the body takes the words and parses them itself.
         body: `module:function`, called with the parsed options. The module is imported after the options were parsed,
-            so that `--help` and mistakes need not wait for torch.
-        helper: a function of this file that the body takes besides.
+            so that `--help` and mistakes are answered before torch is imported.
+        helper: a function of this file, the body's second argument.
     """
 
     summary: str
@@ -47,12 +47,12 @@ class Command(NamedTuple):
     helper: Callable[..., Any] | None = None
 
 
-def open_model(args: argparse.Namespace, place: "Distributed", border: int = 0) -> "EvaluatedModel":
-    """The image-text model that `--pretrained_weights` names, with what a result file says of it.
+def open_model(args: argparse.Namespace, process: "Distributed", border: int = 0) -> "EvaluatedModel":
+    """The image-text model that `--pretrained_weights` names, with its entry for result files.
 
     Args:
         args: the options of `image_text.evaluation.options.add_model_options` and `add_computation_options`.
-        place: where to compute.
+        process: this process among its peers.
         border: pixels cut off every side of an image.
 
     Raises:
@@ -60,7 +60,7 @@ def open_model(args: argparse.Namespace, place: "Distributed", border: int = 0) 
     """
     from dino_sparo.clip.evaluated import open_clip_model
 
-    return open_clip_model(args, place, border)
+    return open_clip_model(args, process, border)
 
 
 def run(name: str, words: Sequence[str] | None = None, prog: str | None = None) -> Any:

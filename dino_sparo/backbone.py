@@ -1,8 +1,8 @@
 """Images -> tokens: the vision transformer of DINO, out of timm's blocks.
 
-Stage 2 of the map. `tokens = backbone(images)` turns images (B, C, H, W) of any size into tokens (B, N, D), class
-token first, patches after it row by row. Parameters carry the names of facebookresearch/dino's `vision_transformer.py`,
-so its weights load as they are.
+`tokens = backbone(images)` turns images (B, C, H, W) of any size into tokens (B, N, D), class token first, patches
+after it row by row. Parameters carry the names of facebookresearch/dino's `vision_transformer.py`, so its weights load
+as they are.
 """
 
 import math
@@ -183,16 +183,16 @@ class Backbone(nn.Module):
     def _resampling_matrix(self, length: int) -> Float[Tensor, "length grid_size"]:
         """What each of `length` positions along an axis takes from the stored ones."""
         device, grid_size = self.pos_embed.device, math.isqrt(self.pos_embed.shape[1] - 1)
-        found = self._resampling.get((length, device))
-        if found is None or found.shape[1] != grid_size:
+        matrix = self._resampling.get((length, device))
+        if matrix is None or matrix.shape[1] != grid_size:
             # Training may follow on an evaluation, and its graph cannot hold tensors made in inference mode.
             with torch.inference_mode(False):
-                found = _bicubic_matrix(grid_size, length)
-                found = (found.float() if device.type == "mps" else found).to(device)  # which has no double
+                matrix = _bicubic_matrix(grid_size, length)
+                matrix = (matrix.float() if device.type == "mps" else matrix).to(device)  # which has no double
             # A compiled graph must not change what it was compiled with; there the matrix is a constant.
             if not torch.compiler.is_compiling():
-                self._resampling[length, device] = found
-        return found
+                self._resampling[length, device] = matrix
+        return matrix
 
     def class_tokens(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B D"]:
         """`forward(images)[:, 0]` with less work: no other token leaves the last block.

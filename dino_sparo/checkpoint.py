@@ -1,18 +1,27 @@
 """Weights <-> files: atomic saving, strict loading, encoders rebuilt from what the checkpoint says.
 
-Stage 5 of the map. A checkpoint is a dict of plain values and tensors, read without running any code in it:
+A checkpoint is a dict of plain values and tensors, read without running any code in it:
 
-    student, teacher    flat weights, `backbone.*`, `readout.*`, `head.*`
-    encoder             how the encoder was built (`EncoderConfig`), and the mean and std of its images
-    optimizer, dino_loss, fp16_scaler (fp16 only), epoch (finished epochs), step, args (options), best_knn, versions
-    ranks               per process: its random numbers and its part of the running epoch's means
+    student, teacher       weights of DINO: `backbone.*`, `readout.*`, `head.*`
+    dino_loss              DINO's centre
+    encoder                how DINO's encoder was built (`EncoderConfig`), and the mean and std of its images
+    model, clip            CLIP instead: the weights of both towers, and how they were built
+    optimizer              its state; with fp16 `fp16_scaler` holds the scale of the gradients
+    epoch, step            finished epochs, finished steps
+    num_corrupt            unreadable images in the running epoch; CLIP also `num_truncated`, captions cut off
+    best_knn               the highest 20-NN accuracy; CLIP: `best_zero_shot`
+    ranks                  per process: its random numbers, and its part of the running epoch's means
+    num_images             size of the data; CLIP: `num_pairs`
+    global_batch           images per step over all processes
+    steps_per_epoch        what a step's number is counted in
+    args, versions         the options; versions of the packages
 
-A `CheckpointFolder` holds the last few of them, each written whole or not at all, and finds the newest that is sound.
+A `CheckpointFolder` keeps the last few of them, each written whole or not at all, and finds the newest undamaged one.
 
 The names are the reference's where it has one, so its scripts read our `--readout cls` checkpoints, and `load_encoder`
 reads the reference's: full checkpoints, and raw ViT weights. `export.py` writes an encoder as safetensors, which are
-read wherever a checkpoint is; `initialize_encoder` starts an encoder from another's weights. Checkpoints of CLIP, ours
-(`clip`, how both towers were built, and `model`), OpenCLIP's and sparo-clip's, are encoders too: their image tower.
+read wherever a checkpoint is; `initialize_encoder` starts an encoder from another's weights. From a checkpoint of CLIP,
+ours, OpenCLIP's or sparo-clip's, they take the image tower.
 """
 
 import argparse
@@ -225,14 +234,14 @@ class CheckpointFolder:
             except CheckpointError as error:
                 reasons.append((path, str(error)))
                 continue
-            # Out of the way: the next save must not push a sound one out to keep a damaged one.
+            # Renamed: otherwise the next save would drop a whole checkpoint and keep a damaged one.
             for damaged, reason in reasons:
                 os.replace(damaged, damaged.with_name(f"{damaged.name}.damaged"))
                 logger.error("%s; it is %s.damaged now, and the run goes on from %s", reason, damaged.name, path)
             return path
         if reasons:
-            told = "; ".join(reason for _, reason in reasons)
-            raise CheckpointError(f"{told}; none is left to go on from. Choose another --output_dir")
+            causes = "; ".join(reason for _, reason in reasons)
+            raise CheckpointError(f"{causes}; none is left to go on from. Choose another --output_dir")
         return None
 
 
@@ -406,9 +415,9 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise CheckpointError(f"{path} is truncated or no safetensors file ({error})") from error
-    if checksum not in (None, found := weights_checksum(weights)):
+    if checksum not in (None, actual := weights_checksum(weights)):
         raise CheckpointError(
-            f"{path} is damaged: its weights have the checksum {found}, not {checksum}; copy it again"
+            f"{path} is damaged: its weights have the checksum {actual}, not {checksum}; copy it again"
         )
     try:
         entries = parse_json(description.read_bytes()) if description.is_file() else {}
@@ -419,8 +428,8 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
 
 def _unsafe_name(message: str) -> str | None:
     """The name torch refused to load or call, out of its long message; None if it complains about something else."""
-    found = re.search(r"(?:GLOBAL |add_safe_globals`,? but got |unrecognized function )(<[^>]+>|[^\s,;]+)", message)
-    return found and found[1]
+    match = re.search(r"(?:GLOBAL |add_safe_globals`,? but got |unrecognized function )(<[^>]+>|[^\s,;]+)", message)
+    return match and match[1]
 
 
 def flat_weights(weights: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -488,14 +497,14 @@ def infer_config(
     # SPARO stands in the place of a block, or, where no architecture is that deep, behind the last.
     depths = [depth] if queries is None else [depth + 1, depth]
     names = {(size.embed_dim, size.depth): name for name, size in ARCHITECTURES.items()}
-    found = [names[embed_dim, depth] for depth in depths if (embed_dim, depth) in names]
-    if arch is None and not found:
+    fitting = [names[embed_dim, depth] for depth in depths if (embed_dim, depth) in names]
+    if arch is None and not fitting:
         known = ", ".join(f"{name} ({size.embed_dim}, {size.depth})" for name, size in ARCHITECTURES.items())
         raise CheckpointError(
             f"no architecture has width {embed_dim} and {depth} blocks; known are {known}. If blocks are missing from "
             f"the file, name the architecture with --arch"
         )
-    patch_size, arch = patch_size or kernel, arch or found[0]
+    patch_size, arch = patch_size or kernel, arch or fitting[0]
     slots: dict[str, Any] = {"readout": "cls"}
     if queries is not None:
         (num_slots, key_dim), num_keys = queries.shape, len(weights["readout.key_proj.bias"])
@@ -541,7 +550,7 @@ def _block(name: str) -> int:
 def describe_encoder(
     checkpoint: Mapping[str, Any], weights: Mapping[str, Tensor], arch: str | None = None, patch_size: int | None = None
 ) -> dict[str, Any]:
-    """How the encoder in a checkpoint was built: what it says itself, or what its weights tell.
+    """How the encoder in a checkpoint was built: as its entry says, or as the shapes of its weights show.
 
     Returns:
         The fields of `EncoderConfig`, and `mean` and `std` of its images.
@@ -692,17 +701,17 @@ def _top_weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name.removeprefix("module."): value for name, value in weights.items() if isinstance(value, Tensor)}
 
 
-def _image_tower(said: Mapping[str, Any]) -> dict[str, Any]:
+def _image_tower(description: Mapping[str, Any]) -> dict[str, Any]:
     """How a CLIP's image encoder was built, out of how the CLIP was; mean and std of its images."""
-    has_codes = READOUT_KINDS[said["image"]["readout"]].needs_codes
+    has_codes = READOUT_KINDS[description["image"]["readout"]].needs_codes
     return {
-        **said["image"],
-        "replace_block": said["replace_block"],
-        "quick_gelu": said["quick_gelu"],
-        "num_codes": said["num_codes"] if has_codes else 0,
-        "code_dim": said["embed_dim"] if has_codes else 0,
-        "mean": said["mean"],
-        "std": said["std"],
+        **description["image"],
+        "replace_block": description["replace_block"],
+        "quick_gelu": description["quick_gelu"],
+        "num_codes": description["num_codes"] if has_codes else 0,
+        "code_dim": description["embed_dim"] if has_codes else 0,
+        "mean": description["mean"],
+        "std": description["std"],
     }
 
 
@@ -823,8 +832,8 @@ def check_same_activation(checkpoint: Mapping[str, Any], quick_gelu: bool, sourc
     Raises:
         CheckpointError: they were.
     """
-    said = checkpoint.get("clip", checkpoint.get("encoder"))
-    if said is not None and said.get("quick_gelu", False) != quick_gelu:
+    description = checkpoint.get("clip", checkpoint.get("encoder"))
+    if description is not None and description.get("quick_gelu", False) != quick_gelu:
         raise CheckpointError(
             f"{source} was trained with quick_gelu={not quick_gelu}, the model has quick_gelu={quick_gelu}; build it "
             f"alike: --quick_gelu {str(not quick_gelu).lower()}"
@@ -834,12 +843,12 @@ def check_same_activation(checkpoint: Mapping[str, Any], quick_gelu: bool, sourc
 def _check_same_make(weights: Mapping[str, Tensor], own: Mapping[str, Tensor], source: str) -> None:
     """Refuse weights that are not of the encoder's kind of ViT, up to its number of blocks and its grid."""
     sizes, own_sizes = _patch_sizes(weights), _patch_sizes(own)
-    for what, found, wanted in zip(
+    for what, actual, wanted in zip(
         ("width", "number of channels", "patch size"), sizes[:3], own_sizes[:3], strict=True
     ):
-        if found != wanted:
+        if actual != wanted:
             raise CheckpointError(
-                f"{source} has {what} {found}, the encoder {wanted}; choose other weights, or build the encoder alike "
+                f"{source} has {what} {actual}, the encoder {wanted}; choose other weights, or build the encoder alike "
                 f"(--arch, --patch_size)"
             )
     positions = tuple(weights["backbone.pos_embed"].shape)
@@ -848,13 +857,13 @@ def _check_same_make(weights: Mapping[str, Tensor], own: Mapping[str, Tensor], s
             f"{source} has positions {positions}; a square grid and one class token are what an encoder starts from"
         )
     depth = min(_num_blocks(weights), _num_blocks(own))
-    found_names, wanted_names = (
+    their_names, own_names = (
         {name for name in names if name.startswith("backbone.") and _block(name) < depth} for names in (weights, own)
     )
     misshapen = {
-        name for name in (found_names & wanted_names) - {"backbone.pos_embed"} if weights[name].shape != own[name].shape
+        name for name in (their_names & own_names) - {"backbone.pos_embed"} if weights[name].shape != own[name].shape
     }
-    strange = sorted(misshapen | (found_names ^ wanted_names))
+    strange = sorted(misshapen | (their_names ^ own_names))
     if strange:
         is_clips, is_own_clips = ("backbone.norm_pre.weight" in names for names in (weights, own))
         hint = f"; build the encoder alike: --pre_norm {str(is_clips).lower()}" if is_clips != is_own_clips else ""

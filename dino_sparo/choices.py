@@ -1,8 +1,8 @@
 """What options choose among, as plain values: names of parts, sizes of architectures.
 
-Plumbing. No torch here: command lines are parsed, and `--help` is answered, before torch is imported. The tables that
-map a name to what it builds stay with the parts (`readout.READOUTS`, `optim.OPTIMIZERS`, `export.WRITERS`); tests
-compare their names with those here.
+No torch here: command lines are parsed, and `--help` is answered, before torch is imported. The tables that map a name
+to what it builds stay with the parts (`readout.READOUTS`, `optim.OPTIMIZERS`, `export.WRITERS`); tests compare their
+names with those here.
 """
 
 from typing import NamedTuple

@@ -1,8 +1,8 @@
 """One image -> S crops: two global ones and S - 2 local ones, with DINO's distortions.
 
-Stage 1 of the map. The random parameters of a crop are drawn first (`sample_crop`), then the crop is cut out and
-distorted: what it looks like is a pure function of the image and of the generator it was drawn with. Where it is
-distorted is a choice: here, by `apply_crop`, or on the device, by `distort.Distortions` from the same parameters.
+The random parameters of a crop are drawn first (`sample_crop`), then the crop is cut out and distorted: what it looks
+like is a pure function of the image and of the generator it was drawn with. Where it is distorted is a choice: here, by
+`apply_crop`, or on the device, by `distort.Distortions` from the same parameters.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Images in, batches of crops out: data set, samplers, loader, and the one mean and standard deviation.
 
-Stage 1 of the map: a source (`sources/`: any images, by index) -> `ImageDataset` (image -> crops, by `crops.py`) ->
-batches of a sampler -> `create_loader` -> `Batch` of S tensors (B, C, H, W).
+In order: a source (`sources/`: any images, by index) -> `ImageDataset` (image -> crops, by `crops.py`) -> batches of a
+sampler -> `create_loader` -> `Batch` of S tensors (B, C, H, W).
 
 All randomness is a pure function of numbers that a checkpoint holds: the order of the images of (seed, epoch), the
 crops of an image of (seed, epoch, index). So a run is the same whatever the number of workers and ranks, and a resumed
@@ -48,8 +48,7 @@ __all__ = [
 
 _logger = logging.getLogger(__name__)
 
-# Of ImageNet's training images, in [0, 1], red, green, blue: what the reference normalises with.
-# So many unreadable images in a row are no accident but a disk or a network that is gone.
+# So many unreadable images in a row mean that a disk or a network does not answer.
 MAX_CORRUPT_IN_A_ROW = 64
 
 TERM_GRACE_SECONDS = 30  # between SIGTERM and the end of a worker
@@ -82,8 +81,8 @@ def _seed_words(seed: int) -> tuple[int, int]:
     return seed & 0xFFFFFFFF, seed >> 32
 
 
-def require_labels(source: ImageSource) -> Int64[np.ndarray, "I"]:
-    """The labels of a source, (I,) int64, I the number of its images.
+def require_labels(source: ImageSource) -> Int64[np.ndarray, " images"]:
+    """The labels of a source, (images,) int64.
 
     Raises:
         ValueError: the source has none, or not for every image.
@@ -292,7 +291,7 @@ def read_next(read: Callable[[int], T], asked: int, source: ImageSource) -> tupl
     location, reason = corrupt[0]
     raise ValueError(
         f"{len(corrupt)} images in a row of {source.name} cannot be read, the first is {location} ({reason}); "
-        "is the disk still there, and are these images?"
+        "is the disk still there, and are these files images?"
     )
 
 
@@ -357,7 +356,7 @@ class EpochSampler:
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         epoch, start_step = self.epoch, self.start_step
-        # Shuffled in place, 32 bits are the numbers of `permutation` in half the memory.
+        # Shuffling 32-bit numbers gives the order of `permutation` in half the memory.
         permutation = np.arange(self.num_images, dtype=np.int32 if self.num_images < 1 << 31 else np.int64)
         _epoch_rng(self.seed, epoch).shuffle(permutation)
         shape = (self.steps_per_epoch, self.accum_steps, self.world_size, self.batch_size)
@@ -454,8 +453,8 @@ def to_device(batches: Iterable[D], device: torch.device) -> Iterator[D]:
         batches: of a loader; in page-locked memory if the copy is to overlap.
         device: where they are needed.
     """
-    # The caller keeps a reference to this iterator. A generator would end while an error is on its way up, and the
-    # loader's end waits for its workers, of which one may hang.
+    # Keep a reference to this iterator. Otherwise an error that leaves the training loop ends the loader. That waits for
+    # the loader's workers, and one of them may hang.
     return iter(batches) if device.type != "cuda" else _copied(iter(batches), device)
 
 

@@ -1,8 +1,8 @@
 """Crops of 8-bit pixels and the numbers drawn for them -> distorted, normalised crops.
 
-Stage 1 of the map, its end: mirror, colour jitter, gray, blur, solarise, normalise. Each distortion stands here once,
-as Pillow computes it: rounded to 8 bits after every operation, with Pillow's fixed-point weights. Two functions apply
-them, both to the numbers that `pack_parameters` makes of one draw:
+Mirror, colour jitter, gray, blur, solarise, normalise. Each distortion stands here once, as Pillow computes it: rounded
+to 8 bits after every operation, with Pillow's fixed-point weights. Two functions apply them, both to the numbers that
+`pack_parameters` makes of one draw:
 
     distort_crop   one crop, only what was drawn for it; on the CPU its pixels are Pillow's, bit for bit
     Distortions    a batch on any device, everything for every crop, where what was not drawn changes nothing: no branch
@@ -178,11 +178,11 @@ def shift_hue(
     amount = library.floor(amount, out=amount)
     amount *= value
     # (red - green, green - blue), each from -255 to 255, as a row and a column of the table.
-    place = red * 511
-    place -= green * 510
-    place -= blue
-    place += 255 * 512
-    angle = _cast(library.take(hues, _cast(place, "int64")), "int32")
+    index = red * 511
+    index -= green * 510
+    index -= blue
+    index += 255 * 512
+    angle = _cast(library.take(hues, _cast(index, "int64")), "int32")
     angle += steps
     angle &= 255
     angle = _cast(angle, "float32")

@@ -1,7 +1,7 @@
-"""Images -> encodings: a backbone and a read-out under one roof, for one image size or many at once.
+"""Images -> encodings: a backbone and a read-out, for images of one size or of several.
 
-Stage 2 of the map, its end: what training feeds to the head and what evaluation measures. The encoding is the
-concatenation of the read-out's slots, (B, L*V).
+Training feeds the encoding to the head; evaluation measures it. The encoding is the concatenation of the read-out's
+slots, (B, L*V).
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from dino_sparo.readout import ClassTokenReadout, ReadoutOutput
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """How an encoder is built; it travels in every checkpoint, so that no script needs to be told again.
+    """How an encoder is built. Every checkpoint holds it, so that no command needs these options again.
 
     Attributes:
         arch: a key of `backbone.ARCHITECTURES`.
@@ -37,7 +37,7 @@ class EncoderConfig:
         pre_norm: CLIP's vision transformer instead of DINO's; see `backbone.Backbone`.
         replace_block: the read-out takes the place of the last block; None: `sparo` does, the others do not.
         quick_gelu: OpenAI's activation; see `backbone.Backbone`.
-        num_codes: K, for `fdt`.
+        num_codes: number of codes, for `fdt`.
         code_dim: M, for `fdt`.
     """
 
@@ -242,7 +242,7 @@ def create_encoder(
         pre_norm: CLIP's vision transformer instead of DINO's; see `backbone.Backbone`.
         replace_block: remove the last block; by default only `sparo` does.
         quick_gelu: OpenAI's activation; see `backbone.Backbone`.
-        num_codes: K, for `fdt`.
+        num_codes: number of codes, for `fdt`.
         code_dim: M, for `fdt`.
 
     Raises:
@@ -275,7 +275,7 @@ def encoder_from_config(
     Args:
         config: how to build it.
         drop_path_rate: stochastic depth rate.
-        codebook: (K, M), for `fdt`, where it is shared with a text encoder; by default the encoder has its own.
+        codebook: (codes, M), for `fdt`, where it is shared with a text encoder; by default the encoder has its own.
 
     Raises:
         ValueError: an unknown name, or a size that does not fit.

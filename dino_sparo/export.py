@@ -4,9 +4,9 @@
     dino-sparo export runs/vits16/checkpoint.pth vits16 --format onnx --img_size 224
     dino-sparo export runs/clip/checkpoint.pth clip --format open_clip
 
-Stage 5 of the map. An export is one network's encoder, without head and optimizer, beside a JSON file of how it was
-built, what its images are normalised with, and where it comes from. Of a CLIP `safetensors` holds both towers, for any
-read-out, `open_clip` and `sparo_clip` what these have; the other formats hold its image tower.
+An export is one network's encoder, without head and optimizer, beside a JSON file of how it was built, what its images
+are normalised with, and where it comes from. Of a CLIP `safetensors` holds both towers, for any read-out, `open_clip`
+and `sparo_clip` what these have; the other formats hold its image tower.
 """
 
 import argparse
@@ -353,26 +353,26 @@ def _write_clip(checkpoint: Path, out: str, format: str) -> Path:
     sparo_clip   likewise, with sparo-clip's names; "model_cfg" are the arguments of its `CLIP`
     """
     content = load_checkpoint(checkpoint)
-    said = content.get("clip")
-    if said is None:
+    entry = content.get("clip")
+    if entry is None:
         raise ValueError(
             f"{checkpoint} is no CLIP of ours, which format {format!r} is for; choose one of {sorted(WRITERS)}"
         )
     weights = clip_weights(content, str(checkpoint)) or {}
     if format == "safetensors":
-        record = {"clip": said, **_origin(content, checkpoint)}
+        record = {"clip": entry, **_origin(content, checkpoint)}
         return _write_weights(weights, _with_suffix(out, ".safetensors"), record)
-    if said["readout"] not in CLIP_FORMATS[format]:
+    if entry["readout"] not in CLIP_FORMATS[format]:
         raise ValueError(
-            f"{format} has no {said['readout']!r} read-out, only {', '.join(CLIP_FORMATS[format])}; this CLIP can be "
+            f"{format} has no {entry['readout']!r} read-out, only {', '.join(CLIP_FORMATS[format])}; this CLIP can be "
             f"exported as safetensors"
         )
-    folder, settings = Path(out), open_clip_settings(said)
+    folder, settings = Path(out), open_clip_settings(entry)
     folder.mkdir(parents=True, exist_ok=True)
-    images = {"mean": said["mean"], "std": said["std"], "interpolation": "bicubic", "resize_mode": "shortest"}
+    images = {"mean": entry["mean"], "std": entry["std"], "interpolation": "bicubic", "resize_mode": "shortest"}
     write_json({"model_cfg": settings, "preprocess_cfg": images}, folder / "open_clip_config.json")
-    write_json({"clip": said, **_origin(content, checkpoint)}, folder / "dino_sparo.json")
-    _save(to_open_clip_names(weights, said["readout"]), folder / "open_clip_model.safetensors")
+    write_json({"clip": entry, **_origin(content, checkpoint)}, folder / "dino_sparo.json")
+    _save(to_open_clip_names(weights, entry["readout"]), folder / "open_clip_model.safetensors")
     return folder
 
 

@@ -1,9 +1,9 @@
 """OpenCLIP's names of a CLIP's weights <-> ours: whole state dicts, without building a model.
 
-Stage 5 of the map, beside `checkpoint.py`, which reads with it and `export.py`, which writes with it. Names and layouts
-are all that differs: OpenCLIP keeps its projections as (D, M) matrices that tokens are multiplied with, and writes its
-embeddings without a batch axis. sparo-clip, the code of SPARO's authors, is OpenCLIP with other parts at the end of a
-tower; its SPARO and its linear bottleneck are known here too.
+`checkpoint.py` reads with these names, `export.py` writes with them. Names and layouts are all that differs: OpenCLIP
+keeps its projections as (D, M) matrices that tokens are multiplied with, and writes its embeddings without a batch
+axis. sparo-clip, the code of SPARO's authors, is OpenCLIP with other parts at the end of a tower; its SPARO and its
+linear bottleneck are known here too.
 
 Our names are those of `clip.model.CLIP`: the image tower below `image.`, the text tower below `text.`.
 """
@@ -152,16 +152,16 @@ def _renamed(name: str, names: Mapping[str, str], names_in_block: Mapping[str, s
     return part and f"{names[stem]}{index}.{names_in_block[part]}{inner.removeprefix(part)}"
 
 
-def open_clip_settings(said: Mapping[str, Any]) -> dict[str, Any]:
+def open_clip_settings(entry: Mapping[str, Any]) -> dict[str, Any]:
     """What OpenCLIP's (or sparo-clip's) `CLIP` takes to build the model that a checkpoint's `clip` describes.
 
     Args:
-        said: `clip` of a checkpoint.
+        entry: `clip` of a checkpoint.
 
     Raises:
         ValueError: neither has such a model.
     """
-    readout, image, text, replaced = said["readout"], said["image"], said["text"], said["replace_block"]
+    readout, image, text, replaced = entry["readout"], entry["image"], entry["text"], entry["replace_block"]
     if readout not in ENDS or not image["pre_norm"] or image["in_chans"] != 3:
         raise ValueError(
             f"open_clip has no model with readout={readout!r}, pre_norm={image['pre_norm']} and "
@@ -170,8 +170,8 @@ def open_clip_settings(said: Mapping[str, Any]) -> dict[str, Any]:
         )
     size = ARCHITECTURES[image["arch"]]
     settings = {
-        "embed_dim": said["embed_dim"],
-        "quick_gelu": said["quick_gelu"],
+        "embed_dim": entry["embed_dim"],
+        "quick_gelu": entry["quick_gelu"],
         "vision_cfg": {
             "image_size": image["img_size"],
             "patch_size": image["patch_size"],
@@ -185,7 +185,7 @@ def open_clip_settings(said: Mapping[str, Any]) -> dict[str, Any]:
         },
     }
     if readout == "linear":
-        settings["bottleneck_dim"] = said["bottleneck_dim"]
+        settings["bottleneck_dim"] = entry["bottleneck_dim"]
     if readout == "sparo":
         num_keys = image["num_slots"] // image["group_size"]
         settings |= {"use_sparo": True, "sparo_type": "cont:const", "share_kv": True, "sparo_heads": num_keys}

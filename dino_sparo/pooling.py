@@ -1,7 +1,7 @@
 """Tokens -> slots, the ways that the paper compares SPARO with: attentional pooling, its ablations, codes.
 
-Stage 2 of the map, beside `readout.py`. They are CLIP's in the paper and serve any encoder; every one turns tokens
-(B, N, D) and a mask (B, N) into `ReadoutOutput(slots (B, L, V), attention (B, L, N))`.
+They are CLIP's in the paper and serve any encoder; every one turns tokens (B, N, D) and a mask (B, N) into
+`ReadoutOutput(slots (B, L, V), attention (B, L, N))`.
 """
 
 import math
@@ -109,20 +109,20 @@ class CrossAttentionReadout(nn.Module):
 class CodebookReadout(nn.Module):
     """Finite Discrete Tokens: a convex combination of the codes of a book that images and captions share.
 
-        r_k  = max_n f(h_n) . c_k / (sqrt(M) T)        relevance of code k
+        r_k  = max_n f(h_n) . c_k / (sqrt(M) tau)      relevance of code k
         w    = Sparsemax(r)                            most weights are zero once trained
         slot = sum_k w_k c_k
 
-    with f = Linear GELU LayerNorm Linear on normalised tokens, c_k (M) the codes and T a temperature. The attention of
-    a token is the weight of the codes for which it was the most relevant one.
+    with f = Linear GELU LayerNorm Linear on normalised tokens, c_k (M) the codes and tau a temperature. A token's
+    attention is the weight of the codes for which it was the most relevant one.
     With a `context_length` the padding of a caption that is shorter competes too, each of its tokens with relevance 0,
     and tokens are those before the tower's last LayerNorm. (A code that is relevant to padding alone counts in the
     attention for the most relevant word.) Source: Chen et al., FDT, section 3; SPARO, appendix 0.B.2, and the authors'
-    code, `FDTQueryModel`, for T, f, the padding and for leaving the class token out.
+    code, `FDTQueryModel`, for tau, f, the padding and for leaving the class token out.
 
     Args:
         embed_dim: D, width of the tokens.
-        codebook: (K, M), a parameter that both towers hold.
+        codebook: (codes, M), a parameter that both towers hold.
         num_prefix_tokens: leading tokens that are left out: an image's class token.
         context_length: tokens of a caption with its padding; None leaves padding out.
     """
@@ -160,7 +160,7 @@ class CodebookReadout(nn.Module):
         """
         allowed = torch.arange(tokens.shape[1], device=tokens.device) >= self.num_prefix_tokens
         allowed = allowed.expand(len(tokens), -1) if mask is None else allowed & mask
-        relevance = self.query_map(tokens) @ self.codebook.t()  # (B, N, K)
+        relevance = self.query_map(tokens) @ self.codebook.t()  # (B, N, codes)
         best, winner = relevance.masked_fill(~allowed[..., None], -math.inf).max(dim=1)
         if self.context_length is not None and mask is not None:
             is_padded = mask.sum(dim=1, keepdim=True) < self.context_length
@@ -172,7 +172,7 @@ class CodebookReadout(nn.Module):
         return ReadoutOutput(slots=(weights.to(tokens.dtype) @ self.codebook)[:, None], attention=attention[:, None])
 
 
-def sparsemax(logits: Float[Tensor, "B K"]) -> Float[Tensor, "B K"]:
+def sparsemax(logits: Float[Tensor, "B codes"]) -> Float[Tensor, "B codes"]:
     """The projection onto the probability simplex, zeros included (Martins and Astudillo, 2016).
 
     Raises:
@@ -205,7 +205,7 @@ def create_pooling(
         slot_dim: V, likewise.
         key_dim: A, likewise.
         group_size: G, of `sparo`.
-        codebook: (K, M), of `fdt`.
+        codebook: (codes, M), of `fdt`.
         num_prefix_tokens: leading tokens that `fdt` leaves out.
         context_length: of a text tower, for `fdt_raw`.
         eps: of the LayerNorm of `gap_then_norm`.
@@ -217,7 +217,7 @@ def create_pooling(
         return AverageThenNormReadout(embed_dim, eps)
     if name in ("fdt", "fdt_raw"):
         if codebook is None:
-            raise ValueError(f"readout {name!r} needs a codebook; give the parameter (K, M) that both towers share")
+            raise ValueError(f"readout {name!r} needs a codebook; give the parameter (codes, M) that both towers share")
         return CodebookReadout(embed_dim, codebook, num_prefix_tokens, context_length if name == "fdt_raw" else None)
     if name in CROSS_ATTENTION:
         if group_size != 1:

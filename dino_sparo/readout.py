@@ -1,8 +1,8 @@
 """Tokens -> slots: the read-outs `sparo`, `cls` and `gap`, all with one output type.
 
-Stage 2 of the map, between `backbone.py` (images -> tokens) and `encoder.py` (slots -> encoding). Every read-out turns
-tokens (B, N, D) into `ReadoutOutput(slots (B, L, V), attention (B, L, N))`, so that training, evaluation and pictures
-need not know which one they look at.
+They stand between `backbone.py` (images -> tokens) and `encoder.py` (slots -> encoding). Every read-out turns tokens
+(B, N, D) into `ReadoutOutput(slots (B, L, V), attention (B, L, N))`, so that training, evaluation and pictures do not
+depend on which one it is.
 """
 
 import math
@@ -41,7 +41,7 @@ class Sparo(nn.Module):
     result, because the key bias b_l adds the same number q_l . b_l to the score of every token, which the softmax
     ignores, and because the attention's weights sum to one:
 
-        scores_l = H (K_l^T q_l) / sqrt(A)           (L, D) vectors, the same for every image of the step
+        scores_l = H (K_l^T q_l) / sqrt(A)           (L, D) vectors, the same for all images of a call
         pooled_l = softmax(scores_l)^T H             (D)
         slot_l   = W (K_l pooled_l + b_l) + b_W      (V)
 
@@ -139,7 +139,7 @@ class ClassTokenReadout(nn.Module):
     """
 
     def forward(self, tokens: Float[Tensor, "B N D"], mask: Bool[Tensor, "B N"] | None = None) -> ReadoutOutput:
-        """Take token 0; a mask has nothing to say here and is only checked.
+        """Take token 0; a mask has no effect and is only checked.
 
         Returns:
             Slots (B, 1, D) and the one-hot attention (B, 1, N).

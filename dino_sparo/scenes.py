@@ -1,8 +1,8 @@
 """(seed, split, index) -> scene graph, caption, class label and image: the built-in procedural pictures, no download.
 
-Stage 1 of the map, beside `data.py`, which opens `--data_path scenes`. A scene shows one large textured object, whose
-shape is the class label, sometimes with a smaller second one next to it. Its scene graph is drawn from a random stream
-that depends on (seed, split, index) alone; the caption and the picture are functions of the graph and of that stream.
+`--data_path scenes` opens them. A scene shows one large textured object, whose shape is the class label, sometimes with
+a smaller second one next to it. Its scene graph is drawn from a random stream that depends on (seed, split, index)
+alone; the caption and the picture are functions of the graph and of that stream.
 
 CAPTION grammar, what `Scenes.caption` says:
 
@@ -13,7 +13,7 @@ CAPTION grammar, what `Scenes.caption` says:
 Every word stands in one of the tuples SHAPES, COLOURS, TEXTURES, BACKGROUNDS, RELATIONS. Two objects of one scene
 differ in shape and in colour, so exchanging the objects, their colours or the relation always gives a false caption.
 
-A category is more than its shape, as it is for real things: `Ties` says how often it also wears its typical texture,
+A category is more than its shape, as it is for real things: `Ties` says how often it also has its typical texture,
 colour and background. Cues that go together make categories easier to find without labels; but the stronger colour and
 background are tied, the better an untrained encoder already tells the categories apart. The defaults are our choice.
 """
@@ -30,8 +30,8 @@ Array = np.ndarray
 
 DEFAULT_NUM_IMAGES = 20_000
 DEFAULT_IMAGE_SIZE = 64
-# Below this the texture of a large object has a period of less than two pixels and can no longer be told. That of a
-# small object needs more: from about 48 px.
+# Below this the texture of a large object has a period of less than two pixels and cannot be recognised. That
+# of a small object needs about 48 px.
 MIN_IMAGE_SIZE = 24
 # The stream of random numbers of a split; a scene of one split is never drawn again in the other.
 SPLITS: dict[str, int] = {"train": 0, "val": 1}
@@ -147,17 +147,17 @@ class SceneGraph:
         return self.described(ATTRIBUTES)
 
     def described(self, attributes: Collection[str]) -> str:
-        """The same with these of the ATTRIBUTES alone; shapes and relation are always told.
+        """The same with these of the ATTRIBUTES alone; shapes and relation are always kept.
 
         Args:
             attributes: some of ATTRIBUTES.
         """
-        place = f" on {self.background}" if "background" in attributes else ""
+        backdrop = f" on {self.background}" if "background" in attributes else ""
         if not self.relations:
-            return self.objects[0].described(attributes) + place
+            return self.objects[0].described(attributes) + backdrop
         relation = self.relations[0]
         subject, other = (self.objects[i].described(attributes) for i in (relation.subject, relation.object))
-        return f"{subject} {relation.predicate} {other}{place}"
+        return f"{subject} {relation.predicate} {other}{backdrop}"
 
 
 # Shapes: signed distance to the outline, negative inside, in units of the object's radius; u right, v down, upright.

@@ -3,8 +3,8 @@
     python run_with_submitit.py --nodes 1 --ngpus 8 --partition gpu --timeout_min 2800 \\
         --data_path imagenet/train --output_dir runs/vits16
 
-Takes every option of the trainer (`--module`, by default `main_dino.py`) and a few of Slurm's. A job whose machines
-Slurm takes back saves between two steps, is requeued under the same number, and goes on from that very step.
+Takes every option of the trainer (`--module`, by default `main_dino.py`) and a few of Slurm's. When Slurm
+preempts the job, it saves between two steps, is requeued under the same number, and goes on from the same step.
 """
 
 import argparse
@@ -29,20 +29,20 @@ logger = logging.getLogger(__name__)
 
 # Slurm's warning before the end of the job's time; at most a quarter of that time.
 SIGNAL_DELAY_S = 120
-# Exit statuses of a job that may do better when started again: our own word for it, and ends by SIGABRT (NCCL's
-# watchdog), SIGBUS, SIGKILL (out of memory, too), SIGSEGV, and SIGUSR2 that came before anybody listened to it. SIGTERM
-# is what srun sends to the other tasks when one dies; of several statuses it tells the highest.
+# After these exit statuses starting the job again may help: our own status for faults; 128 + SIGABRT (NCCL's watchdog),
+# SIGBUS, SIGKILL (also when memory runs out), SIGSEGV, SIGUSR2 (before its handler was set), and SIGTERM, which srun
+# sends to the other tasks when one dies: srun's own status is the highest of all tasks.
 FAULT_STATUSES = (FAULT_STATUS, 128 + 6, 128 + 7, 128 + 9, 128 + 11, 128 + 12, 128 + 15)
-# In the job's folder: says that an attempt ended by what the user must mend, or as somebody asked, whatever srun says,
-# which kills the tasks that have not ended yet.
-MEANT = "meant"
+# A file in the job's folder. It says that starting the job again would not help: the user must mend something, or has
+# asked for the end. The exit status does not: srun kills the tasks that have not ended yet.
+DO_NOT_REQUEUE = "do_not_requeue"
 
 
 class TrainingModule(NamedTuple):
     """What a trainer offers to be submitted.
 
     Attributes:
-        check_options: refuses what cannot be, before the job waits in the queue.
+        check_options: refuses wrong options before the job waits in the queue.
         train: does the work in every task.
     """
 
@@ -85,11 +85,11 @@ class Trainer:
 
     def __call__(self) -> None:
         """Train; ranks and rendezvous come from Slurm's environment, or from submitit's where it runs without Slurm."""
-        import torch  # not above: the machine that submits need not wait for it
+        import torch  # not above: submitting does not need torch
 
         job = submitit.JobEnvironment()
         module = TRAINERS[self.args.module]()
-        with errors_in_one_line(logger, note_meant=(job.paths.folder / MEANT).touch):
+        with errors_in_one_line(logger, note_final=(job.paths.folder / DO_NOT_REQUEUE).touch):
             check_tasks(self.args, job.num_tasks, job.num_nodes, torch.cuda.device_count())
             if job.cluster == "local":
                 _set_local_rendezvous(job)
@@ -210,7 +210,7 @@ def additional_parameters(pairs: list[str]) -> dict[str, str]:
 
 
 def check_submission(args: argparse.Namespace) -> None:
-    """Refuse a job that cannot be.
+    """Refuse a job whose options are out of range or do not fit each other.
 
     Raises:
         ValueError: names the option and what would do.
@@ -252,11 +252,11 @@ def slurm_parameters(args: argparse.Namespace) -> dict[str, Any]:
         **{name: getattr(args, name) for name in names if getattr(args, name) is not None},
         "signal_delay_s": min(SIGNAL_DELAY_S, 60 * args.timeout_min // 4),
         # A rank that dies takes the others with it instead of leaving them in a collective.
-        # And srun of Slurm 22.05 and later has to be told again how many cores a task gets.
+        # srun of Slurm 22.05 and later does not take the number of cores per task from sbatch.
         "srun_args": ["--kill-on-bad-exit=1", f"--cpus-per-task={args.cpus_per_task}"],
         "additional_parameters": {"requeue": True, **additional_parameters(args.slurm_additional)},
-        # What an earlier attempt left would be taken for this one's result.
-        "setup": [f'rm -f -- {folder}/{MEANT} {folder}/"$SLURM_JOB_ID"_*_result.pkl'],
+        # Otherwise submitit takes the result of an earlier attempt for this one's.
+        "setup": [f'rm -f -- {folder}/{DO_NOT_REQUEUE} {folder}/"$SLURM_JOB_ID"_*_result.pkl'],
         "teardown": requeue_after_faults(folder, args.max_requeues),
     }
 
@@ -279,7 +279,7 @@ def requeue_after_faults(folder: str, max_requeues: int) -> list[str]:
     return [
         "status=$?",
         f"faults={folder}/faults",
-        f'if [ ! -e {folder}/{MEANT} ] && [[ " {" ".join(map(str, FAULT_STATUSES))} " == *" $status "* ]] &&',
+        f'if [ ! -e {folder}/{DO_NOT_REQUEUE} ] && [[ " {" ".join(map(str, FAULT_STATUSES))} " == *" $status "* ]] &&',
         "    scontrol -o show job $SLURM_JOB_ID | grep -q 'JobState=RUNNING'; then",
         '  echo "$(date -Is) exit status $status" >> "$faults"',
         '  count=$(wc -l < "$faults")',
@@ -335,7 +335,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "dino-sparo submit") -> 
     module = chooser.parse_known_args(argv)[0].module
     args = get_submission_parser(module, prog).parse_args(argv)
     try:
-        # Now, rather than after an hour in the queue.
+        # Checked now, not after an hour in the queue.
         check_submission(args)
         TRAINERS[module]().check_options(args)
         if args.dry_run:

@@ -1,4 +1,4 @@
-"""clip/pairs.py and pair_*.py: pairs from every kind of source, drawn by number, and bad ones named and counted."""
+"""image_text/pairs/: pairs from every kind of source, drawn by number, and bad ones named and counted."""
 
 import io
 import json

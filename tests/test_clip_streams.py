@@ -1,4 +1,4 @@
-"""clip/pair_streams.py: batches of shards that webdataset reads from end to end; what repeats and what does not."""
+"""image_text/pairs/streams.py: batches of shards that webdataset reads from end to end; what repeats, what does not."""
 
 import io
 import os

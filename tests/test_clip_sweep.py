@@ -154,7 +154,7 @@ def test_files_that_are_no_results_are_refused(results, tmp_path):
     path = tmp_path / "result.json"
     for text in ("nothing", "[]", '{"evaluation": "retrieval"}', '{"evaluation": "zero-shot classification"}'):
         path.write_text(text)
-        with pytest.raises(ValueError, match=r"result.json is no result of clip.zero_shot"):
+        with pytest.raises(ValueError, match=r"result.json is no result of dino-sparo zero-shot"):
             read_result(path)
     path.write_text(json.dumps({**read_result(results[0]), "slots": {"kind": "selection"}}))
     with pytest.raises(ValueError, match="a choice among a model's slots; give those of whole models"):
@@ -179,7 +179,7 @@ def test_a_grid_needs_no_training(tmp_path, capsys):
         ([], "give results or checkpoints, or a grid"),
         (["--grid_slots", 2], "a grid needs both --grid_slots and --grid_slot_dims"),
         (["one.json", "--grid_slots", 2, "--grid_slot_dims", 5], "give results or checkpoints, or a grid"),
-        (["nowhere.json"], "nowhere.json is no result of clip.zero_shot"),
+        (["nowhere.json"], "nowhere.json is no result of dino-sparo zero-shot"),
         (["--grid_slots", 0, "--grid_slot_dims", 5], "0"),
     ],
 )

@@ -123,6 +123,45 @@ def test_the_rule_catches_every_way_of_importing(tmp_path: Path, monkeypatch: py
     assert [room_of(name) for name in sorted(imported(path))] == ["clip", "dino", "dino", "encoder", "evaluation"]
 
 
+# What a step may do, and how far the parsed options go.
+
+STEP_FILES = (
+    *("dino/step.py", "dino/loss.py", "dino/head.py", "dino/teacher.py", "clip/step.py", "clip/loss.py"),
+    *("training/updates.py", "training/optim.py", "encoder.py", "backbone.py", "readout.py", "distort.py"),
+)
+READS = re.compile(r"\.(item|tolist|cpu|numpy)\(\)")
+
+
+def functions_that_read_the_device(path: Path) -> set[str]:
+    """Functions and methods of a file in which a tensor's values are asked for."""
+    text = path.read_text(encoding="utf-8")
+    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+    return {node.name for node in functions if READS.search(ast.get_source_segment(text, node) or "")}
+
+
+def test_a_step_reads_nothing_from_the_device_and_the_trainer_in_few_places() -> None:
+    for name in STEP_FILES:
+        tensors = functions_that_read_the_device(PACKAGE / name) - {"__init__"}  # numbers of blocks, at construction
+        assert not tensors, name
+    assert functions_that_read_the_device(PACKAGE / "training" / "loop.py") == {"write", "raise_nonfinite"}
+    assert functions_that_read_the_device(PACKAGE / "runtime" / "preemption.py") == {"decide"}
+    assert functions_that_read_the_device(PACKAGE / "runtime" / "logs.py") == {"means", "tick"}  # epochs, lines
+
+
+COMPUTING_FILES = (
+    *("backbone", "readout", "pooling", "encoder", "checkpoint", "data", "crops", "distort", "scenes", "sources/*"),
+    *("open_clip_names", "training/loop", "training/updates", "training/optim", "training/rehearsal"),
+    *("dino/head", "dino/loss", "dino/teacher", "dino/step", "clip/model", "clip/loss", "clip/step", "clip/readouts"),
+    *("evaluation/features", "evaluation/knn", "evaluation/linear", "evaluation/attention", "evaluation/atlas"),
+)
+
+
+def test_files_that_compute_take_named_parameters_not_parsed_options() -> None:
+    files = [path for name in COMPUTING_FILES for path in PACKAGE.glob(f"{name}.py")]
+    assert len(files) > len(COMPUTING_FILES)
+    assert [str(path) for path in files if "args: argparse.Namespace" in path.read_text(encoding="utf-8")] == []
+
+
 # Files.
 
 

@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import dino_sparo.checkpoint
 import main_dino
 from dino_sparo import load_checkpoint, load_encoder
 from dino_sparo.checkpoint import CheckpointError, CheckpointFolder
@@ -216,6 +217,9 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(
 def test_a_checkpoint_says_what_is_needed_to_go_on(tmp_path: Path) -> None:
     run(tmp_path, max_steps=6)
     checkpoint = load_checkpoint(tmp_path / "checkpoint.pth")
+    block = (dino_sparo.checkpoint.__doc__ or "").split("code in it:\n\n")[1].split("\n\n")[0]
+    listed = {name for line in block.splitlines() for name in line.split("  ")[2].strip().split(", ")}
+    assert listed - {"model", "clip"} == checkpoint.keys()
     assert {"git", "torch", "dino_sparo"} <= checkpoint["versions"].keys()
     assert (checkpoint["epoch"], checkpoint["step"], checkpoint["global_batch"]) == (1, 6, 6)
     (rank,) = checkpoint["ranks"]
@@ -301,7 +305,7 @@ def test_changed_options_are_named_when_resuming(tmp_path: Path, caplog: pytest.
     with caplog.at_level(logging.WARNING):
         run(tmp_path, max_steps=8, clip_grad=0.5)
     assert "--clip_grad was 3.0 and is now 0.5" in caplog.text
-    assert caplog.text.count("the run will not be what it was") == 1
+    assert caplog.text.count("the rest of the run differs from its beginning") == 1
 
 
 def test_a_checkpoint_with_an_option_that_was_deleted_since_is_resumed(
@@ -358,7 +362,7 @@ def test_an_epoch_cut_short_changes_no_kept_checkpoint_and_is_logged_once(tmp_pa
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lars"])
-def test_from_gradients_that_are_not_finite_on_nothing_is_updated(
+def test_after_gradients_that_are_not_finite_student_optimizer_and_centre_stay_and_the_teacher_moves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
 ) -> None:
     found: list[DINOTraining] = []
@@ -367,22 +371,25 @@ def test_from_gradients_that_are_not_finite_on_nothing_is_updated(
         if training.updater.step == 6:
             found.append(training)
             before.update(copy.deepcopy({"student": training.student.state_dict(), "loss": training.loss.state_dict()}))
+            before.update(teacher=copy.deepcopy(training.teacher.state_dict()))
             before.update(optimizer=copy.deepcopy(training.updater.optimizer.state_dict()["state"]))
             training.network.head.mlp[0].bias.grad[0] = math.inf
         return update(training, loss, epoch)
 
-    run(tmp_path, max_steps=4, optimizer=optimizer)
+    run(tmp_path, max_steps=4, optimizer=optimizer, momentum_teacher=0.5)
     saved, before = (tmp_path / "checkpoint.pth").read_bytes(), {}
     update = dino_step.update_student
     monkeypatch.setattr(dino_step, "update_student", spoil)
     monkeypatch.setattr(preemption, "MAX_STEPS_BETWEEN", 16)
     with pytest.raises(NonFiniteLossError, match=r"gradients are not finite at step 6 .* finite on every rank"):
-        run(tmp_path, optimizer=optimizer)
+        run(tmp_path, optimizer=optimizer, momentum_teacher=0.5)
     assert (tmp_path / "checkpoint.pth").read_bytes() == saved
     (training,) = found
     assert_same_state(before["student"], training.student.state_dict(), "student")
     assert_same_state(before["loss"], training.loss.state_dict(), "loss")
     assert_same_state(before["optimizer"], training.updater.optimizer.state_dict()["state"], "optimizer")
+    moved = training.teacher.state_dict()
+    assert any(not torch.equal(value, moved[name]) for name, value in before["teacher"].items())
 
 
 def test_another_number_of_prototypes_is_not_resumed(tmp_path: Path) -> None:
@@ -403,7 +410,8 @@ def test_a_truncated_checkpoint_stops_the_run_and_stays(tmp_path: Path) -> None:
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_images(tmp_path: Path) -> None:
     run(tmp_path, max_steps=4)
     with pytest.raises(
-        NonFiniteLossError, match=r"not finite at step [4-9] \(epoch \d\), lr .*scenes\[\d+\].*No weights were changed"
+        NonFiniteLossError,
+        match=r"not finite at step [4-9] \(epoch \d\), lr .*scenes\[\d+\].*The optimizer changed no weights",
     ):
         run(tmp_path, lr=1e30, clip_grad=0)
     last = load_checkpoint(tmp_path / "checkpoint.pth")

@@ -1,4 +1,4 @@
-"""The README's Python: its block runs as it stands, and gives the shapes that its comments name."""
+"""Code and numbers of README and docs/slurm.md: the Python runs as it stands; numbers are those of the code."""
 
 import re
 from pathlib import Path
@@ -6,11 +6,19 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from test_cli import CHANGED
+from torch import nn
 
 from dino_sparo import create_encoder
 from dino_sparo.checkpoint import encoder_description, save_checkpoint
+from dino_sparo.dino.options import get_args_parser
+from dino_sparo.dino.train import DINOObjective, build_network
+from dino_sparo.runtime import preemption
+from dino_sparo.runtime.preemption import Agreement, StopSignals
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+SLURM = (ROOT / "docs" / "slurm.md").read_text(encoding="utf-8")
 
 
 def test_the_python_of_the_readme_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,3 +38,31 @@ def test_the_python_of_the_readme_runs_as_it_stands(tmp_path: Path, monkeypatch:
     assert names["encoding"].shape == (1, 4096)
     assert names["output"].slots.shape == (1, 64, 64)
     assert names["output"].attention.shape == (1, 64, 197)
+
+
+def test_the_readme_names_the_defaults_that_differ_from_the_references() -> None:
+    sentence = re.search(r"Defaults that differ: (.*?)\.\s", README.read_text(encoding="utf-8"), re.DOTALL)
+    assert sentence
+    assert set(re.findall(r"`--(\w+)`", sentence[1])) == CHANGED.keys()
+
+
+def trained(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+
+
+def test_the_numbers_of_parameters_and_bytes_on_the_cluster_page_are_those_of_the_default_model() -> None:
+    network = build_network(get_args_parser().parse_args([]), drop_path_rate=0.0)
+    assert (
+        f"has {trained(network) / 1e6:.1f} million trained\nparameters, {trained(network.head) / 1e6:.1f} of" in SLURM
+    )
+    assert f"| {4 * trained(network) / 1e6:.0f} MB | 4 x {trained(network) / 1e6:.1f} million |" in SLURM
+    assert f"| {4 * len(network.head.last_layer.weight_v) / 1e6:.2f} MB | 4 x 65,536 |" in SLURM
+
+
+def test_the_ranks_agree_by_as_many_bytes_as_the_cluster_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[torch.Tensor] = []
+    monkeypatch.setattr(preemption, "all_reduce_sum", lambda tensor: sent.append(tensor) or tensor)
+    # As `TakenSteps.counts`: skipped steps, and what DINO counts.
+    Agreement(StopSignals(), 30.0, torch.device("cpu")).decide((0.0, *map(float, range(len(DINOObjective.counters)))))
+    (tensor,) = sent
+    assert f"| {tensor.nbytes} bytes | {tensor.numel()} numbers of {tensor.element_size()} bytes |" in SLURM

@@ -11,6 +11,7 @@ import pytest
 
 from dino_sparo import submit as submission
 from dino_sparo.submit import (
+    DO_NOT_REQUEUE,
     additional_parameters,
     check_tasks,
     get_submission_parser,
@@ -95,7 +96,7 @@ def test_a_job_with_other_tasks_than_asked_for_is_refused(tasks: int, nodes: int
 @pytest.mark.parametrize("status", [137, 143])
 def test_what_was_meant_to_end_is_not_tried_again(tmp_path: Path, status: int) -> None:
     """A mistake of the user's: one task left with status 1 and srun killed the others. Or all of them were stopped."""
-    (tmp_path / "meant").touch()
+    (tmp_path / DO_NOT_REQUEUE).touch()
     lines = [
         "scontrol() { echo JobState=RUNNING; }",
         f"(exit {status})",
@@ -146,7 +147,7 @@ def test_an_output_dir_is_a_path_in_the_batch_script_whatever_it_is_called(
     folder = tmp_path / output_dir / "17"
     folder.mkdir(parents=True)
     for status in (0, 75):
-        (folder / "meant").touch()
+        (folder / DO_NOT_REQUEUE).touch()
         (folder / "17_0_result.pkl").touch()
         slurm = f"srun() {{ return {status}; }}\nscontrol() {{ echo JobState=RUNNING; }}\nsleep() {{ :; }}\n"
         done = subprocess.run(

@@ -11,10 +11,7 @@ The second objective. The image encoder, its read-outs, the trainer, checkpoints
     what slots look at             pictures/
     all of these, small            demo.py
 
-Letters are those of `dino_sparo`, and besides
-
-    M width of the encoding (L*V for `sparo`)      W width of the text's tokens
-    m width of the linear bottleneck               K codes of the discrete bottleneck
+Letters are those of `dino_sparo`, and m is the width of the linear bottleneck.
 """
 
 import importlib

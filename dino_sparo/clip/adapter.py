@@ -4,14 +4,14 @@
     dino-sparo clip-benchmark eval --model_type dino_sparo --model normalized \
         --pretrained output/checkpoint.pth --dataset cifar10 --dataset_root data --no_amp
 
-Stage 5 of the folder, beside our own evaluations: its arguments are CLIP benchmark's, its numbers too. CLIP benchmark
+Arguments and numbers are its own. CLIP benchmark
 asks for features, normalises each as a whole and takes dot products. What it is given is named by `--model`:
 
     normalized       every slot of length one over sqrt(L) (SPARO, equation 2), so that its dot products are ours
     unnormalized     the slots side by side as they are, so that long slots count more; for `cls` and `gap` the same
                      numbers as above, since they have but one slot
 
-With `:FILE.json` after either, some of the slots alone, or masked ones: a file of dino-sparo select or dino-sparo mask.
+With `:FILE.json` after either, some of the slots alone, or masked ones: a file of dino-sparo select or mask.
 """
 
 import logging

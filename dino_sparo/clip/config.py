@@ -1,6 +1,6 @@
 """How a CLIP model is built: the two towers, their common read-out, the width of the encoding.
 
-Stage 2 of the folder. The configuration travels in every checkpoint, so that no script needs to be told again.
+Every checkpoint holds the configuration, so that no command needs these options again.
 """
 
 from dataclasses import asdict, dataclass, fields, replace
@@ -24,7 +24,7 @@ class CLIPConfig:
         embed_dim: M, width of the encoding: that of the projections, L*V for a slotted read-out, of the codes for
             `fdt`.
         bottleneck_dim: m, for `linear`.
-        num_codes: K, for `fdt`.
+        num_codes: number of codes, for `fdt`.
         replace_block: the read-out takes the place of each tower's last block.
         quick_gelu: x sigmoid(1.702 x) instead of GELU, as OpenAI's weights want it.
 

@@ -1,7 +1,7 @@
 """Our weights <-> open_clip's: the same plain CLIP (read-out `cls`) under the names of either.
 
-Stage 2 of the folder: how a model of open_clip is built; the names of its weights are `dino_sparo.open_clip_names`.
-With it trained models of open_clip and of sparo-clip come in, and ours go to whatever reads theirs.
+Trained models of open_clip and of sparo-clip are read here, and ours are written for whatever reads theirs.
+`dino_sparo.open_clip_names` has the names of the weights.
 """
 
 from collections.abc import Mapping

@@ -79,7 +79,9 @@ class RoundedLoss(nn.Module):
         return (losses[0] + losses[1]) / 2
 
 
-def rounded_product(left: Float[Tensor, "B M"], right: Float[Tensor, "C M"], products: str) -> Float[Tensor, "B C"]:
+def rounded_product(
+    left: Float[Tensor, "B M"], right: Float[Tensor, "candidates M"], products: str
+) -> Float[Tensor, "B candidates"]:
     """X Y^T whose factors are rounded to TF32 (11 bits) or bf16 (8 bits), and whose products are summed in fp32.
 
     So are the products of the backward pass. A GPU computes them in its tensor cores; elsewhere the factors are rounded
@@ -106,7 +108,9 @@ class _RoundedProduct(torch.autograd.Function):
         return _multiply(gradient, right, ctx.products), _multiply(gradient.t(), left, ctx.products), None
 
 
-def _multiply(left: Float[Tensor, "B M"], right: Float[Tensor, "M C"], products: str) -> Float[Tensor, "B C"]:
+def _multiply(
+    left: Float[Tensor, "B M"], right: Float[Tensor, "M candidates"], products: str
+) -> Float[Tensor, "B candidates"]:
     with torch.autocast(left.device.type, enabled=False):
         left, right = left.float(), right.float()
         if products == "bf16":

@@ -1,6 +1,6 @@
 """Images and captions -> encodings whose inner product is their similarity; files -> models.
 
-Stage 2 of the folder, its end: what training compares and what evaluation measures.
+Training compares its slots, evaluation measures them.
 """
 
 import math
@@ -196,7 +196,7 @@ def create_clip(
         group_size: G, slots that share a key, for `sparo`.
         img_size: side in pixels of the images whose grid the position embedding stores.
         embed_dim: M, width of the encoding; a slotted read-out's is L*V, whatever is given here.
-        text_width: W, of the text's tokens.
+        text_width: D, of the text's tokens.
         text_heads: of each block of the text encoder.
         text_layers: blocks of the text encoder's architecture.
         context_length: the longest caption in tokens.
@@ -206,7 +206,7 @@ def create_clip(
         pre_norm: CLIP's vision transformer; False takes DINO's, whose pretrained weights fit then.
         replace_block: remove the last block of both towers; by default only `sparo` does, as in the paper's tables.
         bottleneck_dim: m, for `linear`.
-        num_codes: K, for `fdt`.
+        num_codes: number of codes, for `fdt`.
         quick_gelu: OpenAI's activation.
         norm_first: `gap`, `gap_image` and `fdt` read tokens that passed the tower's last LayerNorm, as in checkpoints
             of earlier versions; False is the authors' code, where gap normalises the average, and fdt nothing.

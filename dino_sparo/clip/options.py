@@ -309,7 +309,7 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--zero_shot_path",
         default=None,
-        help="Those images, as in dino-sparo zero-shot's --data_path; else those of --data_path, held-out ones where "
+        help="Those images, as in --data_path of dino-sparo zero-shot; else those of --data_path, held-out ones where "
         "there are any.",
     )
 

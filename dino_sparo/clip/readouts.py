@@ -1,6 +1,6 @@
 """The read-outs of both towers by one name, and the end token's, which only captions have.
 
-Stage 2 of the folder. All others are `dino_sparo.readout`'s and `dino_sparo.pooling`'s. Every read-out turns tokens
+All others are `dino_sparo.readout`'s and `dino_sparo.pooling`'s. Every read-out turns tokens
 (B, N, D) and a mask (B, N) into `ReadoutOutput(slots (B, L, V), attention (B, L, N))`.
 
 What can be chosen stands in `choices.READOUTS`.
@@ -60,7 +60,7 @@ def create_tower_readout(
         slot_dim: V, likewise.
         key_dim: A, likewise.
         group_size: G, of `sparo`.
-        codebook: (K, M), of `fdt`.
+        codebook: (codes, M), of `fdt`.
         num_prefix_tokens: leading tokens that `fdt` leaves out.
         context_length: of a text tower, for `fdt_raw`.
         eps: of the LayerNorm of `gap_then_norm`.

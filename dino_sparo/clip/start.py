@@ -1,6 +1,6 @@
 """A trained CLIP's weights -> the start of another: both towers, as far as the two models have the same parts.
 
-Stage 2 of the folder, beside `model.py`. The image tower alone is `checkpoint.initialize_encoder`'s.
+The image tower alone is `checkpoint.initialize_encoder`'s.
 """
 
 from collections.abc import Iterable, Mapping

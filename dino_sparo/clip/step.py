@@ -1,6 +1,6 @@
 """One step of contrastive training.
 
-Stage 3 of the folder. Both towers encode a batch of pairs, the loss compares all images with all captions, the
+Both towers encode a batch of pairs, the loss compares all images with all captions, the
 optimizer moves the model. `train.py` builds what goes in here. Nothing in a step is random: the crops and captions of a
 batch were drawn by the loader.
 """

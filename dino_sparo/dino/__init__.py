@@ -2,5 +2,9 @@
 
 options.py    the options of training, without torch
 step.py       one step: the paper's algorithm 1
-train.py      options -> student, teacher, loss, data; what is looked at after an epoch
+head.py       encoding -> logits
+loss.py       logits -> loss; the centre; collapse
+teacher.py    the moving average
+train.py      options -> student, teacher, loss, data; evaluation after an epoch
+demo.py       trained, evaluated and drawn in minutes
 """

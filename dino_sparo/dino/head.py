@@ -1,7 +1,7 @@
 """Encoding -> logits over K prototypes: the DINO head, and the network that student and teacher are.
 
-Stage 3 of the map. The head is the reference's, unchanged, with its parameter names; only the deprecated
-`torch.nn.utils.weight_norm` is replaced by a module that holds the same two parameters.
+The head is the reference's, unchanged, with its parameter names; only the deprecated `torch.nn.utils.weight_norm` is
+replaced by a module that holds the same two parameters.
 """
 
 from collections.abc import Sequence

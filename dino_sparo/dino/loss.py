@@ -1,6 +1,6 @@
 """Logits -> loss: cross-entropy of T teacher views against S student views, in nats.
 
-Stage 3 of the map. Also keeps the centre of the teacher's logits, and tells how far the run is from collapse.
+Also keeps the centre of the teacher's logits, and tells how far the run is from collapse.
 """
 
 import math

@@ -1,6 +1,7 @@
-"""The options of DINO's training, in data-flow order, and what they must fulfil.
+"""The options of DINO's training, in data-flow order, and their checks.
 
-Names and defaults are those of facebookresearch/dino. No torch here: `--help` is answered before it is imported.
+Names and defaults are those of facebookresearch/dino; `CHANGED` in `tests/test_cli.py` lists the defaults that differ.
+No torch here: `--help` is answered before it is imported.
 """
 
 import argparse
@@ -56,7 +57,7 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
         "(shard-{000..099}.tar), a torchvision set (cifar10:DIR), or the built-in scenes (scenes:NUMBER:SIZE).",
     )
     add_split_option(group)
-    group.add_argument("--download", action="store_true", help="Let a torchvision set download itself.")
+    group.add_argument("--download", action="store_true", help="Download a torchvision set that is not on disk.")
     group.add_argument(
         "--max_corrupt",
         type=float,
@@ -91,8 +92,8 @@ def _add_crop_options(parser: argparse.ArgumentParser) -> None:
         "--distort_on",
         default="auto",
         choices=["auto", "cpu", "device"],
-        help="Where crops get colour jitter, blur and solarisation: in the processes that load them, or in batches on "
-        "the device, so that these only decode and cut; auto does so on GPUs.",
+        help="Where crops get colour jitter, blur and solarisation: cpu, in the processes that load images; device, in "
+        "batches, so that these processes only decode and cut; auto: device on GPUs, else cpu.",
     )
 
 
@@ -146,7 +147,10 @@ def _add_optimization_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("optimisation")
     group.add_argument("--epochs", type=int, default=100, help="Epochs of the run, which the schedules span.")
     group.add_argument(
-        "--max_steps", type=int, default=None, help="Stop after this many steps in all, for trials; schedules stay."
+        "--max_steps",
+        type=int,
+        default=None,
+        help="Stop after this many steps, for trials; the schedules are those of --epochs.",
     )
     group.add_argument("--optimizer", default="adamw", choices=sorted(OPTIMIZERS), help="adamw suits transformers.")
     group.add_argument(
@@ -176,7 +180,10 @@ def _add_optimization_options(parser: argparse.ArgumentParser) -> None:
     )
     add_compute_options(group, "the student")
     group.add_argument(
-        "--loss_chunk", type=int, default=0, help="Prototypes that the loss looks at together; 0 for all; saves memory."
+        "--loss_chunk",
+        type=int,
+        default=0,
+        help="Prototypes that the loss computes together; 0 for all. Fewer take less memory and more time.",
     )
     group.add_argument(
         "--use_fp16", type=bool_flag, default=None, help="The reference's option: true for fp16, false for fp32."
@@ -195,7 +202,7 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Refuse numbers that cannot be and crops that do not fit the patches.
+    """Refuse numbers out of range and crops that the patches do not divide.
 
     Raises:
         ValueError: names the option and what would fit.

@@ -102,7 +102,8 @@ def train_step(training: DINOTraining, batches: list[Batch], epoch: int, diagnos
     centre, which moves once, at the end. (Batch norm in the head, if asked for, sees each part alone.)
 
     Nothing is read from the device. After a loss or gradients that are not finite, on any rank, student, optimizer and
-    centre stay as they are until the trainer reads the report and ends the run.
+    centre stay as they are until the trainer reads the report and ends the run. The teacher still moves towards the
+    student in these steps; they are not saved.
 
     Args:
         training: changed in place.

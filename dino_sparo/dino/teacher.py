@@ -1,6 +1,6 @@
 """Student -> teacher: an exponential moving average of the weights.
 
-Stage 4 of the map, the last line of a step.
+The last line of a step.
 """
 
 import torch
@@ -13,7 +13,7 @@ def ema_update_(teacher: nn.Module, student: nn.Module, momentum: float) -> None
 
         theta_t <- m theta_t + (1 - m) theta_s
 
-    Buffers (batch-norm statistics) are left alone: the teacher's forward passes keep its own, as in the reference.
+    Buffers (batch-norm statistics) do not follow: the teacher's forward passes update its own, as in the reference.
     Source: DINO, algorithm 1.
 
     Args:

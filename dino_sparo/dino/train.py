@@ -1,4 +1,4 @@
-"""DINO's side of a training run: options -> networks, loss, data; what is looked at after an epoch.
+"""DINO for the trainer: options -> networks, loss, data; evaluation after an epoch.
 
 The run itself (resuming, epochs, saving, faults) is `training/run.py`; a step is `step.py`.
 """
@@ -58,7 +58,7 @@ class DINOObjective(Objective[Batch]):
 
     Args:
         args: the options of `main_dino.py`.
-        place: this process among its peers.
+        process: this process among its peers.
 
     Raises:
         ValueError: options that do not fit each other or the images.
@@ -72,13 +72,13 @@ class DINOObjective(Objective[Batch]):
     harmless_options = ("knn_freq",)
     training: DINOTraining
 
-    def __init__(self, args: argparse.Namespace, place: Distributed) -> None:
+    def __init__(self, args: argparse.Namespace, process: Distributed) -> None:
         self.args = args
-        self.data = open_crops(args, place)
+        self.data = open_crops(args, process)
         self.source, self.sampler, self.loader = self.data.source, self.data.sampler, self.data.loader
         if args.knn_freq:
             require_labels(self.data.source)
-        self.training = build_training(args, place, self.sampler.steps_per_epoch)
+        self.training = build_training(args, process, self.sampler.steps_per_epoch)
         self.training.distort = self.data.distort
 
     @property
@@ -155,18 +155,18 @@ class DINOObjective(Objective[Batch]):
         return outcome.results[PROBE_NEIGHBOURS].top1
 
 
-def build_training(args: argparse.Namespace, place: Distributed, steps_per_epoch: int) -> DINOTraining:
+def build_training(args: argparse.Namespace, process: Distributed, steps_per_epoch: int) -> DINOTraining:
     """Student, teacher, loss, optimizer and schedules from the options."""
     torch.manual_seed(args.seed)
-    dtype = choose_precision(args.precision, args.use_fp16, place.device)
-    student = build_network(args, args.drop_path_rate).to(place.device)
-    teacher = build_network(args, drop_path_rate=0.0).to(place.device)
+    dtype = choose_precision(args.precision, args.use_fp16, process.device)
+    student = build_network(args, args.drop_path_rate).to(process.device)
+    teacher = build_network(args, drop_path_rate=0.0).to(process.device)
     teacher.load_state_dict(student.state_dict())
     teacher.requires_grad_(False)
     for network in (student, teacher):
-        network.backbone.use_fused_attention(use_fused_attention(place.device, dtype))
+        network.backbone.use_fused_attention(use_fused_attention(process.device, dtype))
     student.backbone.set_grad_checkpointing(args.grad_checkpointing)
-    if args.use_bn_in_head and world_size() > 1 and place.device.type != "cuda":
+    if args.use_bn_in_head and world_size() > 1 and process.device.type != "cuda":
         logger.warning("batch norm is synchronised on GPUs only: here every process normalises by its own images")
     elif args.use_bn_in_head and world_size() > 1:
         student, teacher = (nn.SyncBatchNorm.convert_sync_batchnorm(network) for network in (student, teacher))
@@ -178,21 +178,21 @@ def build_training(args: argparse.Namespace, place: Distributed, steps_per_epoch
         args.warmup_teacher_temp_epochs,
         args.epochs,
         chunk_size=args.loss_chunk,
-    ).to(place.device)
+    ).to(process.device)
     num_parameters = sum(parameter.numel() for parameter in student.parameters())
     summary = student.encoder.summary
-    logger.info("%s, %.1f M parameters with the head, %s on %s", summary, num_parameters / 1e6, dtype, place)
+    logger.info("%s, %.1f M parameters with the head, %s on %s", summary, num_parameters / 1e6, dtype, process)
     schedules = build_schedules(args, steps_per_epoch)
     return DINOTraining(
         # With several micro-batches the graph that synchronises is not the only one.
-        student=wrap_ddp(student, place.device, static_graph=args.grad_accum_steps == 1),
+        student=wrap_ddp(student, process.device, static_graph=args.grad_accum_steps == 1),
         teacher=teacher,
         loss=loss,
         updater=Updater(
             create_optimizer(args.optimizer, param_groups(student)),
             schedules.groups,
             list(student.parameters()),
-            place.device,
+            process.device,
             dtype,
             args.grad_accum_steps,
             args.seed,

@@ -1,6 +1,7 @@
 """Checkpoint -> numbers and pictures: what a pretrained encoder is worth.
 
-Stage 5 of the map, after training. The scripts at the root parse options and print tables; the work is done here:
+`knn_command.py`, `linear_command.py` and `attention_command.py` are the commands: they print tables and write files.
+`options.py` has their options, without torch. The other files compute:
 
     protocol.py    checkpoint -> the encoder to evaluate, and the record of how it was evaluated
     features.py    encoder + images -> features (images, F), labels, indices, over all processes; cached features
@@ -15,5 +16,5 @@ Stage 5 of the map, after training. The scripts at the root parse options and pr
     atlas.py       images -> for each slot those that light it up most, with its maps on them
     atlas_html.py  slot atlas -> one HTML page that opens from disk
 
-A letter beyond the package's legend: R, probes trained side by side. Numbers of images and classes are spelled out.
+Letters beyond the package's legend: R probes trained side by side. Numbers of images and classes are spelled out.
 """

@@ -1,8 +1,8 @@
 """A collection of images -> the slot atlas: for each slot the images that light it up most, with its maps on them.
 
-Stage 5 of the map, after `attention.py`. The images are seen once to score them, the chosen ones once more to draw
-them, so that memory does not grow with the maps of the whole collection. `atlas_html.py` makes the page, `draw_atlas`
-the overview on one sheet.
+The maps are those of `attention.py`. The images are seen once to score them, the chosen ones once more to draw them, so
+that memory does not grow with the maps of the whole collection. `atlas_html.py` makes the page, `draw_atlas` the
+overview on one sheet.
 """
 
 import logging
@@ -139,29 +139,29 @@ def patches_in_words(atlas: Atlas) -> str:
 
 @dataclass(frozen=True)
 class _Survey:
-    """What is kept of every image: I images, M maps.
+    """What is kept of every image.
 
     Attributes:
-        indices: (I,), places in the source.
-        patches: (I, M), effective patches.
-        prefix: (I, M), class-token shares.
+        indices: (images,), places in the source.
+        patches: (images, maps), effective patches.
+        prefix: (images, maps), class-token shares.
         slots: (I, L, V).
-        sample: (at most GROUPING_IMAGES, M, h, w), some maps.
+        sample: (at most GROUPING_IMAGES, maps, h, w), some maps.
     """
 
-    indices: Int[np.ndarray, " I"]
-    patches: Float[np.ndarray, "I M"]
-    prefix: Float[np.ndarray, "I M"]
-    slots: Float[np.ndarray, "I L V"]
-    sample: Float[np.ndarray, "_ M h w"]
+    indices: Int[np.ndarray, " images"]
+    patches: Float[np.ndarray, "images maps"]
+    prefix: Float[np.ndarray, "images maps"]
+    slots: Float[np.ndarray, "images L V"]
+    sample: Float[np.ndarray, "_ maps h w"]
 
 
 def score_images(
-    patches: Float[np.ndarray, "I M"],
-    prefix: Float[np.ndarray, "I M"],
+    patches: Float[np.ndarray, "images maps"],
+    prefix: Float[np.ndarray, "images maps"],
     num_patches: int,
-    slots: Float[np.ndarray, "I M V"] | None = None,
-) -> Float[np.ndarray, "I M"]:
+    slots: Float[np.ndarray, "images maps V"] | None = None,
+) -> Float[np.ndarray, "images maps"]:
     """How much each image lights up each slot.
 
         score = (1 - c) * (1 - log(e) / log(h w)) * |s - mean s| / mean |s - mean s|
@@ -172,13 +172,13 @@ def score_images(
     always says the same, is lit up by nothing. This score is ours, not the paper's.
 
     Args:
-        patches: e, (I, M).
-        prefix: c, (I, M).
+        patches: e, (images, maps).
+        prefix: c, (images, maps).
         num_patches: h * w.
-        slots: s, (I, M, V); None leaves the third factor out (a head of `cls` has no value of its own).
+        slots: s, (images, maps, V); None leaves the third factor out (a head of `cls` has no value of its own).
 
     Returns:
-        (I, M), non-negative.
+        (images, maps), non-negative.
     """
     definite = (1 - prefix) * np.clip(1 - np.log(patches) / max(math.log(num_patches), 1e-12), 0, 1)
     if slots is None:
@@ -221,7 +221,7 @@ def build_atlas(
     grid = survey.sample.shape[-2:]
     values = survey.slots if readout != "cls" else None
     scores = score_images(survey.patches, survey.prefix, grid[0] * grid[1], values)
-    best = np.argsort(-scores, axis=0, kind="stable")[:images_per_slot]  # (images per slot, M)
+    best = np.argsort(-scores, axis=0, kind="stable")[:images_per_slot]  # (images per slot, maps)
     shown = _draw_images(encoder, source, view, survey, best, scores)
     patches = np.exp(np.log(survey.patches).mean(axis=0))
     ranking = np.argsort(patches, kind="stable")
@@ -238,7 +238,7 @@ def build_atlas(
     return Atlas(model, kind, name or source.name, len(survey.indices), (int(grid[0]), int(grid[1])), slots)
 
 
-def _renumbered(groups: Int[np.ndarray, " M"], ranking: Int[np.ndarray, " M"]) -> Int[np.ndarray, " M"]:
+def _renumbered(groups: Int[np.ndarray, " maps"], ranking: Int[np.ndarray, " maps"]) -> Int[np.ndarray, " maps"]:
     """The same groups, numbered by their first member in the ranking."""
     numbers = {int(group): place for place, group in enumerate(dict.fromkeys(groups[ranking].tolist()))}
     return np.array([numbers[int(group)] for group in groups])
@@ -270,8 +270,8 @@ def _draw_images(
     source: ImageSource,
     view: SquareView,
     survey: _Survey,
-    best: Int[np.ndarray, "k M"],
-    scores: Float[np.ndarray, "I M"],
+    best: Int[np.ndarray, "k maps"],
+    scores: Float[np.ndarray, "images maps"],
 ) -> list[list[AtlasImage]]:
     """See the chosen images once more; returns each map's images, best first."""
     device = encoder.backbone.cls_token.device

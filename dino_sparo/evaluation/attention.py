@@ -1,10 +1,10 @@
 """Images -> one attention map per slot (sparo) or per head (cls), as numbers and as plain pixels.
 
-Stage 5 of the map. Everything here needs numpy and Pillow alone, so training can write its pictures to TensorBoard
-without the plotting extra; `pictures.py` and `atlas.py` add words and layout.
+Everything here needs numpy and Pillow alone, so training can write its pictures to TensorBoard without the plotting
+extra; `pictures.py` and `atlas.py` add words and layout.
 
-Letters beyond the map's legend: M maps per image (L slots with `sparo`, heads with `cls`, one with `gap`), h, w rows
-and columns of the patch grid.
+Shapes: maps per image (L slots with `sparo`, heads with `cls`, one with `gap`); h, w rows and columns of the patch
+grid.
 """
 
 from collections.abc import Sequence
@@ -39,12 +39,12 @@ NUMBER_HEIGHT = 12  # pixels, of the line with a map's number
 
 
 @torch.no_grad()
-def attention_maps(encoder: Encoder, images: Float[Tensor, "B C H W"]) -> Float[np.ndarray, "B M h w"]:
+def attention_maps(encoder: Encoder, images: Float[Tensor, "B C H W"]) -> Float[np.ndarray, "B maps h w"]:
     """Where each slot or head looks.
 
-        sparo  the slots' attention over the patch tokens                        M = L
-        cls    the class token's row of the last block's self-attention          M = heads
-        gap    uniform, 1 / N everywhere: averaging has no preferences           M = 1
+        sparo  the slots' attention over the patch tokens                        maps = L
+        cls    the class token's row of the last block's self-attention          maps = heads
+        gap    uniform, 1 / N everywhere: averaging has no preferences           maps = 1
 
     The maps are raw: a map sums to the share of attention that its patches get, and one minus that sum is the share of
     the class token (`class_token_share`).
@@ -54,7 +54,7 @@ def attention_maps(encoder: Encoder, images: Float[Tensor, "B C H W"]) -> Float[
         images: (B, C, H, W), normalised; pixels beyond the last whole patch are not seen.
 
     Returns:
-        (B, M, h, w) fp32, non-negative, h = H // patch size, w = W // patch size.
+        (B, maps, h, w) fp32, non-negative, h = H // patch size, w = W // patch size.
 
     Raises:
         ValueError: the images are smaller than a patch or have another number of channels.
@@ -65,11 +65,11 @@ def attention_maps(encoder: Encoder, images: Float[Tensor, "B C H W"]) -> Float[
 @torch.no_grad()
 def maps_and_slots(
     encoder: Encoder, images: Float[Tensor, "B C H W"]
-) -> tuple[Float[np.ndarray, "B M h w"], Float[np.ndarray, "B L V"]]:
+) -> tuple[Float[np.ndarray, "B maps h w"], Float[np.ndarray, "B L V"]]:
     """`attention_maps`, and the slots that were read out along them.
 
     Returns:
-        Maps (B, M, h, w), and slots (B, L, V); with `cls` the one slot is the class token, whatever the head.
+        Maps (B, maps, h, w), and slots (B, L, V); with `cls` the one slot is the class token, whatever the head.
     """
     tokens = encoder.backbone(images)
     output = encoder.readout(tokens)
@@ -104,16 +104,16 @@ def effective_patches(maps: Float[np.ndarray, "*B h w"]) -> Float[np.ndarray, "*
     return np.asarray(np.exp(-(shares * logs).sum(axis=-1)), dtype=maps.dtype)
 
 
-def rank_by_peakedness(maps: Float[np.ndarray, "B M h w"]) -> Int[np.ndarray, " M"]:
+def rank_by_peakedness(maps: Float[np.ndarray, "B maps h w"]) -> Int[np.ndarray, " maps"]:
     """Maps from the most peaked to the most spread, by the geometric mean of their effective patches over the images.
 
     Returns:
-        (M,) numbers of maps; ties stay in the maps' order.
+        (maps,) numbers of maps; ties stay in the maps' order.
     """
     return np.argsort(np.log(effective_patches(maps)).mean(axis=0), kind="stable")
 
 
-def map_similarity(maps: Float[np.ndarray, "B M h w"]) -> Float[np.ndarray, "M M"]:
+def map_similarity(maps: Float[np.ndarray, "B maps h w"]) -> Float[np.ndarray, "maps maps"]:
     """Cosine similarity of every two maps, averaged over the images, in [0, 1]."""
     flat = maps.reshape(*maps.shape[:2], -1).astype(np.float64)
     norms = np.linalg.norm(flat, axis=-1, keepdims=True)
@@ -122,8 +122,8 @@ def map_similarity(maps: Float[np.ndarray, "B M h w"]) -> Float[np.ndarray, "M M
 
 
 def group_near_duplicates(
-    maps: Float[np.ndarray, "B M h w"], threshold: float = NEAR_DUPLICATE
-) -> Int[np.ndarray, " M"]:
+    maps: Float[np.ndarray, "B maps h w"], threshold: float = NEAR_DUPLICATE
+) -> Int[np.ndarray, " maps"]:
     """Group maps that look the same on all images.
 
     In the order of `rank_by_peakedness`, a map joins the group whose first member it resembles most, if it resembles it
@@ -131,11 +131,11 @@ def group_near_duplicates(
     steps do not end up in one group.
 
     Args:
-        maps: (B, M, h, w).
+        maps: (B, maps, h, w).
         threshold: of the cosine similarity averaged over the images, in (0, 1].
 
     Returns:
-        (M,) the group of each map; groups are numbered from 0 in the order of their most peaked member.
+        (maps,) the group of each map; groups are numbered from 0 in the order of their most peaked member.
 
     Raises:
         ValueError: the threshold is outside (0, 1].
@@ -156,15 +156,15 @@ def group_near_duplicates(
 
 
 def display_order(
-    maps: Float[np.ndarray, "B M h w"], groups: Int[np.ndarray, " M"], max_maps: int | None = None
+    maps: Float[np.ndarray, "B maps h w"], groups: Int[np.ndarray, " maps"], max_maps: int | None = None
 ) -> Int[np.ndarray, " _"]:
     """The order in which maps are shown.
 
     Args:
-        maps: (B, M, h, w).
-        groups: (M,), from `group_near_duplicates`.
+        maps: (B, maps, h, w).
+        groups: (maps,), from `group_near_duplicates`.
         max_maps: None shows all maps, by peakedness, near-duplicates directly behind the first of their group. A number
-            below M shows the first map of so many groups at most: a short list has no room for repetitions.
+            below their number shows the first map of so many groups at most: a short list has no room for repetitions.
 
     Returns:
         Numbers of maps.

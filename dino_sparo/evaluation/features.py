@@ -1,7 +1,7 @@
 """Encoder + images -> features (images, F), labels and indices, gathered over all processes; features cached in files.
 
-Stage 5 of the map, between `protocol.py` (which encoder) and `knn.py`, `linear.py` (which accuracy). Every image counts
-exactly once, whatever the number of processes; images that cannot be read are left out and counted.
+`protocol.py` says which encoder; `knn.py` and `linear.py` compute the accuracy. Every image counts exactly once,
+whatever the number of processes; images that cannot be read are left out and counted.
 """
 
 import contextlib

@@ -1,8 +1,7 @@
 """Features -> weighted k-nearest-neighbour accuracy.
 
-Stage 5 of the map, after `features.py`. The first number people ask for: no training, no learning rate, one pass over
-the images. Source: DINO, section 3.2; the vote is that of Wu et al., "Unsupervised feature learning via non-parametric
-instance discrimination", section 3.4.
+The first number people ask for: no training, no learning rate, one pass over the images. Source: DINO, section 3.2; the
+vote is that of Wu et al., "Unsupervised feature learning via non-parametric instance discrimination", section 3.4.
 """
 
 import logging
@@ -67,7 +66,7 @@ def knn_classify(
 ) -> KNNResult | dict[int, KNNResult]:
     """Classify by the weighted vote of the nearest training images, and count how often that is right.
 
-        sim_i = x . x_i / (||x|| ||x_i||),   vote_c = sum over the k most similar i with label c of exp(sim_i / T)
+        sim_i = x . x_i / (||x|| ||x_i||),   vote_c = sum over the k most similar i with label c of exp(sim_i / tau)
 
     The first class is the one with most votes; of equal votes the smaller label comes first. Top-5 asks for one of the
     five first classes, among those that have a vote: the reference fills up with arbitrary ones of its 1000 classes,

@@ -3,9 +3,8 @@
     python eval_knn.py --pretrained_weights output/checkpoint.pth --data_path data/imagenet
     torchrun --nproc_per_node=8 eval_knn.py --pretrained_weights output/checkpoint.pth --data_path data/imagenet
 
-Stage 5 of the map. Prints a table and writes knn.json, the accuracies with all that they depend on. The encoder is
-built as the checkpoint says; the reference's checkpoints and raw ViT weights are read too. Options as in
-facebookresearch/dino.
+Prints a table and writes knn.json, the accuracies with all that they depend on. The encoder is built as the checkpoint
+says; the reference's checkpoints and raw ViT weights are read too. Options as in facebookresearch/dino.
 """
 
 import argparse
@@ -35,18 +34,18 @@ def evaluate_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ValueError: options, files or data that do not fit; the message says what would.
     """
-    place = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
+    process = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
     setup_logging()
-    storage = place.device if args.use_cuda else torch.device("cpu")
+    storage = process.device if args.use_cuda else torch.device("cpu")
     folder = result_folder(args.output_dir or args.load_features, args.pretrained_weights)
     if args.load_features:
         train, val, record = load_features(Path(args.load_features))
         _check_cached_weights(args.pretrained_weights, record, args.load_features)
     else:
-        train, val, record = extract(args, place, storage)
+        train, val, record = extract(args, process, storage)
         if args.dump_features and is_main():
             save_features(Path(args.dump_features), train, val, record)
-    found = classify_on_rank_0(train.to(storage), val.to(storage), args.nb_knn, args.temperature, place.device)
+    found = classify_on_rank_0(train.to(storage), val.to(storage), args.nb_knn, args.temperature, process.device)
     result = describe(found, train, val, args.temperature, record)
     if is_main():
         is_untrained = record.get("encoder", {}).get("untrained", False)
@@ -56,7 +55,7 @@ def evaluate_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def extract(args: argparse.Namespace, place: Distributed, storage: torch.device) -> tuple[Features, Features, dict]:
+def extract(args: argparse.Namespace, process: Distributed, storage: torch.device) -> tuple[Features, Features, dict]:
     """Features of both splits, and the record of how they were made."""
     evaluated = open_encoder(
         args.pretrained_weights,
@@ -74,7 +73,7 @@ def extract(args: argparse.Namespace, place: Distributed, storage: torch.device)
         TableColumns(args.path_column, args.label_column, args.split_column),
         ImageLimits(args.max_image_mb, args.max_image_mpix),
     )
-    encoder = evaluated.encoder.to(place.device)
+    encoder = evaluated.encoder.to(process.device)
     img_size = args.img_size or encoder.config.img_size
     transform = EvalTransform(img_size, evaluated.mean, evaluated.std, exact=not args.fast_views)
     train, val = extract_splits(
@@ -82,7 +81,7 @@ def extract(args: argparse.Namespace, place: Distributed, storage: torch.device)
         train_source,
         val_source,
         transform,
-        place.device,
+        process.device,
         batch_size=args.batch_size_per_gpu,
         num_workers=args.num_workers,
         dtype=PRECISIONS[args.precision],

@@ -3,9 +3,9 @@
     python eval_linear.py --pretrained_weights output/checkpoint.pth --data_path data/imagenet --lr 0.001 0.01 0.1
     python eval_linear.py --pretrained_weights output/checkpoint.pth --data_path data/imagenet --fast
 
-Stage 5 of the map. The encoder stays frozen and runs once for all learning rates. Prints a table and writes
-linear.json, the accuracies with all that they depend on; linear.pth holds the probes, and the same command goes on from
-it. Options as in facebookresearch/dino.
+The encoder stays frozen and runs once for all learning rates. Prints a table and writes linear.json, the accuracies
+with all that they depend on; linear.pth holds the probes, and the same command goes on from it. Options as in
+facebookresearch/dino.
 """
 
 import argparse
@@ -69,7 +69,7 @@ def probe_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ValueError: options, files or data that do not fit; the message says what would.
     """
-    place = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
+    process = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
     setup_logging()
     evaluated = open_encoder(
         args.pretrained_weights,
@@ -87,7 +87,7 @@ def probe_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
         TableColumns(args.path_column, args.label_column, args.split_column),
         ImageLimits(args.max_image_mb, args.max_image_mpix),
     )
-    subject = Subject(args, place, evaluated, train_source, val_source)
+    subject = Subject(args, process, evaluated, train_source, val_source)
     folder = result_folder(args.output_dir, args.pretrained_weights)
     name = "linear_untrained" if args.untrained else "linear"
     if args.evaluate:
@@ -107,7 +107,7 @@ class Subject:
 
     Args:
         args: the options.
-        place: where to compute.
+        process: this process among its peers.
         evaluated: the encoder.
         train_source: labelled images to train on.
         val_source: labelled images to test on, their classes numbered alike.
@@ -127,30 +127,30 @@ class Subject:
     def __init__(
         self,
         args: argparse.Namespace,
-        place: Distributed,
+        process: Distributed,
         evaluated: EvaluatedEncoder,
         train_source: ImageSource,
         val_source: ImageSource,
     ) -> None:
-        self.args, self.device, self.evaluated = args, place.device, evaluated
+        self.args, self.device, self.evaluated = args, process.device, evaluated
         self.train_source, self.val_source = train_source, val_source
         # With fewer images than a batch holds, an epoch is one step on all of them.
-        self.batch_size = max(min(args.batch_size_per_gpu, len(train_source) // place.world_size), 1)
-        self.global_batch_size = self.batch_size * place.world_size
+        self.batch_size = max(min(args.batch_size_per_gpu, len(train_source) // process.world_size), 1)
+        self.global_batch_size = self.batch_size * process.world_size
         self.num_classes = len(train_source.classes or [])
         if args.num_labels not in (None, self.num_classes):
             raise ValueError(
                 f"--num_labels {args.num_labels}, but {train_source.name} has {self.num_classes} classes; leave the "
                 f"option out"
             )
-        self.encoder = evaluated.encoder.to(place.device)
+        self.encoder = evaluated.encoder.to(process.device)
         self.img_size = args.img_size or self.encoder.config.img_size
         self.encode: Callable[[Tensor], Tensor] = partial(
             self.encoder.probe_features,
             n_last_blocks=args.n_last_blocks,
             avgpool_patchtokens=args.avgpool_patchtokens,
         )
-        blank = torch.zeros(1, self.encoder.config.in_chans, self.img_size, self.img_size, device=place.device)
+        blank = torch.zeros(1, self.encoder.config.in_chans, self.img_size, self.img_size, device=process.device)
         with torch.inference_mode():
             self.feature_dim = self.encode(blank).shape[1]
         self.transform = EvalTransform(self.img_size, evaluated.mean, evaluated.std, exact=not args.fast_views)

@@ -1,6 +1,6 @@
 """Linear probes -> a whole training of them: batches of features, validation, saving, going on.
 
-Stage 5 of the map, after `linear.py` (what a probe is and how one epoch trains it).
+`linear.py` says what a probe is, and trains it for one epoch.
 """
 
 import json

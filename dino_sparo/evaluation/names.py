@@ -1,7 +1,4 @@
-"""Locations of images and checkpoints -> names for titles, pages and files.
-
-Stage 5 of the map, beside `views.py`.
-"""
+"""Locations of images and checkpoints -> names for titles, pages and files."""
 
 import re
 from collections.abc import Sequence

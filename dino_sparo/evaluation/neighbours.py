@@ -1,6 +1,6 @@
 """Features -> their most similar training features: the search behind `knn.py`.
 
-Stage 5 of the map. Similarity is the cosine,
+Similarity is the cosine,
 
     s_ij = x_i . x_j / (|x_i| |x_j|)
 

@@ -23,10 +23,10 @@ def add_evaluation_options(parser: argparse.ArgumentParser, batch_size: int = 12
         "--untrained",
         action="store_true",
         help="Random weights instead of the checkpoint's, to see what training brings; built as the checkpoint says, "
-        "or without one by --arch, --patch_size, --readout and --img_size.",
+        "or without a checkpoint as --arch, --patch_size, --readout and --img_size say.",
     )
-    group.add_argument("--readout", default="sparo", help="Of an untrained encoder without checkpoint.")
-    group.add_argument("--seed", type=int, default=0, help="Of whatever is random: untrained weights, probes, crops.")
+    group.add_argument("--readout", default="sparo", help="Read-out of an untrained encoder without a checkpoint.")
+    group.add_argument("--seed", type=int, default=0, help="Seed of untrained weights, probes and crops.")
     group = parser.add_argument_group("images")
     group.add_argument(
         "--data_path",
@@ -44,14 +44,17 @@ def add_evaluation_options(parser: argparse.ArgumentParser, batch_size: int = 12
     group.add_argument(
         "--fast_views",
         action="store_true",
-        help="Resize with torch instead of Pillow, several times as fast; some pixels are a level off, so leave it out "
-        "to report numbers.",
+        help="Resize with torch instead of Pillow, several times as fast; some pixels differ by one level, so do "
+        "not use it for numbers that you report.",
     )
     group.add_argument("--batch_size_per_gpu", type=int, default=batch_size, help="Images per process and step.")
     add_source_options(parser)
     group = parser.add_argument_group("computation and result")
     group.add_argument(
-        "--precision", choices=PRECISIONS, default="fp32", help="Of the encoder; fp32 to report numbers."
+        "--precision",
+        choices=PRECISIONS,
+        default="fp32",
+        help="Precision of the encoder; take fp32 for numbers that you report.",
     )
     group.add_argument(
         "--output_dir", default=None, help="Where the result is written; by default beside the checkpoint."
@@ -67,7 +70,12 @@ def knn_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--nb_knn", type=int, nargs="+", default=[10, 20, 100, 200], help="Numbers of neighbours; 20 is usually best."
     )
-    group.add_argument("--temperature", type=float, default=0.07, help="Of the vote: weights are exp(cosine / T).")
+    group.add_argument(
+        "--temperature",
+        type=float,
+        default=0.07,
+        help="Temperature of the vote: a neighbour's weight is exp(cosine / temperature).",
+    )
     group.add_argument(
         "--use_cuda",
         type=bool_flag,
@@ -119,7 +127,10 @@ def linear_parser() -> argparse.ArgumentParser:
     )
     group.add_argument("--val_freq", type=int, default=1, help="Epochs between two validations.")
     group.add_argument(
-        "--num_labels", type=int, default=None, help="Number of classes, to check; the data says it itself."
+        "--num_labels",
+        type=int,
+        default=None,
+        help="Expected number of classes; the command ends if the data have another.",
     )
     group.add_argument(
         "--evaluate", action="store_true", help="Only test the probes saved in --output_dir on the validation images."
@@ -158,7 +169,7 @@ def attention_parser() -> argparse.ArgumentParser:
         help="Size that the encoder sees, pixels: one number for the short side (of several images the central square "
         "is seen), or height and width. By default twice the size of training: more patches show finer maps.",
     )
-    group.add_argument("--max_images", type=int, default=8, help="Of a folder, evenly spread over it.")
+    group.add_argument("--max_images", type=int, default=8, help="Number of images taken from a folder, evenly spread.")
     group = parser.add_argument_group("pictures")
     group.add_argument("--output_dir", default=".", help="Where the files are written.")
     group.add_argument(
@@ -167,17 +178,17 @@ def attention_parser() -> argparse.ArgumentParser:
         default=None,
         help="Also draw masks.png: the fewest patches that hold this share of a map's mass, e.g. 0.6.",
     )
-    group.add_argument("--save_each", action="store_true", help="Also one PNG per map.")
+    group.add_argument("--save_each", action="store_true", help="Also write one PNG per map.")
     group.add_argument(
         "--max_maps", type=int, default=None, help="Maps in a grid, most peaked first; by default all of an image."
     )
-    group.add_argument("--compare", default=None, help="Another checkpoint, drawn beside this one: compare.png.")
+    group.add_argument("--compare", default=None, help="Another checkpoint, drawn beside this one in compare.png.")
     group = parser.add_argument_group("slot atlas")
     group.add_argument(
         "--atlas",
         default=None,
-        help="Images to search for those that light up each slot, a folder or whatever --data_path takes, e.g. scenes: "
-        "atlas.png, atlas.html and atlas.json.",
+        help="Images in which to search for each slot's strongest responses: a folder, or what --data_path takes, e.g. "
+        "scenes. Writes atlas.png, atlas.html and atlas.json.",
     )
     group.add_argument("--atlas_images", type=int, default=8, help="Images per slot.")
     group.add_argument(

@@ -1,7 +1,7 @@
 """Words, pictures and panels -> one sheet in pixels, saved as PNG: what every figure of maps is drawn on.
 
-Stage 5 of the map, before `pictures.py`. Every picture keeps its pixels as they are; matplotlib (the extra `plots`)
-writes the words. Widths of words are measured, so that a figure can make room before it is drawn.
+`pictures.py` draws with it. Every picture keeps its pixels as they are; matplotlib (the extra `plots`) writes the
+words. Widths of words are measured, so that a figure can make room before it is drawn.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Attention maps -> labelled figures: all maps of an image, the same maps for many images, two models side by side.
 
-Stage 5 of the map, after `attention.py` and `page.py`. Sizes are in pixels. Words are measured before they get their
-place, so that pictures of any shape leave room for them.
+The maps come from `attention.py`; `page.py` does the layout. Sizes are in pixels. Words are measured before they get
+their place, so that pictures of any shape leave room for them.
 """
 
 import json
@@ -63,18 +63,18 @@ class MapSet:
         run: what the encoder is called.
         model: how it is built and how long it was trained, one line.
         kind: "slot", "head" or "average": what one map is.
-        maps: (B, M, h, w), raw.
-        groups: (M,), near-duplicates share a number.
+        maps: (B, maps, h, w), raw.
+        groups: (maps,), near-duplicates share a number.
     """
 
     run: str
     model: str
     kind: str
-    maps: Float[np.ndarray, "B M h w"]
-    groups: Int[np.ndarray, " M"]
+    maps: Float[np.ndarray, "B maps h w"]
+    groups: Int[np.ndarray, " maps"]
 
     @classmethod
-    def of(cls, run: str, model: str, readout: str, maps: Float[np.ndarray, "B M h w"]) -> "MapSet":
+    def of(cls, run: str, model: str, readout: str, maps: Float[np.ndarray, "B maps h w"]) -> "MapSet":
         """Group the maps of an encoder with the read-out `readout`."""
         kind = READOUT_KINDS[readout].shows
         return cls(run, model, kind, maps, group_near_duplicates(maps))
@@ -316,7 +316,7 @@ def _compare_block(
     return replace(tiles, rows=-(-len(order) // columns))
 
 
-def letters_of_groups(groups: Int[np.ndarray, " M"]) -> list[str]:
+def letters_of_groups(groups: Int[np.ndarray, " maps"]) -> list[str]:
     """A letter for each member of a group of two or more, in the order of the groups; empty for the others."""
     shared = {int(group): _letter(i) for i, group in enumerate(np.flatnonzero(np.bincount(groups) > 1))}
     return [shared.get(int(group), "") for group in groups]

@@ -1,6 +1,6 @@
 """Checkpoint -> the encoder to evaluate, and the record of how it was evaluated.
 
-Stage 5 of the map, its start. A number without its protocol cannot be compared, so every result file carries it: which
+Every evaluation begins here. A number without its protocol cannot be compared, so every result file carries it: which
 weights (by hash), which network in them, which images, how resized, which versions. Nothing in it changes from one run
 to the next: the same command writes the same file.
 """

@@ -1,8 +1,8 @@
 """Image file -> the view of it that is looked at: a part in whole patches, for the encoder and for the eye.
 
-Stage 5 of the map, before `attention.py`. The encoder sees the view at its own, small size; a picture shows the same
-part of the original at the picture's size. Both come from one box in the original's coordinates, so that a patch of the
-map lies exactly over the pixels it was made from.
+`attention.py` takes these views. The encoder sees the view at its own, small size; a picture shows the same part of the
+original at the picture's size. Both come from one box in the original's coordinates, so that a patch of the map lies
+exactly over the pixels it was made from.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Captions -> token ids -> tokens -> slots: CLIP's text encoder, with any read-out.
 
-Stage 2 of the folder, the counterpart of `dino_sparo.encoder`. Ids come from open_clip's tokenizer, whose end token is
+It is the counterpart of `dino_sparo.encoder`. Ids come from open_clip's tokenizer, whose end token is
 the vocabulary's last: the encoder finds it as the largest id of a caption, as CLIP does, and lets no read-out see what
 follows it.
 """
@@ -31,7 +31,7 @@ class TextConfig:
     Attributes:
         context_length: N, the longest caption in tokens, start and end token included.
         vocab_size: number of ids; the last one is the end token.
-        width: W, of the tokens.
+        width: D, of the tokens.
         heads: attention heads of a block.
         layers: blocks of the architecture; a read-out that replaces the last one leaves one fewer.
         readout: the text side of an entry of `readouts.READOUTS`.
@@ -83,7 +83,7 @@ class TextEncoder(nn.Module):
         tokens = LN(x_depth), or x_depth for a read-out that takes raw tokens
 
     LayerNorm eps 1e-5, MLP ratio 4, GELU. Initialisation is CLIP's: normal, std 0.02 for token and 0.01 for position
-    embeddings, W^-1/2 for qkv, (2W)^-1/2 for the MLP's first layer, W^-1/2 (2 depth)^-1/2 for what is added to the
+    embeddings, D^-1/2 for qkv, (2D)^-1/2 for the MLP's first layer, D^-1/2 (2 depth)^-1/2 for what is added to the
     residual; no bias in attention is drawn, those of the MLP are as `nn.Linear` draws them. Source: Radford et al.,
     CLIP, section 2.4; OpenCLIP, `transformer.py`.
 
@@ -121,14 +121,14 @@ class TextEncoder(nn.Module):
             nn.init.zeros_(block.attn.qkv.bias)
             nn.init.zeros_(block.attn.proj.bias)
 
-    def forward(self, token_ids: Int64[Tensor, "B N"]) -> Float[Tensor, "B N W"]:
+    def forward(self, token_ids: Int64[Tensor, "B N"]) -> Float[Tensor, "B N D"]:
         """Token ids -> tokens after the final LayerNorm.
 
         Args:
             token_ids: (B, N), N at most the context length; shorter captions need no padding to it.
 
         Returns:
-            (B, N, W); a token has seen itself and those before it.
+            (B, N, D); a token has seen itself and those before it.
 
         Raises:
             ValueError: too many tokens; ids on the CPU that `check_token_ids` refuses.

@@ -1,7 +1,7 @@
 """Options shared by the scripts, one group per stage, and how a script ends.
 
-Plumbing. Parsing is pure: it opens no file, touches no device, asks no network. It imports no torch either, so that
-`--help` and mistakes are answered at once.
+Parsing is pure: it opens no file, touches no device, asks no network. It imports no torch either, so that `--help` and
+mistakes are answered at once.
 """
 
 import argparse
@@ -25,7 +25,7 @@ RunCommand = Callable[[str, Sequence[str]], Any]
 
 
 class MendableError(RuntimeError):
-    """What the user can mend although no value is wrong: it ends a command with one line and status 1."""
+    """An error that the user can correct although no value is wrong. The command ends with one line and status 1."""
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -38,7 +38,7 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 
 
 def say(text: str) -> None:
-    """Write a result to the standard output. A terminal that is gone, or a reader that has seen enough, is no error."""
+    """Write a result to the standard output. A closed terminal or pipe is no error."""
     try:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
@@ -48,7 +48,7 @@ def say(text: str) -> None:
 
 
 def command_parser(options: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """A trainer's options, which others take as a parent and hence have no `--help`, as a command that has one."""
+    """A command with a trainer's options and `--help`; the trainer's own parser is a parent of others and has none."""
     return argparse.ArgumentParser(parents=[options], formatter_class=HelpFormatter)
 
 
@@ -59,7 +59,7 @@ def demo_parser(readouts: Iterable[str]) -> argparse.ArgumentParser:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="One training run each.")
     parser.add_argument("--output_dir", default=None, help="Where everything is written; by default in output/.")
     parser.add_argument("--device", default="cpu", help="auto, cpu or cuda.")
-    parser.add_argument("--short", action="store_true", help="A minute of it, to see that all parts work.")
+    parser.add_argument("--short", action="store_true", help="Train for a minute only, to see that all parts work.")
     return parser
 
 
@@ -69,23 +69,22 @@ def option_words(options: Mapping[str, object]) -> list[str]:
 
 
 def spread(values: Sequence[float]) -> str:
-    """A mean in percent, plus or minus the standard deviation over seeds."""
+    """Mean in percent, and with several values the standard deviation."""
     mean = f"{statistics.mean(values):.1f} %"
     return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.1f}"
 
 
 @contextlib.contextmanager
-def errors_in_one_line(logger: logging.Logger, note_meant: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """End a script with one line and a status, not a traceback, where no programmer is needed.
+def errors_in_one_line(logger: logging.Logger, note_final: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """End a command with one line and an exit status, without a traceback, after an error that is not a bug.
 
-    Status 1: the user can mend it. `FAULT_STATUS`: starting again helps. 128 + signal: the run was asked to stop.
-    After a fault, or as one of several, the process leaves at once: to take everything down would be to wait for what
-    hangs or died.
+    Status 1: the user can correct it. `FAULT_STATUS`: starting again helps. 128 + signal: the run was asked to stop.
+    After a fault, or as one of several, the process ends at once, without cleaning up: that would wait for a process
+    that died or hangs.
 
     Args:
         logger: the script's.
-        note_meant: called before the process leaves in a way that starting it again would not change: with status 1,
-            or because it was asked to stop.
+        note_final: called where starting the process again would not help: with status 1, or after a request to stop.
     """
     # Here, not above: they import torch.
     from dino_sparo.runtime.distributed import FaultError, shutdown
@@ -96,13 +95,13 @@ def errors_in_one_line(logger: logging.Logger, note_meant: Callable[[], None] = 
     except FaultError as error:
         _leave(FAULT_STATUS, logger, error)
     except RunStopped as stopped:
-        note_meant()
+        note_final()
         _leave(stopped.status, logger, stopped, logging.INFO)
     except (ValueError, OSError, MissingPackageError, MendableError) as error:
-        note_meant()
+        note_final()
         _leave(1, logger, error)
     except KeyboardInterrupt:
-        note_meant()
+        note_final()
         _leave(128 + signal.SIGINT, logger, "ended by Ctrl-C")
     shutdown()
 
@@ -223,8 +222,12 @@ def add_split_option(group: argparse._ArgumentGroup) -> None:
 def add_normalization_options(parser: argparse.ArgumentParser) -> None:
     """Mean and standard deviation of the images."""
     group = parser.add_argument_group("normalisation")
-    group.add_argument("--norm_mean", type=float, nargs=3, default=IMAGENET_MEAN, help="Mean per channel, of 0..1.")
-    group.add_argument("--norm_std", type=float, nargs=3, default=IMAGENET_STD, help="Deviation per channel, of 0..1.")
+    group.add_argument(
+        "--norm_mean", type=float, nargs=3, default=IMAGENET_MEAN, help="Mean per channel, of pixels in [0, 1]."
+    )
+    group.add_argument(
+        "--norm_std", type=float, nargs=3, default=IMAGENET_STD, help="Standard deviation per channel, likewise."
+    )
 
 
 def add_device_options(parser: argparse.ArgumentParser, num_workers: int = 10) -> None:
@@ -239,21 +242,21 @@ def add_device_options(parser: argparse.ArgumentParser, num_workers: int = 10) -
     group.add_argument(
         "--dist_url",
         default="env://",
-        help="Rendezvous of several processes; torchrun and Slurm are found by themselves.",
+        help="Where several processes meet; not needed under torchrun and Slurm.",
     )
     group.add_argument(
         "--dist_timeout_min",
         type=float,
         default=10.0,
-        help="Minutes that processes wait for each other, or for one that loads images, before they give up; more if "
-        "checkpoints take that long to write.",
+        help="Minutes that a process waits for another one, or for images, before the run ends. Give more if writing a "
+        "checkpoint takes longer.",
     )
     group.add_argument(
         "--local_rank",
         "--local-rank",
         type=int,
         default=0,
-        help="Set by launchers of old; the environment says what counts.",
+        help="Ignored. Older launchers set it; the rank comes from the environment.",
     )
 
 
@@ -263,7 +266,7 @@ def add_foreign_weights_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--arch",
         default=None,
-        help=f"Architecture, one of {', '.join(sorted(ARCHITECTURES))}; our checkpoints say it themselves, and the "
-        "shapes of foreign weights usually do.",
+        help=f"Architecture, one of {', '.join(sorted(ARCHITECTURES))}; needed only if the shapes of foreign "
+        "weights do not show it.",
     )
     group.add_argument("--patch_size", type=int, default=None, help="Side of a patch in pixels; likewise.")

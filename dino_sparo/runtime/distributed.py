@@ -1,6 +1,6 @@
-"""Where this process stands among its peers: started by torchrun, by Slurm, or alone.
+"""This process and its peers: torchrun or Slurm started them, or it is the only one.
 
-Plumbing. A process that is alone needs no process group: the collectives below then return their input.
+A single process needs no process group: the collectives below then return their input.
 """
 
 import contextlib
@@ -32,12 +32,12 @@ INTERACTIVE_STEP = "4294967290"  # Slurm's SLURM_INTERACTIVE_STEP, the shell tha
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-# What torch's errors say when another process, not this one, is the trouble.
+# Words in torch's errors which mean that another process failed, not this one.
 PEER_SIGNS = (
     *("gloo/", "Gloo", "NCCL", "ProcessGroup", "TCPStore", "Connection closed by peer", "Connection reset by peer"),
     *("Socket Timeout", "failed to connect", "connection was refused", "Application timeout", "Timed out waiting"),
 )
-# How often a process at work beside the others says that it lives, and how often they look.
+# Seconds between two heartbeats of a process, and between two looks at those of the others.
 BEAT_SECONDS, LOOK_SECONDS = 1.0, 0.05
 WAIT_LOG_SECONDS = 30.0  # between two lines on whom rank 0 waits for
 
@@ -51,7 +51,7 @@ class FaultError(RuntimeError):
 
 
 class PeerError(ValueError):
-    """Another rank met an error, which this one repeats so that all of them end."""
+    """The error of another rank, raised on this one too, so that all ranks end."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def detect_launcher(environ: Mapping[str, str], has_terminal: bool = False) -> t
 
 
 def init_distributed(device: str = "auto", dist_url: str = "env://", timeout_min: float = 10.0) -> Distributed:
-    """Find this process' place and join the process group, if there are others.
+    """Find out who started this process, and join the process group, if there are others.
 
     Args:
         device: `auto` (cuda where there is one, else cpu), `cpu`, `cuda` (one GPU per local rank) or `cuda:N`.
@@ -123,9 +123,9 @@ class _Patience:
 
     Attributes:
         store: theirs.
-        timeout_s: so long a rank may be silent before it counts as gone.
+        timeout_s: a rank without a sign of life for this long counts as dead.
         round: number of the next exchange.
-        progress: what this rank says of its work; empty if it says nothing.
+        progress: how far this rank's work is; empty if it does not report.
     """
 
     store: dist.Store
@@ -348,7 +348,7 @@ def all_or_none(what: str, patient: bool = False) -> Iterator[None]:
             yield
         except Exception as raised:
             error = raised
-        texts = gather_patiently(_told(error), what) if patient else all_gather_object(_told(error))
+        texts = gather_patiently(_message_of(error), what) if patient else all_gather_object(_message_of(error))
     failures = [(number, text) for number, text in enumerate(texts) if text]
     if error is not None:
         raise error
@@ -374,11 +374,11 @@ def rank_0_first(what: str = "preparing the data") -> Iterator[None]:
                 yield
             except Exception as raised:
                 error = raised
-            gather_patiently(_told(error), what)
+            gather_patiently(_message_of(error), what)
             if error is not None:
                 raise error
-        elif told := gather_patiently("", what)[0]:
-            raise PeerError(f"{what} failed on rank 0: {told}")
+        elif message := gather_patiently("", what)[0]:
+            raise PeerError(f"{what} failed on rank 0: {message}")
         else:
             yield
 
@@ -394,7 +394,7 @@ def beating() -> Iterator[None]:
 
     def beat() -> None:
         number = 0
-        with contextlib.suppress(RuntimeError):  # the store goes with rank 0, which this rank notices by itself
+        with contextlib.suppress(RuntimeError):  # the store ends with rank 0; this rank notices that by itself
             while True:
                 patience.store.set(f"beat{rank()}", f"{number} {patience.progress}")
                 number += 1
@@ -412,7 +412,7 @@ def beating() -> Iterator[None]:
 
 
 def note_progress(text: str) -> None:
-    """Say how far this rank is. Once it has, it counts as hung if it says nothing else for the time-out's length."""
+    """Report how far this rank is. From then on it counts as hung if its report does not change for the time-out."""
     if _patience is not None:
         _patience.progress = text
 
@@ -427,14 +427,14 @@ def gather_patiently(value: T, what: str) -> list[T]:
         what: is being done, for the log.
 
     Raises:
-        FaultError: a rank has said nothing for as long as a collective waits.
+        FaultError: a rank gave no sign of life, or made no progress, for as long as a collective waits.
     """
     patience = _patience
     if world_size() == 1 or patience is None:
         return all_gather_object(value)
     store, number = patience.store, patience.round
     patience.round += 1
-    patience.progress = ""  # from here on this rank waits, which is no standstill
+    patience.progress = ""  # from here on this rank waits, and makes no progress of its own
     if rank():
         store.set(f"{number}/value{rank()}", pickle.dumps(value))  # type: ignore[arg-type]
         _wait_for_keys(patience, {0: f"{number}/all"}, what)
@@ -527,8 +527,8 @@ def on_rank_0(function: Callable[[], None], what: str) -> None:
             function()
 
 
-def _told(error: Exception | None) -> str:
-    """An error as other ranks hear of it; empty for none."""
+def _message_of(error: Exception | None) -> str:
+    """The message of an error for the other ranks; empty for none."""
     return "" if error is None else str(error) or type(error).__name__
 
 
@@ -556,7 +556,7 @@ def faults_named(timeout_min: float) -> Iterator[None]:
 
 
 def require_same(value: int, what: str) -> None:
-    """Make sure that all processes mean the same number, e.g. of images, before they wait for each other.
+    """Make sure that all processes have the same number, e.g. of images, before they wait for each other.
 
     Raises:
         ValueError: on every rank, with the numbers.

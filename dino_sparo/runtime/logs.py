@@ -1,6 +1,6 @@
-"""What a run says: the rank-0 logger, meters, log.txt, TensorBoard, progress.
+"""The logs of a run: the logger, meters, log.txt, TensorBoard, progress.
 
-Plumbing. Only rank 0 speaks; warnings and errors of the other ranks are heard too, with their rank.
+Rank 0 logs everything; the other ranks log warnings and errors alone, with their rank.
 """
 
 import json
@@ -28,7 +28,7 @@ from dino_sparo.runtime.distributed import all_reduce_sum, is_main, rank
 logger = logging.getLogger(__name__)
 
 FILE_ONLY = "file_only"  # attribute of records that go to run.log and not to the terminal
-PROGRESS_SECONDS = 30.0  # between two lines about a long loop when nobody watches a terminal
+PROGRESS_SECONDS = 30.0  # between two lines about a long loop when the output is no terminal
 STEP_LINE_SECONDS = 10.0  # between two progress lines of training
 
 T = TypeVar("T")
@@ -79,7 +79,7 @@ def log_options(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> None
 
 
 class Meters:
-    """Means of named numbers over an epoch, kept on the device until somebody asks."""
+    """Means of named numbers over an epoch, kept on the device until they are read."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor | float] = {}
@@ -126,7 +126,7 @@ class EpochClock:
         self.waited, self.steps_done, self.images_done = 0.0, 0, 0
 
     def fetch(self, iterator: Iterator[T], number: int) -> list[T]:
-        """The next `number` items; remembers how long they let us wait."""
+        """The next `number` items; measures the time spent waiting for them."""
         begin = time.monotonic()
         items = list(islice(iterator, number))
         self.waited += time.monotonic() - begin
@@ -138,7 +138,7 @@ class EpochClock:
         return {"images_per_s": self.images_done / elapsed, "data_wait": self.waited / elapsed}
 
     def tick(self, step: int, epoch: int, num_images: int, loss: Tensor, device: torch.device) -> None:
-        """A step is done; say so if the last line is old enough.
+        """Count a step; write a line if the last one is old enough. Only a line reads the loss from the device.
 
         Args:
             step: steps of the run done so far.
@@ -273,7 +273,7 @@ def _epoch_of(line: str) -> int:
 
 
 def progress(iterable: Iterable[T], total: int | None = None, desc: str = "") -> Iterator[T]:
-    """Go through `iterable` while rank 0 shows how far it is.
+    """Iterate over `iterable` while rank 0 shows the progress.
 
     A bar on a terminal; a line every half minute where the output goes to a file.
 

@@ -1,8 +1,8 @@
 """Signals and clocks -> a decision that all ranks share: go on, save, or save and stop.
 
-Plumbing. A cluster takes its machines back at any moment. A signal only sets a flag here; every few steps the ranks
-agree on what they have seen, with one small all-reduce, so that all of them stop after the same step. The trainer then
-saves and hands the run over to whoever starts it again: submitit, Slurm, torchrun or a person.
+A cluster may take its machines back at any moment. A signal only sets a flag here. Every few steps the ranks exchange
+their flags, with one small all-reduce, so that all of them stop after the same step. The trainer then saves, and
+submitit, Slurm, torchrun or a person starts the run again.
 """
 
 import contextlib
@@ -26,16 +26,16 @@ from dino_sparo.runtime.distributed import all_reduce_sum, barrier, is_main, wor
 
 logger = logging.getLogger(__name__)
 
-# What asks a run to stop, the weakest first: Ctrl-C, a polite end, and "your time is over, but you will run again".
+# Signals that ask a run to stop. If several came, the last of these decides: after SIGUSR2 the job runs again.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 # The ranks agree about this often, and after at most so many steps.
 AGREE_SECONDS, MAX_STEPS_BETWEEN = 2.0, 16
 # The watchdog's patience, as a multiple of the time-out and in seconds beyond it.
 WATCHDOG_FACTOR, WATCHDOG_MARGIN_S = 1.5, 1.0
-# So long the other ranks wait for Slurm to end them once rank 0 has requeued the job.
+# The other ranks wait this long for Slurm to end them, after rank 0 has requeued the job.
 REQUEUE_SECONDS = 60
 
-# What standard error says at once.
+# Written to standard error at once.
 CTRL_C_ANSWER = b"\nCtrl-C: saving after the next few steps, then the run ends; Ctrl-C again ends it without saving\n"
 
 Handler = Callable[[int, FrameType | None], Any] | int | None
@@ -56,9 +56,9 @@ class RunStopped(Exception):
 class StopSignals:
     """While this context is open, signals are noted instead of ending the process.
 
-    SIGUSR2 is from the beginning, since the job will run again; SIGTERM and Ctrl-C once there is something to save
-    (`begin_training`): until then they end the process at once, also while it waits for others that do not come. A
-    second Ctrl-C always does. Outside of the main thread, where Python allows no handlers, nothing is noted.
+    SIGUSR2 is noted from the beginning, since the job will run again. SIGTERM and Ctrl-C are noted after
+    `begin_training`; before, there is nothing to save and they end the process at once. A second Ctrl-C always ends it.
+    Python allows handlers in the main thread only; elsewhere nothing is noted.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class StopSignals:
                 self._take_over(signum)
 
     def heard(self) -> set[signal.Signals]:
-        """The signals so far. Under torchrun the launcher's end counts as SIGTERM: nobody looks after this process."""
+        """The signals so far. If torchrun itself has ended, that counts as SIGTERM."""
         if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self.parent:
             self.received.add(signal.SIGTERM)
         return self.received
@@ -123,8 +123,9 @@ class Decision:
 class Agreement:
     """The ranks' common decision, every few steps.
 
-    It is the only place where a step waits for the device and for the other ranks. The first step always ends with it;
-    afterwards rank 0's clock says how many steps make up `AGREE_SECONDS`.
+    Between two decisions the ranks exchange gradients and the centre, and nothing else; the device is read for a line
+    of the log alone (`EpochClock.tick`). The first step always ends with a decision; afterwards rank 0's clock says how
+    many steps make up `AGREE_SECONDS`.
 
     Args:
         signals: what this process has received.
@@ -169,9 +170,9 @@ class Agreement:
 
 
 class Watchdog:
-    """Ends this process if nothing moves, whatever it waits for: a worker, a network, a disk, a device.
+    """Ends this process if no step ends for too long, whatever it waits for: a worker, a network, a disk, a device.
 
-    Collectives and the loader have time-outs of their own, which know more; this one comes a little later.
+    Collectives and the loader have time-outs of their own and can name the cause; the watchdog waits a little longer.
 
     Args:
         timeout_min: their time-out.
@@ -193,7 +194,7 @@ class Watchdog:
         self.over.set()
 
     def beat(self) -> None:
-        """Something moved."""
+        """A step begins: the run makes progress."""
         self.last_beat = time.monotonic()
 
     def _watch(self) -> None:
@@ -209,7 +210,7 @@ class Watchdog:
 
 
 def hand_over(signals: StopSignals, stop: signal.Signals, step: int) -> NoReturn:
-    """End a run that was asked to stop and has saved; where Slurm wants its machines back, see that it runs again.
+    """End a run that was asked to stop and has saved; under Slurm requeue the job if it was preempted.
 
     SIGUSR2 under submitit calls submitit's own handler on all ranks, which requeues the job with what is left to do.
     Under Slurm alone rank 0 requeues it. SIGTERM does the same if Slurm sent it because another job needs the machines,
@@ -231,7 +232,7 @@ def hand_over(signals: StopSignals, stop: signal.Signals, step: int) -> NoReturn
     others = signals.previous.get(signal.SIGUSR2)
     if stop is not signal.SIGUSR2 or (job is None and not callable(others)):
         raise stopped
-    barrier()  # nobody leaves before all have come here: a task that ends takes the others with it
+    barrier()  # wait for all ranks: when one task ends, srun ends the others
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if is_main():
         logger.info("saved at step %d; the job is requeued", step)
@@ -246,10 +247,11 @@ def hand_over(signals: StopSignals, stop: signal.Signals, step: int) -> NoReturn
 
 def _is_being_preempted(job: str) -> bool:
     try:
-        told = subprocess.run(["scontrol", "-o", "show", "job", job], capture_output=True, text=True, timeout=30).stdout
+        job_record = subprocess.run(["scontrol", "-o", "show", "job", job], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.SubprocessError):
         return False
-    times = [word.removeprefix("PreemptTime=") for word in told.split() if word.startswith("PreemptTime=")]
+    words = job_record.stdout.split()
+    times = [word.removeprefix("PreemptTime=") for word in words if word.startswith("PreemptTime=")]
     return any(value not in ("None", "Unknown") for value in times)
 
 

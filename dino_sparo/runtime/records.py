@@ -46,10 +46,10 @@ def git_hash() -> str | None:
     """The commit this code was checked out from; None if it does not run from a checkout."""
     try:
         folder = Path(__file__).resolve().parents[2]
-        told = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, timeout=10)
+        answer = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return None
-    return told.stdout.strip() or None if (folder / ".git").exists() else None
+    return answer.stdout.strip() or None if (folder / ".git").exists() else None
 
 
 def write_json(values: dict[str, Any], path: Path) -> None:

@@ -1,14 +1,14 @@
 """One run per output folder: a lock file that says who writes there, and that is taken over when its holder is gone.
 
-Plumbing. The lock is `run.lock`, created so that only one process can succeed (O_EXCL, which NFS keeps too, unlike
-flock). It names host, process, Slurm job and time. A holder is gone
+The lock is `run.lock`, created so that only one process can succeed (O_EXCL, which NFS keeps too, unlike flock). It
+names host, process, Slurm job and time. A holder is gone
 
     on this machine          when no process has its number and its start time
     in this Slurm job        when it belongs to an attempt before the last requeue: Slurm has ended that one
-    anywhere else            when it does not refresh the file for `PATIENCE_S`, by the clock of the one who waits
+    anywhere else            when it does not refresh the file for `PATIENCE_S`, by the clock of the process that waits
 
-so neither clocks that differ, nor numbers of processes or jobs that come again, lead astray. A run that finds another
-name in its lock ends at once: it was thought dead, after having been suspended for instance.
+So clocks that differ, and numbers of processes or jobs that are used again, cause no mistake. A run that finds another
+holder in its lock ends at once: another run has taken the lock over, for instance while this one was suspended.
 """
 
 import contextlib
@@ -188,7 +188,7 @@ class RunLock:
             self._remove(first)
 
     def _remove(self, abandoned: tuple[Holder, int]) -> None:
-        """Remove a lock, unless another process was quicker and the lock is its own by now."""
+        """Remove a lock, unless another process has done so and taken the lock meanwhile."""
         guard, end = self.path.with_name(f"{NAME}.takeover"), time.monotonic() + PATIENCE_S
         while True:
             try:
@@ -206,13 +206,13 @@ class RunLock:
             guard.unlink(missing_ok=True)
 
     def _refresh(self) -> None:
-        """Show now and then that the holder is there, and end this process if another has taken the lock over."""
+        """Refresh the lock regularly; end this process if another run has taken it over."""
         while not self.over.wait(REFRESH_S):
             try:
                 if self._read(self.path)[0].token == self.me.token:
                     os.utime(self.path)
                     continue
-            except FileNotFoundError:  # somebody has removed it by hand
+            except FileNotFoundError:  # a user has removed it
                 with contextlib.suppress(OSError):
                     if self._create():
                         continue

@@ -1,7 +1,7 @@
 """Any collection of images, by index: folders, lists, tables, tar shards, torchvision's sets, the built-in scenes.
 
-Stage 1 of the map, before `data.py`. `open_source(data_path)` finds out what the path is and returns an `ImageSource`:
-`len(source)` images, `source.read(i)` gives image i as 8-bit RGB, `source.labels[i]` its class if there is one.
+`open_source(data_path)` finds out what the path is and returns an `ImageSource`: `len(source)` images, `source.read(i)`
+gives image i as 8-bit RGB, `source.labels[i]` its class if there is one.
 
     data/train                        class folders, or a flat or nested folder without labels
     list.txt                          one path per line, optionally followed by a label

@@ -1,7 +1,7 @@
-"""What is indexed and how -> its index, from the user's cache while it is current, else built and kept there.
+"""A folder or shards -> their index, from the user's cache if it is current, else built and kept there.
 
-The cache lies in $DINO_SPARO_CACHE, else $XDG_CACHE_HOME/dino_sparo, else ~/.cache/dino_sparo. Its loss costs time
-only: whatever is wrong with it is logged and the index is built.
+The cache lies in $DINO_SPARO_CACHE, else $XDG_CACHE_HOME/dino_sparo, else ~/.cache/dino_sparo. If it is
+missing or damaged, the index is built again, and the log says so.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ def is_settled(stamps_ns: np.ndarray, now_s: float) -> bool:
 
 
 def load_or_index(key: str, build: Callable[[], Arrays], is_current: Callable[[Arrays], bool]) -> tuple[Arrays, str]:
-    """An index from the user's cache while it is current, else built and kept there.
+    """An index from the user's cache if it is current, else built and kept there.
 
     Args:
         key: what is indexed, with absolute paths.

@@ -117,7 +117,7 @@ def _index_folder(root: bytes) -> Arrays:
     Raises:
         ValueError: links lead to one folder again and again.
     """
-    found: dict[bytes, _Listing] = {}
+    listed: dict[bytes, _Listing] = {}
     visits: Counter[tuple[int, int]] = Counter()
     level: list[tuple[bytes, tuple[tuple[int, int], ...]]] = [(b"", ())]  # relative path, identities of its ancestors
     with ThreadPoolExecutor(_SCAN_THREADS) as pool:
@@ -133,11 +133,11 @@ def _index_folder(root: bytes) -> Arrays:
                         f"data_path={os.fsdecode(root)!r}: symbolic links lead to one folder in more than "
                         f"{_MAX_VISITS} ways, one is {os.fsdecode(relative)!r}; remove them"
                     )
-                found[relative] = listing
+                listed[relative] = listing
                 chain = (*ancestors, listing.identity)
                 deeper += [(os.path.join(relative, name), chain) for name in listing.folders]
             level = deeper
-    others = [os.path.join(folder, name) for folder, listing in found.items() for name in listing.others]
+    others = [os.path.join(folder, name) for folder, listing in listed.items() for name in listing.others]
     if others:
         _logger.warning(
             "%s: left out %d entries that are no regular files (broken links, pipes, devices), the first is %s",
@@ -146,13 +146,13 @@ def _index_folder(root: bytes) -> Arrays:
             os.fsdecode(others[0]),
         )
     # ImageFolder's order: by class, then by folder, then by name.
-    folders = sorted(found, key=lambda relative: (relative.split(b"/", 1)[0], relative))
-    paths = PackedStrings.pack([os.path.join(folder, name) for folder in folders for name in found[folder].images])
+    folders = sorted(listed, key=lambda relative: (relative.split(b"/", 1)[0], relative))
+    paths = PackedStrings.pack([os.path.join(folder, name) for folder in folders for name in listed[folder].images])
     return {
         **paths.to_arrays("paths"),
         **PackedStrings.pack(folders).to_arrays("folders"),
-        "counts": np.array([len(found[folder].images) for folder in folders]),
-        "stamps": np.array([[found[folder].stamp for folder in folders]]),
+        "counts": np.array([len(listed[folder].images) for folder in folders]),
+        "stamps": np.array([[listed[folder].stamp for folder in folders]]),
     }
 
 

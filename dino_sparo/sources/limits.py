@@ -1,7 +1,7 @@
 """What may be read: regular files, images of a few formats, of bounded size; JSON of bounded depth.
 
-Data comes from strangers. A named pipe would be waited for without end, PostScript is a program that Pillow has run by
-Ghostscript, and a file of a few kilobytes may hold more pixels than memory does.
+Data may come from strangers. Reading a named pipe may never end. Pillow runs PostScript with Ghostscript. A file of a
+few kilobytes may hold more pixels than fit into memory.
 """
 
 import io
@@ -51,12 +51,12 @@ class ImageLimits:
 
 
 def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
-    """Open a file to read its bytes; what is no regular file is refused at once, not waited for.
+    """Open a file to read its bytes; anything but a regular file is refused at once.
 
     Raises:
         OSError: it is a pipe, a device, a folder or a socket; or it cannot be opened.
     """
-    # Without O_NONBLOCK, which means nothing to regular files, opening a pipe waits for somebody who writes into it.
+    # Without O_NONBLOCK opening a pipe waits for a writer. The flag has no effect on regular files.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
     kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
     if kind != stat.S_IFREG:

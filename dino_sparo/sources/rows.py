@@ -1,8 +1,8 @@
 """A table (.csv, .tsv, .jsonl) -> its rows, the cells that are asked for, and the line each row begins on.
 
-Read line by line, so that memory is what the caller keeps. Columns are found by usual names or named by options. What
-is unusual but may be meant is warned of, with the first line where it occurs: rows that go over several lines, texts
-that are not UTF-8, splits that are not recognised.
+Read line by line, so that memory is what the caller keeps. Columns are found by usual names or named by options. The
+log warns of what is unusual but may be correct, with the first line where it occurs: rows that span several lines,
+texts that are not UTF-8, splits that are not recognised.
 """
 
 import csv

@@ -1,7 +1,7 @@
-"""Which of a data path's images: a split's name -> the subfolder, list, table, shards or rows of that split.
+"""The images of one split: a split's name -> the subfolder, list, table, shards or rows of that split.
 
-A split is asked for by name; `ALL` is everything that lies there; None is the split that suits the purpose (training:
-`train`, evaluation: `val`) wherever splits can be recognised, else everything. The log says which it was.
+A name chooses a split; `ALL` is everything that lies there. None is the split for the purpose (training: `train`,
+evaluation: `val`) where splits are recognised, else everything. The log says which it was.
 """
 
 import logging
@@ -50,8 +50,7 @@ def find_split(root: str, split: str) -> list[str]:
 def split_of_folder(root: str, default_split: str) -> str:
     """What None means in a folder: the default split if it is recognised, else `ALL`.
 
-    `train` is recognised beside a validation split, as evaluations find them: a folder of that name alone may be a
-    class, the vehicle.
+    `train` is recognised only beside a validation split: a folder of that name alone may be a class of vehicles.
     """
     needed = ("train", "val") if default_split == "train" else (default_split,)
     try:

@@ -26,7 +26,7 @@ _logger = logging.getLogger(__name__)
 
 _MAX_LABEL_BYTES = 1 << 16
 
-# First header and content of an image in blocks of the tar, bytes of its content, place of its label in the shard's
+# First header and content of an image in blocks of the tar, bytes of its content, number of its label in the shard's
 # list of labels (0 for none). Names are read from the tar when they are asked for.
 IMAGE_RECORD = np.dtype([("start", "<u4"), ("block", "<u4"), ("size", "<u4"), ("label", "<u4")])
 
@@ -156,8 +156,8 @@ def shard_sizes(shards: list[str]) -> dict[str, int]:
 
 
 def _index_images(shard: str, count: Callable[[], None]) -> Piece:
-    """Places and labels of the images in one shard, in their order."""
-    keys, places, label_of = [], [], dict[bytes, str]()
+    """Positions and labels of the images in one shard, in their order."""
+    keys, positions, label_of = [], [], dict[bytes, str]()
     with open_regular(shard) as file:
         for member in tar_members(shard):
             count()
@@ -167,13 +167,13 @@ def _index_images(shard: str, count: Callable[[], None]) -> Piece:
             key = folder + slash + base.split(b".", 1)[0]  # webdataset's: all before the file name's first dot
             if base.lower().endswith(IMAGE_ENDINGS):
                 keys.append(key)
-                places.append(blocks_of(member))
+                positions.append(blocks_of(member))
             elif base.endswith(b".cls"):
                 text = os.pread(file.fileno(), min(member.size, _MAX_LABEL_BYTES), member.offset)
                 label_of[key] = text.decode(errors="replace").strip()
     words = ["", *dict.fromkeys(label_of[key] for key in keys if label_of.get(key))]
-    place_of = {word: place for place, word in enumerate(words)}
-    rows = [(*place, place_of[label_of.get(key, "")]) for place, key in zip(places, keys, strict=True)]
+    number_of = {word: number for number, word in enumerate(words)}
+    rows = [(*position, number_of[label_of.get(key, "")]) for position, key in zip(positions, keys, strict=True)]
     return Piece(np.array(rows, IMAGE_RECORD), {"labels": words})
 
 
@@ -186,10 +186,10 @@ def _labels(index: ShardIndex, notes: list[Notes]) -> tuple[list[str] | None, np
     classes, numbers = encode_labels([word for listed in words for word in listed])
     if numbers is None:
         return None, None
-    labels, start, place = np.empty(len(index), np.int64), 0, 0
+    labels, start, first = np.empty(len(index), np.int64), 0, 0
     for end, listed in zip(index.ends, words, strict=True):
-        labels[start:end] = numbers[place + index.records[start:end]["label"].astype(np.int64)]
-        start, place = int(end), place + len(listed)
+        labels[start:end] = numbers[first + index.records[start:end]["label"].astype(np.int64)]
+        start, first = int(end), first + len(listed)
     return classes, labels
 
 

@@ -66,12 +66,12 @@ class CropData:
         return collate([self.dataset[index % len(self.dataset)] for index in range(size)])
 
 
-def open_crops(args: argparse.Namespace, place: Distributed) -> CropData:
+def open_crops(args: argparse.Namespace, process: Distributed) -> CropData:
     """Open the images that the options name.
 
     Args:
         args: the options of `main_dino.py` about images, crops, normalisation and processes.
-        place: this process among its peers.
+        process: this process among its peers.
 
     Raises:
         ValueError: there are no such images, or too few for one step.
@@ -90,9 +90,9 @@ def open_crops(args: argparse.Namespace, place: Distributed) -> CropData:
     )
     require_same(len(source), "the number of images")
     sampler = EpochSampler(
-        len(source), args.batch_size_per_gpu, place.rank, place.world_size, args.grad_accum_steps, args.seed
+        len(source), args.batch_size_per_gpu, process.rank, process.world_size, args.grad_accum_steps, args.seed
     )
-    defer = args.distort_on == "device" or (args.distort_on == "auto" and place.device.type == "cuda")
+    defer = args.distort_on == "device" or (args.distort_on == "auto" and process.device.type == "cuda")
     augmentation = partial(
         MultiCropAugmentation,
         tuple(args.global_crops_scale),
@@ -108,10 +108,10 @@ def open_crops(args: argparse.Namespace, place: Distributed) -> CropData:
         dataset,
         sampler,
         num_workers=args.num_workers,
-        pin_memory=place.device.type == "cuda",
+        pin_memory=process.device.type == "cuda",
         timeout_min=args.dist_timeout_min,
     )
-    distort = Distortions(args.norm_mean, args.norm_std).to(place.device) if defer else None
+    distort = Distortions(args.norm_mean, args.norm_std).to(process.device) if defer else None
     examples = draw_examples(args, source, augmentation(False)) if is_main() else None
     return CropData(source, sampler, dataset, loader, distort, examples)
 

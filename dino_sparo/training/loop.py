@@ -30,7 +30,7 @@ NUM_FILES_SHOWN = 5  # of the batch that gave a non-finite loss
 
 
 class NonFiniteLossError(MendableError):
-    """The loss became infinite or not a number; no weights were changed by that step."""
+    """The loss or the gradients became infinite or NaN; the optimizer has changed no weights since that step."""
 
 
 class TooManyCorruptError(MendableError):
@@ -39,7 +39,7 @@ class TooManyCorruptError(MendableError):
 
 @dataclass
 class Progress:
-    """What is known of the epoch under way.
+    """Counts and means of the epoch under way.
 
     Attributes:
         counts: a name of `Objective.counters` -> how many so far, over all ranks.
@@ -160,7 +160,7 @@ def _check_corrupt(objective: Objective[Any], progress: Progress, max_corrupt: f
 
 
 class TakenSteps:
-    """The steps since the ranks last agreed. What they reported waits here, unread: no step waits for the device.
+    """The steps since the ranks last agreed, with what they reported, unread, so that no step waits for the device.
 
     Args:
         objective: whose steps they are.
@@ -222,7 +222,7 @@ class TakenSteps:
         numbers = ", ".join(f"{name.replace('_', ' ')} {float(value):.3g}" for name, value in report.scalars.items())
         raise NonFiniteLossError(
             f"the {what} not finite at step {step - 1} (epoch {epoch}), {numbers}; "
-            f"{'; '.join(reports) or 'the loss was finite on every rank'}. No weights were changed from this step on, "
-            f"and the last checkpoint stays. Try --precision fp32, a lower --lr or --clip_grad, or look at the "
-            f"{noun}s named"
+            f"{'; '.join(reports) or 'the loss was finite on every rank'}. The optimizer changed no weights from "
+            f"this step on, and the last checkpoint stays. Try --precision fp32, a lower --lr or --clip_grad, or look "
+            f"at the {noun}s named"
         )

@@ -32,7 +32,7 @@ class TrainingBatch(Protocol):
     corrupt: list[tuple[str, str]]
 
 
-B = TypeVar("B", bound=TrainingBatch)
+AnyBatch = TypeVar("AnyBatch", bound=TrainingBatch)
 
 
 @runtime_checkable
@@ -49,7 +49,7 @@ class StepReport:
 
     Attributes:
         loss: of this rank, nats.
-        skipped: (), 1 if the loss on this rank or the gradients on any are not finite, so that nothing was updated.
+        skipped: (), 1 if the optimizer did nothing: the loss on this rank or the gradients on any are not finite.
         scalars: what is logged of every step beside the loss, the learning rate first.
     """
 
@@ -71,7 +71,7 @@ class EpochResult:
     score: float | None = None
 
 
-class Training(ABC, Generic[B]):
+class Training(ABC, Generic[AnyBatch]):
     """Everything that a step needs and changes: networks, loss, and the updater.
 
     Attributes:
@@ -86,7 +86,7 @@ class Training(ABC, Generic[B]):
         """What a checkpoint holds the weights of, by its keys; without DDP."""
 
     @abstractmethod
-    def trial_loss(self, batch: B) -> Float[Tensor, ""]:
+    def trial_loss(self, batch: AnyBatch) -> Float[Tensor, ""]:
         """The loss of a batch as a step computes it; moves nothing but buffers."""
 
     def compile(self) -> None:
@@ -105,11 +105,11 @@ class Training(ABC, Generic[B]):
             module.train()
 
 
-class Objective(ABC, Generic[B]):
+class Objective(ABC, Generic[AnyBatch]):
     """One way to train the encoder.
 
     Attributes:
-        noun: what the data consist of, "image" or "pair"; for messages and the checkpoint's keys.
+        noun: what one item of the data is, "image" or "pair"; for messages and the checkpoint's keys.
         score_name: the checkpoint's key of the best score so far.
         metric: the name of the score in the log.
         counters: the checkpoint's key of what is counted in an epoch -> its name in the log. The first counts the items
@@ -133,7 +133,7 @@ class Objective(ABC, Generic[B]):
     source: Source
     sampler: EpochSampler
     loader: DataLoader
-    training: Training[B]
+    training: Training[AnyBatch]
     num_left_out: int = 0
 
     @property
@@ -163,7 +163,7 @@ class Objective(ABC, Generic[B]):
         """
 
     @abstractmethod
-    def step(self, batches: list[B], epoch: int, is_last: bool) -> StepReport:
+    def step(self, batches: list[AnyBatch], epoch: int, is_last: bool) -> StepReport:
         """Take one step.
 
         Args:
@@ -173,15 +173,15 @@ class Objective(ABC, Generic[B]):
         """
 
     @abstractmethod
-    def rehearsal_batch(self) -> B:
+    def rehearsal_batch(self) -> AnyBatch:
         """A batch as the loader gives them, for `rehearsal.py`."""
 
-    def count(self, batch: B) -> tuple[int, ...]:
+    def count(self, batch: AnyBatch) -> tuple[int, ...]:
         """How much of each of `counters` a batch holds."""
         return (len(batch.corrupt),)
 
     def watch_counts(self, counts: Mapping[str, int], num_seen: int) -> None:
-        """Hear of what was counted in this epoch so far, every few steps.
+        """Called every few steps with what was counted in this epoch so far.
 
         Args:
             counts: a name of `counters` -> how many, over all ranks.

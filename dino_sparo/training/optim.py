@@ -1,7 +1,4 @@
-"""Gradients -> weights: parameter groups, optimizers, schedules per step, clipping.
-
-Stage 4 of the map.
-"""
+"""Gradients -> weights: parameter groups, optimizers, schedules per step, clipping."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -190,8 +187,8 @@ def clip_gradients_(parameters: Iterable[nn.Parameter], max_norm: float) -> None
 
 
 @torch.no_grad()
-def gradient_norms(parameters: Iterable[nn.Parameter]) -> Float[Tensor, "P"]:
-    """The norm of every gradient there is, (P,); not finite where the gradient is not."""
+def gradient_norms(parameters: Iterable[nn.Parameter]) -> Float[Tensor, " parameters"]:
+    """The norm of every gradient there is, (parameters,); not finite where the gradient is not."""
     return torch.stack(torch._foreach_norm([parameter.grad for parameter in parameters if parameter.grad is not None]))
 
 

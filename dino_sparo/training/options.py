@@ -38,10 +38,12 @@ def add_compute_options(
     group.add_argument(
         "--grad_checkpointing",
         action="store_true",
-        help=f"Compute the blocks of {networks} twice instead of keeping what is in them: less memory, a third slower.",
+        help=f"Compute the activations of {networks} again for the backward pass: less memory, a third slower.",
     )
     group.add_argument(
-        "--memory_report", action="store_true", help="Say at the start what weights, gradients and activations take."
+        "--memory_report",
+        action="store_true",
+        help="Log at the start how much memory weights, gradients and activations take.",
     )
 
 
@@ -56,7 +58,9 @@ def add_run_options(parser: argparse.ArgumentParser, saveckp_freq: int) -> argpa
         The group, for what an objective adds.
     """
     group = parser.add_argument_group("run")
-    group.add_argument("--output_dir", default=".", help="Where checkpoints and logs go; a run there is resumed.")
+    group.add_argument(
+        "--output_dir", default=".", help="Folder of checkpoints and logs; a run that lies there is resumed."
+    )
     group.add_argument(
         "--saveckp_freq", type=int, default=saveckp_freq, help="Keep a checkpoint every so many epochs; 0: never."
     )
@@ -64,7 +68,7 @@ def add_run_options(parser: argparse.ArgumentParser, saveckp_freq: int) -> argpa
         "--saveckp_minutes",
         type=float,
         default=30.0,
-        help="Also save after so many minutes within an epoch: what a crash can cost at most; 0: only after epochs.",
+        help="Also save every so many minutes within an epoch; a crash costs at most that time. 0: only after epochs.",
     )
     group.add_argument(
         "--keep_checkpoints",
@@ -78,5 +82,10 @@ def add_run_options(parser: argparse.ArgumentParser, saveckp_freq: int) -> argpa
         help="Go on from a checkpoint with another batch or number of processes: schedules and the position in the "
         "epoch follow from the items seen. Without this option the run refuses.",
     )
-    group.add_argument("--seed", type=int, default=0, help="Of weights, order, crops and everything else drawn.")
+    group.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="Seed of the weights, the order of the data, the crops and everything else that is drawn.",
+    )
     return group

@@ -1,4 +1,4 @@
-"""A step without its updates: compile the networks for it, and say what it keeps in memory."""
+"""A step without updates: it compiles the networks and measures what a step keeps in memory."""
 
 import logging
 import time
@@ -58,10 +58,10 @@ def compile_networks(training: Training[Any], batch: Any) -> bool:
     begin = time.monotonic()
     try:
         rehearse(training, batch)
-    except Exception as error:  # compilers fail in ways of their own
+    except Exception as error:  # compilers raise errors of all kinds
         training.uncompile()
         logger.warning(
-            "torch.compile does not work here, so the networks run uncompiled (%s: %s); --compile off says that first",
+            "torch.compile does not work here, so the networks run uncompiled (%s: %s); --compile off does not try it",
             type(error).__name__,
             (str(error).strip().splitlines() or [""])[0],
         )

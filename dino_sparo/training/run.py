@@ -44,7 +44,7 @@ from dino_sparo.training.rehearsal import prepare_step
 
 logger = logging.getLogger(__name__)
 
-# What may change without making it another run; init_from said how it began.
+# Options that may differ when a run resumes. init_from matters at the start of a run alone.
 HARMLESS_OPTIONS = {
     *("output_dir", "num_workers", "max_steps", "device", "dist_url", "local_rank", "download", "init_from"),
     *("saveckp_freq", "saveckp_minutes", "keep_checkpoints", "max_corrupt", "allow_rescale", "dist_timeout_min"),
@@ -106,21 +106,21 @@ def train(
         RunStopped: a signal ended the run after it had saved.
     """
     with StopSignals() as signals, faults_named(args.dist_timeout_min), RunLock(args.output_dir) as lock:
-        place = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
+        process = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
         output_dir = Path(args.output_dir)
         with all_or_none(f"preparing {output_dir}"):
             check_options(args)
             lock.acquire()
             setup_logging(output_dir)
         log_options(vars(args), fill_in_defaults(args))
-        objective = build(args, place)
+        objective = build(args, process)
         prepare_step(objective, args.compile, args.memory_report)
         run = Run(
             objective,
             args,
             Progress(dict.fromkeys(objective.counters, 0)),
             CheckpointFolder(output_dir, args.keep_checkpoints),
-            Agreement(signals, args.saveckp_minutes, place.device),
+            Agreement(signals, args.saveckp_minutes, process.device),
         )
         start_from(run)
         log_step = resume(run)
@@ -177,7 +177,12 @@ def resume(run: Run) -> int | None:
     before, now = checkpoint["args"], plain(vars(run.args))
     for name in sorted(before.keys() & now.keys() - HARMLESS_OPTIONS - set(run.objective.harmless_options)):
         if before[name] != now[name]:
-            logger.warning("--%s was %s and is now %s: the run will not be what it was", name, before[name], now[name])
+            logger.warning(
+                "--%s was %s and is now %s: the rest of the run differs from its beginning",
+                name,
+                before[name],
+                now[name],
+            )
     logger.info("resumed %s: %d epochs, %d steps done", path, checkpoint["epoch"], run.objective.updater.step)
     return None if is_rescaled else run.objective.updater.step
 
@@ -222,7 +227,7 @@ def rescale(run: Run, checkpoint: Mapping[str, Any]) -> None:
     updater.step = epoch * sampler.steps_per_epoch + seen
     run.progress.clear()
     logger.warning(
-        "--allow_rescale: step %d with batches of %d %ss is step %d with %d; this run is not the one that was begun",
+        "--allow_rescale: step %d with batches of %d %ss is step %d with %d; from here on the run has this batch size",
         before,
         batch,
         run.objective.noun,

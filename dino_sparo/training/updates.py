@@ -35,7 +35,8 @@ class Updater:
         seed: of what is random within a step (stochastic depth).
         step: steps taken so far.
         scaler: of fp16's gradients; None in other precisions.
-        nonfinite: () 1 from the step on whose loss or gradients were not finite on some rank; no weights change then.
+        nonfinite: (), 1 from the step on whose loss, or without fp16 gradients, were not finite on some rank. From then
+            on the optimizer changes nothing.
     """
 
     optimizer: torch.optim.Optimizer
@@ -88,14 +89,14 @@ class Updater:
         scaled = value if self.scaler is None else self.scaler.scale(value)
         (scaled / parts * torch.where(is_fine, 1.0, math.nan)).backward()
 
-    def finish_gradients(self, loss: Float[Tensor, ""]) -> Float[Tensor, "P"]:
+    def finish_gradients(self, loss: Float[Tensor, ""]) -> Float[Tensor, " parameters"]:
         """Undo fp16's scale, and note if the loss or a gradient is not finite.
 
         Args:
             loss: of the step.
 
         Returns:
-            The norm of every gradient there is, (P,).
+            (parameters,), the norm of every gradient there is.
         """
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)

@@ -1,10 +1,10 @@
 """Pairs of image and caption -> where each slot looks in both, and the slots and pairs that are worth a picture.
 
-Stage 6 of the folder, before `pictures.py`. Everything here is numbers. What the paper asks of a slot to be shown is
+Everything here is numbers. What the paper asks of a slot to be shown is
 measured as `fits` says; how several slots and pairs are chosen together is ours, since the paper shows examples.
 Source: SPARO, section 5.5.
 
-Letters: P pairs, L slots, W words of a caption, h, w rows and columns of the patch grid.
+h, w are rows and columns of the patch grid.
 """
 
 import logging
@@ -62,7 +62,7 @@ class PairLook:
         return self.text.words.max(axis=1, initial=0.0)
 
     @property
-    def focus(self) -> Bool[np.ndarray, "L W"]:
+    def focus(self) -> Bool[np.ndarray, "L words"]:
         """The words that a slot attends to: the fewest that hold half of what it gives to words."""
         rows = [mass_mask(shares[None], FOCUS_SHARE)[0] for shares in self.text.words]
         return np.stack(rows)
@@ -155,13 +155,13 @@ def _pair_look(
     return PairLook(index, name, caption, words, maps, word_attention(attention, words, ids), cosines)
 
 
-def fits(looks: Sequence[PairLook], criteria: Criteria) -> Bool[np.ndarray, "P L"]:
+def fits(looks: Sequence[PairLook], criteria: Criteria) -> Bool[np.ndarray, "pairs L"]:
     """Which slots of which pairs meet the criteria, each for itself."""
     cosines, sharpness = _stacked(looks)
     return (cosines > criteria.min_cosine) & (sharpness >= criteria.min_sharpness)
 
 
-def _stacked(looks: Sequence[PairLook]) -> tuple[Float[np.ndarray, "P L"], Float[np.ndarray, "P L"]]:
+def _stacked(looks: Sequence[PairLook]) -> tuple[Float[np.ndarray, "pairs L"], Float[np.ndarray, "pairs L"]]:
     """Cosines and sharpness of all pairs."""
     return np.stack([look.cosines for look in looks]), np.stack([look.sharpness for look in looks])
 
@@ -208,7 +208,7 @@ def choose(looks: Sequence[PairLook], num_slots: int, num_pairs: int, criteria: 
 
 
 def choose_pairs(
-    looks: Sequence[PairLook], slots: Sequence[int], num_pairs: int, preferred: Bool[np.ndarray, " P"]
+    looks: Sequence[PairLook], slots: Sequence[int], num_pairs: int, preferred: Bool[np.ndarray, " pairs"]
 ) -> list[int]:
     """The pairs in which some slots are seen best: by the mean of cosine times sharpness, best first.
 
@@ -225,7 +225,7 @@ def choose_pairs(
     return sorted(range(len(looks)), key=lambda pair: (not preferred[pair], -merit[pair], pair))[:num_pairs]
 
 
-def _apart(focus: Sequence[Bool[np.ndarray, "L _"]], slots: Sequence[int]) -> Bool[np.ndarray, "P L"]:
+def _apart(focus: Sequence[Bool[np.ndarray, "L _"]], slots: Sequence[int]) -> Bool[np.ndarray, "pairs L"]:
     """Which slots of which pairs attend to no word that one of some slots attends to."""
     rows = [~(words & words[list(slots)].any(axis=0)).any(axis=1) for words in focus]
     return np.stack(rows)

@@ -5,7 +5,7 @@
     dino-sparo pictures --pretrained_weights output/checkpoint.pth --data_path captions_val2017.json \
         --image_folder data/coco/val2017 --max_pairs 2000
 
-Stage 6 of the folder. Without --slots the slots are chosen as the paper does: sharp attention to words, no word for two
+Without --slots the slots are chosen as the paper does: sharp attention to words, no word for two
 of them, image and caption slot alike; and with them, of all pairs looked at, those in which this is seen best. Writes
 pictures.png, one grid, pictures.html, a page that opens from disk, and pictures.json, the numbers. Source: SPARO,
 section 5.5 and figure 4.
@@ -118,7 +118,7 @@ def asked_slots(slots: Sequence[str] | None, loaded: LoadedClip) -> list[int] | 
         check_fits(selection, config, loaded.record["sha256"])
         return list(selection.indices)
     if not all(word.isdecimal() for word in slots):
-        raise ValueError(f"slots={' '.join(slots)}; give numbers of slots, or one .json file of clip.select")
+        raise ValueError(f"slots={' '.join(slots)}; give numbers of slots, or one .json file of dino-sparo select")
     return list(SlotSelection(tuple(map(int, slots)), config.image.num_slots).indices)
 
 
@@ -202,7 +202,7 @@ def describe(loaded: LoadedClip) -> str:
 
 
 def write(
-    gallery: Gallery, choice: Choice, meets: Bool[np.ndarray, "P L"], loaded: LoadedClip, args: argparse.Namespace
+    gallery: Gallery, choice: Choice, meets: Bool[np.ndarray, "pairs L"], loaded: LoadedClip, args: argparse.Namespace
 ) -> dict[str, Any]:
     """Write pictures.png, .html and .json, and say where; returns what the last one holds."""
     folder = result_folder(args.output_dir, args.pretrained_weights)

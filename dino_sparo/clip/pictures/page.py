@@ -1,6 +1,6 @@
 """Looks of chosen slots at chosen pairs -> one HTML page that opens from disk: pictures inside it, nothing loaded.
 
-Stage 6 of the folder, beside `sheet.py`, in the look of the slot atlas. The page works without JavaScript; with it the
+It looks like the slot atlas; `sheet.py` shows the same as a picture. The page works without JavaScript; with it the
 maps can be switched off and on.
 """
 

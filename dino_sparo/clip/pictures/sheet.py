@@ -1,6 +1,6 @@
 """Looks of chosen slots at chosen pairs -> one sheet: a row per slot, a column per pair, words marked in each caption.
 
-Stage 6 of the folder, after `concepts.py`, in the look of `evaluation/pictures.py`. `pictures_html.py` shows the same
+It looks like `evaluation/pictures.py`; `page.py` shows the same
 as a page.
 """
 

@@ -1,6 +1,6 @@
 """A caption and its token ids -> its words, and how much of a slot's attention each of them gets.
 
-Stage 6 of the folder, before `concepts.py`. The tokenizer cuts words into pieces and marks the last piece of each; a
+The tokenizer cuts words into pieces and marks the last piece of each; a
 word is what lies between two marks. Its words are those of the caption as written, but punctuation stands alone, and so
 do endings after an apostrophe.
 """
@@ -37,12 +37,12 @@ class WordAttention(NamedTuple):
     """How slots share their attention among the words of one caption; a slot's shares sum to one.
 
     Attributes:
-        words: (L, W), shares of the words.
+        words: (L, words), shares of the words.
         start: (L,), of the start token.
         end: (L,), of the end token.
     """
 
-    words: Float[np.ndarray, "L W"]
+    words: Float[np.ndarray, "L words"]
     start: Float[np.ndarray, " L"]
     end: Float[np.ndarray, " L"]
 

@@ -3,7 +3,7 @@
     dino-sparo mask --pretrained_weights output/checkpoint.pth --data_path data/sugar-crepe/data \
         --images data/coco/val2017 --evaluate data/imagenet cifar10:data dtd:data
 
-Stage 6 of the folder. One weight in [0, 1] per slot, per dimension, or per equal part of an encoding is fitted to all
+One weight in [0, 1] per slot, per dimension, or per equal part of an encoding is fitted to all
 pairs of SugarCrepe (or of `scene_pairs.py`), the model itself stays as it is. Where slots are concepts, a choice among
 them that suits one task should do little harm to others: --evaluate measures that. Prints a table, writes mask.json
 (the mask, which every evaluation takes as --slots, and all that it depends on) and mask.png. Source: SPARO, section

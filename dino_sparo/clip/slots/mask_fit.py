@@ -1,6 +1,6 @@
 """Encodings of images with a true and a false caption -> the mask of image encodings that tells the captions apart.
 
-Stage 6 of the folder, what `mask.py` runs. The encodings are computed once and stay as they are; SugarCrepe's own
+`mask.py` runs this. The encodings are computed once and stay as they are; SugarCrepe's own
 evaluation says after every epoch how well the mask fits. Source: SPARO, appendix 0.C.1.
 """
 
@@ -37,7 +37,7 @@ class Mask(nn.Module):
     saturates in the first epochs, and a mask of slots stays at a larger loss (docs/clip.md has the numbers).
 
     Args:
-        num_parts: P.
+        num_parts: number of parts.
         bound: `min` or `max`, of 100 and exp(alpha).
 
     Raises:
@@ -51,7 +51,7 @@ class Mask(nn.Module):
         self.theta = nn.Parameter(torch.zeros(num_parts))
         self.alpha = nn.Parameter(torch.tensor(INITIAL_ALPHA[bound]))
 
-    def forward(self) -> tuple[Float[Tensor, " P"], Float[Tensor, ""]]:
+    def forward(self) -> tuple[Float[Tensor, " parts"], Float[Tensor, ""]]:
         """The weights m, and the scale."""
         exponential = self.alpha.exp()
         scale = exponential.clamp(max=BOUND) if self.bound == "min" else exponential.clamp(min=BOUND)
@@ -62,14 +62,14 @@ class PartProducts(NamedTuple):
     """All that the loss needs of normalised encodings: scalar products, part by part.
 
     Attributes:
-        positive: (pairs, P), of image and true caption.
-        negative: (pairs, P), of image and false caption.
-        squares: (pairs, P), of each pair's image with itself.
+        positive: (pairs, parts), of image and true caption.
+        negative: (pairs, parts), of image and false caption.
+        squares: (pairs, parts), of each pair's image with itself.
     """
 
-    positive: Float[Tensor, "pairs P"]
-    negative: Float[Tensor, "pairs P"]
-    squares: Float[Tensor, "pairs P"]
+    positive: Float[Tensor, "pairs parts"]
+    negative: Float[Tensor, "pairs parts"]
+    squares: Float[Tensor, "pairs parts"]
 
 
 @dataclass(frozen=True)
@@ -77,13 +77,13 @@ class FitResult:
     """What `fit_mask` finds.
 
     Attributes:
-        weights: (P,), after the epoch with the highest accuracy.
+        weights: (parts,), after the epoch with the highest accuracy.
         epoch: that epoch, from 1; of several the first.
         losses: mean loss of every epoch, nats.
         accuracies: on the pairs after every epoch, mean over the splits, percent.
     """
 
-    weights: Float[Tensor, " P"]
+    weights: Float[Tensor, " parts"]
     epoch: int
     losses: list[float]
     accuracies: list[float]
@@ -94,10 +94,10 @@ def part_products(features: PairFeatures, num_parts: int) -> PartProducts:
 
     Args:
         features: normalised encodings of pairs.
-        num_parts: P, divides M.
+        num_parts: number of parts; divides M.
     """
 
-    def products(captions: Int64[Tensor, " pairs"]) -> Float[Tensor, "pairs P"]:
+    def products(captions: Int64[Tensor, " pairs"]) -> Float[Tensor, "pairs parts"]:
         chunks = zip(features.image_of.split(PAIR_CHUNK), captions.split(PAIR_CHUNK), strict=True)
         parts = [
             (features.images[rows] * features.texts[texts]).unflatten(1, (num_parts, -1)).sum(dim=2)
@@ -109,7 +109,7 @@ def part_products(features: PairFeatures, num_parts: int) -> PartProducts:
     return PartProducts(products(features.positive), products(features.negative), squares[features.image_of])
 
 
-def pair_loss(products: PartProducts, weights: Float[Tensor, " P"], scale: Float[Tensor, ""]) -> Float[Tensor, ""]:
+def pair_loss(products: PartProducts, weights: Float[Tensor, " parts"], scale: Float[Tensor, ""]) -> Float[Tensor, ""]:
     """Cross-entropy of choosing the true caption of two, in nats.
 
         y' = m * y,   logits = scale * [y' . y_p / (|y'| |y_p|),  y' . y_n / (|y'| |y_n|)],   target: the first
@@ -126,7 +126,7 @@ def pair_loss(products: PartProducts, weights: Float[Tensor, " P"], scale: Float
     return F.cross_entropy(scale * cosines, torch.zeros_like(lengths, dtype=torch.int64))
 
 
-def masked_pairs(features: PairFeatures, weights: Float[Tensor, " P"]) -> PairFeatures:
+def masked_pairs(features: PairFeatures, weights: Float[Tensor, " parts"]) -> PairFeatures:
     """The same pairs with masked images."""
     per_dimension = weights.repeat_interleave(features.images.shape[1] // len(weights))
     return replace(features, images=mask_features(features.images, per_dimension))
@@ -140,7 +140,7 @@ def fit_mask(features: PairFeatures, num_parts: int, settings: FitSettings) -> F
 
     Args:
         features: of the pairs.
-        num_parts: P.
+        num_parts: number of parts.
         settings: how.
 
     Raises:

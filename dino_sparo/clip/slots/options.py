@@ -1,6 +1,6 @@
 """The options of the commands that choose, weigh, count and draw slots, without torch.
 
-Stage 6 of the folder. Each command imports its parser from here and parses before it imports torch.
+Each command imports its parser from here and parses before it imports torch.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def select_parser() -> argparse.ArgumentParser:
     )
     group = parser.add_argument_group("classes in words")
     group.add_argument("--classnames", default=AUTO, help="As of dino-sparo zero-shot.")
-    group.add_argument("--templates", default=AUTO, help="Likewise: auto, the name of a list, or a file.")
+    group.add_argument("--templates", default=AUTO, help="As of dino-sparo zero-shot: auto, a list's name, or a file.")
     group = parser.add_argument_group("selection")
     group.add_argument(
         "--keep",

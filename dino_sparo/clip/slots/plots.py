@@ -1,6 +1,6 @@
 """Numbers -> plots in the look of the other figures: what the interventions on slots draw.
 
-Stage 6 of the folder, for `select.py`, `mask.py` and `sweep.py`. The same numbers give the same bytes.
+The same numbers give the same bytes.
 """
 
 import argparse

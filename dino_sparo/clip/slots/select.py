@@ -4,7 +4,7 @@
     dino-sparo sugarcrepe --pretrained_weights output/checkpoint.pth --data_path data/sugar-crepe/data \
         --slots output/slots.json
 
-Stage 6 of the folder. Every slot is scored alone by zero-shot accuracy, and the k best are kept. How accuracy depends
+Every slot is scored alone by zero-shot accuracy, and the k best are kept. How accuracy depends
 on k is measured for all k; without --keep the best k is taken. Prints a table, writes slots.json (the selection, which
 every evaluation takes as --slots, the scores, the curve and all that they depend on) and slots.png, the curve. Images
 that chose the slots are no test of the choice: their curve is optimistic. Source: SPARO, section 5.1 and table 4.

@@ -4,7 +4,7 @@
     dino-sparo sweep output/*/checkpoint.pth --data_path data/imagenet
     dino-sparo sweep --grid_slots 16 32 64 128 --grid_slot_dims 16 32 64 128
 
-Stage 6 of the folder. Takes results of `zero_shot.py`, and checkpoints, which it has `zero_shot.py` evaluate; either
+Takes results of `zero_shot.py`, and checkpoints, which it has `zero_shot.py` evaluate; either
 says how its model is built, and parameters are counted from that. A grid needs no training: its numbers of parameters
 are printed and drawn alone. Models without slots come in by the width of their encoding. Prints a table, writes
 sweep.json and sweep.png. Source: SPARO, section 5.4 and figure 3.

@@ -3,7 +3,7 @@
     dataset_flickr30k.json, dataset_coco.json    Karpathy's splits: images with a `split` and `sentences`
     captions_val2017.json                        COCO: `images` and `annotations`
     results_20130124.token, captions.txt         Flickr: lines `7.jpg#0<TAB>words`, `7.jpg| 0| words` or `7.jpg,words`
-    shards, tables, scenes, class folders        whatever `pair_sources.open_pairs` opens
+    shards, tables, scenes, class folders        whatever `pairs.sources.open_pairs` opens
 
 Training draws one caption of an image; here each counts. Rows that name the same image are put together.
 """

@@ -1,6 +1,6 @@
 """The options of the commands that evaluate a CLIP model, without torch.
 
-Stage 5 of the folder. Each command imports its parser from here and parses before it imports torch.
+Each command imports its parser from here and parses before it imports torch.
 """
 
 import argparse
@@ -27,9 +27,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--text_heads", type=int, default=None, help="Of the text encoder of open_clip's weights; by default 64 wide."
     )
     group.add_argument(
-        "--slots",
-        default=None,
-        help="Evaluate some of its slots, or masked ones: a file of dino-sparo select or mask.",
+        "--slots", default=None, help="Evaluate some of its slots, or masked ones: a file of dino-sparo select or mask."
     )
 
 

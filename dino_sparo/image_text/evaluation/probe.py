@@ -2,7 +2,7 @@
 
     dino-sparo clip-probe --pretrained_weights output/checkpoint.pth --data_path data/imagenet
 
-Stage 5 of the folder. Every image is encoded once, without crops and flips. Probes that differ in their weight decay
+Every image is encoded once, without crops and flips. Probes that differ in their weight decay
 alone are trained side by side on part of the training images and compared on the rest; the best decay is then used on
 all of them, and tested. Prints a table and writes probe.json, the numbers with all that they depend on.
 

@@ -4,7 +4,7 @@
         --captions data/coco/dataset_coco.json
     dino-sparo retrieval --pretrained_weights output/checkpoint.pth --data_path scenes:500:32
 
-Stage 5 of the folder. Every feature is compared with every other, a block at a time, in one process. Prints a table and
+Every feature is compared with every other, a block at a time, in one process. Prints a table and
 writes retrieval.json, the numbers with all that they depend on.
 
 Two things are called Recall@k, both are reported:

@@ -3,7 +3,7 @@
     dino-sparo sugarcrepe --pretrained_weights output/checkpoint.pth --data_path data/sugar-crepe/data \
         --images data/coco/val2017
 
-Stage 5 of the folder. The false caption differs from the true one in one object, attribute or relation that was
+The false caption differs from the true one in one object, attribute or relation that was
 replaced, swapped or added: seven JSON files, each an object of `{"filename", "caption", "negative_caption"}`. The same
 format with pictures of its own is written by `scene_pairs.py`. Prints a table and writes sugarcrepe.json, the numbers
 with all that they depend on. Source: Hsieh et al., "SugarCrepe: fixing hackable benchmarks for vision-language

@@ -1,6 +1,6 @@
 """A model in training + pairs that it does not train on -> the loss on them and retrieval, both ways.
 
-Stage 4 of the folder, beside `train.py`, which asks for it after every epoch. Nothing in it is random: images are seen
+A trainer asks for it after every epoch. Nothing in it is random: images are seen
 in the evaluations' view, and of an image's captions the first is taken.
 """
 

@@ -2,7 +2,7 @@
 
     dino-sparo winoground --pretrained_weights output/checkpoint.pth --data_path data/winoground
 
-Stage 5 of the folder. The data is read from disk as its authors publish it: `examples.jsonl`, one JSON object per line
+The data is read from disk as its authors publish it: `examples.jsonl`, one JSON object per line
 with `image_0`, `image_1`, `caption_0`, `caption_1` and perhaps tags, and the folder `images`. Prints a table and writes
 winoground.json, the numbers with all that they depend on. Source: Thrush et al., "Winoground: probing vision and
 language models for visio-linguistic compositionality", section 3.2.

@@ -7,7 +7,7 @@
         --classnames data/wds_vtab-dtd/classnames.txt \
         --templates data/wds_vtab-dtd/zeroshot_classification_templates.txt
 
-Stage 5 of the folder. An image is of the class whose captions its feature is nearest to. ImageNet V1, Sketch, A and R
+An image is of the class whose captions its feature is nearest to. ImageNet V1, Sketch, A and R
 are recognised by their folders; V2, ObjectNet and sets of your own say with --classnames what their classes are called.
 Prints a table and writes zero_shot.json, the numbers with all that they depend on.
 """

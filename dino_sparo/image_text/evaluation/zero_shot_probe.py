@@ -1,6 +1,6 @@
 """A model in training + a few labelled images -> its zero-shot accuracy, as `zero_shot.py` measures it.
 
-Stage 4 of the folder, beside `train.py`, which asks for it every few epochs.
+A trainer asks for it every few epochs.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """Pairs in, batches out: image-caption pairs by index -> crops and token ids of a batch.
 
-A `PairSource` is a collection of images and, for every image, its captions; `pair_sources.py` opens one. `PairDataset`
+A `PairSource` is a collection of images and, for every image, its captions; `sources.py` opens one. `PairDataset`
 cuts a crop of image i and draws one of its captions, `create_pair_loader` makes batches of them. All randomness is a
 pure function of (seed, epoch, index), as everywhere in `data.py`, whose sampler and substitution are used here too: a
 pair whose image cannot be read or whose caption is empty is replaced by the next one, named and counted.

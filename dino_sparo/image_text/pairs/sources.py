@@ -9,7 +9,7 @@
     scenes, scenes:NUM:SIZE                               the built-in scenes in words
     class folders, labelled sets (cifar10:DIR), ...       captions made from class names
 
-The files beside this one, in the order of the data flow: `pair_tars.py`, `pair_tables.py`, `pair_captions.py`.
+The files beside this one, in the order of the data flow: `tars.py`, `tables.py`, `captions.py`.
 """
 
 import contextlib

@@ -1,0 +1,184 @@
+"""What documentation, docstrings and messages name exists: commands parse, options are options, files are files."""
+
+import argparse
+import ast
+import re
+import shlex
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from dino_sparo.__main__ import COMMANDS
+from dino_sparo.submit import get_submission_parser
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "dino_sparo"
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+MAP = ROOT / "docs" / "map.md"  # its lines begin with files, not with commands
+CODE = [*sorted(ROOT.glob("*.py")), *sorted(PACKAGE.rglob("*.py")), *sorted((ROOT / "benchmarks").glob("*.py"))]
+SCRIPTS = {
+    "main_dino.py": "train",
+    "run_with_submitit.py": "submit",
+    "eval_knn.py": "knn",
+    "eval_linear.py": "linear",
+    "visualize_attention.py": "attention",
+}
+# A command as it is typed; group 1 is its name, group 2 its options.
+COMMAND = re.compile(
+    r"(?:torchrun [^#]*?|srun [^#]*?python |python )?"
+    rf"(?:dino-sparo|-m dino_sparo|(?={'|'.join(map(re.escape, SCRIPTS))}))\s*([\w.-]+)(.*)",
+    re.DOTALL,
+)
+# Options of programs that are not ours: torchrun, Slurm, zip, git, pip, CLIP benchmark.
+FOREIGN_OPTIONS = {
+    *("nproc_per_node", "max-restarts", "kill-on-bad-exit", "nodes", "ntasks-per-node", "gpus-per-node"),
+    *("cpus-per-task", "time", "requeue", "signal", "open-mode", "pty", "jobs", "help", "version", "extend-exclude"),
+    *("model", "model_type", "pretrained", "dataset", "dataset_root", "no_amp", "task", "logdir", "sparse"),
+}
+FOREIGN_FILES = {
+    *("vision_transformer.py", "transformer.py", "utils.py", "tokenizer.py", "model.py", "hf_model.py"),
+    *("main_pretrain.py", "vicreg.py"),
+}
+
+
+def str_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def commands_in(text: str) -> Iterator[str]:
+    """The commands in indented and fenced blocks, one per line, and in code spans."""
+    blocks = re.findall(r"^```[a-z]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    lines = "\n".join([*blocks, *re.findall(r"^ {4,}.*$", prose, re.MULTILINE)]).replace("\\\n", " ")
+    yield from (line.strip() for line in lines.splitlines())
+    yield from (" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose))
+
+
+def parsed_commands(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Name and options of each of our commands in a text; those that are only named are left out."""
+    for line in commands_in(text):
+        match = COMMAND.fullmatch(line)
+        if match and not match[1].isupper():
+            words = [word for word in shlex.split(match[2], comments=True) if word not in ("...", "--help")]
+            if words:
+                yield SCRIPTS.get(match[1], match[1]), words
+
+
+def docstring_of(path: Path) -> str:
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")), clean=False) or ""
+    # What stands four blanks in is a block; a backslash there is written twice or not, as the string is.
+    return docstring.replace("\\\\\n", "\\\n")
+
+
+def parser_of(name: str, words: list[str]) -> argparse.ArgumentParser | None:
+    if name == "submit":
+        module = words[words.index("--module") + 1] if "--module" in words else "main_dino"
+        return get_submission_parser(module)
+    assert name in COMMANDS, f"there is no command {name!r}"
+    command = COMMANDS[name]
+    return command.parser() if command.parser is not None else None
+
+
+@pytest.mark.parametrize("path", [*DOCUMENTS, *CODE], ids=str_of)
+def test_every_command_that_a_text_shows_can_be_typed(path: Path) -> None:
+    text = path.read_text(encoding="utf-8") if path.suffix == ".md" else docstring_of(path)
+    assert "python -m dino_sparo." not in text
+    for name, words in parsed_commands(text) if path != MAP else ():
+        parser = parser_of(name, words)
+        if parser is not None:
+            parser.error = lambda message, line=(name, words): pytest.fail(f"{line}: {message}")  # type: ignore[method-assign]
+            parser.parse_args(words)
+
+
+def test_commands_are_found_in_blocks_spans_and_behind_launchers() -> None:
+    text = (
+        "    dino-sparo knn --seed 1   # a comment\n"
+        "    torchrun --nproc_per_node=8 -m dino_sparo linear --lr 1 \\\n        --seed 2\n"
+        "    srun --x=1 python main_dino.py --seed 3\n"
+        "Say `eval_knn.py --seed\n4`, not `dino-sparo COMMAND`, nor `main_dino.py`.\n"
+    )
+    found = [("knn", ["--seed", "1"]), ("linear", ["--lr", "1", "--seed", "2"]), ("train", ["--seed", "3"])]
+    assert list(parsed_commands(text)) == [*found, ("knn", ["--seed", "4"])]
+
+
+@cache
+def known_options() -> set[str]:
+    parsers = [command.parser() for command in COMMANDS.values() if command.parser is not None]
+    parsers += [get_submission_parser(module) for module in ("main_dino", "dino_sparo.clip.train")]
+    strings = {string for parser in parsers for action in parser._actions for string in action.option_strings}
+    return {string.removeprefix("--") for string in strings} | FOREIGN_OPTIONS
+
+
+@pytest.mark.parametrize("path", [*DOCUMENTS, *CODE], ids=str_of)
+def test_every_option_that_a_text_names_exists(path: Path) -> None:
+    if ROOT / "benchmarks" in path.parents or "<style>" in path.read_text(encoding="utf-8"):
+        pytest.skip("benchmarks have options of their own, pages have CSS variables")
+    named = set(re.findall(r"(?<![\w-])--([a-zA-Z][\w-]*)", path.read_text(encoding="utf-8")))
+    assert sorted(named - known_options() - {"no_such_option"}) == []
+
+
+@cache
+def repository() -> list[str]:
+    skipped = {".venv", "__pycache__", "build"}
+    return [str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py") if not skipped & set(path.parts)]
+
+
+@pytest.mark.parametrize("path", [*DOCUMENTS, *CODE], ids=str_of)
+def test_a_file_that_a_text_names_exists_and_is_the_only_one_of_that_name(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    own = str(path.parent.relative_to(ROOT)) + "/"
+    for name in re.findall(r"`([\w/]+\.py)(?:`|\.| )", text):
+        near = {f"{own}{name}", f"dino_sparo/{name}", name} & set(repository())
+        alike = [file for file in repository() if f"/{file}".endswith(f"/{name}")]
+        assert near or len(alike) == 1 or name in FOREIGN_FILES, f"{name}: {alike or 'there is no such file'}"
+
+
+def letters_of(docstring: str, title: str) -> set[str]:
+    """The capital letters that a legend explains."""
+    legend = docstring.split(title)[1].split(". Numbers")[0].split('"""')[0]
+    return set(re.findall(r"\b([A-Z])(?=[ ,][ \w])", re.sub(r"L\*V", "", legend)))
+
+
+LEGEND = letters_of(
+    ast.get_docstring(ast.parse((PACKAGE / "__init__.py").read_text())) or "", "One letter, one meaning"
+)
+# Letters that a folder adds. image_text/evaluation still has its own: Q, I, P, U.
+OWN_LETTERS = {"evaluation": {"R"}}
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=str_of)
+def test_one_letter_has_one_meaning_in_every_shape(path: Path) -> None:
+    room = path.relative_to(PACKAGE).parts[0]
+    if room == "image_text":
+        pytest.skip("has letters of its own")
+    shapes = re.findall(r'(?:Float|Bool|U?Int\d*|Shaped|Num)\[[^"\n]*"([^"]*)"', path.read_text(encoding="utf-8"))
+    used = {letter for shape in shapes for letter in re.findall(r"(?<!\w)[A-Z](?!\w)", shape)}
+    assert sorted(used - LEGEND - OWN_LETTERS.get(room, set())) == []
+
+
+def test_the_legend_is_read_whole_and_no_folder_explains_its_letters_anew() -> None:
+    assert set("BDKHWNLSPAVTCMFG") == LEGEND
+    assert not LEGEND & set().union(*OWN_LETTERS.values())
+
+
+def test_the_changelogs_table_of_moved_modules_leads_to_modules() -> None:
+    rows = re.findall(r"^  \| (.*dino_sparo\..*) \| (.*) \|$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert len(rows) > 10
+    for before, now in rows:
+        names = re.findall(r"`([\w.]+)`", before if now.startswith("the same") else now)
+        target = re.findall(r"`([\w.]+)`", now)[-1] if now.startswith("the same") else ""
+        folder = target
+        for name in names:
+            if name.startswith("dino_sparo."):
+                folder = target or name.rpartition(".")[0]
+            module = f"{folder}.{name.rpartition('.')[2]}"
+            assert (ROOT / f"{module.replace('.', '/')}.py").is_file(), f"{before} -> {module}"
+
+
+def test_every_test_that_the_cluster_page_names_exists() -> None:
+    tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    names = re.findall(r"`(test_\w+)(?:\.\.\.)?`", (ROOT / "docs" / "slurm.md").read_text(encoding="utf-8"))
+    assert len(names) > 20
+    assert [name for name in names if f"def {name}" not in tests] == []
