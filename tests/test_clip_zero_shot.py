@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -480,7 +481,7 @@ def test_slots_are_evaluated_alone(weights, tmp_path):
 
 
 def evaluate_everything(folder: str, weights: str, pairs: str) -> None:
-    """Every evaluation of features, into `folder`."""
+    """Every evaluation of features, into `folder`; retrieval in blocks of which each process has some."""
     torch.set_num_threads(1)
     scenes = ("--data_path", "scenes:23:32")
     trained = (*scenes, "--weight_decay", "0.01", "--epochs", "2", "--probe_batch_size", "6")
@@ -494,8 +495,8 @@ def evaluate_everything(folder: str, weights: str, pairs: str) -> None:
             "--output",
             f"{folder}/{name}.json",
         )
-        command = (*options, "--pretrained_weights", weights, *place)
-        evaluate(name, *command)
+        with mock.patch("dino_sparo.image_text.evaluation.retrieval.IMAGE_CHUNK", 7):
+            evaluate(name, *options, "--pretrained_weights", weights, *place)
 
 
 @pytest.mark.slow
