@@ -89,6 +89,21 @@ class ClipView:
         return [normalized_tensor(TF.center_crop(resized, [self.img_size]), self.mean, self.std)]
 
 
+def pair_products(
+    images: Float[Tensor, "I M"],
+    image_of: Int64[Tensor, " pairs"],
+    texts: Float[Tensor, "C M"],
+    text_of: Int64[Tensor, " pairs"],
+) -> Float[Tensor, " pairs"]:
+    """The cosine of each pair's image and caption; see `Scorer.score_pairs`.
+
+    Each is a sum of products by itself and not an entry of a matrix product, whose rounding might differ between two
+    captions that are the same.
+    """
+    chunks = zip(image_of.split(PAIR_CHUNK), text_of.split(PAIR_CHUNK), strict=True)
+    return torch.cat([(images[rows] * texts[captions]).sum(dim=1) for rows, captions in chunks])
+
+
 @dataclass(frozen=True)
 class DotProductScorer:
     """A model, and all that its features depend on; a `scorer.Scorer` whose payloads are matrices of features.
@@ -238,15 +253,7 @@ class DotProductScorer:
         width = int(all_gather_ragged(torch.tensor([part.shape[1]], device=part.device)).max())
         return EncodedTexts(all_gather_ragged(part.reshape(-1, width)), tokens.num_truncated)
 
-    def score_pairs(
-        self,
-        images: Float[Tensor, "I M"],
-        image_of: Int64[Tensor, " pairs"],
-        texts: Float[Tensor, "C M"],
-        text_of: Int64[Tensor, " pairs"],
-    ) -> Float[Tensor, " pairs"]:
-        """The cosine of each pair's image and caption; see `pair_products`."""
-        return pair_products(images, image_of, texts, text_of)
+    score_pairs = staticmethod(pair_products)
 
     def score_block(self, images: Float[Tensor, "I M"], texts: Float[Tensor, "C M"]) -> Float[Tensor, "I C"]:
         """The cosine of every image and every caption: one matrix product."""
@@ -274,21 +281,6 @@ class DotProductScorer:
         texts = self.encode_text(without_padding(self.tokenize(list(captions)).ids))
         with torch.no_grad():
             return self.score_block(features, texts)
-
-
-def pair_products(
-    images: Float[Tensor, "I M"],
-    image_of: Int64[Tensor, " pairs"],
-    texts: Float[Tensor, "C M"],
-    text_of: Int64[Tensor, " pairs"],
-) -> Float[Tensor, " pairs"]:
-    """The dot product of each pair's image and caption.
-
-    Each is a sum of products by itself and not an entry of a matrix product, whose rounding might differ between two
-    captions that are the same.
-    """
-    chunks = zip(image_of.split(PAIR_CHUNK), text_of.split(PAIR_CHUNK), strict=True)
-    return torch.cat([(images[rows] * texts[captions]).sum(dim=1) for rows, captions in chunks])
 
 
 def without_padding(token_ids: Int64[Tensor, "B N"]) -> Int64[Tensor, "B _"]:

@@ -86,8 +86,8 @@ class Scorer(Protocol):
     def encode_images(self, source: ImageSource) -> EncodedImages:
         """All images of a source, on every process.
 
-        A payload that is too large for memory may encode when its rows are taken: evaluations take the rows of each
-        image in order, some at a time, and keep none of them.
+        A payload that is too large for memory may encode when its rows are taken. Evaluations take rows in order, some
+        at a time, give them to `score_block`, and keep none; `score_pairs` gets all.
         """
         ...
 
