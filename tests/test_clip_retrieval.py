@@ -92,13 +92,17 @@ def test_scores_of_matches_are_put_in_rows_by_query():
     assert torch.equal(retrieval._by_query(own, queries, 4), expected)
 
 
-def test_equal_images_tie_in_whichever_block_they_are(monkeypatch):
-    """The first and the last of nine images are the same; the last is alone in a block of four."""
+@pytest.mark.parametrize("seed", range(5))
+def test_equal_images_tie_in_whichever_block_they_are(monkeypatch, seed):
+    """The first and the last of nine pairs are the same. The last would be alone in its block of four, and a product of
+    one row rounds otherwise than one of four.
+    """
     monkeypatch.setattr(retrieval, "IMAGE_CHUNK", 4)
-    generator = torch.Generator().manual_seed(0)
-    images = torch.nn.functional.normalize(torch.randn(9, 501, generator=generator), dim=1)
-    images[8] = images[0]
-    found = recall(colour_encoder(), images, images.clone(), torch.arange(9)[:, None].expand(-1, 2), [1, 2])
+    generator = torch.Generator().manual_seed(seed)
+    images, noise = (torch.nn.functional.normalize(torch.randn(9, 501, generator=generator), dim=1) for _ in range(2))
+    texts = torch.nn.functional.normalize(images + 0.7 * noise, dim=1)
+    images[8], texts[8] = images[0], texts[0]
+    found = recall(colour_encoder(), images, texts, torch.arange(9)[:, None].expand(-1, 2), [1, 2])
     for direction in found:
         assert direction[1].any == pytest.approx(100 * 7 / 9)
         assert direction[2].any == 100
