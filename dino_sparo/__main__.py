@@ -26,7 +26,7 @@ from dino_sparo.image_text.evaluation import options as image_text
 from dino_sparo.runtime.cli import HelpFormatter, command_parser, demo_parser, errors_in_one_line, say
 
 if TYPE_CHECKING:
-    from dino_sparo.image_text.evaluation.protocol import EvaluatedModel
+    from dino_sparo.image_text.evaluation.scorer import Scorer
     from dino_sparo.runtime.distributed import Distributed
 
 
@@ -47,8 +47,8 @@ class Command(NamedTuple):
     helper: Callable[..., Any] | None = None
 
 
-def open_model(args: argparse.Namespace, process: "Distributed", border: int = 0) -> "EvaluatedModel":
-    """The image-text model that `--pretrained_weights` names, with its entry for result files.
+def open_model(args: argparse.Namespace, process: "Distributed", border: int = 0) -> "Scorer":
+    """The image-text model that `--pretrained_weights` names, as evaluations ask it.
 
     Args:
         args: the options of `image_text.evaluation.options.add_model_options` and `add_computation_options`.

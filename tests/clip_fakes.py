@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from dino_sparo.__main__ import COMMANDS
 from dino_sparo.clip import clip_description, create_clip, tokenize
-from dino_sparo.image_text.evaluation.encode import ClipEncoder, ClipView
+from dino_sparo.image_text.evaluation.dot_product import ClipView, DotProductScorer
 from dino_sparo.runtime.distributed import shutdown
 
 COLOURS = {"red": (1, 0, 0), "green": (0, 1, 0), "blue": (0, 0, 1), "yellow": (1, 1, 0), "cyan": (0, 1, 1)}
@@ -40,10 +40,10 @@ class ColourClip(nn.Module):
         return F.normalize(features, dim=1) if normalize else features
 
 
-def colour_encoder(batch_size: int = 3) -> ClipEncoder:
+def colour_encoder(batch_size: int = 3) -> DotProductScorer:
     """`ColourClip` with pixels from 0 to 1."""
     view = ClipView(4, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
-    return ClipEncoder(ColourClip(), tokenize, view, torch.device("cpu"), batch_size)
+    return DotProductScorer(ColourClip(), tokenize, view, torch.device("cpu"), batch_size)
 
 
 def paint(path: Path, colour: str) -> None:

@@ -21,7 +21,7 @@ from clip_fakes import small_checkpoint
 
 from dino_sparo.clip import adapter, load_clip, normalize_slots, tokenize
 from dino_sparo.data import open_source
-from dino_sparo.image_text.evaluation.encode import ClipEncoder, ClipView
+from dino_sparo.image_text.evaluation.dot_product import ClipView, DotProductScorer
 from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot
 
 SLOTS, WIDTH = 5, 7
@@ -143,7 +143,7 @@ def test_clip_benchmarks_own_command_gives_our_zero_shot_accuracy(weights, tmp_p
     metrics = json.loads(result.read_text())["metrics"]
     loaded = load_clip(weights)
     view = ClipView(32, loaded.mean, loaded.std)
-    encoder = ClipEncoder(loaded.model, tokenize, view, torch.device("cpu"), 5)
+    encoder = DotProductScorer(loaded.model, tokenize, view, torch.device("cpu"), 5)
     sentences = tuple(template.replace("{c}", "{}") for template in templates)
     expected = evaluate_zero_shot(encoder, open_source(str(tmp_path / "fer2013" / "test")), names, sentences)
     assert metrics["acc1"] == pytest.approx(expected.top1 / 100)

@@ -28,26 +28,30 @@ from dino_sparo.clip.slots.mask_fit import (
     part_products,
 )
 from dino_sparo.clip.slots.subsets import SlotMask, read_slots
-from dino_sparo.image_text.evaluation.encode import TextFeatures
+from dino_sparo.image_text.evaluation.dot_product import pair_products
+from dino_sparo.image_text.evaluation.questions import EncodedQuestions, Question, macro
 from dino_sparo.image_text.evaluation.scene_pairs import write_scene_pairs
-from dino_sparo.image_text.evaluation.sugarcrepe import CaptionPair, PairFeatures, averages, score_pairs
+from dino_sparo.image_text.evaluation.sugarcrepe import split_results
 
 PARTS, WIDTH = 5, 3
 NUM_PAIRS = 17
 
 
-def random_pairs(seed: int = 0, num_images: int = 7) -> PairFeatures:
+def pairs_of(splits: list[str], images: torch.Tensor, texts: torch.Tensor) -> EncodedQuestions:
+    """Questions with these features: all true captions, then all false ones; images are used in turns."""
+    rows = torch.arange(len(splits))
+    questions = [Question(split, ("",), ("", "")) for split in splits]
+    text_of = torch.stack((rows, rows + len(rows)), dim=1)
+    return EncodedQuestions(questions, images, texts, (rows % len(images))[:, None], text_of, len(images))
+
+
+def random_pairs(seed: int = 0, num_images: int = 7) -> EncodedQuestions:
     """Pairs of two splits with random features of length one."""
     generator = torch.Generator().manual_seed(seed)
     images, texts = (
         F.normalize(torch.randn(n, PARTS * WIDTH, generator=generator), dim=1) for n in (num_images, 2 * NUM_PAIRS)
     )
-    pairs = [CaptionPair("swap_obj" if i % 3 else "swap_att", "", "", "") for i in range(NUM_PAIRS)]
-    places = torch.arange(NUM_PAIRS)
-    rows = torch.arange(2 * NUM_PAIRS)
-    return PairFeatures(
-        pairs, images, TextFeatures(texts, rows, 0, 0), places % num_images, places, places + NUM_PAIRS, 0
-    )
+    return pairs_of(["swap_obj" if i % 3 else "swap_att" for i in range(NUM_PAIRS)], images, texts)
 
 
 def run(*options: object) -> dict:
@@ -94,13 +98,8 @@ def test_the_mask_learns_by_default_and_saturates_above_chance_with_the_bound_th
     true, false = (both + 0.3 * torch.randn(images.shape, generator=generator) for _ in range(2))
     tells = torch.tensor([0.1] * 8 + [-0.1] * 8)[None, :, None]
     true, false = F.normalize(true + tells * images, dim=2), F.normalize(false, dim=2)
-    places = torch.arange(number)
-    features = PairFeatures(
-        [CaptionPair("swap_obj", "", "", "")] * number,
-        images.flatten(1) / parts**0.5,
-        TextFeatures(torch.cat((true, false)).flatten(1) / parts**0.5, torch.arange(2 * number), 0, 0),
-        places, places, places + number, 0,
-    )  # fmt: skip
+    texts = torch.cat((true, false)).flatten(1) / parts**0.5
+    features = pairs_of(["swap_obj"] * number, images.flatten(1) / parts**0.5, texts)
     found = {
         bound: fit_mask(features, parts, FitSettings(epochs=10, batch_size=50, bound=bound)) for bound in ("min", "max")
     }
@@ -116,11 +115,11 @@ def test_the_loss_follows_the_equation(num_parts):
     weights = torch.rand(num_parts, generator=torch.Generator().manual_seed(1))
     losses = []
     for pair in range(NUM_PAIRS):
-        image = features.images[features.image_of[pair]].tolist()
+        image = features.images[features.image_of[pair, 0]].tolist()
         masked = [value * float(weights[i * num_parts // len(image)]) for i, value in enumerate(image)]
         logits = []
-        for number in (features.positive[pair], features.negative[pair]):
-            caption = features.texts.features[number].tolist()
+        for number in features.text_of[pair]:
+            caption = features.texts[number].tolist()
             dot = sum(a * b for a, b in zip(masked, caption, strict=True))
             logits.append(130 * dot / (math.hypot(*masked) * math.hypot(*caption)))
         losses.append(math.log(sum(math.exp(logit - logits[0]) for logit in logits)))
@@ -159,17 +158,8 @@ def test_the_part_that_tells_is_kept_and_the_one_that_misleads_is_not():
     positive = F.normalize(torch.stack((near[:, 0], farther[:, 1], near[:, 2]), dim=1), dim=2)
     negative = F.normalize(torch.stack((far[:, 0], near[:, 1], near[:, 2]), dim=1), dim=2)
     texts = torch.cat((positive, negative)).flatten(1) / 3**0.5
-    places = torch.arange(6)
-    features = PairFeatures(
-        [CaptionPair("swap_obj", "", "", "")] * 6,
-        images.flatten(1) / 3**0.5,
-        TextFeatures(texts, torch.arange(12), 0, 0),
-        places,
-        places,
-        places + 6,
-        0,
-    )
-    assert averages(score_pairs(features))["macro_splits"] < 100
+    features = pairs_of(["swap_obj"] * 6, images.flatten(1) / 3**0.5, texts)
+    assert macro(split_results(features, pair_products)) < 100
     found = fit_mask(features, 3, FitSettings(epochs=20, batch_size=4))
     assert found.accuracies[found.epoch - 1] == 100
     assert found.weights[0] > 0.7
@@ -182,7 +172,7 @@ def test_the_first_of_the_best_epochs_is_kept():
     settings = FitSettings(epochs=9, batch_size=5, seed=2)
     found = fit_mask(features, PARTS, settings)
     assert found.epoch == found.accuracies.index(max(found.accuracies)) + 1
-    assert averages(score_pairs(masked_pairs(features, found.weights)))["macro_splits"] == max(found.accuracies)
+    assert macro(split_results(masked_pairs(features, found.weights), pair_products)) == max(found.accuracies)
     again = fit_mask(features, PARTS, settings)
     assert torch.equal(again.weights, found.weights)
     assert again.losses == found.losses

@@ -19,8 +19,7 @@ from dino_sparo.image_text.evaluation.retrieval import (
     Recall,
     evaluate_retrieval,
     merge_equal,
-    recall_at_k,
-    rows_of_matches,
+    recall,
 )
 
 
@@ -32,10 +31,18 @@ def run(*options: object) -> dict:
 
 
 def recall_of(scores: torch.Tensor, matches: list[list[int]], k: list[int]) -> dict[int, Recall]:
-    """Recall with these scores (queries, candidates): the candidates are unit vectors, so scores are features."""
-    most = max(map(len, matches))
-    rows = torch.tensor([own + own[:1] * (most - len(own)) for own in matches])
-    return recall_at_k(scores, torch.eye(scores.shape[1]), rows, torch.tensor(list(map(len, matches))), k)
+    """Recall with these scores (queries, candidates), the same whichever of the two are the images.
+
+    The queries come so often that k may be as large in the other direction; that changes no mean.
+    """
+    times = -(-scores.shape[1] // len(scores))
+    queries, candidates = scores.repeat(times, 1), torch.eye(scores.shape[1])  # unit vectors: features are the scores
+    pairs = torch.tensor([(query, own) for query, all_own in enumerate(matches * times) for own in sorted(all_own)])
+    turned = pairs.flip(1)[pairs[:, 1].argsort(stable=True)]
+    by_image = recall(colour_encoder(), queries, candidates, pairs, k)[0]
+    by_text = recall(colour_encoder(), candidates, queries, turned, k)[1]
+    assert by_image == by_text
+    return by_image
 
 
 def test_recall_by_hand_with_ties():
@@ -62,7 +69,7 @@ def test_a_model_that_cannot_tell_finds_nothing():
 @pytest.mark.parametrize("num_values", [3, 1000])
 def test_recall_equals_a_loop_over_the_definitions(num_values, monkeypatch):
     """Few different scores give many ties; with 1000 there are next to none, and any order of equals would do."""
-    monkeypatch.setattr(retrieval, "QUERY_CHUNK", 5)
+    monkeypatch.setattr(retrieval, "IMAGE_CHUNK", 5)
     generator = torch.Generator().manual_seed(0)
     scores = torch.randint(num_values, (13, 29), generator=generator).float() / num_values
     order = torch.randperm(29, generator=generator).tolist()
@@ -78,10 +85,27 @@ def test_recall_equals_a_loop_over_the_definitions(num_values, monkeypatch):
         assert found[k].share == pytest.approx(100 * sum(n / k for n in numbers) / 13)
 
 
-def test_matches_are_put_in_rows_by_query():
-    rows, counts = rows_of_matches(torch.tensor([[0, 5], [2, 4], [0, 7], [0, 1], [1, 3], [2, 6]]), 3)
-    assert rows.tolist() == [[5, 7, 1], [3, 3, 3], [4, 6, 4]]
-    assert counts.tolist() == [3, 1, 2]
+def test_scores_of_matches_are_put_in_rows_by_query():
+    own, queries = torch.tensor([0.5, 0.4, 0.7, 0.1, 0.3, 0.6]), torch.tensor([0, 2, 0, 0, 1, 2])
+    gap = -torch.inf
+    expected = torch.tensor([[0.5, 0.7, 0.1], [0.3, gap, gap], [0.4, 0.6, gap], [gap, gap, gap]])
+    assert torch.equal(retrieval._by_query(own, queries, 4), expected)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_equal_images_tie_in_whichever_block_they_are(monkeypatch, seed):
+    """The first and the last of nine pairs are the same. The last would be alone in its block of four, and a product of
+    one row rounds otherwise than one of four.
+    """
+    monkeypatch.setattr(retrieval, "IMAGE_CHUNK", 4)
+    generator = torch.Generator().manual_seed(seed)
+    images, noise = (torch.nn.functional.normalize(torch.randn(9, 501, generator=generator), dim=1) for _ in range(2))
+    texts = torch.nn.functional.normalize(images + 0.7 * noise, dim=1)
+    images[8], texts[8] = images[0], texts[0]
+    found = recall(colour_encoder(), images, texts, torch.arange(9)[:, None].expand(-1, 2), [1, 2])
+    for direction in found:
+        assert direction[1].any == pytest.approx(100 * 7 / 9)
+        assert direction[2].any == 100
 
 
 def test_captions_that_differ_in_case_and_white_space_alone_are_one_text():

@@ -23,7 +23,7 @@ from dino_sparo.clip.slots.select import SlotScores, draw_curve, score_slots
 from dino_sparo.clip.slots.subsets import SlotSelection, open_slots, read_slots, with_slots
 from dino_sparo.data import open_source
 from dino_sparo.evaluation.features import disjoint_subsets
-from dino_sparo.image_text.evaluation.encode import ClipEncoder, ClipView
+from dino_sparo.image_text.evaluation.dot_product import ClipView, DotProductScorer
 from dino_sparo.image_text.evaluation.protocol import open_evaluation_images
 from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot
 from dino_sparo.image_text.prompts import TEMPLATES
@@ -38,10 +38,10 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_checkpoint(tmp_path_factory.mktemp("select") / "checkpoint.pth")
 
 
-def small_encoder(weights: Path, choice: SlotSelection | None = None) -> ClipEncoder:
+def small_encoder(weights: Path, choice: SlotSelection | None = None) -> DotProductScorer:
     loaded = load_clip(weights)
     model = loaded.model if choice is None else with_slots(loaded.model, choice)
-    return ClipEncoder(model, tokenize, ClipView(32, loaded.mean, loaded.std), torch.device("cpu"), batch_size=16)
+    return DotProductScorer(model, tokenize, ClipView(32, loaded.mean, loaded.std), torch.device("cpu"), batch_size=16)
 
 
 def run(*options: object) -> dict:
@@ -122,7 +122,7 @@ def test_the_slot_that_can_tell_is_found(tmp_path):
         paint(tmp_path / colour / "1.png", colour)
     paint(tmp_path / "red" / "2.png", "broken")
     view = ClipView(4, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
-    encoder = ClipEncoder(TwoSlots(), tokenize, view, torch.device("cpu"), 4)
+    encoder = DotProductScorer(TwoSlots(), tokenize, view, torch.device("cpu"), 4)
     source = open_source(str(tmp_path))
     assert set(source.classes or []) <= set(COLOURS)
     found = score_slots(encoder, source, source.classes or [], ("a {} thing",), 2)
@@ -137,7 +137,7 @@ def test_features_that_are_not_finite_are_refused(tmp_path, monkeypatch):
     model = TwoSlots()
     monkeypatch.setattr(model, "encode_image", lambda images, normalize: torch.full((len(images), 6), torch.nan))
     view = ClipView(4, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
-    encoder = ClipEncoder(model, tokenize, view, torch.device("cpu"), 4)
+    encoder = DotProductScorer(model, tokenize, view, torch.device("cpu"), 4)
     with pytest.raises(ValueError, match="not finite"):
         score_slots(encoder, open_source(str(tmp_path)), ["red"], ("{}",), 2)
 

@@ -24,7 +24,7 @@ from dino_sparo.clip.slots.subsets import (
     whole_model,
     with_slots,
 )
-from dino_sparo.image_text.evaluation.encode import ImageTextModel
+from dino_sparo.image_text.evaluation.dot_product import ImageTextModel
 
 SLOTS, WIDTH, PROJECTED = 5, 7, 12
 

@@ -13,18 +13,11 @@ pytest.importorskip("open_clip")
 
 from clip_fakes import DEVICE_OPTIONS, colour_encoder, evaluate, paint, small_checkpoint
 
-from dino_sparo.image_text.evaluation import image_files, scene_pairs, sugarcrepe
-from dino_sparo.image_text.evaluation.encode import TextFeatures
+from dino_sparo.image_text.evaluation import dot_product, image_files, scene_pairs
+from dino_sparo.image_text.evaluation.dot_product import pair_products
+from dino_sparo.image_text.evaluation.questions import EncodedQuestions, Question, SplitResult, encode_questions
 from dino_sparo.image_text.evaluation.scene_pairs import swapped_attribute, swapped_objects, write_scene_pairs
-from dino_sparo.image_text.evaluation.sugarcrepe import (
-    CaptionPair,
-    PairFeatures,
-    SplitResult,
-    averages,
-    encode_pairs,
-    read_pairs,
-    score_pairs,
-)
+from dino_sparo.image_text.evaluation.sugarcrepe import averages, read_pairs, split_results
 from dino_sparo.scenes import Scenes, Ties
 
 
@@ -57,10 +50,12 @@ def crepe(tmp_path: Path) -> Path:
 
 
 def test_the_true_caption_must_be_strictly_nearer_and_ties_count_as_wrong(crepe):
-    pairs, num_empty = read_pairs(crepe)
-    features = encode_pairs(colour_encoder(), pairs, crepe / "images")
-    assert score_pairs(features) == {"replace_att": SplitResult(50.0, 4, 1), "swap_obj": SplitResult(0.0, 1, 1)}
-    assert (num_empty, features.num_unreadable) == (0, 0)
+    pairs = encode_questions(colour_encoder(), read_pairs(crepe), crepe / "images")
+    assert split_results(pairs, pair_products) == {
+        "replace_att": SplitResult(50.0, 4, 1),
+        "swap_obj": SplitResult(0.0, 1, 1),
+    }
+    assert (pairs.num_empty, pairs.num_without_image) == (0, 0)
 
 
 def test_images_and_captions_are_encoded_once(crepe, monkeypatch):
@@ -70,23 +65,21 @@ def test_images_and_captions_are_encoded_once(crepe, monkeypatch):
     monkeypatch.setattr(
         encoder.model, "encode_text", lambda ids, normalize: (seen.append(len(ids)), encode_text(ids, normalize))[1]
     )
-    pairs, _ = read_pairs(crepe)
-    features = encode_pairs(encoder, [*pairs, *pairs], crepe / "images")
-    assert len(features.images) == 3
-    assert len(features.texts.features) == 8  # 9 texts; the two about a thing have the same tokens
-    assert len(features.texts.rows) == 9
-    assert sum(seen) == 9  # three batches of three, the last one filled up
+    pairs = read_pairs(crepe)
+    encoded = encode_questions(encoder, [*pairs, *pairs], crepe / "images")
+    assert len(encoded.images) == encoded.num_images == 3
+    assert len(encoded.texts) == 9
+    assert sum(seen) == 9  # 8 texts, since the two about a thing have the same tokens; the last batch is filled up
 
 
 def test_one_step_of_fp32_decides_and_less_is_a_tie(monkeypatch):
     """However many pairs are compared at a time; in bf16 all of these would be ties."""
-    monkeypatch.setattr(sugarcrepe, "PAIR_CHUNK", 2)
+    monkeypatch.setattr(dot_product, "PAIR_CHUNK", 2)
     texts = torch.tensor([[0.5, 0.1], [0.5 + 2**-24, 0.7], [0.5 + 2**-26, 0.2]])
-    pairs = [CaptionPair("swap_att", "i", "", "")] * 5
-    positive, negative = torch.tensor([1, 0, 2, 1, 0]), torch.tensor([0, 1, 0, 2, 2])
-    rows, image_of = TextFeatures(texts, torch.arange(3), 0, 0), torch.zeros(5, dtype=torch.int64)
-    features = PairFeatures(pairs, torch.tensor([[1.0, 0.0]]), rows, image_of, positive, negative, 0)
-    assert score_pairs(features) == {"swap_att": SplitResult(40.0, 5, 2)}
+    questions = [Question("swap_att", ("i",), ("", ""))] * 5
+    text_of, image_of = torch.tensor([[1, 0], [0, 1], [2, 0], [1, 2], [0, 2]]), torch.zeros(5, 1, dtype=torch.int64)
+    pairs = EncodedQuestions(questions, torch.tensor([[1.0, 0.0]]), texts, image_of, text_of, 1)
+    assert split_results(pairs, pair_products) == {"swap_att": SplitResult(40.0, 5, 2)}
 
 
 def test_averages_by_hand():
@@ -104,10 +97,10 @@ def test_averages_by_hand():
 
 
 def test_features_that_are_not_finite_are_refused(crepe):
-    features = encode_pairs(colour_encoder(), read_pairs(crepe)[0], crepe / "images")
-    features.images[1] = torch.nan
+    pairs = encode_questions(colour_encoder(), read_pairs(crepe), crepe / "images")
+    pairs.images[1] = torch.nan
     with pytest.raises(ValueError, match="not finite"):
-        score_pairs(features)
+        split_results(pairs, pair_products)
 
 
 # --- what is missing
@@ -116,25 +109,25 @@ def test_features_that_are_not_finite_are_refused(crepe):
 def test_a_few_missing_and_unreadable_images_are_counted_and_more_are_an_error(crepe, monkeypatch, caplog):
     write_split(crepe, "swap_att", [("gone", "a", "b"), ("broken", "c", "d"), ("red", "red", "green")])
     paint(crepe / "images" / "broken.png", "broken")
-    pairs, _ = read_pairs(crepe)
+    pairs = read_pairs(crepe)
     with pytest.raises(ValueError, match=r"1 of 5 images in .* missing or cannot be read, the first is .*gone.png"):
-        encode_pairs(colour_encoder(), pairs, crepe / "images")
+        encode_questions(colour_encoder(), pairs, crepe / "images")
     monkeypatch.setattr(image_files, "MAX_MISSING", 0.2)
     with pytest.raises(ValueError, match="2 of 5 images in"):
-        encode_pairs(colour_encoder(), pairs, crepe / "images")
+        encode_questions(colour_encoder(), pairs, crepe / "images")
     monkeypatch.setattr(image_files, "MAX_MISSING", 0.4)
-    features = encode_pairs(colour_encoder(), pairs, crepe / "images")
-    assert features.num_unreadable == 2
-    assert score_pairs(features)["swap_att"] == SplitResult(100.0, 1, 0)
-    assert "left out 2 of 8 pairs, whose images cannot be read" in caplog.text
+    encoded = encode_questions(colour_encoder(), pairs, crepe / "images")
+    assert (encoded.num_empty, encoded.num_without_image) == (0, 2)
+    assert split_results(encoded, pair_products)["swap_att"] == SplitResult(100.0, 1, 0)
+    assert "left out 2 of 8 questions: 0 have an empty caption, 2 lack an image" in caplog.text
 
 
 def test_empty_captions_are_left_out_and_counted(crepe, caplog):
     write_split(crepe, "add_att", [("red", " ", "b"), ("red", "a", ""), ("red", "a", "b")])
-    pairs, num_empty = read_pairs(crepe)
-    assert num_empty == 2
-    assert [pair.split for pair in pairs].count("add_att") == 1
-    assert "left out 2 pairs with an empty caption" in caplog.text
+    pairs = encode_questions(colour_encoder(), read_pairs(crepe), crepe / "images")
+    assert (pairs.num_empty, pairs.num_without_image) == (2, 0)
+    assert [pair.split for pair in pairs.questions].count("add_att") == 1
+    assert "left out 2 of 8 questions: 2 have an empty caption, 0 lack an image" in caplog.text
     assert "has 3 of SugarCrepe's 7 files: replace_att, swap_obj, add_att" in caplog.text
 
 
@@ -165,8 +158,7 @@ def test_negatives_have_the_same_words_and_describe_another_scene(tmp_path):
             assert (folder / "images" / entry["filename"]).is_file()
             swapped.append(entry.get("swapped"))
     assert {swapped.count(attribute) for attribute in ("colour", "texture")} <= {7, 8, 9, 10}
-    pairs, _ = read_pairs(folder)
-    assert {pair.split for pair in pairs} == {"swap_obj", "swap_att"}
+    assert {pair.split for pair in read_pairs(folder)} == {"swap_obj", "swap_att"}
 
 
 def test_swaps_by_hand():

@@ -8,13 +8,13 @@ import torch
 
 pytest.importorskip("open_clip")
 
-from clip_fakes import small_checkpoint
+from clip_fakes import colour_encoder, small_checkpoint
 from runs import assert_same_state, epochs_of
 from test_clip_train import checkpoint_of, run
 
 from dino_sparo.checkpoint import CheckpointError
 from dino_sparo.clip import load_clip, tokenize
-from dino_sparo.image_text.evaluation.encode import ClipEncoder, ClipView
+from dino_sparo.image_text.evaluation.dot_product import ClipView, DotProductScorer
 from dino_sparo.image_text.evaluation.validation import MAX_PAIRS, contrastive_loss, hold_out, open_validation
 from dino_sparo.image_text.pairs.sources import open_pairs
 
@@ -59,15 +59,16 @@ def test_the_loss_is_the_definitions_over_whole_groups() -> None:
         rows = [math.log(sum(map(math.exp, line))) - line[i] for i, line in enumerate(logits)]
         rows += [math.log(sum(map(math.exp, line))) - line[i] for i, line in enumerate(columns)]
         groups.append(sum(rows) / 8)
-    assert contrastive_loss(images, texts, torch.tensor(7.0), 4) == pytest.approx(sum(groups) / 2, rel=1e-5)
-    assert contrastive_loss(images, texts, torch.tensor(0.0), 100) == pytest.approx(math.log(11), rel=1e-5)
+    scorer = colour_encoder()
+    assert contrastive_loss(scorer, images, texts, torch.tensor(7.0), 4) == pytest.approx(sum(groups) / 2, rel=1e-5)
+    assert contrastive_loss(scorer, images, texts, torch.tensor(0.0), 100) == pytest.approx(math.log(11), rel=1e-5)
 
 
 def test_the_numbers_are_those_of_the_models_own_features(tmp_path: Path) -> None:
     loaded = load_clip(small_checkpoint(tmp_path / "clip.pth"))
     source = open_pairs("scenes:9:32")
     view = ClipView(32, loaded.mean, loaded.std)
-    encoder = ClipEncoder(loaded.model.train(), tokenize, view, CPU, 4)
+    encoder = DotProductScorer(loaded.model.train(), tokenize, view, CPU, 4)
     found = open_validation(source, 100).measure(encoder, loaded.model.logit_scale.exp())
     assert loaded.model.training
     with torch.no_grad():
@@ -80,7 +81,7 @@ def test_the_numbers_are_those_of_the_models_own_features(tmp_path: Path) -> Non
         best = rows.masked_fill(torch.eye(9, dtype=torch.bool), -math.inf).max(dim=1).values
         assert found[name] == pytest.approx(100 * (own > best).float().mean().item())
     assert found["val_loss"] == pytest.approx(
-        contrastive_loss(images, texts, model.logit_scale.exp().detach(), 9), rel=1e-4
+        contrastive_loss(encoder, images, texts, model.logit_scale.exp().detach(), 9), rel=1e-4
     )
 
 

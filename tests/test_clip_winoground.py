@@ -14,7 +14,8 @@ pytest.importorskip("open_clip")
 from clip_fakes import DEVICE_OPTIONS, colour_encoder, evaluate, paint, small_checkpoint
 
 from dino_sparo.image_text.evaluation import image_files
-from dino_sparo.image_text.evaluation.winoground import count_right, evaluate_winoground, read_examples
+from dino_sparo.image_text.evaluation.questions import answer, encode_questions, judge
+from dino_sparo.image_text.evaluation.winoground import read_examples, scores_of
 
 
 def write(folder: Path, rows: list[tuple[str, str, str, str, str]]) -> Path:
@@ -56,27 +57,31 @@ def test_scores_by_hand():
             [[0.5, 0.1], [0.1, 0.5]],  # equal numbers that are not compared are no tie
         ]
     )
-    right, ties = count_right(scores)
-    assert right.tolist() == [
+    answers = judge(scores, torch.tensor([[0, 1]] * 7))
+    assert scores_of(answers).tolist() == [
         [True, True, True], [True, False, False], [False, True, False], [False, False, False],
         [False, True, False], [True, False, False], [True, True, True],
     ]  # fmt: skip
-    assert ties == 2
+    assert (int(answers.text_tied.sum()), int(answers.image_tied.sum())) == (1, 1)
 
 
 def test_a_model_with_random_scores_is_at_the_papers_chance():
-    right, ties = count_right(torch.rand(60_000, 2, 2, generator=torch.Generator().manual_seed(0)))
-    assert right.double().mean(dim=0).tolist() == pytest.approx([1 / 4, 1 / 4, 1 / 6], abs=0.006)
-    assert ties < 60
+    scores = torch.rand(60_000, 2, 2, generator=torch.Generator().manual_seed(0))
+    answers = judge(scores, torch.tensor([0, 1]).expand(60_000, 2))
+    assert scores_of(answers).double().mean(dim=0).tolist() == pytest.approx([1 / 4, 1 / 4, 1 / 6], abs=0.006)
+    assert (answers.text_tied | answers.image_tied).sum() < 60
 
 
 def test_examples_are_scored(data):
     """In the third, cosines are 1 and 2/sqrt 5 for red, 1/sqrt 2 and 3/sqrt 10 for yellow: all as it should be."""
     examples = read_examples(data / "examples.jsonl")
-    found = evaluate_winoground(colour_encoder(), examples, data / "images")
-    assert found.right.tolist() == [[True] * 3, [False] * 3, [True] * 3, [False] * 3]
-    assert (found.num_ties, found.num_left_out, found.num_truncated) == (1, 0, 0)
-    assert [example.tag for example in found.examples] == ["Object", "Object", "Relation", "Relation"]
+    encoder = colour_encoder()
+    encoded = encode_questions(encoder, examples, data / "images")
+    answers = answer(encoded, encoder.score_pairs)
+    assert scores_of(answers).tolist() == [[True] * 3, [False] * 3, [True] * 3, [False] * 3]
+    assert (answers.text_tied | answers.image_tied).tolist() == [False, False, False, True]
+    assert (encoded.num_empty, encoded.num_without_image, encoded.num_truncated) == (0, 0, 0)
+    assert [example.split for example in encoded.questions] == ["Object", "Object", "Relation", "Relation"]
 
 
 def test_examples_without_image_or_caption_are_left_out_and_many_missing_images_are_an_error(
@@ -89,14 +94,15 @@ def test_examples_without_image_or_caption_are_left_out_and_many_missing_images_
     write(tmp_path, [*rows, ("red", "gone", "red", "blue", "")])
     examples = read_examples(tmp_path / "examples.jsonl")
     with pytest.raises(ValueError, match=r"1 of 5 images in .* the first is .*gone"):
-        evaluate_winoground(colour_encoder(), examples, tmp_path / "images")
+        encode_questions(colour_encoder(), examples, tmp_path / "images")
     monkeypatch.setattr(image_files, "MAX_MISSING", 0.4)
-    found = evaluate_winoground(colour_encoder(), examples, tmp_path / "images")
-    assert found.right.tolist() == [[True] * 3]
-    assert found.num_left_out == 3
-    assert "left out 3 of 4 examples" in caplog.text
-    with pytest.raises(ValueError, match="none of 1 examples has both images and captions"):
-        evaluate_winoground(colour_encoder(), examples[1:2], tmp_path / "images")
+    encoder = colour_encoder()
+    encoded = encode_questions(encoder, examples, tmp_path / "images")
+    assert scores_of(answer(encoded, encoder.score_pairs)).tolist() == [[True] * 3]
+    assert (encoded.num_empty, encoded.num_without_image) == (1, 2)
+    assert "left out 3 of 4 questions: 1 have an empty caption, 2 lack an image" in caplog.text
+    with pytest.raises(ValueError, match="none of 1 questions has its captions, and its images in"):
+        encode_questions(encoder, examples[1:2], tmp_path / "images")
 
 
 def test_features_that_are_not_finite_are_refused(data, monkeypatch):
@@ -104,8 +110,9 @@ def test_features_that_are_not_finite_are_refused(data, monkeypatch):
     monkeypatch.setattr(
         encoder.model, "encode_image", lambda images, normalize: torch.full((len(images), 3), torch.nan)
     )
+    encoded = encode_questions(encoder, read_examples(data / "examples.jsonl"), data / "images")
     with pytest.raises(ValueError, match="not finite"):
-        evaluate_winoground(encoder, read_examples(data / "examples.jsonl"), data / "images")
+        answer(encoded, encoder.score_pairs)
 
 
 def test_what_is_not_winoground_is_refused(tmp_path):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,9 +25,9 @@ from dino_sparo.clip.slots.subsets import SlotSelection, with_slots  # noqa: E40
 from dino_sparo.data import open_source  # noqa: E402
 from dino_sparo.image_text.classes import apply_classes, open_classes, wordnet_ids  # noqa: E402
 from dino_sparo.image_text.evaluation import zero_shot  # noqa: E402
-from dino_sparo.image_text.evaluation.encode import ClipEncoder, ClipView, without_padding  # noqa: E402
+from dino_sparo.image_text.evaluation.dot_product import ClipView, DotProductScorer, without_padding  # noqa: E402
 from dino_sparo.image_text.evaluation.scene_pairs import write_scene_pairs  # noqa: E402
-from dino_sparo.image_text.evaluation.zero_shot import class_features, count_hits, evaluate_zero_shot  # noqa: E402
+from dino_sparo.image_text.evaluation.zero_shot import count_hits, evaluate_zero_shot  # noqa: E402
 from dino_sparo.image_text.pairs.sources import INDEPENDENT  # noqa: E402
 from dino_sparo.image_text.prompts import TEMPLATES, open_templates, prompts, scene_templates  # noqa: E402
 from dino_sparo.scenes import COLOURS, SHAPES, TEXTURES, Scenes  # noqa: E402
@@ -40,10 +41,10 @@ def weights(tmp_path: Path) -> Path:
     return small_checkpoint(tmp_path / "run" / "checkpoint.pth")
 
 
-def small_encoder(weights: Path, batch_size: int = 6) -> ClipEncoder:
+def small_encoder(weights: Path, batch_size: int = 6) -> DotProductScorer:
     loaded = load_clip(weights)
     view = ClipView(32, loaded.mean, loaded.std)
-    return ClipEncoder(loaded.model, tokenize, view, torch.device("cpu"), batch_size)
+    return DotProductScorer(loaded.model, tokenize, view, torch.device("cpu"), batch_size)
 
 
 def run(*options: object) -> dict:
@@ -61,14 +62,14 @@ def test_class_features_are_open_clips(weights, num_templates):
     expected = open_clip.build_zero_shot_classifier(
         encoder.model, lambda texts: tokenize(texts).ids, names, templates, num_classes_per_batch=3
     )
-    found, truncated = class_features(encoder, names, templates)
-    torch.testing.assert_close(found, expected.t(), rtol=1e-5, atol=1e-6)
-    assert truncated == 0
+    found = encoder.encode_classes(names, templates)
+    torch.testing.assert_close(found.payload, expected.t(), rtol=1e-5, atol=1e-6)
+    assert found.num_truncated == 0
 
 
 def test_averaging_templates_weakens_the_slots_they_disagree_on(weights):
     encoder = small_encoder(weights)
-    (one, _), (many, _) = (class_features(encoder, ["ring"], TEMPLATES["simple"][:n]) for n in (1, 7))
+    one, many = (encoder.encode_classes(["ring"], TEMPLATES["simple"][:n]).payload for n in (1, 7))
     lengths = [features.unflatten(1, (SLOTS, WIDTH)).norm(dim=2) for features in (one, many)]
     torch.testing.assert_close(lengths[0], torch.full((1, SLOTS), SLOTS**-0.5))  # equation 2
     torch.testing.assert_close(many.norm(dim=1), torch.ones(1))
@@ -80,8 +81,8 @@ def test_averaging_templates_weakens_the_slots_they_disagree_on(weights):
 
 def test_the_size_of_batches_changes_nothing_but_rounding(weights):
     names = [f"{colour} thing" for colour in COLOURS]
-    (small, _), (large, _) = (
-        class_features(small_encoder(weights, size), names, scene_templates()[:11]) for size in (3, 64)
+    small, large = (
+        small_encoder(weights, size).encode_classes(names, scene_templates()[:11]).payload for size in (3, 64)
     )
     torch.testing.assert_close(small, large, rtol=1e-5, atol=1e-6)
 
@@ -481,7 +482,7 @@ def test_slots_are_evaluated_alone(weights, tmp_path):
 
 
 def evaluate_everything(folder: str, weights: str, pairs: str) -> None:
-    """Every evaluation of features, into `folder`."""
+    """Every evaluation of features, into `folder`; retrieval in blocks of which each process has some."""
     torch.set_num_threads(1)
     scenes = ("--data_path", "scenes:23:32")
     trained = (*scenes, "--weight_decay", "0.01", "--epochs", "2", "--probe_batch_size", "6")
@@ -495,8 +496,8 @@ def evaluate_everything(folder: str, weights: str, pairs: str) -> None:
             "--output",
             f"{folder}/{name}.json",
         )
-        command = (*options, "--pretrained_weights", weights, *place)
-        evaluate(name, *command)
+        with mock.patch("dino_sparo.image_text.evaluation.retrieval.IMAGE_CHUNK", 7):
+            evaluate(name, *options, "--pretrained_weights", weights, *place)
 
 
 @pytest.mark.slow
@@ -521,9 +522,9 @@ def test_two_processes_find_what_one_finds(weights, tmp_path, monkeypatch):
         output = process.communicate(timeout=60)[0]
     assert process.returncode == 0, output
     assert "top-1" not in output  # rank 1 shows no table
-    for name in ("zero_shot", "retrieval", "sugarcrepe"):
+    for name in ("zero-shot", "retrieval", "sugarcrepe"):
         one, two = ((tmp_path / folder / f"{name}.json").read_text() for folder in ("one", "two"))
         assert one == two, name
-    one, two = (json.loads((tmp_path / folder / "probe.json").read_text()) for folder in ("one", "two"))
+    one, two = (json.loads((tmp_path / folder / "clip-probe.json").read_text()) for folder in ("one", "two"))
     assert one["images"] == two["images"]
     assert one["top5"] == pytest.approx(two["top5"], abs=5)  # gradients are summed in another order

@@ -1,4 +1,4 @@
-"""A CLIP checkpoint -> what the evaluations of `image_text/` ask for: features of images and captions, and a record."""
+"""A CLIP checkpoint -> what the evaluations of `image_text/` ask for: a scorer of images and captions."""
 
 import argparse
 from functools import partial
@@ -7,15 +7,14 @@ from importlib.metadata import version
 from dino_sparo.clip.model import CLIP, load_clip
 from dino_sparo.clip.slots.subsets import open_slots
 from dino_sparo.evaluation.protocol import view_record
-from dino_sparo.image_text.evaluation.encode import ClipEncoder, ClipView
-from dino_sparo.image_text.evaluation.protocol import EvaluatedModel
+from dino_sparo.image_text.evaluation.dot_product import ClipView, DotProductScorer
 from dino_sparo.image_text.text import tokenize
 from dino_sparo.runtime.distributed import PRECISIONS, Distributed
 from dino_sparo.runtime.extras import require
 from dino_sparo.runtime.records import versions
 
 
-def open_clip_model(args: argparse.Namespace, place: Distributed, border: int = 0) -> EvaluatedModel:
+def open_clip_model(args: argparse.Namespace, place: Distributed, border: int = 0) -> DotProductScorer:
     """What the options of `add_model_options` and `add_computation_options` ask for.
 
     Args:
@@ -35,15 +34,6 @@ def open_clip_model(args: argparse.Namespace, place: Distributed, border: int = 
     config = loaded.model.config
     transform = ClipView(args.img_size or config.image.img_size, loaded.mean, loaded.std, border)
     model, slots = open_slots(args.slots, loaded)
-    encoder = ClipEncoder(
-        model.to(place.device),
-        partial(tokenize, context_length=config.text.context_length),
-        transform,
-        place.device,
-        args.batch_size_per_gpu,
-        args.num_workers,
-        PRECISIONS[args.precision],
-    )
     dim = config.embed_dim if isinstance(model, CLIP) else model.encoding_dim
     record = {
         "model": loaded.record,
@@ -52,4 +42,13 @@ def open_clip_model(args: argparse.Namespace, place: Distributed, border: int = 
         "view": {**view_record(transform), "border": border},
         "versions": {**versions(), "open_clip": version("open_clip_torch")},
     }
-    return EvaluatedModel(encoder, record)
+    return DotProductScorer(
+        model.to(place.device),
+        partial(tokenize, context_length=config.text.context_length),
+        transform,
+        place.device,
+        args.batch_size_per_gpu,
+        args.num_workers,
+        PRECISIONS[args.precision],
+        record,
+    )

@@ -4,13 +4,15 @@ Training compares its slots, evaluation measures them.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int64
+from PIL import Image
 from timm.layers import QuickGELU
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -22,11 +24,13 @@ from dino_sparo.clip.config import CLIPConfig, check_readout
 from dino_sparo.clip.convert import infer_clip_config, read_open_clip_model
 from dino_sparo.clip.readouts import create_tower_readout
 from dino_sparo.encoder import Encoder, EncoderConfig, encoder_from_config
-from dino_sparo.image_text.text import TextConfig, TextEncoder
+from dino_sparo.image_text.evaluation.dot_product import ClipView, DotProductScorer
+from dino_sparo.image_text.text import TextConfig, TextEncoder, tokenize
 from dino_sparo.readout import ReadoutOutput
 from dino_sparo.runtime.records import file_sha256
 
 INITIAL_TEMPERATURE = 0.07
+MAX_BATCH = 128  # images, or captions, that `LoadedClip.similarity` encodes at a time
 
 
 def is_frozen(name: str, parts: Iterable[str]) -> bool:
@@ -307,6 +311,33 @@ class LoadedClip:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     record: dict[str, Any]
+
+    def similarity(self, images: Sequence[Image.Image] | Tensor, captions: Sequence[str]) -> Float[Tensor, "I C"]:
+        """How well each image and each caption fit: the numbers that every evaluation compares.
+
+            S(image, caption) = y_image . y_caption, a cosine; for `sparo` the mean of the slots' cosines
+
+            loaded = load_clip("output/checkpoint.pth")
+            loaded.similarity([Image.open("dog.jpg")], ["a photo of a dog", "a photo of a cat"])  # (1, 2)
+
+        Args:
+            images: I images of any size and mode; or (I, C, H, W), resized and normalised with `mean` and `std`.
+            captions: C texts; longer ones than the context are cut off.
+
+        Returns:
+            (I, C), fp32, in [-1, 1], where the model is.
+
+        Raises:
+            ValueError: there are no images, or no captions.
+        """
+        config = self.model.config
+        return DotProductScorer(
+            self.model,
+            partial(tokenize, context_length=config.text.context_length),
+            ClipView(config.image.img_size, self.mean, self.std),
+            self.model.logit_scale.device,
+            min(max(len(images), len(captions)), MAX_BATCH),
+        ).similarity(images, captions)
 
 
 def clip_description(

@@ -30,7 +30,7 @@ from dino_sparo.clip.presets import apply_preset, fill_in_warmup
 from dino_sparo.clip.start import initialize_clip, require_trained
 from dino_sparo.clip.step import CLIPTraining, train_step
 from dino_sparo.data import EpochSampler, open_together
-from dino_sparo.image_text.evaluation.encode import ClipEncoder, ClipView
+from dino_sparo.image_text.evaluation.dot_product import ClipView, DotProductScorer
 from dino_sparo.image_text.evaluation.validation import hold_out, open_validation
 from dino_sparo.image_text.evaluation.zero_shot_probe import open_training_probe
 from dino_sparo.image_text.pairs.batches import (
@@ -126,10 +126,10 @@ class CLIPObjective(Objective[PairBatch]):
         return {"clip": clip_description(self.training.network.config, self.args.norm_mean, self.args.norm_std)}
 
     @property
-    def encoder(self) -> ClipEncoder:
+    def scorer(self) -> DotProductScorer:
         """The model as evaluations ask it."""
         args, updater = self.args, self.updater
-        return ClipEncoder(
+        return DotProductScorer(
             self.training.network,
             partial(tokenize, context_length=args.context_length),
             ClipView(args.img_size, tuple(args.norm_mean), tuple(args.norm_std)),
@@ -190,10 +190,10 @@ class CLIPObjective(Objective[PairBatch]):
         # A model that distinguishes nothing has a loss of ln(batch).
         values = {"loss_over_ln_batch": means["loss"] / math.log(max(self.args.batch_size, 2))}
         if self.validation is not None:
-            values |= self.validation.measure(self.encoder, self.training.network.logit_scale.exp())
+            values |= self.validation.measure(self.scorer, self.training.network.logit_scale.exp())
         if self.probe is None or (epoch + 1) % self.args.zero_shot_freq:
             return EpochResult(values)
-        accuracy = self.probe.accuracy(self.encoder)
+        accuracy = self.probe.accuracy(self.scorer)
         return EpochResult({**values, self.metric: accuracy}, score=accuracy)
 
 

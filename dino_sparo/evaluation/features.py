@@ -112,12 +112,22 @@ def extract_features(
             rows.append(features.float()[kept.to(device)], batch, kept)
             corrupt += batch.corrupt
     found = rows.result()
-    if found.num_corrupt:
-        where = "; ".join(f"{location} ({reason})" for location, reason in sorted(set(corrupt))[:MAX_NAMED])
-        logger.warning("%s: left out %d images that cannot be read: %s", desc, found.num_corrupt, where)
+    warn_of_unreadable(desc, corrupt)
     found = gather_features(found, device) if gather else found
     _check_no_repeats(found, desc)
     return found
+
+
+def warn_of_unreadable(desc: str, corrupt: Sequence[tuple[str, str]]) -> None:
+    """Log how many images were left out, and the first of them.
+
+    Args:
+        desc: what they were read from.
+        corrupt: (location, reason) of each.
+    """
+    if corrupt:
+        where = "; ".join(f"{location} ({reason})" for location, reason in sorted(set(corrupt))[:MAX_NAMED])
+        logger.warning("%s: left out %d images that cannot be read: %s", desc, len(corrupt), where)
 
 
 def encode_padded(

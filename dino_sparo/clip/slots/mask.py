@@ -24,13 +24,10 @@ from dino_sparo.clip.slots.plots import ACCENT, count_ticks, panels, ranked_bars
 from dino_sparo.clip.slots.subsets import SlotMask, whole_model, with_slots
 from dino_sparo.evaluation.page import INK, SOFT, require_matplotlib
 from dino_sparo.image_text.classes import apply_classes, open_classes
-from dino_sparo.image_text.evaluation.encode import ClipEncoder
-from dino_sparo.image_text.evaluation.protocol import (
-    file_record,
-    open_evaluation_images,
-    report,
-)
-from dino_sparo.image_text.evaluation.sugarcrepe import SplitResult, averages, encode_pairs, read_pairs, score_pairs
+from dino_sparo.image_text.evaluation.dot_product import DotProductScorer
+from dino_sparo.image_text.evaluation.protocol import open_evaluation_images, report
+from dino_sparo.image_text.evaluation.questions import SplitResult, encode_questions
+from dino_sparo.image_text.evaluation.sugarcrepe import averages, describe_pairs, read_pairs, split_results
 from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot
 from dino_sparo.image_text.prompts import open_templates
 from dino_sparo.runtime.distributed import init_distributed, is_main
@@ -82,11 +79,11 @@ def number_of_parts(parts: str, config: CLIPConfig) -> int:
     return int(parts)
 
 
-def change_elsewhere(encoder: ClipEncoder, mask: SlotMask, data_path: str, download: bool) -> dict[str, Any]:
+def change_elsewhere(scorer: DotProductScorer, mask: SlotMask, data_path: str, download: bool) -> dict[str, Any]:
     """Zero-shot top-1 accuracy on a set of images with its own class names and templates, without and with the mask.
 
     Args:
-        encoder: of the whole model.
+        scorer: of the whole model.
         mask: what to apply.
         data_path: labelled images.
         download: fetch a torchvision set that is not on disk.
@@ -95,8 +92,8 @@ def change_elsewhere(encoder: ClipEncoder, mask: SlotMask, data_path: str, downl
     classes = open_classes(source, data_path=data_path)
     images = apply_classes(source, classes)
     templates = open_templates("auto", data_path)
-    masked = replace(encoder, model=with_slots(whole_model(encoder.model), mask).to(encoder.device))
-    results = [evaluate_zero_shot(each, images, classes.names, templates) for each in (encoder, masked)]
+    masked = replace(scorer, model=with_slots(whole_model(scorer.model), mask).to(scorer.device))
+    results = [evaluate_zero_shot(each, images, classes.names, templates) for each in (scorer, masked)]
     return {
         "data_path": data_path,
         "initial": results[0].top1,
@@ -124,29 +121,22 @@ def learn_mask(args: argparse.Namespace) -> dict[str, Any]:
     path, plot = result_paths(args, "mask.json")
     folder = Path(args.data_path)
     image_folder = Path(args.images) if args.images else folder / "images"
-    pairs, num_empty = read_pairs(folder)
-    evaluated = open_clip_model(args, place)
-    config = whole_model(evaluated.encoder.model).config
+    scorer = open_clip_model(args, place)
+    config = whole_model(scorer.model).config
     num_parts = number_of_parts(args.parts, config)
-    features = encode_pairs(evaluated.encoder, pairs, image_folder)
-    before = score_pairs(features)
-    found = fit_mask(features, num_parts, settings)
-    mask = SlotMask(tuple(found.weights.tolist()), config.embed_dim, evaluated.record["model"]["sha256"])
-    after = score_pairs(masked_pairs(features, found.weights))
-    elsewhere = [change_elsewhere(evaluated.encoder, mask, where, args.download) for where in args.evaluate]
-    data = {
-        "images": str(image_folder),
-        "files": {split: file_record(folder / f"{split}.json") for split in before},
-        "num_pairs": len(features.pairs),
-        "num_without_image": features.num_unreadable,
-        "num_with_empty_caption": num_empty,
-        "num_truncated_captions": features.texts.num_truncated,
-    }
+    pairs = encode_questions(scorer, read_pairs(folder), image_folder)
+    before = split_results(pairs, scorer.score_pairs)
+    found = fit_mask(pairs, num_parts, settings)
+    mask = SlotMask(tuple(found.weights.tolist()), config.embed_dim, scorer.record["model"]["sha256"])
+    after = split_results(masked_pairs(pairs, found.weights), scorer.score_pairs)
+    elsewhere = [change_elsewhere(scorer, mask, where, args.download) for where in args.evaluate]
+    data = describe_pairs(pairs, folder, image_folder)
+    del data["num_images"]
     result = {
         **mask.to_dict(),
         **describe(before, after, elsewhere),
         "fit": describe_fit(found, args),
-        **{name: value for name, value in evaluated.record.items() if name != "slots"},
+        **{name: value for name, value in scorer.record.items() if name != "slots"},
         "pairs": data,
     }
     if is_main():
@@ -178,7 +168,7 @@ def describe(
             split: {
                 "initial": result.accuracy,
                 "masked": after[split].accuracy,
-                "num_pairs": result.num_pairs,
+                "num_pairs": result.num_questions,
                 "num_ties": {"initial": result.num_ties, "masked": after[split].num_ties},
             }
             for split, result in before.items()

@@ -17,7 +17,9 @@ from torch.nn import functional as F
 from dino_sparo.clip.choices import FitSettings, check_bound
 from dino_sparo.clip.model import INITIAL_TEMPERATURE
 from dino_sparo.clip.slots.subsets import mask_features
-from dino_sparo.image_text.evaluation.sugarcrepe import PAIR_CHUNK, PairFeatures, averages, score_pairs
+from dino_sparo.image_text.evaluation.dot_product import PAIR_CHUNK, pair_products
+from dino_sparo.image_text.evaluation.questions import EncodedQuestions, macro
+from dino_sparo.image_text.evaluation.sugarcrepe import split_results
 from dino_sparo.runtime.logs import progress
 
 BOUND = 100.0
@@ -89,24 +91,25 @@ class FitResult:
     accuracies: list[float]
 
 
-def part_products(features: PairFeatures, num_parts: int) -> PartProducts:
+def part_products(pairs: EncodedQuestions, num_parts: int) -> PartProducts:
     """Scalar products of the parts of encodings.
 
     Args:
-        features: normalised encodings of pairs.
+        pairs: SugarCrepe's; their payloads are normalised encodings.
         num_parts: number of parts; divides M.
     """
 
+    image_of = pairs.image_of[:, 0]
+
     def products(captions: Int64[Tensor, " pairs"]) -> Float[Tensor, "pairs parts"]:
-        chunks = zip(features.image_of.split(PAIR_CHUNK), captions.split(PAIR_CHUNK), strict=True)
+        chunks = zip(image_of.split(PAIR_CHUNK), captions.split(PAIR_CHUNK), strict=True)
         parts = [
-            (features.images[rows] * features.texts[texts]).unflatten(1, (num_parts, -1)).sum(dim=2)
-            for rows, texts in chunks
+            (pairs.images[rows] * pairs.texts[texts]).unflatten(1, (num_parts, -1)).sum(dim=2) for rows, texts in chunks
         ]
         return torch.cat(parts)
 
-    squares = features.images.square().unflatten(1, (num_parts, -1)).sum(dim=2)
-    return PartProducts(products(features.positive), products(features.negative), squares[features.image_of])
+    squares = pairs.images.square().unflatten(1, (num_parts, -1)).sum(dim=2)
+    return PartProducts(products(pairs.text_of[:, 0]), products(pairs.text_of[:, 1]), squares[image_of])
 
 
 def pair_loss(products: PartProducts, weights: Float[Tensor, " parts"], scale: Float[Tensor, ""]) -> Float[Tensor, ""]:
@@ -126,36 +129,36 @@ def pair_loss(products: PartProducts, weights: Float[Tensor, " parts"], scale: F
     return F.cross_entropy(scale * cosines, torch.zeros_like(lengths, dtype=torch.int64))
 
 
-def masked_pairs(features: PairFeatures, weights: Float[Tensor, " parts"]) -> PairFeatures:
+def masked_pairs(pairs: EncodedQuestions, weights: Float[Tensor, " parts"]) -> EncodedQuestions:
     """The same pairs with masked images."""
-    per_dimension = weights.repeat_interleave(features.images.shape[1] // len(weights))
-    return replace(features, images=mask_features(features.images, per_dimension))
+    per_dimension = weights.repeat_interleave(pairs.images.shape[1] // len(weights))
+    return replace(pairs, images=mask_features(pairs.images, per_dimension))
 
 
-def fit_mask(features: PairFeatures, num_parts: int, settings: FitSettings) -> FitResult:
+def fit_mask(pairs: EncodedQuestions, num_parts: int, settings: FitSettings) -> FitResult:
     """Learn a mask on frozen encodings and keep the one that fits best.
 
     After every epoch the masked encodings are evaluated as SugarCrepe is: right if strictly nearer, averaged over the
     splits. Pairs of all splits are put together without balancing them.
 
     Args:
-        features: of the pairs.
+        pairs: SugarCrepe's; their payloads are normalised encodings.
         num_parts: number of parts.
         settings: how.
 
     Raises:
         ValueError: the mask lost all its weight, or is not finite.
     """
-    products = part_products(features, num_parts)
-    mask = Mask(num_parts, settings.bound).to(features.images.device)
+    products = part_products(pairs, num_parts)
+    mask = Mask(num_parts, settings.bound).to(pairs.images.device)
     optimizer = torch.optim.SGD(mask.parameters(), lr=settings.lr, momentum=settings.momentum)
     generator = torch.Generator().manual_seed(settings.seed)
     best: tuple[float, int, Tensor] = (-1.0, 0, torch.empty(0))
     losses, accuracies = [], []
     for epoch in progress(range(1, settings.epochs + 1), desc="mask"):
-        total = torch.zeros((), device=features.images.device)
-        for rows in _batches(len(features.pairs), settings.batch_size, generator):
-            rows = rows.to(features.images.device)
+        total = torch.zeros((), device=pairs.images.device)
+        for rows in _batches(len(pairs.questions), settings.batch_size, generator):
+            rows = rows.to(pairs.images.device)
             loss = pair_loss(PartProducts(*(part[rows] for part in products)), *mask())
             optimizer.zero_grad()
             loss.backward()
@@ -164,8 +167,8 @@ def fit_mask(features: PairFeatures, num_parts: int, settings: FitSettings) -> F
         weights = mask()[0].detach()
         if not (weights.isfinite().all() and weights.any()):
             raise ValueError(f"the mask of epoch {epoch} has no finite weight above 0; give a smaller --lr")
-        accuracy = averages(score_pairs(masked_pairs(features, weights)))["macro_splits"]
-        losses.append(float(total) / len(features.pairs))
+        accuracy = macro(split_results(masked_pairs(pairs, weights), pair_products))
+        losses.append(float(total) / len(pairs.questions))
         accuracies.append(accuracy)
         if accuracy > best[0]:
             best = (accuracy, epoch, weights)

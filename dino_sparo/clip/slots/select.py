@@ -29,12 +29,9 @@ from dino_sparo.data import ImageSource
 from dino_sparo.evaluation.features import Features, disjoint_subsets
 from dino_sparo.evaluation.page import INK, SOFT, require_matplotlib
 from dino_sparo.image_text.classes import apply_classes, open_classes
-from dino_sparo.image_text.evaluation.encode import ClipEncoder
-from dino_sparo.image_text.evaluation.protocol import (
-    open_evaluation_images,
-    report,
-)
-from dino_sparo.image_text.evaluation.zero_shot import class_features, count_hits
+from dino_sparo.image_text.evaluation.dot_product import DotProductScorer
+from dino_sparo.image_text.evaluation.protocol import open_evaluation_images, report
+from dino_sparo.image_text.evaluation.zero_shot import count_hits
 from dino_sparo.image_text.prompts import open_templates
 from dino_sparo.runtime.distributed import all_reduce_sum, init_distributed, is_main, rank, world_size
 from dino_sparo.runtime.logs import setup_logging
@@ -79,7 +76,7 @@ class SlotScores:
 
 @torch.no_grad()
 def score_slots(
-    encoder: ClipEncoder,
+    scorer: DotProductScorer,
     source: ImageSource,
     names: Sequence[str],
     templates: tuple[str, ...],
@@ -91,12 +88,12 @@ def score_slots(
         s_l(x, c) = w_cl . x_l / |w_cl|                                                 slot l alone
         s_k(x, c) = sum over the k best l of w_cl . x_l / sqrt(sum over them |w_cl|^2)  the k best
 
-    with x_l the normalised slots of an image and w_c the class feature of `zero_shot.class_features`, whose slots are
-    as long as the templates agree on them. They are the numbers that `zero_shot.py` finds with the same slots selected.
-    Every image is encoded once. Every process takes part and gets the result.
+    with x_l the normalised slots of an image and w_c the class feature of `DotProductScorer.encode_classes`, whose
+    slots are as long as the templates agree on them. They are the numbers that `zero_shot.py` finds with the same slots
+    selected. Every image is encoded once. Every process takes part and gets the result.
 
     Args:
-        encoder: of a model with slots.
+        scorer: of a model with slots.
         source: images labelled by their places in `names`, which rank the slots.
         names: of the classes.
         templates: sentences with `{}`.
@@ -106,8 +103,9 @@ def score_slots(
     Raises:
         ValueError: features that are not finite, or no image that can be read.
     """
-    classifier, truncated = class_features(encoder, names, templates)
-    images = _finite_features(encoder, source)
+    classes = scorer.encode_classes(names, templates)
+    classifier = classes.payload
+    images = _finite_features(scorer, source)
     if not classifier.isfinite().all():
         raise ValueError("features of the class names are not finite; the model is broken or overflowed")
     by_slot = classifier.unflatten(1, (num_slots, -1)).transpose(0, 1)  # (L, classes, V)
@@ -117,7 +115,7 @@ def score_slots(
     percent = 100 / len(images.features)
     held_out_curve, num_held_out = [], 0
     if held_out is not None:
-        others = _finite_features(encoder, held_out)
+        others = _finite_features(scorer, held_out)
         num_held_out = len(others.features)
         hits = _hits_together(others, by_slot[ranking], ranking)
         held_out_curve = [100 / num_held_out * number for number in hits.tolist()]
@@ -128,19 +126,19 @@ def score_slots(
         len(images.features),
         images.num_corrupt,
         len(names),
-        truncated,
+        classes.num_truncated,
         held_out_curve,
         num_held_out,
     )
 
 
-def _finite_features(encoder: ClipEncoder, source: ImageSource) -> Features:
+def _finite_features(scorer: DotProductScorer, source: ImageSource) -> Features:
     """The images' features on the CPU.
 
     Raises:
         ValueError: no image can be read, or a feature is not finite.
     """
-    images = encoder.image_features(source, storage=torch.device("cpu"))
+    images = scorer.image_features(source, torch.device("cpu"))
     if not len(images.features):
         raise ValueError(f"none of {images.num_corrupt} images can be read; is the disk still there?")
     if not images.features.isfinite().all():
@@ -192,8 +190,8 @@ def select_slots(args: argparse.Namespace) -> dict[str, Any]:
     setup_logging()
     require_matplotlib()
     path, plot = result_paths(args, "slots.json")
-    evaluated = open_clip_model(args, place)
-    config = whole_model(evaluated.encoder.model).config
+    scorer = open_clip_model(args, place)
+    config = whole_model(scorer.model).config
     check_has_slots(config)
     num_slots = config.image.num_slots
     if args.keep is not None and not 1 <= args.keep <= num_slots:
@@ -208,8 +206,8 @@ def select_slots(args: argparse.Namespace) -> dict[str, Any]:
     # One half chooses, the other half says what the choice is worth.
     choosing, held_out = disjoint_subsets(chosen, (len(chosen), len(chosen)))
     templates = open_templates(args.templates, args.data_path)
-    found = score_slots(evaluated.encoder, choosing, classes.names, templates, num_slots, held_out)
-    result = describe(found, args.keep, templates, evaluated.record, args)
+    found = score_slots(scorer, choosing, classes.names, templates, num_slots, held_out)
+    result = describe(found, args.keep, templates, scorer.record, args)
     result["prompts"]["classnames"] = classes.origin
     if is_main():
         path.parent.mkdir(parents=True, exist_ok=True)

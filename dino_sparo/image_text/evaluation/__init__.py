@@ -1,11 +1,13 @@
 """An image-text model -> numbers.
 
 protocol.py         what a result file says of model, images and versions; where it is written
-encode.py           images or captions -> features, over all processes
+scorer.py           what an evaluation asks of a model: scores of images and captions
+dot_product.py      images or captions -> features, whose dot products are the scores
 zero_shot.py        images + names of classes -> accuracy
 zero_shot_probe.py  the same during training
 retrieval.py        images + captions -> recall
 caption_sets.py     annotation files -> images with all their captions
+questions.py        true against false captions or images: asked and judged, for any benchmark
 sugarcrepe.py       true against false captions
 scene_pairs.py      such captions of the built-in scenes
 winoground.py       two images, two captions

@@ -1,6 +1,6 @@
-"""Names of image files in annotations -> the images in a folder, and their features; what is missing is counted.
+"""Names of image files in annotations -> the images in a folder, encoded; what is missing is counted.
 
-Between a benchmark's annotations and `encode.py`. A benchmark without some of its images is another benchmark, so more
+Between a benchmark's annotations and a scorer. A benchmark without some of its images is another benchmark, so more
 than a few missing ones are an error.
 """
 
@@ -10,10 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxtyping import Float
-from torch import Tensor
-
-from dino_sparo.image_text.evaluation.encode import ClipEncoder
+from dino_sparo.image_text.evaluation.scorer import EncodedImages, Scorer
 from dino_sparo.sources import IMAGE_EXTENSIONS
 from dino_sparo.sources.packed import FileSource, PackedStrings
 
@@ -64,26 +61,24 @@ def open_named_images(folder: Path, names: Sequence[str]) -> NamedImages:
     return NamedImages(FileSource(f"images in {folder}", str(folder), paths, None, None), list(found), missing)
 
 
-def encode_named_images(
-    encoder: ClipEncoder, folder: Path, names: Sequence[str]
-) -> tuple[Float[Tensor, "I M"], dict[str, int]]:
-    """Features of the images of a folder, on every process.
+def encode_named_images(scorer: Scorer, folder: Path, names: Sequence[str]) -> tuple[EncodedImages, dict[str, int]]:
+    """The images of a folder, encoded, on every process.
 
     Args:
-        encoder: the model.
+        scorer: the model.
         folder: where they should be.
         names: different names.
 
     Returns:
-        (I, M), of length one, and the row of each image that could be read, by its name.
+        The images, and the row of each image that could be read, by its name.
 
     Raises:
         ValueError: more than 1 % are missing or cannot be read.
     """
     named = open_named_images(folder, names)
-    found = encoder.image_features(named.source)
+    found = scorer.encode_images(named.source)
     require_few_missing(len(named.missing) + found.num_corrupt, len(names), f"images in {folder}")
-    return found.features, {named.names[index]: row for row, index in enumerate(found.indices.tolist())}
+    return found, {named.names[index]: row for row, index in enumerate(found.indices.tolist())}
 
 
 def require_few_missing(missing: int, total: int, what: str, example: str = "") -> None:

@@ -31,11 +31,8 @@ from dino_sparo.data import EpochSampler, align_classes, require_labels
 from dino_sparo.evaluation.features import Features, load_features, save_features
 from dino_sparo.evaluation.linear import LinearProbe, cosine_factor, probe_accuracy
 from dino_sparo.image_text.choices import PROBE_BATCH_SIZE
-from dino_sparo.image_text.evaluation.protocol import (
-    OpenModel,
-    open_evaluation_images,
-    report,
-)
+from dino_sparo.image_text.evaluation.protocol import open_evaluation_images, report
+from dino_sparo.image_text.evaluation.scorer import ImageFeatureModel
 from dino_sparo.image_text.evaluation.zero_shot import count_hits
 from dino_sparo.runtime.distributed import Distributed, all_reduce_sum, init_distributed, is_main, rank, world_size
 from dino_sparo.runtime.logs import setup_logging
@@ -223,7 +220,7 @@ def probe_result(probe: LinearProbe, test: Features) -> dict[str, float]:
     return {"top1": 100 * top1 / images, "top5": 100 * top5 / images, "mean_per_class_recall": 100 * recall}
 
 
-def probe_checkpoint(args: argparse.Namespace, open_model: OpenModel) -> dict[str, Any]:
+def probe_checkpoint(args: argparse.Namespace, open_model: Callable[..., ImageFeatureModel]) -> dict[str, Any]:
     """Train and test what the options say, write the result, show the table.
 
     Raises:
@@ -268,7 +265,7 @@ def probe_checkpoint(args: argparse.Namespace, open_model: OpenModel) -> dict[st
 
 
 def _features(
-    args: argparse.Namespace, place: Distributed, storage: torch.device, open_model: OpenModel
+    args: argparse.Namespace, place: Distributed, storage: torch.device, open_model: Callable[..., ImageFeatureModel]
 ) -> tuple[Features, Features, dict[str, Any]]:
     """Features of training and test images, and the record of how they were made."""
     if args.load_features:
@@ -284,13 +281,13 @@ def _features(
         if not record:  # somebody else's, of any length
             train, test, record = train.normalize_(), test.normalize_(), {"versions": versions()}
         return train.to(storage), test.to(storage), record
-    evaluated = open_model(args, place)
+    model = open_model(args, place)
     sources = [open_evaluation_images(args.data_path, split, args.download) for split in ("train", "val")]
     require_labels(sources[0])
     sources[1] = align_classes(sources[1], sources[0].classes or [])
-    train, test = (evaluated.encoder.image_features(source, storage=storage) for source in sources)
+    train, test = (model.image_features(source, storage) for source in sources)
     images = {"data_path": args.data_path, "num_classes": len(sources[0].classes or [])}
-    record = {**evaluated.record, "images": images}
+    record = {**model.record, "images": images}
     if args.dump_features and is_main():
         save_features(Path(args.dump_features), train, test, record)
     return train, test, record

@@ -1,4 +1,4 @@
-"""Checkpoint -> the CLIP model to evaluate, the images to evaluate it on, and the record of how that was done.
+"""The model to evaluate, the images to evaluate it on, and the record of how that was done.
 
 Where every evaluation of this folder starts and ends. As in `evaluation/protocol.py` a result file carries all that its
 numbers depend on, and nothing that changes from one run to the next: the same command writes the same file.
@@ -6,33 +6,18 @@ numbers depend on, and nothing that changes from one run to the next: the same c
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dino_sparo.data import ImageSource, open_source
-from dino_sparo.image_text.evaluation.encode import ClipEncoder
+from dino_sparo.image_text.evaluation.scorer import Scorer
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.distributed import is_main, rank_0_first
 from dino_sparo.runtime.records import file_sha256, write_json
 from dino_sparo.scenes import INDEPENDENT, Scenes, parse_scenes_spec
 
-
-@dataclass(frozen=True)
-class EvaluatedModel:
-    """A model ready to encode, and what a result file says about it.
-
-    Attributes:
-        encoder: the model with all that its features depend on.
-        record: plain values: `model`, `slots` (None: all), `feature`, `view`, `versions`.
-    """
-
-    encoder: ClipEncoder
-    record: dict[str, Any]
-
-
 # The options, the process among its peers, pixels cut off every side of an image -> the model.
-OpenModel = Callable[..., EvaluatedModel]
+OpenModel = Callable[..., Scorer]
 
 
 def open_evaluation_images(data_path: str, split: str | None = None, download: bool = False) -> ImageSource:

@@ -4,8 +4,8 @@
         --captions data/coco/dataset_coco.json
     dino-sparo retrieval --pretrained_weights output/checkpoint.pth --data_path scenes:500:32
 
-Every feature is compared with every other, a block at a time, in one process. Prints a table and
-writes retrieval.json, the numbers with all that they depend on.
+Every image is scored with every caption, some images at a time, shared by all processes. Prints
+a table and writes retrieval.json, the numbers with all that they depend on.
 
 Two things are called Recall@k, both are reported:
 
@@ -20,7 +20,6 @@ has one image, so that among five images at most a fifth can match, and the tabl
 """
 
 import argparse
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,19 +31,13 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from dino_sparo.image_text.evaluation.caption_sets import CaptionSet, open_caption_set
-from dino_sparo.image_text.evaluation.encode import ClipEncoder
 from dino_sparo.image_text.evaluation.image_files import require_few_missing
-from dino_sparo.image_text.evaluation.protocol import (
-    OpenModel,
-    file_record,
-    report,
-)
-from dino_sparo.runtime.distributed import all_reduce_sum, init_distributed, is_main
+from dino_sparo.image_text.evaluation.protocol import OpenModel, file_record, report
+from dino_sparo.image_text.evaluation.scorer import Scorer
+from dino_sparo.runtime.distributed import all_gather_ragged, init_distributed, rank, world_size
 from dino_sparo.runtime.logs import progress, setup_logging
 
-logger = logging.getLogger(__name__)
-
-QUERY_CHUNK = 256  # queries whose scores exist at a time
+IMAGE_CHUNK = 256  # images whose scores with all captions exist at a time
 
 
 class Recall(NamedTuple):
@@ -82,99 +75,127 @@ class RetrievalResult:
         return self.num_captions - self.num_texts
 
 
-def recall_at_k(
-    queries: Float[Tensor, "Q M"],
-    candidates: Float[Tensor, "I M"],
-    matches: Int64[Tensor, "Q P"],
-    num_matches: Int64[Tensor, "Q"],
-    k: Sequence[int],
-) -> dict[int, Recall]:
-    """How often the nearest candidates match.
+@torch.no_grad()
+def recall(
+    scorer: Scorer, images: Any, texts: Any, matches: Int64[Tensor, "matches 2"], k: Sequence[int]
+) -> tuple[dict[int, Recall], dict[int, Recall]]:
+    """How often the nearest candidates match: captions by image, and images by caption.
 
-    A match counts as behind every candidate that does not match and is exactly as near: ties count as wrong, so that a
-    model which cannot tell things apart gains nothing from the order they are listed in.
+    A match counts as behind every candidate that does not match and has exactly its score: ties count as wrong, so that
+    a model which cannot tell things apart gains nothing from the order they are listed in.
+
+    Each score is computed once and serves both directions. An image's captions are ranked as soon as its scores are
+    there. Of a caption's scores those of its matches and the max(k) greatest others are kept, which decide whether a
+    match is among its k nearest. Every process scores its share of the images and gets the result.
 
     Args:
-        queries: (Q, M), of length one.
-        candidates: (I, M), of length one.
-        matches: (Q, P), the candidates that match each query; rows with fewer are filled up with their first.
-        num_matches: (Q,), how many of each row's P count, at least one.
+        scorer: the model.
+        images: payload of I images.
+        texts: payload of C captions.
+        matches: (matches, 2), image and caption that belong together, sorted by image, none twice.
         k: numbers of candidates to look at.
 
     Raises:
-        ValueError: a k out of range, or features that are not finite.
+        ValueError: a k out of range, or scores that are not finite.
     """
-    if not k or min(k) < 1 or max(k) > len(candidates):
-        raise ValueError(
-            f"k={list(k)} of {len(candidates)} candidates; give numbers from 1 to {len(candidates)} with --k"
-        )
-    sums = torch.zeros(len(k), 2, dtype=torch.float64)
-    chunks = range(0, len(queries), QUERY_CHUNK)
-    for start in progress(chunks, total=len(chunks), desc="recall"):
-        rows = slice(start, start + QUERY_CHUNK)
-        scores = queries[rows] @ candidates.t()
+    for candidates in (len(texts), len(images)):
+        if not k or min(k) < 1 or max(k) > candidates:
+            raise ValueError(f"k={list(k)} of {candidates} candidates; give numbers from 1 to {candidates} with --k")
+    device, most = scorer.device, max(k)
+    own = [torch.empty(0, device=device)]
+    by_image = [torch.empty(0, len(k), dtype=torch.int64, device=device)]
+    rivals = torch.full((len(texts), most), -torch.inf, device=device)
+    starts = range(0, len(images), IMAGE_CHUNK)
+    share = starts[len(starts) * rank() // world_size() : len(starts) * (rank() + 1) // world_size()]
+    for start in progress(share, total=len(share), desc="recall"):
+        # The last block reaches back, so that all have one size and equal images have equal scores in any of them.
+        first = max(0, min(start, len(images) - IMAGE_CHUNK))
+        scores = scorer.score_block(images[first : start + IMAGE_CHUNK], texts)[start - first :]
         if not scores.isfinite().all():
-            raise ValueError("the features are not finite; the model is broken or overflowed")
-        ranks = _ranks_of_matches(scores, matches[rows], num_matches[rows], max(k))
-        hits = torch.stack([(ranks < number).sum(dim=1) for number in k]).cpu()  # (k, queries)
-        sums[:, 0] += (hits > 0).sum(dim=1)
-        sums[:, 1] += (hits.double() / torch.tensor(list(k))[:, None]).sum(dim=1)
-    means = (100 * sums / len(queries)).tolist()
+            raise ValueError("the scores are not finite; the model is broken or overflowed")
+        is_here = (matches[:, 0] >= start) & (matches[:, 0] < start + IMAGE_CHUNK)
+        rows, columns = (matches[is_here] - torch.tensor([start, 0])).to(device).t()
+        own.append(scores[rows, columns])
+        others = scores.index_put((rows, columns), scores.new_tensor(-torch.inf))
+        by_image.append(_count_hits(_by_query(own[-1], rows, len(scores)), _greatest(others, most), k))
+        rivals = _greatest(torch.cat((rivals, others.t()), dim=1), most)
+    # From all processes: (processes, captions, most) -> (captions, processes * most) -> (captions, most).
+    rivals = all_gather_ragged(rivals).unflatten(0, (-1, len(texts))).transpose(0, 1).flatten(1)
+    by_text = _by_query(all_gather_ragged(torch.cat(own)), matches[:, 1].to(device), len(texts))
+    hits = all_gather_ragged(torch.cat(by_image)), _count_hits(by_text, _greatest(rivals, most), k)
+    return _mean_recall(hits[0], k), _mean_recall(hits[1], k)
+
+
+def _greatest(scores: Float[Tensor, "Q I"], number: int) -> Float[Tensor, "Q _"]:
+    """The greatest scores of each row, at most so many."""
+    return scores.topk(min(number, scores.shape[1]), dim=1).values
+
+
+def _by_query(
+    own: Float[Tensor, " matches"], queries: Int64[Tensor, " matches"], num_queries: int
+) -> Float[Tensor, "Q P"]:
+    """The scores of each query's matches, one row per query, filled up with -inf."""
+    order = queries.argsort(stable=True)
+    counts = torch.bincount(queries, minlength=num_queries)
+    starts = counts.cumsum(0) - counts
+    offsets = torch.arange(len(own), device=own.device) - starts[queries[order]]
+    rows = torch.full((num_queries, max(1, int(counts.max()))), -torch.inf, device=own.device)
+    rows[queries[order], offsets] = own[order]
+    return rows
+
+
+def _count_hits(own: Float[Tensor, "Q P"], rivals: Float[Tensor, "Q R"], k: Sequence[int]) -> Int64[Tensor, "Q k"]:
+    """How many matches are among the k nearest of each query, for each k.
+
+    Args:
+        own: scores of the matches; -inf where a query has fewer.
+        rivals: the greatest scores of candidates that do not match: all of them, or at least max(k).
+        k: numbers of candidates to look at.
+    """
+    own = own.sort(dim=1, descending=True).values[:, : max(k)]  # a later match is behind these
+    # One match at a time, so that no more than the rivals themselves exist at once.
+    ahead = torch.stack([(rivals >= own[:, i : i + 1]).sum(dim=1) for i in range(own.shape[1])], dim=1)
+    ranks = ahead + torch.arange(own.shape[1], device=own.device)
+    is_match = own > -torch.inf
+    return torch.stack([((ranks < number) & is_match).sum(dim=1) for number in k], dim=1)
+
+
+def _mean_recall(hits: Int64[Tensor, "Q k"], k: Sequence[int]) -> dict[int, Recall]:
+    """Both definitions of recall, for each k."""
+    sums = torch.zeros(len(k), 2, dtype=torch.float64)
+    for part in hits.cpu().split(IMAGE_CHUNK):
+        by_k = part.t().contiguous()
+        sums[:, 0] += (by_k > 0).sum(dim=1)
+        sums[:, 1] += (by_k.double() / torch.tensor(list(k))[:, None]).sum(dim=1)
+    means = (100 * sums / len(hits)).tolist()
     return {number: Recall(*row) for number, row in zip(k, means, strict=True)}
 
 
-def _ranks_of_matches(
-    scores: Float[Tensor, "Q I"], matches: Int64[Tensor, "Q P"], num_matches: Int64[Tensor, "Q"], most: int
-) -> Int64[Tensor, "Q _"]:
-    """The ranks of the `most` best matches among all candidates, from 0; beyond the last where a row has fewer."""
-    counted = torch.arange(matches.shape[1], device=scores.device) < num_matches[:, None]
-    own = scores.gather(1, matches).masked_fill(~counted, -torch.inf).sort(dim=1, descending=True).values
-    own = own[:, :most]  # a later match is behind these
-    others = scores.scatter(1, matches, -torch.inf)
-    # One match at a time, so that no more than the scores themselves exist at once.
-    ahead = torch.stack([(others >= own[:, place : place + 1]).sum(dim=1) for place in range(own.shape[1])], dim=1)
-    ranks = ahead + torch.arange(own.shape[1], device=scores.device)
-    return ranks.masked_fill(own == -torch.inf, scores.shape[1])
-
-
 @torch.no_grad()
-def evaluate_retrieval(encoder: ClipEncoder, data: CaptionSet, k: Sequence[int] = (1, 5, 10)) -> RetrievalResult:
+def evaluate_retrieval(scorer: Scorer, data: CaptionSet, k: Sequence[int] = (1, 5, 10)) -> RetrievalResult:
     """Images and captions in, recall out. Every process takes part and gets the result.
 
     Args:
-        encoder: the model.
+        scorer: the model.
         data: images with captions.
         k: numbers of candidates to look at.
 
     Raises:
         ValueError: more than 1 % of the images cannot be read; a k out of range.
     """
-    images = encoder.image_features(data.images)
+    images = scorer.encode_images(data.images)
     require_few_missing(images.num_corrupt, len(data.images), f"images of {data.images.name}")
-    place = torch.full((len(data.images),), -1)
-    place[images.indices.cpu()] = torch.arange(len(images.indices))
-    image_of = place[torch.from_numpy(data.image_of)]
+    row = torch.full((len(data.images),), -1)
+    row[images.indices.cpu()] = torch.arange(len(images.indices))
+    image_of = row[torch.from_numpy(data.image_of)]
     kept = (image_of >= 0).nonzero().flatten()
     texts, text_of = merge_equal([data.captions[index] for index in kept.tolist()])
-    encoded = encoder.text_features(texts)
-    found = torch.zeros(2, len(k), 2, dtype=torch.float64, device=encoder.device)
-    if is_main():
-        # An image that has the same caption twice matches it once.
-        pairs = torch.unique(torch.stack((image_of[kept], text_of), dim=1), dim=0).to(encoder.device)
-        captions = encoded[slice(None)]
-        by_image = recall_at_k(images.features, captions, *rows_of_matches(pairs, len(images.indices)), k)
-        by_caption = recall_at_k(captions, images.features, *rows_of_matches(pairs.flip(1), len(texts)), k)
-        both = [list(by_image.values()), list(by_caption.values())]
-        found += torch.tensor(both, dtype=torch.float64, device=encoder.device)
-    text, image = all_reduce_sum(found).tolist()
+    encoded = scorer.encode_texts(texts)
+    # An image that has the same caption twice matches it once.
+    matches = torch.unique(torch.stack((image_of[kept], text_of), dim=1), dim=0)
+    text, image = recall(scorer, images.payload, encoded.payload, matches, k)
     return RetrievalResult(
-        {number: Recall(*row) for number, row in zip(k, text, strict=True)},
-        {number: Recall(*row) for number, row in zip(k, image, strict=True)},
-        len(images.indices),
-        len(kept),
-        len(texts),
-        images.num_corrupt,
-        encoded.num_truncated,
+        text, image, len(images.indices), len(kept), len(texts), images.num_corrupt, encoded.num_truncated
     )
 
 
@@ -194,25 +215,6 @@ def merge_equal(captions: Sequence[str]) -> tuple[list[str], Int64[Tensor, " cap
     return texts, torch.tensor(text_of, dtype=torch.int64)
 
 
-def rows_of_matches(
-    pairs: Int64[Tensor, "pairs 2"], num_queries: int
-) -> tuple[Int64[Tensor, "Q P"], Int64[Tensor, "Q"]]:
-    """The matches of every query, as `recall_at_k` takes them.
-
-    Args:
-        pairs: (pairs, 2), query and candidate; no pair twice.
-        num_queries: Q, each of which is in a pair.
-
-    Returns:
-        (Q, P) candidates, rows with fewer filled up with their first; and how many each has.
-    """
-    queries, candidates = pairs[pairs[:, 0].argsort(stable=True)].t()
-    counts = torch.bincount(queries, minlength=num_queries)
-    starts = counts.cumsum(0) - counts
-    offsets = torch.arange(int(counts.max()), device=pairs.device)
-    return candidates[starts[:, None] + torch.where(offsets < counts[:, None], offsets, 0)], counts
-
-
 def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenModel) -> dict[str, Any]:
     """Evaluate what the options say, write the result, show the table.
 
@@ -221,16 +223,14 @@ def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenModel) -> dict
     """
     place = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
     setup_logging()
-    evaluated = open_model(args, place)
+    scorer = open_model(args, place)
     data = open_caption_set(args.data_path, args.captions, args.split, args.image_list)
-    found = evaluate_retrieval(evaluated.encoder, data, args.k)
-    result = describe(found, data, evaluated.record, args)
+    found = evaluate_retrieval(scorer, data, args.k)
+    result = describe(found, data, scorer, args)
     return report(result, table(found), args, "retrieval.json")
 
 
-def describe(
-    found: RetrievalResult, data: CaptionSet, record: dict[str, Any], args: argparse.Namespace
-) -> dict[str, Any]:
+def describe(found: RetrievalResult, data: CaptionSet, scorer: Scorer, args: argparse.Namespace) -> dict[str, Any]:
     """Recall and protocol, as retrieval.json holds them."""
     return {
         "evaluation": "retrieval",
@@ -242,8 +242,8 @@ def describe(
             "ties": "count as wrong",
             "equal captions": "are one text, which all their images match",
         },
-        "similarity": "cosine, fp32",
-        **record,
+        "similarity": f"{scorer.measure}, fp32",
+        **scorer.record,
         "images": {
             "data_path": args.data_path,
             "captions": file_record(Path(args.captions)) if args.captions else None,

@@ -6,16 +6,16 @@ in the evaluations' view, and of an image's captions the first is taken.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from dino_sparo.image_text.evaluation.encode import ClipEncoder
 from dino_sparo.image_text.evaluation.image_files import require_few_missing
-from dino_sparo.image_text.evaluation.retrieval import recall_at_k
+from dino_sparo.image_text.evaluation.retrieval import recall
+from dino_sparo.image_text.evaluation.scorer import Scorer
 from dino_sparo.image_text.pairs.batches import Captions, PairSource
 from dino_sparo.sources.subset import Subset
 
@@ -35,43 +35,49 @@ class Validation:
     num_compared: int
 
     @torch.no_grad()
-    def measure(self, encoder: ClipEncoder, logit_scale: Tensor) -> dict[str, float]:
+    def measure(self, scorer: Scorer, logit_scale: Tensor) -> dict[str, float]:
         """`val_loss` in nats, and `val_text_r1` and `val_image_r1` in percent; every process takes part and gets them.
 
         The loss is the mean over whole groups of `num_compared` pairs, so that it compares with the training loss. Ties
         count as wrong: of pairs with the same caption none is found.
 
         Args:
-            encoder: the model.
-            logit_scale: what the loss multiplies similarities with.
+            scorer: the model.
+            logit_scale: what the loss multiplies scores with.
 
         Raises:
             ValueError: more than 1 % of the pairs cannot be read.
         """
-        images = encoder.image_features(self.pairs)
+        images = scorer.encode_images(self.pairs)
         require_few_missing(images.num_corrupt, len(self.pairs), f"pairs of {self.pairs.name}")
         captions = [self.pairs.captions_of(index)[0] for index in images.indices.tolist()]
-        texts = encoder.text_features(captions, "validation captions")[slice(None)]
-        own = torch.arange(len(texts), device=texts.device)[:, None]
-        ones = torch.ones(len(texts), dtype=torch.long, device=texts.device)
+        texts = scorer.encode_texts(captions, "validation captions")
+        own = torch.arange(len(captions))[:, None].expand(-1, 2)
+        by_image, by_text = recall(scorer, images.payload, texts.payload, own, (1,))
         return {
-            "val_loss": contrastive_loss(images.features, texts, logit_scale, self.num_compared),
-            "val_text_r1": recall_at_k(images.features, texts, own, ones, (1,))[1].any,
-            "val_image_r1": recall_at_k(texts, images.features, own, ones, (1,))[1].any,
+            "val_loss": contrastive_loss(scorer, images.payload, texts.payload, logit_scale, self.num_compared),
+            "val_text_r1": by_image[1].any,
+            "val_image_r1": by_text[1].any,
         }
 
 
-def contrastive_loss(
-    images: Float[Tensor, "B M"], texts: Float[Tensor, "B M"], logit_scale: Tensor, num_compared: int
-) -> float:
+def contrastive_loss(scorer: Scorer, images: Any, texts: Any, logit_scale: Tensor, num_compared: int) -> float:
     """The training loss over whole groups of `num_compared` pairs, or over all pairs if they are fewer, in nats.
 
-    S = s X Y^T,  loss = (CE(S, 1..B) + CE(S^T, 1..B)) / 2; see `loss.create_loss`.
+    Z = s S,  loss = (CE(Z, 1..B) + CE(Z^T, 1..B)) / 2,   S the scores of a group's images and captions
+
+    Args:
+        scorer: the model.
+        images: payload of the pairs' images.
+        texts: payload of their captions, in the same order.
+        logit_scale: s.
+        num_compared: B.
     """
     size = min(num_compared, len(images))
     losses = []
     for start in range(0, len(images) - size + 1, size):
-        logits = logit_scale * images[start : start + size] @ texts[start : start + size].t()
+        group = slice(start, start + size)
+        logits = logit_scale * scorer.score_block(images[group], texts[group])
         own = torch.arange(size, device=logits.device)
         losses.append((F.cross_entropy(logits, own) + F.cross_entropy(logits.t(), own)) / 2)
     return float(torch.stack(losses).mean())

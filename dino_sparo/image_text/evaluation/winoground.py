@@ -9,71 +9,26 @@ language models for visio-linguistic compositionality", section 3.2.
 """
 
 import argparse
-import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor
 
 from dino_sparo.image_text.choices import WINOGROUND_EXAMPLES
-from dino_sparo.image_text.evaluation.encode import ClipEncoder
-from dino_sparo.image_text.evaluation.image_files import encode_named_images
-from dino_sparo.image_text.evaluation.protocol import (
-    OpenModel,
-    file_record,
-    report,
-)
-from dino_sparo.image_text.evaluation.sugarcrepe import similarities
+from dino_sparo.image_text.evaluation.protocol import OpenModel, file_record, report
+from dino_sparo.image_text.evaluation.questions import Answers, Question, answer, encode_questions
 from dino_sparo.runtime.distributed import init_distributed
 from dino_sparo.runtime.logs import setup_logging
 from dino_sparo.sources.limits import parse_json
-
-logger = logging.getLogger(__name__)
 
 TAG = "collapsed_tag"  # Object, Relation or Both: what changes its place in the caption
 SCORES = ("text", "image", "group")
 
 
-@dataclass(frozen=True)
-class Example:
-    """One question.
-
-    Attributes:
-        images: file names of image 0 and image 1, with or without ending.
-        captions: of image 0 and image 1.
-        tag: what kind it is; may be empty.
-    """
-
-    images: tuple[str, str]
-    captions: tuple[str, str]
-    tag: str
-
-
-@dataclass(frozen=True)
-class WinogroundResult:
-    """What `evaluate_winoground` finds.
-
-    Attributes:
-        examples: those whose images can be read.
-        right: (examples, 3), whether the text, image and group scores count each.
-        num_ties: examples in which a caption is exactly as near to the wrong image, or an image to the wrong caption.
-        num_left_out: examples that lack an image or a caption.
-        num_truncated: captions cut off because they are longer than the context.
-    """
-
-    examples: list[Example]
-    right: Bool[Tensor, "examples 3"]
-    num_ties: int
-    num_left_out: int
-    num_truncated: int
-
-
-def read_examples(path: Path) -> list[Example]:
-    """The examples of a file.
+def read_examples(path: Path) -> list[Question]:
+    """The examples of a file: image 0 with caption 0, image 1 with caption 1; the split is the tag, perhaps empty.
 
     Raises:
         ValueError: there is no such file, or it holds something else.
@@ -90,7 +45,7 @@ def read_examples(path: Path) -> list[Example]:
         try:
             row = parse_json(line)
             images, captions = ((row[f"{what}_0"], row[f"{what}_1"]) for what in ("image", "caption"))
-            examples.append(Example(images, captions, str(row.get(TAG, ""))))
+            examples.append(Question(str(row.get(TAG, "")), images, captions, (0, 1)))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{path}, line {number + 1} is not Winoground's: expected an object with image_0, image_1, caption_0 "
@@ -101,7 +56,7 @@ def read_examples(path: Path) -> list[Example]:
     return examples
 
 
-def count_right(scores: Float[Tensor, "examples 2 2"]) -> tuple[Bool[Tensor, "examples 3"], int]:
+def scores_of(answers: Answers) -> Bool[Tensor, "examples 3"]:
     """Text, image and group score of every example.
 
         text   s(C0, I0) > s(C1, I0)  and  s(C1, I1) > s(C0, I1)     each image prefers its caption
@@ -109,54 +64,8 @@ def count_right(scores: Float[Tensor, "examples 2 2"]) -> tuple[Bool[Tensor, "ex
         group  both
 
     Strictly greater: a model that cannot tell scores nothing. By chance 25, 25 and 16.7 % are right.
-
-    Args:
-        scores: (examples, 2, 2), [e, i, c] the similarity of image i and caption c of example e.
-
-    Returns:
-        (examples, 3), and the number of examples in which two of the compared scores are equal.
     """
-    own = scores.diagonal(dim1=1, dim2=2)  # (examples, 2)
-    wrong_caption = torch.stack((scores[:, 0, 1], scores[:, 1, 0]), dim=1)  # of image 0, of image 1
-    wrong_image = wrong_caption.flip(1)  # of caption 0, of caption 1
-    text, image = (own > wrong_caption).all(dim=1), (own > wrong_image).all(dim=1)
-    is_tied = ((own == wrong_caption) | (own == wrong_image)).any(dim=1)
-    return torch.stack((text, image, text & image), dim=1), int(is_tied.sum())
-
-
-@torch.no_grad()
-def evaluate_winoground(encoder: ClipEncoder, examples: Sequence[Example], image_folder: Path) -> WinogroundResult:
-    """Examples in, scores out. Every process takes part and gets the result.
-
-    Args:
-        encoder: the model.
-        examples: what to ask.
-        image_folder: where the images lie.
-
-    Raises:
-        ValueError: more than 1 % of the images are missing or cannot be read; features that are not finite; no
-            example is left.
-    """
-    names = list(dict.fromkeys(name for example in examples for name in example.images))
-    images, row = encode_named_images(encoder, image_folder, names)
-    kept = [
-        example
-        for example in examples
-        if all(name in row for name in example.images) and all(text.strip() for text in example.captions)
-    ]
-    if len(kept) < len(examples):
-        logger.warning("left out %d of %d examples without image or caption", len(examples) - len(kept), len(examples))
-    if not kept:
-        raise ValueError(f"none of {len(examples)} examples has both images and captions")
-    texts = encoder.text_features([text for example in kept for text in example.captions])
-    image_of = torch.tensor([[row[name] for name in example.images] for example in kept], device=encoder.device)
-    text_of = torch.arange(2 * len(kept), device=encoder.device).unflatten(0, (-1, 2))
-    pairs = [similarities(images, image_of[:, i], texts, text_of[:, c]) for i in (0, 1) for c in (0, 1)]
-    scores = torch.stack(pairs, dim=1).unflatten(1, (2, 2))
-    if not scores.isfinite().all():
-        raise ValueError("the features are not finite; the model is broken or overflowed")
-    right, num_ties = count_right(scores)
-    return WinogroundResult(kept, right.cpu(), num_ties, len(examples) - len(kept), texts.num_truncated)
+    return torch.stack((answers.text, answers.image, answers.text & answers.image), dim=1)
 
 
 def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenModel) -> dict[str, Any]:
@@ -172,23 +81,22 @@ def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenModel) -> dict
     path = Path(args.data_path) / WINOGROUND_EXAMPLES
     images = Path(args.images) if args.images else path.parent / "images"
     examples = read_examples(path)
-    evaluated = open_model(args, place)
-    found = evaluate_winoground(evaluated.encoder, examples, images)
+    scorer = open_model(args, place)
+    encoded = encode_questions(scorer, examples, images)
+    answers = answer(encoded, scorer.score_pairs)
+    right, tags = scores_of(answers), [example.split for example in encoded.questions]
     result = {
         "evaluation": "Winoground",
-        **summary(found.right),
-        "by_tag": {
-            tag: summary(found.right[[example.tag == tag for example in found.examples]])
-            for tag in sorted({example.tag for example in found.examples if example.tag})
-        },
-        "rule": "strictly greater cosines, in fp32",
-        **evaluated.record,
+        **summary(right),
+        "by_tag": {tag: summary(right[[own == tag for own in tags]]) for tag in sorted({*tags} - {""})},
+        "rule": f"strictly greater {scorer.measure}s, in fp32",
+        **scorer.record,
         "examples": {
             **file_record(path),
             "images": str(images),
-            "num_ties": found.num_ties,
-            "num_left_out": found.num_left_out,
-            "num_truncated_captions": found.num_truncated,
+            "num_ties": int((answers.text_tied | answers.image_tied).sum()),
+            "num_left_out": encoded.num_empty + encoded.num_without_image,
+            "num_truncated_captions": encoded.num_truncated,
         },
     }
     return report(result, table(result), args, "winoground.json")

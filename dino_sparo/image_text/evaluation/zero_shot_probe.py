@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from dino_sparo.data import ImageSource
 from dino_sparo.evaluation.features import disjoint_subsets
 from dino_sparo.image_text.classes import apply_classes, open_classes
-from dino_sparo.image_text.evaluation.encode import ClipEncoder
 from dino_sparo.image_text.evaluation.protocol import open_evaluation_images
+from dino_sparo.image_text.evaluation.scorer import Scorer
 from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot
 from dino_sparo.image_text.prompts import open_templates
 
@@ -30,9 +30,9 @@ class ZeroShotProbe:
     names: list[str]
     templates: tuple[str, ...]
 
-    def accuracy(self, encoder: ClipEncoder) -> float:
+    def accuracy(self, scorer: Scorer) -> float:
         """Top-1 accuracy in percent; every process takes part and gets it."""
-        return evaluate_zero_shot(encoder, self.images, self.names, self.templates).top1
+        return evaluate_zero_shot(scorer, self.images, self.names, self.templates).top1
 
 
 def open_probe(data_path: str, download: bool = False) -> ZeroShotProbe:

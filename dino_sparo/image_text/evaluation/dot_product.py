@@ -1,0 +1,288 @@
+"""A model with one encoder per side + images or captions -> features of length one; the score is their dot product.
+
+    S(image, text) = x . y
+
+`DotProductScorer` is the `Scorer` of any such model: a `CLIP`, or a choice of its slots. Every image and every caption
+counts exactly once, whatever the number of processes, and captions of the same tokens have the same feature to the last
+bit, so that a tie is seen as one.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int64
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms import functional as TF
+
+from dino_sparo.crops import normalized_tensor
+from dino_sparo.data import ImageDataset, ImageSource, ShardSampler, create_loader
+from dino_sparo.evaluation.features import (
+    Features,
+    encode_padded,
+    extract_split,
+    gather_features,
+    inference,
+    warn_of_unreadable,
+)
+from dino_sparo.image_text.evaluation.scorer import EncodedImages, EncodedTexts
+from dino_sparo.image_text.prompts import prompts
+from dino_sparo.image_text.text import Tokens
+from dino_sparo.runtime.distributed import all_gather_ragged, rank, world_size
+from dino_sparo.runtime.logs import progress
+
+logger = logging.getLogger(__name__)
+
+PAIR_CHUNK = 1024  # pairs whose features exist side by side
+CAPTION_BATCHES = 8  # batches of captions of classes whose features exist at a time
+
+
+@runtime_checkable
+class ImageTextModel(Protocol):
+    """What an evaluation asks of a model. With `normalize` the dot product of two features is their similarity."""
+
+    def encode_image(self, images: Tensor, normalize: bool = True) -> Tensor:
+        """Images (B, C, H, W) -> features (B, M)."""
+        ...
+
+    def encode_text(self, token_ids: Tensor, normalize: bool = True) -> Tensor:
+        """Token ids (B, N) -> features (B, M)."""
+        ...
+
+
+class ClipView:
+    """Image -> one central view: the short side resized to the view's (bicubic), the middle cut out, normalised.
+
+    CLIP's and OpenCLIP's view. DINO's, `crops.EvalTransform`, cuts it out of a larger image.
+
+    Args:
+        img_size: side of the view in pixels.
+        mean: per channel, of pixels in 0..1.
+        std: per channel.
+        border: pixels cut off every side of the image first.
+
+    Raises:
+        ValueError: a size is out of range.
+    """
+
+    def __init__(self, img_size: int, mean: tuple[float, ...], std: tuple[float, ...], border: int = 0) -> None:
+        if img_size < 1 or border < 0:
+            raise ValueError(f"img_size={img_size}, border={border}; give a positive size and a border of 0 or more")
+        self.img_size = self.resize_size = img_size
+        self.exact = True  # the pixels of torchvision's pipeline on PIL images
+        self.mean, self.std, self.border = mean, std, border
+
+    def __call__(
+        self, image: Image.Image, rng: np.random.Generator | None = None
+    ) -> list[Float[Tensor, "C img_size img_size"]]:
+        """The view, in a list as training's crops are; nothing is drawn from `rng`."""
+        if self.border:
+            box = (self.border, self.border, image.width - self.border, image.height - self.border)
+            image = image.crop(box)
+        resized = TF.resize(image, [self.img_size], InterpolationMode.BICUBIC)
+        return [normalized_tensor(TF.center_crop(resized, [self.img_size]), self.mean, self.std)]
+
+
+def pair_products(
+    images: Float[Tensor, "I M"],
+    image_of: Int64[Tensor, " pairs"],
+    texts: Float[Tensor, "C M"],
+    text_of: Int64[Tensor, " pairs"],
+) -> Float[Tensor, " pairs"]:
+    """The cosine of each pair's image and caption; see `Scorer.score_pairs`.
+
+    Each is a sum of products by itself and not an entry of a matrix product, whose rounding might differ between two
+    captions that are the same.
+    """
+    chunks = zip(image_of.split(PAIR_CHUNK), text_of.split(PAIR_CHUNK), strict=True)
+    return torch.cat([(images[rows] * texts[captions]).sum(dim=1) for rows, captions in chunks])
+
+
+@dataclass(frozen=True)
+class DotProductScorer:
+    """A model, and all that its features depend on; a `scorer.Scorer` whose payloads are matrices of features.
+
+    Attributes:
+        model: on `device`, in eval mode.
+        tokenize: captions -> `Tokens`.
+        transform: (image, rng) -> [view].
+        device: where to compute.
+        batch_size: images, or captions, per process and step.
+        num_workers: processes that load images, per process.
+        dtype: fp32, or bf16 or fp16 for autocast; features are fp32 in any case.
+        record: what a result file says about the model.
+    """
+
+    measure: ClassVar[str] = "cosine"
+    ensemble: ClassVar[str] = "normalised features of the templates averaged, the mean normalised as a whole"
+
+    model: ImageTextModel
+    tokenize: Callable[[list[str]], Tokens]
+    transform: Callable[..., list[Tensor]]
+    device: torch.device
+    batch_size: int = 128
+    num_workers: int = 0
+    dtype: torch.dtype = torch.float32
+    record: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def module(self) -> nn.Module:
+        """The model as a module, whose train or eval mode can be switched; a stand-in if it is none."""
+        return self.model if isinstance(self.model, nn.Module) else nn.Identity()
+
+    def encode_image(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B M"]:
+        """Features of images, of length one in fp32 whatever the precision they were computed in."""
+        return F.normalize(self.model.encode_image(images, normalize=True).float(), dim=-1)
+
+    def encode_text(self, token_ids: Int64[Tensor, "B N"], desc: str = "captions") -> Float[Tensor, "B M"]:
+        """Features of any number of captions, likewise, in batches of equal size; (0, 0) if there are none."""
+        features = [torch.empty(0, 0, device=self.device)]
+        batches = token_ids.split(self.batch_size) if len(token_ids) else ()
+        with inference(self.module, self.device, self.dtype):
+            for ids in progress(batches, desc=desc):
+                # Filled up with the first caption, so that all products have one size, as in `encode_padded`.
+                padded = torch.cat((ids, ids[:1].expand(self.batch_size - len(ids), -1))).to(self.device)
+                encoded = self.model.encode_text(padded, normalize=True)[: len(ids)]
+                features.append(F.normalize(encoded.float(), dim=-1))
+        # Put together outside of inference mode, so that a mask can be trained on the features.
+        return torch.cat(features[1:] or features)
+
+    def image_features(self, source: ImageSource, storage: torch.device | None = None) -> Features:
+        """Features of all images of a source, on every process.
+
+        Args:
+            source: the images.
+            storage: where the features are kept; None: `device`.
+        """
+        return extract_split(
+            self.module,
+            source,
+            self.transform,
+            self.device,
+            batch_size=self.batch_size,
+            num_workers=self.num_workers,
+            encode=self.encode_image,
+            dtype=self.dtype,
+            storage=storage,
+        )
+
+    def encode_images(self, source: ImageSource) -> EncodedImages:
+        """Features (I, M) of all images of a source, on every process."""
+        found = self.image_features(source)
+        return EncodedImages(found.features, found.labels, found.indices, found.num_corrupt)
+
+    def image_batches(self, source: ImageSource) -> Iterator[EncodedImages]:
+        """Features of this process' share of the images, in order; nothing is kept."""
+        sampler = ShardSampler(len(source), self.batch_size, rank=rank(), world_size=world_size())
+        dataset = ImageDataset(source, self.transform)
+        is_cuda = self.device.type == "cuda"
+        loader = create_loader(dataset, sampler, num_workers=self.num_workers, pin_memory=is_cuda)
+        batches = progress(loader, total=len(loader), desc=source.name)
+        corrupt: list[tuple[str, str]] = []
+        for asked, batch in zip(sampler, batches, strict=True):
+            with inference(self.module, self.device, self.dtype):
+                images = batch.views[0].to(self.device, non_blocking=True)
+                features = encode_padded(self.encode_image, images, self.batch_size)
+            # An image that cannot be read comes replaced by another one, under that one's index.
+            kept = (batch.indices == torch.tensor(asked)).nonzero().flatten()
+            labels = batch.labels[kept].to(self.device)
+            corrupt += batch.corrupt
+            yield EncodedImages(features[kept.to(self.device)], labels, batch.indices[kept], len(batch.corrupt))
+        warn_of_unreadable(source.name, corrupt)
+
+    def encode_texts(self, captions: Sequence[str], desc: str = "captions") -> EncodedTexts:
+        """Features (captions, M), on every process; captions of the same tokens are encoded once.
+
+        Args:
+            captions: in words.
+            desc: what the log calls them.
+
+        Raises:
+            ValueError: there are no captions.
+        """
+        if not captions:
+            raise ValueError(f"{desc}: there are no captions to encode")
+        tokens = self.tokenize(list(captions))
+        if tokens.num_truncated or tokens.num_empty:
+            logger.warning(
+                "%s: of %d captions %d are longer than the context and cut off, %d are empty",
+                desc, len(captions), tokens.num_truncated, tokens.num_empty,
+            )  # fmt: skip
+        different, rows = torch.unique(without_padding(tokens.ids), dim=0, return_inverse=True)
+        own = ShardSampler(len(different), 1, rank=rank(), world_size=world_size())
+        indices = torch.arange(own.start, own.end, device=self.device)
+        features = self.encode_text(different[own.start : own.end], desc)
+        found = gather_features(Features(features, torch.zeros_like(indices), indices), self.device)
+        return EncodedTexts(found.features[rows.to(self.device)], tokens.num_truncated)
+
+    def encode_classes(self, names: Sequence[str], templates: tuple[str, ...]) -> EncodedTexts:
+        """What a zero-shot classifier compares images with: one feature per class, on every process.
+
+            w_c = u_c / |u_c|,   u_c = mean over templates t of y(t, c)
+
+        with y(t, c) the normalised feature of the caption that template t makes of class c. Source: OpenCLIP,
+        `build_zero_shot_classifier`; CLIP, section 3.1.4. For SPARO it is applied to the whole encoding, as the paper's
+        authors do: each caption's slots have length one over sqrt(L), their means are shorter the less the templates
+        agree on them, and are not made equal again. So w_c . x is a weighted mean of the slots' cosines, in which a
+        slot that says more about the template than about the class counts less. With a single template it is equation
+        2 again.
+
+        Args:
+            names: of the classes.
+            templates: sentences with `{}`.
+
+        Returns:
+            (classes, M), of length one.
+        """
+        tokens = self.tokenize([text for name in names for text in prompts(templates, name)])
+        by_class = without_padding(tokens.ids).unflatten(0, (len(names), len(templates)))
+        own = by_class[len(names) * rank() // world_size() : len(names) * (rank() + 1) // world_size()]
+        features = [torch.empty(0, 0, device=self.device)]
+        # Some classes at a time, so that memory does not grow with their number.
+        for ids in own.split(max(1, CAPTION_BATCHES * self.batch_size // len(templates))) if len(own) else ():
+            encoded = self.encode_text(ids.flatten(0, 1)).unflatten(0, (len(ids), -1))
+            features.append(F.normalize(encoded.mean(dim=1), dim=-1))
+        part = torch.cat(features[1:] or features)
+        # A process without classes does not know the features' width.
+        width = int(all_gather_ragged(torch.tensor([part.shape[1]], device=part.device)).max())
+        return EncodedTexts(all_gather_ragged(part.reshape(-1, width)), tokens.num_truncated)
+
+    score_pairs = staticmethod(pair_products)
+
+    def score_block(self, images: Float[Tensor, "I M"], texts: Float[Tensor, "C M"]) -> Float[Tensor, "I C"]:
+        """The cosine of every image and every caption: one matrix product."""
+        return images @ texts.t()
+
+    def similarity(self, images: Sequence[Image.Image] | Tensor, captions: Sequence[str]) -> Float[Tensor, "I C"]:
+        """The cosine of every image and every caption, in this process alone, for use outside of evaluations.
+
+        Args:
+            images: of any size and mode; or their views (I, C, H, W), normalised as `transform` does it.
+            captions: in words.
+
+        Returns:
+            (I, C), fp32, on `device`.
+
+        Raises:
+            ValueError: there are no images, or no captions.
+        """
+        if not len(images) or not len(captions):
+            raise ValueError(f"{len(images)} images, {len(captions)} captions; give at least one of each")
+        if not isinstance(images, Tensor):
+            images = torch.stack([self.transform(image.convert("RGB"))[0] for image in images])
+        with inference(self.module, self.device, self.dtype):
+            features = torch.cat([self.encode_image(part.to(self.device)) for part in images.split(self.batch_size)])
+        texts = self.encode_text(without_padding(self.tokenize(list(captions)).ids))
+        with torch.no_grad():
+            return self.score_block(features, texts)
+
+
+def without_padding(token_ids: Int64[Tensor, "B N"]) -> Int64[Tensor, "B _"]:
+    """Token ids (B, N) without the columns that lie after the end, the largest id, of all captions."""
+    return token_ids[:, : int(token_ids.argmax(dim=1).max()) + 1]

@@ -1,0 +1,221 @@
+"""Questions with false answers beside the true one -> which of them a scorer gets right.
+
+A benchmark of compositional understanding is a reader of its files into `Question`s; here they are asked and judged,
+for all benchmarks by the same rule. What a question holds, by benchmark:
+
+    images  captions  matches
+    1       2         (0,)         SugarCrepe, ARO, VL-CheckList: a true and a false caption
+    1       4 or 5    (0,)         What'sUp, the order of words in captions of COCO and Flickr
+    2       2         (0, 1)       Winoground: each image has its caption
+    4       4         (0, 1, 2, 3) What'sUp's sets
+
+The rule: right means strictly greater. Equal scores count as wrong, and how often that happens is reported, so that a
+model which cannot tell gains nothing. A question without one of its images or captions is left out and counted.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from dino_sparo.image_text.evaluation.image_files import encode_named_images
+from dino_sparo.image_text.evaluation.scorer import Scorer
+
+logger = logging.getLogger(__name__)
+
+
+class Question(NamedTuple):
+    """Images, captions, and which belong together.
+
+    Attributes:
+        split: the kind of question, whose accuracy is reported by itself.
+        images: file names.
+        captions: in words, true and false ones.
+        matches: for each image the place of its true caption in `captions`; different images have different ones.
+    """
+
+    split: str
+    images: tuple[str, ...]
+    captions: tuple[str, ...]
+    matches: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True)
+class EncodedQuestions:
+    """Questions that can be asked, on every process.
+
+    Attributes:
+        questions: those that have all their images and captions.
+        images: payload of the images, each of them once.
+        texts: payload of the different captions.
+        image_of: (questions, I), row of each question's images in `images`; -1 where it has fewer than others.
+        text_of: (questions, C), row of its captions in `texts`, likewise.
+        num_images: different images of these questions.
+        num_empty: questions left out because a caption is empty.
+        num_without_image: questions left out because an image is missing or cannot be read.
+        num_truncated: different captions that were cut off because they are longer than the context.
+    """
+
+    questions: list[Question]
+    images: Any
+    texts: Any
+    image_of: Int64[Tensor, "questions I"]
+    text_of: Int64[Tensor, "questions C"]
+    num_images: int
+    num_empty: int = 0
+    num_without_image: int = 0
+    num_truncated: int = 0
+
+
+class Answers(NamedTuple):
+    """What a scorer answers to each question.
+
+    Attributes:
+        text: (questions,), whether each image prefers its own caption to all others of the question.
+        image: (questions,), whether the caption of each image prefers that image to all others.
+        text_tied: (questions,), whether an image has equal scores for its own caption and the best of the others.
+        image_tied: (questions,), whether a caption has equal scores for its own image and the best of the others.
+    """
+
+    text: Bool[Tensor, " questions"]
+    image: Bool[Tensor, " questions"]
+    text_tied: Bool[Tensor, " questions"]
+    image_tied: Bool[Tensor, " questions"]
+
+
+class SplitResult(NamedTuple):
+    """Of one split: accuracy in percent, and the numbers of questions and of ties among them."""
+
+    accuracy: float
+    num_questions: int
+    num_ties: int
+
+
+@torch.no_grad()
+def encode_questions(scorer: Scorer, questions: Sequence[Question], image_folder: Path) -> EncodedQuestions:
+    """Encode every image and every caption once.
+
+    Args:
+        scorer: the model.
+        questions: what to ask.
+        image_folder: where the images lie.
+
+    Raises:
+        ValueError: more than 1 % of the images are missing or cannot be read; no question is left.
+    """
+    names = list(dict.fromkeys(name for question in questions for name in question.images))
+    images, image_row = encode_named_images(scorer, image_folder, names)
+    worded = [question for question in questions if all(text.strip() for text in question.captions)]
+    kept = [question for question in worded if all(name in image_row for name in question.images)]
+    num_empty, num_without_image = len(questions) - len(worded), len(worded) - len(kept)
+    if len(kept) < len(questions):
+        logger.warning(
+            "left out %d of %d questions: %d have an empty caption, %d lack an image",
+            *(len(questions) - len(kept), len(questions), num_empty, num_without_image),
+        )
+    if not kept:
+        raise ValueError(f"none of {len(questions)} questions has its captions, and its images in {image_folder}")
+    texts = list(dict.fromkeys(text for question in kept for text in question.captions))
+    text_row = {text: row for row, text in enumerate(texts)}
+    encoded = scorer.encode_texts(texts)
+    return EncodedQuestions(
+        kept,
+        images.payload,
+        encoded.payload,
+        _filled([[image_row[name] for name in question.images] for question in kept]).to(scorer.device),
+        _filled([[text_row[text] for text in question.captions] for question in kept]).to(scorer.device),
+        len({name for question in kept for name in question.images}),
+        num_empty,
+        num_without_image,
+        encoded.num_truncated,
+    )
+
+
+def _filled(rows: Sequence[Sequence[int]]) -> Int64[Tensor, "rows most"]:
+    """Rows of different lengths, filled up with -1."""
+    most = max(map(len, rows))
+    return torch.tensor([[*row, *[-1] * (most - len(row))] for row in rows])
+
+
+# Payload of images, rows of it, payload of captions, rows of it -> scores; `Scorer.score_pairs`.
+ScorePairs = Callable[[Any, Tensor, Any, Tensor], Float[Tensor, " pairs"]]
+
+
+@torch.no_grad()
+def answer(encoded: EncodedQuestions, score_pairs: ScorePairs) -> Answers:
+    """Score all images of each question with all of its captions, and judge.
+
+    Args:
+        encoded: the questions.
+        score_pairs: the scorer's.
+
+    Raises:
+        ValueError: scores that are not finite.
+    """
+    is_pair = (encoded.image_of >= 0)[:, :, None] & (encoded.text_of >= 0)[:, None, :]
+    number, image, text = is_pair.nonzero().unbind(dim=1)
+    pairs = score_pairs(encoded.images, encoded.image_of[number, image], encoded.texts, encoded.text_of[number, text])
+    if not pairs.isfinite().all():
+        raise ValueError("the scores are not finite; the model is broken or overflowed")
+    scores = torch.full(is_pair.shape, -torch.inf, device=pairs.device)
+    scores[is_pair] = pairs
+    matches = _filled([question.matches for question in encoded.questions]).to(pairs.device)
+    return judge(scores, matches)
+
+
+def judge(scores: Float[Tensor, "questions I C"], matches: Int64[Tensor, "questions I"]) -> Answers:
+    """Answers by scores.
+
+        text   S(i, m_i) > S(i, c)   for all images i and captions c other than their own, m_i
+        image  S(i, m_i) > S(j, m_i) for all images i and j other than i
+
+    Args:
+        scores: of every image and caption; -inf where a question has fewer than others.
+        matches: m, the true caption of each image; -1 where a question has fewer images.
+    """
+    is_image = matches >= 0
+    own_caption = matches.clamp(min=0)[:, :, None]
+    own = scores.gather(2, own_caption)[:, :, 0]
+    best_caption = scores.scatter(2, own_caption, -torch.inf).amax(dim=2)
+    by_caption = scores.gather(2, own_caption.mT.expand(-1, scores.shape[1], -1))  # image j, caption of image i
+    is_own = torch.eye(scores.shape[1], dtype=torch.bool, device=scores.device)
+    best_image = by_caption.masked_fill(is_own, -torch.inf).amax(dim=1)
+    text, image = (((own > best) | ~is_image).all(dim=1) for best in (best_caption, best_image))
+    ties = (((own == best) & is_image).any(dim=1) for best in (best_caption, best_image))
+    return Answers(text, image, *ties)
+
+
+def by_split(
+    questions: Sequence[Question], right: Bool[Tensor, " questions"], tied: Bool[Tensor, " questions"]
+) -> dict[str, SplitResult]:
+    """Accuracy of each split, in the order of the questions.
+
+    Args:
+        questions: what was asked.
+        right: of `Answers`.
+        tied: likewise.
+    """
+    answers: dict[str, list[tuple[bool, bool]]] = {}
+    for question, *each in zip(questions, right.tolist(), tied.tolist(), strict=True):
+        answers.setdefault(question.split, []).append((each[0], each[1]))
+    results = {}
+    for split, each in answers.items():
+        hits, ties = map(sum, zip(*each, strict=True))
+        results[split] = SplitResult(100 * hits / len(each), len(each), ties)
+    return results
+
+
+def macro(results: dict[str, SplitResult]) -> float:
+    """The mean over the splits of their accuracies, in percent."""
+    return sum(result.accuracy for result in results.values()) / len(results)
+
+
+def micro(results: dict[str, SplitResult]) -> float:
+    """The share of all questions that are right, in percent."""
+    total = sum(result.num_questions for result in results.values())
+    return sum(result.accuracy * result.num_questions for result in results.values()) / total
