@@ -173,8 +173,8 @@ class Encoder(nn.Module):
         most = self.backbone.depth + (not is_pooled)
         if not 1 <= n <= most:
             raise ValueError(f"n={n} layers asked of an encoder with {most}, read-out included")
-        # With sparo the read-out replaces the last block, so n - 1 blocks precede it. Where no block was removed, it pools
-        # the last block, and so the class token of that block is left out.
+        # With sparo the read-out replaces the last block, so n - 1 blocks precede it. Where no block was removed, it
+        # pools the last block, and so the class token of that block is left out.
         tokens = self.backbone.intermediate_tokens(images, max(n - 1 + is_pooled, 1))
         class_tokens = [block_tokens[:, 0] for block_tokens in (tokens[:-1] if is_pooled else tokens)]
         encoding = self.readout(tokens[-1]).slots.flatten(1)
