@@ -257,7 +257,7 @@ def verify_checkpoint(path: Path) -> None:
             damaged = archive.testzip()
     except CheckpointError:
         raise
-    except Exception as error:  # a damaged archive raises whatever its bytes lead to
+    except Exception as error:  # a damaged archive may raise any error
         raise _unreadable(path, error) from error
     if damaged is not None:
         raise CheckpointError(f"{path} is damaged: the checksum of its part {damaged} is wrong")
@@ -331,7 +331,7 @@ def load_checkpoint(path: str | Path, verify: bool = True) -> dict[str, Any]:
 
 
 def read_torch_file(path: Path, verify: bool = True) -> Any:
-    """What `torch.save` wrote, on the CPU, verified as in `load_checkpoint`; whatever it is.
+    """What `torch.save` wrote, on the CPU, of any type, verified as in `load_checkpoint`.
 
     Raises:
         CheckpointError: the file is damaged, compressed or not torch's, or reading it would run code.
@@ -349,7 +349,7 @@ def read_torch_file(path: Path, verify: bool = True) -> Any:
             return torch.load(path, map_location=map_location, weights_only=True)
     except CheckpointError:
         raise
-    except Exception as error:  # a damaged pickle raises whatever its bytes lead to
+    except Exception as error:  # a damaged pickle may raise any error
         unsafe = _unsafe_name(str(error)) if isinstance(error, pickle.UnpicklingError) else None
         if unsafe is not None:
             raise CheckpointError(
@@ -494,7 +494,7 @@ def infer_config(
     """
     embed_dim, in_chans, kernel, grid_size = _patch_sizes(weights)
     depth, queries = _num_blocks(weights), weights.get("readout.queries")
-    # SPARO stands in the place of a block, or, where no architecture is that deep, behind the last.
+    # SPARO replaces the last block. If no architecture has that depth, it follows the last block.
     depths = [depth] if queries is None else [depth + 1, depth]
     names = {(size.embed_dim, size.depth): name for name, size in ARCHITECTURES.items()}
     fitting = [names[embed_dim, depth] for depth in depths if (embed_dim, depth) in names]
@@ -777,8 +777,8 @@ def _parts(names: Iterable[str]) -> str:
 def initialize_encoder(encoder: Encoder, path: str | Path, which: str = "teacher") -> InitReport:
     """Start an encoder from the weights of another, in place.
 
-    Taken is what has the same place in both: the blocks that both have, and a read-out of the same sizes. A ViT's last
-    block is dropped where `sparo` stands in its place. Positions of another grid are resampled as the backbone does it
+    The blocks that both have are taken, and a read-out of the same sizes. A ViT's last
+    block is dropped where `sparo` replaces it. Positions of another grid are resampled as the backbone does it
     for images of another size.
 
     Args:
@@ -812,7 +812,7 @@ def start_encoder(encoder: Encoder, weights: dict[str, Tensor], source: str) -> 
     resampler.pos_embed = nn.Parameter(weights["backbone.pos_embed"].float())
     weights["backbone.pos_embed"] = resampler.position_embedding(config.img_size, config.img_size).detach()
     taken = [name for name in own if name in weights and weights[name].shape == own[name].shape]
-    # A read-out is taken whole or not at all: its queries mean nothing to other keys.
+    # A read-out is taken whole or not at all: its queries were trained with its keys.
     readout = {name for name in (*own, *weights) if name.startswith("readout.")}
     if not readout <= set(taken):
         taken = [name for name in taken if name not in readout]

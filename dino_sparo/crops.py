@@ -54,7 +54,7 @@ class CropRecipe:
 
 @dataclass(frozen=True)
 class CropParameters:
-    """One draw from a `CropRecipe`, for one image; the distortions stand in the order in which they are applied.
+    """One draw from a `CropRecipe`, for one image; the distortions are listed in the order in which they are applied.
 
     Attributes:
         box: top, left, height, width in pixels of the image.

@@ -298,9 +298,9 @@ def read_next(read: Callable[[int], T], asked: int, source: ImageSource) -> tupl
 class EpochSampler:
     """Batches of (epoch, index) for training; one batch is one micro-batch of one rank.
 
-    Global batch s of an epoch is permutation[s*G : (s+1)*G] with G = batch_size * world_size * accum_steps, whatever
-    the number of ranks; the ranks share it out, so together they see what one process with batches of G would see.
-    What is left after the last whole global batch is not used in this epoch.
+    Global batch s of an epoch is permutation[s*n : (s+1)*n] with n = batch_size * world_size * accum_steps. The ranks
+    divide it among themselves, so together they see what one process with batches of n images would see. Images left
+    after the last whole global batch are not used in this epoch.
 
     Args:
         num_images: size of the source.
@@ -453,8 +453,8 @@ def to_device(batches: Iterable[D], device: torch.device) -> Iterator[D]:
         batches: of a loader; in page-locked memory if the copy is to overlap.
         device: where they are needed.
     """
-    # Keep a reference to this iterator. Otherwise an error that leaves the training loop ends the loader. That waits for
-    # the loader's workers, and one of them may hang.
+    # Keep a reference to this iterator. Otherwise an error that leaves the training loop ends the loader, and
+    # that waits for workers, of which one may hang.
     return iter(batches) if device.type != "cuda" else _copied(iter(batches), device)
 
 

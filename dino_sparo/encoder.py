@@ -104,7 +104,7 @@ class Encoder(nn.Module):
 
     @property
     def encoding_dim(self) -> int:
-        """Width of the encoding: what the read-out says, and D for those that leave the tokens' width as it is."""
+        """Width of the encoding: the read-out's, or D where the read-out has none."""
         return getattr(self.readout, "encoding_dim", self.backbone.embed_dim)
 
     @property
@@ -135,7 +135,7 @@ class Encoder(nn.Module):
         """The features a linear probe is trained on, earliest first.
 
         The class tokens of the last `n` layers after the final LayerNorm. The read-out counts as the last layer: with
-        all but `cls` the last feature is the encoding as it is, unnormalised (SPARO, appendix 0.C.2).
+        all but `cls` the last feature is the unnormalised encoding (SPARO, appendix 0.C.2).
 
         Args:
             images: (B, C, H, W).
@@ -173,8 +173,8 @@ class Encoder(nn.Module):
         most = self.backbone.depth + (not is_pooled)
         if not 1 <= n <= most:
             raise ValueError(f"n={n} layers asked of an encoder with {most}, read-out included")
-        # With sparo the read-out stands in the place of the removed block, so n - 1 blocks precede it. Where no block
-        # was removed, the read-out pools the last block, whose own class token is therefore left out.
+        # With sparo the read-out replaces the last block, so n - 1 blocks precede it. Where no block was removed, it
+        # pools the last block, and so the class token of that block is left out.
         tokens = self.backbone.intermediate_tokens(images, max(n - 1 + is_pooled, 1))
         class_tokens = [block_tokens[:, 0] for block_tokens in (tokens[:-1] if is_pooled else tokens)]
         encoding = self.readout(tokens[-1]).slots.flatten(1)

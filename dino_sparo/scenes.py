@@ -10,7 +10,7 @@ CAPTION grammar, what `Scenes.caption` says:
     object   = ("a" | "an") colour texture shape             an orange plain heart
     relation = "left of" | "right of" | "above" | "under"    of the two centres, subject first, as seen in the picture
 
-Every word stands in one of the tuples SHAPES, COLOURS, TEXTURES, BACKGROUNDS, RELATIONS. Two objects of one scene
+Every word is in one of the tuples SHAPES, COLOURS, TEXTURES, BACKGROUNDS, RELATIONS. Two objects of one scene
 differ in shape and in colour, so exchanging the objects, their colours or the relation always gives a false caption.
 
 A category is more than its shape, as it is for real things: `Ties` says how often it also has its typical texture,

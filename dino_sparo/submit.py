@@ -269,8 +269,8 @@ def shell_path(folder: Path) -> str:
 def requeue_after_faults(folder: str, max_requeues: int) -> list[str]:
     """The end of the batch script: submit the job again if starting it again may help.
 
-    A job that was cancelled is not running any more, and stays as it is. So does one that met a mistake of the user's,
-    or that was asked to stop and has saved.
+    A cancelled job is not submitted again. Nor is one that ended by a user's mistake, or that was asked to stop and has
+    saved.
 
     Args:
         folder: of the job's files, as a word of bash; its file `faults` counts.

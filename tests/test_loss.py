@@ -144,7 +144,7 @@ def test_large_logits_stay_finite() -> None:
     ("changed", "message"),
     [
         ({"num_crops": 1}, "num_crops=1; DINO needs at least the 2 global crops"),
-        ({"out_dim": 1}, "out_dim=1: images cannot be told apart with fewer than 2 prototypes"),
+        ({"out_dim": 1}, "out_dim=1: DINO needs at least 2 prototypes"),
         ({"warmup_teacher_temp_epochs": 4}, "warmup_teacher_temp_epochs=4 does not fit a run of 3 epochs; give 0 to 3"),
         ({"warmup_teacher_temp_epochs": -1}, "warmup_teacher_temp_epochs=-1 does not fit"),
         ({"warmup_teacher_temp": 0.0}, r"^warmup_teacher_temp=0.0 is not a temperature"),

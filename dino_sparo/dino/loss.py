@@ -1,6 +1,6 @@
 """Logits -> loss: cross-entropy of T teacher views against S student views, in nats.
 
-Also keeps the centre of the teacher's logits, and tells how far the run is from collapse.
+Also keeps the centre of the teacher's logits, and measures how far the run is from collapse.
 """
 
 import math
@@ -93,7 +93,7 @@ class DINOLoss(nn.Module):
         if num_crops < NUM_TEACHER_CROPS:
             raise ValueError(f"num_crops={num_crops}; DINO needs at least the {NUM_TEACHER_CROPS} global crops")
         if out_dim < 2:
-            raise ValueError(f"out_dim={out_dim}: images cannot be told apart with fewer than 2 prototypes; give more")
+            raise ValueError(f"out_dim={out_dim}: DINO needs at least 2 prototypes; give more")
         if not 0 <= center_momentum <= 1:
             raise ValueError(f"center_momentum={center_momentum} is no momentum; give a number from 0 to 1")
         temperatures = {
@@ -222,7 +222,7 @@ class DINOLoss(nn.Module):
             count: number of rows summed, the same on every rank.
 
         Returns:
-            A function of a flag (), which leaves the centre as it is where the flag is not zero.
+            A function of a flag (), which does not move the centre where the flag is not zero.
         """
         wait = all_reduce_sum_async(logits_sum.clone())
 

@@ -32,7 +32,7 @@ class DINOTraining(Training[Batch]):
         updater: the student's optimizer, schedules and precision.
         momentum: of the teacher's moving average, one value per step.
         clip_grad: largest norm of a parameter's gradient; 0 for no limit.
-        freeze_last_layer: epochs during which the head's last layer stays as it is.
+        freeze_last_layer: epochs during which the head's last layer is not trained.
         distort: distorts 8-bit crops on the device; None where the loader's crops are finished.
     """
 

@@ -1,1 +1,1 @@
-"""What keeps a run alive, whatever it trains."""
+"""Processes, preemption, logs and options of any run."""

@@ -108,7 +108,7 @@ def init_distributed(device: str = "auto", dist_url: str = "env://", timeout_min
         FaultError: the other processes cannot be reached.
     """
     launcher, rank, size, local_rank = detect_launcher(os.environ, has_terminal=sys.stdin is not None and os.isatty(0))
-    # Slurm can show each task its own GPU alone; torchrun's processes all see the same ones.
+    # Slurm may show each task its own GPU alone; torchrun's processes all see the same GPUs.
     torch_device = select_device(device, local_rank, may_share=launcher == "slurm")
     if size > 1 and not dist.is_initialized():
         if launcher == "slurm" and dist_url == "env://":
@@ -203,7 +203,7 @@ def select_device(device: str, local_rank: int = 0, may_share: bool = True) -> t
     Args:
         device: `auto`, or a torch device; `cuda` takes the GPU of this local rank.
         local_rank: rank among the processes of this machine.
-        may_share: take the only GPU in sight whatever the local rank, because it may be this process' own.
+        may_share: if only one GPU is visible, take it for any local rank: Slurm may show each task its own GPU alone.
 
     Raises:
         ValueError: no such device here.

@@ -172,7 +172,7 @@ class Agreement:
 class Watchdog:
     """Ends this process if no step ends for too long, whatever it waits for: a worker, a network, a disk, a device.
 
-    Collectives and the loader have time-outs of their own and can name the cause; the watchdog waits a little longer.
+    Collectives and the loader have their own time-outs and can name the cause; the watchdog waits a little longer.
 
     Args:
         timeout_min: their time-out.
@@ -222,7 +222,7 @@ def hand_over(signals: StopSignals, stop: signal.Signals, step: int) -> NoReturn
         step: the last step that was taken, for messages.
 
     Raises:
-        RunStopped: nobody starts the run again by itself.
+        RunStopped: the run does not start again by itself.
         SystemExit: the job is requeued.
     """
     stopped = RunStopped(stop, step)

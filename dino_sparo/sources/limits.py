@@ -13,7 +13,7 @@ from typing import Any
 
 from dino_sparo.choices import MAX_IMAGE_MB, MAX_IMAGE_MPIX
 
-# Formats that Pillow decodes by itself, whatever a file is called. GIF since web collections hold some named .jpg.
+# Formats that Pillow decodes itself; the name of a file does not matter. GIF, since web collections name some .jpg.
 IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 PILLOW_MAX_MPIX = 178.9  # Pillow refuses larger images itself
 

@@ -120,7 +120,7 @@ class TableRows:
 
     @property
     def num_other_columns(self) -> int:
-        """How many columns nobody asks for."""
+        """How many columns are not used."""
         return len(self.header) - sum(number is not None for number in self.numbers)
 
     def __iter__(self) -> Iterator[tuple[int, list[str]]]:
@@ -215,7 +215,7 @@ class TableRows:
         return row
 
     def _plain(self, line: int, name: str, value: Any) -> str:
-        """A JSON value as a cell: texts and numbers; anything else only where nobody asks for it."""
+        """A JSON value as a cell: texts and numbers; anything else only in columns that are not used."""
         if isinstance(value, str):
             return value.encode("utf-8", "replace").decode() if _has_lone_surrogate(value) else value
         if value is None:

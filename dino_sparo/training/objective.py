@@ -1,8 +1,8 @@
 """The contract between an objective (DINO, CLIP, ...) and the trainer.
 
-An objective builds its networks, its loss and its data. It takes steps, and says what to look at after an epoch. What
-is the same for all objectives (resuming, saving, signals, faults, logs) stands in the other files of this folder. They
-never ask which objective they serve.
+An objective builds its networks, its loss and its data. It takes steps and evaluates after an epoch. The other files of
+this folder do what is the same for all objectives: resuming, saving, signals, faults, logs. They never ask which
+objective they train.
 """
 
 from abc import ABC, abstractmethod
