@@ -312,7 +312,9 @@ class LoadedClip:
     std: tuple[float, ...]
     record: dict[str, Any]
 
-    def similarity(self, images: Sequence[Image.Image] | Tensor, captions: Sequence[str]) -> Float[Tensor, "I C"]:
+    def similarity(
+        self, images: Sequence[Image.Image] | Tensor, captions: Sequence[str]
+    ) -> Float[Tensor, "images captions"]:
         """How well each image and each caption fit: the numbers that every evaluation compares.
 
             S(image, caption) = y_image . y_caption, a cosine; for `sparo` the mean of the slots' cosines
@@ -321,11 +323,11 @@ class LoadedClip:
             loaded.similarity([Image.open("dog.jpg")], ["a photo of a dog", "a photo of a cat"])  # (1, 2)
 
         Args:
-            images: I images of any size and mode; or (I, C, H, W), resized and normalised with `mean` and `std`.
+            images: images of any size and mode; or (images, C, H, W), resized and normalised with `mean` and `std`.
             captions: C texts; longer ones than the context are cut off.
 
         Returns:
-            (I, C), fp32, in [-1, 1], where the model is.
+            (images, captions), fp32, in [-1, 1], where the model is.
 
         Raises:
             ValueError: there are no images, or no captions.

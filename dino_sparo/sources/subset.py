@@ -12,16 +12,16 @@ class Subset:
 
     Args:
         source: all images.
-        indices: (I,), those that are taken, in their new order.
-        labels: (I,), their classes; None: as in the source.
+        indices: (images,), those that are taken, in their new order.
+        labels: (images,), their classes; None: as in the source.
         classes: names of the classes; None: as in the source.
     """
 
     def __init__(
         self,
         source: ImageSource,
-        indices: Int64[np.ndarray, "I"],
-        labels: Int64[np.ndarray, "I"] | None = None,
+        indices: Int64[np.ndarray, " images"],
+        labels: Int64[np.ndarray, " images"] | None = None,
         classes: list[str] | None = None,
     ) -> None:
         self.source, self.indices = source, indices
