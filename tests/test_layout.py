@@ -40,6 +40,7 @@ ENCODER = {
     "open_clip_names",
     "pooling",
     "readout",
+    "readout_table",
     "scenes",
     "sources",
 }
