@@ -35,7 +35,7 @@ class EncoderConfig:
         img_size: side in pixels of the images whose grid the position embedding stores.
         in_chans: number of image channels.
         pre_norm: CLIP's vision transformer instead of DINO's; see `backbone.Backbone`.
-        replace_block: the read-out takes the place of the last block; None: `sparo` does, the others do not.
+        replace_block: the read-out takes the place of the last block; None: as the read-out declares.
         quick_gelu: OpenAI's activation; see `backbone.Backbone`.
         num_codes: K, for `fdt`.
         code_dim: M, for `fdt`.
@@ -250,7 +250,7 @@ def create_encoder(
         drop_path_rate: stochastic depth rate.
         in_chans: number of image channels.
         pre_norm: CLIP's vision transformer instead of DINO's; see `backbone.Backbone`.
-        replace_block: remove the last block; by default only `sparo` does.
+        replace_block: remove the last block; by default as the read-out declares.
         quick_gelu: OpenAI's activation; see `backbone.Backbone`.
         num_codes: K, for `fdt`.
         code_dim: M, for `fdt`.

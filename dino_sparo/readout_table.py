@@ -1,8 +1,8 @@
 """Name of a read-out -> how it is built, and what the rest of the code needs to know of it.
 
 Stage 2 of the map, between the read-outs (`readout.py`, `pooling.py`) and `encoder.py`. A new read-out is one class and
-one line in `READOUTS`. One in a file outside of this package calls `register_readout` instead; docs/extending.md shows
-it. No other file tests a read-out's name.
+one entry of `READOUTS`, written here or added by a file outside of this package; docs/extending.md shows it. No other
+file tests a read-out's name.
 """
 
 from collections.abc import Callable
@@ -114,21 +114,6 @@ READOUTS: dict[str, ReadoutKind] = {
     },
     "eos": ReadoutKind(lambda sizes: EndTokenReadout(), reads_captions_only=True),
 }
-
-
-def register_readout(name: str, kind: ReadoutKind) -> None:
-    """Let `--readout NAME`, checkpoints and all commands know a read-out, in this process and its children.
-
-    Args:
-        name: a new one; the checkpoints carry it.
-        kind: how it is built, and what others need to know of it.
-
-    Raises:
-        ValueError: the name is taken.
-    """
-    if READOUTS.get(name, kind) != kind:
-        raise ValueError(f"there is a readout {name!r} already; choose another name")
-    READOUTS[name] = kind
 
 
 def readout_kind(name: str) -> ReadoutKind:

@@ -29,7 +29,7 @@ from dino_sparo.clip.choices import READOUTS
 from dino_sparo.clip.model import clip_from_config
 from dino_sparo.image_text.text import check_token_ids, end_token_mask, simple_tokenizer
 from dino_sparo.readout_table import READOUTS as TOWER_READOUTS
-from dino_sparo.readout_table import readout_kind, register_readout
+from dino_sparo.readout_table import readout_kind
 
 open_clip = pytest.importorskip("open_clip")
 
@@ -217,9 +217,7 @@ def test_a_read_out_that_replaces_a_block_takes_one_from_each_tower() -> None:
 
 @torch.no_grad()
 def test_a_registered_read_out_with_slots_serves_both_towers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dino_sparo.readout_table.READOUTS", own := {**TOWER_READOUTS})
-    monkeypatch.setattr("dino_sparo.clip.config.TOWER_READOUTS", own)
-    register_readout("mine", replace(TOWER_READOUTS["sparo"], replaces_block=False))
+    monkeypatch.setitem(TOWER_READOUTS, "mine", replace(TOWER_READOUTS["sparo"], replaces_block=False))
     model, (images, ids) = small_clip("mine"), pairs()
     assert len(model.text.blocks) == 3
     assert model.encode_image(images).shape == model.encode_text(ids).shape == (B, L * V)

@@ -204,7 +204,7 @@ def create_clip(
         drop_path_rate: stochastic depth rate of the image encoder.
         in_chans: number of image channels.
         pre_norm: CLIP's vision transformer; False takes DINO's, whose pretrained weights fit then.
-        replace_block: remove the last block of both towers; by default only `sparo` does, as in the paper's tables.
+        replace_block: remove the last block of both towers; by default as the read-out declares (`sparo` does).
         bottleneck_dim: m, for `linear`.
         num_codes: K, for `fdt`.
         quick_gelu: OpenAI's activation.
