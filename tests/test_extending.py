@@ -58,8 +58,8 @@ def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         table.update(entries)
 
 
-def flags(**changed: object) -> list[str]:
-    return [word for name, value in {**TINY, **changed}.items() for word in (f"--{name}", str(value))]
+def words_of(options: dict[str, object]) -> list[str]:
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 
 
 @pytest.mark.slow
@@ -68,7 +68,7 @@ def test_the_new_read_out_trains_is_evaluated_drawn_exported_and_loaded(
 ) -> None:
     script, folder = tmp_path / "my_readout.py", tmp_path / "topk"
     script.write_text(block_with("TopKReadout"))
-    python(script, "train", *flags(readout="topk", epochs=2), "--output_dir", folder)
+    python(script, "train", *words_of({**TINY, "readout": "topk", "epochs": 2}), "--output_dir", folder)
     given = ["--pretrained_weights", folder / "checkpoint.pth", "--output_dir", folder]
     computed = ["--device", "cpu"]
     python(script, "knn", *given, *computed, "--data_path", "scenes:26:32", "--num_workers", 0)
@@ -85,6 +85,13 @@ def test_the_new_read_out_trains_is_evaluated_drawn_exported_and_loaded(
     assert encoder.readout_output(images).attention.gt(0).sum(dim=-1).eq(4).all()
     assert torch.equal(load_encoder(folder / "exported.safetensors")(images), encoder(images))
 
+    pytest.importorskip("open_clip")
+    own = {name: TINY[name] for name in ("data_path", "arch", "patch_size", "sparo_slots", "sparo_slot_dim", "device")}
+    text = {"text_width": 24, "text_heads": 2, "text_layers": 3, "context_length": 16}
+    clip = {**own, **text, "img_size": 16, "batch_size": 8, "epochs": 1, "num_workers": 0, "readout": "topk"}
+    python(script, "train-clip", *words_of(clip), "--output_dir", tmp_path / "clip")
+    assert load_encoder(tmp_path / "clip" / "checkpoint.pth").encoding_dim == 3 * 5
+
     del READOUTS["topk"]
     with pytest.raises(ValueError, match=r"unknown readout 'topk'.*python YOUR_FILE.py COMMAND"):
         load_encoder(folder / "checkpoint.pth")
@@ -95,7 +102,7 @@ def test_the_new_data_source_trains_and_is_evaluated(tmp_path: Path, python: Cal
     script.write_text(block_with("class Frames"))
     frames = np.random.default_rng(0).integers(0, 256, (50, 24, 20, 3), dtype=np.uint8)
     np.savez(video, frames=frames, labels=np.arange(50) // 25)
-    python(script, "train", *flags(data_path=f"frames:{video}", epochs=1), "--output_dir", tmp_path)
+    python(script, "train", *words_of({**TINY, "data_path": f"frames:{video}", "epochs": 1}), "--output_dir", tmp_path)
     assert load_checkpoint(tmp_path / "checkpoint.pth")["num_images"] == 40
     given = ["--pretrained_weights", tmp_path / "checkpoint.pth", "--output_dir", tmp_path, "--device", "cpu"]
     python(script, "knn", *given, "--data_path", f"frames:{video}", "--num_workers", 0)
@@ -109,7 +116,7 @@ def test_the_new_loss_trains_resumes_to_the_bit_and_leaves_an_encoder(tmp_path: 
     script.write_text(block_with("vicreg_loss"))
 
     def train(name: str, *more: str) -> dict:
-        command = [sys.executable, str(script), *flags(), "--output_dir", str(tmp_path / name), *more]
+        command = [sys.executable, str(script), *words_of(TINY), "--output_dir", str(tmp_path / name), *more]
         done = subprocess.run(
             command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300
         )

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from dino_sparo.clip.choices import READOUTS as CLIP_READOUTS
+from dino_sparo.readout_table import READOUTS
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "dino_sparo"
 README = ROOT / "README.md"
@@ -122,6 +125,21 @@ def test_the_rule_catches_every_way_of_importing(tmp_path: Path, monkeypatch: py
     )
     assert sorted(imported(path)) == ["clip", "dino.head", "dino.teacher", "encoder", "evaluation.features"]
     assert [room_of(name) for name in sorted(imported(path))] == ["clip", "dino", "dino", "encoder", "evaluation"]
+
+
+# Read-outs declare what others need to know; what is left are the names of a foreign format.
+KNOW_READOUTS = {"readout_table.py", "open_clip_names.py", "clip/convert.py"}
+
+
+def test_no_file_but_the_table_tests_the_name_of_a_read_out() -> None:
+    names = {*READOUTS, *CLIP_READOUTS}
+    tests = []
+    for path in modules():
+        if str(path.relative_to(PACKAGE)) not in KNOW_READOUTS:
+            compared = (node for node in ast.walk(parsed(path)) if isinstance(node, ast.Compare))
+            constants = (part for node in compared for part in ast.walk(node) if isinstance(part, ast.Constant))
+            tests += [f"{path.relative_to(ROOT)}:{part.lineno}" for part in constants if part.value in names]
+    assert not tests, f"let the read-out declare it, in {', '.join(tests)}"
 
 
 # Files.

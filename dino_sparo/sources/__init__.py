@@ -200,7 +200,8 @@ def _open_named_set(data_path: str, split: str | None, download: bool) -> tuple[
     sets = ", ".join(TORCHVISION_SETS)
     if folder and name.isidentifier():
         raise ValueError(
-            f"data_path={data_path!r}: unknown data set {name!r}; choose one of {sets}, scenes, or give a path"
+            f"data_path={data_path!r}: unknown data set {name!r}; choose one of {sets}, {', '.join(OPENERS)}, or "
+            "give a path"
         )
     raise ValueError(
         f"data_path={data_path!r} does not exist (in {os.getcwd()}); give a folder, a list (.txt), a table (.csv, "
