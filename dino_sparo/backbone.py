@@ -66,7 +66,7 @@ class Backbone(nn.Module):
         depth: number of blocks to build, if fewer than `size.depth` (SPARO takes the place of the last one).
         pre_norm: normalise the tokens before the first block, as CLIP does.
         quick_gelu: x sigmoid(1.702 x) instead of GELU, as OpenAI's CLIP was trained.
-        final_norm: end with a LayerNorm; False where the read-out takes tokens without (`choices.READOUT_KINDS`).
+        final_norm: end with a LayerNorm; False where the read-out takes tokens without (`readout_table.ReadoutKind`).
 
     Raises:
         ValueError: a size is out of range.

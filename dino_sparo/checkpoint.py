@@ -56,11 +56,11 @@ from dino_sparo.choices import (
     IMAGENET_STD,
     OPENAI_CLIP_MEAN,
     OPENAI_CLIP_STD,
-    READOUT_KINDS,
 )
 from dino_sparo.crops import EvalTransform
 from dino_sparo.encoder import Encoder, EncoderConfig, encoder_from_config
 from dino_sparo.open_clip_names import Renamed, from_open_clip_names, is_open_clip
+from dino_sparo.readout_table import readout_kind
 from dino_sparo.sources.limits import parse_json
 
 logger = logging.getLogger(__name__)
@@ -703,7 +703,7 @@ def _top_weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def _image_tower(description: Mapping[str, Any]) -> dict[str, Any]:
     """How a CLIP's image encoder was built, out of how the CLIP was; mean and std of its images."""
-    has_codes = READOUT_KINDS[description["image"]["readout"]].needs_codes
+    has_codes = readout_kind(description["image"]["readout"]).needs_codes
     return {
         **description["image"],
         "replace_block": description["replace_block"],

@@ -1,8 +1,8 @@
 """What options choose among, as plain values: names of parts, sizes of architectures.
 
 No torch here: command lines are parsed, and `--help` is answered, before torch is imported. The tables that map a name
-to what it builds stay with the parts (`readout.READOUTS`, `optim.OPTIMIZERS`, `export.WRITERS`); tests compare their
-names with those here.
+to what it builds stay with the parts (`readout_table.READOUTS`, `optim.OPTIMIZERS`, `export.WRITERS`); tests compare
+their names with those here.
 """
 
 from typing import NamedTuple
@@ -49,35 +49,10 @@ CROSS_ATTENTION: dict[str, CrossAttentionKind] = {
 }
 
 
-class ReadoutKind(NamedTuple):
-    """What others need to know of a read-out before it is built.
-
-    Attributes:
-        replaces_block: it takes the place of the last block, unless the options say otherwise.
-        takes_raw_tokens: the tokens come without the last LayerNorm.
-        needs_codes: it takes a codebook.
-        shows: what one of its maps is: "slot", "head" (of the last block, where it has no attention of its own) or
-            "average".
-    """
-
-    replaces_block: bool = False
-    takes_raw_tokens: bool = False
-    needs_codes: bool = False
-    shows: str = "slot"
-
-
-READOUT_KINDS: dict[str, ReadoutKind] = {
-    "sparo": ReadoutKind(replaces_block=True),
-    "cls": ReadoutKind(shows="head"),
-    "gap": ReadoutKind(shows="average"),
-    "gap_then_norm": ReadoutKind(takes_raw_tokens=True, shows="average"),
-    "fdt": ReadoutKind(needs_codes=True),
-    "fdt_raw": ReadoutKind(takes_raw_tokens=True, needs_codes=True),
-    **dict.fromkeys(CROSS_ATTENTION, ReadoutKind()),
-    "eos": ReadoutKind(),  # of captions alone
-}
-# Those that DINO trains.
+# The read-outs that `--help` of DINO's training and its demo name; all of them stand in `readout_table.READOUTS`.
 READOUTS = ("cls", "gap", "sparo")
+# The paper's L, V and D for DINO and for CLIP on Conceptual Captions (section 4); with LAION-400M it has L = 128.
+NUM_SLOTS, SLOT_DIM, KEY_DIM = 64, 64, 64
 OPTIMIZERS = ("adamw", "lars", "sgd")
 PRECISIONS = ("bf16", "fp16", "fp32")
 EXPORT_FORMATS = ("safetensors", "timm", "huggingface", "onnx", "open_clip", "sparo_clip")

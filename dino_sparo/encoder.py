@@ -15,9 +15,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 from dino_sparo.backbone import Backbone, create_backbone, layer_norm_eps
-from dino_sparo.choices import READOUT_KINDS, READOUTS
-from dino_sparo.pooling import create_pooling
+from dino_sparo.choices import KEY_DIM, NUM_SLOTS, SLOT_DIM
 from dino_sparo.readout import ClassTokenReadout, ReadoutOutput
+from dino_sparo.readout_table import ReadoutKind, ReadoutSizes, create_readout, readout_kind
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class EncoderConfig:
     Attributes:
         arch: a key of `backbone.ARCHITECTURES`.
         patch_size: P, pixels.
-        readout: a key of `readout.READOUTS` or `pooling.CROSS_ATTENTION`, or `fdt`.
+        readout: a key of `readout_table.READOUTS`.
         num_slots: L, of a slotted read-out.
         slot_dim: V, likewise.
         key_dim: A, likewise.
@@ -35,7 +35,7 @@ class EncoderConfig:
         img_size: side in pixels of the images whose grid the position embedding stores.
         in_chans: number of image channels.
         pre_norm: CLIP's vision transformer instead of DINO's; see `backbone.Backbone`.
-        replace_block: the read-out takes the place of the last block; None: `sparo` does, the others do not.
+        replace_block: the read-out takes the place of the last block; None: as the read-out declares.
         quick_gelu: OpenAI's activation; see `backbone.Backbone`.
         num_codes: number of codes, for `fdt`.
         code_dim: M, for `fdt`.
@@ -44,9 +44,9 @@ class EncoderConfig:
     arch: str = "vit_small"
     patch_size: int = 16
     readout: str = "sparo"
-    num_slots: int = 64
-    slot_dim: int = 64
-    key_dim: int = 64
+    num_slots: int = NUM_SLOTS
+    slot_dim: int = SLOT_DIM
+    key_dim: int = KEY_DIM
     group_size: int = 1
     img_size: int = 224
     in_chans: int = 3
@@ -57,9 +57,14 @@ class EncoderConfig:
     code_dim: int = 0
 
     @property
+    def kind(self) -> ReadoutKind:
+        """What the read-out declares; ValueError if its name is unknown."""
+        return readout_kind(self.readout)
+
+    @property
     def replaces_block(self) -> bool:
         """Whether the read-out takes the place of the last block."""
-        return READOUT_KINDS[self.readout].replaces_block if self.replace_block is None else self.replace_block
+        return self.kind.replaces_block if self.replace_block is None else self.replace_block
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "EncoderConfig":
@@ -106,6 +111,11 @@ class Encoder(nn.Module):
     def encoding_dim(self) -> int:
         """Width of the encoding: the read-out's, or D where the read-out has none."""
         return getattr(self.readout, "encoding_dim", self.backbone.embed_dim)
+
+    @property
+    def is_vanilla(self) -> bool:
+        """Whether the encoding is the class token, so that there is no read-out beside the backbone."""
+        return isinstance(self.readout, ClassTokenReadout)
 
     @property
     def summary(self) -> str:
@@ -166,7 +176,7 @@ class Encoder(nn.Module):
 
     def _layers(self, images: Tensor, n: int) -> tuple[list[Tensor], Tensor]:
         """The probe's features, and the last block's normalised tokens (B, N, D)."""
-        if self.config.readout == "cls":
+        if self.is_vanilla:
             tokens = self.backbone.intermediate_tokens(images, n)
             return [block_tokens[:, 0] for block_tokens in tokens], tokens[-1]
         is_pooled = not self.config.replaces_block
@@ -210,9 +220,9 @@ def create_encoder(
     arch: str = "vit_small",
     patch_size: int = 16,
     readout: str = "sparo",
-    num_slots: int = 64,
-    slot_dim: int = 64,
-    key_dim: int = 64,
+    num_slots: int = NUM_SLOTS,
+    slot_dim: int = SLOT_DIM,
+    key_dim: int = KEY_DIM,
     group_size: int = 1,
     img_size: int = 224,
     drop_path_rate: float = 0.0,
@@ -231,7 +241,7 @@ def create_encoder(
     Args:
         arch: a key of `backbone.ARCHITECTURES`.
         patch_size: P, pixels.
-        readout: a key of `readout.READOUTS`.
+        readout: a key of `readout_table.READOUTS`.
         num_slots: L, for `sparo`.
         slot_dim: V, for `sparo`.
         key_dim: A, for `sparo`.
@@ -240,7 +250,7 @@ def create_encoder(
         drop_path_rate: stochastic depth rate.
         in_chans: number of image channels.
         pre_norm: CLIP's vision transformer instead of DINO's; see `backbone.Backbone`.
-        replace_block: remove the last block; by default only `sparo` does.
+        replace_block: remove the last block; by default as the read-out declares.
         quick_gelu: OpenAI's activation; see `backbone.Backbone`.
         num_codes: number of codes, for `fdt`.
         code_dim: M, for `fdt`.
@@ -280,9 +290,9 @@ def encoder_from_config(
     Raises:
         ValueError: an unknown name, or a size that does not fit.
     """
-    if config.readout not in READOUT_KINDS:
-        raise ValueError(f"unknown readout {config.readout!r}; choose one of {sorted(READOUTS)}")
-    kind = READOUT_KINDS[config.readout]
+    kind = config.kind
+    if kind.reads_captions_only:
+        raise ValueError(f"readout {config.readout!r} reads captions only: an image has no end token; choose another")
     if codebook is None and kind.needs_codes:
         codebook = nn.Parameter(torch.randn(config.num_codes, config.code_dim))
     backbone = create_backbone(
@@ -296,8 +306,7 @@ def encoder_from_config(
         quick_gelu=config.quick_gelu,
         final_norm=not kind.takes_raw_tokens,
     )
-    readout = create_pooling(
-        config.readout,
+    sizes = ReadoutSizes(
         backbone.embed_dim,
         config.num_slots,
         config.slot_dim,
@@ -305,6 +314,7 @@ def encoder_from_config(
         config.group_size,
         codebook,
         backbone.num_prefix_tokens,
-        eps=layer_norm_eps(config.pre_norm),
+        norm_eps=layer_norm_eps(config.pre_norm),
     )
+    readout = create_readout(config.readout, sizes)
     return Encoder(backbone, readout, config)

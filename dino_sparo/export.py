@@ -293,10 +293,10 @@ class _FixedSize(nn.Module):
     def __init__(self, encoder: Encoder) -> None:
         super().__init__()
         self.backbone, self.readout = encoder.backbone, encoder.readout
-        self.names = ["encoding", "attention"] if encoder.config.readout == "sparo" else ["encoding"]
+        self.names = ["encoding", "attention"] if encoder.config.kind.shows == "slot" else ["encoding"]
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        """Images -> encoding (B, L*V), and for `sparo` attention (B, L, N)."""
+        """Images -> encoding (B, L*V), and where slots have attention of their own (B, L, N)."""
         patches = self.backbone.patch_embed(images)
         cls_tokens = self.backbone.cls_token.expand(patches.shape[0], -1, -1)
         tokens = self.backbone.norm_pre(torch.cat((cls_tokens, patches), dim=1) + self.backbone.pos_embed)
@@ -377,11 +377,10 @@ def _write_clip(checkpoint: Path, out: str, format: str) -> Path:
 
 
 def _require_vanilla(encoder: Encoder, format: str) -> None:
-    readout = encoder.config.readout
-    if readout != "cls":
+    if not encoder.is_vanilla:
         raise ValueError(
-            f"{format} has no {readout!r} read-out, so only vanilla encoders (--readout cls) can be written for it; "
-            f"this one can be exported as safetensors or onnx"
+            f"{format} has no {encoder.config.readout!r} read-out, so only vanilla encoders (--readout cls) can be "
+            f"written for it; this one can be exported as safetensors or onnx"
         )
 
 

@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from dino_sparo.choices import CROSS_ATTENTION, CrossAttentionKind
-from dino_sparo.readout import AverageThenNormReadout, ReadoutOutput, create_readout
+from dino_sparo.choices import CrossAttentionKind
+from dino_sparo.readout import ReadoutOutput
 from dino_sparo.runtime.extras import require
 
 
@@ -182,47 +182,3 @@ def sparsemax(logits: Float[Tensor, "B codes"]) -> Float[Tensor, "B codes"]:
     import entmax
 
     return entmax.sparsemax(logits, dim=-1)
-
-
-def create_pooling(
-    name: str,
-    embed_dim: int,
-    num_slots: int,
-    slot_dim: int,
-    key_dim: int,
-    group_size: int = 1,
-    codebook: nn.Parameter | None = None,
-    num_prefix_tokens: int = 0,
-    context_length: int | None = None,
-    eps: float = 1e-5,
-) -> nn.Module:
-    """Build any read-out that needs no end token: one of this file or of `readout.READOUTS`.
-
-    Args:
-        name: a key of `choices.READOUT_KINDS`, but for `eos`.
-        embed_dim: D, width of the tokens.
-        num_slots: L, of a slotted read-out.
-        slot_dim: V, likewise.
-        key_dim: A, likewise.
-        group_size: G, of `sparo`.
-        codebook: (codes, M), of `fdt`.
-        num_prefix_tokens: leading tokens that `fdt` leaves out.
-        context_length: of a text tower, for `fdt_raw`.
-        eps: of the LayerNorm of `gap_then_norm`.
-
-    Raises:
-        ValueError: the name is unknown, a size does not fit, or `fdt` lacks its codebook.
-    """
-    if name == "gap_then_norm":
-        return AverageThenNormReadout(embed_dim, eps)
-    if name in ("fdt", "fdt_raw"):
-        if codebook is None:
-            raise ValueError(f"readout {name!r} needs a codebook; give the parameter (codes, M) that both towers share")
-        return CodebookReadout(embed_dim, codebook, num_prefix_tokens, context_length if name == "fdt_raw" else None)
-    if name in CROSS_ATTENTION:
-        if group_size != 1:
-            raise ValueError(
-                f"group_size={group_size} with readout {name!r}: only 'sparo' shares keys between slots; leave it at 1"
-            )
-        return CrossAttentionReadout(embed_dim, num_slots, slot_dim, key_dim, CROSS_ATTENTION[name])
-    return create_readout(name, embed_dim, num_slots, slot_dim, key_dim, group_size)

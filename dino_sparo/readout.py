@@ -1,17 +1,17 @@
-"""Tokens -> slots: the read-outs `sparo`, `cls` and `gap`, all with one output type.
+"""Tokens -> slots: SPARO, class token, end token and averages, all with one output type.
 
-They stand between `backbone.py` (images -> tokens) and `encoder.py` (slots -> encoding). Every read-out turns tokens
-(B, N, D) into `ReadoutOutput(slots (B, L, V), attention (B, L, N))`, so that training, evaluation and pictures do not
-depend on which one it is.
+They stand between `backbone.py` (images -> tokens) and `encoder.py` (slots -> encoding); `readout_table.py` names
+them. Every read-out turns tokens (B, N, D) into `ReadoutOutput(slots (B, L, V), attention (B, L, N))`, so that
+training, evaluation and pictures do not depend on which one it is.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 
 @dataclass(frozen=True)
@@ -151,6 +151,30 @@ class ClassTokenReadout(nn.Module):
         return ReadoutOutput(slots=tokens[:, :1], attention=attention)
 
 
+class EndTokenReadout(nn.Module):
+    """CLIP's read-out of a caption: one slot, the end token, the last one that may be attended. No parameters.
+
+    slot = h_end,  attention = one-hot at the end token
+    """
+
+    def forward(self, tokens: Float[Tensor, "B N D"], mask: Bool[Tensor, "B N"] | None = None) -> ReadoutOutput:
+        """Take the last token that the mask allows.
+
+        Args:
+            tokens: (B, N, D).
+            mask: (B, N), True up to and including the end token; without it the last token is the end token.
+
+        Returns:
+            Slots (B, 1, D) and the one-hot attention (B, 1, N).
+        """
+        number = tokens.shape[1]
+        end = tokens.new_full((len(tokens),), number, dtype=torch.long) if mask is None else mask.sum(dim=-1)
+        attention = F.one_hot(end - 1, number).to(tokens.dtype)[:, None, :]
+        return ReadoutOutput(
+            slots=tokens[torch.arange(len(tokens), device=tokens.device), end - 1, None], attention=attention
+        )
+
+
 class AveragePoolReadout(nn.Module):
     """Global average pooling over all tokens, class token included: one slot, no parameters.
 
@@ -208,31 +232,3 @@ def _checked_mask(mask: Tensor, tokens: Tensor) -> Tensor:
             f"{tuple(tokens.shape[:2])}, True where a token may be attended"
         )
     return mask
-
-
-READOUTS: dict[str, Callable[..., nn.Module]] = {
-    "sparo": Sparo,
-    "cls": lambda embed_dim, num_slots, slot_dim, key_dim, group_size: ClassTokenReadout(),
-    "gap": lambda embed_dim, num_slots, slot_dim, key_dim, group_size: AveragePoolReadout(),
-}
-
-
-def create_readout(
-    name: str, embed_dim: int, num_slots: int = 64, slot_dim: int = 64, key_dim: int = 64, group_size: int = 1
-) -> nn.Module:
-    """Build a read-out by name; `cls` and `gap` have no sizes of their own and ignore SPARO's.
-
-    Args:
-        name: a key of `READOUTS`.
-        embed_dim: D, width of the tokens.
-        num_slots: L, for `sparo`.
-        slot_dim: V, for `sparo`.
-        key_dim: A, for `sparo`.
-        group_size: G, for `sparo`.
-
-    Raises:
-        ValueError: the name is unknown, or a size does not fit.
-    """
-    if name not in READOUTS:
-        raise ValueError(f"unknown readout {name!r}; choose one of {sorted(READOUTS)}")
-    return READOUTS[name](embed_dim, num_slots, slot_dim, key_dim, group_size)

@@ -24,7 +24,6 @@ from dino_sparo.__main__ import COMMANDS, main
 from dino_sparo.dino import options as dino_options
 from dino_sparo.dino import train as dino_train
 from dino_sparo.export import CLIP_FORMATS, WRITERS
-from dino_sparo.readout import READOUTS
 from dino_sparo.runtime.cli import HelpFormatter, add_device_options, add_foreign_weights_options, bool_flag
 from dino_sparo.runtime.distributed import PRECISIONS
 from dino_sparo.training import images, run
@@ -343,7 +342,6 @@ def test_importing_the_package_imports_no_torch() -> None:
 @pytest.mark.parametrize(
     ("names", "table"),
     [
-        (choices.READOUTS, READOUTS),
         (choices.OPTIMIZERS, OPTIMIZERS),
         (choices.PRECISIONS, PRECISIONS),
         (choices.EXPORT_FORMATS, WRITERS | CLIP_FORMATS),

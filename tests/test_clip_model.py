@@ -25,9 +25,11 @@ from dino_sparo.clip import (
     normalize_slots,
     tokenize,
 )
-from dino_sparo.clip.choices import NORMALIZED_PER_SLOT, READOUTS, SLOTTED
+from dino_sparo.clip.choices import READOUTS
 from dino_sparo.clip.model import clip_from_config
 from dino_sparo.image_text.text import check_token_ids, end_token_mask, simple_tokenizer
+from dino_sparo.readout_table import READOUTS as TOWER_READOUTS
+from dino_sparo.readout_table import readout_kind
 
 open_clip = pytest.importorskip("open_clip")
 
@@ -66,20 +68,25 @@ def pairs() -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("readout", sorted(READOUTS))
 def test_every_read_out_gives_slots_attention_and_encodings_of_length_one(readout: str) -> None:
     model, (images, ids) = small_clip(readout), pairs()
-    width = L * V if readout in SLOTTED else M
+    kind = readout_kind(READOUTS[readout].image)
+    width = L * V if kind.has_slots else M
     assert model.config.embed_dim == width
     encoded = (
         (model.image_output(images), model.encode_image(images), model.encode_image(images, normalize=False), 1 + 16),
         (model.text_output(ids), model.encode_text(ids), model.encode_text(ids, normalize=False), N),
     )
     for output, normalized, plain, number in encoded:
-        num_slots = L if readout in SLOTTED else 1
+        num_slots = L if kind.has_slots else 1
         assert output.slots.shape == (B, num_slots, width // num_slots)
         assert output.attention.shape == (B, num_slots, number)
         torch.testing.assert_close(output.attention.sum(dim=-1), torch.ones(B, num_slots))
         assert torch.equal(plain, output.slots.flatten(1))
         torch.testing.assert_close(normalized.norm(dim=-1), torch.ones(B))
-        parts = output.slots if readout in NORMALIZED_PER_SLOT else output.slots.flatten(1)[:, None]
+        parts = (
+            output.slots
+            if readout_kind(READOUTS[readout].image).normalized_per_slot
+            else output.slots.flatten(1)[:, None]
+        )
         expected = torch.cat([part / part.norm(dim=-1, keepdim=True) for part in parts.unbind(1)], dim=1)
         torch.testing.assert_close(normalized, expected / math.sqrt(parts.shape[1]))
         assert plain.std(dim=0).min() > 0, "every pair has another encoding"
@@ -206,6 +213,14 @@ def test_a_read_out_that_replaces_a_block_takes_one_from_each_tower() -> None:
     kept, replaced = small_clip(replace_block=False), small_clip("cls", replace_block=True)
     assert (len(kept.text.blocks), len(kept.image.backbone.blocks)) == (3, 4)
     assert (len(replaced.text.blocks), len(replaced.image.backbone.blocks)) == (2, 3)
+
+
+@torch.no_grad()
+def test_a_registered_read_out_with_slots_serves_both_towers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TOWER_READOUTS, "mine", replace(TOWER_READOUTS["sparo"], replaces_block=False))
+    model, (images, ids) = small_clip("mine"), pairs()
+    assert len(model.text.blocks) == 3
+    assert model.encode_image(images).shape == model.encode_text(ids).shape == (B, L * V)
 
 
 @torch.no_grad()
@@ -412,8 +427,8 @@ def test_without_open_clip_the_tokenizer_names_the_extra(monkeypatch: pytest.Mon
 def test_the_model_itself_needs_neither_open_clip_nor_entmax() -> None:
     folder = Path(dino_sparo.__file__).parent
     for name in (
-        *(f"clip/{name}" for name in ("__init__", "config", "convert", "model", "readouts")),
-        "image_text/text",
+        *(f"clip/{name}" for name in ("__init__", "config", "convert", "model")),
+        *("image_text/text", "readout", "pooling", "readout_table"),
     ):
         for node in ast.parse((folder / f"{name}.py").read_text(encoding="utf-8")).body:
             if isinstance(node, (ast.Import, ast.ImportFrom)):

@@ -10,7 +10,9 @@ from reference import weights as recorded
 from torch import nn
 
 import dino_sparo
+from dino_sparo import choices
 from dino_sparo.encoder import EncoderConfig, encoder_from_config
+from dino_sparo.readout_table import READOUTS, ReadoutKind
 
 
 def build_network(encoder: nn.Module, head: nn.Module) -> nn.Module:
@@ -356,3 +358,52 @@ def test_only_the_class_token_leaves_the_last_block_where_it_is_the_encoding(enc
     encoder(torch.randn(2, 3, 32, 32))
     handle.remove()
     assert normalised == [2 if encoder.config.readout == "cls" else 2 * 17]
+
+
+# Any read-out of the table, and those of others.
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", sorted(name for name, kind in READOUTS.items() if not kind.reads_captions_only))
+def test_every_read_out_says_the_width_of_its_encoding(name: str) -> None:
+    if READOUTS[name].needs_codes:
+        pytest.importorskip("entmax")
+    encoder = small(name, group_size=1, num_codes=17, code_dim=3)
+    assert encoder(torch.rand(2, 3, 32, 32)).shape == (2, encoder.encoding_dim)
+
+
+def test_the_readouts_that_help_names_stand_in_the_table() -> None:
+    assert set(choices.READOUTS) <= READOUTS.keys()
+
+
+def test_a_read_out_of_captions_is_refused_for_images() -> None:
+    with pytest.raises(ValueError, match="'eos' reads captions only"):
+        small("eos")
+
+
+def test_an_unknown_read_out_says_how_to_run_a_command_with_a_registered_one() -> None:
+    with pytest.raises(ValueError, match=r"unknown readout 'mine'.*python YOUR_FILE.py COMMAND"):
+        small("mine")
+
+
+class HalfMean(nn.Module):
+    """A read-out of another project: the mean of the first half of the tokens' numbers."""
+
+    def __init__(self, embed_dim: int) -> None:
+        super().__init__()
+        self.encoding_dim = embed_dim // 2
+
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> dino_sparo.ReadoutOutput:
+        attention = torch.full_like(tokens[:, None, :, 0], 1 / tokens.shape[1])
+        return dino_sparo.ReadoutOutput((attention @ tokens)[..., : self.encoding_dim], attention)
+
+
+@torch.no_grad()
+def test_a_new_entry_of_the_table_declares_all_that_others_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = ReadoutKind(lambda sizes: HalfMean(sizes.embed_dim), replaces_block=True, takes_raw_tokens=True)
+    monkeypatch.setitem(READOUTS, "half", kind)
+    encoder = small("half")
+    assert encoder.encoding_dim == 64
+    assert (len(encoder.backbone.blocks), type(encoder.backbone.norm)) == (3, nn.Identity)
+    images = torch.rand(2, 3, 32, 32)
+    torch.testing.assert_close(encoder(images), encoder.backbone(images).mean(dim=1)[:, :64])

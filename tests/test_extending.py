@@ -1,14 +1,21 @@
 """docs/extending.md: every code block in it runs and does what the text says."""
 
+import json
 import re
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from runs import ROOT, assert_same_state, epochs_of
 
 from dino_sparo import load_checkpoint, load_encoder
+from dino_sparo.readout_table import READOUTS
+from dino_sparo.sources import OPENERS
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), flags=re.DOTALL)
 TINY = {
@@ -36,15 +43,80 @@ def block_with(word: str) -> str:
     return block
 
 
+@pytest.fixture
+def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., dict]]:
+    """Runs `python FILE.py COMMAND ...` in this process; the tables are afterwards what they were."""
+    before = {**READOUTS}, {**OPENERS}
+
+    def run(script: Path, *words: object) -> dict:
+        monkeypatch.setattr(sys, "argv", [str(script), *map(str, words)])
+        return runpy.run_path(str(script), run_name="__main__")
+
+    yield run
+    for table, entries in zip((READOUTS, OPENERS), before, strict=True):
+        table.clear()
+        table.update(entries)
+
+
+def words_of(options: dict[str, object]) -> list[str]:
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+
+
+@pytest.mark.slow
+def test_the_new_read_out_trains_is_evaluated_drawn_exported_and_loaded(
+    tmp_path: Path, python: Callable[..., dict]
+) -> None:
+    script, folder = tmp_path / "my_readout.py", tmp_path / "topk"
+    script.write_text(block_with("TopKReadout"))
+    python(script, "train", *words_of({**TINY, "readout": "topk", "epochs": 2}), "--output_dir", folder)
+    given = ["--pretrained_weights", folder / "checkpoint.pth", "--output_dir", folder]
+    computed = ["--device", "cpu"]
+    python(script, "knn", *given, *computed, "--data_path", "scenes:26:32", "--num_workers", 0)
+    assert json.loads((folder / "knn.json").read_text())["feature"]["dim"] == 3 * 5
+    python(script, "attention", *given, *computed)
+    python(script, "attention", *given, *computed, "--atlas", "scenes:26:32", "--num_workers", 0)
+    assert np.load(folder / "attention.npy").shape[1] == 3
+    assert len(json.loads((folder / "atlas.json").read_text())["slots"]) == 3
+    assert {path.name for path in folder.glob("*.png")} >= {"atlas.png"}
+    python(script, "export", folder / "checkpoint.pth", folder / "exported")
+    encoder = load_encoder(folder / "checkpoint.pth")
+    assert (encoder.encoding_dim, len(encoder.backbone.blocks)) == (3 * 5, 3)
+    images = torch.rand(2, 3, 16, 16)
+    assert encoder.readout_output(images).attention.gt(0).sum(dim=-1).eq(4).all()
+    assert torch.equal(load_encoder(folder / "exported.safetensors")(images), encoder(images))
+
+    pytest.importorskip("open_clip")
+    own = {name: TINY[name] for name in ("data_path", "arch", "patch_size", "sparo_slots", "sparo_slot_dim", "device")}
+    text = {"text_width": 24, "text_heads": 2, "text_layers": 3, "context_length": 16}
+    clip = {**own, **text, "img_size": 16, "batch_size": 8, "epochs": 1, "num_workers": 0, "readout": "topk"}
+    python(script, "train-clip", *words_of(clip), "--output_dir", tmp_path / "clip")
+    assert load_encoder(tmp_path / "clip" / "checkpoint.pth").encoding_dim == 3 * 5
+
+    del READOUTS["topk"]
+    with pytest.raises(ValueError, match=r"unknown readout 'topk'.*python YOUR_FILE.py COMMAND"):
+        load_encoder(folder / "checkpoint.pth")
+
+
+def test_the_new_data_source_trains_and_is_evaluated(tmp_path: Path, python: Callable[..., dict]) -> None:
+    script, video = tmp_path / "my_source.py", tmp_path / "video.npz"
+    script.write_text(block_with("class Frames"))
+    frames = np.random.default_rng(0).integers(0, 256, (50, 24, 20, 3), dtype=np.uint8)
+    np.savez(video, frames=frames, labels=np.arange(50) // 25)
+    python(script, "train", *words_of({**TINY, "data_path": f"frames:{video}", "epochs": 1}), "--output_dir", tmp_path)
+    assert load_checkpoint(tmp_path / "checkpoint.pth")["num_images"] == 40
+    given = ["--pretrained_weights", tmp_path / "checkpoint.pth", "--output_dir", tmp_path, "--device", "cpu"]
+    python(script, "knn", *given, "--data_path", f"frames:{video}", "--num_workers", 0)
+    result = json.loads((tmp_path / "knn.json").read_text())
+    assert (result["images"]["num_train"], result["images"]["num_val"]) == (40, 10)
+
+
 @pytest.mark.slow
 def test_the_new_loss_trains_resumes_to_the_bit_and_leaves_an_encoder(tmp_path: Path) -> None:
     script = tmp_path / "vicreg.py"
     script.write_text(block_with("vicreg_loss"))
 
-    flags = [word for name, value in TINY.items() for word in (f"--{name}", value)]
-
     def train(name: str, *more: str) -> dict:
-        command = [sys.executable, str(script), *flags, "--output_dir", str(tmp_path / name), *more]
+        command = [sys.executable, str(script), *words_of(TINY), "--output_dir", str(tmp_path / name), *more]
         done = subprocess.run(
             command, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300
         )

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from dino_sparo.clip.choices import READOUTS as CLIP_READOUTS
+from dino_sparo.readout_table import READOUTS
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "dino_sparo"
 README = ROOT / "README.md"
@@ -40,6 +43,7 @@ ENCODER = {
     "open_clip_names",
     "pooling",
     "readout",
+    "readout_table",
     "scenes",
     "sources",
 }
@@ -149,9 +153,21 @@ def test_a_step_reads_nothing_from_the_device_and_the_trainer_in_few_places() ->
 
 
 COMPUTING_FILES = (
-    *("backbone", "readout", "pooling", "encoder", "checkpoint", "data", "crops", "distort", "scenes", "sources/*"),
+    *(
+        "backbone",
+        "readout",
+        "readout_table",
+        "pooling",
+        "encoder",
+        "checkpoint",
+        "data",
+        "crops",
+        "distort",
+        "scenes",
+        "sources/*",
+    ),
     *("open_clip_names", "training/loop", "training/updates", "training/optim", "training/rehearsal"),
-    *("dino/head", "dino/loss", "dino/teacher", "dino/step", "clip/model", "clip/loss", "clip/step", "clip/readouts"),
+    *("dino/head", "dino/loss", "dino/teacher", "dino/step", "clip/model", "clip/loss", "clip/step"),
     *("evaluation/features", "evaluation/knn", "evaluation/linear", "evaluation/attention", "evaluation/atlas"),
 )
 
@@ -160,6 +176,21 @@ def test_files_that_compute_take_named_parameters_not_parsed_options() -> None:
     files = [path for name in COMPUTING_FILES for path in PACKAGE.glob(f"{name}.py")]
     assert len(files) > len(COMPUTING_FILES)
     assert [str(path) for path in files if "args: argparse.Namespace" in path.read_text(encoding="utf-8")] == []
+
+
+# Read-outs declare what others need to know; what is left are the names of a foreign format.
+KNOW_READOUTS = {"readout_table.py", "open_clip_names.py", "clip/convert.py"}
+
+
+def test_no_file_but_the_table_tests_the_name_of_a_read_out() -> None:
+    names = {*READOUTS, *CLIP_READOUTS}
+    tests = []
+    for path in modules():
+        if str(path.relative_to(PACKAGE)) not in KNOW_READOUTS:
+            compared = (node for node in ast.walk(parsed(path)) if isinstance(node, ast.Compare))
+            constants = (part for node in compared for part in ast.walk(node) if isinstance(part, ast.Constant))
+            tests += [f"{path.relative_to(ROOT)}:{part.lineno}" for part in constants if part.value in names]
+    assert not tests, f"let the read-out declare it, in {', '.join(tests)}"
 
 
 # Files.

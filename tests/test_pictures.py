@@ -18,7 +18,7 @@ SHAPES = {"portrait": (60, 25), "sliver": (90, 9), "landscape": (25, 60), "panor
 LONG = "a_photograph_of_a_bird_on_a_branch_in_the_evening_light_of_a_long_day_" * 3 + "$x$.jpg"
 
 
-def maps_of(num_maps: int, num_images: int = 1, kind: str = "sparo", alike: int = 0) -> MapSet:
+def maps_of(num_maps: int, num_images: int = 1, kind: str = "slot", alike: int = 0) -> MapSet:
     """Random maps, the first `alike` of which look alike; numbers of three digits, so that labels are long."""
     maps = np.random.default_rng(0).dirichlet(np.full(15 * 16, 0.9), size=(num_images, num_maps))
     maps = maps.reshape(num_images, num_maps, 15, 16).astype(np.float32)
@@ -53,7 +53,7 @@ def test_all_words_of_several_images_can_be_read(shape: str, num_maps: int, tmp_
 @pytest.mark.parametrize(("ours", "theirs"), [(1, 3), (4, 16)])
 def test_all_words_of_a_comparison_can_be_read(shape: str, ours: int, theirs: int, tmp_path: Path) -> None:
     """Labels of portraits lay over one another."""
-    sides = maps_of(ours, 2, alike=3), maps_of(theirs, 2, "cls", alike=2)
+    sides = maps_of(ours, 2, alike=3), maps_of(theirs, 2, "head", alike=2)
     with drawn_words() as figures:
         compare_page(tmp_path / "compare.png", LONG, [(picture(shape), picture(shape))] * 2, sides)
     assert_readable(figures)
@@ -96,7 +96,7 @@ def test_a_comparison_names_the_runs(tmp_path: Path) -> None:
     """Both were called checkpoint.pth."""
     maps = maps_of(2).maps
     names = run_names(["runs/sparo/checkpoint.pth", "runs/cls/checkpoint.pth"])
-    ours, theirs = (MapSet.of(name, "vit", "sparo", maps) for name in names)
+    ours, theirs = (MapSet.of(name, "vit", "slot", maps) for name in names)
     with drawn_words() as figures:
         compare_page(tmp_path / "compare.png", "a", [(picture("square"), picture("square"))], (ours, theirs))
     shown = {words.words for words in figures[0]}

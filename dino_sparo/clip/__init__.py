@@ -3,7 +3,7 @@
 The second objective. The image encoder, its read-outs, the trainer, checkpoints and logs are the shared rooms of
 `dino_sparo`; captions, pairs and evaluations are those of `dino_sparo.image_text`. Here is what CLIP adds:
 
-    images, captions -> slots      readouts.py  config.py  model.py  convert.py  start.py
+    images, captions -> slots      config.py  model.py  convert.py  start.py
     slots -> loss, one step        loss.py  step.py
     a whole training               train.py  options.py (choices.py)  presets.py
     checkpoint -> evaluation       evaluated.py  adapter.py

@@ -16,28 +16,39 @@ SWEEP_METRICS = ("top1", "top5", "mean_per_class_recall")
 PICTURE_SCENES = "scenes:400:384"
 
 
-# The image tower's read-out and the text tower's. The paper's CLIP+GAP is `gap_image`: in the authors' code only images
-# are averaged, captions keep the end token.
-READOUTS: dict[str, tuple[str, str]] = {
-    "cls": ("cls", "eos"),
-    "gap": ("gap_then_norm", "gap_then_norm"),
-    "gap_image": ("gap_then_norm", "eos"),
-    "sparo": ("sparo", "sparo"),
-    "linear": ("cls", "eos"),
-    "fdt": ("fdt_raw", "fdt_raw"),
-    **{name: (name, name) for name in CROSS_ATTENTION},
+class Towers(NamedTuple):
+    """The read-outs of both towers, keys of `readout_table.READOUTS`.
+
+    Attributes:
+        image: the image tower's.
+        text: the text tower's.
+        has_bottleneck: the encoding passes a linear bottleneck.
+    """
+
+    image: str
+    text: str
+    has_bottleneck: bool = False
+
+
+# The paper's CLIP+GAP is `gap_image`: in the authors' code only images are averaged, captions keep the end token.
+# A read-out with slots that is not named here serves both towers under its own name; see `config.towers_of`.
+READOUTS: dict[str, Towers] = {
+    "cls": Towers("cls", "eos"),
+    "gap": Towers("gap_then_norm", "gap_then_norm"),
+    "gap_image": Towers("gap_then_norm", "eos"),
+    "sparo": Towers("sparo", "sparo"),
+    "linear": Towers("cls", "eos", has_bottleneck=True),
+    "fdt": Towers("fdt_raw", "fdt_raw"),
+    **{name: Towers(name, name) for name in CROSS_ATTENTION},
 }
 
 # What the same names meant at first, and mean in checkpoints of then: the last LayerNorm of either tower precedes the
 # read-out, and `fdt` leaves padding out. The configuration of a checkpoint says which of both it has.
-NORM_FIRST: dict[str, tuple[str, str]] = {"gap": ("gap", "gap"), "gap_image": ("gap", "eos"), "fdt": ("fdt", "fdt")}
-
-# Those that give L slots of width V; the others give one slot.
-SLOTTED = frozenset({"sparo", *CROSS_ATTENTION})
-
-# Attentional pooling knows no slots: its encoding is normalised as a whole, as CoCa's is. Its ablated relatives in
-# table 6 are variants of SPARO and are normalised as SPARO is, which the paper does not say.
-NORMALIZED_PER_SLOT = SLOTTED - {"attpool"}
+NORM_FIRST: dict[str, Towers] = {
+    "gap": Towers("gap", "gap"),
+    "gap_image": Towers("gap", "eos"),
+    "fdt": Towers("fdt", "fdt"),
+}
 
 # What `CLIP.freeze` takes: names begin with one of the first, and with none of the second.
 FREEZABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {

@@ -6,10 +6,10 @@ Every checkpoint holds the configuration, so that no command needs these options
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from dino_sparo.choices import READOUT_KINDS
-from dino_sparo.clip.choices import NORM_FIRST, READOUTS, SLOTTED
+from dino_sparo.clip.choices import NORM_FIRST, READOUTS, Towers
 from dino_sparo.encoder import EncoderConfig
 from dino_sparo.image_text.text import TextConfig
+from dino_sparo.readout_table import READOUTS as TOWER_READOUTS
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,10 @@ class CLIPConfig:
     quick_gelu: bool = False
 
     def __post_init__(self) -> None:
-        check_readout(self.readout)
-        towers = (self.image.readout, self.text.readout)
-        if towers not in (READOUTS[self.readout], NORM_FIRST.get(self.readout)):
+        asked, towers = towers_of(self.readout), (self.image.readout, self.text.readout)
+        if towers not in (asked[:2], NORM_FIRST.get(self.readout, asked)[:2]):
             raise ValueError(
-                f"readout {self.readout!r} is {READOUTS[self.readout]} in image and text tower; these are built with "
-                f"{towers}"
+                f"readout {self.readout!r} is {asked[:2]} in image and text tower; these are built with {towers}"
             )
         for name in ("embed_dim", "bottleneck_dim", "num_codes"):
             if getattr(self, name) < 1:
@@ -56,9 +54,9 @@ class CLIPConfig:
             raise ValueError(
                 f"text layers={self.text.layers} leave no block beside the read-out that replaces the last"
             )
-        if self.readout in SLOTTED:
+        if self.image.kind.has_slots:
             self._check_slots()
-        codes = (self.num_codes, self.embed_dim) if READOUT_KINDS[self.image.readout].needs_codes else (0, 0)
+        codes = (self.num_codes, self.embed_dim) if self.image.kind.needs_codes else (0, 0)
         image = replace(
             self.image,
             replace_block=self.replace_block,
@@ -106,7 +104,7 @@ class CLIPConfig:
         slots = f"{image.num_slots} slots of {image.slot_dim}"
         return (
             f"{image.arch}/{image.patch_size} at {image.img_size} px, text of {text.layers} layers {text.width} wide, "
-            f"{self.readout} ({slots if self.readout in SLOTTED else f'{self.embed_dim} numbers'})"
+            f"{self.readout} ({slots if image.kind.has_slots else f'{self.embed_dim} numbers'})"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -114,11 +112,20 @@ class CLIPConfig:
         return asdict(self)
 
 
-def check_readout(name: str) -> None:
-    """Refuse a name that is not in `READOUTS`.
+def towers_of(readout: str, norm_first: bool = False) -> Towers:
+    """The read-outs of both towers by one name.
+
+    Args:
+        readout: a key of `choices.READOUTS`, or a read-out with slots, which serves both towers.
+        norm_first: as in `model.create_clip`.
 
     Raises:
-        ValueError: lists the names that are.
+        ValueError: lists the names that are known.
     """
-    if name not in READOUTS:
-        raise ValueError(f"unknown readout {name!r}; choose one of {sorted(READOUTS)}")
+    if norm_first and readout in NORM_FIRST:
+        return NORM_FIRST[readout]
+    slotted = {name: Towers(name, name) for name, kind in TOWER_READOUTS.items() if kind.has_slots}
+    towers = READOUTS | slotted
+    if readout not in towers:
+        raise ValueError(f"unknown readout {readout!r}; choose one of {sorted(towers)}")
+    return towers[readout]

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from dino_sparo.checkpoint import CheckpointError, check_known_clip, infer_config
 from dino_sparo.choices import ARCHITECTURES
-from dino_sparo.clip.choices import READOUTS, SLOTTED
-from dino_sparo.clip.config import CLIPConfig
+from dino_sparo.clip.config import CLIPConfig, towers_of
 from dino_sparo.image_text.text import TextConfig
 from dino_sparo.open_clip_names import ENDS, from_open_clip_names, open_clip_settings, to_open_clip_names
 
@@ -102,8 +101,8 @@ def infer_clip_config(
         width=width,
         heads=text_heads,
         layers=depth + image.replaces_block,
-        readout=READOUTS[readout][1],
-        **(slots if readout in SLOTTED else {}),
+        readout=towers_of(readout).text,
+        **(slots if image.kind.has_slots else {}),
     )
     last = {"cls": "text_proj.weight", "linear": "text_proj.1.weight"}.get(readout)
     return CLIPConfig(
@@ -111,7 +110,7 @@ def infer_clip_config(
         text=text,
         readout=readout,
         embed_dim=len(weights[last]) if last else image.num_slots * image.slot_dim,
-        bottleneck_dim=len(weights["text_proj.0.weight"]) if readout == "linear" else 512,
+        bottleneck_dim=len(weights["text_proj.0.weight"]) if "text_proj.0.weight" in weights else 512,
         replace_block=image.replaces_block,
         quick_gelu=quick_gelu,
     )

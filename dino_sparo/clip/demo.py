@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from dino_sparo.clip.choices import SLOTTED
+from dino_sparo.clip.config import towers_of
+from dino_sparo.readout_table import readout_kind
 from dino_sparo.runtime.cli import RunCommand, option_words, say, spread
 
 TRAINING = {
@@ -117,7 +118,7 @@ def demo(args: argparse.Namespace, run: RunCommand) -> list[dict[str, Any]]:
     run("scene-pairs", option_words({"output_dir": pairs, "num_pairs": num_pairs, "image_size": IMAGE_SIZE}))
     runs = [train_and_evaluate(readout, seed, pairs, args, run) for seed in args.seeds for readout in args.readouts]
     for done in runs:
-        if done["readout"] in SLOTTED:
+        if readout_kind(towers_of(done["readout"]).image).has_slots:
             weights = str(Path(done["folder"]) / "checkpoint.pth")
             run("pictures", ["--pretrained_weights", weights, "--device", args.device])
     (folder / "demo.json").write_text(json.dumps(runs, indent=1))

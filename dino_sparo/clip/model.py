@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dino_sparo.checkpoint import CheckpointError, clip_weights, load_checkpoint, load_strictly, normalization_of
-from dino_sparo.choices import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
-from dino_sparo.clip.choices import FREEZABLE, NORM_FIRST, NORMALIZED_PER_SLOT, READOUTS, SLOTTED
-from dino_sparo.clip.config import CLIPConfig, check_readout
+from dino_sparo.choices import KEY_DIM, NUM_SLOTS, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD, SLOT_DIM
+from dino_sparo.clip.choices import FREEZABLE
+from dino_sparo.clip.config import CLIPConfig, towers_of
 from dino_sparo.clip.convert import infer_clip_config, read_open_clip_model
-from dino_sparo.clip.readouts import create_tower_readout
 from dino_sparo.encoder import Encoder, EncoderConfig, encoder_from_config
 from dino_sparo.image_text.evaluation.dot_product import ClipView, DotProductScorer
 from dino_sparo.image_text.text import TextConfig, TextEncoder, tokenize
 from dino_sparo.readout import ReadoutOutput
+from dino_sparo.readout_table import ReadoutSizes, create_readout, readout_kind
 from dino_sparo.runtime.records import file_sha256
 
 INITIAL_TEMPERATURE = 0.07
@@ -92,10 +92,10 @@ class CLIP(nn.Module):
             raise ValueError(f"freeze={sorted(unknown)}: no such part; choose among {', '.join(FREEZABLE)}")
         if {"image", "text"} <= set(parts):
             raise ValueError("freeze=['image', 'text'] leaves nothing to train but the temperature; freeze one of them")
-        if self.config.readout == "fdt" and {"image", "text"} & set(parts):
+        if self.config.image.kind.needs_codes and {"image", "text"} & set(parts):
             raise ValueError(
-                "readout 'fdt' has one codebook for both towers, so neither can be frozen whole; freeze image_backbone "
-                "or text_backbone"
+                f"readout {self.config.readout!r} has one codebook for both towers, so neither can be frozen whole; "
+                "freeze image_backbone or text_backbone"
             )
         for name, parameter in self.named_parameters():
             if is_frozen(name, parts):
@@ -144,7 +144,7 @@ class CLIP(nn.Module):
     def _encoding(self, output: ReadoutOutput, normalize: bool) -> Tensor:
         if not normalize:
             return output.slots.flatten(1)
-        per_slot = self.config.readout in NORMALIZED_PER_SLOT
+        per_slot = self.config.image.kind.normalized_per_slot
         return normalize_slots(output.slots if per_slot else output.slots.flatten(1)[:, None])
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
@@ -166,9 +166,9 @@ def create_clip(
     arch: str = "vit_base",
     patch_size: int = 32,
     readout: str = "sparo",
-    num_slots: int = 128,
-    slot_dim: int = 64,
-    key_dim: int = 64,
+    num_slots: int = NUM_SLOTS,
+    slot_dim: int = SLOT_DIM,
+    key_dim: int = KEY_DIM,
     group_size: int = 1,
     img_size: int = 224,
     embed_dim: int = 512,
@@ -193,7 +193,7 @@ def create_clip(
     Args:
         arch: a key of `backbone.ARCHITECTURES`.
         patch_size: P, pixels.
-        readout: a key of `readouts.READOUTS`.
+        readout: a key of `choices.READOUTS`, or another read-out with slots.
         num_slots: L, of a slotted read-out.
         slot_dim: V, likewise.
         key_dim: A, likewise.
@@ -208,7 +208,7 @@ def create_clip(
         drop_path_rate: stochastic depth rate of the image encoder.
         in_chans: number of image channels.
         pre_norm: CLIP's vision transformer; False takes DINO's, whose pretrained weights fit then.
-        replace_block: remove the last block of both towers; by default only `sparo` does, as in the paper's tables.
+        replace_block: remove the last block of both towers; by default as the read-out declares (`sparo` does).
         bottleneck_dim: m, for `linear`.
         num_codes: number of codes, for `fdt`.
         quick_gelu: OpenAI's activation.
@@ -218,13 +218,13 @@ def create_clip(
     Raises:
         ValueError: an unknown name, or a size that does not fit; the message lists what does.
     """
-    check_readout(readout)
-    image_readout, text_readout = (NORM_FIRST if norm_first and readout in NORM_FIRST else READOUTS)[readout]
+    towers = towers_of(readout, norm_first)
+    kind = readout_kind(towers.image)
     slots: dict[str, Any] = {"num_slots": num_slots, "slot_dim": slot_dim, "key_dim": key_dim, "group_size": group_size}
     image = EncoderConfig(
         arch=arch,
         patch_size=patch_size,
-        readout=image_readout,
+        readout=towers.image,
         img_size=img_size,
         in_chans=in_chans,
         pre_norm=pre_norm,
@@ -236,17 +236,17 @@ def create_clip(
         width=text_width,
         heads=text_heads,
         layers=text_layers,
-        readout=text_readout,
+        readout=towers.text,
         **slots,
     )
     config = CLIPConfig(
         image,
         text,
         readout,
-        embed_dim=num_slots * slot_dim if readout in SLOTTED else embed_dim,
+        embed_dim=num_slots * slot_dim if kind.has_slots else embed_dim,
         bottleneck_dim=bottleneck_dim,
         num_codes=num_codes,
-        replace_block=readout == "sparo" if replace_block is None else replace_block,
+        replace_block=kind.replaces_block if replace_block is None else replace_block,
         quick_gelu=quick_gelu,
     )
     return clip_from_config(config, drop_path_rate)
@@ -255,7 +255,7 @@ def create_clip(
 def clip_from_config(config: CLIPConfig, drop_path_rate: float = 0.0) -> CLIP:
     """Build the model a configuration describes, with random weights; see `create_clip`."""
     codebook = None
-    if config.readout == "fdt":
+    if config.image.kind.needs_codes:
         codebook = nn.Parameter(torch.randn(config.num_codes, config.embed_dim))
     image = encoder_from_config(config.image, drop_path_rate, codebook)
     text = _text_encoder(config, codebook)
@@ -271,8 +271,7 @@ def clip_from_config(config: CLIPConfig, drop_path_rate: float = 0.0) -> CLIP:
 
 def _text_encoder(config: CLIPConfig, codebook: nn.Parameter | None) -> TextEncoder:
     text = config.text
-    readout = create_tower_readout(
-        text.readout,
+    sizes = ReadoutSizes(
         text.width,
         text.num_slots,
         text.slot_dim,
@@ -281,16 +280,18 @@ def _text_encoder(config: CLIPConfig, codebook: nn.Parameter | None) -> TextEnco
         codebook,
         context_length=text.context_length,
     )
+    readout = create_readout(text.readout, sizes)
     return TextEncoder(text, readout, text.layers - config.replace_block)
 
 
 def _projection(config: CLIPConfig, width: int) -> nn.Module:
     """From a tower's single slot to the encoding, drawn as CLIP draws it: normal, std width^-1/2, no bias."""
-    if config.readout in SLOTTED or config.readout == "fdt":
+    if config.image.kind.has_slots or config.image.kind.needs_codes:
         return nn.Identity()
-    first = nn.Linear(width, config.bottleneck_dim if config.readout == "linear" else config.embed_dim, bias=False)
+    has_bottleneck = towers_of(config.readout).has_bottleneck
+    first = nn.Linear(width, config.bottleneck_dim if has_bottleneck else config.embed_dim, bias=False)
     nn.init.normal_(first.weight, std=width**-0.5)
-    if config.readout != "linear":
+    if not has_bottleneck:
         return first
     # The linear bottleneck: CLIP with an encoding of width m, and an affine map from there (SPARO, appendix 0.B.2).
     return nn.Sequential(first, nn.Linear(config.bottleneck_dim, config.embed_dim))

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dino_sparo.choices import KEY_DIM, NUM_SLOTS, SLOT_DIM
+
 
 @dataclass(frozen=True)
 class Preset:
@@ -32,9 +34,9 @@ DEFAULTS: dict[str, Any] = {
     "arch": "vit_base",
     "patch_size": 32,
     "img_size": 224,
-    "sparo_slots": 64,
-    "sparo_slot_dim": 64,
-    "sparo_key_dim": 64,
+    "sparo_slots": NUM_SLOTS,
+    "sparo_slot_dim": SLOT_DIM,
+    "sparo_key_dim": KEY_DIM,
     "embed_dim": 512,
     "text_width": 512,
     "text_heads": 8,
@@ -57,7 +59,7 @@ _SPARO = (
 )
 _CONCEPTUAL = {
     "patch_size": 16,
-    "sparo_slots": 64,
+    "sparo_slots": NUM_SLOTS,
     "batch_size": 4096,
     "warmup_steps": 3600,
     "weight_decay": 0.5,

@@ -71,19 +71,7 @@ MOST_CAPTIONS = 0.5  # share of captions cut off above which the log warns
 
 def train(args: argparse.Namespace) -> None:
     """Train CLIP with these options, or go on from the last checkpoint; see `training.run.train` for what is raised."""
-    run.train(args, _check, defaults_of, CLIPObjective)
-
-
-def _check(args: argparse.Namespace) -> None:
-    require("open_clip", "CLIP's loss and captions")
-    check_options(args)
-
-
-def defaults_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What the options would be if only the preset had been given."""
-    defaults = get_args_parser().parse_args([])
-    apply_preset(defaults)
-    return vars(defaults)
+    run.train(args, CLIPObjective)
 
 
 class CLIPObjective(Objective[PairBatch]):
@@ -105,6 +93,19 @@ class CLIPObjective(Objective[PairBatch]):
     harmless_options = ("preset", "init_clip", "zero_shot_freq", "zero_shot_path", "grad_accum_steps")
     training: CLIPTraining
     has_warned = False  # of captions that are cut off
+
+    @staticmethod
+    def check_options(args: argparse.Namespace) -> None:
+        """Refuse a missing package, and options that cannot be."""
+        require("open_clip", "CLIP's loss and captions")
+        check_options(args)
+
+    @staticmethod
+    def defaults_of(args: argparse.Namespace) -> dict[str, Any]:
+        """What the options would be if only the preset had been given."""
+        defaults = get_args_parser().parse_args([])
+        apply_preset(defaults)
+        return vars(defaults)
 
     def __init__(self, args: argparse.Namespace, place: Distributed) -> None:
         self.args = args

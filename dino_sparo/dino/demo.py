@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from dino_sparo.evaluation.pictures import draw_training_curve
+from dino_sparo.readout_table import readout_kind
 from dino_sparo.runtime.cli import RunCommand, option_words, say, spread
 
 TRAINING = {
@@ -97,7 +98,7 @@ def draw(folder: Path, readout: str, data_path: str, device: str, run: RunComman
     """The pictures of one run: attention on a scene, the atlas of what each slot looks at, the training's curve."""
     shared = ["--pretrained_weights", str(folder / "checkpoint.pth"), "--output_dir", str(folder), "--device", device]
     run("attention", shared)
-    if readout != "gap":  # whose one map is uniform, so there is nothing to search for
+    if readout_kind(readout).shows != "average":  # whose one map is uniform, so there is nothing to search for
         run("attention", [*shared, "--atlas", data_path])
     draw_training_curve(folder / "log.txt", folder / "curve.png")
     return sorted(folder.glob("*.png")) + sorted(folder.glob("*.html"))

@@ -50,7 +50,7 @@ PROBE_IMAGES = (4000, 1000)  # that vote, that are classified, in the probe duri
 
 def train_dino(args: argparse.Namespace) -> None:
     """Train DINO with these options, or go on from the last checkpoint; see `training.run.train` for what is raised."""
-    run.train(args, check_options, defaults_of, DINOObjective)
+    run.train(args, DINOObjective)
 
 
 class DINOObjective(Objective[Batch]):
@@ -71,6 +71,7 @@ class DINOObjective(Objective[Batch]):
     fixed_options = ("optimizer", "norm_last_layer", "use_bn_in_head")
     harmless_options = ("knn_freq",)
     training: DINOTraining
+    check_options, defaults_of = staticmethod(check_options), staticmethod(defaults_of)
 
     def __init__(self, args: argparse.Namespace, process: Distributed) -> None:
         self.args = args

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int, UInt8
 
-from dino_sparo.choices import READOUT_KINDS
 from dino_sparo.data import ImageDataset, ImageSource, ShardSampler, create_loader
 from dino_sparo.encoder import Encoder
 from dino_sparo.evaluation.attention import (
@@ -201,7 +200,7 @@ def build_atlas(
     """Look at every image of a source and choose those that light up each slot most.
 
     Args:
-        encoder: in eval mode, on its device; any but `gap`.
+        encoder: in eval mode, on its device; any but one that averages all tokens.
         source: the images; those that cannot be read are left out.
         view: what is seen of each.
         model: a line about the encoder.
@@ -212,14 +211,14 @@ def build_atlas(
     Raises:
         ValueError: the encoder averages all tokens, or `images_per_slot` is not positive.
     """
-    readout = encoder.config.readout
-    if READOUT_KINDS[readout].shows == "average":
+    readout, kind = encoder.config.readout, encoder.config.kind.shows
+    if kind == "average":
         raise ValueError(f"an atlas shows slots or heads; readout={readout!r} averages all tokens and has neither")
     if images_per_slot < 1:
         raise ValueError(f"atlas_images={images_per_slot}; give a positive number of images per slot")
     survey = _survey(encoder, source, view, num_workers)
     grid = survey.sample.shape[-2:]
-    values = survey.slots if readout != "cls" else None
+    values = survey.slots if kind == "slot" else None
     scores = score_images(survey.patches, survey.prefix, grid[0] * grid[1], values)
     best = np.argsort(-scores, axis=0, kind="stable")[:images_per_slot]  # (images per slot, maps)
     shown = _draw_images(encoder, source, view, survey, best, scores)
@@ -234,7 +233,6 @@ def build_atlas(
         )
         for rank, number in enumerate(ranking)
     ]  # fmt: skip
-    kind = "head" if readout == "cls" else "slot"
     return Atlas(model, kind, name or source.name, len(survey.indices), (int(grid[0]), int(grid[1])), slots)
 
 

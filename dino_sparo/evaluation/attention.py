@@ -74,7 +74,7 @@ def maps_and_slots(
     tokens = encoder.backbone(images)
     output = encoder.readout(tokens)
     attention = output.attention
-    if encoder.config.readout == "cls":
+    if encoder.config.kind.shows == "head":
         attention = encoder.backbone.last_self_attention(images)[:, :, 0]
     patches = attention[:, :, encoder.backbone.num_prefix_tokens :]
     size = encoder.backbone.patch_size

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from PIL import Image
 
-from dino_sparo.choices import READOUT_KINDS
 from dino_sparo.data import CorruptImageError, ImageSource, open_source
 from dino_sparo.evaluation.atlas import build_atlas, draw_atlas
 from dino_sparo.evaluation.atlas_html import write_html
@@ -154,8 +153,8 @@ def look_at(
         tensor = view_tensor(image, view, evaluated.mean, evaluated.std)
         maps.append(attention_maps(encoder, tensor[None].to(device)))
         pictures.append(view_pixels(image, view, PICTURE_HEIGHT))
-    found = MapSet.of(name_of(evaluated, run), describe(evaluated), config.readout, np.concatenate(maps))
-    if READOUT_KINDS[config.readout].shows == "average":
+    found = MapSet.of(name_of(evaluated, run), describe(evaluated), config.kind.shows, np.concatenate(maps))
+    if config.kind.shows == "average":
         logger.warning("readout=%r averages all tokens: its one map is uniform on every image", config.readout)
     return Look([name for name, _ in images], pictures, (views[0].height, views[0].width), found)
 

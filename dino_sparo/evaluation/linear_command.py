@@ -250,7 +250,7 @@ def evaluate_saved(subject: Subject, path: Path) -> tuple[list[dict[str, float]]
 
 def describe(subject: Subject, rows: list[dict[str, float]], counts: dict[str, int | None]) -> dict[str, Any]:
     """Accuracies and protocol, as linear.json holds them: the same for every run of the same command."""
-    args, readout = subject.args, subject.encoder.config.readout
+    args = subject.args
     training = {
         "mode": "fast: cached features of un-augmented images" if args.fast else "random resized crops and flips",
         "epochs": args.epochs,
@@ -267,7 +267,9 @@ def describe(subject: Subject, rows: list[dict[str, float]], counts: dict[str, i
         "training": {"mode": "none: saved probes"} if args.evaluate else training,
         "encoder": subject.evaluated.record,
         "feature": {
-            "name": "class tokens of the last layers" if readout == "cls" else "class tokens, then the encoding",
+            "name": "class tokens of the last layers"
+            if subject.encoder.is_vanilla
+            else "class tokens, then the encoding",
             "n_last_blocks": args.n_last_blocks,
             "avgpool_patchtokens": args.avgpool_patchtokens,
             "dim": subject.feature_dim,

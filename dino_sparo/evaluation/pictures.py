@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float, Int, UInt8
 
-from dino_sparo.choices import READOUT_KINDS
 from dino_sparo.evaluation.attention import (
     class_token_share,
     display_order,
@@ -74,9 +73,8 @@ class MapSet:
     groups: Int[np.ndarray, " maps"]
 
     @classmethod
-    def of(cls, run: str, model: str, readout: str, maps: Float[np.ndarray, "B maps h w"]) -> "MapSet":
-        """Group the maps of an encoder with the read-out `readout`."""
-        kind = READOUT_KINDS[readout].shows
+    def of(cls, run: str, model: str, kind: str, maps: Float[np.ndarray, "B maps h w"]) -> "MapSet":
+        """Group the maps of an encoder."""
         return cls(run, model, kind, maps, group_near_duplicates(maps))
 
     def count(self, order: Int[np.ndarray, " _"]) -> str:

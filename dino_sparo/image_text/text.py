@@ -16,8 +16,9 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dino_sparo.choices import READOUT_KINDS
+from dino_sparo.choices import KEY_DIM, NUM_SLOTS, SLOT_DIM
 from dino_sparo.readout import ReadoutOutput
+from dino_sparo.readout_table import readout_kind
 from dino_sparo.runtime.extras import require
 
 CONTEXT_LENGTH = 77
@@ -34,7 +35,7 @@ class TextConfig:
         width: D, of the tokens.
         heads: attention heads of a block.
         layers: blocks of the architecture; a read-out that replaces the last one leaves one fewer.
-        readout: the text side of an entry of `readouts.READOUTS`.
+        readout: a key of `readout_table.READOUTS`.
         num_slots: L, of a slotted read-out.
         slot_dim: V, likewise.
         key_dim: A, likewise.
@@ -50,9 +51,9 @@ class TextConfig:
     heads: int = 8
     layers: int = 12
     readout: str = "sparo"
-    num_slots: int = 128
-    slot_dim: int = 64
-    key_dim: int = 64
+    num_slots: int = NUM_SLOTS
+    slot_dim: int = SLOT_DIM
+    key_dim: int = KEY_DIM
     group_size: int = 1
 
     def __post_init__(self) -> None:
@@ -103,7 +104,7 @@ class TextEncoder(nn.Module):
             Block(config.width, config.heads, mlp_ratio=4.0, qkv_bias=True, norm_layer=nn.LayerNorm)
             for _ in range(self.depth)
         )
-        self.norm = nn.Identity() if READOUT_KINDS[config.readout].takes_raw_tokens else nn.LayerNorm(config.width)
+        self.norm = nn.Identity() if readout_kind(config.readout).takes_raw_tokens else nn.LayerNorm(config.width)
         self.readout = readout
         self._init_weights()
 

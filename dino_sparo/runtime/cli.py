@@ -14,7 +14,17 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from dino_sparo.choices import ARCHITECTURES, IMAGENET_MEAN, IMAGENET_STD, MAX_IMAGE_MB, MAX_IMAGE_MPIX, READOUTS
+from dino_sparo.choices import (
+    ARCHITECTURES,
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    KEY_DIM,
+    MAX_IMAGE_MB,
+    MAX_IMAGE_MPIX,
+    NUM_SLOTS,
+    READOUTS,
+    SLOT_DIM,
+)
 from dino_sparo.runtime.extras import MissingPackageError
 
 # Exit status of a process that failed through no mistake of the user's: starting it again may well help.
@@ -143,14 +153,15 @@ def add_architecture_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--readout",
         default="sparo",
-        help=f"How tokens become the encoding, one of {', '.join(sorted(READOUTS))}: sparo replaces the last block by "
-        "slots, cls is the class token of vanilla DINO, gap averages all tokens.",
+        help=f"How tokens become the encoding, one of {', '.join(sorted(READOUTS))}, or another name of "
+        "dino_sparo/readout_table.py: sparo replaces the last block by slots, cls is the class token of vanilla DINO, "
+        "gap averages all tokens.",
     )
-    group.add_argument("--sparo_slots", type=int, default=64, help="Number of slots L.")
+    group.add_argument("--sparo_slots", type=int, default=NUM_SLOTS, help="Number of slots L.")
     group.add_argument(
-        "--sparo_slot_dim", type=int, default=64, help="Width of a slot V; the encoding has L*V numbers."
+        "--sparo_slot_dim", type=int, default=SLOT_DIM, help="Width of a slot V; the encoding has L*V numbers."
     )
-    group.add_argument("--sparo_key_dim", type=int, default=64, help="Width of the attention's keys and queries.")
+    group.add_argument("--sparo_key_dim", type=int, default=KEY_DIM, help="Width of the attention's keys and queries.")
     group.add_argument(
         "--sparo_group_size",
         type=int,

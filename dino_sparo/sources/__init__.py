@@ -9,6 +9,7 @@ gives image i as 8-bit RGB, `source.labels[i]` its class if there is one.
     shard-{000..099}.tar              webdataset-style tar shards; also globs, `a.tar::b.tar`, a folder of tars
     cifar10:DIR                       a torchvision set that lies in (or is downloaded to) DIR
     scenes, scenes:NUM:SIZE           procedural images, see `scenes.py`
+    PREFIX:ANYTHING                   what an entry of `OPENERS` reads, also one from a file of yours; docs/extending.md
 
 A source holds the names and places of its images in a few flat arrays (`packed.py` says why) and reads an image when it
 is asked for. The files of this folder, in the order of the data flow:
@@ -33,6 +34,7 @@ import logging
 import os
 import re
 import time
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -52,6 +54,7 @@ from dino_sparo.sources.torchvision_sets import TORCHVISION_SETS, open_torchvisi
 
 __all__ = [
     "IMAGE_EXTENSIONS",
+    "OPENERS",
     "TORCHVISION_SETS",
     "CorruptImageError",
     "ImageLimits",
@@ -149,15 +152,24 @@ def open_source(
     return source
 
 
+def _open_scenes(data_path: str, split: str) -> ImageSource:
+    """The built-in scenes; all of them are those for training."""
+    num_images, image_size = parse_scenes_spec(data_path)
+    return Scenes(num_images, image_size=image_size, split="train" if split == ALL else split)
+
+
+# The data path before its first colon -> data path and split ("train", "val" or `ALL`) to images.
+OPENERS: dict[str, Callable[[str, str], ImageSource]] = {"scenes": _open_scenes}
+
+
 def _open(
     data_path: str, split: str | None, download: bool, max_lost: float, default_split: str, columns: TableColumns
 ) -> tuple[ImageSource, str]:
     """Find out what a data path is; returns the source and the log's word for how it was opened."""
-    if data_path == "scenes" or data_path.startswith("scenes:"):
-        num_images, image_size = parse_scenes_spec(data_path)
+    prefix = data_path.partition(":")[0]
+    if prefix in OPENERS:
         columns.refuse_for(data_path)
-        named = default_split if split is None else "train" if split == ALL else split
-        return Scenes(num_images, image_size=image_size, split=named), "ready"
+        return OPENERS[prefix](data_path, split or default_split), "ready"
     refuse_remote(data_path)
     path = os.path.expanduser(data_path)
     if os.path.isdir(path):
@@ -188,7 +200,8 @@ def _open_named_set(data_path: str, split: str | None, download: bool) -> tuple[
     sets = ", ".join(TORCHVISION_SETS)
     if folder and name.isidentifier():
         raise ValueError(
-            f"data_path={data_path!r}: unknown data set {name!r}; choose one of {sets}, scenes, or give a path"
+            f"data_path={data_path!r}: unknown data set {name!r}; choose one of {sets}, {', '.join(OPENERS)}, or "
+            "give a path"
         )
     raise ValueError(
         f"data_path={data_path!r} does not exist (in {os.getcwd()}); give a folder, a list (.txt), a table (.csv, "

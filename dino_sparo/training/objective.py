@@ -5,6 +5,7 @@ this folder do what is the same for all objectives: resuming, saving, signals, f
 objective they train.
 """
 
+import argparse
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from dino_sparo.data import EpochSampler
+from dino_sparo.runtime.distributed import Distributed
 from dino_sparo.runtime.logs import RunLog
 from dino_sparo.training.updates import Updater
 
@@ -135,6 +137,35 @@ class Objective(ABC, Generic[AnyBatch]):
     loader: DataLoader
     training: Training[AnyBatch]
     num_left_out: int = 0
+
+    @staticmethod
+    @abstractmethod
+    def check_options(args: argparse.Namespace) -> None:
+        """Refuse options that cannot be, before anything is opened.
+
+        Raises:
+            ValueError: names the option and what would fit.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def defaults_of(args: argparse.Namespace) -> dict[str, Any]:
+        """Set the options whose defaults depend on the run; returns the defaults of all options.
+
+        The log begins with the options that differ from these.
+        """
+
+    @abstractmethod
+    def __init__(self, args: argparse.Namespace, place: Distributed) -> None:
+        """Build networks, loss and data.
+
+        Args:
+            args: the options.
+            place: this process among its peers.
+
+        Raises:
+            ValueError: options that do not fit each other or the data.
+        """
 
     @property
     def updater(self) -> Updater:

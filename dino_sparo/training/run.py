@@ -7,7 +7,7 @@ command again goes on from the last checkpoint.
 import argparse
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,6 @@ from dino_sparo.checkpoint import (
     restore_random_state,
 )
 from dino_sparo.runtime.distributed import (
-    Distributed,
     all_gather_object,
     all_or_none,
     broadcast_object,
@@ -82,22 +81,14 @@ class Run:
         }
 
 
-def train(
-    args: argparse.Namespace,
-    check_options: Callable[[argparse.Namespace], None],
-    fill_in_defaults: Callable[[argparse.Namespace], dict[str, Any]],
-    build: Callable[[argparse.Namespace, Distributed], Objective[Any]],
-) -> None:
+def train(args: argparse.Namespace, objective_class: type[Objective[Any]]) -> None:
     """Build everything the options describe, resume if there is something to resume, train.
 
     SIGUSR2, SIGTERM and Ctrl-C end the run after the next few steps, with a checkpoint.
 
     Args:
         args: the options.
-        check_options: refuses numbers that cannot be, before anything is opened.
-        fill_in_defaults: sets the options whose defaults depend on the run, and returns the defaults of all options;
-            the log begins with the options that differ from these.
-        build: makes the objective.
+        objective_class: what to train.
 
     Raises:
         ValueError: options that do not fit each other, the data or the checkpoint; nothing was overwritten.
@@ -109,11 +100,11 @@ def train(
         process = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
         output_dir = Path(args.output_dir)
         with all_or_none(f"preparing {output_dir}"):
-            check_options(args)
+            objective_class.check_options(args)
             lock.acquire()
             setup_logging(output_dir)
-        log_options(vars(args), fill_in_defaults(args))
-        objective = build(args, process)
+        log_options(vars(args), objective_class.defaults_of(args))
+        objective = objective_class(args, process)
         prepare_step(objective, args.compile, args.memory_report)
         run = Run(
             objective,

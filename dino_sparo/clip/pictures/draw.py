@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool
 
-from dino_sparo.clip.choices import SLOTTED
 from dino_sparo.clip.model import LoadedClip, load_clip
 from dino_sparo.clip.pictures.concepts import Choice, Criteria, PairLook, choose, choose_pairs, fits, look_at_pairs
 from dino_sparo.clip.pictures.page import write_page
@@ -75,8 +74,8 @@ def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
     device = select_device(args.device)
     loaded = load_clip(args.pretrained_weights)
     config = loaded.model.config
-    if config.readout not in SLOTTED:
-        raise ValueError(f"readout {config.readout!r} has no slots to show; those of {sorted(SLOTTED)} have")
+    if not config.image.kind.has_slots:
+        raise ValueError(f"readout {config.readout!r} has no slots to show; sparo has")
     asked = asked_slots(args.slots, loaded)
     view = SquareView([args.image_size or config.image.img_size], config.image.patch_size, loaded.mean, loaded.std)
     source = open_picture_pairs(args.data_path, args.image_key, args.caption_key, args.image_folder)

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dino_sparo.clip.choices import PER_DIMENSION, PER_SLOT, SLOTTED
+from dino_sparo.clip.choices import PER_DIMENSION, PER_SLOT
 from dino_sparo.clip.config import CLIPConfig
 from dino_sparo.clip.evaluated import open_clip_model
 from dino_sparo.clip.slots.mask_fit import BOUND, FitResult, FitSettings, fit_mask, masked_pairs
@@ -66,7 +66,7 @@ def number_of_parts(parts: str, config: CLIPConfig) -> int:
     if parts == PER_DIMENSION:
         return config.embed_dim
     if parts == PER_SLOT:
-        if config.readout not in SLOTTED:
+        if not config.image.kind.has_slots:
             raise ValueError(
                 f"parts=slot, but readout {config.readout!r} has no slots; give a number of contiguous equal parts "
                 f"that take their place (the paper's is 64), or dimension"

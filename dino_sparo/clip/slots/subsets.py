@@ -22,7 +22,6 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dino_sparo.clip.choices import NORMALIZED_PER_SLOT
 from dino_sparo.clip.config import CLIPConfig
 from dino_sparo.clip.model import CLIP, ClipOutput, LoadedClip, normalize_slots
 from dino_sparo.readout import ReadoutOutput
@@ -290,12 +289,12 @@ def check_has_slots(config: CLIPConfig) -> None:
     """Refuse a model without slots that can stand alone.
 
     Raises:
-        ValueError: names those that have some.
+        ValueError: names one that has some.
     """
-    if config.readout not in NORMALIZED_PER_SLOT:
+    if not config.image.kind.normalized_per_slot:
         raise ValueError(
-            f"readout {config.readout!r} has no slots to choose among; that takes a model with one of "
-            f"{sorted(NORMALIZED_PER_SLOT)}"
+            f"readout {config.readout!r} has no slots to choose among; that takes a read-out whose slots are "
+            f"normalised one by one, such as sparo"
         )
 
 

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from dino_sparo.clip.choices import SLOTTED
 from dino_sparo.clip.config import CLIPConfig
 from dino_sparo.clip.model import CLIP, clip_from_config, create_clip
 from dino_sparo.clip.slots.plots import colour_of, panels, result_paths, spaced
@@ -46,7 +45,7 @@ class SweepPoint:
 
     Attributes:
         name: its result file, its checkpoint, or `grid`.
-        readout: a key of `readouts.READOUTS`.
+        readout: one name for both towers; see `config.towers_of`.
         num_slots: L; None without slots.
         slot_dim: V; likewise.
         encoding_dim: M.
@@ -68,7 +67,7 @@ def point_of(name: str, build: Callable[[], CLIP], accuracy: float | None = None
     with torch.device("meta"):
         model = build()
     config, num_parameters = model.config, sum(parameter.numel() for parameter in model.parameters())
-    has_slots = config.readout in SLOTTED
+    has_slots = config.image.kind.has_slots
     num_slots, slot_dim = (config.image.num_slots, config.image.slot_dim) if has_slots else (None, None)
     return SweepPoint(name, config.readout, num_slots, slot_dim, config.embed_dim, num_parameters, accuracy)
 
