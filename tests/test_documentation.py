@@ -39,7 +39,7 @@ FOREIGN_OPTIONS = {
 }
 FOREIGN_FILES = {
     *("vision_transformer.py", "transformer.py", "utils.py", "tokenizer.py", "model.py", "hf_model.py"),
-    *("main_pretrain.py", "vicreg.py"),
+    *("main_pretrain.py", "vicreg.py", "my_readout.py", "my_source.py"),
 }
 
 
