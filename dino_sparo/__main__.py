@@ -185,13 +185,13 @@ COMMANDS: dict[str, Command] = {
     ),
     "demo": Command(
         "Built-in scenes -> DINO + SPARO trained, evaluated and drawn, in minutes and without a GPU.",
-        lambda: demo_parser(choices.READOUTS),
+        lambda: demo_parser(choices.DINO_READOUTS),
         "dino_sparo.dino.demo:demo",
         run,
     ),
     "demo-clip": Command(
         "Built-in scenes -> CLIP + SPARO trained, evaluated and drawn, in less than an hour and without a GPU.",
-        lambda: demo_parser(clip_choices.READOUTS),
+        lambda: demo_parser(clip_choices.TOWERS),
         "dino_sparo.clip.demo:demo",
         run,
     ),

@@ -50,7 +50,7 @@ CROSS_ATTENTION: dict[str, CrossAttentionKind] = {
 
 
 # The read-outs that `--help` of DINO's training and its demo name; all of them stand in `readout_table.READOUTS`.
-READOUTS = ("cls", "gap", "sparo")
+DINO_READOUTS = ("cls", "gap", "sparo")
 # The paper's L, V and D for DINO and for CLIP on Conceptual Captions (section 4); with LAION-400M it has L = 128.
 NUM_SLOTS, SLOT_DIM, KEY_DIM = 64, 64, 64
 OPTIMIZERS = ("adamw", "lars", "sgd")

@@ -16,7 +16,7 @@ import visualize_attention
 from dino_sparo import load_encoder
 from dino_sparo.checkpoint import load_checkpoint, load_normalization
 from dino_sparo.clip import clip_description, create_clip, load_clip
-from dino_sparo.clip.choices import READOUTS
+from dino_sparo.clip.choices import TOWERS
 from dino_sparo.clip.convert import to_open_clip
 
 SIZES = {"num_slots": 5, "slot_dim": 7, "key_dim": 3, "img_size": 32, "embed_dim": 11, "num_codes": 17}
@@ -54,7 +54,7 @@ def test_the_image_tower_of_a_clip_checkpoint_is_an_encoder(tmp_path: Path, read
 
 
 def test_every_readout_of_clip_has_the_width_it_says() -> None:
-    for readout in READOUTS:
+    for readout in TOWERS:
         image = create_clip("vit_micro", 8, readout, **SIZES, **TEXT).image
         assert image(torch.zeros(2, 3, 32, 32)).shape[1] == image.encoding_dim, readout
 

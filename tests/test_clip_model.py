@@ -25,11 +25,10 @@ from dino_sparo.clip import (
     normalize_slots,
     tokenize,
 )
-from dino_sparo.clip.choices import READOUTS
+from dino_sparo.clip.choices import TOWERS
 from dino_sparo.clip.model import clip_from_config
 from dino_sparo.image_text.text import check_token_ids, end_token_mask, simple_tokenizer
-from dino_sparo.readout_table import READOUTS as TOWER_READOUTS
-from dino_sparo.readout_table import readout_kind
+from dino_sparo.readout_table import READOUTS, readout_kind
 
 open_clip = pytest.importorskip("open_clip")
 
@@ -65,10 +64,10 @@ def pairs() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("readout", sorted(READOUTS))
+@pytest.mark.parametrize("readout", sorted(TOWERS))
 def test_every_read_out_gives_slots_attention_and_encodings_of_length_one(readout: str) -> None:
     model, (images, ids) = small_clip(readout), pairs()
-    kind = readout_kind(READOUTS[readout].image)
+    kind = readout_kind(TOWERS[readout].image)
     width = L * V if kind.has_slots else M
     assert model.config.embed_dim == width
     encoded = (
@@ -82,11 +81,7 @@ def test_every_read_out_gives_slots_attention_and_encodings_of_length_one(readou
         torch.testing.assert_close(output.attention.sum(dim=-1), torch.ones(B, num_slots))
         assert torch.equal(plain, output.slots.flatten(1))
         torch.testing.assert_close(normalized.norm(dim=-1), torch.ones(B))
-        parts = (
-            output.slots
-            if readout_kind(READOUTS[readout].image).normalized_per_slot
-            else output.slots.flatten(1)[:, None]
-        )
+        parts = output.slots if kind.normalized_per_slot else output.slots.flatten(1)[:, None]
         expected = torch.cat([part / part.norm(dim=-1, keepdim=True) for part in parts.unbind(1)], dim=1)
         torch.testing.assert_close(normalized, expected / math.sqrt(parts.shape[1]))
         assert plain.std(dim=0).min() > 0, "every pair has another encoding"
@@ -128,7 +123,7 @@ def test_forward_gives_both_sides_and_the_inverse_temperature() -> None:
     assert output.logit_scale.shape == ()
 
 
-@pytest.mark.parametrize("readout", sorted(READOUTS))
+@pytest.mark.parametrize("readout", sorted(TOWERS))
 def test_every_parameter_is_used(readout: str) -> None:
     model, (images, ids) = small_clip(readout).train(), pairs()
     image_features, text_features, scale = model(images, ids)
@@ -160,7 +155,7 @@ def test_sparo_of_captions_equals_loops_over_equation_1() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("readout", sorted(READOUTS))
+@pytest.mark.parametrize("readout", sorted(TOWERS))
 def test_what_follows_the_end_token_changes_nothing_and_gets_no_attention(readout: str) -> None:
     model, (_images, ids) = small_clip(readout), pairs()
     mask = end_token_mask(ids)
@@ -206,7 +201,7 @@ def test_plain_attention_gives_what_fused_attention_gives() -> None:
 
 
 def test_a_read_out_that_replaces_a_block_takes_one_from_each_tower() -> None:
-    for readout in READOUTS:
+    for readout in TOWERS:
         model = small_clip(readout)
         assert len(model.text.blocks) == 3 - (readout == "sparo"), readout
         assert len(model.image.backbone.blocks) == 4 - (readout == "sparo"), readout
@@ -217,7 +212,7 @@ def test_a_read_out_that_replaces_a_block_takes_one_from_each_tower() -> None:
 
 @torch.no_grad()
 def test_a_registered_read_out_with_slots_serves_both_towers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TOWER_READOUTS, "mine", replace(TOWER_READOUTS["sparo"], replaces_block=False))
+    monkeypatch.setitem(READOUTS, "mine", replace(READOUTS["sparo"], replaces_block=False))
     model, (images, ids) = small_clip("mine"), pairs()
     assert len(model.text.blocks) == 3
     assert model.encode_image(images).shape == model.encode_text(ids).shape == (B, L * V)
@@ -439,7 +434,7 @@ def test_the_model_itself_needs_neither_open_clip_nor_entmax() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("readout", sorted(READOUTS))
+@pytest.mark.parametrize("readout", sorted(TOWERS))
 def test_a_saved_model_comes_back_as_it_was(readout: str, tmp_path: Path) -> None:
     model, (images, ids) = small_clip(readout, quick_gelu=True), pairs()
     path = tmp_path / "checkpoint.pth"

@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from dino_sparo.clip.choices import CROSS_ATTENTION, NORM_FIRST, READOUTS
+from dino_sparo.clip.choices import CROSS_ATTENTION, NORM_FIRST, TOWERS
 from dino_sparo.clip.model import create_clip
 from dino_sparo.pooling import CodebookReadout, CrossAttentionReadout, sparsemax
 from dino_sparo.readout import EndTokenReadout
-from dino_sparo.readout_table import READOUTS as KINDS
-from dino_sparo.readout_table import ReadoutSizes, create_readout, readout_kind
+from dino_sparo.readout_table import READOUTS, ReadoutSizes, create_readout, readout_kind
 
 pytest.importorskip("open_clip")
 
@@ -184,7 +183,7 @@ def tower_readout(name: str) -> nn.Module:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", sorted({towers.text for towers in (*READOUTS.values(), *NORM_FIRST.values())}))
+@pytest.mark.parametrize("name", sorted({towers.text for towers in (*TOWERS.values(), *NORM_FIRST.values())}))
 def test_tokens_after_the_end_token_get_no_attention_and_have_no_influence(name: str) -> None:
     if name in ("fdt", "fdt_raw"):
         pytest.importorskip("entmax")
@@ -215,7 +214,7 @@ def test_the_end_token_is_the_last_that_the_mask_allows_or_the_last_of_all() -> 
 
 
 def test_only_attentional_pooling_among_the_slotted_is_normalised_as_a_whole() -> None:
-    assert {n for n, kind in KINDS.items() if kind.has_slots and not kind.normalized_per_slot} == {"attpool"}
+    assert {n for n, kind in READOUTS.items() if kind.has_slots and not kind.normalized_per_slot} == {"attpool"}
     assert len(CROSS_ATTENTION) == len(set(CROSS_ATTENTION.values())) == 8
 
 

@@ -1,6 +1,6 @@
 """What CLIP's options choose among, and the defaults they name, as plain values: no torch, so that `--help` is fast.
 
-`READOUTS` names what can be chosen. One name stands for both towers, because an image has no end token and a caption no
+`TOWERS` names what can be chosen. One name stands for both towers, because an image has no end token and a caption no
 class token.
 """
 
@@ -32,7 +32,7 @@ class Towers(NamedTuple):
 
 # The paper's CLIP+GAP is `gap_image`: in the authors' code only images are averaged, captions keep the end token.
 # A read-out with slots that is not named here serves both towers under its own name; see `config.towers_of`.
-READOUTS: dict[str, Towers] = {
+TOWERS: dict[str, Towers] = {
     "cls": Towers("cls", "eos"),
     "gap": Towers("gap_then_norm", "gap_then_norm"),
     "gap_image": Towers("gap_then_norm", "eos"),

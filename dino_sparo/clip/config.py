@@ -6,10 +6,10 @@ Every checkpoint holds the configuration, so that no command needs these options
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from dino_sparo.clip.choices import NORM_FIRST, READOUTS, Towers
+from dino_sparo.clip.choices import NORM_FIRST, TOWERS, Towers
 from dino_sparo.encoder import EncoderConfig
 from dino_sparo.image_text.text import TextConfig
-from dino_sparo.readout_table import READOUTS as TOWER_READOUTS
+from dino_sparo.readout_table import READOUTS
 
 
 @dataclass(frozen=True)
@@ -17,10 +17,10 @@ class CLIPConfig:
     """How a CLIP model is built.
 
     Attributes:
-        image: the image encoder; its `readout` is the image side of `READOUTS[readout]`, or of `NORM_FIRST[readout]`.
+        image: the image encoder; its `readout` is the image side of `TOWERS[readout]`, or of `NORM_FIRST[readout]`.
             What stands below for both towers is copied into it, so that it describes its encoder without the rest.
         text: the text encoder; its `readout` is the text side.
-        readout: a key of `choices.READOUTS`, one name for both towers.
+        readout: a key of `choices.TOWERS`, one name for both towers.
         embed_dim: M, width of the encoding: that of the projections, L*V for a slotted read-out, of the codes for
             `fdt`.
         bottleneck_dim: m, for `linear`.
@@ -116,7 +116,7 @@ def towers_of(readout: str, norm_first: bool = False) -> Towers:
     """The read-outs of both towers by one name.
 
     Args:
-        readout: a key of `choices.READOUTS`, or a read-out with slots, which serves both towers.
+        readout: a key of `choices.TOWERS`, or a read-out with slots, which serves both towers.
         norm_first: as in `model.create_clip`.
 
     Raises:
@@ -124,8 +124,8 @@ def towers_of(readout: str, norm_first: bool = False) -> Towers:
     """
     if norm_first and readout in NORM_FIRST:
         return NORM_FIRST[readout]
-    slotted = {name: Towers(name, name) for name, kind in TOWER_READOUTS.items() if kind.has_slots}
-    towers = READOUTS | slotted
+    slotted = {name: Towers(name, name) for name, kind in READOUTS.items() if kind.has_slots}
+    towers = TOWERS | slotted
     if readout not in towers:
         raise ValueError(f"unknown readout {readout!r}; choose one of {sorted(towers)}")
     return towers[readout]

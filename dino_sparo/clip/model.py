@@ -193,7 +193,7 @@ def create_clip(
     Args:
         arch: a key of `backbone.ARCHITECTURES`.
         patch_size: P, pixels.
-        readout: a key of `choices.READOUTS`, or another read-out with slots.
+        readout: a key of `choices.TOWERS`, or another read-out with slots.
         num_slots: L, of a slotted read-out.
         slot_dim: V, likewise.
         key_dim: A, likewise.

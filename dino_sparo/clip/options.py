@@ -6,7 +6,7 @@ Parsing is pure: it opens no file, touches no device, asks no network.
 import argparse
 
 from dino_sparo.choices import ARCHITECTURES, MIN_CORRUPT, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
-from dino_sparo.clip.choices import FREEZABLE, PRODUCTS, READOUTS
+from dino_sparo.clip.choices import FREEZABLE, PRODUCTS, TOWERS
 from dino_sparo.clip.presets import PRESETS, apply_preset, with_default
 from dino_sparo.image_text.choices import CROP_SCALE
 from dino_sparo.runtime.cli import (
@@ -215,7 +215,7 @@ def _add_readout_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--readout",
         default="sparo",
-        help=f"How tokens become the encoding, one of {', '.join(sorted(READOUTS))}: sparo replaces the last block by "
+        help=f"How tokens become the encoding, one of {', '.join(sorted(TOWERS))}: sparo replaces the last block by "
         "slots, cls is class token and end token as in CLIP, gap averages all tokens.",
     )
     for name, text in (

@@ -16,13 +16,13 @@ from typing import Any, NoReturn
 
 from dino_sparo.choices import (
     ARCHITECTURES,
+    DINO_READOUTS,
     IMAGENET_MEAN,
     IMAGENET_STD,
     KEY_DIM,
     MAX_IMAGE_MB,
     MAX_IMAGE_MPIX,
     NUM_SLOTS,
-    READOUTS,
     SLOT_DIM,
 )
 from dino_sparo.runtime.extras import MissingPackageError
@@ -153,7 +153,7 @@ def add_architecture_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--readout",
         default="sparo",
-        help=f"How tokens become the encoding, one of {', '.join(sorted(READOUTS))}, or another name of "
+        help=f"How tokens become the encoding, one of {', '.join(sorted(DINO_READOUTS))}, or another name of "
         "dino_sparo/readout_table.py: sparo replaces the last block by slots, cls is the class token of vanilla DINO, "
         "gap averages all tokens.",
     )
