@@ -504,7 +504,7 @@ def test_no_slots_are_named_for_a_model_without(tmp_path: Path, capsys: pytest.C
         ({"data_path": "nowhere/at/all"}, "nowhere/at/all"),
         ({"batch_size_per_gpu": 27}, "26 images"),
         ({"arch": "vit_giant"}, "unknown arch 'vit_giant'; choose one of .*vit_small"),
-        ({"readout": "max"}, r"unknown readout 'max'; choose one of \['cls', 'gap', 'sparo'\]"),
+        ({"readout": "max"}, r"unknown readout 'max'; choose one of .*'sparo'"),
         ({"global_crops_size": 20}, "global_crops_size 20 px is not a multiple of --patch_size 8 px.*nearest .* 16"),
         ({"local_crops_size": 4}, "local_crops_size 4 px is not a multiple"),
         ({"sparo_group_size": 2}, "group_size=2 does not divide num_slots=3"),

@@ -18,7 +18,7 @@ from dino_sparo.runtime.cli import (
     bool_flag,
 )
 from dino_sparo.scenes import INDEPENDENT
-from dino_sparo.training.options import add_compute_options, add_run_options
+from dino_sparo.training.options import add_compute_options, add_run_options, check_ranges, check_whole_patches
 
 POSITIVE_OPTIONS = (
     *(
@@ -321,14 +321,7 @@ def check_options(args: argparse.Namespace) -> None:
         ValueError: names the option and what would fit.
     """
     apply_preset(args)
-    for name in POSITIVE_OPTIONS:
-        if getattr(args, name) is not None and getattr(args, name) <= 0:
-            raise ValueError(f"--{name} {getattr(args, name)}: give a positive number")
-    for name in NON_NEGATIVE_OPTIONS:
-        if getattr(args, name) is not None and getattr(args, name) < 0:
-            raise ValueError(f"--{name} {getattr(args, name)}: give 0 or more")
-    if not 0 <= args.max_corrupt <= 1:
-        raise ValueError(f"--max_corrupt {args.max_corrupt}: give a number from 0 to 1")
+    check_ranges(args, POSITIVE_OPTIONS, NON_NEGATIVE_OPTIONS, ("max_corrupt",))
     if (args.shards == "streamed") != (args.epoch_pairs is not None):
         raise ValueError(
             f"--shards {args.shards} with --epoch_pairs {args.epoch_pairs}: a stream has no length, so streamed needs "
@@ -347,9 +340,4 @@ def check_options(args: argparse.Namespace) -> None:
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(args, name) < 1:
             raise ValueError(f"--{name} {getattr(args, name)}: give a number from 0 to below 1")
-    if args.img_size % args.patch_size:
-        nearest = max(round(args.img_size / args.patch_size), 1) * args.patch_size
-        raise ValueError(
-            f"--img_size {args.img_size} px is not a multiple of --patch_size {args.patch_size} px; the nearest that "
-            f"fits is {nearest}"
-        )
+    check_whole_patches(args, "img_size")

@@ -18,7 +18,7 @@ from dino_sparo.runtime.cli import (
     add_split_option,
     bool_flag,
 )
-from dino_sparo.training.options import add_compute_options, add_run_options
+from dino_sparo.training.options import add_compute_options, add_run_options, check_ranges, check_whole_patches
 
 logger = logging.getLogger(__name__)
 
@@ -207,29 +207,12 @@ def check_options(args: argparse.Namespace) -> None:
     Raises:
         ValueError: names the option and what would fit.
     """
-    for name in POSITIVE_OPTIONS:
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise ValueError(f"--{name} {getattr(args, name)}: give a positive number")
-    for name in NON_NEGATIVE_OPTIONS:
-        if getattr(args, name) is not None and getattr(args, name) < 0:
-            raise ValueError(f"--{name} {getattr(args, name)}: give 0 or more")
-    for name in ("momentum_teacher", "max_corrupt"):
-        if not 0 <= getattr(args, name) <= 1:
-            raise ValueError(f"--{name} {getattr(args, name)}: give a number from 0 to 1")
+    check_ranges(args, POSITIVE_OPTIONS, NON_NEGATIVE_OPTIONS, ("momentum_teacher", "max_corrupt"))
     if args.warmup_epochs is not None and args.warmup_epochs > args.epochs:
         raise ValueError(
             f"--warmup_epochs {args.warmup_epochs} is longer than the run of {args.epochs} epochs; shorten it"
         )
-    sizes = {"global_crops_size": args.global_crops_size}
-    if args.local_crops_number:
-        sizes["local_crops_size"] = args.local_crops_size
-    for name, size in sizes.items():
-        if size < args.patch_size or size % args.patch_size:
-            nearest = max(round(size / args.patch_size), 1) * args.patch_size
-            raise ValueError(
-                f"--{name} {size} px is not a multiple of --patch_size {args.patch_size} px; the nearest that fits is "
-                f"{nearest}"
-            )
+    check_whole_patches(args, "global_crops_size", *(["local_crops_size"] if args.local_crops_number else []))
 
 
 def fill_in_defaults(args: argparse.Namespace) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """The options of a run that all objectives share."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from dino_sparo.choices import PRECISIONS
 
@@ -89,3 +89,45 @@ def add_run_options(parser: argparse.ArgumentParser, saveckp_freq: int) -> argpa
         help="Seed of the weights, the order of the data, the crops and everything else that is drawn.",
     )
     return group
+
+
+def check_ranges(
+    args: argparse.Namespace, positive: Iterable[str], non_negative: Iterable[str], shares: Iterable[str]
+) -> None:
+    """Refuse numbers that cannot be; an option that was left open is None.
+
+    Args:
+        args: the options.
+        positive: names of those above 0.
+        non_negative: names of those that may be 0.
+        shares: names of those from 0 to 1.
+
+    Raises:
+        ValueError: names the option, its value and what would fit.
+    """
+    rules: list[tuple[Iterable[str], Callable[[float], bool], str]] = [
+        (positive, lambda value: value > 0, "a positive number"),
+        (non_negative, lambda value: value >= 0, "0 or more"),
+        (shares, lambda value: 0 <= value <= 1, "a number from 0 to 1"),
+    ]
+    for names, fits, words in rules:
+        for name in names:
+            value = getattr(args, name)
+            if value is not None and not fits(value):
+                raise ValueError(f"--{name} {value}: give {words}")
+
+
+def check_whole_patches(args: argparse.Namespace, *sizes: str) -> None:
+    """Refuse images, in pixels, that are not cut into whole patches.
+
+    Raises:
+        ValueError: names the option and the nearest size that fits.
+    """
+    patch = args.patch_size
+    for name in sizes:
+        size = getattr(args, name)
+        if size < patch or size % patch:
+            raise ValueError(
+                f"--{name} {size} px is not a multiple of --patch_size {patch} px; the nearest that fits is "
+                f"{max(round(size / patch), 1) * patch}"
+            )
