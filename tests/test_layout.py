@@ -1,7 +1,9 @@
 """The project's shape: who imports whom, how many files, and that the README's map of files equals the disk."""
 
 import ast
+import builtins
 import re
+import symtable
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -214,6 +216,27 @@ def python_files() -> list[Path]:
 def test_every_module_and_script_opens_with_what_it_is() -> None:
     files = [path for path in python_files() if ROOT / "tests" not in path.parents]
     assert [str(path.relative_to(ROOT)) for path in files if not ast.get_docstring(parsed(path))] == []
+
+
+def undefined_names(path: Path) -> Iterator[str]:
+    """Names that a file uses and nobody defines. Linters must not look for them: shapes are strings of such names."""
+    module = symtable.symtable(path.read_text(encoding="utf-8"), str(path), "exec")
+    known = {*dir(builtins), "__file__", "__path__", *(symbol.get_name() for symbol in module.get_symbols())}
+    unassigned = {s.get_name() for s in module.get_symbols() if not (s.is_assigned() or s.is_imported())}
+    tables = [module]
+    for table in tables:
+        tables += table.get_children()
+        for symbol in table.get_symbols():
+            name = symbol.get_name()
+            is_free = symbol.is_global() or table is module
+            if is_free and symbol.is_referenced() and (name not in known or name in unassigned - set(dir(builtins))):
+                yield name
+
+
+def test_every_name_is_defined() -> None:
+    found = {str(path.relative_to(ROOT)): sorted(set(undefined_names(path))) for path in python_files()}
+    own = {"__file__", "__name__", "__doc__", "__path__"}
+    assert {path: names for path, names in found.items() if set(names) - own} == {}
 
 
 def test_scripts_do_nothing_when_imported() -> None:

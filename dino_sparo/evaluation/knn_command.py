@@ -18,12 +18,11 @@ import torch
 from dino_sparo.crops import EvalTransform
 from dino_sparo.evaluation.features import Features, load_features, save_features
 from dino_sparo.evaluation.knn import KNNResult, classify_on_rank_0, extract_splits
-from dino_sparo.evaluation.protocol import open_encoder, open_splits, result_folder, view_record
+from dino_sparo.evaluation.protocol import open_encoder_and_splits, result_folder, view_record
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.distributed import PRECISIONS, Distributed, init_distributed, is_main
 from dino_sparo.runtime.logs import setup_logging
 from dino_sparo.runtime.records import file_sha256, versions, write_json
-from dino_sparo.sources import ImageLimits, TableColumns
 
 logger = logging.getLogger(__name__)
 
@@ -57,22 +56,7 @@ def evaluate_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
 
 def extract(args: argparse.Namespace, process: Distributed, storage: torch.device) -> tuple[Features, Features, dict]:
     """Features of both splits, and the record of how they were made."""
-    evaluated = open_encoder(
-        args.pretrained_weights,
-        args.checkpoint_key,
-        args.arch,
-        args.patch_size,
-        untrained=args.untrained,
-        readout=args.readout,
-        img_size=args.img_size,
-        seed=args.seed,
-    )
-    train_source, val_source = open_splits(
-        args.data_path,
-        args.download,
-        TableColumns(args.path_column, args.label_column, args.split_column),
-        ImageLimits(args.max_image_mb, args.max_image_mpix),
-    )
+    evaluated, train_source, val_source = open_encoder_and_splits(args)
     encoder = evaluated.encoder.to(process.device)
     img_size = args.img_size or encoder.config.img_size
     transform = EvalTransform(img_size, evaluated.mean, evaluated.std, exact=not args.fast_views)

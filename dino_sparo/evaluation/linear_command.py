@@ -29,12 +29,11 @@ from dino_sparo.data import ImageSource
 from dino_sparo.evaluation.features import Features, extract_split
 from dino_sparo.evaluation.linear import MOMENTUM, REFERENCE_BATCH, Batches, LinearProbe, probe_accuracy
 from dino_sparo.evaluation.linear_run import ProbeRun, cached_batches, check_same_record, live_batches, load_heads
-from dino_sparo.evaluation.protocol import EvaluatedEncoder, open_encoder, open_splits, result_folder, view_record
+from dino_sparo.evaluation.protocol import EvaluatedEncoder, open_encoder_and_splits, result_folder, view_record
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.distributed import PRECISIONS, Distributed, all_reduce_sum, init_distributed, is_main
 from dino_sparo.runtime.logs import setup_logging
 from dino_sparo.runtime.records import versions, write_json
-from dino_sparo.sources import ImageLimits, TableColumns
 
 logger = logging.getLogger(__name__)
 
@@ -71,22 +70,7 @@ def probe_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
     """
     process = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
     setup_logging()
-    evaluated = open_encoder(
-        args.pretrained_weights,
-        args.checkpoint_key,
-        args.arch,
-        args.patch_size,
-        untrained=args.untrained,
-        readout=args.readout,
-        img_size=args.img_size,
-        seed=args.seed,
-    )
-    train_source, val_source = open_splits(
-        args.data_path,
-        args.download,
-        TableColumns(args.path_column, args.label_column, args.split_column),
-        ImageLimits(args.max_image_mb, args.max_image_mpix),
-    )
+    evaluated, train_source, val_source = open_encoder_and_splits(args)
     subject = Subject(args, process, evaluated, train_source, val_source)
     folder = result_folder(args.output_dir, args.pretrained_weights)
     name = "linear_untrained" if args.untrained else "linear"

@@ -5,6 +5,7 @@ weights (by hash), which network in them, which images, how resized, which versi
 to the next: the same command writes the same file.
 """
 
+import argparse
 import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -172,6 +173,27 @@ def open_splits(
         )
     require_labels(train)
     return train, align_classes(val, train.classes or [])
+
+
+def open_encoder_and_splits(args: argparse.Namespace) -> tuple[EvaluatedEncoder, ImageSource, ImageSource]:
+    """The encoder, training and test images that the options of `options.add_evaluation_options` name.
+
+    Raises:
+        ValueError: see `open_encoder` and `open_splits`.
+    """
+    evaluated = open_encoder(
+        args.pretrained_weights,
+        args.checkpoint_key,
+        args.arch,
+        args.patch_size,
+        untrained=args.untrained,
+        readout=args.readout,
+        img_size=args.img_size,
+        seed=args.seed,
+    )
+    columns = TableColumns(args.path_column, args.label_column, args.split_column)
+    limits = ImageLimits(args.max_image_mb, args.max_image_mpix)
+    return evaluated, *open_splits(args.data_path, args.download, columns, limits)
 
 
 def view_record(transform: Any) -> dict[str, Any]:

@@ -7,7 +7,13 @@ import argparse
 
 from dino_sparo.clip.choices import MASK_SCALES, PER_SLOT, PICTURE_SCENES, SWEEP_METRICS, Criteria, FitSettings
 from dino_sparo.image_text.choices import AUTO
-from dino_sparo.image_text.evaluation.options import SPLIT_HELP, add_computation_options, add_model_options
+from dino_sparo.image_text.evaluation.options import (
+    add_class_options,
+    add_computation_options,
+    add_image_options,
+    add_model_options,
+    add_pair_options,
+)
 from dino_sparo.runtime.cli import HelpFormatter
 
 
@@ -15,20 +21,11 @@ def select_parser() -> argparse.ArgumentParser:
     """The options of `select.py`, in data-flow order."""
     parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
     add_model_options(parser)
-    group = parser.add_argument_group("images")
-    group.add_argument(
-        "--data_path",
-        default="",
-        help="Class folders, tar shards with .cls members, a torchvision set (cifar10:DIR), or scenes.",
-    )
-    group.add_argument("--split", default=None, help=SPLIT_HELP)
-    group.add_argument("--download", action="store_true", help="Fetch a torchvision set that is not on disk.")
+    group = add_image_options(parser)
     group.add_argument(
         "--max_images", type=int, default=None, help="Of more images, take a random subset of so many; by default all."
     )
-    group = parser.add_argument_group("classes in words")
-    group.add_argument("--classnames", default=AUTO, help="As of dino-sparo zero-shot.")
-    group.add_argument("--templates", default=AUTO, help="As of dino-sparo zero-shot: auto, a list's name, or a file.")
+    add_class_options(parser)
     group = parser.add_argument_group("selection")
     group.add_argument(
         "--keep",
@@ -44,11 +41,7 @@ def mask_parser() -> argparse.ArgumentParser:
     """The options of `mask.py`, in data-flow order."""
     parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
     add_model_options(parser)
-    group = parser.add_argument_group("pairs")
-    group.add_argument("--data_path", default="", help="Folder of SugarCrepe's JSON files, or of scene_pairs.py.")
-    group.add_argument(
-        "--images", default=None, help="Folder of the images, COCO's val2017; by default `images` in --data_path."
-    )
+    add_pair_options(parser)
     group = parser.add_argument_group("mask")
     group.add_argument(
         "--parts",

@@ -121,7 +121,35 @@ class SlotMask:
         }
 
 
-class SelectedSlots(nn.Module):
+class _ReducedModel(nn.Module):
+    """What a reduced model has of the whole one."""
+
+    model: CLIP
+
+    @property
+    def config(self) -> CLIPConfig:
+        """Of the whole model."""
+        return self.model.config
+
+    @property
+    def logit_scale(self) -> Tensor:
+        """The whole model's."""
+        return self.model.logit_scale
+
+    def encode_image(self, images: Tensor, normalize: bool = True) -> Tensor:
+        """Images -> features."""
+        raise NotImplementedError
+
+    def encode_text(self, token_ids: Tensor, normalize: bool = True) -> Tensor:
+        """Captions -> features."""
+        raise NotImplementedError
+
+    def forward(self, images: Float[Tensor, "B C H W"], token_ids: Int64[Tensor, "B N"]) -> ClipOutput:
+        """Pairs -> features of both sides and the inverse temperature; see `CLIP.forward`."""
+        return ClipOutput(self.encode_image(images), self.encode_text(token_ids), self.logit_scale.exp())
+
+
+class SelectedSlots(_ReducedModel):
     """A model reduced to some of its slots, on both sides; see the top of this file.
 
     Args:
@@ -141,23 +169,9 @@ class SelectedSlots(nn.Module):
         self.register_buffer("kept", torch.tensor(selection.indices), persistent=False)
 
     @property
-    def config(self) -> CLIPConfig:
-        """Of the whole model."""
-        return self.model.config
-
-    @property
-    def logit_scale(self) -> Tensor:
-        """The whole model's."""
-        return self.model.logit_scale
-
-    @property
     def encoding_dim(self) -> int:
         """Numbers in a feature, k V."""
         return len(self.selection.indices) * self.config.image.slot_dim
-
-    def forward(self, images: Float[Tensor, "B C H W"], token_ids: Int64[Tensor, "B N"]) -> ClipOutput:
-        """Pairs -> features of both sides and the inverse temperature; see `CLIP.forward`."""
-        return ClipOutput(self.encode_image(images), self.encode_text(token_ids), self.logit_scale.exp())
 
     def encode_image(self, images: Float[Tensor, "B C H W"], normalize: bool = True) -> Float[Tensor, "B kV"]:
         """Images -> features of the slots that are kept; see `CLIP.encode_image`."""
@@ -183,7 +197,7 @@ def _encoding(output: ReadoutOutput, normalize: bool) -> Tensor:
     return normalize_slots(output.slots) if normalize else output.slots.flatten(1)
 
 
-class MaskedImages(nn.Module):
+class MaskedImages(_ReducedModel):
     """A model whose encodings of images are weighed by a mask; see the top of this file.
 
     Args:
@@ -203,23 +217,9 @@ class MaskedImages(nn.Module):
         self.register_buffer("weights", mask.per_dimension(model.config.embed_dim), persistent=False)
 
     @property
-    def config(self) -> CLIPConfig:
-        """The model's."""
-        return self.model.config
-
-    @property
-    def logit_scale(self) -> Tensor:
-        """The model's."""
-        return self.model.logit_scale
-
-    @property
     def encoding_dim(self) -> int:
         """Numbers in a feature, M."""
         return self.config.embed_dim
-
-    def forward(self, images: Float[Tensor, "B C H W"], token_ids: Int64[Tensor, "B N"]) -> ClipOutput:
-        """Pairs -> features of both sides and the inverse temperature; see `CLIP.forward`."""
-        return ClipOutput(self.encode_image(images), self.encode_text(token_ids), self.logit_scale.exp())
 
     def encode_image(self, images: Float[Tensor, "B C H W"], normalize: bool = True) -> Float[Tensor, "B M"]:
         """Images -> masked encodings; `normalize` normalises before the mask and after it."""

@@ -54,10 +54,8 @@ def add_computation_options(
     add_device_options(parser)
 
 
-def zero_shot_parser() -> argparse.ArgumentParser:
-    """The options of `zero_shot.py`, in data-flow order."""
-    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
-    add_model_options(parser)
+def add_image_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Labelled images; returns the group, for what a command adds."""
     group = parser.add_argument_group("images")
     group.add_argument(
         "--data_path",
@@ -66,13 +64,11 @@ def zero_shot_parser() -> argparse.ArgumentParser:
     )
     group.add_argument("--split", default=None, help=SPLIT_HELP)
     group.add_argument("--download", action="store_true", help="Fetch a torchvision set that is not on disk.")
-    group.add_argument(
-        "--crop_border",
-        type=int,
-        default=0,
-        help="Pixels cut off every side of an image. ObjectNet's images have a red frame of 1; published numbers leave "
-        "it in.",
-    )
+    return group
+
+
+def add_class_options(parser: argparse.ArgumentParser) -> None:
+    """Names of classes, and the captions made of them."""
     group = parser.add_argument_group("classes in words")
     group.add_argument(
         "--classnames",
@@ -86,6 +82,30 @@ def zero_shot_parser() -> argparse.ArgumentParser:
         help="auto: the set's own, or openai, ImageNet's 80; the name of a list (a wrong name shows "
         "all); or a file with one sentence per line, {} or {c} where the name belongs.",
     )
+
+
+def add_pair_options(parser: argparse.ArgumentParser) -> None:
+    """True and false captions."""
+    group = parser.add_argument_group("pairs")
+    group.add_argument("--data_path", default="", help="Folder of SugarCrepe's JSON files, or of scene-pairs.")
+    group.add_argument(
+        "--images", default=None, help="Folder of the images, COCO's val2017; by default `images` in --data_path."
+    )
+
+
+def zero_shot_parser() -> argparse.ArgumentParser:
+    """The options of `zero_shot.py`, in data-flow order."""
+    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    add_model_options(parser)
+    group = add_image_options(parser)
+    group.add_argument(
+        "--crop_border",
+        type=int,
+        default=0,
+        help="Pixels cut off every side of an image. ObjectNet's images have a red frame of 1; published numbers leave "
+        "it in.",
+    )
+    add_class_options(parser)
     add_computation_options(parser, "zero_shot.json")
     return parser
 
@@ -113,11 +133,7 @@ def sugarcrepe_parser() -> argparse.ArgumentParser:
     """The options of `sugarcrepe.py`, in data-flow order."""
     parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
     add_model_options(parser)
-    group = parser.add_argument_group("pairs")
-    group.add_argument("--data_path", default="", help="Folder of SugarCrepe's JSON files, or of scene_pairs.py.")
-    group.add_argument(
-        "--images", default=None, help="Folder of the images, COCO's val2017; by default `images` in --data_path."
-    )
+    add_pair_options(parser)
     add_computation_options(parser, "sugarcrepe.json")
     return parser
 
