@@ -59,17 +59,17 @@ def wait_for_epoch(output_dir: Path, job: Job) -> dict[int, int]:
     return job.ranks()
 
 
-def assert_went_on(job: Job, whole: Path, output_dir: Path, begin: float, what: str) -> None:
-    """The job was requeued once, went on under its number from where it was, and ended as if nothing had happened."""
-    wait_until(lambda: job.restarts == 1, PATIENCE, f"job {job.number} to be requeued", pause=0.1)
+def assert_went_on(job: Job, whole: Path, output_dir: Path, begin: float, what: str, most_restarts: int = 1) -> None:
+    """The job was requeued, went on under its number from where it was, and ended as if nothing had happened."""
+    wait_until(lambda: job.restarts >= 1, PATIENCE, f"job {job.number} to be requeued", pause=0.1)
     requeued = time.monotonic() - begin
     assert job.wait_for_end() == "COMPLETED", job.log()
-    assert job.restarts == 1
+    assert 1 <= job.restarts <= most_restarts
     assert_same_run(whole, output_dir)
     log = (output_dir / "run.log").read_text()
     saved, resumed = re.findall(r"saved at step (\d+)", log), re.findall(r"resumed .*, (\d+) steps done", log)
-    assert len(resumed) == 1
-    assert resumed[0] in saved
+    assert 1 <= len(resumed) <= job.restarts
+    assert set(resumed) <= set(saved)
     assert log.count("saved at step") == len(set(saved)) + log.count("the job is requeued")  # no step was taken twice
     record(what, seconds_to_requeue=round(requeued, 2), resumed_at_step=int(resumed[0]))
 
@@ -121,7 +121,8 @@ def test_the_time_limit_interrupts_the_run_and_costs_it_nothing(slurm: Cluster, 
     begin = time.monotonic()
     for pid in ranks.values():
         os.kill(pid, signal.SIGCONT)
-    assert_went_on(job, whole, tmp_path, begin, "time limit")
+    # Where a start takes long, the limit comes again.
+    assert_went_on(job, whole, tmp_path, begin, "time limit", most_restarts=5)
 
 
 def is_stopped(pid: int) -> bool:
