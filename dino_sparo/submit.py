@@ -23,7 +23,8 @@ from submitit.slurm.slurm import SlurmExecutor, _make_sbatch_string
 
 from dino_sparo.clip import options as clip_options
 from dino_sparo.dino import options as dino_options
-from dino_sparo.runtime.cli import FAULT_STATUS, HelpFormatter, errors_in_one_line, say
+from dino_sparo.runtime import FAULT_STATUS
+from dino_sparo.runtime.cli import HelpFormatter, errors_in_one_line, say
 
 logger = logging.getLogger(__name__)
 

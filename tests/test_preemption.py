@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dino_sparo.runtime import preemption
-from dino_sparo.runtime.cli import FAULT_STATUS, errors_in_one_line
+from dino_sparo.runtime import FAULT_STATUS, preemption
+from dino_sparo.runtime.cli import errors_in_one_line
 from dino_sparo.runtime.preemption import Agreement, RunStopped, StopSignals, Watchdog, hand_over
 
 CPU = torch.device("cpu")

@@ -25,10 +25,8 @@ from dino_sparo.choices import (
     NUM_SLOTS,
     SLOT_DIM,
 )
+from dino_sparo.runtime import FAULT_STATUS
 from dino_sparo.runtime.extras import MissingPackageError
-
-# Exit status of a process that failed through no mistake of the user's: starting it again may well help.
-FAULT_STATUS = 75  # EX_TEMPFAIL of sysexits.h
 
 # A command's name and its words -> what it returns; see `dino_sparo.__main__.run`.
 RunCommand = Callable[[str, Sequence[str]], Any]

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from dino_sparo.runtime.cli import FAULT_STATUS
+from dino_sparo.runtime import FAULT_STATUS
 from dino_sparo.runtime.distributed import all_reduce_sum, barrier, is_main, world_size
 
 logger = logging.getLogger(__name__)
