@@ -1,4 +1,4 @@
-"""Runs of main_dino.py in processes of their own, for tests that interrupt them and compare how they end."""
+"""Training runs in processes of their own, for tests that interrupt them and compare how they end."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from slurm.cluster import environment_of, is_alive, processes, wait_until
 
-import main_dino
+from dino_sparo.__main__ import run as run_command
 from dino_sparo.checkpoint import load_checkpoint, verify_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,11 +49,24 @@ STEADY = {
     "saveckp_freq": 0,
     "saveckp_minutes": 1e-6,
 }
+# The same of CLIP; two pairs per step.
+CLIP_STEADY = {
+    **{name: STEADY[name] for name in ("data_path", "arch", "patch_size", "epochs", "num_workers", "device")},
+    **{name: STEADY[name] for name in ("precision", "saveckp_freq", "saveckp_minutes", "sparo_slots")},
+    **{name: STEADY[name] for name in ("sparo_slot_dim", "sparo_key_dim")},
+    **{"img_size": 32, "text_width": 24, "text_heads": 2, "text_layers": 2, "context_length": 20},
+    **{"embed_dim": 15, "batch_size": 2, "warmup_steps": 18},
+}
+# Command -> its options, and what a checkpoint has to have in common with another's to be the same.
+COMMANDS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
+    "train": (STEADY, ("step", "epoch", "student", "teacher", "optimizer", "dino_loss")),
+    "train-clip": (CLIP_STEADY, ("step", "epoch", "model", "optimizer")),
+}
 
 
-def options(output_dir: Path, **changes: object) -> list[str]:
-    """The words of a command line for a run of `STEADY`, changed as asked for."""
-    values = {**STEADY, "output_dir": output_dir, **changes}
+def options(output_dir: Path, command: str = "train", **changes: object) -> list[str]:
+    """The words of a command line for a run that is steady, changed as asked for."""
+    values = {**COMMANDS[command][0], "output_dir": output_dir, **changes}
     return [word for name, value in values.items() for word in (f"--{name}", *str(value).split(","))]
 
 
@@ -96,10 +109,10 @@ def assert_same_state(first: object, second: object, where: str) -> None:
         assert first == second, where
 
 
-def assert_same_run(first: Path, second: Path) -> None:
+def assert_same_run(first: Path, second: Path, command: str = "train") -> None:
     """Two runs ended with the same weights, optimizer, centre and log, bit for bit."""
     states = [load_checkpoint(folder / "checkpoint.pth") for folder in (first, second)]
-    for key in ("step", "epoch", "student", "teacher", "optimizer", "dino_loss"):
+    for key in COMMANDS[command][1]:
         assert_same_state(states[0][key], states[1][key], key)
     assert epochs_of(first) == epochs_of(second)
 
@@ -158,7 +171,7 @@ def parent_of(pid: int) -> int | None:
 # Ranks as processes that are forked from a server which has imported everything: they start at once.
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["dino_sparo.dino.train", "runs"])
+context.set_forkserver_preload(["dino_sparo.dino.train", "dino_sparo.clip.train", "runs"])
 
 
 def free_port() -> int:
@@ -169,7 +182,7 @@ def free_port() -> int:
 
 
 def _become_rank(
-    rank: int, size: int, port: int, arguments: list[str], log: Path, spoil: Callable[[int], None] | None
+    rank: int, size: int, port: int, words: list[str], log: Path, spoil: Callable[[int], None] | None
 ) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
@@ -180,17 +193,18 @@ def _become_rank(
     multiprocessing.set_start_method("fork", force=True)  # of the data workers, as in any other process
     if spoil is not None:
         spoil(rank)
-    main_dino.main(arguments)
+    run_command(words[0], words[1:])
 
 
 class Ranks:
-    """The processes of one run of main_dino.py, which start as soon as they are described.
+    """The processes of one training run, which start as soon as they are described.
 
     Args:
         folder: of their logs, `rank0.log`, ..., which are added to.
         arguments: the command line, one for all or one per rank.
         size: number of processes.
         spoil: called first in every process, with its rank, to arrange for a fault.
+        command: a key of `COMMANDS`.
     """
 
     def __init__(
@@ -199,12 +213,15 @@ class Ranks:
         arguments: list[str] | list[list[str]],
         size: int = 2,
         spoil: Callable[[int], None] | None = None,
+        command: str = "train",
     ) -> None:
         port = free_port()
         each = [list(words) for words in arguments] if isinstance(arguments[0], list) else [list(arguments)] * size
         self.logs = [folder / f"rank{rank}.log" for rank in range(size)]
         self.members: list[BaseProcess] = [
-            context.Process(target=_become_rank, args=(rank, size, port, each[rank], self.logs[rank], spoil))
+            context.Process(
+                target=_become_rank, args=(rank, size, port, [command, *each[rank]], self.logs[rank], spoil)
+            )
             for rank in range(size)
         ]
         for member in self.members:
@@ -249,12 +266,12 @@ class Ranks:
         assert newest_save(output_dir) > before, self.log()
 
 
-def undisturbed(folder: Path, **changes: object) -> Path:
+def undisturbed(folder: Path, command: str = "train", **changes: object) -> Path:
     """The folder of a run of two processes that nobody disturbs; taken once for every `folder`."""
     output_dir = folder / "undisturbed"
     if not (output_dir / "finished").is_file():
         output_dir.mkdir(exist_ok=True)
-        with Ranks(output_dir, options(output_dir, **changes)) as ranks:
+        with Ranks(output_dir, options(output_dir, command, **changes), command=command) as ranks:
             assert ranks.wait() == [0, 0], ranks.log()
         (output_dir / "finished").touch()
     return output_dir
@@ -264,20 +281,21 @@ def undisturbed(folder: Path, **changes: object) -> Path:
 
 
 class Torchrun:
-    """`torchrun main_dino.py`, two processes.
+    """`torchrun -m dino_sparo COMMAND`, two processes.
 
     Args:
-        arguments: the command line of main_dino.py.
+        arguments: the options of the command.
         log: what all of them say.
         launcher: torchrun's own options.
+        command: a key of `COMMANDS`.
     """
 
-    def __init__(self, arguments: list[str], log: Path, *launcher: str) -> None:
+    def __init__(self, arguments: list[str], log: Path, *launcher: str, command: str = "train") -> None:
         self.log = log
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *launcher]
+        start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *launcher]
         with log.open("a") as file:
             self.agent = subprocess.Popen(
-                [*command, str(ROOT / "main_dino.py"), *arguments],
+                [*start, "-m", "dino_sparo", command, *arguments],
                 **{"cwd": ROOT, "env": environment(), "stdout": file, "stderr": file},
             )
 

@@ -394,12 +394,16 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step_with_a_checkpoint(
 # The real launcher.
 
 
-def kill_under_torchrun(output_dir: Path, seed: int, number: int, **changes: object) -> list[dict[str, Any]]:
+def kill_under_torchrun(
+    output_dir: Path, seed: int, number: int, command: str = "train", **changes: object
+) -> list[dict[str, Any]]:
     """Kill random ranks of a run under torchrun at random moments, then let it end; returns what was seen each time."""
     moments, seen, kills = Moments(seed), set[int](), []
     output_dir.mkdir()
     launcher = ("--max-restarts", str(number), "--monitor-interval", "0.1")
-    with Torchrun(options(output_dir, **changes), output_dir / "all.log", *launcher) as torchrun:
+    with Torchrun(
+        options(output_dir, command, **changes), output_dir / "all.log", *launcher, command=command
+    ) as torchrun:
         while len(kills) < number:
             ranks = {rank: pid for pid, rank in torchrun.wait_for_ranks(seen)}
             moment, step = moments.draw(), assert_whole_checkpoints(output_dir)
