@@ -281,7 +281,7 @@ def undisturbed(folder: Path, command: str = "train", **changes: object) -> Path
 
 
 class Torchrun:
-    """`torchrun -m dino_sparo COMMAND`, two processes.
+    """`torchrun main_dino.py`, or `torchrun -m dino_sparo COMMAND`, two processes.
 
     Args:
         arguments: the options of the command.
@@ -293,9 +293,10 @@ class Torchrun:
     def __init__(self, arguments: list[str], log: Path, *launcher: str, command: str = "train") -> None:
         self.log = log
         start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *launcher]
+        program = [str(ROOT / "main_dino.py")] if command == "train" else ["-m", "dino_sparo", command]
         with log.open("a") as file:
             self.agent = subprocess.Popen(
-                [*start, "-m", "dino_sparo", command, *arguments],
+                [*start, *program, *arguments],
                 **{"cwd": ROOT, "env": environment(), "stdout": file, "stderr": file},
             )
 
