@@ -387,6 +387,11 @@ class Scenes:
         return np.random.default_rng([self.seed, SPLITS[self.split], index])
 
 
+def names_scenes(data_path: str) -> bool:
+    """Whether a data path is `scenes`, with or without numbers."""
+    return data_path.partition(":")[0] == "scenes"
+
+
 def parse_scenes_spec(spec: str) -> tuple[int, int]:
     """Read `scenes`, `scenes:NUM` or `scenes:NUM:IMAGE_SIZE`.
 

@@ -21,6 +21,8 @@ from dino_sparo.image_text.evaluation.retrieval import (
     merge_equal,
     recall,
 )
+from dino_sparo.image_text.pairs.batches import PairSource
+from dino_sparo.scenes import Scenes
 
 
 def run(*options: object) -> dict:
@@ -280,7 +282,7 @@ def test_captions_that_cannot_be_read_are_counted(monkeypatch):
     def unreadable(index):
         raise caption_sets.CorruptImageError(f"shard!{index}", "gone")
 
-    pairs = caption_sets.PairSource(caption_sets.Scenes(5), unreadable)
+    pairs = PairSource(Scenes(5), unreadable)
     with pytest.raises(ValueError, match="5 of 5 captions of scenes"):
         caption_sets._together(pairs)
 

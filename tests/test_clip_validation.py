@@ -35,6 +35,14 @@ def test_held_out_pairs_are_not_trained_on_and_are_the_same_every_time() -> None
     assert val.read(4).tobytes() == source.read(where[val.location(4)]).tobytes()
 
 
+def test_scenes_to_validate_on_are_not_those_that_are_trained_on() -> None:
+    """`--val_path scenes` gave the training scenes once more."""
+    train, val = (open_pairs("scenes:9:32", default_split=split) for split in ("train", "val"))
+    pictures = [{source.read(index).tobytes() for index in range(9)} for source in (train, val)]
+    assert not pictures[0] & pictures[1]
+    assert val.captions_of(3) == val.captions_of(3)
+
+
 @pytest.mark.parametrize("share", [0.001, 0.999])
 def test_a_share_that_leaves_a_side_empty_is_refused(share: float) -> None:
     with pytest.raises(ValueError, match=r"--val_share .* of 50 pairs is \d+ pairs; give a share"):

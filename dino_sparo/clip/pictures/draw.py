@@ -34,15 +34,13 @@ from dino_sparo.evaluation.names import run_names
 from dino_sparo.evaluation.page import require_matplotlib
 from dino_sparo.evaluation.protocol import result_folder
 from dino_sparo.evaluation.views import SquareView, view_pixels
-from dino_sparo.image_text.evaluation.protocol import open_evaluation_images
 from dino_sparo.image_text.pairs.batches import LeftOut, PairSource
-from dino_sparo.image_text.pairs.captions import ListedCaptions, PackedTexts, SceneCaptions
+from dino_sparo.image_text.pairs.captions import ListedCaptions, PackedTexts
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.text import tokenize
 from dino_sparo.runtime.distributed import detect_launcher, select_device
 from dino_sparo.runtime.logs import printable, setup_logging
 from dino_sparo.runtime.records import versions, write_json
-from dino_sparo.scenes import Scenes
 from dino_sparo.sources import IMAGE_EXTENSIONS
 from dino_sparo.sources.packed import FileSource
 
@@ -135,10 +133,6 @@ def open_picture_pairs(
     Raises:
         ValueError: nothing lies there, or no pairs do.
     """
-    if data_path.partition(":")[0] == "scenes":
-        scenes = open_evaluation_images(data_path)
-        assert isinstance(scenes, Scenes)
-        return PairSource(scenes, SceneCaptions(scenes))
     folder = Path(data_path).expanduser()
     if folder.is_dir() and any(folder.glob("*.txt")) and not any(folder.glob("*.tar")):
         return open_pair_folder(folder)

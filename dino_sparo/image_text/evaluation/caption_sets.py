@@ -20,11 +20,8 @@ import numpy as np
 
 from dino_sparo.data import CorruptImageError, ImageSource
 from dino_sparo.image_text.evaluation.image_files import open_named_images, require_few_missing
-from dino_sparo.image_text.evaluation.protocol import open_evaluation_images
 from dino_sparo.image_text.pairs.batches import PairSource
-from dino_sparo.image_text.pairs.captions import SceneCaptions
 from dino_sparo.image_text.pairs.sources import open_pairs
-from dino_sparo.scenes import Scenes
 from dino_sparo.sources import IMAGE_EXTENSIONS
 from dino_sparo.sources.limits import parse_json
 from dino_sparo.sources.subset import Subset
@@ -76,10 +73,6 @@ def open_caption_set(
         return _in_folder(_only_listed(listed, image_list), data_path)
     if image_list is not None:
         raise ValueError(f"image_list={image_list!r} chooses among the images of --captions, which is not given")
-    if data_path.partition(":")[0] == "scenes":
-        scenes = open_evaluation_images(data_path)
-        assert isinstance(scenes, Scenes)
-        return _together(PairSource(scenes, SceneCaptions(scenes)))
     return _together(open_pairs(data_path, default_split="val"))
 
 

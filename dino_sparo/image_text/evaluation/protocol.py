@@ -14,7 +14,7 @@ from dino_sparo.image_text.evaluation.scorer import Scorer
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.distributed import is_main, rank_0_first
 from dino_sparo.runtime.records import file_sha256, write_json
-from dino_sparo.scenes import INDEPENDENT, Scenes, parse_scenes_spec
+from dino_sparo.scenes import INDEPENDENT, Scenes, names_scenes, parse_scenes_spec
 
 # The options, the process among its peers, pixels cut off every side of an image -> the model.
 OpenModel = Callable[..., Scorer]
@@ -35,7 +35,7 @@ def open_evaluation_images(data_path: str, split: str | None = None, download: b
     """
     if not data_path:
         raise ValueError("--data_path is empty; give class folders, tar shards, a set such as cifar10:DIR, or scenes")
-    if data_path.partition(":")[0] == "scenes":
+    if names_scenes(data_path):
         num_images, image_size = parse_scenes_spec(data_path)
         return Scenes(num_images, image_size, split=split or "val", ties=INDEPENDENT)
     with rank_0_first():

@@ -26,7 +26,7 @@ from dino_sparo.image_text.pairs.captions import ClassCaptions, SceneCaptions
 from dino_sparo.image_text.pairs.tables import open_coco_captions, open_pair_table
 from dino_sparo.image_text.pairs.tars import open_pair_shards, pairs_kind
 from dino_sparo.image_text.prompts import AUTO, open_templates
-from dino_sparo.scenes import INDEPENDENT, Scenes, Ties, parse_scenes_spec
+from dino_sparo.scenes import INDEPENDENT, Scenes, Ties, names_scenes, parse_scenes_spec
 from dino_sparo.sources import ImageLimits, TableColumns, refuse_remote
 from dino_sparo.sources.decode import DEFAULT_LIMITS
 from dino_sparo.sources.packed import FileSource
@@ -72,7 +72,7 @@ def open_pairs(
         download: fetch a torchvision set that is not on disk.
         split: as in `sources.open_source`: a name, "all", or None for the default split where splits are recognised.
         split_column: a table's column of splits; None finds it by name.
-        default_split: what None asks for, "train" or "val".
+        default_split: what None asks for, "train" or "val"; of the built-in scenes it is the split.
         limits: larger images count as unreadable.
 
     Raises:
@@ -82,7 +82,7 @@ def open_pairs(
     start = time.perf_counter()
     path, shards = os.path.expanduser(data_path), list[str]()
     columns = TableColumns(path=image_key, split=split_column)
-    is_made = caption_templates is not None or data_path.split(":")[0] == "scenes"
+    is_made = caption_templates is not None or names_scenes(data_path)
     if not is_made:
         refuse_remote(data_path)
         path, shards, split = _resolve_split(path, split, default_split)
@@ -105,7 +105,7 @@ def open_pairs(
             default_split=default_split,
             columns=columns,
         )
-        source, how = _open_made(data_path, caption_templates, scene_ties, open_images), "ready"
+        source, how = _open_made(data_path, caption_templates, scene_ties, default_split, open_images), "ready"
     if isinstance(source.images, FileSource | TarSource):
         source.images.limits = limits
     logger.info("%s: %s pairs, %s in %.2f s", source.name, f"{len(source):,}", how, time.perf_counter() - start)
@@ -158,15 +158,22 @@ def _refuse_split(data_path: str, split: str | None) -> None:
 
 
 def _open_made(
-    data_path: str, templates: Sequence[str] | None, ties: Ties, open_images: Callable[[], ImageSource]
+    data_path: str,
+    templates: Sequence[str] | None,
+    ties: Ties,
+    split: str,
+    open_images: Callable[[], ImageSource],
 ) -> PairSource:
-    """Images that come without written captions: scenes describe themselves, labels are put into words."""
+    """Images that come without written captions: scenes describe themselves, labels are put into words.
+
+    Captions of scenes that are trained on vary from draw to draw; those of held-out scenes do not.
+    """
     images: ImageSource
-    if data_path.split(":")[0] == "scenes":
+    if names_scenes(data_path):
         num_images, image_size = parse_scenes_spec(data_path)
-        images = scenes = Scenes(num_images, image_size, ties=ties)
+        images = scenes = Scenes(num_images, image_size, split=split, ties=ties)
         if templates is None:
-            return PairSource(scenes, SceneCaptions(scenes, varied=True))
+            return PairSource(scenes, SceneCaptions(scenes, varied=split == "train"))
     else:
         images = open_images()
     if images.labels is None:
