@@ -24,7 +24,7 @@ class BoundPatches(NamedTuple):
     """What all captions need of some images.
 
     Attributes:
-        keys: (B, N, dim), K.
+        keys: (B, N, dim), K^, not projected.
         values: (B, N, dim), V.
         defaults: (B, N), logsumexp of the default tokens' logits; None where there are none.
     """
@@ -53,7 +53,8 @@ class Binding(nn.Module):
     The listing pads all captions to one size and keeps (B, U, E + num_default, N) weights. Here captions of one number
     of entities are taken together, so nothing is padded; the defaults enter as one number per patch,
     z = logaddexp(logsumexp_m q_m . K_n, logsumexp_c q_c . K_n), with a = exp(q . K - z); and a chunk of captions is
-    bounded. Logits, softmax and sums are fp32 or wider also under autocast.
+    bounded. With K = W_k K^ the products are taken as q . K = (W_k^T q) . K^, so W_k multiplies the few entities and not
+    the patches. Logits, softmax and sums are fp32 or wider also under autocast.
 
     Args:
         image_dim: width of the patches.
@@ -218,7 +219,7 @@ class Binding(nn.Module):
         with torch.autocast(keys.device.type, enabled=False):
             defaults = self._default_queries().expand(len(entities), -1, -1)
             everything = torch.cat([self.queries(entities), defaults], dim=1)
-            logits = torch.einsum("bnd,uqd->buqn", self._projected(self.key_proj, keys), everything)
+            logits = torch.einsum("bnd,uqd->buqn", self._wide(keys), everything)
             allowed = torch.cat([mask, mask.new_ones(len(mask), self.num_default)], dim=1)
             if self.competition == "keys":
                 return logits.softmax(dim=-1).masked_fill(~allowed[:, :, None], 0)
@@ -227,15 +228,14 @@ class Binding(nn.Module):
     # The parts of `bind`; `pair_scores.py` puts them together with the scores.
 
     def project(self, keys: Float[Tensor, "B N dim"], values: Float[Tensor, "B N dim"]) -> BoundPatches:
-        """K, V and the defaults' part of the softmax; once per image."""
-        projected = self._projected(self.key_proj, keys)
-        defaults = (projected @ self._default_queries().t()).logsumexp(dim=-1) if self.num_default else None
-        return BoundPatches(projected, self._projected(self.value_proj, values), defaults)
+        """K^, V and the defaults' part of the softmax; once per image."""
+        keys = self._wide(keys)
+        defaults = (keys @ self._default_queries().t()).logsumexp(dim=-1) if self.num_default else None
+        return BoundPatches(keys, self._wide(self.value_proj(self._cast(values))), defaults)
 
     def queries(self, entities: Float[Tensor, "U E dim"]) -> Float[Tensor, "U E dim"]:
-        """q / sqrt(dim) of entities."""
-        normed = self.query_norm(entities.to(self.query_norm.weight.dtype))
-        return self._projected(self.query_proj, normed) * self.dim**-0.5
+        """W_k^T q / sqrt(dim) of entities."""
+        return self._against_keys(self.query_norm(self._cast(entities)))
 
     def chunks(self, counts: Sequence[int], relation_counts: Sequence[int], num_images: int) -> list[list[int]]:
         """Captions in groups of one number of entities, each group within `chunk_mb`; without those that have none.
@@ -291,12 +291,18 @@ class Binding(nn.Module):
         return (logits - torch.logaddexp(logits.logsumexp(dim=-1), defaults)[..., None]).exp()
 
     def _default_queries(self) -> Float[Tensor, "num_default dim"]:
-        return self._projected(self.query_proj, self.default_tokens) * self.dim**-0.5
+        return self._against_keys(self.default_tokens)
 
-    @staticmethod
-    def _projected(proj: nn.Linear, tokens: Tensor) -> Tensor:
-        projected = proj(tokens.to(proj.weight.dtype))
-        return projected.to(torch.promote_types(projected.dtype, torch.float32))
+    def _against_keys(self, tokens: Float[Tensor, "*shape dim"]) -> Float[Tensor, "*shape dim"]:
+        return self._wide(self.query_proj(tokens) @ self.key_proj.weight) * self.dim**-0.5
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        """In the weights' precision."""
+        return tensor.to(self.key_proj.weight.dtype)
+
+    def _wide(self, tensor: Tensor) -> Tensor:
+        """In fp32, or the weights' precision if it is wider."""
+        return tensor.to(torch.promote_types(self.key_proj.weight.dtype, torch.float32))
 
 
 def _check_sizes(**sizes: int) -> None:
