@@ -53,7 +53,7 @@ class Binding(nn.Module):
     The listing pads all captions to one size and keeps (B, U, E + num_default, N) weights. Here captions of one number
     of entities are taken together, so nothing is padded; the defaults enter as one number per patch,
     z = logaddexp(logsumexp_m q_m . K_n, logsumexp_c q_c . K_n), with a = exp(q . K - z); and a chunk of captions is
-    bounded. With K = W_k K^ the products are taken as q . K = (W_k^T q) . K^, so W_k multiplies the few entities and not
+    bounded. With K = W_k K^ the products are taken as q . K = (W_k^T q) . K^, so W_k multiplies the few entities, not
     the patches. Logits, softmax and sums are fp32 or wider also under autocast.
 
     Args:
