@@ -8,6 +8,7 @@ The rooms of the house, in the order of the data flow:
     a run, for any objective       training/  runtime/
     DINO                           dino/        head.py  loss.py  teacher.py  step.py
     CLIP                           clip/        model.py  loss.py  step.py; slots/  pictures/
+    OC-CLIP                        oc_clip/     graphs.py  binding.py  scoring.py  pair_scores.py  loss.py
     what an encoder is worth       evaluation/  k-NN, linear probe, attention, atlas
     images with captions           image_text/  text.py  pairs/  evaluation/
     commands                       __main__.py  submit.py
@@ -20,7 +21,8 @@ One letter, one meaning, in every shape. Equations keep the letters of their pap
     N tokens         L slots                  S student crops    P patch side in pixels
     A key width      V slot width             T teacher crops    C channels
     M width of an encoding, L*V for `sparo`   F width of features
-                     G slots sharing a key
+    E entities       R relations, of a graph  G slots sharing a key
+    U captions or their graphs, where there is not one per image
 """
 
 import importlib

@@ -134,6 +134,7 @@ def test_the_rule_catches_every_way_of_importing(tmp_path: Path, monkeypatch: py
 STEP_FILES = (
     *("dino/step.py", "dino/loss.py", "dino/head.py", "dino/teacher.py", "clip/step.py", "clip/loss.py"),
     *("training/updates.py", "training/optim.py", "encoder.py", "backbone.py", "readout.py", "distort.py"),
+    *("oc_clip/scoring.py", "oc_clip/pair_scores.py", "oc_clip/loss.py"),
 )
 READS = re.compile(r"\.(item|tolist|cpu|numpy)\(\)")
 
@@ -150,6 +151,9 @@ def test_a_step_reads_nothing_from_the_device_and_the_trainer_in_few_places() ->
         tensors = functions_that_read_the_device(PACKAGE / name) - {"__init__"}  # numbers of blocks, at construction
         assert not tensors, name
     assert functions_that_read_the_device(PACKAGE / "training" / "loop.py") == {"write", "raise_nonfinite"}
+    assert functions_that_read_the_device(PACKAGE / "oc_clip" / "binding.py") == {
+        "_rows"
+    }  # without numbers of entities
     assert functions_that_read_the_device(PACKAGE / "runtime" / "preemption.py") == {"decide"}
     assert functions_that_read_the_device(PACKAGE / "runtime" / "logs.py") == {"means", "tick"}  # epochs, lines
 
@@ -170,6 +174,7 @@ COMPUTING_FILES = (
     ),
     *("open_clip_names", "training/loop", "training/updates", "training/optim", "training/rehearsal"),
     *("dino/head", "dino/loss", "dino/teacher", "dino/step", "clip/model", "clip/loss", "clip/step"),
+    "oc_clip/*",
     *("evaluation/features", "evaluation/knn", "evaluation/linear", "evaluation/attention", "evaluation/atlas"),
 )
 

@@ -16,5 +16,5 @@
     atlas.py       images -> for each slot those that light it up most, with its maps on them
     atlas_html.py  slot atlas -> one HTML page that opens from disk
 
-Letters beyond the package's legend: R probes trained side by side. Numbers of images and classes are spelled out.
+Letters are those of `dino_sparo`. Numbers of images, classes and probes are spelled out.
 """

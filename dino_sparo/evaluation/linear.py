@@ -1,7 +1,8 @@
 """Features -> linear probes, one per learning rate, trained side by side on a frozen encoder.
 
 The features come from `features.py`; `linear_run.py` is a whole training. The encoder is by far the dearest part of a
-probe and the learning rate its most delicate option, so the encoder runs once for R probes that differ in nothing else.
+probe and the learning rate its most delicate option, so the encoder runs once for many probes that differ in nothing
+else.
 Source: DINO, section 4.1, in the variant of facebookresearch/dino's `eval_linear.py`; SPARO, appendix 0.C.2, for which
 features the probe sees.
 """
@@ -26,7 +27,7 @@ Batches = Iterable[tuple[Tensor, Tensor]]
 
 
 class LinearProbe(nn.Module):
-    """R linear classifiers on the same features.
+    """Linear classifiers side by side, on the same features.
 
         logits_r = x W_r^T + b_r
 
@@ -36,7 +37,7 @@ class LinearProbe(nn.Module):
     Args:
         feature_dim: F.
         num_classes: number of classes.
-        num_probes: R.
+        num_probes: number of probes.
         seed: of the weights.
         torch_init: weights and bias as `nn.Linear` draws them after `torch.manual_seed(seed)`, instead of DINO's.
 
@@ -62,8 +63,8 @@ class LinearProbe(nn.Module):
         self.weight = nn.Parameter(weight.repeat(num_probes, 1, 1))
         self.bias = nn.Parameter(bias.repeat(num_probes, 1))
 
-    def forward(self, features: Float[Tensor, "B F"]) -> Float[Tensor, "R B classes"]:
-        """Features (B, F) -> logits (R, B, classes): one matrix product for all probes."""
+    def forward(self, features: Float[Tensor, "B F"]) -> Float[Tensor, "probes B classes"]:
+        """Features (B, F) -> logits (probes, B, classes): one matrix product for all probes."""
         logits = F.linear(features, self.weight.flatten(0, 1), self.bias.flatten())
         return logits.unflatten(1, self.bias.shape).transpose(0, 1)
 
@@ -77,7 +78,7 @@ class ProbeSGD:
 
     Args:
         probe: whose weights to move.
-        learning_rates: R numbers, as they are applied at the start of the training.
+        learning_rates: one per probe, as they are applied at the start of the training.
     """
 
     def __init__(self, probe: LinearProbe, learning_rates: Sequence[float]) -> None:
@@ -132,7 +133,7 @@ def train_one_epoch(probe: LinearProbe, optimizer: ProbeSGD, batches: Batches, s
     The probes share no weight, so the gradient of the sum is each probe's own.
 
     Args:
-        probe: R probes.
+        probe: the probes.
         optimizer: of the probe.
         batches: (features (B, F), labels (B,)) on the probe's device, B the same on every process.
         schedule: factor on all learning rates.
@@ -160,7 +161,7 @@ def train_one_epoch(probe: LinearProbe, optimizer: ProbeSGD, batches: Batches, s
     return means
 
 
-def _cross_entropy(logits: Float[Tensor, "R B classes"], labels: Int[Tensor, " B"]) -> Float[Tensor, "R B"]:
+def _cross_entropy(logits: Float[Tensor, "probes B classes"], labels: Int[Tensor, " B"]) -> Float[Tensor, "probes B"]:
     """Of each probe and image, nats."""
     losses = F.cross_entropy(logits.flatten(0, 1), labels.repeat(len(logits)), reduction="none")
     return losses.unflatten(0, logits.shape[:2])
@@ -173,7 +174,7 @@ def probe_accuracy(
     """Accuracy of each probe over the images of all processes.
 
     Args:
-        probe: R probes.
+        probe: the probes.
         features: (images, F), this process' share; may be empty.
         labels: (images,).
 

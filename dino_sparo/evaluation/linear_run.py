@@ -105,11 +105,11 @@ def cached_batches(
 
 @dataclass
 class ProbeRun:
-    """A training of R probes: where it stands, how to save it, how to go on.
+    """A training of several probes: where it stands, how to save it, how to go on.
 
     Attributes:
         probe: the classifiers.
-        learning_rates: R numbers as given, for a global batch of 256.
+        learning_rates: one per probe, as given, for a global batch of 256.
         global_batch_size: images per step, over all processes.
         epochs: length of the training.
         record: plain values that must be the same for a saved training to be continued.

@@ -1,0 +1,89 @@
+"""Scores of images and graphs -> the contrastive loss and the local loss of relations.
+
+    loss = (CE_t2i + CE_i2t) / 2 + weight * L_rel / 2        nats, means over pairs
+
+This is equation 4 of OC-CLIP times 1 / (2 B). The paper's losses have no temperature, and the scores lie in [-1, 1]: at
+B = 128 no model gets below 2.90 nats per direction. So both losses multiply the scores by a learned `logit_scale`, as
+CLIP does; `None` is the paper's letter.
+"""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn import functional as F
+
+INITIAL_LOGIT_SCALE = 1 / 0.07
+MAX_LOGIT_SCALE = 100.0
+
+
+def contrastive_loss(scores: Float[Tensor, "B U"], logit_scale: Float[Tensor, ""] | None = None) -> Float[Tensor, ""]:
+    """Every graph among all images, and every image among all graphs; graph i belongs to image i.
+
+        L_itc = -1 / (2 B) sum_i [log e^{s S_ii} / sum_j e^{s S_ji} + log e^{s S_ii} / sum_j e^{s S_ij}]
+
+    Source: OC-CLIP, equation 5, with the mean of pairs and directions in place of the sum.
+
+    Args:
+        scores: S (B, U), image by graph, U = B.
+        logit_scale: (), s, the inverse temperature itself, not its logarithm; None for 1.
+
+    Raises:
+        ValueError: not as many graphs as images.
+    """
+    if scores.shape[0] != scores.shape[1]:
+        raise ValueError(f"scores have shape {tuple(scores.shape)}; give one graph per image, (B, B)")
+    logits = _scaled(scores, logit_scale)
+    labels = torch.arange(len(logits), device=logits.device)
+    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.t(), labels)) / 2
+
+
+class RelationLoss(NamedTuple):
+    """The local loss.
+
+    Attributes:
+        loss: (), the sum over pairs with relations, divided by B.
+        mean: (), the same divided by the number of pairs with relations, for the log; 0 where there is none.
+    """
+
+    loss: Float[Tensor, ""]
+    mean: Float[Tensor, ""]
+
+
+def relation_loss(
+    true: Float[Tensor, " B"],
+    swapped: Float[Tensor, " B"],
+    shuffled: Float[Tensor, " B"],
+    has_relation: Bool[Tensor, " B"],
+    logit_scale: Float[Tensor, ""] | None = None,
+) -> RelationLoss:
+    """Each graph against two of its own, whose relations are false, in its own image.
+
+        L_rel = -1 / B sum_{i with R_i > 0} log e^{s S(x_i, G_i)} / sum_G e^{s S(x_i, G)}
+
+    with G the true graph, the swapped and the shuffled one.
+
+    Source: OC-CLIP, equation 6, with the mean in place of the sum. A pair without relations has three equal scores and
+    the constant loss ln 3; it is left out of the sum, and counts in B.
+
+    Args:
+        true: (B,), S of matched pairs.
+        swapped: (B,), with subjects and objects exchanged; see `negatives.draw_negatives`.
+        shuffled: (B,), with other subjects and objects.
+        has_relation: (B,), True where the graph has a relation.
+        logit_scale: (), s; None for 1.
+    """
+    logits = _scaled(torch.stack([true, swapped, shuffled], dim=-1), logit_scale)
+    losses = (logits.logsumexp(dim=-1) - logits[:, 0]).masked_fill(~has_relation, 0)
+    total = losses.sum()
+    return RelationLoss(total / len(losses), (total / has_relation.sum().clamp(min=1)).detach())
+
+
+def total_loss(contrastive: Float[Tensor, ""], relation: Float[Tensor, ""], weight: float = 1.0) -> Float[Tensor, ""]:
+    """L = L_itc + weight * L_rel / 2: equation 4 times 1 / (2 B) at weight 1."""
+    return contrastive + weight * relation / 2
+
+
+def _scaled(scores: Tensor, logit_scale: Tensor | None) -> Tensor:
+    return scores if logit_scale is None else logit_scale * scores

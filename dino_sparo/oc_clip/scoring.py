@@ -1,0 +1,139 @@
+"""Slots, entities and relations -> the structured similarity of images and graphs."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+MIN_COEF = 1e-3
+NORM_EPS = 1e-8  # smallest norm that a cosine divides by
+
+
+class Scoring(nn.Module):
+    """How well the slots of an image fit the entities and relations of a graph: a number in [-1, 1].
+
+        S(x, G) = [alpha sum_m cos(N_m, S_m) + beta sum_p f(r_p, S_s, S_o)] / (alpha E + beta R)
+        f(r, S_s, S_o) = cos(r, f_s [r; S_s] + f_o [r; S_o])
+        f_s, f_o: Linear(rel_dim + dim, rel_dim) - GELU - Linear(rel_dim, rel_dim)
+
+    N_m are entities, S_m their slots, r_p relations with subject s and object o. E and R are this graph's own numbers,
+    the paper's M and P. Only alpha / beta matters. Source: OC-CLIP, equations 2 and 3, table 11; the MLPs' hidden width
+    and activation are ours, as is the bound of `MIN_COEF`.
+
+    The first layer is split, W [r; S] = W_r r + W_S S: its first part is computed once per relation, not per image.
+    Everything is computed in the weights' precision, fp32 or wider, also under autocast.
+
+    Attributes:
+        subject: f_s.
+        object: f_o.
+        ent_coef: (), alpha. A score takes it as at least `MIN_COEF`; call `clamp_coefs_` after each update, so that it
+            does not fall far below.
+        rel_coef: (), beta, likewise.
+
+    Args:
+        dim: width of entities and slots.
+        rel_dim: width of relations.
+        ent_coef: alpha at the start.
+        rel_coef: beta at the start.
+
+    Raises:
+        ValueError: a size is not positive, or a coefficient below `MIN_COEF`.
+    """
+
+    def __init__(self, dim: int = 256, rel_dim: int = 128, ent_coef: float = 1.5, rel_coef: float = 0.5) -> None:
+        super().__init__()
+        for name, size in (("dim", dim), ("rel_dim", rel_dim)):
+            if size < 1:
+                raise ValueError(f"{name}={size} is not a valid size; give a positive integer")
+        for name, coef in (("ent_coef", ent_coef), ("rel_coef", rel_coef)):
+            if not coef >= MIN_COEF:
+                raise ValueError(f"{name}={coef} is not a valid coefficient; give a number from {MIN_COEF} on")
+        self.dim, self.rel_dim = dim, rel_dim
+        self.subject, self.object = (
+            nn.Sequential(nn.Linear(rel_dim + dim, rel_dim), nn.GELU(), nn.Linear(rel_dim, rel_dim)) for _ in range(2)
+        )
+        self.ent_coef = nn.Parameter(torch.tensor(float(ent_coef)))
+        self.rel_coef = nn.Parameter(torch.tensor(float(rel_coef)))
+
+    @torch.no_grad()
+    def clamp_coefs_(self) -> None:
+        """Keep both coefficients at `MIN_COEF` or above; after each update."""
+        self.ent_coef.clamp_(min=MIN_COEF)
+        self.rel_coef.clamp_(min=MIN_COEF)
+
+    def scores(
+        self,
+        entities: Float[Tensor, "U E dim"],
+        entity_mask: Bool[Tensor, "U E"],
+        relations: Float[Tensor, "U R rel_dim"],
+        subjects: Int[Tensor, "U R"],
+        objects: Int[Tensor, "U R"],
+        relation_mask: Bool[Tensor, "U R"],
+        slots: Float[Tensor, "B U E dim"],
+    ) -> Float[Tensor, "B U"]:
+        """Scores of all images and graphs from the slots of each graph in each image.
+
+        With slots (1, U, E, dim) of `Binding.bind_matched` these are the scores of matched pairs, (1, U).
+
+        Args:
+            entities: (U, E, dim).
+            entity_mask: (U, E), True where there is an entity; every graph has at least one (without any its score
+                is NaN).
+            relations: (U, R, rel_dim), the predicates' embeddings; R may be 0.
+            subjects: (U, R), indices into the graph's own entities; any valid index where the mask is False.
+            objects: (U, R), likewise.
+            relation_mask: (U, R), True where there is a relation.
+            slots: (B, U, E, dim).
+        """
+        with torch.autocast(slots.device.type, enabled=False):
+            slots = self._cast(slots)
+            # The gradient passes below the bound too, so that a coefficient can come back.
+            coefs = (self.ent_coef, self.rel_coef)
+            alpha, beta = (coef + (coef.clamp(min=MIN_COEF) - coef).detach() for coef in coefs)
+            cosines = _cosine(self._cast(entities), slots).masked_fill(~entity_mask, 0)
+            fits = self.relation_scores(relations, subjects, objects, slots).masked_fill(~relation_mask, 0)
+            total = alpha * entity_mask.sum(dim=-1) + beta * relation_mask.sum(dim=-1)
+            return (alpha * cosines.sum(dim=-1) + beta * fits.sum(dim=-1)) / total
+
+    def relation_scores(
+        self,
+        relations: Float[Tensor, "U R rel_dim"],
+        subjects: Int[Tensor, "U R"],
+        objects: Int[Tensor, "U R"],
+        slots: Float[Tensor, "B U E dim"],
+    ) -> Float[Tensor, "B U R"]:
+        """f of every relation in every image, padded ones too; arguments as in `scores`."""
+        with torch.autocast(slots.device.type, enabled=False):
+            relations, slots = self._cast(relations), self._cast(slots)
+            subject = self._end(self.subject, relations, subjects, slots)
+            return _cosine(relations, subject + self._end(self.object, relations, objects, slots))
+
+    def _end(
+        self,
+        mlp: nn.Sequential,
+        relations: Float[Tensor, "U R rel_dim"],
+        ends: Int[Tensor, "U R"],
+        slots: Float[Tensor, "B U E dim"],
+    ) -> Float[Tensor, "B U R rel_dim"]:
+        """MLP of [r; S], S the slots that `ends` point to."""
+        first: Any
+        first, activation, last = mlp.children()
+        relation_weight, slot_weight = first.weight.split([self.rel_dim, self.dim], dim=1)
+        # Its backward pass adds up in one order on every device; that of `gather` does not.
+        chosen = slots[:, torch.arange(len(ends), device=ends.device)[:, None], ends]  # (B, U, R, dim)
+        hidden = F.linear(chosen, slot_weight) + F.linear(relations, relation_weight, first.bias)
+        projected: Tensor = last(activation(hidden))
+        return projected
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.ent_coef.dtype)
+
+
+def _cosine(texts: Float[Tensor, "U item width"], images: Float[Tensor, "B U item width"]) -> Float[Tensor, "B U item"]:
+    """Cosine of every text's items with their counterparts in every image."""
+    # einsum letters: b image, u text, r item, w width
+    products = torch.einsum("urw,burw->bur", texts, images)
+    norms = [torch.linalg.vector_norm(tensor, dim=-1).clamp(min=NORM_EPS) for tensor in (texts, images)]
+    return products / (norms[0] * norms[1])

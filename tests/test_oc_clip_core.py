@@ -1,0 +1,636 @@
+"""Binding, structured similarity and losses of OC-CLIP against loops written from the equations, in float64.
+
+All sizes differ, and every gradient is compared. The loops know nothing of masks: each text has its own entities
+and relations.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dino_sparo.oc_clip.binding import Binding
+from dino_sparo.oc_clip.loss import contrastive_loss, relation_loss, total_loss
+from dino_sparo.oc_clip.pair_scores import EncodedGraphs, score_pairs
+from dino_sparo.oc_clip.scoring import MIN_COEF, Scoring
+
+# B images, U texts, E entities, R relations, N patches; the blocks' two heads divide DIM.
+B, U, E, R, N, DEFAULTS, DIM, REL_DIM, IMAGE_DIM = 2, 3, 5, 4, 7, 2, 12, 13, 17
+ENTITIES, RELATIONS = (5, 1, 3), (2, 0, 4)
+EXACT: dict[str, float] = {"rtol": 0, "atol": 1e-12}
+
+
+class Problem(NamedTuple):
+    """Modules with all parameters away from zero, and inputs that ask for gradients."""
+
+    binding: Binding
+    scoring: Scoring
+    graphs: EncodedGraphs
+    patches: Tensor
+
+    def leaves(self) -> dict[str, Tensor]:
+        parameters = {**dict(self.binding.named_parameters()), **dict(self.scoring.named_parameters())}
+        inputs = {"entities": self.graphs.entities, "relations": self.graphs.relations, "patches": self.patches}
+        return {name: tensor for name, tensor in (parameters | inputs).items() if tensor.numel()}
+
+
+def mask_of(counts: Sequence[int], width: int) -> Tensor:
+    return torch.arange(width) < torch.tensor(counts)[:, None]
+
+
+def problem(num_default: int = DEFAULTS, **options: Any) -> Problem:
+    torch.manual_seed(0)
+    binding = Binding(IMAGE_DIM, N, DIM, num_default, num_layers=2, num_heads=2, **options).double()
+    scoring = Scoring(DIM, REL_DIM, ent_coef=1.3, rel_coef=0.7).double()
+    with torch.no_grad():
+        for parameter in [*binding.parameters(), *scoring.subject.parameters(), *scoring.object.parameters()]:
+            parameter.copy_(torch.randn_like(parameter) * 0.5)
+    subjects, objects = torch.randint(0, E, (2, U, R))
+    counts = torch.tensor(ENTITIES)[:, None]
+    graphs = EncodedGraphs(
+        entities=torch.randn(U, E, DIM, dtype=torch.float64, requires_grad=True),
+        entity_mask=mask_of(ENTITIES, E),
+        relations=torch.randn(U, R, REL_DIM, dtype=torch.float64, requires_grad=True),
+        subjects=subjects % counts,
+        objects=objects % counts,
+        relation_mask=mask_of(RELATIONS, R),
+        entity_counts=ENTITIES,
+        relation_counts=RELATIONS,
+    )
+    return Problem(binding, scoring, graphs, torch.randn(B, N, IMAGE_DIM, dtype=torch.float64, requires_grad=True))
+
+
+def gradients(case: Problem, output: Tensor) -> dict[str, Tensor]:
+    """d sum(output * fixed random numbers) / d every parameter and input; zeros where nothing arrives."""
+    weights = torch.randn(output.shape, dtype=output.dtype, generator=torch.Generator().manual_seed(1))
+    leaves = case.leaves()
+    found = torch.autograd.grad((output * weights).sum(), list(leaves.values()), retain_graph=True, allow_unused=True)
+    return {
+        name: torch.zeros_like(leaf) if gradient is None else gradient
+        for (name, leaf), gradient in zip(leaves.items(), found, strict=True)
+    }
+
+
+def assert_same(case: Problem, ours: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(ours, expected, **EXACT)
+    torch.testing.assert_close(gradients(case, ours), gradients(case, expected), **EXACT)
+
+
+# The equations, one number or vector at a time.
+
+
+def layer_norm(x: Tensor, norm: nn.LayerNorm) -> Tensor:
+    return (x - x.mean()) / ((x - x.mean()) ** 2).mean().add(1e-5).sqrt() * norm.weight + norm.bias
+
+
+def gelu(x: Tensor) -> Tensor:
+    return x * (1 + torch.erf(x / math.sqrt(2))) / 2
+
+
+def linear(x: Tensor, layer: nn.Linear) -> Tensor:
+    return layer.weight @ x if layer.bias is None else layer.weight @ x + layer.bias
+
+
+def attention_block(tokens: list[Tensor], block: Any) -> list[Tensor]:
+    """x + Attention(LN(x)), then x + MLP(LN(x)): two heads, MLP ratio 2."""
+    heads, width = 2, DIM // 2
+    qkv = [linear(layer_norm(x, block.norm1), block.attn.qkv) for x in tokens]
+    attended = []
+    for query in qkv:
+        parts = []
+        for head in range(heads):
+            lanes = slice(head * width, (head + 1) * width)
+            scores = [query[:DIM][lanes] @ other[DIM : 2 * DIM][lanes] / math.sqrt(width) for other in qkv]
+            total = sum(score.exp() for score in scores)
+            pairs = zip(scores, qkv, strict=True)
+            parts.append(sum(score.exp() / total * other[2 * DIM :][lanes] for score, other in pairs))
+        attended.append(torch.cat(parts))
+    tokens = [x + linear(a, block.attn.proj) for x, a in zip(tokens, attended, strict=True)]
+    assert block.mlp.fc1.out_features == 2 * DIM
+    return [x + linear(gelu(linear(layer_norm(x, block.norm2), block.mlp.fc1)), block.mlp.fc2) for x in tokens]
+
+
+def encoded_patches(binding: Binding, patches: Tensor) -> tuple[Tensor, Tensor]:
+    keys, values = [], []
+    first, _, last = binding.patch_mlp
+    for image in patches:
+        tokens = [linear(gelu(linear(x, first)), last) + binding.positions[n] for n, x in enumerate(image)]
+        for block in binding.blocks:
+            tokens = attention_block(tokens, block)
+        both = [linear(x, binding.to_keys_values) for x in tokens]
+        keys.append(torch.stack([layer_norm(x[:DIM], binding.key_norm) for x in both]))
+        values.append(torch.stack([layer_norm(x[DIM:], binding.value_norm) for x in both]))
+    return torch.stack(keys), torch.stack(values)
+
+
+def shares(binding: Binding, entities: list[Tensor], keys: Tensor) -> list[list[Tensor]]:
+    """a of one text in one image: a number per entity or default token, and patch."""
+    queries = [binding.query_proj.weight @ layer_norm(entity, binding.query_norm) for entity in entities]
+    queries += [binding.query_proj.weight @ token for token in binding.default_tokens]
+    projected = [binding.key_proj.weight @ key for key in keys]
+    powers = [[(q @ k / math.sqrt(DIM)).exp() for k in projected] for q in queries]
+    if binding.competition == "keys":
+        return [[power / sum(row) for power in row] for row in powers]
+    return [[row[n] / sum(other[n] for other in powers) for n in range(N)] for row in powers]
+
+
+def slots_of(binding: Binding, entities: list[Tensor], keys: Tensor, values: Tensor) -> list[Tensor]:
+    slots = []
+    for row in shares(binding, entities, keys)[: len(entities)]:
+        weights = [(share + 1e-8) / sum(other + 1e-8 for other in row) for share in row]
+        slots.append(sum(w * (binding.value_proj.weight @ value) for w, value in zip(weights, values, strict=True)))
+    return slots
+
+
+def cosine(x: Tensor, y: Tensor) -> Tensor:
+    return (x * y).sum() / ((x * x).sum().sqrt() * (y * y).sum().sqrt())
+
+
+def fit(scoring: Scoring, relation: Tensor, subject: Tensor, other: Tensor) -> Tensor:
+    """f of equation 3."""
+    ends = ((scoring.subject, subject), (scoring.object, other))
+    return cosine(relation, sum(linear(gelu(linear(torch.cat([relation, s]), f[0])), f[2]) for f, s in ends))
+
+
+def texts_of(graphs: EncodedGraphs) -> Iterator[tuple[list[Tensor], list[tuple[Tensor, int, int]]]]:
+    """Each text's own entities and relations."""
+    for text in range(len(graphs.entities)):
+        subjects, objects = graphs.subjects[text].tolist(), graphs.objects[text].tolist()
+        relations = [(graphs.relations[text, p], subjects[p], objects[p]) for p in range(graphs.relation_counts[text])]
+        yield [graphs.entities[text, m] for m in range(graphs.entity_counts[text])], relations
+
+
+def score_of(scoring: Scoring, entities: list[Tensor], relations: list, slots: list[Tensor]) -> Tensor:
+    """Equation 2."""
+    alpha, beta = scoring.ent_coef, scoring.rel_coef
+    objects = sum(cosine(entity, slot) for entity, slot in zip(entities, slots, strict=True))
+    fits = sum(fit(scoring, r, slots[s], slots[o]) for r, s, o in relations)
+    return (alpha * objects + beta * fits) / (alpha * len(entities) + beta * len(relations))
+
+
+def expected_scores(case: Problem, graphs: EncodedGraphs | None = None) -> Tensor:
+    keys, values = encoded_patches(case.binding, case.patches)
+    texts = list(texts_of(graphs or case.graphs))
+    rows = []
+    for image in range(B):
+        pairs = [(*text, slots_of(case.binding, text[0], keys[image], values[image])) for text in texts]
+        rows.append(torch.stack([score_of(case.scoring, *pair) for pair in pairs]))
+    return torch.stack(rows)
+
+
+KINDS = {"queries": {}, "no defaults": {"num_default": 0}, "keys": {"num_default": 0, "competition": "keys"}}
+
+
+# Binding.
+
+
+def test_patches_become_the_keys_and_values_of_the_equations() -> None:
+    case = problem()
+    ours, expected = (torch.stack(f) for f in (case.binding.encode_patches(case.patches), encoded_patches(*case[::3])))
+    assert_same(case, ours, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_slots_are_those_of_the_equations(kind: str) -> None:
+    case = problem(**KINDS[kind])
+    keys, values = case.binding.encode_patches(case.patches)
+    ours = case.binding.bind(case.graphs.entities, case.graphs.entity_mask, keys, values)
+    zero = [torch.zeros(DIM, dtype=torch.float64)]
+    expected = [
+        torch.stack(slots_of(case.binding, entities, keys[image], values[image]) + zero * (E - len(entities)))
+        for image in range(B)
+        for entities, _ in texts_of(case.graphs)
+    ]
+    assert_same(case, ours, torch.stack(expected).unflatten(0, (B, U)))
+    counted = case.binding.bind(case.graphs.entities, case.graphs.entity_mask, keys, values, ENTITIES)
+    assert torch.equal(counted, ours)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_matched_slots_are_those_of_each_caption_in_its_own_image(kind: str) -> None:
+    case = problem(**KINDS[kind])
+    keys, values = case.binding.encode_patches(case.patches)
+    own = case.graphs.entities[:B], case.graphs.entity_mask[:B]
+    matched = case.binding.bind_matched(*own, keys, values)
+    assert_same(case, matched, torch.stack([*case.binding.bind(*own, keys, values).diagonal().permute(2, 0, 1)]))
+
+
+def listing(binding: Binding, entities: Tensor, mask: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """The paper's figure 9, for all pairs, padded: its `default_tokens` with `self.` and expanded over the batch."""
+    texts = len(entities)
+    queries = torch.cat([binding.query_norm(entities), binding.default_tokens.expand(texts, -1, -1)], dim=1)
+    k, v = binding.key_proj(keys), binding.value_proj(values)
+    attn = (binding.query_proj(queries)[None] @ k[:, None].transpose(-2, -1)) * DIM**-0.5
+    padding = torch.cat([~mask, mask.new_zeros(texts, binding.num_default)], dim=1)
+    attn = attn.masked_fill(padding[:, :, None], -math.inf).softmax(dim=-2) + 1e-8
+    attn = attn / attn.sum(dim=-1, keepdim=True)
+    return torch.einsum("buqk,bkd->buqd", attn, v)[:, :, : entities.shape[1]]
+
+
+def test_slots_are_those_of_the_papers_listing() -> None:
+    case = problem()
+    keys, values = case.binding.encode_patches(case.patches)
+    inputs = case.graphs.entities, case.graphs.entity_mask, keys, values
+    expected = listing(case.binding, *inputs).masked_fill(~case.graphs.entity_mask[..., None], 0)
+    assert_same(case, case.binding.bind(*inputs), expected)
+
+
+def test_the_slot_of_an_entity_alone_is_the_mean_of_the_values() -> None:
+    binding = problem(num_default=0).binding
+    keys, values = torch.randn(2, B, N, DIM, dtype=torch.float64)
+    slots = binding.bind(torch.randn(U, 1, DIM, dtype=torch.float64), torch.ones(U, 1, dtype=torch.bool), keys, values)
+    mean = binding.value_proj(values).mean(dim=1)
+    torch.testing.assert_close(slots, mean[:, None, None].expand(-1, U, -1, -1), **EXACT)
+
+
+def test_entities_may_stand_anywhere_in_their_row() -> None:
+    case = problem()
+    keys, values = case.binding.encode_patches(case.patches)
+    order = torch.tensor([3, 0, 4, 2, 1])
+    inputs = case.graphs.entities, case.graphs.entity_mask
+    moved = case.binding.bind(*(tensor[:, order] for tensor in inputs), keys, values)
+    torch.testing.assert_close(moved, case.binding.bind(*inputs, keys, values)[:, :, order], **EXACT)
+
+
+def test_the_shares_of_entities_and_defaults_of_a_patch_sum_to_one() -> None:
+    case = problem()
+    keys, _ = case.binding.encode_patches(case.patches)
+    inputs = case.graphs.entities, case.graphs.entity_mask, keys
+    entities, defaults = case.binding.attention(*inputs), case.binding.default_attention(*inputs)
+    assert (entities.shape, defaults.shape) == ((B, U, E, N), (B, U, DEFAULTS, N))
+    torch.testing.assert_close(entities.sum(2) + defaults.sum(2), torch.ones(B, U, N, dtype=torch.float64), **EXACT)
+    for text, (own, _) in enumerate(texts_of(case.graphs)):
+        for image in range(B):
+            rows = [torch.stack(row) for row in shares(case.binding, own, keys[image])]
+            both = torch.cat([entities[image, text, : len(own)], defaults[image, text]])
+            torch.testing.assert_close(both, torch.stack(rows), **EXACT)
+            assert entities[image, text, len(own) :].eq(0).all()
+
+
+def test_with_competition_over_keys_the_shares_of_an_entity_sum_to_one() -> None:
+    case = problem(**KINDS["keys"])
+    keys, _ = case.binding.encode_patches(case.patches)
+    inputs = case.graphs.entities, case.graphs.entity_mask, keys
+    sums = case.binding.attention(*inputs).sum(dim=-1)
+    torch.testing.assert_close(sums, case.graphs.entity_mask.double().expand(B, -1, -1), **EXACT)
+    assert case.binding.default_attention(*inputs).shape == (B, U, 0, N)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dim": 10, "num_heads": 4}, "num_heads=4 does not divide dim=10"),
+        ({"competition": "slots"}, "competition='slots'; choose one of queries, keys"),
+        ({"competition": "keys"}, "num_default=4 with competition='keys'"),
+        ({"num_default": -1}, "num_default=-1"),
+        ({"num_layers": -1}, "num_layers=-1"),
+        ({"chunk_mb": 0}, "chunk_mb=0"),
+        ({"num_heads": 0}, "num_heads=0 is not a valid size"),
+    ],
+)
+def test_a_binding_that_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Binding(IMAGE_DIM, N, **options)
+
+
+def test_images_of_another_size_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"built for 7 per image"):
+        problem().binding.encode_patches(torch.zeros(B, N + 1, IMAGE_DIM, dtype=torch.float64))
+
+
+def test_a_caption_without_entities_needs_default_tokens() -> None:
+    mask = mask_of((2, 0, 1), E)
+    tensors = torch.randn(U, E, DIM, dtype=torch.float64), mask, *torch.randn(2, B, N, DIM, dtype=torch.float64)
+    with pytest.raises(ValueError, match="caption 1 has no entity, and with num_default=0"):
+        problem(num_default=0).binding.bind(*tensors)
+    binding = problem().binding
+    slots = [binding.bind(*tensors)[:, 1], binding.bind_matched(tensors[0][:B], *(t[:B] for t in tensors[1:]))[1]]
+    assert all(s.eq(0).all() for s in slots)
+    found = torch.autograd.grad(sum(s.sum() for s in slots), [binding.default_tokens, binding.query_proj.weight])
+    assert all(gradient.eq(0).all() for gradient in found)
+
+
+# Scores.
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("chunk_mb", [256, 1e-9], ids=["large", "single"])
+def test_scores_of_all_pairs_are_those_of_the_equations(kind: str, training: bool, chunk_mb: float) -> None:
+    case = problem(**KINDS[kind], chunk_mb=chunk_mb)
+    case.binding.train(training)
+    ours = score_pairs(case.binding, case.scoring, case.graphs, *case.binding.encode_patches(case.patches))
+    assert_same(case, ours, expected_scores(case))
+
+
+def padded_scores(case: Problem, graphs: EncodedGraphs) -> Tensor:
+    """Scores of the slots that `bind` keeps: no chunk, padding scored and masked."""
+    slots = case.binding.bind(graphs.entities, graphs.entity_mask, *case.binding.encode_patches(case.patches))
+    return case.scoring.scores(*graphs[:6], slots)
+
+
+def test_scores_of_kept_slots_and_of_the_papers_listing_are_those_of_the_equations() -> None:
+    case, expected = problem(), expected_scores(problem())
+    assert_same(case, padded_scores(case, case.graphs), expected_scores(case))
+    keys_values = case.binding.encode_patches(case.patches)
+    slots = listing(case.binding, case.graphs.entities, case.graphs.entity_mask, *keys_values)
+    assert_same(case, case.scoring.scores(*case.graphs[:6], slots), expected_scores(case))
+    torch.testing.assert_close(padded_scores(case, case.graphs), expected, **EXACT)
+
+
+def test_texts_are_taken_together_by_number_of_entities_within_the_bound() -> None:
+    binding = Binding(3, 10, 4, 2, num_layers=0, chunk_mb=2 * 4 * 10 * 3 * 4 / 2**20)  # 2 texts of 3 entities, 4 images
+    counts, none = [3, 1, 0, 3, 2, 1, 3], [0] * 7
+    assert binding.chunks(counts, none, num_images=4) == [[1, 5], [4], [0, 3], [6]]
+    assert binding.chunks(counts, none, num_images=1000) == [[1], [5], [4], [0], [3], [6]]
+    # A text with 30 relations of width 4 fills a chunk, and comes after those with fewer.
+    assert binding.chunks(counts, [30, *none[1:]], num_images=4) == [[1, 5], [4], [3, 6], [0]]
+
+
+def test_while_training_a_chunk_keeps_its_scores_alone() -> None:
+    def kept(training: bool) -> int:
+        case = problem()
+        case.binding.train(training)
+        keys, values = case.binding.encode_patches(case.patches)
+        sizes: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
+            score_pairs(case.binding, case.scoring, case.graphs, keys, values)
+        return sum(sizes)
+
+    assert kept(training=True) < kept(training=False) / 3
+
+
+def more_padding(graphs: EncodedGraphs) -> EncodedGraphs:
+    """Two more places for entities and three for relations, filled with numbers that must not matter."""
+    sizes = {"entities": (2, DIM), "relations": (3, REL_DIM), "subjects": (3,), "objects": (3,)}
+    numbers = {"entity_mask": (2,), "relation_mask": (3,)}
+    new = {name: torch.full((U, *size), 1.0) for name, size in sizes.items()}
+    new |= {name: torch.zeros(U, *size) for name, size in numbers.items()}
+    tensors = {name: getattr(graphs, name) for name in new}
+    return graphs._replace(**{n: torch.cat([t, new[n].to(t.dtype)], dim=1) for n, t in tensors.items()})
+
+
+def test_more_padding_changes_no_score() -> None:
+    case = problem()
+    for score in (padded_scores, lambda c, g: score_pairs(*c[:2], g, *c.binding.encode_patches(c.patches))):
+        assert_same(case, score(case, more_padding(case.graphs)), score(case, case.graphs))
+
+
+def test_padded_phrases_get_no_gradient_at_all() -> None:
+    case = problem()
+    for score in (padded_scores(case, case.graphs), expected_scores(case)):
+        found = gradients(case, score)
+        assert found["entities"][~case.graphs.entity_mask].eq(0).all()
+        assert found["relations"][~case.graphs.relation_mask].eq(0).all()
+        assert found["entities"][case.graphs.entity_mask].ne(0).all()
+
+
+def test_padding_that_is_not_finite_stays_out_of_the_scores_of_chunks() -> None:
+    case = problem()
+    entities = case.graphs.entities.detach().masked_fill(~case.graphs.entity_mask[..., None], 1e300)
+    scores = score_pairs(*case[:2], case.graphs._replace(entities=entities), *case.binding.encode_patches(case.patches))
+    torch.testing.assert_close(scores, expected_scores(case), **EXACT)
+
+
+def test_the_order_of_entities_and_relations_changes_no_score() -> None:
+    case, graphs = problem(), problem().graphs
+    for text in range(U):
+        order = torch.randperm(ENTITIES[text])
+        places = torch.randperm(RELATIONS[text])
+        position = torch.argsort(order)
+        with torch.no_grad():
+            graphs.entities[text, : len(order)] = graphs.entities[text, order]
+            graphs.relations[text, : len(places)] = graphs.relations[text, places]
+        for ends in (graphs.subjects, graphs.objects):
+            ends[text, : len(places)] = position[ends[text, places]]
+    torch.testing.assert_close(padded_scores(case, graphs), padded_scores(case, case.graphs), **EXACT)
+
+
+def test_other_texts_and_images_of_the_batch_change_no_score() -> None:
+    case = problem()
+    together = padded_scores(case, case.graphs)
+    for text in range(U):
+        alone = EncodedGraphs(*(part[text : text + 1] for part in case.graphs))
+        for image in range(B):
+            inputs = case.binding.encode_patches(case.patches[image : image + 1])
+            score = score_pairs(case.binding, case.scoring, alone, *inputs)
+            torch.testing.assert_close(score, together[image : image + 1, text : text + 1], **EXACT)
+
+
+def test_without_relations_the_score_is_the_mean_cosine() -> None:
+    case = problem()
+    graphs = case.graphs
+    slots = case.binding.bind(*graphs[:2], *case.binding.encode_patches(case.patches))
+    without = (graphs.relations[:, :0], graphs.subjects[:, :0], graphs.objects[:, :0], graphs.relation_mask[:, :0])
+    scores = case.scoring.scores(*graphs[:2], *without, slots)
+    cosines = torch.nn.functional.cosine_similarity(graphs.entities.expand(B, -1, -1, -1), slots, dim=-1)
+    expected = torch.stack([cosines[:, text, :count].mean(dim=-1) for text, count in enumerate(ENTITIES)], dim=1)
+    assert_same(case, scores, expected)
+
+
+def test_only_the_ratio_of_the_coefficients_matters() -> None:
+    case = problem()
+    before = padded_scores(case, case.graphs)
+    slopes = torch.autograd.grad(before.sum(), [case.scoring.ent_coef, case.scoring.rel_coef])
+    assert slopes[0].abs() > 1e-4
+    assert abs(case.scoring.ent_coef * slopes[0] + case.scoring.rel_coef * slopes[1]) < 1e-12
+    with torch.no_grad():
+        for coef in (case.scoring.ent_coef, case.scoring.rel_coef):
+            coef.mul_(3.7)
+    torch.testing.assert_close(padded_scores(case, case.graphs), before, **EXACT)
+
+
+def test_the_lengths_of_entities_change_no_score() -> None:
+    case = problem()
+    slots = torch.randn(B, U, E, DIM, dtype=torch.float64)
+    short = case.graphs._replace(entities=case.graphs.entities * 1e-4)
+    scores = [case.scoring.scores(*graphs[:6], slots) for graphs in (case.graphs, short)]
+    torch.testing.assert_close(scores[0], scores[1], **EXACT)
+
+
+def test_coefficients_stay_positive() -> None:
+    scoring = Scoring(DIM, REL_DIM)
+    assert (scoring.ent_coef.item(), scoring.rel_coef.item()) == (1.5, 0.5)
+    with torch.no_grad():
+        scoring.rel_coef.fill_(-2.0)
+    graphs, slots = problem().graphs, torch.randn(B, U, E, DIM)
+    below = scoring.scores(*graphs[:6], slots)
+    scoring.clamp_coefs_()
+    assert scoring.rel_coef.item() == pytest.approx(MIN_COEF)
+    at_the_bound = scoring.scores(*graphs[:6], slots)
+    torch.testing.assert_close(at_the_bound, below)
+    for scores in (below, at_the_bound):  # torch's clamp gives 0 below, and since 2.15 also at the bound
+        (gradient,) = torch.autograd.grad(scores.sum(), scoring.rel_coef)
+        assert gradient.abs() > 0
+    with pytest.raises(ValueError, match=r"rel_coef=0.0 is not a valid coefficient; give a number from 0\.001 on"):
+        Scoring(DIM, REL_DIM, rel_coef=0.0)
+    with pytest.raises(ValueError, match="rel_dim=0 is not a valid size"):
+        Scoring(DIM, 0)
+
+
+def test_exchanging_subject_and_object_changes_f_alone_and_nothing_if_both_ends_are_read_alike() -> None:
+    case = problem()
+    graphs, scoring = case.graphs, case.scoring
+    slots = case.binding.bind(*graphs[:2], *case.binding.encode_patches(case.patches))
+    swapped = graphs._replace(subjects=graphs.objects, objects=graphs.subjects)
+    before, after = (scoring.scores(*g[:6], slots) for g in (graphs, swapped))
+    f_before, f_after = (scoring.relation_scores(g.relations, g.subjects, g.objects, slots) for g in (graphs, swapped))
+    change = ((f_after - f_before) * graphs.relation_mask).sum(dim=-1)
+    weight = scoring.ent_coef * torch.tensor(ENTITIES) + scoring.rel_coef * torch.tensor(RELATIONS)
+    torch.testing.assert_close(after - before, scoring.rel_coef * change / weight, **EXACT)
+    assert (change[:, 0].abs() > 1e-3).all()
+    scoring.object.load_state_dict(scoring.subject.state_dict())
+    tie = [scoring.scores(*g[:6], slots) for g in (graphs, swapped)]
+    torch.testing.assert_close(tie[0], tie[1], **EXACT)
+
+
+def test_a_graph_without_entities_is_refused() -> None:
+    case = problem()
+    graphs = case.graphs._replace(entity_counts=(5, 0, 3))
+    with pytest.raises(ValueError, match=r"graph 1 has no entity to score; pass it through graphs\.normalize first"):
+        score_pairs(case.binding, case.scoring, graphs, *torch.zeros(2, B, N, DIM, dtype=torch.float64))
+
+
+def test_under_autocast_slots_and_scores_are_those_without() -> None:
+    case = problem()
+    binding, scoring = case.binding.float(), case.scoring.float()
+    graphs = EncodedGraphs(*(p.float() if torch.is_tensor(p) and p.is_floating_point() else p for p in case.graphs))
+    keys, values = torch.randn(2, B, N, DIM)
+    for function in (
+        lambda: binding.bind(*graphs[:2], keys, values),
+        lambda: binding.bind_matched(graphs.entities[:B], graphs.entity_mask[:B], keys, values),
+        lambda: binding.attention(*graphs[:2], keys),
+        lambda: scoring.scores(*graphs[:6], torch.ones(B, U, E, DIM).cumsum(-1)),
+        lambda: score_pairs(binding, scoring, graphs, keys, values),
+    ):
+        expected = function()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(function(), expected)
+
+
+def test_bfloat16_features_are_bound_and_scored_in_fp32() -> None:
+    case = problem()
+    binding, scoring = case.binding.float(), case.scoring.float()
+    half = [tensor.bfloat16() for tensor in (case.graphs.entities, *torch.randn(2, B, N, DIM))]
+    graphs = case.graphs._replace(entities=half[0], relations=case.graphs.relations.bfloat16())
+    wide = graphs._replace(entities=half[0].float(), relations=graphs.relations.float())
+    scores = score_pairs(binding, scoring, graphs, *half[1:])
+    assert scores.dtype == torch.float32
+    assert torch.equal(scores, score_pairs(binding, scoring, wide, half[1].float(), half[2].float()))
+
+
+def test_binding_and_scoring_of_a_vit_b_16_have_the_parameters_that_table_11_gives() -> None:
+    binding, scoring = Binding(768, 196), Scoring()
+    text = [nn.Linear(512, 256), nn.Linear(512, 128)]  # of entities and of relations, from a text tower of width 512
+    modules = [binding, scoring, *text]
+    count = sum(parameter.numel() for module in modules for parameter in module.parameters())
+    logit_scale = 1
+    assert count + logit_scale == 2_026_371
+    in_the_listing = count - sum(
+        p.numel() for module in (scoring, binding.query_norm, *text) for p in module.parameters()
+    )
+    assert in_the_listing == 1_697_280
+
+
+# Losses.
+
+
+def expected_contrastive(scores: Tensor, scale: Tensor | float) -> Tensor:
+    """Equation 5 times 1 / (2 B)."""
+    total, number = 0, len(scores)
+    for i in range(number):
+        true = (scale * scores[i, i]).exp()
+        total = total - (true / sum((scale * scores[j, i]).exp() for j in range(number))).log()
+        total = total - (true / sum((scale * scores[i, j]).exp() for j in range(number))).log()
+    return total / (2 * number)
+
+
+def expected_relation(scores: Tensor, has_relation: Sequence[bool], scale: Tensor | float) -> Tensor:
+    """Equation 6 over pairs with relations, divided by B."""
+    total = 0
+    for row, counted in zip(scores, has_relation, strict=True):
+        if counted:
+            total = total - ((scale * row[0]).exp() / sum((scale * score).exp() for score in row)).log()
+    return total / len(scores)
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_the_losses_are_those_of_the_equations(learned: bool) -> None:
+    scores, alternatives = (torch.randn(5, n, dtype=torch.float64, requires_grad=True) for n in (5, 3))
+    has_relation = torch.tensor([True, False, True, True, False])
+    scale = torch.tensor(2.3, dtype=torch.float64, requires_grad=True)
+    leaves = [scores, alternatives, *([scale] if learned else [])]
+    given, factor = (scale, scale) if learned else (None, 1.0)
+    relation = relation_loss(*alternatives.unbind(dim=1), has_relation, given)
+    ours = total_loss(contrastive_loss(scores, given), relation.loss, weight=0.7)
+    contrastive = expected_contrastive(scores, factor)
+    local = expected_relation(alternatives, has_relation.tolist(), factor)
+    expected = contrastive + 0.7 * local / 2
+    torch.testing.assert_close(ours, expected, **EXACT)
+    torch.testing.assert_close(torch.autograd.grad(ours, leaves), torch.autograd.grad(expected, leaves), **EXACT)
+    torch.testing.assert_close(relation.mean, local.detach() * 5 / 3, **EXACT)
+    assert not relation.mean.requires_grad
+
+
+def test_equation_4_is_the_loss_times_twice_the_batch() -> None:
+    scores, alternatives = torch.randn(5, 5, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)
+    every = torch.ones(5, dtype=torch.bool)
+    ours = total_loss(contrastive_loss(scores), relation_loss(*alternatives.unbind(dim=1), every).loss)
+    directions = scores.log_softmax(dim=0).trace() + scores.log_softmax(dim=1).trace()
+    equation_4 = -directions - alternatives.log_softmax(dim=1)[:, 0].sum()
+    torch.testing.assert_close(ours * 2 * 5, equation_4, **EXACT)
+
+
+def test_with_a_scale_of_zero_the_losses_are_the_logarithms_of_the_numbers_of_choices() -> None:
+    zero, every = torch.tensor(0.0, dtype=torch.float64), torch.ones(5, dtype=torch.bool)
+    numbers = torch.randn(5, 5, dtype=torch.float64)
+    assert contrastive_loss(numbers, zero).item() == pytest.approx(math.log(5), abs=1e-15)
+    local = relation_loss(*numbers[:, :3].unbind(dim=1), every, zero)
+    assert local.loss.item() == local.mean.item() == pytest.approx(math.log(3), abs=1e-15)
+
+
+def test_pairs_without_relations_have_no_part_in_the_local_loss() -> None:
+    scores = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    some = torch.tensor([True, False, False, True])
+    (gradient,) = torch.autograd.grad(relation_loss(*scores, some).loss, scores)
+    assert gradient[:, ~some].eq(0).all()
+    assert gradient[:, some].ne(0).all()
+    nothing = relation_loss(*scores, torch.zeros(4, dtype=torch.bool))
+    assert (nothing.loss.item(), nothing.mean.item()) == (0, 0)
+    assert torch.autograd.grad(nothing.loss, scores)[0].eq(0).all()
+
+
+def test_without_a_temperature_the_losses_cannot_fall_far() -> None:
+    best = 2 * torch.eye(128, dtype=torch.float64) - 1
+    assert contrastive_loss(best).item() == pytest.approx(2.90, abs=0.005)
+    # Two entities and one relation: cosines 1, f = 1 for the true graph and -1 for both others; alpha 1.5, beta 0.5.
+    true, false = (torch.tensor([(1.5 * 2 + 0.5 * f) / (1.5 * 2 + 0.5)], dtype=torch.float64) for f in (1, -1))
+    assert relation_loss(true, false, false, torch.tensor([True])).loss.item() == pytest.approx(0.92, abs=0.005)
+
+
+def test_the_whole_loss_trains_every_part_as_the_loops_do() -> None:
+    case = problem()
+    binding, scoring, graphs = case.binding, case.scoring, EncodedGraphs(*(part[:B] for part in case.graphs))
+    keys, values = binding.encode_patches(case.patches)
+    scale = torch.tensor(3.1, dtype=torch.float64)
+    slots = binding.bind_matched(graphs.entities, graphs.entity_mask, keys, values)[None]
+    swapped = graphs._replace(subjects=graphs.objects, objects=graphs.subjects)
+    shuffled = graphs._replace(subjects=(graphs.subjects + 1) % torch.tensor(ENTITIES[:B])[:, None])
+    alternatives = [scoring.scores(*g[:6], slots)[0] for g in (graphs, swapped, shuffled)]
+    has_relation = graphs.relation_mask.any(dim=-1)
+    local = relation_loss(*alternatives, has_relation, scale).loss
+    ours = total_loss(contrastive_loss(score_pairs(binding, scoring, graphs, keys, values), scale), local)
+
+    scores = [expected_scores(case, g) for g in (graphs, swapped, shuffled)]
+    rows = torch.stack([s.diagonal() for s in scores], dim=1)
+    expected = expected_contrastive(scores[0], scale) + expected_relation(rows, [True, False], scale) / 2
+    assert_same(case, ours, expected)
+
+
+def test_as_many_graphs_as_images_are_needed() -> None:
+    with pytest.raises(ValueError, match=r"scores have shape \(2, 3\); give one graph per image"):
+        contrastive_loss(torch.zeros(2, 3))
