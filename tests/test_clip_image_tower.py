@@ -78,7 +78,10 @@ def test_the_image_tower_of_open_clips_weights_is_an_encoder(tmp_path: Path) -> 
     assert load_normalization(tmp_path / "open_clip.pt")[1] == pytest.approx((0.26862954, 0.26130258, 0.27577711))
 
 
-@pytest.mark.parametrize("readout", ["sparo", "cls", "attpool"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("readout", ["sparo", *(pytest.param(name, marks=SLOW) for name in ("cls", "attpool"))])
 def test_every_evaluation_of_encoders_takes_a_clip_checkpoint(
     tmp_path: Path, readout: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -139,6 +139,7 @@ def _message_of_one_bad_loss(number: int) -> str:
     return "went on"
 
 
+@pytest.mark.slow
 def test_two_processes_gather_in_order_share_one_centre_and_stop_together(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()

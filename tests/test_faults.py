@@ -1,6 +1,6 @@
 """Faults while main_dino.py trains: all ranks end in a bounded time, one line says why, the checkpoints stay whole.
 
-The quick tests fork their two ranks from a server that has imported everything; the slow ones use torchrun itself. What
+Most tests fork their two ranks from a server that has imported everything; the last ones use torchrun itself. What
 the same faults do under Slurm stands in tests/slurm.
 """
 
@@ -51,6 +51,7 @@ import dino_sparo.sources.decode
 from dino_sparo.checkpoint import CheckpointFolder, load_checkpoint
 from dino_sparo.sources.limits import open_regular
 
+pytestmark = pytest.mark.slow
 LIMIT = 15.0  # seconds within which all ranks are gone, beyond the time-out where one counts
 HANG_MIN = 0.05  # --dist_timeout_min of the tests about what hangs
 LONG = 20  # epochs of 18 steps and 2 checkpoints each
@@ -102,7 +103,6 @@ def assert_ended(ranks: Ranks, statuses: list[int], begin: float, message: str, 
 # Processes that die or hang.
 
 
-@pytest.mark.slow
 def test_a_killed_rank_ends_the_others_and_the_run_goes_on_to_the_same_bits(tmp_path: Path, whole: Path) -> None:
     with Ranks(tmp_path, options(tmp_path)) as ranks:
         ranks.wait_for_save(tmp_path)
@@ -115,7 +115,6 @@ def test_a_killed_rank_ends_the_others_and_the_run_goes_on_to_the_same_bits(tmp_
     assert_same_run(whole, tmp_path)
 
 
-@pytest.mark.slow
 def test_the_writing_rank_may_be_the_one_that_is_killed(tmp_path: Path) -> None:
     with Ranks(tmp_path, options(tmp_path)) as ranks:
         ranks.wait_for_save(tmp_path)
@@ -166,7 +165,6 @@ def _hang_when(stuck: Path, rank: int) -> None:
     dino_sparo.sources.decode.open_regular = open_or_hang  # type: ignore[attr-defined]
 
 
-@pytest.mark.slow
 def test_an_image_that_is_never_read_ends_all_ranks_after_the_timeout(tmp_path: Path) -> None:
     images, stuck = image_folder(tmp_path / "images"), tmp_path / "stuck"
     changes = {"data_path": images, "num_workers": 1, "dist_timeout_min": HANG_MIN, "epochs": 1000}
@@ -179,7 +177,6 @@ def test_an_image_that_is_never_read_ends_all_ranks_after_the_timeout(tmp_path: 
     record("an image is never read", seconds=round(seconds, 2), timeout_s=60 * HANG_MIN)
 
 
-@pytest.mark.slow
 def test_a_data_worker_that_is_stopped_ends_all_ranks_after_the_timeout(tmp_path: Path) -> None:
     changes = {"num_workers": 1, "dist_timeout_min": HANG_MIN, "data_path": "scenes:1000:32"}
     with Ranks(tmp_path, options(tmp_path, **changes)) as ranks:
@@ -268,7 +265,6 @@ def _assert_save_fails(output_dir: Path, log: Path, message: str, spoil: Callabl
         return assert_ended(ranks, [1, 1], begin, message, PATIENCE)
 
 
-@pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path: Path, whole: Path) -> None:
     with Ranks(tmp_path, options(tmp_path, max_steps=18)) as ranks:
         assert ranks.wait() == [0, 0], ranks.log()
@@ -298,7 +294,6 @@ def small_disk(tmp_path: Path, whole: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-@pytest.mark.slow
 def test_a_full_disk_leaves_the_checkpoint_before(small_disk: Path, tmp_path: Path) -> None:
     seconds = _assert_save_fails(small_disk, tmp_path, "could not write .* checkpoint before it is kept; free some")
     assert assert_whole_checkpoints(small_disk) > 0
@@ -327,7 +322,6 @@ def _last(marks: Connection, last: tuple[str, int]) -> tuple[str, int]:
     return last
 
 
-@pytest.mark.slow
 @pytest.mark.kills
 def test_kills_aimed_at_the_inside_of_a_large_save_use_up_no_fallback(tmp_path: Path) -> None:
     """Kills at random moments of one save's length, of a process that does nothing but save."""
@@ -369,7 +363,6 @@ def test_kills_aimed_at_the_inside_of_a_large_save_use_up_no_fallback(tmp_path: 
 # Signals.
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("signum", "status"),
     [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR2, 140)],
@@ -419,7 +412,6 @@ def kill_under_torchrun(
     return kills
 
 
-@pytest.mark.slow
 @pytest.mark.kills
 @pytest.mark.parametrize(("seed", "num_workers"), [(1, 0), (2, 1)])
 def test_twenty_five_kills_under_torchrun_end_in_the_same_bits(
@@ -439,7 +431,6 @@ def test_twenty_five_kills_under_torchrun_end_in_the_same_bits(
     )
 
 
-@pytest.mark.slow
 def test_ranks_end_when_torchrun_itself_is_killed_and_a_new_one_goes_on(tmp_path: Path, long: Path) -> None:
     (tmp_path / "run").mkdir()
     with Torchrun(options(tmp_path / "run", epochs=LONG), tmp_path / "log") as torchrun:
@@ -457,7 +448,6 @@ def test_ranks_end_when_torchrun_itself_is_killed_and_a_new_one_goes_on(tmp_path
     record("torchrun is killed", seconds=round(seconds, 2))
 
 
-@pytest.mark.slow
 def test_a_terminated_torchrun_leaves_a_checkpoint_to_go_on_from(tmp_path: Path, long: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()

@@ -142,7 +142,7 @@ def test_the_teacher_is_the_moving_average_and_the_last_layer_waits(tmp_path: Pa
     assert not torch.equal(checkpoint["student"]["head.mlp.0.weight"], initial["head.mlp.0.weight"])
 
 
-@pytest.mark.parametrize("stop", [4, 6])  # at the end of an epoch, and in its middle
+@pytest.mark.parametrize("stop", [pytest.param(4, marks=pytest.mark.slow), 6])  # at an epoch's end, in its middle
 def test_an_interrupted_run_ends_in_the_same_bits(tmp_path: Path, stop: int) -> None:
     run(tmp_path / "whole", drop_path_rate=0.3)
     run(tmp_path / "parts", drop_path_rate=0.3, max_steps=stop)
@@ -545,6 +545,7 @@ def test_the_defaults_are_options_that_fit() -> None:
     check_options(get_args_parser().parse_args([]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [{"grad_checkpointing": None}, {"loss_chunk": 7}, {"memory_report": None}],
@@ -587,6 +588,7 @@ def test_a_compiled_run_gives_the_losses_of_a_plain_one(tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_compiled_runs_uncompiled_after_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

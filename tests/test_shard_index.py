@@ -386,6 +386,7 @@ print(anonymous() - before, len(index), total, index.records.nbytes)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux for the memory of a process")
 def test_a_mapped_index_takes_less_than_a_byte_per_sample_of_a_process_own_memory(tmp_path: Path) -> None:
     pair_tars = pytest.importorskip("dino_sparo.image_text.pairs.tars")
