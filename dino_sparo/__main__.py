@@ -18,11 +18,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dino_sparo import choices
 from dino_sparo._version import __version__
 from dino_sparo.clip import choices as clip_choices
-from dino_sparo.clip import options as clip
-from dino_sparo.clip.slots import options as slots
-from dino_sparo.dino import options as dino
-from dino_sparo.evaluation import options as evaluation
-from dino_sparo.image_text.evaluation import options as image_text
 from dino_sparo.runtime.cli import HelpFormatter, command_parser, demo_parser, errors_in_one_line, say
 
 if TYPE_CHECKING:
@@ -45,6 +40,16 @@ class Command(NamedTuple):
     parser: Callable[[], argparse.ArgumentParser] | None
     body: str
     helper: Callable[..., Any] | None = None
+
+
+def options_of(module: str, name: str = "get_args_parser") -> Callable[[], argparse.ArgumentParser]:
+    """The function of a module that makes a parser; imported when it is called, since `--help` needs one of them."""
+
+    def parser() -> argparse.ArgumentParser:
+        made: argparse.ArgumentParser = getattr(importlib.import_module(f"dino_sparo.{module}"), name)()
+        return made if made.add_help else command_parser(made)
+
+    return parser
 
 
 def open_model(args: argparse.Namespace, process: "Distributed", border: int = 0) -> "Scorer":
@@ -89,12 +94,12 @@ def run(name: str, words: Sequence[str] | None = None, prog: str | None = None) 
 COMMANDS: dict[str, Command] = {
     "train": Command(
         "Images -> an encoder, trained with DINO.",
-        lambda: command_parser(dino.get_args_parser()),
+        options_of("dino.options"),
         "dino_sparo.dino.train:train_dino",
     ),
     "train-clip": Command(
         "Images with captions -> an encoder of both, trained with CLIP.",
-        lambda: command_parser(clip.get_args_parser()),
+        options_of("clip.options"),
         "dino_sparo.clip.train:train",
     ),
     "submit": Command(
@@ -104,78 +109,78 @@ COMMANDS: dict[str, Command] = {
     ),
     "knn": Command(
         "A checkpoint and labelled images -> weighted k-NN accuracy.",
-        evaluation.knn_parser,
+        options_of("evaluation.options", "knn_parser"),
         "dino_sparo.evaluation.knn_command:evaluate_checkpoint",
     ),
     "linear": Command(
         "A checkpoint and labelled images -> linear probes, one per learning rate, and their accuracy.",
-        evaluation.linear_parser,
+        options_of("evaluation.options", "linear_parser"),
         "dino_sparo.evaluation.linear_command:probe_checkpoint",
     ),
     "attention": Command(
         "A checkpoint and images -> one attention map per slot or head; the slot atlas.",
-        evaluation.attention_parser,
+        options_of("evaluation.options", "attention_parser"),
         "dino_sparo.evaluation.attention_command:visualize",
     ),
     "export": Command(
         "A checkpoint -> safetensors, timm, Hugging Face, ONNX, OpenCLIP.",
-        evaluation.export_parser,
+        options_of("evaluation.options", "export_parser"),
         "dino_sparo.export:export_checkpoint",
     ),
     "zero-shot": Command(
         "Images and the names of their classes -> accuracy of classification by captions.",
-        image_text.zero_shot_parser,
+        options_of("image_text.evaluation.options", "zero_shot_parser"),
         "dino_sparo.image_text.evaluation.zero_shot:evaluate_checkpoint",
         open_model,
     ),
     "retrieval": Command(
         "Images with captions -> recall of captions by image and of images by caption.",
-        image_text.retrieval_parser,
+        options_of("image_text.evaluation.options", "retrieval_parser"),
         "dino_sparo.image_text.evaluation.retrieval:evaluate_checkpoint",
         open_model,
     ),
     "sugarcrepe": Command(
         "Images with a true and a false caption -> how often the true one is nearer.",
-        image_text.sugarcrepe_parser,
+        options_of("image_text.evaluation.options", "sugarcrepe_parser"),
         "dino_sparo.image_text.evaluation.sugarcrepe:evaluate_checkpoint",
         open_model,
     ),
     "winoground": Command(
         "Two images and two captions of the same words -> how often each is given to its own.",
-        image_text.winoground_parser,
+        options_of("image_text.evaluation.options", "winoground_parser"),
         "dino_sparo.image_text.evaluation.winoground:evaluate_checkpoint",
         open_model,
     ),
     "clip-probe": Command(
         "Frozen image features -> accuracy of a linear probe, its weight decay chosen by a sweep.",
-        image_text.probe_parser,
+        options_of("image_text.evaluation.options", "probe_parser"),
         "dino_sparo.image_text.evaluation.probe:probe_checkpoint",
         open_model,
     ),
     "scene-pairs": Command(
         "Built-in scenes -> true and hard false captions, in SugarCrepe's format.",
-        image_text.scene_pairs_parser,
+        options_of("image_text.evaluation.options", "scene_pairs_parser"),
         "dino_sparo.image_text.evaluation.scene_pairs:write_pairs",
     ),
     "select": Command(
         "Labelled images -> the slots of a CLIP that tell their classes apart.",
-        slots.select_parser,
+        options_of("clip.slots.options", "select_parser"),
         "dino_sparo.clip.slots.select:select_slots",
     ),
     "mask": Command(
         "True and false captions -> weights of the slots of a CLIP that tell them apart.",
-        slots.mask_parser,
+        options_of("clip.slots.options", "mask_parser"),
         "dino_sparo.clip.slots.mask:learn_mask",
     ),
     "sweep": Command(
         "Results of many models -> accuracy and parameters against the number and the width of slots.",
-        slots.sweep_parser,
+        options_of("clip.slots.options", "sweep_parser"),
         "dino_sparo.clip.slots.sweep:collect",
         run,
     ),
     "pictures": Command(
         "Images with captions -> what the slots of a CLIP look at in both.",
-        slots.pictures_parser,
+        options_of("clip.slots.options", "pictures_parser"),
         "dino_sparo.clip.pictures.draw:draw_pictures",
     ),
     "clip-benchmark": Command(
