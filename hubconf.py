@@ -16,7 +16,7 @@ def dino_sparo_encoder(path: str, which: str = "teacher") -> nn.Module:
     """The encoder of a checkpoint or of a safetensors export, in eval mode, on the CPU.
 
     Args:
-        path: a .pth checkpoint, ours or the reference's, or a .safetensors file written by `dino_sparo.export`.
+        path: a .pth checkpoint, ours or the reference's, or a .safetensors file written by `dino-sparo export`.
         which: `teacher` or `student`; an export holds one of them.
     """
     from dino_sparo import load_encoder
@@ -28,8 +28,8 @@ def encoder(arch: str = "vit_small", readout: str = "sparo", **sizes: int | floa
     """An encoder with random weights, to be trained.
 
     Args:
-        arch: `vit_micro`, `vit_tiny`, `vit_small` or `vit_base`.
-        readout: `sparo`, `cls` or `gap`.
+        arch: a key of `dino_sparo.choices.ARCHITECTURES`, for example `vit_small`.
+        readout: a key of `dino_sparo.readout_table.READOUTS`, for example `sparo`, `cls` or `gap`.
         sizes: as `dino_sparo.create_encoder` takes them: patch_size, num_slots, slot_dim, key_dim, group_size,
             img_size, drop_path_rate, in_chans.
     """

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dino_sparo import choices
 from dino_sparo._version import __version__
 from dino_sparo.clip import choices as clip_choices
-from dino_sparo.runtime.cli import HelpFormatter, command_parser, demo_parser, errors_in_one_line, say
+from dino_sparo.runtime.cli import HelpFormatter, command_parser, errors_in_one_line, say
+from dino_sparo.runtime.demos import demo_parser
 
 if TYPE_CHECKING:
     from dino_sparo.image_text.evaluation.scorer import Scorer
@@ -176,7 +177,7 @@ COMMANDS: dict[str, Command] = {
         "Results of many models -> accuracy and parameters against the number and the width of slots.",
         options_of("clip.slots.options", "sweep_parser"),
         "dino_sparo.clip.slots.sweep:collect",
-        run,
+        open_model,
     ),
     "pictures": Command(
         "Images with captions -> what the slots of a CLIP look at in both.",
@@ -213,10 +214,10 @@ def main(argv: Sequence[str] | None = None) -> Any:
         What the command returns.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser("dino-sparo", description=overview(), formatter_class=HelpFormatter)
-    parser.add_argument("--version", action="version", version=f"dino_sparo {__version__}")
     if words and words[0] in COMMANDS:
         return run(words[0], words[1:])
+    parser = argparse.ArgumentParser("dino-sparo", description=overview(), formatter_class=HelpFormatter)
+    parser.add_argument("--version", action="version", version=f"dino_sparo {__version__}")
     parser.add_argument("command", nargs="?", metavar="COMMAND", help="One of the above; COMMAND --help says more.")
     name = parser.parse_known_args(words)[0].command
     if name is not None:

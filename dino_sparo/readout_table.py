@@ -1,6 +1,6 @@
 """Name of a read-out -> how it is built, and what the rest of the code needs to know of it.
 
-Stage 2 of the map, between the read-outs (`readout.py`, `pooling.py`) and `encoder.py`. A new read-out is one class and
+It stands between the read-outs (`readout.py`, `pooling.py`) and `encoder.py`. A new read-out is one class and
 one entry of `READOUTS`, written here or added by a file outside of this package; docs/extending.md shows it. No other
 file tests a read-out's name.
 """
@@ -32,7 +32,7 @@ class ReadoutSizes:
         slot_dim: V.
         key_dim: A.
         group_size: G, slots that share a key.
-        codebook: (K, M), where the read-out needs codes.
+        codebook: (codes, M), where the read-out needs codes.
         num_prefix_tokens: tokens before the first patch; 0 for captions.
         context_length: the longest caption in tokens; None for images.
         norm_eps: of the backbone's LayerNorms.
@@ -92,7 +92,7 @@ def _cross_attention(kind: CrossAttentionKind, sizes: ReadoutSizes) -> nn.Module
 
 def _codes(sizes: ReadoutSizes, competes_with_padding: bool) -> nn.Module:
     if sizes.codebook is None:
-        raise ValueError("readout 'fdt' needs a codebook; give the parameter (K, M) that both towers share")
+        raise ValueError("readout 'fdt' needs a codebook; give the parameter (codes, M) that both towers share")
     context_length = sizes.context_length if competes_with_padding else None
     return CodebookReadout(sizes.embed_dim, sizes.codebook, sizes.num_prefix_tokens, context_length)
 

@@ -31,7 +31,7 @@ from dino_sparo.clip import CLIP, create_clip, load_clip
 from dino_sparo.clip import train as clip_train
 from dino_sparo.clip.loss import create_loss
 from dino_sparo.clip.presets import DEFAULTS, PRESETS, fill_in_warmup
-from dino_sparo.clip.step import MAX_LOGIT_SCALE, CLIPTraining, _backward_at_once, _backward_in_parts, train_step
+from dino_sparo.clip.step import CLIPTraining, _backward_at_once, _backward_in_parts, train_step
 from dino_sparo.clip.train import (
     check_options,
     check_same_model,
@@ -41,6 +41,7 @@ from dino_sparo.clip.train import (
     train,
 )
 from dino_sparo.encoder import create_encoder
+from dino_sparo.image_text.contrastive import MAX_LOGIT_SCALE
 from dino_sparo.image_text.pairs.batches import PairBatch, PairDataset, PairTransform, collate_pairs
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.runtime.preemption import RunStopped
@@ -184,15 +185,15 @@ def test_vectors_and_the_temperature_have_no_weight_decay() -> None:
 
 
 def test_the_temperature_stays_in_its_range() -> None:
-    for start, sign in ((MAX_LOGIT_SCALE - 0.01, -1), (0.01, 1)):
+    for start, sign in ((math.log(MAX_LOGIT_SCALE) - 0.01, -1), (0.01, 1)):
         model = small_clip()
         model.logit_scale.data.fill_(start)
         training = small_training(model, lr=0.5)
         # A gradient that pushes outwards, whatever the loss says.
         model.logit_scale.register_hook(lambda gradient, sign=sign: torch.full_like(gradient, sign))
         train_step(training, [some_pairs(5)])
-        assert model.logit_scale.item() == pytest.approx(MAX_LOGIT_SCALE if sign < 0 else 0, abs=1e-6)
-    assert math.exp(MAX_LOGIT_SCALE) == pytest.approx(100)
+        assert model.logit_scale.item() == pytest.approx(math.log(MAX_LOGIT_SCALE) if sign < 0 else 0, abs=1e-6)
+    assert pytest.approx(100) == MAX_LOGIT_SCALE
 
 
 def test_all_gradients_together_are_clipped() -> None:

@@ -15,7 +15,7 @@ from test_clip_train import checkpoint_of, run
 from dino_sparo.checkpoint import CheckpointError
 from dino_sparo.clip import load_clip, tokenize
 from dino_sparo.image_text.evaluation.dot_product import ClipView, DotProductScorer
-from dino_sparo.image_text.evaluation.validation import MAX_PAIRS, contrastive_loss, hold_out, open_validation
+from dino_sparo.image_text.evaluation.validation import MAX_PAIRS, hold_out, open_validation, validation_loss
 from dino_sparo.image_text.pairs.sources import open_pairs
 
 CPU = torch.device("cpu")
@@ -68,8 +68,8 @@ def test_the_loss_is_the_definitions_over_whole_groups() -> None:
         rows += [math.log(sum(map(math.exp, line))) - line[i] for i, line in enumerate(columns)]
         groups.append(sum(rows) / 8)
     scorer = colour_encoder()
-    assert contrastive_loss(scorer, images, texts, torch.tensor(7.0), 4) == pytest.approx(sum(groups) / 2, rel=1e-5)
-    assert contrastive_loss(scorer, images, texts, torch.tensor(0.0), 100) == pytest.approx(math.log(11), rel=1e-5)
+    assert validation_loss(scorer, images, texts, torch.tensor(7.0), 4) == pytest.approx(sum(groups) / 2, rel=1e-5)
+    assert validation_loss(scorer, images, texts, torch.tensor(0.0), 100) == pytest.approx(math.log(11), rel=1e-5)
 
 
 def test_the_numbers_are_those_of_the_models_own_features(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_the_numbers_are_those_of_the_models_own_features(tmp_path: Path) -> Non
         best = rows.masked_fill(torch.eye(9, dtype=torch.bool), -math.inf).max(dim=1).values
         assert found[name] == pytest.approx(100 * (own > best).float().mean().item())
     assert found["val_loss"] == pytest.approx(
-        contrastive_loss(encoder, images, texts, model.logit_scale.exp().detach(), 9), rel=1e-4
+        validation_loss(encoder, images, texts, model.logit_scale.exp().detach(), 9), rel=1e-4
     )
 
 

@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dino_sparo.image_text.contrastive import contrastive_loss
 from dino_sparo.oc_clip.binding import Binding
-from dino_sparo.oc_clip.loss import contrastive_loss, relation_loss, total_loss
+from dino_sparo.oc_clip.loss import relation_loss, total_loss
 from dino_sparo.oc_clip.pair_scores import EncodedGraphs, score_pairs
 from dino_sparo.oc_clip.scoring import MIN_COEF, Scoring
 
@@ -632,5 +633,5 @@ def test_the_whole_loss_trains_every_part_as_the_loops_do() -> None:
 
 
 def test_as_many_graphs_as_images_are_needed() -> None:
-    with pytest.raises(ValueError, match=r"scores have shape \(2, 3\); give one graph per image"):
+    with pytest.raises(ValueError, match=r"scores have shape \(2, 3\); give one text per image"):
         contrastive_loss(torch.zeros(2, 3))

@@ -4,8 +4,8 @@
     dino-sparo clip-benchmark eval --model_type dino_sparo --model normalized \
         --pretrained output/checkpoint.pth --dataset cifar10 --dataset_root data --no_amp
 
-Arguments and numbers are its own. CLIP benchmark
-asks for features, normalises each as a whole and takes dot products. What it is given is named by `--model`:
+Arguments and numbers are its own. CLIP benchmark asks for features, normalises each as a whole and takes dot products.
+What it is given is named by `--model`:
 
     normalized       every slot of length one over sqrt(L) (SPARO, equation 2), so that its dot products are ours
     unnormalized     the slots side by side as they are, so that long slots count more; for `cls` and `gap` the same

@@ -10,18 +10,13 @@ options below are a recipe for a trial, not for accuracy.
 """
 
 import argparse
-import json
-import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dino_sparo.clip.config import towers_of
 from dino_sparo.readout_table import readout_kind
-from dino_sparo.runtime.cli import RunCommand, option_words, say, spread
+from dino_sparo.runtime.demos import RunCommand, finish_demo, option_words, spread, start_demo, timed_run
 
 TRAINING = {
     "data_path": "scenes:25600:48",
@@ -74,23 +69,19 @@ def train_and_evaluate(
     Returns:
         Scores in percent, and seconds.
     """
-    folder = Path(args.output_dir) / f"{readout}_seed{seed}"
-    begin = time.monotonic()
-    options = {**TRAINING, **(SHORT if args.short else {}), "readout": readout, "seed": seed}
-    run("train-clip", option_words({**options, "device": args.device, "output_dir": folder}))
-    trained_s = time.monotonic() - begin
-    model = option_words({"pretrained_weights": folder / "checkpoint.pth", "device": args.device, "num_workers": 1})
-    classified = run("zero-shot", [*model, "--data_path", SHORT_ZERO_SHOT_DATA if args.short else ZERO_SHOT_DATA])
-    compared = run("sugarcrepe", [*model, "--data_path", str(pairs)])["splits"]
-    scores = (classified["top1"], *(compared[split]["accuracy"] for split in ("swap_obj", "swap_att")))
-    return {
-        "readout": readout,
-        "seed": seed,
-        **dict(zip(CHANCE, scores, strict=True)),
-        "training_s": trained_s,
-        "total_s": time.monotonic() - begin,
-        "folder": str(folder),
-    }
+    options = {**TRAINING, **(SHORT if args.short else {}), "readout": readout, "seed": seed, "device": args.device}
+    data_path = SHORT_ZERO_SHOT_DATA if args.short else ZERO_SHOT_DATA
+
+    def scores(folder: Path) -> dict[str, float]:
+        model = option_words({"pretrained_weights": folder / "checkpoint.pth", "device": args.device, "num_workers": 1})
+        classified = run("zero-shot", [*model, "--data_path", data_path])
+        compared = run("sugarcrepe", [*model, "--data_path", str(pairs)])["splits"]
+        found = (classified["top1"], *(compared[split]["accuracy"] for split in ("swap_obj", "swap_att")))
+        return dict(zip(CHANCE, found, strict=True))
+
+    return timed_run(
+        args, readout, seed, lambda folder: run("train-clip", option_words({**options, "output_dir": folder})), scores
+    )
 
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
@@ -106,13 +97,10 @@ def demo(args: argparse.Namespace, run: RunCommand) -> list[dict[str, Any]]:
     """Train, evaluate, draw, show the table.
 
     Args:
-        args: the options of `cli.demo_parser`.
+        args: the options of `demos.demo_parser`.
         run: (command, words) -> what the command returns.
     """
-    if args.output_dir is None:
-        args.output_dir = "output/clip-demo-short" if args.short else "output/clip-demo"
-    # Both towers are so small that half of the cores compute them fastest, while the others draw images.
-    torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
+    start_demo(args, "clip-demo")
     folder = Path(args.output_dir)
     pairs, num_pairs = folder / "pairs", SHORT_NUM_PAIRS if args.short else NUM_PAIRS
     run("scene-pairs", option_words({"output_dir": pairs, "num_pairs": num_pairs, "image_size": IMAGE_SIZE}))
@@ -121,7 +109,5 @@ def demo(args: argparse.Namespace, run: RunCommand) -> list[dict[str, Any]]:
         if readout_kind(towers_of(done["readout"]).image).has_slots:
             weights = str(Path(done["folder"]) / "checkpoint.pth")
             run("pictures", ["--pretrained_weights", weights, "--device", args.device])
-    (folder / "demo.json").write_text(json.dumps(runs, indent=1))
-    seconds = sum(done["total_s"] for done in runs)
-    say(f"\nheld-out scenes, accuracy, seeds {args.seeds}, {seconds / 60:.1f} minutes\n\n{table(runs)}")
+    finish_demo(args, runs, "held-out scenes, accuracy", table(runs))
     return runs

@@ -14,12 +14,12 @@ from dino_sparo.runtime.extras import require
 from dino_sparo.runtime.records import versions
 
 
-def open_clip_model(args: argparse.Namespace, place: Distributed, border: int = 0) -> DotProductScorer:
+def open_clip_model(args: argparse.Namespace, process: Distributed, border: int = 0) -> DotProductScorer:
     """What the options of `add_model_options` and `add_computation_options` ask for.
 
     Args:
         args: parsed options.
-        place: where to compute.
+        process: where to compute.
         border: pixels cut off every side of an image.
 
     Raises:
@@ -43,10 +43,10 @@ def open_clip_model(args: argparse.Namespace, place: Distributed, border: int = 
         "versions": {**versions(), "open_clip": version("open_clip_torch")},
     }
     return DotProductScorer(
-        model.to(place.device),
+        model.to(process.device),
         partial(tokenize, context_length=config.text.context_length),
         transform,
-        place.device,
+        process.device,
         args.batch_size_per_gpu,
         args.num_workers,
         PRECISIONS[args.precision],

@@ -23,13 +23,13 @@ from dino_sparo.clip.choices import FREEZABLE
 from dino_sparo.clip.config import CLIPConfig, towers_of
 from dino_sparo.clip.convert import infer_clip_config, read_open_clip_model
 from dino_sparo.encoder import Encoder, EncoderConfig, encoder_from_config
+from dino_sparo.image_text.contrastive import INITIAL_LOGIT_SCALE
 from dino_sparo.image_text.evaluation.dot_product import ClipView, DotProductScorer
 from dino_sparo.image_text.text import TextConfig, TextEncoder, tokenize
 from dino_sparo.readout import ReadoutOutput
 from dino_sparo.readout_table import ReadoutSizes, create_readout, readout_kind
 from dino_sparo.runtime.records import file_sha256
 
-INITIAL_TEMPERATURE = 0.07
 MAX_BATCH = 128  # images, or captions, that `LoadedClip.similarity` encodes at a time
 
 
@@ -74,7 +74,7 @@ class CLIP(nn.Module):
         super().__init__()
         self.image, self.text = image, text
         self.image_proj, self.text_proj = image_proj, text_proj
-        self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / INITIAL_TEMPERATURE)))
+        self.logit_scale = nn.Parameter(torch.tensor(math.log(INITIAL_LOGIT_SCALE)))
         self.config = config
         self._frozen: list[nn.Module] = []
 
@@ -364,17 +364,17 @@ def load_clip(path: str | Path, text_heads: int | None = None, quick_gelu: bool 
         ValueError: the checkpoint was saved with something that this version does not know.
     """
     checkpoint = load_checkpoint(path)
-    said, source = checkpoint.get("clip"), str(path)
+    description, source = checkpoint.get("clip"), str(path)
     weights = clip_weights(checkpoint, source)
     if weights is None:
         raise CheckpointError(
             f"{source} holds no CLIP: neither `clip`, which says how one is built, nor open_clip's names; for the "
             f"encoder of a DINO checkpoint use load_encoder"
         )
-    if said is not None:
-        if missing := {"image", "text", "readout", "embed_dim", "mean", "std"} - said.keys():
+    if description is not None:
+        if missing := {"image", "text", "readout", "embed_dim", "mean", "std"} - description.keys():
             raise CheckpointError(f"{source} does not say {', '.join(sorted(missing))} of its CLIP under `clip`")
-        config = CLIPConfig.from_dict(said)
+        config = CLIPConfig.from_dict(description)
     else:
         config = infer_clip_config(weights, text_heads, quick_gelu)
     model = clip_from_config(config)

@@ -60,11 +60,11 @@ def initialize_clip(model: CLIP, path: str | Path) -> ClipInitReport:
     if weights is None:
         raise CheckpointError(f"{source} holds no CLIP; --init_from starts the image encoder from other weights")
     check_same_activation(checkpoint, model.config.quick_gelu, source)
-    said = checkpoint.get("clip")
-    if said is not None and said["text"]["heads"] != model.config.text.heads:
+    description = checkpoint.get("clip")
+    if description is not None and description["text"]["heads"] != model.config.text.heads:
         raise CheckpointError(
-            f"{source} has a text encoder with {said['text']['heads']} heads, the model {model.config.text.heads}; "
-            f"build it alike (--text_heads)"
+            f"{source} has a text encoder with {description['text']['heads']} heads, the model "
+            f"{model.config.text.heads}; build it alike (--text_heads)"
         )
     own = model.state_dict()
     if "text.norm.weight" not in own:  # the read-out has the last LayerNorm, or there is none

@@ -1,8 +1,8 @@
 """One step of contrastive training.
 
-Both towers encode a batch of pairs, the loss compares all images with all captions, the
-optimizer moves the model. `train.py` builds what goes in here. Nothing in a step is random: the crops and captions of a
-batch were drawn by the loader.
+Both towers encode a batch of pairs, the loss compares all images with all captions, the optimizer moves the model.
+`train.py` builds what goes in here. Nothing in a step is random: the crops and captions of a batch were drawn by the
+loader.
 """
 
 import math
@@ -15,11 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dino_sparo.clip.loss import feature_gradients
 from dino_sparo.clip.model import CLIP, ClipOutput
+from dino_sparo.image_text.contrastive import MAX_LOGIT_SCALE
 from dino_sparo.image_text.pairs.batches import PairBatch
 from dino_sparo.training.objective import StepReport, Training
 from dino_sparo.training.updates import Updater
-
-MAX_LOGIT_SCALE = math.log(100)  # CLIP, section 2.5: a larger one makes training unstable
 
 
 @dataclass
@@ -132,7 +131,7 @@ def _update(training: CLIPTraining, loss: Tensor) -> Tensor:
         torch.nn.utils.clip_grads_with_norm_(updater.parameters, training.clip_grad, grad_norm)
     updater.update()
     with torch.no_grad():
-        training.network.logit_scale.clamp_(0, MAX_LOGIT_SCALE)
+        training.network.logit_scale.clamp_(0, math.log(MAX_LOGIT_SCALE))
     return grad_norm
 
 

@@ -79,7 +79,7 @@ class CLIPObjective(Objective[PairBatch]):
 
     Args:
         args: the options of `options.py`.
-        place: this process among its peers.
+        process: this process among its peers.
 
     Raises:
         ValueError: options that do not fit each other or the pairs.
@@ -107,14 +107,14 @@ class CLIPObjective(Objective[PairBatch]):
         apply_preset(defaults)
         return vars(defaults)
 
-    def __init__(self, args: argparse.Namespace, place: Distributed) -> None:
+    def __init__(self, args: argparse.Namespace, process: Distributed) -> None:
         self.args = args
-        micro_batch = micro_batch_size(args.batch_size, place.world_size, args.grad_accum_steps)
+        micro_batch = micro_batch_size(args.batch_size, process.world_size, args.grad_accum_steps)
         open_data = stream_pairs if args.shards == "streamed" else number_pairs
-        self.data = open_data(args, place, micro_batch)
+        self.data = open_data(args, process, micro_batch)
         self.source, self.sampler, self.loader = self.data.source, self.data.sampler, self.data.loader
         self.num_left_out = self.data.source.left_out.total
-        self.training = build_training(args, place, self.sampler.steps_per_epoch)
+        self.training = build_training(args, process, self.sampler.steps_per_epoch)
         held_out = self.data.held_out
         self.validation = None if held_out is None else open_validation(held_out, args.batch_size)
         self.probe = None
@@ -237,21 +237,21 @@ class PairData:
     held_out: PairSource | None = None
 
 
-def number_pairs(args: argparse.Namespace, place: Distributed, micro_batch: int) -> PairData:
+def number_pairs(args: argparse.Namespace, process: Distributed, micro_batch: int) -> PairData:
     """Pairs by number, their order and their batches."""
     source, held_out = _open_together(args, args.data_path), _open_held_out(args)
     if args.val_share:
         source, held_out = hold_out(source, args.val_share, args.seed)
     require_same(len(source), "the number of pairs")
-    _note_few_shards(source, args.num_workers * place.world_size)
-    sampler = EpochSampler(len(source), micro_batch, place.rank, place.world_size, args.grad_accum_steps, args.seed)
+    _note_few_shards(source, args.num_workers * process.world_size)
+    sampler = EpochSampler(len(source), micro_batch, process.rank, process.world_size, args.grad_accum_steps, args.seed)
     dataset = PairDataset(source, PairTransform(args.img_size, tuple(args.crop_scale), args.exact_crops), args.seed)
     loader = create_pair_loader(
         dataset,
         sampler,
         context_length=args.context_length,
         num_workers=args.num_workers,
-        pin_memory=place.device.type == "cuda",
+        pin_memory=process.device.type == "cuda",
         timeout_min=args.dist_timeout_min,
     )
 
@@ -288,10 +288,10 @@ def _open_together(args: argparse.Namespace, path: str, default_split: str = "tr
     )
 
 
-def stream_pairs(args: argparse.Namespace, place: Distributed, micro_batch: int) -> PairData:
+def stream_pairs(args: argparse.Namespace, process: Distributed, micro_batch: int) -> PairData:
     """A stream of pairs, the sizes of its epochs and batches, and its batches."""
     sampler = EpochSampler(
-        args.epoch_pairs, micro_batch, place.rank, place.world_size, args.grad_accum_steps, args.seed
+        args.epoch_pairs, micro_batch, process.rank, process.world_size, args.grad_accum_steps, args.seed
     )
     with all_or_none(f"opening {args.data_path}"):
         stream = PairStream(
@@ -305,7 +305,7 @@ def stream_pairs(args: argparse.Namespace, place: Distributed, micro_batch: int)
     loader = create_stream_loader(
         stream,
         num_workers=args.num_workers,
-        pin_memory=place.device.type == "cuda",
+        pin_memory=process.device.type == "cuda",
         timeout_min=args.dist_timeout_min,
     )
 
@@ -327,24 +327,24 @@ def _note_few_shards(source: PairSource, num_loaders: int) -> None:
         )
 
 
-def build_training(args: argparse.Namespace, place: Distributed, steps_per_epoch: int) -> CLIPTraining:
+def build_training(args: argparse.Namespace, process: Distributed, steps_per_epoch: int) -> CLIPTraining:
     """Model, loss, optimizer and schedule from the options."""
     torch.manual_seed(args.seed)
-    dtype = choose_precision(args.precision, None, place.device)
-    model = build_model(args).to(place.device)
+    dtype = choose_precision(args.precision, None, process.device)
+    model = build_model(args).to(process.device)
     model.freeze(args.freeze or ())
     model.set_grad_checkpointing(args.grad_checkpointing)
-    is_fused = use_fused_attention(place.device, dtype)
+    is_fused = use_fused_attention(process.device, dtype)
     model.image.backbone.use_fused_attention(is_fused)
     model.text.use_fused_attention(is_fused)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     logger.info(
         "%s, %.1f M parameters, %.1f M of them trained, %s on %s",
-        *(model.config.summary, num_parameters / 1e6, num_trained / 1e6, dtype, place),
+        *(model.config.summary, num_parameters / 1e6, num_trained / 1e6, dtype, process),
     )
     mean, std = (
-        torch.tensor(values, device=place.device).view(1, -1, 1, 1) for values in (args.norm_mean, args.norm_std)
+        torch.tensor(values, device=process.device).view(1, -1, 1, 1) for values in (args.norm_mean, args.norm_std)
     )
     fill_in_warmup(args, args.epochs * steps_per_epoch)
     # OpenCLIP's warm-up: the first step already moves, by one of `warmup_steps` equal parts.
@@ -357,13 +357,13 @@ def build_training(args: argparse.Namespace, place: Distributed, steps_per_epoch
     )
     groups = param_groups(model, args.weight_decay, (args.beta1, args.beta2), args.eps)
     return CLIPTraining(
-        model=wrap_ddp(model, place.device),
+        model=wrap_ddp(model, process.device),
         loss=create_loss(args.logits),
         updater=Updater(
             create_optimizer("adamw", groups),
             [{"lr": lr}] * len(groups),
             list(model.parameters()),
-            place.device,
+            process.device,
             dtype,
             args.grad_accum_steps,
             args.seed,

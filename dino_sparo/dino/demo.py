@@ -9,18 +9,14 @@ untrained encoder against trained. The options below are a recipe for minutes, n
 """
 
 import argparse
-import json
-import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dino_sparo.evaluation.pictures import draw_training_curve
 from dino_sparo.readout_table import readout_kind
-from dino_sparo.runtime.cli import RunCommand, option_words, say, spread
+from dino_sparo.runtime.cli import say
+from dino_sparo.runtime.demos import RunCommand, finish_demo, option_words, spread, start_demo, timed_run
 
 TRAINING = {
     "data_path": "scenes:10000:48",
@@ -68,30 +64,17 @@ def evaluate(
 
 
 def train_and_evaluate(readout: str, seed: int, args: argparse.Namespace, run: RunCommand) -> dict[str, Any]:
-    """Train one encoder and evaluate it before and after.
-
-    Returns:
-        Scores of the untrained and the trained encoder, and seconds.
-    """
-    folder = Path(args.output_dir) / f"{readout}_seed{seed}"
-    begin = time.monotonic()
-    options = {**TRAINING, **(SHORT if args.short else {})}
-    options.update(readout=readout, seed=str(seed), device=args.device, output_dir=str(folder))
-    run("train", option_words(options))
-    trained_s = time.monotonic() - begin
+    """One encoder, and the scores of the untrained and the trained one."""
+    options = {**TRAINING, **(SHORT if args.short else {}), "readout": readout, "seed": seed, "device": args.device}
     data_path = SHORT_EVALUATION_DATA if args.short else EVALUATION_DATA
-    scores = {
-        name: evaluate(folder, data_path, args.device, seed, untrained=name == "untrained", run=run)
-        for name in ("untrained", "trained")
-    }
-    return {
-        "readout": readout,
-        "seed": seed,
-        **scores,
-        "training_s": trained_s,
-        "total_s": time.monotonic() - begin,
-        "folder": str(folder),
-    }
+
+    def scores(folder: Path) -> dict[str, Any]:
+        states = ("untrained", "trained")
+        return {s: evaluate(folder, data_path, args.device, seed, untrained=s == "untrained", run=run) for s in states}
+
+    return timed_run(
+        args, readout, seed, lambda folder: run("train", option_words({**options, "output_dir": folder})), scores
+    )
 
 
 def draw(folder: Path, readout: str, data_path: str, device: str, run: RunCommand) -> list[Path]:
@@ -119,20 +102,15 @@ def demo(args: argparse.Namespace, run: RunCommand) -> list[dict[str, Any]]:
     """Train, evaluate, draw, show the table.
 
     Args:
-        args: the options of `cli.demo_parser`.
+        args: the options of `demos.demo_parser`.
         run: (command, words) -> what the command returns.
     """
-    if args.output_dir is None:
-        args.output_dir = "output/demo-short" if args.short else "output/demo"
-    # The encoder is so small that half of the cores compute it fastest, while the others draw and distort images.
-    torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
+    start_demo(args, "demo")
     runs = [train_and_evaluate(readout, seed, args, run) for seed in args.seeds for readout in args.readouts]
     data_path = SHORT_EVALUATION_DATA if args.short else EVALUATION_DATA
     pictures = [
         path for done in runs for path in draw(Path(done["folder"]), done["readout"], data_path, args.device, run)
     ]
-    (Path(args.output_dir) / "demo.json").write_text(json.dumps(runs, indent=1))
-    seconds = sum(done["total_s"] for done in runs)
-    say(f"\nheld-out scenes, accuracy (chance 10 %), seeds {args.seeds}, {seconds / 60:.1f} minutes\n\n{table(runs)}")
+    finish_demo(args, runs, "held-out scenes, accuracy (chance 10 %)", table(runs))
     say("\n".join(["\npictures:", *(f"  {path}" for path in pictures)]))
     return runs

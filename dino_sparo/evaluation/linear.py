@@ -2,9 +2,8 @@
 
 The features come from `features.py`; `linear_run.py` is a whole training. The encoder is by far the dearest part of a
 probe and the learning rate its most delicate option, so the encoder runs once for many probes that differ in nothing
-else.
-Source: DINO, section 4.1, in the variant of facebookresearch/dino's `eval_linear.py`; SPARO, appendix 0.C.2, for which
-features the probe sees.
+else. Source: DINO, section 4.1, in the variant of facebookresearch/dino's `eval_linear.py`; SPARO, appendix 0.C.2, for
+which features the probe sees.
 """
 
 import math

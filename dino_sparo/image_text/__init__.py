@@ -1,11 +1,12 @@
 """What image-text objectives share: captions, pairs of images and captions, and what a model of both is worth.
 
-    text.py        captions -> token ids -> slots: the text tower
-    classes.py     folders of images -> names of classes
-    prompts.py     names of classes -> captions
-    choices.py     defaults, without torch
-    pairs/         any pairs of images and captions -> batches
-    evaluation/    zero-shot, retrieval, probe, true or false captions
+    text.py         captions -> token ids -> slots: the text tower
+    classes.py      folders of images -> names of classes
+    prompts.py      names of classes -> captions
+    contrastive.py  scores -> the contrastive loss
+    choices.py      defaults, without torch
+    pairs/          any pairs of images and captions -> batches
+    evaluation/     zero-shot, retrieval, probe, true or false captions
 
 Nothing here imports an objective: a model comes in as what encodes images and captions.
 """

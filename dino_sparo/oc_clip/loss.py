@@ -12,31 +12,6 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-from torch.nn import functional as F
-
-INITIAL_LOGIT_SCALE = 1 / 0.07
-MAX_LOGIT_SCALE = 100.0
-
-
-def contrastive_loss(scores: Float[Tensor, "B U"], logit_scale: Float[Tensor, ""] | None = None) -> Float[Tensor, ""]:
-    """Every graph among all images, and every image among all graphs; graph i belongs to image i.
-
-        L_itc = -1 / (2 B) sum_i [log e^{s S_ii} / sum_j e^{s S_ji} + log e^{s S_ii} / sum_j e^{s S_ij}]
-
-    Source: OC-CLIP, equation 5, with the mean of pairs and directions in place of the sum.
-
-    Args:
-        scores: S (B, U), image by graph, U = B.
-        logit_scale: (), s, the inverse temperature itself, not its logarithm; None for 1.
-
-    Raises:
-        ValueError: not as many graphs as images.
-    """
-    if scores.shape[0] != scores.shape[1]:
-        raise ValueError(f"scores have shape {tuple(scores.shape)}; give one graph per image, (B, B)")
-    logits = _scaled(scores, logit_scale)
-    labels = torch.arange(len(logits), device=logits.device)
-    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.t(), labels)) / 2
 
 
 class RelationLoss(NamedTuple):

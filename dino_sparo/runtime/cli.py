@@ -9,10 +9,9 @@ import contextlib
 import logging
 import os
 import signal
-import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
 
 from dino_sparo.choices import (
     ARCHITECTURES,
@@ -27,9 +26,6 @@ from dino_sparo.choices import (
 )
 from dino_sparo.runtime import FAULT_STATUS
 from dino_sparo.runtime.extras import MissingPackageError
-
-# A command's name and its words -> what it returns; see `dino_sparo.__main__.run`.
-RunCommand = Callable[[str, Sequence[str]], Any]
 
 
 class MendableError(RuntimeError):
@@ -58,28 +54,6 @@ def say(text: str) -> None:
 def command_parser(options: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """A command with a trainer's options and `--help`; the trainer's own parser is a parent of others and has none."""
     return argparse.ArgumentParser(parents=[options], formatter_class=HelpFormatter)
-
-
-def demo_parser(readouts: Iterable[str]) -> argparse.ArgumentParser:
-    """The options of a demo, with the read-outs to choose among."""
-    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
-    parser.add_argument("--readouts", nargs="+", default=["sparo"], choices=sorted(readouts), help="What to compare.")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="One training run each.")
-    parser.add_argument("--output_dir", default=None, help="Where everything is written; by default in output/.")
-    parser.add_argument("--device", default="cpu", help="auto, cpu or cuda.")
-    parser.add_argument("--short", action="store_true", help="Train for a minute only, to see that all parts work.")
-    return parser
-
-
-def option_words(options: Mapping[str, object]) -> list[str]:
-    """Options as a command line; several values of one are words of a string."""
-    return [word for name, value in options.items() for word in (f"--{name}", *str(value).split())]
-
-
-def spread(values: Sequence[float]) -> str:
-    """Mean in percent, and with several values the standard deviation."""
-    mean = f"{statistics.mean(values):.1f} %"
-    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.1f}"
 
 
 @contextlib.contextmanager

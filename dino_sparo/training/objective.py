@@ -156,12 +156,12 @@ class Objective(ABC, Generic[AnyBatch]):
         """
 
     @abstractmethod
-    def __init__(self, args: argparse.Namespace, place: Distributed) -> None:
+    def __init__(self, args: argparse.Namespace, process: Distributed) -> None:
         """Build networks, loss and data.
 
         Args:
             args: the options.
-            place: this process among its peers.
+            process: this process among its peers.
 
         Raises:
             ValueError: options that do not fit each other or the data.

@@ -1,8 +1,7 @@
 """Pairs of image and caption -> where each slot looks in both, and the slots and pairs that are worth a picture.
 
-Everything here is numbers. What the paper asks of a slot to be shown is
-measured as `fits` says; how several slots and pairs are chosen together is ours, since the paper shows examples.
-Source: SPARO, section 5.5.
+Everything here is numbers. What the paper asks of a slot to be shown is measured as `fits` says; how several slots and
+pairs are chosen together is ours, since the paper shows examples. Source: SPARO, section 5.5.
 
 h, w are rows and columns of the patch grid.
 """

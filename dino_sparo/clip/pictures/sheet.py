@@ -1,7 +1,6 @@
 """Looks of chosen slots at chosen pairs -> one sheet: a row per slot, a column per pair, words marked in each caption.
 
-It looks like `evaluation/pictures.py`; `page.py` shows the same
-as a page.
+It looks like `evaluation/pictures.py`; `page.py` shows the same as a page.
 """
 
 from collections.abc import Callable, Sequence

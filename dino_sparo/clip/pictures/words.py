@@ -1,8 +1,7 @@
 """A caption and its token ids -> its words, and how much of a slot's attention each of them gets.
 
-The tokenizer cuts words into pieces and marks the last piece of each; a
-word is what lies between two marks. Its words are those of the caption as written, but punctuation stands alone, and so
-do endings after an apostrophe.
+The tokenizer cuts words into pieces and marks the last piece of each; a word is what lies between two marks. Its words
+are those of the caption as written, but punctuation stands alone, and so do endings after an apostrophe.
 """
 
 import html

@@ -3,11 +3,11 @@
     dino-sparo mask --pretrained_weights output/checkpoint.pth --data_path data/sugar-crepe/data \
         --images data/coco/val2017 --evaluate data/imagenet cifar10:data dtd:data
 
-One weight in [0, 1] per slot, per dimension, or per equal part of an encoding is fitted to all
-pairs of SugarCrepe (or of `scene_pairs.py`), the model itself stays as it is. Where slots are concepts, a choice among
-them that suits one task should do little harm to others: --evaluate measures that. Prints a table, writes mask.json
-(the mask, which every evaluation takes as --slots, and all that it depends on) and mask.png. Source: SPARO, section
-5.2, table 5 and appendix 0.C.1.
+One weight in [0, 1] per slot, per dimension, or per equal part of an encoding is fitted to all pairs of SugarCrepe (or
+of `scene_pairs.py`), the model itself stays as it is. Where slots are concepts, a choice among them that suits one task
+should do little harm to others: --evaluate measures that. Prints a table, writes mask.json (the mask, which every
+evaluation takes as --slots, and all that it depends on) and mask.png. Source: SPARO, section 5.2, table 5 and appendix
+0.C.1.
 """
 
 import argparse
@@ -113,7 +113,7 @@ def learn_mask(args: argparse.Namespace) -> dict[str, Any]:
         ImportError: matplotlib is not installed.
     """
     settings = FitSettings(args.epochs, args.lr, args.momentum, args.mask_batch_size, args.seed, args.mask_scale)
-    place = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
+    process = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
     setup_logging()
     require_matplotlib()
     if not args.data_path:
@@ -121,7 +121,7 @@ def learn_mask(args: argparse.Namespace) -> dict[str, Any]:
     path, plot = result_paths(args, "mask.json")
     folder = Path(args.data_path)
     image_folder = Path(args.images) if args.images else folder / "images"
-    scorer = open_clip_model(args, place)
+    scorer = open_clip_model(args, process)
     config = whole_model(scorer.model).config
     num_parts = number_of_parts(args.parts, config)
     pairs = encode_questions(scorer, read_pairs(folder), image_folder)

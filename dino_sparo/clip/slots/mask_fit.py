@@ -1,7 +1,7 @@
 """Encodings of images with a true and a false caption -> the mask of image encodings that tells the captions apart.
 
-`mask.py` runs this. The encodings are computed once and stay as they are; SugarCrepe's own
-evaluation says after every epoch how well the mask fits. Source: SPARO, appendix 0.C.1.
+`mask.py` runs this. The encodings are computed once and stay as they are; SugarCrepe's own evaluation says after every
+epoch how well the mask fits. Source: SPARO, appendix 0.C.1.
 """
 
 import math
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dino_sparo.clip.choices import FitSettings, check_bound
-from dino_sparo.clip.model import INITIAL_TEMPERATURE
 from dino_sparo.clip.slots.subsets import mask_features
+from dino_sparo.image_text.contrastive import INITIAL_LOGIT_SCALE
 from dino_sparo.image_text.evaluation.dot_product import PAIR_CHUNK, pair_products
 from dino_sparo.image_text.evaluation.questions import EncodedQuestions, macro
 from dino_sparo.image_text.evaluation.sugarcrepe import split_results
@@ -26,7 +26,7 @@ BOUND = 100.0
 # How the inverse temperature is bounded -> where alpha starts. The paper prints max(100, exp(alpha)), "similar to
 # CLIP", and does not say where alpha starts; CLIP's own is min(100, exp(alpha)) from ln(1 / 0.07). With max alpha
 # starts where the bound begins to depend on it, a hair above, so that rounding does not decide whether it learns.
-INITIAL_ALPHA = {"min": math.log(1 / INITIAL_TEMPERATURE), "max": math.log(BOUND) + 1e-6}
+INITIAL_ALPHA = {"min": math.log(INITIAL_LOGIT_SCALE), "max": math.log(BOUND) + 1e-6}
 
 
 class Mask(nn.Module):

@@ -4,10 +4,10 @@
     dino-sparo sugarcrepe --pretrained_weights output/checkpoint.pth --data_path data/sugar-crepe/data \
         --slots output/slots.json
 
-Every slot is scored alone by zero-shot accuracy, and the k best are kept. How accuracy depends
-on k is measured for all k; without --keep the best k is taken. Prints a table, writes slots.json (the selection, which
-every evaluation takes as --slots, the scores, the curve and all that they depend on) and slots.png, the curve. Images
-that chose the slots are no test of the choice: their curve is optimistic. Source: SPARO, section 5.1 and table 4.
+Every slot is scored alone by zero-shot accuracy, and the k best are kept. How accuracy depends on k is measured for all
+k; without --keep the best k is taken. Prints a table, writes slots.json (the selection, which every evaluation takes as
+--slots, the scores, the curve and all that they depend on) and slots.png, the curve. Images that chose the slots are no
+test of the choice: their curve is optimistic. Source: SPARO, section 5.1 and table 4.
 """
 
 import argparse
@@ -186,11 +186,11 @@ def select_slots(args: argparse.Namespace) -> dict[str, Any]:
         ValueError: options, files or data that do not fit; the message says what would.
         ImportError: matplotlib is not installed.
     """
-    place = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
+    process = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
     setup_logging()
     require_matplotlib()
     path, plot = result_paths(args, "slots.json")
-    scorer = open_clip_model(args, place)
+    scorer = open_clip_model(args, process)
     config = whole_model(scorer.model).config
     check_has_slots(config)
     num_slots = config.image.num_slots

@@ -13,6 +13,7 @@ Source: SPARO, sections 5.1, 5.2 and 0.C.1.
 """
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,7 @@ class SlotMask:
         }
 
 
-class _ReducedModel(nn.Module):
+class _ReducedModel(nn.Module, ABC):
     """What a reduced model has of the whole one."""
 
     model: CLIP
@@ -136,13 +137,13 @@ class _ReducedModel(nn.Module):
         """The whole model's."""
         return self.model.logit_scale
 
+    @abstractmethod
     def encode_image(self, images: Tensor, normalize: bool = True) -> Tensor:
         """Images -> features."""
-        raise NotImplementedError
 
+    @abstractmethod
     def encode_text(self, token_ids: Tensor, normalize: bool = True) -> Tensor:
         """Captions -> features."""
-        raise NotImplementedError
 
     def forward(self, images: Float[Tensor, "B C H W"], token_ids: Int64[Tensor, "B N"]) -> ClipOutput:
         """Pairs -> features of both sides and the inverse temperature; see `CLIP.forward`."""
@@ -321,12 +322,12 @@ def read_slots(path: str | Path) -> SlotSelection | SlotMask:
     if not Path(path).is_file():
         raise ValueError(f"slots={str(path)!r} does not exist; give a file of dino-sparo select or dino-sparo mask")
     try:
-        said = parse_json(Path(path).read_bytes())
+        content = parse_json(Path(path).read_bytes())
     except ValueError as error:
         raise ValueError(f"slots={str(path)!r} is no JSON ({error})") from error
-    said = said if isinstance(said, dict) else {}
-    chosen, values = said.get("slots"), said.get("mask")
-    sha256, num_slots, encoding_dim = (said.get(name) for name in ("weights_sha256", "num_slots", "encoding_dim"))
+    content = content if isinstance(content, dict) else {}
+    chosen, values = content.get("slots"), content.get("mask")
+    sha256, num_slots, encoding_dim = (content.get(name) for name in ("weights_sha256", "num_slots", "encoding_dim"))
     try:
         if isinstance(chosen, list) and all(type(index) is int for index in chosen):
             return SlotSelection(tuple(chosen), num_slots, sha256)
@@ -354,12 +355,12 @@ def open_slots(path: str | Path | None, loaded: LoadedClip) -> tuple[CLIP | Redu
         return loaded.model, None
     choice = read_slots(path)
     check_fits(choice, loaded.model.config, loaded.record["sha256"])
-    said: dict[str, Any] = {"path": str(path), "sha256": file_sha256(Path(path))}
+    record: dict[str, Any] = {"path": str(path), "sha256": file_sha256(Path(path))}
     if isinstance(choice, SlotSelection):
-        said |= {"kind": "selection", "slots": list(choice.indices), "num_slots": loaded.model.config.image.num_slots}
-        said["rule"] = "equation 2 over the slots that are kept, images and captions"
+        record |= {"kind": "selection", "slots": list(choice.indices), "num_slots": loaded.model.config.image.num_slots}
+        record["rule"] = "equation 2 over the slots that are kept, images and captions"
     else:
         mean = math.fsum(choice.values) / len(choice.values)
-        said |= {"kind": "mask", "num_parts": len(choice.values), "mean_weight": mean}
-        said["rule"] = "normalised encodings of images times the mask, normalised again; captions as they are"
-    return with_slots(loaded.model, choice), said
+        record |= {"kind": "mask", "num_parts": len(choice.values), "mean_weight": mean}
+        record["rule"] = "normalised encodings of images times the mask, normalised again; captions as they are"
+    return with_slots(loaded.model, choice), record

@@ -4,10 +4,10 @@
     dino-sparo sweep output/*/checkpoint.pth --data_path data/imagenet
     dino-sparo sweep --grid_slots 16 32 64 128 --grid_slot_dims 16 32 64 128
 
-Takes results of `zero_shot.py`, and checkpoints, which it has `zero_shot.py` evaluate; either
-says how its model is built, and parameters are counted from that. A grid needs no training: its numbers of parameters
-are printed and drawn alone. Models without slots come in by the width of their encoding. Prints a table, writes
-sweep.json and sweep.png. Source: SPARO, section 5.4 and figure 3.
+Takes results of `zero_shot.py`, and checkpoints, which it has `zero_shot.py` evaluate; either says how its model is
+built, and parameters are counted from that. A grid needs no training: its numbers of parameters are printed and drawn
+alone. Models without slots come in by the width of their encoding. Prints a table, writes sweep.json and sweep.png.
+Source: SPARO, section 5.4 and figure 3.
 """
 
 import argparse
@@ -25,7 +25,9 @@ from dino_sparo.clip.config import CLIPConfig
 from dino_sparo.clip.model import CLIP, clip_from_config, create_clip
 from dino_sparo.clip.slots.plots import colour_of, panels, result_paths, spaced
 from dino_sparo.evaluation.page import require_matplotlib
-from dino_sparo.image_text.evaluation.protocol import report
+from dino_sparo.image_text.evaluation import zero_shot
+from dino_sparo.image_text.evaluation.options import zero_shot_parser
+from dino_sparo.image_text.evaluation.protocol import OpenModel, report
 from dino_sparo.runtime.distributed import is_main
 from dino_sparo.runtime.logs import setup_logging
 from dino_sparo.sources.limits import parse_json
@@ -79,15 +81,15 @@ def read_result(path: Path) -> dict[str, Any]:
         ValueError: the file holds something else, or the result of a part of a model's slots.
     """
     try:
-        said = parse_json(path.read_bytes())
-        if said["evaluation"] != "zero-shot classification":
+        result = parse_json(path.read_bytes())
+        if result["evaluation"] != "zero-shot classification":
             raise KeyError("zero-shot classification")
-        _config(said["model"])
+        _config(result["model"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no result of dino-sparo zero-shot ({error!r})") from error
-    if said.get("slots"):
+    if result.get("slots"):
         raise ValueError(f"{path} is the result of a choice among a model's slots; give those of whole models")
-    return said
+    return result
 
 
 def _config(record: dict[str, Any]) -> CLIPConfig:
@@ -146,7 +148,7 @@ def grid_points(args: argparse.Namespace) -> list[SweepPoint]:
     ]
 
 
-def collect(args: argparse.Namespace, run: Callable[..., Any]) -> dict[str, Any]:
+def collect(args: argparse.Namespace, open_model: OpenModel) -> dict[str, Any]:
     """Collect what the options say, write table and plot, show the table.
 
     Raises:
@@ -162,7 +164,7 @@ def collect(args: argparse.Namespace, run: Callable[..., Any]) -> dict[str, Any]
         raise ValueError("a grid needs both --grid_slots and --grid_slot_dims")
     if bool(args.inputs) == bool(args.grid_slots):
         raise ValueError("give results or checkpoints, or a grid with --grid_slots and --grid_slot_dims")
-    results = {str(name): _result(Path(name), args, run) for name in args.inputs}
+    results = {str(name): _result(Path(name), args, open_model) for name in args.inputs}
     if results:
         check_comparable(results)
         points = [
@@ -186,7 +188,7 @@ def collect(args: argparse.Namespace, run: Callable[..., Any]) -> dict[str, Any]
     return report(result, table(points, args.metric), args, "sweep.json")
 
 
-def _result(path: Path, args: argparse.Namespace, run: Callable[..., Any]) -> dict[str, Any]:
+def _result(path: Path, args: argparse.Namespace, open_model: OpenModel) -> dict[str, Any]:
     """The result in a file; of a checkpoint the one that `zero_shot.py` finds now, and writes beside it."""
     if path.suffix != ".json":
         if not args.data_path:
@@ -197,7 +199,7 @@ def _result(path: Path, args: argparse.Namespace, run: Callable[..., Any]) -> di
         options |= {"pretrained_weights": path, "output": path.with_name("zero_shot.json")}
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         words += ["--download"] if args.download else []
-        run("zero-shot", words)
+        zero_shot.evaluate_checkpoint(zero_shot_parser().parse_args(words), open_model)
         path = path.with_name("zero_shot.json")
     return read_result(path)
 

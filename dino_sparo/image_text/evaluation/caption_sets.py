@@ -82,10 +82,10 @@ def _read_captions(path: Path, split: str) -> dict[str, list[str]]:
         raise ValueError(f"captions={str(path)!r} does not exist (in {os.getcwd()})")
     if path.suffix == ".json":
         try:
-            said = parse_json(path.read_text(encoding="utf-8"))
+            content = parse_json(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"captions={str(path)!r} is no JSON ({error})") from error
-        return _read_json(said, path, split)
+        return _read_json(content, path, split)
     found: dict[str, list[str]] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8-sig", errors="replace").splitlines()):
         match = CAPTION_LINE.fullmatch(line.strip())
@@ -99,19 +99,19 @@ def _read_captions(path: Path, split: str) -> dict[str, list[str]]:
     return found
 
 
-def _read_json(said: Any, path: Path, split: str) -> dict[str, list[str]]:
+def _read_json(content: Any, path: Path, split: str) -> dict[str, list[str]]:
     """Karpathy's layout or COCO's."""
-    keys = sorted(said) if isinstance(said, dict) else []
+    keys = sorted(content) if isinstance(content, dict) else []
     found: dict[str, list[str]] = {}
     try:
-        if "annotations" in said:
-            names = {image["id"]: image["file_name"] for image in said["images"]}
+        if "annotations" in content:
+            names = {image["id"]: image["file_name"] for image in content["images"]}
             found = {name: [] for name in names.values()}
-            for annotation in said["annotations"]:
+            for annotation in content["annotations"]:
                 found[names[annotation["image_id"]]].append(annotation["caption"])
             return found
-        splits = {image["split"] for image in said["images"]}
-        for image in said["images"]:
+        splits = {image["split"] for image in content["images"]}
+        for image in content["images"]:
             if image["split"] == split:
                 name = os.path.join(image.get("filepath", ""), image["filename"])
                 found[name] = [sentence["raw"] for sentence in image["sentences"]]

@@ -2,9 +2,9 @@
 
     dino-sparo clip-probe --pretrained_weights output/checkpoint.pth --data_path data/imagenet
 
-Every image is encoded once, without crops and flips. Probes that differ in their weight decay
-alone are trained side by side on part of the training images and compared on the rest; the best decay is then used on
-all of them, and tested. Prints a table and writes probe.json, the numbers with all that they depend on.
+Every image is encoded once, without crops and flips. Probes that differ in their weight decay alone are trained side by
+side on part of the training images and compared on the rest; the best decay is then used on all of them, and tested.
+Prints a table and writes probe.json, the numbers with all that they depend on.
 
 Source: SPARO, appendix 0.C.1, which follows LAION's CLIP benchmark and CLIP, appendix A.3: features of length one,
 AdamW with learning rate 0.1, 10 epochs, decays between 1e-6 and 1e2 in 96 steps, tried coarsely, then ever more finely
@@ -187,8 +187,8 @@ def choose_weight_decay(
         decays = [WEIGHT_DECAYS[place] for place in places]
         probe = train_probes(train, rows, decays, settings)
         found = [row["top1"] for row in probe_accuracy(probe, train.features[own], train.labels[own])]
-        told = ", ".join(f"{decay:.3g}: {value:.2f} %" for decay, value in zip(decays, found, strict=True))
-        logger.info("top-1 by weight decay on %d training images: %s", num_val, told)
+        accuracies = ", ".join(f"{decay:.3g}: {value:.2f} %" for decay, value in zip(decays, found, strict=True))
+        logger.info("top-1 by weight decay on %d training images: %s", num_val, accuracies)
         return found
 
     best, tried = search_weight_decay(accuracies_of)
@@ -226,12 +226,12 @@ def probe_checkpoint(args: argparse.Namespace, open_model: Callable[..., ImageFe
     Raises:
         ValueError: options, files or data that do not fit; the message says what would.
     """
-    place = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
+    process = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
     setup_logging()
-    storage = place.device if args.use_cuda else torch.device("cpu")
-    train, test, record = _features(args, place, storage, open_model)
+    storage = process.device if args.use_cuda else torch.device("cpu")
+    train, test, record = _features(args, process, storage, open_model)
     num_classes = int(max(train.labels.max(), test.labels.max())) + 1
-    settings = ProbeSettings(num_classes, args.lr, args.epochs, args.probe_batch_size, args.seed, place.device)
+    settings = ProbeSettings(num_classes, args.lr, args.epochs, args.probe_batch_size, args.seed, process.device)
     sweep: dict[str, Any] | None = None
     weight_decay = args.weight_decay
     if weight_decay is None:
@@ -265,7 +265,7 @@ def probe_checkpoint(args: argparse.Namespace, open_model: Callable[..., ImageFe
 
 
 def _features(
-    args: argparse.Namespace, place: Distributed, storage: torch.device, open_model: Callable[..., ImageFeatureModel]
+    args: argparse.Namespace, process: Distributed, storage: torch.device, open_model: Callable[..., ImageFeatureModel]
 ) -> tuple[Features, Features, dict[str, Any]]:
     """Features of training and test images, and the record of how they were made."""
     if args.load_features:
@@ -281,7 +281,7 @@ def _features(
         if not record:  # somebody else's, of any length
             train, test, record = train.normalize_(), test.normalize_(), {"versions": versions()}
         return train.to(storage), test.to(storage), record
-    model = open_model(args, place)
+    model = open_model(args, process)
     sources = [open_evaluation_images(args.data_path, split, args.download) for split in ("train", "val")]
     require_labels(sources[0])
     sources[1] = align_classes(sources[1], sources[0].classes or [])

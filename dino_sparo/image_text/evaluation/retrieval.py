@@ -4,8 +4,8 @@
         --captions data/coco/dataset_coco.json
     dino-sparo retrieval --pretrained_weights output/checkpoint.pth --data_path scenes:500:32
 
-Every image is scored with every caption, some images at a time, shared by all processes. Prints
-a table and writes retrieval.json, the numbers with all that they depend on.
+Every image is scored with every caption, some images at a time, shared by all processes. Prints a table and writes
+retrieval.json, the numbers with all that they depend on.
 
 Two things are called Recall@k, both are reported:
 
@@ -221,9 +221,9 @@ def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenModel) -> dict
     Raises:
         ValueError: options, files or data that do not fit; the message says what would.
     """
-    place = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
+    process = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
     setup_logging()
-    scorer = open_model(args, place)
+    scorer = open_model(args, process)
     data = open_caption_set(args.data_path, args.captions, args.split, args.image_list)
     found = evaluate_retrieval(scorer, data, args.k)
     result = describe(found, data, scorer, args)

@@ -3,11 +3,11 @@
     dino-sparo sugarcrepe --pretrained_weights output/checkpoint.pth --data_path data/sugar-crepe/data \
         --images data/coco/val2017
 
-The false caption differs from the true one in one object, attribute or relation that was
-replaced, swapped or added: seven JSON files, each an object of `{"filename", "caption", "negative_caption"}`. The same
-format with pictures of its own is written by `scene_pairs.py`. Prints a table and writes sugarcrepe.json, the numbers
-with all that they depend on. Source: Hsieh et al., "SugarCrepe: fixing hackable benchmarks for vision-language
-compositionality"; SPARO, section 4.1 and tables 4 and 0.B.1.
+The false caption differs from the true one in one object, attribute or relation that was replaced, swapped or added:
+seven JSON files, each an object of `{"filename", "caption", "negative_caption"}`. The same format with pictures of its
+own is written by `scene_pairs.py`. Prints a table and writes sugarcrepe.json, the numbers with all that they depend on.
+Source: Hsieh et al., "SugarCrepe: fixing hackable benchmarks for vision-language compositionality"; SPARO, section 4.1
+and tables 4 and 0.B.1.
 """
 
 import argparse
@@ -112,14 +112,14 @@ def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenModel) -> dict
     Raises:
         ValueError: options, files or data that do not fit; the message says what would.
     """
-    place = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
+    process = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
     setup_logging()
     if not args.data_path:
         raise ValueError("--data_path is empty; give the folder of SugarCrepe's JSON files")
     folder = Path(args.data_path)
     images = Path(args.images) if args.images else folder / "images"
     pairs = read_pairs(folder)
-    scorer = open_model(args, place)
+    scorer = open_model(args, process)
     encoded = encode_questions(scorer, pairs, images)
     results = split_results(encoded, scorer.score_pairs)
     result = describe(results, describe_pairs(encoded, folder, images), scorer)

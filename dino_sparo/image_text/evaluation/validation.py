@@ -1,7 +1,7 @@
 """A model in training + pairs that it does not train on -> the loss on them and retrieval, both ways.
 
-A trainer asks for it after every epoch. Nothing in it is random: images are seen
-in the evaluations' view, and of an image's captions the first is taken.
+A trainer asks for it after every epoch. Nothing in it is random: images are seen in the evaluations' view, and of an
+image's captions the first is taken.
 """
 
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from dino_sparo.image_text.contrastive import contrastive_loss
 from dino_sparo.image_text.evaluation.image_files import require_few_missing
 from dino_sparo.image_text.evaluation.retrieval import recall
 from dino_sparo.image_text.evaluation.scorer import Scorer
@@ -55,16 +55,14 @@ class Validation:
         own = torch.arange(len(captions))[:, None].expand(-1, 2)
         by_image, by_text = recall(scorer, images.payload, texts.payload, own, (1,))
         return {
-            "val_loss": contrastive_loss(scorer, images.payload, texts.payload, logit_scale, self.num_compared),
+            "val_loss": validation_loss(scorer, images.payload, texts.payload, logit_scale, self.num_compared),
             "val_text_r1": by_image[1].any,
             "val_image_r1": by_text[1].any,
         }
 
 
-def contrastive_loss(scorer: Scorer, images: Any, texts: Any, logit_scale: Tensor, num_compared: int) -> float:
+def validation_loss(scorer: Scorer, images: Any, texts: Any, logit_scale: Tensor, num_compared: int) -> float:
     """The training loss over whole groups of `num_compared` pairs, or over all pairs if they are fewer, in nats.
-
-    Z = s S,  loss = (CE(Z, 1..B) + CE(Z^T, 1..B)) / 2,   S the scores of a group's images and captions
 
     Args:
         scorer: the model.
@@ -77,9 +75,7 @@ def contrastive_loss(scorer: Scorer, images: Any, texts: Any, logit_scale: Tenso
     losses = []
     for start in range(0, len(images) - size + 1, size):
         group = slice(start, start + size)
-        logits = logit_scale * scorer.score_block(images[group], texts[group])
-        own = torch.arange(size, device=logits.device)
-        losses.append((F.cross_entropy(logits, own) + F.cross_entropy(logits.t(), own)) / 2)
+        losses.append(contrastive_loss(scorer.score_block(images[group], texts[group]), logit_scale))
     return float(torch.stack(losses).mean())
 
 

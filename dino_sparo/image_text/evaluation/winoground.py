@@ -2,8 +2,8 @@
 
     dino-sparo winoground --pretrained_weights output/checkpoint.pth --data_path data/winoground
 
-The data is read from disk as its authors publish it: `examples.jsonl`, one JSON object per line
-with `image_0`, `image_1`, `caption_0`, `caption_1` and perhaps tags, and the folder `images`. Prints a table and writes
+The data is read from disk as its authors publish it: `examples.jsonl`, one JSON object per line with `image_0`,
+`image_1`, `caption_0`, `caption_1` and perhaps tags, and the folder `images`. Prints a table and writes
 winoground.json, the numbers with all that they depend on. Source: Thrush et al., "Winoground: probing vision and
 language models for visio-linguistic compositionality", section 3.2.
 """
@@ -74,14 +74,14 @@ def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenModel) -> dict
     Raises:
         ValueError: options, files or data that do not fit; the message says what would.
     """
-    place = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
+    process = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
     setup_logging()
     if not args.data_path:
         raise ValueError(f"--data_path is empty; give the folder with Winoground's {WINOGROUND_EXAMPLES}")
     path = Path(args.data_path) / WINOGROUND_EXAMPLES
     images = Path(args.images) if args.images else path.parent / "images"
     examples = read_examples(path)
-    scorer = open_model(args, place)
+    scorer = open_model(args, process)
     encoded = encode_questions(scorer, examples, images)
     answers = answer(encoded, scorer.score_pairs)
     right, tags = scores_of(answers), [example.split for example in encoded.questions]

@@ -7,9 +7,9 @@
         --classnames data/wds_vtab-dtd/classnames.txt \
         --templates data/wds_vtab-dtd/zeroshot_classification_templates.txt
 
-An image is of the class with the greatest score. ImageNet V1, Sketch, A and R are recognised by
-their folders; V2, ObjectNet and sets of your own say with --classnames what their classes are called. Prints a table
-and writes zero_shot.json, the numbers with all that they depend on.
+An image is of the class with the greatest score. ImageNet V1, Sketch, A and R are recognised by their folders; V2,
+ObjectNet and sets of your own say with --classnames what their classes are called. Prints a table and writes
+zero_shot.json, the numbers with all that they depend on.
 """
 
 import argparse
@@ -119,9 +119,9 @@ def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenModel) -> dict
     Raises:
         ValueError: options, files or data that do not fit; the message says what would.
     """
-    place = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
+    process = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
     setup_logging()
-    scorer = open_model(args, place, args.crop_border)
+    scorer = open_model(args, process, args.crop_border)
     source = open_evaluation_images(args.data_path, args.split, args.download)
     classes = open_classes(source, args.classnames, args.data_path)
     templates = open_templates(args.templates, args.data_path)

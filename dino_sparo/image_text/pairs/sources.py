@@ -196,10 +196,10 @@ def _check_left_out(source: PairSource, max_left_out: float) -> None:
     number, total = source.left_out.total, source.left_out.total + len(source)
     if not number:
         return
-    told = f"{source.name}: {number:,} of {total:,} samples are left out: {source.left_out}"
+    message = f"{source.name}: {number:,} of {total:,} samples are left out: {source.left_out}"
     if number > (most := most_corrupt(max_left_out, total)):
         raise ValueError(
-            f"{told}; that is more than the {most:.0f} that --max_corrupt {max_left_out} allows. Repair them, or "
+            f"{message}; that is more than the {most:.0f} that --max_corrupt {max_left_out} allows. Repair them, or "
             f"raise it"
         )
-    logger.warning("%s", told)
+    logger.warning("%s", message)

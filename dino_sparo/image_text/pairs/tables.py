@@ -97,15 +97,15 @@ def _read_coco(path: str) -> tuple[dict[Any, str], dict[Any, list[str]], LeftOut
     """File names and captions of every image by its id, and annotations of no image."""
     with open_regular(path) as file:
         try:
-            said = parse_json(file.read())
+            content = parse_json(file.read())
         except ValueError as error:
             raise ValueError(f"annotations {path!r} are no JSON ({error})") from error
-    keys = list(said) if isinstance(said, dict) else []
+    keys = list(content) if isinstance(content, dict) else []
     left_out = LeftOut()
     try:
-        files = {image["id"]: str(image["file_name"]) for image in said["images"]}
+        files = {image["id"]: str(image["file_name"]) for image in content["images"]}
         captions: dict[Any, list[str]] = {number: [] for number in files}
-        for annotation in said["annotations"]:
+        for annotation in content["annotations"]:
             if annotation["image_id"] not in captions:
                 left_out.add(NO_SUCH_IMAGE, f"image_id {annotation['image_id']}")
             elif text := str(annotation["caption"]).strip():

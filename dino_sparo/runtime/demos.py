@@ -1,0 +1,85 @@
+"""What the demos of all objectives share: their options, one run, and how they end. No torch before a demo runs."""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dino_sparo.runtime.cli import HelpFormatter, say
+
+# A command's name and its words -> what it returns; see `dino_sparo.__main__.run`.
+RunCommand = Callable[[str, Sequence[str]], Any]
+
+
+def demo_parser(readouts: Iterable[str]) -> argparse.ArgumentParser:
+    """The options of a demo, with the read-outs to choose among."""
+    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    parser.add_argument("--readouts", nargs="+", default=["sparo"], choices=sorted(readouts), help="What to compare.")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="One training run each.")
+    parser.add_argument("--output_dir", default=None, help="Where everything is written; by default in output/.")
+    parser.add_argument("--device", default="cpu", help="auto, cpu or cuda.")
+    parser.add_argument("--short", action="store_true", help="Train for a minute only, to see that all parts work.")
+    return parser
+
+
+def option_words(options: Mapping[str, object]) -> list[str]:
+    """Options as a command line; several values of one are words of a string."""
+    return [word for name, value in options.items() for word in (f"--{name}", *str(value).split())]
+
+
+def spread(values: Sequence[float]) -> str:
+    """Mean in percent, and with several values the standard deviation."""
+    mean = f"{statistics.mean(values):.1f} %"
+    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.1f}"
+
+
+def start_demo(args: argparse.Namespace, name: str) -> None:
+    """Choose the folder, `output/NAME` or `output/NAME-short`, and how many threads compute.
+
+    The demos' networks are so small that half of the cores compute them fastest, while the others prepare images.
+    """
+    import torch  # not above: --help need not wait for it
+
+    if args.output_dir is None:
+        args.output_dir = f"output/{name}-short" if args.short else f"output/{name}"
+    torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
+
+
+def timed_run(
+    args: argparse.Namespace,
+    readout: str,
+    seed: int,
+    train: Callable[[Path], Any],
+    evaluate: Callable[[Path], Mapping[str, Any]],
+) -> dict[str, Any]:
+    """Train one model and evaluate it.
+
+    Args:
+        args: the demo's options.
+        readout: of the model.
+        seed: of the run.
+        train: into a folder.
+        evaluate: what lies in that folder -> scores.
+
+    Returns:
+        Read-out, seed, scores, seconds, folder.
+    """
+    folder = Path(args.output_dir) / f"{readout}_seed{seed}"
+    begin = time.monotonic()
+    train(folder)
+    trained_s = time.monotonic() - begin
+    scores = evaluate(folder)
+    total_s = time.monotonic() - begin
+    times = {"training_s": trained_s, "total_s": total_s}
+    return {"readout": readout, "seed": seed, **scores, **times, "folder": str(folder)}
+
+
+def finish_demo(args: argparse.Namespace, runs: Sequence[Mapping[str, Any]], title: str, table: str) -> None:
+    """Write demo.json and show the table, with the seeds and the minutes of all runs."""
+    (Path(args.output_dir) / "demo.json").write_text(json.dumps(runs, indent=1))
+    minutes = sum(run["total_s"] for run in runs) / 60
+    say(f"\n{title}, seeds {args.seeds}, {minutes:.1f} minutes\n\n{table}")
