@@ -36,10 +36,12 @@ from dino_sparo.clip.loss import PRODUCTS
 from dino_sparo.clip.model import CLIP, normalize_slots
 from dino_sparo.clip.options import check_options
 from dino_sparo.clip.options import get_args_parser as training_parser
-from dino_sparo.clip.step import CLIPTraining, train_step
-from dino_sparo.clip.train import build_training, param_groups
+from dino_sparo.clip.step import CLIPTraining
+from dino_sparo.clip.train import build_training
 from dino_sparo.data import ImageDataset
+from dino_sparo.image_text.objective import param_groups
 from dino_sparo.image_text.pairs.batches import PairBatch, PairTransform
+from dino_sparo.image_text.step import train_step
 from dino_sparo.image_text.text import CONTEXT_LENGTH, VOCAB_SIZE, end_token_mask
 from dino_sparo.runtime.distributed import PRECISIONS, Distributed
 from dino_sparo.sources import ImageSource
@@ -130,7 +132,7 @@ def their_step(
     """OpenCLIP's step, in the order of its `train_one_epoch`."""
     model.to(device).train()
     (schedule, _), weight_decay = training.updater.schedules, training.updater.optimizer.param_groups[0]["weight_decay"]
-    groups = param_groups(model, weight_decay, (0.9, 0.98), 1e-6)
+    groups = param_groups(dict(model.named_parameters()), weight_decay, (0.9, 0.98), 1e-6)
     optimizer, loss = torch.optim.AdamW(groups), open_clip.loss.ClipLoss(cache_labels=True)
     dtype = PRECISIONS[precision]
     towers: Any = getattr(model, "towers", model)

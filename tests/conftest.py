@@ -4,6 +4,7 @@ The tests' tensors are small. A second thread gains nothing on them, and costs m
 has to wait for a core that another process keeps busy.
 """
 
+import logging
 import os
 from collections.abc import Generator
 from typing import Any
@@ -13,6 +14,16 @@ import torch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _log_files_end_with_their_test() -> Generator[None, None, None]:
+    """A folder of a test is removed when it passes; the next test must not write to a log there."""
+    yield
+    root = logging.getLogger()
+    for handler in [handler for handler in root.handlers if isinstance(handler, logging.FileHandler)]:
+        root.removeHandler(handler)
+        handler.close()
 
 
 @pytest.hookimpl(wrapper=True)

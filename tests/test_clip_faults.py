@@ -27,7 +27,7 @@ from runs import (
 from slurm.cluster import wait_until
 from test_faults import LIMIT, assert_ended, kill_under_torchrun, server
 
-import dino_sparo.clip.step
+import dino_sparo.image_text.step
 
 __all__ = ["server"]  # a fixture
 CLIP = "train-clip"
@@ -65,7 +65,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step_with_a_checkpoint(tm
 
 
 def _spoil_losses_of_rank_1(rank: int) -> None:
-    backward, steps = dino_sparo.clip.step._backward_at_once, 0
+    backward, steps = dino_sparo.image_text.step.backward_at_once, 0
 
     def spoiled(*args: Any) -> tuple[torch.Tensor, Any]:
         nonlocal steps
@@ -73,7 +73,7 @@ def _spoil_losses_of_rank_1(rank: int) -> None:
         loss, output = backward(*args)
         return loss * math.nan if rank == 1 and steps == 23 else loss, output
 
-    dino_sparo.clip.step._backward_at_once = spoiled
+    dino_sparo.image_text.step.backward_at_once = spoiled
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_ends_all(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import math
 import multiprocessing
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from torch.nn import functional as F
 
 pytest.importorskip("open_clip")
 
-from dino_sparo.clip.loss import create_loss, feature_gradients, rounded_product
+from dino_sparo.clip.loss import create_loss, rounded_product
+from dino_sparo.image_text.step import loss_gradients
 from dino_sparo.runtime.distributed import barrier, init_distributed, shutdown
 
 NUM_RANKS, PER_RANK, WIDTH = 2, 3, 5
@@ -78,11 +80,27 @@ def test_bf16_and_tf32_round_as_tensor_cores_do() -> None:
         create_loss("fp8")
 
 
+class Gradients(NamedTuple):
+    """Of the contrastive loss at the features."""
+
+    loss: torch.Tensor
+    images: torch.Tensor
+    texts: torch.Tensor
+    logit_scale: torch.Tensor
+
+
+def feature_gradients(images: torch.Tensor, texts: torch.Tensor, logit_scale: torch.Tensor) -> Gradients:
+    """Gradients at features, and at the temperature as a weight of the loss."""
+    contrast, scale = create_loss(), torch.nn.Parameter(logit_scale.detach())
+    found = loss_gradients(lambda leaves: (contrast(*leaves, scale), {}), [images, texts], [scale])
+    return Gradients(found.loss, *found.features, *found.parameters)
+
+
 def test_the_gradients_at_the_features_are_those_of_the_definition() -> None:
     leaves = [tensor.requires_grad_() for tensor in features()]
     expected = torch.autograd.grad(slow_loss(*leaves), leaves)
     with torch.no_grad():
-        found = feature_gradients(create_loss(), *leaves)
+        found = feature_gradients(*leaves)
     assert found.loss.item() == pytest.approx(slow_loss(*leaves).item(), abs=1e-6)
     for own, right in zip((found.images, found.texts, found.logit_scale), expected, strict=True):
         assert torch.allclose(own, right, atol=1e-6)
@@ -95,7 +113,7 @@ def _peer(number: int, folder: str, results: "multiprocessing.Queue") -> None:
     init_distributed("cpu", dist_url=f"file://{folder}/rendezvous")
     images, texts, scale = features()
     own = slice(number * PER_RANK, (number + 1) * PER_RANK)
-    found = feature_gradients(create_loss(), images[own], texts[own], scale)
+    found = feature_gradients(images[own], texts[own], scale)
     results.put((number, *(tensor.tolist() for tensor in found)))
     barrier()
     shutdown()
@@ -112,7 +130,7 @@ def test_the_mean_over_two_ranks_is_the_loss_of_the_whole_batch(tmp_path: Path) 
     for peer in peers:
         peer.join(timeout=60)
     loss, images, texts, scale = zip(*ranks, strict=True)
-    whole = feature_gradients(create_loss(), *features())
+    whole = feature_gradients(*features())
     assert torch.allclose(torch.stack(loss).mean(), whole.loss, atol=1e-6)
     # Ranks average their gradients, so each must carry as many times its share as there are ranks.
     assert torch.allclose(torch.cat(images) / NUM_RANKS, whole.images, atol=1e-6)

@@ -6,6 +6,7 @@ import logging
 import os
 import tarfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -525,7 +526,13 @@ def loaded(num_workers: int, batch_size: int, world_size: int) -> dict[int, tupl
     for rank in range(world_size):
         sampler = EpochSampler(12, batch_size, rank, world_size, seed=5)
         dataset = PairDataset(numbered(12, captions=3), PairTransform(8), seed=5)
-        loader = create_pair_loader(dataset, sampler, context_length=9, num_workers=num_workers)
+        loader = create_pair_loader(
+            dataset,
+            sampler,
+            like=dataset.images,
+            collate=partial(collate_pairs, context_length=9),
+            num_workers=num_workers,
+        )
         sampler.set_epoch(2)
         for batch in loader:
             assert batch.images.shape == (batch_size, 3, 8, 8)

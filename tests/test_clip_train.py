@@ -27,23 +27,20 @@ from runs import ROOT, assert_same_state, epochs_of
 
 from dino_sparo.__main__ import run as run_command
 from dino_sparo.checkpoint import CheckpointError, load_checkpoint
-from dino_sparo.clip import CLIP, create_clip, load_clip
+from dino_sparo.clip import CLIP, create_clip, load_clip, presets
 from dino_sparo.clip import train as clip_train
 from dino_sparo.clip.loss import create_loss
-from dino_sparo.clip.presets import DEFAULTS, PRESETS, fill_in_warmup
-from dino_sparo.clip.step import CLIPTraining, _backward_at_once, _backward_in_parts, train_step
-from dino_sparo.clip.train import (
-    check_options,
-    check_same_model,
-    get_args_parser,
-    micro_batch_size,
-    param_groups,
-    train,
-)
+from dino_sparo.clip.presets import DEFAULTS, PRESETS
+from dino_sparo.clip.step import CLIPTraining
+from dino_sparo.clip.train import check_options, check_same_model, get_args_parser, train
 from dino_sparo.encoder import create_encoder
+from dino_sparo.image_text import objective
 from dino_sparo.image_text.contrastive import MAX_LOGIT_SCALE
+from dino_sparo.image_text.objective import param_groups
 from dino_sparo.image_text.pairs.batches import PairBatch, PairDataset, PairTransform, collate_pairs
+from dino_sparo.image_text.pairs.run_data import micro_batch_size
 from dino_sparo.image_text.pairs.sources import open_pairs
+from dino_sparo.image_text.step import backward_at_once, backward_in_parts, train_step
 from dino_sparo.runtime.preemption import RunStopped
 from dino_sparo.training.loop import NonFiniteLossError, TooManyCorruptError
 from dino_sparo.training.optim import create_optimizer
@@ -107,11 +104,11 @@ def small_clip(readout: str = "sparo") -> CLIP:
 
 
 def small_training(model: CLIP, lr: float = 1e-3, clip_grad: float = 0.0) -> CLIPTraining:
-    optimizer = create_optimizer("adamw", param_groups(model, 0.2, (0.9, 0.98), 1e-6))
+    optimizer = create_optimizer("adamw", param_groups(dict(model.named_parameters()), 0.2, (0.9, 0.98), 1e-6))
     schedules = [{"lr": np.full(100, lr)}] * 2
     return CLIPTraining(
         model=model,
-        loss=create_loss(),
+        contrast=create_loss(),
         updater=Updater(optimizer, schedules, list(model.parameters()), torch.device("cpu")),
         mean=torch.full((1, 3, 1, 1), 0.4, dtype=model.logit_scale.dtype),
         std=torch.full((1, 3, 1, 1), 0.3, dtype=model.logit_scale.dtype),
@@ -130,7 +127,7 @@ def gradients(model: CLIP, sizes: list[int]) -> tuple[float, dict[str, Tensor]]:
     model.zero_grad()
     columns = (batch.images.split(sizes), batch.token_ids.split(sizes), batch.indices.split(sizes))
     parts = [PairBatch(*part, [], 0) for part in zip(*columns, strict=True)]
-    loss, _ = (_backward_at_once if len(parts) == 1 else _backward_in_parts)(training, parts)
+    loss, _ = (backward_at_once if len(parts) == 1 else backward_in_parts)(training, parts)
     return loss.item(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
@@ -174,12 +171,15 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
 def test_vectors_and_the_temperature_have_no_weight_decay() -> None:
     model = small_clip()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    decayed, spared = ({names[id(p)] for p in group["params"]} for group in param_groups(model, 0.3, (0.8, 0.9), 1e-5))
+    decayed, spared = (
+        {names[id(p)] for p in group["params"]}
+        for group in param_groups(dict(model.named_parameters()), 0.3, (0.8, 0.9), 1e-5)
+    )
     assert decayed | spared == set(names.values())
     assert not decayed & spared
     assert {"logit_scale", "image.backbone.cls_token", "image.backbone.norm.weight", "text.norm.bias"} <= spared
     assert {"image.backbone.pos_embed", "text.token_embed.weight", "text.pos_embed"} <= decayed
-    groups = create_optimizer("adamw", param_groups(model, 0.3, (0.8, 0.9), 1e-5)).param_groups
+    groups = create_optimizer("adamw", param_groups(dict(model.named_parameters()), 0.3, (0.8, 0.9), 1e-5)).param_groups
     assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
     assert all((group["betas"], group["eps"]) == ((0.8, 0.9), 1e-5) for group in groups)
 
@@ -258,8 +258,8 @@ def test_a_signal_ends_the_run_between_two_steps_and_nothing_is_lost(
             os.kill(os.getpid(), signum)
         return report
 
-    take_step = clip_train.train_step
-    monkeypatch.setattr(clip_train, "train_step", step_then_signal)
+    take_step = objective.train_step
+    monkeypatch.setattr(objective, "train_step", step_then_signal)
     with pytest.raises(RunStopped, match=f"stopped by {signum.name} after step") as stopped:
         run(tmp_path / "parts")
     assert stopped.value.status == 128 + signum
@@ -383,8 +383,8 @@ def test_the_learning_rate_warms_up_per_step_and_falls_as_a_cosine(
         rates.append(training.updater.optimizer.param_groups[0]["lr"])
         return report
 
-    take_step = clip_train.train_step
-    monkeypatch.setattr(clip_train, "train_step", noted)
+    take_step = objective.train_step
+    monkeypatch.setattr(objective, "train_step", noted)
     run(tmp_path, warmup_steps=4, lr=0.01, min_lr=0.002)
     # OpenCLIP's: lr (i + 1) / 4, then the cosine from its top.
     expected = [0.0025, 0.005, 0.0075, 0.01] + [0.002 + 0.008 * (1 + math.cos(math.pi * i / 8)) / 2 for i in range(8)]
@@ -461,7 +461,7 @@ def test_a_warm_up_longer_than_a_short_run_is_shortened_unless_it_was_asked_for(
 ) -> None:
     args = parsed(*words)
     with caplog.at_level(logging.INFO):
-        fill_in_warmup(args, total_steps)
+        presets.RECIPES.fill_in_warmup(args, total_steps)
     assert args.warmup_steps == expected
     assert (f"does not fit a run of {total_steps} steps" in caplog.text) == (expected in (49, 359))
 
@@ -652,7 +652,7 @@ RECIPES: dict[str, dict[str, tuple[Any, Any, Any, Any]]] = {
 def test_every_value_of_every_preset_is_where_the_paper_states_it(source: str) -> None:
     for column, name in enumerate(CC_AND_LAION):
         args = parsed("--preset", name)
-        fill_in_warmup(args, 10**6)
+        presets.RECIPES.fill_in_warmup(args, 10**6)
         expected = {option: values[column] for option, values in RECIPES[source].items()}
         assert {option: getattr(args, option) for option in expected} == expected, name
 
@@ -682,7 +682,7 @@ def test_presets_and_defaults_are_options_that_parsing_leaves_open() -> None:
         assert preset.values.keys() <= DEFAULTS.keys()
         assert preset.origin
     args = parsed()
-    fill_in_warmup(args, 10**6)
+    presets.RECIPES.fill_in_warmup(args, 10**6)
     assert {name: getattr(args, name) for name in DEFAULTS} == DEFAULTS
     help_of: dict[str, Callable[..., Any] | str | None] = {
         action.dest: action.help for action in get_args_parser()._actions
@@ -752,8 +752,9 @@ def test_the_options_and_their_defaults_are_frozen() -> None:
 
 def test_every_option_is_read(tmp_path: Path) -> None:
     folder = Path(clip_train.__file__).parent
-    trainer = folder.parent / "training"
+    trainer, shared = folder.parent / "training", folder.parent / "image_text"
     files = (folder / "train.py", folder / "options.py", trainer / "run.py", trainer / "loop.py")
+    files += (shared / "objective.py", shared / "options.py", shared / "pairs" / "run_data.py")
     text = "".join(path.read_text() for path in files)
     for name in vars(get_args_parser().parse_args([])):
         assert f"args.{name}" in text or name in ("local_rank", "preset"), name

@@ -1,11 +1,7 @@
-"""Image and text features -> the contrastive loss over all ranks, and its gradient at the features.
-
-The loss itself is OpenCLIP's. `feature_gradients` serves accumulation: the loss of a step needs the features of every
-micro-batch at once, the activations behind them do not.
-"""
+"""Image and text features -> the contrastive loss over all ranks; it is OpenCLIP's."""
 
 import warnings
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -131,45 +127,3 @@ def _tf32(values: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     """fp32 rounded to the nearest number with a significand of 11 bits, as a tensor core reads it."""
     bits = values.contiguous().view(torch.int32)
     return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
-
-
-class FeatureGradients(NamedTuple):
-    """The loss of a step and its gradient at the features of this rank.
-
-    Attributes:
-        loss: of this rank, nats.
-        images: (B, M), d loss / d image features.
-        texts: (B, M), d loss / d text features.
-        logit_scale: (), d loss / d logit scale.
-    """
-
-    loss: Float[Tensor, ""]
-    images: Float[Tensor, "B M"]
-    texts: Float[Tensor, "B M"]
-    logit_scale: Float[Tensor, ""]
-
-
-def feature_gradients(
-    loss: nn.Module,
-    image_features: Float[Tensor, "B M"],
-    text_features: Float[Tensor, "B M"],
-    logit_scale: Float[Tensor, ""],
-) -> FeatureGradients:
-    """The gradient of the loss at features that were computed without gradients.
-
-    By the chain rule the gradient of a weight is the sum of (d loss / d features) (d features / d weight) over the
-    micro-batches: each is passed through the network once more, alone, and this gradient sent back from its end. The
-    temperature is no feature of any micro-batch; its gradient is taken here, once. Source: Gao et al., "Scaling deep
-    contrastive learning batch size under memory limited setup", section 3. (OpenCLIP computes the whole loss anew for
-    every micro-batch, and so adds up the temperature's gradient as many times.)
-
-    Args:
-        loss: from `create_loss`.
-        image_features: (B, M), of all micro-batches of this rank, normalised.
-        text_features: (B, M), likewise.
-        logit_scale: (), the inverse temperature.
-    """
-    leaves = [tensor.detach().requires_grad_() for tensor in (image_features, text_features, logit_scale)]
-    with torch.enable_grad():
-        value = loss(*leaves)
-    return FeatureGradients(value.detach(), *torch.autograd.grad(value, leaves))

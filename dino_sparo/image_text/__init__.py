@@ -5,6 +5,10 @@
     prompts.py      names of classes -> captions
     contrastive.py  scores -> the contrastive loss
     choices.py      defaults, without torch
+    recipes.py      presets and defaults of options
+    options.py      the options that trainings share
+    objective.py    data, validation, optimizer of a training
+    step.py         one contrastive step, whole or in parts
     pairs/          any pairs of images and captions -> batches
     evaluation/     zero-shot, retrieval, probe, true or false captions
 

@@ -111,7 +111,8 @@ class Binding(nn.Module):
         self.to_keys_values = nn.Linear(dim, 2 * dim)
         self.key_norm, self.value_norm, self.query_norm = (norm_layer(dim) for _ in range(3))
         self.key_proj, self.value_proj, self.query_proj = (nn.Linear(dim, dim, bias=False) for _ in range(3))
-        self.default_tokens = nn.Parameter(torch.randn(num_default, dim))
+        # Without tokens there is nothing to train: DDP would wait for a gradient.
+        self.default_tokens = nn.Parameter(torch.randn(num_default, dim), requires_grad=num_default > 0)
 
     def extra_repr(self) -> str:
         """Sizes and competition, for the log."""

@@ -1,5 +1,6 @@
 """Slots, entities and relations -> the structured similarity of images and graphs."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+RELATION_SCORES = ("additive", "mlp")
 MIN_COEF = 1e-3
 NORM_EPS = 1e-8  # smallest norm that a cosine divides by
 
@@ -22,12 +24,16 @@ class Scoring(nn.Module):
     the paper's M and P. Only alpha / beta matters. Source: OC-CLIP, equations 2 and 3, table 11; the MLPs' hidden width
     and activation are ours, as is the bound of `MIN_COEF`.
 
+    With `relation="mlp"`, an ablation that the paper only names, f = cos(r, g [r; S_s; S_o]) with one MLP g of the same
+    hidden width.
+
     The first layer is split, W [r; S] = W_r r + W_S S: its first part is computed once per relation, not per image.
     Everything is computed in the weights' precision, fp32 or wider, also under autocast.
 
     Attributes:
-        subject: f_s.
-        object: f_o.
+        subject: f_s; None with `relation="mlp"`.
+        object: f_o, likewise.
+        joint: g; None otherwise.
         ent_coef: (), alpha. A score takes it as at least `MIN_COEF`; call `clamp_coefs_` after each update, so that it
             does not fall far below.
         rel_coef: (), beta, likewise.
@@ -37,12 +43,20 @@ class Scoring(nn.Module):
         rel_dim: width of relations.
         ent_coef: alpha at the start.
         rel_coef: beta at the start.
+        relation: a member of `RELATION_SCORES`.
 
     Raises:
-        ValueError: a size is not positive, or a coefficient below `MIN_COEF`.
+        ValueError: a size is not positive, a coefficient below `MIN_COEF`, or an unknown way to score relations.
     """
 
-    def __init__(self, dim: int = 256, rel_dim: int = 128, ent_coef: float = 1.5, rel_coef: float = 0.5) -> None:
+    def __init__(
+        self,
+        dim: int = 256,
+        rel_dim: int = 128,
+        ent_coef: float = 1.5,
+        rel_coef: float = 0.5,
+        relation: str = "additive",
+    ) -> None:
         super().__init__()
         for name, size in (("dim", dim), ("rel_dim", rel_dim)):
             if size < 1:
@@ -50,10 +64,12 @@ class Scoring(nn.Module):
         for name, coef in (("ent_coef", ent_coef), ("rel_coef", rel_coef)):
             if not coef >= MIN_COEF:
                 raise ValueError(f"{name}={coef} is not a valid coefficient; give a number from {MIN_COEF} on")
+        if relation not in RELATION_SCORES:
+            raise ValueError(f"relation={relation!r}; choose one of {', '.join(RELATION_SCORES)}")
         self.dim, self.rel_dim = dim, rel_dim
-        self.subject, self.object = (
-            nn.Sequential(nn.Linear(rel_dim + dim, rel_dim), nn.GELU(), nn.Linear(rel_dim, rel_dim)) for _ in range(2)
-        )
+        is_additive = relation == "additive"
+        self.subject, self.object = (_mlp(rel_dim, dim) if is_additive else None for _ in range(2))
+        self.joint = None if is_additive else _mlp(rel_dim, 2 * dim)
         self.ent_coef = nn.Parameter(torch.tensor(float(ent_coef)))
         self.rel_coef = nn.Parameter(torch.tensor(float(rel_coef)))
 
@@ -107,28 +123,35 @@ class Scoring(nn.Module):
         """f of every relation in every image, padded ones too; arguments as in `scores`."""
         with torch.autocast(slots.device.type, enabled=False):
             relations, slots = self._cast(relations), self._cast(slots)
-            subject = self._end(self.subject, relations, subjects, slots)
-            return _cosine(relations, subject + self._end(self.object, relations, objects, slots))
+            if self.joint is not None:
+                return _cosine(relations, self._projected(self.joint, relations, (subjects, objects), slots))
+            subject = self._projected(self.subject, relations, (subjects,), slots)
+            return _cosine(relations, subject + self._projected(self.object, relations, (objects,), slots))
 
-    def _end(
+    def _projected(
         self,
-        mlp: nn.Sequential,
+        mlp: Any,
         relations: Float[Tensor, "U R rel_dim"],
-        ends: Int[Tensor, "U R"],
+        ends: Sequence[Int[Tensor, "U R"]],
         slots: Float[Tensor, "B U E dim"],
     ) -> Float[Tensor, "B U R rel_dim"]:
-        """MLP of [r; S], S the slots that `ends` point to."""
-        first: Any
+        """MLP of [r; S] or [r; S; S], S the slots that `ends` point to."""
         first, activation, last = mlp.children()
-        relation_weight, slot_weight = first.weight.split([self.rel_dim, self.dim], dim=1)
-        # Its backward pass adds up in one order on every device; that of `gather` does not.
-        chosen = slots[:, torch.arange(len(ends), device=ends.device)[:, None], ends]  # (B, U, R, dim)
-        hidden = F.linear(chosen, slot_weight) + F.linear(relations, relation_weight, first.bias)
+        relation_weight, *slot_weights = first.weight.split([self.rel_dim, *[self.dim] * len(ends)], dim=1)
+        hidden = F.linear(relations, relation_weight, first.bias)
+        rows = torch.arange(len(relations), device=relations.device)[:, None]
+        for end, weight in zip(ends, slot_weights, strict=True):
+            # Indexing adds up in one order in its backward pass, on every device; `gather` does not.
+            hidden = F.linear(slots[:, rows, end], weight) + hidden  # (B, U, R, rel_dim)
         projected: Tensor = last(activation(hidden))
         return projected
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.ent_coef.dtype)
+
+
+def _mlp(rel_dim: int, width: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(rel_dim + width, rel_dim), nn.GELU(), nn.Linear(rel_dim, rel_dim))
 
 
 def _cosine(texts: Float[Tensor, "U item width"], images: Float[Tensor, "B U item width"]) -> Float[Tensor, "B U item"]:

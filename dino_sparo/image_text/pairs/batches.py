@@ -8,7 +8,7 @@ pair whose image cannot be read or whose caption is empty is replaced by the nex
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -225,36 +225,35 @@ def collate_pairs(items: list[PairItem], context_length: int) -> PairBatch:
 
 
 def create_pair_loader(
-    dataset: PairDataset,
+    dataset: Dataset,
     sampler: EpochSampler,
     *,
-    context_length: int,
+    like: ImageDataset,
+    collate: Callable[..., Any],
     num_workers: int,
     pin_memory: bool = False,
     timeout_min: float = 0.0,
 ) -> DataLoader:
-    """A loader of `PairBatch`; iterate it once per epoch, after `sampler.set_epoch`.
+    """A loader of batches of pairs; iterate it once per epoch, after `sampler.set_epoch`.
 
     Args:
-        dataset: the pairs.
+        dataset: the pairs, or what an objective makes of them.
         sampler: which of them make up each batch.
-        context_length: N, tokens.
+        like: their images: everything about the workers is as in a loader of these.
+        collate: items -> batch.
         num_workers: processes that read, crop and tokenise; 0 does it here.
         pin_memory: batches in page-locked memory.
         timeout_min: minutes without a batch after which the loader gives up on its workers; 0 for never.
     """
-    # Everything about its workers is as in any loader of images.
-    like = create_loader(
-        dataset.images, sampler, num_workers=num_workers, pin_memory=pin_memory, timeout_min=timeout_min
-    )
+    model = create_loader(like, sampler, num_workers=num_workers, pin_memory=pin_memory, timeout_min=timeout_min)
     return DataLoader(
         dataset,
         batch_sampler=sampler,
-        num_workers=like.num_workers,
-        collate_fn=partial(collate_pairs, context_length=context_length),
-        pin_memory=like.pin_memory,
-        timeout=like.timeout,
-        worker_init_fn=like.worker_init_fn,
-        persistent_workers=like.persistent_workers,
-        generator=like.generator,
+        num_workers=model.num_workers,
+        collate_fn=collate,
+        pin_memory=model.pin_memory,
+        timeout=model.timeout,
+        worker_init_fn=model.worker_init_fn,
+        persistent_workers=model.persistent_workers,
+        generator=model.generator,
     )

@@ -1,0 +1,268 @@
+"""What the objectives on pairs of images and texts share on the trainer's side: data, validation, optimizer, resume.
+
+An objective adds its model, its loss and the form of its batches; see `training/objective.py` for the contract.
+"""
+
+import argparse
+import logging
+import math
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from dino_sparo.checkpoint import CheckpointError
+from dino_sparo.image_text.evaluation.scorer import Scorer
+from dino_sparo.image_text.evaluation.validation import open_validation
+from dino_sparo.image_text.evaluation.zero_shot_probe import open_training_probe
+from dino_sparo.image_text.pairs.run_data import BatchForm, micro_batch_size, number_pairs, stream_pairs
+from dino_sparo.image_text.recipes import Recipes
+from dino_sparo.image_text.step import ContrastiveTraining, train_step
+from dino_sparo.runtime.distributed import Distributed, choose_precision, use_fused_attention
+from dino_sparo.runtime.logs import RunLog
+from dino_sparo.training.objective import AnyBatch, EpochResult, Objective, StepReport
+from dino_sparo.training.optim import cosine_schedule, create_optimizer
+from dino_sparo.training.updates import Updater
+
+logger = logging.getLogger(__name__)
+
+MOST_TEXTS = 0.5  # share of texts cut off above which the log warns
+
+
+class PairObjective(Objective[AnyBatch]):
+    """An objective on pairs of images and texts.
+
+    Args:
+        args: the options of `options.py`.
+        process: this process among its peers.
+
+    Raises:
+        ValueError: options that do not fit each other or the pairs.
+    """
+
+    noun: ClassVar[str] = "pair"
+    score_name: ClassVar[str] = "best_zero_shot"
+    metric: ClassVar[str] = "zero_shot"
+    counters: ClassVar[Mapping[str, str]] = {"num_corrupt": "corrupt_pairs", "num_truncated": "truncated_captions"}
+    fixed_options: ClassVar[Sequence[str]] = ("beta1", "beta2", "eps")
+    harmless_options = ("preset", "init_clip", "zero_shot_freq", "zero_shot_path", "grad_accum_steps")
+    training: ContrastiveTraining[AnyBatch]
+    has_warned = False  # of texts that are cut off
+
+    def __init__(self, args: argparse.Namespace, process: Distributed) -> None:
+        self.args = args
+        micro_batch = micro_batch_size(args.batch_size, process.world_size, args.grad_accum_steps)
+        if args.shards == "streamed":
+            self.data = stream_pairs(args, process, micro_batch)
+        else:
+            self.data = number_pairs(args, process, micro_batch, self.batch_form(args))
+        self.source, self.sampler, self.loader = self.data.source, self.data.sampler, self.data.loader
+        self.num_left_out = self.data.source.left_out.total
+        self.training = self.build_training(args, process, self.sampler.steps_per_epoch)
+        held_out = self.data.held_out
+        self.validation = None if held_out is None else open_validation(held_out, args.batch_size)
+        self.probe = None
+        if args.zero_shot_freq:
+            self.probe = open_training_probe(args.zero_shot_path, args.data_path, args.download)
+
+    @abstractmethod
+    def batch_form(self, args: argparse.Namespace) -> BatchForm:
+        """How batches are made of pairs."""
+
+    @abstractmethod
+    def build_training(self, args: argparse.Namespace, process: Distributed, steps_per_epoch: int) -> Any:
+        """Model, loss, optimizer and schedule from the options: a `ContrastiveTraining`."""
+
+    @property
+    @abstractmethod
+    def scorer(self) -> Scorer:
+        """The model as evaluations ask it."""
+
+    @property
+    @abstractmethod
+    def logit_scale(self) -> Tensor:
+        """(), the inverse temperature of the loss."""
+
+    def step(self, batches: list[AnyBatch], epoch: int, is_last: bool) -> StepReport:
+        """One contrastive step."""
+        return train_step(self.training, batches)
+
+    def rehearsal_batch(self) -> AnyBatch:
+        """The first pairs."""
+        batch: AnyBatch = self.data.first_batch(self.sampler.batch_size)
+        return batch
+
+    def count(self, batch: Any) -> tuple[int, ...]:
+        """Pairs that were replaced, texts that were cut off."""
+        return len(batch.corrupt), batch.num_truncated
+
+    def watch_counts(self, counts: Mapping[str, int], num_seen: int) -> None:
+        """Say once that most texts are cut off."""
+        number = counts["num_truncated"]
+        if self.has_warned or number <= MOST_TEXTS * num_seen:
+            return
+        self.has_warned = True
+        logger.warning(
+            "%d of %d captions (%.0f %%) are longer than --context_length %d and lose their last words; give a longer "
+            "context (CLIP's is 77), or shorter captions",
+            *(number, num_seen, 100 * number / num_seen, self.args.context_length),
+        )
+
+    def after_epoch(self, epoch: int, means: Mapping[str, float], log: RunLog) -> EpochResult:
+        """Loss and retrieval on the pairs held out; zero-shot accuracy every `--zero_shot_freq` epochs."""
+        # A model that distinguishes nothing has a loss of ln(batch).
+        values = {"loss_over_ln_batch": means["loss"] / math.log(max(self.args.batch_size, 2))}
+        if self.validation is not None:
+            values |= self.validation.measure(self.scorer, self.logit_scale)
+        if self.probe is None or (epoch + 1) % self.args.zero_shot_freq:
+            return EpochResult(values)
+        accuracy = self.probe.accuracy(self.scorer)
+        return EpochResult({**values, self.metric: accuracy}, score=accuracy)
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """Weights that share a learning rate.
+
+    Attributes:
+        prefixes: how their names begin.
+        lr: after the warm-up.
+        warmup_steps: of its linear warm-up.
+    """
+
+    prefixes: tuple[str, ...]
+    lr: float
+    warmup_steps: int
+
+
+def prepare_model(model: Any, args: argparse.Namespace, process: Distributed) -> torch.dtype:
+    """Move a model with an `image` and a `text` encoder to the device, as the options say; returns its precision."""
+    dtype = choose_precision(args.precision, None, process.device)
+    model.to(process.device)
+    model.image.backbone.set_grad_checkpointing(args.grad_checkpointing)
+    model.text.set_grad_checkpointing(args.grad_checkpointing)
+    is_fused = use_fused_attention(process.device, dtype)
+    model.image.backbone.use_fused_attention(is_fused)
+    model.text.use_fused_attention(is_fused)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    logger.info(
+        "%s, %.1f M parameters, %.1f M of them trained, %s on %s",
+        *(model.config.summary, num_parameters / 1e6, num_trained / 1e6, dtype, process),
+    )
+    return dtype
+
+
+def pixel_statistics(args: argparse.Namespace, device: torch.device) -> dict[str, Tensor]:
+    """`mean` and `std` (1, C, 1, 1) of the options."""
+    values = {"mean": args.norm_mean, "std": args.norm_std}
+    return {name: torch.tensor(value, device=device).view(1, -1, 1, 1) for name, value in values.items()}
+
+
+def create_updater(
+    model: nn.Module,
+    parts: Sequence[ModelPart],
+    args: argparse.Namespace,
+    steps_per_epoch: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Updater:
+    """AdamW with a cosine schedule per part of the model.
+
+    The warm-up is OpenCLIP's: the first step already moves, by one of `warmup_steps` equal parts.
+
+    Args:
+        model: what is trained, on the device.
+        parts: each weight that is trained belongs to the first part that has a prefix of its name.
+        args: the options of the optimisation.
+        steps_per_epoch: of the run.
+        device: where to compute.
+        dtype: of autocast.
+    """
+    total = args.epochs * steps_per_epoch
+    groups, schedules = [], []
+    left = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for part in parts:
+        own = {name: left.pop(name) for name in list(left) if name.startswith(part.prefixes)}
+        start = part.lr / max(part.warmup_steps, 1)
+        lr = cosine_schedule(part.lr, args.min_lr, total, part.warmup_steps, start=start)
+        groups += param_groups(own, args.weight_decay, (args.beta1, args.beta2), args.eps)
+        schedules += [{"lr": lr}] * 2
+    return Updater(
+        create_optimizer("adamw", groups),
+        schedules,
+        list(model.parameters()),
+        device,
+        dtype,
+        args.grad_accum_steps,
+        args.seed,
+    )
+
+
+def param_groups(
+    parameters: Mapping[str, nn.Parameter], weight_decay: float, betas: tuple[float, float], eps: float
+) -> list[dict[str, Any]]:
+    """Split parameters into regularised ones and the rest, with AdamW's constants.
+
+    Vectors and numbers get no weight decay: gains, biases, class token, temperature, and all others with fewer than two
+    dimensions longer than one. Source: OpenCLIP, which decides by name and number of dimensions.
+
+    Args:
+        parameters: by name.
+        weight_decay: of the regularised ones.
+        betas: AdamW's decays of the mean gradient and of its square.
+        eps: AdamW's guard against division by zero.
+
+    Returns:
+        Two groups, the second with weight decay 0.
+    """
+    groups: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
+    for name, parameter in parameters.items():
+        is_vector = name.endswith(".bias") or sum(size > 1 for size in parameter.shape) < 2
+        groups[is_vector].append(parameter)
+    constants = {"betas": betas, "eps": eps}
+    return [
+        {"params": group, "weight_decay": decay, **constants}
+        for group, decay in zip(groups, (weight_decay, 0.0), strict=True)
+    ]
+
+
+def default_options(parser: argparse.ArgumentParser, recipes: Recipes) -> dict[str, Any]:
+    """What the options would be if none had been given."""
+    defaults = parser.parse_args([])
+    recipes.apply(defaults)
+    return vars(defaults)
+
+
+def check_same_description(saved: Mapping[str, Any], asked: Mapping[str, Any], source: str) -> None:
+    """Refuse to resume a checkpoint of another model.
+
+    Args:
+        saved: how the checkpoint's model is built, plain values.
+        asked: how the options' model is built.
+        source: the checkpoint's file, for messages.
+
+    Raises:
+        CheckpointError: names each value that differs.
+    """
+    before, now = _flat(saved), _flat(asked)
+    differing = [
+        f"{name} {before.get(name)!r} in the checkpoint, {value!r} asked for"
+        for name, value in now.items()
+        if before.get(name) != value
+    ]
+    if differing:
+        raise CheckpointError(
+            f"{source} holds another model: {'; '.join(differing)}. Give the same options, or another --output_dir"
+        )
+
+
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested values under dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= {f"{name}.{inner}": item for inner, item in value.items()} if isinstance(value, dict) else {name: value}
+    return flat

@@ -1,0 +1,174 @@
+"""The options of a run -> its pairs, their order and their batches, for any image-text objective."""
+
+import argparse
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from dino_sparo.data import EpochSampler, open_together
+from dino_sparo.image_text.evaluation.validation import hold_out
+from dino_sparo.image_text.pairs.batches import (
+    PairBatch,
+    PairDataset,
+    PairSource,
+    PairTransform,
+    create_pair_loader,
+)
+from dino_sparo.image_text.pairs.sources import index_pairs, open_pairs
+from dino_sparo.image_text.pairs.streams import PairStream, create_stream_loader
+from dino_sparo.image_text.text import tokenize
+from dino_sparo.runtime.distributed import Distributed, all_or_none, require_same
+from dino_sparo.scenes import Ties
+from dino_sparo.sources import ImageLimits
+from dino_sparo.sources.tars import TarSource
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class BatchForm:
+    """How an objective wants its batches.
+
+    Attributes:
+        collate: items -> batch.
+        dataset: pairs -> items; by default the pairs themselves.
+    """
+
+    collate: Callable[[Sequence[Any]], Any]
+    dataset: Callable[[PairDataset], Dataset] = lambda pairs: pairs
+
+
+def micro_batch_size(batch_size: int, num_processes: int, accum_steps: int) -> int:
+    """Pairs that one process encodes at a time.
+
+    Args:
+        batch_size: pairs per step.
+        num_processes: that share them.
+        accum_steps: parts of a process' share.
+
+    Raises:
+        ValueError: they do not come out even.
+    """
+    parts = num_processes * accum_steps
+    if batch_size % parts:
+        raise ValueError(
+            f"--batch_size {batch_size} cannot be shared by {num_processes} process(es) with --grad_accum_steps "
+            f"{accum_steps}; the nearest that can is {max(round(batch_size / parts), 1) * parts}"
+        )
+    return batch_size // parts
+
+
+@dataclass(frozen=True)
+class PairData:
+    """The pairs of a run.
+
+    Attributes:
+        source: pairs by number, or a stream of them.
+        sampler: which come when; of a stream only the sizes of its epochs and batches.
+        loader: batches of pairs.
+        first_batch: a batch of so many pairs, as the loader would give it.
+        held_out: pairs to validate on, or None.
+    """
+
+    source: PairSource | PairStream
+    sampler: EpochSampler
+    loader: DataLoader
+    first_batch: Callable[[int], Any]
+    held_out: PairSource | None = None
+
+
+def number_pairs(args: argparse.Namespace, process: Distributed, micro_batch: int, form: BatchForm) -> PairData:
+    """Pairs by number, their order and their batches."""
+    source, held_out = _open_together(args, args.data_path), _open_held_out(args)
+    if args.val_share:
+        source, held_out = hold_out(source, args.val_share, args.seed)
+    require_same(len(source), "the number of pairs")
+    _note_few_shards(source, args.num_workers * process.world_size)
+    sampler = EpochSampler(len(source), micro_batch, process.rank, process.world_size, args.grad_accum_steps, args.seed)
+    pairs = PairDataset(source, PairTransform(args.img_size, tuple(args.crop_scale), args.exact_crops), args.seed)
+    dataset = form.dataset(pairs)
+    loader = create_pair_loader(
+        dataset,
+        sampler,
+        like=pairs.images,
+        collate=form.collate,
+        num_workers=args.num_workers,
+        pin_memory=process.device.type == "cuda",
+        timeout_min=args.dist_timeout_min,
+    )
+
+    def first_batch(size: int) -> Any:
+        return form.collate([dataset[index % len(source)] for index in range(size)])
+
+    return PairData(source, sampler, loader, first_batch, held_out)
+
+
+def stream_pairs(args: argparse.Namespace, process: Distributed, micro_batch: int) -> PairData:
+    """A stream of pairs, the sizes of its epochs and batches, and its batches."""
+    sampler = EpochSampler(
+        args.epoch_pairs, micro_batch, process.rank, process.world_size, args.grad_accum_steps, args.seed
+    )
+    with all_or_none(f"opening {args.data_path}"):
+        stream = PairStream(
+            args.data_path,
+            args.shard_weights,
+            PairTransform(args.img_size, tuple(args.crop_scale), args.exact_crops),
+            sampler,
+            args.context_length,
+            args.caption_key,
+        )
+    loader = create_stream_loader(
+        stream,
+        num_workers=args.num_workers,
+        pin_memory=process.device.type == "cuda",
+        timeout_min=args.dist_timeout_min,
+    )
+
+    def first_batch(size: int) -> PairBatch:
+        # The stream itself is not touched: a rehearsal needs shapes alone.
+        images = torch.randint(256, (size, 3, args.img_size, args.img_size), dtype=torch.uint8)
+        return PairBatch(images, tokenize(["a photo"] * size, args.context_length).ids, torch.arange(size), [], 0)
+
+    return PairData(stream, sampler, loader, first_batch, _open_held_out(args))
+
+
+def _open_held_out(args: argparse.Namespace) -> PairSource | None:
+    return _open_together(args, args.val_path, default_split="val") if args.val_path else None
+
+
+def _open_together(args: argparse.Namespace, path: str, default_split: str = "train") -> PairSource:
+    """The pairs of `--data_path` or `--val_path`, as the options say how they are read; all ranks share the work."""
+    split = args.split if path == args.data_path else None
+    return open_together(
+        lambda: open_pairs(
+            path,
+            args.image_key,
+            args.caption_key,
+            args.image_folder,
+            args.caption_templates,
+            Ties(*args.scene_ties),
+            args.max_corrupt,
+            args.download,
+            split=split,
+            default_split=default_split,
+            split_column=args.split_column,
+            limits=ImageLimits(args.max_image_mb, args.max_image_mpix),
+        ),
+        partial(index_pairs, path, split, args.caption_key, args.caption_templates),
+        f"opening {path}",
+    )
+
+
+def _note_few_shards(source: PairSource, num_loaders: int) -> None:
+    """Trainers that read shards from end to end would leave loaders without work, or without data."""
+    if isinstance(source.images, TarSource) and len(source.images.shards) < num_loaders:
+        logger.info(
+            "%d shards for %d loading processes: no loss, any process reads any pair",
+            len(source.images.shards),
+            num_loaders,
+        )
