@@ -64,6 +64,12 @@ def open_model(args: argparse.Namespace, process: "Distributed", border: int = 0
     Raises:
         ValueError: no checkpoint is named, it holds no image-text model, or the options do not fit it.
     """
+    from dino_sparo.checkpoint import load_checkpoint
+
+    if args.pretrained_weights and "oc_clip" in load_checkpoint(args.pretrained_weights):
+        from dino_sparo.oc_clip.evaluated import open_oc_clip_model
+
+        return open_oc_clip_model(args, process, border)
     from dino_sparo.clip.evaluated import open_clip_model
 
     return open_clip_model(args, process, border)
@@ -102,6 +108,11 @@ COMMANDS: dict[str, Command] = {
         "Images with captions -> an encoder of both, trained with CLIP.",
         options_of("clip.options"),
         "dino_sparo.clip.train:train",
+    ),
+    "train-oc-clip": Command(
+        "Images with captions and their scene graphs -> a model that binds graphs to images, trained with OC-CLIP.",
+        options_of("oc_clip.options"),
+        "dino_sparo.oc_clip.train:train",
     ),
     "submit": Command(
         "A training -> a Slurm job, requeued when it is preempted, at its time limit and after faults.",

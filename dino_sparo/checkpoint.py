@@ -65,6 +65,7 @@ from dino_sparo.sources.limits import parse_json
 
 logger = logging.getLogger(__name__)
 
+IMAGE_TEXT_KEYS = ("clip", "oc_clip")  # how an image-text model was built; `model` has its weights
 NUM_NAMES_SHOWN = 8  # of the keys that do not match
 CHECKSUM_KEY = "dino_sparo.crc32"  # in the metadata of our .safetensors files: `weights_checksum`
 
@@ -555,7 +556,8 @@ def describe_encoder(
     Returns:
         The fields of `EncoderConfig`, and `mean` and `std` of its images.
     """
-    entry = _image_tower(checkpoint["clip"]) if "clip" in checkpoint else encoder_entry(checkpoint)
+    pair = image_text_entry(checkpoint)
+    entry = encoder_entry(checkpoint) if pair is None else _image_tower(pair)
     if entry is None:
         return encoder_description(infer_config(weights, arch, patch_size), *normalization_of(checkpoint))
     overrides = {key: value for key, value in (("arch", arch), ("patch_size", patch_size)) if value is not None}
@@ -633,7 +635,7 @@ def load_normalization(path: str | Path) -> tuple[tuple[float, ...], tuple[float
 
 def normalization_of(checkpoint: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """`load_normalization` for a checkpoint that has been read already."""
-    entry = checkpoint.get("clip") or encoder_entry(checkpoint) or {}
+    entry = image_text_entry(checkpoint) or encoder_entry(checkpoint) or {}
     is_foreign_clip = not entry and is_open_clip(_top_weights(checkpoint))
     mean, std = (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD) if is_foreign_clip else (IMAGENET_MEAN, IMAGENET_STD)
     return tuple(entry.get("mean", mean)), tuple(entry.get("std", std))
@@ -666,6 +668,11 @@ def network_weights(checkpoint: Mapping[str, Any], which: str, source: str) -> d
     return flat_weights(checkpoint[which] if networks else checkpoint)
 
 
+def image_text_entry(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What a checkpoint says of its image-text model, under a key of `IMAGE_TEXT_KEYS`; None if it holds none."""
+    return next((checkpoint[key] for key in IMAGE_TEXT_KEYS if key in checkpoint), None)
+
+
 def clip_weights(checkpoint: Mapping[str, Any], source: str) -> dict[str, Tensor] | None:
     """All weights of a CLIP under our names, `image.*`, `text.*`, ..., whoever saved them; None if it is no CLIP.
 
@@ -673,7 +680,7 @@ def clip_weights(checkpoint: Mapping[str, Any], source: str) -> dict[str, Tensor
         CheckpointError: it is OpenCLIP's, but has parts that are not known.
     """
     weights = _top_weights(checkpoint)
-    if "clip" in checkpoint:
+    if image_text_entry(checkpoint) is not None:
         return weights
     return check_known_clip(from_open_clip_names(weights), source).weights if is_open_clip(weights) else None
 
@@ -702,17 +709,13 @@ def _top_weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _image_tower(description: Mapping[str, Any]) -> dict[str, Any]:
-    """How a CLIP's image encoder was built, out of how the CLIP was; mean and std of its images."""
-    has_codes = readout_kind(description["image"]["readout"]).needs_codes
-    return {
-        **description["image"],
-        "replace_block": description["replace_block"],
-        "quick_gelu": description["quick_gelu"],
-        "num_codes": description["num_codes"] if has_codes else 0,
-        "code_dim": description["embed_dim"] if has_codes else 0,
-        "mean": description["mean"],
-        "std": description["std"],
-    }
+    """How the image encoder of an image-text model was built, out of how the model was; mean and std of its images."""
+    image = dict(description["image"])
+    # Early checkpoints of CLIP say these of the whole model alone.
+    image |= {name: description[name] for name in ("replace_block", "quick_gelu") if name in description}
+    if readout_kind(image["readout"]).needs_codes:
+        image |= {"num_codes": description["num_codes"], "code_dim": description["embed_dim"]}
+    return {**image, "mean": description["mean"], "std": description["std"]}
 
 
 def check_same_model(checkpoint: Mapping[str, Any], config: EncoderConfig, source: str) -> None:
@@ -832,7 +835,8 @@ def check_same_activation(checkpoint: Mapping[str, Any], quick_gelu: bool, sourc
     Raises:
         CheckpointError: they were.
     """
-    description = checkpoint.get("clip", checkpoint.get("encoder"))
+    description = image_text_entry(checkpoint) or checkpoint.get("encoder")
+    description = {**description.get("image", {}), **description} if description else None
     if description is not None and description.get("quick_gelu", False) != quick_gelu:
         raise CheckpointError(
             f"{source} was trained with quick_gelu={not quick_gelu}, the model has quick_gelu={quick_gelu}; build it "

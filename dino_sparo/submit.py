@@ -8,12 +8,14 @@ preempts the job, it saves between two steps, is requeued under the same number,
 """
 
 import argparse
+import importlib
 import logging
 import os
 import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +25,7 @@ from submitit.slurm.slurm import SlurmExecutor, _make_sbatch_string
 
 from dino_sparo.clip import options as clip_options
 from dino_sparo.dino import options as dino_options
+from dino_sparo.oc_clip import options as oc_clip_options
 from dino_sparo.runtime import FAULT_STATUS
 from dino_sparo.runtime.cli import HelpFormatter, errors_in_one_line, say
 
@@ -51,27 +54,28 @@ class TrainingModule(NamedTuple):
     train: Callable[[argparse.Namespace], None]
 
 
-def _dino() -> TrainingModule:
-    from dino_sparo.dino.train import train_dino
-
-    return TrainingModule(dino_options.check_options, train_dino)
-
-
-def _clip() -> TrainingModule:
+def _module(objective: str, function: str = "train") -> TrainingModule:
+    """An objective's trainer, imported when asked for: it needs torch, and perhaps packages that others do not."""
     try:
-        from dino_sparo.clip.train import train
+        train = getattr(importlib.import_module(f"dino_sparo.{objective}.train"), function)
     except ImportError as error:
-        raise SystemExit(f"not submitted: CLIP needs the packages of `pip install -e '.[clip]'` ({error})") from error
-    return TrainingModule(clip_options.check_options, train)
+        raise SystemExit(
+            f"not submitted: this objective needs the packages of `pip install -e '.[clip]'` ({error})"
+        ) from error
+    return TrainingModule(importlib.import_module(f"dino_sparo.{objective}.options").check_options, train)
 
 
 # Of the options alone, which import no torch, so that --help is fast.
 PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "main_dino": dino_options.get_args_parser,
     "dino_sparo.clip.train": clip_options.get_args_parser,
+    "dino_sparo.oc_clip.train": oc_clip_options.get_args_parser,
 }
-# Imported when asked for: a trainer needs torch, and may need packages that the others do not.
-TRAINERS: dict[str, Callable[[], TrainingModule]] = {"main_dino": _dino, "dino_sparo.clip.train": _clip}
+TRAINERS: dict[str, Callable[[], TrainingModule]] = {
+    "main_dino": partial(_module, "dino", "train_dino"),
+    "dino_sparo.clip.train": partial(_module, "clip"),
+    "dino_sparo.oc_clip.train": partial(_module, "oc_clip"),
+}
 
 
 class Trainer:

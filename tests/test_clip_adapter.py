@@ -21,7 +21,8 @@ from clip_fakes import small_checkpoint
 
 from dino_sparo.clip import adapter, load_clip, normalize_slots, tokenize
 from dino_sparo.data import open_source
-from dino_sparo.image_text.evaluation.dot_product import ClipView, DotProductScorer
+from dino_sparo.image_text.evaluation.dot_product import DotProductScorer
+from dino_sparo.image_text.evaluation.image_rows import ClipView
 from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot
 
 SLOTS, WIDTH = 5, 7

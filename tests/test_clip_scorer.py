@@ -18,7 +18,8 @@ from dino_sparo.clip import load_clip, tokenize
 from dino_sparo.data import ImageSource, open_source
 from dino_sparo.image_text.evaluation import retrieval, sugarcrepe, winoground, zero_shot
 from dino_sparo.image_text.evaluation.caption_sets import open_caption_set
-from dino_sparo.image_text.evaluation.dot_product import ClipView, DotProductScorer
+from dino_sparo.image_text.evaluation.dot_product import DotProductScorer
+from dino_sparo.image_text.evaluation.image_rows import ClipView
 from dino_sparo.image_text.evaluation.questions import Question, judge
 from dino_sparo.image_text.evaluation.scorer import EncodedImages, EncodedTexts, Scorer
 from dino_sparo.image_text.evaluation.validation import open_validation

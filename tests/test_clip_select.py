@@ -23,7 +23,8 @@ from dino_sparo.clip.slots.select import SlotScores, draw_curve, score_slots
 from dino_sparo.clip.slots.subsets import SlotSelection, open_slots, read_slots, with_slots
 from dino_sparo.data import open_source
 from dino_sparo.evaluation.features import disjoint_subsets
-from dino_sparo.image_text.evaluation.dot_product import ClipView, DotProductScorer
+from dino_sparo.image_text.evaluation.dot_product import DotProductScorer
+from dino_sparo.image_text.evaluation.image_rows import ClipView
 from dino_sparo.image_text.evaluation.protocol import open_evaluation_images
 from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot
 from dino_sparo.image_text.prompts import TEMPLATES

@@ -24,7 +24,7 @@ from dino_sparo.checkpoint import CheckpointError, initialize_encoder
 from dino_sparo.choices import EXPORT_FORMATS
 from dino_sparo.clip import CLIP, clip_description, create_clip, load_clip
 from dino_sparo.clip.convert import from_open_clip, open_clip_config, to_open_clip
-from dino_sparo.clip.start import initialize_clip
+from dino_sparo.image_text.start import initialize_towers
 from dino_sparo.export import CLIP_FORMATS, WRITERS, export
 from dino_sparo.open_clip_names import to_open_clip_names
 
@@ -110,7 +110,7 @@ def foreign(folder: Path, kind: str, model: CLIP) -> Path:
 @torch.no_grad()
 def test_both_towers_start_from_a_clip(tmp_path: Path, kind: str, readout: str) -> None:
     source, model = build(readout), build(readout, seed=1, context_length=7)
-    report = initialize_clip(model, foreign(tmp_path, kind, source))
+    report = initialize_towers(model, foreign(tmp_path, kind, source))
     assert report.new == ()
     images, ids = torch.randn(2, 3, 32, 32), torch.tensor([[3, 4, 52, 0, 0, 0, 0], [9, 8, 7, 6, 5, 4, 52]])
     assert torch.equal(model.encode_image(images), source.encode_image(images))
@@ -122,7 +122,7 @@ def test_both_towers_start_from_a_clip(tmp_path: Path, kind: str, readout: str) 
 def test_sparo_starts_behind_the_blocks_of_a_plain_clip(tmp_path: Path) -> None:
     source, model = build("cls"), build("sparo", seed=1)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    report = initialize_clip(model, foreign(tmp_path, "theirs", source))
+    report = initialize_towers(model, foreign(tmp_path, "theirs", source))
     assert set(report.new) == {name for name in before if ".readout." in name}
     after, theirs = model.state_dict(), source.state_dict()
     for name, value in after.items():
@@ -155,13 +155,13 @@ def test_dinos_encoder_starts_from_the_image_tower_of_a_clip(tmp_path: Path) -> 
 )
 def test_towers_of_another_make_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
-        initialize_clip(build(seed=1, **changes), saved(build(), tmp_path / "clip.pth"))
+        initialize_towers(build(seed=1, **changes), saved(build(), tmp_path / "clip.pth"))
 
 
 def test_a_dino_checkpoint_starts_no_text_encoder(tmp_path: Path) -> None:
     torch.save(create_encoder("vit_micro", 8, "cls", img_size=32).state_dict(), tmp_path / "vit.pth")
     with pytest.raises(CheckpointError, match=r"holds no CLIP; --init_from starts the image encoder"):
-        initialize_clip(build(), tmp_path / "vit.pth")
+        initialize_towers(build(), tmp_path / "vit.pth")
 
 
 # ---- frozen parts

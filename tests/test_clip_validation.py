@@ -14,7 +14,8 @@ from test_clip_train import checkpoint_of, run
 
 from dino_sparo.checkpoint import CheckpointError
 from dino_sparo.clip import load_clip, tokenize
-from dino_sparo.image_text.evaluation.dot_product import ClipView, DotProductScorer
+from dino_sparo.image_text.evaluation.dot_product import DotProductScorer
+from dino_sparo.image_text.evaluation.image_rows import ClipView
 from dino_sparo.image_text.evaluation.validation import MAX_PAIRS, hold_out, open_validation, validation_loss
 from dino_sparo.image_text.pairs.sources import open_pairs
 

@@ -25,7 +25,8 @@ from dino_sparo.clip.slots.subsets import SlotSelection, with_slots  # noqa: E40
 from dino_sparo.data import open_source  # noqa: E402
 from dino_sparo.image_text.classes import apply_classes, open_classes, wordnet_ids  # noqa: E402
 from dino_sparo.image_text.evaluation import zero_shot  # noqa: E402
-from dino_sparo.image_text.evaluation.dot_product import ClipView, DotProductScorer, without_padding  # noqa: E402
+from dino_sparo.image_text.evaluation.dot_product import DotProductScorer, without_padding  # noqa: E402
+from dino_sparo.image_text.evaluation.image_rows import ClipView  # noqa: E402
 from dino_sparo.image_text.evaluation.scene_pairs import write_scene_pairs  # noqa: E402
 from dino_sparo.image_text.evaluation.zero_shot import count_hits, evaluate_zero_shot  # noqa: E402
 from dino_sparo.image_text.pairs.sources import INDEPENDENT  # noqa: E402

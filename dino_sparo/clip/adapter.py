@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from dino_sparo.clip.model import load_clip as load_checkpoint
 from dino_sparo.clip.slots.subsets import open_slots
-from dino_sparo.image_text.evaluation.dot_product import ClipView, ImageTextModel
+from dino_sparo.image_text.evaluation.dot_product import ImageTextModel
+from dino_sparo.image_text.evaluation.image_rows import ClipView
 from dino_sparo.image_text.text import tokenize
 from dino_sparo.runtime.cli import errors_in_one_line
 from dino_sparo.runtime.extras import require

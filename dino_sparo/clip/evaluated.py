@@ -7,7 +7,8 @@ from importlib.metadata import version
 from dino_sparo.clip.model import CLIP, load_clip
 from dino_sparo.clip.slots.subsets import open_slots
 from dino_sparo.evaluation.protocol import view_record
-from dino_sparo.image_text.evaluation.dot_product import ClipView, DotProductScorer
+from dino_sparo.image_text.evaluation.dot_product import DotProductScorer
+from dino_sparo.image_text.evaluation.image_rows import ClipView
 from dino_sparo.image_text.text import tokenize
 from dino_sparo.runtime.distributed import PRECISIONS, Distributed
 from dino_sparo.runtime.extras import require
@@ -29,6 +30,8 @@ def open_clip_model(args: argparse.Namespace, process: Distributed, border: int 
         raise ValueError(
             "--pretrained_weights is empty: there is nothing to evaluate; give a checkpoint of CLIP training"
         )
+    if args.graphs:
+        raise ValueError(f"--graphs {args.graphs} with a CLIP, which reads captions as they are; leave it out")
     require("open_clip", "captions")
     loaded = load_clip(args.pretrained_weights, args.text_heads, args.quick_gelu)
     config = loaded.model.config

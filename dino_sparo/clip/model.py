@@ -24,7 +24,8 @@ from dino_sparo.clip.config import CLIPConfig, towers_of
 from dino_sparo.clip.convert import infer_clip_config, read_open_clip_model
 from dino_sparo.encoder import Encoder, EncoderConfig, encoder_from_config
 from dino_sparo.image_text.contrastive import INITIAL_LOGIT_SCALE
-from dino_sparo.image_text.evaluation.dot_product import ClipView, DotProductScorer
+from dino_sparo.image_text.evaluation.dot_product import DotProductScorer
+from dino_sparo.image_text.evaluation.image_rows import ClipView
 from dino_sparo.image_text.text import TextConfig, TextEncoder, tokenize
 from dino_sparo.readout import ReadoutOutput
 from dino_sparo.readout_table import ReadoutSizes, create_readout, readout_kind

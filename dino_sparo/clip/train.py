@@ -25,9 +25,11 @@ from dino_sparo.clip.loss import create_loss
 from dino_sparo.clip.model import CLIP, clip_description, create_clip
 from dino_sparo.clip.options import check_options, get_args_parser
 from dino_sparo.clip.presets import RECIPES
-from dino_sparo.clip.start import initialize_clip, require_trained
+from dino_sparo.clip.start import require_trained
+from dino_sparo.image_text.start import initialize_towers
 from dino_sparo.clip.step import CLIPTraining
-from dino_sparo.image_text.evaluation.dot_product import ClipView, DotProductScorer
+from dino_sparo.image_text.evaluation.dot_product import DotProductScorer
+from dino_sparo.image_text.evaluation.image_rows import ClipView
 from dino_sparo.image_text.objective import (
     ModelPart,
     PairObjective,
@@ -117,7 +119,7 @@ class CLIPObjective(PairObjective[PairBatch]):
         """
         args, model, taken = self.args, self.training.network, set[str]()
         if args.init_clip:
-            report = initialize_clip(model, args.init_clip)
+            report = initialize_towers(model, args.init_clip)
             taken |= set(report.taken)
             logger.info("start from %s", report)
         if args.init_from:

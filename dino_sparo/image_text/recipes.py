@@ -66,6 +66,8 @@ class Recipes:
             if not name.startswith(WARMUP) or getattr(args, name) is not None:
                 continue
             wanted = self._value(args.preset, name)
+            if wanted is None:  # the objective says what it is then
+                continue
             steps = wanted if wanted <= total_steps else total_steps // 10
             setattr(args, name, steps)
             if steps != wanted:

@@ -61,7 +61,7 @@ class ContrastiveTraining(Training[AnyBatch]):
     def encode(self, model: nn.Module, batch: AnyBatch) -> tuple[Tensor, ...]:
         """Features of a batch on the device, by the model inside DDP or without, in the updater's precision.
 
-        Row i of each depends on row i of the batch alone, so that the features of several batches can be put together.
+        Features of several batches can be put together along the first dimension.
         """
 
     @abstractmethod

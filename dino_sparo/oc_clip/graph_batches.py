@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
+from torch.nn import functional as F
 
 from dino_sparo.oc_clip.graphs import Relation, SceneGraph
 
@@ -65,6 +66,34 @@ def batch_graphs(graphs: Sequence[SceneGraph]) -> GraphBatch:
         entity_counts=entity_counts,
         relation_counts=relation_counts,
     )
+
+
+def join_graphs(batches: Sequence[GraphBatch]) -> GraphBatch:
+    """The graphs of several batches as one batch; the batches' phrases stand one after the other.
+
+    A phrase of two batches stays twice, so that embeddings of the batches' phrases can be put together as they are.
+    """
+    starts = [0]
+    for batch in batches:
+        starts.append(starts[-1] + len(batch.phrases))
+    offsets = list(zip(batches, starts, strict=False))
+    return GraphBatch(
+        phrases=tuple(phrase for batch in batches for phrase in batch.phrases),
+        entities=join_rows([batch.entities + start for batch, start in offsets]),
+        entity_mask=join_rows([batch.entity_mask for batch in batches]),
+        predicates=join_rows([batch.predicates + start for batch, start in offsets]),
+        subjects=join_rows([batch.subjects for batch in batches]),
+        objects=join_rows([batch.objects for batch in batches]),
+        relation_mask=join_rows([batch.relation_mask for batch in batches]),
+        entity_counts=tuple(count for batch in batches for count in batch.entity_counts),
+        relation_counts=tuple(count for batch in batches for count in batch.relation_counts),
+    )
+
+
+def join_rows(rows: Sequence[Tensor]) -> Tensor:
+    """Tensors (B, width) one below the other, filled up with zeros to the largest width."""
+    width = max(part.shape[1] for part in rows)
+    return torch.cat([F.pad(part, (0, width - part.shape[1])) for part in rows])
 
 
 def relation_ends(relations: Sequence[Sequence[Relation]]) -> tuple[Int[Tensor, "U R"], Int[Tensor, "U R"]]:

@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dino_sparo.oc_clip.choices import RELATION_NEGATIVES
 from dino_sparo.oc_clip.graphs import Relation, SceneGraph
-
-RELATION_NEGATIVES = ("all", "one")
 
 
 class Negatives(NamedTuple):

@@ -15,11 +15,11 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -135,6 +135,7 @@ class _Patience:
 
 
 _patience: _Patience | None = None
+_host_group: Any = None  # of `all_gather_on_host`, on GPUs
 
 
 def _join(dist_url: str, rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
@@ -303,8 +304,8 @@ def wrap_ddp(model: nn.Module, device: torch.device, static_graph: bool = False)
 
 def shutdown() -> None:
     """Leave the process group, if there is one."""
-    global _patience
-    _patience = None
+    global _patience, _host_group
+    _patience = _host_group = None
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -624,3 +625,38 @@ def all_gather_ragged(tensor: Shaped[Tensor, "n *size"]) -> Shaped[Tensor, "N *s
     gathered = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(gathered, padded)
     return torch.cat([part[:size] for part, size in zip(gathered, sizes, strict=True)])
+
+
+def gather_with_gradient(tensor: Float[Tensor, "*size"]) -> Float[Tensor, "ranks *size"]:
+    """The tensors of all ranks, of one shape, in rank order.
+
+    The gradient of a rank's own tensor is the sum over all ranks of what they say of it. With the loss of a step as the
+    mean of the ranks' losses, the mean of the ranks' gradients is the gradient.
+    """
+    return tensor[None] if world_size() == 1 else _Gather.apply(tensor)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        gathered = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(world_size())]
+        dist.all_gather(gathered, tensor.contiguous())
+        return torch.stack(gathered)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        total = gradient.contiguous()
+        dist.all_reduce(total)
+        return total[rank()]
+
+
+def all_gather_on_host(value: T) -> list[T]:
+    """`all_gather_object` that no device waits for: over a group of its own where the ranks' is one of GPUs."""
+    global _host_group
+    if world_size() == 1:
+        return [value]
+    if dist.get_backend() == "nccl" and _host_group is None:
+        _host_group = dist.new_group(backend="gloo")
+    values: list[T] = [value] * world_size()
+    dist.all_gather_object(values, value, group=_host_group)
+    return values

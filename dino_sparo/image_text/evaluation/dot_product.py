@@ -8,30 +8,24 @@ bit, so that a tie is seen as one.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int64
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-from torchvision.transforms import InterpolationMode
-from torchvision.transforms import functional as TF
 
-from dino_sparo.crops import normalized_tensor
-from dino_sparo.data import ImageDataset, ImageSource, ShardSampler, create_loader
+from dino_sparo.data import ImageSource, ShardSampler
 from dino_sparo.evaluation.features import (
     Features,
-    encode_padded,
-    extract_split,
     gather_features,
     inference,
-    warn_of_unreadable,
 )
-from dino_sparo.image_text.evaluation.scorer import EncodedImages, EncodedTexts
+from dino_sparo.image_text.evaluation.image_rows import ImageRows, require_both
+from dino_sparo.image_text.evaluation.scorer import EncodedTexts
 from dino_sparo.image_text.prompts import prompts
 from dino_sparo.image_text.text import Tokens
 from dino_sparo.runtime.distributed import all_gather_ragged, rank, world_size
@@ -56,39 +50,6 @@ class ImageTextModel(Protocol):
         ...
 
 
-class ClipView:
-    """Image -> one central view: the short side resized to the view's (bicubic), the middle cut out, normalised.
-
-    CLIP's and OpenCLIP's view. DINO's, `crops.EvalTransform`, cuts it out of a larger image.
-
-    Args:
-        img_size: side of the view in pixels.
-        mean: per channel, of pixels in 0..1.
-        std: per channel.
-        border: pixels cut off every side of the image first.
-
-    Raises:
-        ValueError: a size is out of range.
-    """
-
-    def __init__(self, img_size: int, mean: tuple[float, ...], std: tuple[float, ...], border: int = 0) -> None:
-        if img_size < 1 or border < 0:
-            raise ValueError(f"img_size={img_size}, border={border}; give a positive size and a border of 0 or more")
-        self.img_size = self.resize_size = img_size
-        self.exact = True  # the pixels of torchvision's pipeline on PIL images
-        self.mean, self.std, self.border = mean, std, border
-
-    def __call__(
-        self, image: Image.Image, rng: np.random.Generator | None = None
-    ) -> list[Float[Tensor, "C img_size img_size"]]:
-        """The view, in a list as training's crops are; nothing is drawn from `rng`."""
-        if self.border:
-            box = (self.border, self.border, image.width - self.border, image.height - self.border)
-            image = image.crop(box)
-        resized = TF.resize(image, [self.img_size], InterpolationMode.BICUBIC)
-        return [normalized_tensor(TF.center_crop(resized, [self.img_size]), self.mean, self.std)]
-
-
 def pair_products(
     images: Float[Tensor, "I M"],
     image_of: Int64[Tensor, " pairs"],
@@ -105,7 +66,7 @@ def pair_products(
 
 
 @dataclass(frozen=True)
-class DotProductScorer:
+class DotProductScorer(ImageRows):
     """A model, and all that its features depend on; a `scorer.Scorer` whose payloads are matrices of features.
 
     Attributes:
@@ -131,11 +92,6 @@ class DotProductScorer:
     dtype: torch.dtype = torch.float32
     record: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def module(self) -> nn.Module:
-        """The model as a module, whose train or eval mode can be switched; a stand-in if it is none."""
-        return self.model if isinstance(self.model, nn.Module) else nn.Identity()
-
     def encode_image(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B M"]:
         """Features of images, of length one in fp32 whatever the precision they were computed in."""
         return F.normalize(self.model.encode_image(images, normalize=True).float(), dim=-1)
@@ -160,41 +116,7 @@ class DotProductScorer:
             source: the images.
             storage: where the features are kept; None: `device`.
         """
-        return extract_split(
-            self.module,
-            source,
-            self.transform,
-            self.device,
-            batch_size=self.batch_size,
-            num_workers=self.num_workers,
-            encode=self.encode_image,
-            dtype=self.dtype,
-            storage=storage,
-        )
-
-    def encode_images(self, source: ImageSource) -> EncodedImages:
-        """Features (I, M) of all images of a source, on every process."""
-        found = self.image_features(source)
-        return EncodedImages(found.features, found.labels, found.indices, found.num_corrupt)
-
-    def image_batches(self, source: ImageSource) -> Iterator[EncodedImages]:
-        """Features of this process' share of the images, in order; nothing is kept."""
-        sampler = ShardSampler(len(source), self.batch_size, rank=rank(), world_size=world_size())
-        dataset = ImageDataset(source, self.transform)
-        is_cuda = self.device.type == "cuda"
-        loader = create_loader(dataset, sampler, num_workers=self.num_workers, pin_memory=is_cuda)
-        batches = progress(loader, total=len(loader), desc=source.name)
-        corrupt: list[tuple[str, str]] = []
-        for asked, batch in zip(sampler, batches, strict=True):
-            with inference(self.module, self.device, self.dtype):
-                images = batch.views[0].to(self.device, non_blocking=True)
-                features = encode_padded(self.encode_image, images, self.batch_size)
-            # An image that cannot be read comes replaced by another one, under that one's index.
-            kept = (batch.indices == torch.tensor(asked)).nonzero().flatten()
-            labels = batch.labels[kept].to(self.device)
-            corrupt += batch.corrupt
-            yield EncodedImages(features[kept.to(self.device)], labels, batch.indices[kept], len(batch.corrupt))
-        warn_of_unreadable(source.name, corrupt)
+        return self._rows(source, self.encode_image, storage)
 
     def encode_texts(self, captions: Sequence[str], desc: str = "captions") -> EncodedTexts:
         """Features (captions, M), on every process; captions of the same tokens are encoded once.
@@ -272,12 +194,8 @@ class DotProductScorer:
         Raises:
             ValueError: there are no images, or no captions.
         """
-        if not len(images) or not len(captions):
-            raise ValueError(f"{len(images)} images, {len(captions)} captions; give at least one of each")
-        if not isinstance(images, Tensor):
-            images = torch.stack([self.transform(image.convert("RGB"))[0] for image in images])
-        with inference(self.module, self.device, self.dtype):
-            features = torch.cat([self.encode_image(part.to(self.device)) for part in images.split(self.batch_size)])
+        require_both(images, captions)
+        features = self.rows_of(images)
         texts = self.encode_text(without_padding(self.tokenize(list(captions)).ids))
         with torch.no_grad():
             return self.score_block(features, texts)

@@ -16,7 +16,7 @@ SPLIT_HELP = "Name of a split of the images; all takes everything. By default va
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """What to evaluate."""
     group = parser.add_argument_group("model: what is evaluated")
-    group.add_argument("--pretrained_weights", default="", help="Checkpoint of CLIP training, or open_clip's weights.")
+    group.add_argument("--pretrained_weights", default="", help="Checkpoint of CLIP or OC-CLIP training, or open_clip's weights.")
     group.add_argument(
         "--quick_gelu",
         type=bool_flag,
@@ -25,6 +25,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--text_heads", type=int, default=None, help="Of the text encoder of open_clip's weights; by default 64 wide."
+    )
+    group.add_argument(
+        "--graphs",
+        default=None,
+        help="Of an OC-CLIP, the captions' scene graphs: a .jsonl file of dino-sparo parse, templates or spacy; by "
+        "default templates.",
     )
     group.add_argument(
         "--slots", default=None, help="Evaluate some of its slots, or masked ones: a file of dino-sparo select or mask."

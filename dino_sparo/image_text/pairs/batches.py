@@ -212,16 +212,20 @@ class PairDataset(Dataset):
         return PairItem(view, captions[int(drawn)], index, tuple(corrupt[:1]))
 
 
-def collate_pairs(items: list[PairItem], context_length: int) -> PairBatch:
+def collate_pairs(items: Sequence[PairItem], context_length: int) -> PairBatch:
     """Stack images and tokenise captions."""
+    images, indices, corrupt = stack_images(items)
     tokens = tokenize([item.caption for item in items], context_length)
-    return PairBatch(
-        torch.utils.data.default_collate([item.image for item in items]),
-        tokens.ids,
-        torch.tensor([item.index for item in items]),
-        [pair for item in items for pair in item.corrupt],
-        tokens.num_truncated,
-    )
+    return PairBatch(images, tokens.ids, indices, corrupt, tokens.num_truncated)
+
+
+def stack_images(
+    items: Sequence[PairItem],
+) -> tuple[UInt8[Tensor, "B C H W"], Int64[Tensor, "B"], list[tuple[str, str]]]:
+    """Images, indices and what could not be read; the images of a worker lie in memory that it shares with the run."""
+    images: Tensor = torch.utils.data.default_collate([item.image for item in items])
+    corrupt = [pair for item in items for pair in item.corrupt]
+    return images, torch.tensor([item.index for item in items]), corrupt
 
 
 def create_pair_loader(

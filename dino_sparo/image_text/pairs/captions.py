@@ -83,26 +83,27 @@ class TarCaptions:
         text = self._read(index)
         if self.key is None:
             return [text]
-        return captions_in_json(text, self.key, self._location(index))
+        return captions_in_json(text, self.key, self.location(index))
 
     def json_of(self, index: int) -> dict[str, Any]:
         """The JSON object that goes with image `index`; raises CorruptImageError if there is none."""
-        return _json_object(self._read(index), self._location(index))
+        return _json_object(self._read(index), self.location(index))
 
     def _read(self, index: int) -> str:
         size = int(self.index.records[index]["caption_size"])
         if size > MAX_CAPTION_BYTES:
             raise CorruptImageError(
-                self._location(index), f"{size:,} bytes is no plausible caption; at most {MAX_CAPTION_BYTES:,} are read"
+                self.location(index), f"{size:,} bytes is no plausible caption; at most {MAX_CAPTION_BYTES:,} are read"
             )
         try:
             with open_regular(self.index.shard_of(index)) as file:
                 file.seek(self._offset(index))
                 return file.read(size).decode("utf-8", "replace")
         except OSError as error:
-            raise CorruptImageError(self._location(index), str(error.strerror)) from error
+            raise CorruptImageError(self.location(index), str(error.strerror)) from error
 
-    def _location(self, index: int) -> str:
+    def location(self, index: int) -> str:
+        """Where the caption of image `index` lies."""
         return f"{self.index.shard_of(index)}, caption at byte {self._offset(index)}"
 
     def _offset(self, index: int) -> int:

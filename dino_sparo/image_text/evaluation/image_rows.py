@@ -1,0 +1,156 @@
+"""The image side of a scorer that keeps one row of numbers per image: views, batches, processes.
+
+Every image counts exactly once, whatever the number of processes.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from PIL import Image
+from torch import Tensor, nn
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms import functional as TF
+
+from dino_sparo.crops import normalized_tensor
+from dino_sparo.data import ImageDataset, ImageSource, ShardSampler, create_loader
+from dino_sparo.evaluation.features import (
+    Features,
+    encode_padded,
+    extract_split,
+    inference,
+    warn_of_unreadable,
+)
+from dino_sparo.image_text.evaluation.scorer import EncodedImages
+from dino_sparo.runtime.distributed import rank, world_size
+from dino_sparo.runtime.logs import progress
+
+
+class ClipView:
+    """Image -> one central view: the short side resized to the view's (bicubic), the middle cut out, normalised.
+
+    CLIP's and OpenCLIP's view. DINO's, `crops.EvalTransform`, cuts it out of a larger image.
+
+    Args:
+        img_size: side of the view in pixels.
+        mean: per channel, of pixels in 0..1.
+        std: per channel.
+        border: pixels cut off every side of the image first.
+
+    Raises:
+        ValueError: a size is out of range.
+    """
+
+    def __init__(self, img_size: int, mean: tuple[float, ...], std: tuple[float, ...], border: int = 0) -> None:
+        if img_size < 1 or border < 0:
+            raise ValueError(f"img_size={img_size}, border={border}; give a positive size and a border of 0 or more")
+        self.img_size = self.resize_size = img_size
+        self.exact = True  # the pixels of torchvision's pipeline on PIL images
+        self.mean, self.std, self.border = mean, std, border
+
+    def __call__(
+        self, image: Image.Image, rng: np.random.Generator | None = None
+    ) -> list[Float[Tensor, "C img_size img_size"]]:
+        """The view, in a list as training's crops are; nothing is drawn from `rng`."""
+        if self.border:
+            box = (self.border, self.border, image.width - self.border, image.height - self.border)
+            image = image.crop(box)
+        resized = TF.resize(image, [self.img_size], InterpolationMode.BICUBIC)
+        return [normalized_tensor(TF.center_crop(resized, [self.img_size]), self.mean, self.std)]
+
+
+class ImageRows(ABC):
+    """A model, and all that what it says of images depends on.
+
+    Attributes:
+        model: on `device`, in eval mode.
+        transform: (image, rng) -> [view].
+        device: where to compute.
+        batch_size: images, or texts, per process and step.
+        num_workers: processes that load images, per process.
+        dtype: fp32, or bf16 or fp16 for autocast; rows are fp32 in any case.
+    """
+
+    model: Any
+    transform: Callable[..., list[Tensor]]
+    device: torch.device
+    batch_size: int
+    num_workers: int
+    dtype: torch.dtype
+
+    @property
+    def module(self) -> nn.Module:
+        """The model as a module, whose train or eval mode can be switched; a stand-in if it is none."""
+        return self.model if isinstance(self.model, nn.Module) else nn.Identity()
+
+    @property
+    def storage(self) -> torch.device:
+        """Where the rows of all images are kept."""
+        return self.device
+
+    @abstractmethod
+    def encode_image(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B M"]:
+        """Rows of images, fp32 whatever the precision they were computed in."""
+
+    def encode_images(self, source: ImageSource) -> EncodedImages:
+        """Rows (I, M) of all images of a source, on every process."""
+        found = self._rows(source, self.encode_image, self.storage)
+        return EncodedImages(found.features, found.labels, found.indices, found.num_corrupt)
+
+    def image_batches(self, source: ImageSource) -> Iterator[EncodedImages]:
+        """Rows of this process' share of the images, in order; nothing is kept."""
+        sampler = ShardSampler(len(source), self.batch_size, rank=rank(), world_size=world_size())
+        dataset = ImageDataset(source, self.transform)
+        is_cuda = self.device.type == "cuda"
+        loader = create_loader(dataset, sampler, num_workers=self.num_workers, pin_memory=is_cuda)
+        batches = progress(loader, total=len(loader), desc=source.name)
+        corrupt: list[tuple[str, str]] = []
+        for asked, batch in zip(sampler, batches, strict=True):
+            with inference(self.module, self.device, self.dtype):
+                images = batch.views[0].to(self.device, non_blocking=True)
+                features = encode_padded(self.encode_image, images, self.batch_size)
+            # An image that cannot be read comes replaced by another one, under that one's index.
+            kept = (batch.indices == torch.tensor(asked)).nonzero().flatten()
+            labels = batch.labels[kept].to(self.device)
+            corrupt += batch.corrupt
+            yield EncodedImages(features[kept.to(self.device)], labels, batch.indices[kept], len(batch.corrupt))
+        warn_of_unreadable(source.name, corrupt)
+
+    def _rows(self, source: ImageSource, encode: Callable[[Tensor], Tensor], storage: torch.device | None) -> Features:
+        return extract_split(
+            self.module,
+            source,
+            self.transform,
+            self.device,
+            batch_size=self.batch_size,
+            num_workers=self.num_workers,
+            encode=encode,
+            dtype=self.dtype,
+            storage=storage,
+        )
+
+    def views(self, images: Sequence[Image.Image] | Tensor) -> Float[Tensor, "I C H W"]:
+        """The views of images of any size and mode; views stay as they are."""
+        if isinstance(images, Tensor):
+            return images
+        return torch.stack([self.transform(image.convert("RGB"))[0] for image in images])
+
+    def rows_of(self, images: Sequence[Image.Image] | Tensor) -> Float[Tensor, "I M"]:
+        """Rows of images at hand, computed in this process alone."""
+        with inference(self.module, self.device, self.dtype):
+            return torch.cat(
+                [self.encode_image(part.to(self.device)) for part in self.views(images).split(self.batch_size)]
+            )
+
+
+def require_both(images: Sequence[Any] | Tensor, captions: Sequence[str]) -> None:
+    """Refuse to compare with nothing.
+
+    Raises:
+        ValueError: there are no images, or no captions.
+    """
+    if not len(images) or not len(captions):
+        raise ValueError(f"{len(images)} images, {len(captions)} captions; give at least one of each")

@@ -1,0 +1,5 @@
+"""What OC-CLIP's options choose among, as plain values: no torch, so that `--help` is fast."""
+
+COMPETITIONS = ("queries", "keys")  # what the softmax of the binding runs over
+RELATION_SCORES = ("additive", "mlp")
+RELATION_NEGATIVES = ("all", "one")  # which relations of a graph its false graphs alter

@@ -1,0 +1,89 @@
+"""An OC-CLIP checkpoint -> what the evaluations of `image_text/` ask for: a scorer of images and captions."""
+
+import argparse
+from collections.abc import Callable
+from importlib.metadata import version
+
+import torch
+
+from dino_sparo.evaluation.protocol import view_record
+from dino_sparo.image_text.evaluation.image_rows import ClipView
+from dino_sparo.oc_clip.graph_files import CaptionGraphs, open_graphs
+from dino_sparo.oc_clip.graphs import SceneGraph
+from dino_sparo.oc_clip.model import LoadedOCCLIP, load_oc_clip
+from dino_sparo.oc_clip.scorer import GraphScorer
+from dino_sparo.runtime.distributed import PRECISIONS, Distributed
+from dino_sparo.runtime.extras import require
+from dino_sparo.runtime.records import versions
+
+DEFAULT_GRAPHS = "templates"
+
+
+def open_oc_clip_model(args: argparse.Namespace, process: Distributed, border: int = 0) -> GraphScorer:
+    """What the options of `add_model_options` and `add_computation_options` ask for.
+
+    Args:
+        args: parsed options.
+        process: where to compute.
+        border: pixels cut off every side of an image.
+
+    Raises:
+        ValueError: an option that OC-CLIP has no use for, or graphs that cannot be read.
+    """
+    if args.slots:
+        raise ValueError(
+            "--slots with an OC-CLIP: its score is no dot product of encodings whose slots could be chosen; leave it out"
+        )
+    require("open_clip", "captions")
+    loaded = load_oc_clip(args.pretrained_weights)
+    size = loaded.model.config.image.img_size
+    if args.img_size not in (None, size):
+        raise ValueError(
+            f"--img_size {args.img_size}: the binding was trained for images of {size} px, whose patches have a "
+            "position each; leave it out"
+        )
+    scorer = scorer_of(
+        loaded,
+        args.graphs or DEFAULT_GRAPHS,
+        process.device,
+        args.batch_size_per_gpu,
+        args.num_workers,
+        PRECISIONS[args.precision],
+        border,
+    )
+    scorer.model_record.update(
+        feature={"name": "keys and values of patches", "precision": args.precision},
+        view={**view_record(scorer.transform), "border": border},
+        versions={**versions(), "open_clip": version("open_clip_torch")},
+    )
+    return scorer
+
+
+def scorer_of(
+    loaded: LoadedOCCLIP,
+    graphs: str | Callable[[str], SceneGraph],
+    device: torch.device | None = None,
+    batch_size: int = 64,
+    num_workers: int = 0,
+    dtype: torch.dtype = torch.float32,
+    border: int = 0,
+) -> GraphScorer:
+    """The model as evaluations ask it.
+
+    Args:
+        loaded: the model.
+        graphs: what `graph_files.open_graphs` takes, or a function from a caption to its graph.
+        device: where to compute; None: where the model is.
+        batch_size: images per step.
+        num_workers: processes that load images.
+        dtype: of autocast.
+        border: pixels cut off every side of an image.
+
+    Raises:
+        ValueError: there is no such parser or file of graphs.
+    """
+    found = open_graphs(graphs) if isinstance(graphs, str) else CaptionGraphs(graphs, {"parser": repr(graphs)})
+    device = loaded.model.node_proj.weight.device if device is None else device
+    view = ClipView(loaded.model.config.image.img_size, loaded.mean, loaded.std, border)
+    record = {"model": loaded.record, "slots": None}
+    return GraphScorer(loaded.model.to(device), found, view, device, batch_size, num_workers, dtype, record)

@@ -1,0 +1,291 @@
+"""Images and the graphs of captions -> scores; files -> models.
+
+images -> patches -> keys, values                 once per image
+phrases -> embeddings -> entities, relations      once per phrase, whether it is an entity or a predicate
+keys, values, entities, relations -> scores       `pair_scores.score_pairs`, of all pairs
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int64
+from timm.layers import QuickGELU
+from torch import Tensor, nn
+
+from dino_sparo.checkpoint import CheckpointError, load_checkpoint, load_strictly, normalization_of
+from dino_sparo.choices import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+from dino_sparo.encoder import Encoder, EncoderConfig, encoder_from_config
+from dino_sparo.image_text.contrastive import INITIAL_LOGIT_SCALE
+from dino_sparo.image_text.text import TextConfig, TextEncoder
+from dino_sparo.oc_clip.binding import Binding
+from dino_sparo.oc_clip.config import BindingConfig, OCCLIPConfig
+from dino_sparo.oc_clip.graph_batches import GraphBatch
+from dino_sparo.oc_clip.pair_scores import EncodedGraphs
+from dino_sparo.oc_clip.scoring import Scoring
+from dino_sparo.readout import EndTokenReadout
+from dino_sparo.runtime.records import file_sha256
+
+
+class EncodedBatch(NamedTuple):
+    """What the loss takes of B images and of the different phrases of their graphs.
+
+    Attributes:
+        keys: (B, N, dim), K^.
+        values: (B, N, dim), V^.
+        entities: (phrases, dim), every phrase as an entity.
+        relations: (phrases, rel_dim), every phrase as a predicate.
+    """
+
+    keys: Float[Tensor, "B N dim"]
+    values: Float[Tensor, "B N dim"]
+    entities: Float[Tensor, "phrases dim"]
+    relations: Float[Tensor, "phrases rel_dim"]
+
+
+class OCCLIP(nn.Module):
+    """An image and a text encoder, and what binds the phrases of a graph to the patches of an image.
+
+        x_1 ... x_N = patch tokens of the last layer after its LayerNorm, without the class token
+        e           = the text encoder's token at a phrase's end; each phrase and each predicate alone is encoded
+        entity      = W_N e + b,  relation = W_r e + b
+
+    Source: OC-CLIP, section 3 and table 11.
+
+    Args:
+        image: images -> tokens.
+        text: token ids of phrases -> slots (one of each, the end token).
+        config: how all is built.
+
+    Attributes:
+        binding: patches and entities -> slots.
+        scoring: slots, entities, relations -> scores.
+        logit_scale: (), the logarithm of the inverse temperature; None where there is none.
+    """
+
+    def __init__(self, image: Encoder, text: TextEncoder, config: OCCLIPConfig) -> None:
+        super().__init__()
+        sizes = config.binding
+        self.image, self.text, self.config = image, text, config
+        self.node_proj = nn.Linear(config.text.width, sizes.dim)
+        self.relation_proj = nn.Linear(config.text.width, sizes.rel_dim)
+        self.binding = Binding(
+            image.backbone.embed_dim,
+            config.num_patches,
+            sizes.dim,
+            sizes.num_default,
+            sizes.num_layers,
+            sizes.num_heads,
+            sizes.competition,
+        )
+        self.scoring = Scoring(sizes.dim, sizes.rel_dim, sizes.ent_coef, sizes.rel_coef, sizes.relation)
+        self.logit_scale = nn.Parameter(torch.tensor(math.log(INITIAL_LOGIT_SCALE))) if sizes.logit_scale else None
+
+    def forward(self, images: Float[Tensor, "B C H W"], token_ids: Int64[Tensor, "phrases length"]) -> EncodedBatch:
+        """Images and phrases -> all that is computed once per image and once per phrase."""
+        return EncodedBatch(*self.encode_images(images), *self.encode_phrases(token_ids))
+
+    def encode_images(
+        self, images: Float[Tensor, "B C H W"]
+    ) -> tuple[Float[Tensor, "B N dim"], Float[Tensor, "B N dim"]]:
+        """Images -> keys and values (B, N, dim), normalised, not yet projected."""
+        return self.binding.encode_patches(self.patches(images))
+
+    def patches(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B N D"]:
+        """The patch tokens of images."""
+        return self.image.backbone(images)[:, self.image.backbone.num_prefix_tokens :]
+
+    def encode_phrases(
+        self, token_ids: Int64[Tensor, "phrases length"]
+    ) -> tuple[Float[Tensor, "phrases dim"], Float[Tensor, "phrases rel_dim"]]:
+        """Token ids of phrases -> each as an entity and as a relation."""
+        embeddings = self.text.readout_output(token_ids).slots[:, 0]
+        return self.node_proj(embeddings), self.relation_proj(embeddings)
+
+    @property
+    def inverse_temperature(self) -> Float[Tensor, ""] | None:
+        """(), what scores are multiplied with in the losses; None where the model has none."""
+        return None if self.logit_scale is None else self.logit_scale.exp()
+
+    @property
+    def comparing_parameters(self) -> list[nn.Parameter]:
+        """The weights that see all pairs of images and graphs: those of the loss, not of `forward`."""
+        binding = self.binding
+        parts = (binding.query_norm, binding.query_proj, binding.key_proj, binding.value_proj, self.scoring)
+        parameters = [parameter for part in parts for parameter in part.parameters()]
+        if binding.num_default:
+            parameters.append(binding.default_tokens)
+        return parameters if self.logit_scale is None else [*parameters, self.logit_scale]
+
+
+def look_up(
+    graphs: GraphBatch, entities: Float[Tensor, "phrases dim"], relations: Float[Tensor, "phrases rel_dim"]
+) -> EncodedGraphs:
+    """The graphs of a batch with the embeddings of their phrases; indices move to the embeddings' device."""
+    on_device = {
+        name: getattr(graphs, name).to(entities.device, non_blocking=True)
+        for name in ("entities", "entity_mask", "predicates", "subjects", "objects", "relation_mask")
+    }
+    return EncodedGraphs(
+        entities[on_device["entities"]],
+        on_device["entity_mask"],
+        relations[on_device["predicates"]],
+        on_device["subjects"],
+        on_device["objects"],
+        on_device["relation_mask"],
+        graphs.entity_counts,
+        graphs.relation_counts,
+    )
+
+
+def create_oc_clip(
+    arch: str = "vit_base",
+    patch_size: int = 16,
+    img_size: int = 224,
+    text_width: int = 256,
+    text_heads: int = 4,
+    text_layers: int = 6,
+    context_length: int = 20,
+    vocab_size: int = 49408,
+    in_chans: int = 3,
+    pre_norm: bool = True,
+    quick_gelu: bool = False,
+    binding: BindingConfig | None = None,
+) -> OCCLIP:
+    """Build an OC-CLIP model with random weights; the defaults are the paper's for CC12M (OC-CLIP, appendix A.8).
+
+    Both encoders start as OpenCLIP's do; without `pre_norm` the image encoder starts as DINO's.
+
+    Args:
+        arch: a key of `choices.ARCHITECTURES`.
+        patch_size: pixels.
+        img_size: side of the images in pixels; the binding is built for their number of patches.
+        text_width: width of the text's tokens.
+        text_heads: of each block of the text encoder.
+        text_layers: blocks of the text encoder.
+        context_length: the longest phrase in tokens.
+        vocab_size: number of token ids.
+        in_chans: number of image channels.
+        pre_norm: CLIP's vision transformer; False takes DINO's, whose pretrained weights fit then.
+        quick_gelu: OpenAI's activation in both encoders.
+        binding: sizes of the rest; by default the paper's.
+
+    Raises:
+        ValueError: an unknown name, or a size that does not fit; the message lists what does.
+    """
+    image = EncoderConfig(
+        arch,
+        patch_size,
+        readout="cls",
+        img_size=img_size,
+        in_chans=in_chans,
+        pre_norm=pre_norm,
+        quick_gelu=quick_gelu,
+    )
+    text = TextConfig(context_length, vocab_size, text_width, text_heads, text_layers, readout="eos")
+    return oc_clip_from_config(OCCLIPConfig(image, text, binding or BindingConfig()))
+
+
+def oc_clip_from_config(config: OCCLIPConfig) -> OCCLIP:
+    """Build the model a configuration describes, with random weights; see `create_oc_clip`."""
+    text = TextEncoder(config.text, EndTokenReadout())
+    if config.image.quick_gelu:
+        block: Any
+        for block in text.blocks:
+            block.mlp.act = QuickGELU()
+    return OCCLIP(encoder_from_config(config.image), text, config)
+
+
+def oc_clip_description(
+    config: OCCLIPConfig,
+    graphs: dict[str, Any],
+    mean: Iterable[float] = OPENAI_CLIP_MEAN,
+    std: Iterable[float] = OPENAI_CLIP_STD,
+) -> dict[str, Any]:
+    """What a checkpoint carries under `oc_clip`, beside the weights under `model`.
+
+    Args:
+        config: how the model is built.
+        graphs: where the graphs that it was trained on come from.
+        mean: of its images' pixels in 0..1, per channel.
+        std: likewise.
+    """
+    return {**config.to_dict(), "graphs": graphs, "mean": list(mean), "std": list(std)}
+
+
+@dataclass(frozen=True)
+class LoadedOCCLIP:
+    """A trained model, and what a result file says about it.
+
+    Attributes:
+        model: in eval mode, on the CPU.
+        mean: of its images' pixels in 0..1, per channel.
+        std: likewise.
+        record: plain values: weights, hash, epoch, configuration.
+    """
+
+    model: OCCLIP
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    record: dict[str, Any]
+
+    def similarity(
+        self, images: Sequence[Any] | Tensor, captions: Sequence[str], parser: str | Any = "templates"
+    ) -> Float[Tensor, "images captions"]:
+        """How well each image and each caption fit: S of the image and the caption's graph, in [-1, 1].
+
+            loaded = load_oc_clip("output/checkpoint.pth")
+            loaded.similarity([Image.open("dog.jpg")], ["a dog left of a cat", "a cat left of a dog"])  # (1, 2)
+
+        Args:
+            images: images of any size and mode; or (images, C, H, W), resized and normalised with `mean` and `std`.
+            captions: C texts.
+            parser: what turns captions into graphs: what `--graphs` takes, or a function from a caption to a
+                `SceneGraph`.
+
+        Returns:
+            (images, captions), fp32, where the model is.
+
+        Raises:
+            ValueError: there are no images, or no captions, or the parser is not known.
+        """
+        from dino_sparo.oc_clip.evaluated import scorer_of  # imports this module
+
+        return scorer_of(self, parser, batch_size=max(1, min(max(len(images), len(captions)), MAX_BATCH))).similarity(
+            images, captions
+        )
+
+
+MAX_BATCH = 64  # images that `LoadedOCCLIP.similarity` encodes at a time
+
+
+def load_oc_clip(path: str | Path) -> LoadedOCCLIP:
+    """The model of a checkpoint, built as the checkpoint says, in eval mode, on the CPU.
+
+    Args:
+        path: a checkpoint of `dino-sparo train-oc-clip`.
+
+    Raises:
+        CheckpointError: the file cannot be read, holds no OC-CLIP, or its weights do not fit.
+        ValueError: the checkpoint was saved with something that this version does not know.
+    """
+    checkpoint, source = load_checkpoint(path), str(path)
+    description = checkpoint.get("oc_clip")
+    if not isinstance(description, dict):
+        raise CheckpointError(f"{source} holds no OC-CLIP: there is no `oc_clip`, which says how one is built")
+    if missing := {"image", "text", "binding", "mean", "std"} - description.keys():
+        raise CheckpointError(f"{source} does not say {', '.join(sorted(missing))} of its OC-CLIP under `oc_clip`")
+    config = OCCLIPConfig.from_dict(description)
+    model = oc_clip_from_config(config)
+    load_strictly(model, checkpoint["model"], source)
+    record = {
+        "pretrained_weights": source,
+        "sha256": file_sha256(Path(path)),
+        "epoch": checkpoint.get("epoch"),
+        **config.to_dict(),
+        "trained_on_graphs": description.get("graphs"),
+    }
+    return LoadedOCCLIP(model.eval(), *normalization_of(checkpoint), record)

@@ -1,0 +1,209 @@
+"""Images and captions -> scores of OC-CLIP, as evaluations ask for them; a `image_text.evaluation.scorer.Scorer`.
+
+Images become keys and values, 4 * 2 * N * dim bytes each (0.4 MB at N = 196, dim = 256), kept in the host's memory.
+Captions become graphs in canonical form: isomorphic graphs are scored once, so that a tie between them is exact.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float, Int64
+from PIL import Image
+from torch import Tensor
+
+from dino_sparo.data import ImageSource
+from dino_sparo.evaluation.features import Features, inference
+from dino_sparo.image_text.evaluation.image_rows import ImageRows, require_both
+from dino_sparo.image_text.evaluation.scorer import EncodedTexts
+from dino_sparo.image_text.prompts import prompts
+from dino_sparo.oc_clip.canonical import canonical
+from dino_sparo.oc_clip.graph_batches import batch_graphs
+from dino_sparo.oc_clip.graph_files import CaptionGraphs
+from dino_sparo.oc_clip.graphs import SceneGraph, normalize
+from dino_sparo.oc_clip.model import OCCLIP, look_up
+from dino_sparo.oc_clip.pair_scores import EncodedGraphs, score_pairs
+from dino_sparo.oc_clip.pairs import tokenize_phrases
+
+logger = logging.getLogger(__name__)
+
+PAIR_CHUNK = 128  # matched pairs that are bound at a time
+IMAGE_CHUNK = 16  # images that are scored with all graphs at a time
+PHRASE_BATCH = 512  # phrases encoded at a time
+
+
+@dataclass(frozen=True)
+class GraphRows:
+    """C captions, or classes, as rows.
+
+    Attributes:
+        graphs: the different graphs, in canonical form.
+        rows: (C, T), the graphs of each caption; a class has T of them, whose scores are averaged.
+    """
+
+    graphs: tuple[SceneGraph, ...]
+    rows: Int64[Tensor, "C T"]
+
+    def __len__(self) -> int:
+        """C."""
+        return len(self.rows)
+
+    def __getitem__(self, chosen: Any) -> "GraphRows":
+        """Some of the captions."""
+        return GraphRows(self.graphs, self.rows[chosen])
+
+
+@dataclass(frozen=True)
+class GraphScorer(ImageRows):
+    """A model, and all that its scores depend on.
+
+    Attributes:
+        model: on `device`, in eval mode.
+        graphs: caption -> graph.
+        transform: (image, rng) -> [view].
+        device: where to compute.
+        batch_size: images per process and step.
+        num_workers: processes that load images, per process.
+        dtype: fp32, or bf16 or fp16 for autocast; scores are fp32 in any case.
+        model_record: what a result file says about the model, without the graphs.
+    """
+
+    measure: ClassVar[str] = "structured similarity of image and scene graph"
+    ensemble: ClassVar[str] = "scores of the templates averaged; a class is one entity"
+    default_templates: ClassVar[tuple[str, ...]] = ("{}",)
+
+    model: OCCLIP
+    graphs: CaptionGraphs
+    transform: Any
+    device: torch.device
+    batch_size: int = 64
+    num_workers: int = 0
+    dtype: torch.dtype = torch.float32
+    model_record: dict[str, Any] = field(default_factory=dict)
+    embeddings: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The model's, and the graphs' with what was changed in them so far."""
+        return {**self.model_record, "graphs": {**self.graphs.record, "counts": self.graphs.counts._asdict()}}
+
+    @property
+    def storage(self) -> torch.device:
+        """The host's memory."""
+        return torch.device("cpu")
+
+    def encode_image(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B M"]:
+        """Keys and values of images, side by side, M = 2 N dim."""
+        keys, values = self.model.encode_images(images)
+        return torch.stack([keys, values], dim=1).flatten(1).float()
+
+    def image_features(self, source: ImageSource, storage: torch.device | None = None) -> Features:
+        """The mean of the backbone's patch tokens, of length one, on every process; kept on `storage`.
+
+        The class token's last layer has no part in the loss.
+        """
+
+        def encode(images: Tensor) -> Tensor:
+            return torch.nn.functional.normalize(self.model.patches(images).mean(dim=1).float(), dim=-1)
+
+        return self._rows(source, encode, storage)
+
+    def encode_texts(self, captions: Sequence[str], desc: str = "captions") -> EncodedTexts:
+        """The graphs of captions.
+
+        Raises:
+            ValueError: there are no captions, or one has no words.
+        """
+        if not captions:
+            raise ValueError(f"{desc}: there are no captions to encode")
+        before = self.graphs.counts
+        parsed = [[canonical(self.graphs(caption))] for caption in captions]
+        counts = self.graphs.counts.minus(before)
+        if counts.whole_caption or counts.nodes or counts.relations:
+            logger.warning("%s: %s", desc, counts)
+        return self._encoded(parsed)
+
+    def encode_classes(self, names: Sequence[str], templates: tuple[str, ...]) -> EncodedTexts:
+        """One row per class: the names, or the sentences that templates make of them, as one entity each.
+
+        The paper does not say how it classifies.
+        """
+        none = SceneGraph(())
+        return self._encoded(
+            [[normalize(none, sentence)[0] for sentence in prompts(templates, name)] for name in names]
+        )
+
+    def _encoded(self, graphs: Sequence[Sequence[SceneGraph]]) -> EncodedTexts:
+        numbers: dict[SceneGraph, int] = {}
+        rows = [[numbers.setdefault(graph, len(numbers)) for graph in own] for own in graphs]
+        different = tuple(numbers)
+        num_truncated = self._embed(different)
+        return EncodedTexts(GraphRows(different, torch.tensor(rows)), num_truncated)
+
+    def _embed(self, graphs: Sequence[SceneGraph]) -> int:
+        """Encode the phrases of graphs that are not encoded yet; returns how many were cut off."""
+        phrases = [phrase for phrase in batch_graphs(graphs).phrases if phrase not in self.embeddings]
+        num_truncated = 0
+        with inference(self.module, self.device, self.dtype):
+            for start in range(0, len(phrases), PHRASE_BATCH):
+                some = phrases[start : start + PHRASE_BATCH]
+                tokens = tokenize_phrases(some, self.model.config.text.context_length)
+                num_truncated += tokens.num_truncated
+                entities, relations = self.model.encode_phrases(tokens.ids.to(self.device))
+                pairs = zip(entities.float(), relations.float(), strict=True)
+                self.embeddings.update(zip(some, pairs, strict=True))
+        return num_truncated
+
+    def _looked_up(self, graphs: Sequence[SceneGraph]) -> EncodedGraphs:
+        batch = batch_graphs(graphs)
+        entities, relations = (
+            torch.stack(column) for column in zip(*map(self.embeddings.__getitem__, batch.phrases), strict=True)
+        )
+        return look_up(batch, entities, relations)
+
+    def _keys_values(self, images: Float[Tensor, "I M"]) -> tuple[Tensor, Tensor]:
+        pair = images.to(self.device).view(len(images), 2, self.model.config.num_patches, -1)
+        return pair[:, 0], pair[:, 1]
+
+    @torch.no_grad()
+    def score_pairs(
+        self, images: Float[Tensor, "I M"], image_of: Int64[Tensor, " pairs"], texts: GraphRows, text_of: Tensor
+    ) -> Float[Tensor, " pairs"]:
+        """The score of each pair; see `Scorer.score_pairs`. Each different pair of image and graph is scored once."""
+        graph_of = texts.rows[text_of.cpu()]  # (pairs, T)
+        wanted = torch.stack([image_of.cpu()[:, None].expand_as(graph_of), graph_of], dim=-1).flatten(0, 1)
+        different, place = torch.unique(wanted, dim=0, return_inverse=True)
+        model, scores = self.model, []
+        for part in different.split(PAIR_CHUNK):
+            keys, values = self._keys_values(images[part[:, 0]])
+            graphs = self._looked_up([texts.graphs[int(number)] for number in part[:, 1]])
+            slots = model.binding.bind_matched(graphs.entities, graphs.entity_mask, keys, values)
+            found = model.scoring.scores(
+                graphs.entities,
+                graphs.entity_mask,
+                graphs.relations,
+                graphs.subjects,
+                graphs.objects,
+                graphs.relation_mask,
+                slots[None],
+            )
+            scores.append(found[0])
+        return torch.cat(scores)[place.to(self.device)].view(graph_of.shape).mean(dim=1)
+
+    @torch.no_grad()
+    def score_block(self, images: Float[Tensor, "I M"], texts: GraphRows) -> Float[Tensor, "I C"]:
+        """The score of every image with every caption or class."""
+        numbers, place = torch.unique(texts.rows, return_inverse=True)
+        graphs = self._looked_up([texts.graphs[int(number)] for number in numbers])
+        blocks = [
+            score_pairs(self.model.binding, self.model.scoring, graphs, *self._keys_values(part))
+            for part in images.split(IMAGE_CHUNK)
+        ]
+        return torch.cat(blocks)[:, place.to(self.device)].mean(dim=-1)
+
+    def similarity(self, images: Sequence[Image.Image] | Tensor, captions: Sequence[str]) -> Float[Tensor, "I C"]:
+        """The score of every image and every caption, in this process alone; see `LoadedOCCLIP.similarity`."""
+        require_both(images, captions)
+        return self.score_block(self.rows_of(images), self.encode_texts(captions).payload)

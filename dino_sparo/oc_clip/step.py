@@ -1,0 +1,153 @@
+"""One step of OC-CLIP: all images are scored with the graphs of all captions. The step itself is `image_text/step.py`.
+
+    K^, V^ = patches of own images;  entities, relations = phrases of own captions         `OCCLIP.forward`
+    entities, relations of all ranks                                                       gathered with gradients
+    S_ij = S(image i, graph j),  own images with all graphs                                `score_pairs`
+    loss = L_itc(S) + weight * L_rel / 2                                                   `contrastive.py`, `loss.py`
+
+K^ and V^ stay where they are: they are the largest, and every pair is scored by the rank of its image.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dino_sparo.image_text.contrastive import MAX_LOGIT_SCALE, contrastive_loss
+from dino_sparo.image_text.step import ContrastiveTraining
+from dino_sparo.oc_clip.graph_batches import GraphBatch, join_graphs
+from dino_sparo.oc_clip.loss import RelationLoss, relation_loss, total_loss
+from dino_sparo.oc_clip.model import OCCLIP, look_up
+from dino_sparo.oc_clip.pair_scores import EncodedGraphs, score_pairs
+from dino_sparo.oc_clip.pairs import FalseEnds, GraphPairBatch, join_batches
+from dino_sparo.runtime.distributed import all_gather_on_host, gather_with_gradient, rank, world_size
+
+
+@dataclass
+class OCTraining(ContrastiveTraining[GraphPairBatch]):
+    """Everything a step needs and changes.
+
+    Attributes:
+        rel_loss_weight: lambda, of the local loss of relations; 0 leaves it out.
+    """
+
+    rel_loss_weight: float = 1.0
+
+    def encode(self, model: nn.Module, batch: GraphPairBatch) -> tuple[Tensor, ...]:
+        """`EncodedBatch` of the images and phrases of a batch."""
+        with self.updater.autocast():
+            encoded: tuple[Tensor, ...] = model(self.normalized(batch.images), batch.token_ids)
+        return encoded
+
+    def loss(self, features: Sequence[Tensor], batches: Sequence[GraphPairBatch]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The contrastive loss and the local loss of relations.
+
+        Logged are both, `itc_loss` and `rel_loss` (nats; the latter a mean over the pairs with relations),
+        `batch_accuracy`, the share of this rank's images whose own graph scores highest among this rank's,
+        `logit_scale`, and `ent_rel_ratio`, alpha / beta.
+        """
+        network: OCCLIP = self.network
+        keys, values, entities, relations = features
+        graphs, false_ends = join_batches(batches)
+        own = look_up(graphs, entities, relations)
+        every = own if world_size() == 1 else graphs_of_all_ranks(graphs, entities, relations)
+        scores = score_pairs(network.binding, network.scoring, every, keys, values)
+        scale = network.inverse_temperature
+        contrast = loss = contrastive_loss(scores, scale)
+        scalars = {"itc_loss": contrast.detach(), "batch_accuracy": _accuracy(scores.detach())}
+        if self.rel_loss_weight:
+            local = local_loss(network, own, false_ends, keys, values)
+            loss = total_loss(contrast, local.loss, self.rel_loss_weight)
+            scalars["rel_loss"] = local.mean
+        if scale is not None:
+            scalars["logit_scale"] = scale.detach()
+        scalars["ent_rel_ratio"] = (network.scoring.ent_coef / network.scoring.rel_coef).detach()
+        return loss, scalars
+
+    @property
+    def loss_parameters(self) -> list[nn.Parameter]:
+        """Those of the binding module that see entities and patches together, scoring, temperature."""
+        parameters: list[nn.Parameter] = self.network.comparing_parameters
+        return parameters
+
+    def bound_weights(self) -> None:
+        """Keep temperature and coefficients in their ranges."""
+        self.network.scoring.clamp_coefs_()
+        if self.network.logit_scale is not None:
+            self.network.logit_scale.clamp_(0, math.log(MAX_LOGIT_SCALE))
+
+    def compile(self) -> None:
+        """Compile the image encoder; the number and length of phrases change with every batch."""
+        self.network.image.backbone.compile(dynamic=False)
+
+    def uncompile(self) -> None:
+        """Take `compile` back."""
+        self.network.image.backbone._compiled_call_impl = None
+
+
+def local_loss(
+    network: OCCLIP, graphs: EncodedGraphs, ends: FalseEnds, keys: Float[Tensor, "B N dim"], values: Tensor
+) -> RelationLoss:
+    """L_rel of matched pairs: the slots are bound once, and only the relations' scores differ.
+
+    Args:
+        network: the model.
+        graphs: of this rank's captions.
+        ends: of their false relations.
+        keys: of this rank's images.
+        values: likewise.
+    """
+    slots = network.binding.bind_matched(graphs.entities, graphs.entity_mask, keys, values)[None]
+    device = keys.device
+
+    def score(subjects: Tensor, objects: Tensor) -> Tensor:
+        return network.scoring.scores(
+            graphs.entities,
+            graphs.entity_mask,
+            graphs.relations,
+            subjects.to(device, non_blocking=True),
+            objects.to(device, non_blocking=True),
+            graphs.relation_mask,
+            slots,
+        )[0]
+
+    return relation_loss(
+        score(graphs.subjects, graphs.objects),
+        score(*ends.swapped),
+        score(*ends.shuffled),
+        graphs.relation_mask.any(dim=1),
+        network.inverse_temperature,
+    )
+
+
+def graphs_of_all_ranks(
+    graphs: GraphBatch, entities: Float[Tensor, "phrases dim"], relations: Float[Tensor, "phrases rel_dim"]
+) -> EncodedGraphs:
+    """The graphs of all ranks, in rank order, with gradients to the embeddings of their phrases.
+
+    Graphs travel through the host, so that no device waits for their sizes; embeddings are filled up to the largest
+    number of phrases.
+
+    Args:
+        graphs: of this rank.
+        entities: of its phrases.
+        relations: likewise.
+    """
+    parts = all_gather_on_host(graphs)
+    sizes = [len(part.phrases) for part in parts]
+
+    def of_all(embeddings: Tensor) -> Tensor:
+        padded = F.pad(embeddings, (0, 0, 0, max(sizes) - len(embeddings)))
+        gathered = gather_with_gradient(padded)
+        return torch.cat([part[:size] for part, size in zip(gathered, sizes, strict=True)])
+
+    return look_up(join_graphs(parts), of_all(entities), of_all(relations))
+
+
+def _accuracy(scores: Float[Tensor, "B U"]) -> Float[Tensor, ""]:
+    own = scores[:, len(scores) * rank() :][:, : len(scores)]
+    return (own.argmax(dim=1) == torch.arange(len(own), device=own.device)).float().mean()
