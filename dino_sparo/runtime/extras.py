@@ -12,6 +12,9 @@ INSTALL = {
     "entmax": "pip install 'dino_sparo[clip]'",
     "matplotlib": "pip install 'dino_sparo[plots]'",
     "clip_benchmark": "pip install clip-benchmark requests",
+    "spacy": "pip install 'dino_sparo[parse]' && python -m spacy download en_core_web_sm",
+    "openai": "pip install 'dino_sparo[parse-llm]'",
+    "transformers": "pip install transformers",
     "requests": "pip install requests",
 }
 

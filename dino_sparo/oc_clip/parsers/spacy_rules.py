@@ -1,0 +1,249 @@
+"""Caption -> scene graph by the dependency tree of spaCy: noun phrases are entities, paths through prepositions and
+verbs are relations.
+
+The rules read plain records (text, part of speech, dependency, head), so that they can be tested without spaCy.
+`SpacyParser` makes the records. Labels are those of spaCy's English models (ClearNLP's dependencies).
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from dino_sparo.oc_clip.graphs import Relation, SceneGraph
+from dino_sparo.oc_clip.parsers.closed_words import COPULAS, PLACES
+from dino_sparo.runtime.extras import MissingPackageError, require
+
+MODEL = "en_core_web_sm"
+NOUNS = ("NOUN", "PROPN")
+SUBJECTS = ("nsubj", "nsubjpass")
+OBJECTS = ("dobj", "obj", "pobj", "dative")
+PREPOSITIONS = ("prep", "agent")
+# Dependents before a noun that are part of its phrase.
+ATTRIBUTES = ("det", "amod", "compound", "nummod", "poss", "nmod", "advmod", "quantmod", "npadvmod", "case", "punct")
+# A verb with one of these has the subject of the verb or the noun above it.
+BORROWING = ("acl", "relcl", "conj", "xcomp", "advcl", "ccomp", "pcomp", "prep")
+
+
+class Word(NamedTuple):
+    """One token of a parsed caption.
+
+    Attributes:
+        text: as written.
+        pos: coarse part of speech, such as NOUN.
+        dep: label of the dependency.
+        head: index of the token it depends on; its own for a root.
+    """
+
+    text: str
+    pos: str
+    dep: str
+    head: int
+
+
+class SpacyParser:
+    """Caption -> graph with a model of spaCy's, which is loaded when the first caption is parsed.
+
+    Attributes:
+        record: what a result file says of it.
+
+    Raises:
+        MissingPackageError: spaCy or the model is not installed.
+    """
+
+    def __init__(self) -> None:
+        require("spacy", "graphs of the parser spacy")
+        import spacy
+
+        if not spacy.util.is_package(MODEL):
+            raise MissingPackageError(
+                f"graphs of the parser spacy need its model {MODEL}; install it with: python -m spacy download {MODEL}"
+            )
+        version = spacy.util.get_package_version(MODEL)
+        self.record = {"parser": "spacy", "spacy": spacy.__version__, "model": f"{MODEL} {version}"}
+        self._pipeline: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Each worker loads its own: 50 MB are more to send than to read.
+        return {**self.__dict__, "_pipeline": None}
+
+    def __call__(self, caption: str) -> SceneGraph:
+        """The graph as found."""
+        return graph_of_words(self._words(next(self._parsed([caption]))))
+
+    def parse_all(self, captions: Iterator[str]) -> Iterator[SceneGraph]:
+        """The graphs of many captions, in batches, which is faster."""
+        yield from (graph_of_words(self._words(document)) for document in self._parsed(captions))
+
+    def _parsed(self, captions: Any) -> Iterator[Any]:
+        if self._pipeline is None:
+            import spacy
+
+            self._pipeline = spacy.load(MODEL, exclude=["ner", "lemmatizer"])
+        yield from self._pipeline.pipe(captions)
+
+    @staticmethod
+    def _words(document: Any) -> list[Word]:
+        return [Word(token.text, token.pos_, token.dep_, token.head.i) for token in document]
+
+
+def graph_of_words(words: Sequence[Word]) -> SceneGraph:
+    """The entities and relations of a dependency tree.
+
+        entity      noun with the attributes before it; "of" and its noun go on with it ("cup of coffee")
+        relation    noun - preposition - noun             a mug on a table
+                    verb - object, of the verb's subject  a man riding a horse;  the boy is wearing a shirt
+                    verb - preposition - noun             a dog sitting on a mat
+                    across words of place                 to the left of the cat;  next to the cat
+
+    "and" joins subjects and objects of one relation, and is none itself. A verb or a place that leads to no second
+    entity stays in its entity's phrase ("dog running", "bench on the left"). Pronouns are no entities; a relative
+    pronoun is the noun that its clause modifies.
+
+    Args:
+        words: of one caption, in order.
+
+    Returns:
+        The graph as found; no entity where there is no noun.
+    """
+    return _Tree(words).graph()
+
+
+class _Tree:
+    """A caption's dependency tree.
+
+    Attributes:
+        words: the tokens.
+        children: of each token, in order.
+        entity_of: token of a noun -> number of its entity.
+    """
+
+    def __init__(self, words: Sequence[Word]) -> None:
+        self.words = words
+        self.children: list[list[int]] = [[] for _ in words]
+        for number, word in enumerate(words):
+            if word.head != number:
+                self.children[word.head].append(number)
+        heads = [number for number in range(len(words)) if self.is_entity(number)]
+        self.entity_of = {token: number for number, token in enumerate(heads)}
+        self.phrases = [self.phrase(token) for token in heads]
+
+    def graph(self) -> SceneGraph:
+        """All entities and relations."""
+        relations: dict[Relation, None] = {}
+        for token, word in enumerate(self.words):
+            if word.dep not in OBJECTS or self.is_opening(token):
+                continue
+            predicate, subjects = self.path(word.head)
+            for subject in subjects:
+                if token in self.entity_of:
+                    for other in self.joined(token):
+                        relation = Relation(self.entity_of[subject], predicate, self.entity_of[other])
+                        relations.update(dict.fromkeys([relation] if predicate and other != subject else []))
+                elif self.is_place(token) and not self.continues(token):
+                    self.phrases[self.entity_of[subject]] += f" {predicate} {self.phrase(token)}"
+        for token, word in enumerate(self.words):
+            if word.pos == "VERB" and not self.leads_on(token):
+                for subject in self.subjects(token):
+                    self.phrases[self.entity_of[subject]] += f" {word.text.lower()}"
+        return SceneGraph(tuple(self.phrases), tuple(relations))
+
+    def is_entity(self, token: int) -> bool:
+        """Whether a token is the head of an entity's phrase."""
+        word = self.words[token]
+        inside = word.dep in ("compound", "nmod", "npadvmod", "poss") and self.words[word.head].pos in NOUNS
+        return word.pos in NOUNS and not inside and not self.is_place(token) and not self.is_of(word.head, token)
+
+    def is_of(self, preposition: int, noun: int) -> bool:
+        """Whether a noun goes on with the noun before "of", as in "a cup of coffee" but not in "left of the cup"."""
+        word = self.words[preposition]
+        return (
+            self.words[noun].dep == "pobj"
+            and word.text.lower() == "of"
+            and self.words[word.head].pos in NOUNS
+            and not self.is_place(word.head)
+            and not self.is_photo(word.head)
+        )
+
+    def is_place(self, token: int) -> bool:
+        """Whether a noun says where in the picture or on which side of something, or is the picture itself."""
+        word = self.words[token]
+        in_place = word.text.lower() in PLACES | {"side", "edge"} and word.dep == "pobj"
+        return in_place or self.is_photo(token)
+
+    def is_photo(self, token: int) -> bool:
+        """Whether this is "photo" in "a photo of ..."."""
+        is_first = self.words[token].text.lower() in ("photo", "picture", "image", "photograph")
+        return is_first and self.words[token].dep == "ROOT" and self.continues(token)
+
+    def is_opening(self, token: int) -> bool:
+        """Whether a noun is that of which "a photo of ..." is."""
+        return self.is_photo(self.words[self.words[token].head].head)
+
+    def continues(self, token: int) -> bool:
+        """Whether "of" follows a noun."""
+        return any(self.words[child].text.lower() == "of" for child in self.children[token])
+
+    def phrase(self, token: int) -> str:
+        """A noun with its attributes, and with "of" and its noun."""
+        words = [*self.before(token), self.words[token].text.lower()]
+        for child in self.children[token]:
+            for noun in self.children[child]:
+                if self.is_of(child, noun):
+                    words += ["of", self.phrase(noun)]
+        return " ".join(words)
+
+    def before(self, token: int) -> list[str]:
+        """The attributes before a word, with their own."""
+        words = []
+        for child in self.children[token]:
+            if child < token and self.words[child].dep in ATTRIBUTES:
+                words += [*self.before(child), self.words[child].text.lower()]
+        return words
+
+    def joined(self, token: int) -> list[int]:
+        """An entity and those that "and" joins to it."""
+        further = [
+            child for child in self.children[token] if self.words[child].dep == "conj" and child in self.entity_of
+        ]
+        return [token, *(other for child in further for other in self.joined(child))]
+
+    def path(self, token: int) -> tuple[str, list[int]]:
+        """From the word above an object up to the entities that the relation is about: its words, and these."""
+        words: list[int] = []
+        while True:
+            word = self.words[token]
+            if token in self.entity_of:
+                return self.text_of(words), [token]
+            if word.pos in ("VERB", "AUX"):
+                words += [] if word.text.lower() in COPULAS else [token]
+                words += [child for child in self.children[token] if self.words[child].dep == "prt"]
+                return self.text_of(words), self.subjects(token)
+            words.append(token)
+            if self.is_place(token):
+                words += [child for child in self.children[token] if self.words[child].dep == "det"]
+            if word.head == token or word.pos not in ("ADP", "ADV", "ADJ", "SCONJ", "PART", *NOUNS):
+                return self.text_of(words), []
+            token = word.head
+
+    def text_of(self, tokens: list[int]) -> str:
+        """Words in their order in the caption."""
+        return " ".join(self.words[token].text.lower() for token in sorted(tokens))
+
+    def subjects(self, verb: int) -> list[int]:
+        """The entities that a verb is about."""
+        for child in self.children[verb]:
+            if self.words[child].dep in SUBJECTS and child in self.entity_of:
+                return self.joined(child)
+        word = self.words[verb]
+        if word.dep not in BORROWING or word.head == verb:
+            return []
+        if word.head in self.entity_of:
+            return [word.head]
+        return self.subjects(word.head)
+
+    def leads_on(self, verb: int) -> bool:
+        """Whether a verb has an object, of its own or behind a preposition."""
+        steps = (*PREPOSITIONS, *OBJECTS, "advmod", "prt")
+        return any(
+            self.words[child].dep in OBJECTS or (self.words[child].dep in steps and self.leads_on(child))
+            for child in self.children[verb]
+        )

@@ -1,0 +1,255 @@
+"""Caption -> scene graph by closed word lists, without weights.
+
+Exact on the captions of the built-in scenes; meant for captions made from templates, as the benchmarks have them:
+
+    a red star left of a blue ring on sand        left of(star, ring)  on(star, sand)  on(ring, sand)
+    a red star and a blue ring                    two entities, no relation
+    a photo of a man riding a horse               riding(man, horse)
+    a box with a toy in it                        with(box, toy)  in(toy, box)
+
+A caption is cut at its relation words, "and", commas and stops. What lies between is an entity, with all its
+attributes. Only the words of `closed_words.py` are known: a relation in other words becomes part of a phrase. So does a
+verb or a place without an object ("a dog running", "a bench on the left"). Nothing that a caption says is dropped,
+except openings ("a photo of", "there is"), "is" before a relation, and pronouns.
+"""
+
+import re
+from dataclasses import dataclass, field
+
+from dino_sparo.oc_clip.graphs import ARTICLES, Relation, SceneGraph
+from dino_sparo.oc_clip.parsers.closed_words import (
+    ADJECTIVES,
+    AND,
+    COPULAS,
+    DETERMINERS,
+    EACH_OTHER,
+    IT,
+    PARTICIPLES,
+    PLACES,
+    PREPOSITIONS,
+    SHARING,
+    SPLITTING,
+    VERBS,
+    WHICH,
+)
+from dino_sparo.scenes import BACKGROUNDS, RELATIONS
+
+_WORD = re.compile(r"[^\W_]+(?:['’.-][^\W_]+)*|[,;:.!?&]")
+_OPENING = re.compile(
+    r"\s*(?:(?:this is )?(?:an? |the )?(?:\w+ )?(?:photo|photograph|picture|image) (?:of|showing)"
+    r"|there (?:is|are)|this is)\s",
+    re.IGNORECASE,
+)
+_LONGEST = max(len(words.split()) for words in PREPOSITIONS)
+_STOPS = frozenset(";:.!?")
+
+
+def parse_caption(caption: str) -> SceneGraph:
+    """The entities and relations of a caption, by the lists of this file.
+
+    What a relation is about, where several entities precede it:
+
+        after "is", or after a verb or "with" and their object    the subject of the sentence
+            a man riding a horse on a beach                       riding(man, horse)  on(man, beach)
+        after a preposition and its object                        that object
+            a mug on a table in a kitchen                         on(mug, table)  in(table, kitchen)
+        entities joined by "and" before their relation            each of them
+            a dog and a cat on a mat                              on(dog, mat)  on(cat, mat)
+        before a background of the scenes, without article        all of it: it lies behind subject and object
+            a star above a ring on snow                           above(star, ring)  on(star, snow)  on(ring, snow)
+
+    The first rule follows the paper's prompt (appendix A.6): in "a X with a Y in Z" it is X that is in Z.
+
+    Args:
+        caption: in English, any text.
+
+    Returns:
+        The graph as found: phrases keep their articles; there is no entity where the caption has no word.
+    """
+    words = [word.lower() for word in _WORD.findall(_after_opening(caption))]
+    clause = _Clause()
+    position = 0
+    while position < len(words):
+        position += clause.take(words, position)
+    clause.end()
+    return SceneGraph(tuple(clause.phrases), tuple(clause.relations))
+
+
+@dataclass
+class _Clause:
+    """A caption, read word by word.
+
+    Attributes:
+        phrases: the entities so far.
+        relations: those between them.
+        noun: words of the entity that is being read.
+        predicate: a relation that waits for its object.
+        subjects: what the sentence is about.
+        current: what the next relation is about.
+        objects: those of the last relation.
+        last: the last relation that has an object; "" where the subjects are still being listed.
+        joined: whether "and" or a comma was the last word.
+    """
+
+    phrases: list[str] = field(default_factory=list)
+    relations: list[Relation] = field(default_factory=list)
+    noun: list[str] = field(default_factory=list)
+    predicate: str = ""
+    subjects: list[int] = field(default_factory=list)
+    current: list[int] = field(default_factory=list)
+    objects: list[int] = field(default_factory=list)
+    last: str = ""
+    joined: bool = False
+
+    def take(self, words: list[str], position: int) -> int:
+        """Read on; returns the number of words read."""
+        word = words[position]
+        if word in _STOPS:
+            self.end()
+        elif word in AND or word in SPLITTING:
+            self.close_noun()
+            self.joined = True
+        elif word in WHICH and self.noun:
+            self.close_noun()
+            self.current = [len(self.phrases) - 1]
+            self.last = ""
+        elif length := self.relation_length(words, position):
+            self.begin_relation(words[position : position + length], words[position + length : position + length + 2])
+            return length
+        else:
+            self.noun.append(word)
+        return 1
+
+    def relation_length(self, words: list[str], position: int) -> int:
+        """Number of words of the relation that begins here; 0 if none does."""
+        start = position
+        while start < len(words) and words[start] in COPULAS:
+            start += 1
+        end = start
+        word = words[end] if end < len(words) else ""
+        is_verb = word in VERBS and self.may_be_verb(words, position, start)
+        end += is_verb or (word in PARTICIPLES and _preposition_length(words, end + 1) > 0)
+        while length := _preposition_length(words, end):
+            end += length
+        return end - position if end > start else 0
+
+    def may_be_verb(self, words: list[str], position: int, verb: int) -> bool:
+        """Whether a word in -ing follows a noun, or "is", or "and" after a whole relation."""
+        if verb > position:
+            return True
+        if self.noun:
+            return not set(self.noun) <= DETERMINERS | ADJECTIVES
+        return bool(self.joined and self.last) or bool(self.current and not self.predicate and not self.joined)
+
+    def begin_relation(self, words: list[str], following: list[str]) -> None:
+        """A relation, which begins with "is" where the sentence does."""
+        had_noun = bool(self.noun)
+        self.close_noun()
+        is_sentence = words[0] in COPULAS
+        predicate = " ".join(word for word in words if word not in COPULAS)
+        if self.predicate:
+            self.predicate = f"{self.predicate} {predicate}"
+            return
+        if self.last:
+            if self.last in RELATIONS and predicate == "on" and _is_background(following):
+                self.current = [*self.subjects, *self.objects]
+            elif is_sentence or (self.joined and not had_noun) or _leads_back(self.last):
+                self.current = self.subjects
+            else:
+                self.current = self.objects[-1:]
+        self.predicate, self.joined = predicate, False
+
+    def close_noun(self) -> None:
+        """The words so far are an entity, a pronoun, or belong to the entity before."""
+        words, self.noun = self.noun, []
+        phrase = " ".join(words)
+        content = [word for word in words if word not in ARTICLES]
+        if not words:
+            return
+        if self.predicate and phrase in IT:
+            self.close_pronoun()
+        elif self.predicate and self.phrases and phrase in EACH_OTHER:
+            self.extend(self.current[-1:], phrase)
+        elif self.predicate and self.phrases and content and set(content) <= PLACES:
+            self.extend([len(self.phrases) - 1], phrase)
+        elif phrase not in IT:
+            self.add(phrase)
+
+    def close_pronoun(self) -> None:
+        """The pronoun means the subject of the sentence; what lies in it are the last objects."""
+        for subject in self.objects:
+            for other in self.subjects[:1]:
+                self.relations.append(Relation(subject, self.predicate, other))
+        self.predicate = ""
+
+    def add(self, phrase: str) -> None:
+        """A new entity: an object, one more of them, one more subject, or the subject of what follows."""
+        entity = len(self.phrases)
+        # "in a suit and tie" is one pair, "on a mat and a cat ..." begins anew
+        has_fewer_articles = bool(self.objects) and _has_article(self.phrases[-1]) and not _has_article(phrase)
+        self.phrases.append(phrase)
+        if self.predicate and self.current:
+            self.relate(entity)
+            self.objects, self.last, self.predicate = [entity], self.predicate, ""
+        elif self.predicate:
+            self.phrases[entity] = f"{self.predicate} {phrase}"
+            self.subjects, self.current, self.predicate = [entity], [entity], ""
+        elif self.joined and self.last and (self.last in SHARING or self.last.endswith(" with") or has_fewer_articles):
+            self.predicate = self.last
+            self.relate(entity)
+            self.objects, self.predicate = [*self.objects, entity], ""
+        elif self.joined and not self.last:
+            self.subjects = [*self.subjects, entity]
+            self.current = [*self.current, entity]
+        else:
+            self.subjects, self.current, self.objects, self.last = [entity], [entity], [], ""
+        self.joined = False
+
+    def relate(self, entity: int) -> None:
+        """Everything that the relation is about is related to the entity."""
+        self.relations += [Relation(subject, self.predicate, entity) for subject in self.current]
+
+    def extend(self, entities: list[int], words: str = "") -> None:
+        """A relation without an object of its own belongs to what it speaks of; by default that is the last entity."""
+        entity = entities[0] if entities else len(self.phrases) - 1
+        self.phrases[entity] = " ".join((self.phrases[entity], self.predicate, words)).strip()
+        self.predicate = ""
+
+    def end(self) -> None:
+        """The sentence is over."""
+        self.close_noun()
+        if self.predicate and self.phrases:
+            self.extend(self.current[-1:])
+        elif self.predicate:
+            self.phrases.append(self.predicate)
+        self.predicate, self.last, self.joined = "", "", False
+        self.subjects, self.current, self.objects = [], [], []
+
+
+def _after_opening(caption: str) -> str:
+    match = _OPENING.match(caption)
+    rest = caption[match.end() :] if match else ""
+    return rest if rest.strip() else caption
+
+
+def _preposition_length(words: list[str], start: int) -> int:
+    """Number of words of the longest preposition that begins here."""
+    for length in range(min(_LONGEST, len(words) - start), 0, -1):
+        if " ".join(words[start : start + length]) in PREPOSITIONS:
+            return length
+    return 0
+
+
+def _leads_back(relation: str) -> bool:
+    """Whether what follows the object of this relation is said of its subject again: after verbs and "with"."""
+    first = relation.split()[0]
+    return first in VERBS or first in PARTICIPLES or relation in SHARING
+
+
+def _is_background(words: list[str]) -> bool:
+    """Whether a caption of the scenes ends with these words."""
+    return words[:1] != [] and words[0] in BACKGROUNDS and set(words[1:]) <= _STOPS
+
+
+def _has_article(phrase: str) -> bool:
+    return phrase.split()[0] in ARTICLES
