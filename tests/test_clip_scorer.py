@@ -78,6 +78,7 @@ class BindingScorer:
 
     device = torch.device("cpu")
     measure = "binding"
+    default_templates = None
     ensemble = "scores averaged over templates"
     record: ClassVar[dict[str, Any]] = {
         "model": {"sha256": "0" * 64},

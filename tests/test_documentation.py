@@ -106,7 +106,9 @@ def test_commands_are_found_in_blocks_spans_and_behind_launchers() -> None:
 @cache
 def known_options() -> set[str]:
     parsers = [command.parser() for command in COMMANDS.values() if command.parser is not None]
-    parsers += [get_submission_parser(module) for module in ("main_dino", "dino_sparo.clip.train")]
+    parsers += [
+        get_submission_parser(module) for module in ("main_dino", "dino_sparo.clip.train", "dino_sparo.oc_clip.train")
+    ]
     strings = {string for parser in parsers for action in parser._actions for string in action.option_strings}
     return {string.removeprefix("--") for string in strings} | FOREIGN_OPTIONS
 

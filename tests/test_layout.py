@@ -175,7 +175,8 @@ COMPUTING_FILES = (
     ),
     *("open_clip_names", "training/loop", "training/updates", "training/optim", "training/rehearsal"),
     *("dino/head", "dino/loss", "dino/teacher", "dino/step", "clip/model", "clip/loss", "clip/step"),
-    "oc_clip/*",
+    *("oc_clip/graphs", "oc_clip/binding", "oc_clip/scoring", "oc_clip/pair_scores", "oc_clip/loss", "oc_clip/model"),
+    *("oc_clip/pairs", "oc_clip/step", "oc_clip/scorer", "image_text/step"),
     *("evaluation/features", "evaluation/knn", "evaluation/linear", "evaluation/attention", "evaluation/atlas"),
 )
 

@@ -17,7 +17,14 @@ from timm.layers import QuickGELU
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dino_sparo.checkpoint import CheckpointError, clip_weights, load_checkpoint, load_strictly, normalization_of
+from dino_sparo.checkpoint import (
+    CheckpointError,
+    clip_weights,
+    image_text_entry,
+    load_checkpoint,
+    load_strictly,
+    normalization_of,
+)
 from dino_sparo.choices import KEY_DIM, NUM_SLOTS, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD, SLOT_DIM
 from dino_sparo.clip.choices import FREEZABLE
 from dino_sparo.clip.config import CLIPConfig, towers_of
@@ -366,6 +373,11 @@ def load_clip(path: str | Path, text_heads: int | None = None, quick_gelu: bool 
     """
     checkpoint = load_checkpoint(path)
     description, source = checkpoint.get("clip"), str(path)
+    if description is None and image_text_entry(checkpoint) is not None:
+        raise CheckpointError(
+            f"{source} holds another image-text model than a CLIP; it has no encodings whose dot product is a score. "
+            "zero-shot, retrieval, sugarcrepe, winoground and clip-probe evaluate it"
+        )
     weights = clip_weights(checkpoint, source)
     if weights is None:
         raise CheckpointError(

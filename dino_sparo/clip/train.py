@@ -26,7 +26,6 @@ from dino_sparo.clip.model import CLIP, clip_description, create_clip
 from dino_sparo.clip.options import check_options, get_args_parser
 from dino_sparo.clip.presets import RECIPES
 from dino_sparo.clip.start import require_trained
-from dino_sparo.image_text.start import initialize_towers
 from dino_sparo.clip.step import CLIPTraining
 from dino_sparo.image_text.evaluation.dot_product import DotProductScorer
 from dino_sparo.image_text.evaluation.image_rows import ClipView
@@ -41,6 +40,7 @@ from dino_sparo.image_text.objective import (
 )
 from dino_sparo.image_text.pairs.batches import PairBatch, collate_pairs
 from dino_sparo.image_text.pairs.run_data import BatchForm
+from dino_sparo.image_text.start import initialize_towers
 from dino_sparo.image_text.text import tokenize
 from dino_sparo.runtime.distributed import Distributed, wrap_ddp
 from dino_sparo.runtime.extras import require

@@ -8,6 +8,7 @@
     recipes.py      presets and defaults of options
     options.py      the options that trainings share
     objective.py    data, validation, optimizer of a training
+    start.py        the weights of one model -> the start of another
     step.py         one contrastive step, whole or in parts
     pairs/          any pairs of images and captions -> batches
     evaluation/     zero-shot, retrieval, probe, true or false captions

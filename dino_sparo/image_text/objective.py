@@ -48,7 +48,13 @@ class PairObjective(Objective[AnyBatch]):
     metric: ClassVar[str] = "zero_shot"
     counters: ClassVar[Mapping[str, str]] = {"num_corrupt": "corrupt_pairs", "num_truncated": "truncated_captions"}
     fixed_options: ClassVar[Sequence[str]] = ("beta1", "beta2", "eps")
-    harmless_options = ("preset", "init_clip", "zero_shot_freq", "zero_shot_path", "grad_accum_steps")
+    harmless_options: ClassVar[Sequence[str]] = (
+        "preset",
+        "init_clip",
+        "zero_shot_freq",
+        "zero_shot_path",
+        "grad_accum_steps",
+    )
     training: ContrastiveTraining[AnyBatch]
     has_warned = False  # of texts that are cut off
 

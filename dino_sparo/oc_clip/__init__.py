@@ -1,15 +1,49 @@
 """OC-CLIP: a caption's scene graph is bound to the patches of an image, entity by entity, and scored.
 
-The third objective. The encoder and the text tower are the shared rooms of `dino_sparo`. Here is its core, not yet a
-training:
+The third objective. Encoder, text encoder, trainer and evaluations are the shared rooms of `dino_sparo`. Here is what
+OC-CLIP adds:
 
     caption -> its graph                   parsers/  graph_files.py  json_lines.py
     caption's graph -> padded tensors      graphs.py (canonical.py)  negatives.py  graph_batches.py
     patches, entities -> slots             binding.py
     slots, entities, relations -> scores   scoring.py  pair_scores.py
-    scores -> loss                         loss.py
+    scores -> loss, one step               loss.py  step.py (pairs.py)
+    images, captions -> scores             model.py (config.py)
+    a whole training                       train.py  options.py (choices.py)  presets.py
+    checkpoint -> evaluation               evaluated.py  scorer.py
 
 Letters are those of `dino_sparo`: E entities, R relations, U captions are the paper's M, P and B. `dim` is its d, the
 width of entities, keys, values and slots; `rel_dim` is the width of relations; `num_default` its N_d. Source: OC-CLIP,
 "Object-Centric Binding in Contrastive Language-Image Pretraining", arXiv 2502.14113.
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dino_sparo.oc_clip.config import BindingConfig, OCCLIPConfig
+    from dino_sparo.oc_clip.graphs import Relation, SceneGraph
+    from dino_sparo.oc_clip.model import OCCLIP, create_oc_clip, load_oc_clip
+
+__all__ = ["OCCLIP", "BindingConfig", "OCCLIPConfig", "Relation", "SceneGraph", "create_oc_clip", "load_oc_clip"]
+
+# The modules import torch, which takes seconds: they are imported when one of their names is first used (PEP 562).
+_MODULE_OF = {
+    "OCCLIP": "dino_sparo.oc_clip.model",
+    "BindingConfig": "dino_sparo.oc_clip.config",
+    "OCCLIPConfig": "dino_sparo.oc_clip.config",
+    "Relation": "dino_sparo.oc_clip.graphs",
+    "SceneGraph": "dino_sparo.oc_clip.graphs",
+    "create_oc_clip": "dino_sparo.oc_clip.model",
+    "load_oc_clip": "dino_sparo.oc_clip.model",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_MODULE_OF])

@@ -12,8 +12,9 @@ import torch
 from jaxtyping import Bool, Float
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
-from dino_sparo.oc_clip.choices import COMPETITIONS
 from torch.utils.checkpoint import checkpoint
+
+from dino_sparo.oc_clip.choices import COMPETITIONS
 
 EPSILON = 1e-8  # of the renormalisation over patches, as in the paper's listing
 MLP_RATIO = 2

@@ -32,7 +32,7 @@ def open_oc_clip_model(args: argparse.Namespace, process: Distributed, border: i
     """
     if args.slots:
         raise ValueError(
-            "--slots with an OC-CLIP: its score is no dot product of encodings whose slots could be chosen; leave it out"
+            "--slots with an OC-CLIP: its score is no dot product, so there are no slots to choose among; leave it out"
         )
     require("open_clip", "captions")
     loaded = load_oc_clip(args.pretrained_weights)

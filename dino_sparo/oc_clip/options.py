@@ -46,19 +46,20 @@ def get_args_parser() -> argparse.ArgumentParser:
     _add_binding_options(parser)
     _add_loss_options(parser)
     group = add_optimization_options(parser, RECIPES)
-    for part in ("image", "text"):
+    for name, usual in (("lr_image", "1e-6"), ("lr_text", "2e-5")):
         group.add_argument(
-            f"--lr_{part}",
+            f"--{name}",
             type=float,
             default=None,
-            help=f"Learning rate of the {part} encoder; by default the preset's, else --lr. Small for one that is "
-            "pretrained: the paper's is 1e-6 for the image and 2e-5 for the text encoder.",
+            help="Learning rate of that encoder; by default the preset's, else that of --lr. Small for an encoder that "
+            f"is pretrained: the paper's is {usual}.",
         )
+    for name in ("warmup_image", "warmup_text"):
         group.add_argument(
-            f"--warmup_{part}",
+            f"--{name}",
             type=int,
             default=None,
-            help=f"Steps of warm-up of the {part} encoder; by default the preset's, else --warmup_steps.",
+            help="Steps of warm-up of that encoder; by default the preset's, else those of --warmup_steps.",
         )
     add_pair_run_options(parser)
     add_device_options(parser)
@@ -89,7 +90,8 @@ def _add_graph_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_binding_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("binding and scoring: patches, entities, relations -> scores")
-    group.add_argument("--bind_dim", type=int, default=256, help="Width of entities, keys, values and slots.")
+    for name, text in (("bind_dim", "Width of entities, keys, values and slots."), ("rel_dim", "Width of relations.")):
+        group.add_argument(f"--{name}", type=int, default=None, help=RECIPES.with_default(text, name))
     group.add_argument("--bind_layers", type=int, default=2, help="Self-attention blocks on the patches.")
     group.add_argument("--bind_heads", type=int, default=4, help="Heads of these blocks.")
     group.add_argument(
@@ -102,7 +104,6 @@ def _add_binding_options(parser: argparse.ArgumentParser) -> None:
         help="What the softmax runs over: queries, entities compete for each patch; keys, an ordinary attention (the "
         "paper's ablation, with --num_default 0).",
     )
-    group.add_argument("--rel_dim", type=int, default=128, help="Width of relations.")
     group.add_argument(
         "--relation",
         choices=RELATION_SCORES,

@@ -4,8 +4,8 @@ from typing import Any
 
 from dino_sparo.image_text.recipes import Preset, Recipes
 
-# The binding is table 11's. The rest are CC12M's numbers (OC-CLIP, appendix A.8), but for a batch and a warm-up for some
-# 10^5 pairs on one machine; betas and eps that the paper does not give are OpenCLIP's.
+# CC12M's numbers (OC-CLIP, appendix A.8), but for a batch and a warm-up for some 10^5 pairs on one machine; betas and
+# eps that the paper does not give are OpenCLIP's.
 DEFAULTS: dict[str, Any] = {
     "arch": "vit_base",
     "patch_size": 16,
@@ -14,6 +14,8 @@ DEFAULTS: dict[str, Any] = {
     "text_heads": 4,
     "text_layers": 6,
     "context_length": 20,
+    "bind_dim": 256,
+    "rel_dim": 128,
     "epochs": 20,
     "batch_size": 256,
     "lr": 5e-4,
@@ -68,8 +70,10 @@ PRESETS: dict[str, Preset] = {
             "text_width": 64,
             "text_heads": 2,
             "text_layers": 3,
+            "bind_dim": 64,
+            "rel_dim": 32,
             "epochs": 8,
-            "batch_size": 256,
+            "batch_size": 128,
             "lr": 1.5e-3,
             "warmup_steps": 200,
             "weight_decay": 0.1,

@@ -21,7 +21,7 @@ from dino_sparo.image_text.evaluation.scorer import EncodedTexts
 from dino_sparo.image_text.prompts import prompts
 from dino_sparo.oc_clip.canonical import canonical
 from dino_sparo.oc_clip.graph_batches import batch_graphs
-from dino_sparo.oc_clip.graph_files import CaptionGraphs
+from dino_sparo.oc_clip.graph_files import CaptionGraphs, LookupCounts
 from dino_sparo.oc_clip.graphs import SceneGraph, normalize
 from dino_sparo.oc_clip.model import OCCLIP, look_up
 from dino_sparo.oc_clip.pair_scores import EncodedGraphs, score_pairs
@@ -36,18 +36,18 @@ PHRASE_BATCH = 512  # phrases encoded at a time
 
 @dataclass(frozen=True)
 class GraphRows:
-    """C captions, or classes, as rows.
+    """Captions, or classes, as rows.
 
     Attributes:
         graphs: the different graphs, in canonical form.
-        rows: (C, T), the graphs of each caption; a class has T of them, whose scores are averaged.
+        rows: (captions, templates), the graphs of each caption; a class has several, whose scores are averaged.
     """
 
     graphs: tuple[SceneGraph, ...]
-    rows: Int64[Tensor, "C T"]
+    rows: Int64[Tensor, "captions templates"]
 
     def __len__(self) -> int:
-        """C."""
+        """Number of captions."""
         return len(self.rows)
 
     def __getitem__(self, chosen: Any) -> "GraphRows":
@@ -120,7 +120,7 @@ class GraphScorer(ImageRows):
             raise ValueError(f"{desc}: there are no captions to encode")
         before = self.graphs.counts
         parsed = [[canonical(self.graphs(caption))] for caption in captions]
-        counts = self.graphs.counts.minus(before)
+        counts = LookupCounts(*(now - then for now, then in zip(self.graphs.counts, before, strict=True)))
         if counts.whole_caption or counts.nodes or counts.relations:
             logger.warning("%s: %s", desc, counts)
         return self._encoded(parsed)
@@ -163,13 +163,13 @@ class GraphScorer(ImageRows):
         )
         return look_up(batch, entities, relations)
 
-    def _keys_values(self, images: Float[Tensor, "I M"]) -> tuple[Tensor, Tensor]:
+    def _keys_values(self, images: Float[Tensor, "images M"]) -> tuple[Tensor, Tensor]:
         pair = images.to(self.device).view(len(images), 2, self.model.config.num_patches, -1)
         return pair[:, 0], pair[:, 1]
 
     @torch.no_grad()
     def score_pairs(
-        self, images: Float[Tensor, "I M"], image_of: Int64[Tensor, " pairs"], texts: GraphRows, text_of: Tensor
+        self, images: Float[Tensor, "images M"], image_of: Int64[Tensor, " pairs"], texts: GraphRows, text_of: Tensor
     ) -> Float[Tensor, " pairs"]:
         """The score of each pair; see `Scorer.score_pairs`. Each different pair of image and graph is scored once."""
         graph_of = texts.rows[text_of.cpu()]  # (pairs, T)
@@ -193,7 +193,7 @@ class GraphScorer(ImageRows):
         return torch.cat(scores)[place.to(self.device)].view(graph_of.shape).mean(dim=1)
 
     @torch.no_grad()
-    def score_block(self, images: Float[Tensor, "I M"], texts: GraphRows) -> Float[Tensor, "I C"]:
+    def score_block(self, images: Float[Tensor, "images M"], texts: GraphRows) -> Float[Tensor, "images captions"]:
         """The score of every image with every caption or class."""
         numbers, place = torch.unique(texts.rows, return_inverse=True)
         graphs = self._looked_up([texts.graphs[int(number)] for number in numbers])
@@ -203,7 +203,9 @@ class GraphScorer(ImageRows):
         ]
         return torch.cat(blocks)[:, place.to(self.device)].mean(dim=-1)
 
-    def similarity(self, images: Sequence[Image.Image] | Tensor, captions: Sequence[str]) -> Float[Tensor, "I C"]:
+    def similarity(
+        self, images: Sequence[Image.Image] | Tensor, captions: Sequence[str]
+    ) -> Float[Tensor, "images captions"]:
         """The score of every image and every caption, in this process alone; see `LoadedOCCLIP.similarity`."""
         require_both(images, captions)
         return self.score_block(self.rows_of(images), self.encode_texts(captions).payload)

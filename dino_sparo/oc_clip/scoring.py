@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from dino_sparo.oc_clip.choices import RELATION_SCORES
 from torch.nn import functional as F
+
+from dino_sparo.oc_clip.choices import RELATION_SCORES
 
 MIN_COEF = 1e-3
 NORM_EPS = 1e-8  # smallest norm that a cosine divides by

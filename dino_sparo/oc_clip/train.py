@@ -12,7 +12,7 @@ checkpoint.
 
 import argparse
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -68,7 +68,7 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
         "num_dropped_nodes": "dropped_entities",
         "num_dropped_relations": "dropped_relations",
     }
-    harmless_options = (*PairObjective.harmless_options, "score_chunk_mb", "val_graphs")
+    harmless_options: ClassVar[Sequence[str]] = (*PairObjective.harmless_options, "score_chunk_mb", "val_graphs")
     training: OCTraining
 
     @staticmethod

@@ -81,6 +81,7 @@ class DotProductScorer(ImageRows):
     """
 
     measure: ClassVar[str] = "cosine"
+    default_templates: ClassVar[tuple[str, ...] | None] = None
     ensemble: ClassVar[str] = "normalised features of the templates averaged, the mean normalised as a whole"
 
     model: ImageTextModel

@@ -16,7 +16,9 @@ SPLIT_HELP = "Name of a split of the images; all takes everything. By default va
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """What to evaluate."""
     group = parser.add_argument_group("model: what is evaluated")
-    group.add_argument("--pretrained_weights", default="", help="Checkpoint of CLIP or OC-CLIP training, or open_clip's weights.")
+    group.add_argument(
+        "--pretrained_weights", default="", help="Checkpoint of CLIP or OC-CLIP training, or open_clip's weights."
+    )
     group.add_argument(
         "--quick_gelu",
         type=bool_flag,
@@ -85,8 +87,8 @@ def add_class_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--templates",
         default=AUTO,
-        help="auto: the set's own, or openai, ImageNet's 80; the name of a list (a wrong name shows "
-        "all); or a file with one sentence per line, {} or {c} where the name belongs.",
+        help="auto: the set's own, or openai, ImageNet's 80 (of an OC-CLIP the bare name); the name of a list (a wrong "
+        "name shows all); or a file with one sentence per line, {} or {c} where the name belongs.",
     )
 
 

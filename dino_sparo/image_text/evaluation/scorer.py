@@ -79,6 +79,11 @@ class Scorer(Protocol):
         ...
 
     @property
+    def default_templates(self) -> tuple[str, ...] | None:
+        """The sentences that make captions of classes where none are asked for; None: those of the set of images."""
+        ...
+
+    @property
     def record(self) -> dict[str, Any]:
         """What a result file says about the model: plain values `model`, `slots`, `feature`, `view`, `versions`."""
         ...

@@ -25,7 +25,7 @@ from dino_sparo.data import ImageSource
 from dino_sparo.image_text.classes import ClassList, apply_classes, open_classes
 from dino_sparo.image_text.evaluation.protocol import OpenModel, open_evaluation_images, report
 from dino_sparo.image_text.evaluation.scorer import Scorer
-from dino_sparo.image_text.prompts import open_templates
+from dino_sparo.image_text.prompts import AUTO, open_templates
 from dino_sparo.runtime.distributed import all_reduce_sum, init_distributed
 from dino_sparo.runtime.logs import setup_logging
 
@@ -124,7 +124,8 @@ def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenModel) -> dict
     scorer = open_model(args, process, args.crop_border)
     source = open_evaluation_images(args.data_path, args.split, args.download)
     classes = open_classes(source, args.classnames, args.data_path)
-    templates = open_templates(args.templates, args.data_path)
+    own = scorer.default_templates if args.templates == AUTO else None
+    templates = own or open_templates(args.templates, args.data_path)
     chosen = apply_classes(source, classes)
     found = evaluate_zero_shot(scorer, chosen, classes.names, templates)
     result = describe(found, classes, templates, scorer, args)

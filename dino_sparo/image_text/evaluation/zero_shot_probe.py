@@ -23,7 +23,7 @@ class ZeroShotProbe:
     Attributes:
         images: labelled by their places in `names`.
         names: of the classes.
-        templates: sentences with `{}`.
+        templates: sentences with `{}`, for a scorer that has none of its own.
     """
 
     images: ImageSource
@@ -32,7 +32,8 @@ class ZeroShotProbe:
 
     def accuracy(self, scorer: Scorer) -> float:
         """Top-1 accuracy in percent; every process takes part and gets it."""
-        return evaluate_zero_shot(scorer, self.images, self.names, self.templates).top1
+        templates = scorer.default_templates or self.templates
+        return evaluate_zero_shot(scorer, self.images, self.names, templates).top1
 
 
 def open_probe(data_path: str, download: bool = False) -> ZeroShotProbe:
