@@ -436,13 +436,30 @@ def _unsafe_name(message: str) -> str | None:
 def flat_weights(weights: Mapping[str, Any]) -> dict[str, Tensor]:
     """Weights under our names, whoever saved them.
 
-    Takes off DDP's `module.`, and puts a raw ViT's `blocks.*`, `cls_token`, ... below `backbone.`. Entries that are no
-    tensors are dropped.
+    Takes off DDP's `module.`, and puts a raw ViT's `blocks.*`, `cls_token`, ... below `backbone.`. LayerScale is
+    multiplied into the layer before it. Entries that are no tensors are dropped, and so is DINOv2's token for masked
+    patches.
     """
     plain = {name.removeprefix("module."): value for name, value in weights.items() if isinstance(value, Tensor)}
+    plain = _without_layer_scale(plain)
     if any(name.startswith("backbone.") for name in plain):
         return plain
     return {name if name.startswith("head.") else f"backbone.{name}": value for name, value in plain.items()}
+
+
+def _without_layer_scale(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same ViT without LayerScale: gamma * (W x + b) = (gamma W) x + gamma b. DINOv2's have it."""
+    layers = {"ls1.gamma": "attn.proj", "ls2.gamma": "mlp.fc2"}
+    folded = {name: value for name, value in weights.items() if name.rpartition(".")[2] != "mask_token"}
+    for ending, layer in layers.items():
+        for name in [name for name in folded if name.endswith(f".{ending}")]:
+            stem = f"{name.removesuffix(ending)}{layer}"
+            if not {f"{stem}.weight", f"{stem}.bias"} <= folded.keys():
+                continue
+            gamma = folded.pop(name)
+            folded[f"{stem}.weight"] = gamma[:, None] * folded[f"{stem}.weight"]
+            folded[f"{stem}.bias"] = gamma * folded[f"{stem}.bias"]
+    return folded
 
 
 def load_strictly(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 import main_dino
 from dino_sparo import CheckpointError, Encoder, create_encoder, load_checkpoint
-from dino_sparo.checkpoint import encoder_description, initialize_encoder, save_checkpoint
+from dino_sparo.checkpoint import encoder_description, initialize_encoder, load_encoder, save_checkpoint
 
 SMALL: dict[str, Any] = {"arch": "vit_micro", "patch_size": 8, "img_size": 24}
 SPARO: dict[str, Any] = {"readout": "sparo", "num_slots": 6, "slot_dim": 7, "key_dim": 5, "group_size": 2}
@@ -169,8 +169,8 @@ def test_another_width_patch_size_or_number_of_channels_is_refused(
 
 def test_a_vit_of_another_make_is_refused(tmp_path: Path) -> None:
     vanilla, encoder = build(readout="cls"), build(1, **SPARO)
-    with pytest.raises(CheckpointError, match=r"another make: 1 weights .*backbone\.blocks\.0\.ls1\.gamma$"):
-        initialize_encoder(encoder, raw(tmp_path, vanilla, **{"blocks.0.ls1.gamma": torch.ones(128)}))
+    with pytest.raises(CheckpointError, match=r"another make: 1 weights .*backbone\.blocks\.0\.attn\.q_norm\.weight$"):
+        initialize_encoder(encoder, raw(tmp_path, vanilla, **{"blocks.0.attn.q_norm.weight": torch.ones(128)}))
     with pytest.raises(CheckpointError, match=r"another make: 1 weights .*backbone\.blocks\.2\.mlp\.fc1\.bias"):
         initialize_encoder(encoder, raw(tmp_path, vanilla, **{"blocks.2.mlp.fc1.bias": torch.ones(7)}))
     with pytest.raises(CheckpointError, match=r"has positions \(1, 9, 128\); a square grid and one class token"):
@@ -235,3 +235,24 @@ def test_weights_that_do_not_fit_end_the_command_with_one_line(
         main_dino.main([*TRAINING.split(), "--output_dir", str(tmp_path / "run"), "--init_from", str(source)])
     assert "has width 192, the encoder 128" in caplog.text
     assert not (tmp_path / "run" / "checkpoint.pth").exists()
+
+
+def test_dinov2_weights_are_read_with_layer_scale_multiplied_in(tmp_path: Path) -> None:
+    """A ViT as DINOv2's: LayerScale after each branch, patches of 14 px, a token for masked patches."""
+    torch.manual_seed(0)
+    theirs = timm.models.VisionTransformer(
+        img_size=42, patch_size=14, embed_dim=128, depth=4, num_heads=4, num_classes=0, init_values=1.0, global_pool=""
+    )
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if name.endswith("gamma"):
+                parameter.uniform_(-1, 1)
+    torch.save({**theirs.state_dict(), "mask_token": torch.ones(1, 128)}, tmp_path / "dinov2.pth")
+    encoder = create_encoder("vit_micro", 14, "cls", img_size=42)
+    report = initialize_encoder(encoder, tmp_path / "dinov2.pth")
+    assert (report.dropped, report.new) == ((), ())
+    images = torch.randn(2, 3, 42, 42)
+    with torch.no_grad():
+        expected = theirs.eval().forward_features(images)
+        assert torch.allclose(encoder.eval().backbone(images), expected, atol=1e-5)
+        assert torch.allclose(load_encoder(tmp_path / "dinov2.pth").backbone(images), expected, atol=1e-5)
