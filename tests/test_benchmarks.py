@@ -21,6 +21,7 @@ SCRIPTS = {
     "backbone": [],
     "train_step": ["--rounds", "1"],
     "clip_step": [],
+    "binding": [],
     "input_pipeline": [],
     "knn": [],
     "linear": [],
