@@ -13,6 +13,8 @@ for a while slows both. Every script has `measure(args, reference) -> report.Sec
     readout.py           SPARO re-associated against the paper's listing
     backbone.py          class token alone in the last block, positions by a matrix
     train_step.py        one training step, total and by part
+    clip_step.py         one step of CLIP and its input, against OpenCLIP
+    binding.py           OC-CLIP's scores of all pairs against the paper's listing
     input_pipeline.py    decode and crop, on CPU cores and on the device
     knn.py               k-NN classification
     linear.py            linear probes, and what comes before any evaluation: features of images

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from benchmarks import backbone, clip_step, input_pipeline, knn, linear, readout, scaling, train_step
+from benchmarks import backbone, binding, clip_step, input_pipeline, knn, linear, readout, scaling, train_step
 from benchmarks.report import Section, open_reference, options, publish
 
 logger = logging.getLogger(__name__)
@@ -19,6 +19,7 @@ SCRIPTS: dict[str, ModuleType] = {
     "backbone": backbone,
     "train_step": train_step,
     "clip_step": clip_step,
+    "binding": binding,
     "input_pipeline": input_pipeline,
     "knn": knn,
     "linear": linear,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import report, timing
+from benchmarks import binding, report, timing
 from benchmarks.reference import MODULES, Reference
 from benchmarks.report import Bar, Check, Section
 from benchmarks.timing import Spread, Timings, interleave, peak_memory
@@ -21,6 +21,7 @@ SCRIPTS = {
     "backbone": [],
     "train_step": ["--rounds", "1"],
     "clip_step": [],
+    "binding": [],
     "input_pipeline": [],
     "knn": [],
     "linear": [],
@@ -52,6 +53,17 @@ def test_processes_give_the_losses_of_one() -> None:
     section = importlib.import_module("benchmarks.scaling").main(["--quick", "--ranks", "1", "2"])
     assert [check.claim for check in section.checks] == ["losses of 3 steps, 2 processes against 1"]
     assert section.is_equal
+
+
+def test_a_batch_that_would_not_fit_is_skipped_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(binding, "peak_memory", lambda build, form, *_, **__: 4e9 if "16" in form else 1e6)
+    monkeypatch.setattr(binding, "free_memory", lambda device: 8e9)
+    section = binding.main(["--quick", "--device", "cpu"])
+    timed, grown = (rows[1] for rows in section.tables.values())
+    assert grown[binding.FULL] == "skipped: needs about 9.0 GB, 8.0 GB are free"
+    assert timed[f"{binding.FULL}, ms"] == "skipped"
+    assert timed[f"times {binding.FULL}"] is None
+    assert grown[binding.OURS] == 1.0
 
 
 # The reference.

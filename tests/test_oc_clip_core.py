@@ -352,6 +352,21 @@ def test_texts_are_taken_together_by_number_of_entities_within_the_bound() -> No
     assert binding.chunks(counts, [30, *none[1:]], num_images=4) == [[1, 5], [4], [3, 6], [0]]
 
 
+def test_relations_of_texts_in_one_chunk_are_scored_without_padding() -> None:
+    case = problem()
+    graphs = case.graphs._replace(
+        entity_mask=mask_of((3, 3, 3), E),
+        subjects=case.graphs.subjects % 3,
+        objects=case.graphs.objects % 3,
+        entity_counts=(3, 3, 3),
+    )
+    sizes: list[int] = []
+    case.scoring.subject[2].register_forward_hook(lambda module, inputs, output: sizes.append(inputs[0].numel()))
+    scores = score_pairs(case.binding, case.scoring, graphs, *case.binding.encode_patches(case.patches))
+    assert sizes == [B * sum(RELATIONS) * REL_DIM]
+    assert_same(case, scores, expected_scores(case, graphs))
+
+
 def test_while_training_a_chunk_keeps_its_scores_alone() -> None:
     def kept(training: bool) -> int:
         case = problem()

@@ -52,10 +52,10 @@ class Binding(nn.Module):
     not normalised. What the paper leaves open is drawn as torch draws it.
 
     The listing pads all captions to one size and keeps (B, U, E + num_default, N) weights. Here captions of one number
-    of entities are taken together, so nothing is padded; the defaults enter as one number per patch,
-    z = logaddexp(logsumexp_m q_m . K_n, logsumexp_c q_c . K_n), with a = exp(q . K - z); and a chunk of captions is
-    bounded. With K = W_k K^ the products are taken as q . K = (W_k^T q) . K^, so W_k multiplies the few entities, not
-    the patches. Logits, softmax and sums are fp32 or wider also under autocast.
+    of entities are taken together, so nothing is padded; the defaults enter the softmax as one query, whose logit for
+    patch n is logsumexp_c q_c . K_n and which all captions share; and a chunk of captions is bounded. With K = W_k K^
+    the products are taken as q . K = (W_k^T q) . K^, so W_k multiplies the few entities, not the patches. Logits,
+    softmax and sums are fp32 or wider also under autocast.
 
     Args:
         image_dim: width of the patches.
@@ -190,12 +190,11 @@ class Binding(nn.Module):
         """
         with torch.autocast(keys.device.type, enabled=False):
             patches = self.project(keys, values)
-            logits = torch.einsum("bnd,bed->bne", patches.keys, self.queries(entities))
+            logits = self.queries(entities) @ patches.keys.transpose(1, 2)  # (B, E, N)
             if self.competition == "queries":
-                logits = logits.masked_fill(~mask[:, None, :], -torch.inf)
+                logits = logits.masked_fill(~mask[..., None], -torch.inf)
             weights = self._competed(logits, patches.defaults) + EPSILON
-            slots = weights.transpose(1, 2) @ patches.values / weights.sum(dim=1)[..., None]
-            return slots.masked_fill(~mask[..., None], 0)
+            return _means(weights, patches.values).masked_fill(~mask[..., None], 0)
 
     def attention(
         self, entities: Float[Tensor, "U E dim"], mask: Bool[Tensor, "U E"], keys: Float[Tensor, "B N dim"]
@@ -259,12 +258,15 @@ class Binding(nn.Module):
         numbers = [max(own * largest, related * self.dim) for own, related in zip(counts, relation_counts, strict=True)]
         budget = self.chunk_mb * 2**20 / max(4, self.key_proj.weight.element_size()) / num_images
         chunks: list[list[int]] = []
-        for text in sorted(range(len(counts)), key=lambda text: (counts[text], numbers[text])):
-            fits = chunks and counts[chunks[-1][0]] == counts[text] and (len(chunks[-1]) + 1) * numbers[text] <= budget
-            if fits:
+        room = 0.0
+        some = (text for text, count in enumerate(counts) if count)
+        for text in sorted(some, key=lambda text: (counts[text], numbers[text])):
+            if chunks and counts[chunks[-1][0]] == counts[text] and numbers[text] <= room:
                 chunks[-1].append(text)
-            elif counts[text]:
+            else:
                 chunks.append([text])
+                room = budget
+            room -= numbers[text]
         return chunks
 
     def recomputed(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
@@ -276,21 +278,24 @@ class Binding(nn.Module):
 
     def chunk_slots(self, queries: Float[Tensor, "U E dim"], patches: BoundPatches) -> Float[Tensor, "B U E dim"]:
         """The slots of captions without padding, from `queries` and `project`."""
-        logits = (patches.keys @ queries.flatten(0, 1).t()).unflatten(-1, queries.shape[:2])  # (B, N, U, E)
-        defaults = None if patches.defaults is None else patches.defaults[..., None]
-        weights = (self._competed(logits, defaults) + EPSILON).flatten(2)  # (B, N, U * E)
-        slots = weights.transpose(1, 2) @ patches.values / weights.sum(dim=1)[..., None]
-        return slots.unflatten(1, queries.shape[:2])
+        logits = queries.flatten(0, 1) @ patches.keys.flatten(0, 1).t()
+        logits = logits.view(*queries.shape[:2], *patches.keys.shape[:2])  # (U, E, B, N)
+        weights = (self._competed(logits, patches.defaults) + EPSILON).flatten(0, 1)  # (U * E, B, N)
+        return _means(weights.transpose(0, 1), patches.values).unflatten(1, queries.shape[:2])
 
     def _competed(
-        self, logits: Float[Tensor, "B N *U E"], defaults: Float[Tensor, "B N *U"] | None
-    ) -> Float[Tensor, "B N *U E"]:
-        """Logits -> a: the softmax over a caption's entities and the defaults, or over patches."""
+        self, logits: Float[Tensor, "U E *B N"], defaults: Float[Tensor, "B N"] | None
+    ) -> Float[Tensor, "U E *B N"]:
+        """Logits -> a: the softmax over a caption's entities and the defaults, or over patches.
+
+        Without B caption i has image i alone.
+        """
         if self.competition == "keys":
-            return logits.softmax(dim=1)
-        if defaults is None:
             return logits.softmax(dim=-1)
-        return (logits - torch.logaddexp(logits.logsumexp(dim=-1), defaults)[..., None]).exp()
+        if defaults is None:
+            return logits.softmax(dim=1)
+        others = defaults.view(-1, 1, *logits.shape[2:]).expand_as(logits[:, :1])
+        return torch.cat([logits, others], dim=1).softmax(dim=1)[:, :-1]
 
     def _default_queries(self) -> Float[Tensor, "num_default dim"]:
         return self._against_keys(self.default_tokens)
@@ -311,6 +316,11 @@ def _check_sizes(**sizes: int) -> None:
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name}={size} is not a valid size; give a positive integer")
+
+
+def _means(weights: Float[Tensor, "B M N"], values: Float[Tensor, "B N dim"]) -> Float[Tensor, "B M dim"]:
+    """Weighted means over patches."""
+    return weights @ values * weights.sum(dim=-1, keepdim=True).reciprocal()  # a quotient's gradient takes longer
 
 
 def _rows(mask: Bool[Tensor, "U E"]) -> list[list[int]]:

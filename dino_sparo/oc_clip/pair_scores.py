@@ -43,8 +43,9 @@ def score_pairs(
 ) -> Float[Tensor, "B U"]:
     """S of every image and graph; equal to `scoring.scores(..., binding.bind(...))`.
 
-    Graphs of one number of entities are bound and scored together, in chunks that `binding.chunk_mb` bounds. While
-    training, the backward pass computes a chunk again: only its scores are kept.
+    Graphs of one number of entities are bound and scored together, in chunks that `binding.chunk_mb` bounds, and no
+    padding is computed: a chunk's relations are taken as those of one graph of all its entities. While training, the
+    backward pass computes a chunk again: only its scores are kept.
 
     Args:
         binding: the binding module.
@@ -60,26 +61,27 @@ def score_pairs(
         number = graphs.entity_counts.index(0)
         raise ValueError(f"graph {number} has no entity to score; pass it through graphs.normalize first")
 
-    def score_chunk(index: Tensor, width: int, length: int, queries: Tensor, patches: BoundPatches) -> Tensor:
+    def score_chunk(index: Tensor, width: int, rows: Tensor, columns: Tensor, patches: BoundPatches) -> Tensor:
         with torch.autocast(keys.device.type, enabled=False):
-            return scoring.scores(
-                graphs.entities[index, :width],
-                graphs.entity_mask[index, :width],
-                graphs.relations[index, :length],
-                graphs.subjects[index, :length],
-                graphs.objects[index, :length],
-                graphs.relation_mask[index, :length],
-                binding.chunk_slots(queries[index, :width], patches),
-            )
+            slots = binding.chunk_slots(queries[index, :width], patches)
+            chosen = index[rows], columns
+            relations = graphs.relations[chosen][None]
+            subjects, objects = (ends[chosen][None] + rows * width for ends in (graphs.subjects, graphs.objects))
+            scores = scoring.relation_scores(relations, subjects, objects, slots.flatten(1, 2)[:, None])
+            fits = scores.new_zeros(*slots.shape[:2], graphs.relations.shape[1])
+            fits[:, rows, columns] = scores[:, 0]
+            entities, mask = graphs.entities[index, :width], graphs.entity_mask[index, :width]
+            return scoring.combined(entities, mask, slots, fits, graphs.relation_mask[index].sum(dim=-1))
 
     with torch.autocast(keys.device.type, enabled=False):
         patches, queries = binding.project(keys, values), binding.queries(graphs.entities)
     chunks = binding.chunks(graphs.entity_counts, graphs.relation_counts, len(keys))
     parts = []
     for texts in chunks:
+        places = [(row, column) for row, text in enumerate(texts) for column in range(graphs.relation_counts[text])]
+        rows, columns = torch.tensor(places, device=queries.device, dtype=torch.long).view(-1, 2).unbind(dim=1)
         index = torch.tensor(texts, device=queries.device)
-        width, length = graphs.entity_counts[texts[0]], max(graphs.relation_counts[text] for text in texts)
-        parts.append(binding.recomputed(score_chunk, index, width, length, queries, patches))
+        parts.append(binding.recomputed(score_chunk, index, graphs.entity_counts[texts[0]], rows, columns, patches))
     order = [text for texts in chunks for text in texts]
     column = sorted(range(len(order)), key=order.__getitem__)
     return torch.cat(parts, dim=1)[:, torch.tensor(column, device=keys.device)]

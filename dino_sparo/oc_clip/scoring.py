@@ -105,13 +105,32 @@ class Scoring(nn.Module):
             slots: (B, U, E, dim).
         """
         with torch.autocast(slots.device.type, enabled=False):
-            slots = self._cast(slots)
+            fits = self.relation_scores(relations, subjects, objects, slots).masked_fill(~relation_mask, 0)
+            return self.combined(entities, entity_mask, slots, fits, relation_mask.sum(dim=-1))
+
+    def combined(
+        self,
+        entities: Float[Tensor, "U E dim"],
+        entity_mask: Bool[Tensor, "U E"],
+        slots: Float[Tensor, "B U E dim"],
+        fits: Float[Tensor, "B U R"],
+        num_relations: Int[Tensor, " U"],
+    ) -> Float[Tensor, "B U"]:
+        """Scores from the slots and `relation_scores`; arguments as in `scores`.
+
+        Args:
+            entities: (U, E, dim).
+            entity_mask: (U, E).
+            slots: (B, U, E, dim).
+            fits: (B, U, R), 0 where there is no relation.
+            num_relations: (U,).
+        """
+        with torch.autocast(slots.device.type, enabled=False):
             # The gradient passes below the bound too, so that a coefficient can come back.
             coefs = (self.ent_coef, self.rel_coef)
             alpha, beta = (coef + (coef.clamp(min=MIN_COEF) - coef).detach() for coef in coefs)
-            cosines = _cosine(self._cast(entities), slots).masked_fill(~entity_mask, 0)
-            fits = self.relation_scores(relations, subjects, objects, slots).masked_fill(~relation_mask, 0)
-            total = alpha * entity_mask.sum(dim=-1) + beta * relation_mask.sum(dim=-1)
+            cosines = _cosine(self._cast(entities), self._cast(slots)).masked_fill(~entity_mask, 0)
+            total = alpha * entity_mask.sum(dim=-1) + beta * num_relations
             return (alpha * cosines.sum(dim=-1) + beta * fits.sum(dim=-1)) / total
 
     def relation_scores(
