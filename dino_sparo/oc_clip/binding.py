@@ -320,7 +320,7 @@ def _check_sizes(**sizes: int) -> None:
 
 def _means(weights: Float[Tensor, "B M N"], values: Float[Tensor, "B N dim"]) -> Float[Tensor, "B M dim"]:
     """Weighted means over patches."""
-    return weights @ values * weights.sum(dim=-1, keepdim=True).reciprocal()  # a quotient's gradient takes longer
+    return weights @ values / weights.sum(dim=-1, keepdim=True)
 
 
 def _rows(mask: Bool[Tensor, "U E"]) -> list[list[int]]:

@@ -69,7 +69,8 @@ class Scoring(nn.Module):
             raise ValueError(f"relation={relation!r}; choose one of {', '.join(RELATION_SCORES)}")
         self.dim, self.rel_dim = dim, rel_dim
         is_additive = relation == "additive"
-        self.subject, self.object = (_mlp(rel_dim, dim) if is_additive else None for _ in range(2))
+        self.subject: Any = _mlp(rel_dim, dim) if is_additive else None
+        self.object: Any = _mlp(rel_dim, dim) if is_additive else None
         self.joint = None if is_additive else _mlp(rel_dim, 2 * dim)
         self.ent_coef = nn.Parameter(torch.tensor(float(ent_coef)))
         self.rel_coef = nn.Parameter(torch.tensor(float(rel_coef)))
