@@ -174,14 +174,15 @@ COMPUTING_FILES = (
     ),
     *("open_clip_names", "training/loop", "training/updates", "training/optim", "training/rehearsal"),
     *("dino/head", "dino/loss", "dino/teacher", "dino/step", "clip/model", "clip/loss", "clip/step"),
-    "oc_clip/*",
+    *("oc_clip/binding", "oc_clip/scoring", "oc_clip/pair_scores", "oc_clip/loss", "oc_clip/negatives"),
+    *("oc_clip/graphs", "oc_clip/canonical", "oc_clip/graph_batches", "oc_clip/split_design", "oc_clip/split_data"),
     *("evaluation/features", "evaluation/knn", "evaluation/linear", "evaluation/attention", "evaluation/atlas"),
 )
 
 
 def test_files_that_compute_take_named_parameters_not_parsed_options() -> None:
     files = [path for name in COMPUTING_FILES for path in PACKAGE.glob(f"{name}.py")]
-    assert len(files) > len(COMPUTING_FILES)
+    assert len(files) > len(COMPUTING_FILES)  # sources/* are several
     assert [str(path) for path in files if "args: argparse.Namespace" in path.read_text(encoding="utf-8")] == []
 
 
