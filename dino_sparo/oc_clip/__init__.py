@@ -7,7 +7,7 @@ training:
     patches, entities -> slots             binding.py
     slots, entities, relations -> scores   scoring.py  pair_scores.py
     scores -> loss                         loss.py
-    controlled experiment on scenes        split_design.py  split_data.py  splits.py (splits_options.py, splits_figure.py)
+    controlled experiment on scenes        split_design.py  split_data.py  splits.py  splits_figure.py
 
 Letters are those of `dino_sparo`: E entities, R relations, U captions are the paper's M, P and B. `dim` is its d, the
 width of entities, keys, values and slots; `rel_dim` is the width of relations; `num_default` its N_d. Source: OC-CLIP,
