@@ -294,6 +294,12 @@ def test_the_training_table_holds_the_graphs_of_its_captions_and_is_read_as_pair
         image, captions = source.read_pair(number)
         assert (image.size, captions) == ((24, 24), [line["caption"]])
         assert SceneGraph.from_json(line).entities
+    false = [line["negative_caption"] for line in lines]
+    assert [bool(caption) for caption in false] == [False, True] * (few.num_images // 2)
+    assert all(sorted(a.split()) == sorted(b["caption"].split()) for a, b in zip(false[1::2], lines[1::2], strict=True))
+    assert not set(false) & {line["caption"] for line in lines}
+    negatives = open_pairs(str(folder / "train" / "pairs.jsonl"), negative_key="negative_caption").negatives
+    assert [negatives(number) for number in range(len(lines))] == [[caption] for caption in false]
     assert [len(line["entities"]) for line in lines] == [1, 2] * (few.num_images // 2)
     known = {json.loads(line)["caption"] for line in (folder / "tests" / "graphs.jsonl").read_text().splitlines()}
     for path in (folder / "tests").glob("*.json"):

@@ -162,9 +162,10 @@ def test_short_takes_less_of_everything_and_given_numbers_win():
 
 
 @pytest.mark.slow
-def test_two_clips_run_from_pictures_to_the_table(tmp_path, capsys):
+def test_clips_run_from_pictures_to_the_table(tmp_path, capsys):
     pytest.importorskip("open_clip")
-    words = ["--models", "clip-cls", "clip-sparo", "--short", "--num_images", "64", "--num_questions", "10"]
+    models = ["--models", "clip-cls", "clip-swapped", "clip-sparo"]
+    words = [*models, "--short", "--num_images", "64", "--num_questions", "10"]
     results = run_command("oc-splits", [*words, "--num_workers", "0", "--output_dir", str(tmp_path)])
     for result in results:
         for part in ("tests", "shuffled"):

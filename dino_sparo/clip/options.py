@@ -101,6 +101,12 @@ def _add_pair_options(parser: argparse.ArgumentParser) -> None:
         "holds the caption, else the .txt members are the captions.",
     )
     group.add_argument(
+        "--negative_key",
+        default=None,
+        help="Column of a table with a false caption of each image, which its image is compared with beside all "
+        "captions of the batch, as in NegCLIP. Where a cell is empty it is the empty caption.",
+    )
+    group.add_argument(
         "--image_folder", default=None, help="What paths in a table or in annotations start from; else its own folder."
     )
     group.add_argument(
@@ -329,6 +335,8 @@ def check_options(args: argparse.Namespace) -> None:
         )
     if args.shard_weights is not None and args.shards != "streamed":
         raise ValueError("--shard_weights is for --shards streamed alone")
+    if args.shards == "streamed" and args.negative_key is not None:
+        raise ValueError("--negative_key with --shards streamed: false captions are read from tables alone")
     if args.shards == "streamed" and args.val_share:
         raise ValueError("--val_share with --shards streamed: a stream cannot be split; give --val_path")
     if args.shards == "streamed" and args.zero_shot_freq and not args.zero_shot_path:

@@ -109,8 +109,8 @@ def _backward_in_parts(training: CLIPTraining, batches: list[PairBatch]) -> tupl
     features = [torch.cat(parts) for parts in list(zip(*outputs, strict=True))[:2]]
     whole = ClipOutput(features[0], features[1], outputs[0].logit_scale)
     gradients = feature_gradients(training.loss, *whole)
-    sizes = [len(batch.images) for batch in batches]
-    parts = zip(batches, gradients.images.split(sizes), gradients.texts.split(sizes), strict=True)
+    image_sizes, text_sizes = ([len(part) for part in column] for column in list(zip(*outputs, strict=True))[:2])
+    parts = zip(batches, gradients.images.split(image_sizes), gradients.texts.split(text_sizes), strict=True)
     for index, (batch, image_gradient, text_gradient) in enumerate(parts):
         is_last = index == len(batches) - 1
         with training.updater.gradient_sync(training.model, is_last):
@@ -136,5 +136,6 @@ def _update(training: CLIPTraining, loss: Tensor) -> Tensor:
 
 
 def _accuracy(output: ClipOutput) -> Float[Tensor, ""]:
-    nearest = (output.image_features @ output.text_features.T).argmax(dim=1)
+    step = len(output.text_features) // len(output.image_features)  # false captions are left out
+    nearest = (output.image_features @ output.text_features[::step].T).argmax(dim=1)
     return (nearest == torch.arange(len(nearest), device=nearest.device)).float().mean()

@@ -89,7 +89,7 @@ class CLIPObjective(Objective[PairBatch]):
     score_name: ClassVar[str] = "best_zero_shot"
     metric: ClassVar[str] = "zero_shot"
     counters: ClassVar[Mapping[str, str]] = {"num_corrupt": "corrupt_pairs", "num_truncated": "truncated_captions"}
-    fixed_options = ("beta1", "beta2", "eps", "freeze")
+    fixed_options = ("beta1", "beta2", "eps", "freeze", "negative_key")
     harmless_options = ("preset", "init_clip", "zero_shot_freq", "zero_shot_path", "grad_accum_steps")
     training: CLIPTraining
     has_warned = False  # of captions that are cut off
@@ -281,6 +281,7 @@ def _open_together(args: argparse.Namespace, path: str, default_split: str = "tr
             split=split,
             default_split=default_split,
             split_column=args.split_column,
+            negative_key=args.negative_key,
             limits=ImageLimits(args.max_image_mb, args.max_image_mpix),
         ),
         partial(index_pairs, path, split, args.caption_key, args.caption_templates),
@@ -358,7 +359,7 @@ def build_training(args: argparse.Namespace, process: Distributed, steps_per_epo
     groups = param_groups(model, args.weight_decay, (args.beta1, args.beta2), args.eps)
     return CLIPTraining(
         model=wrap_ddp(model, process.device),
-        loss=create_loss(args.logits),
+        loss=create_loss(args.logits, texts_per_image=1 if args.negative_key is None else 2),
         updater=Updater(
             create_optimizer("adamw", groups),
             [{"lr": lr}] * len(groups),

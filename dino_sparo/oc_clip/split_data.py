@@ -2,7 +2,8 @@
 
     FOLDER/train/images/*.png     training pictures; every second one shows one object, the others show two
     FOLDER/train/pairs.jsonl      {"image", "caption", "entities", "relationships"}: a table of pairs for `train-clip`
-                                  and `train-oc-clip`, and at the same time the graphs of its captions
+                                  and `train-oc-clip`, and at the same time the graphs of its captions;
+                                  "negative_caption" describes the reversed form, and is empty for one object
     FOLDER/tests/TEST.json        questions in SugarCrepe's format
     FOLDER/tests/images/*.png     their pictures
     FOLDER/tests/graphs.jsonl     the true graphs of all true and false captions
@@ -197,7 +198,8 @@ def _write_training(folder: Path, split: Split, sizes: SplitSizes) -> None:
         for number, (picture, background) in enumerate(training_pictures(split, sizes.num_images)):
             name = f"images/{number:06d}.png"
             draw_picture(split, "training", number, picture, sizes.image_size, background).save(folder / name, **PNG)
-            file.write(graph_line(picture, image=name))
+            negative = picture.reversed.caption if len(picture.things) == 2 else ""
+            file.write(graph_line(picture, image=name, negative_caption=negative))
 
 
 def _write_tests(folder: Path, split: Split, sizes: SplitSizes) -> dict[str, int]:

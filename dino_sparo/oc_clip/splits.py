@@ -1,7 +1,7 @@
 """OC-CLIP's controlled experiment: models trained on some pairs of objects, asked about others.
 
     dino-sparo oc-splits                                                   # attributes, half of the pairs, seed 0
-    dino-sparo oc-splits --split spatial --seeds 0 1 2 --models clip-cls clip-sparo oc-clip oc-clip-no-rel
+    dino-sparo oc-splits --split spatial --seeds 0 1 2 --models clip-cls clip-swapped oc-clip oc-clip-no-rel
     dino-sparo oc-splits --grid                                            # all shares, and their heat map
 
 Runs the commands a user would call. For every cell (a share of seen pairs, a share of hard ones) and every seed the

@@ -27,6 +27,7 @@ class Model(NamedTuple):
 _OC_CLIP = {"preset": "oc-scenes"}
 MODELS: dict[str, Model] = {
     "clip-cls": Model("train-clip", {"readout": "cls", **CLIP_READOUTS}),
+    "clip-swapped": Model("train-clip", {"readout": "cls", **CLIP_READOUTS, "negative_key": "negative_caption"}),
     "clip-sparo": Model("train-clip", {"readout": "sparo", **CLIP_READOUTS}),
     "oc-clip": Model("train-oc-clip", _OC_CLIP, TRUE_GRAPHS),
     "oc-clip-no-rel": Model("train-oc-clip", {**_OC_CLIP, "rel_loss_weight": "0"}, TRUE_GRAPHS),
@@ -81,8 +82,9 @@ def get_args_parser() -> argparse.ArgumentParser:
         nargs="+",
         choices=list(MODELS),
         default=["clip-cls", "clip-sparo", "oc-clip"],
-        help="All have the same towers, pictures, steps and optimiser. Controls of OC-CLIP: without the local loss, "
-        "without competition and default tokens, with graphs that are parsed instead of the true ones.",
+        help="All have the same towers, pictures, steps and optimiser. Controls: CLIP with each pair's false caption "
+        "in the batch; OC-CLIP without the local loss, without competition and default tokens, with graphs that are "
+        "parsed instead of the true ones.",
     )
     group.add_argument(
         "--seeds", nargs="+", type=int, default=[0], help="One training run each; sets split, weights and order."
