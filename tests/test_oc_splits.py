@@ -318,7 +318,7 @@ def test_a_picture_is_a_function_of_its_number_not_of_how_many_are_written(tmp_p
 def test_a_folder_with_another_split_is_refused_and_the_same_one_kept(tmp_path, few):
     write_split(tmp_path, Split("attribute", 0, 50, 0), few)
     (tmp_path / "train" / "pairs.jsonl").unlink()
-    write_split(tmp_path, Split("attribute", 0, 50, 0), few)
+    write_split(tmp_path, Split("attribute", 0, 50, 0), few)  # not written again
     assert not (tmp_path / "train" / "pairs.jsonl").exists()
     with pytest.raises(ValueError, match="holds another split"):
         write_split(tmp_path, Split("attribute", 1, 50, 0), few)
@@ -327,7 +327,7 @@ def test_a_folder_with_another_split_is_refused_and_the_same_one_kept(tmp_path, 
 def test_too_few_pictures_and_questions_are_refused(tmp_path):
     split = Split("attribute", 0, 50, 0)
     with pytest.raises(ValueError, match="num_images=500; give at least 960"):
-        write_split(tmp_path, split, SplitSizes(500, 10))
+        write_split(tmp_path, split, SplitSizes(500, 10, 24))
     with pytest.raises(ValueError, match="num_questions=1; give at least 2"):
-        write_split(tmp_path, split, SplitSizes(1000, 1))
+        write_split(tmp_path, split, SplitSizes(1000, 1, 24))
     assert not list(tmp_path.iterdir())

@@ -58,9 +58,9 @@ class SplitSizes(NamedTuple):
         image_size: side of a picture, pixels.
     """
 
-    num_images: int = 12_800
-    num_questions: int = 1000
-    image_size: int = 48
+    num_images: int
+    num_questions: int
+    image_size: int
 
 
 def scene_of(rng: np.random.Generator, picture: Picture, background: str) -> SceneGraph:
@@ -156,7 +156,7 @@ def _words_of(picture: Picture) -> set[str]:
     return set(picture.things[0]) if len(picture.things) == 1 else {thing.shape for thing in picture.things}
 
 
-def write_split(folder: Path, split: Split, sizes: SplitSizes | None = None) -> Path:
+def write_split(folder: Path, split: Split, sizes: SplitSizes) -> Path:
     """Write all files of a split, unless they are there.
 
     Args:
@@ -170,7 +170,6 @@ def write_split(folder: Path, split: Split, sizes: SplitSizes | None = None) -> 
     Raises:
         ValueError: too few training pictures or questions, or the folder holds another split.
     """
-    sizes = sizes or SplitSizes()
     if sizes.num_images < MIN_TRAINING_IMAGES:
         raise ValueError(
             f"num_images={sizes.num_images}; give at least {MIN_TRAINING_IMAGES}, so that every shape is seen alone in "
