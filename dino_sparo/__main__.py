@@ -212,6 +212,12 @@ COMMANDS: dict[str, Command] = {
         "dino_sparo.clip.demo:demo",
         run,
     ),
+    "oc-splits": Command(
+        "Built-in scenes -> how CLIP and OC-CLIP answer about pairs of objects that were seen in training or were not.",
+        options_of("oc_clip.splits_options"),
+        "dino_sparo.oc_clip.splits:run_splits",
+        run,
+    ),
 }
 
 

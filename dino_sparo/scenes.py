@@ -13,6 +13,8 @@ CAPTION grammar, what `Scenes.caption` says:
 Every word is in one of the tuples SHAPES, COLOURS, TEXTURES, BACKGROUNDS, RELATIONS. Two objects of one scene
 differ in shape and in colour, so exchanging the objects, their colours or the relation always gives a false caption.
 
+Other experiments make scenes of their own with `place_one`, `place_pair`, `turned_object` and `draw_scene`.
+
 A category is more than its shape, as it is for real things: `Ties` says how often it also has its typical texture,
 colour and background. Cues that go together make categories easier to find without labels; but the stronger colour and
 background are tied, the better an untrained encoder already tells the categories apart. The defaults are our choice.
@@ -21,6 +23,7 @@ background are tied, the better an untrained encoder already tells the categorie
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -81,6 +84,18 @@ class Ties:
 INDEPENDENT = Ties(texture=0.0, colour=0.0, background=0.0)
 
 
+class Circle(NamedTuple):
+    """The circle that holds an object.
+
+    Attributes:
+        centre: (x, y), fractions of the image's side, x to the right, y downwards.
+        radius: a fraction of the image's side.
+    """
+
+    centre: tuple[float, float]
+    radius: float
+
+
 @dataclass(frozen=True)
 class SceneObject:
     """One object of a scene.
@@ -115,7 +130,12 @@ class SceneObject:
     def described(self, attributes: Collection[str]) -> str:
         """The object in words, with these of its ATTRIBUTES alone: article, perhaps colour and texture, shape."""
         words = [getattr(self, name) for name in ("colour", "texture") if name in attributes] + [self.shape]
-        return " ".join(("an" if words[0][0] in "aeiou" else "a", *words))
+        return with_article(" ".join(words))
+
+
+def with_article(phrase: str) -> str:
+    """`red star` -> `a red star`, `orange star` -> `an orange star`."""
+    return f"{'an' if phrase[0] in 'aeiou' else 'a'} {phrase}"
 
 
 @dataclass(frozen=True)
@@ -312,6 +332,8 @@ BACKGROUNDS = tuple(_BACKGROUNDS)
 # The step from the second object's centre to the first's, x to the right, y downwards.
 _RELATIONS: dict[str, tuple[int, int]] = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "under": (0, 1)}
 RELATIONS = tuple(_RELATIONS)
+# The relation of the second object to the first.
+OPPOSITES = {"left of": "right of", "right of": "left of", "above": "under", "under": "above"}
 
 
 class Scenes:
@@ -367,7 +389,7 @@ class Scenes:
     def read(self, index: int) -> Image.Image:
         """Draw scene `index`: an RGB image, 8 bit, (image_size, image_size)."""
         rng = self._rng(index)
-        return _draw(_sample_graph(rng, index % len(SHAPES), self.ties), rng, self.image_size)
+        return draw_scene(_sample_graph(rng, index % len(SHAPES), self.ties), rng, self.image_size)
 
     def location(self, index: int) -> str:
         """Where the image comes from, for logs and errors."""
@@ -429,19 +451,27 @@ def _choose(rng: np.random.Generator, words: tuple[str, ...], typical: str | Non
 
 
 def _choose_object(
-    rng: np.random.Generator,
-    shape: str,
-    colours: tuple[str, ...],
-    ties: Ties,
-    centre: tuple[float, float],
-    radius: float,
+    rng: np.random.Generator, shape: str, colours: tuple[str, ...], ties: Ties, circle: Circle
 ) -> SceneObject:
     category = SHAPES.index(shape)
     colour = _choose(rng, colours, COLOURS[category % len(COLOURS)], ties.colour)
     if colour not in colours:
         colour = _choose(rng, colours)
     texture = _choose(rng, TEXTURES, TEXTURES[category], ties.texture)
-    return SceneObject(shape, colour, texture, centre, radius, _between(rng, -MAX_ROTATION, MAX_ROTATION))
+    return turned_object(rng, shape, colour, texture, circle)
+
+
+def turned_object(rng: np.random.Generator, shape: str, colour: str, texture: str, circle: Circle) -> SceneObject:
+    """An object in a circle, turned by a random angle.
+
+    Args:
+        rng: random numbers.
+        shape: one of SHAPES.
+        colour: one of COLOURS.
+        texture: one of TEXTURES.
+        circle: from `place_one` or `place_pair`.
+    """
+    return SceneObject(shape, colour, texture, *circle, _between(rng, -MAX_ROTATION, MAX_ROTATION))
 
 
 def _sample_graph(rng: np.random.Generator, label: int, ties: Ties) -> SceneGraph:
@@ -449,27 +479,39 @@ def _sample_graph(rng: np.random.Generator, label: int, ties: Ties) -> SceneGrap
     shape = SHAPES[label]
     background = _choose(rng, BACKGROUNDS, BACKGROUNDS[label % len(BACKGROUNDS)], ties.background)
     if rng.random() >= SECOND_OBJECT_PROBABILITY:
-        radius = _between(rng, *LONE_RADIUS)
-        centre = (_between(rng, radius, 1 - radius), _between(rng, radius, 1 - radius))
-        return SceneGraph((_choose_object(rng, shape, COLOURS, ties, centre, radius),), (), background)
+        return SceneGraph((_choose_object(rng, shape, COLOURS, ties, place_one(rng)),), (), background)
     predicate = _choose(rng, RELATIONS)
-    large_centre, large_radius, small_centre, small_radius = _place_pair(rng, _RELATIONS[predicate])
-    large = _choose_object(rng, shape, COLOURS, ties, large_centre, large_radius)
+    large_circle, small_circle = place_pair(rng, predicate)
+    large = _choose_object(rng, shape, COLOURS, ties, large_circle)
     other_shape = _choose(rng, tuple(s for s in SHAPES if s != shape))
     other_colours = tuple(c for c in COLOURS if c != large.colour)
-    small = _choose_object(rng, other_shape, other_colours, ties, small_centre, small_radius)
+    small = _choose_object(rng, other_shape, other_colours, ties, small_circle)
     if rng.random() < LARGE_SUBJECT_PROBABILITY:
         relation = Relation(0, predicate, 1)
     else:
-        dx, dy = _RELATIONS[predicate]
-        relation = Relation(1, next(word for word, step in _RELATIONS.items() if step == (-dx, -dy)), 0)
+        relation = Relation(1, OPPOSITES[predicate], 0)
     return SceneGraph((large, small), (relation,), background)
 
 
-def _place_pair(
-    rng: np.random.Generator, step: tuple[int, int]
-) -> tuple[tuple[float, float], float, tuple[float, float], float]:
-    """Centres and radii of a large and a small object; the large one lies in the direction `step` of the small one."""
+def place_one(rng: np.random.Generator) -> Circle:
+    """Where a lone object stands, all of it inside the image."""
+    radius = _between(rng, *LONE_RADIUS)
+    return Circle((_between(rng, radius, 1 - radius), _between(rng, radius, 1 - radius)), radius)
+
+
+def place_pair(rng: np.random.Generator, predicate: str) -> tuple[Circle, Circle]:
+    """Where a large and a small object stand, so that the large one is `predicate` the small one.
+
+    The circles lie inside the image and do not overlap.
+
+    Args:
+        rng: random numbers.
+        predicate: one of RELATIONS.
+
+    Returns:
+        The circle of the large object, and that of the small one.
+    """
+    step = _RELATIONS[predicate]
     large, small = _between(rng, *LARGE_RADIUS), _between(rng, *SMALL_RADIUS)
     slack = 1 - 2 * (large + small)
     start = slack * rng.random()
@@ -481,8 +523,8 @@ def _place_pair(
     if sum(step) < 0:
         along_small, along_large = 1 - along_small, 1 - along_large
     if step[0]:
-        return (along_large, across_large), large, (along_small, across_small), small
-    return (across_large, along_large), large, (across_small, along_small), small
+        return Circle((along_large, across_large), large), Circle((along_small, across_small), small)
+    return Circle((across_large, along_large), large), Circle((across_small, along_small), small)
 
 
 # From a graph to pixels, float32 canvases (3, H, W) in [0, 1].
@@ -503,8 +545,17 @@ def _noise_tile(size: int) -> Float[np.ndarray, "tile tile"]:
     return (soft / soft.std()).astype(np.float32)
 
 
-def _draw(graph: SceneGraph, rng: np.random.Generator, size: int) -> Image.Image:
-    """Paint background, then objects with their shadows, then the light."""
+def draw_scene(graph: SceneGraph, rng: np.random.Generator, size: int) -> Image.Image:
+    """Paint background, then objects with their shadows, then the light.
+
+    Args:
+        graph: what the picture shows.
+        rng: random numbers, of the light, of the patterns' origins and of the exact tones.
+        size: side of the picture, pixels.
+
+    Returns:
+        RGB, 8 bit, (size, size).
+    """
     angle = 2 * np.pi * rng.random()
     light = (float(np.cos(angle)), float(np.sin(angle)))
     contrast, brightness = np.float32(_between(rng, *CONTRAST)), np.float32(_between(rng, *BRIGHTNESS))

@@ -20,26 +20,42 @@ from dino_sparo.runtime.distributed import barrier, init_distributed, shutdown
 NUM_RANKS, PER_RANK, WIDTH = 2, 3, 5
 
 
-def features() -> tuple[Tensor, Tensor, Tensor]:
-    """Normalised image and text features of all ranks (6, 5), and the inverse temperature."""
+def features(step: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalised image (6, 5) and text features (6 step, 5) of all ranks, and the inverse temperature."""
     generator = torch.Generator().manual_seed(7)
-    images, texts = (torch.randn(NUM_RANKS * PER_RANK, WIDTH, generator=generator) for _ in range(2))
+    number = NUM_RANKS * PER_RANK
+    images, texts = (torch.randn(rows, WIDTH, generator=generator) for rows in (number, step * number))
     return F.normalize(images, dim=-1), F.normalize(texts, dim=-1), torch.tensor(11.0)
 
 
-def slow_loss(images: Tensor, texts: Tensor, scale: Tensor) -> Tensor:
-    """The definition, pair by pair: minus the log of the share of the right caption, and of the right image."""
+def slow_loss(images: Tensor, texts: Tensor, scale: Tensor, step: int = 1) -> Tensor:
+    """The definition, pair by pair: minus the log of the share of the right caption, and of the right image.
+
+    Caption `step * i` belongs to image i; all captions are candidates for an image.
+    """
     terms = []
     for i in range(len(images)):
         of_captions = torch.stack([scale * images[i] @ texts[j] for j in range(len(texts))])
-        of_images = torch.stack([scale * images[j] @ texts[i] for j in range(len(images))])
-        terms += [of_captions.logsumexp(0) - of_captions[i], of_images.logsumexp(0) - of_images[i]]
+        of_images = torch.stack([scale * images[j] @ texts[step * i] for j in range(len(images))])
+        terms += [of_captions.logsumexp(0) - of_captions[step * i], of_images.logsumexp(0) - of_images[i]]
     return torch.stack(terms).mean()
 
 
 def test_the_loss_is_its_definition() -> None:
     images, texts, scale = features()
     assert torch.allclose(create_loss()(images, texts, scale), slow_loss(images, texts, scale), atol=1e-6)
+
+
+@pytest.mark.parametrize("products", ["fp32", "tf32", "bf16"])
+def test_false_captions_are_further_candidates_for_images_and_have_no_image_themselves(products: str) -> None:
+    leaves = [tensor.requires_grad_() for tensor in features(2)]
+    expected = slow_loss(*leaves, step=2)
+    gradients = torch.autograd.grad(expected, leaves)
+    assert expected > slow_loss(leaves[0], leaves[1][::2], leaves[2])
+    found = feature_gradients(*leaves, create_loss(products, texts_per_image=2))
+    tolerance = 1e-6 if products == "fp32" else 0.05
+    for own, right in zip(found, (expected, *gradients), strict=True):
+        assert torch.allclose(own, right, atol=tolerance)
 
 
 # Products -> -log10 of the relative error of the loss, of the largest error of a cosine, and of the relative error of
@@ -89,9 +105,11 @@ class Gradients(NamedTuple):
     logit_scale: torch.Tensor
 
 
-def feature_gradients(images: torch.Tensor, texts: torch.Tensor, logit_scale: torch.Tensor) -> Gradients:
+def feature_gradients(
+    images: torch.Tensor, texts: torch.Tensor, logit_scale: torch.Tensor, contrast: torch.nn.Module | None = None
+) -> Gradients:
     """Gradients at features, and at the temperature as a weight of the loss."""
-    contrast, scale = create_loss(), torch.nn.Parameter(logit_scale.detach())
+    contrast, scale = contrast or create_loss(), torch.nn.Parameter(logit_scale.detach())
     found = loss_gradients(lambda leaves: (contrast(*leaves, scale), {}), [images, texts], [scale])
     return Gradients(found.loss, *found.features, *found.parameters)
 
@@ -107,30 +125,31 @@ def test_the_gradients_at_the_features_are_those_of_the_definition() -> None:
         assert not own.requires_grad
 
 
-def _peer(number: int, folder: str, results: "multiprocessing.Queue") -> None:
+def _peer(number: int, folder: str, step: int, results: "multiprocessing.Queue") -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(number), WORLD_SIZE=str(NUM_RANKS), LOCAL_RANK=str(number))
     init_distributed("cpu", dist_url=f"file://{folder}/rendezvous")
-    images, texts, scale = features()
-    own = slice(number * PER_RANK, (number + 1) * PER_RANK)
-    found = feature_gradients(images[own], texts[own], scale)
+    images, texts, scale = features(step)
+    images, texts = (rows.chunk(NUM_RANKS)[number] for rows in (images, texts))
+    found = feature_gradients(images, texts, scale, create_loss(texts_per_image=step))
     results.put((number, *(tensor.tolist() for tensor in found)))
     barrier()
     shutdown()
 
 
 @pytest.mark.slow
-def test_the_mean_over_two_ranks_is_the_loss_of_the_whole_batch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("step", [1, 2])
+def test_the_mean_over_two_ranks_is_the_loss_of_the_whole_batch(tmp_path: Path, step: int) -> None:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    peers = [context.Process(target=_peer, args=(number, str(tmp_path), results)) for number in range(NUM_RANKS)]
+    peers = [context.Process(target=_peer, args=(number, str(tmp_path), step, results)) for number in range(NUM_RANKS)]
     for peer in peers:
         peer.start()
     ranks = [list(map(torch.tensor, values)) for _, *values in sorted(results.get(timeout=120) for _ in peers)]
     for peer in peers:
         peer.join(timeout=60)
     loss, images, texts, scale = zip(*ranks, strict=True)
-    whole = feature_gradients(*features())
+    whole = feature_gradients(*features(step), create_loss(texts_per_image=step))
     assert torch.allclose(torch.stack(loss).mean(), whole.loss, atol=1e-6)
     # Ranks average their gradients, so each must carry as many times its share as there are ranks.
     assert torch.allclose(torch.cat(images) / NUM_RANKS, whole.images, atol=1e-6)

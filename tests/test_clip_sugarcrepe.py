@@ -17,7 +17,7 @@ from dino_sparo.image_text.evaluation import dot_product, image_files, scene_pai
 from dino_sparo.image_text.evaluation.dot_product import pair_products
 from dino_sparo.image_text.evaluation.questions import EncodedQuestions, Question, SplitResult, encode_questions
 from dino_sparo.image_text.evaluation.scene_pairs import swapped_attribute, swapped_objects, write_scene_pairs
-from dino_sparo.image_text.evaluation.sugarcrepe import averages, read_pairs, split_results
+from dino_sparo.image_text.evaluation.sugarcrepe import averages, read_pairs, split_results, table
 from dino_sparo.scenes import Scenes, Ties
 
 
@@ -129,6 +129,19 @@ def test_empty_captions_are_left_out_and_counted(crepe, caplog):
     assert [pair.split for pair in pairs.questions].count("add_att") == 1
     assert "left out 2 of 8 questions: 2 have an empty caption, 0 lack an image" in caplog.text
     assert "has 3 of SugarCrepe's 7 files: replace_att, swap_obj, add_att" in caplog.text
+
+
+def test_files_of_other_names_are_splits_where_none_of_sugarcrepes_is_there(crepe, tmp_path, caplog):
+    other = tmp_path / "other"
+    other.mkdir()
+    (crepe / "replace_att.json").rename(other / "unseen.json")
+    (crepe / "swap_obj.json").rename(other / "seen.json")
+    pairs = encode_questions(colour_encoder(), read_pairs(other), crepe / "images")
+    results = split_results(pairs, pair_products)
+    assert results == {"seen": SplitResult(0.0, 1, 1), "unseen": SplitResult(50.0, 4, 1)}
+    assert averages(results) == {"groups": {}, "macro_splits": 25.0, "micro": 40.0}
+    assert [line.split()[0] for line in table(results).splitlines()[1:]] == ["seen", "unseen", "macro_splits", "micro"]
+    assert "of SugarCrepe's" not in caplog.text
 
 
 def test_what_is_not_sugarcrepe_is_refused(tmp_path):

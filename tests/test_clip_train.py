@@ -103,12 +103,12 @@ def small_clip(readout: str = "sparo") -> CLIP:
     )
 
 
-def small_training(model: CLIP, lr: float = 1e-3, clip_grad: float = 0.0) -> CLIPTraining:
+def small_training(model: CLIP, lr: float = 1e-3, clip_grad: float = 0.0, texts_per_image: int = 1) -> CLIPTraining:
     optimizer = create_optimizer("adamw", param_groups(dict(model.named_parameters()), 0.2, (0.9, 0.98), 1e-6))
     schedules = [{"lr": np.full(100, lr)}] * 2
     return CLIPTraining(
         model=model,
-        contrast=create_loss(),
+        contrast=create_loss(texts_per_image=texts_per_image),
         updater=Updater(optimizer, schedules, list(model.parameters()), torch.device("cpu")),
         mean=torch.full((1, 3, 1, 1), 0.4, dtype=model.logit_scale.dtype),
         std=torch.full((1, 3, 1, 1), 0.3, dtype=model.logit_scale.dtype),
@@ -116,16 +116,22 @@ def small_training(model: CLIP, lr: float = 1e-3, clip_grad: float = 0.0) -> CLI
     )
 
 
-def some_pairs(count: int, size: int = 32) -> PairBatch:
-    dataset = PairDataset(open_pairs(f"scenes:{count}:32"), PairTransform(size))
+def some_pairs(count: int, size: int = 32, negatives: Callable[[int], list[str]] | None = None) -> PairBatch:
+    source = open_pairs(f"scenes:{count}:32")
+    source.negatives = negatives
+    dataset = PairDataset(source, PairTransform(size))
     return collate_pairs([dataset[0, i] for i in range(count)], context_length=20)
 
 
-def gradients(model: CLIP, sizes: list[int]) -> tuple[float, dict[str, Tensor]]:
+def gradients(
+    model: CLIP, sizes: list[int], negatives: Callable[[int], list[str]] | None = None
+) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of eleven pairs that are computed in parts of these sizes."""
-    training, batch = small_training(model), some_pairs(11)
+    step = 1 if negatives is None else 2
+    training, batch = small_training(model, texts_per_image=step), some_pairs(11, negatives=negatives)
     model.zero_grad()
-    columns = (batch.images.split(sizes), batch.token_ids.split(sizes), batch.indices.split(sizes))
+    texts = batch.token_ids.split([step * size for size in sizes])
+    columns = (batch.images.split(sizes), texts, batch.indices.split(sizes))
     parts = [PairBatch(*part, [], 0) for part in zip(*columns, strict=True)]
     loss, _ = (backward_at_once if len(parts) == 1 else backward_in_parts)(training, parts)
     return loss.item(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
@@ -142,6 +148,18 @@ def test_gradients_in_parts_are_those_of_the_large_batch_the_temperatures_too(re
     # Three parts, and yet not three times as much, as it is when the whole loss is computed for every part.
     assert training[1]["logit_scale"].abs() > 1e-3
     assert in_parts[1]["logit_scale"].item() == pytest.approx(training[1]["logit_scale"].item(), rel=1e-6)
+
+
+def test_gradients_with_false_captions_in_parts_are_those_of_the_large_batch() -> None:
+    def negatives(index: int) -> list[str]:
+        return ["" if index % 3 == 0 else f"{index} blue circles"]
+
+    model = small_clip("cls").double()
+    (loss, whole), (loss_in_parts, in_parts) = (gradients(model, sizes, negatives) for sizes in ([11], [5, 4, 2]))
+    assert loss_in_parts == pytest.approx(loss, abs=1e-6)
+    assert loss > gradients(model, [11])[0]
+    for name, expected in whole.items():
+        assert torch.allclose(in_parts[name], expected, rtol=1e-4, atol=1e-7), name
 
 
 def test_the_gradients_are_those_of_the_definition() -> None:
@@ -574,6 +592,11 @@ def test_a_checkpoint_of_something_else_is_not_resumed() -> None:
         ({"lr": -1}, "lr -1.0: give 0 or more"),
         ({"device": "warp"}, "unknown device 'warp'"),
         ({"context_length": 2}, "context_length=2 has no room"),
+        ({"negative_key": "false"}, "negative_key='false' is a column of a table, and data_path='scenes.*' is none"),
+        (
+            {"negative_key": "false", "shards": "streamed", "epoch_pairs": 9},
+            "false captions are read from tables alone",
+        ),
     ],
 )
 def test_options_that_do_not_fit_are_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
@@ -699,6 +722,7 @@ def test_the_options_and_their_defaults_are_frozen() -> None:
         "epoch_pairs": None,
         "shard_weights": None,
         "image_key": None,
+        "negative_key": None,
         "caption_key": None,
         "image_folder": None,
         "caption_templates": None,

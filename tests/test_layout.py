@@ -177,6 +177,7 @@ COMPUTING_FILES = (
     *("dino/head", "dino/loss", "dino/teacher", "dino/step", "clip/model", "clip/loss", "clip/step"),
     *("oc_clip/graphs", "oc_clip/binding", "oc_clip/scoring", "oc_clip/pair_scores", "oc_clip/loss", "oc_clip/model"),
     *("oc_clip/pairs", "oc_clip/step", "oc_clip/scorer", "image_text/step"),
+    *("oc_clip/negatives", "oc_clip/canonical", "oc_clip/graph_batches", "oc_clip/split_design", "oc_clip/split_data"),
     *("evaluation/features", "evaluation/knn", "evaluation/linear", "evaluation/attention", "evaluation/atlas"),
 )
 

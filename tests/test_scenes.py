@@ -28,7 +28,7 @@ def digest(source: Scenes, indices: range) -> str:
 
 def drawn(graph: scenes.SceneGraph, size: int = 56) -> np.ndarray:
     """The picture of a graph, always with the same light and the same jitter, in levels."""
-    return np.asarray(scenes._draw(graph, np.random.default_rng(3), size)).astype(float)
+    return np.asarray(scenes.draw_scene(graph, np.random.default_rng(3), size)).astype(float)
 
 
 def lone(shape: str, texture: str = "plain", colour: str = "red", radius: float = 0.3) -> scenes.SceneGraph:

@@ -15,28 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from dino_sparo.clip.config import towers_of
+from dino_sparo.image_text.scene_recipe import CLIP_READOUTS, OPTIMISATION, TOWERS
 from dino_sparo.readout_table import readout_kind
 from dino_sparo.runtime.demos import RunCommand, finish_demo, option_words, spread, start_demo, timed_run
 
 TRAINING = {
     "data_path": "scenes:25600:48",
-    "arch": "vit_micro",
-    "patch_size": "8",
-    "img_size": "48",
-    "text_width": "64",
-    "text_heads": "2",
-    "text_layers": "3",
-    "context_length": "20",
-    "sparo_slots": "16",
-    "sparo_slot_dim": "16",
-    "sparo_key_dim": "32",
-    "embed_dim": "256",
+    **TOWERS,
+    **CLIP_READOUTS,
+    **OPTIMISATION,
     "epochs": "20",
-    "batch_size": "256",
-    "lr": "0.0015",
     "warmup_steps": "200",
-    "weight_decay": "0.1",
-    "clip_grad": "1",
     "zero_shot_freq": "1",
     "zero_shot_path": "scenes:1000:48",
     "num_workers": "1",

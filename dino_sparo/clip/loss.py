@@ -13,7 +13,7 @@ from dino_sparo.runtime.distributed import rank, world_size
 from dino_sparo.runtime.extras import require
 
 
-def create_loss(products: str = "fp32") -> nn.Module:
+def create_loss(products: str = "fp32", texts_per_image: int = 1) -> nn.Module:
     """The contrastive loss of this rank; call it once the process group is there.
 
         S = s X Y^T                                        similarities of all images with all captions
@@ -26,6 +26,7 @@ def create_loss(products: str = "fp32") -> nn.Module:
 
     Args:
         products: a member of `PRODUCTS`, the precision of X Y^T and of its gradient; see `rounded_product`.
+        texts_per_image: rows of Y per row of X, the caption first and then its false captions; see `GeneralLoss`.
 
     Raises:
         ValueError: an unknown precision.
@@ -38,25 +39,34 @@ def create_loss(products: str = "fp32") -> nn.Module:
     from open_clip.loss import ClipLoss
 
     exact = ClipLoss(local_loss=True, gather_with_grad=True, cache_labels=True, rank=rank(), world_size=world_size())
-    return exact if products == "fp32" else RoundedLoss(exact, products)
+    return exact if (products, texts_per_image) == ("fp32", 1) else GeneralLoss(exact, products, texts_per_image)
 
 
-class RoundedLoss(nn.Module):
-    """The loss of `create_loss` with products in TF32 or bf16.
+class GeneralLoss(nn.Module):
+    """The loss of `create_loss` with products in TF32 or bf16, or with false captions.
+
+    With k texts per image row k i of Y is the caption of image i, and the rows behind it are false captions of it. They
+    are further candidates for all images, and have no image of their own:
+
+        loss = (CE(s X Y^T, k 0..k (B - 1)) + CE(s Y[::k] X^T, 0..B - 1)) / 2
+
+    Source of the false captions' part: Yuksekgonul et al., "When and why vision-language models behave like
+    bags-of-words", section 4, NegCLIP.
 
     Args:
-        exact: the same in fp32; it tells ranks and numbers the pairs.
-        products: `tf32` or `bf16`.
+        exact: OpenCLIP's loss in fp32; it tells ranks and numbers the pairs.
+        products: a member of `PRODUCTS`.
+        texts_per_image: k.
     """
 
-    def __init__(self, exact: Any, products: str) -> None:
+    def __init__(self, exact: Any, products: str, texts_per_image: int = 1) -> None:
         super().__init__()
-        self.exact, self.products = exact, products
+        self.exact, self.products, self.texts_per_image = exact, products, texts_per_image
 
     def forward(
         self,
         image_features: Float[Tensor, "B M"],
-        text_features: Float[Tensor, "B M"],
+        text_features: Float[Tensor, "captions M"],
         logit_scale: Float[Tensor, ""],
     ) -> Float[Tensor, ""]:
         """Normalised features of this rank and the inverse temperature -> the loss of this rank, nats."""
@@ -68,11 +78,13 @@ class RoundedLoss(nn.Module):
             ranks = {"rank": self.exact.rank, "world_size": self.exact.world_size}
             every = gather_features(image_features, text_features, **options, **ranks)
         labels = self.exact.get_ground_truth(image_features.device, len(image_features))
-        pairs = ((image_features, every[1]), (text_features, every[0]))
-        losses = [
-            F.cross_entropy(logit_scale * rounded_product(own, others, self.products), labels) for own, others in pairs
-        ]
+        step = self.texts_per_image
+        parts = ((image_features, every[1], step * labels), (text_features[::step], every[0], labels))
+        losses = [F.cross_entropy(logit_scale * self._product(own, others), right) for own, others, right in parts]
         return (losses[0] + losses[1]) / 2
+
+    def _product(self, left: Tensor, right: Tensor) -> Tensor:
+        return left @ right.t() if self.products == "fp32" else rounded_product(left, right, self.products)
 
 
 def rounded_product(

@@ -51,12 +51,12 @@ class ClipOutput(NamedTuple):
 
     Attributes:
         image_features: (B, M), normalised.
-        text_features: (B, M), normalised.
+        text_features: (captions, M), normalised; as many captions for every image.
         logit_scale: (), the inverse temperature.
     """
 
     image_features: Float[Tensor, "B M"]
-    text_features: Float[Tensor, "B M"]
+    text_features: Float[Tensor, "captions M"]
     logit_scale: Float[Tensor, ""]
 
 
@@ -122,7 +122,7 @@ class CLIP(nn.Module):
             module.eval()
         return self
 
-    def forward(self, images: Float[Tensor, "B C H W"], token_ids: Int64[Tensor, "B N"]) -> ClipOutput:
+    def forward(self, images: Float[Tensor, "B C H W"], token_ids: Int64[Tensor, "captions N"]) -> ClipOutput:
         """Pairs -> normalised features of both sides and the inverse temperature."""
         return ClipOutput(self.encode_image(images), self.encode_text(token_ids), self.logit_scale.exp())
 

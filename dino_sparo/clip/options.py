@@ -32,7 +32,13 @@ def get_args_parser() -> argparse.ArgumentParser:
     """The options of training, in data-flow order."""
     parser = argparse.ArgumentParser(formatter_class=HelpFormatter, add_help=False)
     add_preset_option(parser, RECIPES)
-    add_pair_options(parser)
+    group = add_pair_options(parser)
+    group.add_argument(
+        "--negative_key",
+        default=None,
+        help="Column of a table with a false caption of each image, which its image is compared with beside all "
+        "captions of the batch, as in NegCLIP. Where a cell is empty it is the empty caption.",
+    )
     add_source_options(parser, ["split"])
     add_normalization_options(parser)
     parser.set_defaults(norm_mean=OPENAI_CLIP_MEAN, norm_std=OPENAI_CLIP_STD)
@@ -101,3 +107,5 @@ def check_options(args: argparse.Namespace) -> None:
     """
     RECIPES.apply(args)
     check_pair_options(args, POSITIVE_OPTIONS)
+    if args.shards == "streamed" and args.negative_key is not None:
+        raise ValueError("--negative_key with --shards streamed: false captions are read from tables alone")

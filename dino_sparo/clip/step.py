@@ -27,7 +27,7 @@ class CLIPTraining(ContrastiveTraining[PairBatch]):
 
     contrast: nn.Module = field(default_factory=create_loss)
 
-    def encode(self, model: nn.Module, batch: PairBatch) -> tuple[Float[Tensor, "B M"], Float[Tensor, "B M"]]:
+    def encode(self, model: nn.Module, batch: PairBatch) -> tuple[Float[Tensor, "B M"], Float[Tensor, "captions M"]]:
         """Normalised features of images and captions."""
         with self.updater.autocast():
             output = model(self.normalized(batch.images), batch.token_ids)
@@ -42,7 +42,8 @@ class CLIPTraining(ContrastiveTraining[PairBatch]):
         logit_scale = self.network.logit_scale.exp()
         loss = self.contrast(*features, logit_scale)
         images, texts = (feature.detach() for feature in features)
-        nearest = (images @ texts.T).argmax(dim=1)
+        captions_per_image = len(texts) // len(images)
+        nearest = (images @ texts[::captions_per_image].T).argmax(dim=1)  # false captions are left out
         accuracy = (nearest == torch.arange(len(nearest), device=nearest.device)).float().mean()
         return loss, {"batch_accuracy": accuracy, "logit_scale": logit_scale.detach()}
 

@@ -59,7 +59,7 @@ def train(args: argparse.Namespace) -> None:
 class CLIPObjective(PairObjective[PairBatch]):
     """CLIP: among the captions of a batch find each image's own, and the other way round; see `PairObjective`."""
 
-    fixed_options: ClassVar[Sequence[str]] = (*PairObjective.fixed_options, "freeze")
+    fixed_options: ClassVar[Sequence[str]] = (*PairObjective.fixed_options, "freeze", "negative_key")
     training: CLIPTraining
 
     @staticmethod
@@ -141,7 +141,7 @@ def build_training(args: argparse.Namespace, process: Distributed, steps_per_epo
         model=wrap_ddp(model, process.device),
         updater=create_updater(model, parts, args, steps_per_epoch, process.device, dtype),
         clip_grad=args.clip_grad,
-        contrast=create_loss(args.logits),
+        contrast=create_loss(args.logits, texts_per_image=1 if args.negative_key is None else 2),
         **pixel_statistics(args, process.device),
     )
 

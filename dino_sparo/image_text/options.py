@@ -33,8 +33,8 @@ def add_preset_option(parser: argparse.ArgumentParser, recipes: Recipes) -> None
     )
 
 
-def add_pair_options(parser: argparse.ArgumentParser) -> None:
-    """Where the pairs are, how they are read and cropped."""
+def add_pair_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Where the pairs are, how they are read and cropped; returns the group, for what an objective adds."""
     group = parser.add_argument_group("pairs of images and captions")
     group.add_argument(
         "--data_path",
@@ -121,6 +121,7 @@ def add_pair_options(parser: argparse.ArgumentParser) -> None:
         help="Resize crops by Pillow, whose pixels are those of OpenCLIP's pipeline. By default torch resizes them, "
         "which takes less of a loading process' time; at most one pixel in fifty is then off, by one level of 255.",
     )
+    return group
 
 
 def add_image_options(parser: argparse.ArgumentParser, recipes: Recipes) -> argparse._ArgumentGroup:

@@ -11,6 +11,7 @@ OC-CLIP adds:
     images, captions -> scores             model.py (config.py)
     a whole training                       train.py  options.py (choices.py)  presets.py
     checkpoint -> evaluation               evaluated.py  scorer.py
+    controlled experiment on scenes        split_design.py  split_data.py  splits.py  splits_figure.py
 
 Letters are those of `dino_sparo`: E entities, R relations, U captions are the paper's M, P and B. `dim` is its d, the
 width of entities, keys, values and slots; `rel_dim` is the width of relations; `num_default` its N_d. Source: OC-CLIP,

@@ -1,17 +1,15 @@
-"""Numbers -> plots in the look of the other figures: what the interventions on slots draw.
+"""Numbers -> curves and bars in the look of the other figures: what the interventions on slots draw.
 
 The same numbers give the same bytes.
 """
 
 import argparse
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from dino_sparo.evaluation.attention import RAMP_COLOURS
-from dino_sparo.evaluation.page import DPI, INK, PAPER, SOFT, require_matplotlib
 
 ACCENT = "#8a3fb5"
 FAINT = "#dcdbe4"
@@ -19,39 +17,6 @@ FAINT = "#dcdbe4"
 CURVE_COLOURS = tuple("#{:02x}{:02x}{:02x}".format(*colour) for colour in RAMP_COLOURS[:4])
 MAX_NUMBERS, MAX_GAPS = 20, 40  # bars with numbers under them, and with gaps between them
 LABEL_SHARE = 0.13  # of a plot's width: room for a number of five digits under it
-PANEL_WIDTH, PANEL_HEIGHT = 4.6, 3.5  # inches
-
-
-@contextmanager
-def panels(path: Path, rows: int, columns: int) -> Iterator[Any]:
-    """Plots side by side, saved at the end.
-
-    Args:
-        path: the PNG to write.
-        rows: of plots.
-        columns: likewise.
-
-    Yields:
-        The plots' axes, an array (rows, columns).
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    require_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    size = (PANEL_WIDTH * columns, PANEL_HEIGHT * rows)
-    figure = Figure(figsize=size, dpi=2 * DPI, layout="constrained", facecolor=PAPER)
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(rows, columns, squeeze=False)
-    for axis in axes.flat:
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.spines[["left", "bottom"]].set_color(SOFT)
-        axis.tick_params(colors=SOFT, labelcolor=INK)
-        axis.title.set(color=INK)
-    yield axes
-    figure.savefig(path)
 
 
 def colour_of(place: int, count: int) -> str:

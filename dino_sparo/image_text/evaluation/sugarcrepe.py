@@ -4,10 +4,10 @@
         --images data/coco/val2017
 
 The false caption differs from the true one in one object, attribute or relation that was replaced, swapped or added:
-seven JSON files, each an object of `{"filename", "caption", "negative_caption"}`. The same format with pictures of its
-own is written by `scene_pairs.py`. Prints a table and writes sugarcrepe.json, the numbers with all that they depend on.
-Source: Hsieh et al., "SugarCrepe: fixing hackable benchmarks for vision-language compositionality"; SPARO, section 4.1
-and tables 4 and 0.B.1.
+seven JSON files, each an object of `{"filename", "caption", "negative_caption"}`. A folder of such files under other
+names is evaluated likewise; `scene_pairs.py` writes the format with pictures of its own. Prints a table and writes
+sugarcrepe.json, the numbers with all that they depend on. Source: Hsieh et al., "SugarCrepe: fixing hackable benchmarks
+for vision-language compositionality"; SPARO, section 4.1 and tables 4 and 0.B.1.
 """
 
 import argparse
@@ -46,23 +46,26 @@ def read_pairs(folder: Path) -> list[Question]:
     """The pairs of all splits that lie in a folder: one image each, the true caption, the false one.
 
     Args:
-        folder: holds `replace_obj.json` and so on; those of GROUPS that are there are read.
+        folder: holds `replace_obj.json` and so on; those of GROUPS that are there are read. Without any of them every
+            `.json` file is a split.
 
     Returns:
         The pairs, by split.
 
     Raises:
-        ValueError: none of the files is there, or one holds something else.
+        ValueError: there is no such file, or one holds something else.
     """
     names = [name for group in GROUPS.values() for name in group]
     there = [name for name in names if (folder / f"{name}.json").is_file()]
-    if not there:
+    own = [] if there else sorted(path.stem for path in folder.glob("*.json"))
+    if not there and not own:
         raise ValueError(
-            f"{folder} holds none of {', '.join(f'{name}.json' for name in names)}; give the folder of them"
+            f"{folder} holds none of {', '.join(f'{name}.json' for name in names)}, nor any other JSON file; give the "
+            "folder of them"
         )
-    if len(there) < len(names):
+    if there and len(there) < len(names):
         logger.warning("%s has %d of SugarCrepe's %d files: %s", folder, len(there), len(names), ", ".join(there))
-    return [pair for split in there for pair in _read_split(folder / f"{split}.json", split)]
+    return [pair for split in there or own for pair in _read_split(folder / f"{split}.json", split)]
 
 
 def _read_split(path: Path, split: str) -> list[Question]:
@@ -91,8 +94,9 @@ def averages(results: dict[str, SplitResult]) -> dict[str, Any]:
     """What one may call the accuracy on SugarCrepe, in percent.
 
     Returns:
-        `groups`: of each group the mean over its splits; `macro_groups`: the mean of those; `macro_splits`: the mean
-        over splits, which SPARO's tables call average; `micro`: the share of all pairs.
+        `groups`: of each group the mean over its splits; `macro_groups`: the mean of those, left out where no split
+        belongs to a group; `macro_splits`: the mean over splits, which SPARO's tables call average; `micro`: the share
+        of all pairs.
     """
     groups = {
         group: [results[split].accuracy for split in splits if split in results] for group, splits in GROUPS.items()
@@ -100,7 +104,7 @@ def averages(results: dict[str, SplitResult]) -> dict[str, Any]:
     means = {group: sum(values) / len(values) for group, values in groups.items() if values}
     return {
         "groups": means,
-        "macro_groups": sum(means.values()) / len(means),
+        **({"macro_groups": sum(means.values()) / len(means)} if means else {}),
         "macro_splits": macro(results),
         "micro": micro(results),
     }
@@ -163,5 +167,5 @@ def table(results: dict[str, SplitResult]) -> str:
     ]
     means = averages(results)
     lines += [f"{group:<14}  {value:>10.2f}" for group, value in means["groups"].items()]
-    lines += [f"{name:<14}  {means[name]:>10.2f}" for name in ("macro_groups", "macro_splits", "micro")]
+    lines += [f"{name:<14}  {means[name]:>10.2f}" for name in means if name != "groups"]
     return "\n".join(lines)

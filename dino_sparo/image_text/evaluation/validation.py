@@ -92,7 +92,9 @@ class _SomeCaptions:
 
 def some_pairs(source: PairSource, indices: np.ndarray) -> PairSource:
     """Some pairs of a source, under new indices."""
-    return PairSource(Subset(source.images, indices), _SomeCaptions(source.captions, indices), source.left_out)
+    negatives = None if source.negatives is None else _SomeCaptions(source.negatives, indices)
+    captions = _SomeCaptions(source.captions, indices)
+    return PairSource(Subset(source.images, indices), captions, source.left_out, negatives)
 
 
 def hold_out(source: PairSource, share: float, seed: int) -> tuple[PairSource, PairSource]:

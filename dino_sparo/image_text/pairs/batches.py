@@ -71,6 +71,7 @@ class PairSource:
         images: the images.
         captions: index -> the image's captions; raises CorruptImageError if they cannot be read.
         left_out: samples without image or caption that are not among the images.
+        negatives: index -> one false caption of the image, which may be empty; None: there are none.
         name: what the log calls the images.
         classes: names of the images' classes; None without labels.
         labels: (len,) int64, class of each image; None without labels.
@@ -79,6 +80,7 @@ class PairSource:
     images: ImageSource
     captions: Captions
     left_out: LeftOut = field(default_factory=LeftOut)
+    negatives: Captions | None = None
     name: str = field(init=False)
     classes: list[str] | None = field(init=False)
     labels: np.ndarray | None = field(init=False)
@@ -156,28 +158,35 @@ class PairItem:
         caption: in words.
         index: its place in the source.
         corrupt: (location, reason) of the pair asked for, if it was replaced.
+        negative: a false caption; None: the source has none.
     """
 
     image: Tensor
     caption: str
     index: int
     corrupt: tuple[tuple[str, str], ...] = ()
+    negative: str | None = None
+
+    @property
+    def texts(self) -> list[str]:
+        """The caption, and the false one behind it if there is one."""
+        return [self.caption] if self.negative is None else [self.caption, self.negative]
 
 
 @dataclass
 class PairBatch(DeviceBatch):
-    """B pairs; caption i belongs to image i.
+    """B pairs; caption i belongs to image i, or caption 2i where each is followed by a false one.
 
     Attributes:
         images: (B, C, H, W), 0 to 255.
-        token_ids: (B, N), the captions.
+        token_ids: (captions, N), the captions.
         indices: (B,), places in the source.
         corrupt: (location, reason) of each pair that was replaced.
         num_truncated: captions that were longer than the context.
     """
 
     images: UInt8[Tensor, "B C H W"]
-    token_ids: Int64[Tensor, "B N"]
+    token_ids: Int64[Tensor, "captions N"]
     indices: Int64[Tensor, "B"]
     corrupt: list[tuple[str, str]]
     num_truncated: int
@@ -209,13 +218,14 @@ class PairDataset(Dataset):
         (image, captions), index, corrupt = read_next(self.source.read_pair, asked, self.source)
         (view,) = self.transform(image, image_rng(self.seed, epoch, asked))
         drawn = image_rng(self.seed + CAPTION_STREAM, epoch, asked).integers(len(captions))
-        return PairItem(view, captions[int(drawn)], index, tuple(corrupt[:1]))
+        negative = None if self.source.negatives is None else self.source.negatives(index)[0]
+        return PairItem(view, captions[int(drawn)], index, tuple(corrupt[:1]), negative)
 
 
 def collate_pairs(items: Sequence[PairItem], context_length: int) -> PairBatch:
     """Stack images and tokenise captions."""
     images, indices, corrupt = stack_images(items)
-    tokens = tokenize([item.caption for item in items], context_length)
+    tokens = tokenize([text for item in items for text in item.texts], context_length)
     return PairBatch(images, tokens.ids, indices, corrupt, tokens.num_truncated)
 
 

@@ -157,6 +157,7 @@ def _open_together(args: argparse.Namespace, path: str, default_split: str = "tr
             split=split,
             default_split=default_split,
             split_column=args.split_column,
+            negative_key=getattr(args, "negative_key", None),
             limits=ImageLimits(args.max_image_mb, args.max_image_mpix),
         ),
         partial(index_pairs, path, split, args.caption_key, args.caption_templates),

@@ -54,6 +54,7 @@ def open_pairs(
     split: str | None = None,
     split_column: str | None = None,
     default_split: str = "train",
+    negative_key: str | None = None,
     limits: ImageLimits = DEFAULT_LIMITS,
 ) -> PairSource:
     """Open pairs; one log line says how many were found in how long, another how many samples were left out.
@@ -73,6 +74,7 @@ def open_pairs(
         split: as in `sources.open_source`: a name, "all", or None for the default split where splits are recognised.
         split_column: a table's column of splits; None finds it by name.
         default_split: what None asks for, "train" or "val"; of the built-in scenes it is the split.
+        negative_key: a table's column of false captions; None: there are none.
         limits: larger images count as unreadable.
 
     Raises:
@@ -91,7 +93,9 @@ def open_pairs(
         columns.refuse_for(data_path)
         source, how = open_pair_shards(shards, f"shards {data_path}", caption_key)
     elif not is_made and os.path.isfile(path) and path.lower().endswith(TABLE_ENDINGS):
-        source, how = open_pair_table(path, image_key, caption_key, image_folder, split, split_column, default_split)
+        source, how = open_pair_table(
+            *(path, image_key, caption_key, image_folder, split, split_column, default_split), negative_key
+        )
     elif not is_made and os.path.isfile(path) and path.lower().endswith(".json"):
         _refuse_split(data_path, split)
         columns.refuse_for(data_path)
@@ -106,6 +110,8 @@ def open_pairs(
             columns=columns,
         )
         source, how = _open_made(data_path, caption_templates, scene_ties, default_split, open_images), "ready"
+    if negative_key is not None and source.negatives is None:
+        raise ValueError(f"negative_key={negative_key!r} is a column of a table, and data_path={data_path!r} is none")
     if isinstance(source.images, FileSource | TarSource):
         source.images.limits = limits
     logger.info("%s: %s pairs, %s in %.2f s", source.name, f"{len(source):,}", how, time.perf_counter() - start)

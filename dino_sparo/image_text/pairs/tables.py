@@ -24,6 +24,7 @@ CAPTIONS = Column(
     is_required=True,
     may_span=True,
 )
+NEGATIVES = Column("false captions", "negative_key", (), may_span=True)  # never looked for by name
 FILES_CHECKED = 8
 
 NO_IMAGE, NO_CAPTION, NO_SUCH_IMAGE = "without image", "without caption", "with the id of no image"
@@ -37,6 +38,7 @@ def open_pair_table(
     split: str | None = None,
     split_column: str | None = None,
     default_split: str = "train",
+    negative_key: str | None = None,
 ) -> tuple[PairSource, str]:
     """The pairs of a table with a header, one per row; also the log's words for how it was opened.
 
@@ -51,22 +53,26 @@ def open_pair_table(
         split: rows to use, as in `sources.open_source`.
         split_column: column of the splits; None finds it by name.
         default_split: what None asks for.
+        negative_key: column of false captions; None: there are none.
 
     Raises:
         ValueError: no such column (lists those there are), a row of another length, no row of the split, no pairs, or
             files that are not there.
     """
-    paths, captions, left_out = PackedTexts(), PackedTexts(), LeftOut()
-    columns = IMAGES.named(image_key), CAPTIONS.named(caption_key)
+    paths, captions, negatives, left_out = PackedTexts(), PackedTexts(), PackedTexts(), LeftOut()
+    columns = IMAGES.named(image_key), CAPTIONS.named(caption_key), NEGATIVES.named(negative_key)
     for line, cells in TableRows(path, columns, SPLITS.named(split_column), split, default_split):
-        image, caption = (cell.strip() for cell in cells)
+        image, caption, negative = (cell.strip() for cell in cells)
         if image and caption:
             paths.append(image)
             captions.append(caption)
+            if negative_key is not None:
+                negatives.append(negative)
         else:
             left_out.add(NO_CAPTION if image else NO_IMAGE, f"{path}, line {line}")
     images = _files(f"table {path}", image_folder or os.path.dirname(path), paths)
-    return PairSource(images, ListedCaptions(captions.packed()), left_out), "read"
+    false_captions = None if negative_key is None else ListedCaptions(negatives.packed())
+    return PairSource(images, ListedCaptions(captions.packed()), left_out, false_captions), "read"
 
 
 def open_coco_captions(path: str, image_folder: str | None = None) -> tuple[PairSource, str]:

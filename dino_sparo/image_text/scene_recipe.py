@@ -1,0 +1,18 @@
+"""A recipe for models of the built-in scenes that are trained from scratch on a few CPU cores.
+
+Demos and experiments take it, so that what they compare has the same towers and the same optimiser. It is for trials,
+not for accuracy.
+"""
+
+TOWERS = {
+    "arch": "vit_micro",
+    "patch_size": "8",
+    "img_size": "48",
+    "text_width": "64",
+    "text_heads": "2",
+    "text_layers": "3",
+    "context_length": "20",
+}
+# Encodings of one width, with slots and without.
+CLIP_READOUTS = {"sparo_slots": "16", "sparo_slot_dim": "16", "sparo_key_dim": "32", "embed_dim": "256"}
+OPTIMISATION = {"batch_size": "256", "lr": "0.0015", "weight_decay": "0.1", "clip_grad": "1"}

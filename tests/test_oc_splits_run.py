@@ -1,0 +1,178 @@
+"""`dino-sparo oc-splits`: which commands it runs with which options, what it reports, how it goes on, its heat map."""
+
+import json
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dino_sparo.__main__ import run as run_command
+from dino_sparo.oc_clip import split_data, splits, splits_options
+from dino_sparo.oc_clip.split_design import TESTS
+from dino_sparo.oc_clip.splits import run_splits, table
+from dino_sparo.oc_clip.splits_figure import draw_heat_maps
+from dino_sparo.oc_clip.splits_options import MODELS, chosen_amount, get_args_parser
+
+ACCURACIES = {"train": 98.0, "seen_pair": 40.0, "unseen_order": 30.0, "unseen_pair": 70.0}
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    monkeypatch.setattr(split_data, "MIN_TRAINING_IMAGES", 4)
+
+
+class FakeRun:
+    """Stands for the commands: writes a checkpoint of 7 numbers, answers with fixed accuracies."""
+
+    def __init__(self) -> None:
+        self.commands: list[tuple[str, dict[str, str]]] = []
+
+    def __call__(self, name: str, words: Sequence[str]) -> Any:
+        options = {word[2:]: value for word, value in zip(words[::2], words[1::2], strict=True)}
+        self.commands.append((name, options))
+        if name.startswith("train"):
+            Path(options["output_dir"]).mkdir(parents=True)
+            torch.save(
+                {"model": {"a": torch.zeros(2, 3), "b": torch.zeros(())}}, options["output_dir"] + "/checkpoint.pth"
+            )
+            return None
+        assert name == "sugarcrepe"
+        assert Path(options["images"]).is_dir()
+        is_shuffled = Path(options["data_path"]).name == "shuffled"
+        tests = [path.stem for path in Path(options["data_path"]).glob("*.json")]
+        found = {test: 50.0 if is_shuffled else ACCURACIES.get(test, 60.0) for test in tests}
+        return {"splits": {test: {"accuracy": value, "num_ties": 1, "num_pairs": 4} for test, value in found.items()}}
+
+    def trained(self) -> list[tuple[str, dict[str, str]]]:
+        return [command for command in self.commands if command[0].startswith("train")]
+
+
+def options(folder: Path, *more: str) -> Namespace:
+    words = ["--num_images", "8", "--num_questions", "4", "--output_dir", str(folder), *more]
+    return get_args_parser().parse_args(words)
+
+
+def test_all_models_get_the_same_towers_pictures_steps_and_optimiser(tmp_path):
+    run = FakeRun()
+    run_splits(options(tmp_path, "--models", *MODELS), run)
+    own = {"output_dir", "graphs", *(key for model in MODELS.values() for key in model.options)}
+    shared = [{key: value for key, value in words.items() if key not in own} for _, words in run.trained()]
+    assert len(shared) == len(MODELS)
+    assert all(words == shared[0] for words in shared)
+    assert {"arch", "text_layers", "lr", "batch_size", "epochs", "seed", "warmup_steps", "data_path"} <= shared[
+        0
+    ].keys()
+
+
+def test_controls_differ_from_oc_clip_in_their_options_alone(tmp_path):
+    run = FakeRun()
+    run_splits(options(tmp_path, "--models", *MODELS), run)
+    trained = {Path(words["output_dir"]).name: {**words, "output_dir": ""} for _, words in run.trained()}
+    differing = {name: dict(set(trained[name].items()) - set(trained["oc-clip"].items())) for name in MODELS}
+    assert differing["oc-clip-no-rel"] == {"rel_loss_weight": "0"}
+    assert differing["oc-clip-no-competition"] == {"competition": "keys", "num_default": "0"}
+    assert differing["oc-clip-parsed"] == {"graphs": "templates"}
+    assert trained["oc-clip"]["graphs"] == trained["oc-clip"]["data_path"]
+    assert "graphs" not in trained["clip-cls"]
+    asked = {
+        Path(each["output"]).parent.name: each.get("graphs") for name, each in run.commands if name == "sugarcrepe"
+    }
+    assert asked["clip-sparo"] is None
+    assert asked["oc-clip-parsed"] == "templates"
+    assert asked["oc-clip"].endswith("tests/graphs.jsonl")
+
+
+@pytest.mark.parametrize("kind", list(TESTS))
+def test_every_test_is_reported_with_the_mean_of_the_first_two_and_with_shuffled_pictures(tmp_path, capsys, kind):
+    results = run_splits(options(tmp_path, "--split", kind, "--models", "clip-cls", "--seeds", "0", "1"), FakeRun())
+    assert [result["seed"] for result in results] == [0, 1]
+    assert all(result["num_parameters"] == 7 and set(result["tests"]) == set(TESTS[kind]) for result in results)
+    assert json.loads((tmp_path / "splits.json").read_text())["results"] == results
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    reverse = ACCURACIES[TESTS[kind][1]]
+    expected = ["98.0", f"{reverse:.1f}", f"{(98 + reverse) / 2:.1f}"]
+    row = next(line for line in lines if line[:1] == ["clip-cls"])
+    assert [word for word in row[1:] if word not in ("±", "0.0")][:3] == expected
+    assert any(line[:3] == ["shuffled", "pictures", "50.0"] for line in lines)
+    assert any(line[:7] == ["captions", "alone,", "at", "best", "100.0", "0.0", "50.0"] for line in lines)
+
+
+def test_a_model_whose_result_is_there_is_not_trained_again_and_other_options_are_refused(tmp_path):
+    first, second = FakeRun(), FakeRun()
+    before = run_splits(options(tmp_path, "--models", "clip-cls"), first)
+    after = run_splits(options(tmp_path, "--models", "clip-cls", "clip-sparo"), second)
+    assert after[:1] == before
+    assert [Path(words["output_dir"]).name for _, words in second.trained()] == ["clip-sparo"]
+    with pytest.raises(ValueError, match="is the result of other options; give the same ones, or another --output_dir"):
+        run_splits(options(tmp_path, "--models", "clip-cls", "--epochs", "3"), FakeRun())
+
+
+def test_the_time_of_a_training_that_went_on_from_a_checkpoint_is_not_given(tmp_path):
+    folder = tmp_path / "seen50_hard0_seed0" / "clip-cls"
+    folder.mkdir(parents=True)
+    (folder / "checkpoint.pth").write_bytes(b"")
+
+    class Resumed(FakeRun):
+        def __call__(self, name: str, words: Sequence[str]) -> Any:
+            if name == "train-clip":
+                (folder / "checkpoint.pth").unlink()
+                folder.rmdir()
+            return super().__call__(name, words)
+
+    (result,) = run_splits(options(tmp_path, "--models", "clip-cls"), Resumed())
+    assert result["training_s"] is None
+    assert table([result]).splitlines()[1].split()[-1] == "-"
+
+
+def test_the_grid_trains_every_cell_and_draws_the_heat_map(tmp_path):
+    pytest.importorskip("matplotlib")
+    run = FakeRun()
+    results = run_splits(options(tmp_path, "--grid", "--models", "clip-cls"), run)
+    cells = [(seen, hard) for seen in splits_options.SEEN_SHARES for hard in splits_options.HARD_SHARES]
+    assert [(result["seen"], result["hard"]) for result in results] == cells
+    assert (tmp_path / "splits.png").is_file()
+    # Cells may be missing, and the same numbers give the same bytes.
+    for name in ("a.png", "b.png"):
+        draw_heat_maps(results[:5], tmp_path / name)
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--epochs", "0"], "--epochs 0: give a positive number"),
+        (["--seeds", "0", "0"], "--seeds 0 0: give each once"),
+        (["--models", "clip-cls", "clip-cls"], "give each once"),
+    ],
+)
+def test_numbers_and_names_that_cannot_be_are_refused(words, message):
+    with pytest.raises(ValueError, match=message):
+        chosen_amount(get_args_parser().parse_args(words))
+
+
+def test_short_takes_less_of_everything_and_given_numbers_win():
+    short = chosen_amount(get_args_parser().parse_args(["--short", "--epochs", "5"]))
+    assert short == splits_options.SHORT._replace(epochs=5)
+    assert all(a < b for a, b in zip(splits_options.SHORT, splits_options.FULL, strict=True))
+    assert splits_options.SHORT.num_images >= 2 * 10 * 8 * 6  # every single object
+
+
+@pytest.mark.slow
+def test_clips_run_from_pictures_to_the_table(tmp_path, capsys):
+    pytest.importorskip("open_clip")
+    models = ["--models", "clip-cls", "clip-swapped", "clip-sparo"]
+    words = [*models, "--short", "--num_images", "64", "--num_questions", "10"]
+    results = run_command("oc-splits", [*words, "--num_workers", "0", "--output_dir", str(tmp_path)])
+    for result in results:
+        for part in ("tests", "shuffled"):
+            assert set(result[part]) == set(TESTS["attribute"])
+            assert all(0 <= each["accuracy"] <= 100 for each in result[part].values())
+        assert result["training_s"] > 0
+        assert 0.5 < result["num_parameters"] / results[0]["num_parameters"] < 2
+    assert "clip-sparo" in capsys.readouterr().out
+    assert (tmp_path / "splits.json").is_file()
+    assert splits.count_parameters(tmp_path / "seen50_hard0_seed0" / "clip-cls" / "checkpoint.pth") > 0
