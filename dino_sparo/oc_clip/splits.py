@@ -95,6 +95,7 @@ def recipe(name: str, seed: int, amount: Amount) -> dict[str, str]:
         "epochs": str(amount.epochs),
         "warmup_steps": str(max(1, steps // WARMUP_SHARE)),
         "seed": str(seed),
+        "precision": "fp32",  # alike: what `auto` means differs between the commands
         **MODELS[name].options,
     }
 
