@@ -183,7 +183,7 @@ def graph_of(content: Mapping[str, Any], key: str) -> SceneGraph:
 
     Args:
         content: the member.
-        key: `--graph_key`.
+        key: where the graph stands in it, as the option graph_key names it.
 
     Raises:
         ValueError: there is no such key, or what stands there is no graph.
