@@ -166,6 +166,15 @@ def test_graphs_of_two_parsers_are_not_mixed(tmp_path: Path, capsys: pytest.Capt
         parse_rows(lambda: iter([Row("a dog")]), other, tmp_path / "g.jsonl", 16, 16)
 
 
+def test_nothing_is_added_to_a_file_of_another_program(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    table = tmp_path / "t.jsonl"
+    table.write_text('{"caption": "a dog"}')
+    with pytest.raises(SystemExit, match="1"):
+        parse(table, table)
+    assert f"{table} exists, and there is no {table}.summary.json beside it" in caplog.messages[-1]
+    assert table.read_text() == '{"caption": "a dog"}'
+
+
 def test_the_summary_counts_what_the_file_will_lose(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "c.txt").write_text("...\na cat on a mat in a room\n")
     summary = parse(tmp_path / "c.txt", tmp_path / "g.jsonl", "--max_nodes", "2")

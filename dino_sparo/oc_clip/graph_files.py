@@ -10,6 +10,7 @@ of its caption (20 bytes), so that loader workers share the graphs of 10^7 capti
 """
 
 import hashlib
+import logging
 import os
 from array import array
 from collections.abc import Callable, Iterable, Mapping
@@ -30,6 +31,8 @@ from dino_sparo.runtime.logs import progress
 from dino_sparo.runtime.records import file_sha256
 from dino_sparo.sources.cache import load_or_index
 from dino_sparo.sources.packed import Arrays
+
+logger = logging.getLogger(__name__)
 
 Find = Callable[[str], SceneGraph | None]
 
@@ -175,6 +178,7 @@ def open_graphs(
         )
     file = open_graph_file(path, max_nodes, max_relations)
     record = {"file": str(path), "sha256": file.sha256, "captions": len(file)}
+    logger.info("%s: graphs of %d captions", path, len(file))
     return CaptionGraphs(file, record, max_nodes, max_relations, max_missing)
 
 

@@ -89,8 +89,8 @@ def parse(args: argparse.Namespace) -> dict[str, Any]:
         parser = annotated = AnnotatedImages(args.captions, args.parser, args.image_folder, output.parent, *drawn)
         rows: Rows = annotated.rows
     else:
-        rows = open_rows(args.captions, output.parent, args.caption_key, args.image_key, args.image_folder, args.split)
         parser = _open_parser(args, output)
+        rows = open_rows(args.captions, output.parent, args.caption_key, args.image_key, args.image_folder, args.split)
     summary = parse_rows(rows, parser, output, args.max_nodes, args.max_relations)
     say(f"{output}: {summary['counts']['captions']:,} lines, {_words_of(summary)}")
     return summary
@@ -107,12 +107,12 @@ def parse_rows(rows: Rows, parser: Parser, output: Path, max_nodes: int, max_rel
         max_relations: likewise.
 
     Raises:
-        ValueError: the output has graphs of another parser.
+        ValueError: the output has graphs of another parser, or is no output of this command.
     """
     summary_path, errors_path = (
         output.with_name(output.name + ending) for ending in (".summary.json", ".errors.jsonl")
     )
-    _check_parser(summary_path, parser)
+    _check_output(output, summary_path, parser)
     counts, run = LookupCounts(), Counter[str](parsed=0, dropped_relations=0, unreadable=0, undone=0)
 
     def counts_of(caption: str, graph: SceneGraph) -> LookupCounts:
@@ -169,9 +169,11 @@ def _open_parser(args: argparse.Namespace, output: Path) -> Parser:
     return LanguageModelParser(complete, args.model, cache, 1 if args.local else args.concurrency)
 
 
-def _check_parser(summary_path: Path, parser: Parser) -> None:
-    """Graphs of two parsers in one file could not be told apart."""
+def _check_output(output: Path, summary_path: Path, parser: Parser) -> None:
+    """Nothing is added to another program's file, nor to the graphs of another parser."""
     if not summary_path.is_file():
+        if output.is_file() and output.stat().st_size:
+            raise ValueError(f"{output} exists, and there is no {summary_path} beside it; give another --output")
         return
     before = parse_line(summary_path.read_bytes(), str(summary_path)).get("parser")
     if before != parser.record:
