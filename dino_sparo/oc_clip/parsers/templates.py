@@ -142,12 +142,13 @@ class _Clause:
         return bool(attributes) and attributes <= ADJECTIVES | AND and not set(following) <= DETERMINERS
 
     def may_be_verb(self, words: list[str], position: int, verb: int) -> bool:
-        """Whether a word in -ing follows a noun, or "is", or "and" after a whole relation."""
+        """Whether a word in -ing follows a noun, a comma, "is", or "and" after a whole relation."""
         if verb > position:
             return True
         if self.noun:
             return not set(self.noun) <= DETERMINERS | ADJECTIVES
-        return bool(self.joined and self.last) or bool(self.current and not self.predicate and not self.joined)
+        follows_subject = not self.joined or bool(self.last) or words[position - 1] == ","
+        return bool(self.current) and not self.predicate and follows_subject
 
     def begin_relation(self, words: list[str], following: list[str]) -> None:
         """A relation, which begins with "is" where the sentence does."""
