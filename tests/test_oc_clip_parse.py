@@ -87,13 +87,16 @@ def test_all_captions_that_scenes_may_have_are_parsed(tmp_path: Path) -> None:
         [{"image_path": "3.jpg", "caption_options": ["a dog", "a cat"]}],  # What'sUp
         [[3, "a dog", "a cat"]],  # What'sUp, COCO and Visual Genome
         {"images": [{"filename": "3.jpg", "sentences": [{"raw": "a dog", "tokens": ["a"]}, {"raw": "a cat"}]}]},
-        {"images": [{"id": 3, "file_name": "3.jpg"}], "annotations": [{"caption": "a dog"}, {"caption": "a cat"}]},
+        {
+            "info": {"description": "COCO", "caption": "COCO"},
+            "images": [{"id": 3, "file_name": "3.jpg"}],
+            "annotations": [{"image_id": 3, "caption": "a dog"}, {"image_id": 3, "caption": "a cat"}],
+        },
         ["a dog", "a cat"],
     ],
     ids=["sugarcrepe", "aro", "vl-checklist", "whatsup", "whatsup coco", "karpathy", "coco", "list"],
 )
 def test_true_and_false_captions_of_benchmarks_are_found(tmp_path: Path, content: Any) -> None:
-    assert list(texts_in(content, CAPTION_KEYS)) == ["a dog", "a cat"]
     (tmp_path / "c.json").write_text(json.dumps(content))
     assert [row.caption for row in open_rows(str(tmp_path / "c.json"), tmp_path)()] == ["a dog", "a cat"]
 
@@ -111,6 +114,11 @@ def test_annotations_of_coco_give_images_where_their_folder_is_given(tmp_path: P
     (tmp_path / "c.json").write_text(json.dumps(content))
     rows = open_rows(str(tmp_path / "c.json"), tmp_path, image_folder=str(tmp_path / "images"))
     assert list(rows()) == [Row("a dog", "images/3.jpg"), Row("a cat", "images/3.jpg")]
+
+
+def test_names_of_image_files_and_words_under_other_keys_are_no_captions() -> None:
+    content = [{"caption": ["a.jpg", " a dog "], "tokens": ["a", "dog"], "title": "x"}, "3.PNG", "", 7, None]
+    assert list(texts_in(content, CAPTION_KEYS)) == ["a dog"]
 
 
 def test_json_without_captions_is_refused_with_its_keys(tmp_path: Path) -> None:

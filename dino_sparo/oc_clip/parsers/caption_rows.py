@@ -23,11 +23,11 @@ from dino_sparo.sources.packed import FileSource
 from dino_sparo.sources.rows import TABLE_ENDINGS, TableRows
 from dino_sparo.sources.splits import ALL
 
+# Of JSON that is no table. "description" and "title", usual names of columns, describe whole files there.
 CAPTION_KEYS = frozenset(
     (
-        *CAPTIONS.names,
-        *("raw", "negative_caption", "true_caption", "false_caption", "caption_0", "caption_1", "caption_options"),
-        *("POS", "NEG"),
+        *("caption", "captions", "text", "sentence", "raw", "caption_0", "caption_1", "caption_options"),
+        *("negative_caption", "true_caption", "false_caption", "POS", "NEG"),
     )
 )
 
@@ -118,10 +118,10 @@ def _open_json(path: str, keys: frozenset[str], folder: str | None) -> Rows:
             content = parse_json(file.read())
         except ValueError as error:
             raise ValueError(f"data_path={path!r} is no JSON ({error})") from error
-    if folder is not None:
+    if folder is not None or (isinstance(content, dict) and {"images", "annotations"} <= set(content)):
         files, captions_of, _ = read_coco(path)
         return lambda: (
-            Row(caption, os.path.join(folder, files[number]))
+            Row(caption, None if folder is None else os.path.join(folder, files[number]))
             for number, captions in captions_of.items()
             for caption in captions
         )

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 @runtime_checkable
-class Parser(Protocol):
+class BulkParser(Protocol):
     """What turns captions into graphs.
 
     Attributes:
@@ -83,7 +83,7 @@ def parse(args: argparse.Namespace) -> dict[str, Any]:
     setup_logging()
     output = Path(args.output)
     output.parent.mkdir(parents=True, exist_ok=True)
-    parser: Parser
+    parser: BulkParser
     if args.parser in DRAW:
         drawn = (args.seed, args.captions_per_image, args.exclude_images)
         parser = annotated = AnnotatedImages(args.captions, args.parser, args.image_folder, output.parent, *drawn)
@@ -96,7 +96,7 @@ def parse(args: argparse.Namespace) -> dict[str, Any]:
     return summary
 
 
-def parse_rows(rows: Rows, parser: Parser, output: Path, max_nodes: int, max_relations: int) -> dict[str, Any]:
+def parse_rows(rows: Rows, parser: BulkParser, output: Path, max_nodes: int, max_relations: int) -> dict[str, Any]:
     """Add the graphs of all rows that the output has not yet; returns the summary that is written beside it.
 
     Args:
@@ -156,7 +156,7 @@ def parse_rows(rows: Rows, parser: Parser, output: Path, max_nodes: int, max_rel
     return summary
 
 
-def _open_parser(args: argparse.Namespace, output: Path) -> Parser:
+def _open_parser(args: argparse.Namespace, output: Path) -> BulkParser:
     if args.parser != "llm":
         return Templates() if args.parser == "templates" else Spacy()
     if not args.model or bool(args.server) == args.local:
@@ -169,7 +169,7 @@ def _open_parser(args: argparse.Namespace, output: Path) -> Parser:
     return LanguageModelParser(complete, args.model, cache, 1 if args.local else args.concurrency)
 
 
-def _check_output(output: Path, summary_path: Path, parser: Parser) -> None:
+def _check_output(output: Path, summary_path: Path, parser: BulkParser) -> None:
     """Nothing is added to another program's file, nor to the graphs of another parser."""
     if not summary_path.is_file():
         if output.is_file() and output.stat().st_size:
@@ -183,7 +183,7 @@ def _check_output(output: Path, summary_path: Path, parser: Parser) -> None:
         )
 
 
-def _state(parser: Parser, counts: LookupCounts, run: Counter[str]) -> dict[str, Any]:
+def _state(parser: BulkParser, counts: LookupCounts, run: Counter[str]) -> dict[str, Any]:
     # Captions are missing where graphs are looked up, not here.
     whole_file = {name: number for name, number in counts._asdict().items() if name != "missing"}
     return {"parser": parser.record, "counts": whole_file, "this_run": dict(run), "versions": versions()}

@@ -5,7 +5,7 @@ import argparse
 from dino_sparo.oc_clip.graphs import MAX_NODES, MAX_RELATIONS
 from dino_sparo.runtime.cli import HelpFormatter
 
-PARSERS = ("templates", "spacy", "llm", "vg", "gqa")
+PARSER_NAMES = ("templates", "spacy", "llm", "vg", "gqa")
 
 
 def parse_parser() -> argparse.ArgumentParser:
@@ -32,7 +32,7 @@ def parse_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("parser")
     group.add_argument(
         "--parser",
-        choices=PARSERS,
+        choices=PARSER_NAMES,
         default="templates",
         help="templates: closed word lists, for captions made from templates. spacy: dependency trees. llm: a language "
         "model, the most accurate. vg, gqa: no parser, the graphs that Visual Genome or GQA come with.",
