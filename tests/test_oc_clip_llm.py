@@ -15,7 +15,8 @@ import pytest
 from dino_sparo.__main__ import main
 from dino_sparo.oc_clip.graphs import Relation, SceneGraph
 from dino_sparo.oc_clip.parsers import llm
-from dino_sparo.oc_clip.parsers.llm import AnswerCache, LanguageModelParser, LocalModel, Message, read_answer
+from dino_sparo.oc_clip.parsers.answer_cache import AnswerCache
+from dino_sparo.oc_clip.parsers.llm import LanguageModelParser, LocalModel, Message, read_answer
 from dino_sparo.runtime.extras import MissingPackageError
 
 GRAPH = {"entities": ["dog", "mat"], "relationships": [{"relationship": "on", "subject": 0, "object": 1}]}

@@ -3,7 +3,7 @@
 The third objective. The encoder and the text tower are the shared rooms of `dino_sparo`. Here is its core, not yet a
 training:
 
-    caption -> its graph                   parsers/  graph_files.py  json_lines.py
+    caption -> its graph                   parsers/  graph_files.py  graph_index.py  json_lines.py
     caption's graph -> padded tensors      graphs.py (canonical.py)  negatives.py  graph_batches.py
     patches, entities -> slots             binding.py
     slots, entities, relations -> scores   scoring.py  pair_scores.py

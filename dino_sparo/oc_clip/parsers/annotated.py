@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from dino_sparo.oc_clip.canonical import canonical
-from dino_sparo.oc_clip.graph_files import hash_of
+from dino_sparo.oc_clip.graph_index import hash_of
 from dino_sparo.oc_clip.graphs import ARTICLES, Relation, SceneGraph, normalize
 from dino_sparo.oc_clip.parsers.caption_rows import Row, seen_from
 from dino_sparo.oc_clip.parsers.llm import Outcome

@@ -21,7 +21,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Bool
 
-from dino_sparo.oc_clip.graph_files import LookupCounts, caption_bytes, graph_record, hash_of
+from dino_sparo.oc_clip.graph_files import LookupCounts, graph_record
+from dino_sparo.oc_clip.graph_index import caption_bytes, hash_of
 from dino_sparo.oc_clip.graphs import SceneGraph, normalize
 from dino_sparo.oc_clip.json_lines import JsonLines, parse_line, read_lines
 from dino_sparo.oc_clip.parsers.annotated import DRAW, AnnotatedImages
