@@ -174,6 +174,11 @@ COMMANDS: dict[str, Command] = {
         options_of("image_text.evaluation.options", "scene_pairs_parser"),
         "dino_sparo.image_text.evaluation.scene_pairs:write_pairs",
     ),
+    "parse": Command(
+        "Captions -> their scene graphs, for OC-CLIP.",
+        options_of("oc_clip.parsers.options", "parse_parser"),
+        "dino_sparo.oc_clip.parsers.command:parse",
+    ),
     "select": Command(
         "Labelled images -> the slots of a CLIP that tell their classes apart.",
         options_of("clip.slots.options", "select_parser"),

@@ -52,6 +52,12 @@ def ends_in_one_line(package: str, *command: str) -> str:
         ("entmax", "dino_sparo train-clip --output_dir {} --readout fdt --data_path scenes:8:32", "dino_sparo[clip]"),
         ("matplotlib", "dino_sparo sweep {}/zero_shot.json", "dino_sparo[plots]"),
         ("matplotlib", "dino_sparo attention --pretrained_weights {}/w", "dino_sparo[plots]"),
+        ("spacy", "dino_sparo parse --parser spacy --captions scenes --output {}/g", "python -m spacy download"),
+        (
+            "openai",
+            "dino_sparo parse --parser llm --model m --server http://localhost:1 --captions scenes --output {}/g",
+            "dino_sparo[parse-llm]",
+        ),
         ("clip_benchmark", "dino_sparo clip-benchmark eval", "pip install clip-benchmark"),
     ],
 )

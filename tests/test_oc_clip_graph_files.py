@@ -16,10 +16,10 @@ from dino_sparo.oc_clip.graph_files import (
     LookupCounts,
     graph_of,
     graph_record,
-    open_graph_file,
     open_graphs,
     write_graphs,
 )
+from dino_sparo.oc_clip.graph_index import open_graph_file
 from dino_sparo.oc_clip.graphs import Relation, SceneGraph
 from dino_sparo.oc_clip.json_lines import JsonLines, read_lines
 from dino_sparo.scenes import Scenes
@@ -78,7 +78,7 @@ def test_the_same_caption_twice_with_the_same_graph_is_one(tmp_path: Path) -> No
 
 
 def test_captions_whose_hashes_are_equal_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dino_sparo.oc_clip.graph_files.hash_of", lambda *texts: 7)
+    monkeypatch.setattr("dino_sparo.oc_clip.graph_index.hash_of", lambda *texts: 7)
     rows = [(f"caption {number}", SceneGraph((f"thing {number}",))) for number in range(5)]
     graphs = opened(written(tmp_path / "g.jsonl", *rows, rows[2], rows[1]))
     assert [graphs(caption) for caption, _ in rows] == [graph for _, graph in rows]
@@ -131,7 +131,7 @@ def test_the_index_is_kept_until_the_file_changes(tmp_path: Path, monkeypatch: p
     path = written(tmp_path / "g.jsonl", ("a dog on a mat", DOG))
     os.utime(path, ns=(10**18, 10**18))
     opened(path)
-    monkeypatch.setattr("dino_sparo.oc_clip.graph_files._index", lambda *_: pytest.fail("indexed again"))
+    monkeypatch.setattr("dino_sparo.oc_clip.graph_index._index", lambda *_: pytest.fail("indexed again"))
     assert opened(path)("a dog on a mat") == DOG
     written(path, ("another", TURNED))
     with pytest.raises(pytest.fail.Exception, match="indexed again"):

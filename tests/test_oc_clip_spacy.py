@@ -1,7 +1,13 @@
 """The rules over dependency trees, without spaCy: the trees are written down as its English models give them."""
 
+import pickle
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+
 import pytest
 
+from dino_sparo.oc_clip.graph_files import open_graphs
 from dino_sparo.oc_clip.graphs import SceneGraph
 from dino_sparo.oc_clip.parsers import spacy_rules
 from dino_sparo.oc_clip.parsers.spacy_rules import SpacyParser, Word, graph_of_words
@@ -78,6 +84,29 @@ def test_and_is_no_relation_and_pronouns_are_no_entities() -> None:
     )
     assert words_of("he/PRON/nsubj/1 runs/VERB/ROOT/1") == ""
     assert graph_of_words([]) == SceneGraph(())
+
+
+def fake_spacy(words: list[Word]) -> ModuleType:
+    """A stand-in for the package, whose pipeline finds these words in every caption."""
+    spacy = ModuleType("spacy")
+    spacy.__spec__ = ModuleSpec("spacy", None)
+    spacy.__version__ = "3.8"
+    spacy.util = SimpleNamespace(is_package=lambda name: True, get_package_version=lambda name: "3.8.0")
+    tokens = [SimpleNamespace(text=w.text, pos_=w.pos, dep_=w.dep, head=SimpleNamespace(i=w.head)) for w in words]
+    pipeline = SimpleNamespace(pipe=lambda captions: (tokens for _ in captions))
+    spacy.load = lambda model, exclude: pipeline
+    return spacy
+
+
+def test_a_parser_says_its_model_and_goes_to_workers_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = tree("dog/NOUN/ROOT/0 on/ADP/prep/0 mat/NOUN/pobj/1")
+    monkeypatch.setitem(sys.modules, "spacy", fake_spacy(words))
+    parser = SpacyParser()
+    assert parser.record == {"parser": "spacy", "spacy": "3.8", "model": "en_core_web_sm 3.8.0"}
+    graph = graph_of_words(words)
+    assert list(parser.parse_all(iter(["a", "b"]))) == [graph, graph]
+    assert pickle.loads(pickle.dumps(parser))("a") == graph
+    assert open_graphs("spacy").record["model"] == "en_core_web_sm 3.8.0"
 
 
 def test_without_spacy_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 The third objective. Encoder, text encoder, trainer and evaluations are the shared rooms of `dino_sparo`. Here is what
 OC-CLIP adds:
 
-    caption -> its graph                   parsers/  graph_files.py  json_lines.py
+    caption -> its graph                   parsers/  graph_files.py  graph_index.py  json_lines.py
     caption's graph -> padded tensors      graphs.py (canonical.py)  negatives.py  graph_batches.py
     patches, entities -> slots             binding.py
     slots, entities, relations -> scores   scoring.py  pair_scores.py

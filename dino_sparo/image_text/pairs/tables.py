@@ -85,7 +85,7 @@ def open_coco_captions(path: str, image_folder: str | None = None) -> tuple[Pair
     Raises:
         ValueError: another kind of JSON (lists its keys), no pairs, or files that are not there.
     """
-    files, captions_of, left_out = _read_coco(path)
+    files, captions_of, left_out = read_coco(path)
     paths, captions, ends = PackedTexts(), PackedTexts(), []
     for number, name in files.items():
         if not captions_of[number]:
@@ -99,8 +99,15 @@ def open_coco_captions(path: str, image_folder: str | None = None) -> tuple[Pair
     return PairSource(images, ListedCaptions(captions.packed(), np.array(ends, dtype=np.int64)), left_out), "read"
 
 
-def _read_coco(path: str) -> tuple[dict[Any, str], dict[Any, list[str]], LeftOut]:
-    """File names and captions of every image by its id, and annotations of no image."""
+def read_coco(path: str) -> tuple[dict[Any, str], dict[Any, list[str]], LeftOut]:
+    """File names and captions of every image by its id, and annotations of no image.
+
+    Args:
+        path: as in `open_coco_captions`.
+
+    Raises:
+        ValueError: another kind of JSON; lists its keys.
+    """
     with open_regular(path) as file:
         try:
             content = parse_json(file.read())

@@ -29,34 +29,36 @@ PREPOSITIONS = frozenset(
     between beyond by down during for from in inside into near off on onto opposite outside over past through
     throughout to toward towards under underneath up upon via with within without adjacent_to ahead_of along_with
     attached_to away_from close_to connected_to far_away_from far_from full_of in_between inside_of made_of next_to
-    on_board out_of outside_of together_with carries contains eats has have having holds includes rides wears
+    on_board out_of outside_of together_with carries catches chases contains eats has have having hits holds includes
+    kicks pulls throws uses rides wears
     """
 )
 # A relation after a noun, an attribute before one ("a running dog").
 VERBS = _words(
     """
     approaching asking attaching biting blowing boarding boiling brushing buttoning carrying casting chasing chewing
-    cleaning climbing closing cooking covering cradling cutting dancing decorating descending dipping displaying
-    dividing dragging drinking driving drying eating enclosing enjoying entering examining exiting facing falling
-    feeding filling fixing floating flying following gliding grazing grilling gripping growing guiding hanging having
-    helping herding hitting holding hugging jogging jumping kicking kissing kneeling launching laying leading leaning
-    leaving licking lifting loading looking lounging lying making mounting moving operating overlooking packing
-    passing paying peeling petting picking playing pointing posing pouring preparing pulling pushing reaching reading
-    repairing resting riding rowing running sailing serving sharing sharpening shearing showing signing sipping
-    sitting skateboarding skiing sleeping slicing sliding smelling smiling smoking sniffing snowboarding spinning
-    spreading squatting squeezing standing staring stepping sticking stirring stretching supporting surfing
-    surrounding swimming swinging taking talking tasting throwing touching towing traveling trimming turning tying
-    typing using visiting wading waiting walking washing watching watering waving wearing whispering wielding working
-    wrapping
+    cleaning coming climbing closing cooking covering cradling cutting dancing decorating descending dipping
+    displaying dividing dragging drinking driving drying eating enclosing enjoying entering examining exiting facing
+    falling feeding filling fixing floating flying following gliding going grazing grilling gripping growing guiding
+    hanging having helping herding hitting holding hugging jogging jumping kicking kissing kneeling launching laying
+    leading leaning leaving licking lifting loading looking lounging lying making mounting moving operating
+    overlooking packing passing paying peeling petting picking playing pointing posing pouring preparing pulling
+    pushing reaching reading repairing resting riding rowing running sailing serving sharing sharpening shearing
+    showing signing sipping sitting skateboarding skiing sleeping slicing sliding smelling smiling smoking sniffing
+    snowboarding spinning spreading squatting squeezing standing staring stepping sticking stirring stretching
+    supporting surfing surrounding swimming swinging taking talking tasting throwing touching towing traveling
+    trimming turning tying typing using visiting wading waiting walking washing watching watering waving wearing
+    whispering wielding working wrapping
     """
 )
-# A relation before a preposition alone ("parked on"); elsewhere an attribute ("a parked car").
+# A relation before a preposition alone ("parked on", "sits in"); elsewhere part of a phrase ("a parked car").
 PARTICIPLES = _words(
     """
-    arranged attached balanced based built connected covered crossed decorated displayed dressed filled fixed folded
-    gathered hung installed kept laid leaned lined lit loaded located made mounted packed painted parked perched piled
-    placed planted plugged positioned printed propped put reflected scattered seated set situated spread stacked
-    stored strapped stuck surrounded suspended tied topped tucked wrapped written
+    arranged attached balanced based built carried connected covered crossed decorated displayed dressed driven eaten
+    filled fixed flies folded followed gathered graze grazes hangs held hung installed kept laid lays leaned leans lie
+    lies lined lit loaded located looks made mounted packed painted parked perched piled placed planted plugged
+    positioned printed propped pulled put reflected rests ridden runs scattered seated set sit sits situated spread
+    stacked stands stored strapped stuck surrounded suspended tied topped tucked walks worn wrapped written
     """
 )
 COPULAS = _words("am are be been being is was were")
@@ -68,7 +70,7 @@ SPLITTING = _words(", as while")
 WHICH = _words("that which who")
 IT = _words("him it them")  # "her" is also a determiner
 EACH_OTHER = _words("each_other herself himself itself one_another themselves")
-DETERMINERS = frozenset(ARTICLES) | _words("four her his its many some that their these this those three two")
+DETERMINERS = frozenset(ARTICLES) | _words("another four her his its many some that their these this those three two")
 ADJECTIVES = frozenset(COLOURS) | _words("big black brown gold gray grey large little old silver small tall young")
 # Places in the picture, not things in it: they stay in the phrase.
 PLACES = SIDES | _words("back background bottom center centre distance foreground front middle top")

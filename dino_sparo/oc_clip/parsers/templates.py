@@ -36,11 +36,12 @@ from dino_sparo.scenes import BACKGROUNDS, RELATIONS
 
 _WORD = re.compile(r"[^\W_]+(?:['’.-][^\W_]+)*|[,;:.!?&]")
 _OPENING = re.compile(
-    r"\s*(?:(?:this is )?(?:an? |the )?(?:\w+ )?(?:photo|photograph|picture|image) (?:of|showing)"
+    r"\s*(?:(?:this is )?(?:an? |the )?(?:\w+ )?(?:photo|photograph|picture|image|close[- ]?up) (?:of|showing)"
     r"|there (?:is|are)|this is)\s",
     re.IGNORECASE,
 )
 _LONGEST = max(len(words.split()) for words in PREPOSITIONS)
+_FIRST_WORDS = frozenset(words.split()[0] for words in PREPOSITIONS)
 _STOPS = frozenset(";:.!?")
 
 
@@ -106,6 +107,8 @@ class _Clause:
         word = words[position]
         if word in _STOPS:
             self.end()
+        elif word in AND and self.is_between_attributes(words[position + 1 : position + 2]):
+            self.noun.append(word)
         elif word in AND or word in SPLITTING:
             self.close_noun()
             self.joined = True
@@ -133,13 +136,19 @@ class _Clause:
             end += length
         return end - position if end > start else 0
 
+    def is_between_attributes(self, following: list[str]) -> bool:
+        """Whether "and" joins two attributes of one thing, as in "a black and white cat"."""
+        attributes = set(self.noun) - DETERMINERS
+        return bool(attributes) and attributes <= ADJECTIVES | AND and not set(following) <= DETERMINERS
+
     def may_be_verb(self, words: list[str], position: int, verb: int) -> bool:
-        """Whether a word in -ing follows a noun, or "is", or "and" after a whole relation."""
+        """Whether a word in -ing follows a noun, a comma, "is", or "and" after a whole relation."""
         if verb > position:
             return True
         if self.noun:
             return not set(self.noun) <= DETERMINERS | ADJECTIVES
-        return bool(self.joined and self.last) or bool(self.current and not self.predicate and not self.joined)
+        follows_subject = not self.joined or bool(self.last) or words[position - 1] == ","
+        return bool(self.current) and not self.predicate and follows_subject
 
     def begin_relation(self, words: list[str], following: list[str]) -> None:
         """A relation, which begins with "is" where the sentence does."""
@@ -234,6 +243,8 @@ def _after_opening(caption: str) -> str:
 
 def _preposition_length(words: list[str], start: int) -> int:
     """Number of words of the longest preposition that begins here."""
+    if start >= len(words) or words[start] not in _FIRST_WORDS:
+        return 0
     for length in range(min(_LONGEST, len(words) - start), 0, -1):
         if " ".join(words[start : start + length]) in PREPOSITIONS:
             return length
@@ -252,4 +263,4 @@ def _is_background(words: list[str]) -> bool:
 
 
 def _has_article(phrase: str) -> bool:
-    return phrase.split()[0] in ARTICLES
+    return phrase.split()[0] in DETERMINERS

@@ -1,0 +1,289 @@
+"""Visual Genome's and GQA's annotations -> captions with the graphs that people drew, and their images.
+
+    region_graphs.json            [{image_id, regions: [{phrase, objects: [{object_id, name}],
+                                                         relationships: [{predicate, subject_id, object_id}]}]}]
+    train_sceneGraphs.json (GQA)  {image: {objects: {id: {name, relations: [{name, object}]}}}}
+
+Captions follow OC-CLIP, appendix A.7: "A photo of a {region 1} and a {region 2}" for Visual Genome; for GQA "A photo of
+{subject} {relation} {object}", and of images without relations up to three objects. The paper does not say how it
+draws; we draw uniformly, from a stream that depends on the seed and the image alone. Both files are read image by
+image: Visual Genome's has gigabytes.
+
+GQA's form is that of its download page. Visual Genome's is what published readers of the file take from it; we have not
+read the file itself.
+"""
+
+import json
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dino_sparo.oc_clip.canonical import canonical
+from dino_sparo.oc_clip.graph_index import hash_of
+from dino_sparo.oc_clip.graphs import ARTICLES, Relation, SceneGraph, normalize
+from dino_sparo.oc_clip.parsers.caption_rows import Row, seen_from
+from dino_sparo.oc_clip.parsers.llm import Outcome
+from dino_sparo.oc_clip.parsers.templates import parse_caption
+from dino_sparo.runtime.logs import progress
+
+logger = logging.getLogger(__name__)
+
+BLOCK_CHARACTERS = 1 << 20
+MAX_OBJECTS = 3
+# Visual Genome's images come in two folders.
+IMAGE_FOLDERS = ("", "VG_100K", "VG_100K_2")
+
+Drawn = tuple[str, SceneGraph]
+
+
+class AnnotatedImages:
+    """Captions drawn from annotations, with their graphs: rows and parser of `command.parse_rows` in one.
+
+    Args:
+        path: the annotations.
+        kind: a key of `DRAW`.
+        image_folder: where `ID.jpg` lies; None: the rows have no images.
+        output_folder: what the paths of images in the rows start from.
+        seed: of the draws.
+        captions_per_image: draws per image; equal ones count once.
+        exclude_images: file of ids or file names of images to leave out, one per line; None for none.
+
+    Attributes:
+        record: what identifies the graphs.
+
+    Raises:
+        ValueError: the file has another form, or gives no caption.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        kind: str,
+        image_folder: str | None,
+        output_folder: Path,
+        seed: int = 0,
+        captions_per_image: int = 1,
+        exclude_images: str | None = None,
+    ) -> None:
+        if captions_per_image < 1 or seed < 0:
+            raise ValueError(
+                f"captions_per_image={captions_per_image}, seed={seed}; give at least 1 caption and a seed from 0"
+            )
+        self.record = {
+            "parser": kind,
+            "file": os.path.basename(path),
+            "seed": seed,
+            "captions_per_image": captions_per_image,
+            "exclude_images": exclude_images,
+        }
+        self.folder, self.start = image_folder, output_folder
+        self.graphs: dict[str, SceneGraph] = {}
+        self.images: dict[Row, None] = {}
+        excluded = _stems(exclude_images)
+        counts = Counter[str]()
+        for number, (image, content) in enumerate(progress(annotated_images(path, kind), desc=f"reading {path}")):
+            counts["images"] += 1
+            if image in excluded:
+                counts["excluded"] += 1
+                continue
+            rng = np.random.default_rng([seed, hash_of(image.encode())])
+            try:
+                drawn = [DRAW[kind](content, rng) for _ in range(captions_per_image)]
+            except (KeyError, TypeError, AttributeError, ValueError) as error:
+                raise ValueError(
+                    f"{path}: image {number}, {image!r}, is not annotated as {kind} is ({type(error).__name__}: "
+                    f"{error}); dino_sparo/oc_clip/parsers/annotated.py says how"
+                ) from error
+            counts["without caption"] += not any(drawn)
+            for caption, graph in filter(None, drawn):
+                counts["captions"] += 1
+                counts["captions that had another graph before, left out"] += not self._keep(image, caption, graph)
+        logger.info("%s: %s", path, ", ".join(f"{number:,} {name}" for name, number in counts.items()))
+        if not self.images:
+            raise ValueError(
+                f"{path} gives no caption: {dict(counts)}; is it {kind}'s, and are not all images excluded?"
+            )
+
+    def rows(self) -> Iterator[Row]:
+        """All captions with their images."""
+        return iter(self.images)
+
+    def parse_all(self, captions: Iterator[str]) -> Iterator[Outcome]:
+        """The graphs that they were drawn with."""
+        yield from (Outcome(self.graphs[caption]) for caption in captions)
+
+    def _keep(self, image: str, caption: str, graph: SceneGraph) -> bool:
+        """A caption has one graph in a file: the first; another annotation of the same words is left out."""
+        first = self.graphs.setdefault(caption, graph)
+        if _form(caption, first) != _form(caption, graph):
+            return False
+        self.images[Row(caption, self._path(image))] = None
+        return True
+
+    def _path(self, image: str) -> str | None:
+        if self.folder is None:
+            return None
+        paths = [os.path.join(self.folder, folder, f"{image}.jpg") for folder in IMAGE_FOLDERS]
+        chosen = next((path for path in paths if os.path.isfile(path)), paths[0])
+        return os.path.join(seen_from(self.start, os.path.dirname(chosen)), f"{image}.jpg")
+
+
+def annotated_images(path: str, kind: str) -> Iterator[tuple[str, Any]]:
+    """Id and annotations of every image of a file.
+
+    Raises:
+        ValueError: the file is no JSON, or not of this kind.
+    """
+    for key, content in json_items(path):
+        if kind == "vg" and (key or not isinstance(content, dict) or "image_id" not in content):
+            raise ValueError(
+                f"{path} is not Visual Genome's region_graphs.json, a list of objects with image_id and regions; found "
+                f"{str(content)[:60]}"
+            )
+        if kind == "gqa" and not key:
+            raise ValueError(f"{path} is not GQA's scene graphs, an object with one entry per image; found a list")
+        yield key or str(content["image_id"]), content
+
+
+def json_items(path: str) -> Iterator[tuple[str, Any]]:
+    """The items of a JSON list, with the key "", or of a JSON object, without holding all of them.
+
+    Args:
+        path: UTF-8.
+
+    Raises:
+        ValueError: it is cut off, or neither list nor object.
+    """
+    decoder = json.JSONDecoder()
+    with open(path, encoding="utf-8-sig") as file:
+        text, position = file.read(BLOCK_CHARACTERS).lstrip(), 1
+        if text[:1] not in ("[", "{"):
+            raise ValueError(f"{path} is neither a JSON list nor an object; it begins with {text[:20]!r}")
+        is_object = text[0] == "{"
+        while True:
+            text = text[position:].lstrip(" \t\r\n,")
+            position = 0
+            if text[:1] == ("}" if is_object else "]"):
+                return
+            try:
+                key, position = decoder.raw_decode(text) if is_object else ("", 0)
+                if is_object:
+                    position = text.index(":", position) + 1
+                    position += len(text[position:]) - len(text[position:].lstrip())
+                value, position = decoder.raw_decode(text, position)
+            except (ValueError, RecursionError) as error:
+                more, position = file.read(BLOCK_CHARACTERS), 0
+                if not more:
+                    raise ValueError(f"{path} is no JSON, or cut off ({error})") from error
+                text += more
+            else:
+                yield str(key), value
+
+
+def draw_regions(content: Mapping[str, Any], rng: np.random.Generator) -> Drawn | None:
+    """Two regions of an image of Visual Genome, in one caption; None if it has not two with words.
+
+    An object's phrase is that of the region with the same noun ("white cat" for "cat"), by `templates.py`, since the
+    file keeps attributes elsewhere; else its name. A region without objects is one entity.
+
+    Args:
+        content: of one image.
+        rng: the draws' source.
+    """
+    regions = [region for region in content["regions"] if _plain(region["phrase"])]
+    if len(regions) < 2:
+        return None
+    chosen = [regions[number] for number in _draw(rng, len(regions), 2)]
+    entities, relations = list[str](), list[Relation]()
+    for region in chosen:
+        graph = region_graph(region)
+        start = len(entities)
+        entities += graph.entities
+        relations += [Relation(start + r.subject, r.predicate, start + r.object) for r in graph.relations]
+    first, second = (_plain(region["phrase"]) for region in chosen)
+    return f"A photo of a {first} and a {second}", SceneGraph(tuple(entities), tuple(relations))
+
+
+def region_graph(region: Mapping[str, Any]) -> SceneGraph:
+    """The graph of one region of Visual Genome; relations of an object that the region lacks are left out."""
+    phrases = list(parse_caption(region["phrase"]).entities)
+    number_of: dict[Any, int] = {}
+    entities = list[str]()
+    for thing in region["objects"]:
+        name = " ".join(str(thing["name"]).lower().split())
+        if not name or thing["object_id"] in number_of:
+            continue
+        phrase = next((phrase for phrase in phrases if f" {phrase}".endswith(f" {name}")), None)
+        if phrase is not None:
+            phrases.remove(phrase)
+        number_of[thing["object_id"]] = len(entities)
+        entities.append(phrase or name)
+    relations = [
+        Relation(number_of[r["subject_id"]], str(r["predicate"]).lower(), number_of[r["object_id"]])
+        for r in region["relationships"]
+        if r["subject_id"] in number_of and r["object_id"] in number_of and str(r["predicate"]).strip()
+    ]
+    return SceneGraph(tuple(entities) or (_plain(region["phrase"]),), tuple(dict.fromkeys(relations)))
+
+
+def draw_relation(content: Mapping[str, Any], rng: np.random.Generator) -> Drawn | None:
+    """One relation of an image of GQA, or up to three objects where it has none; None if it has no object.
+
+    Attributes are left out, as in the template.
+
+    Args:
+        content: of one image.
+        rng: the draws' source.
+    """
+    names = {number: _plain(thing["name"]) for number, thing in content["objects"].items() if _plain(thing["name"])}
+    triples = []
+    for number, thing in content["objects"].items():
+        listed = thing.get("relations") or []
+        # The page says a list; its example is an object.
+        for relation in listed.values() if isinstance(listed, dict) else listed:
+            ends = number, str(relation["object"])
+            if ends[0] != ends[1] and set(ends) <= set(names) and relation["name"].strip():
+                triples.append((names[ends[0]], relation["name"].strip(), names[ends[1]]))
+    if triples:
+        subject, predicate, other = triples[_draw(rng, len(triples), 1)[0]]
+        return f"A photo of {subject} {predicate} {other}", SceneGraph((subject, other), (Relation(0, predicate, 1),))
+    if not names:
+        return None
+    things = list(names.values())
+    chosen = [things[number] for number in _draw(rng, len(things), min(MAX_OBJECTS, len(things)))]
+    return f"A photo of {', '.join(chosen)}", SceneGraph(tuple(chosen))
+
+
+DRAW: dict[str, Callable[[Mapping[str, Any], np.random.Generator], Drawn | None]] = {
+    "vg": draw_regions,
+    "gqa": draw_relation,
+}
+
+
+def _draw(rng: np.random.Generator, total: int, number: int) -> list[int]:
+    """Different numbers below `total`; the stream of `rng.random` is the same in every version of numpy."""
+    left = list(range(total))
+    return [left.pop(int(rng.random() * len(left))) for _ in range(number)]
+
+
+def _plain(phrase: str) -> str:
+    """Without the article that the template has, and without a stop at the end."""
+    words = str(phrase).strip().rstrip(".").split()
+    return " ".join(words[1:] if len(words) > 1 and words[0].lower() in ARTICLES else words)
+
+
+def _form(caption: str, graph: SceneGraph) -> SceneGraph:
+    return canonical(normalize(graph, caption, len(graph.entities) or 1, len(graph.relations))[0])
+
+
+def _stems(path: str | None) -> set[str]:
+    """Names of the files of a list, without folder and ending; they are the images' ids."""
+    if path is None:
+        return set()
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    return {Path(line.strip()).stem for line in lines if line.strip()}

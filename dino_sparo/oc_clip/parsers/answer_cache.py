@@ -1,0 +1,49 @@
+"""Answers of a language model <-> a file that only grows, so that no caption is asked about twice."""
+
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+from dino_sparo.oc_clip.json_lines import JsonLines, parse_line, read_lines
+
+
+class AnswerCache:
+    """Answers in a file that only grows; used within `with`, by several threads.
+
+    Args:
+        path: created if need be.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.lock = path, threading.Lock()
+        self.lines: JsonLines | None = None
+        # Where an answer lies, not the answer: there may be millions.
+        self.places: dict[bytes, tuple[int, int]] = {}
+
+    def __enter__(self) -> "AnswerCache":
+        self.lines = JsonLines(self.path)
+        for number, offset, line in read_lines(self.path):
+            key = parse_line(line, f"{self.path}:{number}").get("key", "")
+            self.places[bytes.fromhex(key)] = (offset, len(line))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self.lines is not None:
+            self.lines.__exit__(*error)
+
+    def get(self, key: str) -> str | None:
+        """The answer, if there is one."""
+        place = self.places.get(bytes.fromhex(key))
+        if place is None or self.lines is None:
+            return None
+        return str(json.loads(os.pread(self.lines.descriptor, place[1], place[0]))["answer"])
+
+    def add(self, key: str, caption: str, answer: str) -> None:
+        """Keep an answer."""
+        with self.lock:
+            if self.lines is not None:
+                start = os.lseek(self.lines.descriptor, 0, os.SEEK_END)
+                self.lines.write({"key": key, "caption": caption, "answer": answer})
+                self.places[bytes.fromhex(key)] = (start, os.lseek(self.lines.descriptor, 0, os.SEEK_END) - start)

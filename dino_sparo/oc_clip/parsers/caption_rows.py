@@ -1,0 +1,172 @@
+"""Any data with captions -> rows of a caption and, where there is a file, its image. Images are not opened.
+
+captions.txt                       a caption per line
+table.csv, table.tsv, .jsonl       a column of captions, perhaps one of images
+any other .json, .jsonl            every text under a key that captions usually have: COCO's annotations, Karpathy's
+                                   splits, true and false captions of SugarCrepe, ARO, What'sUp, Winoground, ...
+everything else                    what `image_text.pairs.sources.open_pairs` opens: shards, scenes, class folders
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dino_sparo.data import CorruptImageError
+from dino_sparo.image_text.pairs.sources import open_pairs
+from dino_sparo.image_text.pairs.tables import CAPTIONS, IMAGES, read_coco
+from dino_sparo.oc_clip.json_lines import parse_line, read_lines
+from dino_sparo.sources.decode import IMAGE_ENDINGS
+from dino_sparo.sources.limits import open_regular, parse_json
+from dino_sparo.sources.packed import FileSource
+from dino_sparo.sources.rows import TABLE_ENDINGS, TableRows
+from dino_sparo.sources.splits import ALL
+
+# Of JSON that is no table. "description" and "title", usual names of columns, describe whole files there.
+CAPTION_KEYS = frozenset(
+    (
+        *("caption", "captions", "text", "sentence", "raw", "caption_0", "caption_1", "caption_options"),
+        *("negative_caption", "true_caption", "false_caption", "POS", "NEG"),
+    )
+)
+
+
+class Row(NamedTuple):
+    """A caption and the file of its image, if it has one."""
+
+    caption: str
+    image: str | None = None
+
+
+Rows = Callable[[], Iterator[Row]]
+
+
+def open_rows(
+    data_path: str,
+    output_folder: Path,
+    caption_key: str | None = None,
+    image_key: str | None = None,
+    image_folder: str | None = None,
+    split: str = ALL,
+) -> Rows:
+    """A function that goes through all rows, as often as it is called.
+
+    Args:
+        data_path: see the list at the top of this file.
+        output_folder: what the paths of images in the rows start from.
+        caption_key: column or key of the captions; None takes the usual names.
+        image_key: a table's column of images; None finds it by name.
+        image_folder: what the table's own paths start from; None: the table's folder. Rows of COCO's annotations have
+            images only where it is given.
+        split: rows, or part of a folder, to use.
+
+    Raises:
+        ValueError: nothing lies there, or it has no captions. Going through the rows raises it for lines that cannot be
+            read.
+    """
+    path = os.path.expanduser(data_path)
+    ending = Path(path).suffix.lower()
+    folder = seen_from(output_folder, image_folder or os.path.dirname(path))
+    if not os.path.isfile(path) or (ending != ".json" and ending not in (".txt", *TABLE_ENDINGS)):
+        return _open_pairs(data_path, output_folder, caption_key, image_folder, split)
+    if ending == ".txt":
+        return lambda: (Row(line.decode("utf-8", "replace").strip()) for _, _, line in read_lines(path))
+    keys = CAPTION_KEYS if caption_key is None else frozenset((caption_key,))
+    if ending == ".json":
+        return _open_json(path, keys, folder if image_folder else None)
+    if ending == ".jsonl" and not _is_table(path, caption_key):
+        return lambda: _texts_of_lines(path, keys)
+    columns = replace(IMAGES, is_required=False).named(image_key), CAPTIONS.named(caption_key)
+
+    def rows() -> Iterator[Row]:
+        for _, (image, caption) in TableRows(path, columns, split=split):
+            if caption.strip():
+                yield Row(caption.strip(), os.path.join(folder, image.strip()) if image.strip() else None)
+
+    return rows
+
+
+def texts_in(value: Any, keys: frozenset[str], is_caption: bool = True) -> Iterator[str]:
+    """The captions anywhere in decoded JSON.
+
+    Args:
+        value: of the file, or a part of it.
+        keys: under which captions stand.
+        is_caption: whether a text here is one; names of image files never are.
+    """
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from texts_in(item, keys, key in keys)
+    elif isinstance(value, list):
+        for item in value:
+            yield from texts_in(item, keys, is_caption)
+    elif isinstance(value, str) and is_caption and value.strip():
+        is_file = value.lower().encode("utf-8", "replace").endswith(IMAGE_ENDINGS)
+        yield from [] if is_file else [value.strip()]
+
+
+def _texts_of_lines(path: str, keys: frozenset[str]) -> Iterator[Row]:
+    for number, _, line in read_lines(path):
+        yield from map(Row, texts_in(parse_line(line, f"{path}:{number}"), keys))
+
+
+def _open_json(path: str, keys: frozenset[str], folder: str | None) -> Rows:
+    """The rows of one JSON value, which is held in memory."""
+    with open_regular(path) as file:
+        try:
+            content = parse_json(file.read())
+        except ValueError as error:
+            raise ValueError(f"data_path={path!r} is no JSON ({error})") from error
+    if folder is not None or (isinstance(content, dict) and {"images", "annotations"} <= set(content)):
+        files, captions_of, _ = read_coco(path)
+        return lambda: (
+            Row(caption, None if folder is None else os.path.join(folder, files[number]))
+            for number, captions in captions_of.items()
+            for caption in captions
+        )
+    captions = list(texts_in(content, keys))
+    if not captions:
+        found = ", ".join(content) if isinstance(content, dict) else type(content).__name__
+        raise ValueError(
+            f"data_path={path!r} has no text under {', '.join(sorted(keys))}; found {found}; name the key with "
+            "--caption_key"
+        )
+    return lambda: map(Row, captions)
+
+
+def _is_table(path: str, caption_key: str | None) -> bool:
+    """Whether the first object has a column of captions."""
+    first = next((parse_line(line, f"{path}:{number}") for number, _, line in read_lines(path)), {})
+    return CAPTIONS.named(caption_key).find(list(first)) is not None
+
+
+def _open_pairs(
+    data_path: str, output_folder: Path, caption_key: str | None, image_folder: str | None, split: str
+) -> Rows:
+    source = open_pairs(
+        data_path,
+        caption_key=caption_key,
+        image_folder=image_folder,
+        split=split,
+        default_split="val" if split == "val" else "train",
+    )
+    images = source.images if isinstance(source.images, FileSource) else None
+    folder = "" if images is None else seen_from(output_folder, images.root)
+
+    def rows() -> Iterator[Row]:
+        for index in range(len(source)):
+            try:
+                captions = source.captions_of(index)
+            except CorruptImageError:
+                continue  # training counts and names it
+            image = None if images is None else os.path.join(folder, images.paths[index])
+            yield from (Row(caption.strip(), image) for caption in captions)
+
+    return rows
+
+
+def seen_from(start: Path, folder: str) -> str:
+    """The folder as seen from another one, so that both can be moved together; "" if they are one."""
+    path = os.path.relpath(os.path.realpath(folder or "."), os.path.realpath(start))
+    return "" if path == "." else path

@@ -1,0 +1,292 @@
+"""Caption -> scene graph by a language model: a server with OpenAI's protocol, or a local model of transformers.
+
+    prompt, caption -> answer with [ANS]...[/ANS]     a `Complete`: `Server` or `LocalModel`
+    answer -> graph, or what is wrong with it         `read_answer`
+    captions -> graphs, concurrently, in order        `LanguageModelParser`
+
+Readable answers go to a cache at once, so that a run that was ended asks no caption twice. The paper parses with
+Llama 3 70B and shows the rules of its prompt and one of its examples (OC-CLIP, appendix A.6); ours has the same schema,
+delimiters and rules, in our words and with our examples.
+"""
+
+import hashlib
+import logging
+import os
+import re
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dino_sparo.oc_clip.graphs import SceneGraph
+from dino_sparo.oc_clip.parsers.answer_cache import AnswerCache
+from dino_sparo.runtime.cli import MendableError
+from dino_sparo.runtime.extras import require
+from dino_sparo.sources.limits import parse_json
+
+BACK_OFFS = 5
+MAX_ANSWER_TOKENS = 1024
+# So many captions in a row without an answer, and the server is taken to be gone.
+MAX_UNDONE_IN_A_ROW = 50
+NO_RELATIONS = ("and", "or", ",", "&")
+
+Message = dict[str, str]
+Complete = Callable[[list[Message]], str]
+
+PROMPT = """\
+You turn the caption of a picture into a scene graph: its visual entities and the relations between them.
+
+Write one JSON object between [ANS] and [/ANS]:
+"entities" lists noun phrases. "relationships" lists objects with three keys: "relationship" (words of the caption),
+"subject" and "object" (integers: positions in "entities", counted from 0).
+
+Rules:
+- An entity is one thing that can be seen. Keep its attributes in its phrase ("large brown box"). Do not simplify it.
+- Two things with the same noun are two entities, each with what tells it apart ("woman in red", "woman in blue").
+- A relation joins two different entities. What is said of one thing alone is no relation: "stacked upon each other" in
+  "red suitcases stacked upon each other" is none.
+- A relation has a direction: the subject stands before it in meaning ("a cup on a table": the cup is on the table).
+- "and" is no relation.
+- List every relation, the spatial ones too: "left of", "behind", "under", "next to", "with", "in".
+- In "an X with a Y in a Z" it is X that is in Z.
+- "it", "its" and "them" mean an entity that was named before. Do not list a pronoun as an entity.
+- A caption that shows nothing has empty lists.
+
+Examples:
+
+Caption: Two striped kittens asleep under a wooden bench
+[ANS]
+{"entities": ["two striped kittens asleep", "wooden bench"],
+ "relationships": [{"relationship": "under", "subject": 0, "object": 1}]}
+[/ANS]
+
+Caption: a lamp and a small radio
+[ANS]
+{"entities": ["lamp", "small radio"], "relationships": []}
+[/ANS]
+
+Caption: A cyclist with a yellow helmet on a bridge waves to a boat below it.
+[ANS]
+{"entities": ["cyclist", "yellow helmet", "bridge", "boat"],
+ "relationships": [{"relationship": "with", "subject": 0, "object": 1},
+  {"relationship": "on", "subject": 0, "object": 2},
+  {"relationship": "waves to", "subject": 0, "object": 3},
+  {"relationship": "below", "subject": 3, "object": 2}]}
+[/ANS]
+"""
+# Answers to another prompt are not taken from the cache.
+PROMPT_VERSION = hashlib.sha256(PROMPT.encode()).hexdigest()[:12]
+
+
+class UnansweredError(RuntimeError):
+    """The server was asked often enough and gave no answer; a later run may have more luck."""
+
+
+class Outcome(NamedTuple):
+    """What became of a caption.
+
+    Attributes:
+        graph: as found; None if there is none.
+        problem: why there is none.
+        is_undone: whether that was for want of an answer.
+        dropped: relations left out, since they were unary or "and".
+    """
+
+    graph: SceneGraph | None
+    problem: str = ""
+    is_undone: bool = False
+    dropped: int = 0
+
+
+def read_answer(text: str) -> tuple[SceneGraph, int]:
+    """The graph in an answer, and how many of its relations were left out.
+
+    Args:
+        text: what the model wrote; the last pair of delimiters counts.
+
+    Returns:
+        The graph without relations that are unary or "and"; the number of those.
+
+    Raises:
+        ValueError: there are no delimiters, or between them no graph.
+    """
+    answers = re.findall(r"\[ANS\]((?:(?!\[ANS\]).)*)\[/ANS\]", text, re.DOTALL)
+    if not answers:
+        raise ValueError("there is no JSON between [ANS] and [/ANS]")
+    try:
+        record = parse_json(re.sub(r"^\s*```(?:json)?|```\s*$", "", answers[-1]))
+    except ValueError as error:
+        raise ValueError(f"what stands between [ANS] and [/ANS] is no JSON ({error})") from error
+    listed = record.get("relationships") if isinstance(record, dict) else None
+    if not isinstance(listed, list):
+        return SceneGraph.from_json(record), 0
+    kept = [entry for entry in listed if not (isinstance(entry, dict) and _is_no_relation(entry))]
+    return SceneGraph.from_json({**record, "relationships": kept}), len(listed) - len(kept)
+
+
+def _is_no_relation(entry: dict[str, Any]) -> bool:
+    """Whether it is unary, or "and"."""
+    ends = (entry.get("subject"), entry.get("object"))
+    predicate = entry.get("relationship")
+    return (
+        None in ends or ends[0] == ends[1] or (isinstance(predicate, str) and predicate.strip().lower() in NO_RELATIONS)
+    )
+
+
+class Server:
+    """A server with OpenAI's protocol.
+
+    Args:
+        url: such as `http://localhost:8000/v1`.
+        model: its name there.
+        timeout_s: seconds after which a request is given up and asked again.
+
+    The key is taken from the environment variable OPENAI_API_KEY; most local servers need none.
+
+    Raises:
+        MissingPackageError: the package openai is not installed.
+    """
+
+    def __init__(self, url: str, model: str, timeout_s: float = 120.0) -> None:
+        require("openai", "graphs of the parser llm")
+        import openai
+
+        self.model, self.url = model, url
+        for name in ("httpx", "httpx2", "openai"):  # they log a line per request
+            logging.getLogger(name).setLevel(logging.WARNING)
+        key = os.environ.get("OPENAI_API_KEY") or "none"
+        self.client = openai.OpenAI(base_url=url, api_key=key, timeout=timeout_s, max_retries=BACK_OFFS)
+
+    def __call__(self, messages: list[Message]) -> str:
+        """The model's answer, greedy.
+
+        Raises:
+            MendableError: the server refuses the key or does not know the model.
+            UnansweredError: too many requests, faults and time-outs, `BACK_OFFS` times again.
+            ValueError: the server refuses this request.
+        """
+        import openai
+
+        dialogue: Any = messages
+        try:
+            answer = self.client.chat.completions.create(
+                model=self.model, messages=dialogue, temperature=0.0, max_tokens=MAX_ANSWER_TOKENS
+            )
+        except (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError) as error:
+            raise MendableError(
+                f"{self.url} answers {error.status_code} for model {self.model!r}: {_one_line(error)}; check "
+                "--server, --model and the environment variable OPENAI_API_KEY"
+            ) from error
+        except (openai.RateLimitError, openai.InternalServerError, openai.APIConnectionError) as error:
+            raise UnansweredError(_one_line(error)) from error
+        except openai.APIError as error:
+            raise ValueError(f"the server refuses the request: {_one_line(error)}") from error
+        return (answer.choices[0].message.content if answer.choices else None) or ""
+
+
+class LocalModel:
+    """A chat model of transformers on this machine; one caption after the other.
+
+    Args:
+        model: folder, or name on the Hugging Face hub.
+
+    Raises:
+        MissingPackageError: transformers is not installed.
+    """
+
+    def __init__(self, model: str) -> None:
+        require("transformers", "graphs of local language models")
+        import transformers
+
+        self.pipeline = transformers.pipeline("text-generation", model=model, torch_dtype="auto")
+        self.lock = threading.Lock()
+
+    def __call__(self, messages: list[Message]) -> str:
+        """The model's answer, greedy."""
+        with self.lock:
+            written = self.pipeline(messages, max_new_tokens=MAX_ANSWER_TOKENS, do_sample=False)
+        return str(written[0]["generated_text"][-1]["content"])
+
+
+class LanguageModelParser:
+    """Captions -> graphs, several at a time.
+
+    Args:
+        complete: messages -> answer.
+        model: its name, for the cache and for the record.
+        cache: file of the answers so far; created if need be.
+        concurrency: captions that are asked about at the same time.
+
+    Attributes:
+        record: what a result file says of it.
+    """
+
+    def __init__(self, complete: Complete, model: str, cache: Path, concurrency: int = 1) -> None:
+        if concurrency < 1:
+            raise ValueError(f"concurrency={concurrency}; give at least 1")
+        self.complete, self.model, self.concurrency = complete, model, concurrency
+        self.record = {"parser": "llm", "model": model, "prompt": PROMPT_VERSION}
+        self.answers = AnswerCache(cache)
+
+    def parse_all(self, captions: Iterator[str]) -> Iterator[Outcome]:
+        """The outcome of every caption, in order.
+
+        Raises:
+            MendableError: the server refuses to work, or answers no more.
+        """
+        waiting: deque[Future[Outcome]] = deque()
+        undone = 0
+        with self.answers:
+            threads = ThreadPoolExecutor(self.concurrency)
+            try:
+                for caption in captions:
+                    waiting.append(threads.submit(self.parse, caption))
+                    if len(waiting) >= 4 * self.concurrency:
+                        yield (outcome := waiting.popleft().result())
+                        undone = undone + 1 if outcome.is_undone else 0
+                        if undone >= MAX_UNDONE_IN_A_ROW:
+                            raise MendableError(
+                                f"the last {undone} captions got no answer ({outcome.problem}); run the same command "
+                                "again when the server works, it goes on"
+                            )
+                while waiting:
+                    yield waiting.popleft().result()
+            finally:
+                threads.shutdown(wait=True, cancel_futures=True)
+
+    def parse(self, caption: str) -> Outcome:
+        """Ask once, and once more if the answer cannot be read."""
+        key = self.key(caption)
+        if (text := self.answers.get(key)) is not None:
+            graph, dropped = read_answer(text)
+            return Outcome(graph, dropped=dropped)
+        messages = [{"role": "system", "content": PROMPT}, {"role": "user", "content": f"Caption: {caption}"}]
+        problem = ""
+        for _ in range(2):
+            try:
+                text = self.complete(messages)
+                graph, dropped = read_answer(text)
+            except UnansweredError as error:
+                return Outcome(None, str(error), is_undone=True)
+            except ValueError as error:
+                problem = str(error)
+                again = f"That cannot be read: {problem}. Write the JSON object again, between [ANS] and [/ANS]."
+                messages = [
+                    *messages[:2],
+                    {"role": "assistant", "content": text or ""},
+                    {"role": "user", "content": again},
+                ]
+                continue
+            self.answers.add(key, caption, text)
+            return Outcome(graph, dropped=dropped)
+        return Outcome(None, problem)
+
+    def key(self, caption: str) -> str:
+        """Hash of caption, model and prompt."""
+        return hashlib.sha256("\0".join((caption, self.model, PROMPT_VERSION)).encode("utf-8", "replace")).hexdigest()
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
