@@ -324,6 +324,7 @@ def test_the_options_are_frozen():
         "pretrained_weights",
         "quick_gelu",
         "text_heads",
+        "graphs",
         "slots",
         "data_path",
         "captions",
