@@ -47,7 +47,7 @@ class Amount(NamedTuple):
     batch_size: int
 
 
-FULL = Amount(num_images=12_800, num_questions=1000, epochs=8, batch_size=256)
+FULL = Amount(num_images=12_800, num_questions=1000, epochs=8, batch_size=128)
 SHORT = Amount(num_images=960, num_questions=40, epochs=1, batch_size=64)
 
 
