@@ -1,4 +1,4 @@
-"""For tests of OC-CLIP: a small model, graphs of unequal sizes in batches, an untrained checkpoint, a run of seconds."""
+"""For tests of OC-CLIP: a small model, graphs of unequal sizes in batches, an untrained checkpoint, a short run."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,10 +30,10 @@ PHRASES = ("red star", "blue ring", "green cross", "tall box", "dot")
 PREDICATES = ("left of", "above", "on")
 # Entities and relations of twelve graphs; the first six have other sums than the last six, and so have thirds.
 SIZES = ((3, 2), (1, 0), (5, 4), (2, 1), (4, 0), (2, 2), (1, 0), (3, 3), (5, 1), (2, 0), (4, 2), (3, 1))
-# A run of twelve steps.
+# A run of six steps.
 TINY: dict[str, object] = {
-    **{"data_path": "scenes:26:32", "img_size": 16, "text_layers": 2, "bind_dim": 12, "bind_heads": 2, "rel_dim": 7},
-    **{"bind_layers": 1, "batch_size": 6, "epochs": 3, "warmup_steps": 2, "saveckp_minutes": 30.0},
+    **{"data_path": "scenes:20:32", "img_size": 16, "text_layers": 2, "bind_dim": 12, "bind_heads": 2, "rel_dim": 7},
+    **{"bind_layers": 1, "batch_size": 6, "epochs": 2, "warmup_steps": 2, "saveckp_minutes": 30.0},
 }
 
 
