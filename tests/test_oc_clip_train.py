@@ -221,12 +221,10 @@ def test_temperature_and_coefficients_stay_in_their_ranges() -> None:
 
 
 def test_steps_teach_which_graph_belongs_to_which_image_and_which_relations_are_true() -> None:
-    training, batch = training_of(small_model()), batch_of(some_graphs(), range(12))
-    for schedule in training.updater.schedules:
-        schedule["lr"][:] = 4e-3
-    reports = [train_step(training, [batch]) for _ in range(30)]
+    training, batch = training_of(small_model()), batch_of(some_graphs(), range(6))
+    reports = [train_step(training, [batch]) for _ in range(60)]
     assert reports[-1].scalars["itc_loss"] < reports[0].scalars["itc_loss"] / 2
-    assert reports[-1].scalars["rel_loss"] < 0.5
+    assert reports[-1].scalars["rel_loss"] < 0.6 < 1 < reports[0].scalars["rel_loss"]
 
 
 # ---- runs
