@@ -62,11 +62,11 @@ from dino_sparo.runtime.preemption import RunStopped
 
 
 def test_binding_scoring_and_projections_have_the_papers_number_of_parameters() -> None:
-    model = create_oc_clip("vit_base", 16, 224, text_width=512, text_heads=8, text_layers=1)
-    own = {name: p for name, p in model.named_parameters() if not name.startswith(("image.", "text."))}
-    assert sum(parameter.numel() for parameter in own.values()) == 2_026_371
-    listing = ("node_proj", "relation_proj", "scoring.", "logit_scale", "binding.default", "binding.query_norm")
-    assert not any(parameter.requires_grad is False for name, parameter in own.items() if name.startswith(listing))
+    with torch.device("meta"):
+        model = create_oc_clip("vit_base", 16, 224, text_width=512, text_heads=8, text_layers=1)
+    own = [p for name, p in model.named_parameters() if not name.startswith(("image.", "text."))]
+    assert sum(parameter.numel() for parameter in own) == 2_026_371
+    assert all(parameter.requires_grad for parameter in own)
 
 
 def test_a_description_makes_the_same_configuration_again_and_what_is_unknown_is_named(tmp_path: Path) -> None:
@@ -220,8 +220,9 @@ def test_temperature_and_coefficients_stay_in_their_ranges() -> None:
     assert {"logit_scale", "scoring.ent_coef", "scoring.rel_coef"} <= {names[id(p)] for p in spared["params"]}
 
 
+@pytest.mark.slow
 def test_steps_teach_which_graph_belongs_to_which_image_and_which_relations_are_true() -> None:
-    training, batch = training_of(small_model()), batch_of(some_graphs(), range(6))
+    training, batch = training_of(small_model()), batch_of(some_graphs(), range(12))
     reports = [train_step(training, [batch]) for _ in range(60)]
     assert reports[-1].scalars["itc_loss"] < reports[0].scalars["itc_loss"] / 2
     assert reports[-1].scalars["rel_loss"] < 0.6 < 1 < reports[0].scalars["rel_loss"]
