@@ -318,9 +318,7 @@ def test_another_batch_goes_on_from_the_pairs_seen_if_that_is_allowed(
         ({"data_path": "scenes:25:32"}, "num_pairs was 20 and is now 25"),
     ],
 )
-def test_another_model_and_other_steps_are_not_resumed(
-    tmp_path_factory: pytest.TempPathFactory, started: Path, changes: dict[str, object], message: str
-) -> None:
+def test_another_model_and_other_steps_are_not_resumed(started: Path, changes: dict[str, object], message: str) -> None:
     before = (started / "checkpoint.pth").read_bytes()
     with pytest.raises(CheckpointError, match=message):
         run(started, **changes)
