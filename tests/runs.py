@@ -57,17 +57,23 @@ CLIP_STEADY = {
     **{"img_size": 32, "text_width": 24, "text_heads": 2, "text_layers": 2, "context_length": 20},
     **{"embed_dim": 15, "batch_size": 2, "warmup_steps": 18},
 }
+# The same of OC-CLIP.
+OC_STEADY = {
+    **{name: value for name, value in CLIP_STEADY.items() if name != "embed_dim" and not name.startswith("sparo")},
+    **{"bind_dim": 12, "bind_heads": 2, "bind_layers": 1, "rel_dim": 7},
+}
 # Command -> its options, and what a checkpoint has to have in common with another's to be the same.
 COMMANDS: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "train": (STEADY, ("step", "epoch", "student", "teacher", "optimizer", "dino_loss")),
     "train-clip": (CLIP_STEADY, ("step", "epoch", "model", "optimizer")),
+    "train-oc-clip": (OC_STEADY, ("step", "epoch", "model", "optimizer")),
 }
 
 
 def options(output_dir: Path, command: str = "train", **changes: object) -> list[str]:
     """The words of a command line for a run that is steady, changed as asked for."""
     values = {**COMMANDS[command][0], "output_dir": output_dir, **changes}
-    return [word for name, value in values.items() for word in (f"--{name}", *str(value).split(","))]
+    return [word for name, value in values.items() for word in (f"--{name}", *filter(None, str(value).split(",")))]
 
 
 def environment() -> dict[str, str]:
@@ -171,7 +177,7 @@ def parent_of(pid: int) -> int | None:
 # Ranks as processes that are forked from a server which has imported everything: they start at once.
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["dino_sparo.dino.train", "dino_sparo.clip.train", "runs"])
+context.set_forkserver_preload(["dino_sparo.dino.train", "dino_sparo.clip.train", "dino_sparo.oc_clip.train", "runs"])
 
 
 def free_port() -> int:

@@ -182,7 +182,8 @@ def create_updater(
 
     Args:
         model: what is trained, on the device.
-        parts: each weight that is trained belongs to the first part that has a prefix of its name.
+        parts: each weight that is trained belongs to the first part that has a prefix of its name. The log has the
+            learning rate of the last.
         args: the options of the optimisation.
         steps_per_epoch: of the run.
         device: where to compute.
@@ -195,8 +196,9 @@ def create_updater(
         own = {name: left.pop(name) for name in list(left) if name.startswith(part.prefixes)}
         start = part.lr / max(part.warmup_steps, 1)
         lr = cosine_schedule(part.lr, args.min_lr, total, part.warmup_steps, start=start)
-        groups += param_groups(own, args.weight_decay, (args.beta1, args.beta2), args.eps)
-        schedules += [{"lr": lr}] * 2
+        # The last part comes first: what is logged is the rate of the first group.
+        groups[:0] = param_groups(own, args.weight_decay, (args.beta1, args.beta2), args.eps)
+        schedules[:0] = [{"lr": lr}] * 2
     return Updater(
         create_optimizer("adamw", groups),
         schedules,

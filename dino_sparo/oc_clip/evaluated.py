@@ -11,12 +11,11 @@ from dino_sparo.image_text.evaluation.image_rows import ClipView
 from dino_sparo.oc_clip.graph_files import CaptionGraphs, open_graphs
 from dino_sparo.oc_clip.graphs import SceneGraph
 from dino_sparo.oc_clip.model import LoadedOCCLIP, load_oc_clip
+from dino_sparo.oc_clip.options import DEFAULT_GRAPHS
 from dino_sparo.oc_clip.scorer import GraphScorer
 from dino_sparo.runtime.distributed import PRECISIONS, Distributed
 from dino_sparo.runtime.extras import require
 from dino_sparo.runtime.records import versions
-
-DEFAULT_GRAPHS = "templates"
 
 
 def open_oc_clip_model(args: argparse.Namespace, process: Distributed, border: int = 0) -> GraphScorer:

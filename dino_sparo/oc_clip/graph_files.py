@@ -170,6 +170,22 @@ def open_graphs(
     return CaptionGraphs(file, record, max_nodes, max_relations, max_missing)
 
 
+def graphs_in_shards(path: str, key: str, **caps: Any) -> CaptionGraphs:
+    """Where the graphs of shards come from, and their caps; `graph_of` reads one, `CaptionGraphs.normalized` bounds it.
+
+    Args:
+        path: of the shards.
+        key: `--graph_key`.
+        caps: those of `CaptionGraphs`.
+    """
+    return CaptionGraphs(_nowhere, {"shards": path, "graph_key": key}, **caps)
+
+
+def _nowhere(caption: str) -> SceneGraph | None:
+    """A caption alone does not say in which shard it stands."""
+    return None
+
+
 def graph_of(content: Mapping[str, Any], key: str) -> SceneGraph:
     """The graph under a key of the `.json` member of a webdataset shard; see `TarCaptions.json_of`.
 

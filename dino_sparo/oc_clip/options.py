@@ -25,6 +25,7 @@ from dino_sparo.runtime.cli import (
     add_source_options,
 )
 
+DEFAULT_GRAPHS = "templates"
 POSITIVE_OPTIONS = ("max_nodes", "bind_dim", "bind_heads", "rel_dim", "score_chunk_mb", "ent_coef", "rel_coef")
 NON_NEGATIVE_OPTIONS = (
     *("max_relations", "num_default", "bind_layers", "rel_loss_weight"),
@@ -70,7 +71,7 @@ def _add_graph_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("captions -> scene graphs")
     group.add_argument(
         "--graphs",
-        default="templates",
+        default=DEFAULT_GRAPHS,
         help="The captions' graphs: a .jsonl file of dino-sparo parse, or a parser that needs no file: templates, for "
         "the built-in scenes and captions made by a template; spacy, where it is installed.",
     )
@@ -152,14 +153,14 @@ def check_options(args: argparse.Namespace) -> None:
     for part in ("image", "text"):
         if getattr(args, f"lr_{part}") is None:
             setattr(args, f"lr_{part}", args.lr)
-    check_pair_options(args, POSITIVE_OPTIONS, NON_NEGATIVE_OPTIONS)
     if args.shards == "streamed":
         raise ValueError(
             "--shards streamed: false graphs are drawn by a pair's number, which a stream does not have; use --shards "
             "indexed"
         )
-    if args.graph_key is not None and args.val_share:
-        raise ValueError("--graph_key with --val_share: give --val_path and --val_graphs")
+    check_pair_options(args, POSITIVE_OPTIONS, NON_NEGATIVE_OPTIONS)
+    if args.graph_key is not None:
+        _check_graph_key(args)
     if args.competition == "keys" and args.num_default:
         raise ValueError(
             f"--competition keys with --num_default {args.num_default}: default tokens change nothing where entities "
@@ -167,3 +168,17 @@ def check_options(args: argparse.Namespace) -> None:
         )
     if args.bind_dim % args.bind_heads:
         raise ValueError(f"--bind_heads {args.bind_heads} does not divide --bind_dim {args.bind_dim}")
+
+
+def _check_graph_key(args: argparse.Namespace) -> None:
+    """The graphs of shards stand beside the captions in `.json` members, and pairs to validate on have none."""
+    if args.graphs != DEFAULT_GRAPHS:
+        raise ValueError(f"--graph_key {args.graph_key} with --graphs {args.graphs}: give one of the two")
+    if args.caption_key is None:
+        raise ValueError(
+            f"--graph_key {args.graph_key} reads .json members; give --caption_key too, the key of the caption there"
+        )
+    if args.val_share:
+        raise ValueError("--graph_key with --val_share: give --val_path and --val_graphs")
+    if args.val_path is not None and args.val_graphs is None:
+        raise ValueError(f"--graph_key with --val_path {args.val_path}: its captions need graphs; give --val_graphs")

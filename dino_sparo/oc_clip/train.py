@@ -36,7 +36,7 @@ from dino_sparo.image_text.pairs.captions import TarCaptions
 from dino_sparo.image_text.pairs.run_data import BatchForm
 from dino_sparo.image_text.start import initialize_towers
 from dino_sparo.oc_clip.config import BindingConfig
-from dino_sparo.oc_clip.graph_files import CaptionGraphs, LookupCounts, graph_of, open_graphs
+from dino_sparo.oc_clip.graph_files import CaptionGraphs, LookupCounts, graph_of, graphs_in_shards, open_graphs
 from dino_sparo.oc_clip.graphs import SceneGraph
 from dino_sparo.oc_clip.model import OCCLIP, create_oc_clip, oc_clip_description
 from dino_sparo.oc_clip.options import check_options, get_args_parser
@@ -85,7 +85,10 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
     def __init__(self, args: argparse.Namespace, process: Distributed) -> None:
         caps = {"max_nodes": args.max_nodes, "max_relations": args.max_relations, "max_missing": args.max_corrupt}
         with all_or_none("opening graphs"):
-            self.graphs = open_graphs(args.graphs, **caps)
+            if args.graph_key is None:
+                self.graphs = open_graphs(args.graphs, **caps)
+            else:
+                self.graphs = graphs_in_shards(args.data_path, args.graph_key, **caps)
             self.val_graphs = open_graphs(args.val_graphs, **caps) if args.val_graphs else self.graphs
         logger.info("graphs: %s", self.graphs.record)
         super().__init__(args, process)
