@@ -190,7 +190,8 @@ def create_updater(
         dtype: of autocast.
     """
     total = args.epochs * steps_per_epoch
-    groups, schedules = [], []
+    groups: list[dict[str, Any]] = []
+    schedules: list[dict[str, Any]] = []
     left = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for part in parts:
         own = {name: left.pop(name) for name in list(left) if name.startswith(part.prefixes)}
