@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dino_sparo import choices
 from dino_sparo._version import __version__
 from dino_sparo.clip import choices as clip_choices
+from dino_sparo.oc_clip.choices import DEMO_MODELS
 from dino_sparo.runtime.cli import HelpFormatter, command_parser, errors_in_one_line, say
 from dino_sparo.runtime.demos import demo_parser
 
@@ -195,6 +196,11 @@ COMMANDS: dict[str, Command] = {
         options_of("clip.slots.options", "pictures_parser"),
         "dino_sparo.clip.pictures.draw:draw_pictures",
     ),
+    "oc-pictures": Command(
+        "Images with captions -> what the entities of the captions' scene graphs look at, by an OC-CLIP.",
+        options_of("oc_clip.pictures.options"),
+        "dino_sparo.oc_clip.pictures.draw:draw_pictures",
+    ),
     "clip-benchmark": Command(
         "A CLIP -> the numbers of LAION's CLIP benchmark, by its own command; its options follow.",
         None,
@@ -210,6 +216,12 @@ COMMANDS: dict[str, Command] = {
         "Built-in scenes -> CLIP + SPARO trained, evaluated and drawn, in less than an hour and without a GPU.",
         lambda: demo_parser(clip_choices.TOWERS),
         "dino_sparo.clip.demo:demo",
+        run,
+    ),
+    "demo-oc-clip": Command(
+        "Built-in scenes -> OC-CLIP trained beside CLIP, evaluated and drawn, in minutes and without a GPU.",
+        lambda: demo_parser(DEMO_MODELS, "models", DEMO_MODELS),
+        "dino_sparo.oc_clip.demo:demo",
         run,
     ),
 }

@@ -11,6 +11,8 @@ OC-CLIP adds:
     images, captions -> scores             model.py (config.py)
     a whole training                       train.py  options.py (choices.py)  presets.py
     checkpoint -> evaluation               evaluated.py  scorer.py
+    checkpoint -> maps of entities         pictures/
+    all of it on built-in scenes           demo.py
 
 Letters are those of `dino_sparo`: E entities, R relations, U captions are the paper's M, P and B. `dim` is its d, the
 width of entities, keys, values and slots; `rel_dim` is the width of relations; `num_default` its N_d. Source: OC-CLIP,
