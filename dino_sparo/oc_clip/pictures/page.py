@@ -14,11 +14,11 @@ from dino_sparo.evaluation.attention import overlay_levels
 from dino_sparo.evaluation.html_page import FIGURES_STYLE, data_uri, html_page, switchable_image
 from dino_sparo.evaluation.names import short_name
 from dino_sparo.oc_clip.pictures.looks import GraphLook
-from dino_sparo.oc_clip.pictures.sheet import TITLE, Gallery
+from dino_sparo.oc_clip.pictures.sheet import MAPS_PER_LINE, TITLE, Gallery
 
 OWN_STYLE = """
 section { grid-template-columns: 1fr; content-visibility: visible; }
-.figures { grid-template-columns: repeat(auto-fill, minmax(150px, 1fr)); }
+.figures { gap: 12px; }
 figcaption { font-weight: 600; margin: 0 0 6px; min-height: 3em; display: flex; align-items: flex-end; }
 .default figcaption { color: var(--soft); font-weight: 400; }
 .plain { display: block; width: 100%; border-radius: 8px; }
@@ -68,8 +68,10 @@ def _section(number: int, look: GraphLook, picture: UInt8[np.ndarray, "H W 3"]) 
     return (
         f'<section id="pair-{number}" aria-labelledby="h{number}">\n'
         f'<div><h2 id="h{number}">{escape(look.pair.caption)}</h2>'
-        f"<dl><div><dt>score</dt><dd>{look.score:.2f}</dd></div></dl>{_relations(look)}</div>\n"
-        f'<div class="figures">\n' + "\n".join(figures) + "\n</div></section>"
+        f"<p>score {look.score:.2f}</p>{_relations(look)}</div>\n"
+        f'<div class="figures" style="--count: {min(len(figures), MAPS_PER_LINE + 1)}">\n'
+        + "\n".join(figures)
+        + "\n</div></section>"
     )
 
 
