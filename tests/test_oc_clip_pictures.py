@@ -213,6 +213,17 @@ def test_own_photographs_are_drawn_with_graphs_of_a_file(weights, tmp_path, caps
     assert found["graphs"]["counts"]["captions"] == 1
 
 
+def test_captions_without_a_graph_and_phrases_that_are_cut_off_are_named(weights, tmp_path, caplog):
+    paint(tmp_path / "pairs" / "a.png", "red")
+    (tmp_path / "pairs" / "a.txt").write_text("word " * 99)
+    (tmp_path / "graphs.jsonl").write_text('{"caption": "another", "entities": ["x"], "relationships": []}\n')
+    options = ["--graphs", tmp_path / "graphs.jsonl", "--output_dir", tmp_path]
+    found = run("--pretrained_weights", weights, "--data_path", tmp_path / "pairs", *options)
+    assert found["graphs"]["counts"]["missing"] == 1
+    assert "1 phrases are longer than the context and cut off" in caplog.text
+    assert "1 captions, 1 missing, 1 as one entity" in caplog.text
+
+
 def test_pairs_with_relations_are_chosen_whatever_they_score():
     source, graphs = open_picture_pairs("scenes:40:48"), open_graphs("templates")
     chosen = choose_pairs(source, graphs, 40, 5)

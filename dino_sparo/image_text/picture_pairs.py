@@ -5,8 +5,8 @@ What a model looks at in them is drawn by the objectives' folders: `clip/picture
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from jaxtyping import Float
 from torch import Tensor
@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 PICTURE_HEIGHT = 480  # pixels, of a view on a page
 
 
-class ViewedPair(NamedTuple):
+@dataclass(frozen=True)
+class ViewedPair:
     """A pair as a model sees it.
 
     Attributes:

@@ -67,6 +67,8 @@ def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
     view = SquareView([config.image.img_size], config.image.patch_size, loaded.mean, loaded.std)
     model = loaded.model.to(device)
     looks = [look_at(model, pair, graphs(pair.caption), device) for pair in view_pairs(source, chosen, view)]
+    if graphs.counts.whole_caption or graphs.counts.nodes or graphs.counts.relations:
+        logger.warning("%s: %s", source.name, graphs.counts)
     images = [source.read(look.pair.index) for look in looks]
     gallery = Gallery(
         describe(loaded),

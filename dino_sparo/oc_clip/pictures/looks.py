@@ -5,6 +5,7 @@ Everything here is numbers; `sheet.py` and `page.py` draw them. Source: OC-CLIP,
 h, w are rows and columns of the patch grid.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,6 +22,8 @@ from dino_sparo.oc_clip.graph_batches import batch_graphs
 from dino_sparo.oc_clip.graphs import SceneGraph
 from dino_sparo.oc_clip.model import OCCLIP, look_up
 from dino_sparo.oc_clip.pairs import tokenize_phrases
+
+logger = logging.getLogger(__name__)
 
 Maps = Float[np.ndarray, "maps h w"]
 
@@ -148,6 +151,8 @@ def look_at(model: OCCLIP, pair: ViewedPair, graph: SceneGraph, device: torch.de
     """
     batch, scoring, binding = batch_graphs([graph]), model.scoring, model.binding
     tokens = tokenize_phrases(batch.phrases, model.config.text.context_length)
+    if tokens.num_truncated:
+        logger.warning("%s: %d phrases are longer than the context and cut off", pair.name, tokens.num_truncated)
     keys, values, entities, relations = model(pair.image[None].to(device), tokens.ids.to(device))
     graphs = look_up(batch, entities, relations)
     slots = binding.bind_matched(graphs.entities, graphs.entity_mask, keys, values)[None]
