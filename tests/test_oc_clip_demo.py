@@ -20,6 +20,7 @@ from dino_sparo.oc_clip.choices import DEMO_MODELS
 EQUAL = (
     *("data_path", "arch", "patch_size", "img_size", "text_width", "text_heads", "text_layers", "context_length"),
     *("epochs", "batch_size", "lr", "warmup_steps", "weight_decay", "clip_grad", "seed", "precision"),
+    *("beta1", "beta2", "eps", "crop_scale", "grad_accum_steps"),
 )
 
 

@@ -283,7 +283,7 @@ class Binding(nn.Module):
         return slots.unflatten(1, queries.shape[:2])
 
     def _competed(
-        self, logits: Float[Tensor, "B N *U E"], defaults: Float[Tensor, "B N *U"] | None
+        self, logits: Float[Tensor, "B N *U E"], defaults: Float[Tensor, "B N *#U"] | None
     ) -> Float[Tensor, "B N *U E"]:
         """Logits -> a: the softmax over a caption's entities and the defaults, or over patches."""
         if self.competition == "keys":
