@@ -22,7 +22,7 @@ OC_CLIP = DEMO_MODELS[0]
 SHARED = {
     "data_path": "scenes:12800:48",
     **TOWERS,
-    "epochs": "4",
+    "epochs": "3",
     "batch_size": "64",
     "lr": "0.0015",
     "warmup_steps": "40",
