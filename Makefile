@@ -7,7 +7,7 @@ SOURCES := dino_sparo benchmarks tests main_dino.py run_with_submitit.py eval_kn
 # The environment may forbid bytecode files; without them every start compiles torch anew.
 export PYTHONDONTWRITEBYTECODE=
 
-.PHONY: help install demo demo-compare demo-clip demo-short test test-slow test-kills mutants check format clean
+.PHONY: help install demo demo-compare demo-clip demo-oc-clip demo-short test test-slow test-kills mutants check format clean
 .DEFAULT_GOAL := help
 
 help:  ## list the commands
@@ -32,9 +32,13 @@ demo-compare: $(INSTALLED)  ## the same for the read-outs sparo, cls and gap
 demo-clip: $(INSTALLED)  ## train CLIP + SPARO on the captions of built-in scenes, evaluate, draw (up to an hour, CPU)
 	$(BIN)/dino-sparo demo-clip
 
-demo-short: $(INSTALLED)  ## both demos' parts in a minute or two; their numbers mean nothing
+demo-oc-clip: $(INSTALLED)  ## train OC-CLIP beside CLIP on the built-in scenes, evaluate, draw (20 minutes, CPU)
+	$(BIN)/dino-sparo demo-oc-clip
+
+demo-short: $(INSTALLED)  ## all demos' parts in a few minutes; their numbers mean nothing
 	$(BIN)/dino-sparo demo --short --output_dir output/demo-short
 	$(BIN)/dino-sparo demo-clip --short
+	$(BIN)/dino-sparo demo-oc-clip --short
 
 test: $(INSTALLED)  ## run the tests that take seconds each
 	$(BIN)/python -m pytest -n 2 -m 'not slow and not slurm'

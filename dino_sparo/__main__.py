@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dino_sparo import choices
 from dino_sparo._version import __version__
 from dino_sparo.clip import choices as clip_choices
+from dino_sparo.oc_clip.choices import DEMO_MODELS
 from dino_sparo.runtime.cli import HelpFormatter, command_parser, errors_in_one_line, say
 from dino_sparo.runtime.demos import demo_parser
 
@@ -200,6 +201,11 @@ COMMANDS: dict[str, Command] = {
         options_of("clip.slots.options", "pictures_parser"),
         "dino_sparo.clip.pictures.draw:draw_pictures",
     ),
+    "oc-pictures": Command(
+        "Images with captions -> what the entities of the captions' scene graphs look at, by an OC-CLIP.",
+        options_of("oc_clip.pictures.options"),
+        "dino_sparo.oc_clip.pictures.draw:draw_pictures",
+    ),
     "clip-benchmark": Command(
         "A CLIP -> the numbers of LAION's CLIP benchmark, by its own command; its options follow.",
         None,
@@ -221,6 +227,12 @@ COMMANDS: dict[str, Command] = {
         "Built-in scenes -> how CLIP and OC-CLIP answer about pairs of objects that were seen in training or were not.",
         options_of("oc_clip.splits_options"),
         "dino_sparo.oc_clip.splits:run_splits",
+        run,
+    ),
+    "demo-oc-clip": Command(
+        "Built-in scenes -> OC-CLIP trained beside CLIP, evaluated and drawn, in minutes and without a GPU.",
+        lambda: demo_parser(DEMO_MODELS, "models", DEMO_MODELS),
+        "dino_sparo.oc_clip.demo:demo",
         run,
     ),
 }

@@ -14,9 +14,9 @@ from clip_fakes import small_checkpoint
 
 from dino_sparo.clip import load_clip, tokenize
 from dino_sparo.clip.pictures.concepts import Choice, Criteria, PairLook, choose, choose_pairs, fits, look_at_pairs
-from dino_sparo.clip.pictures.draw import open_picture_pairs
 from dino_sparo.clip.pictures.words import Word, WordAttention, caption_words, word_attention
 from dino_sparo.evaluation.views import SquareView
+from dino_sparo.image_text.picture_pairs import open_picture_pairs
 
 SLOTS = 5
 

@@ -10,6 +10,7 @@ pytest.importorskip("open_clip")
 
 from dino_sparo.__main__ import run as run_command
 from dino_sparo.clip import demo
+from dino_sparo.image_text.demos import CHANCE, score_table
 
 
 @pytest.mark.slow
@@ -23,10 +24,10 @@ def test_the_short_demo_ends_in_its_table(
     monkeypatch.setitem(demo.SHORT, "batch_size", "16")
     monkeypatch.setitem(demo.TRAINING, "num_workers", "0")
     monkeypatch.setattr(demo, "SHORT_NUM_PAIRS", 6)
-    monkeypatch.setattr(demo, "SHORT_ZERO_SHOT_DATA", "scenes:20:48")
+    monkeypatch.setattr(demo, "SHORT_NUM_IMAGES", 20)
     [run] = run_command("demo-clip", ["--short", "--readouts", readout, "--output_dir", str(tmp_path)])
     assert json.loads((tmp_path / "demo.json").read_text()) == [run]
-    assert all(0 <= run[score] <= 100 for score in demo.CHANCE)
+    assert all(0 <= run[score] <= 100 for score in CHANCE)
     folder = Path(run["folder"])
     assert {"checkpoint.pth", "zero_shot.json", "sugarcrepe.json"} <= {path.name for path in folder.iterdir()}
     assert (folder / "pictures.png").is_file() == (readout == "sparo")
@@ -36,9 +37,9 @@ def test_the_short_demo_ends_in_its_table(
 
 def test_the_table_gives_mean_and_deviation_over_seeds() -> None:
     def run(readout: str, *scores: float) -> dict:
-        return {"readout": readout, **dict(zip(demo.CHANCE, scores, strict=True))}
+        return {"readout": readout, **dict(zip(CHANCE, scores, strict=True))}
 
     runs = [run("sparo", 30.0, 50.0, 60.0), run("cls", 20.0, 51.0, 52.0), run("sparo", 32.0, 54.0, 60.0)]
-    rows = demo.table(runs).splitlines()
+    rows = score_table(runs).splitlines()
     assert rows[1].split() == ["sparo", "31.0", "%", "±", "1.4", "52.0", "%", "±", "2.8", "60.0", "%", "±", "0.0"]
     assert rows[2].split() == ["cls", "20.0", "%", "51.0", "%", "52.0", "%"]

@@ -13,7 +13,6 @@ PER_SLOT, PER_DIMENSION = "slot", "dimension"  # parts of an encoding that a mas
 MASK_SCALES = ("min", "max")  # bounds of the mask's inverse temperature
 PRODUCTS = ("fp32", "tf32", "bf16")  # precisions of the products of all images with all captions
 SWEEP_METRICS = ("top1", "top5", "mean_per_class_recall")
-PICTURE_SCENES = "scenes:400:384"
 
 
 class Towers(NamedTuple):

@@ -10,14 +10,14 @@ options below are a recipe for a trial, not for accuracy.
 """
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from dino_sparo.clip.config import towers_of
+from dino_sparo.image_text.demos import IMAGE_SIZE, scene_scores, score_table, scores_in_words, write_pairs
 from dino_sparo.image_text.scene_recipe import CLIP_READOUTS, OPTIMISATION, TOWERS
 from dino_sparo.readout_table import readout_kind
-from dino_sparo.runtime.demos import RunCommand, finish_demo, option_words, spread, start_demo, timed_run
+from dino_sparo.runtime.demos import RunCommand, finish_demo, option_words, start_demo, timed_run
 
 TRAINING = {
     "data_path": "scenes:25600:48",
@@ -30,7 +30,7 @@ TRAINING = {
     "zero_shot_path": "scenes:1000:48",
     "num_workers": "1",
 }
-ZERO_SHOT_DATA, NUM_PAIRS, IMAGE_SIZE = "scenes:4000:48", 2000, 48
+NUM_IMAGES, NUM_PAIRS = 4000, 2000
 SHORT = {
     "data_path": "scenes:640:48",
     "batch_size": "64",
@@ -38,9 +38,7 @@ SHORT = {
     "warmup_steps": "5",
     "zero_shot_path": "scenes:100:48",
 }
-SHORT_ZERO_SHOT_DATA, SHORT_NUM_PAIRS = "scenes:100:48", 20
-# Score -> what guessing gives, percent.
-CHANCE = {"zero-shot shape": 10.0, "swapped objects": 50.0, "swapped attributes": 50.0}
+SHORT_NUM_IMAGES, SHORT_NUM_PAIRS = 100, 20
 
 
 def train_and_evaluate(
@@ -59,27 +57,14 @@ def train_and_evaluate(
         Scores in percent, and seconds.
     """
     options = {**TRAINING, **(SHORT if args.short else {}), "readout": readout, "seed": seed, "device": args.device}
-    data_path = SHORT_ZERO_SHOT_DATA if args.short else ZERO_SHOT_DATA
+    data_path = f"scenes:{SHORT_NUM_IMAGES if args.short else NUM_IMAGES}:{IMAGE_SIZE}"
 
-    def scores(folder: Path) -> dict[str, float]:
-        model = option_words({"pretrained_weights": folder / "checkpoint.pth", "device": args.device, "num_workers": 1})
-        classified = run("zero-shot", [*model, "--data_path", data_path])
-        compared = run("sugarcrepe", [*model, "--data_path", str(pairs)])["splits"]
-        found = (classified["top1"], *(compared[split]["accuracy"] for split in ("swap_obj", "swap_att")))
-        return dict(zip(CHANCE, found, strict=True))
+    def train(folder: Path) -> None:
+        run("train-clip", option_words({**options, "output_dir": folder}))
 
     return timed_run(
-        args, readout, seed, lambda folder: run("train-clip", option_words({**options, "output_dir": folder})), scores
+        args, readout, seed, train, lambda folder: scene_scores(folder, data_path, pairs, args.device, run)
     )
-
-
-def table(runs: Sequence[dict[str, Any]]) -> str:
-    """Mean over seeds, with the standard deviation where there are several; the last line is what guessing gives."""
-    lines = [f"{'read-out':<12}" + "".join(f"{name:>22}" for name in CHANCE)]
-    for readout in dict.fromkeys(run["readout"] for run in runs):
-        mine = [run for run in runs if run["readout"] == readout]
-        lines.append(f"{readout:<12}" + "".join(f"{spread([run[name] for run in mine]):>22}" for name in CHANCE))
-    return "\n".join([*lines, f"{'guessing':<12}" + "".join(f"{chance:>20.1f} %" for chance in CHANCE.values())])
 
 
 def demo(args: argparse.Namespace, run: RunCommand) -> list[dict[str, Any]]:
@@ -91,12 +76,12 @@ def demo(args: argparse.Namespace, run: RunCommand) -> list[dict[str, Any]]:
     """
     start_demo(args, "clip-demo")
     folder = Path(args.output_dir)
-    pairs, num_pairs = folder / "pairs", SHORT_NUM_PAIRS if args.short else NUM_PAIRS
-    run("scene-pairs", option_words({"output_dir": pairs, "num_pairs": num_pairs, "image_size": IMAGE_SIZE}))
+    num_images, num_pairs = (SHORT_NUM_IMAGES, SHORT_NUM_PAIRS) if args.short else (NUM_IMAGES, NUM_PAIRS)
+    pairs = write_pairs(folder, num_pairs, run)
     runs = [train_and_evaluate(readout, seed, pairs, args, run) for seed in args.seeds for readout in args.readouts]
     for done in runs:
         if readout_kind(towers_of(done["readout"]).image).has_slots:
             weights = str(Path(done["folder"]) / "checkpoint.pth")
             run("pictures", ["--pretrained_weights", weights, "--device", args.device])
-    finish_demo(args, runs, "held-out scenes, accuracy", table(runs))
+    finish_demo(args, runs, scores_in_words(num_images, num_pairs), score_table(runs))
     return runs

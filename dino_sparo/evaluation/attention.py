@@ -223,8 +223,21 @@ def overlay(
         heatmap: (h, w), raw attention over the patches of exactly this view.
         smooth: bicubic between patches; False shows each patch as it is.
     """
+    return overlay_levels(image, heat(heatmap), smooth)
+
+
+def overlay_levels(
+    image: Num[np.ndarray, "H W 3"], levels: Float[np.ndarray, "h w"], smooth: bool = True
+) -> UInt8[np.ndarray, "H W 3"]:
+    """Lay a map over its image that is on the scale of colours already; see `overlay`.
+
+    Args:
+        image: (H, W, 3), 8 bit or floats in [0, 1].
+        levels: (h, w), in [0, 1].
+        smooth: bicubic between patches; False shows each patch as it is.
+    """
     pixels = _pixels(image)
-    level = enlarge(heat(heatmap), image.shape[0], image.shape[1], smooth)
+    level = enlarge(levels, image.shape[0], image.shape[1], smooth)
     # The colour takes some light and dark from the image, whose contents can so be seen through it.
     glow = ramp(level) * (0.6 + 0.4 * _lightness(pixels) / 255)
     # Rising quickly: weak attention is to be seen too.

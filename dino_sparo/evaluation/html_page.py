@@ -74,6 +74,17 @@ dt { order: 2; } dd { margin: 0; font-variant-numeric: tabular-nums; color: var(
 footer { padding-bottom: 32px; font-size: 13px; }
 """
 
+# Of pages whose sections hold pictures with captions and numbers below.
+FIGURES_STYLE = """
+.figures { display: grid; grid-template-columns: repeat(var(--count), minmax(0, 1fr)); gap: 18px; align-items: start; }
+figure { margin: 0; }
+figcaption { margin-top: 8px; overflow-wrap: break-word; }
+figure dl { margin-top: 6px; display: flex; flex-wrap: wrap; gap: 0 14px; }
+figure dt { order: 0; }
+@media (max-width: 800px) { .figures { grid-template-columns: repeat(2, minmax(0, 1fr)); } }
+@media (max-width: 480px) { .figures { grid-template-columns: 1fr; } }
+"""
+
 SCRIPT = """
 "use strict";
 document.documentElement.classList.add("js");
@@ -87,14 +98,13 @@ main.addEventListener("click", (event) => {
 });
 """
 
+RAMP = ", ".join(
+    f"rgb({red} {green} {blue}) {max(4, 100 * position):.0f}%"
+    for position, (red, green, blue) in zip(RAMP_POSITIONS, RAMP_COLOURS, strict=True)
+)
 # The colours of the maps, as `Page.legend` shows them on pictures.
-LEGEND = (
-    f'<p class="ramp">{RAMP_ENDS[0]}<i style="background: linear-gradient(90deg, rgb(128 128 128), '
-    + ", ".join(
-        f"rgb({red} {green} {blue}) {max(4, 100 * position):.0f}%"
-        for position, (red, green, blue) in zip(RAMP_POSITIONS, RAMP_COLOURS, strict=True)
-    )
-    + f')"></i>{RAMP_ENDS[1]}</p>'
+LEGEND = Template(
+    f'<p class="ramp">$low<i style="background: linear-gradient(90deg, rgb(128 128 128), {RAMP})"></i>$high</p>'
 )
 
 PAGE = Template("""<!doctype html>
@@ -141,6 +151,7 @@ def html_page(
     controls: str = "",
     more_style: str = "",
     more_script: str = "",
+    ends: tuple[str, str] = RAMP_ENDS,
 ) -> str:
     """A whole page. All but `about` is HTML already.
 
@@ -153,12 +164,13 @@ def html_page(
         controls: more of them beside the switch of all maps.
         more_style: CSS after the shared one.
         more_script: JavaScript after the shared one.
+        ends: the words beside the colours of the maps.
     """
     return PAGE.substitute(
         title=title,
         about=escape(about),
         explanation=explanation,
-        legend=LEGEND,
+        legend=LEGEND.substitute(low=ends[0], high=ends[1]),
         controls=controls,
         sections=sections,
         hint=hint,

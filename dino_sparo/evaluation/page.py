@@ -86,16 +86,16 @@ class Page:
         style |= {"transform": self._pixels, "zorder": -1}
         self.figure.add_artist(self._box((x, self.height - y - height), width, height, **style))
 
-    def legend(self, x: int, y: int) -> int:
+    def legend(self, x: int, y: int, ends: tuple[str, str] = RAMP_ENDS) -> int:
         """The colours of the maps as a bar between the words for its ends; the bar's upper edge is at y.
 
         Returns:
             Its width, pixels.
         """
-        low, high = (math.ceil(text_width(words, LABEL_SIZE)) for words in RAMP_ENDS)
-        self.text(x, y + RAMP_HEIGHT, RAMP_ENDS[0], LABEL_SIZE, SOFT)
+        low, high = (math.ceil(text_width(words, LABEL_SIZE)) for words in ends)
+        self.text(x, y + RAMP_HEIGHT, ends[0], LABEL_SIZE, SOFT)
         self.picture(x + low + 10, y, ramp_picture())
-        self.text(x + low + RAMP_WIDTH + 20, y + RAMP_HEIGHT, RAMP_ENDS[1], LABEL_SIZE, SOFT)
+        self.text(x + low + RAMP_WIDTH + 20, y + RAMP_HEIGHT, ends[1], LABEL_SIZE, SOFT)
         return low + RAMP_WIDTH + 20 + high
 
     def save(self, path: Path) -> None:
@@ -119,12 +119,21 @@ class Heading:
         title: one line.
         paragraphs: of any length.
         has_legend: whether the legend stands below.
+        ends: the words beside its colours.
 
     Attributes:
         height: pixels.
     """
 
-    def __init__(self, width: int, title: str, paragraphs: Sequence[str], has_legend: bool = True) -> None:
+    def __init__(
+        self,
+        width: int,
+        title: str,
+        paragraphs: Sequence[str],
+        has_legend: bool = True,
+        ends: tuple[str, str] = RAMP_ENDS,
+    ) -> None:
+        self.ends = ends
         self.title = shorten(title, width, TITLE_SIZE, "bold")
         self.lines: list[tuple[int, str]] = []  # baseline, words
         base = 20
@@ -142,7 +151,7 @@ class Heading:
         for base, line in self.lines:
             page.text(x, y + base, line, colour=SOFT)
         if self.legend_top is not None:
-            page.legend(x, y + self.legend_top)
+            page.legend(x, y + self.legend_top, self.ends)
 
 
 @dataclass(frozen=True)

@@ -5,3 +5,4 @@ CROP_SCALE = (0.9, 1.0)
 AUTO = "auto"  # class names, or templates, of the set of images itself
 WINOGROUND_EXAMPLES = "examples.jsonl"
 PROBE_BATCH_SIZE = 64  # of CLIP benchmark's linear probe
+PICTURE_SCENES = "scenes:400:384"  # held-out ones, large enough to be looked at

@@ -12,6 +12,8 @@ OC-CLIP adds:
     a whole training                       train.py  options.py (choices.py)  presets.py
     checkpoint -> evaluation               evaluated.py  scorer.py
     controlled experiment on scenes        split_design.py  split_data.py  splits.py  splits_figure.py
+    checkpoint -> maps of entities         pictures/
+    all of it on built-in scenes           demo.py
 
 Letters are those of `dino_sparo`: E entities, R relations, U captions are the paper's M, P and B. `dim` is its d, the
 width of entities, keys, values and slots; `rel_dim` is the width of relations; `num_default` its N_d. Source: OC-CLIP,

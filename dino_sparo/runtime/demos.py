@@ -15,10 +15,18 @@ from dino_sparo.runtime.cli import HelpFormatter, say
 RunCommand = Callable[[str, Sequence[str]], Any]
 
 
-def demo_parser(readouts: Iterable[str]) -> argparse.ArgumentParser:
-    """The options of a demo, with the read-outs to choose among."""
+def demo_parser(
+    names: Iterable[str], option: str = "readouts", default: Sequence[str] = ("sparo",)
+) -> argparse.ArgumentParser:
+    """The options of a demo.
+
+    Args:
+        names: what can be compared.
+        option: that names some of them.
+        default: of this option.
+    """
     parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
-    parser.add_argument("--readouts", nargs="+", default=["sparo"], choices=sorted(readouts), help="What to compare.")
+    parser.add_argument(f"--{option}", nargs="+", default=list(default), choices=sorted(names), help="What to compare.")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="One training run each.")
     parser.add_argument("--output_dir", default=None, help="Where everything is written; by default in output/.")
     parser.add_argument("--device", default="cpu", help="auto, cpu or cuda.")
@@ -51,31 +59,33 @@ def start_demo(args: argparse.Namespace, name: str) -> None:
 
 def timed_run(
     args: argparse.Namespace,
-    readout: str,
+    name: str,
     seed: int,
     train: Callable[[Path], Any],
     evaluate: Callable[[Path], Mapping[str, Any]],
+    kind: str = "readout",
 ) -> dict[str, Any]:
     """Train one model and evaluate it.
 
     Args:
         args: the demo's options.
-        readout: of the model.
+        name: of the model among those compared.
         seed: of the run.
         train: into a folder.
         evaluate: what lies in that folder -> scores.
+        kind: what the models differ in.
 
     Returns:
-        Read-out, seed, scores, seconds, folder.
+        Name under `kind`, seed, scores, seconds, folder.
     """
-    folder = Path(args.output_dir) / f"{readout}_seed{seed}"
+    folder = Path(args.output_dir) / f"{name}_seed{seed}"
     begin = time.monotonic()
     train(folder)
     trained_s = time.monotonic() - begin
     scores = evaluate(folder)
     total_s = time.monotonic() - begin
     times = {"training_s": trained_s, "total_s": total_s}
-    return {"readout": readout, "seed": seed, **scores, **times, "folder": str(folder)}
+    return {kind: name, "seed": seed, **scores, **times, "folder": str(folder)}
 
 
 def finish_demo(args: argparse.Namespace, runs: Sequence[Mapping[str, Any]], title: str, table: str) -> None:

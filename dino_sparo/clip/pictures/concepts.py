@@ -9,6 +9,7 @@ h, w are rows and columns of the patch grid.
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -20,12 +21,11 @@ from torch.nn import functional as F
 from dino_sparo.clip.choices import Criteria
 from dino_sparo.clip.model import CLIP
 from dino_sparo.clip.pictures.words import Word, WordAttention, caption_words, word_attention
-from dino_sparo.data import CorruptImageError
 from dino_sparo.evaluation.attention import mass_mask
 from dino_sparo.evaluation.views import SquareView, spread_out
 from dino_sparo.image_text.pairs.batches import PairSource
+from dino_sparo.image_text.picture_pairs import view_pairs
 from dino_sparo.image_text.text import Tokens
-from dino_sparo.runtime.logs import progress
 
 logger = logging.getLogger(__name__)
 
@@ -106,32 +106,18 @@ def look_at_pairs(
         ValueError: none can be read.
     """
     looks: list[PairLook] = []
-    errors: list[CorruptImageError] = []
     num_truncated = 0
-    places = spread_out(source, max_pairs)
-    for start in progress(range(0, len(places), BATCH_SIZE), desc=source.name):
-        read: list[tuple[int, str, Tensor]] = []
-        for index in places[start : start + BATCH_SIZE]:
-            try:
-                read.append((index, source.captions_of(index)[0], view(source.read(index))[0]))
-            except CorruptImageError as error:
-                errors.append(error)
-                logger.warning("left out %s", error)
-        if read:
-            tokens = tokenize([caption for _, caption, _ in read])
-            num_truncated += tokens.num_truncated
-            found = _look_at_batch(model, torch.stack([image for _, _, image in read]), tokens.ids, device)
-            looks += [
-                _pair_look(source.location(index), index, caption, *parts)
-                for (index, caption, _), *parts in zip(read, tokens.ids, *found, strict=True)
-            ]
-    if not looks:
-        raise ValueError(f"none of {len(errors)} pairs can be read: {errors[0]}")
-    if errors or num_truncated:
-        logger.warning(
-            "%s: left out %d pairs; %d captions are longer than the context and cut off",
-            source.name, len(errors), num_truncated,
-        )  # fmt: skip
+    pairs = view_pairs(source, spread_out(source, max_pairs), view)
+    while batch := list(islice(pairs, BATCH_SIZE)):
+        tokens = tokenize([pair.caption for pair in batch])
+        num_truncated += tokens.num_truncated
+        found = _look_at_batch(model, torch.stack([pair.image for pair in batch]), tokens.ids, device)
+        looks += [
+            _pair_look(pair.name, pair.index, pair.caption, *parts)
+            for pair, *parts in zip(batch, tokens.ids, *found, strict=True)
+        ]
+    if num_truncated:
+        logger.warning("%s: %d captions are longer than the context and cut off", source.name, num_truncated)
     return looks
 
 

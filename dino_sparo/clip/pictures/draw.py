@@ -18,7 +18,6 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,19 +33,13 @@ from dino_sparo.evaluation.names import run_names
 from dino_sparo.evaluation.page import require_matplotlib
 from dino_sparo.evaluation.protocol import result_folder
 from dino_sparo.evaluation.views import SquareView, view_pixels
-from dino_sparo.image_text.pairs.batches import LeftOut, PairSource
-from dino_sparo.image_text.pairs.captions import ListedCaptions, PackedTexts
-from dino_sparo.image_text.pairs.sources import open_pairs
+from dino_sparo.image_text.picture_pairs import PICTURE_HEIGHT, open_picture_pairs
 from dino_sparo.image_text.text import tokenize
 from dino_sparo.runtime.distributed import detect_launcher, select_device
 from dino_sparo.runtime.logs import printable, setup_logging
 from dino_sparo.runtime.records import versions, write_json
-from dino_sparo.sources import IMAGE_EXTENSIONS
-from dino_sparo.sources.packed import FileSource
 
 logger = logging.getLogger(__name__)
-
-PICTURE_HEIGHT = 480  # pixels, of a view on the page
 
 
 def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
@@ -117,49 +110,6 @@ def asked_slots(slots: Sequence[str] | None, loaded: LoadedClip) -> list[int] | 
     if not all(word.isdecimal() for word in slots):
         raise ValueError(f"slots={' '.join(slots)}; give numbers of slots, or one .json file of dino-sparo select")
     return list(SlotSelection(tuple(map(int, slots)), config.image.num_slots).indices)
-
-
-def open_picture_pairs(
-    data_path: str, image_key: str | None = None, caption_key: str | None = None, image_folder: str | None = None
-) -> PairSource:
-    """The pairs to look at; scenes are held-out ones.
-
-    Args:
-        data_path: a folder of pairs, or anything that `open_pairs` opens.
-        image_key: of `open_pairs`.
-        caption_key: likewise.
-        image_folder: likewise.
-
-    Raises:
-        ValueError: nothing lies there, or no pairs do.
-    """
-    folder = Path(data_path).expanduser()
-    if folder.is_dir() and any(folder.glob("*.txt")) and not any(folder.glob("*.tar")):
-        return open_pair_folder(folder)
-    return open_pairs(data_path, image_key, caption_key, image_folder, default_split="val")
-
-
-def open_pair_folder(folder: Path) -> PairSource:
-    """The images of a folder that have their caption in a .txt file of the same name beside them, sorted by name.
-
-    Raises:
-        ValueError: there are none.
-    """
-    images = sorted(path for path in folder.iterdir() if path.name.lower().endswith(IMAGE_EXTENSIONS))
-    names, captions, left_out = PackedTexts(), PackedTexts(), LeftOut()
-    for image in images:
-        caption = image.with_suffix(".txt")
-        if caption.is_file():
-            names.append(image.name)
-            captions.append(caption.read_text(encoding="utf-8-sig", errors="replace").strip())
-        else:
-            left_out.add("without a .txt", str(image))
-    if not len(names.ends):
-        raise ValueError(f"{folder} holds {len(images)} images, none with a .txt file of the same name beside it")
-    if left_out.total:
-        logger.warning("%s: left out %s", folder, left_out)
-    files = FileSource(f"folder {folder}", str(folder), names.packed(), None, None)
-    return PairSource(files, ListedCaptions(captions.packed()), left_out)
 
 
 def warn_of_poor_fit(choice: Choice, num_pairs: int, criteria: Criteria) -> None:

@@ -14,20 +14,14 @@ from jaxtyping import UInt8
 from dino_sparo.clip.pictures.concepts import PairLook
 from dino_sparo.clip.pictures.sheet import MARK, TITLE, Gallery, mark_level
 from dino_sparo.evaluation.attention import effective_patches, overlay
-from dino_sparo.evaluation.html_page import html_page, switchable_image
+from dino_sparo.evaluation.html_page import FIGURES_STYLE, html_page, switchable_image
 
 OWN_STYLE = f"""
 section {{ grid-template-columns: 110px 1fr; content-visibility: visible; }}
-.pairs {{ display: grid; grid-template-columns: repeat(var(--count), minmax(0, 1fr)); gap: 18px; align-items: start; }}
-figure {{ margin: 0; }}
-figcaption {{ margin-top: 8px; font-size: 16px; line-height: 1.75; overflow-wrap: break-word; }}
+figcaption {{ font-size: 16px; line-height: 1.75; }}
 figcaption mark {{ padding: 2px; margin: 0 -2px; border-radius: 5px; color: inherit;
   background: rgb({MARK[0]} {MARK[1]} {MARK[2]} / var(--level)); }}
 figcaption mark.strong {{ color: #16161d; }}
-figure dl {{ margin-top: 6px; display: flex; flex-wrap: wrap; gap: 0 14px; }}
-figure dt {{ order: 0; }}
-@media (max-width: 800px) {{ .pairs {{ grid-template-columns: repeat(2, minmax(0, 1fr)); }} }}
-@media (max-width: 480px) {{ .pairs {{ grid-template-columns: 1fr; }} }}
 """
 # The level of a mark from which on dark letters on it can be read better than light ones, on dark paper too.
 STRONG = 0.55
@@ -53,7 +47,7 @@ def write_page(gallery: Gallery, path: Path) -> None:
         EXPLANATION.substitute(patches=gallery.looks[0].maps[0].size, rule=escape(gallery.rule)),
         "\n".join(_section(gallery, slot) for slot in gallery.slots),
         "Click an image to switch its map on and off; rest on a word to see its share.",
-        more_style=OWN_STYLE,
+        more_style=FIGURES_STYLE + OWN_STYLE,
     )
     path.write_text(page, encoding="utf-8")
 
@@ -68,7 +62,7 @@ def _section(gallery: Gallery, slot: int) -> str:
         f'<section id="slot-{slot}" aria-labelledby="h{slot}">\n<div><h2 id="h{slot}">Slot {slot}</h2><dl>'
         f"<div><dt>mean cosine</dt><dd>{cosine:.2f}</dd></div>"
         f"<div><dt>patches</dt><dd>{patches:.1f}</dd></div></dl></div>\n"
-        f'<div class="pairs" style="--count: {len(gallery.looks)}">\n{figures}\n</div></section>'
+        f'<div class="figures" style="--count: {len(gallery.looks)}">\n{figures}\n</div></section>'
     )
 
 

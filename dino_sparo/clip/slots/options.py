@@ -5,7 +5,7 @@ Each command imports its parser from here and parses before it imports torch.
 
 import argparse
 
-from dino_sparo.clip.choices import MASK_SCALES, PER_SLOT, PICTURE_SCENES, SWEEP_METRICS, Criteria, FitSettings
+from dino_sparo.clip.choices import MASK_SCALES, PER_SLOT, SWEEP_METRICS, Criteria, FitSettings
 from dino_sparo.image_text.choices import AUTO
 from dino_sparo.image_text.evaluation.options import (
     add_class_options,
@@ -13,6 +13,8 @@ from dino_sparo.image_text.evaluation.options import (
     add_image_options,
     add_model_options,
     add_pair_options,
+    add_picture_options,
+    add_picture_result_options,
 )
 from dino_sparo.runtime.cli import HelpFormatter
 
@@ -107,22 +109,7 @@ def sweep_parser() -> argparse.ArgumentParser:
 def pictures_parser() -> argparse.ArgumentParser:
     """The options of `pictures.py`, in data-flow order."""
     parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
-    group = parser.add_argument_group("model")
-    group.add_argument("--pretrained_weights", default="", help="Checkpoint of CLIP training, of a model with slots.")
-    group = parser.add_argument_group("pairs of images and captions")
-    group.add_argument(
-        "--data_path",
-        default=PICTURE_SCENES,
-        help="A folder of images with a .txt of the same name beside each, a table (.csv, .tsv), COCO's annotations "
-        "(.json), tar shards, or the built-in scenes.",
-    )
-    group.add_argument("--image_key", default=None, help="Column of the images' paths in a table; else found by name.")
-    group.add_argument(
-        "--caption_key", default=None, help="Column of the captions in a table; for shards a key of the .json members."
-    )
-    group.add_argument(
-        "--image_folder", default=None, help="What paths in a table or in annotations start from; else its own folder."
-    )
+    group = add_picture_options(parser, "Checkpoint of CLIP training, of a model with slots.")
     group.add_argument("--max_pairs", type=int, default=400, help="Look at so many, evenly spread over the data.")
     group.add_argument(
         "--image_size",
@@ -149,7 +136,5 @@ def pictures_parser() -> argparse.ArgumentParser:
         default=Criteria().min_sharpness,
         help="Choose slots that give at least this share of their attention to one word.",
     )
-    group = parser.add_argument_group("result")
-    group.add_argument("--output_dir", default=None, help="Where to write; by default beside the checkpoint.")
-    group.add_argument("--device", default="auto", help="auto (cuda where there is one, else cpu), cpu or cuda:N.")
+    add_picture_result_options(parser)
     return parser

@@ -6,7 +6,7 @@ Each command imports its parser from here and parses before it imports torch.
 import argparse
 
 from dino_sparo.choices import PRECISIONS
-from dino_sparo.image_text.choices import AUTO, PROBE_BATCH_SIZE, WINOGROUND_EXAMPLES
+from dino_sparo.image_text.choices import AUTO, PICTURE_SCENES, PROBE_BATCH_SIZE, WINOGROUND_EXAMPLES
 from dino_sparo.runtime.cli import HelpFormatter, add_device_options, bool_flag
 from dino_sparo.scenes import DEFAULT_IMAGE_SIZE, SPLITS
 
@@ -28,14 +28,19 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--text_heads", type=int, default=None, help="Of the text encoder of open_clip's weights; by default 64 wide."
     )
+    add_graphs_option(group)
+    group.add_argument(
+        "--slots", default=None, help="Evaluate some of its slots, or masked ones: a file of dino-sparo select or mask."
+    )
+
+
+def add_graphs_option(group: argparse._ArgumentGroup) -> None:
+    """The scene graphs of captions."""
     group.add_argument(
         "--graphs",
         default=None,
         help="Of an OC-CLIP, the captions' scene graphs: a .jsonl file of dino-sparo parse, templates or spacy; by "
         "default templates.",
-    )
-    group.add_argument(
-        "--slots", default=None, help="Evaluate some of its slots, or masked ones: a file of dino-sparo select or mask."
     )
 
 
@@ -99,6 +104,39 @@ def add_pair_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--images", default=None, help="Folder of the images, COCO's val2017; by default `images` in --data_path."
     )
+
+
+def add_picture_options(parser: argparse.ArgumentParser, weights: str) -> argparse._ArgumentGroup:
+    """A model and the pairs to draw; returns the group of the pairs, for what a command adds.
+
+    Args:
+        parser: to add to.
+        weights: help of `--pretrained_weights`.
+    """
+    group = parser.add_argument_group("model")
+    group.add_argument("--pretrained_weights", default="", help=weights)
+    group = parser.add_argument_group("pairs of images and captions")
+    group.add_argument(
+        "--data_path",
+        default=PICTURE_SCENES,
+        help="A folder of images with a .txt of the same name beside each, a table (.csv, .tsv), COCO's annotations "
+        "(.json), tar shards, or the built-in scenes.",
+    )
+    group.add_argument("--image_key", default=None, help="Column of the images' paths in a table; else found by name.")
+    group.add_argument(
+        "--caption_key", default=None, help="Column of the captions in a table; for shards a key of the .json members."
+    )
+    group.add_argument(
+        "--image_folder", default=None, help="What paths in a table or in annotations start from; else its own folder."
+    )
+    return group
+
+
+def add_picture_result_options(parser: argparse.ArgumentParser) -> None:
+    """Where pictures go, and where they are computed."""
+    group = parser.add_argument_group("result")
+    group.add_argument("--output_dir", default=None, help="Where to write; by default beside the checkpoint.")
+    group.add_argument("--device", default="auto", help="auto (cuda where there is one, else cpu), cpu or cuda:N.")
 
 
 def zero_shot_parser() -> argparse.ArgumentParser:

@@ -1,0 +1,183 @@
+"""A model, an image and the graph of its caption -> the share of each patch that each entity takes, and all scores.
+
+Everything here is numbers; `sheet.py` and `page.py` draw them. Source: OC-CLIP, equations 1 to 3 and figure 8.
+
+h, w are rows and columns of the patch grid.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional as F
+
+from dino_sparo.evaluation.attention import MIN_CONTRAST, effective_patches
+from dino_sparo.image_text.picture_pairs import ViewedPair
+from dino_sparo.oc_clip.graph_batches import batch_graphs
+from dino_sparo.oc_clip.graphs import SceneGraph
+from dino_sparo.oc_clip.model import OCCLIP, look_up
+from dino_sparo.oc_clip.pairs import tokenize_phrases
+
+logger = logging.getLogger(__name__)
+
+Maps = Float[np.ndarray, "maps h w"]
+
+
+class Reading(NamedTuple):
+    """How the maps of a model are to be read; what the softmax runs over decides it.
+
+    Attributes:
+        even_share: maps -> the share that all values would have if they were equal.
+        ends: words for the lowest and the highest colour.
+        explanation: what a map shows.
+        size: map -> how much of the image it takes, in words.
+    """
+
+    even_share: Callable[[Maps], float]
+    ends: tuple[str, str]
+    explanation: str
+    size: Callable[[Float[np.ndarray, "h w"]], str]
+
+
+# `binding.Binding.competition` -> how to read the maps.
+READINGS: dict[str, Reading] = {
+    "queries": Reading(
+        lambda maps: 1 / len(maps),
+        ("even share of a patch or less", "largest share in the row"),
+        "A map shows which share of every patch goes to one entity. The entities of a caption and the default tokens "
+        "compete for each patch: the shares of a patch add up to 100% over all maps of a row. Default tokens take what "
+        "no entity names; nothing is computed from what they take. The percentage below a map is its mean share, so "
+        "these too add up to 100%. A large share says that this entity wins the patch against the others, not that it "
+        "is there: compare the cosines.",
+        lambda shares: f"{100 * shares.mean():.0f}% of image",
+    ),
+    "keys": Reading(
+        lambda maps: 1 / maps[0].size,
+        ("even share of attention or less", "largest share in the row"),
+        "A map shows how one entity shares its attention among the patches: each map adds up to 100%. Entities do not "
+        "compete. Below a map: its attention is as wide as if it lay evenly on so many patches, exp(entropy).",
+        lambda shares: f"{float(effective_patches(shares)):.1f} patches",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class GraphLook:
+    """How a model sees one image with the graph of its caption.
+
+    Attributes:
+        pair: image and caption.
+        graph: of the caption.
+        score: S of image and graph.
+        cosines: (E,), of every entity and its slot.
+        relation_scores: (R,), f of every relation.
+        turned_scores: (R,), f of every relation with subject and object exchanged.
+        shares: (E, h, w), a of every entity.
+        default_shares: (num_default, h, w), of the default tokens.
+        reading: what the shares are.
+    """
+
+    pair: ViewedPair
+    graph: SceneGraph
+    score: float
+    cosines: Float[np.ndarray, " E"]
+    relation_scores: Float[np.ndarray, " R"]
+    turned_scores: Float[np.ndarray, " R"]
+    shares: Float[np.ndarray, "E h w"]
+    default_shares: Float[np.ndarray, "num_default h w"]
+    reading: Reading
+
+    @property
+    def maps(self) -> Maps:
+        """Of the entities, then of the default tokens."""
+        return np.concatenate([self.shares, self.default_shares])
+
+    @property
+    def levels(self) -> Maps:
+        """`maps` on one scale of colours: 0 for an even share or less, 1 for the largest share of the row.
+
+        Where even the largest share is hardly above an even one, all levels stay low.
+        """
+        even = self.reading.even_share(self.maps)
+        times_even = self.maps / even
+        top = max(float(times_even.max()), min(MIN_CONTRAST, 1 / even))
+        # A single entity without default tokens has all of every patch.
+        return np.clip((times_even - 1) / (top - 1), 0, 1) if top > 1 else np.zeros_like(times_even)
+
+    @property
+    def sentences(self) -> list[str]:
+        """The relations in words."""
+        phrases = self.graph.entities
+        return [f"{phrases[r.subject]} {r.predicate} {phrases[r.object]}" for r in self.graph.relations]
+
+    def to_json(self) -> dict[str, Any]:
+        """The numbers."""
+
+        def map_numbers(shares: Float[np.ndarray, "h w"]) -> dict[str, float]:
+            return {"mean_share": float(shares.mean()), "largest_share": float(shares.max())}
+
+        relations = self.graph.to_json()["relationships"]
+        return {
+            "index": self.pair.index,
+            "image": self.pair.name,
+            "caption": self.pair.caption,
+            "score": self.score,
+            "entities": [
+                {"entity": phrase, "cosine": float(cosine), **map_numbers(shares)}
+                for phrase, cosine, shares in zip(self.graph.entities, self.cosines, self.shares, strict=True)
+            ],
+            "relationships": [
+                {**relation, "score": float(score), "turned_round": float(turned)}
+                for relation, score, turned in zip(relations, self.relation_scores, self.turned_scores, strict=True)
+            ],
+            "default_tokens": [map_numbers(shares) for shares in self.default_shares],
+        }
+
+
+@torch.no_grad()
+def look_at(model: OCCLIP, pair: ViewedPair, graph: SceneGraph, device: torch.device) -> GraphLook:
+    """Bind a graph to its image, and score it.
+
+    Args:
+        model: in eval mode, on the device.
+        pair: an image of the size that the model was built for.
+        graph: of its caption, normalised.
+        device: where to compute.
+    """
+    batch, scoring, binding = batch_graphs([graph]), model.scoring, model.binding
+    tokens = tokenize_phrases(batch.phrases, model.config.text.context_length)
+    if tokens.num_truncated:
+        logger.warning("%s: %d phrases are longer than the context and cut off", pair.name, tokens.num_truncated)
+    keys, values, entities, relations = model(pair.image[None].to(device), tokens.ids.to(device))
+    graphs = look_up(batch, entities, relations)
+    slots = binding.bind_matched(graphs.entities, graphs.entity_mask, keys, values)[None]
+    ends = graphs.subjects, graphs.objects
+    score = scoring.scores(graphs.entities, graphs.entity_mask, graphs.relations, *ends, graphs.relation_mask, slots)
+    cosines = F.cosine_similarity(graphs.entities.float(), slots[0].float(), dim=-1)
+    true, turned = (scoring.relation_scores(graphs.relations, *order, slots)[0, 0] for order in (ends, ends[::-1]))
+    shares, defaults = (
+        attention(graphs.entities, graphs.entity_mask, keys)[0, 0]
+        for attention in (binding.attention, binding.default_attention)
+    )
+    patch_size = model.image.backbone.patch_size
+    grid = tuple(side // patch_size for side in pair.image.shape[-2:])
+
+    def on_host(tensor: Tensor) -> np.ndarray:
+        return tensor.float().cpu().numpy()
+
+    return GraphLook(
+        pair,
+        graph,
+        float(score),
+        on_host(cosines[0]),
+        on_host(true),
+        on_host(turned),
+        on_host(shares).reshape(-1, *grid),
+        on_host(defaults).reshape(-1, *grid),
+        READINGS[binding.competition],
+    )

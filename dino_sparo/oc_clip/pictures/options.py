@@ -1,0 +1,31 @@
+"""The options of `dino-sparo oc-pictures`, without torch."""
+
+import argparse
+
+from dino_sparo.image_text.evaluation.options import add_graphs_option, add_picture_options, add_picture_result_options
+from dino_sparo.runtime.cli import HelpFormatter
+
+
+def get_args_parser() -> argparse.ArgumentParser:
+    """The options, in data-flow order."""
+    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    group = add_picture_options(parser, "Checkpoint of OC-CLIP training.")
+    add_graphs_option(group)
+    group = parser.add_argument_group("choice of pairs")
+    group.add_argument(
+        "--pairs",
+        type=int,
+        nargs="+",
+        default=None,
+        help="Numbers of the pairs to show, from 0; by default --max_rows, evenly spread over those whose caption has "
+        "two relations; where they are too few, one, or none.",
+    )
+    group.add_argument("--max_rows", type=int, default=4, help="Pairs to show, if they are not named.")
+    group.add_argument(
+        "--max_pairs",
+        type=int,
+        default=400,
+        help="Look for relations in so many captions, evenly spread over the data.",
+    )
+    add_picture_result_options(parser)
+    return parser

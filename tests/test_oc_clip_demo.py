@@ -1,0 +1,68 @@
+"""OC-CLIP's demo: all models get the same, and the short form runs all parts and ends in the table."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("open_clip")
+
+from clip_fakes import parser_of
+
+from dino_sparo.__main__ import run as run_command
+from dino_sparo.image_text.demos import CHANCE
+from dino_sparo.oc_clip import demo
+from dino_sparo.oc_clip.choices import DEMO_MODELS
+
+# What the equal comparison rests on.
+EQUAL = (
+    *("data_path", "arch", "patch_size", "img_size", "text_width", "text_heads", "text_layers", "context_length"),
+    *("epochs", "batch_size", "lr", "warmup_steps", "weight_decay", "clip_grad", "seed", "precision"),
+    *("beta1", "beta2", "eps", "crop_scale", "grad_accum_steps"),
+)
+
+
+def test_all_models_of_the_demo_get_equal_towers_images_and_steps(tmp_path: Path) -> None:
+    commands: dict[str, list[str]] = {}
+
+    def record(name: str, words: Any) -> Any:
+        commands[words[words.index("--output_dir") + 1] if "--output_dir" in words else name] = [name, *words]
+        splits = {split: {"accuracy": 50.0} for split in ("swap_obj", "swap_att")}
+        return {"top1": 10.0, "splits": splits}
+
+    tmp_path.joinpath("pairs").mkdir()
+    demo.demo(parser_of("demo-oc-clip").parse_args(["--output_dir", str(tmp_path)]), record)
+    trainings = [words for words in commands.values() if words[0].startswith("train-")]
+    options = [vars(parser_of(name).parse_args(words)) for name, *words in trainings]
+    assert len(options) == len(DEMO_MODELS)
+    assert [{name: found[name] for name in EQUAL} for found in options] == [
+        {name: options[0][name] for name in EQUAL}
+    ] * 3
+    assert sum("graphs" in found for found in options) == 1
+
+
+def test_the_demos_models_are_those_that_can_be_asked_for() -> None:
+    assert tuple(demo.MODELS) == DEMO_MODELS
+
+
+@pytest.mark.slow
+def test_the_short_demo_ends_in_its_table_and_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    monkeypatch.setitem(demo.SHORT, "data_path", "scenes:64:48")
+    monkeypatch.setitem(demo.SHARED, "batch_size", "16")
+    monkeypatch.setitem(demo.SHARED, "num_workers", "0")
+    monkeypatch.setattr(demo, "SHORT_NUM_PAIRS", 6)
+    monkeypatch.setattr(demo, "SHORT_NUM_IMAGES", 20)
+    runs = run_command("demo-oc-clip", ["--short", "--output_dir", str(tmp_path), "--models", "oc_clip", "cls"])
+    assert json.loads((tmp_path / "demo.json").read_text()) == runs
+    assert [run["model"] for run in runs] == ["oc_clip", "cls"]
+    assert all(0 <= run[score] <= 100 for run in runs for score in CHANCE)
+    names = {path.name for path in Path(runs[0]["folder"]).iterdir()}
+    assert {"checkpoint.pth", "zero_shot.json", "sugarcrepe.json", "oc_pictures.png", "oc_pictures.html"} <= names
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].split() == ["guessing", "10.0", "%", "50.0", "%", "50.0", "%"]
+    assert "accuracy on 20 held-out scenes and 6 pairs of captions" in "\n".join(lines)
