@@ -24,7 +24,10 @@ EQUAL = (
 )
 
 
-def test_all_models_of_the_demo_get_equal_towers_images_and_steps(tmp_path: Path) -> None:
+def test_all_models_of_the_demo_get_equal_towers_images_and_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "NUM_TRAINING", 3)
     commands: dict[str, list[str]] = {}
 
     def record(name: str, words: Any) -> Any:
@@ -52,7 +55,7 @@ def test_the_short_demo_ends_in_its_table_and_pictures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
-    monkeypatch.setitem(demo.SHORT, "data_path", "scenes:64:48")
+    monkeypatch.setattr(demo, "SHORT_NUM_TRAINING", 64)
     monkeypatch.setitem(demo.SHARED, "batch_size", "16")
     monkeypatch.setitem(demo.SHARED, "num_workers", "0")
     monkeypatch.setattr(demo, "SHORT_NUM_PAIRS", 6)
