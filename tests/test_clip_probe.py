@@ -207,17 +207,7 @@ def test_nothing_is_probed_without_weights_images_or_labels(tmp_path, caplog):
 
 
 def test_the_options_are_frozen():
-    own = {
-        "pretrained_weights",
-        "quick_gelu",
-        "text_heads",
-        "slots",
-        "graphs",
-        "graphs",
-        "data_path",
-        "download",
-        "dump_features",
-    }
+    own = {"pretrained_weights", "quick_gelu", "text_heads", "slots", "graphs", "graphs", "data_path", "download", "dump_features"}
     own |= {"load_features", "use_cuda", "epochs", "lr", "probe_batch_size", "weight_decay", "val_share", "seed"}
     own |= {"img_size", "batch_size_per_gpu", "precision", "output"}
     assert vars(parser_of("clip-probe").parse_args([])).keys() - DEVICE_OPTIONS == own

@@ -457,18 +457,7 @@ def test_nothing_is_evaluated_without_weights_images_or_labels(weights, tmp_path
 
 
 def test_the_options_are_frozen():
-    own = {
-        "pretrained_weights",
-        "quick_gelu",
-        "text_heads",
-        "slots",
-        "graphs",
-        "graphs",
-        "data_path",
-        "split",
-        "download",
-        "crop_border",
-    }
+    own = {"pretrained_weights", "quick_gelu", "text_heads", "slots", "graphs", "graphs", "data_path", "split", "download", "crop_border"}
     own |= {"classnames", "templates", "img_size", "batch_size_per_gpu", "precision", "output"}
     assert vars(parser_of("zero-shot").parse_args([])).keys() - DEVICE_OPTIONS == own
 
