@@ -1,5 +1,6 @@
 """Compositional benchmarks: every layout, accuracies by hand and as the official code's, asking, the table."""
 
+import itertools
 import json
 import math
 from collections import Counter
@@ -39,6 +40,7 @@ from dino_sparo.image_text.evaluation.questions import Question, judge
 
 pytest.importorskip("open_clip")
 
+NUMBERS = itertools.count()  # no two questions have one number
 OFFICIAL = json.loads((Path(__file__).parent / "reference" / "compositional.json").read_text())
 
 
@@ -49,7 +51,7 @@ def outcomes_of(questions: list[Question], scores: np.ndarray) -> list[Outcome]:
 
 def of_split(split: str, right: int, tied: int, wrong: int) -> list[Outcome]:
     kinds = [(True, False)] * right + [(False, True)] * tied + [(False, False)] * wrong
-    return [Outcome(split, number, *kind) for number, kind in enumerate(kinds)]
+    return [Outcome(split, next(NUMBERS), *kind) for kind in kinds]
 
 
 # --- accuracies by hand
@@ -118,7 +120,9 @@ def test_a_pair_and_a_set_are_right_if_all_of_their_questions_are():
     questions = [Question("", (name,), ("a", "b", "c", "d")) for name in names]
     found = whatsup.pairs_and_sets(questions, [1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0])
     assert found == {"pairs": 75.0, "sets": 50.0}
-    assert whatsup.pairs_and_sets(questions[:3], [1.0, 1.0, 1.0]) == {"pairs": 100.0}  # what lacks a picture does not count
+    assert whatsup.pairs_and_sets(questions[:3], [1.0, 1.0, 1.0]) == {
+        "pairs": 100.0
+    }  # what lacks a picture does not count
 
 
 def test_winogrounds_scores_are_those_of_its_command():

@@ -101,12 +101,12 @@ def chunks(questions: Sequence[Question], chunk_images: int) -> Iterator[list[in
     part: list[int] = []
     images: set[ImageName] = set()
     for index in sorted(range(len(questions)), key=key):
-        more = images | set(questions[index].images) if part else set(questions[index].images)
-        if part and len(more) > limit:
+        own = set(questions[index].images)
+        if part and len(images) + len(own - images) > limit:
             yield part
-            part, more = [], set(questions[index].images)
+            part, images = [], set()
         part.append(index)
-        images = more
+        images |= own
     if part:
         yield part
 

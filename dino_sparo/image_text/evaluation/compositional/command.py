@@ -218,8 +218,12 @@ def table(results: Mapping[str, Result], papers: Mapping[str, Mapping[tuple[str,
         papers: column -> (benchmark, row) -> number.
     """
     columns = [*results, *(f"{name} [paper]" for name in papers)]
-    width = max(10, *map(len, columns)) + 2
-    lines = [f"{'accuracy, %':<34}{'questions':>10}{'chance':>8}" + "".join(f"{name:>{width}}" for name in columns)]
+
+    def row(label: str, count: str, chance: str, cells: Sequence[str]) -> str:
+        aligned = (f"{cell:>{max(8, len(name)) + 2}}" for cell, name in zip(cells, columns, strict=True))
+        return f"{label:<34}{count:>10}{chance:>8}" + "".join(aligned)
+
+    lines = [row("accuracy, %", "questions", "chance", columns)]
     first = next(iter(results.values()))["benchmarks"]
     for title, benchmark in first.items():
         every = [result["benchmarks"][title] for result in results.values()]
@@ -235,8 +239,8 @@ def table(results: Mapping[str, Result], papers: Mapping[str, Mapping[tuple[str,
                 printed = [numbers_of.get((benchmark["benchmark"], name)) for numbers_of in papers.values()]
                 numbers += ["" if value is None or kind != "accuracy" else f"{value:.1f}" for value in printed]
                 count, chance = benchmark[part][name].get("num_questions"), benchmark[part][name].get("chance")
-                ends = f"{'' if count is None else count:>10}{'' if chance is None else f'{chance:.1f}':>8}"
-                lines.append(f"  {label:<32}{ends}" + "".join(f"{number:>{width}}" for number in numbers))
+                ends = "" if count is None else str(count), "" if chance is None else f"{chance:.1f}"
+                lines.append(row(f"  {label}", *ends, numbers).rstrip())
     lacking = {title: each["lacks"] for title, each in first.items() if each["lacks"]}
     lines += [f"* {title}: {sentence}" for title, sentences in lacking.items() for sentence in sentences]
     return "\n".join(lines)

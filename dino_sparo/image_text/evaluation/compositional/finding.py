@@ -123,8 +123,9 @@ def open_benchmark(benchmark: Benchmark, folder: Path, title: str, root: Path, m
         if len(gone) == len(needed):
             absent.add(part)
             lacks.append(
-                f"left out what needs {part}: none of {len(needed)} images, such as {gone[0]}, lies in {images}; get "
-                f"them from {benchmark.source}"
+                f"left out what needs {part}: none of {len(needed)} images, such as {gone[0]}, lies in {images}, or in "
+                f"{', '.join(benchmark.images)} beside the annotations, above them or in --data_root; get them from "
+                f"{benchmark.source}"
             )
         elif len(gone) > max_missing * len(needed):
             raise ValueError(

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from dino_sparo.image_text.evaluation.questions import Question
 from dino_sparo.sources.rows import Column, TableRows
+from dino_sparo.sources.splits import ALL
 
 LABELS = "labels.csv"
 COLUMNS = ("filename", "character_name", "character2_name", "character_texture", "character2_texture", "character1_pos")
@@ -36,7 +37,9 @@ def read(folder: Path) -> Iterator[Question]:
         ValueError: a row that cannot be read.
     """
     columns = [Column(name, "", (name,), name=name, is_required=True) for name in COLUMNS]
-    for _, (image, first, second, texture, second_texture, place) in TableRows(str(folder / LABELS), columns):
+    for _, (image, first, second, texture, second_texture, place) in TableRows(
+        str(folder / LABELS), columns, split=ALL
+    ):
         if NOBODY in (first, second) or first == second:
             continue
         if texture == PLAIN and place in OPPOSITE:
