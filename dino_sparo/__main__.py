@@ -76,6 +76,23 @@ def open_model(args: argparse.Namespace, process: "Distributed", border: int = 0
     return open_clip_model(args, process, border)
 
 
+def open_any_model(args: argparse.Namespace, process: "Distributed", border: int = 0) -> "Scorer":
+    """One of several models of both kinds: `--graphs` are for those that read graphs, `--slots` for the others.
+
+    Args:
+        args: as for `open_model`, with one of the models.
+        process: this process among its peers.
+        border: pixels cut off every side of an image.
+
+    Raises:
+        ValueError: as `open_model`.
+    """
+    from dino_sparo.checkpoint import load_checkpoint
+
+    unused = "slots" if "oc_clip" in load_checkpoint(args.pretrained_weights) else "graphs"
+    return open_model(argparse.Namespace(**{**vars(args), unused: None}), process, border)
+
+
 def run(name: str, words: Sequence[str] | None = None, prog: str | None = None) -> Any:
     """Parse a command's options and run it; a mistake in them ends with one line, not a traceback.
 
@@ -163,6 +180,12 @@ COMMANDS: dict[str, Command] = {
         options_of("image_text.evaluation.options", "winoground_parser"),
         "dino_sparo.image_text.evaluation.winoground:evaluate_checkpoint",
         open_model,
+    ),
+    "compositional": Command(
+        "All benchmarks of true and false captions in a folder -> accuracies, models side by side.",
+        options_of("image_text.evaluation.options", "compositional_parser"),
+        "dino_sparo.image_text.evaluation.compositional.command:compare",
+        open_any_model,
     ),
     "clip-probe": Command(
         "Frozen image features -> accuracy of a linear probe, its weight decay chosen by a sweep.",

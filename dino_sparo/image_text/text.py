@@ -202,11 +202,13 @@ class Tokens(NamedTuple):
         ids: (B, N) int64: start token, words, end token, zeros.
         num_truncated: captions that were too long and lost their last words.
         num_empty: captions without any word.
+        truncated: which captions those are that were too long.
     """
 
     ids: Int64[Tensor, "B N"]
     num_truncated: int
     num_empty: int
+    truncated: tuple[int, ...] = ()
 
 
 def tokenize(texts: Sequence[str], context_length: int = CONTEXT_LENGTH) -> Tokens:
@@ -227,8 +229,8 @@ def tokenize(texts: Sequence[str], context_length: int = CONTEXT_LENGTH) -> Toke
     ids = tokenizer(texts, context_length=context_length)
     end = tokenizer.eot_token_id
     full = (ids[:, -1] == end).nonzero().flatten().tolist()
-    num_truncated = sum(len(tokenizer.encode(texts[index])) + 2 > context_length for index in full)
-    return Tokens(ids, num_truncated, num_empty=int((ids[:, 1] == end).sum()))
+    truncated = tuple(index for index in full if len(tokenizer.encode(texts[index])) + 2 > context_length)
+    return Tokens(ids, len(truncated), int((ids[:, 1] == end).sum()), truncated)
 
 
 @lru_cache(maxsize=1)

@@ -5,8 +5,9 @@ Captions become graphs in canonical form: isomorphic graphs are scored once, so 
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, ClassVar
 
 import torch
@@ -83,6 +84,7 @@ class GraphScorer(ImageRows):
     dtype: torch.dtype = torch.float32
     model_record: dict[str, Any] = field(default_factory=dict)
     embeddings: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+    truncated: set[str] = field(default_factory=set, repr=False)
 
     @property
     def record(self) -> dict[str, Any]:
@@ -118,12 +120,18 @@ class GraphScorer(ImageRows):
         """
         if not captions:
             raise ValueError(f"{desc}: there are no captions to encode")
-        before = self.graphs.counts
-        parsed = [[canonical(self.graphs(caption))] for caption in captions]
-        counts = LookupCounts(*(now - then for now, then in zip(self.graphs.counts, before, strict=True)))
+        found = [self.graphs.lookup(caption) for caption in captions]
+        counts = reduce(LookupCounts.plus, (own for _, own in found))
+        self.graphs.counts = self.graphs.counts.plus(counts)
         if counts.whole_caption or counts.nodes or counts.relations:
             logger.warning("%s: %s", desc, counts)
-        return self._encoded(parsed)
+        encoded = self._encoded([[canonical(graph)] for graph, _ in found])
+        is_cut = {graph: not self.truncated.isdisjoint(_phrases(graph)) for graph in encoded.payload.graphs}
+        marks = {
+            "truncated": torch.tensor([is_cut[encoded.payload.graphs[row]] for row in encoded.payload.rows[:, 0]]),
+            "one_entity": torch.tensor([own.whole_caption > 0 for _, own in found]),
+        }
+        return EncodedTexts(encoded.payload, encoded.num_truncated, encoded.payload.rows[:, 0], marks)
 
     def encode_classes(self, names: Sequence[str], templates: tuple[str, ...]) -> EncodedTexts:
         """One row per class: the names, or the sentences that templates make of them, as one entity each.
@@ -151,6 +159,7 @@ class GraphScorer(ImageRows):
                 some = phrases[start : start + PHRASE_BATCH]
                 tokens = tokenize_phrases(some, self.model.config.text.context_length)
                 num_truncated += tokens.num_truncated
+                self.truncated.update(some[index] for index in tokens.truncated)
                 entities, relations = self.model.encode_phrases(tokens.ids.to(self.device))
                 pairs = zip(entities.float(), relations.float(), strict=True)
                 self.embeddings.update(zip(some, pairs, strict=True))
@@ -209,3 +218,9 @@ class GraphScorer(ImageRows):
         """The score of every image and every caption, in this process alone; see `LoadedOCCLIP.similarity`."""
         require_both(images, captions)
         return self.score_block(self.rows_of(images), self.encode_texts(captions).payload)
+
+
+def _phrases(graph: SceneGraph) -> Iterator[str]:
+    """All that is tokenized of a graph."""
+    yield from graph.entities
+    yield from (relation.predicate for relation in graph.relations)

@@ -11,6 +11,7 @@ questions.py        true against false captions or images: asked and judged, for
 sugarcrepe.py       true against false captions
 scene_pairs.py      such captions of the built-in scenes
 winoground.py       two images, two captions
+compositional/      these and other benchmarks of true and false captions, all in one table
 image_files.py      the images that annotations name
 probe.py            frozen image features -> linear probe
 validation.py       loss and recall on held-out pairs, during training

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from dino_sparo.data import CorruptImageError, ImageSource
-from dino_sparo.image_text.evaluation.image_files import open_named_images, require_few_missing
+from dino_sparo.image_text.evaluation.image_files import file_of, open_named_images, require_few_missing
 from dino_sparo.image_text.pairs.batches import PairSource
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.sources import IMAGE_EXTENSIONS
@@ -140,7 +140,7 @@ def _only_listed(found: dict[str, list[str]], image_list: str | None) -> dict[st
 def _in_folder(found: dict[str, list[str]], folder: str) -> CaptionSet:
     """The images of a folder with what the annotations say about them."""
     named = open_named_images(Path(folder), list(found))
-    return _flat(named.source, [found[name] for name in named.names], {"missing images": len(named.missing)})
+    return _flat(named.source, [found[file_of(name)] for name in named.names], {"missing images": len(named.missing)})
 
 
 def _together(pairs: PairSource) -> CaptionSet:

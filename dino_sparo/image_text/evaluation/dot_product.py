@@ -142,7 +142,10 @@ class DotProductScorer(ImageRows):
         indices = torch.arange(own.start, own.end, device=self.device)
         features = self.encode_text(different[own.start : own.end], desc)
         found = gather_features(Features(features, torch.zeros_like(indices), indices), self.device)
-        return EncodedTexts(found.features[rows.to(self.device)], tokens.num_truncated)
+        truncated = torch.zeros(len(captions), dtype=torch.bool)
+        truncated[list(tokens.truncated)] = True
+        payload = found.features[rows.to(self.device)]
+        return EncodedTexts(payload, tokens.num_truncated, rows, {"truncated": truncated})
 
     def encode_classes(self, names: Sequence[str], templates: tuple[str, ...]) -> EncodedTexts:
         """What a zero-shot classifier compares images with: one feature per class, on every process.

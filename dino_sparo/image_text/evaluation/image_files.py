@@ -9,7 +9,11 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+from PIL import Image
+
+from dino_sparo.data import CorruptImageError, ImageSource
 from dino_sparo.image_text.evaluation.scorer import EncodedImages, Scorer
 from dino_sparo.sources import IMAGE_EXTENSIONS
 from dino_sparo.sources.packed import FileSource, PackedStrings
@@ -18,6 +22,57 @@ logger = logging.getLogger(__name__)
 
 # More images or captions that are missing are no accident.
 MAX_MISSING = 0.01
+
+
+class Crop(NamedTuple):
+    """Part of an image, as annotations name it.
+
+    Attributes:
+        name: of the image file.
+        box: left, top, right, bottom; pixels. What lies outside of the image is black.
+    """
+
+    name: str
+    box: tuple[float, float, float, float]
+
+
+ImageName = str | Crop
+
+
+def file_of(image: ImageName) -> str:
+    """The name of the image's file."""
+    return image.name if isinstance(image, Crop) else image
+
+
+class CroppedSource:
+    """Parts of images.
+
+    Args:
+        source: whole images.
+        boxes: of each the part to take; None: all of it.
+    """
+
+    def __init__(self, source: FileSource, boxes: Sequence[tuple[float, float, float, float] | None]) -> None:
+        self.source, self.boxes = source, boxes
+        self.name, self.classes, self.labels = source.name, source.classes, source.labels
+
+    def __len__(self) -> int:
+        """Number of images."""
+        return len(self.source)
+
+    def location(self, index: int) -> str:
+        """The file's path."""
+        return self.source.location(index)
+
+    def read(self, index: int) -> Image.Image:
+        """Image `index` as 8-bit RGB; raises CorruptImageError, also for a box without area."""
+        image, box = self.source.read(index), self.boxes[index]
+        if box is None:
+            return image
+        left, top, right, bottom = map(round, box)
+        if left >= right or top >= bottom:
+            raise CorruptImageError(self.location(index), f"the box {box} has no area")
+        return image.crop((left, top, right, bottom))
 
 
 @dataclass(frozen=True)
@@ -30,12 +85,19 @@ class NamedImages:
         missing: names of those that are not there.
     """
 
-    source: FileSource
-    names: list[str]
-    missing: list[str]
+    source: ImageSource
+    names: list[ImageName]
+    missing: list[ImageName]
 
 
-def open_named_images(folder: Path, names: Sequence[str]) -> NamedImages:
+def image_path(folder: Path, name: str) -> str | None:
+    """Where an image lies, seen from the folder: as named, without the folders in its name, or with an ending added."""
+    base = os.path.basename(name)
+    tries = (name, base, *(base + ending for ending in IMAGE_EXTENSIONS))
+    return next((path for path in tries if (folder / path).is_file()), None)
+
+
+def open_named_images(folder: Path, names: Sequence[ImageName]) -> NamedImages:
     """Look for images in a folder, as they are named, without the folders in their names, or with an ending added.
 
     Args:
@@ -45,23 +107,33 @@ def open_named_images(folder: Path, names: Sequence[str]) -> NamedImages:
     Raises:
         ValueError: more than 1 % are missing.
     """
-    found: dict[str, str] = {}
-    for name in names:
-        base = os.path.basename(name)
-        tries = (name, base, *(base + ending for ending in IMAGE_EXTENSIONS))
-        path = next((path for path in tries if (folder / path).is_file()), None)
-        if path is not None:
-            found[name] = path
+    paths = {name: image_path(folder, file_of(name)) for name in names}
+    found = {name: path for name, path in paths.items() if path is not None}
     missing = [name for name in names if name not in found]
-    first = str(folder / missing[0]) if missing else ""
+    first = str(folder / file_of(missing[0])) if missing else ""
     require_few_missing(len(missing), len(names), f"images in {folder}", first)
     if missing:
         logger.warning("%d of %d images are not in %s, the first is %s", len(missing), len(names), folder, first)
-    paths = PackedStrings.pack([os.fsencode(path) for path in found.values()])
-    return NamedImages(FileSource(f"images in {folder}", str(folder), paths, None, None), list(found), missing)
+    return NamedImages(named_source(folder, list(found), list(found.values())), list(found), missing)
 
 
-def encode_named_images(scorer: Scorer, folder: Path, names: Sequence[str]) -> tuple[EncodedImages, dict[str, int]]:
+def named_source(folder: Path, names: Sequence[ImageName], paths: Sequence[str]) -> ImageSource:
+    """Images, or parts of them, as a source.
+
+    Args:
+        folder: what paths start from.
+        names: as annotations name them.
+        paths: where each lies.
+    """
+    packed = PackedStrings.pack([os.fsencode(path) for path in paths])
+    files = FileSource(f"images in {folder}", str(folder), packed, None, None)
+    boxes = [name.box if isinstance(name, Crop) else None for name in names]
+    return CroppedSource(files, boxes) if any(boxes) else files
+
+
+def encode_named_images(
+    scorer: Scorer, folder: Path, names: Sequence[ImageName]
+) -> tuple[EncodedImages, dict[ImageName, int]]:
     """The images of a folder, encoded, on every process.
 
     Args:

@@ -4,21 +4,27 @@ Each command imports its parser from here and parses before it imports torch.
 """
 
 import argparse
+from typing import Any
 
 from dino_sparo.choices import PRECISIONS
-from dino_sparo.image_text.choices import AUTO, PICTURE_SCENES, PROBE_BATCH_SIZE, WINOGROUND_EXAMPLES
+from dino_sparo.image_text.choices import AUTO, COMPOSITIONAL, PICTURE_SCENES, PROBE_BATCH_SIZE, WINOGROUND_EXAMPLES
 from dino_sparo.runtime.cli import HelpFormatter, add_device_options, bool_flag
 from dino_sparo.scenes import DEFAULT_IMAGE_SIZE, SPLITS
 
 SPLIT_HELP = "Name of a split of the images; all takes everything. By default val where there is one, else everything."
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """What to evaluate."""
+def add_model_options(parser: argparse.ArgumentParser, several: bool = False) -> None:
+    """What to evaluate.
+
+    Args:
+        parser: to add to.
+        several: take more than one model.
+    """
     group = parser.add_argument_group("model: what is evaluated")
-    group.add_argument(
-        "--pretrained_weights", default="", help="Checkpoint of CLIP or OC-CLIP training, or open_clip's weights."
-    )
+    number: dict[str, Any] = {"nargs": "+", "default": []} if several else {"default": ""}
+    what = "Checkpoint of CLIP or OC-CLIP training, or open_clip's weights" + ("; several." if several else ".")
+    group.add_argument("--pretrained_weights", **number, help=what)
     group.add_argument(
         "--quick_gelu",
         type=bool_flag,
@@ -192,6 +198,39 @@ def winoground_parser() -> argparse.ArgumentParser:
     group.add_argument("--data_path", default="", help=f"Folder with {WINOGROUND_EXAMPLES} and images/.")
     group.add_argument("--images", default=None, help="Folder of the images; by default `images` in --data_path.")
     add_computation_options(parser, "winoground.json")
+    return parser
+
+
+def compositional_parser() -> argparse.ArgumentParser:
+    """The options of `compositional/command.py`, in data-flow order."""
+    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    add_model_options(parser, several=True)
+    group = parser.add_argument_group("benchmarks")
+    group.add_argument("--data_root", default="", help="Folder; every benchmark found in it or below is asked.")
+    group.add_argument(
+        "--benchmarks", nargs="+", choices=COMPOSITIONAL, default=None, help="Ask these alone; by default all."
+    )
+    group.add_argument(
+        "--max_missing", type=float, default=0.01, help="Share of a benchmark's images that may be missing."
+    )
+    group.add_argument(
+        "--write_captions",
+        default=None,
+        help="Write all captions to this .txt file for dino-sparo parse, and ask nothing.",
+    )
+    group = parser.add_argument_group("asking")
+    group.add_argument(
+        "--chunk_images",
+        type=int,
+        default=2048,
+        help="Images encoded at a time; an OC-CLIP keeps up to 0.4 MB of each.",
+    )
+    group.add_argument(
+        "--blind", action="store_true", help="Ask all once more with the images of other questions, as a baseline."
+    )
+    group.add_argument("--seed", type=int, default=0, help="Of the bootstrap and of the shuffled images.")
+    group.add_argument("--paper", action="store_true", help="Show the papers' numbers beside, marked as such.")
+    add_computation_options(parser, "compositional.json", where="beside each checkpoint; give a folder")
     return parser
 
 

@@ -14,8 +14,8 @@ model which cannot tell gains nothing. A question without one of its images or c
 """
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,8 +23,8 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from dino_sparo.image_text.evaluation.image_files import encode_named_images
-from dino_sparo.image_text.evaluation.scorer import Scorer
+from dino_sparo.image_text.evaluation.image_files import ImageName, encode_named_images
+from dino_sparo.image_text.evaluation.scorer import EncodedTexts, Scorer
 
 logger = logging.getLogger(__name__)
 
@@ -34,13 +34,13 @@ class Question(NamedTuple):
 
     Attributes:
         split: the kind of question, whose accuracy is reported by itself.
-        images: file names.
+        images: file names, or parts of such images.
         captions: in words, true and false ones.
         matches: for each image the place of its true caption in `captions`; different images have different ones.
     """
 
     split: str
-    images: tuple[str, ...]
+    images: tuple[ImageName, ...]
     captions: tuple[str, ...]
     matches: tuple[int, ...] = (0,)
 
@@ -120,20 +120,29 @@ def encode_questions(scorer: Scorer, questions: Sequence[Question], image_folder
         )
     if not kept:
         raise ValueError(f"none of {len(questions)} questions has its captions, and its images in {image_folder}")
-    texts = list(dict.fromkeys(text for question in kept for text in question.captions))
+    encoded, texts = with_captions(scorer, kept, images.payload, image_row)
+    return replace(encoded, num_empty=num_empty, num_without_image=num_without_image, num_truncated=texts.num_truncated)
+
+
+def with_captions(
+    scorer: Scorer, questions: list[Question], images: Any, image_row: Mapping[ImageName, int]
+) -> tuple[EncodedQuestions, EncodedTexts]:
+    """Encode the captions of questions whose images are encoded, each caption once.
+
+    Args:
+        scorer: the model.
+        questions: all can be asked.
+        images: payload.
+        image_row: the row of each image in it.
+    """
+    texts = list(dict.fromkeys(text for question in questions for text in question.captions))
     text_row = {text: row for row, text in enumerate(texts)}
     encoded = scorer.encode_texts(texts)
-    return EncodedQuestions(
-        kept,
-        images.payload,
-        encoded.payload,
-        _filled([[image_row[name] for name in question.images] for question in kept]).to(scorer.device),
-        _filled([[text_row[text] for text in question.captions] for question in kept]).to(scorer.device),
-        len({name for question in kept for name in question.images}),
-        num_empty,
-        num_without_image,
-        encoded.num_truncated,
-    )
+    image_of = _filled([[image_row[name] for name in question.images] for question in questions])
+    text_of = _filled([[text_row[text] for text in question.captions] for question in questions])
+    num_images = len({name for question in questions for name in question.images})
+    rows = image_of.to(scorer.device), text_of.to(scorer.device)
+    return EncodedQuestions(questions, images, encoded.payload, *rows, num_images), encoded
 
 
 def _filled(rows: Sequence[Sequence[int]]) -> Int64[Tensor, "rows most"]:

@@ -12,12 +12,12 @@ never looks into what a scorer encodes. It takes rows of it and asks for scores:
 Whoever evaluates such a model writes one class with the methods of `Scorer`; every evaluation then takes it.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from dino_sparo.data import ImageSource
@@ -49,10 +49,15 @@ class EncodedTexts:
     Attributes:
         payload: what the scorer needs of C captions or classes, as for images.
         num_truncated: captions that are longer than the context and were cut off.
+        alike: (C,), a number for each caption; captions of one number are one to the model, whatever the image. None
+            where nobody counts them.
+        marks: name -> (C,), captions to which something happened: `truncated`, or what a model says of its own.
     """
 
     payload: Any
     num_truncated: int
+    alike: Int64[Tensor, " C"] | None = None
+    marks: Mapping[str, Bool[Tensor, " C"]] = field(default_factory=dict)
 
 
 @runtime_checkable

@@ -1,0 +1,15 @@
+"""Benchmarks of compositional understanding -> one table.
+
+benchmark.py     what a benchmark is: files, a reader into questions, averages, how its own code treats ties
+registry.py      the list of them
+aro.py           ARO: VG-Relation, VG-Attribution, COCO-Order, Flickr-Order
+vl_checklist.py  VL-CheckList
+whatsup.py       What'sUp: controlled images, COCO-spatial, GQA-spatial
+pug_spar.py      PUG: SPAR
+pair_files.py    SugarCrepe's format: its own files, the built-in scenes, `oc-splits`; Winoground
+finding.py       a folder -> the benchmarks below it, and what they lack
+asking.py        questions -> answers, some images at a time
+metrics.py       answers -> accuracies with intervals
+papers.py        numbers that papers print
+command.py       `dino-sparo compositional`
+"""

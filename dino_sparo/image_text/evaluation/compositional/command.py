@@ -1,0 +1,246 @@
+"""Models and a folder of benchmarks -> accuracies, models side by side: `dino-sparo compositional`.
+
+    dino-sparo compositional --pretrained_weights clip/checkpoint.pth oc/checkpoint.pth --data_root data
+
+All benchmarks that lie below the folder are asked (`docs/compositional.md` says how each should lie there). Prints one
+table, and writes per model compositional.json: accuracies with intervals, what was left out, and the whole protocol.
+"""
+
+import argparse
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dino_sparo.image_text.evaluation.compositional.asking import Answered, ask, counts_of, with_shuffled_images
+from dino_sparo.image_text.evaluation.compositional.finding import Found, find_benchmarks
+from dino_sparo.image_text.evaluation.compositional.metrics import summarize, worth
+from dino_sparo.image_text.evaluation.compositional.papers import PAPERS
+from dino_sparo.image_text.evaluation.compositional.registry import BENCHMARKS
+from dino_sparo.image_text.evaluation.protocol import OpenModel, file_record
+from dino_sparo.image_text.evaluation.scorer import Scorer
+from dino_sparo.runtime.cli import say
+from dino_sparo.runtime.distributed import init_distributed, is_main
+from dino_sparo.runtime.logs import setup_logging
+from dino_sparo.runtime.records import write_json
+
+logger = logging.getLogger(__name__)
+
+MAX_SHOWN = 8  # splits in the table; the result file has all
+RESULT = "compositional"
+
+Result = dict[str, Any]
+
+
+def compare(args: argparse.Namespace, open_model: OpenModel) -> list[Result]:
+    """Evaluate what the options say, write one result per model, show the table.
+
+    Args:
+        args: the options of `compositional_parser`.
+        open_model: `--pretrained_weights` of one model -> the model.
+
+    Returns:
+        The results, as the files hold them.
+
+    Raises:
+        ValueError: options, files or data that do not fit; the message says what would.
+    """
+    process = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
+    setup_logging()
+    if not args.data_root:
+        raise ValueError("--data_root is empty; give the folder that holds the benchmarks")
+    if args.chunk_images < 1:
+        raise ValueError(f"--chunk_images {args.chunk_images}: give a positive number of images")
+    found = find_benchmarks(Path(args.data_root), args.benchmarks or list(BENCHMARKS), args.max_missing)
+    if args.write_captions:
+        return write_captions(found, Path(args.write_captions))
+    if not args.pretrained_weights:
+        raise ValueError("--pretrained_weights is empty: there is nothing to evaluate; give one checkpoint or more")
+    for weights in args.pretrained_weights:
+        if not Path(weights).is_file():
+            raise ValueError(f"--pretrained_weights {weights}: there is no such file")
+    labels = labels_of(args.pretrained_weights)
+    results = []
+    for label, weights in zip(labels, args.pretrained_weights, strict=True):
+        logger.info("%s: %s", label, weights)
+        scorer = open_model(argparse.Namespace(**{**vars(args), "pretrained_weights": weights}), process)
+        result = evaluate(scorer, found, args.chunk_images, args.seed, args.blind)
+        if is_main():
+            write_json(result, result_path(weights, label, args.output))
+        results.append(result)
+    if args.graphs and not any("graphs" in result for result in results):
+        logger.warning("--graphs %s: none of the models is an OC-CLIP, so it was not used", args.graphs)
+    if is_main():
+        say(table(dict(zip(labels, results, strict=True)), PAPERS if args.paper else {}))
+        written = (result_path(w, label, args.output) for w, label in zip(args.pretrained_weights, labels, strict=True))
+        say("\n" + "\n".join(map(str, written)))
+    return results
+
+
+def write_captions(found: Sequence[Found], path: Path) -> list[Result]:
+    """Write all captions, one per line, for `dino-sparo parse`; there are no results.
+
+    Args:
+        found: the benchmarks.
+        path: the file.
+    """
+    captions = dict.fromkeys(
+        " ".join(text.split()) for each in found for question in each.questions for text in question.captions
+    )
+    if is_main():
+        path.write_text("".join(f"{caption}\n" for caption in captions), encoding="utf-8")
+        say(f"{len(captions)} captions: {path}")
+    return []
+
+
+def labels_of(weights: Sequence[str]) -> list[str]:
+    """What the table calls the models: a checkpoint's folder, another file's name; numbered where they agree.
+
+    Args:
+        weights: paths.
+    """
+    names = [Path(path).parent.name if Path(path).stem == "checkpoint" else Path(path).stem for path in weights]
+    seen: dict[str, int] = {}
+    for name in names:
+        seen[name] = seen.get(name, 0) + 1
+    return [name if seen[name] == 1 else f"{number} {name}" for number, name in enumerate(names, start=1)]
+
+
+def result_path(weights: str, label: str, output: str | None) -> Path:
+    """Where a model's result goes.
+
+    Args:
+        weights: the model's file.
+        label: what the table calls it.
+        output: folder for all results; None: beside the weights.
+    """
+    if output is not None:
+        Path(output).mkdir(parents=True, exist_ok=True)
+        return Path(output) / f"{RESULT}_{label.replace(' ', '_')}.json"
+    stem = Path(weights).stem
+    return Path(weights).with_name(f"{RESULT}.json" if stem == "checkpoint" else f"{RESULT}_{stem}.json")
+
+
+def evaluate(scorer: Scorer, found: Sequence[Found], chunk_images: int, seed: int, blind: bool = False) -> Result:
+    """Ask a model all benchmarks.
+
+    Args:
+        scorer: the model.
+        found: the benchmarks.
+        chunk_images: largest number of images encoded at a time.
+        seed: of the bootstrap and of shuffled images.
+        blind: ask everything once more with the images of other questions.
+    """
+    own = [each.questions for each in found]
+    own += [with_shuffled_images(each.questions, seed) for each in found] if blind else []
+    answered = ask(scorer, [question for questions in own for question in questions], chunk_images)
+    ends = [sum(map(len, own[: number + 1])) for number in range(len(own))]
+    rows = [slice(end - len(questions), end) for end, questions in zip(ends, own, strict=True)]
+    benchmarks = {}
+    for number, each in enumerate(found):
+        result = describe(each, answered, rows[number], seed)
+        if blind:
+            add_blind(result, describe(each, answered, rows[len(found) + number], seed))
+        benchmarks[each.title] = result
+    return {
+        "evaluation": "compositional benchmarks",
+        "benchmarks": benchmarks,
+        "rule": f"accuracy: the true caption's {scorer.measure} is strictly greater, in fp32, and ties are wrong; "
+        "official: ties as in the benchmark's own code",
+        "intervals": "95 %: Wilson's for a split and for micro, bootstrap within splits for other means",
+        "seed": seed,
+        **scorer.record,
+    }
+
+
+def describe(found: Found, answered: Answered, rows: slice, seed: int) -> Result:
+    """The result of one benchmark.
+
+    Args:
+        found: the benchmark.
+        answered: all answers.
+        rows: where its questions stand among all.
+        seed: of the bootstrap.
+    """
+    benchmark = found.benchmark
+    asked, answers = answered.of(rows)
+    if not asked:
+        raise ValueError(f"{found.title}: none of the images in {found.images} can be read")
+    questions = [found.questions[number] for number in asked]
+    outcomes = benchmark.outcomes(questions, answers)
+    result = summarize(benchmark, outcomes, seed)
+    for split, numbers in result["splits"].items():
+        of_split = [rows.start + asked[outcome.question] for outcome in outcomes if outcome.split == split]
+        numbers |= counts_of(answered.marks, of_split)
+        numbers["num_without_image"] = found.without_image.get(split, 0)
+        numbers["num_with_empty_caption"] = found.with_empty_caption.get(split, 0)
+    if len(outcomes) == len(asked):
+        ours, official = (
+            benchmark.more(questions, [worth(each, credit) for each in outcomes])
+            for credit in (0.0, benchmark.tie_credit)
+        )
+        result["means"] |= {name: {"accuracy": ours[name], "official": official[name]} for name in ours}
+    num_unreadable = len(found.questions) - len(asked)
+    lacks = found.lacks + [f"left out {num_unreadable} questions whose images cannot be read"] * (num_unreadable > 0)
+    files = [name for name in benchmark.files if (found.folder / name).is_file()]
+    return {
+        "benchmark": benchmark.name,
+        **result,
+        "num_questions": len(asked),
+        "num_without_image": sum(found.without_image.values()) + num_unreadable,
+        "num_with_empty_caption": sum(found.with_empty_caption.values()),
+        "complete": not lacks,
+        "lacks": lacks,
+        "official_tie": benchmark.tie_credit,
+        "images": str(found.images),
+        "files": {name: file_record(found.folder / name) for name in files},
+    }
+
+
+def add_blind(result: Result, shuffled: Result) -> None:
+    """Put accuracies with other questions' images beside those with the own ones.
+
+    Args:
+        result: of one benchmark; changed.
+        shuffled: its result with shuffled images.
+    """
+    for part in ("splits", "means"):
+        for name, numbers in result[part].items():
+            if name in shuffled[part]:
+                numbers["blind"] = shuffled[part][name]["accuracy"]
+
+
+def table(results: Mapping[str, Result], papers: Mapping[str, Mapping[tuple[str, str], float]]) -> str:
+    """Accuracies for people: a row per split or mean, a column per model; then the papers' columns.
+
+    Args:
+        results: by label.
+        papers: column -> (benchmark, row) -> number.
+    """
+    columns = [*results, *(f"{name} [paper]" for name in papers)]
+
+    def row(label: str, count: str, chance: str, cells: Sequence[str]) -> str:
+        aligned = (f"{cell:>{max(8, len(name)) + 2}}" for cell, name in zip(cells, columns, strict=True))
+        return f"{label:<34}{count:>10}{chance:>8}" + "".join(aligned)
+
+    lines = [row("accuracy, %", "questions", "chance", columns)]
+    first = next(iter(results.values()))["benchmarks"]
+    for title, benchmark in first.items():
+        every = [result["benchmarks"][title] for result in results.values()]
+        lines.append(title + " *" * (not all(each["complete"] for each in every)))
+        splits = benchmark["splits"] if len(benchmark["splits"]) <= MAX_SHOWN else {}
+        rows = [("splits", name) for name in splits] + [("means", name) for name in benchmark["means"]]
+        for part, name in rows:
+            kinds = [("accuracy", name)]
+            kinds += [("official", f"{name}, official ties")] * (part == "means" and benchmark["official_tie"] > 0)
+            kinds += [("blind", f"{name}, shuffled images")] * ("blind" in benchmark[part][name])
+            for kind, label in kinds:
+                numbers = [f"{each[part][name][kind]:.2f}" for each in every]
+                printed = [numbers_of.get((benchmark["benchmark"], name)) for numbers_of in papers.values()]
+                numbers += ["" if value is None or kind != "accuracy" else f"{value:.1f}" for value in printed]
+                count, chance = benchmark[part][name].get("num_questions"), benchmark[part][name].get("chance")
+                ends = "" if count is None else str(count), "" if chance is None else f"{chance:.1f}"
+                lines.append(row(f"  {label}", *ends, numbers).rstrip())
+    lacking = {title: each["lacks"] for title, each in first.items() if each["lacks"]}
+    lines += [f"* {title}: {sentence}" for title, sentences in lacking.items() for sentence in sentences]
+    return "\n".join(lines)

@@ -1,0 +1,100 @@
+"""OC-CLIP among the compositional benchmarks: alike graphs are ties and are counted, beside a CLIP in one table."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from clip_fakes import evaluate, paint, small_checkpoint
+from compositional_files import write_json
+
+from dino_sparo.image_text.evaluation.compositional.asking import ask
+from dino_sparo.image_text.evaluation.questions import Question
+
+pytest.importorskip("open_clip")
+
+from dino_sparo.oc_clip.config import BindingConfig
+from dino_sparo.oc_clip.evaluated import scorer_of
+from dino_sparo.oc_clip.graphs import Relation, SceneGraph
+from dino_sparo.oc_clip.model import create_oc_clip, load_oc_clip, oc_clip_description
+
+
+def oc_checkpoint(path: Path) -> Path:
+    """An untrained model in a checkpoint of OC-CLIP training."""
+    torch.manual_seed(0)
+    sizes = {"img_size": 32, "patch_size": 8, "text_width": 24, "text_heads": 2, "text_layers": 2, "context_length": 7}
+    model = create_oc_clip(
+        arch="vit_micro", binding=BindingConfig(dim=12, num_heads=2, num_layers=1, rel_dim=5), **sizes
+    )
+    description = oc_clip_description(model.config, {"parser": "templates"})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"model": model.state_dict(), "oc_clip": description, "epoch": 1}, path)
+    return path
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """COCO-spatial's layout: pictures, and captions of one and of two objects."""
+    root = tmp_path / "data"
+    for number, colour in enumerate(("red", "green", "blue")):
+        paint(root / "val2017" / f"{number:012d}.jpg", colour)
+    one = [[0, "a bench on the left", "a bench on the right"], [1, "a cup and a dog", "a dog and a cup"]]
+    two = [[2, "a cup left of a dog", "a dog right of a cup"], [1, "a cup left of a dog", "a dog left of a cup"]]
+    write_json(root / "coco_qa_one_obj.json", one)
+    write_json(root / "coco_qa_two_obj.json", two)
+    return root
+
+
+def run(*options: Any) -> Any:
+    return evaluate("compositional", *options)
+
+
+def test_questions_whose_captions_have_one_graph_are_ties_and_counted_per_split(data, tmp_path):
+    """As are captions without an entity that the parser finds, and truncated phrases."""
+    weights = oc_checkpoint(tmp_path / "oc" / "checkpoint.pth")
+    clip = small_checkpoint(tmp_path / "clip" / "checkpoint.pth")
+    results = run("--pretrained_weights", weights, clip, "--data_root", data, "--graphs", "templates")
+    ours, other = (result["benchmarks"]["COCO-spatial"]["splits"] for result in results)
+    assert [ours[split]["num_alike"] for split in ours] == [1, 0]  # "a cup and a dog" in both orders
+    assert ours["one object"]["num_ties"] == 1
+    assert [ours[split]["num_one_entity"] for split in ours] == [0, 0]
+    assert [other[split]["num_alike"] for split in other] == [0, 0]
+    assert "num_one_entity" not in other["one object"]
+    assert results[0]["graphs"]["parser"] == "templates"
+    assert "graphs" not in results[1]
+
+
+def test_marks_of_captions_without_a_graph_and_with_long_phrases(tmp_path):
+    """The parser of this test finds nothing in one caption, and two isomorphic graphs in others."""
+    pair = SceneGraph(("cup", "dog"), (Relation(0, "by", 1),))
+    turned = SceneGraph(("dog", "cup"), (Relation(1, "by", 0),))
+    long = SceneGraph(("cup " * 20, "dog"))
+    graphs = {"a": pair, "b": turned, "nothing": SceneGraph(()), "long": long}
+    scorer = scorer_of(load_oc_clip(oc_checkpoint(tmp_path / "checkpoint.pth")), graphs.__getitem__)
+    paint(tmp_path / "red.png", "red")
+    texts = [("a", "b"), ("nothing", "a"), ("long", "a"), ("b", "long")]
+    questions = [Question("s", (str(tmp_path / "red.png"),), text) for text in texts]
+    found = ask(scorer, questions, 10)
+    assert found.marks["alike"].tolist() == found.answers.text_tied.tolist() == [True, False, False, False]
+    assert found.marks["one_entity"].tolist() == [False, True, False, False]
+    assert found.marks["truncated"].tolist() == [False, False, True, True]
+
+
+def test_graphs_from_a_file_that_parse_made_of_the_written_captions(data, tmp_path):
+    from dino_sparo.__main__ import run as run_command
+
+    captions, graphs = tmp_path / "captions.txt", tmp_path / "graphs.jsonl"
+    run("--data_root", data, "--write_captions", captions)
+    run_command("parse", ["--captions", str(captions), "--output", str(graphs)])
+    weights = oc_checkpoint(tmp_path / "oc" / "checkpoint.pth")
+    (by_file,) = run("--pretrained_weights", weights, "--data_root", data, "--graphs", graphs)
+    (by_parser,) = run("--pretrained_weights", weights, "--data_root", data)
+    assert by_file["benchmarks"] == by_parser["benchmarks"]
+    assert by_file["graphs"]["counts"]["missing"] == 0
+    assert json.loads((weights.parent / "compositional.json").read_text()) == by_parser
+
+
+def test_graphs_for_clip_models_alone_are_named_as_unused(data, tmp_path, caplog):
+    run("--pretrained_weights", small_checkpoint(tmp_path / "a.pth"), "--data_root", data, "--graphs", "templates")
+    assert "--graphs templates: none of the models is an OC-CLIP" in caplog.text
