@@ -730,8 +730,9 @@ def _image_tower(description: Mapping[str, Any]) -> dict[str, Any]:
     image = dict(description["image"])
     # Early checkpoints of CLIP say these of the whole model alone.
     image |= {name: description[name] for name in ("replace_block", "quick_gelu") if name in description}
-    if readout_kind(image["readout"]).needs_codes:
-        image |= {"num_codes": description["num_codes"], "code_dim": description["embed_dim"]}
+    needs_codes = readout_kind(image["readout"]).needs_codes
+    image["num_codes"] = description["num_codes"] if needs_codes else 0
+    image["code_dim"] = description["embed_dim"] if needs_codes else 0
     return {**image, "mean": description["mean"], "std": description["std"]}
 
 
@@ -852,9 +853,12 @@ def check_same_activation(checkpoint: Mapping[str, Any], quick_gelu: bool, sourc
     Raises:
         CheckpointError: they were.
     """
-    description = image_text_entry(checkpoint) or checkpoint.get("encoder")
-    description = {**description.get("image", {}), **description} if description else None
-    if description is not None and description.get("quick_gelu", False) != quick_gelu:
+    description = image_text_entry(checkpoint)
+    if description is None:
+        description = checkpoint.get("encoder")
+    if description is None:
+        return
+    if {**description.get("image", {}), **description}.get("quick_gelu", False) != quick_gelu:
         raise CheckpointError(
             f"{source} was trained with quick_gelu={not quick_gelu}, the model has quick_gelu={quick_gelu}; build it "
             f"alike: --quick_gelu {str(not quick_gelu).lower()}"
