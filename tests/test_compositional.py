@@ -322,6 +322,16 @@ def test_missing_images_are_counted_up_to_a_share_and_beyond_it_the_message_says
         find_benchmarks(data, ["winoground"], 0.01)
 
 
+def test_a_benchmark_behind_a_link_is_found_and_links_in_a_circle_end(data, tmp_path):
+    """Data sets often lie on another disk, with links to them."""
+    root = tmp_path / "links"
+    (root / "a").mkdir(parents=True)
+    (root / "a" / "wino").symlink_to(data / "wino")
+    (root / "a" / "up").symlink_to(root)
+    (root / "b").symlink_to(data / "wino")
+    assert [each.title for each in find_benchmarks(root, ["winoground"], 0.01)] == ["Winoground"]
+
+
 def test_a_folder_without_benchmarks_names_the_files_it_looked_for(tmp_path):
     with pytest.raises(ValueError, match=r"holds no benchmark; .*pug-spar \(labels\.csv, from https"):
         find_benchmarks(tmp_path, COMPOSITIONAL, 0.01)
@@ -497,6 +507,6 @@ def test_the_papers_rows_are_rows_of_benchmarks():
 
 def test_the_options_are_frozen():
     own = {"pretrained_weights", "quick_gelu", "text_heads", "slots", "graphs", "data_root", "benchmarks"}
-    own |= {"max_missing", "write_captions", "chunk_images", "blind", "seed", "paper"}
+    own |= {"max_missing", "write_captions", "chunk_images", "blind", "seed", "failures", "paper"}
     own |= {"img_size", "batch_size_per_gpu", "precision", "output"}
     assert vars(parser_of("compositional").parse_args([])).keys() - DEVICE_OPTIONS == own

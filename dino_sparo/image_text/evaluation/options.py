@@ -229,6 +229,14 @@ def compositional_parser() -> argparse.ArgumentParser:
         "--blind", action="store_true", help="Ask all once more with the images of other questions, as a baseline."
     )
     group.add_argument("--seed", type=int, default=0, help="Of the bootstrap and of the shuffled images.")
+    group.add_argument(
+        "--failures",
+        type=int,
+        default=0,
+        metavar="N",
+        help="Draw the N clearest errors of each benchmark, and what the model looked at: a page and sheets beside "
+        "the result. Typical are 5 to 20.",
+    )
     group.add_argument("--paper", action="store_true", help="Show the papers' numbers beside, marked as such.")
     add_computation_options(parser, "compositional.json", where="beside each checkpoint; give a folder")
     return parser

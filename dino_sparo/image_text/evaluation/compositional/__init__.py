@@ -10,6 +10,8 @@ pair_files.py    SugarCrepe's format: its own files, the built-in scenes, `oc-sp
 finding.py       a folder -> the benchmarks below it, and what they lack
 asking.py        questions -> answers, some images at a time
 metrics.py       answers -> accuracies with intervals
+failures.py      answers -> the clearest errors
+failure_pages.py errors -> a page and sheets, with what the model looked at
 papers.py        numbers that papers print
 command.py       `dino-sparo compositional`
 """

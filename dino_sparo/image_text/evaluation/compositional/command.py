@@ -12,7 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dino_sparo.evaluation.page import require_matplotlib
 from dino_sparo.image_text.evaluation.compositional.asking import Answered, ask, counts_of, with_shuffled_images
+from dino_sparo.image_text.evaluation.compositional.failure_pages import write_failures
+from dino_sparo.image_text.evaluation.compositional.failures import MAX_FAILURES, Failures, clearest_failures
 from dino_sparo.image_text.evaluation.compositional.finding import Found, find_benchmarks
 from dino_sparo.image_text.evaluation.compositional.metrics import summarize, worth
 from dino_sparo.image_text.evaluation.compositional.papers import PAPERS
@@ -51,6 +54,10 @@ def compare(args: argparse.Namespace, open_model: OpenModel) -> list[Result]:
         raise ValueError("--data_root is empty; give the folder that holds the benchmarks")
     if args.chunk_images < 1:
         raise ValueError(f"--chunk_images {args.chunk_images}: give a positive number of images")
+    if not 0 <= args.failures <= MAX_FAILURES:
+        raise ValueError(f"--failures {args.failures}: give a number of errors per benchmark from 0 to {MAX_FAILURES}")
+    if args.failures:
+        require_matplotlib()
     found = find_benchmarks(Path(args.data_root), args.benchmarks or list(BENCHMARKS), args.max_missing)
     if args.write_captions:
         return write_captions(found, Path(args.write_captions))
@@ -60,19 +67,21 @@ def compare(args: argparse.Namespace, open_model: OpenModel) -> list[Result]:
         if not Path(weights).is_file():
             raise ValueError(f"--pretrained_weights {weights}: there is no such file")
     labels = labels_of(args.pretrained_weights)
-    results = []
+    results, written = [], []
     for label, weights in zip(labels, args.pretrained_weights, strict=True):
         logger.info("%s: %s", label, weights)
         scorer = open_model(argparse.Namespace(**{**vars(args), "pretrained_weights": weights}), process)
-        result = evaluate(scorer, found, args.chunk_images, args.seed, args.blind)
+        result, failures = evaluate(scorer, found, args.chunk_images, args.seed, args.blind, args.failures)
         if is_main():
-            write_json(result, result_path(weights, label, args.output))
+            written.append(result_path(weights, label, args.output))
+            write_json(result, written[-1])
+            stem = written[-1].with_name(f"{written[-1].stem}_failures")
+            written += write_failures(scorer, label, failures, stem) if args.failures else []
         results.append(result)
     if args.graphs and not any("graphs" in result for result in results):
         logger.warning("--graphs %s: none of the models is an OC-CLIP, so it was not used", args.graphs)
     if is_main():
         say(table(dict(zip(labels, results, strict=True)), PAPERS if args.paper else {}))
-        written = (result_path(w, label, args.output) for w, label in zip(args.pretrained_weights, labels, strict=True))
         say("\n" + "\n".join(map(str, written)))
     return results
 
@@ -121,7 +130,9 @@ def result_path(weights: str, label: str, output: str | None) -> Path:
     return Path(weights).with_name(f"{RESULT}.json" if stem == "checkpoint" else f"{RESULT}_{stem}.json")
 
 
-def evaluate(scorer: Scorer, found: Sequence[Found], chunk_images: int, seed: int, blind: bool = False) -> Result:
+def evaluate(
+    scorer: Scorer, found: Sequence[Found], chunk_images: int, seed: int, blind: bool = False, num_failures: int = 0
+) -> tuple[Result, dict[str, Failures]]:
     """Ask a model all benchmarks.
 
     Args:
@@ -130,19 +141,26 @@ def evaluate(scorer: Scorer, found: Sequence[Found], chunk_images: int, seed: in
         chunk_images: largest number of images encoded at a time.
         seed: of the bootstrap and of shuffled images.
         blind: ask everything once more with the images of other questions.
+        num_failures: list so many errors of each benchmark, the clearest.
+
+    Returns:
+        The result, and of each benchmark its errors, which the result has too.
     """
     own = [each.questions for each in found]
     own += [with_shuffled_images(each.questions, seed) for each in found] if blind else []
     answered = ask(scorer, [question for questions in own for question in questions], chunk_images)
     ends = [sum(map(len, own[: number + 1])) for number in range(len(own))]
     rows = [slice(end - len(questions), end) for end, questions in zip(ends, own, strict=True)]
-    benchmarks = {}
+    benchmarks, failures = {}, {}
     for number, each in enumerate(found):
         result = describe(each, answered, rows[number], seed)
         if blind:
             add_blind(result, describe(each, answered, rows[len(found) + number], seed))
+        if num_failures:
+            failures[each.title] = clearest_failures(each.questions, answered, rows[number], num_failures)
+            result["failures"] = failures[each.title].to_json()
         benchmarks[each.title] = result
-    return {
+    whole = {
         "evaluation": "compositional benchmarks",
         "benchmarks": benchmarks,
         "rule": f"accuracy: the true caption's {scorer.measure} is strictly greater, in fp32, and ties are wrong; "
@@ -151,6 +169,7 @@ def evaluate(scorer: Scorer, found: Sequence[Found], chunk_images: int, seed: in
         "seed": seed,
         **scorer.record,
     }
+    return whole, failures
 
 
 def describe(found: Found, answered: Answered, rows: slice, seed: int) -> Result:
