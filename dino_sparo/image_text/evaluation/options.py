@@ -242,6 +242,25 @@ def compositional_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def order_captions_parser() -> argparse.ArgumentParser:
+    """The options of `compositional/word_order.py`."""
+    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    group = parser.add_argument_group("captions")
+    group.add_argument(
+        "--captions",
+        required=True,
+        help="Images and captions: Karpathy's JSON or Salesforce's copy (coco_karpathy_test.json), COCO's, or Flickr's "
+        "lines.",
+    )
+    group.add_argument("--split", default="test", help="Of Karpathy's JSON.")
+    group = parser.add_argument_group("result")
+    group.add_argument(
+        "--output", required=True, help="File to write; dino-sparo compositional looks for coco_order.json."
+    )
+    group.add_argument("--seed", type=int, default=0, help="Another seed shuffles otherwise.")
+    return parser
+
+
 def probe_parser() -> argparse.ArgumentParser:
     """The options of `probe.py`, in data-flow order."""
     parser = argparse.ArgumentParser(formatter_class=HelpFormatter)

@@ -3,6 +3,7 @@
 benchmark.py     what a benchmark is: files, a reader into questions, averages, how its own code treats ties
 registry.py      the list of them
 aro.py           ARO: VG-Relation, VG-Attribution, COCO-Order, Flickr-Order
+word_order.py    captions -> ARO's shuffled ones, `dino-sparo order-captions`
 vl_checklist.py  VL-CheckList
 whatsup.py       What'sUp: controlled images, COCO-spatial, GQA-spatial
 pug_spar.py      PUG: SPAR
