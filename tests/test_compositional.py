@@ -342,16 +342,20 @@ def test_a_folder_without_benchmarks_names_the_files_it_looked_for(tmp_path):
         find_benchmarks(tmp_path / "gone", COMPOSITIONAL, 0.01)
 
 
-def test_a_box_is_cut_out_and_one_without_area_is_an_unreadable_image(tmp_path):
+def test_a_box_is_cut_out_and_one_that_shows_nothing_of_the_image_is_an_unreadable_image(tmp_path):
     image = Image.new("RGB", (8, 6), "red")
     image.paste("blue", (2, 1, 5, 4))
     image.save(tmp_path / "a.png")
     names = [Crop("a.png", (2.0, 1.0, 5.0, 4.0)), Crop("a.png", (3.0, 1.0, 3.0, 4.0)), "a.png"]
-    source = named_source(tmp_path, names, ["a.png"] * 3)
+    names += [Crop("a.png", (8.0, 1.0, 9.0, 4.0)), Crop("a.png", (1.0, -4.0, 2.0, 0.0))]
+    names += [Crop("a.png", (1.0, math.nan, 2.0, 3.0)), Crop("a.png", (-3.0, 4.0, 1.0, 9.0))]
+    source = named_source(tmp_path, names, ["a.png"] * 7)
     assert (source.read(0).size, source.read(0).getcolors()) == ((3, 3), [(9, (0, 0, 255))])
     assert source.read(2).size == (8, 6)
-    with pytest.raises(CorruptImageError, match="has no area"):
-        source.read(1)
+    assert source.read(6).size == (4, 5)  # a box that reaches beyond the image shows black there
+    for index, message in ((1, "has no area"), (3, "lies outside of the image, 8 x 6"), (4, "outside"), (5, "finite")):
+        with pytest.raises(CorruptImageError, match=message):
+            source.read(index)
 
 
 # --- asking
@@ -469,6 +473,24 @@ def test_unreadable_images_are_counted_and_mark_the_benchmark_as_incomplete(data
     found = result["benchmarks"]["scene-pairs"]
     assert (found["num_questions"], found["num_without_image"], found["complete"]) == (6, 2, False)
     assert "cannot be read" in found["lacks"][0]
+    assert [split["num_without_image"] for split in found["splits"].values()] == [1, 1]
+
+
+def test_a_split_of_which_nothing_is_left_is_named_and_scores_of_one_question_count_it_each(data, tmp_path):
+    """Of Winoground a second example has no image; COCO-spatial has both images of its second split broken."""
+    examples = data / "wino" / "examples.jsonl"
+    line = json.loads(examples.read_text())
+    examples.write_text(f"{json.dumps(line)}\n{json.dumps({**line, 'image_0': 'gone', 'collapsed_tag': 'Both'})}\n")
+    write_json(data / "whatsup" / "coco_qa_two_obj.json", [[9, "red left", "blue left"]])
+    paint(data / "coco" / "val2017" / f"{9:012d}.jpg", "broken")
+    weights = small_checkpoint(tmp_path / "checkpoint.pth")
+    names = ("--benchmarks", "winoground", "coco-spatial", "--max_missing", 0.5)
+    (result,) = run("--pretrained_weights", weights, "--data_root", data, *names)
+    wino, spatial = (result["benchmarks"][title] for title in ("Winoground", "COCO-spatial"))
+    assert [split["num_without_image"] for split in wino["splits"].values()] == [1, 1, 1]
+    assert wino["num_without_image"] == 1
+    assert spatial["splits"].keys() == {"one object"}
+    assert "nothing is left of two objects" in spatial["lacks"]
 
 
 def test_captions_for_the_parser_are_written_without_a_model(data, tmp_path):

@@ -8,6 +8,7 @@ table, and writes per model compositional.json: accuracies with intervals, what 
 
 import argparse
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -186,28 +187,34 @@ def describe(found: Found, answered: Answered, rows: slice, seed: int) -> Result
     if not asked:
         raise ValueError(f"{found.title}: none of the images in {found.images} can be read")
     questions = [found.questions[number] for number in asked]
+    unreadable = Counter(each.split for each in found.questions) - Counter(each.split for each in questions)
+    left_out = {
+        "num_without_image": Counter(found.without_image) + unreadable,
+        "num_with_empty_caption": Counter(found.with_empty_caption),
+    }
     outcomes = benchmark.outcomes(questions, answers)
+    is_one_each = len(outcomes) == len(asked)  # else the splits are scores, each of all questions
     result = summarize(benchmark, outcomes, seed)
     for split, numbers in result["splits"].items():
         of_split = [rows.start + asked[outcome.question] for outcome in outcomes if outcome.split == split]
         numbers |= counts_of(answered.marks, of_split)
-        numbers["num_without_image"] = found.without_image.get(split, 0)
-        numbers["num_with_empty_caption"] = found.with_empty_caption.get(split, 0)
-    if len(outcomes) == len(asked):
+        for name, counts in left_out.items():
+            numbers[name] = counts[split] if is_one_each else counts.total()
+    if is_one_each:
         ours, official = (
             benchmark.more(questions, [worth(each, credit) for each in outcomes])
             for credit in (0.0, benchmark.tie_credit)
         )
         result["means"] |= {name: {"accuracy": ours[name], "official": official[name]} for name in ours}
-    num_unreadable = len(found.questions) - len(asked)
-    lacks = found.lacks + [f"left out {num_unreadable} questions whose images cannot be read"] * (num_unreadable > 0)
+    lacks = found.lacks + [f"left out {unreadable.total()} questions whose images cannot be read"] * bool(unreadable)
+    lost = {split for counts in left_out.values() for split in counts} - {each.split for each in questions}
+    lacks += [f"nothing is left of {', '.join(sorted(lost))}"] * bool(lost)
     files = [name for name in benchmark.files if (found.folder / name).is_file()]
     return {
         "benchmark": benchmark.name,
         **result,
         "num_questions": len(asked),
-        "num_without_image": sum(found.without_image.values()) + num_unreadable,
-        "num_with_empty_caption": sum(found.with_empty_caption.values()),
+        **{name: counts.total() for name, counts in left_out.items()},
         "complete": not lacks,
         "lacks": lacks,
         "official_tie": benchmark.tie_credit,
