@@ -476,6 +476,20 @@ def test_unreadable_images_are_counted_and_mark_the_benchmark_as_incomplete(data
     assert [split["num_without_image"] for split in found["splits"].values()] == [1, 1]
 
 
+def test_a_benchmark_without_a_readable_image_is_named_and_does_not_end_the_others(data, tmp_path, capsys):
+    """Before, the whole run ended, after all other benchmarks had been computed."""
+    for path in (data / "coco" / "val2017").iterdir():
+        path.write_bytes(b"no image")
+    weights = small_checkpoint(tmp_path / "checkpoint.pth")
+    names = ("--pretrained_weights", weights, "--data_root", data, "--benchmarks", "coco-spatial")
+    (result,) = run(*names, "gqa-spatial", "--blind")
+    assert result["benchmarks"].keys() == {"GQA-spatial"}
+    assert result["left_out"].keys() == {"COCO-spatial"}
+    assert "* COCO-spatial: left out: none of the images in" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="cannot be read"):
+        run(*names)
+
+
 def test_a_split_of_which_nothing_is_left_is_named_and_scores_of_one_question_count_it_each(data, tmp_path):
     """Of Winoground a second example has no image; COCO-spatial has both images of its second split broken."""
     examples = data / "wino" / "examples.jsonl"

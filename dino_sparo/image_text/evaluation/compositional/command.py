@@ -146,14 +146,21 @@ def evaluate(
 
     Returns:
         The result, and of each benchmark its errors, which the result has too.
+
+    Raises:
+        ValueError: no image of any benchmark can be read.
     """
     own = [each.questions for each in found]
     own += [with_shuffled_images(each.questions, seed) for each in found] if blind else []
     answered = ask(scorer, [question for questions in own for question in questions], chunk_images)
     ends = [sum(map(len, own[: number + 1])) for number in range(len(own))]
     rows = [slice(end - len(questions), end) for end, questions in zip(ends, own, strict=True)]
-    benchmarks, failures = {}, {}
+    benchmarks, failures, left_out = {}, {}, {}
     for number, each in enumerate(found):
+        if not answered.is_asked[rows[number]].any():
+            left_out[each.title] = f"left out: none of the images in {each.images} can be read"
+            logger.error("%s: %s", each.title, left_out[each.title])
+            continue
         result = describe(each, answered, rows[number], seed)
         if blind:
             add_blind(result, describe(each, answered, rows[len(found) + number], seed))
@@ -161,9 +168,12 @@ def evaluate(
             failures[each.title] = clearest_failures(each.questions, answered, rows[number], num_failures)
             result["failures"] = failures[each.title].to_json()
         benchmarks[each.title] = result
+    if not benchmarks:
+        raise ValueError("; ".join(f"{title}: {sentence}" for title, sentence in left_out.items()))
     whole = {
         "evaluation": "compositional benchmarks",
         "benchmarks": benchmarks,
+        "left_out": left_out,
         "rule": f"accuracy: the true caption's {scorer.measure} is strictly greater, in fp32, and ties are wrong; "
         "official: ties as in the benchmark's own code",
         "intervals": "95 %: Wilson's for a split and for micro, bootstrap within splits for other means",
@@ -179,13 +189,11 @@ def describe(found: Found, answered: Answered, rows: slice, seed: int) -> Result
     Args:
         found: the benchmark.
         answered: all answers.
-        rows: where its questions stand among all.
+        rows: where its questions stand among all; some were asked.
         seed: of the bootstrap.
     """
     benchmark = found.benchmark
     asked, answers = answered.of(rows)
-    if not asked:
-        raise ValueError(f"{found.title}: none of the images in {found.images} can be read")
     questions = [found.questions[number] for number in asked]
     unreadable = Counter(each.split for each in found.questions) - Counter(each.split for each in questions)
     left_out = {
@@ -250,7 +258,8 @@ def table(results: Mapping[str, Result], papers: Mapping[str, Mapping[tuple[str,
         return f"{label:<34}{count:>10}{chance:>8}" + "".join(aligned)
 
     lines = [row("accuracy, %", "questions", "chance", columns)]
-    first = next(iter(results.values()))["benchmarks"]
+    result = next(iter(results.values()))
+    first = result["benchmarks"]
     for title, benchmark in first.items():
         every = [result["benchmarks"][title] for result in results.values()]
         lines.append(title + " *" * (not all(each["complete"] for each in every)))
@@ -269,4 +278,5 @@ def table(results: Mapping[str, Result], papers: Mapping[str, Mapping[tuple[str,
                 lines.append(row(f"  {label}", *ends, numbers).rstrip())
     lacking = {title: each["lacks"] for title, each in first.items() if each["lacks"]}
     lines += [f"* {title}: {sentence}" for title, sentences in lacking.items() for sentence in sentences]
+    lines += [f"* {title}: {sentence}" for title, sentence in result["left_out"].items()]
     return "\n".join(lines)
