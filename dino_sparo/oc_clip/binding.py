@@ -67,6 +67,7 @@ class Binding(nn.Module):
         competition: a member of `COMPETITIONS`: what the softmax runs over.
         chunk_mb: size of the largest tensor of a chunk, megabytes (2^20 bytes); a few of that size live together. One
             caption with all images is the smallest chunk.
+        position_std: standard deviation of the patches' positions at the start; 1 is the listing's.
 
     Raises:
         ValueError: a size is out of range, the heads do not divide `dim`, an unknown competition, or default tokens
@@ -83,6 +84,7 @@ class Binding(nn.Module):
         num_heads: int = 4,
         competition: str = "queries",
         chunk_mb: int | float = 256,
+        position_std: float = 1.0,
     ) -> None:
         super().__init__()
         _check_sizes(image_dim=image_dim, num_patches=num_patches, dim=dim, num_heads=num_heads)
@@ -91,6 +93,8 @@ class Binding(nn.Module):
                 f"num_default={num_default}, num_layers={num_layers}, chunk_mb={chunk_mb}; give numbers of tokens and "
                 "layers from 0 on and a positive size"
             )
+        if position_std < 0:
+            raise ValueError(f"position_std={position_std}; give a standard deviation, 0 or more")
         if dim % num_heads:
             raise ValueError(f"num_heads={num_heads} does not divide dim={dim}; choose a divisor")
         if competition not in COMPETITIONS:
@@ -103,7 +107,7 @@ class Binding(nn.Module):
         self.num_patches, self.dim, self.num_default = num_patches, dim, num_default
         self.competition, self.chunk_mb = competition, chunk_mb
         self.patch_mlp = nn.Sequential(nn.Linear(image_dim, dim), nn.GELU(), nn.Linear(dim, dim))
-        self.positions = nn.Parameter(torch.randn(num_patches, dim))
+        self.positions = nn.Parameter(position_std * torch.randn(num_patches, dim))
         # Versions of timm differ in the norm's epsilon that they take unasked.
         norm_layer: Any = partial(nn.LayerNorm, eps=NORM_EPS)
         self.blocks = nn.Sequential(
