@@ -581,7 +581,7 @@ def test_validation_has_graphs_of_its_own(tmp_path: Path) -> None:
 # ---- starting from other weights
 
 
-@pytest.mark.parametrize("kind", ["ours", "open_clip"])
+@pytest.mark.parametrize("kind", ["ours", pytest.param("open_clip", marks=pytest.mark.slow)])
 def test_both_towers_start_from_a_clip(tmp_path: Path, kind: str) -> None:
     torch.manual_seed(7)
     sizes = {"img_size": 16, "text_width": 24, "text_heads": 2, "text_layers": 2, "context_length": 20}
