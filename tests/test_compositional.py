@@ -392,6 +392,7 @@ def run(*options: Any) -> Any:
     return evaluate("compositional", *options)
 
 
+@pytest.mark.slow
 def test_one_table_and_one_result_per_model(data, tmp_path, capsys):
     weights = [small_checkpoint(tmp_path / name / "checkpoint.pth", name, seed=3) for name in ("sparo", "cls")]
     options = ("--pretrained_weights", *weights, "--data_root", data, "--chunk_images", 4, "--blind", "--paper")

@@ -34,7 +34,7 @@ class LookupCounts(NamedTuple):
 
     Attributes:
         captions: looked up.
-        missing: not in the file; such a caption became one entity.
+        missing: not in the file or the shard; such a caption became one entity.
         whole_caption: all that became one entity: missing, or without an entity that the parser found.
         nodes: entities beyond the cap, dropped.
         dangling: relations dropped because one of their entities was.
@@ -107,14 +107,12 @@ class CaptionGraphs:
         Raises:
             ValueError: the caption has no words, or its line in the file is not what it was.
         """
-        graph = self.find(caption)
-        normalised, counts = self.normalized(graph or SceneGraph(()), caption)
-        return normalised, counts._replace(missing=int(graph is None))
+        return self.normalized(self.find(caption), caption)
 
-    def normalized(self, graph: SceneGraph, caption: str) -> tuple[SceneGraph, LookupCounts]:
-        """A graph that was read elsewhere, such as in a shard, within the same caps."""
-        normalised, counts = normalize(graph, caption, self.max_nodes, self.max_relations)
-        return normalised, LookupCounts(captions=1, missing=0, **counts._asdict())
+    def normalized(self, graph: SceneGraph | None, caption: str) -> tuple[SceneGraph, LookupCounts]:
+        """A graph that was read elsewhere, such as in a shard, within the same caps; None where there is none."""
+        normalised, counts = normalize(graph or SceneGraph(()), caption, self.max_nodes, self.max_relations)
+        return normalised, LookupCounts(captions=1, missing=int(graph is None), **counts._asdict())
 
     def check(self, counts: LookupCounts | None = None) -> None:
         """Refuse to go on where too many captions have no graph.
@@ -127,10 +125,14 @@ class CaptionGraphs:
         """
         counts = self.counts if counts is None else counts
         if counts.missing > most_corrupt(self.max_missing, counts.captions):
+            source = next(
+                (str(self.record[key]) for key in ("file", "shards", "parser") if key in self.record), "memory"
+            )
+            key = f" under the key {self.record['graph_key']!r}" if "graph_key" in self.record else ""
             raise ValueError(
-                f"{counts.missing:,} of {counts.captions:,} captions have no graph in "
-                f"{self.record.get('file', self.record.get('parser'))}; at most {self.max_missing:.3g} of them may be "
-                "missing. Parse them with dino-sparo parse, or raise --max_corrupt"
+                f"{counts.missing:,} of {counts.captions:,} captions have no graph in {source}{key}; at most "
+                f"{self.max_missing:.3g} of them may be missing. Parse them with dino-sparo parse, or raise "
+                "--max_corrupt"
             )
 
 
@@ -186,19 +188,17 @@ def _nowhere(caption: str) -> SceneGraph | None:
     return None
 
 
-def graph_of(content: Mapping[str, Any], key: str) -> SceneGraph:
-    """The graph under a key of the `.json` member of a webdataset shard; see `TarCaptions.json_of`.
+def graph_of(content: Mapping[str, Any], key: str) -> SceneGraph | None:
+    """The graph under a key of the `.json` member of a webdataset shard, None without it; see `TarCaptions.json_of`.
 
     Args:
         content: the member.
         key: where the graph stands in it, as the option graph_key names it.
 
     Raises:
-        ValueError: there is no such key, or what stands there is no graph.
+        ValueError: what stands there is no graph.
     """
-    if key not in content:
-        raise ValueError(f"there is no graph under the key {key!r}; found the keys {', '.join(content) or 'none'}")
-    return SceneGraph.from_json(content[key])
+    return SceneGraph.from_json(content[key]) if key in content else None
 
 
 def write_graphs(path: Path, rows: Iterable[tuple[str, SceneGraph, str | None]]) -> None:

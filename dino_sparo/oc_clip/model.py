@@ -80,6 +80,7 @@ class OCCLIP(nn.Module):
             sizes.num_layers,
             sizes.num_heads,
             sizes.competition,
+            position_std=sizes.position_std,
         )
         self.scoring = Scoring(sizes.dim, sizes.rel_dim, sizes.ent_coef, sizes.rel_coef, sizes.relation)
         self.logit_scale = nn.Parameter(torch.tensor(math.log(INITIAL_LOGIT_SCALE))) if sizes.logit_scale else None
