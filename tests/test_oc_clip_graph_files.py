@@ -89,7 +89,7 @@ def test_captions_whose_hashes_are_equal_are_told_apart(tmp_path: Path, monkeypa
 def test_too_many_missing_captions_are_refused(tmp_path: Path) -> None:
     graphs = opened(written(tmp_path / "g.jsonl", ("a dog on a mat", DOG)), max_missing=0.1)
     graphs.check(LookupCounts(captions=1000, missing=100))
-    with pytest.raises(ValueError, match=r"101 of 1,000 captions have no graph in .*g\.jsonl.*raise --max_corrupt"):
+    with pytest.raises(ValueError, match=r"101 of 1,000 captions have no graph in .*g\.jsonl.*--max_missing_graphs"):
         graphs.check(LookupCounts(captions=1000, missing=101))
 
 

@@ -85,7 +85,8 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
         return default_options(get_args_parser(), RECIPES)
 
     def __init__(self, args: argparse.Namespace, process: Distributed) -> None:
-        caps = {"max_nodes": args.max_nodes, "max_relations": args.max_relations, "max_missing": args.max_corrupt}
+        caps = {"max_nodes": args.max_nodes, "max_relations": args.max_relations}
+        caps |= {"max_missing": args.max_corrupt, "option": "--max_corrupt"}
         with all_or_none("opening graphs"):
             if args.graph_key is None:
                 self.graphs = open_graphs(args.graphs, **caps)
