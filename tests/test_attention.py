@@ -323,6 +323,7 @@ def width_of(path: Path) -> int:
         return image.width
 
 
+@pytest.mark.slow
 def test_one_image_gives_a_grid_raw_maps_and_their_description(
     checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

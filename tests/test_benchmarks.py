@@ -27,9 +27,12 @@ SCRIPTS = {
     "linear": [],
     "scaling": ["--ranks", "1"],
 }
+LONG = ("train_step", "scaling")
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in SCRIPTS]
+)
 def test_a_script_runs_and_its_results_are_equal(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "report.json"
     section = importlib.import_module(f"benchmarks.{name}").main(["--quick", "--json", str(path), *SCRIPTS[name]])

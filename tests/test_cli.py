@@ -295,6 +295,16 @@ assert "torch" not in sys.modules
     assert "--no_such_option" in done.stderr or "required" in done.stderr
 
 
+def test_a_mistyped_option_is_answered_in_one_line_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, expected in (
+        (["train-clip", "--batchsize", "32"], "unrecognized arguments: --batchsize 32; did you mean --batch_size?"),
+        (["knn", "--arch", "vit_micro", "--nb_knn", "many"], "argument --nb_knn: invalid int value: 'many'"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(words)
+        assert capsys.readouterr().err == f"dino-sparo {words[0]}: {expected}; --help lists the options\n"
+
+
 # The one command.
 
 

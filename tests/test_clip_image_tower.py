@@ -81,6 +81,7 @@ def test_the_image_tower_of_open_clips_weights_is_an_encoder(tmp_path: Path) -> 
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("readout", ["sparo", *(pytest.param(name, marks=SLOW) for name in ("cls", "attpool"))])
 def test_every_evaluation_of_encoders_takes_a_clip_checkpoint(
     tmp_path: Path, readout: str, capsys: pytest.CaptureFixture[str]

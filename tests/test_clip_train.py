@@ -254,7 +254,7 @@ def test_a_run_leaves_log_checkpoints_and_a_model_to_load(tmp_path: Path) -> Non
     assert torch.equal(loaded.model.logit_scale, checkpoint["model"]["logit_scale"])
 
 
-@pytest.mark.parametrize("stop", [4, 6])  # at the end of an epoch, and in its middle
+@pytest.mark.parametrize("stop", [pytest.param(4, marks=pytest.mark.slow), 6])  # at an epoch's end, in its middle
 def test_an_interrupted_run_ends_in_the_same_bits(tmp_path: Path, stop: int) -> None:
     run(tmp_path / "whole")
     run(tmp_path / "parts", max_steps=stop)
@@ -266,7 +266,7 @@ def test_an_interrupted_run_ends_in_the_same_bits(tmp_path: Path, stop: int) -> 
     assert epochs_of(tmp_path / "whole") == epochs_of(tmp_path / "parts")
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR2])
+@pytest.mark.parametrize("signum", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGUSR2])
 def test_a_signal_ends_the_run_between_two_steps_and_nothing_is_lost(
     tmp_path: Path, signum: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -497,6 +497,7 @@ def test_captions_that_are_too_long_are_counted(tmp_path: Path) -> None:
     assert epochs_of(tmp_path)[0]["train_truncated_captions"] == 18  # six name a lone shape and nothing else
 
 
+@pytest.mark.slow
 def test_the_log_warns_once_when_most_captions_are_cut_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         run(tmp_path / "short", epochs=2, context_length=4)
@@ -518,7 +519,7 @@ def test_a_zero_shot_probe_on_pairs_without_labels_points_at_zero_shot_path(tmp_
         run(tmp_path / "run", data_path=tmp_path / "t.csv", zero_shot_freq=1)
 
 
-@pytest.mark.parametrize("products", ["tf32", "bf16"])
+@pytest.mark.parametrize("products", ["tf32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_a_run_with_rounded_logits_learns_as_one_without(tmp_path: Path, products: str) -> None:
     losses = [epochs_of(run(tmp_path / name, epochs=1, logits=name))[0]["train_loss"] for name in ("fp32", products)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-2)

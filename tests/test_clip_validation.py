@@ -112,6 +112,7 @@ def test_every_epoch_is_validated_and_a_resumed_run_gives_the_same_bits(tmp_path
         run(tmp_path / "parts", epochs=2)
 
 
+@pytest.mark.slow
 def test_validation_on_other_pairs_changes_no_weight(tmp_path: Path) -> None:
     run(tmp_path / "with", val_path="scenes:11:32", epochs=2)
     run(tmp_path / "without", epochs=2)

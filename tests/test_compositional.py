@@ -406,6 +406,7 @@ def run(*options: Any) -> Any:
     return evaluate("compositional", *options)
 
 
+@pytest.mark.slow
 def test_one_table_and_one_result_per_model(data, tmp_path, capsys):
     weights = [small_checkpoint(tmp_path / name / "checkpoint.pth", name, seed=3) for name in ("sparo", "cls")]
     options = ("--pretrained_weights", *weights, "--data_root", data, "--chunk_images", 4, "--blind", "--paper")
@@ -542,7 +543,16 @@ def test_the_papers_rows_are_rows_of_benchmarks():
 
 
 def test_the_options_are_frozen():
-    own = {"pretrained_weights", "quick_gelu", "text_heads", "slots", "graphs", "data_root", "benchmarks"}
+    own = {
+        "pretrained_weights",
+        "quick_gelu",
+        "text_heads",
+        "slots",
+        "graphs",
+        "max_missing_graphs",
+        "data_root",
+        "benchmarks",
+    }
     own |= {"max_missing", "write_captions", "chunk_images", "blind", "seed", "failures", "paper"}
     own |= {"img_size", "batch_size_per_gpu", "precision", "output"}
     assert vars(parser_of("compositional").parse_args([])).keys() - DEVICE_OPTIONS == own

@@ -215,6 +215,7 @@ def test_a_run_starts_student_and_teacher_from_the_file(tmp_path: Path, caplog: 
     assert checkpoint["args"]["init_from"] == source
 
 
+@pytest.mark.slow
 def test_a_resumed_run_takes_its_own_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = str(raw(tmp_path, build(readout="cls")))
     train(tmp_path / "whole", "--init_from", source)

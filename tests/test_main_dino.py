@@ -108,6 +108,7 @@ def test_a_run_leaves_log_checkpoints_and_tensorboard(tmp_path: Path) -> None:
     assert load_encoder(tmp_path / "checkpoint.pth").encoding_dim == 15
 
 
+@pytest.mark.slow
 def test_tensorboard_gets_the_gradients_norm_the_options_and_unaugmented_images_of_different_classes(
     tmp_path: Path,
 ) -> None:
@@ -361,7 +362,9 @@ def test_an_epoch_cut_short_changes_no_kept_checkpoint_and_is_logged_once(tmp_pa
     assert [epoch["epoch"] for epoch in epochs_of(tmp_path)] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lars"])
+@pytest.mark.parametrize(
+    "optimizer", ["adamw", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sgd", "lars"))]
+)
 def test_after_gradients_that_are_not_finite_student_optimizer_and_centre_stay_and_the_teacher_moves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
 ) -> None:
@@ -392,6 +395,7 @@ def test_after_gradients_that_are_not_finite_student_optimizer_and_centre_stay_a
     assert any(not torch.equal(value, moved[name]) for name, value in before["teacher"].items())
 
 
+@pytest.mark.slow
 def test_another_number_of_prototypes_is_not_resumed(tmp_path: Path) -> None:
     run(tmp_path, epochs=1)
     with pytest.raises(CheckpointError, match=r"head.last_layer.weight_g \(33, 1\) instead of \(34, 1\)"):
@@ -441,6 +445,7 @@ def test_too_many_corrupt_images_stop_the_run(tmp_path: Path) -> None:
         run(tmp_path / "run", data_path=images, epochs=1, warmup_epochs=0, max_corrupt=0.1)
 
 
+@pytest.mark.slow
 def test_a_handful_of_corrupt_images_never_ends_a_run_on_few_images(tmp_path: Path) -> None:
     images = image_folder(tmp_path / "images", count=12, broken=2)
     run(tmp_path / "run", data_path=images, epochs=1, warmup_epochs=0, max_corrupt=0.01)
@@ -490,6 +495,7 @@ def test_the_log_begins_with_the_options_that_differ_from_their_defaults(
     assert '"teacher_temp": 0.04' in (tmp_path / "run.log").read_text()
 
 
+@pytest.mark.slow
 def test_no_slots_are_named_for_a_model_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path / "cls", max_steps=1, readout="cls")
     assert "vit_micro/8 at 16 px, cls, " in (terminal := capsys.readouterr().err)
@@ -567,6 +573,7 @@ def test_options_that_save_time_or_memory_change_no_result(
     assert ("memory of a step: activations" in caplog.text) == ("memory_report" in changes)
 
 
+@pytest.mark.slow
 def test_crops_distorted_on_the_device_are_those_of_the_processes_that_load_them(tmp_path: Path) -> None:
     run(tmp_path / "cpu", epochs=1, warmup_epochs=0)
     run(tmp_path / "device", epochs=1, warmup_epochs=0, distort_on="device", num_workers=1)

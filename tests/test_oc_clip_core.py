@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dino_sparo.image_text.contrastive import contrastive_loss
+from dino_sparo.oc_clip import binding as oc_binding
 from dino_sparo.oc_clip.binding import Binding
 from dino_sparo.oc_clip.loss import relation_loss, total_loss
 from dino_sparo.oc_clip.pair_scores import EncodedGraphs, score_pairs
@@ -320,8 +321,11 @@ def test_a_caption_without_entities_needs_default_tokens() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("chunk_mb", [256, 1e-9], ids=["large", "single"])
-def test_scores_of_all_pairs_are_those_of_the_equations(kind: str, training: bool, chunk_mb: float) -> None:
+@pytest.mark.parametrize(("chunk_mb", "kept_share"), [(256, 1), (256, 0), (1e-9, 0)], ids=["kept", "large", "single"])
+def test_scores_of_all_pairs_are_those_of_the_equations(
+    kind: str, training: bool, chunk_mb: float, kept_share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(oc_binding, "KEPT_SHARE", kept_share)
     case = problem(**KINDS[kind], chunk_mb=chunk_mb)
     case.binding.train(training)
     ours = score_pairs(case.binding, case.scoring, case.graphs, *case.binding.encode_patches(case.patches))
@@ -367,7 +371,23 @@ def test_relations_of_texts_in_one_chunk_are_scored_without_padding() -> None:
     assert_same(case, scores, expected_scores(case, graphs))
 
 
-def test_while_training_a_chunk_keeps_its_scores_alone() -> None:
+def test_a_small_batch_is_not_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    whole = Binding.chunk_slots
+    monkeypatch.setattr(Binding, "chunk_slots", lambda self, *inputs: calls.append(1) or whole(self, *inputs))
+    numbers = [max(own * max(N, DIM), related * DIM) for own, related in zip(ENTITIES, RELATIONS, strict=True)]
+    largest = sum(numbers) * B * 8 / 2**20  # megabytes of all chunks together, in float64
+    for chunk_mb, times in ((33 * largest, 1), (31 * largest, 2)):
+        calls.clear()
+        case = problem(chunk_mb=chunk_mb)
+        scores = score_pairs(case.binding, case.scoring, case.graphs, *case.binding.encode_patches(case.patches))
+        scores.sum().backward()
+        assert len(calls) == times * len(set(ENTITIES))
+
+
+def test_while_training_a_chunk_keeps_its_scores_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(oc_binding, "KEPT_SHARE", 0)
+
     def kept(training: bool) -> int:
         case = problem()
         case.binding.train(training)

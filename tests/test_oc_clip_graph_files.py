@@ -89,7 +89,7 @@ def test_captions_whose_hashes_are_equal_are_told_apart(tmp_path: Path, monkeypa
 def test_too_many_missing_captions_are_refused(tmp_path: Path) -> None:
     graphs = opened(written(tmp_path / "g.jsonl", ("a dog on a mat", DOG)), max_missing=0.1)
     graphs.check(LookupCounts(captions=1000, missing=100))
-    with pytest.raises(ValueError, match=r"101 of 1,000 captions have no graph in .*g\.jsonl.*raise --max_corrupt"):
+    with pytest.raises(ValueError, match=r"101 of 1,000 captions have no graph in .*g\.jsonl.*--max_missing_graphs"):
         graphs.check(LookupCounts(captions=1000, missing=101))
 
 
@@ -189,8 +189,7 @@ def test_a_file_that_changed_after_it_was_opened_is_noticed(tmp_path: Path) -> N
 def test_the_graph_in_a_shards_json_is_found_by_its_key() -> None:
     content = {"text": "a dog on a mat", "graph": DOG.to_json()}
     assert graph_of(content, "graph") == DOG
-    with pytest.raises(ValueError, match="no graph under the key 'scene'; found the keys text, graph"):
-        graph_of(content, "scene")
+    assert graph_of(content, "scene") is None
     with pytest.raises(ValueError, match="a scene graph is"):
         graph_of(content, "text")
 

@@ -4,6 +4,7 @@ import itertools
 import random
 import re
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 from dino_sparo.oc_clip.canonical import canonical
 from dino_sparo.oc_clip.graph_batches import batch_graphs, relation_ends
 from dino_sparo.oc_clip.graphs import GraphCounts, Relation, SceneGraph, normalize
-from dino_sparo.oc_clip.negatives import draw_negatives, shuffled_choices
+from dino_sparo.oc_clip.negatives import draw_negatives, read_symmetric, shuffled_choices
 
 APPLE = SceneGraph(("red apple", "blue car", "table"), (Relation(0, "left of", 1), Relation(1, "on", 2)))
 
@@ -269,7 +270,32 @@ def test_all_relations_are_altered_or_one() -> None:
 
 def test_a_graph_without_relations_is_its_own_negative() -> None:
     graph = SceneGraph(("dog",))
-    assert draw_negatives(graph, np.random.default_rng(0), "one") == (graph, graph, 0)
+    assert draw_negatives(graph, np.random.default_rng(0), "one") == (graph, graph, 0, 0)
+
+
+def test_relations_that_hold_both_ways_are_not_altered(tmp_path: Path) -> None:
+    (tmp_path / "symmetric.txt").write_text("Next  to\n\nnear\n")
+    symmetric = read_symmetric(tmp_path / "symmetric.txt")
+    assert symmetric == {"next to", "near"}
+    graph = graph_of("a b c d", (0, "next to", 1), (1, "on", 2), (3, "near", 0))
+    for relations in ("all", "one"):
+        for seed in range(9):
+            negatives = draw_negatives(graph, np.random.default_rng(seed), relations, symmetric)
+            assert negatives.altered == 1
+            for false in (negatives.swapped, negatives.shuffled):
+                assert [r != t for r, t in zip(false.relations, graph.relations, strict=True)] == [False, True, False]
+    only_near = graph_of("a b", (0, "near", 1))
+    assert draw_negatives(only_near, np.random.default_rng(0), "one", symmetric) == (only_near, only_near, 0, 0)
+
+
+@pytest.mark.parametrize(("content", "message"), [(None, "cannot be read"), (b"\xff", "cannot"), (b" \n", "names no")])
+def test_a_file_of_symmetric_predicates_without_any_is_refused(
+    tmp_path: Path, content: bytes | None, message: str
+) -> None:
+    if content is not None:
+        (tmp_path / "symmetric.txt").write_bytes(content)
+    with pytest.raises(ValueError, match=f"--symmetric .*{message}"):
+        read_symmetric(tmp_path / "symmetric.txt")
 
 
 # The tensors.

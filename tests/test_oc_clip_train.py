@@ -24,6 +24,7 @@ from oc_clip_fakes import (
     COMMAND,
     CONTEXT,
     PHRASES,
+    PREDICATES,
     SIZES,
     TINY,
     batch_of,
@@ -499,7 +500,7 @@ def test_too_many_captions_without_a_graph_stop_the_run(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError,
         match=r"\d of \d+ captions have no graph in .*graphs\.jsonl; at most 0\.2 of them may be missing\. "
-        r"Parse them with dino-sparo parse, or raise --max_corrupt",
+        r"Parse these captions with dino-sparo parse; or raise --max_corrupt",
     ):
         run(tmp_path / "run", data_path=table, graphs=tmp_path / "graphs.jsonl", max_corrupt=0.2, batch_size=12)
     run(tmp_path / "more", data_path=table, graphs=tmp_path / "graphs.jsonl", max_corrupt=0.7, batch_size=12, epochs=3)
@@ -528,12 +529,42 @@ def test_graphs_of_shards_train_as_the_same_graphs_of_a_file(tmp_path: Path) -> 
     }  # fmt: skip
 
 
-def test_a_shard_without_the_key_is_named_with_the_keys_it_has(tmp_path: Path) -> None:
+def test_graphs_that_a_shard_lacks_are_counted_until_they_are_too_many(tmp_path: Path) -> None:
     shards = graph_shards(tmp_path / "shards", keys=("scene",))
+    asked = {"data_path": shards, "caption_key": "text", "graph_key": "graph", "epochs": 1}
     with pytest.raises(
-        ValueError, match=r"\d\.tar, caption at byte \d+: there is no graph under the key 'graph'; .* text, scene"
+        ValueError, match=r"(\d+) of \1 captions have no graph in .*shards under the key 'graph'; at most 0\.01 of them"
     ):
-        run(tmp_path / "run", data_path=shards, caption_key="text", graph_key="graph")
+        run(tmp_path / "run", **asked)
+    run(tmp_path / "tolerant", max_corrupt=1.0, **asked)
+    (epoch,) = epochs_of(tmp_path / "tolerant")
+    assert epoch["train_missing_graphs"] == epoch["train_whole_caption_graphs"] == 12
+
+
+def test_a_shards_graph_that_is_none_is_named(tmp_path: Path) -> None:
+    shards = graph_shards(tmp_path / "shards")
+    with pytest.raises(ValueError, match=r"\d\.tar, caption at byte \d+: a scene graph is"):
+        run(tmp_path / "run", data_path=shards, caption_key="text", graph_key="text")
+
+
+def test_pairs_whose_relations_all_hold_both_ways_have_no_local_loss(tmp_path: Path) -> None:
+    (tmp_path / "symmetric.txt").write_text("\n".join(PREDICATES))
+    asked = {"data_path": table_of_pairs(tmp_path), "graphs": tmp_path / "graphs.jsonl", "epochs": 1}
+    run(tmp_path / "run", symmetric=tmp_path / "symmetric.txt", **asked)
+    run(tmp_path / "without", rel_loss_weight=0, **asked)
+    assert epochs_of(tmp_path / "run")[0]["train_rel_loss"] == 0
+    assert_same_state(checkpoint_of(tmp_path / "run")["model"], checkpoint_of(tmp_path / "without")["model"], "model")
+
+
+def test_a_checkpoint_from_before_an_option_is_resumed_with_its_default(tmp_path: Path) -> None:
+    asked = {"data_path": table_of_pairs(tmp_path), "graphs": tmp_path / "graphs.jsonl"}
+    run(tmp_path / "run", epochs=1, **asked)
+    checkpoint = checkpoint_of(tmp_path / "run")
+    del checkpoint["oc_clip"]["binding"]["position_std"]
+    torch.save(checkpoint, tmp_path / "run" / "checkpoint.pth")
+    run(tmp_path / "run", epochs=1, **asked)
+    with pytest.raises(CheckpointError, match=r"binding\.position_std 1\.0 in the checkpoint, 0\.5 asked for"):
+        run(tmp_path / "run", epochs=1, position_std=0.5, **asked)
 
 
 @pytest.mark.slow
@@ -550,7 +581,7 @@ def test_validation_has_graphs_of_its_own(tmp_path: Path) -> None:
 # ---- starting from other weights
 
 
-@pytest.mark.parametrize("kind", ["ours", "open_clip"])
+@pytest.mark.parametrize("kind", ["ours", pytest.param("open_clip", marks=pytest.mark.slow)])
 def test_both_towers_start_from_a_clip(tmp_path: Path, kind: str) -> None:
     torch.manual_seed(7)
     sizes = {"img_size": 16, "text_width": 24, "text_heads": 2, "text_layers": 2, "context_length": 20}

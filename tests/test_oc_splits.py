@@ -258,6 +258,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_the_same_seed_writes_the_same_files_and_another_seed_others(tmp_path, few):
     files = [
         contents(write_split(tmp_path / name, Split("spatial", seed, 50, 25), few))
@@ -307,6 +308,7 @@ def test_the_training_table_holds_the_graphs_of_its_captions_and_is_read_as_pair
             assert {entry["caption"], entry["negative_caption"]} <= known
 
 
+@pytest.mark.slow
 def test_a_picture_is_a_function_of_its_number_not_of_how_many_are_written(tmp_path, few):
     split = Split("attribute", 0, 50, 0)
     short = write_split(tmp_path / "short", split, few)

@@ -128,6 +128,7 @@ def test_the_time_of_a_training_that_went_on_from_a_checkpoint_is_not_given(tmp_
     assert table([result]).splitlines()[1].split()[-1] == "-"
 
 
+@pytest.mark.slow
 def test_the_grid_trains_every_cell_and_draws_the_heat_map(tmp_path):
     pytest.importorskip("matplotlib")
     run = FakeRun()

@@ -63,6 +63,7 @@ def test_an_old_checkpoint_has_the_accuracy_that_it_had(
     assert found["top1"] == pytest.approx(record["top1"], abs=100 / 60)
 
 
+@pytest.mark.slow
 def test_an_old_run_goes_on_as_it_would_have_then(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -31,7 +31,7 @@ def picture(shape: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("num_maps", [1, 3, 16])
+@pytest.mark.parametrize("num_maps", [1, 3, pytest.param(16, marks=pytest.mark.slow)])
 def test_all_words_of_a_grid_can_be_read(shape: str, num_maps: int, tmp_path: Path) -> None:
     """A portrait with three columns lost the end of its explanation."""
     looked = maps_of(num_maps, alike=2)
@@ -76,6 +76,7 @@ def test_all_words_of_an_atlas_can_be_read_and_patches_are_explained(
     assert "even share of attention or less" in text  # the colour bar
 
 
+@pytest.mark.slow
 def test_all_words_can_be_read_where_there_are_many_maps(tmp_path: Path) -> None:
     looked = maps_of(64, 2, alike=3)
     with drawn_words() as figures:

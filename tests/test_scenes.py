@@ -67,6 +67,7 @@ def test_another_process_draws_the_same_pixels():
     assert digest(source, range(7)) == other
 
 
+@pytest.mark.slow
 def test_no_scene_is_in_both_splits_nor_in_two_seeds():
     pictures = [
         Scenes(300, 24, split, seed).read(i).tobytes()

@@ -5,7 +5,7 @@ Training compares its slots, evaluation measures them.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -316,7 +316,7 @@ class LoadedClip:
         record: plain values: weights, hash, epoch, configuration.
     """
 
-    model: CLIP
+    model: CLIP = field(repr=False)
     mean: tuple[float, ...]
     std: tuple[float, ...]
     record: dict[str, Any]

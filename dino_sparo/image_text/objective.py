@@ -120,7 +120,7 @@ class PairObjective(Objective[AnyBatch]):
     def after_epoch(self, epoch: int, means: Mapping[str, float], log: RunLog) -> EpochResult:
         """Loss and retrieval on the pairs held out; zero-shot accuracy every `--zero_shot_freq` epochs."""
         # A model that distinguishes nothing has a loss of ln(batch).
-        values = {"loss_over_ln_batch": means["loss"] / math.log(max(self.args.batch_size, 2))}
+        values = {"loss_over_ln_batch": means.get("itc_loss", means["loss"]) / math.log(max(self.args.batch_size, 2))}
         if self.validation is not None:
             values |= self.validation.measure(self.scorer, self.logit_scale)
         if self.probe is None or (epoch + 1) % self.args.zero_shot_freq:

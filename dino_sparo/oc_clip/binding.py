@@ -18,6 +18,7 @@ from dino_sparo.oc_clip.choices import COMPETITIONS
 
 EPSILON = 1e-8  # of the renormalisation over patches, as in the paper's listing
 MLP_RATIO = 2
+KEPT_SHARE = 1 / 32  # of `chunk_mb`: below it nothing is computed twice
 NORM_EPS = 1e-5  # of all LayerNorms; torch's, which OpenCLIP's blocks have
 
 
@@ -66,7 +67,9 @@ class Binding(nn.Module):
         num_heads: of these blocks; divides `dim`.
         competition: a member of `COMPETITIONS`: what the softmax runs over.
         chunk_mb: size of the largest tensor of a chunk, megabytes (2^20 bytes); a few of that size live together. One
-            caption with all images is the smallest chunk.
+            caption with all images is the smallest chunk. The backward pass computes chunks again if they hold more
+            than `KEPT_SHARE` of it together.
+        position_std: standard deviation of the patches' positions at the start; 1 is the listing's.
 
     Raises:
         ValueError: a size is out of range, the heads do not divide `dim`, an unknown competition, or default tokens
@@ -83,6 +86,7 @@ class Binding(nn.Module):
         num_heads: int = 4,
         competition: str = "queries",
         chunk_mb: int | float = 256,
+        position_std: float = 1.0,
     ) -> None:
         super().__init__()
         _check_sizes(image_dim=image_dim, num_patches=num_patches, dim=dim, num_heads=num_heads)
@@ -91,6 +95,8 @@ class Binding(nn.Module):
                 f"num_default={num_default}, num_layers={num_layers}, chunk_mb={chunk_mb}; give numbers of tokens and "
                 "layers from 0 on and a positive size"
             )
+        if position_std < 0:
+            raise ValueError(f"position_std={position_std}; give a standard deviation, 0 or more")
         if dim % num_heads:
             raise ValueError(f"num_heads={num_heads} does not divide dim={dim}; choose a divisor")
         if competition not in COMPETITIONS:
@@ -103,7 +109,7 @@ class Binding(nn.Module):
         self.num_patches, self.dim, self.num_default = num_patches, dim, num_default
         self.competition, self.chunk_mb = competition, chunk_mb
         self.patch_mlp = nn.Sequential(nn.Linear(image_dim, dim), nn.GELU(), nn.Linear(dim, dim))
-        self.positions = nn.Parameter(torch.randn(num_patches, dim))
+        self.positions = nn.Parameter(position_std * torch.randn(num_patches, dim))
         # Versions of timm differ in the norm's epsilon that they take unasked.
         norm_layer: Any = partial(nn.LayerNorm, eps=NORM_EPS)
         self.blocks = nn.Sequential(
@@ -168,10 +174,12 @@ class Binding(nn.Module):
             width = mask.shape[1]
             slots, where = [values.new_zeros(len(keys), 1, self.dim, dtype=patches.values.dtype)], [0] * mask.numel()
             end = 1
-            for texts in self.chunks([len(row) for row in rows], [0] * len(rows), len(keys)):
+            sizes = [len(row) for row in rows], [0] * len(rows), len(keys)
+            chunk_slots = self.recomputed(self.chunk_slots, *sizes)
+            for texts in self.chunks(*sizes):
                 chosen = [[text * width + entity for entity in rows[text]] for text in texts]
                 index = torch.tensor(chosen, device=queries.device)
-                slots.append(self.recomputed(self.chunk_slots, queries[index], patches).flatten(1, 2))
+                slots.append(chunk_slots(queries[index], patches).flatten(1, 2))
                 for flat in (number for row in chosen for number in row):
                     where[flat], end = end, end + 1
             packed = torch.cat(slots, dim=1)
@@ -254,9 +262,7 @@ class Binding(nn.Module):
                 f"caption {list(counts).index(0)} has no entity, and with num_default=0 nothing takes the patches; "
                 "give every caption an entity (graphs.normalize) or the binding default tokens"
             )
-        largest = max(self.num_patches, self.dim)
-        numbers = [max(own * largest, related * self.dim) for own, related in zip(counts, relation_counts, strict=True)]
-        budget = self.chunk_mb * 2**20 / max(4, self.key_proj.weight.element_size()) / num_images
+        numbers, budget = self._numbers(counts, relation_counts, num_images)
         chunks: list[list[int]] = []
         room = 0.0
         some = (text for text, count in enumerate(counts) if count)
@@ -269,12 +275,26 @@ class Binding(nn.Module):
             room -= numbers[text]
         return chunks
 
-    def recomputed(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
-        """`function(*inputs)`; while training, the backward pass computes it again instead of keeping what is in it."""
-        if self.training and torch.is_grad_enabled():
-            result: Tensor = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
-            return result
-        return function(*inputs)
+    def _numbers(
+        self, counts: Sequence[int], relation_counts: Sequence[int], num_images: int
+    ) -> tuple[list[int], float]:
+        """How many numbers per image the largest tensor of each caption has, and how many `chunk_mb` allows."""
+        largest = max(self.num_patches, self.dim)
+        numbers = [max(own * largest, related * self.dim) for own, related in zip(counts, relation_counts, strict=True)]
+        return numbers, self.chunk_mb * 2**20 / max(4, self.key_proj.weight.element_size()) / num_images
+
+    def recomputed(
+        self, function: Callable[..., Tensor], counts: Sequence[int], relation_counts: Sequence[int], num_images: int
+    ) -> Callable[..., Tensor]:
+        """The same function of a chunk; while training, the backward pass computes it again and nothing in it is kept.
+
+        Where all chunks together are small, `KEPT_SHARE` of one, they are kept: that is faster. The arguments are those
+        of `chunks`.
+        """
+        numbers, budget = self._numbers(counts, relation_counts, num_images)
+        if not (self.training and torch.is_grad_enabled()) or sum(numbers) <= KEPT_SHARE * budget:
+            return function
+        return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False)
 
     def chunk_slots(self, queries: Float[Tensor, "U E dim"], patches: BoundPatches) -> Float[Tensor, "B U E dim"]:
         """The slots of captions without padding, from `queries` and `project`."""

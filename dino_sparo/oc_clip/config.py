@@ -19,6 +19,7 @@ class BindingConfig:
         num_default: N_d, number of default tokens.
         num_layers: self-attention blocks on the patches.
         num_heads: of these blocks.
+        position_std: standard deviation of the patches' positions at the start; the listing's by default.
         competition: a member of `binding.COMPETITIONS`.
         rel_dim: d_r, width of relations.
         relation: how a relation is scored, a member of `scoring.RELATION_SCORES`.
@@ -31,6 +32,7 @@ class BindingConfig:
     num_default: int = 4
     num_layers: int = 2
     num_heads: int = 4
+    position_std: float = 1.0
     competition: str = "queries"
     rel_dim: int = 128
     relation: str = "additive"

@@ -8,7 +8,7 @@ import torch
 
 from dino_sparo.evaluation.protocol import view_record
 from dino_sparo.image_text.evaluation.image_rows import ClipView
-from dino_sparo.oc_clip.graph_files import CaptionGraphs, open_graphs
+from dino_sparo.oc_clip.graph_files import MAX_MISSING, CaptionGraphs, open_graphs
 from dino_sparo.oc_clip.graphs import SceneGraph
 from dino_sparo.oc_clip.model import LoadedOCCLIP, load_oc_clip
 from dino_sparo.oc_clip.options import DEFAULT_GRAPHS
@@ -49,6 +49,7 @@ def open_oc_clip_model(args: argparse.Namespace, process: Distributed, border: i
         args.num_workers,
         PRECISIONS[args.precision],
         border,
+        args.max_missing_graphs,
     )
     scorer.model_record.update(
         feature={"name": "keys and values of patches", "precision": args.precision},
@@ -66,6 +67,7 @@ def scorer_of(
     num_workers: int = 0,
     dtype: torch.dtype = torch.float32,
     border: int = 0,
+    max_missing: float = MAX_MISSING,
 ) -> GraphScorer:
     """The model as evaluations ask it.
 
@@ -77,11 +79,15 @@ def scorer_of(
         num_workers: processes that load images.
         dtype: of autocast.
         border: pixels cut off every side of an image.
+        max_missing: share of captions that may have no graph.
 
     Raises:
         ValueError: there is no such parser or file of graphs.
     """
-    found = open_graphs(graphs) if isinstance(graphs, str) else CaptionGraphs(graphs, {"parser": repr(graphs)})
+    if isinstance(graphs, str):
+        found = open_graphs(graphs, max_missing=max_missing)
+    else:
+        found = CaptionGraphs(graphs, {"parser": repr(graphs)}, max_missing=max_missing)
     device = loaded.model.node_proj.weight.device if device is None else device
     view = ClipView(loaded.model.config.image.img_size, loaded.mean, loaded.std, border)
     record = {"model": loaded.record, "slots": None}

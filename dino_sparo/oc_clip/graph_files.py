@@ -34,7 +34,7 @@ class LookupCounts(NamedTuple):
 
     Attributes:
         captions: looked up.
-        missing: not in the file; such a caption became one entity.
+        missing: not in the file or the shard; such a caption became one entity.
         whole_caption: all that became one entity: missing, or without an entity that the parser found.
         nodes: entities beyond the cap, dropped.
         dangling: relations dropped because one of their entities was.
@@ -76,6 +76,7 @@ class CaptionGraphs:
         max_nodes: as in `graphs.normalize`.
         max_relations: likewise.
         max_missing: share of captions without a graph that `check` tolerates.
+        option: of the command, that sets this share; for messages.
 
     Attributes:
         counts: sums over all calls of this object in this process. Workers of a loader have copies of it: they pass on
@@ -90,8 +91,10 @@ class CaptionGraphs:
         max_nodes: int = MAX_NODES,
         max_relations: int = MAX_RELATIONS,
         max_missing: float = MAX_MISSING,
+        option: str = "--max_missing_graphs",
     ) -> None:
         self.find, self.max_nodes, self.max_relations, self.max_missing = find, max_nodes, max_relations, max_missing
+        self.option = option
         self.record = {**record, "max_nodes": max_nodes, "max_relations": max_relations}
         self.counts = LookupCounts()
 
@@ -107,14 +110,12 @@ class CaptionGraphs:
         Raises:
             ValueError: the caption has no words, or its line in the file is not what it was.
         """
-        graph = self.find(caption)
-        normalised, counts = self.normalized(graph or SceneGraph(()), caption)
-        return normalised, counts._replace(missing=int(graph is None))
+        return self.normalized(self.find(caption), caption)
 
-    def normalized(self, graph: SceneGraph, caption: str) -> tuple[SceneGraph, LookupCounts]:
-        """A graph that was read elsewhere, such as in a shard, within the same caps."""
-        normalised, counts = normalize(graph, caption, self.max_nodes, self.max_relations)
-        return normalised, LookupCounts(captions=1, missing=0, **counts._asdict())
+    def normalized(self, graph: SceneGraph | None, caption: str) -> tuple[SceneGraph, LookupCounts]:
+        """A graph that was read elsewhere, such as in a shard, within the same caps; None where there is none."""
+        normalised, counts = normalize(graph or SceneGraph(()), caption, self.max_nodes, self.max_relations)
+        return normalised, LookupCounts(captions=1, missing=int(graph is None), **counts._asdict())
 
     def check(self, counts: LookupCounts | None = None) -> None:
         """Refuse to go on where too many captions have no graph.
@@ -127,10 +128,14 @@ class CaptionGraphs:
         """
         counts = self.counts if counts is None else counts
         if counts.missing > most_corrupt(self.max_missing, counts.captions):
+            source = next(
+                (str(self.record[key]) for key in ("file", "shards", "parser") if key in self.record), "memory"
+            )
+            key = f" under the key {self.record['graph_key']!r}" if "graph_key" in self.record else ""
             raise ValueError(
-                f"{counts.missing:,} of {counts.captions:,} captions have no graph in "
-                f"{self.record.get('file', self.record.get('parser'))}; at most {self.max_missing:.3g} of them may be "
-                "missing. Parse them with dino-sparo parse, or raise --max_corrupt"
+                f"{counts.missing:,} of {counts.captions:,} captions have no graph in {source}{key}; at most "
+                f"{self.max_missing:.3g} of them may be missing. Parse these captions with dino-sparo parse; or raise "
+                f"{self.option}, and each becomes one entity"
             )
 
 
@@ -140,6 +145,7 @@ def open_graphs(
     max_nodes: int = MAX_NODES,
     max_relations: int = MAX_RELATIONS,
     max_missing: float = MAX_MISSING,
+    option: str = "--max_missing_graphs",
 ) -> CaptionGraphs:
     """Graphs by the name of a parser or by a file.
 
@@ -148,6 +154,7 @@ def open_graphs(
         max_nodes: largest number of entities.
         max_relations: largest number of relations.
         max_missing: see `CaptionGraphs.check`.
+        option: which option that is.
 
     Raises:
         ValueError: there is no such parser or file; a line has no caption or is no graph (`file:line`); or a caption
@@ -157,7 +164,7 @@ def open_graphs(
     if spec in PARSERS:
         find = PARSERS[spec]()
         record = getattr(find, "record", {"parser": spec})
-        return CaptionGraphs(find, record, max_nodes, max_relations, max_missing)
+        return CaptionGraphs(find, record, max_nodes, max_relations, max_missing, option)
     path = Path(spec).expanduser()
     if not path.is_file() or path.suffix == ".gz":
         raise ValueError(
@@ -167,7 +174,7 @@ def open_graphs(
     file = open_graph_file(path, max_nodes, max_relations)
     record = {"file": str(path), "sha256": file.sha256, "captions": len(file)}
     logger.info("%s: graphs of %d captions", path, len(file))
-    return CaptionGraphs(file, record, max_nodes, max_relations, max_missing)
+    return CaptionGraphs(file, record, max_nodes, max_relations, max_missing, option)
 
 
 def graphs_in_shards(path: str, key: str, **caps: Any) -> CaptionGraphs:
@@ -186,19 +193,17 @@ def _nowhere(caption: str) -> SceneGraph | None:
     return None
 
 
-def graph_of(content: Mapping[str, Any], key: str) -> SceneGraph:
-    """The graph under a key of the `.json` member of a webdataset shard; see `TarCaptions.json_of`.
+def graph_of(content: Mapping[str, Any], key: str) -> SceneGraph | None:
+    """The graph under a key of the `.json` member of a webdataset shard, None without it; see `TarCaptions.json_of`.
 
     Args:
         content: the member.
         key: where the graph stands in it, as the option graph_key names it.
 
     Raises:
-        ValueError: there is no such key, or what stands there is no graph.
+        ValueError: what stands there is no graph.
     """
-    if key not in content:
-        raise ValueError(f"there is no graph under the key {key!r}; found the keys {', '.join(content) or 'none'}")
-    return SceneGraph.from_json(content[key])
+    return SceneGraph.from_json(content[key]) if key in content else None
 
 
 def write_graphs(path: Path, rows: Iterable[tuple[str, SceneGraph, str | None]]) -> None:

@@ -149,7 +149,7 @@ def normalize(
     entities = tuple(_without_article(phrase) for phrase in graph.entities or (caption,))[:max_nodes]
     inside = [r for r in graph.relations if max(r.subject, r.object) < len(entities)]
     proper = [r for r in inside if r.subject != r.object]
-    relations = tuple(Relation(r.subject, _spaced(r.predicate), r.object) for r in proper[:max_relations])
+    relations = tuple(Relation(r.subject, spaced(r.predicate), r.object) for r in proper[:max_relations])
     counts = GraphCounts(
         whole_caption=int(not graph.entities),
         nodes=max(0, len(graph.entities) - max_nodes),
@@ -160,11 +160,12 @@ def normalize(
     return SceneGraph(entities, relations), counts
 
 
-def _spaced(words: str) -> str:
+def spaced(words: str) -> str:
+    """Lower case, words separated by single blanks."""
     return " ".join(words.lower().split())
 
 
 def _without_article(phrase: str) -> str:
     """The phrase in lower case, without its leading article if something follows."""
-    first, _, rest = _spaced(phrase).partition(" ")
-    return rest if rest and first in ARTICLES else _spaced(phrase)
+    first, _, rest = spaced(phrase).partition(" ")
+    return rest if rest and first in ARTICLES else spaced(phrase)

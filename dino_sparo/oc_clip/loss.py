@@ -18,8 +18,8 @@ class RelationLoss(NamedTuple):
     """The local loss.
 
     Attributes:
-        loss: (), the sum over pairs with relations, divided by B.
-        mean: (), the same divided by the number of pairs with relations, for the log; 0 where there is none.
+        loss: (), the sum over pairs with an altered relation, divided by B.
+        mean: (), the same divided by the number of such pairs, for the log; 0 where there is none.
     """
 
     loss: Float[Tensor, ""]
@@ -30,29 +30,29 @@ def relation_loss(
     true: Float[Tensor, " B"],
     swapped: Float[Tensor, " B"],
     shuffled: Float[Tensor, " B"],
-    has_relation: Bool[Tensor, " B"],
+    altered: Bool[Tensor, " B"],
     logit_scale: Float[Tensor, ""] | None = None,
 ) -> RelationLoss:
     """Each graph against two of its own, whose relations are false, in its own image.
 
-        L_rel = -1 / B sum_{i with R_i > 0} log e^{s S(x_i, G_i)} / sum_G e^{s S(x_i, G)}
+        L_rel = -1 / B sum_{i altered} log e^{s S(x_i, G_i)} / sum_G e^{s S(x_i, G)}
 
     with G the true graph, the swapped and the shuffled one.
 
-    Source: OC-CLIP, equation 6, with the mean in place of the sum. A pair without relations has three equal scores and
-    the constant loss ln 3; it is left out of the sum, and counts in B.
+    Source: OC-CLIP, equation 6, with the mean in place of the sum. A pair without altered relations has three equal
+    scores and the constant loss ln 3; it is left out of the sum, and counts in B.
 
     Args:
         true: (B,), S of matched pairs.
         swapped: (B,), with subjects and objects exchanged; see `negatives.draw_negatives`.
         shuffled: (B,), with other subjects and objects.
-        has_relation: (B,), True where the graph has a relation.
+        altered: (B,), True where the false graphs have an altered relation.
         logit_scale: (), s; None for 1.
     """
     logits = _scaled(torch.stack([true, swapped, shuffled], dim=-1), logit_scale)
-    losses = (logits.logsumexp(dim=-1) - logits[:, 0]).masked_fill(~has_relation, 0)
+    losses = (logits.logsumexp(dim=-1) - logits[:, 0]).masked_fill(~altered, 0)
     total = losses.sum()
-    return RelationLoss(total / len(losses), (total / has_relation.sum().clamp(min=1)).detach())
+    return RelationLoss(total / len(losses), (total / altered.sum().clamp(min=1)).detach())
 
 
 def total_loss(contrastive: Float[Tensor, ""], relation: Float[Tensor, ""], weight: float = 1.0) -> Float[Tensor, ""]:

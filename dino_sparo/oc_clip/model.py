@@ -7,7 +7,7 @@ keys, values, entities, relations -> scores       `pair_scores.score_pairs`, of 
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from dino_sparo.checkpoint import CheckpointError, load_checkpoint, load_strictl
 from dino_sparo.choices import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from dino_sparo.encoder import Encoder, EncoderConfig, encoder_from_config
 from dino_sparo.image_text.contrastive import INITIAL_LOGIT_SCALE
+from dino_sparo.image_text.evaluation.image_rows import require_both
 from dino_sparo.image_text.text import TextConfig, TextEncoder
 from dino_sparo.oc_clip.binding import Binding
 from dino_sparo.oc_clip.config import BindingConfig, OCCLIPConfig
@@ -80,6 +81,7 @@ class OCCLIP(nn.Module):
             sizes.num_layers,
             sizes.num_heads,
             sizes.competition,
+            position_std=sizes.position_std,
         )
         self.scoring = Scoring(sizes.dim, sizes.rel_dim, sizes.ent_coef, sizes.rel_coef, sizes.relation)
         self.logit_scale = nn.Parameter(torch.tensor(math.log(INITIAL_LOGIT_SCALE))) if sizes.logit_scale else None
@@ -227,7 +229,7 @@ class LoadedOCCLIP:
         record: plain values: weights, hash, epoch, configuration.
     """
 
-    model: OCCLIP
+    model: OCCLIP = field(repr=False)
     mean: tuple[float, ...]
     std: tuple[float, ...]
     record: dict[str, Any]
@@ -250,10 +252,12 @@ class LoadedOCCLIP:
             (images, captions), fp32, where the model is.
 
         Raises:
-            ValueError: there are no images, or no captions, or the parser is not known.
+            ValueError: there are no images, or no captions, a caption has no words, or the parser is not known.
+            TypeError: no lists, or paths in the place of images.
         """
         from dino_sparo.oc_clip.evaluated import scorer_of  # imports this module
 
+        require_both(images, captions)
         return scorer_of(self, parser, batch_size=max(1, min(max(len(images), len(captions)), MAX_BATCH))).similarity(
             images, captions
         )

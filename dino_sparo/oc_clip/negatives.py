@@ -3,12 +3,14 @@
 The local loss asks that the true graph score above both; see `loss.relation_loss`.
 """
 
+from collections.abc import Container
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from dino_sparo.oc_clip.choices import RELATION_NEGATIVES
-from dino_sparo.oc_clip.graphs import Relation, SceneGraph
+from dino_sparo.oc_clip.graphs import Relation, SceneGraph, spaced
 
 
 class Negatives(NamedTuple):
@@ -18,14 +20,18 @@ class Negatives(NamedTuple):
         swapped: subject and object exchanged.
         shuffled: subject and object drawn among the entities.
         kept: relations of `shuffled` that stayed as they are, since every other choice says something true.
+        altered: relations that were to be altered; with 0 both graphs are the true one, and there is nothing to learn.
     """
 
     swapped: SceneGraph
     shuffled: SceneGraph
     kept: int
+    altered: int
 
 
-def draw_negatives(graph: SceneGraph, rng: np.random.Generator, relations: str = "all") -> Negatives:
+def draw_negatives(
+    graph: SceneGraph, rng: np.random.Generator, relations: str = "all", symmetric: Container[str] = ()
+) -> Negatives:
     """Exchange subject and object, and draw other subjects and objects.
 
         (s, o) -> (o, s)                                     swapped, equation 8
@@ -39,17 +45,19 @@ def draw_negatives(graph: SceneGraph, rng: np.random.Generator, relations: str =
         graph: the true graph.
         rng: the draws' source; what is drawn depends on it and on the graph alone.
         relations: a member of `RELATION_NEGATIVES`, which relations are altered.
+        symmetric: predicates that are never altered, since they hold both ways, such as "next to"; the paper alters
+            all.
 
     Raises:
         ValueError: an unknown choice of relations.
     """
     if relations not in RELATION_NEGATIVES:
         raise ValueError(f"relations={relations!r}; choose one of {', '.join(RELATION_NEGATIVES)}")
-    altered = set(range(len(graph.relations)))
+    altered = [number for number, relation in enumerate(graph.relations) if relation.predicate not in symmetric]
     if relations == "one" and altered:
-        altered = {_drawn(rng, len(graph.relations))}
+        altered = [altered[_drawn(rng, len(altered))]]
     swapped, shuffled, kept = list(graph.relations), list(graph.relations), 0
-    for number in sorted(altered):
+    for number in altered:
         relation = graph.relations[number]
         swapped[number] = Relation(relation.object, relation.predicate, relation.subject)
         choices = shuffled_choices(graph, relation)
@@ -57,7 +65,24 @@ def draw_negatives(graph: SceneGraph, rng: np.random.Generator, relations: str =
         if choices:
             subject, other = choices[_drawn(rng, len(choices))]
             shuffled[number] = Relation(subject, relation.predicate, other)
-    return Negatives(SceneGraph(graph.entities, tuple(swapped)), SceneGraph(graph.entities, tuple(shuffled)), kept)
+    turned, drawn = SceneGraph(graph.entities, tuple(swapped)), SceneGraph(graph.entities, tuple(shuffled))
+    return Negatives(turned, drawn, kept, len(altered))
+
+
+def read_symmetric(path: Path) -> frozenset[str]:
+    """The predicates of a text file, one per line, in the form that graphs have: lower case, single spaces.
+
+    Raises:
+        ValueError: there is no such file, it is no text, or it names no predicate.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--symmetric {path} cannot be read as text: {error}") from error
+    predicates = frozenset(filter(None, map(spaced, lines)))
+    if not predicates:
+        raise ValueError(f"--symmetric {path} names no predicate; write one per line, such as: next to")
+    return predicates
 
 
 def shuffled_choices(graph: SceneGraph, relation: Relation) -> list[tuple[int, int]]:

@@ -29,7 +29,7 @@ DEFAULT_GRAPHS = "templates"
 POSITIVE_OPTIONS = ("max_nodes", "bind_dim", "bind_heads", "rel_dim", "score_chunk_mb", "ent_coef", "rel_coef")
 NON_NEGATIVE_OPTIONS = (
     *("max_relations", "num_default", "bind_layers", "rel_loss_weight"),
-    *("lr_image", "lr_text", "warmup_image", "warmup_text"),
+    *("lr_image", "lr_text", "warmup_image", "warmup_text", "position_std"),
 )
 
 
@@ -96,6 +96,9 @@ def _add_binding_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--bind_layers", type=int, default=2, help="Self-attention blocks on the patches.")
     group.add_argument("--bind_heads", type=int, default=4, help="Heads of these blocks.")
     group.add_argument(
+        "--position_std", type=float, default=1.0, help="Standard deviation of the patches' positions at the start."
+    )
+    group.add_argument(
         "--num_default", type=int, default=4, help="Default tokens, which take the patches that no entity names."
     )
     group.add_argument(
@@ -117,7 +120,8 @@ def _add_binding_options(parser: argparse.ArgumentParser) -> None:
         "--score_chunk_mb",
         type=float,
         default=256,
-        help="Largest tensor while images are scored with graphs, megabytes; smaller takes less memory.",
+        help="Largest tensor while images are scored with graphs, megabytes. Smaller takes less memory; larger is "
+        "faster where a batch's scores fit 32 times, since the backward pass then computes nothing again.",
     )
 
 
@@ -140,6 +144,13 @@ def _add_loss_options(parser: argparse.ArgumentParser) -> None:
         choices=RELATION_NEGATIVES,
         default="all",
         help="Which relations of a graph are altered in its two false graphs.",
+    )
+    group.add_argument(
+        "--symmetric",
+        default=None,
+        metavar="FILE",
+        help="Predicates that hold both ways, such as next to, one per line: relations with them are not altered. The "
+        "paper alters all.",
     )
 
 

@@ -45,7 +45,7 @@ def score_pairs(
 
     Graphs of one number of entities are bound and scored together, in chunks that `binding.chunk_mb` bounds, and no
     padding is computed: a chunk's relations are taken as those of one graph of all its entities. While training, the
-    backward pass computes a chunk again: only its scores are kept.
+    backward pass computes a chunk again, and only its scores are kept; not where all are small (`Binding.recomputed`).
 
     Args:
         binding: the binding module.
@@ -75,13 +75,14 @@ def score_pairs(
 
     with torch.autocast(keys.device.type, enabled=False):
         patches, queries = binding.project(keys, values), binding.queries(graphs.entities)
-    chunks = binding.chunks(graphs.entity_counts, graphs.relation_counts, len(keys))
+    sizes = graphs.entity_counts, graphs.relation_counts, len(keys)
+    chunks, score = binding.chunks(*sizes), binding.recomputed(score_chunk, *sizes)
     parts = []
     for texts in chunks:
         places = [(row, column) for row, text in enumerate(texts) for column in range(graphs.relation_counts[text])]
         rows, columns = torch.tensor(places, device=queries.device, dtype=torch.long).view(-1, 2).unbind(dim=1)
         index = torch.tensor(texts, device=queries.device)
-        parts.append(binding.recomputed(score_chunk, index, graphs.entity_counts[texts[0]], rows, columns, patches))
+        parts.append(score(index, graphs.entity_counts[texts[0]], rows, columns, patches))
     order = [text for texts in chunks for text in texts]
     column = sorted(range(len(order)), key=order.__getitem__)
     return torch.cat(parts, dim=1)[:, torch.tensor(column, device=keys.device)]

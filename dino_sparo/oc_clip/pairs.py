@@ -3,12 +3,13 @@
 All randomness is a pure function of (seed, epoch, index), as that of crops and captions.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import NamedTuple
 
-from jaxtyping import Int64, UInt8
+import torch
+from jaxtyping import Bool, Int64, UInt8
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -50,10 +51,12 @@ class FalseEnds:
     Attributes:
         swapped: subjects and objects (B, R), exchanged.
         shuffled: subjects and objects (B, R), drawn.
+        altered: (B,), True where a relation was to be altered; elsewhere both graphs are the true one.
     """
 
     swapped: tuple[Int64[Tensor, "B R"], Int64[Tensor, "B R"]]
     shuffled: tuple[Int64[Tensor, "B R"], Int64[Tensor, "B R"]]
+    altered: Bool[Tensor, " B"]
 
 
 @dataclass
@@ -90,10 +93,13 @@ class GraphPairDataset(Dataset):
         pairs: the pairs.
         graph_of: pair -> graph.
         relations: which relations the false graphs alter, a member of `negatives.RELATION_NEGATIVES`.
+        symmetric: predicates that they never alter.
     """
 
-    def __init__(self, pairs: PairDataset, graph_of: GraphOfPair, relations: str = "all") -> None:
-        self.pairs, self.graph_of, self.relations = pairs, graph_of, relations
+    def __init__(
+        self, pairs: PairDataset, graph_of: GraphOfPair, relations: str = "all", symmetric: Container[str] = ()
+    ) -> None:
+        self.pairs, self.graph_of, self.relations, self.symmetric = pairs, graph_of, relations, symmetric
 
     def __len__(self) -> int:
         """Number of pairs."""
@@ -105,7 +111,7 @@ class GraphPairDataset(Dataset):
         item = self.pairs[key]
         graph, counts = self.graph_of(item)
         rng = image_rng(self.pairs.seed + NEGATIVES_STREAM, epoch, asked)
-        return GraphItem(item, graph, draw_negatives(graph, rng, self.relations), counts)
+        return GraphItem(item, graph, draw_negatives(graph, rng, self.relations, self.symmetric), counts)
 
 
 def collate_graph_pairs(items: Sequence[GraphItem], context_length: int) -> GraphPairBatch:
@@ -115,11 +121,10 @@ def collate_graph_pairs(items: Sequence[GraphItem], context_length: int) -> Grap
     swapped, shuffled = (
         relation_ends([getattr(item.negatives, name).relations for item in items]) for name in ("swapped", "shuffled")
     )
+    ends = FalseEnds(swapped, shuffled, torch.tensor([item.negatives.altered > 0 for item in items]))
     images, indices, corrupt = stack_images([item.pair for item in items])
     counts = reduce(LookupCounts.plus, (item.counts for item in items))
-    return GraphPairBatch(
-        images, tokens.ids, indices, corrupt, graphs, FalseEnds(swapped, shuffled), tokens.num_truncated, counts
-    )
+    return GraphPairBatch(images, tokens.ids, indices, corrupt, graphs, ends, tokens.num_truncated, counts)
 
 
 def tokenize_phrases(phrases: Sequence[str], context_length: int) -> Tokens:
@@ -137,4 +142,5 @@ def join_batches(batches: Sequence[GraphPairBatch]) -> tuple[GraphBatch, FalseEn
         (join_rows([subjects for subjects, _ in ends]), join_rows([objects for _, objects in ends]))
         for ends in ([getattr(batch.negatives, name) for batch in batches] for name in ("swapped", "shuffled"))
     )
-    return join_graphs([batch.graphs for batch in batches]), FalseEnds(swapped, shuffled)
+    altered = torch.cat([batch.negatives.altered for batch in batches])
+    return join_graphs([batch.graphs for batch in batches]), FalseEnds(swapped, shuffled, altered)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dino_sparo.data import ImageSource
 from dino_sparo.evaluation.features import Features, inference
-from dino_sparo.image_text.evaluation.image_rows import ImageRows, require_both
+from dino_sparo.image_text.evaluation.image_rows import ImageRows
 from dino_sparo.image_text.evaluation.looking_scorer import CaptionLook, ImageLook
 from dino_sparo.image_text.evaluation.scorer import EncodedTexts
 from dino_sparo.image_text.picture_pairs import ViewedPair
@@ -120,15 +120,16 @@ class GraphScorer(ImageRows):
         """The graphs of captions.
 
         Raises:
-            ValueError: there are no captions, or one has no words.
+            ValueError: there are no captions, one has no words, or too many have no graph.
         """
         if not captions:
             raise ValueError(f"{desc}: there are no captions to encode")
-        found = [self.graphs.lookup(caption) for caption in captions]
+        found = [self._lookup(number, caption, desc) for number, caption in enumerate(captions)]
         counts = reduce(LookupCounts.plus, (own for _, own in found))
         self.graphs.counts = self.graphs.counts.plus(counts)
         if counts.whole_caption or counts.nodes or counts.relations:
             logger.warning("%s: %s", desc, counts)
+        self.graphs.check()
         encoded = self._encoded([[canonical(graph)] for graph, _ in found])
         is_cut = {graph: not self.truncated.isdisjoint(_phrases(graph)) for graph in encoded.payload.graphs}
         marks = {
@@ -137,11 +138,19 @@ class GraphScorer(ImageRows):
         }
         return EncodedTexts(encoded.payload, encoded.num_truncated, encoded.payload.rows[:, 0], marks)
 
+    def _lookup(self, number: int, caption: str, desc: str) -> tuple[SceneGraph, LookupCounts]:
+        try:
+            return self.graphs.lookup(caption)
+        except ValueError as error:
+            raise ValueError(f"{desc}, number {number}: {error}") from error
+
     def encode_classes(self, names: Sequence[str], templates: tuple[str, ...]) -> EncodedTexts:
         """One row per class: the names, or the sentences that templates make of them, as one entity each.
 
         The paper does not say how it classifies.
         """
+        if "file" in self.graphs.record:
+            logger.warning("classes are one entity each: the graphs of %s are not used", self.graphs.record["file"])
         none = SceneGraph(())
         return self._encoded(
             [[normalize(none, sentence)[0] for sentence in prompts(templates, name)] for name in names]
@@ -220,7 +229,6 @@ class GraphScorer(ImageRows):
         self, images: Sequence[Image.Image] | Tensor, captions: Sequence[str]
     ) -> Float[Tensor, "images captions"]:
         """The score of every image and every caption, in this process alone; see `LoadedOCCLIP.similarity`."""
-        require_both(images, captions)
         return self.score_block(self.rows_of(images), self.encode_texts(captions).payload)
 
     def look_at(self, image: Image.Image, captions: Sequence[str]) -> ImageLook:

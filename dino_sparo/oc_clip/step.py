@@ -46,7 +46,7 @@ class OCTraining(ContrastiveTraining[GraphPairBatch]):
     def loss(self, features: Sequence[Tensor], batches: Sequence[GraphPairBatch]) -> tuple[Tensor, dict[str, Tensor]]:
         """The contrastive loss and the local loss of relations.
 
-        Logged are both, `itc_loss` and `rel_loss` (nats; the latter a mean over the pairs with relations),
+        Logged are both, `itc_loss` and `rel_loss` (nats; the latter a mean over the pairs with altered relations),
         `batch_accuracy`, the share of this rank's images whose own graph scores highest among this rank's,
         `logit_scale`, and `ent_rel_ratio`, alpha / beta.
         """
@@ -119,7 +119,7 @@ def local_loss(
         score(graphs.subjects, graphs.objects),
         score(*ends.swapped),
         score(*ends.shuffled),
-        graphs.relation_mask.any(dim=1),
+        ends.altered.to(device, non_blocking=True),
         network.inverse_temperature,
     )
 

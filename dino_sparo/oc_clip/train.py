@@ -15,6 +15,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -35,10 +36,11 @@ from dino_sparo.image_text.pairs.batches import PairDataset, PairItem
 from dino_sparo.image_text.pairs.captions import TarCaptions
 from dino_sparo.image_text.pairs.run_data import BatchForm
 from dino_sparo.image_text.start import initialize_towers
-from dino_sparo.oc_clip.config import BindingConfig
+from dino_sparo.oc_clip.config import BindingConfig, OCCLIPConfig
 from dino_sparo.oc_clip.graph_files import CaptionGraphs, LookupCounts, graph_of, graphs_in_shards, open_graphs
 from dino_sparo.oc_clip.graphs import SceneGraph
 from dino_sparo.oc_clip.model import OCCLIP, create_oc_clip, oc_clip_description
+from dino_sparo.oc_clip.negatives import read_symmetric
 from dino_sparo.oc_clip.options import check_options, get_args_parser
 from dino_sparo.oc_clip.pairs import GraphPairBatch, GraphPairDataset, collate_graph_pairs
 from dino_sparo.oc_clip.presets import RECIPES
@@ -83,13 +85,15 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
         return default_options(get_args_parser(), RECIPES)
 
     def __init__(self, args: argparse.Namespace, process: Distributed) -> None:
-        caps = {"max_nodes": args.max_nodes, "max_relations": args.max_relations, "max_missing": args.max_corrupt}
+        caps = {"max_nodes": args.max_nodes, "max_relations": args.max_relations}
+        caps |= {"max_missing": args.max_corrupt, "option": "--max_corrupt"}
         with all_or_none("opening graphs"):
             if args.graph_key is None:
                 self.graphs = open_graphs(args.graphs, **caps)
             else:
                 self.graphs = graphs_in_shards(args.data_path, args.graph_key, **caps)
             self.val_graphs = open_graphs(args.val_graphs, **caps) if args.val_graphs else self.graphs
+            self.symmetric = read_symmetric(Path(args.symmetric)) if args.symmetric else frozenset()
         logger.info("graphs: %s", self.graphs.record)
         super().__init__(args, process)
 
@@ -98,11 +102,12 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
 
         def with_graphs(pairs: PairDataset) -> GraphPairDataset:
             if args.graph_key is None:
-                return GraphPairDataset(pairs, GraphOfCaption(self.graphs), args.rel_negatives)
+                return GraphPairDataset(pairs, GraphOfCaption(self.graphs), args.rel_negatives, self.symmetric)
             captions = pairs.source.captions
             if not isinstance(captions, TarCaptions):
                 raise ValueError(f"--graph_key is for tar shards; {pairs.source.name} has none. Give --graphs FILE")
-            return GraphPairDataset(pairs, GraphInShard(self.graphs, captions, args.graph_key), args.rel_negatives)
+            in_shard = GraphInShard(self.graphs, captions, args.graph_key)
+            return GraphPairDataset(pairs, in_shard, args.rel_negatives, self.symmetric)
 
         return BatchForm(partial(collate_graph_pairs, context_length=args.context_length), with_graphs)
 
@@ -164,6 +169,7 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
         saved = checkpoint.get("oc_clip")
         if saved is None:
             raise CheckpointError(f"{source} holds no OC-CLIP, so it cannot be resumed; choose another --output_dir")
+        saved = {**saved, **OCCLIPConfig.from_dict(saved).to_dict()}  # what it does not say has the default
         asked = {name: value for name, value in self.description["oc_clip"].items() if name != "graphs"}
         check_same_description(saved, asked, source)
 
@@ -212,6 +218,7 @@ def build_model(args: argparse.Namespace) -> OCCLIP:
             num_default=args.num_default,
             num_layers=args.bind_layers,
             num_heads=args.bind_heads,
+            position_std=args.position_std,
             competition=args.competition,
             rel_dim=args.rel_dim,
             relation=args.relation,
@@ -242,7 +249,7 @@ class GraphInShard:
     key: str
 
     def __call__(self, item: PairItem) -> tuple[SceneGraph, LookupCounts]:
-        """The graph, and what was changed in it; a ValueError names the shard where there is no graph."""
+        """The graph, and what was changed in it; a ValueError names the shard and what is no graph there."""
         try:
             graph = graph_of(self.captions.json_of(item.index), self.key)
         except ValueError as error:

@@ -6,7 +6,9 @@ mistakes are answered at once.
 
 import argparse
 import contextlib
+import difflib
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -51,6 +53,18 @@ def say(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def mistakes_in_one_line(parser: argparse.ArgumentParser) -> None:
+    """Answer a mistake in the options with one line, the nearest name of an option in it, instead of all options."""
+
+    def error(message: str) -> NoReturn:
+        unknown = message.partition("unrecognized arguments: ")[2].split(" ")[0].partition("=")[0]
+        near = difflib.get_close_matches(unknown, parser._option_string_actions, n=1) if unknown else []
+        hint = f"; did you mean {near[0]}?" if near else ""
+        parser.exit(2, f"{parser.prog}: {message}{hint}; --help lists the options\n")
+
+    parser.error = error  # type: ignore[method-assign]
+
+
 def command_parser(options: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """A command with a trainer's options and `--help`; the trainer's own parser is a parent of others and has none."""
     return argparse.ArgumentParser(parents=[options], formatter_class=HelpFormatter)
@@ -92,12 +106,27 @@ def _leave(status: int, logger: logging.Logger, message: Exception | str, level:
     from dino_sparo.runtime.distributed import world_size
 
     logger.log(level, "%s", message)
+    end_workers()
     if world_size() > 1 or status == FAULT_STATUS:  # a worker that hangs would be waited for, too
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
     raise SystemExit(status)
+
+
+def end_workers() -> None:
+    """Kill the processes that load images for this one: asked to end they would go on for `data.TERM_GRACE_SECONDS`."""
+    workers = [child for child in multiprocessing.active_children() if child.daemon]
+    if not workers:
+        return
+    # Torch's handler would raise an error, since workers die.
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for worker in workers:
+        worker.kill()
+    for worker in workers:
+        worker.join()
+    signal.signal(signal.SIGCHLD, handler)
 
 
 def bool_flag(text: str) -> bool:

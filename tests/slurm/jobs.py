@@ -86,12 +86,14 @@ def _is_task(pid: int) -> bool:
         return False
 
 
-def submit(cluster: Cluster, output_dir: Path, *words: str, tasks: int = 2, **changes: object) -> Job:
+def submit(
+    cluster: Cluster, output_dir: Path, *words: str, tasks: int = 2, command: str = "train", **changes: object
+) -> Job:
     """run_with_submitit.py in this process, which has imported all it needs: one node unless `words` say otherwise."""
     resources = f"--ngpus {tasks} --cpus_per_task 1 --timeout_min 60 --mem_gb_per_gpu 1".split()
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        run_with_submitit.main([*resources, *words, *options(output_dir, **changes)])
+        run_with_submitit.main([*resources, *words, *options(output_dir, command, **changes)])
     return submitted(cluster, output_dir, said.getvalue())
 
 

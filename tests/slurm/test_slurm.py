@@ -19,6 +19,7 @@ from runs import (
     last_saved_step,
     options,
     record,
+    undisturbed,
 )
 from slurm.cluster import Cluster, wait_until
 from slurm.jobs import Job, sbatch, submit, submitted
@@ -59,13 +60,15 @@ def wait_for_epoch(output_dir: Path, job: Job) -> dict[int, int]:
     return job.ranks()
 
 
-def assert_went_on(job: Job, whole: Path, output_dir: Path, begin: float, what: str, most_restarts: int = 1) -> None:
+def assert_went_on(
+    job: Job, whole: Path, output_dir: Path, begin: float, what: str, most_restarts: int = 1, command: str = "train"
+) -> None:
     """The job was requeued, went on under its number from where it was, and ended as if nothing had happened."""
     wait_until(lambda: job.restarts >= 1, PATIENCE, f"job {job.number} to be requeued", pause=0.1)
     requeued = time.monotonic() - begin
     assert job.wait_for_end() == "COMPLETED", job.log()
     assert 1 <= job.restarts <= most_restarts
-    assert_same_run(whole, output_dir)
+    assert_same_run(whole, output_dir, command)
     log = (output_dir / "run.log").read_text()
     saved, resumed = re.findall(r"saved at step (\d+)", log), re.findall(r"resumed .*, (\d+) steps done", log)
     assert 1 <= len(resumed) <= job.restarts
@@ -83,6 +86,16 @@ def test_usr2_saves_requeues_and_goes_on_to_the_same_bits(slurm: Cluster, tmp_pa
     events.Reload()
     steps = [event.step for event in events.Scalars("train/loss")]
     assert steps == list(range(1, 18 * int(STEADY["epochs"]) + 1))
+
+
+def test_oc_clips_training_is_requeued_and_goes_on_to_the_same_bits(slurm: Cluster, tmp_path: Path) -> None:
+    pytest.importorskip("open_clip")
+    command = "train-oc-clip"
+    whole = undisturbed(tmp_path, command)
+    job = submit(slurm, tmp_path, "--module", "dino_sparo.oc_clip.train", command=command, saveckp_minutes=0)
+    wait_for_epoch(tmp_path, job)
+    job.signal("USR2")
+    assert_went_on(job, whole, tmp_path, time.monotonic(), "USR2 under submitit, OC-CLIP", command=command)
 
 
 def test_a_signal_that_comes_before_training_listens_costs_a_start_and_no_more(

@@ -5,6 +5,7 @@ Every image counts exactly once, whatever the number of processes.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -161,11 +162,17 @@ class ImageRows(ABC):
             )
 
 
-def require_both(images: Sequence[Any] | Tensor, captions: Sequence[str]) -> None:
-    """Refuse to compare with nothing.
+def require_both(images: Any, captions: Any) -> None:
+    """Refuse to compare with nothing, and what is no list of images or of captions.
 
     Raises:
         ValueError: there are no images, or no captions.
+        TypeError: a single image or caption, or a path in the place of an image.
     """
+    if isinstance(images, (Image.Image, str, Path)) or isinstance(captions, str):
+        raise TypeError("similarity takes a list of images and a list of captions, also of one")
+    for number, image in enumerate(images if isinstance(images, Sequence) else ()):
+        if not isinstance(image, Image.Image):
+            raise TypeError(f"image {number} is {image!r}; open files first: PIL.Image.open({str(image)!r})")
     if not len(images) or not len(captions):
         raise ValueError(f"{len(images)} images, {len(captions)} captions; give at least one of each")

@@ -36,6 +36,12 @@ def add_model_options(parser: argparse.ArgumentParser, several: bool = False) ->
     )
     add_graphs_option(group)
     group.add_argument(
+        "--max_missing_graphs",
+        type=float,
+        default=0.01,
+        help="Share of the captions that may be without a graph in --graphs; above it the evaluation ends.",
+    )
+    group.add_argument(
         "--slots", default=None, help="Evaluate some of its slots, or masked ones: a file of dino-sparo select or mask."
     )
 

@@ -55,6 +55,8 @@ def read_pairs(folder: Path) -> list[Question]:
     Raises:
         ValueError: there is no such file, or one holds something else.
     """
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder; give the one that holds {', '.join(GROUPS['replace'])} and so on")
     names = [name for group in GROUPS.values() for name in group]
     there = [name for name in names if (folder / f"{name}.json").is_file()]
     own = [] if there else sorted(path.stem for path in folder.glob("*.json"))
