@@ -32,7 +32,7 @@ from dino_sparo.clip import train as clip_train
 from dino_sparo.clip.loss import create_loss
 from dino_sparo.clip.presets import DEFAULTS, PRESETS
 from dino_sparo.clip.step import CLIPTraining
-from dino_sparo.clip.train import check_options, check_same_model, get_args_parser, train
+from dino_sparo.clip.train import check_options, get_args_parser, train
 from dino_sparo.encoder import create_encoder
 from dino_sparo.image_text import objective
 from dino_sparo.image_text.contrastive import MAX_LOGIT_SCALE
@@ -564,9 +564,13 @@ def test_another_model_and_other_steps_are_not_resumed(
     assert (tmp_path / "checkpoint.pth").read_bytes() == before
 
 
-def test_a_checkpoint_of_something_else_is_not_resumed() -> None:
-    with pytest.raises(CheckpointError, match=r"x.pth holds no CLIP model"):
-        check_same_model({"student": {}}, {}, "x.pth")
+def test_a_checkpoint_of_something_else_is_not_resumed(tmp_path: Path) -> None:
+    run(tmp_path, max_steps=1)
+    saved = torch.load(tmp_path / "checkpoint.pth", weights_only=True)
+    del saved["clip"]
+    torch.save(saved, tmp_path / "checkpoint.pth")
+    with pytest.raises(CheckpointError, match=r"checkpoint.pth holds no CLIP, so it cannot be resumed"):
+        run(tmp_path)
 
 
 @pytest.mark.parametrize(
