@@ -8,7 +8,7 @@ from typing import Any
 
 from dino_sparo.choices import KEY_DIM, NUM_SLOTS, SLOT_DIM
 from dino_sparo.clip.choices import NORM_FIRST, TOWERS, Towers
-from dino_sparo.encoder import EncoderConfig
+from dino_sparo.encoder import EncoderConfig, refuse_unknown
 from dino_sparo.image_text.text import TextConfig
 from dino_sparo.image_text.towers import TowerSizes
 from dino_sparo.readout_table import READOUTS, readout_kind
@@ -93,10 +93,7 @@ class CLIPConfig:
         text = dict(values["text"])
         unknown = own.keys() - {field.name for field in fields(cls)}
         unknown |= {f"text.{name}" for name in text.keys() - {field.name for field in fields(TextConfig)}}
-        if unknown:
-            raise ValueError(
-                f"the model was saved with {', '.join(sorted(unknown))}, which this version does not know; update"
-            )
+        refuse_unknown("model", unknown)
         return cls(image=EncoderConfig.from_dict(values["image"]), text=TextConfig(**text), **own)
 
     @property

@@ -5,7 +5,6 @@ Training compares its slots, evaluation measures them.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +21,6 @@ from dino_sparo.checkpoint import (
     image_text_entry,
     load_checkpoint,
     load_strictly,
-    normalization_of,
 )
 from dino_sparo.choices import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from dino_sparo.clip.choices import FREEZABLE
@@ -32,10 +30,10 @@ from dino_sparo.encoder import Encoder, encoder_from_config
 from dino_sparo.image_text.contrastive import INITIAL_LOGIT_SCALE
 from dino_sparo.image_text.evaluation.dot_product import DotProductScorer
 from dino_sparo.image_text.evaluation.image_rows import ClipView
+from dino_sparo.image_text.loaded import LoadedModel
 from dino_sparo.image_text.text import TextEncoder, tokenize
 from dino_sparo.readout import ReadoutOutput
 from dino_sparo.readout_table import ReadoutSizes, create_readout
-from dino_sparo.runtime.records import file_sha256
 
 MAX_BATCH = 128  # images, or captions, that `LoadedClip.similarity` encodes at a time
 
@@ -228,21 +226,10 @@ def _projection(config: CLIPConfig, width: int) -> nn.Module:
     return nn.Sequential(first, nn.Linear(config.bottleneck_dim, config.embed_dim))
 
 
-@dataclass(frozen=True)
-class LoadedClip:
-    """A trained model, and what a result file says about it.
-
-    Attributes:
-        model: in eval mode, on the CPU.
-        mean: of its images' pixels in 0..1, per channel.
-        std: likewise.
-        record: plain values: weights, hash, epoch, configuration.
-    """
+class LoadedClip(LoadedModel):
+    """A trained model, and what a result file says about it; see `LoadedModel`."""
 
     model: CLIP
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    record: dict[str, Any]
 
     def similarity(
         self, images: Sequence[Image.Image] | Tensor, captions: Sequence[str]
@@ -315,13 +302,7 @@ def load_clip(path: str | Path, text_heads: int | None = None, quick_gelu: bool 
         config = infer_clip_config(weights, text_heads, quick_gelu)
     model = clip_from_config(config)
     load_strictly(model, weights, source)
-    record = {
-        "pretrained_weights": source,
-        "sha256": file_sha256(Path(path)),
-        "epoch": checkpoint.get("epoch"),
-        **config.to_dict(),
-    }
-    return LoadedClip(model.eval(), *normalization_of(checkpoint), record)
+    return LoadedClip.of(model, checkpoint, path)
 
 
 def clip_from_open_clip(model: nn.Module) -> CLIP:

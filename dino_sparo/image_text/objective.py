@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from dino_sparo.checkpoint import CheckpointError, initialize_encoder
+from dino_sparo.checkpoint import CheckpointError, check_same_description
 from dino_sparo.image_text.evaluation.image_rows import ClipView
 from dino_sparo.image_text.evaluation.scorer import Scorer
 from dino_sparo.image_text.evaluation.validation import open_validation
@@ -23,6 +23,7 @@ from dino_sparo.image_text.evaluation.zero_shot_probe import open_training_probe
 from dino_sparo.image_text.pairs.run_data import BatchForm, micro_batch_size, number_pairs, stream_pairs
 from dino_sparo.image_text.start import initialize_towers
 from dino_sparo.image_text.step import ContrastiveTraining, train_step
+from dino_sparo.initialize import initialize_encoder
 from dino_sparo.runtime.distributed import Distributed, choose_precision, use_fused_attention, wrap_ddp
 from dino_sparo.runtime.extras import require
 from dino_sparo.runtime.logs import RunLog
@@ -340,34 +341,3 @@ def param_groups(
         {"params": group, "weight_decay": decay, **constants}
         for group, decay in zip(groups, (weight_decay, 0.0), strict=True)
     ]
-
-
-def check_same_description(saved: Mapping[str, Any], asked: Mapping[str, Any], source: str) -> None:
-    """Refuse to resume a checkpoint of another model.
-
-    Args:
-        saved: how the checkpoint's model is built, plain values.
-        asked: how the options' model is built.
-        source: the checkpoint's file, for messages.
-
-    Raises:
-        CheckpointError: names each value that differs.
-    """
-    before, now = _flat(saved), _flat(asked)
-    differing = [
-        f"{name} {before.get(name)!r} in the checkpoint, {value!r} asked for"
-        for name, value in now.items()
-        if before.get(name) != value
-    ]
-    if differing:
-        raise CheckpointError(
-            f"{source} holds another model: {'; '.join(differing)}. Give the same options, or another --output_dir"
-        )
-
-
-def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested values under dotted names."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat |= {f"{name}.{inner}": item for inner, item in value.items()} if isinstance(value, dict) else {name: value}
-    return flat

@@ -7,7 +7,7 @@ keys, values, entities, relations -> scores       `pair_scores.score_pairs`, of 
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,10 +15,11 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from dino_sparo.checkpoint import CheckpointError, load_checkpoint, load_strictly, normalization_of
+from dino_sparo.checkpoint import CheckpointError, load_checkpoint, load_strictly
 from dino_sparo.choices import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from dino_sparo.encoder import Encoder, encoder_from_config
 from dino_sparo.image_text.contrastive import INITIAL_LOGIT_SCALE
+from dino_sparo.image_text.loaded import LoadedModel
 from dino_sparo.image_text.text import TextEncoder
 from dino_sparo.image_text.towers import TowerSizes
 from dino_sparo.oc_clip.binding import Binding
@@ -27,7 +28,6 @@ from dino_sparo.oc_clip.graph_batches import GraphBatch
 from dino_sparo.oc_clip.pair_scores import EncodedGraphs
 from dino_sparo.oc_clip.scoring import Scoring
 from dino_sparo.readout import EndTokenReadout
-from dino_sparo.runtime.records import file_sha256
 
 
 class EncodedBatch(NamedTuple):
@@ -193,21 +193,10 @@ def oc_clip_description(
     return {**config.to_dict(), "graphs": graphs, "mean": list(mean), "std": list(std)}
 
 
-@dataclass(frozen=True)
-class LoadedOCCLIP:
-    """A trained model, and what a result file says about it.
-
-    Attributes:
-        model: in eval mode, on the CPU.
-        mean: of its images' pixels in 0..1, per channel.
-        std: likewise.
-        record: plain values: weights, hash, epoch, configuration.
-    """
+class LoadedOCCLIP(LoadedModel):
+    """A trained model, and what a result file says about it; see `LoadedModel`."""
 
     model: OCCLIP
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    record: dict[str, Any]
 
     def similarity(
         self, images: Sequence[Any] | Tensor, captions: Sequence[str], parser: str | Any = "templates"
@@ -258,11 +247,4 @@ def load_oc_clip(path: str | Path) -> LoadedOCCLIP:
     config = OCCLIPConfig.from_dict(description)
     model = oc_clip_from_config(config)
     load_strictly(model, checkpoint["model"], source)
-    record = {
-        "pretrained_weights": source,
-        "sha256": file_sha256(Path(path)),
-        "epoch": checkpoint.get("epoch"),
-        **config.to_dict(),
-        "trained_on_graphs": description.get("graphs"),
-    }
-    return LoadedOCCLIP(model.eval(), *normalization_of(checkpoint), record)
+    return LoadedOCCLIP.of(model, checkpoint, path, trained_on_graphs=description.get("graphs"))
