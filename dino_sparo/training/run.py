@@ -14,14 +14,8 @@ from pathlib import Path
 from signal import Signals
 from typing import Any
 
-from dino_sparo.checkpoint import (
-    CheckpointError,
-    CheckpointFolder,
-    load_checkpoint,
-    load_strictly,
-    random_state,
-    restore_random_state,
-)
+from dino_sparo.checkpoint import CheckpointError, load_checkpoint, load_strictly, random_state, restore_random_state
+from dino_sparo.checkpoint_folder import CheckpointFolder
 from dino_sparo.runtime.distributed import (
     all_gather_object,
     all_or_none,

@@ -163,8 +163,8 @@ def _draw_row(
     for number, (tile, lines) in enumerate(zip(tiles, titles, strict=True)):
         row, column = divmod(number, MAPS_PER_LINE)
         x, above = MARGIN + (1 + column) * (TILE + GAP), top + row * _line_height(tiles) + title_height
-        for place, line in enumerate(reversed(lines)):
-            page.text(x, above - 7 - LINE * place, line, TEXT_SIZE, tile.colour, weight="bold")
+        for above_last, line in enumerate(reversed(lines)):
+            page.text(x, above - 7 - LINE * above_last, line, TEXT_SIZE, tile.colour, weight="bold")
         page.picture(x, above, tile.picture)
         left, right = tile.notes
         page.text(x, above + TILE + 16, left, LABEL_SIZE, SOFT)
