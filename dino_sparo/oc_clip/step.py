@@ -108,7 +108,7 @@ def local_loss(
         score(graphs.subjects, graphs.objects),
         score(*ends.swapped),
         score(*ends.shuffled),
-        ends.altered.to(device, non_blocking=True),
+        ends.altered.to(keys.device, non_blocking=True),
         network.inverse_temperature,
     )
 
