@@ -121,7 +121,7 @@ COMMANDS: dict[str, Command] = {
     "train": Command(
         "Images -> an encoder, trained with DINO.",
         options_of("dino.options"),
-        "dino_sparo.dino.train:train_dino",
+        "dino_sparo.dino.train:train",
     ),
     "train-clip": Command(
         "Images with captions -> an encoder of both, trained with CLIP.",

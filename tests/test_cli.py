@@ -336,8 +336,8 @@ def test_the_installed_script_and_the_module_are_the_same_command() -> None:
 
 @pytest.mark.parametrize("package", [dino_sparo, dino_sparo.clip])
 def test_what_a_package_offers_is_imported_when_it_is_used(package: ModuleType) -> None:
-    names = {*package._MODULE_OF, "__version__"} if hasattr(package, "__version__") else set(package._MODULE_OF)
-    assert set(package.__all__) == names
+    imported_when_used = set(dir(package)) - vars(package).keys()
+    assert set(package.__all__) == imported_when_used | ({"__version__"} & vars(package).keys())
     assert all(getattr(package, name) is not None for name in package.__all__)
     assert set(package.__all__) <= set(dir(package))
     with pytest.raises(AttributeError, match="has no attribute 'no_such_name'"):

@@ -144,8 +144,8 @@ def test_the_index_is_kept_until_the_file_changes(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"caption": "a", "entities": [', "g.jsonl:2: no JSON"),
-        ("[]", "g.jsonl:2: holds a list; give one JSON object per line"),
+        ('{"caption": "a", "entities": [', "g.jsonl:2 is no JSON"),
+        ("[]", "g.jsonl:2 is no JSON object; give one {...} per line"),
         ('{"entities": [], "relationships": []}', "g.jsonl:2: 'caption' is None; give the caption's text"),
         ('{"caption": "  ", "entities": [], "relationships": []}', "g.jsonl:2: 'caption' is '  '"),
         ('{"caption": "a", "relationships": []}', "g.jsonl:2: a scene graph is"),

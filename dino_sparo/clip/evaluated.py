@@ -2,7 +2,6 @@
 
 import argparse
 from functools import partial
-from importlib.metadata import version
 
 from dino_sparo.clip.model import CLIP, load_clip
 from dino_sparo.clip.slot_scorer import SlotScorer
@@ -44,7 +43,7 @@ def open_clip_model(args: argparse.Namespace, process: Distributed, border: int 
         "slots": slots,
         "feature": {"name": "normalised encoding", "dim": dim, "precision": args.precision},
         "view": {**view_record(transform), "border": border},
-        "versions": {**versions(), "open_clip": version("open_clip_torch")},
+        "versions": versions(open_clip="open_clip_torch"),
     }
     has_slots = isinstance(model, CLIP) and config.image.kind.has_slots
     kind: type[DotProductScorer] = SlotScorer if has_slots else DotProductScorer

@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Callable
-from importlib.metadata import version
 
 import torch
 
@@ -54,7 +53,7 @@ def open_oc_clip_model(args: argparse.Namespace, process: Distributed, border: i
     scorer.model_record.update(
         feature={"name": "keys and values of patches", "precision": args.precision},
         view={**view_record(scorer.transform), "border": border},
-        versions={**versions(), "open_clip": version("open_clip_torch")},
+        versions=versions(open_clip="open_clip_torch"),
     )
     return scorer
 
@@ -85,10 +84,10 @@ def scorer_of(
         ValueError: there is no such parser or file of graphs.
     """
     if isinstance(graphs, str):
-        found = open_graphs(graphs, max_missing=max_missing)
+        caption_graphs = open_graphs(graphs, max_missing=max_missing)
     else:
-        found = CaptionGraphs(graphs, {"parser": repr(graphs)}, max_missing=max_missing)
+        caption_graphs = CaptionGraphs(graphs, {"parser": repr(graphs)}, max_missing=max_missing)
     device = loaded.model.node_proj.weight.device if device is None else device
     view = ClipView(loaded.model.config.image.img_size, loaded.mean, loaded.std, border)
     record = {"model": loaded.record, "slots": None}
-    return GraphScorer(loaded.model.to(device), found, view, device, batch_size, num_workers, dtype, record)
+    return GraphScorer(loaded.model.to(device), caption_graphs, view, device, batch_size, num_workers, dtype, record)

@@ -27,7 +27,7 @@ from dino_sparo.oc_clip.graph_batches import batch_graphs
 from dino_sparo.oc_clip.graph_files import CaptionGraphs, LookupCounts
 from dino_sparo.oc_clip.graphs import SceneGraph, normalize
 from dino_sparo.oc_clip.model import OCCLIP, look_up
-from dino_sparo.oc_clip.pair_scores import EncodedGraphs, score_pairs
+from dino_sparo.oc_clip.pair_scores import EncodedGraphs, score_pairs, scores_of_slots
 from dino_sparo.oc_clip.pairs import tokenize_phrases
 from dino_sparo.oc_clip.pictures.looks import look_at
 
@@ -124,17 +124,17 @@ class GraphScorer(ImageRows):
         """
         if not captions:
             raise ValueError(f"{desc}: there are no captions to encode")
-        found = [self._lookup(number, caption, desc) for number, caption in enumerate(captions)]
-        counts = reduce(LookupCounts.plus, (own for _, own in found))
+        lookups = [self._lookup(number, caption, desc) for number, caption in enumerate(captions)]
+        counts = reduce(LookupCounts.plus, (own for _, own in lookups))
         self.graphs.counts = self.graphs.counts.plus(counts)
         if counts.whole_caption or counts.nodes or counts.relations:
             logger.warning("%s: %s", desc, counts)
         self.graphs.check()
-        encoded = self._encoded([[canonical(graph)] for graph, _ in found])
+        encoded = self._encoded([[canonical(graph)] for graph, _ in lookups])
         is_cut = {graph: not self.truncated.isdisjoint(_phrases(graph)) for graph in encoded.payload.graphs}
         marks = {
             "truncated": torch.tensor([is_cut[encoded.payload.graphs[row]] for row in encoded.payload.rows[:, 0]]),
-            "one_entity": torch.tensor([own.whole_caption > 0 for _, own in found]),
+            "one_entity": torch.tensor([own.whole_caption > 0 for _, own in lookups]),
         }
         return EncodedTexts(encoded.payload, encoded.num_truncated, encoded.payload.rows[:, 0], marks)
 
@@ -196,34 +196,25 @@ class GraphScorer(ImageRows):
         """The score of each pair; see `Scorer.score_pairs`. Each different pair of image and graph is scored once."""
         graph_of = texts.rows[text_of.cpu()]  # (pairs, T)
         wanted = torch.stack([image_of.cpu()[:, None].expand_as(graph_of), graph_of], dim=-1).flatten(0, 1)
-        different, place = torch.unique(wanted, dim=0, return_inverse=True)
+        different, inverse = torch.unique(wanted, dim=0, return_inverse=True)
         model, scores = self.model, []
         for part in different.split(PAIR_CHUNK):
             keys, values = self._keys_values(images[part[:, 0]])
             graphs = self._looked_up([texts.graphs[int(number)] for number in part[:, 1]])
             slots = model.binding.bind_matched(graphs.entities, graphs.entity_mask, keys, values)
-            found = model.scoring.scores(
-                graphs.entities,
-                graphs.entity_mask,
-                graphs.relations,
-                graphs.subjects,
-                graphs.objects,
-                graphs.relation_mask,
-                slots[None],
-            )
-            scores.append(found[0])
-        return torch.cat(scores)[place.to(self.device)].view(graph_of.shape).mean(dim=1)
+            scores.append(scores_of_slots(model.scoring, graphs, slots[None])[0])
+        return torch.cat(scores)[inverse.to(self.device)].view(graph_of.shape).mean(dim=1)
 
     @torch.no_grad()
     def score_block(self, images: Float[Tensor, "images M"], texts: GraphRows) -> Float[Tensor, "images captions"]:
         """The score of every image with every caption or class."""
-        numbers, place = torch.unique(texts.rows, return_inverse=True)
+        numbers, inverse = torch.unique(texts.rows, return_inverse=True)
         graphs = self._looked_up([texts.graphs[int(number)] for number in numbers])
         blocks = [
             score_pairs(self.model.binding, self.model.scoring, graphs, *self._keys_values(part))
             for part in images.split(IMAGE_CHUNK)
         ]
-        return torch.cat(blocks)[:, place.to(self.device)].mean(dim=-1)
+        return torch.cat(blocks)[:, inverse.to(self.device)].mean(dim=-1)
 
     def similarity(
         self, images: Sequence[Image.Image] | Tensor, captions: Sequence[str]

@@ -22,6 +22,7 @@ from dino_sparo.image_text.picture_pairs import ViewedPair
 from dino_sparo.oc_clip.graph_batches import batch_graphs
 from dino_sparo.oc_clip.graphs import SceneGraph
 from dino_sparo.oc_clip.model import OCCLIP, look_up
+from dino_sparo.oc_clip.pair_scores import scores_of_slots
 from dino_sparo.oc_clip.pairs import tokenize_phrases
 
 logger = logging.getLogger(__name__)
@@ -174,7 +175,7 @@ def look_at(model: OCCLIP, pair: ViewedPair, graph: SceneGraph, device: torch.de
     graphs = look_up(batch, entities, relations)
     slots = binding.bind_matched(graphs.entities, graphs.entity_mask, keys, values)[None]
     ends = graphs.subjects, graphs.objects
-    score = scoring.scores(graphs.entities, graphs.entity_mask, graphs.relations, *ends, graphs.relation_mask, slots)
+    score = scores_of_slots(scoring, graphs, slots)
     cosines = F.cosine_similarity(graphs.entities.float(), slots[0].float(), dim=-1)
     true, turned = (scoring.relation_scores(graphs.relations, *order, slots)[0, 0] for order in (ends, ends[::-1]))
     shares, defaults = (

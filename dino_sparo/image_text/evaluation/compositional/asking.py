@@ -71,27 +71,27 @@ def ask(scorer: Scorer, questions: Sequence[Question], chunk_images: int) -> Ans
         return torch.zeros(count, dtype=dtype)
 
     unasked = Confusions(nothing(torch.int64), nothing(torch.int64), nothing(torch.float32), nothing(torch.float32))
-    found = Answered(nothing(), Answers(*(nothing() for _ in Answers._fields)), unasked, {})
+    answered = Answered(nothing(), Answers(*(nothing() for _ in Answers._fields)), unasked, {})
     parts = list(chunks(questions, chunk_images))
     for number, part in enumerate(parts):
         logger.info("part %d of %d: %d questions", number + 1, len(parts), len(part))
         images = list(dict.fromkeys(image for index in part for image in questions[index].images))
         encoded = scorer.encode_images(named_source(ROOT, images, [file_of(image) for image in images]))
-        row = {images[index]: place for place, index in enumerate(encoded.indices.tolist())}
+        row = {images[index]: number for number, index in enumerate(encoded.indices.tolist())}
         kept = [index for index in part if all(image in row for image in questions[index].images)]
         if not kept:
             continue
         asked, texts = with_captions(scorer, [questions[index] for index in kept], encoded.payload, row)
         scores = question_scores(asked, scorer.score_pairs)
         rows = torch.tensor(kept)
-        found.is_asked[rows] = True
-        columns = (*found.answers, *found.confusions)
+        answered.is_asked[rows] = True
+        columns = (*answered.answers, *answered.confusions)
         for column, values in zip(columns, (*judge(*scores), *confusions(*scores)), strict=True):
             column[rows] = values.cpu()
         own = torch.tensor([question.matches[0] for question in asked.questions])
         for name, marks in _marks(asked.text_of.cpu(), own, texts).items():
-            found.marks.setdefault(name, nothing())[rows] = marks
-    return found
+            answered.marks.setdefault(name, nothing())[rows] = marks
+    return answered
 
 
 def chunks(questions: Sequence[Question], chunk_images: int) -> Iterator[list[int]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dino_sparo.evaluation.page import require_matplotlib
+from dino_sparo.evaluation.protocol import start_evaluation
 from dino_sparo.image_text.evaluation.compositional.asking import Answered, ask, counts_of, with_shuffled_images
 from dino_sparo.image_text.evaluation.compositional.failure_pages import write_failures
 from dino_sparo.image_text.evaluation.compositional.failures import MAX_FAILURES, Failures, clearest_failures
@@ -24,8 +25,7 @@ from dino_sparo.image_text.evaluation.compositional.registry import BENCHMARKS
 from dino_sparo.image_text.evaluation.protocol import OpenModel, file_record
 from dino_sparo.image_text.evaluation.scorer import Scorer
 from dino_sparo.runtime.cli import say
-from dino_sparo.runtime.distributed import init_distributed, is_main
-from dino_sparo.runtime.logs import setup_logging
+from dino_sparo.runtime.distributed import is_main
 from dino_sparo.runtime.records import write_json
 
 logger = logging.getLogger(__name__)
@@ -49,8 +49,7 @@ def compare(args: argparse.Namespace, open_model: OpenModel) -> list[Result]:
     Raises:
         ValueError: options, files or data that do not fit; the message says what would.
     """
-    process = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
-    setup_logging()
+    process = start_evaluation(args)
     if not args.data_root:
         raise ValueError("--data_root is empty; give the folder that holds the benchmarks")
     if args.chunk_images < 1:
