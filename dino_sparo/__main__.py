@@ -188,6 +188,11 @@ COMMANDS: dict[str, Command] = {
         "dino_sparo.image_text.evaluation.compositional.command:compare",
         open_any_model,
     ),
+    "order-captions": Command(
+        "Images with captions -> captions with shuffled words, ARO's order benchmarks, for compositional.",
+        options_of("image_text.evaluation.options", "order_captions_parser"),
+        "dino_sparo.image_text.evaluation.compositional.word_order:write_order",
+    ),
     "clip-probe": Command(
         "Frozen image features -> accuracy of a linear probe, its weight decay chosen by a sweep.",
         options_of("image_text.evaluation.options", "probe_parser"),

@@ -183,7 +183,7 @@ def test_the_page_shows_every_map_without_javascript_and_asks_for_nothing(galler
     assert not re.search(r"https?://|@import|url\(", text)
     assert "a &lt;red&gt; star &amp; more" in text
     for cosine in gallery.looks[0].cosines:
-        assert f"<dd>{cosine:.2f}</dd>" in text
+        assert f"<dd>cosine {cosine:.2f}</dd>" in text
     assert f"<td>{gallery.looks[0].relation_scores[0]:.2f}</td>" in text
     assert (" add up to 100% over all maps" in text) == (gallery.looks[0].reading is READINGS["queries"])
 

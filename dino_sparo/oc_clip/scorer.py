@@ -18,7 +18,9 @@ from torch import Tensor
 from dino_sparo.data import ImageSource
 from dino_sparo.evaluation.features import Features, inference
 from dino_sparo.image_text.evaluation.image_rows import ImageRows
+from dino_sparo.image_text.evaluation.looking_scorer import CaptionLook, ImageLook
 from dino_sparo.image_text.evaluation.scorer import EncodedTexts
+from dino_sparo.image_text.picture_pairs import ViewedPair
 from dino_sparo.image_text.prompts import prompts
 from dino_sparo.oc_clip.canonical import canonical
 from dino_sparo.oc_clip.graph_batches import batch_graphs
@@ -27,12 +29,14 @@ from dino_sparo.oc_clip.graphs import SceneGraph, normalize
 from dino_sparo.oc_clip.model import OCCLIP, look_up
 from dino_sparo.oc_clip.pair_scores import EncodedGraphs, score_pairs, scores_of_slots
 from dino_sparo.oc_clip.pairs import tokenize_phrases
+from dino_sparo.oc_clip.pictures.looks import look_at
 
 logger = logging.getLogger(__name__)
 
 PAIR_CHUNK = 128  # matched pairs that are bound at a time
 IMAGE_CHUNK = 16  # images that are scored with all graphs at a time
 PHRASE_BATCH = 512  # phrases encoded at a time
+DEFAULTS_LEFT_OUT = "The maps are those of the entities; default tokens have maps too, which are left out. "
 
 
 @dataclass(frozen=True)
@@ -217,6 +221,18 @@ class GraphScorer(ImageRows):
     ) -> Float[Tensor, "images captions"]:
         """The score of every image and every caption, in this process alone; see `LoadedOCCLIP.similarity`."""
         return self.score_block(self.rows_of(images), self.encode_texts(captions).payload)
+
+    def look_at(self, image: Image.Image, captions: Sequence[str]) -> ImageLook:
+        """What the entities of each caption take of an image; see `LookingScorer`."""
+        (view,) = self.views([image])
+        with inference(self.module, self.device, self.dtype):
+            pairs = [ViewedPair(0, caption, caption, view) for caption in captions]
+            found = [look_at(self.model, pair, self.graphs.lookup(pair.caption)[0], self.device) for pair in pairs]
+        looks = [CaptionLook("  ·  ".join(look.relations_in_words), look.tiles[: len(look.shares)]) for look in found]
+        reading = found[0].reading
+        explanation = DEFAULTS_LEFT_OUT * (self.model.binding.num_default > 0) + reading.explanation
+        seen = self.transform.seen(image, self.model.image.backbone.patch_size)
+        return ImageLook(seen, looks, explanation, reading.ends)
 
 
 def _phrases(graph: SceneGraph) -> Iterator[str]:

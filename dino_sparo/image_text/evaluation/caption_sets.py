@@ -1,6 +1,7 @@
 """Annotations of any common layout -> images and all of their captions: what retrieval searches in.
 
     dataset_flickr30k.json, dataset_coco.json    Karpathy's splits: images with a `split` and `sentences`
+    coco_karpathy_test.json                      Salesforce's copies: a list of `image` and `caption`, one or many
     captions_val2017.json                        COCO: `images` and `annotations`
     results_20130124.token, captions.txt         Flickr: lines `7.jpg#0<TAB>words`, `7.jpg| 0| words` or `7.jpg,words`
     shards, tables, scenes, class folders        whatever `pairs.sources.open_pairs` opens
@@ -69,15 +70,23 @@ def open_caption_set(
     if not data_path:
         raise ValueError("--data_path is empty; give the folder of the images (with --captions), tar shards, or scenes")
     if captions:
-        listed = _read_captions(Path(captions), split)
+        listed = read_captions(Path(captions), split)
         return _in_folder(_only_listed(listed, image_list), data_path)
     if image_list is not None:
         raise ValueError(f"image_list={image_list!r} chooses among the images of --captions, which is not given")
     return _together(open_pairs(data_path, default_split="val"))
 
 
-def _read_captions(path: Path, split: str) -> dict[str, list[str]]:
-    """Captions of every image, by its file name."""
+def read_captions(path: Path, split: str) -> dict[str, list[str]]:
+    """Captions of every image, by its file name.
+
+    Args:
+        path: file in one of the layouts above that have a file.
+        split: of Karpathy's; the other layouts have none.
+
+    Raises:
+        ValueError: the file is not there, or is not understood.
+    """
     if not path.is_file():
         raise ValueError(f"captions={str(path)!r} does not exist (in {os.getcwd()})")
     if path.suffix == ".json":
@@ -100,10 +109,15 @@ def _read_captions(path: Path, split: str) -> dict[str, list[str]]:
 
 
 def _read_json(content: Any, path: Path, split: str) -> dict[str, list[str]]:
-    """Karpathy's layout or COCO's."""
+    """Karpathy's layout, Salesforce's or COCO's."""
     keys = sorted(content) if isinstance(content, dict) else []
     captions_of: dict[str, list[str]] = {}
     try:
+        if isinstance(content, list):
+            for entry in content:
+                captions = entry["caption"]
+                found.setdefault(entry["image"], []).extend([captions] if isinstance(captions, str) else captions)
+            return found
         if "annotations" in content:
             names = {image["id"]: image["file_name"] for image in content["images"]}
             captions_of = {name: [] for name in names.values()}
@@ -118,7 +132,7 @@ def _read_json(content: Any, path: Path, split: str) -> dict[str, list[str]]:
     except (KeyError, TypeError) as error:
         raise ValueError(
             f"captions={str(path)!r} is neither COCO's (images, annotations) nor Karpathy's (images with split and "
-            f"sentences): its keys are {keys}, missing is {error}"
+            f"sentences, or a list of image and caption): its keys are {keys}, missing is {error}"
         ) from error
     if not captions_of:
         raise ValueError(f"captions={str(path)!r} has no split {split!r}; its splits are {sorted(splits)}")

@@ -5,6 +5,7 @@ than a few missing ones are an error.
 """
 
 import logging
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -65,13 +66,18 @@ class CroppedSource:
         return self.source.location(index)
 
     def read(self, index: int) -> Image.Image:
-        """Image `index` as 8-bit RGB; raises CorruptImageError, also for a box without area."""
+        """Image `index` as 8-bit RGB; raises CorruptImageError, also for a box that shows nothing of it."""
         image, box = self.source.read(index), self.boxes[index]
         if box is None:
             return image
+        if not all(map(math.isfinite, box)):
+            raise CorruptImageError(self.location(index), f"the box {box} is not finite")
         left, top, right, bottom = map(round, box)
         if left >= right or top >= bottom:
             raise CorruptImageError(self.location(index), f"the box {box} has no area")
+        if right <= 0 or bottom <= 0 or left >= image.width or top >= image.height:
+            size = f"{image.width} x {image.height} pixels"
+            raise CorruptImageError(self.location(index), f"the box {box} lies outside of the image, {size}")
         return image.crop((left, top, right, bottom))
 
 

@@ -19,6 +19,7 @@ from torchvision.transforms import functional as TF
 from dino_sparo.crops import normalized_tensor
 from dino_sparo.data import ImageSource
 from dino_sparo.evaluation.features import Features, encoded_batches, extract_split, inference, share_loader
+from dino_sparo.evaluation.views import View
 from dino_sparo.image_text.evaluation.scorer import EncodedImages
 
 
@@ -53,6 +54,20 @@ class ClipView:
             image = image.crop(box)
         resized = TF.resize(image, [self.img_size], InterpolationMode.BICUBIC)
         return [normalized_tensor(TF.center_crop(resized, [self.img_size]), self.mean, self.std)]
+
+    def seen(self, image: Image.Image, patch_size: int) -> View:
+        """The part of an image that whole patches of its view cover; to the eye, not to the pixel.
+
+        Args:
+            image: of any size.
+            patch_size: pixels of the view.
+        """
+        width, height = image.width - 2 * self.border, image.height - 2 * self.border
+        side = min(width, height)
+        left, top = self.border + (width - side) / 2, self.border + (height - side) / 2
+        seen = self.img_size // patch_size * patch_size
+        part = side * seen / self.img_size
+        return View((left, top, left + part, top + part), seen, seen)
 
 
 class ImageRows(ABC):

@@ -238,8 +238,35 @@ def compositional_parser() -> argparse.ArgumentParser:
         "--blind", action="store_true", help="Ask all once more with the images of other questions, as a baseline."
     )
     group.add_argument("--seed", type=int, default=0, help="Of the bootstrap and of the shuffled images.")
+    group.add_argument(
+        "--failures",
+        type=int,
+        default=0,
+        metavar="N",
+        help="Draw the N clearest errors of each benchmark, and what the model looked at: a page and sheets beside "
+        "the result. Typical are 5 to 20.",
+    )
     group.add_argument("--paper", action="store_true", help="Show the papers' numbers beside, marked as such.")
     add_computation_options(parser, "compositional.json", where="beside each checkpoint; give a folder")
+    return parser
+
+
+def order_captions_parser() -> argparse.ArgumentParser:
+    """The options of `compositional/word_order.py`."""
+    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    group = parser.add_argument_group("captions")
+    group.add_argument(
+        "--captions",
+        required=True,
+        help="Images and captions: Karpathy's JSON or Salesforce's copy (coco_karpathy_test.json), COCO's, or Flickr's "
+        "lines.",
+    )
+    group.add_argument("--split", default="test", help="Of Karpathy's JSON.")
+    group = parser.add_argument_group("result")
+    group.add_argument(
+        "--output", required=True, help="File to write; dino-sparo compositional looks for coco_order.json."
+    )
+    group.add_argument("--seed", type=int, default=0, help="Another seed shuffles otherwise.")
     return parser
 
 

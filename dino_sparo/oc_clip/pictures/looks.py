@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dino_sparo.evaluation.attention import MIN_CONTRAST, effective_patches
+from dino_sparo.image_text.map_tiles import MapTile
 from dino_sparo.image_text.picture_pairs import ViewedPair
 from dino_sparo.oc_clip.graph_batches import batch_graphs
 from dino_sparo.oc_clip.graphs import SceneGraph
@@ -115,6 +116,22 @@ class GraphLook:
         """The relations in words."""
         phrases = self.graph.entities
         return [f"{phrases[r.subject]} {r.predicate} {phrases[r.object]}" for r in self.graph.relations]
+
+    @property
+    def relations_in_words(self) -> list[str]:
+        """The relations and their scores."""
+        scores = zip(self.sentences, self.relation_scores, self.turned_scores, strict=True)
+        return [f"{sentence}: {score:.2f}, turned round {turned:.2f}" for sentence, score, turned in scores]
+
+    @property
+    def tiles(self) -> list[MapTile]:
+        """The maps in colours with their numbers: of the entities, then of the default tokens."""
+        titles = [*self.graph.entities, *(f"default token {i + 1}" for i in range(len(self.default_shares)))]
+        cosines = [f"cosine {cosine:.2f}" for cosine in self.cosines] + [""] * len(self.default_shares)
+        return [
+            MapTile(title, levels, (cosine, self.reading.size(shares)), is_soft=not cosine)
+            for title, levels, cosine, shares in zip(titles, self.levels, cosines, self.maps, strict=True)
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """The numbers."""

@@ -54,7 +54,7 @@ _BENCHMARKS = (
             (f"{name.lower()}_order.json",),
             partial(aro.read_order, f"{name.lower()}_order.json"),
             folders,
-            f"{ARO}, written once as docs/compositional.md says",
+            f"{ARO}; dino-sparo order-captions writes it from the captions",
             chance=20.0,
             total=total,
             tie_credit=1.0,
