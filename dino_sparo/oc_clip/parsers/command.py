@@ -132,16 +132,10 @@ def parse_rows(rows: Rows, parser: BulkParser, output: Path, max_nodes: int, max
         write_json({**_state(parser, counts, run), "complete": False}, summary_path)
         todo, asked = tee(row for row, new in zip(rows(), is_new, strict=True) if new)
         outcomes = parser.parse_all(row.caption for row in asked)
-        for row, outcome in zip(todo, progress(outcomes, int(is_new.sum()), "parsing"), strict=True):
-            run["dropped_relations"] += outcome.dropped
-            if outcome.graph is None:
-                run["undone" if outcome.is_undone else "unreadable"] += 1
-                with JsonLines(errors_path) as errors:
-                    errors.write({"caption": row.caption, "problem": outcome.problem, "undone": outcome.is_undone})
-            else:
-                run["parsed"] += 1
-                file.write(graph_record(row.caption, outcome.graph, row.image))
-                counts = counts.plus(counts_of(row.caption, outcome.graph))
+        parsed = _parsed(zip(todo, outcomes, strict=True), run, errors_path)
+        for row, graph in progress(parsed, int(is_new.sum()), "parsing"):
+            file.write(graph_record(row.caption, graph, row.image))
+            counts = counts.plus(counts_of(row.caption, graph))
     is_complete = not run["undone"] + run["unreadable"]
     summary = {**_state(parser, counts, run), "complete": is_complete, "sha256": file_sha256(output)}
     write_json(summary, summary_path)
@@ -182,6 +176,21 @@ def _check_output(output: Path, summary_path: Path, parser: BulkParser) -> None:
             f"{summary_path} says that the output was written by {before}, not by {parser.record}; give another "
             "--output, or remove both files"
         )
+
+
+def _parsed(
+    outcomes: Iterator[tuple[Row, Outcome]], run: Counter[str], errors_path: Path
+) -> Iterator[tuple[Row, SceneGraph]]:
+    """The rows that have a graph; the others go to the file of errors. Both are counted."""
+    for row, outcome in outcomes:
+        run["dropped_relations"] += outcome.dropped
+        if outcome.graph is not None:
+            run["parsed"] += 1
+            yield row, outcome.graph
+            continue
+        run["undone" if outcome.is_undone else "unreadable"] += 1
+        with JsonLines(errors_path) as errors:
+            errors.write({"caption": row.caption, "problem": outcome.problem, "undone": outcome.is_undone})
 
 
 def _state(parser: BulkParser, counts: LookupCounts, run: Counter[str]) -> dict[str, Any]:
