@@ -174,6 +174,34 @@ def test_graphs_of_two_parsers_are_not_mixed(tmp_path: Path, capsys: pytest.Capt
         parse_rows(lambda: iter([Row("a dog")]), other, tmp_path / "g.jsonl", 16, 16)
 
 
+@pytest.mark.parametrize("options", [("--caption_key", "nobody"), ("--parser", "spacy")])
+def test_a_run_that_cannot_begin_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+) -> None:
+    class Broken:
+        def __call__(self, caption: str) -> SceneGraph:
+            raise ValueError("the model cannot be loaded")
+
+        def parse_all(self, captions: Iterator[str]) -> Iterator[SceneGraph]:
+            return (self(caption) for caption in captions)
+
+    monkeypatch.setattr("dino_sparo.oc_clip.parsers.command.SpacyParser", Broken)
+    (tmp_path / "t.csv").write_text("image,caption\n1.png,a dog\n")
+    with pytest.raises(SystemExit, match="1"):
+        parse(tmp_path / "t.csv", tmp_path / "g.jsonl", *options)
+    assert [path.name for path in tmp_path.glob("g.jsonl*")] == []
+
+
+def test_an_output_without_a_line_may_be_written_by_another_parser(tmp_path: Path) -> None:
+    stopped = Stopping(0)
+    stopped.record = {"parser": "llm", "model": "m"}
+    with pytest.raises(KeyboardInterrupt):
+        parse_rows(lambda: iter([Row("a dog")]), stopped, tmp_path / "g.jsonl", 16, 16)
+    assert (tmp_path / "g.jsonl").read_bytes() == b""
+    parse_rows(lambda: iter([Row("a dog")]), Templates(), tmp_path / "g.jsonl", 16, 16)
+    assert lines_of(tmp_path / "g.jsonl")[0]["entities"] == ["a dog"]
+
+
 def test_nothing_is_added_to_a_file_of_another_program(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     table = tmp_path / "t.jsonl"
     table.write_text('{"caption": "a dog"}')

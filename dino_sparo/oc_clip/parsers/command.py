@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Bool, UInt64
 
 from dino_sparo.oc_clip.graph_files import LookupCounts, graph_record
 from dino_sparo.oc_clip.graph_index import caption_bytes, hash_of
@@ -67,6 +67,7 @@ class Spacy:
 
     def __init__(self) -> None:
         self.parser = SpacyParser()
+        self.parser("a dog")  # loads the model: if it cannot be loaded, nothing has been written yet
         self.record = self.parser.record
 
     def parse_all(self, captions: Iterator[str]) -> Iterator[Outcome]:
@@ -120,6 +121,7 @@ def parse_rows(rows: Rows, parser: BulkParser, output: Path, max_nodes: int, max
         return LookupCounts(captions=1, **normalize(graph, caption, max_nodes, max_relations)[1]._asdict())
 
     errors_path.unlink(missing_ok=True)
+    hashes = _hashes(rows)
     with JsonLines(output) as file:
         written = array("Q")
         for number, _, line in read_lines(output):
@@ -128,7 +130,7 @@ def parse_rows(rows: Rows, parser: BulkParser, output: Path, max_nodes: int, max
             written.append(_hash(Row(record["caption"], record.get("image"))))
         if written:
             logger.info("%s: goes on after %d lines", output, len(written))
-        is_new = _new_rows(rows, written)
+        is_new = _new_rows(hashes, written)
         write_json({**_state(parser, counts, run), "complete": False}, summary_path)
         todo, asked = tee(row for row, new in zip(rows(), is_new, strict=True) if new)
         outcomes = parser.parse_all(row.caption for row in asked)
@@ -166,10 +168,10 @@ def _open_parser(args: argparse.Namespace, output: Path) -> BulkParser:
 
 def _check_output(output: Path, summary_path: Path, parser: BulkParser) -> None:
     """Nothing is added to another program's file, nor to the graphs of another parser."""
-    if not summary_path.is_file():
-        if output.is_file() and output.stat().st_size:
-            raise ValueError(f"{output} exists, and there is no {summary_path} beside it; give another --output")
+    if not output.is_file() or not output.stat().st_size:
         return
+    if not summary_path.is_file():
+        raise ValueError(f"{output} exists, and there is no {summary_path} beside it; give another --output")
     before = parse_line(summary_path.read_bytes(), str(summary_path)).get("parser")
     if before != parser.record:
         raise ValueError(
@@ -205,13 +207,16 @@ def _words_of(summary: dict[str, Any]) -> str:
     return f"{counts}" + (f", {dropped:,} relations dropped in this run that are none" if dropped else "")
 
 
-def _new_rows(rows: Rows, written: "array[int]") -> Bool[np.ndarray, "rows"]:
+def _hashes(rows: Rows) -> UInt64[np.ndarray, "rows"]:
+    """Of all rows, in order."""
+    return np.array(array("Q", (_hash(row) for row in progress(rows(), desc="reading captions"))), dtype=np.uint64)
+
+
+def _new_rows(hashes: UInt64[np.ndarray, "rows"], written: "array[int]") -> Bool[np.ndarray, "rows"]:
     """True for the first of equal rows, unless the output has it."""
-    hashes = array("Q", (_hash(row) for row in progress(rows(), desc="reading captions")))
-    everything = np.array(hashes, dtype=np.uint64)
-    first = np.zeros(len(everything), dtype=bool)
-    first[np.unique(everything, return_index=True)[1]] = True
-    return first & ~np.isin(everything, np.array(written, dtype=np.uint64))
+    first = np.zeros(len(hashes), dtype=bool)
+    first[np.unique(hashes, return_index=True)[1]] = True
+    return first & ~np.isin(hashes, np.array(written, dtype=np.uint64))
 
 
 def _hash(row: Row) -> int:
