@@ -19,7 +19,7 @@ from dino_sparo.oc_clip.graphs import Relation, SceneGraph
 from dino_sparo.oc_clip.parsers import llm
 from dino_sparo.oc_clip.parsers.answer_cache import AnswerCache
 from dino_sparo.oc_clip.parsers.caption_rows import Row
-from dino_sparo.oc_clip.parsers.command import parse_rows
+from dino_sparo.oc_clip.parsers.command import Report, parse_rows
 from dino_sparo.oc_clip.parsers.llm import LanguageModelParser, LocalModel, Message, read_answer
 from dino_sparo.runtime.extras import MissingPackageError
 
@@ -157,7 +157,7 @@ def test_a_server_that_goes_away_is_named_once_and_only_answers_are_progress(
     parser = LanguageModelParser(Model(*answers), "m", tmp_path / "cache.jsonl")
     rows = [Row(f"a dog on mat {number}") for number in range(5)]
     with caplog.at_level("INFO"):
-        parse_rows(lambda: iter(rows), parser, tmp_path / "g.jsonl", 16, 16)
+        parse_rows(lambda: iter(rows), parser, tmp_path / "g.jsonl", Report(16, 16))
     assert caplog.text.count("the server gives no answer (connection refused)") == 1
     done = [record.message.split(",")[0] for record in caplog.records if record.message.startswith("parsing: ")]
     assert done == ["parsing: 0 of 5", "parsing: 1 of 5"]
