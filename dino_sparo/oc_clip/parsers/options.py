@@ -49,7 +49,7 @@ def parse_parser() -> argparse.ArgumentParser:
         help="Of vg and gqa: file with one image id or file name per line, to leave out.",
     )
     group = parser.add_argument_group("result")
-    group.add_argument("--output", required=True, help="File of graphs, .jsonl; if it exists, the run goes on with it.")
+    group.add_argument("--output", default=None, help="File of graphs, .jsonl; if it exists, the run goes on with it.")
     group.add_argument(
         "--max_nodes", type=int, default=MAX_NODES, help="Entities beyond this count as dropped; the file keeps all."
     )
