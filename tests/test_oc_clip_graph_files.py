@@ -53,6 +53,12 @@ def test_every_caption_gives_its_own_graph(tmp_path: Path) -> None:
     assert graphs.counts == LookupCounts(captions=101)
 
 
+def test_a_file_without_a_line_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "g.jsonl").touch()
+    with pytest.raises(ValueError, match=r"g\.jsonl' has no line; run the dino-sparo parse"):
+        opened(tmp_path / "g.jsonl")
+
+
 def test_a_missing_caption_becomes_one_entity_and_is_counted(tmp_path: Path) -> None:
     graphs = opened(written(tmp_path / "g.jsonl", ("a dog on a mat", DOG)))
     graph, counts = graphs.lookup("The red cat")

@@ -1,8 +1,10 @@
 """The parser by a language model: its answers, a real client on a server that fails, a cache that resumes."""
 
 import json
+import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.machinery import ModuleSpec
@@ -16,6 +18,8 @@ from dino_sparo.__main__ import main
 from dino_sparo.oc_clip.graphs import Relation, SceneGraph
 from dino_sparo.oc_clip.parsers import llm
 from dino_sparo.oc_clip.parsers.answer_cache import AnswerCache
+from dino_sparo.oc_clip.parsers.caption_rows import Row
+from dino_sparo.oc_clip.parsers.command import Report, parse_rows
 from dino_sparo.oc_clip.parsers.llm import LanguageModelParser, LocalModel, Message, read_answer
 from dino_sparo.runtime.extras import MissingPackageError
 
@@ -145,6 +149,20 @@ def test_a_server_that_is_gone_ends_the_run(tmp_path: Path, monkeypatch: pytest.
     assert len(model.asked) < 20
 
 
+def test_a_server_that_goes_away_is_named_once_and_only_answers_are_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("dino_sparo.runtime.logs.PROGRESS_SECONDS", -1.0)
+    answers = [wrapped(GRAPH), *[llm.UnansweredError("connection refused")] * 3, wrapped(GRAPH)]
+    parser = LanguageModelParser(Model(*answers), "m", tmp_path / "cache.jsonl")
+    rows = [Row(f"a dog on mat {number}") for number in range(5)]
+    with caplog.at_level("INFO"):
+        parse_rows(lambda: iter(rows), parser, tmp_path / "g.jsonl", Report(16, 16))
+    assert caplog.text.count("the server gives no answer (connection refused)") == 1
+    done = [record.message.split(",")[0] for record in caplog.records if record.message.startswith("parsing: ")]
+    assert done == ["parsing: 0 of 5", "parsing: 1 of 5"]
+
+
 def test_answers_of_many_threads_are_all_kept(tmp_path: Path) -> None:
     with AnswerCache(tmp_path / "c.jsonl") as cache:
         keys = [f"{number:064x}" for number in range(64)]
@@ -211,6 +229,10 @@ class FakeServer(ThreadingHTTPServer):
 class Handler(BaseHTTPRequestHandler):
     server: FakeServer
 
+    def do_GET(self) -> None:
+        assert self.path == "/v1/models"
+        self.answer(404, {"error": {"message": "this server lists no models"}})
+
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         assert request["temperature"] == 0
@@ -263,6 +285,21 @@ def run(server: FakeServer, folder: Path, name: str = "g") -> dict[str, Any]:
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_server_that_was_never_there_ends_the_run_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("openai", reason="pip install 'dino_sparo[test]'")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
+    (tmp_path / "c.txt").write_text("".join(f"a thing {number}\n" for number in range(NUMBER)))
+    words = ["parse", "--captions", str(tmp_path / "c.txt"), "--output", str(tmp_path / "g.jsonl"), "--parser", "llm"]
+    start = time.monotonic()
+    with pytest.raises(SystemExit, match="1"):
+        main([*words, "--server", url, "--model", "m"])
+    assert f"--server {url} cannot be reached" in caplog.messages[-1]
+    assert "start the server, or correct the address" in caplog.messages[-1]
+    assert time.monotonic() - start < 10
+    assert not (tmp_path / "g.jsonl.errors.jsonl").exists()
 
 
 def test_a_server_that_fails_now_and_then_gives_every_graph(server: FakeServer, tmp_path: Path) -> None:

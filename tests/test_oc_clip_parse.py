@@ -15,7 +15,7 @@ from dino_sparo.oc_clip.graph_files import open_graphs
 from dino_sparo.oc_clip.graphs import Relation, SceneGraph
 from dino_sparo.oc_clip.parsers.annotated import draw_regions, json_items, region_graph
 from dino_sparo.oc_clip.parsers.caption_rows import CAPTION_KEYS, Row, open_rows, texts_in
-from dino_sparo.oc_clip.parsers.command import Templates, parse_rows
+from dino_sparo.oc_clip.parsers.command import Report, Templates, parse_rows
 from dino_sparo.oc_clip.parsers.llm import Outcome
 from dino_sparo.oc_clip.parsers.templates import parse_caption
 from dino_sparo.scenes import Scenes
@@ -150,7 +150,7 @@ def test_a_run_that_was_ended_goes_on_to_the_same_file(tmp_path: Path) -> None:
     captions = [Row(f"a dog on mat {number}") for number in range(11)]
 
     def run(output: Path, parser: Templates) -> dict[str, Any]:
-        return parse_rows(lambda: iter(captions), parser, output, 16, 16)
+        return parse_rows(lambda: iter(captions), parser, output, Report(16, 16))
 
     whole, torn = tmp_path / "whole.jsonl", tmp_path / "torn.jsonl"
     summary = run(whole, Templates())
@@ -171,7 +171,35 @@ def test_graphs_of_two_parsers_are_not_mixed(tmp_path: Path, capsys: pytest.Capt
     other = Templates()
     other.record = {"parser": "llm", "model": "m"}
     with pytest.raises(ValueError, match=r"was written by \{'parser': 'templates'\}, not by .*give another --output"):
-        parse_rows(lambda: iter([Row("a dog")]), other, tmp_path / "g.jsonl", 16, 16)
+        parse_rows(lambda: iter([Row("a dog")]), other, tmp_path / "g.jsonl", Report(16, 16))
+
+
+@pytest.mark.parametrize("options", [("--caption_key", "nobody"), ("--parser", "spacy")])
+def test_a_run_that_cannot_begin_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+) -> None:
+    class Broken:
+        def __call__(self, caption: str) -> SceneGraph:
+            raise ValueError("the model cannot be loaded")
+
+        def parse_all(self, captions: Iterator[str]) -> Iterator[SceneGraph]:
+            return (self(caption) for caption in captions)
+
+    monkeypatch.setattr("dino_sparo.oc_clip.parsers.command.SpacyParser", Broken)
+    (tmp_path / "t.csv").write_text("image,caption\n1.png,a dog\n")
+    with pytest.raises(SystemExit, match="1"):
+        parse(tmp_path / "t.csv", tmp_path / "g.jsonl", *options)
+    assert [path.name for path in tmp_path.glob("g.jsonl*")] == []
+
+
+def test_an_output_without_a_line_may_be_written_by_another_parser(tmp_path: Path) -> None:
+    stopped = Stopping(0)
+    stopped.record = {"parser": "llm", "model": "m"}
+    with pytest.raises(KeyboardInterrupt):
+        parse_rows(lambda: iter([Row("a dog")]), stopped, tmp_path / "g.jsonl", Report(16, 16))
+    assert (tmp_path / "g.jsonl").read_bytes() == b""
+    parse_rows(lambda: iter([Row("a dog")]), Templates(), tmp_path / "g.jsonl", Report(16, 16))
+    assert lines_of(tmp_path / "g.jsonl")[0]["entities"] == ["a dog"]
 
 
 def test_nothing_is_added_to_a_file_of_another_program(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -188,10 +216,76 @@ def test_the_summary_counts_what_the_file_will_lose(tmp_path: Path, capsys: pyte
     summary = parse(tmp_path / "c.txt", tmp_path / "g.jsonl", "--max_nodes", "2")
     assert summary == json.loads((tmp_path / "g.jsonl.summary.json").read_text())
     assert summary["counts"] == {
-        **{"captions": 2, "whole_caption": 1, "nodes": 1, "dangling": 1, "loops": 0, "relations": 0}
+        **{"captions": 2, "whole_caption": 1, "nodes": 1, "dangling": 1, "loops": 0, "relations": 0},
+        "without_relation": 1,
     }
     assert "2 captions, 1 as one entity, 1 entities beyond the cap" in capsys.readouterr().out
     assert len(lines_of(tmp_path / "g.jsonl")[1]["entities"]) == 3
+
+
+def test_rows_that_are_left_out_are_counted_with_their_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "t.csv").write_text(
+        "image,caption\n1.png,a dog on a mat\n2.png,\n3.png,  \n1.png,a dog on a mat\n4.png,x\n"
+    )
+    summary = parse(tmp_path / "t.csv", tmp_path / "g.jsonl")
+    assert {name: summary["this_run"][name] for name in ("rows", "parsed", "without_caption", "repeated")} == {
+        **{"rows": 5, "parsed": 2, "without_caption": 2, "repeated": 1}
+    }
+    printed = capsys.readouterr().out
+    assert "left out of 5 rows: 2 without a caption and 1 the same as an earlier row" in printed
+    assert "2 captions\n1 captions have no relation" in printed
+
+
+def test_the_end_shows_the_first_captions_and_their_graphs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "c.txt").write_text("a dog on a mat\na cat\na car\na bus\n")
+    for _ in ("from the captions", "from the output that is there"):
+        parse(tmp_path / "c.txt", tmp_path / "g.jsonl")
+        printed = capsys.readouterr().out
+        assert "  a dog on a mat\n    entities:  dog, mat\n    relations: on(dog, mat)\n" in printed
+        assert "  a car\n    entities:  car\n    relations: none\n" in printed
+        assert "bus" not in printed
+
+
+def test_one_caption_can_be_looked_at_without_a_file(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    graph = main(["parse", "--caption", "a red star left of a ring"])
+    printed = "    entities:  red star, ring\n    relations: left of(red star, ring)\n"
+    assert capsys.readouterr().out == printed
+    assert graph["entities"] == ["red star", "ring"]
+    for words, message in (
+        (["--caption", "a dog", "--parser", "vg"], "draws captions and reads none"),
+        (["--captions", "c.txt"], "--output is missing"),
+    ):
+        with pytest.raises(SystemExit, match="1"):
+            main(["parse", *words])
+        assert message in caplog.messages[-1]
+
+
+def test_lines_whose_captions_are_gone_from_the_input_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "c.txt").write_text("a dog\na cat\n")
+    parse(tmp_path / "c.txt", tmp_path / "g.jsonl")
+    assert "lines of" not in caplog.text
+    (tmp_path / "c.txt").write_text("a dog\na car\n")
+    summary = parse(tmp_path / "c.txt", tmp_path / "g.jsonl")
+    assert "1 lines of" in caplog.text
+    assert "For a file of this input alone give another --output" in caplog.text
+    assert summary["this_run"]["lines_of_other_rows"] == 1
+    assert len(lines_of(tmp_path / "g.jsonl")) == 3
+
+
+def test_captions_of_several_lines_are_named_once_per_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "t.csv").write_text('image,caption\n1.png,"a dog\non a mat"\n')
+    parse(tmp_path / "t.csv", tmp_path / "g.jsonl")
+    assert caplog.text.count("a row goes over several lines") == 1
 
 
 def test_a_language_model_needs_a_name_and_one_place_to_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

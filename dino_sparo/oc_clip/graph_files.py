@@ -157,8 +157,8 @@ def open_graphs(
         option: which option that is.
 
     Raises:
-        ValueError: there is no such parser or file; a line has no caption or is no graph (`file:line`); or a caption
-            stands there twice with different graphs.
+        ValueError: there is no such parser or file; the file has no line; a line has no caption or is no graph
+            (`file:line`); or a caption stands there twice with different graphs.
         MissingPackageError: spaCy is not installed.
     """
     if spec in PARSERS:
@@ -172,6 +172,10 @@ def open_graphs(
             "wrote, not compressed"
         )
     file = open_graph_file(path, max_nodes, max_relations)
+    if not len(file):
+        raise ValueError(
+            f"graphs={spec!r} has no line; run the dino-sparo parse that was to write it again, and see why it ended"
+        )
     record = {"file": str(path), "sha256": file.sha256, "captions": len(file)}
     logger.info("%s: graphs of %d captions", path, len(file))
     return CaptionGraphs(file, record, max_nodes, max_relations, max_missing, option)

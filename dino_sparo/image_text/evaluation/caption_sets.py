@@ -116,8 +116,8 @@ def _read_json(content: Any, path: Path, split: str) -> dict[str, list[str]]:
         if isinstance(content, list):
             for entry in content:
                 captions = entry["caption"]
-                found.setdefault(entry["image"], []).extend([captions] if isinstance(captions, str) else captions)
-            return found
+                captions_of.setdefault(entry["image"], []).extend([captions] if isinstance(captions, str) else captions)
+            return captions_of
         if "annotations" in content:
             names = {image["id"]: image["file_name"] for image in content["images"]}
             captions_of = {name: [] for name in names.values()}

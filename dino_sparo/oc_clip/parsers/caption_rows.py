@@ -33,7 +33,7 @@ CAPTION_KEYS = frozenset(
 
 
 class Row(NamedTuple):
-    """A caption and the file of its image, if it has one."""
+    """A caption, "" where there is none, and the file of its image, if it has one."""
 
     caption: str
     image: str | None = None
@@ -81,8 +81,7 @@ def open_rows(
 
     def rows() -> Iterator[Row]:
         for _, (image, caption) in TableRows(path, columns, split=split):
-            if caption.strip():
-                yield Row(caption.strip(), os.path.join(folder, image.strip()) if image.strip() else None)
+            yield Row(caption.strip(), os.path.join(folder, image.strip()) if image.strip() else None)
 
     return rows
 

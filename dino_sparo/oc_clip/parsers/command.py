@@ -3,6 +3,7 @@
     dino-sparo parse --captions pairs.csv --output pairs.jsonl --parser templates
     dino-sparo parse --captions captions_train2017.json --image_folder train2017 --output coco.jsonl --parser llm \\
         --server http://localhost:8000/v1 --model llama-3-70b-instruct
+    dino-sparo parse --caption "a red star left of a blue ring"        # shows one graph, writes nothing
 
 Every caption is parsed once; where rows have images, every row is written, and the output is a table of pairs. The same
 command goes on where it was ended. Beside the output lie OUTPUT.summary.json, with all counts, and OUTPUT.errors.jsonl,
@@ -11,15 +12,17 @@ with the captions that have no graph. `graph_files.py` reads the output.
 
 import argparse
 import logging
+import tempfile
 from array import array
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import tee
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Bool, UInt64
 
 from dino_sparo.oc_clip.graph_files import LookupCounts, graph_record
 from dino_sparo.oc_clip.graph_index import caption_bytes, hash_of
@@ -31,11 +34,13 @@ from dino_sparo.oc_clip.parsers.llm import LanguageModelParser, LocalModel, Outc
 from dino_sparo.oc_clip.parsers.spacy_rules import SpacyParser
 from dino_sparo.oc_clip.parsers.templates import parse_caption
 from dino_sparo.runtime.cli import say
-from dino_sparo.runtime.logs import progress, setup_logging
+from dino_sparo.runtime.logs import printable, progress, setup_logging
 from dino_sparo.runtime.records import file_sha256, versions, write_json
 from dino_sparo.sources.limits import parse_object
 
 logger = logging.getLogger(__name__)
+
+NUM_EXAMPLES = 3
 
 
 @runtime_checkable
@@ -68,6 +73,7 @@ class Spacy:
 
     def __init__(self) -> None:
         self.parser = SpacyParser()
+        self.parser("a dog")  # loads the model: if it cannot be loaded, nothing has been written yet
         self.record = self.parser.record
 
     def parse_all(self, captions: Iterator[str]) -> Iterator[Outcome]:
@@ -75,14 +81,45 @@ class Spacy:
         yield from map(Outcome, self.parser.parse_all(captions))
 
 
+@dataclass
+class Report:
+    """What the lines of an output hold.
+
+    Attributes:
+        max_nodes: caps of `normalize`; the file keeps all entities.
+        max_relations: likewise.
+        counts: what normalising changes.
+        without_relation: captions whose graph has no relation.
+        examples: the first captions and their graphs, in words.
+    """
+
+    max_nodes: int
+    max_relations: int
+    counts: LookupCounts = field(default_factory=LookupCounts)
+    without_relation: int = 0
+    examples: dict[str, str] = field(default_factory=dict)
+
+    def add(self, caption: str, graph: SceneGraph) -> None:
+        """Count a line."""
+        normalised, changes = normalize(graph, caption, self.max_nodes, self.max_relations)
+        self.counts = self.counts.plus(LookupCounts(captions=1, **changes._asdict()))
+        self.without_relation += not normalised.relations
+        if len(self.examples) < NUM_EXAMPLES:
+            self.examples.setdefault(caption, graph_in_words(normalised))
+
+
 def parse(args: argparse.Namespace) -> dict[str, Any]:
-    """Parse what the options say; returns the summary.
+    """Parse what the options say; returns the summary, or with `--caption` the graph.
 
     Raises:
         ValueError: the captions cannot be read, options do not fit, or the output has graphs of another parser.
         MendableError: the server of the language model refuses to work.
     """
     setup_logging()
+    if args.caption is not None:
+        return show_graph(args)
+    if args.output is None:
+        raise ValueError("--output is missing: give the file of graphs to write, such as --output graphs.jsonl")
     output = Path(args.output)
     output.parent.mkdir(parents=True, exist_ok=True)
     parser: BulkParser
@@ -93,58 +130,90 @@ def parse(args: argparse.Namespace) -> dict[str, Any]:
     else:
         parser = _open_parser(args, output)
         rows = open_rows(args.captions, output.parent, args.caption_key, args.image_key, args.image_folder, args.split)
-    summary = parse_rows(rows, parser, output, args.max_nodes, args.max_relations)
-    say(f"{output}: {summary['counts']['captions']:,} lines, {_words_of(summary)}")
+    report = Report(args.max_nodes, args.max_relations)
+    summary = parse_rows(rows, parser, output, report)
+    say(f"{output}: {_words_of(summary)}")
+    if report.examples:
+        say("The first captions and their graphs:")
+    for caption, graph in report.examples.items():
+        say(f"  {printable(' '.join(caption.split()))}\n{graph}")
     return summary
 
 
-def parse_rows(rows: Rows, parser: BulkParser, output: Path, max_nodes: int, max_relations: int) -> dict[str, Any]:
+def show_graph(args: argparse.Namespace) -> dict[str, Any]:
+    """Print the graph of the one caption that the options hold.
+
+    Returns:
+        The graph, as a line of a file has it.
+
+    Raises:
+        ValueError: the caption has no words, the parser reads no captions, or its answer is no graph.
+    """
+    if args.parser in DRAW:
+        raise ValueError(f"--parser {args.parser} draws captions and reads none; give --captions, or another --parser")
+    with tempfile.TemporaryDirectory() as folder:
+        (outcome,) = _open_parser(args, Path(folder) / "graph.jsonl").parse_all(iter([args.caption]))
+    if outcome.graph is None:
+        raise ValueError(f"--caption {args.caption!r} has no graph: {outcome.problem}")
+    graph, _ = normalize(outcome.graph, args.caption, args.max_nodes, args.max_relations)
+    say(graph_in_words(graph))
+    return graph_record(args.caption, graph)
+
+
+def graph_in_words(graph: SceneGraph) -> str:
+    """Two lines, such as `entities: dog, mat` and `relations: on(dog, mat)`."""
+    names = [printable(phrase) for phrase in graph.entities]
+    relations = [f"{printable(r.predicate)}({names[r.subject]}, {names[r.object]})" for r in graph.relations]
+    return f"    entities:  {', '.join(names)}\n    relations: {', '.join(relations) or 'none'}"
+
+
+def parse_rows(rows: Rows, parser: BulkParser, output: Path, report: Report) -> dict[str, Any]:
     """Add the graphs of all rows that the output has not yet; returns the summary that is written beside it.
 
     Args:
         rows: goes through them all.
         parser: for their captions.
         output: file of graphs.
-        max_nodes: for the counts; the file keeps all entities.
-        max_relations: likewise.
+        report: counts the lines of the output.
 
     Raises:
-        ValueError: the output has graphs of another parser, or is no output of this command.
+        ValueError: the output has graphs of another parser, or is no output of this command; no row has a caption.
     """
     summary_path, errors_path = (
         output.with_name(output.name + ending) for ending in (".summary.json", ".errors.jsonl")
     )
     _check_output(output, summary_path, parser)
-    counts, run = LookupCounts(), Counter[str](parsed=0, dropped_relations=0, unreadable=0, undone=0)
-
-    def counts_of(caption: str, graph: SceneGraph) -> LookupCounts:
-        return LookupCounts(captions=1, **normalize(graph, caption, max_nodes, max_relations)[1]._asdict())
-
+    hashes, has_caption = _read_rows(rows)
+    if not has_caption.any():
+        raise ValueError(f"none of the {len(hashes):,} rows has a caption; give other --captions or --caption_key")
+    run = Counter[str](parsed=0, dropped_relations=0, unreadable=0, undone=0, rows=len(hashes))
     errors_path.unlink(missing_ok=True)
     with JsonLines(output) as file:
         written = array("Q")
         for number, _, line in read_lines(output):
             record = parse_object(line, f"{output}:{number}")
-            counts = counts.plus(counts_of(record["caption"], SceneGraph.from_json(record)))
+            report.add(record["caption"], SceneGraph.from_json(record))
             written.append(_hash(Row(record["caption"], record.get("image"))))
         if written:
             logger.info("%s: goes on after %d lines", output, len(written))
-        is_new = _new_rows(rows, written)
-        write_json({**_state(parser, counts, run), "complete": False}, summary_path)
-        todo, asked = tee(row for row, new in zip(rows(), is_new, strict=True) if new)
+        is_new = _new_rows(hashes, has_caption, np.array(written, dtype=np.uint64), run)
+        if run["lines_of_other_rows"]:
+            logger.warning(
+                "%d lines of %s are of captions, or of images, that the input does not have; they stay in it. For a "
+                "file of this input alone give another --output",
+                run["lines_of_other_rows"],
+                output,
+            )
+        write_json({**_state(parser, report, run), "complete": False}, summary_path)
+        # The flags end first: a table warns of what is odd in it after its last row, and it did so above.
+        todo, asked = tee(row for new, row in zip(is_new, rows(), strict=False) if new)
         outcomes = parser.parse_all(row.caption for row in asked)
-        for row, outcome in zip(todo, progress(outcomes, int(is_new.sum()), "parsing"), strict=True):
-            run["dropped_relations"] += outcome.dropped
-            if outcome.graph is None:
-                run["undone" if outcome.is_undone else "unreadable"] += 1
-                with JsonLines(errors_path) as errors:
-                    errors.write({"caption": row.caption, "problem": outcome.problem, "undone": outcome.is_undone})
-            else:
-                run["parsed"] += 1
-                file.write(graph_record(row.caption, outcome.graph, row.image))
-                counts = counts.plus(counts_of(row.caption, outcome.graph))
+        parsed = _parsed(zip(todo, outcomes, strict=True), run, errors_path)
+        for row, graph in progress(parsed, int(is_new.sum()), "parsing"):
+            file.write(graph_record(row.caption, graph, row.image))
+            report.add(row.caption, graph)
     is_complete = not run["undone"] + run["unreadable"]
-    summary = {**_state(parser, counts, run), "complete": is_complete, "sha256": file_sha256(output)}
+    summary = {**_state(parser, report, run), "complete": is_complete, "sha256": file_sha256(output)}
     write_json(summary, summary_path)
     if not is_complete:
         logger.warning(
@@ -173,10 +242,10 @@ def _open_parser(args: argparse.Namespace, output: Path) -> BulkParser:
 
 def _check_output(output: Path, summary_path: Path, parser: BulkParser) -> None:
     """Nothing is added to another program's file, nor to the graphs of another parser."""
-    if not summary_path.is_file():
-        if output.is_file() and output.stat().st_size:
-            raise ValueError(f"{output} exists, and there is no {summary_path} beside it; give another --output")
+    if not output.is_file() or not output.stat().st_size:
         return
+    if not summary_path.is_file():
+        raise ValueError(f"{output} exists, and there is no {summary_path} beside it; give another --output")
     before = parse_object(summary_path.read_bytes(), str(summary_path)).get("parser")
     if before != parser.record:
         raise ValueError(
@@ -185,25 +254,62 @@ def _check_output(output: Path, summary_path: Path, parser: BulkParser) -> None:
         )
 
 
-def _state(parser: BulkParser, counts: LookupCounts, run: Counter[str]) -> dict[str, Any]:
+def _parsed(
+    outcomes: Iterator[tuple[Row, Outcome]], run: Counter[str], errors_path: Path
+) -> Iterator[tuple[Row, SceneGraph]]:
+    """The rows that have a graph; the others go to the file of errors. Both are counted."""
+    for row, outcome in outcomes:
+        run["dropped_relations"] += outcome.dropped
+        if outcome.graph is not None:
+            run["parsed"] += 1
+            yield row, outcome.graph
+            continue
+        run["undone" if outcome.is_undone else "unreadable"] += 1
+        with JsonLines(errors_path) as errors:
+            errors.write({"caption": row.caption, "problem": outcome.problem, "undone": outcome.is_undone})
+
+
+def _state(parser: BulkParser, report: Report, run: Counter[str]) -> dict[str, Any]:
     # Captions are missing where graphs are looked up, not here.
-    whole_file = {name: number for name, number in counts._asdict().items() if name != "missing"}
+    whole_file = {name: number for name, number in report.counts._asdict().items() if name != "missing"}
+    whole_file["without_relation"] = report.without_relation
     return {"parser": parser.record, "counts": whole_file, "this_run": dict(run), "versions": versions()}
 
 
 def _words_of(summary: dict[str, Any]) -> str:
-    counts = LookupCounts(**summary["counts"])
-    dropped = summary["this_run"]["dropped_relations"]
-    return f"{counts}" + (f", {dropped:,} relations dropped in this run that are none" if dropped else "")
+    whole_file, run = dict(summary["counts"]), summary["this_run"]
+    without_relation = whole_file.pop("without_relation")
+    lines = [str(LookupCounts(**whole_file)), f"{without_relation:,} captions have no relation"]
+    if run["dropped_relations"]:
+        lines.append(f"{run['dropped_relations']:,} relations dropped in this run that are none")
+    reasons = {"without_caption": "without a caption", "repeated": "the same as an earlier row"}
+    if left_out := [f"{run[name]:,} {reason}" for name, reason in reasons.items() if run[name]]:
+        lines.append(f"left out of {run['rows']:,} rows: {' and '.join(left_out)}")
+    return "\n".join(lines)
 
 
-def _new_rows(rows: Rows, written: "array[int]") -> Bool[np.ndarray, "rows"]:
-    """True for the first of equal rows, unless the output has it."""
-    hashes = array("Q", (_hash(row) for row in progress(rows(), desc="reading captions")))
-    everything = np.array(hashes, dtype=np.uint64)
-    first = np.zeros(len(everything), dtype=bool)
-    first[np.unique(everything, return_index=True)[1]] = True
-    return first & ~np.isin(everything, np.array(written, dtype=np.uint64))
+def _read_rows(rows: Rows) -> tuple[UInt64[np.ndarray, "rows"], Bool[np.ndarray, "rows"]]:
+    """The hash of every row, and whether it has a caption."""
+    hashes, has_caption = array("Q"), bytearray()
+    for row in progress(rows(), desc="reading captions"):
+        hashes.append(_hash(row))
+        has_caption.append(bool(row.caption))
+    return np.array(hashes, dtype=np.uint64), np.array(has_caption, dtype=bool)
+
+
+def _new_rows(
+    hashes: UInt64[np.ndarray, "rows"],
+    has_caption: Bool[np.ndarray, "rows"],
+    written: UInt64[np.ndarray, "lines"],
+    run: Counter[str],
+) -> Bool[np.ndarray, "rows"]:
+    """True for the first of equal rows with a caption, unless the output has it; counts the others."""
+    first = np.zeros(len(hashes), dtype=bool)
+    first[np.unique(hashes, return_index=True)[1]] = True
+    run["without_caption"] = int((~has_caption).sum())
+    run["repeated"] = int((has_caption & ~first).sum())
+    run["lines_of_other_rows"] = int((~np.isin(written, hashes)).sum())
+    return has_caption & first & ~np.isin(hashes, written)
 
 
 def _hash(row: Row) -> int:

@@ -26,8 +26,12 @@ from dino_sparo.runtime.cli import MendableError
 from dino_sparo.runtime.extras import require
 from dino_sparo.sources.limits import parse_json
 
+logger = logging.getLogger(__name__)
+
 BACK_OFFS = 5
 MAX_ANSWER_TOKENS = 1024
+# Before the first caption the server is asked for its models; any answer, even a fault, shows that it can be reached.
+REACH_TIMEOUT_S = 20.0
 # So many captions in a row without an answer, and the server is taken to be gone.
 MAX_UNDONE_IN_A_ROW = 50
 NO_RELATIONS = ("and", "or", ",", "&")
@@ -158,17 +162,21 @@ class Server:
             logging.getLogger(name).setLevel(logging.WARNING)
         key = os.environ.get("OPENAI_API_KEY") or "none"
         self.client = openai.OpenAI(base_url=url, api_key=key, timeout=timeout_s, max_retries=BACK_OFFS)
+        self.lock, self.was_reached = threading.Lock(), False
 
     def __call__(self, messages: list[Message]) -> str:
         """The model's answer, greedy.
 
         Raises:
-            MendableError: the server refuses the key or does not know the model.
+            MendableError: the server cannot be reached from the start, refuses the key, or does not know the model.
             UnansweredError: too many requests, faults and time-outs, `BACK_OFFS` times again.
             ValueError: the server refuses this request.
         """
         import openai
 
+        with self.lock:
+            if not self.was_reached:
+                self._reach()
         dialogue: Any = messages
         try:
             answer = self.client.chat.completions.create(
@@ -184,6 +192,23 @@ class Server:
         except openai.APIError as error:
             raise ValueError(f"the server refuses the request: {_one_line(error)}") from error
         return (answer.choices[0].message.content if answer.choices else None) or ""
+
+    def _reach(self) -> None:
+        """Connect once, without back-offs; a server that answers late is left to the requests themselves."""
+        import openai
+
+        try:
+            self.client.with_options(max_retries=0, timeout=REACH_TIMEOUT_S).models.list()
+        except openai.APIConnectionError as error:
+            cause = error.__cause__ or error
+            if type(cause).__name__ != "ReadTimeout":
+                raise MendableError(
+                    f"--server {self.url} cannot be reached ({_one_line(cause) or type(cause).__name__}); start the "
+                    "server, or correct the address and its port"
+                ) from error
+        except openai.APIError:
+            pass
+        self.was_reached = True
 
 
 class LocalModel:
@@ -236,21 +261,34 @@ class LanguageModelParser:
         Raises:
             MendableError: the server refuses to work, or answers no more.
         """
+        undone, is_logged = 0, False
+        for outcome in self._outcomes(captions):
+            yield outcome
+            undone = undone + 1 if outcome.is_undone else 0
+            if outcome.is_undone and not is_logged:
+                logger.warning(
+                    "the server gives no answer (%s); captions without an answer are left undone, and the run ends "
+                    "after %d of them in a row",
+                    outcome.problem,
+                    MAX_UNDONE_IN_A_ROW,
+                )
+                is_logged = True
+            if undone >= MAX_UNDONE_IN_A_ROW:
+                raise MendableError(
+                    f"the last {undone} captions got no answer ({outcome.problem}); run the same command "
+                    "again when the server works, it goes on"
+                )
+
+    def _outcomes(self, captions: Iterator[str]) -> Iterator[Outcome]:
+        """The same, whatever they are."""
         waiting: deque[Future[Outcome]] = deque()
-        undone = 0
         with self.answers:
             threads = ThreadPoolExecutor(self.concurrency)
             try:
                 for caption in captions:
                     waiting.append(threads.submit(self.parse, caption))
                     if len(waiting) >= 4 * self.concurrency:
-                        yield (outcome := waiting.popleft().result())
-                        undone = undone + 1 if outcome.is_undone else 0
-                        if undone >= MAX_UNDONE_IN_A_ROW:
-                            raise MendableError(
-                                f"the last {undone} captions got no answer ({outcome.problem}); run the same command "
-                                "again when the server works, it goes on"
-                            )
+                        yield waiting.popleft().result()
                 while waiting:
                     yield waiting.popleft().result()
             finally:
@@ -288,5 +326,5 @@ class LanguageModelParser:
         return hashlib.sha256("\0".join((caption, self.model, PROMPT_VERSION)).encode("utf-8", "replace")).hexdigest()
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:200]

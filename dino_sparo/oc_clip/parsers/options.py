@@ -12,12 +12,13 @@ def parse_parser() -> argparse.ArgumentParser:
     """The options of `command.py`, in data-flow order."""
     parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
     group = parser.add_argument_group("captions")
-    group.add_argument(
+    source = group.add_mutually_exclusive_group(required=True)
+    source.add_argument(
         "--captions",
-        required=True,
         help="Text file, a caption per line; table (.csv, .tsv, .jsonl), JSON of COCO or of a benchmark, or any pairs "
         "that training reads: shards, scenes, class folders. For vg region_graphs.json, for gqa its scene graphs.",
     )
+    source.add_argument("--caption", metavar="TEXT", help="Show the graph of this one caption, and write nothing.")
     group.add_argument(
         "--caption_key", default=None, help="Column or key of the captions; by default those with a usual name."
     )
@@ -48,7 +49,7 @@ def parse_parser() -> argparse.ArgumentParser:
         help="Of vg and gqa: file with one image id or file name per line, to leave out.",
     )
     group = parser.add_argument_group("result")
-    group.add_argument("--output", required=True, help="File of graphs, .jsonl; if it exists, the run goes on with it.")
+    group.add_argument("--output", default=None, help="File of graphs, .jsonl; if it exists, the run goes on with it.")
     group.add_argument(
         "--max_nodes", type=int, default=MAX_NODES, help="Entities beyond this count as dropped; the file keeps all."
     )
