@@ -12,7 +12,6 @@ evaluation takes as --slots, and all that it depends on) and mask.png. Source: S
 
 import argparse
 import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +92,8 @@ def change_elsewhere(scorer: DotProductScorer, mask: SlotMask, data_path: str, d
     classes = open_classes(source, data_path=data_path)
     images = apply_classes(source, classes)
     templates = open_templates("auto", data_path)
-    masked = replace(scorer, model=with_slots(whole_model(scorer.model), mask).to(scorer.device))
+    model = with_slots(whole_model(scorer.model), mask).to(scorer.device)
+    masked = DotProductScorer(**{**vars(scorer), "model": model})  # `scorer` may be one of whole models alone
     results = [evaluate_zero_shot(each, images, classes.names, templates) for each in (scorer, masked)]
     return {
         "data_path": data_path,
