@@ -76,6 +76,7 @@ def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
         weights_in_words(loaded),
         looks,
         [view_pixels(image, view.view(image), PICTURE_HEIGHT) for image in images],
+        args.default_tokens,
     )
     return write(gallery, graphs, loaded, args)
 
