@@ -22,7 +22,7 @@ def train_dino(args: argparse.Namespace) -> None:
     """Train DINO with these options, or go on from the last checkpoint; see `training.run.train` for what is raised."""
     from dino_sparo.dino import train  # not above: it imports torch, and --help need not wait for that
 
-    train.train_dino(args)
+    train.train(args)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -4,7 +4,7 @@ The rooms of the house, in the order of the data flow:
 
     images -> crops                sources/  scenes.py  data.py  crops.py  distort.py
     crops -> tokens -> slots       backbone.py  readout.py (pooling.py, readout_table.py)  encoder.py
-    weights <-> files              checkpoint.py (open_clip_names.py)  export.py
+    weights <-> files              checkpoint.py (checkpoint_folder.py, open_clip_names.py)  initialize.py  export.py
     a run, for any objective       training/  runtime/
     DINO                           dino/        head.py  loss.py  teacher.py  step.py
     CLIP                           clip/        model.py  loss.py  step.py; slots/  pictures/
@@ -25,10 +25,10 @@ One letter, one meaning, in every shape. Equations keep the letters of their pap
     U captions or their graphs, where there is not one per image
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dino_sparo._version import __version__
+from dino_sparo.runtime.lazy import lazy_names
 
 if TYPE_CHECKING:
     from dino_sparo.checkpoint import CheckpointError, load_checkpoint, load_encoder
@@ -55,29 +55,15 @@ __all__ = [
     "load_encoder",
 ]
 
-# The modules import torch, which takes seconds: they are imported when one of their names is first used (PEP 562).
-_MODULE_OF = {
-    "CheckpointError": "dino_sparo.checkpoint",
-    "DINOHead": "dino_sparo.dino.head",
-    "DINOLoss": "dino_sparo.dino.loss",
-    "DINONetwork": "dino_sparo.dino.head",
-    "Encoder": "dino_sparo.encoder",
-    "EncoderConfig": "dino_sparo.encoder",
-    "EvalTransform": "dino_sparo.crops",
-    "MultiCropAugmentation": "dino_sparo.crops",
-    "ReadoutOutput": "dino_sparo.readout",
-    "Sparo": "dino_sparo.readout",
-    "create_encoder": "dino_sparo.encoder",
-    "load_checkpoint": "dino_sparo.checkpoint",
-    "load_encoder": "dino_sparo.checkpoint",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULE_OF[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_MODULE_OF])
+# The modules import torch, which takes seconds.
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "checkpoint": ("CheckpointError", "load_checkpoint", "load_encoder"),
+        "crops": ("EvalTransform", "MultiCropAugmentation"),
+        "dino.head": ("DINOHead", "DINONetwork"),
+        "dino.loss": ("DINOLoss",),
+        "encoder": ("Encoder", "EncoderConfig", "create_encoder"),
+        "readout": ("ReadoutOutput", "Sparo"),
+    },
+)

@@ -19,7 +19,7 @@ from dino_sparo import choices
 from dino_sparo._version import __version__
 from dino_sparo.clip import choices as clip_choices
 from dino_sparo.oc_clip.choices import DEMO_MODELS
-from dino_sparo.runtime.cli import HelpFormatter, command_parser, errors_in_one_line, say
+from dino_sparo.runtime.cli import HelpFormatter, command_parser, errors_in_one_line, mistakes_in_one_line, say
 from dino_sparo.runtime.demos import demo_parser
 
 if TYPE_CHECKING:
@@ -110,6 +110,7 @@ def run(name: str, words: Sequence[str] | None = None, prog: str | None = None) 
         return getattr(importlib.import_module(module), function)(words)
     parser = command.parser()
     parser.prog, parser.description = prog or f"dino-sparo {name}", command.summary
+    mistakes_in_one_line(parser)
     args = parser.parse_args(words)
     with errors_in_one_line(logging.getLogger(module)):
         body = getattr(importlib.import_module(module), function)
@@ -120,7 +121,7 @@ COMMANDS: dict[str, Command] = {
     "train": Command(
         "Images -> an encoder, trained with DINO.",
         options_of("dino.options"),
-        "dino_sparo.dino.train:train_dino",
+        "dino_sparo.dino.train:train",
     ),
     "train-clip": Command(
         "Images with captions -> an encoder of both, trained with CLIP.",
@@ -186,6 +187,11 @@ COMMANDS: dict[str, Command] = {
         options_of("image_text.evaluation.options", "compositional_parser"),
         "dino_sparo.image_text.evaluation.compositional.command:compare",
         open_any_model,
+    ),
+    "order-captions": Command(
+        "Images with captions -> captions with shuffled words, ARO's order benchmarks, for compositional.",
+        options_of("image_text.evaluation.options", "order_captions_parser"),
+        "dino_sparo.image_text.evaluation.compositional.word_order:write_order",
     ),
     "clip-probe": Command(
         "Frozen image features -> accuracy of a linear probe, its weight decay chosen by a sweep.",

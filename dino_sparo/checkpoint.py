@@ -1,4 +1,4 @@
-"""Weights <-> files: atomic saving, strict loading, encoders rebuilt from what the checkpoint says.
+"""Files -> weights: verified reading, strict loading, encoders rebuilt from what the checkpoint says.
 
 A checkpoint is a dict of plain values and tensors, read without running any code in it:
 
@@ -16,31 +16,26 @@ A checkpoint is a dict of plain values and tensors, read without running any cod
     steps_per_epoch        what a step's number is counted in
     args, versions         the options; versions of the packages
 
-A `CheckpointFolder` keeps the last few of them, each written whole or not at all, and finds the newest undamaged one.
+`checkpoint_folder.py` writes them.
 
 The names are the reference's where it has one, so its scripts read our `--readout cls` checkpoints, and `load_encoder`
 reads the reference's: full checkpoints, and raw ViT weights. `export.py` writes an encoder as safetensors, which are
-read wherever a checkpoint is; `initialize_encoder` starts an encoder from another's weights. From a checkpoint of CLIP,
+read wherever a checkpoint is; `initialize.py` starts an encoder from another's weights. From a checkpoint of CLIP,
 ours, OpenCLIP's or sparo-clip's, they take the image tower.
 """
 
 import argparse
-import contextlib
-import errno
 import logging
 import math
-import os
 import pathlib
 import pickle
 import random
 import re
-import shutil
 import zipfile
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +44,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from dino_sparo.backbone import Backbone
 from dino_sparo.choices import (
     ARCHITECTURES,
     IMAGENET_MEAN,
@@ -61,6 +55,7 @@ from dino_sparo.crops import EvalTransform
 from dino_sparo.encoder import Encoder, EncoderConfig, encoder_from_config
 from dino_sparo.open_clip_names import Renamed, from_open_clip_names, is_open_clip
 from dino_sparo.readout_table import readout_kind
+from dino_sparo.runtime.records import differences
 from dino_sparo.sources.limits import parse_json
 
 logger = logging.getLogger(__name__)
@@ -85,165 +80,6 @@ PLAIN_TYPES = [
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be used: damaged, unsafe, or of another model."""
-
-
-def save_checkpoint(
-    checkpoint: Mapping[str, Any],
-    path: Path,
-    previous: Sequence[Path] = (),
-    copies: Sequence[Path] = (),
-) -> None:
-    """Write a checkpoint so that every name always holds a whole one, the old or the new.
-
-    All that can fail comes first, under temporary names: the new file is written, flushed to the disk and compared with
-    its checksums, and the other names are prepared as hard links. Only then are the temporary files renamed, `path`
-    first. So a save that fails changes nothing, and after a kill at any moment no two names hold one checkpoint.
-
-    Args:
-        checkpoint: what to write.
-        path: of the new file.
-        previous: what the files before are called from now on, the last of them first.
-        copies: further names for the new file.
-
-    Raises:
-        CheckpointError: the disk is full or the folder cannot be written; nothing has changed.
-    """
-    temporary = {name: name.with_name(f".{name.name}.tmp") for name in (path, *previous, *copies)}
-    try:
-        for name in temporary.values():
-            name.unlink(missing_ok=True)
-        with temporary[path].open("xb") as file:
-            torch.save(dict(checkpoint), file)
-            file.flush()
-            os.fsync(file.fileno())
-        verify_checkpoint(temporary[path])
-        sources = {}
-        for before, name in pairwise((path, *previous)):
-            if not before.is_file():
-                break  # a gap is filled, and what is behind it stays
-            sources[name] = before
-        sources |= dict.fromkeys(copies, temporary[path])
-        for name, source in sources.items():
-            _link(source, temporary[name])
-        os.replace(temporary[path], path)
-    except (OSError, RuntimeError, CheckpointError) as error:
-        kept = "the checkpoint before it is kept" if path.exists() else "there was none before it"
-        raise CheckpointError(f"could not write {path} ({_reason(error)}); {kept}; {_remedy(error)}") from error
-    else:
-        _rename({temporary[name]: name for name in sources}, path)
-    finally:
-        for name in temporary.values():
-            with contextlib.suppress(OSError):
-                name.unlink()
-    _sync_folder(path.parent)
-
-
-def _link(path: Path, link: Path) -> None:
-    """Give a file a second name, or copy it where the file system has no hard links."""
-    try:
-        os.link(path, link)
-    except OSError:
-        with path.open("rb") as source, link.open("xb") as copy:
-            shutil.copyfileobj(source, copy)
-            copy.flush()
-            os.fsync(copy.fileno())
-
-
-def _rename(names: Mapping[Path, Path], saved: Path) -> None:
-    """Give prepared files their names, up to the first that fails: behind it each would double the one before.
-
-    The checkpoint itself has its name already, so an error does not end the run.
-    """
-    try:
-        for temporary, name in names.items():
-            os.replace(temporary, name)
-    except OSError as error:
-        logger.error("%s is saved, but %s could not be replaced (%s)", saved, name, error)
-
-
-def _reason(error: Exception) -> object:
-    """Why a file could not be written; torch hides the system's error behind a RuntimeError of its own."""
-    is_hidden = isinstance(error, RuntimeError) and isinstance(error.__context__, OSError)
-    return error.__context__ if is_hidden else error
-
-
-def _remedy(error: Exception) -> str:
-    number = getattr(_reason(error), "errno", None)
-    if number is None or number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return "free some space and start again"
-    return "see that the folder is there and can be written, and start again"
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a renaming survive a power cut, where folders can be flushed."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-class CheckpointFolder:
-    """The checkpoints of a run: `checkpoint.pth`, the newest, and the ones before it, `checkpoint_previous1.pth`, ...
-
-    Args:
-        folder: an existing folder.
-        keep: how many there are, the newest included.
-        name: of the newest.
-    """
-
-    def __init__(self, folder: Path, keep: int = 3, name: str = "checkpoint") -> None:
-        self.folder, self.keep, self.name = folder, keep, name
-        self.newest = folder / f"{name}.pth"
-
-    def previous(self, number: int) -> Path:
-        """The path of the checkpoint `number` saves before the newest."""
-        return self.folder / f"{self.name}_previous{number}.pth" if number else self.newest
-
-    def save(self, checkpoint: Mapping[str, Any], copies: Iterable[str] = ()) -> None:
-        """Write a checkpoint; the ones before it move one place back, and the oldest goes.
-
-        A save that fails changes nothing. One that is killed leaves `keep` different whole checkpoints if there were as
-        many before, `checkpoint.pth` among them.
-
-        Args:
-            checkpoint: what to write.
-            copies: names of files that later saves do not overwrite.
-
-        Raises:
-            CheckpointError: the disk is full or the folder cannot be written; nothing has changed.
-        """
-        with contextlib.suppress(OSError):
-            for remains in self.folder.glob(f".{self.name}*.tmp"):  # of a killed save; they take space
-                remains.unlink()
-        previous = [self.previous(number) for number in range(1, self.keep)]
-        save_checkpoint(checkpoint, self.newest, previous, [self.folder / copy for copy in copies])
-
-    def find(self) -> Path | None:
-        """The newest checkpoint whose bytes are those that were written; damaged ones are named and set aside.
-
-        Raises:
-            CheckpointError: there are checkpoints, but none of them is sound.
-        """
-        candidates = [path for number in range(max(self.keep, 1)) if (path := self.previous(number)).is_file()]
-        candidates += sorted(set(self.folder.glob(f"{self.name}_previous*.pth")) - set(candidates))
-        reasons = []
-        for path in candidates:
-            try:
-                verify_checkpoint(path)
-            except CheckpointError as error:
-                reasons.append((path, str(error)))
-                continue
-            # Renamed: otherwise the next save would drop a whole checkpoint and keep a damaged one.
-            for damaged, reason in reasons:
-                os.replace(damaged, damaged.with_name(f"{damaged.name}.damaged"))
-                logger.error("%s; it is %s.damaged now, and the run goes on from %s", reason, damaged.name, path)
-            return path
-        if reasons:
-            causes = "; ".join(reason for _, reason in reasons)
-            raise CheckpointError(f"{causes}; none is left to go on from. Choose another --output_dir")
-        return None
 
 
 def verify_checkpoint(path: Path) -> None:
@@ -476,7 +312,7 @@ def load_strictly(module: nn.Module, weights: Mapping[str, Tensor], source: str)
         if weights[name].shape != wanted[name].shape
     ]
     problems = [
-        f"{len(names)} {kind}: {_shortened(names)}"
+        f"{len(names)} {kind}: {shortened(names)}"
         for kind, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", misshapen))
         if names
     ]
@@ -485,7 +321,8 @@ def load_strictly(module: nn.Module, weights: Mapping[str, Tensor], source: str)
     module.load_state_dict(dict(weights))
 
 
-def _shortened(names: list[str]) -> str:
+def shortened(names: list[str]) -> str:
+    """The first names of a list, and how many more there are, for messages."""
     rest = len(names) - NUM_NAMES_SHOWN
     return ", ".join(names[:NUM_NAMES_SHOWN]) + (f", ... and {rest} more" if rest > 0 else "")
 
@@ -510,8 +347,8 @@ def infer_config(
     Raises:
         CheckpointError: these are no ViT's weights, or of no known architecture.
     """
-    embed_dim, in_chans, kernel, grid_size = _patch_sizes(weights)
-    depth, queries = _num_blocks(weights), weights.get("readout.queries")
+    embed_dim, in_chans, kernel, grid_size = patch_sizes(weights)
+    depth, queries = num_blocks(weights), weights.get("readout.queries")
     # SPARO replaces the last block. If no architecture has that depth, it follows the last block.
     depths = [depth] if queries is None else [depth + 1, depth]
     names = {(size.embed_dim, size.depth): name for name, size in ARCHITECTURES.items()}
@@ -544,23 +381,24 @@ def infer_config(
     )
 
 
-def _patch_sizes(weights: Mapping[str, Tensor]) -> tuple[int, int, int, int]:
+def patch_sizes(weights: Mapping[str, Tensor]) -> tuple[int, int, int, int]:
     """Width, channels, patch side in pixels and grid side in patches of a ViT, from its weights."""
     projection, positions = weights.get("backbone.patch_embed.proj.weight"), weights.get("backbone.pos_embed")
     if projection is None or positions is None or projection.ndim != 4:
         raise CheckpointError(
             "these are not the weights of a vision transformer: patch_embed.proj.weight or pos_embed is missing among "
-            + _shortened(sorted(weights))
+            + shortened(sorted(weights))
         )
     embed_dim, in_chans, _, kernel = projection.shape
     return embed_dim, in_chans, kernel, math.isqrt(positions.shape[1] - 1)
 
 
-def _num_blocks(weights: Iterable[str]) -> int:
-    return 1 + max((_block(name) for name in weights), default=-1)
+def num_blocks(weights: Iterable[str]) -> int:
+    """Blocks of a ViT, from the names of its weights."""
+    return 1 + max((block_of(name) for name in weights), default=-1)
 
 
-def _block(name: str) -> int:
+def block_of(name: str) -> int:
     """The number of the block that a weight belongs to, -1 for those of none."""
     return int(name.split(".")[2]) if name.startswith("backbone.blocks.") else -1
 
@@ -645,13 +483,8 @@ def encoder_of(
     return encoder.eval()
 
 
-def load_normalization(path: str | Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and std of the images a checkpoint was trained on; ImageNet's where it does not say."""
-    return normalization_of(load_checkpoint(path))
-
-
 def normalization_of(checkpoint: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """`load_normalization` for a checkpoint that has been read already."""
+    """Mean and std of the images a checkpoint was trained on; ImageNet's where it does not say."""
     entry = image_text_entry(checkpoint) or encoder_entry(checkpoint) or {}
     is_foreign_clip = not entry and is_open_clip(_top_weights(checkpoint))
     mean, std = (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD) if is_foreign_clip else (IMAGENET_MEAN, IMAGENET_STD)
@@ -730,6 +563,9 @@ def _image_tower(description: Mapping[str, Any]) -> dict[str, Any]:
     image = dict(description["image"])
     # Early checkpoints of CLIP say these of the whole model alone.
     image |= {name: description[name] for name in ("replace_block", "quick_gelu") if name in description}
+    if "binding" in description:
+        # OC-CLIP's losses reach the patches alone: nothing trains the class token in the last block.
+        image["readout"] = "gap"
     needs_codes = readout_kind(image["readout"]).needs_codes
     image["num_codes"] = description["num_codes"] if needs_codes else 0
     image["code_dim"] = description["embed_dim"] if needs_codes else 0
@@ -747,152 +583,29 @@ def check_same_model(checkpoint: Mapping[str, Any], config: EncoderConfig, sourc
         raise CheckpointError(
             f"{source} does not say how its encoder was built, so it cannot be resumed; choose another --output_dir"
         )
-    saved = EncoderConfig.from_dict(entry)
-    if saved != config:
-        differing = [
-            f"{name} {getattr(saved, name)!r} in the checkpoint, {value!r} asked for"
-            for name, value in asdict(config).items()
-            if getattr(saved, name) != value
-        ]
+    check_same_description(asdict(EncoderConfig.from_dict(entry)), asdict(config), source)
+
+
+def check_same_description(saved: Mapping[str, Any], asked: Mapping[str, Any], source: str) -> None:
+    """Refuse to resume a checkpoint of another model.
+
+    Args:
+        saved: how the checkpoint's model is built, plain values.
+        asked: how the options' model is built.
+        source: the checkpoint's file, for messages.
+
+    Raises:
+        CheckpointError: names each value that differs.
+    """
+    if differing := differences(_flat(saved), _flat(asked), "in the checkpoint", "asked for"):
         raise CheckpointError(
             f"{source} holds another model: {'; '.join(differing)}. Give the same options, or another --output_dir"
         )
 
 
-@dataclass(frozen=True)
-class InitReport:
-    """What `initialize_encoder` did, by names of weights.
-
-    Attributes:
-        source: the file.
-        taken: weights that come from it.
-        dropped: weights of it that have no place in the encoder.
-        new: weights of the encoder that keep their random values.
-        grids: sides in patches of the source's and of the encoder's position grid.
-    """
-
-    source: str
-    taken: tuple[str, ...]
-    dropped: tuple[str, ...]
-    new: tuple[str, ...]
-    grids: tuple[int, int]
-
-    def __str__(self) -> str:
-        before, after = self.grids
-        resampled = f"; position embedding resampled from {before}x{before} to {after}x{after} patches"
-        return (
-            f"weights of {self.source}: taken {_parts(self.taken)}; dropped {_parts(self.dropped)}; new "
-            f"{_parts(self.new)}{resampled if before != after else ''}"
-        )
-
-
-def _parts(names: Iterable[str]) -> str:
-    """What weights belong to: `pos_embed, blocks 0-10, head.*`."""
-    blocks = sorted({_block(name) for name in names} - {-1})
-    text = f"blocks {blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else f"block {blocks[0]}" if blocks else ""
-    paths = [name.removeprefix("backbone.").split(".") for name in names]
-    parts = [text if first == "blocks" else f"{first}.*" if rest else first for first, *rest in paths]
-    return ", ".join(dict.fromkeys(parts)) or "nothing"
-
-
-def initialize_encoder(encoder: Encoder, path: str | Path, which: str = "teacher") -> InitReport:
-    """Start an encoder from the weights of another, in place.
-
-    The blocks that both have are taken, and a read-out of the same sizes. A ViT's last
-    block is dropped where `sparo` replaces it. Positions of another grid are resampled as the backbone does it
-    for images of another size.
-
-    Args:
-        encoder: what to start; it says width, patch size and channels.
-        path: one of our checkpoints, a DINO or timm ViT state dict, or the image tower of a CLIP: ours, OpenCLIP's or
-            sparo-clip's (.pth, .safetensors).
-        which: `teacher` or `student`, of a checkpoint that holds both.
-
-    Returns:
-        What was taken, what was dropped and what is new.
-
-    Raises:
-        CheckpointError: the file cannot be read, or holds no ViT, or one of another width, patch size or make.
-    """
-    checkpoint, config = load_checkpoint(path), encoder.config
-    check_same_activation(checkpoint, config.quick_gelu, str(path))
-    return start_encoder(encoder, network_weights(checkpoint, which, str(path)), str(path))
-
-
-def start_encoder(encoder: Encoder, weights: dict[str, Tensor], source: str) -> InitReport:
-    """`initialize_encoder` for weights under our names that have been read from `source` already; changes `weights`."""
-    config, own = encoder.config, encoder.state_dict()
-    if "backbone.norm.weight" not in own:  # the read-out has the last LayerNorm, or there is none
-        weights = {name.replace("backbone.norm.", "readout.norm."): value for name, value in weights.items()}
-    _check_same_make(weights, own, source)
-    grid_size = _patch_sizes(weights)[-1]
-    # A backbone without blocks, of the source's grid: it knows how to resample its positions.
-    resampler = Backbone(
-        ARCHITECTURES[config.arch], config.patch_size, grid_size * config.patch_size, config.in_chans, depth=0
-    )
-    resampler.pos_embed = nn.Parameter(weights["backbone.pos_embed"].float())
-    weights["backbone.pos_embed"] = resampler.position_embedding(config.img_size, config.img_size).detach()
-    taken = [name for name in own if name in weights and weights[name].shape == own[name].shape]
-    # A read-out is taken whole or not at all: its queries were trained with its keys.
-    readout = {name for name in (*own, *weights) if name.startswith("readout.")}
-    if not readout <= set(taken):
-        taken = [name for name in taken if name not in readout]
-    encoder.load_state_dict({**own, **{name: weights[name] for name in taken}})
-    return InitReport(
-        source,
-        tuple(taken),
-        dropped=tuple(name for name in weights if name not in taken),
-        new=tuple(name for name in own if name not in taken),
-        grids=(grid_size, config.img_size // config.patch_size),
-    )
-
-
-def check_same_activation(checkpoint: Mapping[str, Any], quick_gelu: bool, source: str) -> None:
-    """Refuse to start from weights that were trained with another activation, where the file says which.
-
-    Raises:
-        CheckpointError: they were.
-    """
-    description = image_text_entry(checkpoint)
-    if description is None:
-        description = checkpoint.get("encoder")
-    if description is None:
-        return
-    if {**description.get("image", {}), **description}.get("quick_gelu", False) != quick_gelu:
-        raise CheckpointError(
-            f"{source} was trained with quick_gelu={not quick_gelu}, the model has quick_gelu={quick_gelu}; build it "
-            f"alike: --quick_gelu {str(not quick_gelu).lower()}"
-        )
-
-
-def _check_same_make(weights: Mapping[str, Tensor], own: Mapping[str, Tensor], source: str) -> None:
-    """Refuse weights that are not of the encoder's kind of ViT, up to its number of blocks and its grid."""
-    sizes, own_sizes = _patch_sizes(weights), _patch_sizes(own)
-    for what, actual, wanted in zip(
-        ("width", "number of channels", "patch size"), sizes[:3], own_sizes[:3], strict=True
-    ):
-        if actual != wanted:
-            raise CheckpointError(
-                f"{source} has {what} {actual}, the encoder {wanted}; choose other weights, or build the encoder alike "
-                f"(--arch, --patch_size)"
-            )
-    positions = tuple(weights["backbone.pos_embed"].shape)
-    if positions != (1, sizes[-1] ** 2 + 1, sizes[0]):
-        raise CheckpointError(
-            f"{source} has positions {positions}; a square grid and one class token are what an encoder starts from"
-        )
-    depth = min(_num_blocks(weights), _num_blocks(own))
-    their_names, own_names = (
-        {name for name in names if name.startswith("backbone.") and _block(name) < depth} for names in (weights, own)
-    )
-    misshapen = {
-        name for name in (their_names & own_names) - {"backbone.pos_embed"} if weights[name].shape != own[name].shape
-    }
-    strange = sorted(misshapen | (their_names ^ own_names))
-    if strange:
-        is_clips, is_own_clips = ("backbone.norm_pre.weight" in names for names in (weights, own))
-        hint = f"; build the encoder alike: --pre_norm {str(is_clips).lower()}" if is_clips != is_own_clips else ""
-        raise CheckpointError(
-            f"{source} holds a ViT of another make: {len(strange)} weights are missing, unexpected or of another "
-            f"shape, {_shortened(strange)}{hint}"
-        )
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested values under dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= {f"{name}.{inner}": item for inner, item in value.items()} if isinstance(value, dict) else {name: value}
+    return flat

@@ -4,7 +4,7 @@ Training feeds the encoding to the head; evaluation measures it. The encoding is
 slots, (B, L*V).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from itertools import groupby
 from typing import Any
@@ -78,12 +78,22 @@ class EncoderConfig:
             if not isinstance(values[name], known[name]):
                 kind = getattr(known[name], "__name__", str(known[name]))
                 raise ValueError(f"the encoder was saved with {name} {values[name]!r}, which is no {kind}")
-        unknown = sorted(values.keys() - known - {"mean", "std"})
-        if unknown:
-            raise ValueError(
-                f"the encoder was saved with {', '.join(unknown)}, which this version does not know; update"
-            )
+        refuse_unknown("encoder", values.keys() - known - {"mean", "std"})
         return cls(**{name: value for name, value in values.items() if name in known})
+
+
+def refuse_unknown(what: str, names: Iterable[str]) -> None:
+    """Refuse a configuration that says more than this version knows.
+
+    Args:
+        what: is built by it.
+        names: of what is not known.
+
+    Raises:
+        ValueError: there are some.
+    """
+    if unknown := sorted(names):
+        raise ValueError(f"the {what} was saved with {', '.join(unknown)}, which this version does not know; update")
 
 
 class Encoder(nn.Module):

@@ -138,7 +138,7 @@ def with_article(phrase: str) -> str:
     return f"{'an' if phrase[0] in 'aeiou' else 'a'} {phrase}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Relation:
     """`objects[subject] predicate objects[object]`, with predicate one of RELATIONS."""
 

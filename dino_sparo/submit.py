@@ -14,18 +14,14 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import submitit
 from submitit.helpers import DelayedSubmission
 from submitit.slurm.slurm import SlurmExecutor, _make_sbatch_string
 
-from dino_sparo.clip import options as clip_options
-from dino_sparo.dino import options as dino_options
-from dino_sparo.oc_clip import options as oc_clip_options
 from dino_sparo.runtime import FAULT_STATUS
 from dino_sparo.runtime.cli import HelpFormatter, errors_in_one_line, say
 
@@ -42,40 +38,18 @@ FAULT_STATUSES = (FAULT_STATUS, 128 + 6, 128 + 7, 128 + 9, 128 + 11, 128 + 12, 1
 DO_NOT_REQUEUE = "do_not_requeue"
 
 
-class TrainingModule(NamedTuple):
-    """What a trainer offers to be submitted.
-
-    Attributes:
-        check_options: refuses wrong options before the job waits in the queue.
-        train: does the work in every task.
-    """
-
-    check_options: Callable[[argparse.Namespace], None]
-    train: Callable[[argparse.Namespace], None]
+# `--module` -> the folder of the objective.
+OBJECTIVES = {"main_dino": "dino", "dino_sparo.clip.train": "clip", "dino_sparo.oc_clip.train": "oc_clip"}
 
 
-def _module(objective: str, function: str = "train") -> TrainingModule:
-    """An objective's trainer, imported when asked for: it needs torch, and perhaps packages that others do not."""
+def trainer_of(module: str) -> Any:
+    """The module that trains an objective, imported when asked for: it needs torch, and perhaps other packages."""
     try:
-        train = getattr(importlib.import_module(f"dino_sparo.{objective}.train"), function)
+        return importlib.import_module(f"dino_sparo.{OBJECTIVES[module]}.train")
     except ImportError as error:
         raise SystemExit(
             f"not submitted: this objective needs the packages of `pip install -e '.[clip]'` ({error})"
         ) from error
-    return TrainingModule(importlib.import_module(f"dino_sparo.{objective}.options").check_options, train)
-
-
-# Of the options alone, which import no torch, so that --help is fast.
-PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
-    "main_dino": dino_options.get_args_parser,
-    "dino_sparo.clip.train": clip_options.get_args_parser,
-    "dino_sparo.oc_clip.train": oc_clip_options.get_args_parser,
-}
-TRAINERS: dict[str, Callable[[], TrainingModule]] = {
-    "main_dino": partial(_module, "dino", "train_dino"),
-    "dino_sparo.clip.train": partial(_module, "clip"),
-    "dino_sparo.oc_clip.train": partial(_module, "oc_clip"),
-}
 
 
 class Trainer:
@@ -93,13 +67,13 @@ class Trainer:
         import torch  # not above: submitting does not need torch
 
         job = submitit.JobEnvironment()
-        module = TRAINERS[self.args.module]()
+        trainer = trainer_of(self.args.module)
         with errors_in_one_line(logger, note_final=(job.paths.folder / DO_NOT_REQUEUE).touch):
             check_tasks(self.args, job.num_tasks, job.num_nodes, torch.cuda.device_count())
             if job.cluster == "local":
                 _set_local_rendezvous(job)
             self.args.output_dir = str(self.args.output_dir).replace("%j", job.job_id)
-            module.train(self.args)
+            trainer.train(self.args)
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # there is nothing left to interrupt
 
     def checkpoint(self) -> DelayedSubmission:
@@ -150,12 +124,14 @@ def get_submission_parser(module: str = "main_dino", prog: str = "dino-sparo sub
     """The options of a trainer and those of the job.
 
     Args:
-        module: a key of `PARSERS`.
+        module: a key of `OBJECTIVES`.
         prog: what `--help` calls the command.
     """
+    # Of the options alone, which import no torch, so that --help is fast.
+    options = importlib.import_module(f"dino_sparo.{OBJECTIVES[module]}.options")
     parser = argparse.ArgumentParser(
         prog,
-        parents=[PARSERS[module]()],
+        parents=[options.get_args_parser()],
         description=__doc__,
         formatter_class=HelpFormatter,
     )
@@ -193,7 +169,7 @@ def get_submission_parser(module: str = "main_dino", prog: str = "dino-sparo sub
 
 
 def _add_module_option(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument("--module", default="main_dino", choices=sorted(PARSERS), help="The trainer to submit.")
+    parser.add_argument("--module", default="main_dino", choices=sorted(OBJECTIVES), help="The trainer to submit.")
 
 
 def job_folder(args: argparse.Namespace) -> Path:
@@ -342,7 +318,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "dino-sparo submit") -> 
     try:
         # Checked now, not after an hour in the queue.
         check_submission(args)
-        TRAINERS[module]().check_options(args)
+        trainer_of(module).check_options(args)
         if args.dry_run:
             script = batch_script(args)
         else:

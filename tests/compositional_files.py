@@ -65,3 +65,18 @@ def random_scores(seed: int, questions: int, options: int) -> np.ndarray:
     scores[is_tied, 1] = scores[is_tied].max(axis=1)
     scores[is_tied, 0] = scores[is_tied, 1]
     return scores
+
+
+# Captions as `text/TAG` in the Penn Treebank's tags, as a tagger may give them.
+TAGGED_CAPTIONS = (
+    "A/DT red/JJ star/NN left/VBN of/IN a/DT blue/JJ ring/NN ./.",
+    "Two/CD dogs/NNS do/VBP n't/RB chase/VB Tom/NNP 's/POS bigger/JJR \"/`` cats/NNS \"/'' !/.",
+    "dog/NN",
+    "running/VBG fast/RB",
+    " ".join(["old/JJ houses/NNS and/CC the/DT"] * 9),
+)
+
+
+def tagged(text: str) -> list[tuple[str, str]]:
+    """Words and tags of such a caption."""
+    return [(word, tag) for word, _, tag in (part.rpartition("/") for part in text.split(" "))]

@@ -15,7 +15,8 @@ import torch
 from PIL import Image
 
 import visualize_attention
-from dino_sparo.checkpoint import encoder_description, save_checkpoint
+from dino_sparo.checkpoint import encoder_description
+from dino_sparo.checkpoint_folder import save_checkpoint
 from dino_sparo.data import IMAGENET_MEAN, IMAGENET_STD, open_source
 from dino_sparo.encoder import Encoder, create_encoder
 from dino_sparo.evaluation.atlas import Atlas, AtlasImage, AtlasSlot, build_atlas, draw_atlas, score_images

@@ -12,7 +12,8 @@ import torch
 from PIL import Image
 
 import visualize_attention
-from dino_sparo.checkpoint import encoder_description, save_checkpoint
+from dino_sparo.checkpoint import encoder_description
+from dino_sparo.checkpoint_folder import save_checkpoint
 from dino_sparo.data import IMAGENET_MEAN, IMAGENET_STD, CorruptImageError
 from dino_sparo.encoder import Encoder, EncoderConfig, encoder_from_config
 from dino_sparo.evaluation import attention_command, page

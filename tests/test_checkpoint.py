@@ -27,22 +27,22 @@ from dino_sparo import CheckpointError, Encoder, EncoderConfig, create_encoder, 
 from dino_sparo import checkpoint as checkpoint_module
 from dino_sparo.checkpoint import (
     check_known_clip,
-    check_same_activation,
     check_same_model,
     describe_encoder,
     encoder_description,
     flat_weights,
     infer_config,
-    load_normalization,
     load_strictly,
+    normalization_of,
     random_state,
     restore_random_state,
-    save_checkpoint,
     weights_checksum,
 )
+from dino_sparo.checkpoint_folder import save_checkpoint
 from dino_sparo.data import IMAGENET_MEAN, IMAGENET_STD
 from dino_sparo.evaluation.protocol import trained_encoder
 from dino_sparo.export import export
+from dino_sparo.initialize import check_same_activation
 from dino_sparo.open_clip_names import Renamed
 
 SMALL: dict[str, Any] = {"arch": "vit_micro", "patch_size": 8, "img_size": 24}
@@ -320,7 +320,7 @@ def test_a_flipped_bit_in_the_weights_is_noticed_by_every_reader_not_only_on_res
     path.write_bytes(
         flipped(whole, whole.index((encoder.state_dict()["readout.queries"] + 0.01).numpy().tobytes()) + 1)
     )
-    for read in (load_checkpoint, load_encoder, load_normalization):
+    for read in (load_checkpoint, load_encoder):
         with pytest.raises(CheckpointError, match=rf"weights\{suffix} is damaged: .* copy (it|the file) again"):
             read(path)
 
@@ -760,9 +760,9 @@ def test_an_encoder_entry_of_another_type_is_one_line_with_the_file_and_what_is_
 
 def test_the_images_statistics_travel_with_the_weights(tmp_path: Path) -> None:
     save_encoder(build(**SPARO), tmp_path / "ours.pth")
-    assert load_normalization(tmp_path / "ours.pth") == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+    assert normalization_of(load_checkpoint(tmp_path / "ours.pth")) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
     torch.save(build(readout="cls").backbone.state_dict(), tmp_path / "foreign.pth")
-    assert load_normalization(tmp_path / "foreign.pth") == (IMAGENET_MEAN, IMAGENET_STD)
+    assert normalization_of(load_checkpoint(tmp_path / "foreign.pth")) == (IMAGENET_MEAN, IMAGENET_STD)
 
 
 def test_a_checkpoint_of_the_same_model_may_be_resumed() -> None:

@@ -295,6 +295,16 @@ assert "torch" not in sys.modules
     assert "--no_such_option" in done.stderr or "required" in done.stderr
 
 
+def test_a_mistyped_option_is_answered_in_one_line_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, expected in (
+        (["train-clip", "--batchsize", "32"], "unrecognized arguments: --batchsize 32; did you mean --batch_size?"),
+        (["knn", "--arch", "vit_micro", "--nb_knn", "many"], "argument --nb_knn: invalid int value: 'many'"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(words)
+        assert capsys.readouterr().err == f"dino-sparo {words[0]}: {expected}; --help lists the options\n"
+
+
 # The one command.
 
 
@@ -326,8 +336,8 @@ def test_the_installed_script_and_the_module_are_the_same_command() -> None:
 
 @pytest.mark.parametrize("package", [dino_sparo, dino_sparo.clip])
 def test_what_a_package_offers_is_imported_when_it_is_used(package: ModuleType) -> None:
-    names = {*package._MODULE_OF, "__version__"} if hasattr(package, "__version__") else set(package._MODULE_OF)
-    assert set(package.__all__) == names
+    imported_when_used = set(dir(package)) - vars(package).keys()
+    assert set(package.__all__) == imported_when_used | ({"__version__"} & vars(package).keys())
     assert all(getattr(package, name) is not None for name in package.__all__)
     assert set(package.__all__) <= set(dir(package))
     with pytest.raises(AttributeError, match="has no attribute 'no_such_name'"):

@@ -10,6 +10,7 @@ pytest.importorskip("open_clip")
 
 from dino_sparo.__main__ import run as run_command
 from dino_sparo.clip import demo
+from dino_sparo.image_text import demos
 from dino_sparo.image_text.demos import CHANCE, score_table
 
 
@@ -23,8 +24,8 @@ def test_the_short_demo_ends_in_its_table(
     monkeypatch.setitem(demo.SHORT, "zero_shot_path", "scenes:20:48")
     monkeypatch.setitem(demo.SHORT, "batch_size", "16")
     monkeypatch.setitem(demo.TRAINING, "num_workers", "0")
-    monkeypatch.setattr(demo, "SHORT_NUM_PAIRS", 6)
-    monkeypatch.setattr(demo, "SHORT_NUM_IMAGES", 20)
+    monkeypatch.setattr(demos, "SHORT_NUM_PAIRS", 6)
+    monkeypatch.setattr(demos, "SHORT_NUM_IMAGES", 20)
     [run] = run_command("demo-clip", ["--short", "--readouts", readout, "--output_dir", str(tmp_path)])
     assert json.loads((tmp_path / "demo.json").read_text()) == [run]
     assert all(0 <= run[score] <= 100 for score in CHANCE)

@@ -1,5 +1,6 @@
 """Faults while CLIP trains: the loop is the one that DINO has, and ends and goes on as there; see test_faults.py."""
 
+import importlib
 import math
 import os
 import signal
@@ -81,6 +82,47 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_all(tmp_path: Path) -> None:
         ranks.wait_for_save(tmp_path)
         message = r"the loss is not finite at step 23 .*rank 1: loss nan"
         assert_ended(ranks, [1, 1], time.monotonic(), message, PATIENCE)
+    assert 0 < assert_whole_checkpoints(tmp_path) <= 22
+
+
+def _no_compiler_on_rank_1(rank: int) -> None:
+    def broken(*arguments: object, **options: object) -> None:
+        raise RuntimeError("no compiler here")
+
+    if rank == 1:
+        importlib.import_module("torch._inductor.compile_fx").compile_fx = broken
+
+
+def test_where_one_rank_cannot_compile_none_does_and_the_run_is_the_uncompiled_one(
+    tmp_path: Path, whole_clip: Path
+) -> None:
+    with Ranks(tmp_path, options(tmp_path, CLIP, compile="on"), spoil=_no_compiler_on_rank_1, command=CLIP) as ranks:
+        assert ranks.wait(3 * PATIENCE) == [0, 0], ranks.log(0) + ranks.log(1)
+    said = "the networks run uncompiled (on 1 of 2 processes, rank 1: BackendCompilerFailed"
+    assert ranks.log(0).count("the networks run uncompiled") == 1
+    assert said in ranks.log(0), ranks.log(0)
+    assert_same_run(whole_clip, tmp_path, CLIP)
+
+
+def _no_memory_on_rank_1(rank: int) -> None:
+    backward, steps = dino_sparo.image_text.step.backward_at_once, 0
+
+    def full(*args: Any) -> tuple[torch.Tensor, Any]:
+        nonlocal steps
+        steps += 1
+        if rank == 1 and steps == 23:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return backward(*args)
+
+    dino_sparo.image_text.step.backward_at_once = full
+
+
+def test_a_full_memory_ends_the_run_with_what_helps_and_is_not_tried_again(tmp_path: Path) -> None:
+    with Ranks(tmp_path, options(tmp_path, CLIP), spoil=_no_memory_on_rank_1, command=CLIP) as ranks:
+        ranks.wait_for_save(tmp_path)
+        assert_ended(ranks, [FAULT, 1], time.monotonic(), "another process died", PATIENCE)
+    assert "memory is full. A smaller batch" in ranks.log(1)
+    assert "(CUDA out of memory. Tried to allocate 2.00 GiB.)" in ranks.log(1)
     assert 0 < assert_whole_checkpoints(tmp_path) <= 22
 
 

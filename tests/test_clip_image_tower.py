@@ -14,7 +14,7 @@ import eval_knn
 import eval_linear
 import visualize_attention
 from dino_sparo import load_encoder
-from dino_sparo.checkpoint import load_checkpoint, load_normalization
+from dino_sparo.checkpoint import load_checkpoint, normalization_of
 from dino_sparo.clip import clip_description, create_clip, load_clip
 from dino_sparo.clip.choices import TOWERS
 from dino_sparo.clip.convert import to_open_clip
@@ -50,7 +50,7 @@ def test_the_image_tower_of_a_clip_checkpoint_is_an_encoder(tmp_path: Path, read
     torch.testing.assert_close(encoder(images), expected.flatten(1), rtol=1e-4, atol=1e-5)
     assert encoder.encoding_dim == expected.flatten(1).shape[1]
     torch.testing.assert_close(encoder.get_intermediate_layers(images, 2)[-1], encoder(images), rtol=1e-4, atol=1e-5)
-    assert load_normalization(path)[0] == pytest.approx((0.48145466, 0.4578275, 0.40821073))
+    assert normalization_of(load_checkpoint(path))[0] == pytest.approx((0.48145466, 0.4578275, 0.40821073))
 
 
 def test_every_readout_of_clip_has_the_width_it_says() -> None:
@@ -75,7 +75,9 @@ def test_the_image_tower_of_open_clips_weights_is_an_encoder(tmp_path: Path) -> 
     images = torch.randn(3, 3, 32, 32)
     encoder = load_encoder(tmp_path / "open_clip.pt")
     torch.testing.assert_close(encoder(images), model.image(images), rtol=0, atol=0)
-    assert load_normalization(tmp_path / "open_clip.pt")[1] == pytest.approx((0.26862954, 0.26130258, 0.27577711))
+    assert normalization_of(load_checkpoint(tmp_path / "open_clip.pt"))[1] == pytest.approx(
+        (0.26862954, 0.26130258, 0.27577711)
+    )
 
 
 SLOW = pytest.mark.slow

@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import dino_sparo
-from dino_sparo.checkpoint import CheckpointError, save_checkpoint
+from dino_sparo.checkpoint import CheckpointError
+from dino_sparo.checkpoint_folder import save_checkpoint
 from dino_sparo.clip import (
     CLIP,
     CLIPConfig,

@@ -213,6 +213,7 @@ def test_the_options_are_frozen():
         "text_heads",
         "slots",
         "graphs",
+        "max_missing_graphs",
         "data_path",
         "download",
         "dump_features",

@@ -325,6 +325,7 @@ def test_the_options_are_frozen():
         "quick_gelu",
         "text_heads",
         "graphs",
+        "max_missing_graphs",
         "slots",
         "data_path",
         "captions",

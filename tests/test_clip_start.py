@@ -20,12 +20,13 @@ from test_clip_train import assert_close_weights, checkpoint_of, options, run, r
 
 from dino_sparo import create_encoder, load_encoder
 from dino_sparo.__main__ import run as run_command
-from dino_sparo.checkpoint import CheckpointError, initialize_encoder
+from dino_sparo.checkpoint import CheckpointError
 from dino_sparo.choices import EXPORT_FORMATS
 from dino_sparo.clip import CLIP, clip_description, create_clip, load_clip
 from dino_sparo.clip.convert import from_open_clip, open_clip_config, to_open_clip
 from dino_sparo.export import CLIP_FORMATS, WRITERS, export
 from dino_sparo.image_text.start import initialize_towers
+from dino_sparo.initialize import initialize_encoder
 from dino_sparo.open_clip_names import to_open_clip_names
 
 SIZES = {"img_size": 32, "text_width": 24, "text_heads": 2, "text_layers": 3, "context_length": 9, "vocab_size": 53}

@@ -18,10 +18,7 @@ from figures import assert_readable, drawn_words
 
 from dino_sparo.clip import create_clip, load_clip
 from dino_sparo.clip.model import clip_from_config
-from dino_sparo.clip.slots.sweep import SweepPoint, check_comparable, draw_sweep, grid_points, point_of, read_result
-
-SMALL = ["--arch", "vit_micro", "--patch_size", 8, "--img_size", 32, "--text_width", 24, "--text_heads", 2]
-SMALL += ["--text_layers", 3, "--sparo_key_dim", 3]
+from dino_sparo.clip.slots.sweep import SweepPoint, check_comparable, draw_sweep, point_of, read_result
 
 
 def run(*options: object) -> dict:
@@ -55,30 +52,36 @@ def results(images: Path) -> list[Path]:
 def test_parameters_are_counted_as_the_models_are(readout):
     sizes = {"num_slots": 5, "slot_dim": 7, "key_dim": 3, "img_size": 32, "embed_dim": 11, "num_codes": 13}
     model = create_clip("vit_micro", 8, readout, text_width=24, text_heads=2, text_layers=3, **sizes)
-    point = point_of("one", partial(clip_from_config, model.config))
+    point = point_of("one", partial(clip_from_config, model.config), 0.0)
     assert point.num_parameters == sum(parameter.numel() for parameter in model.parameters())
     slots = (5, 7, 35) if readout in ("sparo", "attpool") else (None, None, 11)
     assert (point.num_slots, point.slot_dim, point.encoding_dim) == slots
 
 
+def count_of(**sizes):
+    """Parameters of the model of these sizes, which is not trained."""
+    return point_of("one", partial(create_clip, **sizes), 0.0).num_parameters
+
+
 def test_a_slot_costs_a_query_and_a_key_and_its_width_a_row_of_values():
-    options = [*SMALL, "--grid_slots", 2, 7, "--grid_slot_dims", 5, 11, "--embed_dim", 13, 17]
-    points = grid_points(parser_of("sweep").parse_args([*map(str, options)]))
-    count = {(p.num_slots, p.slot_dim): p.num_parameters for p in points if p.readout == "sparo"}
+    small = {"arch": "vit_micro", "patch_size": 8, "key_dim": 3, "img_size": 32}
+    small |= {"text_width": 24, "text_heads": 2, "text_layers": 3}
+    count = {(slots, dim): count_of(**small, num_slots=slots, slot_dim=dim) for slots in (2, 7) for dim in (5, 11)}
     widths = (create_clip("vit_micro", 8).image.backbone.embed_dim, 24)
     for slot_dim in (5, 11):
         slot = sum(3 + 3 * width + 3 for width in widths)  # q (A), K (A, D) and its bias (A), in both towers
         assert count[7, slot_dim] - count[2, slot_dim] == 5 * slot
     for num_slots in (2, 7):
         assert count[num_slots, 11] - count[num_slots, 5] == 2 * 6 * (3 + 1)  # W (V, A) and its bias
-    assert [(p.readout, p.encoding_dim) for p in points[:4]] == [("cls", 13), ("cls", 17), ("gap", 13), ("gap", 17)]
-    assert points[1].num_parameters - points[0].num_parameters == 4 * sum(widths)
+    for readout in ("cls", "gap"):
+        narrow, wide = (count_of(**small, readout=readout, embed_dim=width) for width in (13, 17))
+        assert wide - narrow == 4 * sum(widths)
+    assert not torch.empty(1).is_meta  # counting leaves no default device behind
 
 
-def test_the_default_grid_is_of_the_papers_model():
-    args = parser_of("sweep").parse_args(["--grid_slots", "128", "--grid_slot_dims", "64"])
-    found = {point.readout: round(point.num_parameters / 1e6) for point in grid_points(args)}
-    assert found == {"cls": 151, "gap": 151, "sparo": 151}
+@pytest.mark.parametrize("readout", ["cls", "gap", "sparo"])
+def test_the_papers_models_have_the_papers_number_of_parameters(readout):
+    assert round(count_of(readout=readout, num_slots=128, slot_dim=64) / 1e6) == 151
 
 
 # --- results
@@ -164,28 +167,16 @@ def test_files_that_are_no_results_are_refused(results, tmp_path):
 # --- the command
 
 
-def test_a_grid_needs_no_training(tmp_path, capsys):
-    options = [*SMALL, "--grid_slots", 2, 3, "--grid_slot_dims", 5, "--embed_dim", 7]
-    found = run(*options, "--output", tmp_path / "grid.json")
-    assert [point["accuracy"] for point in found["points"]] == [None] * 4
-    assert f"{found['points'][-1]['num_parameters']:,}" in capsys.readouterr().out
-    assert (tmp_path / "grid.png").is_file()
-    assert not torch.empty(1).is_meta  # counting leaves no default device behind
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "give results or checkpoints, or a grid"),
-        (["--grid_slots", 2], "a grid needs both --grid_slots and --grid_slot_dims"),
-        (["one.json", "--grid_slots", 2, "--grid_slot_dims", 5], "give results or checkpoints, or a grid"),
+        ([], "give results or checkpoints"),
         (["nowhere.json"], "nowhere.json is no result of dino-sparo zero-shot"),
-        (["--grid_slots", 0, "--grid_slot_dims", 5], "0"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        run(*SMALL, *options, "--output", tmp_path / "sweep.json")
+        run(*options, "--output", tmp_path / "sweep.json")
 
 
 def test_a_mistake_ends_in_one_line(caplog):
@@ -196,8 +187,7 @@ def test_a_mistake_ends_in_one_line(caplog):
 
 
 def test_the_options_are_known():
-    own = {"inputs", "metric", "data_path", "split", "download", "classnames", "templates", "grid_slots"}
-    own |= {"grid_slot_dims", "embed_dim", "sparo_key_dim", "sparo_group_size", "arch", "patch_size", "text_width"}
+    own = {"inputs", "metric", "data_path", "split", "download", "classnames", "templates"}
     assert own <= vars(parser_of("sweep").parse_args([])).keys()
 
 

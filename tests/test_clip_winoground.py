@@ -152,6 +152,7 @@ def test_a_mistake_ends_the_script_with_one_line(data, caplog):
 
 
 def test_the_options_are_frozen():
-    own = {"pretrained_weights", "quick_gelu", "text_heads", "slots", "graphs", "data_path", "images"}
+    own = {"pretrained_weights", "quick_gelu", "text_heads", "slots", "graphs", "max_missing_graphs"}
+    own |= {"data_path", "images"}
     own |= {"img_size", "batch_size_per_gpu", "precision", "output"}
     assert vars(parser_of("winoground").parse_args([])).keys() - DEVICE_OPTIONS == own

@@ -463,6 +463,7 @@ def test_the_options_are_frozen():
         "text_heads",
         "slots",
         "graphs",
+        "max_missing_graphs",
         "data_path",
         "split",
         "download",

@@ -322,6 +322,16 @@ def test_missing_images_are_counted_up_to_a_share_and_beyond_it_the_message_says
         find_benchmarks(data, ["winoground"], 0.01)
 
 
+def test_a_benchmark_behind_a_link_is_found_and_links_in_a_circle_end(data, tmp_path):
+    """Data sets often lie on another disk, with links to them."""
+    root = tmp_path / "links"
+    (root / "a").mkdir(parents=True)
+    (root / "a" / "wino").symlink_to(data / "wino")
+    (root / "a" / "up").symlink_to(root)
+    (root / "b").symlink_to(data / "wino")
+    assert [each.title for each in find_benchmarks(root, ["winoground"], 0.01)] == ["Winoground"]
+
+
 def test_a_folder_without_benchmarks_names_the_files_it_looked_for(tmp_path):
     with pytest.raises(ValueError, match=r"holds no benchmark; .*pug-spar \(labels\.csv, from https"):
         find_benchmarks(tmp_path, COMPOSITIONAL, 0.01)
@@ -332,16 +342,20 @@ def test_a_folder_without_benchmarks_names_the_files_it_looked_for(tmp_path):
         find_benchmarks(tmp_path / "gone", COMPOSITIONAL, 0.01)
 
 
-def test_a_box_is_cut_out_and_one_without_area_is_an_unreadable_image(tmp_path):
+def test_a_box_is_cut_out_and_one_that_shows_nothing_of_the_image_is_an_unreadable_image(tmp_path):
     image = Image.new("RGB", (8, 6), "red")
     image.paste("blue", (2, 1, 5, 4))
     image.save(tmp_path / "a.png")
     names = [Crop("a.png", (2.0, 1.0, 5.0, 4.0)), Crop("a.png", (3.0, 1.0, 3.0, 4.0)), "a.png"]
-    source = named_source(tmp_path, names, ["a.png"] * 3)
+    names += [Crop("a.png", (8.0, 1.0, 9.0, 4.0)), Crop("a.png", (1.0, -4.0, 2.0, 0.0))]
+    names += [Crop("a.png", (1.0, math.nan, 2.0, 3.0)), Crop("a.png", (-3.0, 4.0, 1.0, 9.0))]
+    source = named_source(tmp_path, names, ["a.png"] * 7)
     assert (source.read(0).size, source.read(0).getcolors()) == ((3, 3), [(9, (0, 0, 255))])
     assert source.read(2).size == (8, 6)
-    with pytest.raises(CorruptImageError, match="has no area"):
-        source.read(1)
+    assert source.read(6).size == (4, 5)  # a box that reaches beyond the image shows black there
+    for index, message in ((1, "has no area"), (3, "lies outside of the image, 8 x 6"), (4, "outside"), (5, "finite")):
+        with pytest.raises(CorruptImageError, match=message):
+            source.read(index)
 
 
 # --- asking
@@ -460,6 +474,38 @@ def test_unreadable_images_are_counted_and_mark_the_benchmark_as_incomplete(data
     found = result["benchmarks"]["scene-pairs"]
     assert (found["num_questions"], found["num_without_image"], found["complete"]) == (6, 2, False)
     assert "cannot be read" in found["lacks"][0]
+    assert [split["num_without_image"] for split in found["splits"].values()] == [1, 1]
+
+
+def test_a_benchmark_without_a_readable_image_is_named_and_does_not_end_the_others(data, tmp_path, capsys):
+    """Before, the whole run ended, after all other benchmarks had been computed."""
+    for path in (data / "coco" / "val2017").iterdir():
+        path.write_bytes(b"no image")
+    weights = small_checkpoint(tmp_path / "checkpoint.pth")
+    names = ("--pretrained_weights", weights, "--data_root", data, "--benchmarks", "coco-spatial")
+    (result,) = run(*names, "gqa-spatial", "--blind")
+    assert result["benchmarks"].keys() == {"GQA-spatial"}
+    assert result["left_out"].keys() == {"COCO-spatial"}
+    assert "* COCO-spatial: left out: none of the images in" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="cannot be read"):
+        run(*names)
+
+
+def test_a_split_of_which_nothing_is_left_is_named_and_scores_of_one_question_count_it_each(data, tmp_path):
+    """Of Winoground a second example has no image; COCO-spatial has both images of its second split broken."""
+    examples = data / "wino" / "examples.jsonl"
+    line = json.loads(examples.read_text())
+    examples.write_text(f"{json.dumps(line)}\n{json.dumps({**line, 'image_0': 'gone', 'collapsed_tag': 'Both'})}\n")
+    write_json(data / "whatsup" / "coco_qa_two_obj.json", [[9, "red left", "blue left"]])
+    paint(data / "coco" / "val2017" / f"{9:012d}.jpg", "broken")
+    weights = small_checkpoint(tmp_path / "checkpoint.pth")
+    names = ("--benchmarks", "winoground", "coco-spatial", "--max_missing", 0.5)
+    (result,) = run("--pretrained_weights", weights, "--data_root", data, *names)
+    wino, spatial = (result["benchmarks"][title] for title in ("Winoground", "COCO-spatial"))
+    assert [split["num_without_image"] for split in wino["splits"].values()] == [1, 1, 1]
+    assert wino["num_without_image"] == 1
+    assert spatial["splits"].keys() == {"one object"}
+    assert "nothing is left of two objects" in spatial["lacks"]
 
 
 def test_captions_for_the_parser_are_written_without_a_model(data, tmp_path):
@@ -497,7 +543,16 @@ def test_the_papers_rows_are_rows_of_benchmarks():
 
 
 def test_the_options_are_frozen():
-    own = {"pretrained_weights", "quick_gelu", "text_heads", "slots", "graphs", "data_root", "benchmarks"}
-    own |= {"max_missing", "write_captions", "chunk_images", "blind", "seed", "paper"}
+    own = {
+        "pretrained_weights",
+        "quick_gelu",
+        "text_heads",
+        "slots",
+        "graphs",
+        "max_missing_graphs",
+        "data_root",
+        "benchmarks",
+    }
+    own |= {"max_missing", "write_captions", "chunk_images", "blind", "seed", "failures", "paper"}
     own |= {"img_size", "batch_size_per_gpu", "precision", "output"}
     assert vars(parser_of("compositional").parse_args([])).keys() - DEVICE_OPTIONS == own

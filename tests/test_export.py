@@ -21,7 +21,8 @@ from timm.models.vision_transformer import VisionTransformer
 import hubconf
 from dino_sparo import CheckpointError, Encoder, EvalTransform, create_encoder, load_checkpoint, load_encoder
 from dino_sparo.__main__ import run as run_command
-from dino_sparo.checkpoint import encoder_description, load_normalization, save_checkpoint
+from dino_sparo.checkpoint import encoder_description, normalization_of
+from dino_sparo.checkpoint_folder import save_checkpoint
 from dino_sparo.evaluation.protocol import trained_encoder
 from dino_sparo.export import WRITERS, export, load_exported, resized
 
@@ -111,7 +112,7 @@ def test_the_json_says_how_it_was_built_and_where_it_comes_from(tmp_path: Path) 
 def test_an_export_is_evaluated_like_its_checkpoint(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, build(**SPARO))
     exported = export(checkpoint, tmp_path / "out")
-    assert load_normalization(exported) == (MEAN, STD)
+    assert normalization_of(load_checkpoint(exported)) == (MEAN, STD)
     ours, theirs = trained_encoder(str(exported)), trained_encoder(str(checkpoint))
     assert torch.equal(ours.encoder(images()), theirs.encoder(images()))
     assert (ours.mean, ours.std, ours.record["epoch"]) == (theirs.mean, theirs.std, 5)

@@ -48,7 +48,8 @@ from slurm.cluster import is_alive, wait_until
 
 import dino_sparo.dino.loss
 import dino_sparo.sources.decode
-from dino_sparo.checkpoint import CheckpointFolder, load_checkpoint
+from dino_sparo.checkpoint import load_checkpoint
+from dino_sparo.checkpoint_folder import CheckpointFolder
 from dino_sparo.sources.limits import open_regular
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,9 @@ from safetensors.torch import save_file
 
 import main_dino
 from dino_sparo import CheckpointError, Encoder, create_encoder, load_checkpoint
-from dino_sparo.checkpoint import encoder_description, initialize_encoder, load_encoder, save_checkpoint
+from dino_sparo.checkpoint import encoder_description, load_encoder
+from dino_sparo.checkpoint_folder import save_checkpoint
+from dino_sparo.initialize import initialize_encoder
 
 SMALL: dict[str, Any] = {"arch": "vit_micro", "patch_size": 8, "img_size": 24}
 SPARO: dict[str, Any] = {"readout": "sparo", "num_slots": 6, "slot_dim": 7, "key_dim": 5, "group_size": 2}

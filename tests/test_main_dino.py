@@ -20,7 +20,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import dino_sparo.checkpoint
 import main_dino
 from dino_sparo import load_checkpoint, load_encoder
-from dino_sparo.checkpoint import CheckpointError, CheckpointFolder
+from dino_sparo.checkpoint import CheckpointError
+from dino_sparo.checkpoint_folder import CheckpointFolder
 from dino_sparo.crops import MultiCropAugmentation
 from dino_sparo.data import CorruptImageError, open_source
 from dino_sparo.dino import step as dino_step

@@ -53,6 +53,7 @@ def ends_in_one_line(package: str, *command: str) -> str:
         ("matplotlib", "dino_sparo sweep {}/zero_shot.json", "dino_sparo[plots]"),
         ("matplotlib", "dino_sparo attention --pretrained_weights {}/w", "dino_sparo[plots]"),
         ("spacy", "dino_sparo parse --parser spacy --captions scenes --output {}/g", "python -m spacy download"),
+        ("nltk", "dino_sparo order-captions --captions x.json --output {}/o.json", "nltk.downloader punkt_tab"),
         (
             "openai",
             "dino_sparo parse --parser llm --model m --server http://localhost:1 --captions scenes --output {}/g",

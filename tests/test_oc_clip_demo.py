@@ -12,6 +12,7 @@ pytest.importorskip("open_clip")
 from clip_fakes import parser_of
 
 from dino_sparo.__main__ import run as run_command
+from dino_sparo.image_text import demos
 from dino_sparo.image_text.demos import CHANCE
 from dino_sparo.oc_clip import demo
 from dino_sparo.oc_clip.choices import DEMO_MODELS
@@ -58,8 +59,8 @@ def test_the_short_demo_ends_in_its_table_and_pictures(
     monkeypatch.setattr(demo, "SHORT_NUM_TRAINING", 64)
     monkeypatch.setitem(demo.SHARED, "batch_size", "16")
     monkeypatch.setitem(demo.SHARED, "num_workers", "0")
-    monkeypatch.setattr(demo, "SHORT_NUM_PAIRS", 6)
-    monkeypatch.setattr(demo, "SHORT_NUM_IMAGES", 20)
+    monkeypatch.setattr(demos, "SHORT_NUM_PAIRS", 6)
+    monkeypatch.setattr(demos, "SHORT_NUM_IMAGES", 20)
     runs = run_command("demo-oc-clip", ["--short", "--output_dir", str(tmp_path), "--models", "oc_clip", "cls"])
     assert json.loads((tmp_path / "demo.json").read_text()) == runs
     assert [run["model"] for run in runs] == ["oc_clip", "cls"]

@@ -95,7 +95,7 @@ def test_captions_whose_hashes_are_equal_are_told_apart(tmp_path: Path, monkeypa
 def test_too_many_missing_captions_are_refused(tmp_path: Path) -> None:
     graphs = opened(written(tmp_path / "g.jsonl", ("a dog on a mat", DOG)), max_missing=0.1)
     graphs.check(LookupCounts(captions=1000, missing=100))
-    with pytest.raises(ValueError, match=r"101 of 1,000 captions have no graph in .*g\.jsonl.*raise --max_corrupt"):
+    with pytest.raises(ValueError, match=r"101 of 1,000 captions have no graph in .*g\.jsonl.*--max_missing_graphs"):
         graphs.check(LookupCounts(captions=1000, missing=101))
 
 
@@ -150,8 +150,8 @@ def test_the_index_is_kept_until_the_file_changes(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"caption": "a", "entities": [', "g.jsonl:2: no JSON"),
-        ("[]", "g.jsonl:2: holds a list; give one JSON object per line"),
+        ('{"caption": "a", "entities": [', "g.jsonl:2 is no JSON"),
+        ("[]", "g.jsonl:2 is no JSON object; give one {...} per line"),
         ('{"entities": [], "relationships": []}', "g.jsonl:2: 'caption' is None; give the caption's text"),
         ('{"caption": "  ", "entities": [], "relationships": []}', "g.jsonl:2: 'caption' is '  '"),
         ('{"caption": "a", "relationships": []}', "g.jsonl:2: a scene graph is"),

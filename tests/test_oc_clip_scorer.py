@@ -26,6 +26,7 @@ from dino_sparo.__main__ import run as run_command
 from dino_sparo.checkpoint import CheckpointError
 from dino_sparo.clip.adapter import load_clip as load_clip_of_benchmark
 from dino_sparo.data import open_source
+from dino_sparo.image_text.evaluation.image_rows import require_both
 from dino_sparo.image_text.evaluation.sugarcrepe import GROUPS
 from dino_sparo.oc_clip import scorer as scorer_module
 from dino_sparo.oc_clip.evaluated import scorer_of
@@ -219,9 +220,54 @@ def test_every_evaluation_of_pairs_takes_an_oc_clip_checkpoint(weights: Path, tm
     assert {"zero_shot.json", "retrieval.json"} <= {path.name for path in weights.parent.iterdir()}
 
 
-def test_the_image_tower_is_an_encoder(weights: Path) -> None:
+def test_the_image_tower_is_an_encoder_that_averages_what_the_losses_train(weights: Path) -> None:
+    """Nothing trains the class token in the last block."""
     images, tower = torch.randn(2, 3, 24, 24), load_oc_clip(weights).model.image
-    torch.testing.assert_close(load_encoder(weights)(images), tower(images))
+    torch.testing.assert_close(load_encoder(weights)(images), tower.backbone(images).mean(dim=1))
+
+
+def test_graphs_of_other_captions_end_an_evaluation(
+    weights: Path, crepe: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_graphs(crepe / "others.jsonl", [("another caption", SceneGraph(("dot",)), None)])
+    words = (
+        "--pretrained_weights",
+        weights,
+        "--data_path",
+        crepe,
+        "--device",
+        "cpu",
+        "--graphs",
+        crepe / "others.jsonl",
+    )
+    refused("sugarcrepe", *words)
+    message = error_line(caplog)
+    assert "others.jsonl; at most 0.01 of them may be missing. Parse these captions" in message
+    assert "or raise --max_missing_graphs" in message
+    assert not (weights.parent / "sugarcrepe.json").exists()
+    evaluate("sugarcrepe", *words, "--max_missing_graphs", 1)
+
+
+def test_classes_need_no_graphs_and_that_is_said(
+    weights: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_graphs(tmp_path / "g.jsonl", [("a dot", SceneGraph(("dot",)), None)])
+    evaluate(
+        "zero-shot", "--pretrained_weights", weights, "--data_path", "scenes:4:32", "--graphs", tmp_path / "g.jsonl"
+    )
+    assert "classes are one entity each: the graphs of" in caplog.text
+
+
+def test_similarity_names_what_is_no_image_and_no_caption(tmp_path: Path) -> None:
+    loaded = load_oc_clip(small_checkpoint(tmp_path / "oc.pth"))
+    assert "Linear" not in repr(loaded)
+    for images, captions in ((images_of(1)[0], ["a dot"]), (images_of(1), "a dot"), ("a.png", ["a dot"])):
+        with pytest.raises(TypeError, match="takes a list of images and a list of captions, also of one"):
+            require_both(images, captions)
+    with pytest.raises(TypeError, match=r"image 0 is 'a\.png'; open files first: PIL\.Image\.open"):
+        loaded.similarity(["a.png"], ["a dot"])
+    with pytest.raises(ValueError, match="captions, number 1: a graph without entities becomes its caption"):
+        loaded.similarity(images_of(1), ["a dot", " "])
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Signals, the clock, and what the ranks agree on."""
 
 import logging
+import multiprocessing
 import os
 import signal
 import stat
@@ -10,7 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
+from dino_sparo.data import TERM_GRACE_SECONDS, init_worker
 from dino_sparo.runtime import FAULT_STATUS, preemption
 from dino_sparo.runtime.cli import errors_in_one_line
 from dino_sparo.runtime.preemption import Agreement, RunStopped, StopSignals, Watchdog, hand_over
@@ -69,6 +72,24 @@ def test_the_second_ctrl_c_is_one_line_and_a_status_not_a_traceback(caplog: pyte
         train()
     assert ended.value.code == 130
     assert [record.getMessage() for record in caplog.records] == ["ended by Ctrl-C"]
+
+
+def test_an_error_waits_for_no_process_that_loads_images(capfd: pytest.CaptureFixture[str]) -> None:
+    """They answer SIGTERM after half a minute, so that a run can save meanwhile."""
+    images = TensorDataset(torch.zeros(64, 1))
+
+    def train() -> None:
+        with errors_in_one_line(logging.getLogger("test")):
+            batches = iter(DataLoader(images, num_workers=1, worker_init_fn=init_worker))
+            next(batches)
+            raise ValueError("32 of 32 captions have no graph")
+
+    begin = time.monotonic()
+    with pytest.raises(SystemExit):
+        train()
+    assert not multiprocessing.active_children()
+    assert time.monotonic() - begin < TERM_GRACE_SECONDS / 2
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_the_signal_that_says_the_job_will_run_again_wins() -> None:

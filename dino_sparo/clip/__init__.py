@@ -14,8 +14,9 @@ The second objective. The image encoder, its read-outs, the trainer, checkpoints
 Letters are those of `dino_sparo`, and m is the width of the linear bottleneck.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from dino_sparo.runtime.lazy import lazy_names
 
 if TYPE_CHECKING:
     from dino_sparo.clip.config import CLIPConfig
@@ -45,28 +46,20 @@ __all__ = [
     "tokenize",
 ]
 
-# The modules import torch, which takes seconds: they are imported when one of their names is first used (PEP 562).
-_MODULE_OF = {
-    "CLIP": "dino_sparo.clip.model",
-    "CLIPConfig": "dino_sparo.clip.config",
-    "ClipOutput": "dino_sparo.clip.model",
-    "LoadedClip": "dino_sparo.clip.model",
-    "TextConfig": "dino_sparo.image_text.text",
-    "TextEncoder": "dino_sparo.image_text.text",
-    "Tokens": "dino_sparo.image_text.text",
-    "clip_description": "dino_sparo.clip.model",
-    "create_clip": "dino_sparo.clip.model",
-    "load_clip": "dino_sparo.clip.model",
-    "normalize_slots": "dino_sparo.clip.model",
-    "tokenize": "dino_sparo.image_text.text",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULE_OF[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_MODULE_OF])
+# The modules import torch, which takes seconds.
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "clip.config": ("CLIPConfig",),
+        "clip.model": (
+            "CLIP",
+            "ClipOutput",
+            "LoadedClip",
+            "clip_description",
+            "create_clip",
+            "load_clip",
+            "normalize_slots",
+        ),
+        "image_text.text": ("TextConfig", "TextEncoder", "Tokens", "tokenize"),
+    },
+)

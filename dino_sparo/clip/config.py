@@ -6,10 +6,12 @@ Every checkpoint holds the configuration, so that no command needs these options
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from dino_sparo.choices import KEY_DIM, NUM_SLOTS, SLOT_DIM
 from dino_sparo.clip.choices import NORM_FIRST, TOWERS, Towers
-from dino_sparo.encoder import EncoderConfig
+from dino_sparo.encoder import EncoderConfig, refuse_unknown
 from dino_sparo.image_text.text import TextConfig
-from dino_sparo.readout_table import READOUTS
+from dino_sparo.image_text.towers import TowerSizes
+from dino_sparo.readout_table import READOUTS, readout_kind
 
 
 @dataclass(frozen=True)
@@ -91,10 +93,7 @@ class CLIPConfig:
         text = dict(values["text"])
         unknown = own.keys() - {field.name for field in fields(cls)}
         unknown |= {f"text.{name}" for name in text.keys() - {field.name for field in fields(TextConfig)}}
-        if unknown:
-            raise ValueError(
-                f"the model was saved with {', '.join(sorted(unknown))}, which this version does not know; update"
-            )
+        refuse_unknown("model", unknown)
         return cls(image=EncoderConfig.from_dict(values["image"]), text=TextConfig(**text), **own)
 
     @property
@@ -112,12 +111,66 @@ class CLIPConfig:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class CLIPSizes(TowerSizes):
+    """What a CLIP is built from, flat: by the names that options and `model.create_clip` have for it.
+
+    Attributes:
+        readout: a key of `choices.TOWERS`, or another read-out with slots.
+        num_slots: L, of a slotted read-out.
+        slot_dim: V, likewise.
+        key_dim: A, likewise.
+        group_size: G, slots that share a key, for `sparo`.
+        embed_dim: M, width of the encoding; a slotted read-out's is L*V, whatever is given here.
+        bottleneck_dim: m, for `linear`.
+        num_codes: number of codes, for `fdt`.
+        replace_block: remove the last block of both towers; by default as the read-out declares (`sparo` does).
+        norm_first: `gap`, `gap_image` and `fdt` read tokens that passed the tower's last LayerNorm, as in checkpoints
+            of earlier versions; False is the authors' code, where gap normalises the average, and fdt nothing.
+    """
+
+    readout: str = "sparo"
+    num_slots: int = NUM_SLOTS
+    slot_dim: int = SLOT_DIM
+    key_dim: int = KEY_DIM
+    group_size: int = 1
+    embed_dim: int = 512
+    bottleneck_dim: int = 512
+    num_codes: int = 16384
+    replace_block: bool | None = None
+    norm_first: bool = False
+
+    @property
+    def config(self) -> CLIPConfig:
+        """The configuration; ValueError if the read-out is not known or a size does not fit."""
+        towers = towers_of(self.readout, self.norm_first)
+        kind = readout_kind(towers.image)
+        image, text = self.configs(
+            towers.image,
+            towers.text,
+            num_slots=self.num_slots,
+            slot_dim=self.slot_dim,
+            key_dim=self.key_dim,
+            group_size=self.group_size,
+        )
+        return CLIPConfig(
+            image,
+            text,
+            self.readout,
+            self.num_slots * self.slot_dim if kind.has_slots else self.embed_dim,
+            self.bottleneck_dim,
+            self.num_codes,
+            kind.replaces_block if self.replace_block is None else self.replace_block,
+            self.quick_gelu,
+        )
+
+
 def towers_of(readout: str, norm_first: bool = False) -> Towers:
     """The read-outs of both towers by one name.
 
     Args:
         readout: a key of `choices.TOWERS`, or a read-out with slots, which serves both towers.
-        norm_first: as in `model.create_clip`.
+        norm_first: as in `CLIPSizes`.
 
     Raises:
         ValueError: lists the names that are known.

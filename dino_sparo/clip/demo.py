@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dino_sparo.clip.config import towers_of
-from dino_sparo.image_text.demos import IMAGE_SIZE, scene_scores, score_table, scores_in_words, write_pairs
+from dino_sparo.image_text.demos import draw_run, evaluation_data, scene_scores, score_table
 from dino_sparo.image_text.scene_recipe import CLIP_READOUTS, OPTIMISATION, TOWERS
 from dino_sparo.readout_table import readout_kind
 from dino_sparo.runtime.demos import RunCommand, finish_demo, option_words, start_demo, timed_run
@@ -30,7 +30,6 @@ TRAINING = {
     "zero_shot_path": "scenes:1000:48",
     "num_workers": "1",
 }
-NUM_IMAGES, NUM_PAIRS = 4000, 2000
 SHORT = {
     "data_path": "scenes:640:48",
     "batch_size": "64",
@@ -38,17 +37,17 @@ SHORT = {
     "warmup_steps": "5",
     "zero_shot_path": "scenes:100:48",
 }
-SHORT_NUM_IMAGES, SHORT_NUM_PAIRS = 100, 20
 
 
 def train_and_evaluate(
-    readout: str, seed: int, pairs: Path, args: argparse.Namespace, run: RunCommand
+    readout: str, seed: int, data_path: str, pairs: Path, args: argparse.Namespace, run: RunCommand
 ) -> dict[str, Any]:
     """Train one model and evaluate it.
 
     Args:
         readout: of both towers.
         seed: of the run.
+        data_path: scenes to classify.
         pairs: folder of true and false captions.
         args: the demo's options.
         run: (command, words) -> what the command returns.
@@ -57,7 +56,6 @@ def train_and_evaluate(
         Scores in percent, and seconds.
     """
     options = {**TRAINING, **(SHORT if args.short else {}), "readout": readout, "seed": seed, "device": args.device}
-    data_path = f"scenes:{SHORT_NUM_IMAGES if args.short else NUM_IMAGES}:{IMAGE_SIZE}"
 
     def train(folder: Path) -> None:
         run("train-clip", option_words({**options, "output_dir": folder}))
@@ -75,13 +73,14 @@ def demo(args: argparse.Namespace, run: RunCommand) -> list[dict[str, Any]]:
         run: (command, words) -> what the command returns.
     """
     start_demo(args, "clip-demo")
-    folder = Path(args.output_dir)
-    num_images, num_pairs = (SHORT_NUM_IMAGES, SHORT_NUM_PAIRS) if args.short else (NUM_IMAGES, NUM_PAIRS)
-    pairs = write_pairs(folder, num_pairs, run)
-    runs = [train_and_evaluate(readout, seed, pairs, args, run) for seed in args.seeds for readout in args.readouts]
+    data_path, pairs, words = evaluation_data(args, run)
+    runs = [
+        train_and_evaluate(readout, seed, data_path, pairs, args, run)
+        for seed in args.seeds
+        for readout in args.readouts
+    ]
     for done in runs:
         if readout_kind(towers_of(done["readout"]).image).has_slots:
-            weights = str(Path(done["folder"]) / "checkpoint.pth")
-            run("pictures", ["--pretrained_weights", weights, "--device", args.device])
-    finish_demo(args, runs, scores_in_words(num_images, num_pairs), score_table(runs))
+            draw_run("pictures", done, args.device, run)
+    finish_demo(args, runs, words, score_table(runs))
     return runs

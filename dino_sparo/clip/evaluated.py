@@ -2,9 +2,9 @@
 
 import argparse
 from functools import partial
-from importlib.metadata import version
 
 from dino_sparo.clip.model import CLIP, load_clip
+from dino_sparo.clip.slot_scorer import SlotScorer
 from dino_sparo.clip.slots.subsets import open_slots
 from dino_sparo.evaluation.protocol import view_record
 from dino_sparo.image_text.evaluation.dot_product import DotProductScorer
@@ -43,9 +43,11 @@ def open_clip_model(args: argparse.Namespace, process: Distributed, border: int 
         "slots": slots,
         "feature": {"name": "normalised encoding", "dim": dim, "precision": args.precision},
         "view": {**view_record(transform), "border": border},
-        "versions": {**versions(), "open_clip": version("open_clip_torch")},
+        "versions": versions(open_clip="open_clip_torch"),
     }
-    return DotProductScorer(
+    has_slots = isinstance(model, CLIP) and config.image.kind.has_slots
+    kind: type[DotProductScorer] = SlotScorer if has_slots else DotProductScorer
+    return kind(
         model.to(process.device),
         partial(tokenize, context_length=config.text.context_length),
         transform,

@@ -5,7 +5,6 @@ Training compares its slots, evaluation measures them.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float, Int64
 from PIL import Image
-from timm.layers import QuickGELU
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -23,20 +21,19 @@ from dino_sparo.checkpoint import (
     image_text_entry,
     load_checkpoint,
     load_strictly,
-    normalization_of,
 )
-from dino_sparo.choices import KEY_DIM, NUM_SLOTS, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD, SLOT_DIM
+from dino_sparo.choices import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from dino_sparo.clip.choices import FREEZABLE
-from dino_sparo.clip.config import CLIPConfig, towers_of
+from dino_sparo.clip.config import CLIPConfig, CLIPSizes, towers_of
 from dino_sparo.clip.convert import infer_clip_config, read_open_clip_model
-from dino_sparo.encoder import Encoder, EncoderConfig, encoder_from_config
+from dino_sparo.encoder import Encoder, encoder_from_config
 from dino_sparo.image_text.contrastive import INITIAL_LOGIT_SCALE
 from dino_sparo.image_text.evaluation.dot_product import DotProductScorer
 from dino_sparo.image_text.evaluation.image_rows import ClipView
-from dino_sparo.image_text.text import TextConfig, TextEncoder, tokenize
+from dino_sparo.image_text.loaded import LoadedModel
+from dino_sparo.image_text.text import TextEncoder, tokenize
 from dino_sparo.readout import ReadoutOutput
-from dino_sparo.readout_table import ReadoutSizes, create_readout, readout_kind
-from dino_sparo.runtime.records import file_sha256
+from dino_sparo.readout_table import ReadoutSizes, create_readout
 
 MAX_BATCH = 128  # images, or captions, that `LoadedClip.similarity` encodes at a time
 
@@ -171,93 +168,23 @@ def normalize_slots(slots: Float[Tensor, "B L V"]) -> Float[Tensor, "B M"]:
 
 
 def create_clip(
-    arch: str = "vit_base",
-    patch_size: int = 32,
-    readout: str = "sparo",
-    num_slots: int = NUM_SLOTS,
-    slot_dim: int = SLOT_DIM,
-    key_dim: int = KEY_DIM,
-    group_size: int = 1,
-    img_size: int = 224,
-    embed_dim: int = 512,
-    text_width: int = 512,
-    text_heads: int = 8,
-    text_layers: int = 12,
-    context_length: int = 77,
-    vocab_size: int = 49408,
-    drop_path_rate: float = 0.0,
-    in_chans: int = 3,
-    pre_norm: bool = True,
-    replace_block: bool | None = None,
-    bottleneck_dim: int = 512,
-    num_codes: int = 16384,
-    quick_gelu: bool = False,
-    norm_first: bool = False,
+    arch: str = "vit_base", patch_size: int = 32, readout: str = "sparo", drop_path_rate: float = 0.0, **sizes: Any
 ) -> CLIP:
     """Build a CLIP model with random weights.
 
     Both encoders start as OpenCLIP's do; without `pre_norm` the image encoder starts as DINO's.
 
     Args:
-        arch: a key of `backbone.ARCHITECTURES`.
+        arch: a key of `choices.ARCHITECTURES`.
         patch_size: P, pixels.
         readout: a key of `choices.TOWERS`, or another read-out with slots.
-        num_slots: L, of a slotted read-out.
-        slot_dim: V, likewise.
-        key_dim: A, likewise.
-        group_size: G, slots that share a key, for `sparo`.
-        img_size: side in pixels of the images whose grid the position embedding stores.
-        embed_dim: M, width of the encoding; a slotted read-out's is L*V, whatever is given here.
-        text_width: D, of the text's tokens.
-        text_heads: of each block of the text encoder.
-        text_layers: blocks of the text encoder's architecture.
-        context_length: the longest caption in tokens.
-        vocab_size: number of token ids.
         drop_path_rate: stochastic depth rate of the image encoder.
-        in_chans: number of image channels.
-        pre_norm: CLIP's vision transformer; False takes DINO's, whose pretrained weights fit then.
-        replace_block: remove the last block of both towers; by default as the read-out declares (`sparo` does).
-        bottleneck_dim: m, for `linear`.
-        num_codes: number of codes, for `fdt`.
-        quick_gelu: OpenAI's activation.
-        norm_first: `gap`, `gap_image` and `fdt` read tokens that passed the tower's last LayerNorm, as in checkpoints
-            of earlier versions; False is the authors' code, where gap normalises the average, and fdt nothing.
+        sizes: the other fields of `config.CLIPSizes`.
 
     Raises:
         ValueError: an unknown name, or a size that does not fit; the message lists what does.
     """
-    towers = towers_of(readout, norm_first)
-    kind = readout_kind(towers.image)
-    slots: dict[str, Any] = {"num_slots": num_slots, "slot_dim": slot_dim, "key_dim": key_dim, "group_size": group_size}
-    image = EncoderConfig(
-        arch=arch,
-        patch_size=patch_size,
-        readout=towers.image,
-        img_size=img_size,
-        in_chans=in_chans,
-        pre_norm=pre_norm,
-        **slots,
-    )
-    text = TextConfig(
-        context_length=context_length,
-        vocab_size=vocab_size,
-        width=text_width,
-        heads=text_heads,
-        layers=text_layers,
-        readout=towers.text,
-        **slots,
-    )
-    config = CLIPConfig(
-        image,
-        text,
-        readout,
-        embed_dim=num_slots * slot_dim if kind.has_slots else embed_dim,
-        bottleneck_dim=bottleneck_dim,
-        num_codes=num_codes,
-        replace_block=kind.replaces_block if replace_block is None else replace_block,
-        quick_gelu=quick_gelu,
-    )
-    return clip_from_config(config, drop_path_rate)
+    return clip_from_config(CLIPSizes(arch, patch_size, readout=readout, **sizes).config, drop_path_rate)
 
 
 def clip_from_config(config: CLIPConfig, drop_path_rate: float = 0.0) -> CLIP:
@@ -267,14 +194,8 @@ def clip_from_config(config: CLIPConfig, drop_path_rate: float = 0.0) -> CLIP:
         codebook = nn.Parameter(torch.randn(config.num_codes, config.embed_dim))
     image = encoder_from_config(config.image, drop_path_rate, codebook)
     text = _text_encoder(config, codebook)
-    model = CLIP(
-        image, text, _projection(config, image.backbone.embed_dim), _projection(config, config.text.width), config
-    )
-    if config.quick_gelu:
-        block: Any
-        for block in text.blocks:
-            block.mlp.act = QuickGELU()
-    return model
+    image_proj, text_proj = (_projection(config, width) for width in (image.backbone.embed_dim, config.text.width))
+    return CLIP(image, text, image_proj, text_proj, config)
 
 
 def _text_encoder(config: CLIPConfig, codebook: nn.Parameter | None) -> TextEncoder:
@@ -289,7 +210,7 @@ def _text_encoder(config: CLIPConfig, codebook: nn.Parameter | None) -> TextEnco
         context_length=text.context_length,
     )
     readout = create_readout(text.readout, sizes)
-    return TextEncoder(text, readout, text.layers - config.replace_block)
+    return TextEncoder(text, readout, text.layers - config.replace_block, config.quick_gelu)
 
 
 def _projection(config: CLIPConfig, width: int) -> nn.Module:
@@ -305,21 +226,10 @@ def _projection(config: CLIPConfig, width: int) -> nn.Module:
     return nn.Sequential(first, nn.Linear(config.bottleneck_dim, config.embed_dim))
 
 
-@dataclass(frozen=True)
-class LoadedClip:
-    """A trained model, and what a result file says about it.
-
-    Attributes:
-        model: in eval mode, on the CPU.
-        mean: of its images' pixels in 0..1, per channel.
-        std: likewise.
-        record: plain values: weights, hash, epoch, configuration.
-    """
+class LoadedClip(LoadedModel):
+    """A trained model, and what a result file says about it; see `LoadedModel`."""
 
     model: CLIP
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    record: dict[str, Any]
 
     def similarity(
         self, images: Sequence[Image.Image] | Tensor, captions: Sequence[str]
@@ -392,13 +302,7 @@ def load_clip(path: str | Path, text_heads: int | None = None, quick_gelu: bool 
         config = infer_clip_config(weights, text_heads, quick_gelu)
     model = clip_from_config(config)
     load_strictly(model, weights, source)
-    record = {
-        "pretrained_weights": source,
-        "sha256": file_sha256(Path(path)),
-        "epoch": checkpoint.get("epoch"),
-        **config.to_dict(),
-    }
-    return LoadedClip(model.eval(), *normalization_of(checkpoint), record)
+    return LoadedClip.of(model, checkpoint, path)
 
 
 def clip_from_open_clip(model: nn.Module) -> CLIP:

@@ -21,6 +21,7 @@ from dino_sparo.runtime.cli import (
     HelpFormatter,
     add_device_options,
     add_normalization_options,
+    add_slot_options,
     add_source_options,
     bool_flag,
 )
@@ -40,8 +41,7 @@ def get_args_parser() -> argparse.ArgumentParser:
         "captions of the batch, as in NegCLIP. Where a cell is empty it is the empty caption.",
     )
     add_source_options(parser, ["split"])
-    add_normalization_options(parser)
-    parser.set_defaults(norm_mean=OPENAI_CLIP_MEAN, norm_std=OPENAI_CLIP_STD)
+    add_normalization_options(parser, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD)
     group = add_image_options(parser, RECIPES)
     group.add_argument(
         "--freeze",
@@ -74,14 +74,9 @@ def _add_readout_options(parser: argparse.ArgumentParser) -> None:
         help=f"How tokens become the encoding, one of {', '.join(sorted(TOWERS))}: sparo replaces the last block by "
         "slots, cls is class token and end token as in CLIP, gap averages all tokens.",
     )
-    for name, text in (
-        ("sparo_slots", "Number of slots L, of a read-out that has slots."),
-        ("sparo_slot_dim", "Width of a slot V; the encoding has L*V numbers."),
-        ("sparo_key_dim", "Width of the attention's keys and queries."),
-        ("embed_dim", "Width of the encoding of a read-out without slots."),
-    ):
-        group.add_argument(f"--{name}", type=int, default=None, help=RECIPES.with_default(text, name))
-    group.add_argument("--sparo_group_size", type=int, default=1, help="Slots that share one key projection.")
+    add_slot_options(group, None, None, None, RECIPES.with_default)
+    width = RECIPES.with_default("Width of the encoding of a read-out without slots.", "embed_dim")
+    group.add_argument("--embed_dim", type=int, default=None, help=width)
     group.add_argument(
         "--replace_block",
         type=bool_flag,

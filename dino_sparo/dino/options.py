@@ -8,14 +8,14 @@ import argparse
 import logging
 from typing import Any
 
-from dino_sparo.choices import MIN_CORRUPT, OPTIMIZERS
+from dino_sparo.choices import OPTIMIZERS
 from dino_sparo.runtime.cli import (
     HelpFormatter,
     add_architecture_options,
     add_device_options,
     add_normalization_options,
     add_source_options,
-    add_split_option,
+    add_training_data_options,
     bool_flag,
 )
 from dino_sparo.training.options import add_compute_options, add_run_options, check_ranges, check_whole_patches
@@ -56,14 +56,7 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
         help="Where the images are: a folder, a list (.txt) or table (.csv, .tsv, .jsonl) of paths, tar shards "
         "(shard-{000..099}.tar), a torchvision set (cifar10:DIR), or the built-in scenes (scenes:NUMBER:SIZE).",
     )
-    add_split_option(group)
-    group.add_argument("--download", action="store_true", help="Download a torchvision set that is not on disk.")
-    group.add_argument(
-        "--max_corrupt",
-        type=float,
-        default=0.01,
-        help=f"Share of unreadable images above which the run stops; {MIN_CORRUPT} are always allowed, except with 0.",
-    )
+    add_training_data_options(group, "unreadable images")
     group.add_argument("--batch_size_per_gpu", type=int, default=64, help="Images per process and forward pass.")
     group.add_argument(
         "--grad_accum_steps",

@@ -79,20 +79,20 @@ class DINOTraining(Training[Batch]):
             student_logits = self.student(crops)
         return self.loss(student_logits, teacher_logits, epoch=0, update_center=False)
 
+    @property
+    def compiled_modules(self) -> list[nn.Module]:
+        """Student, teacher and distortions."""
+        return [self.network, self.teacher, *([self.distort] if self.distort else [])]
+
     def compile(self) -> None:
-        """Compile student, teacher, distortions and the loss' cross-entropy."""
+        """Compile the loss' cross-entropy too."""
         self.loss.compile_cross_entropy()
-        for network in self._compiled_networks():
-            network.compile(dynamic=False)
+        super().compile()
 
     def uncompile(self) -> None:
         """Take `compile` back."""
         self.loss.uncompile()
-        for network in self._compiled_networks():
-            network._compiled_call_impl = None
-
-    def _compiled_networks(self) -> list[nn.Module]:
-        return [self.network, self.teacher, *([self.distort] if self.distort else [])]
+        super().uncompile()
 
 
 def train_step(training: DINOTraining, batches: list[Batch], epoch: int, diagnose: bool = False) -> StepReport:

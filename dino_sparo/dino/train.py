@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from dino_sparo.checkpoint import check_same_model, encoder_description, initialize_encoder
+from dino_sparo.checkpoint import check_same_model, encoder_description
 from dino_sparo.crops import EvalTransform
 from dino_sparo.data import (
     Batch,
@@ -27,6 +27,7 @@ from dino_sparo.encoder import EncoderConfig, encoder_from_config
 from dino_sparo.evaluation.attention import crops_grid, slots_grid
 from dino_sparo.evaluation.features import disjoint_subsets, effective_rank
 from dino_sparo.evaluation.knn import evaluate_knn
+from dino_sparo.initialize import initialize_encoder
 from dino_sparo.runtime.distributed import (
     Distributed,
     choose_precision,
@@ -41,6 +42,8 @@ from dino_sparo.training.objective import EpochResult, Objective, StepReport
 from dino_sparo.training.optim import cosine_schedule, create_optimizer, param_groups
 from dino_sparo.training.updates import GroupSchedule, Updater
 
+__all__ = ["check_options", "train"]
+
 logger = logging.getLogger(__name__)
 
 DIAGNOSE_EVERY = 10  # steps of an epoch between two looks at the teacher's entropies
@@ -48,7 +51,7 @@ PROBE_NEIGHBOURS = 20
 PROBE_IMAGES = (4000, 1000)  # that vote, that are classified, in the probe during training
 
 
-def train_dino(args: argparse.Namespace) -> None:
+def train(args: argparse.Namespace) -> None:
     """Train DINO with these options, or go on from the last checkpoint; see `training.run.train` for what is raised."""
     run.train(args, DINOObjective)
 

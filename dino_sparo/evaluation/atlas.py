@@ -238,7 +238,7 @@ def build_atlas(
 
 def _renumbered(groups: Int[np.ndarray, " maps"], ranking: Int[np.ndarray, " maps"]) -> Int[np.ndarray, " maps"]:
     """The same groups, numbered by their first member in the ranking."""
-    numbers = {int(group): place for place, group in enumerate(dict.fromkeys(groups[ranking].tolist()))}
+    numbers = {int(group): number for number, group in enumerate(dict.fromkeys(groups[ranking].tolist()))}
     return np.array([numbers[int(group)] for group in groups])
 
 

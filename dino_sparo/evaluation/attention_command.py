@@ -11,7 +11,6 @@ and which look alike); further files as the options say. Options as in facebookr
 
 import argparse
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +32,7 @@ from dino_sparo.evaluation.attention import (
     rank_by_peakedness,
 )
 from dino_sparo.evaluation.features import disjoint_subsets
-from dino_sparo.evaluation.names import file_names, run_names, short_name
+from dino_sparo.evaluation.names import describe_model, file_names, run_names, short_name
 from dino_sparo.evaluation.page import require_matplotlib
 from dino_sparo.evaluation.pictures import MapSet, compare_page, grid_page, matrix_page, tile_picture
 from dino_sparo.evaluation.protocol import EvaluatedEncoder, open_encoder, result_folder
@@ -47,7 +46,7 @@ from dino_sparo.evaluation.views import (
     view_tensor,
 )
 from dino_sparo.runtime.cli import say
-from dino_sparo.runtime.distributed import detect_launcher, select_device
+from dino_sparo.runtime.distributed import is_only_a_peer, select_device
 from dino_sparo.runtime.logs import printable, setup_logging
 from dino_sparo.runtime.records import versions, write_json
 
@@ -64,13 +63,13 @@ class Look:
         names: where the images come from.
         pictures: their views, large, (H, W, 3).
         size: height and width of what the encoder saw, pixels.
-        found: the maps.
+        map_set: the maps.
     """
 
     names: list[str]
     pictures: list[np.ndarray]
     size: tuple[int, int]
-    found: MapSet
+    map_set: MapSet
 
 
 def visualize(args: argparse.Namespace) -> None:
@@ -80,8 +79,7 @@ def visualize(args: argparse.Namespace) -> None:
         ValueError: options, weights or images that do not fit; the message says what would.
         ImportError: matplotlib is not installed.
     """
-    # One process is enough; under a launcher of several the others have nothing to do.
-    if detect_launcher(os.environ)[1] > 0:
+    if is_only_a_peer():
         return
     setup_logging()
     require_matplotlib()
@@ -153,10 +151,10 @@ def look_at(
         tensor = view_tensor(image, view, evaluated.mean, evaluated.std)
         maps.append(attention_maps(encoder, tensor[None].to(device)))
         pictures.append(view_pixels(image, view, PICTURE_HEIGHT))
-    found = MapSet.of(name_of(evaluated, run), describe(evaluated), config.kind.shows, np.concatenate(maps))
+    map_set = MapSet.of(name_of(evaluated, run), describe(evaluated), config.kind.shows, np.concatenate(maps))
     if config.kind.shows == "average":
         logger.warning("readout=%r averages all tokens: its one map is uniform on every image", config.readout)
-    return Look([name for name, _ in images], pictures, (views[0].height, views[0].width), found)
+    return Look([name for name, _ in images], pictures, (views[0].height, views[0].width), map_set)
 
 
 def name_of(evaluated: EvaluatedEncoder, run: str) -> str:
@@ -166,22 +164,20 @@ def name_of(evaluated: EvaluatedEncoder, run: str) -> str:
 
 def describe(evaluated: EvaluatedEncoder) -> str:
     """How an encoder is built and how long it was trained, for figures."""
-    record = evaluated.record
-    words = [f"{record['arch']}/{record['patch_size']}", record["readout"]]
-    words += [f"epoch {record['epoch']}"] if isinstance(record["epoch"], int) else []
-    return "  ·  ".join(words)
+    config = evaluated.encoder.config
+    return describe_model(evaluated.record, config, None, config.readout)
 
 
 def write_numbers(evaluated: EvaluatedEncoder, look: Look, folder: Path) -> list[Path]:
     """Write attention.npy, (images, maps, h, w), and attention.json, what is known about each map."""
-    maps, found = look.found.maps, look.found
+    maps, map_set = look.map_set.maps, look.map_set
     patches, prefix = effective_patches(maps), class_token_share(maps)
     ranking = {int(number): rank for rank, number in enumerate(rank_by_peakedness(maps))}
     described = [
         {
             "map": number,
             "rank": ranking[number],
-            "group": int(found.groups[number]),
+            "group": int(map_set.groups[number]),
             "effective_patches": patches[:, number].tolist(),
             "class_token_share": prefix[:, number].tolist(),
         }
@@ -189,7 +185,7 @@ def write_numbers(evaluated: EvaluatedEncoder, look: Look, folder: Path) -> list
     ]
     values: dict[str, Any] = {
         "encoder": evaluated.record,
-        "kind": found.kind,
+        "kind": map_set.kind,
         "images": look.names,
         "image_size": list(look.size),
         "grid": list(maps.shape[-2:]),
@@ -210,7 +206,7 @@ def draw(look: Look, folder: Path, args: argparse.Namespace) -> list[Path]:
     written = [folder / "attention.png"]
     several = len(look.names) > 1
     if several:
-        matrix_page(written[0], f"{len(look.names)} images", look.pictures, look.found, args.max_maps)
+        matrix_page(written[0], f"{len(look.names)} images", look.pictures, look.map_set, args.max_maps)
     views = zip(look.names, file_names(look.names), look.pictures, strict=True)
     for index, (name, file_name, picture) in enumerate(views):
         suffix = f"-{file_name}" if several else ""
@@ -218,7 +214,7 @@ def draw(look: Look, folder: Path, args: argparse.Namespace) -> list[Path]:
         grids += [] if args.threshold is None else [(f"masks{suffix}.png", args.threshold)]
         for grid_name, threshold in grids:
             path = folder / grid_name
-            grid_page(path, short_name(name), picture, look.found, index, args.max_maps, threshold)
+            grid_page(path, short_name(name), picture, look.map_set, index, args.max_maps, threshold)
             written += [path] if path not in written else []
         if args.save_each:
             written.append(draw_each(look, index, folder / f"maps{suffix}", args.threshold))
@@ -228,15 +224,15 @@ def draw(look: Look, folder: Path, args: argparse.Namespace) -> list[Path]:
 def draw_each(look: Look, index: int, folder: Path, threshold: float | None) -> Path:
     """Write one image's view and each of its maps alone, under the reference's names; returns their folder."""
     folder.mkdir(exist_ok=True)
-    picture, kind = look.pictures[index], look.found.kind
+    picture, kind = look.pictures[index], look.map_set.kind
     Image.fromarray(picture).save(folder / "img.png")
-    for number, heatmap in enumerate(look.found.maps[index]):
+    for number, heatmap in enumerate(look.map_set.maps[index]):
         Image.fromarray(tile_picture(picture, heatmap)).save(folder / f"attn-{kind}{number}.png")
         if threshold is not None:
             masked = tile_picture(picture, heatmap, threshold)
             Image.fromarray(masked).save(folder / f"mask_th{threshold:g}_{kind}{number}.png")
     if threshold is not None:
-        masks = [mass_mask(heatmap, threshold) for heatmap in look.found.maps[index]]
+        masks = [mass_mask(heatmap, threshold) for heatmap in look.map_set.maps[index]]
         np.save(folder / f"mask_th{threshold:g}.npy", np.stack(masks))
     return folder
 
@@ -246,7 +242,7 @@ def draw_comparison(look: Look, other: Look, folder: Path, max_maps: int | None)
     path = folder / "compare.png"
     title = short_name(look.names[0]) if len(look.names) == 1 else f"{len(look.names)} images"
     pictures = list(zip(look.pictures, other.pictures, strict=True))
-    compare_page(path, title, pictures, (look.found, other.found), max_maps)
+    compare_page(path, title, pictures, (look.map_set, other.map_set), max_maps)
     return path
 
 

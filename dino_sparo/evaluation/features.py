@@ -16,12 +16,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from dino_sparo.checkpoint import read_torch_file
 from dino_sparo.data import Batch, ImageDataset, ImageSource, ShardSampler, create_loader
 from dino_sparo.runtime.distributed import all_gather_ragged, rank, world_size
 from dino_sparo.runtime.logs import progress
-from dino_sparo.runtime.records import write_json
+from dino_sparo.runtime.records import file_sha256, write_json
 from dino_sparo.sources.limits import parse_json
 from dino_sparo.sources.subset import Subset
 
@@ -102,29 +103,34 @@ def extract_features(
         ValueError: an image comes twice.
     """
     rows = _FeatureRows(len(loader) * batch_size, storage or device)
-    corrupt: list[tuple[str, str]] = []
-    batches = progress(loader, total=len(loader), desc=desc)
-    with inference(encoder, device, dtype):
-        for asked, batch in zip(loader.batch_sampler, batches, strict=True):
-            features = encode_padded(encode or encoder, batch.views[0].to(device, non_blocking=True), batch_size)
-            # An image that cannot be read comes replaced by another one, under that one's index.
-            kept = (batch.indices == torch.tensor(asked)).nonzero().flatten()
-            rows.append(features.float()[kept.to(device)], batch, kept)
-            corrupt += batch.corrupt
-    found = rows.result()
-    warn_of_unreadable(desc, corrupt)
-    found = gather_features(found, device) if gather else found
-    _check_no_repeats(found, desc)
-    return found
+    for features, batch, kept in encoded_batches(encoder, loader, device, batch_size, encode or encoder, dtype, desc):
+        rows.append(features.float(), batch, kept)
+    result = gather_features(rows.result(), device) if gather else rows.result()
+    _check_no_repeats(result, desc)
+    return result
 
 
-def warn_of_unreadable(desc: str, corrupt: Sequence[tuple[str, str]]) -> None:
-    """Log how many images were left out, and the first of them.
+def encoded_batches(
+    encoder: nn.Module,
+    loader: Any,
+    device: torch.device,
+    batch_size: int,
+    encode: Callable[[Tensor], Tensor],
+    dtype: torch.dtype,
+    desc: str,
+) -> Iterator[tuple[Float[Tensor, "kept F"], Batch, Int[Tensor, " kept"]]]:
+    """For each batch the features of its images, the batch, and which of its rows they are; see `extract_features`.
 
-    Args:
-        desc: what they were read from.
-        corrupt: (location, reason) of each.
+    Those that cannot be read are left out, and named in the log at the end.
     """
+    corrupt: list[tuple[str, str]] = []
+    for asked, batch in zip(loader.batch_sampler, progress(loader, total=len(loader), desc=desc), strict=True):
+        with inference(encoder, device, dtype):
+            features = encode_padded(encode, batch.views[0].to(device, non_blocking=True), batch_size)
+        # An image that cannot be read comes replaced by another one, under that one's index.
+        kept = (batch.indices == torch.tensor(asked)).nonzero().flatten()
+        corrupt += batch.corrupt
+        yield features[kept.to(device)], batch, kept
     if corrupt:
         where = "; ".join(f"{location} ({reason})" for location, reason in sorted(set(corrupt))[:MAX_NAMED])
         logger.warning("%s: left out %d images that cannot be read: %s", desc, len(corrupt), where)
@@ -207,13 +213,13 @@ def gather_features(part: Features, device: torch.device) -> Features:
     # Each row's place follows from its index, so a block that has arrived is written where it stays.
     for start in range(0, int(counts[:, 0].max()), GATHER_ROWS):
         block = all_gather_ragged(own[start : start + GATHER_ROWS].to(device))
-        places = torch.searchsorted(indices, all_gather_ragged(part.indices[start : start + GATHER_ROWS].to(device)))
-        features[places.to(storage)] = block.to(storage)
+        rows = torch.searchsorted(indices, all_gather_ragged(part.indices[start : start + GATHER_ROWS].to(device)))
+        features[rows.to(storage)] = block.to(storage)
     return Features(features, labels.to(storage), indices.to(storage), int(counts[:, 2].sum()))
 
 
-def _check_no_repeats(found: Features, desc: str) -> None:
-    repeated = found.indices[1:][found.indices[1:] <= found.indices[:-1]]
+def _check_no_repeats(features: Features, desc: str) -> None:
+    repeated = features.indices[1:][features.indices[1:] <= features.indices[:-1]]
     if len(repeated):
         raise ValueError(
             f"{desc}: image {int(repeated[0])} was encoded twice or out of order, so accuracies would be wrong; give "
@@ -242,10 +248,17 @@ def extract_split(
         num_workers: processes that load images, per process.
         options: of `extract_features`.
     """
-    sampler = ShardSampler(len(source), batch_size, rank=rank(), world_size=world_size())
-    dataset = ImageDataset(source, transform, seed=0)
-    loader = create_loader(dataset, sampler, num_workers=num_workers, pin_memory=device.type == "cuda")
+    loader = share_loader(source, transform, device, batch_size, num_workers)
     return extract_features(encoder, loader, device, batch_size=batch_size, desc=source.name, **options)
+
+
+def share_loader(
+    source: ImageSource, transform: Callable, device: torch.device, batch_size: int, num_workers: int
+) -> DataLoader:
+    """Batches of this process' share of a source, in order; arguments as of `extract_split`."""
+    sampler = ShardSampler(len(source), batch_size, rank=rank(), world_size=world_size())
+    is_cuda = device.type == "cuda"
+    return create_loader(ImageDataset(source, transform), sampler, num_workers=num_workers, pin_memory=is_cuda)
 
 
 def disjoint_subsets(source: ImageSource, sizes: Sequence[int], seed: int = 0) -> list[ImageSource]:
@@ -310,6 +323,24 @@ def load_features(folder: Path) -> tuple[Features, Features, dict[str, Any]]:
         corrupt = record.get("corrupt", {}).get(split, 0)
         splits.append(Features(features.float(), labels.long(), torch.arange(len(labels)), corrupt))
     return splits[0], splits[1], {name: value for name, value in record.items() if name != "corrupt"}
+
+
+def check_same_weights(sha256: str | None, pretrained_weights: str, folder: str) -> None:
+    """Refuse cached features of other weights than those named.
+
+    Args:
+        sha256: of the weights that made the features, as their record says.
+        pretrained_weights: path of the weights; empty for any.
+        folder: of the features.
+
+    Raises:
+        ValueError: they are not the same.
+    """
+    if pretrained_weights and sha256 != file_sha256(Path(pretrained_weights)):
+        raise ValueError(
+            f"the features in {folder} were not made with {pretrained_weights} (its SHA-256 is not {sha256}); leave "
+            f"out --pretrained_weights to evaluate them anyway, or leave out --load_features"
+        )
 
 
 def _save_tensor(tensor: Tensor, path: Path) -> None:

@@ -89,7 +89,7 @@ SCRIPT = """
 "use strict";
 document.documentElement.classList.add("js");
 const main = document.querySelector("main");
-document.querySelector("#maps").addEventListener("change", (event) => {
+document.querySelector("#maps")?.addEventListener("change", (event) => {
   for (const shot of document.querySelectorAll(".shot")) shot.setAttribute("aria-pressed", event.target.checked);
 });
 main.addEventListener("click", (event) => {
@@ -106,6 +106,12 @@ RAMP = ", ".join(
 LEGEND = Template(
     f'<p class="ramp">$low<i style="background: linear-gradient(90deg, rgb(128 128 128), {RAMP})"></i>$high</p>'
 )
+
+NAV = Template("""<nav aria-label="What is shown"><div>
+$controls
+<label class="check"><input type="checkbox" id="maps" checked>Maps over the images</label>
+<output></output>
+</div></nav>""")
 
 PAGE = Template("""<!doctype html>
 <html lang="en">
@@ -126,11 +132,7 @@ PAGE = Template("""<!doctype html>
 <p>$explanation</p></details>
 $legend
 </header>
-<nav aria-label="What is shown"><div>
-$controls
-<label class="check"><input type="checkbox" id="maps" checked>Maps over the images</label>
-<output></output>
-</div></nav>
+$nav
 <main>
 $sections
 </main>
@@ -151,7 +153,7 @@ def html_page(
     controls: str = "",
     more_style: str = "",
     more_script: str = "",
-    ends: tuple[str, str] = RAMP_ENDS,
+    ends: tuple[str, str] | None = RAMP_ENDS,
 ) -> str:
     """A whole page. All but `about` is HTML already.
 
@@ -164,14 +166,14 @@ def html_page(
         controls: more of them beside the switch of all maps.
         more_style: CSS after the shared one.
         more_script: JavaScript after the shared one.
-        ends: the words beside the colours of the maps.
+        ends: the words beside the colours of the maps; None where the page has no maps, so nothing to switch.
     """
     return PAGE.substitute(
         title=title,
         about=escape(about),
         explanation=explanation,
-        legend=LEGEND.substitute(low=ends[0], high=ends[1]),
-        controls=controls,
+        legend="" if ends is None else LEGEND.substitute(low=ends[0], high=ends[1]),
+        nav="" if ends is None else NAV.substitute(controls=controls),
         sections=sections,
         hint=hint,
         style=STYLE + more_style,

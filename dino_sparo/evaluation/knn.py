@@ -121,8 +121,8 @@ def knn_predict(
         (test, 5) labels, -1 where fewer than five classes have a vote.
     """
     _check_labels("train", train_features, train_labels)
-    found = _rankings(train_features, train_labels, test_features, [k], temperature)
-    return torch.cat([rankings[k] for rankings in found])
+    blocks = _rankings(train_features, train_labels, test_features, [k], temperature)
+    return torch.cat([rankings[k] for rankings in blocks])
 
 
 def _rankings(
@@ -288,7 +288,7 @@ def classify_on_rank_0(
     """
     accuracies = torch.zeros(len(k), 2, dtype=torch.float64, device=device)
     if is_main():
-        found = knn_classify(train.features, train.labels, val.features, val.labels, list(k), temperature)
-        accuracies += torch.tensor([found[number] for number in k], dtype=torch.float64, device=device)
+        results = knn_classify(train.features, train.labels, val.features, val.labels, list(k), temperature)
+        accuracies += torch.tensor([results[number] for number in k], dtype=torch.float64, device=device)
     table = all_reduce_sum(accuracies).tolist()
     return {number: KNNResult(*row) for number, row in zip(k, table, strict=True)}

@@ -16,13 +16,17 @@ from typing import Any
 import torch
 
 from dino_sparo.crops import EvalTransform
-from dino_sparo.evaluation.features import Features, load_features, save_features
+from dino_sparo.evaluation.features import Features, check_same_weights, load_features, save_features
 from dino_sparo.evaluation.knn import KNNResult, classify_on_rank_0, extract_splits
-from dino_sparo.evaluation.protocol import open_encoder_and_splits, result_folder, view_record
-from dino_sparo.runtime.cli import say
-from dino_sparo.runtime.distributed import PRECISIONS, Distributed, init_distributed, is_main
-from dino_sparo.runtime.logs import setup_logging
-from dino_sparo.runtime.records import file_sha256, versions, write_json
+from dino_sparo.evaluation.protocol import (
+    open_encoder_and_splits,
+    result_folder,
+    start_evaluation,
+    view_record,
+    write_result,
+)
+from dino_sparo.runtime.distributed import PRECISIONS, Distributed, is_main
+from dino_sparo.runtime.records import versions
 
 logger = logging.getLogger(__name__)
 
@@ -33,24 +37,20 @@ def evaluate_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ValueError: options, files or data that do not fit; the message says what would.
     """
-    process = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
-    setup_logging()
+    process = start_evaluation(args)
     storage = process.device if args.use_cuda else torch.device("cpu")
     folder = result_folder(args.output_dir or args.load_features, args.pretrained_weights)
     if args.load_features:
         train, val, record = load_features(Path(args.load_features))
-        _check_cached_weights(args.pretrained_weights, record, args.load_features)
+        check_same_weights(record.get("encoder", {}).get("sha256"), args.pretrained_weights, args.load_features)
     else:
         train, val, record = extract(args, process, storage)
         if args.dump_features and is_main():
             save_features(Path(args.dump_features), train, val, record)
-    found = classify_on_rank_0(train.to(storage), val.to(storage), args.nb_knn, args.temperature, process.device)
-    result = describe(found, train, val, args.temperature, record)
-    if is_main():
-        is_untrained = record.get("encoder", {}).get("untrained", False)
-        path = folder / ("knn_untrained.json" if is_untrained else "knn.json")
-        write_json(result, path)
-        say(f"{table(found)}\n\n{path}")
+    results = classify_on_rank_0(train.to(storage), val.to(storage), args.nb_knn, args.temperature, process.device)
+    result = describe(results, train, val, args.temperature, record)
+    is_untrained = record.get("encoder", {}).get("untrained", False)
+    write_result(result, table(results), folder / ("knn_untrained.json" if is_untrained else "knn.json"))
     return result
 
 
@@ -82,7 +82,7 @@ def extract(args: argparse.Namespace, process: Distributed, storage: torch.devic
 
 
 def describe(
-    found: Mapping[int, KNNResult], train: Features, val: Features, temperature: float, record: dict[str, Any]
+    results: Mapping[int, KNNResult], train: Features, val: Features, temperature: float, record: dict[str, Any]
 ) -> dict[str, Any]:
     """Accuracies and protocol, as knn.json holds them: the same for every run of the same command."""
     num_train = len(train.features)
@@ -96,7 +96,7 @@ def describe(
         "evaluation": "weighted k-NN",
         "results": [
             {"k": k, "neighbours": min(k, num_train), "top1": accuracy.top1, "top5": accuracy.top5}
-            for k, accuracy in found.items()
+            for k, accuracy in results.items()
         ],
         "similarity": "cosine",
         "temperature": temperature,
@@ -105,17 +105,7 @@ def describe(
     }
 
 
-def table(found: Mapping[int, KNNResult]) -> str:
+def table(results: Mapping[int, KNNResult]) -> str:
     """Accuracies for people."""
-    rows = [f"{k:>6}  {accuracy.top1:>8.2f}  {accuracy.top5:>8.2f}" for k, accuracy in found.items()]
+    rows = [f"{k:>6}  {accuracy.top1:>8.2f}  {accuracy.top5:>8.2f}" for k, accuracy in results.items()]
     return "\n".join([f"{'k':>6}  {'top-1 %':>8}  {'top-5 %':>8}", *rows])
-
-
-def _check_cached_weights(pretrained_weights: str, record: dict[str, Any], folder: str) -> None:
-    """Refuse cached features of other weights than those named."""
-    cached = record.get("encoder", {}).get("sha256")
-    if pretrained_weights and cached != file_sha256(Path(pretrained_weights)):
-        raise ValueError(
-            f"the features in {folder} were not made with {pretrained_weights} (its SHA-256 is not {cached}); leave "
-            f"out --pretrained_weights to evaluate them anyway, or leave out --load_features"
-        )

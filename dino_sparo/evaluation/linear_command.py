@@ -29,11 +29,16 @@ from dino_sparo.data import ImageSource
 from dino_sparo.evaluation.features import Features, extract_split
 from dino_sparo.evaluation.linear import MOMENTUM, REFERENCE_BATCH, Batches, LinearProbe, probe_accuracy
 from dino_sparo.evaluation.linear_run import ProbeRun, cached_batches, check_same_record, live_batches, load_heads
-from dino_sparo.evaluation.protocol import EvaluatedEncoder, open_encoder_and_splits, result_folder, view_record
-from dino_sparo.runtime.cli import say
-from dino_sparo.runtime.distributed import PRECISIONS, Distributed, all_reduce_sum, init_distributed, is_main
-from dino_sparo.runtime.logs import setup_logging
-from dino_sparo.runtime.records import versions, write_json
+from dino_sparo.evaluation.protocol import (
+    EvaluatedEncoder,
+    open_encoder_and_splits,
+    result_folder,
+    start_evaluation,
+    view_record,
+    write_result,
+)
+from dino_sparo.runtime.distributed import PRECISIONS, Distributed, all_reduce_sum
+from dino_sparo.runtime.records import versions
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +73,7 @@ def probe_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ValueError: options, files or data that do not fit; the message says what would.
     """
-    process = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
-    setup_logging()
+    process = start_evaluation(args)
     evaluated, train_source, val_source = open_encoder_and_splits(args)
     subject = Subject(args, process, evaluated, train_source, val_source)
     folder = result_folder(args.output_dir, args.pretrained_weights)
@@ -79,10 +83,7 @@ def probe_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
     else:
         rows, counts = train(subject, folder / f"{name}.pth")
     result = describe(subject, rows, counts)
-    if is_main():
-        path = folder / f"{name}{'_evaluate' if args.evaluate else ''}.json"
-        write_json(result, path)
-        say(f"{table(result)}\n\n{path}")
+    write_result(result, table(result), folder / f"{name}{'_evaluate' if args.evaluate else ''}.json")
     return result
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dino_sparo.checkpoint import load_checkpoint, load_strictly, save_checkpoint
+from dino_sparo.checkpoint import load_checkpoint, load_strictly
+from dino_sparo.checkpoint_folder import save_checkpoint
 from dino_sparo.data import EpochSampler, ImageDataset, ImageSource, create_loader
 from dino_sparo.evaluation.features import Features, inference
 from dino_sparo.evaluation.linear import (
@@ -27,7 +28,7 @@ from dino_sparo.evaluation.linear import (
 )
 from dino_sparo.runtime.distributed import is_main, rank, world_size
 from dino_sparo.runtime.logs import progress
-from dino_sparo.runtime.records import plain
+from dino_sparo.runtime.records import differences, plain
 
 logger = logging.getLogger(__name__)
 
@@ -233,12 +234,7 @@ def check_same_record(saved: dict[str, Any], wanted: dict[str, Any], path: Path)
     Raises:
         ValueError: names each value that differs.
     """
-    differing = [
-        f"{name} {saved.get(name)!r} in the file, {value!r} now"
-        for name, value in wanted.items()
-        if saved.get(name) != value
-    ]
-    if differing:
+    if differing := differences(saved, wanted, "in the file", "now"):
         raise ValueError(
             f"{path} holds probes of another run: {'; '.join(differing)}. Give the same options, or another "
             f"--output_dir, or delete the file"

@@ -1,9 +1,11 @@
 """Locations of images and checkpoints -> names for titles, pages and files."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
+from typing import Any
 
+from dino_sparo.encoder import EncoderConfig
 from dino_sparo.runtime.logs import printable
 
 MAX_FILE_NAME = 80  # characters; file systems take 255 bytes, and endings and numbers are added
@@ -25,6 +27,20 @@ def run_names(weights: Sequence[str]) -> list[str]:
     while len({path[-depth:] for path in paths}) < len(set(paths)):
         depth += 1
     return [printable("/".join(path[-depth:])) for path in paths]
+
+
+def describe_model(record: Mapping[str, Any], encoder: EncoderConfig, run: str | None, *words: str) -> str:
+    """A line about a model, for figures.
+
+    Args:
+        record: of the loaded model.
+        encoder: of images.
+        run: what the model is called; None: it is called something elsewhere.
+        words: what else there is to say.
+    """
+    epoch = f"epoch {record['epoch']}" if isinstance(record["epoch"], int) else None
+    parts = (run, f"{encoder.arch}/{encoder.patch_size}", *words, epoch)
+    return "  ·  ".join(part for part in parts if part is not None)
 
 
 def file_names(locations: Sequence[str]) -> list[str]:

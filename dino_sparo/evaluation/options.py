@@ -5,9 +5,13 @@ import argparse
 from dino_sparo.choices import EXPORT_FORMATS, PRECISIONS
 from dino_sparo.runtime.cli import (
     HelpFormatter,
+    add_checkpoint_options,
     add_device_options,
+    add_download_option,
+    add_feature_options,
     add_foreign_weights_options,
     add_source_options,
+    add_storage_option,
     bool_flag,
 )
 
@@ -15,16 +19,7 @@ from dino_sparo.runtime.cli import (
 def add_evaluation_options(parser: argparse.ArgumentParser, batch_size: int = 128) -> None:
     """What to evaluate, on which images, and where the result goes."""
     group = parser.add_argument_group("encoder: what is evaluated")
-    group.add_argument("--pretrained_weights", default="", help="Checkpoint to evaluate, ours or the reference's.")
-    group.add_argument(
-        "--checkpoint_key", default="teacher", help="Network in the checkpoint: teacher (usually better) or student."
-    )
-    group.add_argument(
-        "--untrained",
-        action="store_true",
-        help="Random weights instead of the checkpoint's, to see what training brings; built as the checkpoint says, "
-        "or without a checkpoint as --arch, --patch_size, --readout and --img_size say.",
-    )
+    add_checkpoint_options(group)
     group.add_argument("--readout", default="sparo", help="Read-out of an untrained encoder without a checkpoint.")
     group.add_argument("--seed", type=int, default=0, help="Seed of untrained weights, probes and crops.")
     group = parser.add_argument_group("images")
@@ -33,7 +28,7 @@ def add_evaluation_options(parser: argparse.ArgumentParser, batch_size: int = 12
         default="",
         help="Folder with train/ and val/, table with a column of splits, torchvision set (cifar10:DIR), or scenes.",
     )
-    group.add_argument("--download", action="store_true", help="Fetch a torchvision set that is not on disk.")
+    add_download_option(group)
     group.add_argument(
         "--img_size",
         type=int,
@@ -76,16 +71,7 @@ def knn_parser() -> argparse.ArgumentParser:
         default=0.07,
         help="Temperature of the vote: a neighbour's weight is exp(cosine / temperature).",
     )
-    group.add_argument(
-        "--use_cuda",
-        type=bool_flag,
-        default=True,
-        help="Keep the features on the GPU, where there is one; false if they do not fit.",
-    )
-    group.add_argument("--dump_features", default=None, help="Folder to write features and labels to.")
-    group.add_argument(
-        "--load_features", default=None, help="Folder to read them from; then neither weights nor images are needed."
-    )
+    add_feature_options(group)
     add_device_options(parser)
     return parser
 
@@ -135,12 +121,7 @@ def linear_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--evaluate", action="store_true", help="Only test the probes saved in --output_dir on the validation images."
     )
-    group.add_argument(
-        "--use_cuda",
-        type=bool_flag,
-        default=True,
-        help="Keep cached features on the GPU, where there is one; false if they do not fit.",
-    )
+    add_storage_option(group)
     add_device_options(parser)
     return parser
 
@@ -149,13 +130,7 @@ def attention_parser() -> argparse.ArgumentParser:
     """The options of `visualize_attention.py`, in data-flow order."""
     parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
     group = parser.add_argument_group("encoder")
-    group.add_argument("--pretrained_weights", default="", help="Checkpoint to look into, ours or the reference's.")
-    group.add_argument("--checkpoint_key", default="teacher", help="Network in the checkpoint: teacher or student.")
-    group.add_argument(
-        "--untrained",
-        action="store_true",
-        help="Random weights instead of the checkpoint's, to see what training brings.",
-    )
+    add_checkpoint_options(group)
     add_foreign_weights_options(parser)
     group = parser.add_argument_group("images")
     group.add_argument(

@@ -24,23 +24,21 @@ from dino_sparo.evaluation.attention import (
 )
 from dino_sparo.evaluation.page import (
     ASPECT,
-    DPI,
     GAP,
     INK,
     LABEL,
     LINE,
     MARGIN,
-    PAPER,
     SOFT,
     Heading,
     Page,
     Tiles,
     fitted,
-    require_matplotlib,
     resized,
     shorten,
     wrap,
 )
+from dino_sparo.evaluation.plots import panels
 
 HEADING_WIDTH = 600  # the least, so that sentences are not broken into many lines
 LEAD_HEIGHT, LEAD_WIDTH = 150, 320  # of the view beside a grid's heading, at most
@@ -340,24 +338,15 @@ def draw_training_curve(log: Path, path: Path) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    require_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     epochs = [json.loads(line) for line in log.read_text().splitlines()]
     probed = [epoch for epoch in epochs if "knn_20" in epoch]
-    figure = Figure(figsize=(9, 3.4), dpi=2 * DPI, layout="constrained", facecolor=PAPER)
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(1, 2 if probed else 1, squeeze=False)[0]
     curves = {"train_loss": ("loss", INK), "train_teacher_entropy": ("teacher's entropy", SOFT)}
-    for name, (label, colour) in curves.items():
-        shown = [epoch for epoch in epochs if name in epoch]
-        axes[0].plot([e["step"] for e in shown], [e[name] for e in shown], ".-", color=colour, label=label)
-    axes[0].set(xlabel="step", ylabel="nats")
-    axes[0].legend(frameon=False)
-    if probed:
-        axes[1].plot([e["step"] for e in probed], [e["knn_20"] for e in probed], ".-", color=INK)
-        axes[1].set(xlabel="step", ylabel="20-NN accuracy of the teacher, %")
-    for axis in axes:
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
+    with panels(path, 1, 2 if probed else 1) as ((losses, *others),):
+        for name, (label, colour) in curves.items():
+            shown = [epoch for epoch in epochs if name in epoch]
+            losses.plot([e["step"] for e in shown], [e[name] for e in shown], ".-", color=colour, label=label)
+        losses.set(xlabel="step", ylabel="nats")
+        losses.legend(frameon=False)
+        for accuracy in others:
+            accuracy.plot([e["step"] for e in probed], [e["knn_20"] for e in probed], ".-", color=INK)
+            accuracy.set(xlabel="step", ylabel="20-NN accuracy of the teacher, %")

@@ -23,8 +23,10 @@ from dino_sparo.data import (
     require_labels,
 )
 from dino_sparo.encoder import Encoder, EncoderConfig, encoder_from_config
-from dino_sparo.runtime.distributed import rank_0_first
-from dino_sparo.runtime.records import file_sha256
+from dino_sparo.runtime.cli import say
+from dino_sparo.runtime.distributed import Distributed, init_distributed, is_main, rank_0_first
+from dino_sparo.runtime.logs import setup_logging
+from dino_sparo.runtime.records import file_sha256, write_json
 from dino_sparo.sources import ImageLimits, TableColumns
 from dino_sparo.sources.decode import DEFAULT_LIMITS
 from dino_sparo.sources.tables import USUAL_COLUMNS
@@ -47,6 +49,13 @@ class EvaluatedEncoder:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     record: dict[str, Any]
+
+
+def start_evaluation(args: argparse.Namespace) -> Distributed:
+    """Join the other processes, and set up the log: how every evaluation begins."""
+    process = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
+    setup_logging()
+    return process
 
 
 def trained_encoder(
@@ -206,6 +215,14 @@ def view_record(transform: Any) -> dict[str, Any]:
         "mean": list(transform.mean),
         "std": list(transform.std),
     }
+
+
+def write_result(result: dict[str, Any], table: str, path: Path) -> None:
+    """Write the result and show the table, on rank 0."""
+    if is_main():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(result, path)
+        say(f"{table}\n\n{path}")
 
 
 def result_folder(output_dir: str | None, pretrained_weights: str) -> Path:

@@ -63,24 +63,24 @@ def open_classes(source: ImageSource, classnames: str = AUTO, data_path: str = "
     require_labels(source)
     folders = source.classes or []
     if classnames == AUTO:
-        found = _automatic(folders, set_name(data_path))
+        classes = _automatic(folders, set_name(data_path))
     elif classnames == "imagenet":
-        found = _all_of_imagenet(folders)
+        classes = _all_of_imagenet(folders)
     elif classnames == "folders":
-        found = _in_words(folders)
+        classes = _in_words(folders)
     elif classnames.startswith("objectnet"):
-        found = _objectnet(folders, classnames.partition(":")[2])
+        classes = _objectnet(folders, classnames.partition(":")[2])
     elif is_file(classnames):
-        found = _from_file(folders, classnames)
+        classes = _from_file(folders, classnames)
     else:
         raise ValueError(
             f"classnames={classnames!r} is neither a file nor one of auto, imagenet, objectnet:MAPPINGS, folders"
         )
-    repeated = [name for name, number in Counter(found.names).items() if number > 1]
+    repeated = [name for name, number in Counter(classes.names).items() if number > 1]
     if repeated:
         # ImageNet itself has two of each of `missile` and `sunglasses`.
         logger.warning("several classes are called %s; the first of them is always preferred", ", ".join(repeated))
-    return found
+    return classes
 
 
 def apply_classes(source: ImageSource, classes: ClassList) -> ImageSource:
@@ -177,8 +177,8 @@ def _objectnet(folders: list[str], mappings: str) -> ClassList:
             f"{len(missing)} of the {len(shared)} classes that ObjectNet shares with ImageNet have no folder, the "
             f"first is {missing[0]!r}; give the folder `images` of ObjectNet as --data_path"
         )
-    place = {folder: i for i, folder in enumerate(chosen)}
-    class_of = np.array([place.get(folder, -1) for folder in folders], dtype=np.int64)
+    number_of = {folder: i for i, folder in enumerate(chosen)}
+    class_of = np.array([number_of.get(folder, -1) for folder in folders], dtype=np.int64)
     names = [name_of[folder].lower() for folder in chosen]
     return ClassList(names, class_of, f"ObjectNet's names of {len(chosen)} classes")
 

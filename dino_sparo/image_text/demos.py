@@ -1,6 +1,7 @@
 """What the demos of image-text objectives share: scores on the built-in scenes, and their table."""
 
-from collections.abc import Sequence
+import argparse
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,23 @@ from dino_sparo.runtime.demos import RunCommand, option_words, spread
 IMAGE_SIZE = int(TOWERS["img_size"])
 # Score -> what guessing gives, percent.
 CHANCE = {"zero-shot shape": 10.0, "swapped objects": 50.0, "swapped attributes": 50.0}
+
+
+NUM_IMAGES, NUM_PAIRS = 4000, 2000  # scenes that are classified, pairs of captions that are compared
+SHORT_NUM_IMAGES, SHORT_NUM_PAIRS = 100, 20  # with --short
+
+
+def evaluation_data(args: argparse.Namespace, run: RunCommand) -> tuple[str, Path, str]:
+    """What all models are evaluated on: scenes to classify, the folder of captions to compare, and both in words."""
+    num_images, num_pairs = (SHORT_NUM_IMAGES, SHORT_NUM_PAIRS) if args.short else (NUM_IMAGES, NUM_PAIRS)
+    pairs = write_pairs(Path(args.output_dir), num_pairs, run)
+    words = f"accuracy on {num_images:,} held-out scenes and {num_pairs:,} pairs of captions"
+    return f"scenes:{num_images}:{IMAGE_SIZE}", pairs, words
+
+
+def draw_run(command: str, done: Mapping[str, Any], device: str, run: RunCommand) -> None:
+    """Draw a run's model by a command."""
+    run(command, option_words({"pretrained_weights": Path(done["folder"]) / "checkpoint.pth", "device": device}))
 
 
 def write_pairs(folder: Path, num_pairs: int, run: RunCommand) -> Path:
@@ -52,8 +70,3 @@ def score_table(runs: Sequence[dict[str, Any]], kind: str = "readout", title: st
         mine = [run for run in runs if run[kind] == model]
         lines.append(f"{model:<12}" + "".join(f"{spread([run[name] for run in mine]):>22}" for name in CHANCE))
     return "\n".join([*lines, f"{'guessing':<12}" + "".join(f"{chance:>20.1f} %" for chance in CHANCE.values())])
-
-
-def scores_in_words(num_images: int, num_pairs: int) -> str:
-    """The title of the table."""
-    return f"accuracy on {num_images:,} held-out scenes and {num_pairs:,} pairs of captions"

@@ -9,19 +9,23 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from dino_sparo.checkpoint import CheckpointError
+from dino_sparo.checkpoint import CheckpointError, check_same_description
+from dino_sparo.image_text.evaluation.image_rows import ClipView
 from dino_sparo.image_text.evaluation.scorer import Scorer
 from dino_sparo.image_text.evaluation.validation import open_validation
 from dino_sparo.image_text.evaluation.zero_shot_probe import open_training_probe
 from dino_sparo.image_text.pairs.run_data import BatchForm, micro_batch_size, number_pairs, stream_pairs
-from dino_sparo.image_text.recipes import Recipes
+from dino_sparo.image_text.start import initialize_towers
 from dino_sparo.image_text.step import ContrastiveTraining, train_step
-from dino_sparo.runtime.distributed import Distributed, choose_precision, use_fused_attention
+from dino_sparo.initialize import initialize_encoder
+from dino_sparo.runtime.distributed import Distributed, choose_precision, use_fused_attention, wrap_ddp
+from dino_sparo.runtime.extras import require
 from dino_sparo.runtime.logs import RunLog
 from dino_sparo.training.objective import AnyBatch, EpochResult, Objective, StepReport
 from dino_sparo.training.optim import cosine_schedule, create_optimizer
@@ -35,6 +39,11 @@ MOST_TEXTS = 0.5  # share of texts cut off above which the log warns
 class PairObjective(Objective[AnyBatch]):
     """An objective on pairs of images and texts.
 
+    Attributes:
+        options: the module with its `get_args_parser`, `check_options` and `RECIPES`.
+        model_name: for messages.
+        model_key: the checkpoint's entry that says how the model is built.
+
     Args:
         args: the options of `options.py`.
         process: this process among its peers.
@@ -43,6 +52,9 @@ class PairObjective(Objective[AnyBatch]):
         ValueError: options that do not fit each other or the pairs.
     """
 
+    options: ClassVar[ModuleType]
+    model_name: ClassVar[str]
+    model_key: ClassVar[str]
     noun: ClassVar[str] = "pair"
     score_name: ClassVar[str] = "best_zero_shot"
     metric: ClassVar[str] = "zero_shot"
@@ -57,6 +69,19 @@ class PairObjective(Objective[AnyBatch]):
     )
     training: ContrastiveTraining[AnyBatch]
     has_warned = False  # of texts that are cut off
+
+    @classmethod
+    def check_options(cls, args: argparse.Namespace) -> None:
+        """Refuse a missing package, and options that cannot be."""
+        require("open_clip", "captions")
+        cls.options.check_options(args)
+
+    @classmethod
+    def defaults_of(cls, args: argparse.Namespace) -> dict[str, Any]:
+        """What the options would be if none had been given."""
+        defaults = cls.options.get_args_parser().parse_args([])
+        cls.options.RECIPES.apply(defaults)
+        return vars(defaults)
 
     def __init__(self, args: argparse.Namespace, process: Distributed) -> None:
         self.args = args
@@ -81,6 +106,62 @@ class PairObjective(Objective[AnyBatch]):
     @abstractmethod
     def build_training(self, args: argparse.Namespace, process: Distributed, steps_per_epoch: int) -> Any:
         """Model, loss, optimizer and schedule from the options: a `ContrastiveTraining`."""
+
+    @property
+    def model_description(self) -> dict[str, Any]:
+        """How the model is built, and the mean and std of its images."""
+        config = self.training.network.config
+        return {**config.to_dict(), "mean": list(self.args.norm_mean), "std": list(self.args.norm_std)}
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """The checkpoint's entry `model_key`."""
+        return {self.model_key: self.model_description}
+
+    def check_same_model(self, checkpoint: Mapping[str, Any], source: str) -> None:
+        """Refuse to resume a checkpoint of another model.
+
+        Raises:
+            CheckpointError: names each value that differs.
+        """
+        saved, config = checkpoint.get(self.model_key), self.training.network.config
+        if saved is None:
+            raise CheckpointError(
+                f"{source} holds no {self.model_name}, so it cannot be resumed; choose another --output_dir"
+            )
+        # As this version writes it: an older one left out what had to be as it is now by default.
+        complete = {**saved, **type(config).from_dict(dict(saved)).to_dict()}
+        check_same_description(complete, self.model_description, source)
+
+    def start_towers(self, with_rest: bool = True) -> set[str]:
+        """Start the image encoder, or both encoders, from other weights.
+
+        Args:
+            with_rest: as in `initialize_towers`.
+
+        Returns:
+            Names of the weights that come from a file.
+
+        Raises:
+            CheckpointError: the weights do not fit the model.
+        """
+        args, model, taken = self.args, self.training.network, set[str]()
+        if args.init_clip:
+            report = initialize_towers(model, args.init_clip, with_rest)
+            taken |= set(report.taken)
+            logger.info("start from %s", report)
+        if args.init_from:
+            image = initialize_encoder(model.image, args.init_from)
+            taken |= {f"image.{name}" for name in image.taken}
+            logger.info("image encoder: start from %s", image)
+        return taken
+
+    @property
+    def scorer_settings(self) -> tuple[ClipView, torch.device, int, int, torch.dtype]:
+        """What every scorer takes beside the model: view, device, batch size, loading processes, precision."""
+        args, updater = self.args, self.updater
+        view = ClipView(args.img_size, tuple(args.norm_mean), tuple(args.norm_std))
+        return view, updater.device, self.sampler.batch_size, min(args.num_workers, 2), updater.dtype
 
     @property
     @abstractmethod
@@ -120,7 +201,7 @@ class PairObjective(Objective[AnyBatch]):
     def after_epoch(self, epoch: int, means: Mapping[str, float], log: RunLog) -> EpochResult:
         """Loss and retrieval on the pairs held out; zero-shot accuracy every `--zero_shot_freq` epochs."""
         # A model that distinguishes nothing has a loss of ln(batch).
-        values = {"loss_over_ln_batch": means["loss"] / math.log(max(self.args.batch_size, 2))}
+        values = {"loss_over_ln_batch": means.get("itc_loss", means["loss"]) / math.log(max(self.args.batch_size, 2))}
         if self.validation is not None:
             values |= self.validation.measure(self.scorer, self.logit_scale)
         if self.probe is None or (epoch + 1) % self.args.zero_shot_freq:
@@ -144,28 +225,51 @@ class ModelPart:
     warmup_steps: int
 
 
-def prepare_model(model: Any, args: argparse.Namespace, process: Distributed) -> torch.dtype:
-    """Move a model with an `image` and a `text` encoder to the device, as the options say; returns its precision."""
-    dtype = choose_precision(args.precision, None, process.device)
-    model.to(process.device)
-    model.image.backbone.set_grad_checkpointing(args.grad_checkpointing)
-    model.text.set_grad_checkpointing(args.grad_checkpointing)
-    is_fused = use_fused_attention(process.device, dtype)
-    model.image.backbone.use_fused_attention(is_fused)
-    model.text.use_fused_attention(is_fused)
+def tower_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of both encoders, as fields of `TowerSizes`."""
+    return {
+        "arch": args.arch,
+        "patch_size": args.patch_size,
+        "img_size": args.img_size,
+        "text_width": args.text_width,
+        "text_heads": args.text_heads,
+        "text_layers": args.text_layers,
+        "context_length": args.context_length,
+        "pre_norm": args.pre_norm,
+        "quick_gelu": args.quick_gelu,
+    }
+
+
+def shared_training(
+    model: Any, parts: Sequence[ModelPart], args: argparse.Namespace, steps_per_epoch: int, process: Distributed
+) -> dict[str, Any]:
+    """The fields of `ContrastiveTraining`: the model on the device, as the options say, and what trains it.
+
+    Args:
+        model: a module with an `image` and a `text` encoder and a `config`.
+        parts: of the model; see `create_updater`.
+        args: the options.
+        steps_per_epoch: of the run.
+        process: this process among its peers.
+    """
+    device, dtype = process.device, choose_precision(args.precision, None, process.device)
+    model.to(device)
+    for tower in (model.image.backbone, model.text):
+        tower.set_grad_checkpointing(args.grad_checkpointing)
+        tower.use_fused_attention(use_fused_attention(device, dtype))
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     logger.info(
         "%s, %.1f M parameters, %.1f M of them trained, %s on %s",
         *(model.config.summary, num_parameters / 1e6, num_trained / 1e6, dtype, process),
     )
-    return dtype
-
-
-def pixel_statistics(args: argparse.Namespace, device: torch.device) -> dict[str, Tensor]:
-    """`mean` and `std` (1, C, 1, 1) of the options."""
-    values = {"mean": args.norm_mean, "std": args.norm_std}
-    return {name: torch.tensor(value, device=device).view(1, -1, 1, 1) for name, value in values.items()}
+    statistics = {"mean": args.norm_mean, "std": args.norm_std}
+    return {
+        "model": wrap_ddp(model, device),
+        "updater": create_updater(model, parts, args, steps_per_epoch, device, dtype),
+        "clip_grad": args.clip_grad,
+        **{name: torch.tensor(value, device=device).view(1, -1, 1, 1) for name, value in statistics.items()},
+    }
 
 
 def create_updater(
@@ -237,41 +341,3 @@ def param_groups(
         {"params": group, "weight_decay": decay, **constants}
         for group, decay in zip(groups, (weight_decay, 0.0), strict=True)
     ]
-
-
-def default_options(parser: argparse.ArgumentParser, recipes: Recipes) -> dict[str, Any]:
-    """What the options would be if none had been given."""
-    defaults = parser.parse_args([])
-    recipes.apply(defaults)
-    return vars(defaults)
-
-
-def check_same_description(saved: Mapping[str, Any], asked: Mapping[str, Any], source: str) -> None:
-    """Refuse to resume a checkpoint of another model.
-
-    Args:
-        saved: how the checkpoint's model is built, plain values.
-        asked: how the options' model is built.
-        source: the checkpoint's file, for messages.
-
-    Raises:
-        CheckpointError: names each value that differs.
-    """
-    before, now = _flat(saved), _flat(asked)
-    differing = [
-        f"{name} {before.get(name)!r} in the checkpoint, {value!r} asked for"
-        for name, value in now.items()
-        if before.get(name) != value
-    ]
-    if differing:
-        raise CheckpointError(
-            f"{source} holds another model: {'; '.join(differing)}. Give the same options, or another --output_dir"
-        )
-
-
-def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested values under dotted names."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat |= {f"{name}.{inner}": item for inner, item in value.items()} if isinstance(value, dict) else {name: value}
-    return flat

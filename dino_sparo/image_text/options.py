@@ -6,11 +6,10 @@ Parsing is pure: it opens no file, touches no device, asks no network.
 import argparse
 from collections.abc import Iterable
 
-from dino_sparo.choices import ARCHITECTURES, MIN_CORRUPT
+from dino_sparo.choices import ARCHITECTURES
 from dino_sparo.image_text.choices import CROP_SCALE
 from dino_sparo.image_text.recipes import Recipes
-from dino_sparo.runtime.cli import add_split_option, bool_flag
-from dino_sparo.scenes import INDEPENDENT
+from dino_sparo.runtime.cli import add_training_data_options, bool_flag
 from dino_sparo.training.options import add_compute_options, add_run_options, check_ranges, check_whole_patches
 
 POSITIVE_OPTIONS = (
@@ -43,6 +42,34 @@ def add_pair_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup
         "tars), a table (.csv, .tsv, .jsonl), COCO's annotations (.json), the built-in scenes (scenes:NUMBER:SIZE), or "
         "labelled images (class folders, cifar10:DIR), whose captions are made from class names.",
     )
+    _add_shard_options(group)
+    add_pair_key_options(group)
+    group.add_argument(
+        "--caption_templates",
+        nargs="+",
+        default=None,
+        help="Make captions from class names by these sentences with {} where the name belongs, or these lists or "
+        "files of dino-sparo zero-shot's --templates; labelled images get its auto.",
+    )
+    _add_validation_options(group)
+    add_training_data_options(group, "samples without readable image or without caption")
+    group.add_argument(
+        "--crop_scale",
+        type=float,
+        nargs=2,
+        default=CROP_SCALE,
+        help="Share of the image's area in a crop; a caption is about all of the image.",
+    )
+    group.add_argument(
+        "--exact_crops",
+        action="store_true",
+        help="Resize crops by Pillow, whose pixels are those of OpenCLIP's pipeline. By default torch resizes them, "
+        "which takes less of a loading process' time; at most one pixel in fifty is then off, by one level of 255.",
+    )
+    return group
+
+
+def _add_shard_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--shards",
         choices=["indexed", "streamed"],
@@ -62,32 +89,9 @@ def add_pair_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup
         help="How often --shards streamed draws a shard of each source of --data_path (sources are joined by ::); by "
         "default every shard is as likely.",
     )
-    group.add_argument("--image_key", default=None, help="Column of the images' paths in a table; else found by name.")
-    group.add_argument(
-        "--caption_key",
-        default=None,
-        help="Column of the captions in a table, else found by name; for shards the key of the .json members that "
-        "holds the caption, else the .txt members are the captions.",
-    )
-    group.add_argument(
-        "--image_folder", default=None, help="What paths in a table or in annotations start from; else its own folder."
-    )
-    group.add_argument(
-        "--caption_templates",
-        nargs="+",
-        default=None,
-        help="Make captions from class names by these sentences with {} where the name belongs, or these lists or "
-        "files of dino-sparo zero-shot's --templates; labelled images get its auto.",
-    )
-    group.add_argument(
-        "--scene_ties",
-        type=float,
-        nargs=3,
-        default=(INDEPENDENT.texture, INDEPENDENT.colour, INDEPENDENT.background),
-        metavar=("TEXTURE", "COLOUR", "BACKGROUND"),
-        help="How often a built-in scene shows what is typical of its shape; 0 0 0 makes all that captions name "
-        "independent.",
-    )
+
+
+def _add_validation_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--val_path",
         default=None,
@@ -99,29 +103,20 @@ def add_pair_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup
         default=0.0,
         help="Share of the pairs to hold out for that instead, at most 5000 pairs; 0: none.",
     )
-    add_split_option(group)
-    group.add_argument("--download", action="store_true", help="Let a torchvision set download itself.")
+
+
+def add_pair_key_options(group: argparse._ArgumentGroup) -> None:
+    """Where a table, annotations or shards have their images and captions."""
+    group.add_argument("--image_key", default=None, help="Column of the images' paths in a table; else found by name.")
     group.add_argument(
-        "--max_corrupt",
-        type=float,
-        default=0.01,
-        help="Share of samples without readable image or without caption above which the run stops; "
-        f"{MIN_CORRUPT} are always allowed, except with 0.",
+        "--caption_key",
+        default=None,
+        help="Column of the captions in a table, else found by name; for shards the key of the .json members that "
+        "holds the caption, else the .txt members are the captions.",
     )
     group.add_argument(
-        "--crop_scale",
-        type=float,
-        nargs=2,
-        default=CROP_SCALE,
-        help="Share of the image's area in a crop; a caption is about all of the image.",
+        "--image_folder", default=None, help="What paths in a table or in annotations start from; else its own folder."
     )
-    group.add_argument(
-        "--exact_crops",
-        action="store_true",
-        help="Resize crops by Pillow, whose pixels are those of OpenCLIP's pipeline. By default torch resizes them, "
-        "which takes less of a loading process' time; at most one pixel in fifty is then off, by one level of 255.",
-    )
-    return group
 
 
 def add_image_options(parser: argparse.ArgumentParser, recipes: Recipes) -> argparse._ArgumentGroup:

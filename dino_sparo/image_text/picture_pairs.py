@@ -1,26 +1,37 @@
-"""Pairs of image and caption that are to be drawn: where they lie, and the views of some of them.
+"""Pairs of image and caption that are to be drawn: where they lie, the views of some of them, and the files drawn.
 
 What a model looks at in them is drawn by the objectives' folders: `clip/pictures/`, `oc_clip/pictures/`.
 """
 
+import argparse
 import logging
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from dino_sparo.data import CorruptImageError
+from dino_sparo.evaluation.page import require_matplotlib
+from dino_sparo.evaluation.protocol import result_folder
 from dino_sparo.evaluation.views import SquareView
 from dino_sparo.image_text.pairs.batches import LeftOut, PairSource
 from dino_sparo.image_text.pairs.captions import ListedCaptions, PackedTexts
 from dino_sparo.image_text.pairs.sources import open_pairs
-from dino_sparo.runtime.logs import progress
+from dino_sparo.runtime.distributed import select_device
+from dino_sparo.runtime.extras import require
+from dino_sparo.runtime.logs import printable, progress, setup_logging
+from dino_sparo.runtime.records import versions, write_json
 from dino_sparo.sources import IMAGE_EXTENSIONS
 from dino_sparo.sources.packed import FileSource
 
 logger = logging.getLogger(__name__)
+
+Gallery = TypeVar("Gallery")
 
 PICTURE_HEIGHT = 480  # pixels, of a view on a page
 
@@ -40,6 +51,60 @@ class ViewedPair:
     name: str
     caption: str
     image: Float[Tensor, "C H W"]
+
+
+def begin_pictures(args: argparse.Namespace, numbers: Sequence[str]) -> torch.device:
+    """Set up the log, and refuse what cannot be drawn; returns the device.
+
+    Args:
+        args: the options of `add_picture_options` and `add_picture_result_options`.
+        numbers: names of options that are positive.
+
+    Raises:
+        ValueError: a number that is not positive, or no checkpoint.
+        MissingPackageError: matplotlib or open_clip is not installed.
+    """
+    setup_logging()
+    require_matplotlib()
+    require("open_clip", "captions")
+    for name in numbers:
+        if getattr(args, name) < 1:
+            raise ValueError(f"{name}={getattr(args, name)}; give a positive number")
+    if not args.pretrained_weights:
+        raise ValueError("--pretrained_weights is empty: there is nothing to show; give a checkpoint of the training")
+    return select_device(args.device)
+
+
+def write_pictures(
+    args: argparse.Namespace,
+    stem: str,
+    gallery: Gallery,
+    draw_sheet: Callable[[Gallery, Path], None],
+    write_page: Callable[[Gallery, Path], None],
+    numbers: dict[str, Any],
+) -> dict[str, Any]:
+    """Write STEM.png, .html and .json, and say where; returns what the last one holds.
+
+    Args:
+        args: as for `begin_pictures`.
+        stem: of the files' names.
+        gallery: what is shown.
+        draw_sheet: gallery -> the picture.
+        write_page: gallery -> the page.
+        numbers: plain values.
+    """
+    folder = result_folder(args.output_dir, args.pretrained_weights)
+    paths = [folder / f"{stem}.{ending}" for ending in ("png", "html", "json")]
+    draw_sheet(gallery, paths[0])
+    write_page(gallery, paths[1])
+    result = {
+        **numbers,
+        "data_path": args.data_path,
+        "versions": versions(open_clip="open_clip_torch"),
+    }
+    write_json(result, paths[2])
+    sys.stdout.write("".join(f"{printable(str(path))}\n" for path in paths))
+    return result
 
 
 def open_picture_pairs(

@@ -123,11 +123,11 @@ def open_templates(templates: str, data_path: str = "") -> tuple[str, ...]:
         raise ValueError(
             f"templates={templates!r} is neither a file nor a known list; choose one of {', '.join(sorted(TEMPLATES))}"
         )
-    found = tuple(str(text).replace("{c}", "{}") for text in read_words(templates))
-    for text in found:
+    sentences = tuple(str(text).replace("{c}", "{}") for text in read_words(templates))
+    for text in sentences:
         if "{}" not in text:
             raise ValueError(f"template {text!r} in {templates} has no place for the class name; write {{}} there")
-    return found
+    return sentences
 
 
 def prompts(templates: tuple[str, ...], name: str) -> list[str]:

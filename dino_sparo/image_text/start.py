@@ -1,6 +1,6 @@
 """The weights of a trained image-text model -> the start of another, as far as the two have the same parts.
 
-The image encoder alone is `checkpoint.initialize_encoder`'s.
+The image encoder alone is `initialize.py`'s.
 """
 
 from collections.abc import Mapping
@@ -9,15 +9,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from dino_sparo.checkpoint import (
-    CheckpointError,
-    InitReport,
-    check_same_activation,
-    clip_weights,
-    image_text_entry,
-    load_checkpoint,
-    start_encoder,
-)
+from dino_sparo.checkpoint import CheckpointError, clip_weights, image_text_entry, load_checkpoint
+from dino_sparo.initialize import InitReport, check_same_activation, start_encoder
 
 
 class TowersReport(NamedTuple):
@@ -84,10 +77,10 @@ def initialize_towers(model: Any, path: str | Path, with_rest: bool = True) -> T
 
 def _fitting_text(weights: Mapping[str, Tensor], own: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
     """The text encoder's weights before its read-out, of the blocks that both have."""
-    found, wanted = (weights["text.token_embed.weight"].shape, own["text.token_embed.weight"].shape)
-    if found != wanted:
+    theirs, wanted = (weights["text.token_embed.weight"].shape, own["text.token_embed.weight"].shape)
+    if theirs != wanted:
         raise CheckpointError(
-            f"{source} has a text encoder of {found[0]} token ids and width {found[1]}, the model one of {wanted[0]} "
+            f"{source} has a text encoder of {theirs[0]} token ids and width {theirs[1]}, the model one of {wanted[0]} "
             f"and {wanted[1]}; build it alike (--text_width)"
         )
     positions, length = weights["text.pos_embed"], len(own["text.pos_embed"])

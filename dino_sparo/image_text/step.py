@@ -131,10 +131,10 @@ def backward_in_parts(
     with torch.no_grad():
         outputs = [training.encode(training.network, batch) for batch in batches]
     features = [torch.cat(parts) for parts in zip(*outputs, strict=True)]
-    found = loss_gradients(lambda leaves: training.loss(leaves, batches), features, training.loss_parameters)
+    of_loss = loss_gradients(lambda leaves: training.loss(leaves, batches), features, training.loss_parameters)
     sizes = [[len(feature) for feature in parts] for parts in zip(*outputs, strict=True)]
     own_gradients = zip(
-        *(gradient.split(size) for gradient, size in zip(found.features, sizes, strict=True)), strict=True
+        *(gradient.split(size) for gradient, size in zip(of_loss.features, sizes, strict=True)), strict=True
     )
     for index, (batch, gradients) in enumerate(zip(batches, own_gradients, strict=True)):
         is_last = index == len(batches) - 1
@@ -143,10 +143,10 @@ def backward_in_parts(
             # Its gradient is the loss' own: the factors are constants.
             pairs = list(zip(output, gradients, strict=True))
             if is_last:
-                pairs += zip(training.loss_parameters, found.parameters, strict=True)
+                pairs += zip(training.loss_parameters, of_loss.parameters, strict=True)
             product = torch.stack([(value * gradient).sum() for value, gradient in pairs]).sum()
-            training.updater.backward(product, found.loss)
-    return found.loss, found.scalars
+            training.updater.backward(product, of_loss.loss)
+    return of_loss.loss, of_loss.scalars
 
 
 class LossGradients(NamedTuple):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int64
+from timm.layers import QuickGELU
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -92,16 +93,20 @@ class TextEncoder(nn.Module):
         config: sizes.
         readout: tokens and mask -> `ReadoutOutput`.
         depth: number of blocks to build, if fewer than `config.layers`.
+        quick_gelu: OpenAI's activation.
     """
 
-    def __init__(self, config: TextConfig, readout: nn.Module, depth: int | None = None) -> None:
+    def __init__(
+        self, config: TextConfig, readout: nn.Module, depth: int | None = None, quick_gelu: bool = False
+    ) -> None:
         super().__init__()
         self.config, self.depth = config, config.layers if depth is None else depth
         self.grad_checkpointing = False
         self.token_embed = nn.Embedding(config.vocab_size, config.width)
         self.pos_embed = nn.Parameter(torch.empty(config.context_length, config.width))
+        activation = QuickGELU if quick_gelu else nn.GELU
         self.blocks = nn.ModuleList(
-            Block(config.width, config.heads, mlp_ratio=4.0, qkv_bias=True, norm_layer=nn.LayerNorm)
+            Block(config.width, config.heads, 4.0, qkv_bias=True, act_layer=activation, norm_layer=nn.LayerNorm)
             for _ in range(self.depth)
         )
         self.norm = nn.Identity() if readout_kind(config.readout).takes_raw_tokens else nn.LayerNorm(config.width)

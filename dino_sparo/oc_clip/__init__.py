@@ -20,8 +20,9 @@ width of entities, keys, values and slots; `rel_dim` is the width of relations; 
 "Object-Centric Binding in Contrastive Language-Image Pretraining", arXiv 2502.14113.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from dino_sparo.runtime.lazy import lazy_names
 
 if TYPE_CHECKING:
     from dino_sparo.oc_clip.config import BindingConfig, OCCLIPConfig
@@ -30,23 +31,12 @@ if TYPE_CHECKING:
 
 __all__ = ["OCCLIP", "BindingConfig", "OCCLIPConfig", "Relation", "SceneGraph", "create_oc_clip", "load_oc_clip"]
 
-# The modules import torch, which takes seconds: they are imported when one of their names is first used (PEP 562).
-_MODULE_OF = {
-    "OCCLIP": "dino_sparo.oc_clip.model",
-    "BindingConfig": "dino_sparo.oc_clip.config",
-    "OCCLIPConfig": "dino_sparo.oc_clip.config",
-    "Relation": "dino_sparo.oc_clip.graphs",
-    "SceneGraph": "dino_sparo.oc_clip.graphs",
-    "create_oc_clip": "dino_sparo.oc_clip.model",
-    "load_oc_clip": "dino_sparo.oc_clip.model",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULE_OF[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_MODULE_OF])
+# The modules import torch, which takes seconds.
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "oc_clip.config": ("BindingConfig", "OCCLIPConfig"),
+        "oc_clip.graphs": ("Relation", "SceneGraph"),
+        "oc_clip.model": ("OCCLIP", "create_oc_clip", "load_oc_clip"),
+    },
+)

@@ -6,7 +6,7 @@ Every checkpoint holds the configuration, so that no command needs these options
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from dino_sparo.encoder import EncoderConfig
+from dino_sparo.encoder import EncoderConfig, refuse_unknown
 from dino_sparo.image_text.text import TextConfig
 
 
@@ -66,10 +66,7 @@ class OCCLIPConfig:
         unknown = {f"text.{name}" for name in text.keys() - {field.name for field in fields(TextConfig)}}
         unknown |= {f"binding.{name}" for name in binding.keys() - {field.name for field in fields(BindingConfig)}}
         unknown |= values.keys() - {"image", "text", "binding", "mean", "std", "graphs"}
-        if unknown:
-            raise ValueError(
-                f"the model was saved with {', '.join(sorted(unknown))}, which this version does not know; update"
-            )
+        refuse_unknown("model", unknown)
         return cls(EncoderConfig.from_dict(values["image"]), TextConfig(**text), BindingConfig(**binding))
 
     @property

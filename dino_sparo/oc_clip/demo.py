@@ -14,7 +14,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dino_sparo.image_text.demos import IMAGE_SIZE, scene_scores, score_table, scores_in_words, write_pairs
+from dino_sparo.image_text.demos import IMAGE_SIZE, draw_run, evaluation_data, scene_scores, score_table
 from dino_sparo.image_text.prompts import scene_templates
 from dino_sparo.image_text.scene_recipe import CLIP_READOUTS, OPTIMISATION, TOWERS
 from dino_sparo.oc_clip.choices import DEMO_MODELS
@@ -40,8 +40,6 @@ MODELS: dict[str, tuple[str, dict[str, str]]] = {
     "sparo": ("train-clip", {"readout": "sparo", **CLIP_READOUTS}),
 }
 NUM_TRAINING, SHORT_NUM_TRAINING = 12800, 640
-NUM_IMAGES, NUM_PAIRS = 4000, 2000
-SHORT_NUM_IMAGES, SHORT_NUM_PAIRS = 100, 20
 
 
 def train_and_evaluate(
@@ -106,15 +104,13 @@ def demo(args: argparse.Namespace, run: RunCommand) -> list[dict[str, Any]]:
         run: (command, words) -> what the command returns.
     """
     start_demo(args, "oc-clip-demo")
-    num_images, num_pairs = (SHORT_NUM_IMAGES, SHORT_NUM_PAIRS) if args.short else (NUM_IMAGES, NUM_PAIRS)
     write_training_pairs(Path(args.output_dir), SHORT_NUM_TRAINING if args.short else NUM_TRAINING)
-    pairs, data_path = write_pairs(Path(args.output_dir), num_pairs, run), f"scenes:{num_images}:{IMAGE_SIZE}"
+    data_path, pairs, words = evaluation_data(args, run)
     runs = [
         train_and_evaluate(model, seed, data_path, pairs, args, run) for seed in args.seeds for model in args.models
     ]
     for done in runs:
         if done["model"] == OC_CLIP:
-            weights = str(Path(done["folder"]) / "checkpoint.pth")
-            run("oc-pictures", ["--pretrained_weights", weights, "--device", args.device])
-    finish_demo(args, runs, scores_in_words(num_images, num_pairs), score_table(runs, "model", "model"))
+            draw_run("oc-pictures", done, args.device, run)
+    finish_demo(args, runs, words, score_table(runs, "model", "model"))
     return runs

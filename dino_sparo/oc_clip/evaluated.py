@@ -2,13 +2,12 @@
 
 import argparse
 from collections.abc import Callable
-from importlib.metadata import version
 
 import torch
 
 from dino_sparo.evaluation.protocol import view_record
 from dino_sparo.image_text.evaluation.image_rows import ClipView
-from dino_sparo.oc_clip.graph_files import CaptionGraphs, open_graphs
+from dino_sparo.oc_clip.graph_files import MAX_MISSING, CaptionGraphs, open_graphs
 from dino_sparo.oc_clip.graphs import SceneGraph
 from dino_sparo.oc_clip.model import LoadedOCCLIP, load_oc_clip
 from dino_sparo.oc_clip.options import DEFAULT_GRAPHS
@@ -49,11 +48,12 @@ def open_oc_clip_model(args: argparse.Namespace, process: Distributed, border: i
         args.num_workers,
         PRECISIONS[args.precision],
         border,
+        args.max_missing_graphs,
     )
     scorer.model_record.update(
         feature={"name": "keys and values of patches", "precision": args.precision},
         view={**view_record(scorer.transform), "border": border},
-        versions={**versions(), "open_clip": version("open_clip_torch")},
+        versions=versions(open_clip="open_clip_torch"),
     )
     return scorer
 
@@ -66,6 +66,7 @@ def scorer_of(
     num_workers: int = 0,
     dtype: torch.dtype = torch.float32,
     border: int = 0,
+    max_missing: float = MAX_MISSING,
 ) -> GraphScorer:
     """The model as evaluations ask it.
 
@@ -77,12 +78,16 @@ def scorer_of(
         num_workers: processes that load images.
         dtype: of autocast.
         border: pixels cut off every side of an image.
+        max_missing: share of captions that may have no graph.
 
     Raises:
         ValueError: there is no such parser or file of graphs.
     """
-    found = open_graphs(graphs) if isinstance(graphs, str) else CaptionGraphs(graphs, {"parser": repr(graphs)})
+    if isinstance(graphs, str):
+        caption_graphs = open_graphs(graphs, max_missing=max_missing)
+    else:
+        caption_graphs = CaptionGraphs(graphs, {"parser": repr(graphs)}, max_missing=max_missing)
     device = loaded.model.node_proj.weight.device if device is None else device
     view = ClipView(loaded.model.config.image.img_size, loaded.mean, loaded.std, border)
     record = {"model": loaded.record, "slots": None}
-    return GraphScorer(loaded.model.to(device), found, view, device, batch_size, num_workers, dtype, record)
+    return GraphScorer(loaded.model.to(device), caption_graphs, view, device, batch_size, num_workers, dtype, record)

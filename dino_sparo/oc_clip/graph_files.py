@@ -76,6 +76,7 @@ class CaptionGraphs:
         max_nodes: as in `graphs.normalize`.
         max_relations: likewise.
         max_missing: share of captions without a graph that `check` tolerates.
+        option: of the command, that sets this share; for messages.
 
     Attributes:
         counts: sums over all calls of this object in this process. Workers of a loader have copies of it: they pass on
@@ -90,8 +91,10 @@ class CaptionGraphs:
         max_nodes: int = MAX_NODES,
         max_relations: int = MAX_RELATIONS,
         max_missing: float = MAX_MISSING,
+        option: str = "--max_missing_graphs",
     ) -> None:
         self.find, self.max_nodes, self.max_relations, self.max_missing = find, max_nodes, max_relations, max_missing
+        self.option = option
         self.record = {**record, "max_nodes": max_nodes, "max_relations": max_relations}
         self.counts = LookupCounts()
 
@@ -131,8 +134,8 @@ class CaptionGraphs:
             key = f" under the key {self.record['graph_key']!r}" if "graph_key" in self.record else ""
             raise ValueError(
                 f"{counts.missing:,} of {counts.captions:,} captions have no graph in {source}{key}; at most "
-                f"{self.max_missing:.3g} of them may be missing. Parse them with dino-sparo parse, or raise "
-                "--max_corrupt"
+                f"{self.max_missing:.3g} of them may be missing. Parse these captions with dino-sparo parse; or raise "
+                f"{self.option}, and each becomes one entity"
             )
 
 
@@ -142,6 +145,7 @@ def open_graphs(
     max_nodes: int = MAX_NODES,
     max_relations: int = MAX_RELATIONS,
     max_missing: float = MAX_MISSING,
+    option: str = "--max_missing_graphs",
 ) -> CaptionGraphs:
     """Graphs by the name of a parser or by a file.
 
@@ -150,6 +154,7 @@ def open_graphs(
         max_nodes: largest number of entities.
         max_relations: largest number of relations.
         max_missing: see `CaptionGraphs.check`.
+        option: which option that is.
 
     Raises:
         ValueError: there is no such parser or file; the file has no line; a line has no caption or is no graph
@@ -159,7 +164,7 @@ def open_graphs(
     if spec in PARSERS:
         find = PARSERS[spec]()
         record = getattr(find, "record", {"parser": spec})
-        return CaptionGraphs(find, record, max_nodes, max_relations, max_missing)
+        return CaptionGraphs(find, record, max_nodes, max_relations, max_missing, option)
     path = Path(spec).expanduser()
     if not path.is_file() or path.suffix == ".gz":
         raise ValueError(
@@ -173,7 +178,7 @@ def open_graphs(
         )
     record = {"file": str(path), "sha256": file.sha256, "captions": len(file)}
     logger.info("%s: graphs of %d captions", path, len(file))
-    return CaptionGraphs(file, record, max_nodes, max_relations, max_missing)
+    return CaptionGraphs(file, record, max_nodes, max_relations, max_missing, option)
 
 
 def graphs_in_shards(path: str, key: str, **caps: Any) -> CaptionGraphs:

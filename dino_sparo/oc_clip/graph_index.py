@@ -17,10 +17,11 @@ from jaxtyping import Int32, Int64, UInt64
 
 from dino_sparo.oc_clip.canonical import canonical
 from dino_sparo.oc_clip.graphs import MAX_NODES, MAX_RELATIONS, SceneGraph, normalize
-from dino_sparo.oc_clip.json_lines import parse_line, read_lines
+from dino_sparo.oc_clip.json_lines import read_lines
 from dino_sparo.runtime.logs import progress
 from dino_sparo.runtime.records import file_sha256
 from dino_sparo.sources.cache import load_or_index
+from dino_sparo.sources.limits import parse_object
 from dino_sparo.sources.packed import Arrays
 
 
@@ -72,8 +73,8 @@ class GraphFile:
         wanted = caption_bytes(caption)
         number = int(np.searchsorted(self.hashes, np.uint64(value := hash_of(wanted))))
         while number < len(self) and int(self.hashes[number]) == value:
-            found, graph = self.read(number)
-            if caption_bytes(found) == wanted:
+            text, graph = self.read(number)
+            if caption_bytes(text) == wanted:
                 return graph
             number += 1
         return None
@@ -120,7 +121,7 @@ def open_graph_file(path: Path, max_nodes: int = MAX_NODES, max_relations: int =
 
 
 def _caption_and_graph(line: bytes, location: str) -> tuple[str, SceneGraph]:
-    record = parse_line(line, location)
+    record = parse_object(line, location)
     caption = record.get("caption")
     if not isinstance(caption, str) or not caption.strip():
         raise ValueError(f"{location}: 'caption' is {caption!r}; give the caption's text")

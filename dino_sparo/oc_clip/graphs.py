@@ -8,19 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from dino_sparo.scenes import Relation as Relation
+
 MAX_NODES = 16
 MAX_RELATIONS = 16
 
 ARTICLES = ("a", "an", "the")
-
-
-@dataclass(frozen=True, order=True)
-class Relation:
-    """`entities[subject] predicate entities[object]`, for example 0 "left of" 1."""
-
-    subject: int
-    predicate: str
-    object: int
 
 
 @dataclass(frozen=True)

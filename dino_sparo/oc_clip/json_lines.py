@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from dino_sparo.sources.limits import open_regular, parse_json
+from dino_sparo.sources.limits import open_regular
 
 
 class JsonLines:
@@ -46,21 +46,6 @@ def read_lines(path: Path | str) -> Iterator[tuple[int, int, bytes]]:
             if line.strip():
                 yield number, offset, line
             offset += len(line)
-
-
-def parse_line(line: bytes, location: str) -> dict[str, Any]:
-    """The object of a line.
-
-    Raises:
-        ValueError: it is none; the message begins with the location.
-    """
-    try:
-        record = parse_json(line)
-    except ValueError as error:
-        raise ValueError(f"{location}: no JSON ({error}); give one object per line") from error
-    if not isinstance(record, dict):
-        raise ValueError(f"{location}: holds a {type(record).__name__}; give one JSON object per line")
-    return record
 
 
 def _whole_bytes(path: Path) -> int:

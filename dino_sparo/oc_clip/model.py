@@ -7,27 +7,28 @@ keys, values, entities, relations -> scores       `pair_scores.score_pairs`, of 
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int64
-from timm.layers import QuickGELU
 from torch import Tensor, nn
 
-from dino_sparo.checkpoint import CheckpointError, load_checkpoint, load_strictly, normalization_of
+from dino_sparo.checkpoint import CheckpointError, load_checkpoint, load_strictly
 from dino_sparo.choices import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
-from dino_sparo.encoder import Encoder, EncoderConfig, encoder_from_config
+from dino_sparo.encoder import Encoder, encoder_from_config
 from dino_sparo.image_text.contrastive import INITIAL_LOGIT_SCALE
-from dino_sparo.image_text.text import TextConfig, TextEncoder
+from dino_sparo.image_text.evaluation.image_rows import require_both
+from dino_sparo.image_text.loaded import LoadedModel
+from dino_sparo.image_text.text import TextEncoder
+from dino_sparo.image_text.towers import TowerSizes
 from dino_sparo.oc_clip.binding import Binding
 from dino_sparo.oc_clip.config import BindingConfig, OCCLIPConfig
 from dino_sparo.oc_clip.graph_batches import GraphBatch
 from dino_sparo.oc_clip.pair_scores import EncodedGraphs
 from dino_sparo.oc_clip.scoring import Scoring
 from dino_sparo.readout import EndTokenReadout
-from dino_sparo.runtime.records import file_sha256
 
 
 class EncodedBatch(NamedTuple):
@@ -142,61 +143,38 @@ def look_up(
     )
 
 
+# The paper's for CC12M (OC-CLIP, appendix A.8), whose images have patches of 16 pixels.
+DEFAULT_SIZES = TowerSizes(text_width=256, text_heads=4, text_layers=6, context_length=20)
+
+
 def create_oc_clip(
     arch: str = "vit_base",
     patch_size: int = 16,
     img_size: int = 224,
-    text_width: int = 256,
-    text_heads: int = 4,
-    text_layers: int = 6,
-    context_length: int = 20,
-    vocab_size: int = 49408,
-    in_chans: int = 3,
-    pre_norm: bool = True,
-    quick_gelu: bool = False,
     binding: BindingConfig | None = None,
+    **sizes: Any,
 ) -> OCCLIP:
-    """Build an OC-CLIP model with random weights; the defaults are the paper's for CC12M (OC-CLIP, appendix A.8).
+    """Build an OC-CLIP model with random weights.
 
     Both encoders start as OpenCLIP's do; without `pre_norm` the image encoder starts as DINO's.
 
     Args:
         arch: a key of `choices.ARCHITECTURES`.
-        patch_size: pixels.
+        patch_size: P, pixels.
         img_size: side of the images in pixels; the binding is built for their number of patches.
-        text_width: width of the text's tokens.
-        text_heads: of each block of the text encoder.
-        text_layers: blocks of the text encoder.
-        context_length: the longest phrase in tokens.
-        vocab_size: number of token ids.
-        in_chans: number of image channels.
-        pre_norm: CLIP's vision transformer; False takes DINO's, whose pretrained weights fit then.
-        quick_gelu: OpenAI's activation in both encoders.
         binding: sizes of the rest; by default the paper's.
+        sizes: the other fields of `TowerSizes`; by default those of `DEFAULT_SIZES`.
 
     Raises:
         ValueError: an unknown name, or a size that does not fit; the message lists what does.
     """
-    image = EncoderConfig(
-        arch,
-        patch_size,
-        readout="cls",
-        img_size=img_size,
-        in_chans=in_chans,
-        pre_norm=pre_norm,
-        quick_gelu=quick_gelu,
-    )
-    text = TextConfig(context_length, vocab_size, text_width, text_heads, text_layers, readout="eos")
-    return oc_clip_from_config(OCCLIPConfig(image, text, binding or BindingConfig()))
+    towers = replace(DEFAULT_SIZES, arch=arch, patch_size=patch_size, img_size=img_size, **sizes)
+    return oc_clip_from_config(OCCLIPConfig(*towers.configs("cls", "eos"), binding or BindingConfig()))
 
 
 def oc_clip_from_config(config: OCCLIPConfig) -> OCCLIP:
     """Build the model a configuration describes, with random weights; see `create_oc_clip`."""
-    text = TextEncoder(config.text, EndTokenReadout())
-    if config.image.quick_gelu:
-        block: Any
-        for block in text.blocks:
-            block.mlp.act = QuickGELU()
+    text = TextEncoder(config.text, EndTokenReadout(), quick_gelu=config.quick_gelu)
     return OCCLIP(encoder_from_config(config.image), text, config)
 
 
@@ -217,21 +195,10 @@ def oc_clip_description(
     return {**config.to_dict(), "graphs": graphs, "mean": list(mean), "std": list(std)}
 
 
-@dataclass(frozen=True)
-class LoadedOCCLIP:
-    """A trained model, and what a result file says about it.
-
-    Attributes:
-        model: in eval mode, on the CPU.
-        mean: of its images' pixels in 0..1, per channel.
-        std: likewise.
-        record: plain values: weights, hash, epoch, configuration.
-    """
+class LoadedOCCLIP(LoadedModel):
+    """A trained model, and what a result file says about it; see `LoadedModel`."""
 
     model: OCCLIP
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    record: dict[str, Any]
 
     def similarity(
         self, images: Sequence[Any] | Tensor, captions: Sequence[str], parser: str | Any = "templates"
@@ -251,10 +218,12 @@ class LoadedOCCLIP:
             (images, captions), fp32, where the model is.
 
         Raises:
-            ValueError: there are no images, or no captions, or the parser is not known.
+            ValueError: there are no images, or no captions, a caption has no words, or the parser is not known.
+            TypeError: no lists, or paths in the place of images.
         """
         from dino_sparo.oc_clip.evaluated import scorer_of  # imports this module
 
+        require_both(images, captions)
         return scorer_of(self, parser, batch_size=max(1, min(max(len(images), len(captions)), MAX_BATCH))).similarity(
             images, captions
         )
@@ -282,11 +251,4 @@ def load_oc_clip(path: str | Path) -> LoadedOCCLIP:
     config = OCCLIPConfig.from_dict(description)
     model = oc_clip_from_config(config)
     load_strictly(model, checkpoint["model"], source)
-    record = {
-        "pretrained_weights": source,
-        "sha256": file_sha256(Path(path)),
-        "epoch": checkpoint.get("epoch"),
-        **config.to_dict(),
-        "trained_on_graphs": description.get("graphs"),
-    }
-    return LoadedOCCLIP(model.eval(), *normalization_of(checkpoint), record)
+    return LoadedOCCLIP.of(model, checkpoint, path, trained_on_graphs=description.get("graphs"))

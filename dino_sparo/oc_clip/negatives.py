@@ -65,8 +65,8 @@ def draw_negatives(
         if choices:
             subject, other = choices[_drawn(rng, len(choices))]
             shuffled[number] = Relation(subject, relation.predicate, other)
-    false_graphs = (SceneGraph(graph.entities, tuple(ends)) for ends in (swapped, shuffled))
-    return Negatives(*false_graphs, kept, len(altered))
+    turned, drawn = SceneGraph(graph.entities, tuple(swapped)), SceneGraph(graph.entities, tuple(shuffled))
+    return Negatives(turned, drawn, kept, len(altered))
 
 
 def read_symmetric(path: Path) -> frozenset[str]:

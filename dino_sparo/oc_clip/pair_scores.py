@@ -34,6 +34,11 @@ class EncodedGraphs(NamedTuple):
     relation_counts: tuple[int, ...]
 
 
+def scores_of_slots(scoring: Scoring, graphs: EncodedGraphs, slots: Float[Tensor, "B U E dim"]) -> Float[Tensor, "B U"]:
+    """S of every image and graph from the slots of each graph in each image; see `Scoring.scores`."""
+    return scoring.scores(*graphs[:6], slots)
+
+
 def score_pairs(
     binding: Binding,
     scoring: Scoring,
@@ -79,8 +84,8 @@ def score_pairs(
     chunks, score = binding.chunks(*sizes), binding.recomputed(score_chunk, *sizes)
     parts = []
     for texts in chunks:
-        places = [(row, column) for row, text in enumerate(texts) for column in range(graphs.relation_counts[text])]
-        rows, columns = torch.tensor(places, device=queries.device, dtype=torch.long).view(-1, 2).unbind(dim=1)
+        positions = [(row, column) for row, text in enumerate(texts) for column in range(graphs.relation_counts[text])]
+        rows, columns = torch.tensor(positions, device=queries.device, dtype=torch.long).view(-1, 2).unbind(dim=1)
         index = torch.tensor(texts, device=queries.device)
         parts.append(score(index, graphs.entity_counts[texts[0]], rows, columns, patches))
     order = [text for texts in chunks for text in texts]

@@ -17,22 +17,26 @@ from torch import Tensor
 
 from dino_sparo.data import ImageSource
 from dino_sparo.evaluation.features import Features, inference
-from dino_sparo.image_text.evaluation.image_rows import ImageRows, require_both
+from dino_sparo.image_text.evaluation.image_rows import ImageRows
+from dino_sparo.image_text.evaluation.looking_scorer import CaptionLook, ImageLook
 from dino_sparo.image_text.evaluation.scorer import EncodedTexts
+from dino_sparo.image_text.picture_pairs import ViewedPair
 from dino_sparo.image_text.prompts import prompts
 from dino_sparo.oc_clip.canonical import canonical
 from dino_sparo.oc_clip.graph_batches import batch_graphs
 from dino_sparo.oc_clip.graph_files import CaptionGraphs, LookupCounts
 from dino_sparo.oc_clip.graphs import SceneGraph, normalize
 from dino_sparo.oc_clip.model import OCCLIP, look_up
-from dino_sparo.oc_clip.pair_scores import EncodedGraphs, score_pairs
+from dino_sparo.oc_clip.pair_scores import EncodedGraphs, score_pairs, scores_of_slots
 from dino_sparo.oc_clip.pairs import tokenize_phrases
+from dino_sparo.oc_clip.pictures.looks import look_at
 
 logger = logging.getLogger(__name__)
 
 PAIR_CHUNK = 128  # matched pairs that are bound at a time
 IMAGE_CHUNK = 16  # images that are scored with all graphs at a time
 PHRASE_BATCH = 512  # phrases encoded at a time
+DEFAULTS_LEFT_OUT = "The maps are those of the entities; default tokens have maps too, which are left out. "
 
 
 @dataclass(frozen=True)
@@ -116,28 +120,37 @@ class GraphScorer(ImageRows):
         """The graphs of captions.
 
         Raises:
-            ValueError: there are no captions, or one has no words.
+            ValueError: there are no captions, one has no words, or too many have no graph.
         """
         if not captions:
             raise ValueError(f"{desc}: there are no captions to encode")
-        found = [self.graphs.lookup(caption) for caption in captions]
-        counts = reduce(LookupCounts.plus, (own for _, own in found))
+        lookups = [self._lookup(number, caption, desc) for number, caption in enumerate(captions)]
+        counts = reduce(LookupCounts.plus, (own for _, own in lookups))
         self.graphs.counts = self.graphs.counts.plus(counts)
         if counts.whole_caption or counts.nodes or counts.relations:
             logger.warning("%s: %s", desc, counts)
-        encoded = self._encoded([[canonical(graph)] for graph, _ in found])
+        self.graphs.check()
+        encoded = self._encoded([[canonical(graph)] for graph, _ in lookups])
         is_cut = {graph: not self.truncated.isdisjoint(_phrases(graph)) for graph in encoded.payload.graphs}
         marks = {
             "truncated": torch.tensor([is_cut[encoded.payload.graphs[row]] for row in encoded.payload.rows[:, 0]]),
-            "one_entity": torch.tensor([own.whole_caption > 0 for _, own in found]),
+            "one_entity": torch.tensor([own.whole_caption > 0 for _, own in lookups]),
         }
         return EncodedTexts(encoded.payload, encoded.num_truncated, encoded.payload.rows[:, 0], marks)
+
+    def _lookup(self, number: int, caption: str, desc: str) -> tuple[SceneGraph, LookupCounts]:
+        try:
+            return self.graphs.lookup(caption)
+        except ValueError as error:
+            raise ValueError(f"{desc}, number {number}: {error}") from error
 
     def encode_classes(self, names: Sequence[str], templates: tuple[str, ...]) -> EncodedTexts:
         """One row per class: the names, or the sentences that templates make of them, as one entity each.
 
         The paper does not say how it classifies.
         """
+        if "file" in self.graphs.record:
+            logger.warning("classes are one entity each: the graphs of %s are not used", self.graphs.record["file"])
         none = SceneGraph(())
         return self._encoded(
             [[normalize(none, sentence)[0] for sentence in prompts(templates, name)] for name in names]
@@ -183,41 +196,43 @@ class GraphScorer(ImageRows):
         """The score of each pair; see `Scorer.score_pairs`. Each different pair of image and graph is scored once."""
         graph_of = texts.rows[text_of.cpu()]  # (pairs, T)
         wanted = torch.stack([image_of.cpu()[:, None].expand_as(graph_of), graph_of], dim=-1).flatten(0, 1)
-        different, place = torch.unique(wanted, dim=0, return_inverse=True)
+        different, inverse = torch.unique(wanted, dim=0, return_inverse=True)
         model, scores = self.model, []
         for part in different.split(PAIR_CHUNK):
             keys, values = self._keys_values(images[part[:, 0]])
             graphs = self._looked_up([texts.graphs[int(number)] for number in part[:, 1]])
             slots = model.binding.bind_matched(graphs.entities, graphs.entity_mask, keys, values)
-            found = model.scoring.scores(
-                graphs.entities,
-                graphs.entity_mask,
-                graphs.relations,
-                graphs.subjects,
-                graphs.objects,
-                graphs.relation_mask,
-                slots[None],
-            )
-            scores.append(found[0])
-        return torch.cat(scores)[place.to(self.device)].view(graph_of.shape).mean(dim=1)
+            scores.append(scores_of_slots(model.scoring, graphs, slots[None])[0])
+        return torch.cat(scores)[inverse.to(self.device)].view(graph_of.shape).mean(dim=1)
 
     @torch.no_grad()
     def score_block(self, images: Float[Tensor, "images M"], texts: GraphRows) -> Float[Tensor, "images captions"]:
         """The score of every image with every caption or class."""
-        numbers, place = torch.unique(texts.rows, return_inverse=True)
+        numbers, inverse = torch.unique(texts.rows, return_inverse=True)
         graphs = self._looked_up([texts.graphs[int(number)] for number in numbers])
         blocks = [
             score_pairs(self.model.binding, self.model.scoring, graphs, *self._keys_values(part))
             for part in images.split(IMAGE_CHUNK)
         ]
-        return torch.cat(blocks)[:, place.to(self.device)].mean(dim=-1)
+        return torch.cat(blocks)[:, inverse.to(self.device)].mean(dim=-1)
 
     def similarity(
         self, images: Sequence[Image.Image] | Tensor, captions: Sequence[str]
     ) -> Float[Tensor, "images captions"]:
         """The score of every image and every caption, in this process alone; see `LoadedOCCLIP.similarity`."""
-        require_both(images, captions)
         return self.score_block(self.rows_of(images), self.encode_texts(captions).payload)
+
+    def look_at(self, image: Image.Image, captions: Sequence[str]) -> ImageLook:
+        """What the entities of each caption take of an image; see `LookingScorer`."""
+        (view,) = self.views([image])
+        with inference(self.module, self.device, self.dtype):
+            pairs = [ViewedPair(0, caption, caption, view) for caption in captions]
+            found = [look_at(self.model, pair, self.graphs.lookup(pair.caption)[0], self.device) for pair in pairs]
+        looks = [CaptionLook("  ·  ".join(look.relations_in_words), look.tiles[: len(look.shares)]) for look in found]
+        reading = found[0].reading
+        explanation = DEFAULTS_LEFT_OUT * (self.model.binding.num_default > 0) + reading.explanation
+        seen = self.transform.seen(image, self.model.image.backbone.patch_size)
+        return ImageLook(seen, looks, explanation, reading.ends)
 
 
 def _phrases(graph: SceneGraph) -> Iterator[str]:

@@ -29,7 +29,7 @@ from dino_sparo.oc_clip.split_design import TESTS, Split
 from dino_sparo.oc_clip.splits_figure import draw_heat_maps
 from dino_sparo.oc_clip.splits_options import HARD_SHARES, MODELS, SEEN_SHARES, TRUE_GRAPHS, Amount, chosen_amount
 from dino_sparo.runtime.cli import say
-from dino_sparo.runtime.demos import RunCommand, option_words, start_demo
+from dino_sparo.runtime.demos import RunCommand, option_words, spread, start_demo
 from dino_sparo.runtime.logs import setup_logging
 from dino_sparo.runtime.records import versions, write_json
 
@@ -203,7 +203,7 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
         costs = [f"{own[0]['num_parameters']:,}", "-" if None in times else f"{statistics.mean(times):.0f}"]
         for label, part, more in ((name, "tests", costs), ("  shuffled pictures", "shuffled", [])):
             values = zip(*(accuracies(result[part], kind) for result in own), strict=True)
-            lines.append(_row(label, [_spread(each) for each in values] + more))
+            lines.append(_row(label, [spread(each, "") for each in values] + more))
     prior = [100.0, 0.0, *[CHANCE] * (len(columns) - 2)]
     lines.append(_row("captions alone, at best", [f"{value:.1f}" for value in prior]))
     return "\n".join([*lines, _row("guessing", [f"{CHANCE:.1f}"] * len(columns))])
@@ -211,8 +211,3 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
 
 def _row(label: str, values: Sequence[str]) -> str:
     return f"{label:<{NAME_WIDTH}}" + "".join(f"{value:>{COLUMN_WIDTH}}" for value in values)
-
-
-def _spread(values: Sequence[float]) -> str:
-    mean = f"{statistics.mean(values):.1f}"
-    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.1f}"

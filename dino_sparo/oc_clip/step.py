@@ -22,7 +22,7 @@ from dino_sparo.image_text.step import ContrastiveTraining
 from dino_sparo.oc_clip.graph_batches import GraphBatch, join_graphs
 from dino_sparo.oc_clip.loss import RelationLoss, relation_loss, total_loss
 from dino_sparo.oc_clip.model import OCCLIP, look_up
-from dino_sparo.oc_clip.pair_scores import EncodedGraphs, score_pairs
+from dino_sparo.oc_clip.pair_scores import EncodedGraphs, score_pairs, scores_of_slots
 from dino_sparo.oc_clip.pairs import FalseEnds, GraphPairBatch, join_batches
 from dino_sparo.runtime.distributed import all_gather_on_host, gather_with_gradient, rank, world_size
 
@@ -80,13 +80,10 @@ class OCTraining(ContrastiveTraining[GraphPairBatch]):
         if self.network.logit_scale is not None:
             self.network.logit_scale.clamp_(0, math.log(MAX_LOGIT_SCALE))
 
-    def compile(self) -> None:
-        """Compile the image encoder; the number and length of phrases change with every batch."""
-        self.network.image.backbone.compile(dynamic=False)
-
-    def uncompile(self) -> None:
-        """Take `compile` back."""
-        self.network.image.backbone._compiled_call_impl = None
+    @property
+    def compiled_modules(self) -> list[nn.Module]:
+        """The image encoder; the number and length of phrases change with every batch."""
+        return [self.network.image.backbone]
 
 
 def local_loss(
@@ -102,24 +99,16 @@ def local_loss(
         values: likewise.
     """
     slots = network.binding.bind_matched(graphs.entities, graphs.entity_mask, keys, values)[None]
-    device = keys.device
 
     def score(subjects: Tensor, objects: Tensor) -> Tensor:
-        return network.scoring.scores(
-            graphs.entities,
-            graphs.entity_mask,
-            graphs.relations,
-            subjects.to(device, non_blocking=True),
-            objects.to(device, non_blocking=True),
-            graphs.relation_mask,
-            slots,
-        )[0]
+        subjects, objects = (ends.to(keys.device, non_blocking=True) for ends in (subjects, objects))
+        return scores_of_slots(network.scoring, graphs._replace(subjects=subjects, objects=objects), slots)[0]
 
     return relation_loss(
         score(graphs.subjects, graphs.objects),
         score(*ends.swapped),
         score(*ends.shuffled),
-        ends.altered.to(device, non_blocking=True),
+        ends.altered.to(keys.device, non_blocking=True),
         network.inverse_temperature,
     )
 

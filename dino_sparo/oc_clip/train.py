@@ -16,38 +16,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from dino_sparo.checkpoint import CheckpointError, initialize_encoder
-from dino_sparo.image_text.evaluation.image_rows import ClipView
-from dino_sparo.image_text.objective import (
-    ModelPart,
-    PairObjective,
-    check_same_description,
-    create_updater,
-    default_options,
-    pixel_statistics,
-    prepare_model,
-)
+from dino_sparo.image_text.objective import ModelPart, PairObjective, shared_training, tower_options
 from dino_sparo.image_text.pairs.batches import PairDataset, PairItem
 from dino_sparo.image_text.pairs.captions import TarCaptions
 from dino_sparo.image_text.pairs.run_data import BatchForm
-from dino_sparo.image_text.start import initialize_towers
-from dino_sparo.oc_clip.config import BindingConfig, OCCLIPConfig
+from dino_sparo.oc_clip import options as oc_clip_options
+from dino_sparo.oc_clip.config import BindingConfig
 from dino_sparo.oc_clip.graph_files import CaptionGraphs, LookupCounts, graph_of, graphs_in_shards, open_graphs
 from dino_sparo.oc_clip.graphs import SceneGraph
-from dino_sparo.oc_clip.model import OCCLIP, create_oc_clip, oc_clip_description
+from dino_sparo.oc_clip.model import OCCLIP, create_oc_clip
 from dino_sparo.oc_clip.negatives import read_symmetric
 from dino_sparo.oc_clip.options import check_options, get_args_parser
 from dino_sparo.oc_clip.pairs import GraphPairBatch, GraphPairDataset, collate_graph_pairs
 from dino_sparo.oc_clip.presets import RECIPES
 from dino_sparo.oc_clip.scorer import GraphScorer
 from dino_sparo.oc_clip.step import OCTraining
-from dino_sparo.runtime.distributed import Distributed, all_or_none, wrap_ddp
-from dino_sparo.runtime.extras import require
+from dino_sparo.runtime.distributed import Distributed, all_or_none
 from dino_sparo.training import run
 
 __all__ = ["check_options", "get_args_parser", "train"]
@@ -63,6 +53,8 @@ def train(args: argparse.Namespace) -> None:
 class OCCLIPObjective(PairObjective[GraphPairBatch]):
     """OC-CLIP: among the graphs of a batch find each image's own, and the other way round; see `PairObjective`."""
 
+    options: ClassVar[ModuleType] = oc_clip_options
+    model_name, model_key = "OC-CLIP", "oc_clip"
     counters: ClassVar[Mapping[str, str]] = {
         **PairObjective.counters,
         "num_missing_graphs": "missing_graphs",
@@ -73,19 +65,9 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
     harmless_options: ClassVar[Sequence[str]] = (*PairObjective.harmless_options, "score_chunk_mb", "val_graphs")
     training: OCTraining
 
-    @staticmethod
-    def check_options(args: argparse.Namespace) -> None:
-        """Refuse a missing package, and options that cannot be."""
-        require("open_clip", "captions")
-        check_options(args)
-
-    @staticmethod
-    def defaults_of(args: argparse.Namespace) -> dict[str, Any]:
-        """What the options would be if none had been given."""
-        return default_options(get_args_parser(), RECIPES)
-
     def __init__(self, args: argparse.Namespace, process: Distributed) -> None:
-        caps = {"max_nodes": args.max_nodes, "max_relations": args.max_relations, "max_missing": args.max_corrupt}
+        caps = {"max_nodes": args.max_nodes, "max_relations": args.max_relations}
+        caps |= {"max_missing": args.max_corrupt, "option": "--max_corrupt"}
         with all_or_none("opening graphs"):
             if args.graph_key is None:
                 self.graphs = open_graphs(args.graphs, **caps)
@@ -114,7 +96,6 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
         """Model, loss, optimizer and schedule from the options."""
         torch.manual_seed(args.seed)
         model = build_model(args)
-        dtype = prepare_model(model, args, process)
         model.binding.chunk_mb = args.score_chunk_mb
         RECIPES.fill_in_warmup(args, args.epochs * steps_per_epoch)
         for name in ("warmup_image", "warmup_text"):
@@ -125,19 +106,13 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
             ModelPart(("text.",), args.lr_text, args.warmup_text),
             ModelPart(("",), args.lr, args.warmup_steps),
         ]
-        return OCTraining(
-            model=wrap_ddp(model, process.device),
-            updater=create_updater(model, parts, args, steps_per_epoch, process.device, dtype),
-            clip_grad=args.clip_grad,
-            rel_loss_weight=args.rel_loss_weight,
-            **pixel_statistics(args, process.device),
-        )
+        shared = shared_training(model, parts, args, steps_per_epoch, process)
+        return OCTraining(rel_loss_weight=args.rel_loss_weight, **shared)
 
     @property
     def description(self) -> dict[str, Any]:
-        """The checkpoint's `oc_clip`."""
-        config = self.training.network.config
-        return {"oc_clip": oc_clip_description(config, self.graphs.record, self.args.norm_mean, self.args.norm_std)}
+        """The checkpoint's entry, with the graphs: other graphs alone are another run, not another model."""
+        return {self.model_key: {**self.model_description, "graphs": self.graphs.record}}
 
     @property
     def logit_scale(self) -> Tensor:
@@ -148,41 +123,15 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
     @property
     def scorer(self) -> GraphScorer:
         """The model as evaluations ask it."""
-        args, updater = self.args, self.updater
-        return GraphScorer(
-            self.training.network,
-            self.val_graphs,
-            ClipView(args.img_size, tuple(args.norm_mean), tuple(args.norm_std)),
-            updater.device,
-            self.sampler.batch_size,
-            min(args.num_workers, 2),
-            updater.dtype,
-        )
-
-    def check_same_model(self, checkpoint: Mapping[str, Any], source: str) -> None:
-        """Refuse to resume a checkpoint of another model.
-
-        Raises:
-            CheckpointError: names each value that differs; other graphs alone are another run, not another model.
-        """
-        saved = checkpoint.get("oc_clip")
-        if saved is None:
-            raise CheckpointError(f"{source} holds no OC-CLIP, so it cannot be resumed; choose another --output_dir")
-        saved = {**saved, **OCCLIPConfig.from_dict(saved).to_dict()}  # what it does not say has the default
-        asked = {name: value for name, value in self.description["oc_clip"].items() if name != "graphs"}
-        check_same_description(saved, asked, source)
+        return GraphScorer(self.training.network, self.val_graphs, *self.scorer_settings)
 
     def start_from(self) -> None:
-        """Start the image encoder, or both encoders, from other weights.
+        """Start the image encoder, or both encoders, from other weights; scores are not those of the file.
 
         Raises:
             CheckpointError: the weights do not fit the model.
         """
-        args, model = self.args, self.training.network
-        if args.init_clip:
-            logger.info("start from %s", initialize_towers(model, args.init_clip, with_rest=False))
-        if args.init_from:
-            logger.info("image encoder: start from %s", initialize_encoder(model.image, args.init_from))
+        self.start_towers(with_rest=False)
 
     def count(self, batch: Any) -> tuple[int, ...]:
         """Pairs that were replaced, phrases that were cut off, what was changed in graphs."""
@@ -203,15 +152,7 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
 def build_model(args: argparse.Namespace) -> OCCLIP:
     """The model from the options, with random weights."""
     return create_oc_clip(
-        arch=args.arch,
-        patch_size=args.patch_size,
-        img_size=args.img_size,
-        text_width=args.text_width,
-        text_heads=args.text_heads,
-        text_layers=args.text_layers,
-        context_length=args.context_length,
-        pre_norm=args.pre_norm,
-        quick_gelu=args.quick_gelu,
+        **tower_options(args),
         binding=BindingConfig(
             dim=args.bind_dim,
             num_default=args.num_default,

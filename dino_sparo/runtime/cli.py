@@ -6,7 +6,9 @@ mistakes are answered at once.
 
 import argparse
 import contextlib
+import difflib
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -21,6 +23,7 @@ from dino_sparo.choices import (
     KEY_DIM,
     MAX_IMAGE_MB,
     MAX_IMAGE_MPIX,
+    MIN_CORRUPT,
     NUM_SLOTS,
     SLOT_DIM,
 )
@@ -49,6 +52,18 @@ def say(text: str) -> None:
     except BrokenPipeError:
         # Python would try once more when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def mistakes_in_one_line(parser: argparse.ArgumentParser) -> None:
+    """Answer a mistake in the options with one line, the nearest name of an option in it, instead of all options."""
+
+    def error(message: str) -> NoReturn:
+        unknown = message.partition("unrecognized arguments: ")[2].split(" ")[0].partition("=")[0]
+        near = difflib.get_close_matches(unknown, parser._option_string_actions, n=1) if unknown else []
+        hint = f"; did you mean {near[0]}?" if near else ""
+        parser.exit(2, f"{parser.prog}: {message}{hint}; --help lists the options\n")
+
+    parser.error = error  # type: ignore[method-assign]
 
 
 def command_parser(options: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -92,12 +107,27 @@ def _leave(status: int, logger: logging.Logger, message: Exception | str, level:
     from dino_sparo.runtime.distributed import world_size
 
     logger.log(level, "%s", message)
+    end_workers()
     if world_size() > 1 or status == FAULT_STATUS:  # a worker that hangs would be waited for, too
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
     raise SystemExit(status)
+
+
+def end_workers() -> None:
+    """Kill the processes that load images for this one: asked to end they would go on for `data.TERM_GRACE_SECONDS`."""
+    workers = [child for child in multiprocessing.active_children() if child.daemon]
+    if not workers:
+        return
+    # Torch's handler would raise an error, since workers die.
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for worker in workers:
+        worker.kill()
+    for worker in workers:
+        worker.join()
+    signal.signal(signal.SIGCHLD, handler)
 
 
 def bool_flag(text: str) -> bool:
@@ -129,17 +159,7 @@ def add_architecture_options(parser: argparse.ArgumentParser) -> None:
         "dino_sparo/readout_table.py: sparo replaces the last block by slots, cls is the class token of vanilla DINO, "
         "gap averages all tokens.",
     )
-    group.add_argument("--sparo_slots", type=int, default=NUM_SLOTS, help="Number of slots L.")
-    group.add_argument(
-        "--sparo_slot_dim", type=int, default=SLOT_DIM, help="Width of a slot V; the encoding has L*V numbers."
-    )
-    group.add_argument("--sparo_key_dim", type=int, default=KEY_DIM, help="Width of the attention's keys and queries.")
-    group.add_argument(
-        "--sparo_group_size",
-        type=int,
-        default=1,
-        help="Slots that share one key projection; 2 or 4 save parameters when there are many slots.",
-    )
+    add_slot_options(group, NUM_SLOTS, SLOT_DIM, KEY_DIM)
     group.add_argument(
         "--pre_norm",
         type=bool_flag,
@@ -161,6 +181,74 @@ def add_architecture_options(parser: argparse.ArgumentParser) -> None:
         help="Start the encoder from the weights in this file: a checkpoint, a DINO or timm ViT, or the image tower of "
         "a CLIP (ours, OpenCLIP's or sparo-clip's), of the same width and patch size. The read-out and the head start "
         "at random; a resumed run takes its own weights.",
+    )
+
+
+def add_slot_options(
+    group: argparse._ArgumentGroup,
+    num_slots: int | None,
+    slot_dim: int | None,
+    key_dim: int | None,
+    describe: Callable[[str, str], str] = lambda text, option: text,
+) -> None:
+    """Sizes of a read-out with slots.
+
+    Args:
+        group: gets the options.
+        num_slots: default.
+        slot_dim: likewise.
+        key_dim: likewise.
+        describe: (help, option) -> the help of an option with such a default.
+    """
+    for name, default, text in (
+        ("sparo_slots", num_slots, "Number of slots L."),
+        ("sparo_slot_dim", slot_dim, "Width of a slot V; the encoding has L*V numbers."),
+        ("sparo_key_dim", key_dim, "Width of the attention's keys and queries."),
+    ):
+        group.add_argument(f"--{name}", type=int, default=default, help=describe(text, name))
+    group.add_argument(
+        "--sparo_group_size",
+        type=int,
+        default=1,
+        help="Slots that share one key projection; 2 or 4 save parameters when there are many slots.",
+    )
+
+
+def add_download_option(group: argparse._ArgumentGroup) -> None:
+    """`--download`."""
+    group.add_argument("--download", action="store_true", help="Download a torchvision set that is not on disk.")
+
+
+def add_checkpoint_options(group: argparse._ArgumentGroup) -> None:
+    """Which encoder of which checkpoint."""
+    group.add_argument("--pretrained_weights", default="", help="Checkpoint, ours or the reference's.")
+    group.add_argument(
+        "--checkpoint_key", default="teacher", help="Network in the checkpoint: teacher (usually better) or student."
+    )
+    group.add_argument(
+        "--untrained",
+        action="store_true",
+        help="Random weights instead of the checkpoint's, to see what training brings; built as the checkpoint says, "
+        "or without a checkpoint as --arch, --patch_size, --readout and --img_size say, where there are these.",
+    )
+
+
+def add_feature_options(group: argparse._ArgumentGroup) -> None:
+    """Where features are kept, and whether they are computed."""
+    group.add_argument("--dump_features", default=None, help="Folder to write features and labels to.")
+    group.add_argument(
+        "--load_features", default=None, help="Folder to read them from; then neither weights nor images are needed."
+    )
+    add_storage_option(group)
+
+
+def add_storage_option(group: argparse._ArgumentGroup) -> None:
+    """`--use_cuda`."""
+    group.add_argument(
+        "--use_cuda",
+        type=bool_flag,
+        default=True,
+        help="Keep features on the GPU, where there is one; false if they do not fit.",
     )
 
 
@@ -192,25 +280,32 @@ def add_source_options(parser: argparse.ArgumentParser, columns: Sequence[str] =
     )
 
 
-def add_split_option(group: argparse._ArgumentGroup) -> None:
-    """Which of the images of --data_path are trained on."""
+def add_training_data_options(group: argparse._ArgumentGroup, unreadable: str) -> None:
+    """Which of the data of --data_path are trained on, and how many may be `unreadable`, in words."""
     group.add_argument(
         "--split",
         default=None,
         help="Part of --data_path to train on: the name of a subfolder, list, table or shards in it, or a word in a "
         "table's column of splits; all for everything. Left out: train wherever there is such a part, else everything.",
     )
+    add_download_option(group)
+    group.add_argument(
+        "--max_corrupt",
+        type=float,
+        default=0.01,
+        help=f"Share of {unreadable} above which the run stops; {MIN_CORRUPT} are always allowed, except with 0.",
+    )
 
 
-def add_normalization_options(parser: argparse.ArgumentParser) -> None:
-    """Mean and standard deviation of the images."""
+def add_normalization_options(
+    parser: argparse.ArgumentParser,
+    mean: tuple[float, float, float] = IMAGENET_MEAN,
+    std: tuple[float, float, float] = IMAGENET_STD,
+) -> None:
+    """Mean and standard deviation of the images; the arguments are the defaults."""
     group = parser.add_argument_group("normalisation")
-    group.add_argument(
-        "--norm_mean", type=float, nargs=3, default=IMAGENET_MEAN, help="Mean per channel, of pixels in [0, 1]."
-    )
-    group.add_argument(
-        "--norm_std", type=float, nargs=3, default=IMAGENET_STD, help="Standard deviation per channel, likewise."
-    )
+    group.add_argument("--norm_mean", type=float, nargs=3, default=mean, help="Mean per channel, of pixels in [0, 1].")
+    group.add_argument("--norm_std", type=float, nargs=3, default=std, help="Standard deviation per channel, likewise.")
 
 
 def add_device_options(parser: argparse.ArgumentParser, num_workers: int = 10) -> None:

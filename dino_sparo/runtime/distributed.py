@@ -95,6 +95,11 @@ def detect_launcher(environ: Mapping[str, str], has_terminal: bool = False) -> t
     return "plain", 0, 1, 0
 
 
+def is_only_a_peer() -> bool:
+    """Whether a launcher started several processes and this is not the first: one is enough to draw pictures."""
+    return detect_launcher(os.environ)[1] > 0
+
+
 def init_distributed(device: str = "auto", dist_url: str = "env://", timeout_min: float = 10.0) -> Distributed:
     """Find out who started this process, and join the process group, if there are others.
 

@@ -13,6 +13,7 @@ INSTALL = {
     "matplotlib": "pip install 'dino_sparo[plots]'",
     "clip_benchmark": "pip install clip-benchmark requests",
     "spacy": "pip install 'dino_sparo[parse]' && python -m spacy download en_core_web_sm",
+    "nltk": "pip install nltk && python -m nltk.downloader punkt_tab",
     "openai": "pip install 'dino_sparo[parse-llm]'",
     "transformers": "pip install transformers",
     "requests": "pip install requests",

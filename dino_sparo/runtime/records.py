@@ -6,6 +6,8 @@ import math
 import os
 import platform
 import subprocess
+from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,12 @@ def file_sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def versions() -> dict[str, str]:
-    """Versions of what the numbers depend on."""
+def versions(**more: str) -> dict[str, str]:
+    """Versions of what the numbers depend on.
+
+    Args:
+        more: name -> distribution of packages that not all commands need.
+    """
     return {
         "dino_sparo": __version__,
         "python": platform.python_version(),
@@ -39,6 +45,7 @@ def versions() -> dict[str, str]:
         "timm": timm.__version__,
         "numpy": np.__version__,
         "pillow": PIL.__version__,
+        **{name: version(distribution) for name, distribution in more.items()},
     }
 
 
@@ -57,6 +64,19 @@ def write_json(values: dict[str, Any], path: Path) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.write_text(json.dumps(plain(values), indent=2, allow_nan=False) + "\n", encoding="utf-8")
     os.replace(temporary, path)
+
+
+def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any], before: str, now: str) -> list[str]:
+    """Each value that is not what was saved, in words.
+
+    Args:
+        saved: plain values.
+        wanted: likewise; what stands in `saved` alone is not looked at.
+        before: what to say of a saved value, "in the file".
+        now: what to say of a wanted one.
+    """
+    changed = [name for name, value in wanted.items() if saved.get(name) != value]
+    return [f"{name} {saved.get(name)!r} {before}, {wanted[name]!r} {now}" for name in changed]
 
 
 def plain(value: Any) -> Any:

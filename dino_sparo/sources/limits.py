@@ -75,3 +75,18 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def parse_object(text: str | bytes, location: str) -> dict[str, Any]:
+    """The object of a line.
+
+    Raises:
+        ValueError: it is none; the message begins with the location.
+    """
+    try:
+        value = parse_json(text)
+    except ValueError as error:
+        raise ValueError(f"{location} is no JSON ({error}); give one object per line") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{location} is no JSON object; give one {{...}} per line")
+    return value

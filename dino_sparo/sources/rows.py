@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dino_sparo.sources.limits import open_regular, parse_json
+from dino_sparo.sources.limits import open_regular, parse_object
 from dino_sparo.sources.splits import ALL, choose_rows
 
 _logger = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ class TableRows:
         with open_text(self.path) as file:
             if self.is_jsonl:
                 first = next((line for line in file if line.strip()), "{}")
-                read = {"": list(self._parse_object(1, first))}
+                read = {"": list(parse_object(first, f"table {self.path!r}: line 1"))}
             else:
                 line = file.readline()
                 read = {mark: next(csv.reader([line], delimiter=mark), []) for mark in _DELIMITERS}
@@ -202,17 +202,8 @@ class TableRows:
         """The same of a file with one JSON object per line."""
         for line, text in enumerate(file, 1):
             if text.strip():
-                row = self._parse_object(line, text)
+                row = parse_object(text, f"table {self.path!r}: line {line}")
                 yield line, line, [self._plain(line, name, row.get(name)) for name in self.header]
-
-    def _parse_object(self, line: int, text: str) -> dict[str, Any]:
-        try:
-            row = parse_json(text)
-        except ValueError as error:
-            raise ValueError(f"table {self.path!r}: line {line} is no JSON ({error})") from error
-        if not isinstance(row, dict):
-            raise ValueError(f"table {self.path!r}: line {line} is no JSON object; give one {{...}} per line")
-        return row
 
     def _plain(self, line: int, name: str, value: Any) -> str:
         """A JSON value as a cell: texts and numbers; anything else only in columns that are not used."""

@@ -91,14 +91,19 @@ class Training(ABC, Generic[AnyBatch]):
     def trial_loss(self, batch: AnyBatch) -> Float[Tensor, ""]:
         """The loss of a batch as a step computes it; moves nothing but buffers."""
 
+    @property
+    def compiled_modules(self) -> list[nn.Module]:
+        """What `compile` compiles: by default all networks."""
+        return list(self.modules.values())
+
     def compile(self) -> None:
-        """Compile the networks for the shapes of the first batch that they meet."""
-        for module in self.modules.values():
+        """Compile for the shapes of the first batch."""
+        for module in self.compiled_modules:
             module.compile(dynamic=False)
 
     def uncompile(self) -> None:
         """Take `compile` back."""
-        for module in self.modules.values():
+        for module in self.compiled_modules:
             module._compiled_call_impl = None
 
     def train(self) -> None:

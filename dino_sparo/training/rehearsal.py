@@ -1,5 +1,6 @@
 """A step without updates: it compiles the networks and measures what a step keeps in memory."""
 
+import contextlib
 import logging
 import time
 from collections.abc import Iterator
@@ -8,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dino_sparo.runtime.cli import MendableError
+from dino_sparo.runtime.distributed import all_gather_object, world_size
 from dino_sparo.runtime.logs import peak_memory
 from dino_sparo.training.objective import Objective, Training
 
@@ -15,6 +18,36 @@ logger = logging.getLogger(__name__)
 
 # Of one function: every block is a variant (its rate of stochastic depth is a constant), for every size of crop.
 MAX_COMPILED_VARIANTS = 256
+
+
+class MemoryFullError(MendableError):
+    """The device's memory, or the host's, does not hold a step."""
+
+
+@contextlib.contextmanager
+def full_memory_named() -> Iterator[None]:
+    """Turn what torch raises when memory is full into one line that says what helps.
+
+    Raises:
+        MemoryFullError: in its place.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_memory_full(error):
+            raise
+        text = " ".join(str(error).split())
+        raise MemoryFullError(
+            "memory is full. A smaller batch with as many more --grad_accum_steps takes the same steps; "
+            "--grad_checkpointing keeps fewer activations; --memory_report says what a step keeps, for a batch that "
+            f"fits ({text[:300]})"
+        ) from error
+
+
+def is_memory_full(error: Exception) -> bool:
+    """Whether an error says that a device or the host has no memory left."""
+    signs = ("out of memory", "can't allocate memory", "not enough memory")
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(sign in str(error) for sign in signs)
 
 
 def prepare_step(objective: Objective[Any], compile_option: str, report_memory: bool) -> None:
@@ -39,8 +72,8 @@ def prepare_step(objective: Objective[Any], compile_option: str, report_memory: 
 def compile_networks(training: Training[Any], batch: Any) -> bool:
     """Compile the networks for the shapes of a batch, and rehearse a step to see that it works.
 
-    If it does not, all run as they are, after one warning. A later change of shapes is an error, not a silent return to
-    uncompiled code.
+    If it does not work on every process, all of them run their networks as they are, after one warning. A later change
+    of shapes is an error, not a silent return to uncompiled code.
 
     Args:
         training: changed in place, but for weights, statistics and gradients.
@@ -48,6 +81,9 @@ def compile_networks(training: Training[Any], batch: Any) -> bool:
 
     Returns:
         Whether they are compiled now.
+
+    Raises:
+        RuntimeError: memory is full, or another process died.
     """
     for name in ("recompile_limit", "cache_size_limit"):  # the second is the older name
         if hasattr(torch._dynamo.config, name):
@@ -55,19 +91,30 @@ def compile_networks(training: Training[Any], batch: Any) -> bool:
     if hasattr(torch._dynamo.config, "fail_on_recompile_limit_hit"):
         torch._dynamo.config.fail_on_recompile_limit_hit = True
     training.compile()
-    begin = time.monotonic()
+    begin, failure = time.monotonic(), ""
     try:
         rehearse(training, batch)
     except Exception as error:  # compilers raise errors of all kinds
+        if is_memory_full(error):
+            raise
+        failure = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
         training.uncompile()
-        logger.warning(
-            "torch.compile does not work here, so the networks run uncompiled (%s: %s); --compile off does not try it",
-            type(error).__name__,
-            (str(error).strip().splitlines() or [""])[0],
-        )
-        return False
-    logger.info("compiled in %.0f s", time.monotonic() - begin)
-    return True
+        if world_size() > 1:
+            # The others wait for this process' part of the gradients. If they are gone, this fails too, and says so.
+            rehearse(training, batch)
+    failures = {number: text for number, text in enumerate(all_gather_object(failure)) if text}
+    if not failures:
+        logger.info("compiled in %.0f s", time.monotonic() - begin)
+        return True
+    training.uncompile()
+    number, text = next(iter(failures.items()))
+    where = f"on {len(failures)} of {world_size()} processes, rank {number}: " if world_size() > 1 else ""
+    logger.warning(
+        "torch.compile does not work here, so the networks run uncompiled (%s%s); --compile off does not try it",
+        where,
+        text,
+    )
+    return False
 
 
 def rehearse(training: Training[Any], batch: Any) -> int:
@@ -91,13 +138,15 @@ def rehearse(training: Training[Any], batch: Any) -> int:
         return tensor
 
     training.train()
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = training.trial_loss(batch)
-    (0 * loss).backward()
-    training.updater.optimizer.zero_grad(set_to_none=True)
-    with torch.no_grad():
-        for name, value in _buffers(training):
-            value.copy_(buffers[name])
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = training.trial_loss(batch)
+        (0 * loss).backward()
+    finally:
+        training.updater.optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for name, value in _buffers(training):
+                value.copy_(buffers[name])
     return sum(kept.values())
 
 

@@ -14,14 +14,8 @@ from pathlib import Path
 from signal import Signals
 from typing import Any
 
-from dino_sparo.checkpoint import (
-    CheckpointError,
-    CheckpointFolder,
-    load_checkpoint,
-    load_strictly,
-    random_state,
-    restore_random_state,
-)
+from dino_sparo.checkpoint import CheckpointError, load_checkpoint, load_strictly, random_state, restore_random_state
+from dino_sparo.checkpoint_folder import CheckpointFolder
 from dino_sparo.runtime.distributed import (
     all_gather_object,
     all_or_none,
@@ -39,7 +33,7 @@ from dino_sparo.runtime.records import git_hash, plain, versions
 from dino_sparo.runtime.run_lock import RunLock
 from dino_sparo.training.loop import Progress, Stretch, train_one_epoch
 from dino_sparo.training.objective import Objective
-from dino_sparo.training.rehearsal import prepare_step
+from dino_sparo.training.rehearsal import full_memory_named, prepare_step
 
 logger = logging.getLogger(__name__)
 
@@ -92,11 +86,16 @@ def train(args: argparse.Namespace, objective_class: type[Objective[Any]]) -> No
 
     Raises:
         ValueError: options that do not fit each other, the data or the checkpoint; nothing was overwritten.
-        NonFiniteLossError, TooManyCorruptError: from training; the last checkpoint stays as it is.
+        NonFiniteLossError, TooManyCorruptError, MemoryFullError: from training; the last checkpoint stays as it is.
         FaultError: a process or a worker died or hangs; the last checkpoint stays, and starting again goes on from it.
         RunStopped: a signal ended the run after it had saved.
     """
-    with StopSignals() as signals, faults_named(args.dist_timeout_min), RunLock(args.output_dir) as lock:
+    with (
+        StopSignals() as signals,
+        full_memory_named(),
+        faults_named(args.dist_timeout_min),
+        RunLock(args.output_dir) as lock,
+    ):
         process = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
         output_dir = Path(args.output_dir)
         with all_or_none(f"preparing {output_dir}"):

@@ -53,7 +53,8 @@ def epochs_of(folder: Path) -> list[dict]:
 
 def record(name: str, folder: Path) -> dict:
     """Train, keep, evaluate, go on."""
-    from dino_sparo.checkpoint import CheckpointFolder, load_checkpoint
+    from dino_sparo.checkpoint import load_checkpoint
+    from dino_sparo.checkpoint_folder import CheckpointFolder
 
     command, options = RUNS[name]
     words = [*s.words_of(options), "--output_dir", "."]

@@ -1,10 +1,11 @@
-"""Random scores with ties -> the numbers of the official code of ARO, What'sUp and VL-CheckList.
+"""Random scores with ties -> the numbers of the official code of ARO, What'sUp and VL-CheckList; ARO's shuffled captions.
 
     python tests/reference/record_compositional.py --aro PATH --whatsup PATH --vl_checklist PATH
 
 Each PATH is a checkout. Only the code that turns scores into numbers runs: `evaluate_scores` of ARO and What'sUp, and
 `Evaluate.eval` (task itc) of VL-CheckList with a stand-in for the model. The averages of ARO are computed as its notebook
-does. Questions and scores come from ../compositional_files.py.
+does. Questions and scores come from ../compositional_files.py, as do words and tags for ARO's `TextShuffler`: spaCy and
+nltk are stand-ins that give these, and every draw is the reversed order.
 """
 
 import argparse
@@ -14,11 +15,13 @@ import importlib
 import io
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
 import types
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 
@@ -65,8 +68,35 @@ def aro(checkout: Path, root: Path) -> dict:
         counted = [r["Accuracy"] for r in records if r.get("Relation") not in symmetric]
         found[name] = {"macro": 100 * float(np.mean(counted)), "num_splits": len(counted)}
     order = code.COCO_Order.__new__(code.COCO_Order)
+    found["order_captions"] = order_captions(checkout)
     found["order"] = 100 * float(evaluated(order, files.random_scores(2, 60, 5))[0][0]["Precision@1"])
     return found
+
+
+def order_captions(checkout: Path) -> list[list[str]]:
+    """Each caption and its four shuffled ones, as `COCO_Order` makes them."""
+    kind = module_of(checkout, "dataset_zoo.perturbations").TextShuffler
+    shuffler = kind.__new__(kind)  # whose __init__ loads spaCy's model
+    pre_caption = module_of(checkout, "dataset_zoo.retrieval").pre_caption
+    nltk = types.ModuleType("nltk")
+    options = []
+    for caption in files.TAGGED_CAPTIONS:
+        words = files.tagged(caption)
+        text = " ".join(word for word, _ in words)
+        document = [types.SimpleNamespace(text=word, tag_=tag) for word, tag in words]
+        shuffler.nlp = lambda _, document=document: document
+        nltk.word_tokenize = lambda _, words=words: [word for word, _ in words]
+        with (
+            mock.patch.dict(sys.modules, nltk=nltk),
+            mock.patch.object(np.random, "permutation", lambda array: array[::-1]),
+            mock.patch.object(random, "shuffle", list.reverse),
+        ):
+            functions = (
+                *(shuffler.shuffle_nouns_and_adj, shuffler.shuffle_allbut_nouns_and_adj),
+                *(shuffler.shuffle_within_trigrams, shuffler.shuffle_trigrams),
+            )
+            options.append([pre_caption(text, 30), *(pre_caption(shuffle(text), 30) for shuffle in functions)])
+    return options
 
 
 def whatsup(checkout: Path, root: Path) -> dict:

@@ -111,10 +111,10 @@ def look_at_pairs(
     while batch := list(islice(pairs, BATCH_SIZE)):
         tokens = tokenize([pair.caption for pair in batch])
         num_truncated += tokens.num_truncated
-        found = _look_at_batch(model, torch.stack([pair.image for pair in batch]), tokens.ids, device)
+        columns = _look_at_batch(model, torch.stack([pair.image for pair in batch]), tokens.ids, device)
         looks += [
             _pair_look(pair.name, pair.index, pair.caption, *parts)
-            for pair, *parts in zip(batch, tokens.ids, *found, strict=True)
+            for pair, *parts in zip(batch, tokens.ids, *columns, strict=True)
         ]
     if num_truncated:
         logger.warning("%s: %d captions are longer than the context and cut off", source.name, num_truncated)

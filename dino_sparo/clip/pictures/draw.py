@@ -13,11 +13,8 @@ grid, pictures.html, a page that opens from disk, and pictures.json, the numbers
 
 import argparse
 import logging
-import os
-import sys
 from collections.abc import Sequence
 from functools import partial
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -29,15 +26,17 @@ from dino_sparo.clip.pictures.page import write_page
 from dino_sparo.clip.pictures.sheet import Gallery, draw_sheet
 from dino_sparo.clip.slots.subsets import SlotSelection, check_fits, read_slots
 from dino_sparo.evaluation.attention import check_share, class_token_share, effective_patches
-from dino_sparo.evaluation.names import run_names
-from dino_sparo.evaluation.page import require_matplotlib
-from dino_sparo.evaluation.protocol import result_folder
+from dino_sparo.evaluation.names import describe_model, run_names
 from dino_sparo.evaluation.views import SquareView, view_pixels
-from dino_sparo.image_text.picture_pairs import PICTURE_HEIGHT, open_picture_pairs
+from dino_sparo.image_text.picture_pairs import (
+    PICTURE_HEIGHT,
+    begin_pictures,
+    open_picture_pairs,
+    write_pictures,
+)
 from dino_sparo.image_text.text import tokenize
-from dino_sparo.runtime.distributed import detect_launcher, select_device
-from dino_sparo.runtime.logs import printable, setup_logging
-from dino_sparo.runtime.records import versions, write_json
+from dino_sparo.runtime.distributed import is_only_a_peer
+from dino_sparo.runtime.logs import printable
 
 logger = logging.getLogger(__name__)
 
@@ -49,26 +48,19 @@ def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
         ValueError: options, weights or pairs that do not fit; the message says what would.
         ImportError: matplotlib is not installed.
     """
-    # One process is enough; under a launcher of several the others have nothing to do.
-    if detect_launcher(os.environ)[1] > 0:
+    if is_only_a_peer():
         return {}
-    setup_logging()
-    require_matplotlib()
-    for name in ("max_pairs", "max_slots", "max_columns"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"{name}={getattr(args, name)}; give a positive number")
+    device = begin_pictures(args, ("max_pairs", "max_slots", "max_columns"))
     criteria = Criteria(args.min_cosine, args.min_sharpness)
     for name, value in criteria._asdict().items():
         check_share(name, value)
-    if not args.pretrained_weights:
-        raise ValueError("--pretrained_weights is empty: there is nothing to show; give a checkpoint of CLIP training")
-    device = select_device(args.device)
     loaded = load_clip(args.pretrained_weights)
     config = loaded.model.config
     if not config.image.kind.has_slots:
         raise ValueError(f"readout {config.readout!r} has no slots to show; sparo has")
     asked = asked_slots(args.slots, loaded)
-    view = SquareView([args.image_size or config.image.img_size], config.image.patch_size, loaded.mean, loaded.std)
+    image_size = args.image_size or config.image.img_size
+    view = SquareView([image_size], config.image.patch_size, loaded.mean, loaded.std)
     source = open_picture_pairs(args.data_path, args.image_key, args.caption_key, args.image_folder)
     tokens = partial(tokenize, context_length=config.text.context_length)
     looks = look_at_pairs(loaded.model.to(device), source, view, tokens, device, args.max_pairs)
@@ -78,10 +70,11 @@ def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
     else:
         everything = np.ones(len(looks), dtype=bool)
         choice = Choice(asked, choose_pairs(looks, asked, args.max_columns, everything), 0, 0)
-    shown = [looks[place] for place in choice.pairs]
+    shown = [looks[index] for index in choice.pairs]
     images = [source.read(look.index) for look in shown]
+    (run,) = run_names([args.pretrained_weights])
     gallery = Gallery(
-        describe(loaded),
+        describe_model(loaded.record, config.image, run, config.readout, f"{config.image.num_slots} slots"),
         f"{len(shown)} of {len(looks):,} pairs of {printable(source.name)}",
         rule_in_words(choice, asked is not None, criteria),
         criteria,
@@ -89,7 +82,8 @@ def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
         shown,
         [view_pixels(image, view.view(image), PICTURE_HEIGHT) for image in images],
     )
-    return write(gallery, choice, fits(shown, criteria), loaded, args)
+    numbers = numbers_of(gallery, choice, fits(shown, criteria), loaded, image_size)
+    return write_pictures(args, "pictures", gallery, draw_sheet, write_page, numbers)
 
 
 def asked_slots(slots: Sequence[str] | None, loaded: LoadedClip) -> list[int] | None:
@@ -135,28 +129,14 @@ def rule_in_words(choice: Choice, is_asked: bool, criteria: Criteria) -> str:
     return f"Slots were wanted that {wanted}; {choice.num_fitting} of {len(choice.slots)} do, the others come nearest."
 
 
-def describe(loaded: LoadedClip) -> str:
-    """A line about a model, for figures."""
-    record, config = loaded.record, loaded.model.config
-    words = run_names([record["pretrained_weights"]])
-    words += [f"{config.image.arch}/{config.image.patch_size}", config.readout, f"{config.image.num_slots} slots"]
-    words += [f"epoch {record['epoch']}"] if isinstance(record["epoch"], int) else []
-    return "  ·  ".join(words)
-
-
-def write(
-    gallery: Gallery, choice: Choice, meets: Bool[np.ndarray, "pairs L"], loaded: LoadedClip, args: argparse.Namespace
+def numbers_of(
+    gallery: Gallery, choice: Choice, meets: Bool[np.ndarray, "pairs L"], loaded: LoadedClip, image_size: int
 ) -> dict[str, Any]:
-    """Write pictures.png, .html and .json, and say where; returns what the last one holds."""
-    folder = result_folder(args.output_dir, args.pretrained_weights)
-    paths = [folder / f"pictures.{ending}" for ending in ("png", "html", "json")]
-    draw_sheet(gallery, paths[0])
-    write_page(gallery, paths[1])
-    result = {
+    """What pictures.json holds."""
+    return {
         "model": loaded.record,
         "source": gallery.source,
-        "data_path": args.data_path,
-        "image_size": args.image_size or loaded.model.config.image.img_size,
+        "image_size": image_size,
         "rule": gallery.rule,
         "criteria": gallery.criteria._asdict(),
         "num_fitting_slots": choice.num_fitting,
@@ -168,11 +148,7 @@ def write(
             }
             for slot in gallery.slots
         ],
-        "versions": {**versions(), "open_clip": version("open_clip_torch")},
     }
-    write_json(result, paths[2])
-    sys.stdout.write("".join(f"{printable(str(path))}\n" for path in paths))
-    return result
 
 
 def _numbers(look: PairLook, slot: int, meets: np.bool_) -> dict[str, Any]:

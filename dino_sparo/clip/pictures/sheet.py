@@ -155,12 +155,12 @@ def _draw_caption(
     """A caption with its words marked; its upper left corner at (x, y)."""
     for number, line in enumerate(lines):
         base = y + LINE * number + 18
-        for place, left, width in line:
-            share = float(look.text.words[slot, place])
+        for word, left, width in line:
+            share = float(look.text.words[slot, word])
             colour = _mark_colour(share)
             if colour != PAPER:
                 page.panel(round(x + left) - WORD_PAD, base - 16, round(width) + 2 * WORD_PAD, 22, colour)
-            page.text(round(x + left), base, look.words[place].text, WORD_SIZE)
+            page.text(round(x + left), base, look.words[word].text, WORD_SIZE)
 
 
 def _draw_numbers(page: Page, x: int, y: int, width: int, look: PairLook, slot: int) -> None:

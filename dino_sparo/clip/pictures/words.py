@@ -58,19 +58,19 @@ def caption_words(caption: str, token_ids: Int64[Tensor, " N"]) -> list[Word]:
     written, cursor = html.unescape(html.unescape(caption)), 0
     words: list[Word] = []
     first, joined = 0, ""
-    for place, piece in enumerate(pieces):
+    for index, piece in enumerate(pieces):
         joined += piece.removesuffix(END_OF_WORD)
-        if not piece.endswith(END_OF_WORD) and place + 1 < len(pieces):
+        if not piece.endswith(END_OF_WORD) and index + 1 < len(pieces):
             continue
         text = bytearray(tokenizer.byte_decoder[letter] for letter in joined).decode("utf-8", "replace")
-        found = len(written) - len(written[cursor:].lstrip())
-        has_space = found > cursor
-        if written[found : found + len(text)].lower() == text:
-            text, cursor = written[found : found + len(text)], found + len(text)
+        start = len(written) - len(written[cursor:].lstrip())
+        has_space = start > cursor
+        if written[start : start + len(text)].lower() == text:
+            text, cursor = written[start : start + len(text)], start + len(text)
         else:
             has_space = True
-        words.append(Word(text, has_space and bool(words), first + 1, place + 2))
-        first, joined = place + 1, ""
+        words.append(Word(text, has_space and bool(words), first + 1, index + 2))
+        first, joined = index + 1, ""
     return words
 
 

@@ -24,15 +24,15 @@ from dino_sparo.clip.slots.plots import ACCENT, count_ticks, ranked_bars, result
 from dino_sparo.clip.slots.subsets import SlotMask, whole_model, with_slots
 from dino_sparo.evaluation.page import INK, SOFT, require_matplotlib
 from dino_sparo.evaluation.plots import panels
+from dino_sparo.evaluation.protocol import start_evaluation
 from dino_sparo.image_text.classes import apply_classes, open_classes
 from dino_sparo.image_text.evaluation.dot_product import DotProductScorer
-from dino_sparo.image_text.evaluation.protocol import open_evaluation_images, report
+from dino_sparo.image_text.evaluation.protocol import annotation_folders, open_evaluation_images, report
 from dino_sparo.image_text.evaluation.questions import SplitResult, encode_questions
 from dino_sparo.image_text.evaluation.sugarcrepe import averages, describe_pairs, read_pairs, split_results
 from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot
 from dino_sparo.image_text.prompts import open_templates
-from dino_sparo.runtime.distributed import init_distributed, is_main
-from dino_sparo.runtime.logs import setup_logging
+from dino_sparo.runtime.distributed import is_main
 
 logger = logging.getLogger(__name__)
 
@@ -114,35 +114,31 @@ def learn_mask(args: argparse.Namespace) -> dict[str, Any]:
         ImportError: matplotlib is not installed.
     """
     settings = FitSettings(args.epochs, args.lr, args.momentum, args.mask_batch_size, args.seed, args.mask_scale)
-    process = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
-    setup_logging()
+    process = start_evaluation(args)
     require_matplotlib()
-    if not args.data_path:
-        raise ValueError("--data_path is empty; give the folder of SugarCrepe's JSON files")
+    folder, image_folder = annotation_folders(args, "of SugarCrepe's JSON files")
     path, plot = result_paths(args, "mask.json")
-    folder = Path(args.data_path)
-    image_folder = Path(args.images) if args.images else folder / "images"
     scorer = open_clip_model(args, process)
     config = whole_model(scorer.model).config
     num_parts = number_of_parts(args.parts, config)
     pairs = encode_questions(scorer, read_pairs(folder), image_folder)
     before = split_results(pairs, scorer.score_pairs)
-    found = fit_mask(pairs, num_parts, settings)
-    mask = SlotMask(tuple(found.weights.tolist()), config.embed_dim, scorer.record["model"]["sha256"])
-    after = split_results(masked_pairs(pairs, found.weights), scorer.score_pairs)
+    fit_result = fit_mask(pairs, num_parts, settings)
+    mask = SlotMask(tuple(fit_result.weights.tolist()), config.embed_dim, scorer.record["model"]["sha256"])
+    after = split_results(masked_pairs(pairs, fit_result.weights), scorer.score_pairs)
     elsewhere = [change_elsewhere(scorer, mask, where, args.download) for where in args.evaluate]
     data = describe_pairs(pairs, folder, image_folder)
     del data["num_images"]
     result = {
         **mask.to_dict(),
         **describe(before, after, elsewhere),
-        "fit": describe_fit(found, args),
+        "fit": describe_fit(fit_result, args),
         **{name: value for name, value in scorer.record.items() if name != "slots"},
         "pairs": data,
     }
     if is_main():
         path.parent.mkdir(parents=True, exist_ok=True)
-        draw_mask(found, result["accuracy"]["initial"], plot)
+        draw_mask(fit_result, result["accuracy"]["initial"], plot)
     return report(result, table(result), args, "mask.json")
 
 
@@ -184,12 +180,12 @@ def describe(
     }
 
 
-def describe_fit(found: FitResult, args: argparse.Namespace) -> dict[str, Any]:
+def describe_fit(fit_result: FitResult, args: argparse.Namespace) -> dict[str, Any]:
     """How the mask was learned."""
     return {
         "parts": args.parts,
-        "num_parts": len(found.weights),
-        "parts_above_half": int((found.weights > 0.5).sum()),
+        "num_parts": len(fit_result.weights),
+        "parts_above_half": int((fit_result.weights > 0.5).sum()),
         "optimizer": "SGD, constant learning rate, no weight decay",
         "lr": args.lr,
         "momentum": args.momentum,
@@ -197,9 +193,9 @@ def describe_fit(found: FitResult, args: argparse.Namespace) -> dict[str, Any]:
         "batch_size": args.mask_batch_size,
         "seed": args.seed,
         "mask_scale": f"{args.mask_scale}({BOUND:.0f}, exp(alpha))",
-        "best_epoch": found.epoch,
-        "losses": found.losses,
-        "accuracies": found.accuracies,
+        "best_epoch": fit_result.epoch,
+        "losses": fit_result.losses,
+        "accuracies": fit_result.accuracies,
     }
 
 
@@ -221,27 +217,29 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def draw_mask(found: FitResult, initial: float, path: Path) -> None:
+def draw_mask(fit_result: FitResult, initial: float, path: Path) -> None:
     """How the fit went, and the mask, heaviest part first.
 
     Args:
-        found: mask, losses and accuracies.
+        fit_result: mask, losses and accuracies.
         initial: accuracy without mask, percent.
         path: the PNG to write.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
-    order = found.weights.argsort(descending=True, stable=True).tolist()
-    weights = found.weights[order].tolist()
+    order = fit_result.weights.argsort(descending=True, stable=True).tolist()
+    weights = fit_result.weights[order].tolist()
     above = sum(weight > 0.5 for weight in weights)
-    epochs = range(1, len(found.accuracies) + 1)
+    epochs = range(1, len(fit_result.accuracies) + 1)
     with panels(path, 1, 2) as axes:
         fit, mask = axes[0]
         fit.axhline(initial, color=SOFT, linestyle=(0, (4, 3)), linewidth=1, label="without mask")
-        fit.plot(epochs, found.accuracies, color=INK, linewidth=1.4, label="masked")
-        best = found.accuracies[found.epoch - 1]
-        fit.plot([found.epoch], [best], "o", color=ACCENT, markersize=7, label=f"epoch {found.epoch}: {best:.1f} %")
+        fit.plot(epochs, fit_result.accuracies, color=INK, linewidth=1.4, label="masked")
+        best = fit_result.accuracies[fit_result.epoch - 1]
+        fit.plot(
+            [fit_result.epoch], [best], "o", color=ACCENT, markersize=7, label=f"epoch {fit_result.epoch}: {best:.1f} %"
+        )
         fit.set(xlabel="epoch", ylabel="right of the pairs, %")
         fit.set_title("Fit to true and false captions", loc="left", fontweight="bold", fontsize=11)
         fit.legend(frameon=False, loc="best")

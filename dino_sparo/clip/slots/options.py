@@ -16,7 +16,7 @@ from dino_sparo.image_text.evaluation.options import (
     add_picture_options,
     add_picture_result_options,
 )
-from dino_sparo.runtime.cli import HelpFormatter
+from dino_sparo.runtime.cli import HelpFormatter, add_download_option
 
 
 def select_parser() -> argparse.ArgumentParser:
@@ -76,7 +76,7 @@ def mask_parser() -> argparse.ArgumentParser:
         help="Labelled images to classify with and without the mask, each with its own class names and templates; for "
         "others run dino-sparo zero-shot with and without --slots mask.json.",
     )
-    group.add_argument("--download", action="store_true", help="Fetch torchvision sets that are not on disk.")
+    add_download_option(group)
     add_computation_options(parser, "mask.json")
     return parser
 
@@ -89,19 +89,9 @@ def sweep_parser() -> argparse.ArgumentParser:
     group.add_argument("--metric", choices=SWEEP_METRICS, default="top1", help="Which accuracy.")
     group.add_argument("--data_path", default="", help="Images to evaluate checkpoints on, as of dino-sparo zero-shot.")
     group.add_argument("--split", default=None, help="Likewise.")
-    group.add_argument("--download", action="store_true", help="Likewise.")
+    add_download_option(group)
     group.add_argument("--classnames", default=AUTO, help="Likewise.")
     group.add_argument("--templates", default=AUTO, help="Likewise.")
-    group = parser.add_argument_group("grid of models that are not trained: their parameters alone")
-    group.add_argument("--grid_slots", type=int, nargs="+", default=[], help="Numbers of slots L.")
-    group.add_argument("--grid_slot_dims", type=int, nargs="+", default=[], help="Widths of slots V.")
-    group.add_argument("--embed_dim", type=int, nargs="+", default=[512], help="Widths of cls and gap beside them.")
-    group.add_argument("--sparo_key_dim", type=int, default=64, help="Width of the attention's keys and queries.")
-    group.add_argument("--sparo_group_size", type=int, default=1, help="Slots that share one key projection.")
-    group.add_argument("--arch", default="vit_base", help="Architecture of the image encoder.")
-    group.add_argument("--patch_size", type=int, default=32, help="Side of a patch in pixels.")
-    for name, default in (("text_width", 512), ("text_heads", 8), ("text_layers", 12)):
-        group.add_argument(f"--{name}", type=int, default=default, help="Of the text encoder.")
     add_computation_options(parser, "sweep.json", where="in the folder that holds all inputs")
     return parser
 

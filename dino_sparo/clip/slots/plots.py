@@ -19,12 +19,12 @@ MAX_NUMBERS, MAX_GAPS = 20, 40  # bars with numbers under them, and with gaps be
 LABEL_SHARE = 0.13  # of a plot's width: room for a number of five digits under it
 
 
-def colour_of(place: int, count: int) -> str:
-    """The colour of curve `place` of `count`, dark to light."""
+def colour_of(position: int, count: int) -> str:
+    """The colour of curve `position` of `count`, dark to light."""
     from matplotlib.colors import LinearSegmentedColormap, to_hex
 
     shades = LinearSegmentedColormap.from_list("curves", CURVE_COLOURS)
-    return to_hex(shades(place / max(1, count - 1)))
+    return to_hex(shades(position / max(1, count - 1)))
 
 
 def count_ticks(axis: Any) -> None:
@@ -53,11 +53,11 @@ def ranked_bars(axis: Any, numbers: Sequence[int], heights: Sequence[float], mar
         heights: of the bars.
         marked: how many, from the first, are in colour.
     """
-    places = range(1, len(numbers) + 1)
-    colours = [ACCENT if place <= marked else FAINT for place in places]
-    axis.bar(places, heights, width=0.8 if len(numbers) <= MAX_GAPS else 1.0, color=colours)
+    positions = range(1, len(numbers) + 1)
+    colours = [ACCENT if position <= marked else FAINT for position in positions]
+    axis.bar(positions, heights, width=0.8 if len(numbers) <= MAX_GAPS else 1.0, color=colours)
     if len(numbers) <= MAX_NUMBERS:
-        axis.set_xticks(places, [str(number) for number in numbers])
+        axis.set_xticks(positions, [str(number) for number in numbers])
     else:
         count_ticks(axis)
 

@@ -29,13 +29,13 @@ from dino_sparo.data import ImageSource
 from dino_sparo.evaluation.features import Features, disjoint_subsets
 from dino_sparo.evaluation.page import INK, SOFT, require_matplotlib
 from dino_sparo.evaluation.plots import panels
+from dino_sparo.evaluation.protocol import start_evaluation
 from dino_sparo.image_text.classes import apply_classes, open_classes
 from dino_sparo.image_text.evaluation.dot_product import DotProductScorer
 from dino_sparo.image_text.evaluation.protocol import open_evaluation_images, report
 from dino_sparo.image_text.evaluation.zero_shot import count_hits
 from dino_sparo.image_text.prompts import open_templates
-from dino_sparo.runtime.distributed import all_reduce_sum, init_distributed, is_main, rank, world_size
-from dino_sparo.runtime.logs import setup_logging
+from dino_sparo.runtime.distributed import all_reduce_sum, is_main, rank, world_size
 
 logger = logging.getLogger(__name__)
 
@@ -174,9 +174,9 @@ def _hits_together(
         slots = features.to(classifier.device).unflatten(1, (len(classifier), -1))
         labels = labels.to(classifier.device)
         sums = torch.zeros(len(slots), classifier.shape[1], device=classifier.device)
-        for place, slot in enumerate(ranking):
-            sums += slots[:, slot] @ classifier[place].t()
-            hits[place] += count_hits(sums / lengths[place], labels)[:, 0].sum()
+        for position, slot in enumerate(ranking):
+            sums += slots[:, slot] @ classifier[position].t()
+            hits[position] += count_hits(sums / lengths[position], labels)[:, 0].sum()
     return all_reduce_sum(hits).cpu()
 
 
@@ -187,8 +187,7 @@ def select_slots(args: argparse.Namespace) -> dict[str, Any]:
         ValueError: options, files or data that do not fit; the message says what would.
         ImportError: matplotlib is not installed.
     """
-    process = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
-    setup_logging()
+    process = start_evaluation(args)
     require_matplotlib()
     path, plot = result_paths(args, "slots.json")
     scorer = open_clip_model(args, process)
@@ -207,37 +206,37 @@ def select_slots(args: argparse.Namespace) -> dict[str, Any]:
     # One half chooses, the other half says what the choice is worth.
     choosing, held_out = disjoint_subsets(chosen, (len(chosen), len(chosen)))
     templates = open_templates(args.templates, args.data_path)
-    found = score_slots(scorer, choosing, classes.names, templates, num_slots, held_out)
-    result = describe(found, args.keep, templates, scorer.record, args)
+    scores = score_slots(scorer, choosing, classes.names, templates, num_slots, held_out)
+    result = describe(scores, args.keep, templates, scorer.record, args)
     result["prompts"]["classnames"] = classes.origin
     if is_main():
         path.parent.mkdir(parents=True, exist_ok=True)
-        draw_curve(found, len(result["slots"]), plot)
-    return report(result, table(found, len(result["slots"])), args, "slots.json")
+        draw_curve(scores, len(result["slots"]), plot)
+    return report(result, table(scores, len(result["slots"])), args, "slots.json")
 
 
 def describe(
-    found: SlotScores, keep: int | None, templates: tuple[str, ...], record: dict[str, Any], args: argparse.Namespace
+    scores: SlotScores, keep: int | None, templates: tuple[str, ...], record: dict[str, Any], args: argparse.Namespace
 ) -> dict[str, Any]:
     """Selection, accuracies and protocol, as slots.json holds them."""
-    number = keep or found.best_number
-    num_slots = len(found.ranking)
-    selection = SlotSelection(tuple(sorted(found.ranking[:number])), num_slots, record["model"]["sha256"])
+    number = keep or scores.best_number
+    num_slots = len(scores.ranking)
+    selection = SlotSelection(tuple(sorted(scores.ranking[:number])), num_slots, record["model"]["sha256"])
     return {
         **selection.to_dict(),
         "evaluation": "slot selection by zero-shot accuracy",
-        "top1_selected": found.held_out_curve[number - 1],
-        "top1_all": found.held_out_curve[-1],
-        "top1_selected_on_choosing_images": found.curve[number - 1],
+        "top1_selected": scores.held_out_curve[number - 1],
+        "top1_all": scores.held_out_curve[-1],
+        "top1_selected_on_choosing_images": scores.curve[number - 1],
         "rule": {
             "ranking": "top-1 accuracy of each slot alone; of equally good slots the first is preferred",
             "number": "asked for" if keep else "the smallest with the highest accuracy on the choosing images",
             "halves": "a random half of the images chose; top1_selected and top1_all are of the other half",
         },
-        "ranking": [{"slot": slot, "top1": found.alone[slot]} for slot in found.ranking],
+        "ranking": [{"slot": slot, "top1": scores.alone[slot]} for slot in scores.ranking],
         "curve": [
             {"num_kept": k, "top1_choosing": choosing, "top1_held_out": held_out}
-            for k, (choosing, held_out) in enumerate(zip(found.curve, found.held_out_curve, strict=True), 1)
+            for k, (choosing, held_out) in enumerate(zip(scores.curve, scores.held_out_curve, strict=True), 1)
         ],
         # In other results `slots` says which of them were evaluated: here all, one by one.
         **{name: value for name, value in record.items() if name != "slots"},
@@ -245,62 +244,62 @@ def describe(
             "data_path": args.data_path,
             "split": args.split,
             "max_images": args.max_images,
-            "num_images": found.num_images,
-            "num_held_out": found.num_held_out,
-            "num_corrupt": found.num_corrupt,
+            "num_images": scores.num_images,
+            "num_held_out": scores.num_held_out,
+            "num_corrupt": scores.num_corrupt,
         },
         "prompts": {
-            "num_classes": found.num_classes,
-            "num_truncated": found.truncated_prompts,
+            "num_classes": scores.num_classes,
+            "num_truncated": scores.truncated_prompts,
             "templates": list(templates),
         },
     }
 
 
-def table(found: SlotScores, number: int) -> str:
+def table(scores: SlotScores, number: int) -> str:
     """The best slots, and what they can do together, for people."""
-    shown = min(len(found.ranking), TABLE_SLOTS)
+    shown = min(len(scores.ranking), TABLE_SLOTS)
     lines = [f"{'rank':>4}  {'slot':>5}  {'alone top-1 %':>13}  {'together top-1 %':>16}"]
     lines += [
-        f"{place + 1:>4}  {slot:>5}  {found.alone[slot]:>13.2f}  {found.curve[place]:>16.2f}"
-        for place, slot in enumerate(found.ranking[:shown])
+        f"{position + 1:>4}  {slot:>5}  {scores.alone[slot]:>13.2f}  {scores.curve[position]:>16.2f}"
+        for position, slot in enumerate(scores.ranking[:shown])
     ]
-    lines += ["..."] if shown < len(found.ranking) else []
+    lines += ["..."] if shown < len(scores.ranking) else []
     for curve, count, name in (
-        (found.held_out_curve, found.num_held_out, "held-out images"),
-        (found.curve, found.num_images, "images that chose"),
+        (scores.held_out_curve, scores.num_held_out, "held-out images"),
+        (scores.curve, scores.num_images, "images that chose"),
     ):
-        kept = f"kept {number} of {len(found.ranking)} slots: {curve[number - 1]:.2f} % top-1"
+        kept = f"kept {number} of {len(scores.ranking)} slots: {curve[number - 1]:.2f} % top-1"
         lines.append(f"{kept}; all slots: {curve[-1]:.2f} %, on the {count:,} {name}")
     return "\n".join(lines)
 
 
-def draw_curve(found: SlotScores, number: int, path: Path) -> None:
+def draw_curve(scores: SlotScores, number: int, path: Path) -> None:
     """Accuracy of the k best slots together against k, and of each slot alone, best first.
 
     Args:
-        found: the accuracies.
+        scores: the accuracies.
         number: k that is kept.
         path: the PNG to write.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
-    num_slots = len(found.ranking)
-    chance = 100 / found.num_classes
+    num_slots = len(scores.ranking)
+    chance = 100 / scores.num_classes
     with panels(path, 1, 2) as axes:
         together, alone = axes[0]
         numbers = range(1, num_slots + 1)
-        together.axhline(found.held_out_curve[-1], color=SOFT, linestyle=(0, (4, 3)), linewidth=1, label="all slots")
-        together.plot(numbers, found.curve, color=SOFT, linewidth=1, label="images that chose")
-        together.plot(numbers, found.held_out_curve, color=INK, linewidth=1.6, label="held-out images")
-        kept = found.held_out_curve[number - 1]
+        together.axhline(scores.held_out_curve[-1], color=SOFT, linestyle=(0, (4, 3)), linewidth=1, label="all slots")
+        together.plot(numbers, scores.curve, color=SOFT, linewidth=1, label="images that chose")
+        together.plot(numbers, scores.held_out_curve, color=INK, linewidth=1.6, label="held-out images")
+        kept = scores.held_out_curve[number - 1]
         together.plot([number], [kept], "o", color=ACCENT, markersize=7, label=f"{number} kept: {kept:.1f} %")
         together.set(xlabel="slots kept, best first", ylabel="zero-shot top-1, %")
         together.set_title("Best slots together", loc="left", fontweight="bold", fontsize=11)
         together.legend(frameon=False, loc="best")
         count_ticks(together)
-        ranked_bars(alone, found.ranking, [found.alone[slot] for slot in found.ranking], number)
+        ranked_bars(alone, scores.ranking, [scores.alone[slot] for slot in scores.ranking], number)
         alone.axhline(chance, color=SOFT, linestyle=(0, (1, 2)), linewidth=1, label=f"chance: {chance:.2g} %")
         # Above the plot: within it the bars may reach any height.
         alone.legend(frameon=False, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderpad=0)

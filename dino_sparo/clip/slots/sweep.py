@@ -2,11 +2,10 @@
 
     dino-sparo sweep output/*/zero_shot.json
     dino-sparo sweep output/*/checkpoint.pth --data_path data/imagenet
-    dino-sparo sweep --grid_slots 16 32 64 128 --grid_slot_dims 16 32 64 128
 
 Takes results of `zero_shot.py`, and checkpoints, which it has `zero_shot.py` evaluate; either says how its model is
-built, and parameters are counted from that. A grid needs no training: its numbers of parameters are printed and drawn
-alone. Models without slots come in by the width of their encoding. Prints a table, writes sweep.json and sweep.png.
+built, and parameters are counted from that. Models without slots come in by the width of their encoding. Prints a
+table, writes sweep.json and sweep.png.
 Source: SPARO, section 5.4 and figure 3.
 """
 
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 
 from dino_sparo.clip.config import CLIPConfig
-from dino_sparo.clip.model import CLIP, clip_from_config, create_clip
+from dino_sparo.clip.model import CLIP, clip_from_config
 from dino_sparo.clip.slots.plots import colour_of, result_paths, spaced
 from dino_sparo.evaluation.page import require_matplotlib
 from dino_sparo.evaluation.plots import panels
@@ -38,7 +37,6 @@ logger = logging.getLogger(__name__)
 # Where results differ in one of these, their accuracies cannot be compared.
 PROTOCOL = ("images", "prompts", "similarity")
 OWN_OF_MODEL = ("num_truncated",)  # of the context, hence of the model
-BASELINES = ("cls", "gap")
 MAX_COLUMNS = 5  # of a legend
 
 
@@ -47,13 +45,13 @@ class SweepPoint:
     """One model.
 
     Attributes:
-        name: its result file, its checkpoint, or `grid`.
+        name: its result file, or its checkpoint.
         readout: one name for both towers; see `config.towers_of`.
         num_slots: L; None without slots.
         slot_dim: V; likewise.
         encoding_dim: M.
         num_parameters: of both towers together.
-        accuracy: percent; None where nothing was evaluated.
+        accuracy: percent.
     """
 
     name: str
@@ -62,10 +60,10 @@ class SweepPoint:
     slot_dim: int | None
     encoding_dim: int
     num_parameters: int
-    accuracy: float | None = None
+    accuracy: float
 
 
-def point_of(name: str, build: Callable[[], CLIP], accuracy: float | None = None) -> SweepPoint:
+def point_of(name: str, build: Callable[[], CLIP], accuracy: float) -> SweepPoint:
     """The point of the model that `build` builds; its weights take no memory."""
     with torch.device("meta"):
         model = build()
@@ -131,24 +129,6 @@ def _difference(one: Any, other: Any) -> str:
     return f"{name} is {one.get(name)!r:.60} and {other.get(name)!r:.60}"
 
 
-def grid_points(args: argparse.Namespace) -> list[SweepPoint]:
-    """The models of the options' grid: every L with every V, and cls and gap as wide as --embed_dim says."""
-    sizes = {name: getattr(args, name) for name in ("arch", "patch_size", "text_width", "text_heads", "text_layers")}
-    if args.img_size is not None:
-        sizes["img_size"] = args.img_size
-
-    def point(**options: Any) -> SweepPoint:
-        return point_of("grid", partial(create_clip, **sizes, **options))
-
-    baselines = [point(readout=readout, embed_dim=width) for readout in BASELINES for width in args.embed_dim]
-    slots = {"key_dim": args.sparo_key_dim, "group_size": args.sparo_group_size}
-    return baselines + [
-        point(readout="sparo", num_slots=number, slot_dim=width, **slots)
-        for number in args.grid_slots
-        for width in args.grid_slot_dims
-    ]
-
-
 def collect(args: argparse.Namespace, open_model: OpenModel) -> dict[str, Any]:
     """Collect what the options say, write table and plot, show the table.
 
@@ -158,27 +138,22 @@ def collect(args: argparse.Namespace, open_model: OpenModel) -> dict[str, Any]:
     """
     setup_logging()
     require_matplotlib()
-    folder = os.path.commonpath([Path(name).absolute().parent for name in args.inputs]) if args.inputs else "."
+    if not args.inputs:
+        raise ValueError("there is nothing to compare; give results or checkpoints")
+    folder = os.path.commonpath([Path(name).absolute().parent for name in args.inputs])
     args.output = args.output or os.path.join(folder, "sweep.json")
     path, plot = result_paths(args, "sweep.json")
-    if bool(args.grid_slots) != bool(args.grid_slot_dims):
-        raise ValueError("a grid needs both --grid_slots and --grid_slot_dims")
-    if bool(args.inputs) == bool(args.grid_slots):
-        raise ValueError("give results or checkpoints, or a grid with --grid_slots and --grid_slot_dims")
     results = {str(name): _result(Path(name), args, open_model) for name in args.inputs}
-    if results:
-        check_comparable(results)
-        points = [
-            point_of(name, partial(clip_from_config, _config(result["model"])), result[args.metric])
-            for name, result in results.items()
-        ]
-    else:
-        points = grid_points(args)
+    check_comparable(results)
+    points = [
+        point_of(name, partial(clip_from_config, _config(result["model"])), result[args.metric])
+        for name, result in results.items()
+    ]
     points.sort(key=lambda point: (point.num_slots or 0, point.slot_dim or 0, point.readout, point.encoding_dim))
-    first = next(iter(results.values()), {})
+    first = next(iter(results.values()))
     result = {
         "evaluation": "sweep over L and V",
-        "metric": args.metric if results else None,
+        "metric": args.metric,
         "points": [asdict(point) for point in points],
         "protocol": {part: _comparable(first[part]) for part in PROTOCOL if part in first},
         "weights": {name: result["model"]["sha256"] for name, result in results.items()},
@@ -207,18 +182,16 @@ def _result(path: Path, args: argparse.Namespace, open_model: OpenModel) -> dict
 
 def table(points: Sequence[SweepPoint], metric: str) -> str:
     """The models for people."""
-    has_accuracy = any(point.accuracy is not None for point in points)
-    head = f"{'readout':<10}  {'L':>5}  {'V':>5}  {'M':>6}  {'parameters':>12}"
-    lines = [head + (f"  {metric + ' %':>10}" if has_accuracy else "")]
+    lines = [f"{'readout':<10}  {'L':>5}  {'V':>5}  {'M':>6}  {'parameters':>12}  {metric + ' %':>10}"]
     for point in points:
         slots = "  ".join(f"{'' if number is None else number:>5}" for number in (point.num_slots, point.slot_dim))
-        line = f"{point.readout:<10}  {slots}  {point.encoding_dim:>6}  {point.num_parameters:>12,}"
-        lines.append(line + ("" if point.accuracy is None else f"  {point.accuracy:>10.2f}"))
+        numbers = f"{point.encoding_dim:>6}  {point.num_parameters:>12,}  {point.accuracy:>10.2f}"
+        lines.append(f"{point.readout:<10}  {slots}  {numbers}")
     return "\n".join(lines)
 
 
 def draw_sweep(points: Sequence[SweepPoint], metric: str, path: Path) -> None:
-    """Accuracy, where there is one, and parameters: against L for every V, against V for every L, and against M.
+    """Accuracy and parameters: against L for every V, against V for every L, and against M.
 
     Args:
         points: the models.
@@ -229,9 +202,8 @@ def draw_sweep(points: Sequence[SweepPoint], metric: str, path: Path) -> None:
         ImportError: matplotlib is not installed.
     """
     slotted = [point for point in points if point.num_slots is not None]
-    rows = [("num_parameters", "parameters, millions", 1e-6)]
-    if all(point.accuracy is not None for point in points):
-        rows.insert(0, ("accuracy", f"zero-shot {metric.replace('_', ' ')}, %", 1.0))
+    accuracy = f"zero-shot {metric.replace('_', ' ')}, %"
+    rows = [("accuracy", accuracy, 1.0), ("num_parameters", "parameters, millions", 1e-6)]
     with panels(path, len(rows), 3) as axes:
         for row, (name, label, unit) in zip(axes, rows, strict=True):
             _draw_curves(row[0], slotted, "num_slots", "slot_dim", "V = ", name, unit)
@@ -245,12 +217,12 @@ def draw_sweep(points: Sequence[SweepPoint], metric: str, path: Path) -> None:
 def _draw_curves(axis: Any, points: Sequence[SweepPoint], x: str, by: str, letter: str, y: str, unit: float) -> None:
     """For every value of `by` the mean of `y` against `x`, and each model as a dot."""
     values = sorted({getattr(point, by) for point in points})
-    for place, value in enumerate(values):
+    for position, value in enumerate(values):
         own = [point for point in points if getattr(point, by) == value]
         where, heights = [getattr(point, x) for point in own], [getattr(point, y) * unit for point in own]
-        colour = colour_of(place, len(values))
+        colour = colour_of(position, len(values))
         # Equal numbers would hide each other: earlier ones are drawn larger.
-        size = 4.5 + 2.5 * (len(values) - 1 - place) / max(1, len(values) - 1)
+        size = 4.5 + 2.5 * (len(values) - 1 - position) / max(1, len(values) - 1)
         axis.plot(where, heights, "o", color=colour, markersize=size, label=f"{letter}{value}")
         # Models of the same M differ in L and V: a curve through them would say nothing.
         if by != "readout" or own[0].num_slots is None:

@@ -1,6 +1,7 @@
 """Annotations of any common layout -> images and all of their captions: what retrieval searches in.
 
     dataset_flickr30k.json, dataset_coco.json    Karpathy's splits: images with a `split` and `sentences`
+    coco_karpathy_test.json                      Salesforce's copies: a list of `image` and `caption`, one or many
     captions_val2017.json                        COCO: `images` and `annotations`
     results_20130124.token, captions.txt         Flickr: lines `7.jpg#0<TAB>words`, `7.jpg| 0| words` or `7.jpg,words`
     shards, tables, scenes, class folders        whatever `pairs.sources.open_pairs` opens
@@ -69,15 +70,23 @@ def open_caption_set(
     if not data_path:
         raise ValueError("--data_path is empty; give the folder of the images (with --captions), tar shards, or scenes")
     if captions:
-        listed = _read_captions(Path(captions), split)
+        listed = read_captions(Path(captions), split)
         return _in_folder(_only_listed(listed, image_list), data_path)
     if image_list is not None:
         raise ValueError(f"image_list={image_list!r} chooses among the images of --captions, which is not given")
     return _together(open_pairs(data_path, default_split="val"))
 
 
-def _read_captions(path: Path, split: str) -> dict[str, list[str]]:
-    """Captions of every image, by its file name."""
+def read_captions(path: Path, split: str) -> dict[str, list[str]]:
+    """Captions of every image, by its file name.
+
+    Args:
+        path: file in one of the layouts above that have a file.
+        split: of Karpathy's; the other layouts have none.
+
+    Raises:
+        ValueError: the file is not there, or is not understood.
+    """
     if not path.is_file():
         raise ValueError(f"captions={str(path)!r} does not exist (in {os.getcwd()})")
     if path.suffix == ".json":
@@ -86,61 +95,68 @@ def _read_captions(path: Path, split: str) -> dict[str, list[str]]:
         except ValueError as error:
             raise ValueError(f"captions={str(path)!r} is no JSON ({error})") from error
         return _read_json(content, path, split)
-    found: dict[str, list[str]] = {}
+    captions_of: dict[str, list[str]] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8-sig", errors="replace").splitlines()):
         match = CAPTION_LINE.fullmatch(line.strip())
         if match:
-            found.setdefault(match["image"].strip(), []).append(match["caption"].strip().strip('"'))
+            captions_of.setdefault(match["image"].strip(), []).append(match["caption"].strip().strip('"'))
         elif line.strip() and number:  # the first line may be a header
             raise ValueError(
                 f"captions={str(path)!r}: line {number + 1} is {line[:60]!r}; expected an image's file name, a tab, "
                 "comma or bar, and a caption"
             )
-    return found
+    return captions_of
 
 
 def _read_json(content: Any, path: Path, split: str) -> dict[str, list[str]]:
-    """Karpathy's layout or COCO's."""
+    """Karpathy's layout, Salesforce's or COCO's."""
     keys = sorted(content) if isinstance(content, dict) else []
-    found: dict[str, list[str]] = {}
+    captions_of: dict[str, list[str]] = {}
     try:
+        if isinstance(content, list):
+            for entry in content:
+                captions = entry["caption"]
+                captions_of.setdefault(entry["image"], []).extend([captions] if isinstance(captions, str) else captions)
+            return captions_of
         if "annotations" in content:
             names = {image["id"]: image["file_name"] for image in content["images"]}
-            found = {name: [] for name in names.values()}
+            captions_of = {name: [] for name in names.values()}
             for annotation in content["annotations"]:
-                found[names[annotation["image_id"]]].append(annotation["caption"])
-            return found
+                captions_of[names[annotation["image_id"]]].append(annotation["caption"])
+            return captions_of
         splits = {image["split"] for image in content["images"]}
         for image in content["images"]:
             if image["split"] == split:
                 name = os.path.join(image.get("filepath", ""), image["filename"])
-                found[name] = [sentence["raw"] for sentence in image["sentences"]]
+                captions_of[name] = [sentence["raw"] for sentence in image["sentences"]]
     except (KeyError, TypeError) as error:
         raise ValueError(
             f"captions={str(path)!r} is neither COCO's (images, annotations) nor Karpathy's (images with split and "
-            f"sentences): its keys are {keys}, missing is {error}"
+            f"sentences, or a list of image and caption): its keys are {keys}, missing is {error}"
         ) from error
-    if not found:
+    if not captions_of:
         raise ValueError(f"captions={str(path)!r} has no split {split!r}; its splits are {sorted(splits)}")
-    return found
+    return captions_of
 
 
-def _only_listed(found: dict[str, list[str]], image_list: str | None) -> dict[str, list[str]]:
+def _only_listed(captions_of: dict[str, list[str]], image_list: str | None) -> dict[str, list[str]]:
     """The images that a list names, whether or not it names their endings."""
     if image_list is None:
-        return found
+        return captions_of
     wanted = {line.strip() for line in Path(image_list).read_text(encoding="utf-8-sig").splitlines()} - {""}
-    stem = {name: {name, os.path.basename(name), os.path.splitext(os.path.basename(name))[0]} for name in found}
-    chosen = {name: captions for name, captions in found.items() if stem[name] & wanted}
+    stem = {name: {name, os.path.basename(name), os.path.splitext(os.path.basename(name))[0]} for name in captions_of}
+    chosen = {name: captions for name, captions in captions_of.items() if stem[name] & wanted}
     if len(chosen) < len(wanted):
         raise ValueError(f"image_list={image_list!r} names {len(wanted)} images, {len(chosen)} of which have captions")
     return chosen
 
 
-def _in_folder(found: dict[str, list[str]], folder: str) -> CaptionSet:
+def _in_folder(captions_of: dict[str, list[str]], folder: str) -> CaptionSet:
     """The images of a folder with what the annotations say about them."""
-    named = open_named_images(Path(folder), list(found))
-    return _flat(named.source, [found[file_of(name)] for name in named.names], {"missing images": len(named.missing)})
+    named = open_named_images(Path(folder), list(captions_of))
+    return _flat(
+        named.source, [captions_of[file_of(name)] for name in named.names], {"missing images": len(named.missing)}
+    )
 
 
 def _together(pairs: PairSource) -> CaptionSet:
@@ -155,15 +171,15 @@ def _together(pairs: PairSource) -> CaptionSet:
             unreadable += 1
             logger.warning("%s: captions cannot be read: %s", pairs.name, error)
             texts = []
-        place = first.setdefault(pairs.location(index), len(captions))
-        if place == len(captions):
+        row = first.setdefault(pairs.location(index), len(captions))
+        if row == len(captions):
             captions.append([])
-        captions[place] += texts
+        captions[row] += texts
     require_few_missing(unreadable, len(pairs), f"captions of {pairs.name}")
     images: ImageSource = pairs.images
     if len(captions) < len(pairs):
-        places = {pairs.location(index): index for index in reversed(range(len(pairs)))}
-        images = Subset(pairs.images, np.array([places[location] for location in first], dtype=np.int64))
+        first_of = {pairs.location(index): index for index in reversed(range(len(pairs)))}
+        images = Subset(pairs.images, np.array([first_of[location] for location in first], dtype=np.int64))
     return _flat(images, captions, {"samples that are no pairs": pairs.left_out.total})
 
 

@@ -141,10 +141,10 @@ class DotProductScorer(ImageRows):
         own = ShardSampler(len(different), 1, rank=rank(), world_size=world_size())
         indices = torch.arange(own.start, own.end, device=self.device)
         features = self.encode_text(different[own.start : own.end], desc)
-        found = gather_features(Features(features, torch.zeros_like(indices), indices), self.device)
+        gathered = gather_features(Features(features, torch.zeros_like(indices), indices), self.device)
         truncated = torch.zeros(len(captions), dtype=torch.bool)
         truncated[list(tokens.truncated)] = True
-        payload = found.features[rows.to(self.device)]
+        payload = gathered.features[rows.to(self.device)]
         return EncodedTexts(payload, tokens.num_truncated, rows, {"truncated": truncated})
 
     def encode_classes(self, names: Sequence[str], templates: tuple[str, ...]) -> EncodedTexts:

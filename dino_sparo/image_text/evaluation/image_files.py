@@ -5,6 +5,7 @@ than a few missing ones are an error.
 """
 
 import logging
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -65,13 +66,18 @@ class CroppedSource:
         return self.source.location(index)
 
     def read(self, index: int) -> Image.Image:
-        """Image `index` as 8-bit RGB; raises CorruptImageError, also for a box without area."""
+        """Image `index` as 8-bit RGB; raises CorruptImageError, also for a box that shows nothing of it."""
         image, box = self.source.read(index), self.boxes[index]
         if box is None:
             return image
+        if not all(map(math.isfinite, box)):
+            raise CorruptImageError(self.location(index), f"the box {box} is not finite")
         left, top, right, bottom = map(round, box)
         if left >= right or top >= bottom:
             raise CorruptImageError(self.location(index), f"the box {box} has no area")
+        if right <= 0 or bottom <= 0 or left >= image.width or top >= image.height:
+            size = f"{image.width} x {image.height} pixels"
+            raise CorruptImageError(self.location(index), f"the box {box} lies outside of the image, {size}")
         return image.crop((left, top, right, bottom))
 
 
@@ -108,13 +114,13 @@ def open_named_images(folder: Path, names: Sequence[ImageName]) -> NamedImages:
         ValueError: more than 1 % are missing.
     """
     paths = {name: image_path(folder, file_of(name)) for name in names}
-    found = {name: path for name, path in paths.items() if path is not None}
-    missing = [name for name in names if name not in found]
+    existing = {name: path for name, path in paths.items() if path is not None}
+    missing = [name for name in names if name not in existing]
     first = str(folder / file_of(missing[0])) if missing else ""
     require_few_missing(len(missing), len(names), f"images in {folder}", first)
     if missing:
         logger.warning("%d of %d images are not in %s, the first is %s", len(missing), len(names), folder, first)
-    return NamedImages(named_source(folder, list(found), list(found.values())), list(found), missing)
+    return NamedImages(named_source(folder, list(existing), list(existing.values())), list(existing), missing)
 
 
 def named_source(folder: Path, names: Sequence[ImageName], paths: Sequence[str]) -> ImageSource:
@@ -148,9 +154,9 @@ def encode_named_images(
         ValueError: more than 1 % are missing or cannot be read.
     """
     named = open_named_images(folder, names)
-    found = scorer.encode_images(named.source)
-    require_few_missing(len(named.missing) + found.num_corrupt, len(names), f"images in {folder}")
-    return found, {named.names[index]: row for row, index in enumerate(found.indices.tolist())}
+    encoded = scorer.encode_images(named.source)
+    require_few_missing(len(named.missing) + encoded.num_corrupt, len(names), f"images in {folder}")
+    return encoded, {named.names[index]: row for row, index in enumerate(encoded.indices.tolist())}
 
 
 def require_few_missing(missing: int, total: int, what: str, example: str = "") -> None:

@@ -5,6 +5,7 @@ Every image counts exactly once, whatever the number of processes.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,17 +17,10 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as TF
 
 from dino_sparo.crops import normalized_tensor
-from dino_sparo.data import ImageDataset, ImageSource, ShardSampler, create_loader
-from dino_sparo.evaluation.features import (
-    Features,
-    encode_padded,
-    extract_split,
-    inference,
-    warn_of_unreadable,
-)
+from dino_sparo.data import ImageSource
+from dino_sparo.evaluation.features import Features, encoded_batches, extract_split, inference, share_loader
+from dino_sparo.evaluation.views import View
 from dino_sparo.image_text.evaluation.scorer import EncodedImages
-from dino_sparo.runtime.distributed import rank, world_size
-from dino_sparo.runtime.logs import progress
 
 
 class ClipView:
@@ -60,6 +54,20 @@ class ClipView:
             image = image.crop(box)
         resized = TF.resize(image, [self.img_size], InterpolationMode.BICUBIC)
         return [normalized_tensor(TF.center_crop(resized, [self.img_size]), self.mean, self.std)]
+
+    def seen(self, image: Image.Image, patch_size: int) -> View:
+        """The part of an image that whole patches of its view cover; to the eye, not to the pixel.
+
+        Args:
+            image: of any size.
+            patch_size: pixels of the view.
+        """
+        width, height = image.width - 2 * self.border, image.height - 2 * self.border
+        side = min(width, height)
+        left, top = self.border + (width - side) / 2, self.border + (height - side) / 2
+        seen = self.img_size // patch_size * patch_size
+        part = side * seen / self.img_size
+        return View((left, top, left + part, top + part), seen, seen)
 
 
 class ImageRows(ABC):
@@ -97,27 +105,17 @@ class ImageRows(ABC):
 
     def encode_images(self, source: ImageSource) -> EncodedImages:
         """Rows (I, M) of all images of a source, on every process."""
-        found = self._rows(source, self.encode_image, self.storage)
-        return EncodedImages(found.features, found.labels, found.indices, found.num_corrupt)
+        rows = self._rows(source, self.encode_image, self.storage)
+        return EncodedImages(rows.features, rows.labels, rows.indices, rows.num_corrupt)
 
     def image_batches(self, source: ImageSource) -> Iterator[EncodedImages]:
         """Rows of this process' share of the images, in order; nothing is kept."""
-        sampler = ShardSampler(len(source), self.batch_size, rank=rank(), world_size=world_size())
-        dataset = ImageDataset(source, self.transform)
-        is_cuda = self.device.type == "cuda"
-        loader = create_loader(dataset, sampler, num_workers=self.num_workers, pin_memory=is_cuda)
-        batches = progress(loader, total=len(loader), desc=source.name)
-        corrupt: list[tuple[str, str]] = []
-        for asked, batch in zip(sampler, batches, strict=True):
-            with inference(self.module, self.device, self.dtype):
-                images = batch.views[0].to(self.device, non_blocking=True)
-                features = encode_padded(self.encode_image, images, self.batch_size)
-            # An image that cannot be read comes replaced by another one, under that one's index.
-            kept = (batch.indices == torch.tensor(asked)).nonzero().flatten()
+        loader = share_loader(source, self.transform, self.device, self.batch_size, self.num_workers)
+        for features, batch, kept in encoded_batches(
+            self.module, loader, self.device, self.batch_size, self.encode_image, self.dtype, source.name
+        ):
             labels = batch.labels[kept].to(self.device)
-            corrupt += batch.corrupt
-            yield EncodedImages(features[kept.to(self.device)], labels, batch.indices[kept], len(batch.corrupt))
-        warn_of_unreadable(source.name, corrupt)
+            yield EncodedImages(features, labels, batch.indices[kept], len(batch.corrupt))
 
     def _rows(self, source: ImageSource, encode: Callable[[Tensor], Tensor], storage: torch.device | None) -> Features:
         return extract_split(
@@ -146,11 +144,17 @@ class ImageRows(ABC):
             )
 
 
-def require_both(images: Sequence[Any] | Tensor, captions: Sequence[str]) -> None:
-    """Refuse to compare with nothing.
+def require_both(images: Any, captions: Any) -> None:
+    """Refuse to compare with nothing, and what is no list of images or of captions.
 
     Raises:
         ValueError: there are no images, or no captions.
+        TypeError: a single image or caption, or a path in the place of an image.
     """
+    if isinstance(images, (Image.Image, str, Path)) or isinstance(captions, str):
+        raise TypeError("similarity takes a list of images and a list of captions, also of one")
+    for number, image in enumerate(images if isinstance(images, Sequence) else ()):
+        if not isinstance(image, Image.Image):
+            raise TypeError(f"image {number} is {image!r}; open files first: PIL.Image.open({str(image)!r})")
     if not len(images) or not len(captions):
         raise ValueError(f"{len(images)} images, {len(captions)} captions; give at least one of each")

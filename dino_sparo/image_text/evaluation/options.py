@@ -8,7 +8,14 @@ from typing import Any
 
 from dino_sparo.choices import PRECISIONS
 from dino_sparo.image_text.choices import AUTO, COMPOSITIONAL, PICTURE_SCENES, PROBE_BATCH_SIZE, WINOGROUND_EXAMPLES
-from dino_sparo.runtime.cli import HelpFormatter, add_device_options, bool_flag
+from dino_sparo.image_text.options import add_pair_key_options
+from dino_sparo.runtime.cli import (
+    HelpFormatter,
+    add_device_options,
+    add_download_option,
+    add_feature_options,
+    bool_flag,
+)
 from dino_sparo.scenes import DEFAULT_IMAGE_SIZE, SPLITS
 
 SPLIT_HELP = "Name of a split of the images; all takes everything. By default val where there is one, else everything."
@@ -35,6 +42,12 @@ def add_model_options(parser: argparse.ArgumentParser, several: bool = False) ->
         "--text_heads", type=int, default=None, help="Of the text encoder of open_clip's weights; by default 64 wide."
     )
     add_graphs_option(group)
+    group.add_argument(
+        "--max_missing_graphs",
+        type=float,
+        default=0.01,
+        help="Share of the captions that may be without a graph in --graphs; above it the evaluation ends.",
+    )
     group.add_argument(
         "--slots", default=None, help="Evaluate some of its slots, or masked ones: a file of dino-sparo select or mask."
     )
@@ -82,7 +95,7 @@ def add_image_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGrou
         help="Class folders, tar shards with .cls members, a torchvision set (cifar10:DIR), or scenes.",
     )
     group.add_argument("--split", default=None, help=SPLIT_HELP)
-    group.add_argument("--download", action="store_true", help="Fetch a torchvision set that is not on disk.")
+    add_download_option(group)
     return group
 
 
@@ -106,10 +119,13 @@ def add_class_options(parser: argparse.ArgumentParser) -> None:
 def add_pair_options(parser: argparse.ArgumentParser) -> None:
     """True and false captions."""
     group = parser.add_argument_group("pairs")
-    group.add_argument("--data_path", default="", help="Folder of SugarCrepe's JSON files, or of scene-pairs.")
-    group.add_argument(
-        "--images", default=None, help="Folder of the images, COCO's val2017; by default `images` in --data_path."
-    )
+    _add_folders(group, "Folder of SugarCrepe's JSON files, or of scene-pairs.")
+
+
+def _add_folders(group: argparse._ArgumentGroup, data_path: str) -> None:
+    """Annotations, whose help is `data_path`, and the images beside them."""
+    group.add_argument("--data_path", default="", help=data_path)
+    group.add_argument("--images", default=None, help="Folder of the images; by default `images` in --data_path.")
 
 
 def add_picture_options(parser: argparse.ArgumentParser, weights: str) -> argparse._ArgumentGroup:
@@ -128,13 +144,7 @@ def add_picture_options(parser: argparse.ArgumentParser, weights: str) -> argpar
         help="A folder of images with a .txt of the same name beside each, a table (.csv, .tsv), COCO's annotations "
         "(.json), tar shards, or the built-in scenes.",
     )
-    group.add_argument("--image_key", default=None, help="Column of the images' paths in a table; else found by name.")
-    group.add_argument(
-        "--caption_key", default=None, help="Column of the captions in a table; for shards a key of the .json members."
-    )
-    group.add_argument(
-        "--image_folder", default=None, help="What paths in a table or in annotations start from; else its own folder."
-    )
+    add_pair_key_options(group)
     return group
 
 
@@ -195,8 +205,7 @@ def winoground_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
     add_model_options(parser)
     group = parser.add_argument_group("examples")
-    group.add_argument("--data_path", default="", help=f"Folder with {WINOGROUND_EXAMPLES} and images/.")
-    group.add_argument("--images", default=None, help="Folder of the images; by default `images` in --data_path.")
+    _add_folders(group, f"Folder with {WINOGROUND_EXAMPLES} and images/.")
     add_computation_options(parser, "winoground.json")
     return parser
 
@@ -229,8 +238,35 @@ def compositional_parser() -> argparse.ArgumentParser:
         "--blind", action="store_true", help="Ask all once more with the images of other questions, as a baseline."
     )
     group.add_argument("--seed", type=int, default=0, help="Of the bootstrap and of the shuffled images.")
+    group.add_argument(
+        "--failures",
+        type=int,
+        default=0,
+        metavar="N",
+        help="Draw the N clearest errors of each benchmark, and what the model looked at: a page and sheets beside "
+        "the result. Typical are 5 to 20.",
+    )
     group.add_argument("--paper", action="store_true", help="Show the papers' numbers beside, marked as such.")
     add_computation_options(parser, "compositional.json", where="beside each checkpoint; give a folder")
+    return parser
+
+
+def order_captions_parser() -> argparse.ArgumentParser:
+    """The options of `compositional/word_order.py`."""
+    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    group = parser.add_argument_group("captions")
+    group.add_argument(
+        "--captions",
+        required=True,
+        help="Images and captions: Karpathy's JSON or Salesforce's copy (coco_karpathy_test.json), COCO's, or Flickr's "
+        "lines.",
+    )
+    group.add_argument("--split", default="test", help="Of Karpathy's JSON.")
+    group = parser.add_argument_group("result")
+    group.add_argument(
+        "--output", required=True, help="File to write; dino-sparo compositional looks for coco_order.json."
+    )
+    group.add_argument("--seed", type=int, default=0, help="Another seed shuffles otherwise.")
     return parser
 
 
@@ -242,16 +278,9 @@ def probe_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--data_path", default="", help="Folder with train/ and val/, torchvision set (cifar10:DIR), or scenes."
     )
-    group.add_argument("--download", action="store_true", help="Fetch a torchvision set that is not on disk.")
+    add_download_option(group)
     group = parser.add_argument_group("features")
-    group.add_argument("--dump_features", default=None, help="Folder to write features and labels to.")
-    group.add_argument("--load_features", default=None, help="Folder to read them from instead of encoding images.")
-    group.add_argument(
-        "--use_cuda",
-        type=bool_flag,
-        default=True,
-        help="Keep the features on the GPU, where there is one; false if they do not fit.",
-    )
+    add_feature_options(group)
     group = parser.add_argument_group("probe")
     group.add_argument("--epochs", type=int, default=10, help="Passes over the training images.")
     group.add_argument("--lr", type=float, default=0.1, help="Learning rate at the start; it falls to 0 on a cosine.")

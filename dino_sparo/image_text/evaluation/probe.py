@@ -28,15 +28,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dino_sparo.data import EpochSampler, align_classes, require_labels
-from dino_sparo.evaluation.features import Features, load_features, save_features
+from dino_sparo.evaluation.features import Features, check_same_weights, load_features, save_features
 from dino_sparo.evaluation.linear import LinearProbe, cosine_factor, probe_accuracy
+from dino_sparo.evaluation.protocol import start_evaluation
 from dino_sparo.image_text.choices import PROBE_BATCH_SIZE
 from dino_sparo.image_text.evaluation.protocol import open_evaluation_images, report
 from dino_sparo.image_text.evaluation.scorer import ImageFeatureModel
 from dino_sparo.image_text.evaluation.zero_shot import count_hits
-from dino_sparo.runtime.distributed import Distributed, all_reduce_sum, init_distributed, is_main, rank, world_size
-from dino_sparo.runtime.logs import setup_logging
-from dino_sparo.runtime.records import file_sha256, versions
+from dino_sparo.runtime.distributed import Distributed, all_reduce_sum, is_main, rank, world_size
+from dino_sparo.runtime.records import versions
 
 logger = logging.getLogger(__name__)
 
@@ -104,11 +104,11 @@ def train_probes(
     optimizer = torch.optim.Adam(probe.parameters(), lr=settings.lr)
     num_steps = settings.epochs * sampler.steps_per_epoch
     for step, chosen in enumerate(_batches(sampler, settings.epochs)):
-        places = rows[torch.tensor(chosen, device=rows.device)]
-        logits = probe(train.features[places].to(device))
-        targets = train.labels[places].to(device).repeat(len(weight_decays))
+        indices = rows[torch.tensor(chosen, device=rows.device)]
+        logits = probe(train.features[indices].to(device))
+        targets = train.labels[indices].to(device).repeat(len(weight_decays))
         # The mean over images and the sum over probes: the gradient of each probe is its own.
-        loss = F.cross_entropy(logits.flatten(0, 1), targets, reduction="sum") / len(places)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets, reduction="sum") / len(indices)
         optimizer.zero_grad()
         loss.backward()
         rate = settings.lr * cosine_factor(step, num_steps)
@@ -144,11 +144,11 @@ def search_weight_decay(accuracies_of: Callable[[list[int]], list[float]]) -> tu
     """
     tried: dict[int, float] = {}
 
-    def best_of(places: Sequence[int]) -> int:
-        new = [place for place in sorted(set(places)) if place not in tried]
+    def best_of(indices: Sequence[int]) -> int:
+        new = [index for index in sorted(set(indices)) if index not in tried]
         if new:
             tried.update(zip(new, accuracies_of(new), strict=True))
-        return max(sorted(set(places)), key=lambda place: tried[place])
+        return max(sorted(set(indices)), key=lambda index: tried[index])
 
     best = best_of(COARSE)
     for span in SPANS:
@@ -183,13 +183,13 @@ def choose_weight_decay(
     rows, val_rows = order[num_val:].sort().values, order[:num_val].sort().values
     own = val_rows[num_val * rank() // world_size() : num_val * (rank() + 1) // world_size()]
 
-    def accuracies_of(places: list[int]) -> list[float]:
-        decays = [WEIGHT_DECAYS[place] for place in places]
+    def accuracies_of(indices: list[int]) -> list[float]:
+        decays = [WEIGHT_DECAYS[index] for index in indices]
         probe = train_probes(train, rows, decays, settings)
-        found = [row["top1"] for row in probe_accuracy(probe, train.features[own], train.labels[own])]
-        accuracies = ", ".join(f"{decay:.3g}: {value:.2f} %" for decay, value in zip(decays, found, strict=True))
-        logger.info("top-1 by weight decay on %d training images: %s", num_val, accuracies)
-        return found
+        accuracies = [row["top1"] for row in probe_accuracy(probe, train.features[own], train.labels[own])]
+        words = ", ".join(f"{decay:.3g}: {value:.2f} %" for decay, value in zip(decays, accuracies, strict=True))
+        logger.info("top-1 by weight decay on %d training images: %s", num_val, words)
+        return accuracies
 
     best, tried = search_weight_decay(accuracies_of)
     return WEIGHT_DECAYS[best], [{"weight_decay": WEIGHT_DECAYS[p], "top1": a} for p, a in tried.items()], num_val
@@ -226,8 +226,7 @@ def probe_checkpoint(args: argparse.Namespace, open_model: Callable[..., ImageFe
     Raises:
         ValueError: options, files or data that do not fit; the message says what would.
     """
-    process = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
-    setup_logging()
+    process = start_evaluation(args)
     storage = process.device if args.use_cuda else torch.device("cpu")
     train, test, record = _features(args, process, storage, open_model)
     num_classes = int(max(train.labels.max(), test.labels.max())) + 1
@@ -238,10 +237,10 @@ def probe_checkpoint(args: argparse.Namespace, open_model: Callable[..., ImageFe
         weight_decay, tried, num_val = choose_weight_decay(train, args.val_share, settings)
         sweep = {"val_share": args.val_share, "num_val": num_val, "tried": tried}
     everything = torch.arange(len(train.features), device=storage)
-    found = probe_result(train_probes(train, everything, [weight_decay], settings), test)
+    accuracies = probe_result(train_probes(train, everything, [weight_decay], settings), test)
     result = {
         "evaluation": "linear probe",
-        **found,
+        **accuracies,
         "weight_decay": weight_decay,
         "sweep": sweep,
         "training": {
@@ -270,14 +269,9 @@ def _features(
     """Features of training and test images, and the record of how they were made."""
     if args.load_features:
         train, test, record = load_features(Path(args.load_features))
-        cached = record.get("model", {}).get("sha256")
         if args.slots:
             raise ValueError("--slots chooses among a model's slots, and --load_features has features: leave out one")
-        if args.pretrained_weights and cached != file_sha256(Path(args.pretrained_weights)):
-            raise ValueError(
-                f"the features in {args.load_features} were not made with {args.pretrained_weights} (its SHA-256 is "
-                f"not {cached}); leave out --load_features, or give --output and leave out --pretrained_weights"
-            )
+        check_same_weights(record.get("model", {}).get("sha256"), args.pretrained_weights, args.load_features)
         if not record:  # somebody else's, of any length
             train, test, record = train.normalize_(), test.normalize_(), {"versions": versions()}
         return train.to(storage), test.to(storage), record

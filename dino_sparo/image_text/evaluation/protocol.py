@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from dino_sparo.data import ImageSource, open_source
+from dino_sparo.evaluation.protocol import write_result
 from dino_sparo.image_text.evaluation.scorer import Scorer
-from dino_sparo.runtime.cli import say
-from dino_sparo.runtime.distributed import is_main, rank_0_first
-from dino_sparo.runtime.records import file_sha256, write_json
+from dino_sparo.runtime.distributed import rank_0_first
+from dino_sparo.runtime.records import file_sha256
 from dino_sparo.scenes import INDEPENDENT, Scenes, names_scenes, parse_scenes_spec
 
 # The options, the process among its peers, pixels cut off every side of an image -> the model.
@@ -42,6 +42,21 @@ def open_evaluation_images(data_path: str, split: str | None = None, download: b
         return open_source(data_path, split, download, default_split="val")
 
 
+def annotation_folders(args: argparse.Namespace, holds: str) -> tuple[Path, Path]:
+    """The folder of annotations, and that of their images: `--images`, by default `images` in it.
+
+    Args:
+        args: parsed options.
+        holds: what the first one holds, for the message.
+
+    Raises:
+        ValueError: no folder is named.
+    """
+    if not args.data_path:
+        raise ValueError(f"--data_path is empty; give the folder {holds}")
+    return Path(args.data_path), Path(args.images or Path(args.data_path) / "images")
+
+
 def file_record(path: Path) -> dict[str, str]:
     """What a result file says about a file of annotations."""
     return {"path": str(path), "sha256": file_sha256(path)}
@@ -59,9 +74,5 @@ def report(result: dict[str, Any], table: str, args: argparse.Namespace, name: s
     Returns:
         The result.
     """
-    if is_main():
-        path = Path(args.output) if args.output else Path(args.pretrained_weights).parent / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(result, path)
-        say(f"{table}\n\n{path}")
+    write_result(result, table, Path(args.output) if args.output else Path(args.pretrained_weights).parent / name)
     return result

@@ -88,6 +88,22 @@ class Answers(NamedTuple):
     image_tied: Bool[Tensor, " questions"]
 
 
+class Confusions(NamedTuple):
+    """Of each question the image and the false caption whose score exceeds that of the image's own caption the most.
+
+    Attributes:
+        image: (questions,), place of the image.
+        caption: (questions,), place of the false caption.
+        true_score: (questions,), of the image and its own caption.
+        false_score: (questions,), of the image and the false one.
+    """
+
+    image: Int64[Tensor, " questions"]
+    caption: Int64[Tensor, " questions"]
+    true_score: Float[Tensor, " questions"]
+    false_score: Float[Tensor, " questions"]
+
+
 class SplitResult(NamedTuple):
     """Of one split: accuracy in percent, and the numbers of questions and of ties among them."""
 
@@ -155,9 +171,24 @@ def _filled(rows: Sequence[Sequence[int]]) -> Int64[Tensor, "rows most"]:
 ScorePairs = Callable[[Any, Tensor, Any, Tensor], Float[Tensor, " pairs"]]
 
 
-@torch.no_grad()
 def answer(encoded: EncodedQuestions, score_pairs: ScorePairs) -> Answers:
     """Score all images of each question with all of its captions, and judge.
+
+    Args:
+        encoded: the questions.
+        score_pairs: the scorer's.
+
+    Raises:
+        ValueError: scores that are not finite.
+    """
+    return judge(*question_scores(encoded, score_pairs))
+
+
+@torch.no_grad()
+def question_scores(
+    encoded: EncodedQuestions, score_pairs: ScorePairs
+) -> tuple[Float[Tensor, "questions I C"], Int64[Tensor, "questions I"]]:
+    """Scores of all images of each question with all of its captions, and matches: the arguments of `judge`.
 
     Args:
         encoded: the questions.
@@ -173,8 +204,7 @@ def answer(encoded: EncodedQuestions, score_pairs: ScorePairs) -> Answers:
         raise ValueError("the scores are not finite; the model is broken or overflowed")
     scores = torch.full(is_pair.shape, -torch.inf, device=pairs.device)
     scores[is_pair] = pairs
-    matches = _filled([question.matches for question in encoded.questions]).to(pairs.device)
-    return judge(scores, matches)
+    return scores, _filled([question.matches for question in encoded.questions]).to(pairs.device)
 
 
 def judge(scores: Float[Tensor, "questions I C"], matches: Int64[Tensor, "questions I"]) -> Answers:
@@ -197,6 +227,21 @@ def judge(scores: Float[Tensor, "questions I C"], matches: Int64[Tensor, "questi
     text, image = (((own > best) | ~is_image).all(dim=1) for best in (best_caption, best_image))
     ties = (((own == best) & is_image).any(dim=1) for best in (best_caption, best_image))
     return Answers(text, image, *ties)
+
+
+def confusions(scores: Float[Tensor, "questions I C"], matches: Int64[Tensor, "questions I"]) -> Confusions:
+    """Of each question the image and the false caption with the greatest S(i, c) - S(i, m_i).
+
+    Args:
+        scores: as for `judge`.
+        matches: likewise.
+    """
+    own_caption = matches.clamp(min=0)[:, :, None]
+    own = scores.gather(2, own_caption)[:, :, 0]
+    best, caption = scores.scatter(2, own_caption, -torch.inf).max(dim=2)
+    margins = torch.where(matches >= 0, best - own, -torch.inf)
+    image = margins.argmax(dim=1, keepdim=True)
+    return Confusions(image[:, 0], *(column.gather(1, image)[:, 0] for column in (caption, own, best)))
 
 
 def by_split(

@@ -30,12 +30,13 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from dino_sparo.evaluation.protocol import start_evaluation
 from dino_sparo.image_text.evaluation.caption_sets import CaptionSet, open_caption_set
 from dino_sparo.image_text.evaluation.image_files import require_few_missing
 from dino_sparo.image_text.evaluation.protocol import OpenModel, file_record, report
 from dino_sparo.image_text.evaluation.scorer import Scorer
-from dino_sparo.runtime.distributed import all_gather_ragged, init_distributed, rank, world_size
-from dino_sparo.runtime.logs import progress, setup_logging
+from dino_sparo.runtime.distributed import all_gather_ragged, rank, world_size
+from dino_sparo.runtime.logs import progress
 
 IMAGE_CHUNK = 256  # images whose scores with all captions exist at a time
 
@@ -221,21 +222,20 @@ def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenModel) -> dict
     Raises:
         ValueError: options, files or data that do not fit; the message says what would.
     """
-    process = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
-    setup_logging()
+    process = start_evaluation(args)
     scorer = open_model(args, process)
     data = open_caption_set(args.data_path, args.captions, args.split, args.image_list)
-    found = evaluate_retrieval(scorer, data, args.k)
-    result = describe(found, data, scorer, args)
-    return report(result, table(found), args, "retrieval.json")
+    outcome = evaluate_retrieval(scorer, data, args.k)
+    result = describe(outcome, data, scorer, args)
+    return report(result, table(outcome), args, "retrieval.json")
 
 
-def describe(found: RetrievalResult, data: CaptionSet, scorer: Scorer, args: argparse.Namespace) -> dict[str, Any]:
+def describe(outcome: RetrievalResult, data: CaptionSet, scorer: Scorer, args: argparse.Namespace) -> dict[str, Any]:
     """Recall and protocol, as retrieval.json holds them."""
     return {
         "evaluation": "retrieval",
-        "text_recall": {f"@{k}": recall._asdict() for k, recall in found.text.items()},
-        "image_recall": {f"@{k}": recall._asdict() for k, recall in found.image.items()},
+        "text_recall": {f"@{k}": recall._asdict() for k, recall in outcome.text.items()},
+        "image_recall": {f"@{k}": recall._asdict() for k, recall in outcome.image.items()},
         "definitions": {
             "any": "share of queries with at least one match among the k nearest (CLIP benchmark; SPARO's table 2)",
             "share": "mean share of the k nearest that match (the text of SPARO, section 4.2)",
@@ -249,25 +249,27 @@ def describe(found: RetrievalResult, data: CaptionSet, scorer: Scorer, args: arg
             "captions": file_record(Path(args.captions)) if args.captions else None,
             "split": args.split if args.captions else None,
             "image_list": file_record(Path(args.image_list)) if args.image_list else None,
-            "num_images": found.num_images,
-            "num_captions": found.num_captions,
-            "num_texts": found.num_texts,
-            "num_merged_captions": found.num_merged,
-            "num_corrupt": found.num_corrupt,
-            "num_truncated_captions": found.num_truncated,
+            "num_images": outcome.num_images,
+            "num_captions": outcome.num_captions,
+            "num_texts": outcome.num_texts,
+            "num_merged_captions": outcome.num_merged,
+            "num_corrupt": outcome.num_corrupt,
+            "num_truncated_captions": outcome.num_truncated,
             "captions_per_image": np.bincount(np.bincount(data.image_of)).tolist(),
             "left_out": data.left_out,
         },
     }
 
 
-def table(found: RetrievalResult) -> str:
+def table(outcome: RetrievalResult) -> str:
     """Recall for people."""
-    lines = [f"{'':>24}" + "".join(f"  {'R@' + str(k) + ' %':>8}" for k in found.text)]
-    for name, recalls in (("captions by image", found.text), ("images by caption", found.image)):
+    lines = [f"{'':>24}" + "".join(f"  {'R@' + str(k) + ' %':>8}" for k in outcome.text)]
+    for name, recalls in (("captions by image", outcome.text), ("images by caption", outcome.image)):
         for definition in ("any", "share"):
             values = "".join(f"  {getattr(recall, definition):>8.2f}" for recall in recalls.values())
             lines.append(f"{name:<18} {definition:<5}{values}")
-    merged = f" ({found.num_merged} merged with an equal one: {found.num_texts} texts)" if found.num_merged else ""
-    lines.append(f"{found.num_images} images, {found.num_captions} captions{merged}")
+    merged = (
+        f" ({outcome.num_merged} merged with an equal one: {outcome.num_texts} texts)" if outcome.num_merged else ""
+    )
+    lines.append(f"{outcome.num_images} images, {outcome.num_captions} captions{merged}")
     return "\n".join(lines)

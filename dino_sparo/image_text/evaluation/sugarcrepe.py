@@ -15,7 +15,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from dino_sparo.image_text.evaluation.protocol import OpenModel, file_record, report
+from dino_sparo.evaluation.protocol import start_evaluation
+from dino_sparo.image_text.evaluation.protocol import OpenModel, annotation_folders, file_record, report
 from dino_sparo.image_text.evaluation.questions import (
     EncodedQuestions,
     Question,
@@ -28,8 +29,6 @@ from dino_sparo.image_text.evaluation.questions import (
     micro,
 )
 from dino_sparo.image_text.evaluation.scorer import Scorer
-from dino_sparo.runtime.distributed import init_distributed
-from dino_sparo.runtime.logs import setup_logging
 from dino_sparo.sources.limits import parse_json
 
 logger = logging.getLogger(__name__)
@@ -55,6 +54,8 @@ def read_pairs(folder: Path) -> list[Question]:
     Raises:
         ValueError: there is no such file, or one holds something else.
     """
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder; give the one that holds {', '.join(GROUPS['replace'])} and so on")
     names = [name for group in GROUPS.values() for name in group]
     there = [name for name in names if (folder / f"{name}.json").is_file()]
     own = [] if there else sorted(path.stem for path in folder.glob("*.json"))
@@ -116,12 +117,8 @@ def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenModel) -> dict
     Raises:
         ValueError: options, files or data that do not fit; the message says what would.
     """
-    process = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
-    setup_logging()
-    if not args.data_path:
-        raise ValueError("--data_path is empty; give the folder of SugarCrepe's JSON files")
-    folder = Path(args.data_path)
-    images = Path(args.images) if args.images else folder / "images"
+    process = start_evaluation(args)
+    folder, images = annotation_folders(args, "of SugarCrepe's JSON files")
     pairs = read_pairs(folder)
     scorer = open_model(args, process)
     encoded = encode_questions(scorer, pairs, images)

@@ -16,11 +16,10 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from dino_sparo.evaluation.protocol import start_evaluation
 from dino_sparo.image_text.choices import WINOGROUND_EXAMPLES
-from dino_sparo.image_text.evaluation.protocol import OpenModel, file_record, report
+from dino_sparo.image_text.evaluation.protocol import OpenModel, annotation_folders, file_record, report
 from dino_sparo.image_text.evaluation.questions import Answers, Question, answer, encode_questions
-from dino_sparo.runtime.distributed import init_distributed
-from dino_sparo.runtime.logs import setup_logging
 from dino_sparo.sources.limits import parse_json
 
 TAG = "collapsed_tag"  # Object, Relation or Both: what changes its place in the caption
@@ -74,12 +73,9 @@ def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenModel) -> dict
     Raises:
         ValueError: options, files or data that do not fit; the message says what would.
     """
-    process = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
-    setup_logging()
-    if not args.data_path:
-        raise ValueError(f"--data_path is empty; give the folder with Winoground's {WINOGROUND_EXAMPLES}")
-    path = Path(args.data_path) / WINOGROUND_EXAMPLES
-    images = Path(args.images) if args.images else path.parent / "images"
+    process = start_evaluation(args)
+    folder, images = annotation_folders(args, f"with Winoground's {WINOGROUND_EXAMPLES}")
+    path = folder / WINOGROUND_EXAMPLES
     examples = read_examples(path)
     scorer = open_model(args, process)
     encoded = encode_questions(scorer, examples, images)

@@ -22,12 +22,12 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from dino_sparo.data import ImageSource
+from dino_sparo.evaluation.protocol import start_evaluation
 from dino_sparo.image_text.classes import ClassList, apply_classes, open_classes
 from dino_sparo.image_text.evaluation.protocol import OpenModel, open_evaluation_images, report
 from dino_sparo.image_text.evaluation.scorer import Scorer
 from dino_sparo.image_text.prompts import AUTO, open_templates
-from dino_sparo.runtime.distributed import all_reduce_sum, init_distributed
-from dino_sparo.runtime.logs import setup_logging
+from dino_sparo.runtime.distributed import all_reduce_sum
 
 TOP = 5
 
@@ -119,22 +119,21 @@ def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenModel) -> dict
     Raises:
         ValueError: options, files or data that do not fit; the message says what would.
     """
-    process = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
-    setup_logging()
+    process = start_evaluation(args)
     scorer = open_model(args, process, args.crop_border)
     source = open_evaluation_images(args.data_path, args.split, args.download)
     classes = open_classes(source, args.classnames, args.data_path)
     own = scorer.default_templates if args.templates == AUTO else None
     templates = own or open_templates(args.templates, args.data_path)
     chosen = apply_classes(source, classes)
-    found = evaluate_zero_shot(scorer, chosen, classes.names, templates)
-    result = describe(found, classes, templates, scorer, args)
+    outcome = evaluate_zero_shot(scorer, chosen, classes.names, templates)
+    result = describe(outcome, classes, templates, scorer, args)
     result["images"]["num_left_out"] = len(source) - len(chosen)
-    return report(result, table(found), args, "zero_shot.json")
+    return report(result, table(outcome), args, "zero_shot.json")
 
 
 def describe(
-    found: ZeroShotResult,
+    outcome: ZeroShotResult,
     classes: ClassList,
     templates: tuple[str, ...],
     scorer: Scorer,
@@ -143,34 +142,34 @@ def describe(
     """Accuracies and protocol, as zero_shot.json holds them."""
     return {
         "evaluation": "zero-shot classification",
-        "top1": found.top1,
-        "top5": found.top5,
-        "mean_per_class_recall": found.mean_per_class,
-        "ties": {"images": found.num_ties, "rule": "of equally near classes the first is preferred"},
+        "top1": outcome.top1,
+        "top5": outcome.top5,
+        "mean_per_class_recall": outcome.mean_per_class,
+        "ties": {"images": outcome.num_ties, "rule": "of equally near classes the first is preferred"},
         "similarity": f"{scorer.measure}, fp32",
         **scorer.record,
         "images": {
             "data_path": args.data_path,
             "split": args.split,
-            "num_images": found.num_images,
-            "num_corrupt": found.num_corrupt,
+            "num_images": outcome.num_images,
+            "num_corrupt": outcome.num_corrupt,
         },
         "prompts": {
             "classnames": classes.origin,
             "num_classes": len(classes.names),
             "ensemble": scorer.ensemble,
-            "num_truncated": found.truncated_prompts,
+            "num_truncated": outcome.truncated_prompts,
             "templates": list(templates),
         },
         "per_class": [
             {"name": name, "num_images": number, "recall": 100 * right / number if number else None}
-            for name, (number, right) in zip(classes.names, found.per_class, strict=True)
+            for name, (number, right) in zip(classes.names, outcome.per_class, strict=True)
         ],
     }
 
 
-def table(found: ZeroShotResult) -> str:
+def table(outcome: ZeroShotResult) -> str:
     """Accuracies for people."""
     head = f"{'top-1 %':>8}  {'top-5 %':>8}  {'per class %':>11}  {'classes':>8}  {'images':>8}"
-    row = f"{found.top1:>8.2f}  {found.top5:>8.2f}  {found.mean_per_class:>11.2f}"
-    return f"{head}\n{row}  {len(found.per_class):>8}  {found.num_images:>8}"
+    row = f"{outcome.top1:>8.2f}  {outcome.top5:>8.2f}  {outcome.mean_per_class:>11.2f}"
+    return f"{head}\n{row}  {len(outcome.per_class):>8}  {outcome.num_images:>8}"

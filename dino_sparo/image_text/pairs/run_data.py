@@ -23,7 +23,6 @@ from dino_sparo.image_text.pairs.sources import index_pairs, open_pairs
 from dino_sparo.image_text.pairs.streams import PairStream, create_stream_loader
 from dino_sparo.image_text.text import tokenize
 from dino_sparo.runtime.distributed import Distributed, all_or_none, require_same
-from dino_sparo.scenes import Ties
 from dino_sparo.sources import ImageLimits
 from dino_sparo.sources.tars import TarSource
 
@@ -151,9 +150,8 @@ def _open_together(args: argparse.Namespace, path: str, default_split: str = "tr
             args.caption_key,
             args.image_folder,
             args.caption_templates,
-            Ties(*args.scene_ties),
-            args.max_corrupt,
-            args.download,
+            max_left_out=args.max_corrupt,
+            download=args.download,
             split=split,
             default_split=default_split,
             split_column=args.split_column,

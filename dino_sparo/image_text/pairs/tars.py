@@ -117,7 +117,7 @@ def shard_samples(shard: str, count: Callable[[], None]) -> Iterator[_Sample]:
 
 def _index_pairs(shard: str, count: Callable[[], None], ending: bytes) -> Piece:
     """Places of images and captions of the pairs in one shard, number of its samples, endings, and what is no pair."""
-    places, samples, endings, left_out = list[tuple[int, ...]](), 0, dict[bytes, None](), LeftOut()
+    records, samples, endings, left_out = list[tuple[int, ...]](), 0, dict[bytes, None](), LeftOut()
     for sample in shard_samples(shard, count):
         samples += 1
         endings.update(dict.fromkeys(sample.members))
@@ -125,13 +125,13 @@ def _index_pairs(shard: str, count: Callable[[], None], ending: bytes) -> Piece:
         if image is None or caption is None:
             left_out.add(NO_IMAGE if image is None else NO_CAPTION, f"{shard}!{os.fsdecode(sample.key)}")
             continue
-        places.append((*blocks_of(image), *blocks_of(caption)[1:]))
+        records.append((*blocks_of(image), *blocks_of(caption)[1:]))
     notes = {
         "samples": samples,
         "endings": [os.fsdecode(ending) for ending in endings],
         "left_out": {reason: (number, left_out.examples[reason]) for reason, number in left_out.counts.items()},
     }
-    return Piece(np.array(places, PAIR_RECORD), notes)
+    return Piece(np.array(records, PAIR_RECORD), notes)
 
 
 def _left_out(notes: list[Notes]) -> LeftOut:
@@ -155,7 +155,7 @@ def _nothing_found(name: str, endings: list[str], caption_key: str | None) -> st
 
 def _require_key(captions: TarCaptions, name: str, caption_key: str) -> None:
     """Look for the key in the first JSON members; ValueError, with the keys there are, if none of them has it."""
-    found: dict[str, None] = {}
+    other_keys: dict[str, None] = {}
     for index in range(min(JSONS_CHECKED, len(captions.index))):
         try:
             keys = captions.json_of(index)
@@ -163,9 +163,9 @@ def _require_key(captions: TarCaptions, name: str, caption_key: str) -> None:
             continue  # one bad member is counted when its turn comes
         if caption_key in keys:
             return
-        found.update(dict.fromkeys(keys))
+        other_keys.update(dict.fromkeys(keys))
     raise ValueError(
-        f"{name}: no .json has the key caption_key={caption_key!r}; found the keys {', '.join(found) or 'none'}"
+        f"{name}: no .json has the key caption_key={caption_key!r}; found the keys {', '.join(other_keys) or 'none'}"
     )
 
 

@@ -6,7 +6,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from dino_sparo.oc_clip.json_lines import JsonLines, parse_line, read_lines
+from dino_sparo.oc_clip.json_lines import JsonLines, read_lines
+from dino_sparo.sources.limits import parse_object
 
 
 class AnswerCache:
@@ -20,13 +21,13 @@ class AnswerCache:
         self.path, self.lock = path, threading.Lock()
         self.lines: JsonLines | None = None
         # Where an answer lies, not the answer: there may be millions.
-        self.places: dict[bytes, tuple[int, int]] = {}
+        self.spans: dict[bytes, tuple[int, int]] = {}
 
     def __enter__(self) -> "AnswerCache":
         self.lines = JsonLines(self.path)
         for number, offset, line in read_lines(self.path):
-            key = parse_line(line, f"{self.path}:{number}").get("key", "")
-            self.places[bytes.fromhex(key)] = (offset, len(line))
+            key = parse_object(line, f"{self.path}:{number}").get("key", "")
+            self.spans[bytes.fromhex(key)] = (offset, len(line))
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -35,10 +36,10 @@ class AnswerCache:
 
     def get(self, key: str) -> str | None:
         """The answer, if there is one."""
-        place = self.places.get(bytes.fromhex(key))
-        if place is None or self.lines is None:
+        span = self.spans.get(bytes.fromhex(key))
+        if span is None or self.lines is None:
             return None
-        return str(json.loads(os.pread(self.lines.descriptor, place[1], place[0]))["answer"])
+        return str(json.loads(os.pread(self.lines.descriptor, span[1], span[0]))["answer"])
 
     def add(self, key: str, caption: str, answer: str) -> None:
         """Keep an answer."""
@@ -46,4 +47,4 @@ class AnswerCache:
             if self.lines is not None:
                 start = os.lseek(self.lines.descriptor, 0, os.SEEK_END)
                 self.lines.write({"key": key, "caption": caption, "answer": answer})
-                self.places[bytes.fromhex(key)] = (start, os.lseek(self.lines.descriptor, 0, os.SEEK_END) - start)
+                self.spans[bytes.fromhex(key)] = (start, os.lseek(self.lines.descriptor, 0, os.SEEK_END) - start)

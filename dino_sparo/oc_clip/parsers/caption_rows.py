@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 from dino_sparo.data import CorruptImageError
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.pairs.tables import CAPTIONS, IMAGES, read_coco
-from dino_sparo.oc_clip.json_lines import parse_line, read_lines
+from dino_sparo.oc_clip.json_lines import read_lines
 from dino_sparo.sources.decode import IMAGE_ENDINGS
-from dino_sparo.sources.limits import open_regular, parse_json
+from dino_sparo.sources.limits import open_regular, parse_json, parse_object
 from dino_sparo.sources.packed import FileSource
 from dino_sparo.sources.rows import TABLE_ENDINGS, TableRows
 from dino_sparo.sources.splits import ALL
@@ -107,7 +107,7 @@ def texts_in(value: Any, keys: frozenset[str], is_caption: bool = True) -> Itera
 
 def _texts_of_lines(path: str, keys: frozenset[str]) -> Iterator[Row]:
     for number, _, line in read_lines(path):
-        yield from map(Row, texts_in(parse_line(line, f"{path}:{number}"), keys))
+        yield from map(Row, texts_in(parse_object(line, f"{path}:{number}"), keys))
 
 
 def _open_json(path: str, keys: frozenset[str], folder: str | None) -> Rows:
@@ -126,9 +126,9 @@ def _open_json(path: str, keys: frozenset[str], folder: str | None) -> Rows:
         )
     captions = list(texts_in(content, keys))
     if not captions:
-        found = ", ".join(content) if isinstance(content, dict) else type(content).__name__
+        other_keys = ", ".join(content) if isinstance(content, dict) else type(content).__name__
         raise ValueError(
-            f"data_path={path!r} has no text under {', '.join(sorted(keys))}; found {found}; name the key with "
+            f"data_path={path!r} has no text under {', '.join(sorted(keys))}; found {other_keys}; name the key with "
             "--caption_key"
         )
     return lambda: map(Row, captions)
@@ -136,7 +136,7 @@ def _open_json(path: str, keys: frozenset[str], folder: str | None) -> Rows:
 
 def _is_table(path: str, caption_key: str | None) -> bool:
     """Whether the first object has a column of captions."""
-    first = next((parse_line(line, f"{path}:{number}") for number, _, line in read_lines(path)), {})
+    first = next((parse_object(line, f"{path}:{number}") for number, _, line in read_lines(path)), {})
     return CAPTIONS.named(caption_key).find(list(first)) is not None
 
 

@@ -27,7 +27,7 @@ from jaxtyping import Bool, UInt64
 from dino_sparo.oc_clip.graph_files import LookupCounts, graph_record
 from dino_sparo.oc_clip.graph_index import caption_bytes, hash_of
 from dino_sparo.oc_clip.graphs import SceneGraph, normalize
-from dino_sparo.oc_clip.json_lines import JsonLines, parse_line, read_lines
+from dino_sparo.oc_clip.json_lines import JsonLines, read_lines
 from dino_sparo.oc_clip.parsers.annotated import DRAW, AnnotatedImages
 from dino_sparo.oc_clip.parsers.caption_rows import Row, Rows, open_rows
 from dino_sparo.oc_clip.parsers.llm import LanguageModelParser, LocalModel, Outcome, Server
@@ -36,6 +36,7 @@ from dino_sparo.oc_clip.parsers.templates import parse_caption
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.logs import printable, progress, setup_logging
 from dino_sparo.runtime.records import file_sha256, versions, write_json
+from dino_sparo.sources.limits import parse_object
 
 logger = logging.getLogger(__name__)
 
@@ -190,7 +191,7 @@ def parse_rows(rows: Rows, parser: BulkParser, output: Path, report: Report) -> 
     with JsonLines(output) as file:
         written = array("Q")
         for number, _, line in read_lines(output):
-            record = parse_line(line, f"{output}:{number}")
+            record = parse_object(line, f"{output}:{number}")
             report.add(record["caption"], SceneGraph.from_json(record))
             written.append(_hash(Row(record["caption"], record.get("image"))))
         if written:
@@ -245,7 +246,7 @@ def _check_output(output: Path, summary_path: Path, parser: BulkParser) -> None:
         return
     if not summary_path.is_file():
         raise ValueError(f"{output} exists, and there is no {summary_path} beside it; give another --output")
-    before = parse_line(summary_path.read_bytes(), str(summary_path)).get("parser")
+    before = parse_object(summary_path.read_bytes(), str(summary_path)).get("parser")
     if before != parser.record:
         raise ValueError(
             f"{summary_path} says that the output was written by {before}, not by {parser.record}; give another "

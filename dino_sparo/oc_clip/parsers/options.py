@@ -38,6 +38,26 @@ def parse_parser() -> argparse.ArgumentParser:
         help="templates: closed word lists, for captions made from templates. spacy: dependency trees. llm: a language "
         "model, the most accurate. vg, gqa: no parser, the graphs that Visual Genome or GQA come with.",
     )
+    _add_language_model_options(group)
+    group.add_argument("--seed", type=int, default=0, help="Of vg and gqa: another seed draws other captions.")
+    group.add_argument(
+        "--captions_per_image", type=int, default=1, help="Of vg and gqa: captions drawn for every image."
+    )
+    group.add_argument(
+        "--exclude_images",
+        default=None,
+        help="Of vg and gqa: file with one image id or file name per line, to leave out.",
+    )
+    group = parser.add_argument_group("result")
+    group.add_argument("--output", default=None, help="File of graphs, .jsonl; if it exists, the run goes on with it.")
+    group.add_argument(
+        "--max_nodes", type=int, default=MAX_NODES, help="Entities beyond this count as dropped; the file keeps all."
+    )
+    group.add_argument("--max_relations", type=int, default=MAX_RELATIONS, help="Relations likewise.")
+    return parser
+
+
+def _add_language_model_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--server",
         default=None,
@@ -55,19 +75,3 @@ def parse_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--cache", default=None, help="Of llm: file of all answers; by default OUTPUT.cache.jsonl. Runs may share it."
     )
-    group.add_argument("--seed", type=int, default=0, help="Of vg and gqa: another seed draws other captions.")
-    group.add_argument(
-        "--captions_per_image", type=int, default=1, help="Of vg and gqa: captions drawn for every image."
-    )
-    group.add_argument(
-        "--exclude_images",
-        default=None,
-        help="Of vg and gqa: file with one image id or file name per line, to leave out.",
-    )
-    group = parser.add_argument_group("result")
-    group.add_argument("--output", default=None, help="File of graphs, .jsonl; if it exists, the run goes on with it.")
-    group.add_argument(
-        "--max_nodes", type=int, default=MAX_NODES, help="Entities beyond this count as dropped; the file keeps all."
-    )
-    group.add_argument("--max_relations", type=int, default=MAX_RELATIONS, help="Relations likewise.")
-    return parser

@@ -8,11 +8,10 @@ The rules read plain records (text, part of speech, dependency, head), so that t
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from dino_sparo.image_text.spacy_model import SpacyModel
 from dino_sparo.oc_clip.graphs import Relation, SceneGraph
 from dino_sparo.oc_clip.parsers.closed_words import COPULAS, PLACES
-from dino_sparo.runtime.extras import MissingPackageError, require
 
-MODEL = "en_core_web_sm"
 NOUNS = ("NOUN", "PROPN")
 SUBJECTS = ("nsubj", "nsubjpass")
 OBJECTS = ("dobj", "obj", "pobj", "dative")
@@ -50,35 +49,16 @@ class SpacyParser:
     """
 
     def __init__(self) -> None:
-        require("spacy", "graphs of the parser spacy")
-        import spacy
-
-        if not spacy.util.is_package(MODEL):
-            raise MissingPackageError(
-                f"graphs of the parser spacy need its model {MODEL}; install it with: python -m spacy download {MODEL}"
-            )
-        version = spacy.util.get_package_version(MODEL)
-        self.record = {"parser": "spacy", "spacy": spacy.__version__, "model": f"{MODEL} {version}"}
-        self._pipeline: Any = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Each worker loads its own: 50 MB are more to send than to read.
-        return {**self.__dict__, "_pipeline": None}
+        self.model = SpacyModel("graphs of the parser spacy")
+        self.record = {"parser": "spacy", **self.model.record}
 
     def __call__(self, caption: str) -> SceneGraph:
         """The graph as found."""
-        return graph_of_words(self._words(next(self._parsed([caption]))))
+        return next(self.parse_all(iter([caption])))
 
     def parse_all(self, captions: Iterator[str]) -> Iterator[SceneGraph]:
         """The graphs of many captions, in batches, which is faster."""
-        yield from (graph_of_words(self._words(document)) for document in self._parsed(captions))
-
-    def _parsed(self, captions: Any) -> Iterator[Any]:
-        if self._pipeline is None:
-            import spacy
-
-            self._pipeline = spacy.load(MODEL, exclude=["ner", "lemmatizer"])
-        yield from self._pipeline.pipe(captions)
+        yield from (graph_of_words(self._words(document)) for document in self.model.documents(captions))
 
     @staticmethod
     def _words(document: Any) -> list[Word]:

@@ -11,29 +11,28 @@ Source: OC-CLIP, figure 8.
 import argparse
 import contextlib
 import logging
-import os
-import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from typing import Any
 
 from dino_sparo.data import CorruptImageError
-from dino_sparo.evaluation.names import run_names
-from dino_sparo.evaluation.page import require_matplotlib
-from dino_sparo.evaluation.protocol import result_folder
+from dino_sparo.evaluation.names import describe_model, run_names
 from dino_sparo.evaluation.views import SquareView, spread_out, view_pixels
 from dino_sparo.image_text.pairs.batches import PairSource
-from dino_sparo.image_text.picture_pairs import PICTURE_HEIGHT, open_picture_pairs, view_pairs
+from dino_sparo.image_text.picture_pairs import (
+    PICTURE_HEIGHT,
+    begin_pictures,
+    open_picture_pairs,
+    view_pairs,
+    write_pictures,
+)
 from dino_sparo.oc_clip.evaluated import DEFAULT_GRAPHS
 from dino_sparo.oc_clip.graph_files import CaptionGraphs, open_graphs
 from dino_sparo.oc_clip.model import LoadedOCCLIP, load_oc_clip
 from dino_sparo.oc_clip.pictures.looks import look_at
 from dino_sparo.oc_clip.pictures.page import write_page
 from dino_sparo.oc_clip.pictures.sheet import Gallery, draw_sheet
-from dino_sparo.runtime.distributed import detect_launcher, select_device
-from dino_sparo.runtime.extras import require
-from dino_sparo.runtime.logs import printable, setup_logging
-from dino_sparo.runtime.records import versions, write_json
+from dino_sparo.runtime.distributed import is_only_a_peer
+from dino_sparo.runtime.logs import printable
 
 logger = logging.getLogger(__name__)
 
@@ -45,20 +44,9 @@ def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
         ValueError: options, weights, graphs or pairs that do not fit; the message says what would.
         ImportError: matplotlib or open_clip is not installed.
     """
-    # One process is enough; under a launcher of several the others have nothing to do.
-    if detect_launcher(os.environ)[1] > 0:
+    if is_only_a_peer():
         return {}
-    setup_logging()
-    require_matplotlib()
-    require("open_clip", "captions")
-    for name in ("max_pairs", "max_rows"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"{name}={getattr(args, name)}; give a positive number")
-    if not args.pretrained_weights:
-        raise ValueError(
-            "--pretrained_weights is empty: there is nothing to show; give a checkpoint of OC-CLIP training"
-        )
-    device = select_device(args.device)
+    device = begin_pictures(args, ("max_pairs", "max_rows"))
     graphs = open_graphs(args.graphs or DEFAULT_GRAPHS)
     loaded = load_oc_clip(args.pretrained_weights)
     config = loaded.model.config
@@ -70,15 +58,16 @@ def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
     if graphs.counts.whole_caption or graphs.counts.nodes or graphs.counts.relations:
         logger.warning("%s: %s", source.name, graphs.counts)
     images = [source.read(look.pair.index) for look in looks]
+    (run,) = run_names([args.pretrained_weights])
     gallery = Gallery(
-        describe(loaded),
+        describe_model(loaded.record, config.image, run, f"{config.binding.num_default} default tokens"),
         f"{len(looks)} of {len(source):,} pairs of {printable(source.name)}",
         weights_in_words(loaded),
         looks,
         [view_pixels(image, view.view(image), PICTURE_HEIGHT) for image in images],
         args.default_tokens,
     )
-    return write(gallery, graphs, loaded, args)
+    return write_pictures(args, "oc_pictures", gallery, draw_sheet, write_page, numbers_of(gallery, graphs, loaded))
 
 
 def check_pairs(pairs: Sequence[int] | None, source: PairSource) -> list[int]:
@@ -118,15 +107,6 @@ def choose_pairs(source: PairSource, graphs: CaptionGraphs, max_pairs: int, max_
     return [eligible[i * len(eligible) // count] for i in range(count)]
 
 
-def describe(loaded: LoadedOCCLIP) -> str:
-    """A line about a model, for figures."""
-    record, config = loaded.record, loaded.model.config
-    words = run_names([record["pretrained_weights"]])
-    words += [f"{config.image.arch}/{config.image.patch_size}", f"{config.binding.num_default} default tokens"]
-    words += [f"epoch {record['epoch']}"] if isinstance(record["epoch"], int) else []
-    return "  ·  ".join(words)
-
-
 def weights_in_words(loaded: LoadedOCCLIP) -> str:
     """How a score is put together."""
     scoring = loaded.model.scoring
@@ -137,24 +117,15 @@ def weights_in_words(loaded: LoadedOCCLIP) -> str:
     )
 
 
-def write(gallery: Gallery, graphs: CaptionGraphs, loaded: LoadedOCCLIP, args: argparse.Namespace) -> dict[str, Any]:
-    """Write oc_pictures.png, .html and .json, and say where; returns what the last one holds."""
-    folder = result_folder(args.output_dir, args.pretrained_weights)
-    paths = [folder / f"oc_pictures.{ending}" for ending in ("png", "html", "json")]
-    draw_sheet(gallery, paths[0])
-    write_page(gallery, paths[1])
+def numbers_of(gallery: Gallery, graphs: CaptionGraphs, loaded: LoadedOCCLIP) -> dict[str, Any]:
+    """What oc_pictures.json holds."""
     scoring = loaded.model.scoring
-    result = {
+    return {
         "model": loaded.record,
         "graphs": {**graphs.record, "counts": graphs.counts._asdict()},
         "source": gallery.source,
-        "data_path": args.data_path,
         "competition": loaded.model.binding.competition,
         "ent_coef": float(scoring.ent_coef.detach()),
         "rel_coef": float(scoring.rel_coef.detach()),
         "pairs": [look.to_json() for look in gallery.looks],
-        "versions": {**versions(), "open_clip": version("open_clip_torch")},
     }
-    write_json(result, paths[2])
-    sys.stdout.write("".join(f"{printable(str(path))}\n" for path in paths))
-    return result

@@ -17,10 +17,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dino_sparo.evaluation.attention import MIN_CONTRAST, effective_patches
+from dino_sparo.image_text.map_tiles import MapTile
 from dino_sparo.image_text.picture_pairs import ViewedPair
 from dino_sparo.oc_clip.graph_batches import batch_graphs
 from dino_sparo.oc_clip.graphs import SceneGraph
 from dino_sparo.oc_clip.model import OCCLIP, look_up
+from dino_sparo.oc_clip.pair_scores import scores_of_slots
 from dino_sparo.oc_clip.pairs import tokenize_phrases
 
 logger = logging.getLogger(__name__)
@@ -140,6 +142,22 @@ class GraphLook:
         phrases = self.graph.entities
         return [f"{phrases[r.subject]} {r.predicate} {phrases[r.object]}" for r in self.graph.relations]
 
+    @property
+    def relations_in_words(self) -> list[str]:
+        """The relations and their scores."""
+        scores = zip(self.sentences, self.relation_scores, self.turned_scores, strict=True)
+        return [f"{sentence}: {score:.2f}, turned round {turned:.2f}" for sentence, score, turned in scores]
+
+    @property
+    def tiles(self) -> list[MapTile]:
+        """The maps in colours with their numbers: of the entities, then of the default tokens."""
+        titles = [*self.graph.entities, *(f"default token {i + 1}" for i in range(len(self.default_shares)))]
+        cosines = [f"cosine {cosine:.2f}" for cosine in self.cosines] + [""] * len(self.default_shares)
+        return [
+            MapTile(title, levels, (cosine, self.reading.size(shares)), is_soft=not cosine)
+            for title, levels, cosine, shares in zip(titles, self.levels, cosines, self.maps, strict=True)
+        ]
+
     def to_json(self) -> dict[str, Any]:
         """The numbers."""
 
@@ -186,7 +204,7 @@ def look_at(model: OCCLIP, pair: ViewedPair, graph: SceneGraph, device: torch.de
     graphs = look_up(batch, entities, relations)
     slots = binding.bind_matched(graphs.entities, graphs.entity_mask, keys, values)[None]
     ends = graphs.subjects, graphs.objects
-    score = scoring.scores(graphs.entities, graphs.entity_mask, graphs.relations, *ends, graphs.relation_mask, slots)
+    score = scores_of_slots(scoring, graphs, slots)
     cosines = F.cosine_similarity(graphs.entities.float(), slots[0].float(), dim=-1)
     true, turned = (scoring.relation_scores(graphs.relations, *order, slots)[0, 0] for order in (ends, ends[::-1]))
     shares, defaults = (

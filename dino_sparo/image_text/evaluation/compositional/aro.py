@@ -5,8 +5,8 @@
     visual_genome_attribution.json  the same with "attributes": [first, second]
     coco_order.json, flickr_order.json  [{"image", "caption_options": [true caption, four shuffled ones]}]
 
-The authors shuffle words anew in every run, without a seed, so the last two are files that somebody wrote once;
-`docs/compositional.md` shows how. Source: Yuksekgonul et al., "When and why vision-language models behave like
+The authors shuffle words anew in every run, without a seed, so the last two are files that `word_order.py` wrote once.
+Source: Yuksekgonul et al., "When and why vision-language models behave like
 bags-of-words, and what to do about it?"; their dataset_zoo/aro_datasets.py and the notebook beside it.
 """
 

@@ -17,7 +17,15 @@ from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from dino_sparo.image_text.evaluation.image_files import Crop, ImageName, file_of, named_source
-from dino_sparo.image_text.evaluation.questions import Answers, Question, answer, with_captions
+from dino_sparo.image_text.evaluation.questions import (
+    Answers,
+    Confusions,
+    Question,
+    confusions,
+    judge,
+    question_scores,
+    with_captions,
+)
 from dino_sparo.image_text.evaluation.scorer import EncodedTexts, Scorer
 
 logger = logging.getLogger(__name__)
@@ -32,12 +40,14 @@ class Answered:
     Attributes:
         is_asked: (questions,), false where an image cannot be read.
         answers: false where not asked.
+        confusions: zero where not asked.
         marks: name -> (questions,), whether it is so of one of the question's captions: `truncated`, `alike` (the model
             cannot tell the true one from another), or what the model says of its own.
     """
 
     is_asked: Bool[Tensor, " questions"]
     answers: Answers
+    confusions: Confusions
     marks: dict[str, Bool[Tensor, " questions"]]
 
     def of(self, rows: slice) -> tuple[list[int], Answers]:
@@ -57,29 +67,31 @@ def ask(scorer: Scorer, questions: Sequence[Question], chunk_images: int) -> Ans
     """
     count = len(questions)
 
-    def nothing() -> Bool[Tensor, " questions"]:
-        return torch.zeros(count, dtype=torch.bool)
+    def nothing(dtype: torch.dtype = torch.bool) -> Tensor:
+        return torch.zeros(count, dtype=dtype)
 
-    found = Answered(nothing(), Answers(*(nothing() for _ in Answers._fields)), {})
+    unasked = Confusions(nothing(torch.int64), nothing(torch.int64), nothing(torch.float32), nothing(torch.float32))
+    answered = Answered(nothing(), Answers(*(nothing() for _ in Answers._fields)), unasked, {})
     parts = list(chunks(questions, chunk_images))
     for number, part in enumerate(parts):
         logger.info("part %d of %d: %d questions", number + 1, len(parts), len(part))
         images = list(dict.fromkeys(image for index in part for image in questions[index].images))
         encoded = scorer.encode_images(named_source(ROOT, images, [file_of(image) for image in images]))
-        row = {images[index]: place for place, index in enumerate(encoded.indices.tolist())}
+        row = {images[index]: number for number, index in enumerate(encoded.indices.tolist())}
         kept = [index for index in part if all(image in row for image in questions[index].images)]
         if not kept:
             continue
         asked, texts = with_captions(scorer, [questions[index] for index in kept], encoded.payload, row)
-        answers = answer(asked, scorer.score_pairs)
+        scores = question_scores(asked, scorer.score_pairs)
         rows = torch.tensor(kept)
-        found.is_asked[rows] = True
-        for column, values in zip(found.answers, answers, strict=True):
+        answered.is_asked[rows] = True
+        columns = (*answered.answers, *answered.confusions)
+        for column, values in zip(columns, (*judge(*scores), *confusions(*scores)), strict=True):
             column[rows] = values.cpu()
         own = torch.tensor([question.matches[0] for question in asked.questions])
         for name, marks in _marks(asked.text_of.cpu(), own, texts).items():
-            found.marks.setdefault(name, nothing())[rows] = marks
-    return found
+            answered.marks.setdefault(name, nothing())[rows] = marks
+    return answered
 
 
 def chunks(questions: Sequence[Question], chunk_images: int) -> Iterator[list[int]]:

@@ -8,11 +8,16 @@ table, and writes per model compositional.json: accuracies with intervals, what 
 
 import argparse
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dino_sparo.evaluation.page import require_matplotlib
+from dino_sparo.evaluation.protocol import start_evaluation
 from dino_sparo.image_text.evaluation.compositional.asking import Answered, ask, counts_of, with_shuffled_images
+from dino_sparo.image_text.evaluation.compositional.failure_pages import write_failures
+from dino_sparo.image_text.evaluation.compositional.failures import MAX_FAILURES, Failures, clearest_failures
 from dino_sparo.image_text.evaluation.compositional.finding import Found, find_benchmarks
 from dino_sparo.image_text.evaluation.compositional.metrics import summarize, worth
 from dino_sparo.image_text.evaluation.compositional.papers import PAPERS
@@ -20,8 +25,7 @@ from dino_sparo.image_text.evaluation.compositional.registry import BENCHMARKS
 from dino_sparo.image_text.evaluation.protocol import OpenModel, file_record
 from dino_sparo.image_text.evaluation.scorer import Scorer
 from dino_sparo.runtime.cli import say
-from dino_sparo.runtime.distributed import init_distributed, is_main
-from dino_sparo.runtime.logs import setup_logging
+from dino_sparo.runtime.distributed import is_main
 from dino_sparo.runtime.records import write_json
 
 logger = logging.getLogger(__name__)
@@ -45,12 +49,15 @@ def compare(args: argparse.Namespace, open_model: OpenModel) -> list[Result]:
     Raises:
         ValueError: options, files or data that do not fit; the message says what would.
     """
-    process = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
-    setup_logging()
+    process = start_evaluation(args)
     if not args.data_root:
         raise ValueError("--data_root is empty; give the folder that holds the benchmarks")
     if args.chunk_images < 1:
         raise ValueError(f"--chunk_images {args.chunk_images}: give a positive number of images")
+    if not 0 <= args.failures <= MAX_FAILURES:
+        raise ValueError(f"--failures {args.failures}: give a number of errors per benchmark from 0 to {MAX_FAILURES}")
+    if args.failures:
+        require_matplotlib()
     found = find_benchmarks(Path(args.data_root), args.benchmarks or list(BENCHMARKS), args.max_missing)
     if args.write_captions:
         return write_captions(found, Path(args.write_captions))
@@ -60,19 +67,21 @@ def compare(args: argparse.Namespace, open_model: OpenModel) -> list[Result]:
         if not Path(weights).is_file():
             raise ValueError(f"--pretrained_weights {weights}: there is no such file")
     labels = labels_of(args.pretrained_weights)
-    results = []
+    results, written = [], []
     for label, weights in zip(labels, args.pretrained_weights, strict=True):
         logger.info("%s: %s", label, weights)
         scorer = open_model(argparse.Namespace(**{**vars(args), "pretrained_weights": weights}), process)
-        result = evaluate(scorer, found, args.chunk_images, args.seed, args.blind)
+        result, failures = evaluate(scorer, found, args.chunk_images, args.seed, args.blind, args.failures)
         if is_main():
-            write_json(result, result_path(weights, label, args.output))
+            written.append(result_path(weights, label, args.output))
+            write_json(result, written[-1])
+            stem = written[-1].with_name(f"{written[-1].stem}_failures")
+            written += write_failures(scorer, label, failures, stem) if args.failures else []
         results.append(result)
     if args.graphs and not any("graphs" in result for result in results):
         logger.warning("--graphs %s: none of the models is an OC-CLIP, so it was not used", args.graphs)
     if is_main():
         say(table(dict(zip(labels, results, strict=True)), PAPERS if args.paper else {}))
-        written = (result_path(w, label, args.output) for w, label in zip(args.pretrained_weights, labels, strict=True))
         say("\n" + "\n".join(map(str, written)))
     return results
 
@@ -121,7 +130,9 @@ def result_path(weights: str, label: str, output: str | None) -> Path:
     return Path(weights).with_name(f"{RESULT}.json" if stem == "checkpoint" else f"{RESULT}_{stem}.json")
 
 
-def evaluate(scorer: Scorer, found: Sequence[Found], chunk_images: int, seed: int, blind: bool = False) -> Result:
+def evaluate(
+    scorer: Scorer, found: Sequence[Found], chunk_images: int, seed: int, blind: bool = False, num_failures: int = 0
+) -> tuple[Result, dict[str, Failures]]:
     """Ask a model all benchmarks.
 
     Args:
@@ -130,27 +141,45 @@ def evaluate(scorer: Scorer, found: Sequence[Found], chunk_images: int, seed: in
         chunk_images: largest number of images encoded at a time.
         seed: of the bootstrap and of shuffled images.
         blind: ask everything once more with the images of other questions.
+        num_failures: list so many errors of each benchmark, the clearest.
+
+    Returns:
+        The result, and of each benchmark its errors, which the result has too.
+
+    Raises:
+        ValueError: no image of any benchmark can be read.
     """
     own = [each.questions for each in found]
     own += [with_shuffled_images(each.questions, seed) for each in found] if blind else []
     answered = ask(scorer, [question for questions in own for question in questions], chunk_images)
     ends = [sum(map(len, own[: number + 1])) for number in range(len(own))]
     rows = [slice(end - len(questions), end) for end, questions in zip(ends, own, strict=True)]
-    benchmarks = {}
+    benchmarks, failures, left_out = {}, {}, {}
     for number, each in enumerate(found):
+        if not answered.is_asked[rows[number]].any():
+            left_out[each.title] = f"left out: none of the images in {each.images} can be read"
+            logger.error("%s: %s", each.title, left_out[each.title])
+            continue
         result = describe(each, answered, rows[number], seed)
         if blind:
             add_blind(result, describe(each, answered, rows[len(found) + number], seed))
+        if num_failures:
+            failures[each.title] = clearest_failures(each.questions, answered, rows[number], num_failures)
+            result["failures"] = failures[each.title].to_json()
         benchmarks[each.title] = result
-    return {
+    if not benchmarks:
+        raise ValueError("; ".join(f"{title}: {sentence}" for title, sentence in left_out.items()))
+    whole = {
         "evaluation": "compositional benchmarks",
         "benchmarks": benchmarks,
+        "left_out": left_out,
         "rule": f"accuracy: the true caption's {scorer.measure} is strictly greater, in fp32, and ties are wrong; "
         "official: ties as in the benchmark's own code",
         "intervals": "95 %: Wilson's for a split and for micro, bootstrap within splits for other means",
         "seed": seed,
         **scorer.record,
     }
+    return whole, failures
 
 
 def describe(found: Found, answered: Answered, rows: slice, seed: int) -> Result:
@@ -159,36 +188,40 @@ def describe(found: Found, answered: Answered, rows: slice, seed: int) -> Result
     Args:
         found: the benchmark.
         answered: all answers.
-        rows: where its questions stand among all.
+        rows: where its questions stand among all; some were asked.
         seed: of the bootstrap.
     """
     benchmark = found.benchmark
     asked, answers = answered.of(rows)
-    if not asked:
-        raise ValueError(f"{found.title}: none of the images in {found.images} can be read")
     questions = [found.questions[number] for number in asked]
+    unreadable = Counter(each.split for each in found.questions) - Counter(each.split for each in questions)
+    left_out = {
+        "num_without_image": Counter(found.without_image) + unreadable,
+        "num_with_empty_caption": Counter(found.with_empty_caption),
+    }
     outcomes = benchmark.outcomes(questions, answers)
+    is_one_each = len(outcomes) == len(asked)  # else the splits are scores, each of all questions
     result = summarize(benchmark, outcomes, seed)
     for split, numbers in result["splits"].items():
         of_split = [rows.start + asked[outcome.question] for outcome in outcomes if outcome.split == split]
         numbers |= counts_of(answered.marks, of_split)
-        numbers["num_without_image"] = found.without_image.get(split, 0)
-        numbers["num_with_empty_caption"] = found.with_empty_caption.get(split, 0)
-    if len(outcomes) == len(asked):
+        for name, counts in left_out.items():
+            numbers[name] = counts[split] if is_one_each else counts.total()
+    if is_one_each:
         ours, official = (
             benchmark.more(questions, [worth(each, credit) for each in outcomes])
             for credit in (0.0, benchmark.tie_credit)
         )
         result["means"] |= {name: {"accuracy": ours[name], "official": official[name]} for name in ours}
-    num_unreadable = len(found.questions) - len(asked)
-    lacks = found.lacks + [f"left out {num_unreadable} questions whose images cannot be read"] * (num_unreadable > 0)
+    lacks = found.lacks + [f"left out {unreadable.total()} questions whose images cannot be read"] * bool(unreadable)
+    lost = {split for counts in left_out.values() for split in counts} - {each.split for each in questions}
+    lacks += [f"nothing is left of {', '.join(sorted(lost))}"] * bool(lost)
     files = [name for name in benchmark.files if (found.folder / name).is_file()]
     return {
         "benchmark": benchmark.name,
         **result,
         "num_questions": len(asked),
-        "num_without_image": sum(found.without_image.values()) + num_unreadable,
-        "num_with_empty_caption": sum(found.with_empty_caption.values()),
+        **{name: counts.total() for name, counts in left_out.items()},
         "complete": not lacks,
         "lacks": lacks,
         "official_tie": benchmark.tie_credit,
@@ -224,7 +257,8 @@ def table(results: Mapping[str, Result], papers: Mapping[str, Mapping[tuple[str,
         return f"{label:<34}{count:>10}{chance:>8}" + "".join(aligned)
 
     lines = [row("accuracy, %", "questions", "chance", columns)]
-    first = next(iter(results.values()))["benchmarks"]
+    result = next(iter(results.values()))
+    first = result["benchmarks"]
     for title, benchmark in first.items():
         every = [result["benchmarks"][title] for result in results.values()]
         lines.append(title + " *" * (not all(each["complete"] for each in every)))
@@ -243,4 +277,5 @@ def table(results: Mapping[str, Result], papers: Mapping[str, Mapping[tuple[str,
                 lines.append(row(f"  {label}", *ends, numbers).rstrip())
     lacking = {title: each["lacks"] for title, each in first.items() if each["lacks"]}
     lines += [f"* {title}: {sentence}" for title, sentences in lacking.items() for sentence in sentences]
+    lines += [f"* {title}: {sentence}" for title, sentence in result["left_out"].items()]
     return "\n".join(lines)

@@ -54,13 +54,13 @@ def folders_of(root: Path, names: Sequence[str]) -> Iterator[tuple[Benchmark, Pa
         root: where to look.
         names: of benchmarks.
     """
-    folders: list[Path] = []
-    for folder, below, _ in os.walk(root):
-        folders.append(Path(folder))
+    folders: dict[str, Path] = {}  # by their real path: links may lead to a folder twice, or in a circle
+    for folder, below, _ in os.walk(root, followlinks=True):
         is_deep = len(Path(folder).relative_to(root).parts) >= MAX_DEPTH
-        below[:] = [] if is_deep else sorted(set(below) - IMAGE_FOLDERS)
+        is_known = Path(folder) != folders.setdefault(os.path.realpath(folder), Path(folder))
+        below[:] = [] if is_deep or is_known else sorted(set(below) - IMAGE_FOLDERS)
     for name in names:
-        yield from ((BENCHMARKS[name], folder) for folder in folders if BENCHMARKS[name].is_in(folder))
+        yield from ((BENCHMARKS[name], folder) for folder in folders.values() if BENCHMARKS[name].is_in(folder))
 
 
 def find_benchmarks(root: Path, names: Sequence[str], max_missing: float) -> list[Found]:

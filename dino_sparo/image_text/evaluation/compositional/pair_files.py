@@ -44,7 +44,7 @@ def winoground_outcomes(questions: Sequence[Question], answers: Answers) -> list
     strict = scores_of(answers)
     tied = answers.text_tied, answers.image_tied, answers.text_tied | answers.image_tied
     return [
-        Outcome(score, number, bool(strict[number, place]), bool(tied[place][number]))
+        Outcome(score, number, bool(strict[number, column]), bool(tied[column][number]))
         for number in range(len(questions))
-        for place, score in enumerate(SCORES)
+        for column, score in enumerate(SCORES)
     ]

@@ -37,15 +37,13 @@ def read(folder: Path) -> Iterator[Question]:
         ValueError: a row that cannot be read.
     """
     columns = [Column(name, "", (name,), name=name, is_required=True) for name in COLUMNS]
-    for _, (image, first, second, texture, second_texture, place) in TableRows(
-        str(folder / LABELS), columns, split=ALL
-    ):
+    for _, (image, first, second, texture, second_texture, side) in TableRows(str(folder / LABELS), columns, split=ALL):
         if NOBODY in (first, second) or first == second:
             continue
-        if texture == PLAIN and place in OPPOSITE:
-            other = OPPOSITE[place]
-            parts = f"This is a photo of a {{}} on the {place} and a {{}} on the {other} of the picture"
-            split = f"{place}, {other}"
+        if texture == PLAIN and side in OPPOSITE:
+            other = OPPOSITE[side]
+            parts = f"This is a photo of a {{}} on the {side} and a {{}} on the {other} of the picture"
+            split = f"{side}, {other}"
         elif texture in TEXTURES:
             parts = f"This is a photo of a {{}} textured with {texture} and a {{}} textured with {second_texture}"
             split = texture

@@ -40,47 +40,29 @@ _BENCHMARKS = (
         means=no_means,
         outcomes=pair_files.winoground_outcomes,
     ),
-    Benchmark(
-        "aro-relation",
-        "ARO VG-Relation",
-        (aro.RELATIONS,),
-        aro.read_relations,
-        ("images",),
-        ARO,
-        total=23_937,
-        means=aro.relation_means,
+    *(
+        Benchmark(name, title, (file,), read, ("images",), ARO, total=total, means=means)
+        for name, title, file, read, total, means in (
+            ("aro-relation", "ARO VG-Relation", aro.RELATIONS, aro.read_relations, 23_937, aro.relation_means),
+            ("aro-attribution", "ARO VG-Attribution", aro.ATTRIBUTES, aro.read_attributes, 28_748, aro.attribute_means),
+        )
     ),
-    Benchmark(
-        "aro-attribution",
-        "ARO VG-Attribution",
-        (aro.ATTRIBUTES,),
-        aro.read_attributes,
-        ("images",),
-        ARO,
-        total=28_748,
-        means=aro.attribute_means,
-    ),
-    Benchmark(
-        "coco-order",
-        "ARO COCO-Order",
-        ("coco_order.json",),
-        partial(aro.read_order, "coco_order.json"),
-        (".", "coco", "coco/images", "images", "val2014"),
-        f"{ARO}, written once as docs/compositional.md says",
-        chance=20.0,
-        total=25_010,
-        tie_credit=1.0,
-    ),
-    Benchmark(
-        "flickr-order",
-        "ARO Flickr-Order",
-        ("flickr_order.json",),
-        partial(aro.read_order, "flickr_order.json"),
-        (".", "flickr30k", "flickr30k-images", "images"),
-        f"{ARO}, written once as docs/compositional.md says",
-        chance=20.0,
-        total=5_000,
-        tie_credit=1.0,
+    *(
+        Benchmark(
+            f"{name.lower()}-order",
+            f"ARO {name}-Order",
+            (f"{name.lower()}_order.json",),
+            partial(aro.read_order, f"{name.lower()}_order.json"),
+            folders,
+            f"{ARO}; dino-sparo order-captions writes it from the captions",
+            chance=20.0,
+            total=total,
+            tie_credit=1.0,
+        )
+        for name, folders, total in (
+            ("COCO", (".", "coco", "coco/images", "images", "val2014"), 25_010),
+            ("Flickr", (".", "flickr30k", "flickr30k-images", "images"), 5_000),
+        )
     ),
     Benchmark(
         "vl-checklist",
@@ -93,29 +75,23 @@ _BENCHMARKS = (
         means=vl_checklist.means,
         part_of=vl_checklist.image_set,
     ),
-    Benchmark(
-        "whatsup-a",
-        "What'sUp A",
-        (whatsup.CONTROLLED_A,),
-        partial(whatsup.read_controlled, whatsup.CONTROLLED_A),
-        ("controlled_images", "."),
-        WHATSUP,
-        chance=25.0,
-        total=412,
-        tie_credit=1.0,
-        more=whatsup.pairs_and_sets,
-    ),
-    Benchmark(
-        "whatsup-b",
-        "What'sUp B",
-        (whatsup.CONTROLLED_B,),
-        partial(whatsup.read_controlled, whatsup.CONTROLLED_B),
-        ("controlled_clevr", "."),
-        WHATSUP,
-        chance=25.0,
-        total=408,
-        tie_credit=1.0,
-        more=whatsup.pairs_and_sets,
+    *(
+        Benchmark(
+            f"whatsup-{letter.lower()}",
+            f"What'sUp {letter}",
+            (file,),
+            partial(whatsup.read_controlled, file),
+            (folder, "."),
+            WHATSUP,
+            chance=25.0,
+            total=total,
+            tie_credit=1.0,
+            more=whatsup.pairs_and_sets,
+        )
+        for letter, file, folder, total in (
+            ("A", whatsup.CONTROLLED_A, "controlled_images", 412),
+            ("B", whatsup.CONTROLLED_B, "controlled_clevr", 408),
+        )
     ),
     Benchmark(
         "coco-spatial",

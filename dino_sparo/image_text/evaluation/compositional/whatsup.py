@@ -11,6 +11,7 @@ set, is right if each of its questions is. Source: Kamath et al., "What's 'up' w
 dataset_zoo/aro_datasets.py.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -67,17 +68,8 @@ def pairs_and_sets(questions: Sequence[Question], worth: Sequence[float]) -> dic
         key, preposition = set_and_preposition(file_of(question.images[0]))
         sets.setdefault(key, {})[preposition] = value
     pairs = [own[a] * own[b] for own in sets.values() for a, b in PAIRS if a in own and b in own]
-    whole = [own for own in sets.values() if len(own) == 4]
-    products = [_product(own.values()) for own in whole]
-    values = {"pairs": pairs, "sets": products}
+    values = {"pairs": pairs, "sets": [math.prod(own.values()) for own in sets.values() if len(own) == 4]}
     return {name: 100 * sum(each) / len(each) for name, each in values.items() if each}
-
-
-def _product(values: Iterable[float]) -> float:
-    product = 1.0
-    for value in values:
-        product *= value
-    return product
 
 
 def read_spatial(files: dict[str, str], name: str, folder: Path) -> Iterator[Question]:
