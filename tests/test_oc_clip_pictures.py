@@ -4,6 +4,7 @@ import csv
 import json
 import logging
 import re
+import warnings
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from clip_fakes import call, paint, parser_of
-from PIL import Image
+from PIL import Image, ImageColor
 
 from dino_sparo.__main__ import run as run_command
 
@@ -33,6 +34,7 @@ from dino_sparo.oc_clip.pairs import tokenize_phrases
 from dino_sparo.oc_clip.pictures.draw import choose_pairs
 from dino_sparo.oc_clip.pictures.looks import READINGS, GraphLook, look_at
 from dino_sparo.oc_clip.pictures.page import write_page
+from dino_sparo.oc_clip.pictures.panels import MAX_ENTITIES, framed, panels_of, shown_entities, without_map
 from dino_sparo.oc_clip.pictures.sheet import Gallery, draw_sheet
 
 NUM_DEFAULT, SIZE = 3, 32
@@ -95,6 +97,10 @@ def test_the_written_numbers_are_those_of_binding_and_scoring(weights, tmp_path)
             assert entity["cosine"] == pytest.approx(float(cosine), abs=1e-5)
             assert entity["mean_share"] == pytest.approx(float(share.mean()), abs=1e-6)
             assert entity["largest_share"] == pytest.approx(float(share.max()), abs=1e-6)
+        winners = np.concatenate([shares, defaults]).argmax(axis=0)
+        assert [entity["patches_won"] for entity in pair["entities"]] == [
+            (winners == number).sum() for number in range(len(shares))
+        ]
         for token, share in zip(pair["default_tokens"], defaults, strict=True):
             assert token["mean_share"] == pytest.approx(float(share.mean()), abs=1e-6)
         assert [r["score"] for r in pair["relationships"]] == pytest.approx(fits.tolist(), abs=1e-5)
@@ -121,17 +127,78 @@ def look(entities: int = 2, competition: str = "queries", caption: str = "a <red
     )  # fmt: skip
 
 
-def test_a_row_has_one_scale_from_an_even_share_to_its_largest():
+def test_a_row_has_one_scale_from_an_even_share_to_the_largest_of_an_entity():
     shown = look()
     even = 1 / (2 + NUM_DEFAULT)
     assert shown.levels.shape == (2 + NUM_DEFAULT, 3, 4)
     assert (shown.levels[shown.maps <= even] == 0).all()
-    assert shown.levels.max() == 1
-    assert shown.levels.argmax() == shown.maps.argmax()
+    assert shown.levels[:2].max() == 1
+    assert shown.levels[:2].argmax() == shown.shares.argmax()
+    # A default token that takes nearly everything leaves the entities' colours as they are.
+    shares = np.full((2, 3, 4), 0.01)
+    shares[0, 0, 0] = 0.9
+    greedy = (1 - shares.sum(axis=0, keepdims=True)) * np.array([1, 0, 0])[:, None, None]
+    assert replace(shown, shares=shares, default_shares=greedy).levels[0, 0, 0] == 1
     flat = replace(shown, shares=np.full((2, 3, 4), 0.2), default_shares=np.full((3, 3, 4), 0.2))
     assert np.allclose(flat.levels, 0)
     alone = replace(look(1), shares=np.ones((1, 3, 4)), default_shares=np.zeros((0, 3, 4)))
     assert (alone.levels == 0).all()
+
+
+def two_by_two() -> GraphLook:
+    """Entity 0 wins the first patch, entity 1 the second, default tokens the lower two."""
+    shares = np.array([[[0.7, 0.2], [0.1, 0.0]], [[0.1, 0.6], [0.2, 0.0]]])
+    rest = 1 - shares.sum(axis=0)
+    return replace(look(), shares=shares, default_shares=np.stack([rest, 0 * rest, 0 * rest]))
+
+
+def test_the_first_panel_paints_each_patch_in_the_colour_of_the_entity_that_wins_it():
+    picture = np.full((40, 40, 3), 200, dtype=np.uint8)
+    shown = two_by_two()
+    assert shown.winners.tolist() == [[0, 1], [-1, -1]]
+    winner, first, second, rest = panels_of(shown, picture)
+    assert [panel.kind for panel in (winner, first, second, rest)] == ["winner", "entity", "entity", "rest"]
+    assert winner.notes == ("", "entities win 2 of 4 patches")
+    painted = winner.picture[[0, 0, -1, -1], [0, -1, 0, -1]].astype(int)
+    for pixel, panel in zip(painted, (first, second), strict=False):
+        paint = np.array(ImageColor.getrgb(panel.colour))
+        assert (np.abs(pixel - (0.38 * 170 + 0.62 * paint)) <= 1).all()
+        assert (framed(panel, 2)[0] == paint).all()
+        assert (framed(panel, 2)[5, 5] == panel.picture[5, 5]).all()
+    assert (painted[2:] == 170).all()  # grey, not painted
+    # The patches of a map are seen as they are: one value each.
+    assert len(np.unique(first.picture.reshape(-1, 3), axis=0)) <= 4
+    assert rest.notes == ("", "mean share 52 %")
+    assert np.abs(rest.picture[-1, -1].astype(int) - ImageColor.getrgb("#ece8f6")).max() <= 1  # all of this patch
+
+
+def test_default_tokens_have_maps_only_where_they_are_asked_for():
+    picture = np.full((40, 40, 3), 200, dtype=np.uint8)
+    assert [panel.title for panel in panels_of(look(), picture)][3:] == ["taken by default tokens"]
+    titles = [panel.title for panel in panels_of(look(), picture, default_tokens=True)]
+    assert titles[4:] == ["default token 1", "default token 2", "default token 3"]
+    assert [panel.kind for panel in panels_of(look(2, "keys"), picture)] == ["entity", "entity"]
+
+
+def test_of_too_many_entities_those_that_win_patches_have_maps():
+    shown = look(11)
+    numbers = shown_entities(shown)
+    assert len(numbers) == MAX_ENTITIES
+    won = np.bincount(shown.winners[shown.winners >= 0], minlength=11)
+    assert won[numbers].sum() == won.sum() - sum(sorted(won)[: 11 - MAX_ENTITIES])
+    assert without_map(shown) == "3 more entities have no map; patches that they win are white"
+    assert without_map(look()) == ""
+
+
+def test_letters_that_the_font_lacks_are_named_once_and_never_warned_of(tmp_path, caplog):
+    shown = look(2, caption="日本語 plane\n🐶")
+    shown = replace(shown, graph=SceneGraph(("日本語 plane", "🐶"), (Relation(0, "語", 1),)))
+    picture = np.zeros((90, 90, 3), dtype=np.uint8)
+    with drawn_words() as figures, caplog.at_level(logging.INFO), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        draw_sheet(Gallery("m", "s", "w", [shown], [picture]), tmp_path / "sheet.png")
+    assert caplog.text.count("the font of the sheet has no 日 本 語 🐶") == 1
+    assert "▯▯▯ plane ▯" in [words.words for words in figures[0]]
 
 
 @pytest.fixture(params=["queries", "keys"])
@@ -176,7 +243,7 @@ def test_the_page_shows_every_map_without_javascript_and_asks_for_nothing(galler
     page = Checked()
     page.feed(text)
     assert page.open == []
-    num_maps = sum(len(shown.maps) for shown in gallery.looks)
+    num_maps = sum(len(panels_of(shown, gallery.pictures[0])) for shown in gallery.looks)
     assert page.pressed == ["true"] * num_maps  # the style shows the maps of these, with and without script
     assert len(page.references) == 1 + 2 * num_maps + len(gallery.looks)
     assert all(reference.startswith("data:") for reference in page.references)
@@ -185,7 +252,7 @@ def test_the_page_shows_every_map_without_javascript_and_asks_for_nothing(galler
     for cosine in gallery.looks[0].cosines:
         assert f"<dd>cosine {cosine:.2f}</dd>" in text
     assert f"<td>{gallery.looks[0].relation_scores[0]:.2f}</td>" in text
-    assert (" add up to 100% over all maps" in text) == (gallery.looks[0].reading is READINGS["queries"])
+    assert (" add up to 100 % over all of them" in text) == (gallery.looks[0].reading is READINGS["queries"])
 
 
 def test_own_photographs_are_drawn_with_graphs_of_a_file(weights, tmp_path, capsys, caplog):
@@ -289,5 +356,5 @@ def test_only_one_process_draws(monkeypatch):
 def test_the_options_are_known():
     assert vars(parser_of("oc-pictures").parse_args([])).keys() == {
         *("pretrained_weights", "data_path", "image_key", "caption_key", "image_folder", "graphs"),
-        *("pairs", "max_rows", "max_pairs", "output_dir", "device"),
+        *("pairs", "max_rows", "max_pairs", "default_tokens", "output_dir", "device"),
     }

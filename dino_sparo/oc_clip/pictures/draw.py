@@ -65,6 +65,7 @@ def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
         weights_in_words(loaded),
         looks,
         [view_pixels(image, view.view(image), PICTURE_HEIGHT) for image in images],
+        args.default_tokens,
     )
     return write_pictures(args, "oc_pictures", gallery, draw_sheet, write_page, numbers_of(gallery, graphs, loaded))
 

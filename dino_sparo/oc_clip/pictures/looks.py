@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -34,14 +34,18 @@ class Reading(NamedTuple):
     """How the maps of a model are to be read; what the softmax runs over decides it.
 
     Attributes:
+        is_competition: whether entities compete for patches, so that each patch has a winner.
         even_share: maps -> the share that all values would have if they were equal.
         ends: words for the lowest and the highest colour.
-        explanation: what a map shows.
+        summary: what the panels show, for the sheet.
+        explanation: the same for the page, with the limits.
         size: map -> how much of the image it takes, in words.
     """
 
+    is_competition: bool
     even_share: Callable[[Maps], float]
     ends: tuple[str, str]
+    summary: str
     explanation: str
     size: Callable[[Float[np.ndarray, "h w"]], str]
 
@@ -49,23 +53,38 @@ class Reading(NamedTuple):
 # `binding.Binding.competition` -> how to read the maps.
 READINGS: dict[str, Reading] = {
     "queries": Reading(
+        True,
         lambda maps: 1 / len(maps),
-        ("even share of a patch or less", "largest share in the row"),
-        "A map shows which share of every patch goes to one entity. The entities of a caption and the default tokens "
-        "compete for each patch: the shares of a patch add up to 100% over all maps of a row. Default tokens take what "
-        "no entity names; nothing is computed from what they take. The percentage below a map is its mean share, so "
-        "these too add up to 100%. A large share says that this entity wins the patch against the others, not that it "
-        "is there: compare the cosines.",
-        lambda shares: f"{100 * shares.mean():.0f}% of image",
+        ("even share of a patch or less", "largest share of an entity in the row"),
+        "The entities of a caption and default tokens compete for each patch of the image. The first map shows which "
+        "entity wins each patch; patches that a default token wins stay grey. The framed maps show the share of each "
+        "patch that one entity takes, on one scale per row, which comes from the entities alone. In the panel "
+        '"taken by default tokens" a veil covers what they take.',
+        "The entities of a caption and the default tokens compete for each patch: the shares of a patch add up to "
+        "100 % over all of them. The first map shows which entity has the largest share of each patch, in the colour "
+        "of the entity's frame; where a default token has it, the patch stays grey. The next maps show the share of "
+        "each patch that one entity takes. All maps of a row have one scale, which comes from its entities alone: "
+        "from an even share to the largest share that an entity has. Default tokens take what no entity names, and "
+        "nothing is computed from it; the veil is as thick as the share that they take together, from 0 to 100 %. "
+        "The mean share is the mean over all patches, not an area. A large share says that this entity wins the patch "
+        "against the others, not that it is there: compare the cosines.",
+        lambda shares: f"mean share {100 * shares.mean():.0f} %",
     ),
     "keys": Reading(
+        False,
         lambda maps: 1 / maps[0].size,
         ("even share of attention or less", "largest share in the row"),
-        "A map shows how one entity shares its attention among the patches: each map adds up to 100%. Entities do not "
-        "compete. Below a map: its attention is as wide as if it lay evenly on so many patches, exp(entropy).",
+        "A map shows how one entity shares its attention among the patches: each map adds up to 100 %. Entities do "
+        "not compete.",
+        "A map shows how one entity shares its attention among the patches: each map adds up to 100 %. Entities do "
+        "not compete. Below a map: its attention is as wide as if it lay evenly on so many patches, exp(entropy).",
         lambda shares: f"{float(effective_patches(shares)):.1f} patches",
     ),
 }
+RELATIONS_LEGEND = (
+    "The number behind a relation is its score f, from -1 to 1: how well the slots of subject and object fit it. In "
+    "brackets: f with subject and object exchanged; a model that reads the direction gives it a lower score."
+)
 
 
 @dataclass(frozen=True)
@@ -101,15 +120,21 @@ class GraphLook:
 
     @property
     def levels(self) -> Maps:
-        """`maps` on one scale of colours: 0 for an even share or less, 1 for the largest share of the row.
+        """`maps` on one scale of colours: 0 for an even share or less, 1 for the largest share of an entity or more.
 
         Where even the largest share is hardly above an even one, all levels stay low.
         """
         even = self.reading.even_share(self.maps)
         times_even = self.maps / even
-        top = max(float(times_even.max()), min(MIN_CONTRAST, 1 / even))
+        top = max(float(times_even[: len(self.shares)].max()), min(MIN_CONTRAST, 1 / even))
         # A single entity without default tokens has all of every patch.
         return np.clip((times_even - 1) / (top - 1), 0, 1) if top > 1 else np.zeros_like(times_even)
+
+    @property
+    def winners(self) -> Int[np.ndarray, "h w"]:
+        """The entity with the largest share of each patch; -1 where a default token has it."""
+        winner = self.maps.argmax(axis=0)
+        return np.where(winner < len(self.shares), winner, -1)
 
     @property
     def sentences(self) -> list[str]:
@@ -140,14 +165,18 @@ class GraphLook:
             return {"mean_share": float(shares.mean()), "largest_share": float(shares.max())}
 
         relations = self.graph.to_json()["relationships"]
+        won = [{"patches_won": int((self.winners == e).sum())} for e in range(len(self.shares))]
+        won = won if self.reading.is_competition else [{}] * len(won)
         return {
             "index": self.pair.index,
             "image": self.pair.name,
             "caption": self.pair.caption,
             "score": self.score,
             "entities": [
-                {"entity": phrase, "cosine": float(cosine), **map_numbers(shares)}
-                for phrase, cosine, shares in zip(self.graph.entities, self.cosines, self.shares, strict=True)
+                {"entity": phrase, "cosine": float(cosine), **map_numbers(shares), **patches}
+                for phrase, cosine, shares, patches in zip(
+                    self.graph.entities, self.cosines, self.shares, won, strict=True
+                )
             ],
             "relationships": [
                 {**relation, "score": float(score), "turned_round": float(turned)}

@@ -27,5 +27,12 @@ def get_args_parser() -> argparse.ArgumentParser:
         default=400,
         help="Look for relations in so many captions, evenly spread over the data.",
     )
+    group = parser.add_argument_group("maps")
+    group.add_argument(
+        "--default_tokens",
+        action="store_true",
+        help="Draw the map of every default token too, on the scale of the entities. Without it one panel shows what "
+        "they take together.",
+    )
     add_picture_result_options(parser)
     return parser
