@@ -231,7 +231,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         assert self.path == "/v1/models"
-        self.answer(404, {"error": {"message": "this server lists no models"}})
+        self.answer(200, b"<html>This server has a page here.</html>")
 
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -244,6 +244,9 @@ class Handler(BaseHTTPRequestHandler):
         if isinstance(failure, int):
             self.answer(failure, {"error": {"message": f"status {failure}"}})
             return
+        if failure == "page":
+            self.answer(200, b"<html>Welcome</html>")
+            return
         entity = caption.removeprefix("a ")
         good = wrapped({"entities": [entity], "relationships": []})
         text = {"cut": good[:-8], "garbage": "I am sorry."}.get(failure, failure) if failure else good
@@ -251,10 +254,11 @@ class Handler(BaseHTTPRequestHandler):
         choice = {"index": 0, "finish_reason": "stop", "message": message}
         self.answer(200, {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]})
 
-    def answer(self, status: int, content: dict[str, Any]) -> None:
-        body = json.dumps(content).encode()
+    def answer(self, status: int, content: dict[str, Any] | bytes) -> None:
+        is_page = isinstance(content, bytes)
+        body = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
-        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Type", "text/html" if is_page else "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.send_header("retry-after-ms", "1")
         self.end_headers()
@@ -351,6 +355,15 @@ def test_a_refused_key_or_an_unknown_model_ends_the_run_in_one_line(
     assert f"answers {status} for model 'm'" in caplog.messages[-1]
     assert "check --server, --model and the environment variable OPENAI_API_KEY" in caplog.messages[-1]
     assert len(server.asked) < NUMBER
+
+
+def test_a_page_instead_of_an_answer_ends_the_run_in_one_line(
+    server: FakeServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.failures = {f"a thing {number}": ["page"] for number in range(NUMBER)}
+    with pytest.raises(SystemExit, match="1"):
+        run(server, tmp_path)
+    assert f"{server.url} answers, but not as OpenAI's protocol does" in caplog.messages[-1]
 
 
 def test_a_run_that_was_ended_goes_on_to_the_same_file_and_asks_nothing_twice(

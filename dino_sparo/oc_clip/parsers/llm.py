@@ -168,7 +168,8 @@ class Server:
         """The model's answer, greedy.
 
         Raises:
-            MendableError: the server cannot be reached from the start, refuses the key, or does not know the model.
+            MendableError: the server cannot be reached from the start, has another protocol, refuses the key, or does
+                not know the model.
             UnansweredError: too many requests, faults and time-outs, `BACK_OFFS` times again.
             ValueError: the server refuses this request.
         """
@@ -191,6 +192,10 @@ class Server:
             raise UnansweredError(_one_line(error)) from error
         except openai.APIError as error:
             raise ValueError(f"the server refuses the request: {_one_line(error)}") from error
+        if not isinstance(answer, openai.types.chat.ChatCompletion):
+            raise MendableError(
+                f"{self.url} answers, but not as OpenAI's protocol does; correct --server: it often ends with /v1"
+            )
         return (answer.choices[0].message.content if answer.choices else None) or ""
 
     def _reach(self) -> None:
@@ -198,7 +203,7 @@ class Server:
         import openai
 
         try:
-            self.client.with_options(max_retries=0, timeout=REACH_TIMEOUT_S).models.list()
+            self.client.with_options(max_retries=0, timeout=REACH_TIMEOUT_S).models.with_raw_response.list()
         except openai.APIConnectionError as error:
             cause = error.__cause__ or error
             if type(cause).__name__ != "ReadTimeout":
