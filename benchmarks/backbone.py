@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.reference import Reference
-from benchmarks.report import Section, options, run
+from benchmarks.report import Section, measured_precisions, options, run
 from benchmarks.timing import interleave
 from dino_sparo.backbone import GRID_OFFSET, Backbone, create_backbone
+from dino_sparo.runtime.distributed import PRECISIONS
 
 EQUAL = 1e-11  # float64, numbers around one
 
@@ -98,7 +99,8 @@ def measure(args: argparse.Namespace, reference: Reference | None) -> Section:
         other = reference.vision_transformer.vit_small(patch_size=patch_size).to(args.device)
     crops = crops_of(batch, sizes, args.device, torch.float32)
     rows = []
-    for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+    for precision in measured_precisions(section, args.device):
+        dtype = PRECISIONS[precision]
         # As training does it: fused attention is the slower one on a CPU in bf16.
         backbone.use_fused_attention(args.device != "cpu" or dtype == torch.float32)
         variants = {

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.reference import Reference
-from benchmarks.report import Bar, Section, options, run
+from benchmarks.report import Bar, Section, measured_precisions, options, run
 from benchmarks.timing import interleave, peak_memory
 from dino_sparo.readout import Sparo
 
@@ -123,20 +123,21 @@ def measure(args: argparse.Namespace, reference: Reference | None) -> Section:
     ] + [replace(middle, group=group) for group in (2, 4, 8)]
     for sizes in (grid[0], replace(grid[0], group=4, slot_dim=3 * base.slot_dim)):
         check_equality(section, sizes)
+    precisions = measured_precisions(section, args.device)
     rows = {
         (sizes, precision): _timed(sizes, precision, args.device, rounds, args.quick)
-        for sizes, precision in [*((s, p) for p in PRECISIONS for s in grid), *((s, "fp32") for s in varied)]
+        for sizes, precision in [*((s, p) for p in precisions for s in grid), *((s, "fp32") for s in varied)]
     }
     section.tables["Time of forward and backward"] = list(rows.values())
     memory = {
         (precision, form): peak_memory(
             build, form, middle, precision, args.device, device=args.device, fresh=not args.quick
         )
-        for precision in PRECISIONS
+        for precision in precisions
         for form in FORMS
     }
     section.tables[f"Growth of memory in a step, N={middle.tokens}, MB"] = [
-        {"precision": precision, **{form: memory[precision, form] / 1e6 for form in FORMS}} for precision in PRECISIONS
+        {"precision": precision, **{form: memory[precision, form] / 1e6 for form in FORMS}} for precision in precisions
     ]
     share = memory["fp32", "ours"] / max(memory["fp32", "listing"], 1)
     section.bars = [

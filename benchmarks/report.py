@@ -11,6 +11,16 @@ import torch
 
 from benchmarks.reference import Reference
 from benchmarks.timing import Spread, hardware, software
+from dino_sparo.runtime.distributed import bf16_speed
+
+
+def measured_precisions(section: "Section", device: str, names: Sequence[str] = ("fp32", "bf16")) -> list[str]:
+    """Those of the precisions that are worth a measurement; a note of the section says if bf16 is not."""
+    speed = bf16_speed(torch.device(device)) if "bf16" in names else 1
+    if speed >= 1:
+        return list(names)
+    section.notes.append(f"bf16 is left out: this {device} multiplies matrices at {speed:.2g} times its speed in fp32.")
+    return [name for name in names if name != "bf16"]
 
 
 @dataclass(frozen=True)

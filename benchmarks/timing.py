@@ -86,6 +86,8 @@ def interleave(
     for _ in range(rounds):
         for name, call in variants.items():
             seconds[name].append(_seconds(call, repeats[name], device))
+    medians = ", ".join(f"{name} {1e3 * Spread.of(times).median:,.3g}" for name, times in seconds.items())
+    print(f"ms: {medians}", file=sys.stderr, flush=True)
     return Timings(seconds)
 
 

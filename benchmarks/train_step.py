@@ -10,7 +10,7 @@ Two global and eight local crops per image, noise, 65,536 prototypes. Ours is wh
 import argparse
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import main_dino
 from benchmarks.readout import ListedSparo
 from benchmarks.reference import Reference
-from benchmarks.report import Bar, Section, options, run
+from benchmarks.report import Bar, Section, measured_precisions, options, run
 from benchmarks.timing import Spread, interleave, synchronize
 from dino_sparo.choices import ARCHITECTURES
 from dino_sparo.data import Batch
@@ -290,14 +290,20 @@ def measure(args: argparse.Namespace, reference: Reference | None) -> Section:
     )
     check_equality(section, reference, QUICK, args.device)
     timed: dict[str, dict[str, Spread]] = {}
+    steps = forms(args, measured_precisions(section, args.device))
     for readout in args.readouts:
-        timed[readout] = _measure_readout(section, reference, sizes, readout, args)
+        timed[readout] = _measure_readout(section, reference, sizes, readout, args, steps)
     _add_bars(section, timed, args)
     return section
 
 
 def _measure_readout(
-    section: Section, reference: Reference | None, sizes: Sizes, readout: str, args: argparse.Namespace
+    section: Section,
+    reference: Reference | None,
+    sizes: Sizes,
+    readout: str,
+    args: argparse.Namespace,
+    steps: list[tuple[str, str, bool]],
 ) -> dict[str, Spread]:
     """Times of all forms of one read-out, seconds per step; adds its tables."""
     batch = noise_batch(sizes, 1)
@@ -307,7 +313,7 @@ def _measure_readout(
         if reference is not None:
             networks = reference_networks(reference, sizes, readout, 0.1)
             steppers["reference"] = reference_stepper(reference, networks, sizes, batch, args.device)
-        for name, precision, compiles in forms(args):
+        for name, precision, compiles in steps:
             training = our_training(sizes, readout, precision, args.device, 0.1)
             if compiles and not compile_networks(training, batch):
                 section.notes.append(f"{readout}, {name}: could not be compiled on this machine, left out")
@@ -337,11 +343,11 @@ def _measure_readout(
     return {name: timings.ratio(first, name) for name in steppers}
 
 
-def forms(args: argparse.Namespace) -> list[tuple[str, str, bool]]:
+def forms(args: argparse.Namespace, precisions: Sequence[str]) -> list[tuple[str, str, bool]]:
     """Names, precisions, and whether compiled."""
-    found = [("ours, fp32", "fp32", False), ("ours, bf16", "bf16", False)]
+    found = [(f"ours, {precision}", precision, False) for precision in precisions]
     if not (args.quick or args.no_compile):
-        found.append(("ours, bf16, compiled", "bf16", True))
+        found.append((f"ours, {precisions[-1]}, compiled", precisions[-1], True))
     return found
 
 

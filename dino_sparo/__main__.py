@@ -21,6 +21,7 @@ from dino_sparo.clip import choices as clip_choices
 from dino_sparo.oc_clip.choices import DEMO_MODELS
 from dino_sparo.runtime.cli import HelpFormatter, command_parser, errors_in_one_line, mistakes_in_one_line, say
 from dino_sparo.runtime.demos import demo_parser
+from dino_sparo.runtime.extras import require
 
 if TYPE_CHECKING:
     from dino_sparo.image_text.evaluation.scorer import Scorer
@@ -54,6 +55,14 @@ def options_of(module: str, name: str = "get_args_parser") -> Callable[[], argpa
     return parser
 
 
+def holds_oc_clip(path: str) -> bool:
+    """Whether a checkpoint is one of OC-CLIP's training; no file is none."""
+    from dino_sparo.checkpoint import load_checkpoint
+
+    require("open_clip", "captions")
+    return bool(path) and "oc_clip" in load_checkpoint(path)
+
+
 def open_model(args: argparse.Namespace, process: "Distributed", border: int = 0) -> "Scorer":
     """The image-text model that `--pretrained_weights` names, as evaluations ask it.
 
@@ -65,9 +74,7 @@ def open_model(args: argparse.Namespace, process: "Distributed", border: int = 0
     Raises:
         ValueError: no checkpoint is named, it holds no image-text model, or the options do not fit it.
     """
-    from dino_sparo.checkpoint import load_checkpoint
-
-    if args.pretrained_weights and "oc_clip" in load_checkpoint(args.pretrained_weights):
+    if holds_oc_clip(args.pretrained_weights):
         from dino_sparo.oc_clip.evaluated import open_oc_clip_model
 
         return open_oc_clip_model(args, process, border)
@@ -87,9 +94,7 @@ def open_any_model(args: argparse.Namespace, process: "Distributed", border: int
     Raises:
         ValueError: as `open_model`.
     """
-    from dino_sparo.checkpoint import load_checkpoint
-
-    unused = "slots" if "oc_clip" in load_checkpoint(args.pretrained_weights) else "graphs"
+    unused = "slots" if holds_oc_clip(args.pretrained_weights) else "graphs"
     return open_model(argparse.Namespace(**{**vars(args), unused: None}), process, border)
 
 

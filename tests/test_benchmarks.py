@@ -195,3 +195,12 @@ def test_results_that_are_not_equal_end_the_script(tmp_path: Path, capsys: pytes
 def test_tables_show_three_digits_and_the_spread() -> None:
     rows = [{"form": "ours", "ms": Spread(12.345, 12.0, 1234.5), "MB": None, "bytes": 12345}]
     assert report.table(rows).splitlines()[2] == "| ours | 12.3 (12-1,234) | - | 12,345 |"
+
+
+def test_bf16_is_left_out_and_that_is_said_where_it_is_slower_than_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    section = Section("title", "setting")
+    monkeypatch.setattr(report, "bf16_speed", lambda device: 0.012)
+    assert report.measured_precisions(section, "cpu") == ["fp32"]
+    assert section.notes == ["bf16 is left out: this cpu multiplies matrices at 0.012 times its speed in fp32."]
+    monkeypatch.setattr(report, "bf16_speed", lambda device: 2.5)
+    assert report.measured_precisions(Section("title", "setting"), "cpu") == ["fp32", "bf16"]

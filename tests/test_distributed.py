@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from dino_sparo.data import Batch
 from dino_sparo.dino.loss import DINOLoss
+from dino_sparo.runtime import distributed
 from dino_sparo.runtime.distributed import (
     FaultError,
     all_gather_ragged,
@@ -157,3 +158,16 @@ def test_two_processes_gather_in_order_share_one_centre_and_stop_together(tmp_pa
         assert "not finite at step 17 (epoch 3), lr 0.125" in message
         assert "rank 1: loss nan, images image11.jpg" in message
         assert "image10.jpg" not in message
+
+
+def test_bf16_where_it_is_slower_than_fp32_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cpu = torch.device("cpu")
+    assert 0 < distributed.bf16_speed(cpu) < 100
+    monkeypatch.setattr(distributed, "_has_bf16", lambda device: False)
+    monkeypatch.setattr(distributed, "bf16_speed", lambda device: 0.012)
+    assert distributed.choose_precision("auto", None, cpu) == torch.float32
+    assert not caplog.text
+    assert distributed.choose_precision("bf16", None, cpu) == torch.bfloat16
+    assert "--precision bf16: this cpu multiplies matrices at 0.012 times its speed in fp32" in caplog.text

@@ -363,11 +363,12 @@ def test_laions_benchmark_refuses_an_oc_clip(weights: Path) -> None:
 COMMANDS = ("retrieval", "zero-shot", "sugarcrepe")
 
 
-def _rank(number: int, port: int, words: dict[str, list[str]]) -> None:
+def _rank(number: int, ports: list[int], words: dict[str, list[str]]) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(number), WORLD_SIZE="2", LOCAL_RANK=str(number))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    for name in COMMANDS:
+    # A command each: one that is ahead must not meet the store that another is about to close.
+    for name, port in zip(COMMANDS, ports, strict=True):
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         run_command(name, words[name])
 
 
@@ -380,8 +381,8 @@ def test_two_processes_find_what_one_finds(weights: Path, crepe: Path) -> None:
         common = ["--pretrained_weights", str(weights), "--data_path", data[name], "--device", "cpu"]
         sizes = ["--num_workers", "0", "--batch_size_per_gpu", "6"]
         words[name] = [*common, *sizes, "--output", str(crepe / f"{name}.json")]
-    port = free_port()
-    ranks = [context.Process(target=_rank, args=(number, port, words)) for number in range(2)]
+    ports = [free_port() for _ in COMMANDS]
+    ranks = [context.Process(target=_rank, args=(number, ports, words)) for number in range(2)]
     for rank in ranks:
         rank.start()
     for rank in ranks:

@@ -46,12 +46,14 @@ class MapTile:
         levels: (h, w), on the scale of colours: 0 no colour, 1 the strongest.
         notes: below it, left and right.
         is_soft: whether it matters less than others.
+        smooth: whether levels are interpolated between patches.
     """
 
     title: str
     levels: Float[np.ndarray, "h w"]
     notes: tuple[str, str]
     is_soft: bool = False
+    smooth: bool = True
 
 
 def title_height(tiles: Sequence[MapTile], side: int) -> int:
@@ -91,7 +93,7 @@ def draw_tiles(
         top = y + row * _line_height(tiles, side) + title_height(tiles, side)
         for above, line in enumerate(reversed(_title(tile, side))):
             page.text(left, top - 7 - LINE * above, line, TEXT_SIZE, SOFT if tile.is_soft else INK, weight="bold")
-        page.picture(left, top, overlay_levels(shown, tile.levels))
+        page.picture(left, top, overlay_levels(shown, tile.levels, tile.smooth))
         first, second = tile.notes
         page.text(left, top + side + 16, first, LABEL_SIZE, SOFT)
         room = side - math.ceil(text_width(first, LABEL_SIZE) + NOTE_GAP if first else 0)
@@ -108,7 +110,7 @@ def tile_figure(picture: UInt8[np.ndarray, "H W 3"], tile: MapTile, name: str) -
     """
     title = escape(tile.title, quote=True)
     notes = "".join(f"<div><dd>{escape(note)}</dd></div>" for note in tile.notes if note)
-    image = switchable_image(picture, overlay_levels(picture, tile.levels), name, title)
+    image = switchable_image(picture, overlay_levels(picture, tile.levels, tile.smooth), name, title)
     return (
         f'<figure class="{"soft" if tile.is_soft else "main"}"><figcaption>{title}</figcaption>{image}\n'
         f"<dl>{notes}</dl></figure>"

@@ -13,7 +13,6 @@ from dino_sparo.oc_clip.model import LoadedOCCLIP, load_oc_clip
 from dino_sparo.oc_clip.options import DEFAULT_GRAPHS
 from dino_sparo.oc_clip.scorer import GraphScorer
 from dino_sparo.runtime.distributed import PRECISIONS, Distributed
-from dino_sparo.runtime.extras import require
 from dino_sparo.runtime.records import versions
 
 
@@ -32,7 +31,6 @@ def open_oc_clip_model(args: argparse.Namespace, process: Distributed, border: i
         raise ValueError(
             "--slots with an OC-CLIP: its score is no dot product, so there are no slots to choose among; leave it out"
         )
-    require("open_clip", "captions")
     loaded = load_oc_clip(args.pretrained_weights)
     size = loaded.model.config.image.img_size
     if args.img_size not in (None, size):

@@ -30,6 +30,7 @@ FIRST_PORT, NUM_PORTS = 10_000, 20_000
 ASK_SECONDS = 0.02  # between two looks whether the others have come
 INTERACTIVE_STEP = "4294967290"  # Slurm's SLURM_INTERACTIVE_STEP, the shell that salloc opens on a node
 
+BF16_TRIAL_SIDE = 384
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 # Words in torch's errors which mean that another process failed, not this one.
@@ -276,6 +277,12 @@ def choose_precision(precision: str, use_fp16: bool | None, device: torch.device
         precision = wanted
     if precision == "auto":
         precision = "bf16" if _has_bf16(device) else "fp32"
+    elif precision == "bf16" and not _has_bf16(device) and (speed := bf16_speed(device)) < 1:
+        logger.warning(
+            "--precision bf16: this %s multiplies matrices at %.2g times its speed in fp32; --precision fp32 is faster",
+            device.type,
+            speed,
+        )
     if precision == "fp16" and device.type != "cuda":
         raise ValueError(f"fp16 needs a CUDA device, this run is on {device.type}; use --precision bf16 or fp32")
     return PRECISIONS[precision]
@@ -286,6 +293,23 @@ def _has_bf16(device: torch.device) -> bool:
         return torch.cuda.get_device_capability(device) >= (8, 0)
     checks = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
     return device.type == "cpu" and any(check() for check in checks if check is not None)
+
+
+def bf16_speed(device: torch.device) -> float:
+    """How many times faster the device multiplies matrices in bf16 than in fp32, by one small product.
+
+    Without instructions for it a CPU goes through bf16 number by number, a hundred times slower.
+    """
+
+    def seconds(dtype: torch.dtype) -> float:
+        matrix, times = torch.ones(BF16_TRIAL_SIDE, BF16_TRIAL_SIDE, device=device, dtype=dtype), []
+        for _ in range(4):  # the first call sets up
+            begin = time.monotonic()
+            (matrix @ matrix).sum().item()
+            times.append(time.monotonic() - begin)
+        return min(times[1:])
+
+    return seconds(torch.float32) / max(seconds(torch.bfloat16), 1e-9)
 
 
 def use_fused_attention(device: torch.device, dtype: torch.dtype) -> bool:
