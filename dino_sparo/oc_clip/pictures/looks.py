@@ -154,7 +154,7 @@ class GraphLook:
         titles = [*self.graph.entities, *(f"default token {i + 1}" for i in range(len(self.default_shares)))]
         cosines = [f"cosine {cosine:.2f}" for cosine in self.cosines] + [""] * len(self.default_shares)
         return [
-            MapTile(title, levels, (cosine, self.reading.size(shares)), is_soft=not cosine, smooth=False)
+            MapTile(title, levels, (cosine, self.reading.size(shares).removeprefix("mean ")), not cosine, smooth=False)
             for title, levels, cosine, shares in zip(titles, self.levels, cosines, self.maps, strict=True)
         ]
 
