@@ -32,7 +32,7 @@ demo-compare: $(INSTALLED)  ## the same for the read-outs sparo, cls and gap
 demo-clip: $(INSTALLED)  ## train CLIP + SPARO on the captions of built-in scenes, evaluate, draw (up to an hour, CPU)
 	$(BIN)/dino-sparo demo-clip
 
-demo-oc-clip: $(INSTALLED)  ## train OC-CLIP beside CLIP on the built-in scenes, evaluate, draw (20 minutes, CPU)
+demo-oc-clip: $(INSTALLED)  ## train OC-CLIP beside CLIP on the built-in scenes, evaluate, draw (10 minutes, CPU)
 	$(BIN)/dino-sparo demo-oc-clip
 
 demo-short: $(INSTALLED)  ## all demos' parts in a few minutes; their numbers mean nothing
