@@ -563,9 +563,6 @@ def _image_tower(description: Mapping[str, Any]) -> dict[str, Any]:
     image = dict(description["image"])
     # Early checkpoints of CLIP say these of the whole model alone.
     image |= {name: description[name] for name in ("replace_block", "quick_gelu") if name in description}
-    if "binding" in description:
-        # OC-CLIP's losses reach the patches alone: nothing trains the class token in the last block.
-        image["readout"] = "gap"
     needs_codes = readout_kind(image["readout"]).needs_codes
     image["num_codes"] = description["num_codes"] if needs_codes else 0
     image["code_dim"] = description["embed_dim"] if needs_codes else 0

@@ -46,7 +46,7 @@ class OCCLIPConfig:
     """How an OC-CLIP model is built.
 
     Attributes:
-        image: the image encoder; its patch tokens are bound, its read-out is not used in training.
+        image: the image encoder; its patch tokens are bound; its read-out is that of evaluations of the encoder alone.
         text: the text encoder; it reads phrases.
         binding: the rest.
     """

@@ -169,7 +169,9 @@ def create_oc_clip(
         ValueError: an unknown name, or a size that does not fit; the message lists what does.
     """
     towers = replace(DEFAULT_SIZES, arch=arch, patch_size=patch_size, img_size=img_size, **sizes)
-    return oc_clip_from_config(OCCLIPConfig(*towers.configs("cls", "eos"), binding or BindingConfig()))
+    # The losses reach the patches alone, and nothing trains the class token in the last block: evaluations of the image
+    # encoder read the mean of its tokens.
+    return oc_clip_from_config(OCCLIPConfig(*towers.configs("gap", "eos"), binding or BindingConfig()))
 
 
 def oc_clip_from_config(config: OCCLIPConfig) -> OCCLIP:

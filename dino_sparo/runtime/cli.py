@@ -30,6 +30,8 @@ from dino_sparo.choices import (
 from dino_sparo.runtime import FAULT_STATUS
 from dino_sparo.runtime.extras import MissingPackageError
 
+WORKER_END_SECONDS = 5.0  # a process that waits for a hung disk cannot be killed
+
 
 class MendableError(RuntimeError):
     """An error that the user can correct although no value is wrong. The command ends with one line and status 1."""
@@ -107,12 +109,12 @@ def _leave(status: int, logger: logging.Logger, message: Exception | str, level:
     from dino_sparo.runtime.distributed import world_size
 
     logger.log(level, "%s", message)
-    end_workers()
     if world_size() > 1 or status == FAULT_STATUS:  # a worker that hangs would be waited for, too
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+    end_workers()
     raise SystemExit(status)
 
 
@@ -126,8 +128,8 @@ def end_workers() -> None:
     for worker in workers:
         worker.kill()
     for worker in workers:
-        worker.join()
-    signal.signal(signal.SIGCHLD, handler)
+        worker.join(WORKER_END_SECONDS)
+    signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
 
 
 def bool_flag(text: str) -> bool:
