@@ -1,0 +1,52 @@
+"""`python -m studies NAME`: make the runs of a study that are missing, print its tables, draw its plot."""
+
+import argparse
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from dino_sparo.runtime.cli import HelpFormatter, errors_in_one_line, say
+from studies.plans import STUDIES
+from studies.report import draw, report
+from studies.runs import RESULTS, make_runs
+
+logger = logging.getLogger(__name__)
+
+
+def get_args_parser() -> argparse.ArgumentParser:
+    """The options."""
+    questions = "\n".join(f"  {name:<10}{study.question}" for name, study in STUDIES.items())
+    parser = argparse.ArgumentParser("studies", description=f"{__doc__}\n\n{questions}", formatter_class=HelpFormatter)
+    parser.add_argument("name", choices=sorted(STUDIES), help="Which study.")
+    parser.add_argument("--data_path", default=None, help="Its images, where it needs some.")
+    parser.add_argument("--output_dir", type=Path, default=Path("output/studies"), help="Of checkpoints and logs.")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="Of the result files of all studies.")
+    parser.add_argument("--jobs", type=int, default=1, help="Runs at a time, with one thread each.")
+    parser.add_argument("--epochs", type=int, default=None, help="Instead of the recipe's, to try it out.")
+    parser.add_argument("--report", action="store_true", help="Train nothing: tables and plot of what is there.")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> str:
+    """Run a study.
+
+    Args:
+        argv: the command line; None: the process's.
+
+    Returns:
+        The tables.
+    """
+    args = get_args_parser().parse_args(argv)
+    with errors_in_one_line(logger):
+        if not args.report:
+            make_runs(args.name, args.data_path, args.output_dir, args.results, args.jobs, args.epochs)
+        tables = report(args.name, args.results)
+        args.output_dir.mkdir(parents=True, exist_ok=True)
+        picture = args.output_dir / f"{args.name}.png"
+        draw(args.name, args.results, picture)
+    say(f"{tables}\n\nplot: {picture}")
+    return tables
+
+
+if __name__ == "__main__":
+    main()

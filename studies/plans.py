@@ -1,0 +1,195 @@
+"""What each study compares: the variants, their recipe, the seeds, the learning rates, and the scores."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dino_sparo.clip.demo import TRAINING as CLIP_TRAINING
+from dino_sparo.dino.demo import PROBE
+from dino_sparo.dino.demo import TRAINING as DINO_TRAINING
+from dino_sparo.image_text.demos import scene_scores, write_pairs
+from dino_sparo.runtime.demos import RunCommand, option_words
+
+# State of the weights -> score -> percent.
+Scores = dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished training run, as `Study.evaluate` gets it.
+
+    Attributes:
+        folder: that holds its checkpoint.
+        variant: name of the variant.
+        seed: of the run.
+        data: what is evaluated, see `Study.prepare`.
+    """
+
+    folder: Path
+    variant: str
+    seed: int
+    data: str
+
+
+@dataclass(frozen=True)
+class Study:
+    """A comparison of variants that differ in a few options and share all others.
+
+    Attributes:
+        question: what it asks.
+        command: that trains.
+        variants: name -> the options that are its own.
+        baseline: the variant that the others are compared with.
+        recipe: the options that all variants share; the budget is among them.
+        seeds: one run of each variant for each.
+        learning_rates: from which each variant takes the best one.
+        choose: last line of log.txt -> how good a learning rate is; larger is better.
+        choice: what `choose` looks at, in words.
+        prepare: (--data_path, folder) -> what is trained on, what is evaluated on.
+        evaluate: a run -> its scores.
+    """
+
+    question: str
+    command: str
+    variants: Mapping[str, Mapping[str, object]]
+    baseline: str
+    recipe: Mapping[str, object]
+    seeds: Sequence[int]
+    learning_rates: Sequence[float]
+    choose: Callable[[Mapping[str, Any]], float]
+    choice: str
+    prepare: Callable[[str | None, Path, RunCommand], tuple[str, str]]
+    evaluate: Callable[[Trained, RunCommand], Scores]
+
+
+# The seed of the runs that choose the learning rate; it is none of the reported ones.
+CHOICE_SEED = 100
+WIDTH_CONTROL = "20-NN, 4 blocks"
+
+
+def dino_scores(trained: Trained, run: RunCommand) -> Scores:
+    """20-NN and linear probe, of the trained encoder and of one that was only initialised.
+
+    The class tokens of the last four blocks of `cls` are as wide as SPARO's encoding in these recipes, so they tell
+    whether width alone explains a difference in 20-NN. (The linear probe reads four blocks of every encoder.)
+    """
+    shared = option_words({"pretrained_weights": trained.folder / "checkpoint.pth", "data_path": trained.data})
+    shared += option_words({"device": "cpu", "seed": trained.seed, "num_workers": 1})
+
+    def scores(state: list[str]) -> dict[str, float]:
+        def knn(*words: str) -> float:
+            return float(run("knn", [*shared, *state, *words, "--nb_knn", "20"])["results"][0]["top1"])
+
+        found = {"20-NN": knn(), "linear probe": run("linear", [*shared, *state, *PROBE])["best"]["top1"]}
+        return {**found, WIDTH_CONTROL: knn("--n_last_blocks", "4")} if trained.variant == "cls" else found
+
+    return {"untrained": scores(["--untrained"]), "trained": scores([])}
+
+
+def clip_scores(trained: Trained, run: RunCommand) -> Scores:
+    """Zero-shot classification, and true against swapped captions."""
+    data_path, pairs = trained.data.split()
+    return {"trained": scene_scores(trained.folder, data_path, Path(pairs), "cpu", run)}
+
+
+def _built_in(train: str, evaluated: str) -> Callable[[str | None, Path, RunCommand], tuple[str, str]]:
+    """Scenes need no files."""
+
+    def prepare(data_path: str | None, folder: Path, run: RunCommand) -> tuple[str, str]:
+        if data_path:
+            raise ValueError(f"--data_path {data_path} is not used: this study draws its own images; leave it out")
+        return train, evaluated
+
+    return prepare
+
+
+def _photographs(data_path: str | None, folder: Path, run: RunCommand) -> tuple[str, str]:
+    """Class folders of the splits train and val; evaluated are 5,000 images of each, equally many of every class."""
+    if not data_path:
+        raise ValueError(
+            "this study needs photographs; give --data_path with the class folders of CIFAR-10 in train/ and val/"
+        )
+    rows = ["path,label,split"]
+    for split in ("train", "val"):
+        for label in sorted(path for path in Path(data_path, split).iterdir() if path.is_dir()):
+            rows += [f"{path.resolve()},{label.name},{split}" for path in sorted(label.iterdir())[:500]]
+    table = folder / "evaluated.csv"
+    table.write_text("\n".join(rows) + "\n")
+    return str(Path(data_path, "train")), str(table)
+
+
+def _scenes_with_captions(data_path: str | None, folder: Path, run: RunCommand) -> tuple[str, str]:
+    """Scenes, and the folder of true and false captions."""
+    train, evaluated = _built_in(str(CLIP_TRAINING["data_path"]), "scenes:4000:48")(data_path, folder, run)
+    pairs = folder / "pairs"
+    if not pairs.exists():
+        write_pairs(folder, 2000, run)
+    return train, f"{evaluated} {pairs}"
+
+
+SHARED_DINO = {**DINO_TRAINING, "precision": "fp32", "num_workers": "1"}
+DINO_READOUTS = {name: {"readout": name} for name in ("cls", "gap", "sparo")}
+
+CLIP_RECIPE = {name: value for name, value in CLIP_TRAINING.items() if not name.startswith("zero_shot")}
+CLIP_RECIPE |= {"precision": "fp32", "val_share": "0.04"}
+
+STUDIES = {
+    "scenes": Study(
+        question="DINO on the built-in scenes: read-outs cls, gap and sparo",
+        command="train",
+        variants=DINO_READOUTS,
+        baseline="cls",
+        recipe={**SHARED_DINO, "epochs": 4},
+        seeds=range(5),
+        learning_rates=(0.002, 0.004, 0.008),
+        choose=lambda epoch: epoch["knn_20"],
+        choice="20-NN of the last epoch, where 4,000 training images vote on 1,000 other training images",
+        prepare=_built_in("scenes:10000:48", "scenes:4000:48"),
+        evaluate=dino_scores,
+    ),
+    "cifar10": Study(
+        question="DINO on CIFAR-10 photographs: read-outs cls, gap and sparo",
+        command="train",
+        variants=DINO_READOUTS,
+        baseline="cls",
+        # Patches of 4 of 32 pixels: 36 tokens in a global crop, 9 in a local one, 64 where the encoder is evaluated.
+        recipe={**SHARED_DINO, "patch_size": 4, "global_crops_size": 24, "local_crops_size": 12, "epochs": 2},
+        seeds=range(3),
+        learning_rates=(0.002, 0.004, 0.008),
+        choose=lambda epoch: epoch["knn_20"],
+        choice="20-NN of the last epoch, where 4,000 training images vote on 1,000 other training images",
+        prepare=_photographs,
+        evaluate=dino_scores,
+    ),
+    "slots": Study(
+        question="DINO + SPARO on the built-in scenes: number L and width V of the slots",
+        command="train",
+        variants={
+            f"L{slots}_V{dim}": {"readout": "sparo", "sparo_slots": slots, "sparo_slot_dim": dim}
+            for slots in (4, 16, 64)
+            for dim in (8, 32)
+        },
+        baseline="L16_V32",
+        recipe={**SHARED_DINO, "epochs": 4},
+        seeds=range(2),
+        learning_rates=(0.004,),
+        choose=lambda epoch: epoch["knn_20"],
+        choice="nothing: one learning rate",
+        prepare=_built_in("scenes:10000:48", "scenes:4000:48"),
+        evaluate=dino_scores,
+    ),
+    "clip": Study(
+        question="CLIP on the captions of the built-in scenes: read-outs cls, gap_image and sparo",
+        command="train-clip",
+        variants={name: {"readout": name} for name in ("cls", "gap_image", "sparo")},
+        baseline="cls",
+        recipe=CLIP_RECIPE,
+        seeds=range(3),
+        learning_rates=(0.00075, 0.0015, 0.003),
+        choose=lambda epoch: -epoch["val_loss"],
+        choice="loss on 4 % of the training pairs, which are held out",
+        prepare=_scenes_with_captions,
+        evaluate=clip_scores,
+    ),
+}

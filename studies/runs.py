@@ -1,0 +1,169 @@
+"""The runs of a study -> one small result file each. What has a result is not run again; what was cut off resumes."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from dino_sparo.runtime.cli import say
+from dino_sparo.runtime.demos import option_words
+from studies.plans import CHOICE_SEED, STUDIES, Study, Trained
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run.
+
+    Attributes:
+        study: its name.
+        variant: name of the variant.
+        lr: learning rate, as the training command takes it.
+        seed: of weights, order and crops.
+    """
+
+    study: str
+    variant: str
+    lr: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Of its folder and of its result file."""
+        return f"{self.variant}_lr{self.lr:g}_seed{self.seed}"
+
+    @property
+    def only_chooses(self) -> bool:
+        """Whether it is one of the runs that choose the learning rate, which are not evaluated."""
+        return self.seed == CHOICE_SEED
+
+    def result(self, results: Path) -> dict[str, Any] | None:
+        """What it found; None before it is finished.
+
+        Args:
+            results: folder of all studies' results.
+        """
+        path = results / self.study / f"{self.name}.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
+
+def choosing_runs(name: str) -> list[Run]:
+    """The runs that choose the learning rate; none where there is only one."""
+    study = STUDIES[name]
+    if len(study.learning_rates) == 1:
+        return []
+    return [Run(name, variant, lr, CHOICE_SEED) for variant in study.variants for lr in study.learning_rates]
+
+
+def chosen_rates(name: str, results: Path) -> dict[str, float]:
+    """The best learning rate of every variant whose choosing runs are all finished."""
+    study = STUDIES[name]
+    if len(study.learning_rates) == 1:
+        return dict.fromkeys(study.variants, study.learning_rates[0])
+    chosen = {}
+    for variant in study.variants:
+        found = {run.lr: run.result(results) for run in choosing_runs(name) if run.variant == variant}
+        values = {lr: study.choose(result["epochs"][-1]) for lr, result in found.items() if result}
+        if len(values) == len(study.learning_rates):
+            chosen[variant] = max(values, key=lambda lr: values[lr])
+    return chosen
+
+
+def reported_runs(name: str, results: Path) -> list[Run]:
+    """The runs of all seeds with the chosen learning rates: all variants of one seed before the next seed."""
+    chosen = chosen_rates(name, results)
+    return [Run(name, variant, lr, seed) for seed in STUDIES[name].seeds for variant, lr in chosen.items()]
+
+
+def make_runs(name: str, data_path: str | None, output_dir: Path, results: Path, jobs: int, epochs: int | None) -> None:
+    """Make all runs of a study that have no result: first those that choose the learning rate.
+
+    Args:
+        name: of the study.
+        data_path: of its images, where it needs some.
+        output_dir: of checkpoints and logs.
+        results: folder of all studies' results.
+        jobs: runs at a time, with one thread each.
+        epochs: instead of the recipe's, to try it out.
+    """
+    from dino_sparo.__main__ import run
+
+    folder = output_dir / name
+    folder.mkdir(parents=True, exist_ok=True)
+    train, evaluated = STUDIES[name].prepare(data_path, folder, run)
+    recipe = {**STUDIES[name].recipe, "data_path": train, **({} if epochs is None else {"epochs": epochs})}
+    for stage in (choosing_runs, lambda name: reported_runs(name, results)):
+        missing = [one for one in stage(name) if one.result(results) is None]
+        for number, result in enumerate(_in_processes(missing, recipe, folder, evaluated, jobs), 1):
+            path = results / name / f"{result['run']}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(result, indent=1) + "\n")
+            say(f"{number} of {len(missing)}: {path}")
+
+
+def _in_processes(
+    missing: Sequence[Run], recipe: Mapping[str, object], folder: Path, evaluated: str, jobs: int
+) -> Iterator[dict[str, Any]]:
+    """Results in the order in which they are ready."""
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_use_one_thread) as pool:
+        waiting = [pool.submit(make_run, one, recipe, folder / one.name, evaluated) for one in missing]
+        for done in as_completed(waiting):
+            yield done.result()
+
+
+def _use_one_thread() -> None:
+    """Two small runs side by side are faster than one after the other with two threads."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def make_run(one: Run, recipe: Mapping[str, object], folder: Path, evaluated: str) -> dict[str, Any]:
+    """Train and evaluate; everything that is printed goes to console.txt in the run's folder.
+
+    Args:
+        one: the run.
+        recipe: the options that all variants share.
+        folder: of the run.
+        evaluated: what `Study.evaluate` gets as `data`.
+
+    Returns:
+        Its options, scores, curves, and what they were measured with: plain values.
+    """
+    import torch
+
+    from dino_sparo import load_encoder
+    from dino_sparo.__main__ import run
+    from dino_sparo.runtime.records import git_hash
+
+    folder.mkdir(parents=True, exist_ok=True)
+    console = os.open(folder / "console.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(console, 1)
+    os.dup2(console, 2)
+    study: Study = STUDIES[one.study]
+    options = {**recipe, **study.variants[one.variant], "lr": one.lr, "seed": one.seed, "device": "cpu"}
+    run(study.command, option_words({**options, "output_dir": folder}))
+    epochs = [json.loads(line) for line in (folder / "log.txt").read_text().splitlines()]
+    steps = [epoch["step"] for epoch in epochs]
+    images = int(str(options.get("batch_size_per_gpu", options.get("batch_size"))))
+    seconds = sum(
+        images * (step - before) / epoch["train_images_per_s"]
+        for epoch, step, before in zip(epochs, steps, [0, *steps], strict=False)
+    )
+    scores = {} if one.only_chooses else study.evaluate(Trained(folder, one.variant, one.seed, evaluated), run)
+    kept = ("step", "train_loss", "knn_20", "val_loss")
+    return {
+        "run": one.name,
+        "options": {name: str(value) for name, value in options.items() if name != "data_path"},
+        "scores": scores,
+        "epochs": [{key: epoch[key] for key in kept if key in epoch} for epoch in epochs],
+        "training_s": round(seconds),
+        "encoder_parameters": sum(p.numel() for p in load_encoder(folder / "checkpoint.pth").parameters()),
+        "commit": git_hash(),
+        "torch": str(torch.__version__),
+    }

@@ -1,0 +1,107 @@
+"""Studies: which runs are made, and what the tables say of them."""
+
+import json
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from studies import report, runs
+from studies.plans import CHOICE_SEED, STUDIES
+from studies.runs import Run
+
+
+def write(results: Path, run: Run, quality: float = 0.0, scores: Mapping[str, Mapping[str, float]] | None = None) -> None:
+    path = results / run.study / f"{run.name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    epochs = [{"step": 10, "train_loss": 2.0, "knn_20": quality}]
+    path.write_text(
+        json.dumps({"epochs": epochs, "scores": scores or {}, "training_s": 60, "encoder_parameters": 1000})
+    )
+
+
+def write_all(results: Path, offsets: Mapping[str, float]) -> None:
+    for run in runs.choosing_runs("scenes"):
+        write(results, run, quality=run.lr * 1000 if run.variant == "cls" else -run.lr)
+    for run in runs.reported_runs("scenes", results):
+        trained = {"20-NN": 60.0 + run.seed + offsets[run.variant] * (1 + run.seed)}
+        write(results, run, scores={"untrained": {"20-NN": 50.0}, "trained": trained})
+
+
+def test_the_learning_rate_is_chosen_per_variant_and_by_runs_that_are_not_reported(tmp_path: Path) -> None:
+    write_all(tmp_path, {"cls": 0.0, "gap": 0.0, "sparo": 0.0})
+    assert runs.chosen_rates("scenes", tmp_path) == {"cls": 0.008, "gap": 0.002, "sparo": 0.002}
+    assert all(run.seed != CHOICE_SEED for run in runs.reported_runs("scenes", tmp_path))
+
+
+def test_no_run_is_reported_before_its_learning_rate_is_chosen(tmp_path: Path) -> None:
+    for run in runs.choosing_runs("scenes")[:4]:  # all of cls, one of gap
+        write(tmp_path, run)
+    assert {run.variant for run in runs.reported_runs("scenes", tmp_path)} == {"cls"}
+
+
+def test_all_variants_of_one_seed_come_before_the_next_seed(tmp_path: Path) -> None:
+    write_all(tmp_path, dict.fromkeys(("cls", "gap", "sparo"), 0.0))
+    seeds = [run.seed for run in runs.reported_runs("scenes", tmp_path)]
+    assert seeds == sorted(seeds)
+    assert len(seeds) == 3 * 5
+
+
+def test_tables_pair_the_seeds_and_give_students_interval(tmp_path: Path) -> None:
+    write_all(tmp_path, {"cls": 0.0, "gap": 0.0, "sparo": 2.0})
+    tables = report.report("scenes", tmp_path)
+    # sparo - cls: 2, 4, 6, 8, 10; t(4) = 2.776; 2.776 * 3.1623 / sqrt(5) = 3.93
+    assert "| sparo - cls | +0.0 [+0.0, +0.0] | +6.0 [+2.1, +9.9] |" in tables
+    assert "| gap - cls | +0.0 [+0.0, +0.0] | +0.0 [+0.0, +0.0] |" in tables
+    assert f"62.0 ± {statistics.stdev([60, 61, 62, 63, 64]):.1f}" in tables
+    assert "| sparo | 4 | 50.0 | 74.0 |" in tables
+    assert "**8.00**" in tables  # the choice for cls
+
+
+def test_one_seed_has_no_interval() -> None:
+    assert report.t_interval([1.25]) == "+1.2 (one seed)"
+
+
+def test_a_seed_without_its_partner_is_not_compared(tmp_path: Path) -> None:
+    write_all(tmp_path, {"cls": 0.0, "gap": 0.0, "sparo": 2.0})
+    (tmp_path / "scenes" / "cls_lr0.008_seed4.json").unlink()
+    assert "| sparo - cls | +0.0 [+0.0, +0.0] | +5.0 [+0.9, +9.1] |" in report.report("scenes", tmp_path)
+
+
+def test_nothing_finished_gives_no_tables(tmp_path: Path) -> None:
+    assert "seeds" not in report.report("scenes", tmp_path)
+
+
+def test_the_plot_is_drawn(tmp_path: Path) -> None:
+    write_all(tmp_path, {"cls": 0.0, "gap": 1.0, "sparo": 2.0})
+    report.draw("scenes", tmp_path, tmp_path / "scenes.png")
+    assert (tmp_path / "scenes.png").stat().st_size > 10_000
+
+
+def test_a_study_of_photographs_asks_for_them(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="give --data_path"):
+        runs.make_runs("cifar10", None, tmp_path / "out", tmp_path / "results", jobs=1, epochs=None)
+
+
+@pytest.mark.parametrize("name", sorted(STUDIES))
+def test_the_variants_differ_in_their_own_options_alone(name: str) -> None:
+    study = STUDIES[name]
+    assert study.baseline in study.variants
+    assert "lr" not in {option for options in study.variants.values() for option in options}
+
+
+@pytest.mark.slow
+def test_a_run_trains_evaluates_and_says_with_what(tmp_path: Path) -> None:
+    recipe = {**STUDIES["scenes"].recipe, "data_path": "scenes:320:48", "epochs": 1, "warmup_epochs": 0}
+    wanted = [Run("scenes", "cls", 0.004, 0), Run("scenes", "sparo", 0.004, CHOICE_SEED)]
+    found = {
+        result["run"]: result for result in runs._in_processes(wanted, recipe, tmp_path, "scenes:100:48", jobs=2)
+    }
+    reported, choosing = found["cls_lr0.004_seed0"], found["sparo_lr0.004_seed100"]
+    assert set(reported["scores"]) == {"untrained", "trained"}
+    assert set(reported["scores"]["trained"]) == {"20-NN", "linear probe", "20-NN, 4 blocks"}
+    assert choosing["scores"] == {}
+    assert reported["epochs"][-1]["step"] == 20
+    assert reported["options"]["readout"] == "cls"
+    assert reported["training_s"] > 0
