@@ -35,7 +35,7 @@ from dino_sparo.image_text.evaluation.image_files import Crop
 from dino_sparo.image_text.evaluation.image_rows import ClipView
 from dino_sparo.image_text.evaluation.looking_scorer import CaptionLook, LookingScorer
 from dino_sparo.image_text.evaluation.questions import Answers, Confusions, Question, confusions
-from dino_sparo.image_text.map_tiles import MapTile
+from dino_sparo.image_text.map_tiles import map_tile
 from dino_sparo.oc_clip.evaluated import scorer_of
 from dino_sparo.oc_clip.model import load_oc_clip
 
@@ -137,11 +137,15 @@ def test_an_oc_clip_looks_with_the_entities_of_each_caption(tmp_path):
     assert isinstance(scorer, LookingScorer)
     image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (50, 70, 3), dtype=np.uint8))
     look = scorer.look_at(image, ["a red star left of a blue ring", "a dot"])
-    assert [[tile.title for tile in caption.tiles] for caption in look.captions] == [["red star", "blue ring"], ["dot"]]
+    assert [[tile.title for tile in caption.tiles if tile.frame] for caption in look.captions] == [
+        ["red star", "blue ring"],
+        ["dot"],
+    ]
+    assert {caption.tiles[0].title for caption in look.captions} == {"winner of each patch"}
     assert re.fullmatch(r"red star left of blue ring: .*, turned round .*", look.captions[0].line)
     assert look.captions[1].line == ""
-    assert look.captions[0].tiles[0].levels.shape == (3, 3)
-    assert look.explanation.startswith("The maps are those of the entities")
+    assert look.captions[0].tiles[1].paint(np.zeros((30, 30, 3), dtype=np.uint8)).shape == (30, 30, 3)
+    assert "which entity has the largest share of each patch" in look.explanation
 
 
 # --- pages and sheets
@@ -154,7 +158,7 @@ def gallery(has_maps: bool) -> Gallery:
         Failure("a <split>", "photos/a&b.png", None, "a <red> star " * 20, "a blue star " * 20, -0.1234, 0.5),
         Failure("other", "long_name_" * 16 + ".png", (1.0, 2.0, 3.0, 4.0), "x", "a_word_" * 20, 0.1, 0.2),
     ]
-    tiles = [MapTile("some phrase of a length", rng.random((3, 5)), ("+0.001", "word" * 9 + " 4%")) for _ in range(7)]
+    tiles = [map_tile("some phrase of a length", rng.random((3, 5)), ("+0.001", "word" * 9 + " 4%")) for _ in range(7)]
     looks = [CaptionLook("a line of numbers " * 9, tiles), CaptionLook("", tiles[:1])] if has_maps else []
     shown = [Shown(failure, picture, looks) for failure in failures]
     groups = {"Bench <1>: 5 of 7 wrong": shown, "Empty: 0 of 3 wrong": []}

@@ -23,6 +23,7 @@ from clip_fakes import small_checkpoint
 from figures import assert_readable, drawn_words
 
 from dino_sparo.evaluation.views import SquareView
+from dino_sparo.image_text.map_tiles import framed
 from dino_sparo.image_text.picture_pairs import ViewedPair, open_picture_pairs, view_pairs
 from dino_sparo.oc_clip.config import BindingConfig
 from dino_sparo.oc_clip.evaluated import scorer_of
@@ -34,8 +35,8 @@ from dino_sparo.oc_clip.pairs import tokenize_phrases
 from dino_sparo.oc_clip.pictures.draw import choose_pairs
 from dino_sparo.oc_clip.pictures.looks import READINGS, GraphLook, look_at
 from dino_sparo.oc_clip.pictures.page import write_page
-from dino_sparo.oc_clip.pictures.panels import MAX_ENTITIES, framed, panels_of, shown_entities, without_map
 from dino_sparo.oc_clip.pictures.sheet import Gallery, draw_sheet
+from dino_sparo.oc_clip.pictures.tiles import MAX_ENTITIES, shown_entities, tiles_of, without_map
 
 NUM_DEFAULT, SIZE = 3, 32
 CPU = torch.device("cpu")
@@ -156,28 +157,30 @@ def test_the_first_panel_paints_each_patch_in_the_colour_of_the_entity_that_wins
     picture = np.full((40, 40, 3), 200, dtype=np.uint8)
     shown = two_by_two()
     assert shown.winners.tolist() == [[0, 1], [-1, -1]]
-    winner, first, second, rest = panels_of(shown, picture)
-    assert [panel.kind for panel in (winner, first, second, rest)] == ["winner", "entity", "entity", "rest"]
+    winner, first, second, rest = tiles_of(shown)
+    assert [tile.is_soft for tile in (winner, first, second, rest)] == [False, False, False, True]
     assert winner.notes == ("", "entities win 2 of 4 patches")
-    painted = winner.picture[[0, 0, -1, -1], [0, -1, 0, -1]].astype(int)
-    for pixel, panel in zip(painted, (first, second), strict=False):
-        paint = np.array(ImageColor.getrgb(panel.colour))
-        assert (np.abs(pixel - (0.38 * 170 + 0.62 * paint)) <= 1).all()
-        assert (framed(panel, 2)[0] == paint).all()
-        assert (framed(panel, 2)[5, 5] == panel.picture[5, 5]).all()
+    painted = winner.paint(picture)[[0, 0, -1, -1], [0, -1, 0, -1]].astype(int)
+    for pixel, tile in zip(painted, (first, second), strict=False):
+        colour = np.array(ImageColor.getrgb(tile.frame))
+        assert (np.abs(pixel - (0.38 * 170 + 0.62 * colour)) <= 1).all()
+        shown_map = tile.paint(picture)
+        assert (framed(shown_map, tile.frame)[0] == colour).all()
+        assert (framed(shown_map, tile.frame)[5, 5] == shown_map[5, 5]).all()
     assert (painted[2:] == 170).all()  # grey, not painted
     # The patches of a map are seen as they are: one value each.
-    assert len(np.unique(first.picture.reshape(-1, 3), axis=0)) <= 4
-    assert rest.notes == ("", "mean share 52 %")
-    assert np.abs(rest.picture[-1, -1].astype(int) - ImageColor.getrgb("#ece8f6")).max() <= 1  # all of this patch
+    assert len(np.unique(first.paint(picture).reshape(-1, 3), axis=0)) <= 4
+    assert rest.notes == ("", "share 52 %")
+    assert (
+        np.abs(rest.paint(picture)[-1, -1].astype(int) - ImageColor.getrgb("#ece8f6")).max() <= 1
+    )  # all of this patch
 
 
 def test_default_tokens_have_maps_only_where_they_are_asked_for():
-    picture = np.full((40, 40, 3), 200, dtype=np.uint8)
-    assert [panel.title for panel in panels_of(look(), picture)][3:] == ["taken by default tokens"]
-    titles = [panel.title for panel in panels_of(look(), picture, default_tokens=True)]
+    assert [tile.title for tile in tiles_of(look())][3:] == ["taken by default tokens"]
+    titles = [tile.title for tile in tiles_of(look(), default_tokens=True)]
     assert titles[4:] == ["default token 1", "default token 2", "default token 3"]
-    assert [panel.kind for panel in panels_of(look(2, "keys"), picture)] == ["entity", "entity"]
+    assert [tile.frame for tile in tiles_of(look(2, "keys"))] == ["#0072b2", "#e69f00"]
 
 
 def test_of_too_many_entities_those_that_win_patches_have_maps():
@@ -243,7 +246,7 @@ def test_the_page_shows_every_map_without_javascript_and_asks_for_nothing(galler
     page = Checked()
     page.feed(text)
     assert page.open == []
-    num_maps = sum(len(panels_of(shown, gallery.pictures[0])) for shown in gallery.looks)
+    num_maps = sum(len(tiles_of(shown)) for shown in gallery.looks)
     assert page.pressed == ["true"] * num_maps  # the style shows the maps of these, with and without script
     assert len(page.references) == 1 + 2 * num_maps + len(gallery.looks)
     assert all(reference.startswith("data:") for reference in page.references)

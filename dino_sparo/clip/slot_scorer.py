@@ -22,7 +22,7 @@ from dino_sparo.evaluation.page import RAMP_ENDS
 from dino_sparo.image_text.evaluation.dot_product import DotProductScorer
 from dino_sparo.image_text.evaluation.image_rows import ClipView
 from dino_sparo.image_text.evaluation.looking_scorer import CaptionLook, ImageLook
-from dino_sparo.image_text.map_tiles import MapTile
+from dino_sparo.image_text.map_tiles import map_tile
 
 MAX_SLOTS = 5  # shown per caption
 EXPLANATION = (
@@ -57,7 +57,7 @@ class SlotScorer(DotProductScorer):
             words = caption_words(caption, own_ids)
             shares = word_attention(own, words, own_ids).words
             tiles = [
-                MapTile(f"slot {slot}", heat(maps[slot]), (f"{lead[slot]:+.3f}", _top_word(words, shares[slot])))
+                map_tile(f"slot {slot}", heat(maps[slot]), (f"{lead[slot]:+.3f}", _top_word(words, shares[slot])))
                 for slot in best_slots(lead)
             ]
             looks.append(CaptionLook(lead_in_words(lead), tiles))

@@ -5,6 +5,7 @@ words. Widths of words are measured, so that a figure can make room before it is
 """
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -31,6 +32,7 @@ LINE = 20  # pixels between the baselines of a paragraph
 RAMP_WIDTH, RAMP_HEIGHT = 150, 10  # pixels
 RAMP_ENDS = ("even share of attention or less", "most")
 ELLIPSIS = "…"
+NO_LETTER = "\u25af"  # for a letter that the font lacks
 
 
 def require_matplotlib() -> None:
@@ -238,6 +240,20 @@ def text_width(words: str, size: float = TEXT_SIZE, weight: str = "normal") -> f
 def _renderer() -> Any:
     # The font at hand decides, so the renderer is asked that will draw.
     return Page(1, 1).figure.canvas.get_renderer()
+
+
+def drawable(words: str) -> str:
+    """Words on one line, with `NO_LETTER` for every letter that the font of a `Page` lacks."""
+    one_line = re.sub(r"[\t\n\v\f\r]+", " ", words)
+    return "".join(letter if ord(letter) in _letters() else NO_LETTER for letter in one_line)
+
+
+@lru_cache(maxsize=1)
+def _letters() -> frozenset[int]:
+    """Code points of the font that `Page.text` draws with."""
+    from matplotlib.font_manager import FontProperties, findfont, get_font
+
+    return frozenset(get_font(findfont(FontProperties())).get_charmap())
 
 
 def shorten(words: str, width: int, size: float = TEXT_SIZE, weight: str = "normal") -> str:

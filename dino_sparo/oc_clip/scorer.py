@@ -30,13 +30,13 @@ from dino_sparo.oc_clip.model import OCCLIP, look_up
 from dino_sparo.oc_clip.pair_scores import EncodedGraphs, score_pairs, scores_of_slots
 from dino_sparo.oc_clip.pairs import tokenize_phrases
 from dino_sparo.oc_clip.pictures.looks import look_at
+from dino_sparo.oc_clip.pictures.tiles import tiles_of
 
 logger = logging.getLogger(__name__)
 
 PAIR_CHUNK = 128  # matched pairs that are bound at a time
 IMAGE_CHUNK = 16  # images that are scored with all graphs at a time
 PHRASE_BATCH = 512  # phrases encoded at a time
-DEFAULTS_LEFT_OUT = "The maps are those of the entities; default tokens have maps too, which are left out. "
 
 
 @dataclass(frozen=True)
@@ -228,11 +228,10 @@ class GraphScorer(ImageRows):
         with inference(self.module, self.device, self.dtype):
             pairs = [ViewedPair(0, caption, caption, view) for caption in captions]
             found = [look_at(self.model, pair, self.graphs.lookup(pair.caption)[0], self.device) for pair in pairs]
-        looks = [CaptionLook("  ·  ".join(look.relations_in_words), look.tiles[: len(look.shares)]) for look in found]
+        looks = [CaptionLook("  ·  ".join(look.relations_in_words), tiles_of(look)) for look in found]
         reading = found[0].reading
-        explanation = DEFAULTS_LEFT_OUT * (self.model.binding.num_default > 0) + reading.explanation
         seen = self.transform.seen(image, self.model.image.backbone.patch_size)
-        return ImageLook(seen, looks, explanation, reading.ends)
+        return ImageLook(seen, looks, reading.explanation, reading.ends)
 
 
 def _phrases(graph: SceneGraph) -> Iterator[str]:

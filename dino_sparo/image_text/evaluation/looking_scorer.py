@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 from PIL import Image
 
 from dino_sparo.evaluation.views import View
-from dino_sparo.image_text.map_tiles import MapTile
+from dino_sparo.image_text.map_tiles import Tile
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class CaptionLook:
     """
 
     line: str
-    tiles: Sequence[MapTile]
+    tiles: Sequence[Tile]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 looks.py     a model, an image and its caption's graph -> shares of patches, cosines, scores
 draw.py      a model and pairs -> the sheet and the page
-panels.py    a look and its image -> the pictures of a row
+tiles.py     a look -> the tiles of a row
 sheet.py     the PNG
 page.py      the HTML page
 options.py   the options, without torch

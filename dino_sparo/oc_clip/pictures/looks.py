@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dino_sparo.evaluation.attention import MIN_CONTRAST, effective_patches
-from dino_sparo.image_text.map_tiles import MapTile
 from dino_sparo.image_text.picture_pairs import ViewedPair
 from dino_sparo.oc_clip.graph_batches import batch_graphs
 from dino_sparo.oc_clip.graphs import SceneGraph
@@ -37,7 +36,7 @@ class Reading(NamedTuple):
         is_competition: whether entities compete for patches, so that each patch has a winner.
         even_share: maps -> the share that all values would have if they were equal.
         ends: words for the lowest and the highest colour.
-        summary: what the panels show, for the sheet.
+        summary: what the tiles show, for the sheet.
         explanation: the same for the page, with the limits.
         size: map -> how much of the image it takes, in words.
     """
@@ -66,9 +65,9 @@ READINGS: dict[str, Reading] = {
         "each patch that one entity takes. All maps of a row have one scale, which comes from its entities alone: "
         "from an even share to the largest share that an entity has. Default tokens take what no entity names, and "
         "nothing is computed from it; the veil is as thick as the share that they take together, from 0 to 100 %. "
-        "The mean share is the mean over all patches, not an area. A large share says that this entity wins the patch "
+        "The share below a map is the mean over all patches, not an area. A large share says that this entity wins the patch "
         "against the others, not that it is there: compare the cosines.",
-        lambda shares: f"mean share {100 * shares.mean():.0f} %",
+        lambda shares: f"share {100 * shares.mean():.0f} %",
     ),
     "keys": Reading(
         False,
@@ -147,16 +146,6 @@ class GraphLook:
         """The relations and their scores."""
         scores = zip(self.sentences, self.relation_scores, self.turned_scores, strict=True)
         return [f"{sentence}: {score:.2f}, turned round {turned:.2f}" for sentence, score, turned in scores]
-
-    @property
-    def tiles(self) -> list[MapTile]:
-        """The maps in colours with their numbers: of the entities, then of the default tokens."""
-        titles = [*self.graph.entities, *(f"default token {i + 1}" for i in range(len(self.default_shares)))]
-        cosines = [f"cosine {cosine:.2f}" for cosine in self.cosines] + [""] * len(self.default_shares)
-        return [
-            MapTile(title, levels, (cosine, self.reading.size(shares).removeprefix("mean ")), not cosine, smooth=False)
-            for title, levels, cosine, shares in zip(titles, self.levels, cosines, self.maps, strict=True)
-        ]
 
     def to_json(self) -> dict[str, Any]:
         """The numbers."""

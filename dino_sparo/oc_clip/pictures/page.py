@@ -10,18 +10,16 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import UInt8
 
-from dino_sparo.evaluation.html_page import FIGURES_STYLE, data_uri, html_page, switchable_image
+from dino_sparo.evaluation.html_page import FIGURES_STYLE, data_uri, html_page
 from dino_sparo.evaluation.names import short_name
+from dino_sparo.image_text.map_tiles import TILE_STYLE, tile_figure
 from dino_sparo.oc_clip.pictures.looks import GraphLook
-from dino_sparo.oc_clip.pictures.panels import Panel, panels_of, without_map
 from dino_sparo.oc_clip.pictures.sheet import MAPS_PER_LINE, TITLE, Gallery
+from dino_sparo.oc_clip.pictures.tiles import tiles_of, without_map
 
 OWN_STYLE = """
 section { grid-template-columns: 1fr; content-visibility: visible; }
 .figures { gap: 12px; }
-figcaption { font-weight: 600; margin: 0 0 6px; min-height: 3em; display: flex; align-items: flex-end; }
-.default figcaption, .rest figcaption { color: var(--soft); font-weight: 400; }
-.entity .shot { border: 3px solid var(--frame); }
 .plain { display: block; width: 100%; border-radius: 8px; }
 table { border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums; }
 th, td { padding: 2px 18px 2px 0; text-align: right; }
@@ -52,7 +50,7 @@ def write_page(gallery: Gallery, path: Path) -> None:
         f"{escape(reading.explanation)} {SCORES_EXPLANATION} {escape(gallery.weights)}",
         "\n".join(_section(number, look, picture, gallery.default_tokens) for number, (look, picture) in pairs),
         "Click an image to switch its map on and off.",
-        more_style=FIGURES_STYLE + OWN_STYLE,
+        more_style=FIGURES_STYLE + TILE_STYLE + OWN_STYLE,
         ends=reading.ends,
     )
     path.write_text(page, encoding="utf-8")
@@ -63,7 +61,7 @@ def _section(number: int, look: GraphLook, picture: UInt8[np.ndarray, "H W 3"], 
     name = escape(short_name(look.pair.name), quote=True)
     figures = [
         f'<figure><figcaption>image</figcaption><img class="plain" alt="{name}" src="{data_uri(picture)}"></figure>',
-        *(_figure(look, picture, panel) for panel in panels_of(look, picture, default_tokens)),
+        *(tile_figure(picture, tile, look.pair.name) for tile in tiles_of(look, default_tokens)),
     ]
     score = "; ".join(filter(None, [f"score {look.score:.2f}", without_map(look)]))
     return (
@@ -84,12 +82,3 @@ def _relations(look: GraphLook) -> str:
     ]
     heads = "<tr><th>relation</th><th>score</th><th>turned round</th></tr>"
     return f"<table>{heads}{''.join(rows)}</table>" if rows else ""
-
-
-def _figure(look: GraphLook, picture: UInt8[np.ndarray, "H W 3"], panel: Panel) -> str:
-    """One map: an image that can be switched between itself and the map, its title above, numbers below."""
-    title = escape(panel.title, quote=True)
-    image = switchable_image(picture, panel.picture, look.pair.name, title)
-    numbers = "".join(f"<div><dd>{note}</dd></div>" for note in panel.notes if note)
-    frame = f' style="--frame: {panel.colour}"' if panel.colour else ""
-    return f'<figure class="{panel.kind}"{frame}><figcaption>{title}</figcaption>{image}\n<dl>{numbers}</dl></figure>'

@@ -36,7 +36,7 @@ from dino_sparo.image_text.evaluation.compositional.failures import Failure, Fai
 from dino_sparo.image_text.evaluation.image_files import named_source
 from dino_sparo.image_text.evaluation.looking_scorer import CaptionLook, LookingScorer
 from dino_sparo.image_text.evaluation.scorer import Scorer
-from dino_sparo.image_text.map_tiles import TILE_STYLE, MapTile, draw_tiles, tile_figure, tiles_height
+from dino_sparo.image_text.map_tiles import TILE_STYLE, Tile, draw_tiles, tile_figure, tiles_height
 from dino_sparo.image_text.picture_pairs import PICTURE_HEIGHT
 
 TITLE = "The clearest errors"
@@ -279,7 +279,7 @@ def _lines(band: Band) -> list[str]:
 
 
 def _band_height(band: Band) -> int:
-    tiles: Sequence[MapTile] = band.look.tiles
+    tiles: Sequence[Tile] = band.look.tiles
     notes = LINE * len(wrap(band.look.line, COLUMN)) if band.look.line else 0
     return CAPTION_LINE * len(_lines(band)) + notes + (8 + tiles_height(tiles, TILE, TILES_PER_LINE) if tiles else 0)
 

@@ -1,4 +1,4 @@
-"""A look and its picture -> the panels of a row, for the sheet and for the page.
+"""A look -> the tiles of a row, for the sheet and for the page.
 
 winner      which entity wins each patch, in the entity's colour
 entity      the share of each patch that one entity takes, framed in its colour; at most `MAX_ENTITIES`
@@ -6,13 +6,14 @@ rest        what the default tokens take together, under a veil
 default     the maps of the default tokens, where they are asked for
 """
 
-from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Float, Int
 from PIL import ImageColor
 
-from dino_sparo.evaluation.attention import enlarge, overlay_levels
+from dino_sparo.evaluation.attention import enlarge
+from dino_sparo.image_text.map_tiles import Picture, Tile, map_tile
 from dino_sparo.oc_clip.pictures.looks import GraphLook
 
 # Colours of Okabe and Ito, which colour-blind eyes tell apart, and a violet.
@@ -23,52 +24,33 @@ VEIL = "#ece8f6"
 PAINT, BRIGHTNESS = 0.62, 0.85  # of a won patch: how much of it is paint, and of an image in grey
 
 
-@dataclass(frozen=True)
-class Panel:
-    """One picture of a row and what stands around it.
-
-    Attributes:
-        kind: as at the top of this file.
-        title: above it.
-        notes: below it, left and right.
-        picture: the map over its image.
-        colour: of its frame; None: without one.
-    """
-
-    kind: str
-    title: str
-    notes: tuple[str, str]
-    picture: UInt8[np.ndarray, "H W 3"]
-    colour: str | None = None
-
-
-def panels_of(look: GraphLook, picture: UInt8[np.ndarray, "H W 3"], default_tokens: bool = False) -> list[Panel]:
-    """The panels of a look, in the order in which they are shown.
+def tiles_of(look: GraphLook, default_tokens: bool = False) -> list[Tile]:
+    """The tiles of a look, in the order in which they are shown.
 
     Args:
         look: its numbers.
-        picture: (H, W, 3), the view of its image, at the size to draw.
         default_tokens: whether each default token has a map too.
     """
     numbers = shown_entities(look)
     colours = dict(zip(numbers, COLOURS, strict=False))
-    panels = []
+    tiles = []
     if look.reading.is_competition:
         won = int((look.winners >= 0).sum())
-        painted = paint_winners(look.winners, colours, picture)
-        notes = ("", f"entities win {won} of {look.winners.size} patches")
-        panels.append(Panel("winner", "winner of each patch", notes, painted))
+        paint = partial(paint_winners, winners=look.winners, colours=colours)
+        tiles.append(Tile("winner of each patch", paint, ("", f"entities win {won} of {look.winners.size} patches")))
     for number in numbers:
         notes = (f"cosine {look.cosines[number]:.2f}", look.reading.size(look.shares[number]))
-        map_on_it = overlay_levels(picture, look.levels[number], smooth=False)
-        panels.append(Panel("entity", look.graph.entities[number], notes, map_on_it, colours[number]))
+        title, levels = look.graph.entities[number], look.levels[number]
+        tiles.append(map_tile(title, levels, notes, frame=colours[number], smooth=False))
     if len(look.default_shares):
         rest = look.default_shares.sum(axis=0)
-        panels.append(Panel("rest", "taken by default tokens", ("", look.reading.size(rest)), veil(rest, picture)))
+        notes = ("", look.reading.size(rest))
+        tiles.append(Tile("taken by default tokens", partial(veil, shares=rest), notes, is_soft=True))
     for token, shares in enumerate(look.default_shares if default_tokens else ()):
-        map_on_it = overlay_levels(picture, look.levels[len(look.shares) + token], smooth=False)
-        panels.append(Panel("default", f"default token {token + 1}", ("", look.reading.size(shares)), map_on_it))
-    return panels
+        levels = look.levels[len(look.shares) + token]
+        notes = ("", look.reading.size(shares))
+        tiles.append(map_tile(f"default token {token + 1}", levels, notes, is_soft=True, smooth=False))
+    return tiles
 
 
 def shown_entities(look: GraphLook) -> list[int]:
@@ -82,21 +64,19 @@ def shown_entities(look: GraphLook) -> list[int]:
 
 
 def without_map(look: GraphLook) -> str:
-    """What the panels do not show, in words; "" where they show every entity."""
+    """What the tiles do not show, in words; "" where they show every entity."""
     number = len(look.shares) - MAX_ENTITIES
     where = "; patches that they win are white" if look.reading.is_competition else ""
     return f"{number} more entities have no map{where}" if number > 0 else ""
 
 
-def paint_winners(
-    winners: Int[np.ndarray, "h w"], colours: dict[int, str], picture: UInt8[np.ndarray, "H W 3"]
-) -> UInt8[np.ndarray, "H W 3"]:
+def paint_winners(picture: Picture, winners: Int[np.ndarray, "h w"], colours: dict[int, str]) -> Picture:
     """The image in grey, and on it the patches that entities win, in their colours.
 
     Args:
+        picture: (H, W, 3).
         winners: (h, w), number of the entity; -1 where a default token wins: such a patch is not painted.
         colours: of the entities that have one; the others share `OTHER`.
-        picture: (H, W, 3).
     """
     grey = picture @ np.array([0.299, 0.587, 0.114])
     shown = np.repeat(BRIGHTNESS * grey[..., None], 3, axis=-1)
@@ -109,18 +89,8 @@ def paint_winners(
     return (shown + 0.5).astype(np.uint8)
 
 
-def veil(shares: Float[np.ndarray, "h w"], picture: UInt8[np.ndarray, "H W 3"]) -> UInt8[np.ndarray, "H W 3"]:
+def veil(picture: Picture, shares: Float[np.ndarray, "h w"]) -> Picture:
     """The image behind a veil, the thicker the larger the share, from none at 0 to opaque at 1."""
     height, width = picture.shape[:2]
     cover = enlarge(shares, height, width, smooth=False)[..., None]
     return (picture * (1 - cover) + np.array(ImageColor.getrgb(VEIL)) * cover + 0.5).astype(np.uint8)
-
-
-def framed(panel: Panel, width: int) -> UInt8[np.ndarray, "H W 3"]:
-    """The panel's picture with a frame of its colour inside its edges, `width` pixels wide."""
-    if panel.colour is None:
-        return panel.picture
-    shown = np.empty_like(panel.picture)
-    shown[:] = ImageColor.getrgb(panel.colour)
-    shown[width:-width, width:-width] = panel.picture[width:-width, width:-width]
-    return shown
