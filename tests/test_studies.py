@@ -12,7 +12,10 @@ from studies.plans import CHOICE_SEED, STUDIES
 from studies.runs import Run
 
 
-def write(results: Path, run: Run, quality: float = 0.0, scores: Mapping[str, Mapping[str, float]] | None = None) -> None:
+Scores = Mapping[str, Mapping[str, float]]
+
+
+def write(results: Path, run: Run, quality: float = 0.0, scores: Scores | None = None) -> None:
     path = results / run.study / f"{run.name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     epochs = [{"step": 10, "train_loss": 2.0, "knn_20": quality}]
@@ -95,9 +98,7 @@ def test_the_variants_differ_in_their_own_options_alone(name: str) -> None:
 def test_a_run_trains_evaluates_and_says_with_what(tmp_path: Path) -> None:
     recipe = {**STUDIES["scenes"].recipe, "data_path": "scenes:320:48", "epochs": 1, "warmup_epochs": 0}
     wanted = [Run("scenes", "cls", 0.004, 0), Run("scenes", "sparo", 0.004, CHOICE_SEED)]
-    found = {
-        result["run"]: result for result in runs._in_processes(wanted, recipe, tmp_path, "scenes:100:48", jobs=2)
-    }
+    found = {result["run"]: result for result in runs._in_processes(wanted, recipe, tmp_path, "scenes:100:48", jobs=2)}
     reported, choosing = found["cls_lr0.004_seed0"], found["sparo_lr0.004_seed100"]
     assert set(reported["scores"]) == {"untrained", "trained"}
     assert set(reported["scores"]["trained"]) == {"20-NN", "linear probe", "20-NN, 4 blocks"}

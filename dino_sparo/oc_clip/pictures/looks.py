@@ -65,8 +65,8 @@ READINGS: dict[str, Reading] = {
         "each patch that one entity takes. All maps of a row have one scale, which comes from its entities alone: "
         "from an even share to the largest share that an entity has. Default tokens take what no entity names, and "
         "nothing is computed from it; the veil is as thick as the share that they take together, from 0 to 100 %. "
-        "The share below a map is the mean over all patches, not an area. A large share says that this entity wins the patch "
-        "against the others, not that it is there: compare the cosines.",
+        "The share below a map is the mean over all patches, not an area. A large share says that this entity wins the "
+        "patch against the others, not that it is there: compare the cosines.",
         lambda shares: f"share {100 * shares.mean():.0f} %",
     ),
     "keys": Reading(
