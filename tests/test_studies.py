@@ -11,7 +11,6 @@ from studies import report, runs
 from studies.plans import CHOICE_SEED, STUDIES
 from studies.runs import Run
 
-
 Scores = Mapping[str, Mapping[str, float]]
 
 
