@@ -19,12 +19,15 @@ from dino_sparo.crops import EvalTransform
 from dino_sparo.evaluation.features import Features, check_same_weights, load_features, save_features
 from dino_sparo.evaluation.knn import KNNResult, classify_on_rank_0, extract_splits
 from dino_sparo.evaluation.protocol import (
-    open_encoder_and_splits,
+    encoder_of_options,
     result_folder,
+    result_name,
+    splits_of_options,
     start_evaluation,
     view_record,
     write_result,
 )
+from dino_sparo.evaluation.slot_choice import with_slots
 from dino_sparo.runtime.distributed import PRECISIONS, Distributed, is_main
 from dino_sparo.runtime.records import versions
 
@@ -41,6 +44,11 @@ def evaluate_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
     storage = process.device if args.use_cuda else torch.device("cpu")
     folder = result_folder(args.output_dir or args.load_features, args.pretrained_weights)
     if args.load_features:
+        if args.slots:
+            raise ValueError(
+                f"--slots {args.slots} with --load_features: the features in {args.load_features} are of the slots "
+                f"with which they were written; leave out one of the two"
+            )
         train, val, record = load_features(Path(args.load_features))
         check_same_weights(record.get("encoder", {}).get("sha256"), args.pretrained_weights, args.load_features)
     else:
@@ -49,14 +57,14 @@ def evaluate_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
             save_features(Path(args.dump_features), train, val, record)
     results = classify_on_rank_0(train.to(storage), val.to(storage), args.nb_knn, args.temperature, process.device)
     result = describe(results, train, val, args.temperature, record)
-    is_untrained = record.get("encoder", {}).get("untrained", False)
-    write_result(result, table(results), folder / ("knn_untrained.json" if is_untrained else "knn.json"))
+    write_result(result, table(results), folder / f"{result_name('knn', record.get('encoder', {}))}.json")
     return result
 
 
 def extract(args: argparse.Namespace, process: Distributed, storage: torch.device) -> tuple[Features, Features, dict]:
     """Features of both splits, and the record of how they were made."""
-    evaluated, train_source, val_source = open_encoder_and_splits(args)
+    evaluated = with_slots(encoder_of_options(args), args.slots)
+    train_source, val_source = splits_of_options(args)
     encoder = evaluated.encoder.to(process.device)
     img_size = args.img_size or encoder.config.img_size
     transform = EvalTransform(img_size, evaluated.mean, evaluated.std, exact=not args.fast_views)
