@@ -9,7 +9,7 @@ validation images have no say in the ranking. Source of the question: SPARO, sec
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from dino_sparo.evaluation.features import Features, gather_features
-from dino_sparo.evaluation.knn import classify_on_rank_0
+from dino_sparo.evaluation.knn import classify_shards
 from dino_sparo.evaluation.linear import (
     LinearProbe,
     ProbeSGD,
@@ -53,13 +53,6 @@ class StudyImages:
     num_slots: int
     num_classes: int
     device: torch.device
-
-
-class Accuracy(NamedTuple):
-    """Of some slots together, top-1 in percent."""
-
-    choosing: float  # on the training images that choose
-    held_out: float  # on the validation images
 
 
 @dataclass(frozen=True)
@@ -151,8 +144,7 @@ class SlotAccuracies:
             else:
                 judged = slot_columns(images.val, kept, images.num_slots).normalize_()
             k, temperature = self.settings.k, self.settings.temperature
-            train, judged = (gather_features(part, images.device) for part in (train, judged))
-            result = classify_on_rank_0(train, judged, [k], temperature, images.device)
+            result = classify_shards(train, judged, [k], temperature, images.device)
             self.measured[on_choosing, kept] = result[k].top1
         return self.measured[on_choosing, kept]
 
