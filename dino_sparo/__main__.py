@@ -153,6 +153,11 @@ COMMANDS: dict[str, Command] = {
         options_of("evaluation.options", "linear_parser"),
         "dino_sparo.evaluation.linear_command:probe_checkpoint",
     ),
+    "slot-study": Command(
+        "A checkpoint and labelled images -> what each slot alone knows, and accuracy against the number of slots.",
+        options_of("evaluation.options", "slot_study_parser"),
+        "dino_sparo.evaluation.slot_study_command:study_slots",
+    ),
     "attention": Command(
         "A checkpoint and images -> one attention map per slot or head; the slot atlas.",
         options_of("evaluation.options", "attention_parser"),

@@ -167,8 +167,13 @@ def load_checkpoint(path: str | Path, verify: bool = True) -> dict[str, Any]:
     return checkpoint
 
 
-def read_torch_file(path: Path, verify: bool = True) -> Any:
+def read_torch_file(path: Path, verify: bool = True, mmap: bool = False) -> Any:
     """What `torch.save` wrote, on the CPU, of any type, verified as in `load_checkpoint`.
+
+    Args:
+        path: the file.
+        verify: its checksums, if it has some.
+        mmap: leave tensors in the file until they are used, where its format allows that.
 
     Raises:
         CheckpointError: the file is damaged, compressed or not torch's, or reading it would run code.
@@ -183,7 +188,8 @@ def read_torch_file(path: Path, verify: bool = True) -> Any:
         checksums = _checksums(path)
         map_location: Any = partial(_require_checksum, checksums, path) if verify and checksums else "cpu"
         with torch.serialization.safe_globals(PLAIN_TYPES):  # type: ignore[arg-type]
-            return torch.load(path, map_location=map_location, weights_only=True)
+            is_mapped = mmap and zipfile.is_zipfile(path)
+            return torch.load(path, map_location=map_location, weights_only=True, mmap=is_mapped)
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle may raise any error

@@ -27,7 +27,8 @@ from dino_sparo.clip.pictures.concepts import Criteria, PairLook
 from dino_sparo.clip.pictures.page import write_page
 from dino_sparo.clip.pictures.sheet import Gallery, draw_sheet, mark_level, wrap_words
 from dino_sparo.clip.pictures.words import Word, WordAttention, caption_words
-from dino_sparo.clip.slots.subsets import SlotMask, SlotSelection
+from dino_sparo.clip.slots.subsets import SlotMask
+from dino_sparo.evaluation.slot_choice import SlotSelection
 from dino_sparo.image_text.picture_pairs import open_pair_folder, open_picture_pairs
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -20,9 +20,10 @@ from figures import assert_readable, drawn_words
 from dino_sparo.clip import load_clip, tokenize
 from dino_sparo.clip.slots import select
 from dino_sparo.clip.slots.select import SlotScores, draw_curve, score_slots
-from dino_sparo.clip.slots.subsets import SlotSelection, open_slots, read_slots, with_slots
+from dino_sparo.clip.slots.subsets import open_slots, read_slots, with_slots
 from dino_sparo.data import open_source
 from dino_sparo.evaluation.features import disjoint_subsets
+from dino_sparo.evaluation.slot_choice import SlotSelection
 from dino_sparo.image_text.evaluation.dot_product import DotProductScorer
 from dino_sparo.image_text.evaluation.image_rows import ClipView
 from dino_sparo.image_text.evaluation.protocol import open_evaluation_images

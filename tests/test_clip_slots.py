@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from dino_sparo.clip import CLIP, create_clip, load_clip, tokenize
 from dino_sparo.clip.slots.subsets import (
     SlotMask,
-    SlotSelection,
     check_has_slots,
     mask_features,
     open_slots,
@@ -24,6 +23,7 @@ from dino_sparo.clip.slots.subsets import (
     whole_model,
     with_slots,
 )
+from dino_sparo.evaluation.slot_choice import SlotSelection
 from dino_sparo.image_text.evaluation.dot_product import ImageTextModel
 
 SLOTS, WIDTH, PROJECTED = 5, 7, 12

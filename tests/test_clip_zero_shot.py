@@ -21,8 +21,9 @@ open_clip = pytest.importorskip("open_clip")
 from clip_fakes import DEVICE_OPTIONS, colour_encoder, evaluate, paint, small_checkpoint  # noqa: E402
 
 from dino_sparo.clip import load_clip, tokenize  # noqa: E402
-from dino_sparo.clip.slots.subsets import SlotSelection, with_slots  # noqa: E402
+from dino_sparo.clip.slots.subsets import with_slots  # noqa: E402
 from dino_sparo.data import open_source  # noqa: E402
+from dino_sparo.evaluation.slot_choice import SlotSelection  # noqa: E402
 from dino_sparo.image_text.classes import apply_classes, open_classes, wordnet_ids  # noqa: E402
 from dino_sparo.image_text.evaluation import zero_shot  # noqa: E402
 from dino_sparo.image_text.evaluation.dot_product import DotProductScorer, without_padding  # noqa: E402

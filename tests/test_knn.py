@@ -2,8 +2,14 @@ import inspect
 import json
 import logging
 import math
+import multiprocessing
+import os
 import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,10 +19,10 @@ from PIL import Image
 import eval_knn
 from dino_sparo.checkpoint import encoder_description
 from dino_sparo.encoder import create_encoder
-from dino_sparo.evaluation import knn, knn_command, neighbours
+from dino_sparo.evaluation import features, knn, knn_command, neighbours
 from dino_sparo.evaluation.features import Features
 from dino_sparo.evaluation.knn import KNNResult, knn_classify, knn_predict
-from dino_sparo.runtime.distributed import shutdown
+from dino_sparo.runtime.distributed import init_distributed, shutdown
 
 TRAIN, TEST, WIDTH = 61, 13, 7
 LABELS = (0, 2, 3, 11, 10**9)  # with gaps, as labels may have
@@ -234,6 +240,134 @@ def test_bad_input_is_refused(changes, message):
     arguments = dict(zip(names, clusters(), strict=True)) | {"k": 3, "temperature": 0.07}
     with pytest.raises(ValueError, match=message):
         knn_classify(**(arguments | changes))
+
+
+# --- several processes
+
+
+def tied_sets() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Many equal similarities: 150 training images are copies of 12, in classes that copies do not share."""
+    generator = torch.Generator().manual_seed(3)
+    kinds = torch.randn(12, 1000, generator=generator)
+    train = kinds[torch.randint(12, (150,), generator=generator)]
+    train_labels = torch.randint(7, (150,), generator=generator)
+    test = kinds[torch.randint(12, (29,), generator=generator)] + 0.5 * torch.randn(29, 1000, generator=generator)
+    return train, train_labels, test, torch.randint(7, (29,), generator=generator)
+
+
+def uneven_share(features: torch.Tensor, labels: torch.Tensor, rank: int, ranks: int) -> Features:
+    """A contiguous part, the first the smallest; of three ranks the second has nothing."""
+    ends = {1: [0, len(labels)], 2: [0, 5, len(labels)], 3: [0, 11, 11, len(labels)]}[ranks]
+    rows = slice(ends[rank], ends[rank + 1])
+    own = features[rows] if len(labels[rows]) else torch.empty(0, 0)
+    return Features(own, labels[rows], torch.arange(len(labels))[rows], num_corrupt=rank)
+
+
+def classify_share(rank: int, ranks: int) -> dict[int, KNNResult]:
+    train, train_labels, test, test_labels = tied_sets()
+    shares = uneven_share(train, train_labels, rank, ranks), uneven_share(test, test_labels, rank, ranks)
+    return knn.classify_shards(*shares, [1, 3, 20, 140], 0.07, torch.device("cpu"))
+
+
+class ThreadRanks:
+    """Collectives among threads, each of which is a rank."""
+
+    def __init__(self, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ranks, self.barrier = ranks, threading.Barrier(ranks, timeout=30)
+        self.own = threading.local()
+        self.tensors: list[torch.Tensor] = [torch.empty(0)] * ranks
+        for module in (knn, neighbours):
+            monkeypatch.setattr(module, "world_size", lambda: ranks)
+            monkeypatch.setattr(module, "all_gather_ragged", lambda tensor: torch.cat(self.exchange(tensor)))
+        monkeypatch.setattr(features, "all_reduce_sum", lambda tensor: torch.stack(self.exchange(tensor)).sum(dim=0))
+
+    def exchange(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        self.tensors[self.own.rank] = tensor
+        self.barrier.wait()
+        tensors = list(self.tensors)
+        self.barrier.wait()
+        return tensors
+
+    def run(self, function: Callable[[int, int], Any]) -> list[Any]:
+        def rank_of(rank: int) -> Any:
+            self.own.rank = rank
+            return function(rank, self.ranks)
+
+        with ThreadPoolExecutor(self.ranks) as pool:
+            return list(pool.map(rank_of, range(self.ranks)))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_uneven_shards_with_many_ties_find_what_one_process_finds(ranks, monkeypatch):
+    expected = knn_classify(*tied_sets(), [1, 3, 20, 140], 0.07)
+    assert len({result.top1 for result in expected.values()}) > 1
+    monkeypatch.setattr(neighbours, "TRAIN_CHUNK", 50)
+    assert ThreadRanks(ranks, monkeypatch).run(classify_share) == [expected] * ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_merged_neighbours_are_the_same_images_with_the_same_bits(ranks, monkeypatch):
+    train, _, test, _ = tied_sets()
+    images = torch.nn.functional.normalize(test, dim=1)
+    similarities, indices = neighbours.nearest(neighbours.TrainSet(train), images, 37)
+
+    def search(rank: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        share = uneven_share(train, torch.arange(len(train)), rank, count)
+        own = share.features if len(share.labels) else torch.empty(0, train.shape[1])
+        found, rows = neighbours.nearest(neighbours.TrainSet(own), images, min(37, len(own)))
+        return neighbours.merge_ranks(found, share.labels[rows], 37, torch.device("cpu"))
+
+    for merged, labels in ThreadRanks(ranks, monkeypatch).run(search):
+        assert torch.equal(merged, similarities)
+        assert torch.equal(labels, indices)
+
+
+def test_of_equally_similar_images_the_first_are_the_nearest(monkeypatch):
+    """torch's topk takes any of them."""
+    monkeypatch.setattr(neighbours, "TRAIN_CHUNK", 64)
+    train = torch.eye(2, WIDTH)[torch.arange(400) % 3 % 2]  # rows 1, 4, 7, ... are the second unit vector
+    _, indices = neighbours.nearest(neighbours.TrainSet(train), torch.eye(2, WIDTH), 9)
+    assert indices.tolist() == [[0, 2, 3, 5, 6, 8, 9, 11, 12], [1, 4, 7, 10, 13, 16, 19, 22, 25]]
+
+
+def test_a_similarity_has_the_same_bits_in_a_small_block():
+    train = torch.randn(131, 1000, generator=torch.Generator().manual_seed(0))
+    images = torch.nn.functional.normalize(train[:29], dim=1)
+    whole, order = neighbours.nearest(neighbours.TrainSet(train), images, 131)
+    part, own_order = neighbours.nearest(neighbours.TrainSet(train[17:30]), images[3:8], 13)
+    by_place = torch.empty_like(whole).scatter_(1, order, whole)
+    assert torch.equal(by_place[3:8, 17:30], torch.empty_like(part).scatter_(1, own_order, part))
+
+
+def _peer(rank: int, ranks: int, folder: str, results: "multiprocessing.Queue") -> None:
+    environment = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    init_distributed("cpu", dist_url=f"file://{folder}/rendezvous")
+    broken = uneven_share(torch.full((9, 2), torch.nan), torch.zeros(9).long(), rank, ranks)
+    try:
+        knn.classify_shards(broken, broken, [1], 0.07, torch.device("cpu"))
+        error = ""
+    except ValueError as raised:
+        error = str(raised)
+    results.put((rank, classify_share(rank, ranks), error))
+    shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_gloo_ranks_find_what_one_process_finds_and_fail_together(ranks, tmp_path):
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    peers = [context.Process(target=_peer, args=(rank, ranks, str(tmp_path), results)) for rank in range(ranks)]
+    for peer in peers:
+        peer.start()
+    found = sorted(results.get(timeout=120) for _ in peers)
+    for peer in peers:
+        peer.join(timeout=60)
+    expected = knn_classify(*tied_sets(), [1, 3, 20, 140], 0.07)
+    assert [(rank, result) for rank, result, _ in found] == [(rank, expected) for rank in range(ranks)]
+    assert all("not finite" in error for _, _, error in found)
 
 
 # --- the script

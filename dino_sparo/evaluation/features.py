@@ -20,7 +20,15 @@ from torch.utils.data import DataLoader
 
 from dino_sparo.checkpoint import read_torch_file
 from dino_sparo.data import Batch, ImageDataset, ImageSource, ShardSampler, create_loader
-from dino_sparo.runtime.distributed import all_gather_ragged, rank, world_size
+from dino_sparo.runtime.distributed import (
+    all_gather_object,
+    all_gather_ragged,
+    all_or_none,
+    all_reduce_sum,
+    is_main,
+    rank,
+    world_size,
+)
 from dino_sparo.runtime.logs import progress
 from dino_sparo.runtime.records import file_sha256, write_json
 from dino_sparo.sources.limits import parse_json
@@ -59,6 +67,13 @@ class Features:
         """The same on another device."""
         return Features(self.features.to(device), self.labels.to(device), self.indices.to(device), self.num_corrupt)
 
+    def share(self) -> "Features":
+        """This process' part, contiguous, as `ShardSampler` deals it; a copy, so that the rest can be freed."""
+        n = len(self.labels)
+        rows = slice(n * rank() // world_size(), n * (rank() + 1) // world_size())
+        own = (part[rows].clone() for part in (self.features, self.labels, self.indices))
+        return Features(*own, self.num_corrupt if is_main() else 0) if world_size() > 1 else self
+
     def normalize_(self) -> "Features":
         """Scale every feature to length one, in place."""
         F.normalize(self.features, dim=1, out=self.features)
@@ -93,7 +108,7 @@ def extract_features(
         encode: images (B, C, H, W) -> features (B, F), a method of the encoder; None: the encoder itself.
         dtype: fp32, or bf16 or fp16 for autocast.
         storage: where the features are kept; None: `device`.
-        gather: return all processes' features on every process, else this one's.
+        gather: return all processes' features on every process, else this one's share.
         desc: what the progress line says.
 
     Returns:
@@ -105,9 +120,9 @@ def extract_features(
     rows = _FeatureRows(len(loader) * batch_size, storage or device)
     for features, batch, kept in encoded_batches(encoder, loader, device, batch_size, encode or encoder, dtype, desc):
         rows.append(features.float(), batch, kept)
-    result = gather_features(rows.result(), device) if gather else rows.result()
-    _check_no_repeats(result, desc)
-    return result
+    share = rows.result()
+    _check_no_repeats(share, desc)
+    return gather_features(share, device) if gather else share
 
 
 def encoded_batches(
@@ -190,41 +205,58 @@ class _FeatureRows:
         return Features(features, labels.to(self.device), indices.to(self.device), self.num_corrupt)
 
 
-def gather_features(part: Features, device: torch.device) -> Features:
+def gather_features(part: Features, device: torch.device, on_rank_0: bool = False) -> Features:
     """All processes' features on every process, in the order of their indices.
 
     Args:
         part: this process' features; may be empty.
         device: where the processes can talk to each other, when that is not where features are kept.
+        on_rank_0: only rank 0 gets the features, on the CPU; the others get their own part back.
 
     Returns:
         (images of all processes, F), kept where `part` is.
     """
     if world_size() == 1:
         return part
-    storage = part.features.device
+    is_kept = is_main() or not on_rank_0
+    storage = torch.device("cpu") if on_rank_0 else part.features.device
     sizes = torch.tensor([[len(part.features), part.features.shape[1], part.num_corrupt]], device=device)
     counts = all_gather_ragged(sizes).cpu()
     width = int(counts[:, 1].max())
     own = part.features if len(part.features) else part.features.new_empty(0, width)
     indices, order = all_gather_ragged(part.indices.to(device)).sort(stable=True)
     labels = all_gather_ragged(part.labels.to(device))[order]
-    features = torch.empty(len(indices), width, device=storage)
+    features = torch.empty(len(indices) if is_kept else 0, width, device=storage)
     # Each row's place follows from its index, so a block that has arrived is written where it stays.
     for start in range(0, int(counts[:, 0].max()), GATHER_ROWS):
         block = all_gather_ragged(own[start : start + GATHER_ROWS].to(device))
         rows = torch.searchsorted(indices, all_gather_ragged(part.indices[start : start + GATHER_ROWS].to(device)))
-        features[rows.to(storage)] = block.to(storage)
+        if is_kept:
+            features[rows.to(storage)] = block.to(storage)
+    if not is_kept:
+        return part
     return Features(features, labels.to(storage), indices.to(storage), int(counts[:, 2].sum()))
 
 
-def _check_no_repeats(features: Features, desc: str) -> None:
-    repeated = features.indices[1:][features.indices[1:] <= features.indices[:-1]]
-    if len(repeated):
+def _check_no_repeats(share: Features, desc: str) -> None:
+    """Raise a ValueError, on every process, unless the shares one after the other are in the source's order."""
+    own = share.indices
+    inside = own[1:][own[1:] <= own[:-1]][:1].tolist()
+    shares = all_gather_object((own[:1].tolist() + own[-1:].tolist(), inside))
+    ends = [end for first_and_last, _ in shares for end in first_and_last]  # none of an empty share
+    repeated = [image for _, images in shares for image in images]
+    repeated += [first for last, first in zip(ends[1::2], ends[2::2], strict=False) if first <= last]
+    if repeated:
         raise ValueError(
-            f"{desc}: image {int(repeated[0])} was encoded twice or out of order, so accuracies would be wrong; give "
+            f"{desc}: image {repeated[0]} was encoded twice or out of order, so accuracies would be wrong; give "
             f"each process its own images with ShardSampler, which pads nothing"
         )
+
+
+def total_images(share: Features, device: torch.device) -> tuple[int, int]:
+    """Of all processes: images with features, and images that could not be read."""
+    counts = all_reduce_sum(torch.tensor([len(share.features), share.num_corrupt], device=device)).tolist()
+    return counts[0], counts[1]
 
 
 def extract_split(
@@ -296,9 +328,29 @@ def save_features(folder: Path, train: Features, val: Features, record: dict[str
     folder.mkdir(parents=True, exist_ok=True)
     for split, features in (("train", train), ("val", val)):
         for name, tensor in zip(CACHE_FILES[split], (features.features, features.labels), strict=True):
-            # A clone: a view would be saved with all the storage it looks at.
-            _save_tensor(tensor.cpu().clone(), folder / name)
+            tensor = tensor.cpu()
+            # A view would be saved with all the storage it looks at.
+            is_whole = tensor.untyped_storage().nbytes() == tensor.nbytes
+            _save_tensor(tensor if is_whole else tensor.clone(), folder / name)
     write_json({**record, "corrupt": {"train": train.num_corrupt, "val": val.num_corrupt}}, folder / CACHE_RECORD)
+
+
+def dump_features(folder: Path, train: Features, val: Features, record: dict[str, Any], device: torch.device) -> None:
+    """`save_features` where each process holds a part: rank 0 collects the features on the CPU and writes them.
+
+    Writing may take longer than a collective waits.
+
+    Args:
+        folder: created if need be.
+        train: this process' share.
+        val: likewise.
+        record: plain values.
+        device: where the processes talk to each other.
+    """
+    splits = [gather_features(part, device, on_rank_0=True) for part in (train, val)]
+    with all_or_none("writing the features", patient=True):
+        if is_main():
+            save_features(folder, *splits, record)
 
 
 def load_features(folder: Path) -> tuple[Features, Features, dict[str, Any]]:
@@ -353,7 +405,7 @@ def _save_tensor(tensor: Tensor, path: Path) -> None:
 def _load_tensor(path: Path) -> Tensor:
     if not path.is_file():
         raise ValueError(f"no cached features at {path}; write them with --dump_features {path.parent}")
-    tensor = read_torch_file(path)
+    tensor = read_torch_file(path, mmap=True)  # each process copies its share alone
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{path} holds a {type(tensor).__name__}, not a tensor; write it again with --dump_features")
     return tensor

@@ -2,10 +2,13 @@
 
 The first number people ask for: no training, no learning rate, one pass over the images. Source: DINO, section 3.2; the
 vote is that of Wu et al., "Unsupervised feature learning via non-parametric instance discrimination", section 3.4.
+
+Each process holds the features of its part of the images, and all search at the same time: every chunk of test images
+goes to all processes, each finds the nearest of its own training images, and `neighbours.merge_ranks` merges them.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, overload
 
@@ -16,14 +19,13 @@ from torch.nn import functional as F
 
 from dino_sparo.data import ImageSource, align_classes, require_labels
 from dino_sparo.encoder import Encoder
-from dino_sparo.evaluation.features import Features, extract_split
-from dino_sparo.evaluation.neighbours import TrainSet, checked_lengths, nearest
-from dino_sparo.runtime.distributed import all_reduce_sum, is_main
+from dino_sparo.evaluation.features import Features, extract_split, total_images
+from dino_sparo.evaluation.neighbours import TEST_CHUNK, TrainSet, checked_lengths, merge_ranks, nearest
+from dino_sparo.runtime.distributed import all_gather_ragged, all_or_none, world_size
 from dino_sparo.runtime.logs import progress
 
 logger = logging.getLogger(__name__)
 
-TEST_CHUNK = 512  # test images at a time; see `neighbours.TRAIN_CHUNK`
 TOP = 5  # how many of the best classes are ranked
 
 
@@ -72,8 +74,8 @@ def knn_classify(
     five first classes, among those that have a vote: the reference fills up with arbitrary ones of its 1000 classes,
     which is seldom a hit, and much luck where it is told of few classes.
 
-    Features need not be normalised: they are here, block by block. Similarities are fp32, votes fp64. Deterministic;
-    which of several equally similar images are the last neighbours is left to torch.
+    Features need not be normalised: they are here, block by block. Similarities are fp32, votes fp64. Of equally
+    similar images the first are the nearest. One process needs all features; `classify_shards` is for several.
 
     Args:
         train_features: (train, F), any scale.
@@ -94,17 +96,10 @@ def knn_classify(
     _check_labels("train", train_features, train_labels)
     _check_labels("test", test_features, test_labels)
     ks = [k] if isinstance(k, int) else list(k)
-    hits = {number: [0, 0] for number in ks}
-    start = 0
-    for rankings in _rankings(train_features, train_labels, test_features, ks, temperature):
-        stop = start + len(rankings[ks[0]])
-        targets = test_labels[start:stop, None].to(train_features.device)
-        for number in ks:
-            right = rankings[number] == targets
-            hits[number][0] += int(right[:, 0].sum())
-            hits[number][1] += int(right.any(dim=1).sum())
-        start = stop
-    results = {number: KNNResult(*(100.0 * count / len(test_features) for count in hits[number])) for number in ks}
+    voters = Voters(train_features, train_labels, ks, temperature, len(train_features))
+    _check_test("test", train_features, test_features)
+    chunks = zip(test_features.split(TEST_CHUNK), test_labels.split(TEST_CHUNK), strict=True)
+    results = _accuracies(voters, chunks, -(-len(test_features) // TEST_CHUNK))
     return results[k] if isinstance(k, int) else results
 
 
@@ -121,37 +116,71 @@ def knn_predict(
         (test, 5) labels, -1 where fewer than five classes have a vote.
     """
     _check_labels("train", train_features, train_labels)
-    blocks = _rankings(train_features, train_labels, test_features, [k], temperature)
-    return torch.cat([rankings[k] for rankings in blocks])
+    voters = Voters(train_features, train_labels, [k], temperature, len(train_features))
+    _check_test("test", train_features, test_features)
+    return torch.cat([voters.rank_classes(chunk)[k] for chunk in test_features.split(TEST_CHUNK)])
 
 
-def _rankings(
-    train_features: Tensor, train_labels: Tensor, test_features: Tensor, ks: list[int], temperature: float
-) -> Iterator[dict[int, Tensor]]:
-    """For each block of test images and each k the five best classes."""
-    if train_features.shape[1] != test_features.shape[1]:
-        raise ValueError(
-            f"train_features have {train_features.shape[1]} numbers per image and test_features "
-            f"{test_features.shape[1]}; they must come from the same encoder"
-        )
-    if not ks or min(ks) < 1:
-        raise ValueError(f"k={ks}; give one or more numbers of neighbours, each at least 1 (usually 20)")
-    if temperature <= 0:
-        raise ValueError(f"temperature={temperature}; give a positive number (usually 0.07)")
-    train, num_train = TrainSet(train_features), len(train_features)
-    checked_lengths("test", test_features)
-    if max(ks) > num_train:
-        logger.warning(
-            "k=%s is more than the %d training images; all of them vote", [k for k in ks if k > num_train], num_train
-        )
-    clamped = {k: min(k, num_train) for k in ks}
-    train_labels = train_labels.to(train_features.device)
-    chunks = test_features.split(TEST_CHUNK)
-    for chunk in progress(chunks, total=len(chunks), desc="k-NN"):
-        images = F.normalize(chunk.to(train_features.device).float(), dim=1)
-        similarities, indices = nearest(train, images, max(clamped.values()))
-        ranked = _rank_classes(train_labels[indices], similarities, sorted(set(clamped.values())), temperature)
-        yield {k: ranked[clamped[k]] for k in ks}
+class Voters:
+    """Training images that vote, or this process' share of them.
+
+    Args:
+        features: (train, F), of any scale; may be empty where other processes have some.
+        labels: (train,).
+        ks: numbers of neighbours.
+        temperature: T.
+        num_train: training images of all processes.
+        device: where the processes talk to each other; None: this process has all images.
+
+    Raises:
+        ValueError: no training images, features that are not finite, a number of neighbours or T out of range.
+    """
+
+    def __init__(
+        self,
+        features: Float[Tensor, "train _"],
+        labels: Int[Tensor, " train"],
+        ks: Sequence[int],
+        temperature: float,
+        num_train: int,
+        device: torch.device | None = None,
+    ) -> None:
+        if not ks or min(ks) < 1:
+            raise ValueError(f"k={list(ks)}; give one or more numbers of neighbours, each at least 1 (usually 20)")
+        if temperature <= 0:
+            raise ValueError(f"temperature={temperature}; give a positive number (usually 0.07)")
+        if num_train == 0:
+            raise ValueError("train_features are empty; k-NN needs at least one image on each side")
+        if max(ks) > num_train:
+            too_many = [k for k in ks if k > num_train]
+            logger.warning("k=%s is more than the %d training images; all of them vote", too_many, num_train)
+        self.train, self.labels = TrainSet(features), labels.to(features.device)
+        self.clamped = {k: min(k, num_train) for k in ks}
+        self.temperature, self.device = temperature, device
+
+    def rank_classes(self, features: Float[Tensor, "m F"]) -> dict[int, Int[Tensor, "m 5"]]:
+        """For each k the five best classes of some test images, the same ones on every process; see `_rank_classes`."""
+        images = F.normalize(features.to(self.labels.device).float(), dim=1)
+        k = max(self.clamped.values())
+        similarities, rows = nearest(self.train, images, min(k, len(self.labels)))
+        labels = self.labels[rows]
+        if self.device is not None:
+            similarities, labels = merge_ranks(similarities, labels, k, self.device)
+        ranked = _rank_classes(labels, similarities, sorted(set(self.clamped.values())), self.temperature)
+        return {k: ranked[clamped] for k, clamped in self.clamped.items()}
+
+
+def _accuracies(voters: Voters, chunks: Iterable[tuple[Tensor, Tensor]], num_chunks: int) -> dict[int, KNNResult]:
+    """For each k how often the first class is right, and one of the first five; chunks are features and labels."""
+    hits = {k: [0, 0] for k in voters.clamped}
+    count = 0
+    for features, labels in progress(chunks, total=num_chunks, desc="k-NN"):
+        for k, ranking in voters.rank_classes(features).items():
+            right = ranking == labels[:, None].to(ranking.device)
+            hits[k][0] += int(right[:, 0].sum())
+            hits[k][1] += int(right.any(dim=1).sum())
+        count += len(labels)
+    return {k: KNNResult(100.0 * first / count, 100.0 * five / count) for k, (first, five) in hits.items()}
 
 
 def _rank_classes(
@@ -187,6 +216,17 @@ def _rank_classes(
             ranking = counter_class.gather(1, best).masked_fill_(sums < 0, -1)
             rankings[neighbour + 1] = ranking[:, :TOP]
     return rankings
+
+
+def _check_test(name: str, train_features: Tensor, features: Tensor) -> None:
+    if len(features) == 0:
+        raise ValueError(f"{name}_features are empty; k-NN needs at least one image on each side")
+    if train_features.shape[1] != features.shape[1]:
+        raise ValueError(
+            f"train_features have {train_features.shape[1]} numbers per image and {name}_features "
+            f"{features.shape[1]}; they must come from the same encoder"
+        )
+    checked_lengths(name, features)
 
 
 def _check_labels(name: str, features: Tensor, labels: Tensor) -> None:
@@ -239,8 +279,9 @@ def evaluate_knn(
         options: of `features.extract_split`, such as `batch_size`, `num_workers`, `dtype`.
     """
     train, val = extract_splits(encoder, train_source, val_source, transform, device, **options)
-    results = classify_on_rank_0(train, val, k, temperature, device)
-    return KNNEvaluation(results, len(train.features), len(val.features), train.num_corrupt + val.num_corrupt)
+    results = classify_shards(train, val, k, temperature, device)
+    (num_train, corrupt_train), (num_val, corrupt_val) = (total_images(part, device) for part in (train, val))
+    return KNNEvaluation(results, num_train, num_val, corrupt_train + corrupt_val)
 
 
 def extract_splits(
@@ -251,7 +292,7 @@ def extract_splits(
     device: torch.device,
     **options: Any,
 ) -> tuple[Features, Features]:
-    """Encodings of both splits, of length one, on every process.
+    """Encodings of both splits, of length one: of each this process' share.
 
     Args:
         encoder: on `device`.
@@ -263,32 +304,49 @@ def extract_splits(
     """
     require_labels(train_source)
     val_source = align_classes(val_source, train_source.classes or [])
-    train = extract_split(encoder, train_source, transform, device, **options).normalize_()
-    val = extract_split(encoder, val_source, transform, device, **options).normalize_()
+    train, val = (
+        extract_split(encoder, source, transform, device, gather=False, **options).normalize_()
+        for source in (train_source, val_source)
+    )
     return train, val
 
 
-def classify_on_rank_0(
+def classify_shards(
     train: Features,
     val: Features,
     k: Sequence[int],
     temperature: float,
     device: torch.device,
 ) -> dict[int, KNNResult]:
-    """`knn_classify` in one process, which tells the others.
-
-    One process on all features computes the same sums whatever the number of processes that extracted them.
+    """`knn_classify` where each process holds a part of both splits: the same result to the last digit, on all of them.
 
     Args:
-        train: of all processes.
-        val: of all processes.
+        train: this process' share, contiguous and in rank order as `ShardSampler` deals it; searched where it is kept.
+        val: likewise.
         k: numbers of neighbours.
         temperature: of the vote.
-        device: where the processes can talk to each other.
+        device: where the processes talk to each other.
+
+    Raises:
+        ValueError: on every process; see `knn_classify`.
     """
-    accuracies = torch.zeros(len(k), 2, dtype=torch.float64, device=device)
-    if is_main():
-        results = knn_classify(train.features, train.labels, val.features, val.labels, list(k), temperature)
-        accuracies += torch.tensor([results[number] for number in k], dtype=torch.float64, device=device)
-    table = all_reduce_sum(accuracies).tolist()
-    return {number: KNNResult(*row) for number, row in zip(k, table, strict=True)}
+    (num_train, _), (num_val, _) = (total_images(part, device) for part in (train, val))
+    width = int(all_gather_ragged(torch.tensor([train.features.shape[1]], device=device)).max())
+    with all_or_none("checking the features of k-NN"):
+        if num_val == 0:
+            raise ValueError("test_features are empty; k-NN needs at least one image on each side")
+        # A process without images does not know how wide features are.
+        features = train.features if len(train.features) else train.features.new_empty(0, width)
+        own = val.features if len(val.features) else val.features.new_empty(0, width)
+        _check_labels("train", features, train.labels)
+        _check_labels("test", own, val.labels)
+        voters = Voters(features, train.labels, k, temperature, num_train, device)
+        if len(own):
+            _check_test("test", features, own)
+    rows = max(TEST_CHUNK // world_size(), 1)
+    longest = int(all_gather_ragged(torch.tensor([len(own)], device=device)).max())
+    chunks = (
+        tuple(all_gather_ragged(part[start : start + rows].to(device)) for part in (own, val.labels))
+        for start in range(0, longest, rows)
+    )
+    return _accuracies(voters, chunks, -(-longest // rows))

@@ -16,16 +16,19 @@ from typing import Any
 import torch
 
 from dino_sparo.crops import EvalTransform
-from dino_sparo.evaluation.features import Features, check_same_weights, load_features, save_features
-from dino_sparo.evaluation.knn import KNNResult, classify_on_rank_0, extract_splits
+from dino_sparo.evaluation.features import Features, check_same_weights, dump_features, load_features, total_images
+from dino_sparo.evaluation.knn import KNNResult, classify_shards, extract_splits
 from dino_sparo.evaluation.protocol import (
-    open_encoder_and_splits,
+    encoder_of_options,
     result_folder,
+    result_name,
+    splits_of_options,
     start_evaluation,
     view_record,
     write_result,
 )
-from dino_sparo.runtime.distributed import PRECISIONS, Distributed, is_main
+from dino_sparo.evaluation.slot_choice import with_slots
+from dino_sparo.runtime.distributed import PRECISIONS, Distributed
 from dino_sparo.runtime.records import versions
 
 logger = logging.getLogger(__name__)
@@ -41,22 +44,29 @@ def evaluate_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
     storage = process.device if args.use_cuda else torch.device("cpu")
     folder = result_folder(args.output_dir or args.load_features, args.pretrained_weights)
     if args.load_features:
+        if args.slots:
+            raise ValueError(
+                f"--slots {args.slots} with --load_features: the features in {args.load_features} are of the slots "
+                f"with which they were written; leave out one of the two"
+            )
         train, val, record = load_features(Path(args.load_features))
         check_same_weights(record.get("encoder", {}).get("sha256"), args.pretrained_weights, args.load_features)
+        train, val = (part.share().to(storage) for part in (train, val))
     else:
         train, val, record = extract(args, process, storage)
-        if args.dump_features and is_main():
-            save_features(Path(args.dump_features), train, val, record)
-    results = classify_on_rank_0(train.to(storage), val.to(storage), args.nb_knn, args.temperature, process.device)
-    result = describe(results, train, val, args.temperature, record)
-    is_untrained = record.get("encoder", {}).get("untrained", False)
-    write_result(result, table(results), folder / ("knn_untrained.json" if is_untrained else "knn.json"))
+        if args.dump_features:
+            dump_features(Path(args.dump_features), train, val, record, process.device)
+    results = classify_shards(train, val, args.nb_knn, args.temperature, process.device)
+    totals = {split: total_images(part, process.device) for split, part in (("train", train), ("val", val))}
+    result = describe(results, totals, args.temperature, record)
+    write_result(result, table(results), folder / f"{result_name('knn', record.get('encoder', {}))}.json")
     return result
 
 
 def extract(args: argparse.Namespace, process: Distributed, storage: torch.device) -> tuple[Features, Features, dict]:
-    """Features of both splits, and the record of how they were made."""
-    evaluated, train_source, val_source = open_encoder_and_splits(args)
+    """This process' share of the features of both splits, and the record of how they were made."""
+    evaluated = with_slots(encoder_of_options(args), args.slots)
+    train_source, val_source = splits_of_options(args)
     encoder = evaluated.encoder.to(process.device)
     img_size = args.img_size or encoder.config.img_size
     transform = EvalTransform(img_size, evaluated.mean, evaluated.std, exact=not args.fast_views)
@@ -82,16 +92,19 @@ def extract(args: argparse.Namespace, process: Distributed, storage: torch.devic
 
 
 def describe(
-    results: Mapping[int, KNNResult], train: Features, val: Features, temperature: float, record: dict[str, Any]
+    results: Mapping[int, KNNResult], totals: Mapping[str, tuple[int, int]], temperature: float, record: dict[str, Any]
 ) -> dict[str, Any]:
-    """Accuracies and protocol, as knn.json holds them: the same for every run of the same command."""
-    num_train = len(train.features)
-    counts = {
-        "num_train": num_train,
-        "num_val": len(val.features),
-        "num_corrupt_train": train.num_corrupt,
-        "num_corrupt_val": val.num_corrupt,
-    }
+    """Accuracies and protocol, as knn.json holds them: the same for every run of the same command.
+
+    Args:
+        results: for each k its accuracies.
+        totals: for each split the images with features, and those that could not be read.
+        temperature: of the vote.
+        record: of encoder and images.
+    """
+    num_train = totals["train"][0]
+    counts = {f"num_{split}": number for split, (number, _) in totals.items()}
+    counts |= {f"num_corrupt_{split}": number for split, (_, number) in totals.items()}
     return {
         "evaluation": "weighted k-NN",
         "results": [

@@ -31,12 +31,15 @@ from dino_sparo.evaluation.linear import MOMENTUM, REFERENCE_BATCH, Batches, Lin
 from dino_sparo.evaluation.linear_run import ProbeRun, cached_batches, check_same_record, live_batches, load_heads
 from dino_sparo.evaluation.protocol import (
     EvaluatedEncoder,
-    open_encoder_and_splits,
+    encoder_of_options,
     result_folder,
+    result_name,
+    splits_of_options,
     start_evaluation,
     view_record,
     write_result,
 )
+from dino_sparo.evaluation.slot_choice import with_slots
 from dino_sparo.runtime.distributed import PRECISIONS, Distributed, all_reduce_sum
 from dino_sparo.runtime.records import versions
 
@@ -74,10 +77,10 @@ def probe_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
         ValueError: options, files or data that do not fit; the message says what would.
     """
     process = start_evaluation(args)
-    evaluated, train_source, val_source = open_encoder_and_splits(args)
-    subject = Subject(args, process, evaluated, train_source, val_source)
+    evaluated = with_slots(encoder_of_options(args), args.slots)
+    subject = Subject(args, process, evaluated, *splits_of_options(args))
     folder = result_folder(args.output_dir, args.pretrained_weights)
-    name = "linear_untrained" if args.untrained else "linear"
+    name = result_name("linear", evaluated.record)
     if args.evaluate:
         rows, counts = evaluate_saved(subject, folder / f"{name}.pth")
     else:
@@ -149,6 +152,8 @@ class Subject:
             "fast_views": args.fast_views,
             "precision": args.precision,
             "num_classes": self.num_classes,
+            # Of all slots nothing is said, so that probes which were saved before there was a choice go on.
+            **({"slots": evaluated.record["slots"]["slots"]} if "slots" in evaluated.record else {}),
         }
 
     def features(self, source: ImageSource, gather: bool) -> Features:

@@ -4,17 +4,25 @@ Similarity is the cosine,
 
     s_ij = x_i . x_j / (|x_i| |x_j|)
 
-computed block by block, so that memory does not grow with the number of images.
+computed block by block, so that memory does not grow with the number of images. Several processes hold a part of the
+training features each, search their own, and merge what they find: to the last digit what one process finds. Of equally
+similar images those that come first in the training set are the nearer ones. And a similarity has the same bits
+wherever its images stand, because all matrix products have one size: rounding depends on that (on a CPU with AVX-512 no
+bit of 600 million differed; without the padding those of small blocks did).
 """
 
 import math
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from dino_sparo.runtime.distributed import all_gather_ragged, world_size
+
+TEST_CHUNK = 512  # test images at a time
 # The largest intermediate is one block of similarities, test images x TRAIN_CHUNK.
 TRAIN_CHUNK = 16384
+PRODUCT_ROWS = 4096  # training images in a matrix product; test images are TEST_CHUNK
 MIN_NORM = 1e-12  # a feature of zeros is similar to none
 
 
@@ -30,36 +38,91 @@ class TrainSet:
 def nearest(train: TrainSet, images: Float[Tensor, "m F"], k: int) -> tuple[Tensor, Tensor]:
     """The k most similar training images of each test image, best first: similarities and indices, (m, k).
 
+    Of equally similar ones the first come first.
+
     Args:
         train: where to search.
-        images: of length one; in their precision similarities are computed.
+        images: of length one, at most `TEST_CHUNK`; in their precision similarities are computed.
         k: at most the number of training images.
     """
     step = max(TRAIN_CHUNK - k, k)
     similarities = images.new_full((len(images), k), -math.inf)
     indices = torch.zeros(len(images), k, dtype=torch.int64, device=images.device)
-    # The best so far stand before each block: whatever is worse is passed over quickly.
+    padded = _filled_up(images, TEST_CHUNK)
+    # The best so far stand before each block: whatever is worse is passed over quickly, and of equals they are first.
     block = images.new_empty(len(images), k + min(step, len(train.features)))
     for start in range(0, len(train.features), step):
-        features, scales = train.features[start : start + step].to(images.dtype), train.scales[start : start + step]
-        compared = block[:, : k + len(features)]
+        stop = min(start + step, len(train.features))
+        compared = block[:, : k + stop - start]
         compared[:, :k] = similarities
-        torch.mm(images, features.t(), out=compared[:, k:])
-        compared[:, k:] *= scales
-        similarities, positions = compared.topk(k)
+        for first in range(start, stop, PRODUCT_ROWS):
+            last = min(first + PRODUCT_ROWS, stop)
+            products = padded @ _filled_up(train.features[first:last].to(images.dtype), PRODUCT_ROWS).t()
+            columns = compared[:, k + first - start : k + last - start]
+            torch.mul(products[: len(images), : last - first], train.scales[first:last], out=columns)
+        similarities, positions = first_largest(compared, k)
         before = indices.gather(1, positions.clamp(max=k - 1))
         indices = torch.where(positions < k, before, positions + (start - k))
     return similarities, indices
+
+
+def _filled_up(rows: Float[Tensor, "n F"], size: int) -> Float[Tensor, "size F"]:
+    """The rows, and zeros below them."""
+    return rows if len(rows) == size else torch.cat((rows, rows.new_zeros(size - len(rows), rows.shape[1])))
+
+
+def first_largest(values: Float[Tensor, "m n"], k: int) -> tuple[Float[Tensor, "m k"], Int[Tensor, "m k"]]:
+    """The k largest values of each row and their positions, largest first, of equal ones the first first.
+
+    torch leaves open which of equal values its `topk` takes, so rows where that matters are sorted whole.
+    """
+    largest, positions = values.topk(k)
+    smallest = largest[:, -1:]
+    is_open = (values == smallest).sum(dim=1) > (largest == smallest).sum(dim=1)
+    rows = is_open.nonzero().flatten()
+    if len(rows):
+        largest[rows], order = (part[:, :k] for part in values[rows].sort(dim=1, descending=True, stable=True))
+        positions[rows] = order
+    positions, order = positions.sort(dim=1)
+    largest, by_value = largest.gather(1, order).sort(dim=1, descending=True, stable=True)
+    return largest, positions.gather(1, by_value)
+
+
+def merge_ranks(
+    similarities: Float[Tensor, "m found"], labels: Int[Tensor, "m found"], k: int, device: torch.device
+) -> tuple[Float[Tensor, "m k"], Int[Tensor, "m k"]]:
+    """What every process found for the same test images -> the k most similar of all, and their labels, best first.
+
+    Of equally similar images the lower rank's come first: it holds the earlier part of the training set.
+
+    Args:
+        similarities: best first; fewer than k where this process holds fewer training images.
+        labels: of these training images.
+        k: at most the number of training images of all processes.
+        device: where the processes talk to each other.
+    """
+    if world_size() == 1:
+        return similarities, labels
+    width = torch.tensor([similarities.shape[1]], device=device)
+    most = int(all_gather_ragged(width).max())
+    missing = most - similarities.shape[1]
+    padded = torch.nn.functional.pad(similarities.to(device), (0, missing), value=-math.inf)
+    padded_labels = torch.nn.functional.pad(labels.to(device), (0, missing), value=-1)
+    # Ranks one below the other -> side by side, (m, ranks * most).
+    every, every_label = (
+        all_gather_ragged(part).unflatten(0, (world_size(), -1)).transpose(0, 1).flatten(1)
+        for part in (padded, padded_labels)
+    )
+    largest, order = every.sort(dim=1, descending=True, stable=True)
+    return largest[:, :k], every_label.gather(1, order[:, :k])
 
 
 def checked_lengths(name: str, features: Tensor) -> Float[Tensor, " images"]:
     """The features' lengths.
 
     Raises:
-        ValueError: there are none, or one is not finite.
+        ValueError: one is not finite.
     """
-    if len(features) == 0:
-        raise ValueError(f"{name}_features are empty; k-NN needs at least one image on each side")
     lengths = torch.linalg.vector_norm(features, dim=1, dtype=torch.float32)
     if not lengths.isfinite().all():
         row = int(lengths.isfinite().logical_not().nonzero()[0])

@@ -21,7 +21,9 @@ def add_evaluation_options(parser: argparse.ArgumentParser, batch_size: int = 12
     group = parser.add_argument_group("encoder: what is evaluated")
     add_checkpoint_options(group)
     group.add_argument("--readout", default="sparo", help="Read-out of an untrained encoder without a checkpoint.")
-    group.add_argument("--seed", type=int, default=0, help="Seed of untrained weights, probes and crops.")
+    group.add_argument(
+        "--seed", type=int, default=0, help="Seed of untrained weights, probes, crops and random choices."
+    )
     group = parser.add_argument_group("images")
     group.add_argument(
         "--data_path",
@@ -56,12 +58,23 @@ def add_evaluation_options(parser: argparse.ArgumentParser, batch_size: int = 12
     )
 
 
+def add_slots_option(group: argparse._ArgumentGroup) -> None:
+    """`--slots`."""
+    group.add_argument(
+        "--slots",
+        default=None,
+        help="Evaluate some of the encoder's slots: their numbers, as in 0,3,7, or a file of dino-sparo slot-study or "
+        "select. The result file gets the ending _slots.",
+    )
+
+
 def knn_parser() -> argparse.ArgumentParser:
     """The options of `eval_knn.py`, in data-flow order."""
     parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
     add_evaluation_options(parser)
     add_foreign_weights_options(parser)
     group = parser.add_argument_group("k-NN")
+    add_slots_option(group)
     group.add_argument(
         "--nb_knn", type=int, nargs="+", default=[10, 20, 100, 200], help="Numbers of neighbours; 20 is usually best."
     )
@@ -82,6 +95,7 @@ def linear_parser() -> argparse.ArgumentParser:
     add_evaluation_options(parser)
     add_foreign_weights_options(parser)
     group = parser.add_argument_group("features of the probe")
+    add_slots_option(group)
     group.add_argument(
         "--n_last_blocks",
         type=int,
@@ -120,6 +134,55 @@ def linear_parser() -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--evaluate", action="store_true", help="Only test the probes saved in --output_dir on the validation images."
+    )
+    add_storage_option(group)
+    add_device_options(parser)
+    return parser
+
+
+def slot_study_parser() -> argparse.ArgumentParser:
+    """The options of `dino-sparo slot-study`, in data-flow order."""
+    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    add_evaluation_options(parser)
+    add_foreign_weights_options(parser)
+    group = parser.add_argument_group("slots")
+    group.add_argument(
+        "--choosing_images",
+        type=int,
+        default=10_000,
+        help="Training images that rank the slots, classified by the others; at most a fifth of them.",
+    )
+    group.add_argument(
+        "--numbers",
+        type=int,
+        nargs="+",
+        default=None,
+        help="Numbers of slots to keep; by default powers of two. All slots are always among them.",
+    )
+    group.add_argument(
+        "--keep",
+        type=int,
+        default=None,
+        help="Slots of the selection that the result file holds; by default as many as classify the choosing images "
+        "best.",
+    )
+    group.add_argument("--draws", type=int, default=5, help="Random orders of the slots, for comparison.")
+    group = parser.add_argument_group("k-NN")
+    group.add_argument("--nb_knn", type=int, default=20, help="Number of neighbours.")
+    group.add_argument("--temperature", type=float, default=0.07, help="Temperature of the vote.")
+    group = parser.add_argument_group("linear probes")
+    group.add_argument(
+        "--probe",
+        action="store_true",
+        help="Also train linear probes on the slots kept: (1 + draws) x numbers of them.",
+    )
+    group.add_argument("--epochs", type=int, default=30, help="Of the probes.")
+    group.add_argument(
+        "--lr",
+        type=float,
+        nargs="+",
+        default=[0.01, 0.1, 1.0],
+        help="Learning rates for a batch of 256 images; the choosing images pick one.",
     )
     add_storage_option(group)
     add_device_options(parser)

@@ -7,6 +7,7 @@ to the next: the same command writes the same file.
 
 import argparse
 import logging
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -184,13 +185,9 @@ def open_splits(
     return train, align_classes(val, train.classes or [])
 
 
-def open_encoder_and_splits(args: argparse.Namespace) -> tuple[EvaluatedEncoder, ImageSource, ImageSource]:
-    """The encoder, training and test images that the options of `options.add_evaluation_options` name.
-
-    Raises:
-        ValueError: see `open_encoder` and `open_splits`.
-    """
-    evaluated = open_encoder(
+def encoder_of_options(args: argparse.Namespace) -> EvaluatedEncoder:
+    """The encoder that the options of `options.add_evaluation_options` name; raises what `open_encoder` raises."""
+    return open_encoder(
         args.pretrained_weights,
         args.checkpoint_key,
         args.arch,
@@ -200,9 +197,13 @@ def open_encoder_and_splits(args: argparse.Namespace) -> tuple[EvaluatedEncoder,
         img_size=args.img_size,
         seed=args.seed,
     )
+
+
+def splits_of_options(args: argparse.Namespace) -> tuple[ImageSource, ImageSource]:
+    """The training and test images that these options name; raises what `open_splits` raises."""
     columns = TableColumns(args.path_column, args.label_column, args.split_column)
     limits = ImageLimits(args.max_image_mb, args.max_image_mpix)
-    return evaluated, *open_splits(args.data_path, args.download, columns, limits)
+    return open_splits(args.data_path, args.download, columns, limits)
 
 
 def view_record(transform: Any) -> dict[str, Any]:
@@ -223,6 +224,17 @@ def write_result(result: dict[str, Any], table: str, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(result, path)
         say(f"{table}\n\n{path}")
+
+
+def result_name(evaluation: str, record: Mapping[str, Any]) -> str:
+    """Of a result file, without ending: those of random weights and of some slots stand beside the encoder's own.
+
+    Args:
+        evaluation: "knn".
+        record: of the encoder.
+    """
+    endings = (("_untrained", record.get("untrained")), ("_slots", record.get("slots")))
+    return evaluation + "".join(ending for ending, is_so in endings if is_so)
 
 
 def result_folder(output_dir: str | None, pretrained_weights: str) -> Path:

@@ -24,9 +24,10 @@ from dino_sparo.clip.model import LoadedClip, load_clip
 from dino_sparo.clip.pictures.concepts import Choice, Criteria, PairLook, choose, choose_pairs, fits, look_at_pairs
 from dino_sparo.clip.pictures.page import write_page
 from dino_sparo.clip.pictures.sheet import Gallery, draw_sheet
-from dino_sparo.clip.slots.subsets import SlotSelection, check_fits, read_slots
+from dino_sparo.clip.slots.subsets import check_fits, read_slots
 from dino_sparo.evaluation.attention import check_share, class_token_share, effective_patches
 from dino_sparo.evaluation.names import describe_model, run_names
+from dino_sparo.evaluation.slot_choice import SlotSelection
 from dino_sparo.evaluation.views import SquareView, view_pixels
 from dino_sparo.image_text.picture_pairs import (
     PICTURE_HEIGHT,

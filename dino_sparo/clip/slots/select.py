@@ -23,13 +23,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dino_sparo.clip.evaluated import open_clip_model
-from dino_sparo.clip.slots.plots import ACCENT, count_ticks, ranked_bars, result_paths
-from dino_sparo.clip.slots.subsets import SlotSelection, check_has_slots, whole_model
+from dino_sparo.clip.slots.plots import result_paths
+from dino_sparo.clip.slots.subsets import check_has_slots, whole_model
 from dino_sparo.data import ImageSource
 from dino_sparo.evaluation.features import Features, disjoint_subsets
 from dino_sparo.evaluation.page import INK, SOFT, require_matplotlib
-from dino_sparo.evaluation.plots import panels
+from dino_sparo.evaluation.plots import ACCENT, count_ticks, panels, ranked_bars
 from dino_sparo.evaluation.protocol import start_evaluation
+from dino_sparo.evaluation.slot_choice import SlotSelection
 from dino_sparo.image_text.classes import apply_classes, open_classes
 from dino_sparo.image_text.evaluation.dot_product import DotProductScorer
 from dino_sparo.image_text.evaluation.protocol import open_evaluation_images, report

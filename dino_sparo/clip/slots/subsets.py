@@ -25,54 +25,20 @@ from torch.nn import functional as F
 
 from dino_sparo.clip.config import CLIPConfig
 from dino_sparo.clip.model import CLIP, ClipOutput, LoadedClip, normalize_slots
+from dino_sparo.evaluation.slot_choice import (
+    SlotSelection,
+    check_same_checkpoint,
+    keep_slots,
+    read_choice,
+    selection_in,
+)
 from dino_sparo.readout import ReadoutOutput
 from dino_sparo.runtime.records import file_sha256
-from dino_sparo.sources.limits import parse_json
 
 FORMS = (
     '{"slots": [0, 3], "num_slots": 128, "weights_sha256": "..."} or '
     '{"mask": [0.1, ...], "encoding_dim": 8192, "weights_sha256": "..."}, all but the first of either optional'
 )
-
-
-@dataclass(frozen=True)
-class SlotSelection:
-    """The slots that are kept.
-
-    Attributes:
-        indices: numbers of slots, different from each other.
-        num_slots: L of the model they were chosen in; None: not known.
-        weights_sha256: of the checkpoint they were chosen in; None: not known.
-
-    Raises:
-        ValueError: no slot, one that occurs twice, or one that does not exist.
-    """
-
-    indices: tuple[int, ...]
-    num_slots: int | None = None
-    weights_sha256: str | None = None
-
-    def __post_init__(self) -> None:
-        if not self.indices:
-            raise ValueError("slots=[] keeps no slot; give at least one")
-        if len(set(self.indices)) < len(self.indices):
-            twice = next(index for index in self.indices if self.indices.count(index) > 1)
-            raise ValueError(f"slots name slot {twice} twice; give different slots")
-        if self.num_slots is not None:
-            self.check_slots(self.num_slots)
-
-    def check_slots(self, num_slots: int) -> None:
-        """Refuse slots that a model of `num_slots` does not have; raises ValueError."""
-        unknown = [index for index in self.indices if not 0 <= index < num_slots]
-        if unknown:
-            raise ValueError(
-                f"slots name slot {unknown[0]}, which does not exist: the model has num_slots={num_slots}, numbered 0 "
-                f"to {num_slots - 1}"
-            )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, as `read_slots` takes them."""
-        return {"slots": list(self.indices), "num_slots": self.num_slots, "weights_sha256": self.weights_sha256}
 
 
 @dataclass(frozen=True)
@@ -184,14 +150,11 @@ class SelectedSlots(_ReducedModel):
 
     def image_output(self, images: Float[Tensor, "B C H W"]) -> ReadoutOutput:
         """The kept slots (B, k, V), not normalised, and their attention (B, k, N)."""
-        return self._choose(self.model.image_output(images))
+        return keep_slots(self.model.image_output(images), self.kept)
 
     def text_output(self, token_ids: Int64[Tensor, "B N"]) -> ReadoutOutput:
         """The kept slots (B, k, V), not normalised, and their attention (B, k, N)."""
-        return self._choose(self.model.text_output(token_ids))
-
-    def _choose(self, output: ReadoutOutput) -> ReadoutOutput:
-        return ReadoutOutput(slots=output.slots[:, self.kept], attention=output.attention[:, self.kept])
+        return keep_slots(self.model.text_output(token_ids), self.kept)
 
 
 def _encoding(output: ReadoutOutput, normalize: bool) -> Tensor:
@@ -264,13 +227,7 @@ def check_fits(choice: SlotSelection | SlotMask, config: CLIPConfig, weights_sha
     """
     if isinstance(choice, SlotSelection):
         check_has_slots(config)
-        num_slots = config.image.num_slots
-        if choice.num_slots not in (None, num_slots):
-            raise ValueError(
-                f"slots were selected among num_slots={choice.num_slots}, the model has {num_slots}; select among "
-                f"its own"
-            )
-        choice.check_slots(num_slots)
+        choice.check_fits(config.image.num_slots)
     else:
         if choice.encoding_dim not in (None, config.embed_dim):
             raise ValueError(
@@ -278,12 +235,7 @@ def check_fits(choice: SlotSelection | SlotMask, config: CLIPConfig, weights_sha
                 f"{config.embed_dim}; learn one for this model"
             )
         choice.check_parts(config.embed_dim)
-    if None not in (weights_sha256, choice.weights_sha256) and weights_sha256 != choice.weights_sha256:
-        raise ValueError(
-            f"the slots were chosen in a checkpoint with SHA-256 {choice.weights_sha256}, this one has "
-            f"{weights_sha256}; slots of different trainings have nothing in common. To apply them nevertheless, "
-            f"remove weights_sha256 from the file"
-        )
+    check_same_checkpoint(choice.weights_sha256, weights_sha256)
 
 
 def check_has_slots(config: CLIPConfig) -> None:
@@ -319,20 +271,13 @@ def read_slots(path: str | Path) -> SlotSelection | SlotMask:
     Raises:
         ValueError: there is no such file, or it holds something else.
     """
-    if not Path(path).is_file():
-        raise ValueError(f"slots={str(path)!r} does not exist; give a file of dino-sparo select or dino-sparo mask")
+    content = read_choice(path, "dino-sparo select or dino-sparo mask")
+    values = content.get("mask")
     try:
-        content = parse_json(Path(path).read_bytes())
-    except ValueError as error:
-        raise ValueError(f"slots={str(path)!r} is no JSON ({error})") from error
-    content = content if isinstance(content, dict) else {}
-    chosen, values = content.get("slots"), content.get("mask")
-    sha256, num_slots, encoding_dim = (content.get(name) for name in ("weights_sha256", "num_slots", "encoding_dim"))
-    try:
-        if isinstance(chosen, list) and all(type(index) is int for index in chosen):
-            return SlotSelection(tuple(chosen), num_slots, sha256)
+        if (selection := selection_in(content)) is not None:
+            return selection
         if isinstance(values, list) and all(type(value) in (int, float) for value in values):
-            return SlotMask(tuple(map(float, values)), encoding_dim, sha256)
+            return SlotMask(tuple(map(float, values)), content.get("encoding_dim"), content.get("weights_sha256"))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from error
     raise ValueError(f"{path} is no choice of slots; expected {FORMS}")

@@ -1,0 +1,224 @@
+"""Slots alone and together: the numbers of `eval_knn --slots`, a ranking that the validation images have no say in."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import pytest
+import torch
+from small_models import command
+
+from dino_sparo import create_encoder
+from dino_sparo.checkpoint import encoder_description
+from dino_sparo.data import ShardSampler
+from dino_sparo.evaluation.features import Features
+from dino_sparo.evaluation.slot_choice import KeptSlots, SlotSelection, parse_slots
+from dino_sparo.evaluation.slot_study import choosing_rows, random_orders, spread
+from dino_sparo.evaluation.slot_study_command import kept_numbers
+from dino_sparo.runtime.distributed import shutdown
+
+SLOTS, SLOT_DIM = 5, 3
+ON_CPU = ("--device", "cpu", "--num_workers", 0, "--batch_size_per_gpu", 16)
+SCENES = ("--data_path", "scenes:40:24", *ON_CPU)
+STUDY = (*SCENES, "--numbers", 2, "--draws", 2, "--nb_knn", 3, "--probe", "--epochs", 1, "--lr", 0.1)
+
+
+def save_encoder(path: Path, readout: str, **sizes: int) -> Path:
+    """An untrained encoder in one of our checkpoints."""
+    torch.manual_seed(0)
+    encoder = create_encoder("vit_micro", 8, readout, img_size=16, **sizes)
+    weights = encoder.state_dict() | {"head.last_layer.weight_g": torch.ones(3)}
+    description = encoder_description(encoder.config, (0.4, 0.5, 0.6), (0.1, 0.2, 0.3))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"student": weights, "teacher": weights, "epoch": 7, "encoder": description}, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An encoder with slots."""
+    folder = tmp_path_factory.mktemp("run")
+    return save_encoder(folder / "checkpoint.pth", "sparo", num_slots=SLOTS, slot_dim=SLOT_DIM, key_dim=2)
+
+
+@pytest.fixture(scope="module")
+def study(checkpoint: Path) -> dict[str, Any]:
+    """The study of that encoder, with probes."""
+    return command("slot-study", "--pretrained_weights", checkpoint, *STUDY)
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    yield
+    shutdown()
+
+
+def knn_of(checkpoint: Path, slots: object, *words: object) -> dict[str, Any]:
+    return command("knn", "--pretrained_weights", checkpoint, *SCENES, "--nb_knn", 3, "--slots", slots, *words)
+
+
+# --- the choice
+
+
+def test_an_encoder_with_chosen_slots_gives_their_values_alone() -> None:
+    torch.manual_seed(0)
+    encoder = create_encoder("vit_micro", 8, "sparo", num_slots=SLOTS, slot_dim=SLOT_DIM, key_dim=2, img_size=16).eval()
+    kept = KeptSlots(encoder.readout, (4, 0), SLOT_DIM)
+    tokens = torch.randn(2, 7, 128)
+    whole, some = encoder.readout(tokens), kept(tokens)
+    assert torch.equal(some.slots, torch.stack([whole.slots[:, 4], whole.slots[:, 0]], dim=1))
+    assert torch.equal(some.attention, torch.stack([whole.attention[:, 4], whole.attention[:, 0]], dim=1))
+    assert kept.encoding_dim == 2 * SLOT_DIM
+
+
+def test_slots_are_named_by_numbers_or_by_a_file_of_select(tmp_path: Path) -> None:
+    assert parse_slots("0,3,7") == parse_slots("0, 3, 7") == SlotSelection((0, 3, 7))
+    path = tmp_path / "slots.json"
+    path.write_text(json.dumps(SlotSelection((3, 0), 5, "ab").to_dict()))
+    assert parse_slots(str(path)) == SlotSelection((3, 0), 5, "ab")
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "message"),
+    [
+        ("1,1", None, "slot 1 twice"),
+        ("1,x", None, "slots='1,x' does not exist; give a file of dino-sparo slot-study or dino-sparo select, or num"),
+        ("slots.json", '{"mask": [0.5]}', "no selection of slots; masks weigh the encodings of a CLIP; expected"),
+        ("slots.json", '{"slots": [0, 9], "num_slots": 4}', r"slots\.json: slots name slot 9"),
+    ],
+)
+def test_what_is_no_selection_is_refused(text: str, content: str | None, message: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / text).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        parse_slots(text if content is None else str(tmp_path / text))
+
+
+def test_slots_that_the_encoder_does_not_have_are_refused(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = tmp_path / "slots.json"
+    other.write_text(json.dumps(SlotSelection((0,), SLOTS, "0" * 64).to_dict()))
+    for slots, message in (
+        (f"0,{SLOTS}", f"slot {SLOTS}, which does not exist"),
+        (other, "slots of different trainings"),
+    ):
+        with pytest.raises(SystemExit):
+            knn_of(checkpoint, slots)
+        assert message in caplog.text
+
+
+def test_encoders_without_slots_are_refused_before_the_images_are_opened(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = ("--pretrained_weights", save_encoder(tmp_path / "checkpoint.pth", "gap"), "--data_path", "nowhere")
+    for words in (("slot-study", *weights), ("knn", *weights, "--slots", "0"), ("linear", *weights, "--slots", "0")):
+        caplog.clear()
+        with pytest.raises(SystemExit):
+            command(*words, *ON_CPU)
+        assert "readout 'gap' has no slots to choose among" in caplog.text
+
+
+def test_results_of_some_slots_stand_beside_those_of_all(checkpoint: Path, tmp_path: Path) -> None:
+    folder = ("--output_dir", tmp_path)
+    cache = ("--dump_features", tmp_path / "cache")
+    result = knn_of(checkpoint, "1,4", *folder, *cache)
+    assert json.loads((tmp_path / "knn_slots.json").read_text()) == result
+    assert result["feature"]["dim"] == 2 * SLOT_DIM
+    assert result["encoder"]["slots"] == {"kind": "selection", "slots": [1, 4]}
+    cached = command("knn", "--load_features", tmp_path / "cache", "--nb_knn", 3, *folder, *ON_CPU)
+    assert cached == result
+    with pytest.raises(SystemExit):
+        command("knn", "--load_features", tmp_path / "cache", "--slots", "1", *ON_CPU)
+
+
+def test_probes_of_some_slots_see_fewer_features_and_are_not_continued_with_others(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    words = ("--pretrained_weights", checkpoint, *SCENES, "--output_dir", tmp_path)
+    words += ("--fast", "--epochs", 1, "--lr", 0.1)
+    result = command("linear", *words, "--n_last_blocks", 2, "--slots", "0,3")
+    assert result["feature"]["dim"] == 128 + 2 * SLOT_DIM
+    assert json.loads((tmp_path / "linear_slots.json").read_text()) == result
+    with pytest.raises(SystemExit):
+        command("linear", *words, "--n_last_blocks", 2, "--slots", "0,4")
+    assert "slots [0, 3] in the file, [0, 4] now" in caplog.text
+
+
+# --- the study
+
+
+def test_the_study_finds_the_bits_of_eval_knn_with_the_same_slots(
+    study: dict[str, Any], checkpoint: Path, tmp_path: Path
+) -> None:
+    order = [row["slot"] for row in study["ranking"]]
+    assert sorted(order) == list(range(SLOTS))
+    best, two = study["ranking"][0], study["curve"][0]
+    for slots, top1 in (([best["slot"]], best["top1_held_out"]), (order[:2], two["top1_held_out"])):
+        chosen = ",".join(map(str, sorted(slots)))
+        assert knn_of(checkpoint, chosen, "--output_dir", tmp_path)["results"][0]["top1"] == top1
+    whole = command("knn", "--pretrained_weights", checkpoint, *SCENES, "--nb_knn", 3, "--output_dir", tmp_path)
+    assert whole["results"][0]["top1"] == study["top1_all"] == study["curve"][-1]["top1_held_out"]
+
+
+def test_the_studys_file_is_a_choice_of_slots(study: dict[str, Any], checkpoint: Path, tmp_path: Path) -> None:
+    path = checkpoint.with_name("slot_study.json")
+    assert json.loads(path.read_text()) == study
+    result = knn_of(checkpoint, path, "--output_dir", tmp_path)
+    assert result["results"][0]["top1"] == study["top1_selected"]
+    assert result["encoder"]["slots"]["slots"] == study["slots"]
+    assert matplotlib.image.imread(path.with_suffix(".png")).shape[2] >= 3
+
+
+def test_the_study_says_what_it_measured(study: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert [row["num_kept"] for row in study["curve"]] == [2, 5]
+    assert [row["num_kept"] for row in study["probe"]["curve"]] == [2, 5]
+    images = study["images"]
+    assert (images["num_train"], images["num_val"], images["num_choosing"]) == (40, 40, 8)
+    alone = [row["top1_choosing"] for row in study["ranking"]]
+    assert alone == sorted(alone, reverse=True)
+    for row in study["curve"]:
+        assert len(row["random"]["draws"]) == 2
+        assert 0 <= row["random"]["mean"] <= 100
+    last = study["curve"][-1]
+    assert last["random"]["draws"] == [last["top1_held_out"]] * 2  # all slots are all slots, in any order
+
+
+def test_the_same_study_gives_the_same_file(study: dict[str, Any], checkpoint: Path, tmp_path: Path) -> None:
+    command("slot-study", "--pretrained_weights", checkpoint, *STUDY, "--output_dir", tmp_path)
+    for name in ("slot_study.json", "slot_study.png"):
+        assert (tmp_path / name).read_bytes() == checkpoint.with_name(name).read_bytes()
+
+
+def test_the_choosing_images_are_the_same_for_any_number_of_processes() -> None:
+    def share(rank: int, world_size: int) -> torch.Tensor:
+        indices = torch.tensor([index for batch in ShardSampler(61, 7, rank, world_size) for index in batch])
+        features = Features(torch.zeros(len(indices), 2), torch.zeros(len(indices)).long(), indices)
+        return choosing_rows(features, 61, 1000, seed=3)
+
+    whole = share(0, 1)
+    assert int(whole.sum()) == 61 // 5
+    assert torch.equal(torch.cat([share(rank, 3) for rank in range(3)]), whole)
+    with pytest.raises(ValueError, match="choosing_images=0 of 61 training images"):
+        choosing_rows(Features(torch.zeros(1, 2), torch.zeros(1).long(), torch.zeros(1).long()), 61, 0, seed=3)
+
+
+def test_random_orders_are_seeded_and_differ() -> None:
+    orders = random_orders(11, 3, seed=1)
+    assert all(sorted(order) == list(range(11)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 3
+    assert orders == random_orders(11, 3, seed=1) != random_orders(11, 3, seed=2)
+    assert spread([1.0, 3.0]) == {"mean": 2.0, "std": pytest.approx(2**0.5), "draws": [1.0, 3.0]}
+    assert spread([1.0])["std"] is None
+
+
+def test_numbers_of_slots_are_checked() -> None:
+    assert kept_numbers(None, None, 16) == [1, 2, 4, 8, 16]
+    assert kept_numbers(None, 3, 5) == [1, 2, 3, 4, 5]
+    assert kept_numbers([7, 3], None, 11) == [3, 7, 11]
+    with pytest.raises(ValueError, match="keep=12 of num_slots=11"):
+        kept_numbers(None, 12, 11)
+    with pytest.raises(ValueError, match="numbers=0 of num_slots=11"):
+        kept_numbers([0], None, 11)
