@@ -408,6 +408,16 @@ def evaluate(*options: object) -> dict:
         shutdown()
 
 
+def test_more_layers_are_searched_side_by_side(folders, checkpoint):
+    options = ("--pretrained_weights", checkpoint, "--data_path", folders, "--nb_knn", 3)
+    one, three = (evaluate(*options, "--n_last_blocks", n) for n in (1, 3))
+    assert one["feature"] == {"name": "encoding", "dim": 5 * 3, "precision": "fp32"}
+    assert three["feature"]["name"] == "class tokens of 3 layers, the last of them the encoding"
+    assert three["feature"]["dim"] == 2 * 128 + 5 * 3
+    with pytest.raises(ValueError, match="n=9 layers asked"):
+        evaluate(*options, "--n_last_blocks", 9)
+
+
 def test_the_result_file_tells_the_whole_protocol(folders, checkpoint, capsys):
     result = evaluate("--pretrained_weights", checkpoint, "--data_path", folders, "--nb_knn", 2, 100)
 

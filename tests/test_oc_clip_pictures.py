@@ -159,7 +159,7 @@ def test_the_first_panel_paints_each_patch_in_the_colour_of_the_entity_that_wins
     assert shown.winners.tolist() == [[0, 1], [-1, -1]]
     winner, first, second, rest = tiles_of(shown)
     assert [tile.is_soft for tile in (winner, first, second, rest)] == [False, False, False, True]
-    assert winner.notes == ("", "entities win 2 of 4 patches")
+    assert winner.notes == ("", "2 of 4 patches won")
     painted = winner.paint(picture)[[0, 0, -1, -1], [0, -1, 0, -1]].astype(int)
     for pixel, tile in zip(painted, (first, second), strict=False):
         colour = np.array(ImageColor.getrgb(tile.frame))
@@ -177,7 +177,7 @@ def test_the_first_panel_paints_each_patch_in_the_colour_of_the_entity_that_wins
 
 
 def test_default_tokens_have_maps_only_where_they_are_asked_for():
-    assert [tile.title for tile in tiles_of(look())][3:] == ["taken by default tokens"]
+    assert [tile.title for tile in tiles_of(look())][3:] == ["default tokens"]
     titles = [tile.title for tile in tiles_of(look(), default_tokens=True)]
     assert titles[4:] == ["default token 1", "default token 2", "default token 3"]
     assert [tile.frame for tile in tiles_of(look(2, "keys"))] == ["#0072b2", "#e69f00"]

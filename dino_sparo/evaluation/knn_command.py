@@ -10,6 +10,7 @@ says; the reference's checkpoints and raw ViT weights are read too. Options as i
 import argparse
 import logging
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,7 @@ def extract(args: argparse.Namespace, process: Distributed, storage: torch.devic
     encoder = evaluated.encoder.to(process.device)
     img_size = args.img_size or encoder.config.img_size
     transform = EvalTransform(img_size, evaluated.mean, evaluated.std, exact=not args.fast_views)
+    layers = args.n_last_blocks
     train, val = extract_splits(
         encoder,
         train_source,
@@ -80,10 +82,15 @@ def extract(args: argparse.Namespace, process: Distributed, storage: torch.devic
         num_workers=args.num_workers,
         dtype=PRECISIONS[args.precision],
         storage=storage,
+        encode=None if layers == 1 else partial(encoder.probe_features, n_last_blocks=layers),
     )
     record = {
         "encoder": evaluated.record,
-        "feature": {"name": "encoding", "dim": encoder.encoding_dim, "precision": args.precision},
+        "feature": {
+            "name": "encoding" if layers == 1 else f"class tokens of {layers} layers, the last of them the encoding",
+            "dim": train.features.shape[1],
+            "precision": args.precision,
+        },
         "images": {"data_path": args.data_path, "num_classes": len(train_source.classes or [])},
         "view": view_record(transform),
         "versions": versions(),

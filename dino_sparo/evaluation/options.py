@@ -76,6 +76,13 @@ def knn_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("k-NN")
     add_slots_option(group)
     group.add_argument(
+        "--n_last_blocks",
+        type=int,
+        default=1,
+        help="Layers whose class tokens are concatenated, as by eval_linear.py; 1: the encoding alone. More are a "
+        "control: is a wide encoding better because it is wide?",
+    )
+    group.add_argument(
         "--nb_knn", type=int, nargs="+", default=[10, 20, 100, 200], help="Numbers of neighbours; 20 is usually best."
     )
     group.add_argument(

@@ -58,7 +58,7 @@ READINGS: dict[str, Reading] = {
         "The entities of a caption and default tokens compete for each patch of the image. The first map shows which "
         "entity wins each patch; patches that a default token wins stay grey. The framed maps show the share of each "
         "patch that one entity takes, on one scale per row, which comes from the entities alone. In the panel "
-        '"taken by default tokens" a veil covers what they take.',
+        '"default tokens" a veil covers what they take.',
         "The entities of a caption and the default tokens compete for each patch: the shares of a patch add up to "
         "100 % over all of them. The first map shows which entity has the largest share of each patch, in the colour "
         "of the entity's frame; where a default token has it, the patch stays grey. The next maps show the share of "

@@ -37,7 +37,7 @@ def tiles_of(look: GraphLook, default_tokens: bool = False) -> list[Tile]:
     if look.reading.is_competition:
         won = int((look.winners >= 0).sum())
         paint = partial(paint_winners, winners=look.winners, colours=colours)
-        tiles.append(Tile("winner of each patch", paint, ("", f"entities win {won} of {look.winners.size} patches")))
+        tiles.append(Tile("winner of each patch", paint, ("", f"{won} of {look.winners.size} patches won")))
     for number in numbers:
         notes = (f"cosine {look.cosines[number]:.2f}", look.reading.size(look.shares[number]))
         title, levels = look.graph.entities[number], look.levels[number]
@@ -45,7 +45,7 @@ def tiles_of(look: GraphLook, default_tokens: bool = False) -> list[Tile]:
     if len(look.default_shares):
         rest = look.default_shares.sum(axis=0)
         notes = ("", look.reading.size(rest))
-        tiles.append(Tile("taken by default tokens", partial(veil, shares=rest), notes, is_soft=True))
+        tiles.append(Tile("default tokens", partial(veil, shares=rest), notes, is_soft=True))
     for token, shares in enumerate(look.default_shares if default_tokens else ()):
         levels = look.levels[len(look.shares) + token]
         notes = ("", look.reading.size(shares))
