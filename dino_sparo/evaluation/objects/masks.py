@@ -1,6 +1,6 @@
 """An image's objects as masks, the part of them that an encoder sees, and the contract of all sources of them."""
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -26,6 +26,7 @@ class ObjectMasks(NamedTuple):
     void: Bool[np.ndarray, "H W"]
 
 
+@runtime_checkable
 class ObjectSource(Protocol):
     """Images with their objects, by index.
 

@@ -9,7 +9,7 @@ Shapes: h, w rows and columns of the patch grid; maps, the slots or heads of an 
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 
 from dino_sparo.evaluation.attention import mass_mask
 
@@ -58,6 +58,10 @@ def _per_patch(pixels: Bool[np.ndarray, "*B H W"], patch_size: int) -> Int[np.nd
     return pixels.reshape(*pixels.shape[:-2], *grid).sum(axis=(-3, -1))
 
 
+def _flat(values: Shaped[np.ndarray, "*B h w"]) -> Shaped[np.ndarray, "*B patches"]:
+    return values.reshape(*values.shape[:-2], values.shape[-2] * values.shape[-1])
+
+
 def jaccards(regions: Bool[np.ndarray, "maps h w"], objects: PatchObjects) -> Float[np.ndarray, "objects maps"]:
     """Jaccard index of every object and every region of patches.
 
@@ -70,8 +74,8 @@ def jaccards(regions: Bool[np.ndarray, "maps h w"], objects: PatchObjects) -> Fl
     Returns:
         (objects, maps), in [0, 1].
     """
-    chosen = regions.reshape(len(regions), -1).astype(np.float64)
-    pixels = objects.pixels.reshape(len(objects.pixels), -1)
+    chosen = _flat(regions).astype(np.float64)
+    pixels = _flat(objects.pixels)
     both = pixels @ chosen.T
     either = pixels.sum(axis=1)[:, None] + (chosen @ objects.valid.ravel())[None] - both
     return both / either
@@ -128,7 +132,7 @@ def foreground_ari(segments: Bool[np.ndarray, "maps h w"], objects: PatchObjects
     Returns:
         ARI; NaN without such a pixel.
     """
-    table = objects.alone.reshape(len(objects.alone), -1) @ segments.reshape(len(segments), -1).T.astype(np.float64)
+    table = _flat(objects.alone) @ _flat(segments).T.astype(np.float64)
     total = table.sum()
     if not total:
         return float("nan")
@@ -146,8 +150,8 @@ def pointing_hits(maps: Float[np.ndarray, "maps h w"], objects: PatchObjects) ->
     Of several equal maxima the first patch counts, row by row. Source: Zhang et al., "Top-down neural attention by
     excitation backprop", without its tolerance of 15 pixels.
     """
-    peaks = maps.reshape(len(maps), -1).argmax(axis=1)
-    return objects.centres.reshape(len(objects.centres), -1)[:, peaks]
+    peaks = _flat(maps).argmax(axis=1)
+    return _flat(objects.centres)[:, peaks]
 
 
 def score_maps(maps: Float[np.ndarray, "maps h w"], objects: PatchObjects, share: float) -> dict[str, float]:
@@ -207,7 +211,7 @@ def _best_jaccard(pixels: Int[np.ndarray, " patches"], valid: Int[np.ndarray, " 
 
 def shuffle_patches(maps: Float[np.ndarray, "maps h w"], rng: np.random.Generator) -> Float[np.ndarray, "maps h w"]:
     """Random maps: each map's values on random patches, so that its mass and its peakedness stay."""
-    return rng.permuted(maps.reshape(len(maps), -1), axis=1).reshape(maps.shape)
+    return rng.permuted(_flat(maps), axis=1).reshape(maps.shape)
 
 
 def bootstrap_interval(values: Float[np.ndarray, " images"], seed: int, draws: int = 1000) -> tuple[float, float]:
@@ -218,9 +222,8 @@ def bootstrap_interval(values: Float[np.ndarray, " images"], seed: int, draws: i
         seed: of the draws.
         draws: how many.
     """
-    rng = np.random.default_rng(seed)
-    means = np.array([values[rng.integers(len(values), size=len(values))].mean() for _ in range(draws)])
-    low, high = np.percentile(means, [2.5, 97.5])
+    chosen = np.random.default_rng(seed).integers(len(values), size=(draws, len(values)), dtype=np.int32)
+    low, high = np.percentile(values[chosen].mean(axis=1), [2.5, 97.5])
     return float(low), float(high)
 
 
