@@ -15,7 +15,7 @@ from PIL import Image
 
 from dino_sparo.data import CorruptImageError
 from dino_sparo.evaluation.objects.masks import ObjectMasks
-from dino_sparo.sources.decode import read_image
+from dino_sparo.sources.decode import DEFAULT_LIMITS, read_image
 from dino_sparo.sources.limits import open_regular, parse_json
 
 
@@ -113,13 +113,15 @@ class CocoObjects:
         image = self.images[index]
         try:
             height, width = int(image["height"]), int(image["width"])
+            if height * width > DEFAULT_LIMITS.max_mpix * 1e6:
+                raise ValueError(f"{height} x {width} pixels")
             own = self.annotations.get(image["id"], [])
             masks = np.zeros((len(own), height, width), dtype=bool)
             for mask, annotation in zip(masks, own, strict=True):
                 mask[:] = segmentation_mask(annotation["segmentation"], height, width)
             crowd = np.array([bool(annotation.get("iscrowd")) for annotation in own], dtype=bool)
             classes = [self.number[annotation["category_id"]] for annotation in own]
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, OverflowError, TypeError, ValueError) as error:
             reason = f"annotations cannot be read ({type(error).__name__}: {error})"
             raise CorruptImageError(self.location(index), reason) from error
         things = masks[~crowd]

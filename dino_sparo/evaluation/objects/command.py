@@ -153,7 +153,13 @@ def describe_run(
             "without_objects": len(survey.indices) - len(survey.classes),
             "unreadable": len(survey.left_out),
         },
-        "view": {"image_size": view.size[0], "patch_size": config.patch_size, "mean": view.mean, "std": view.std},
+        "view": {
+            "square": view.size[0],
+            "patch_size": config.patch_size,
+            "upsampling": "nearest",
+            "mean": view.mean,
+            "std": view.std,
+        },
         "share": args.share,
         "seed": args.seed,
     }

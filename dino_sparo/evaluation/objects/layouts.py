@@ -18,7 +18,7 @@ from dino_sparo.evaluation.objects.coco import open_coco
 from dino_sparo.evaluation.objects.masks import UNKNOWN, ObjectMasks, ObjectSource, masks_of_ids
 from dino_sparo.scenes import Scenes, names_scenes, parse_scenes_spec
 from dino_sparo.sources import IMAGE_EXTENSIONS
-from dino_sparo.sources.decode import read_image
+from dino_sparo.sources.decode import DEFAULT_LIMITS, read_image
 from dino_sparo.sources.limits import open_regular
 
 VOC_VOID = 255
@@ -117,14 +117,15 @@ def read_ids(path: Path) -> Int[np.ndarray, "H W"]:
     """
     try:
         with open_regular(path) as file, Image.open(file, formats=("PNG",)) as image:
-            if image.mode in MASK_MODES:
+            mode, size = image.mode, image.width * image.height
+            if mode in MASK_MODES and size <= DEFAULT_LIMITS.max_mpix * 1e6:
                 return np.asarray(image).astype(np.int64)
-            mode = image.mode
     except FileNotFoundError as error:
         raise CorruptImageError(str(path), "there is no such mask") from error
-    except (OSError, SyntaxError, ValueError) as error:  # what Pillow raises for damaged files
-        raise CorruptImageError(str(path), f"is no mask that can be read ({error})") from error
-    raise CorruptImageError(str(path), f"has colours ({mode}); a mask is a PNG with one number per pixel")
+    except Exception as error:  # Pillow raises anything for damaged files
+        raise CorruptImageError(str(path), f"is no PNG that can be read ({error})") from error
+    reason = f"has {size:,} pixels" if mode in MASK_MODES else f"has colours ({mode})"
+    raise CorruptImageError(str(path), f"{reason}; a mask is a PNG with one number per pixel, no larger than images")
 
 
 def open_objects(data_path: str, masks: str | None = None) -> ObjectSource:

@@ -41,6 +41,7 @@ MODEL, UNTRAINED, OTHER_IMAGE, RANDOM, PATCH_GRID = ROWS = (
     "model", "untrained", "other_image", "random", "patch_grid",
 )  # fmt: skip
 CONTROLS = (UNTRAINED, OTHER_IMAGE, RANDOM)
+NO_SCORE = dict.fromkeys(MEASURES, float("nan"))
 
 
 class SeenImage(NamedTuple):
@@ -147,14 +148,15 @@ def survey_objects(
     before: np.ndarray | None = None  # the maps of the image before, for the control
     for batch in _batches(survey, source, indices, view, num_workers):
         maps = {row: _look(survey, row, encoder, batch) for row, encoder in encoders.items()}
-        others = np.concatenate(((maps[MODEL][-1] if before is None else before)[None], maps[MODEL][:-1]))
+        others = [before, *maps[MODEL][:-1]]
         before = maps[MODEL][-1]
         for image, own, untrained, other in zip(batch, maps[MODEL], maps[UNTRAINED], others, strict=True):
             if not len(image.classes):
                 continue
             shuffled = shuffle_patches(own, np.random.default_rng([seed, image.number]))
-            for row, row_maps in zip(ROWS, (own, untrained, other, shuffled), strict=False):
-                survey.add_score(row, score_maps(row_maps, image.objects, share))
+            for row, row_maps in ((MODEL, own), (UNTRAINED, untrained), (OTHER_IMAGE, other), (RANDOM, shuffled)):
+                missing = row_maps is None  # no image is before the first
+                survey.add_score(row, NO_SCORE if missing else score_maps(row_maps, image.objects, share))
             survey.add_score(PATCH_GRID, grid_bounds(image.objects))
             survey.jaccards.append(map_jaccards(own, image.objects, share))
             survey.classes.append(image.classes)
