@@ -163,6 +163,11 @@ COMMANDS: dict[str, Command] = {
         options_of("evaluation.options", "attention_parser"),
         "dino_sparo.evaluation.attention_command:visualize",
     ),
+    "slot-score": Command(
+        "A checkpoint and images with masks -> how well its slots or heads find objects, beside controls.",
+        options_of("evaluation.options", "slot_score_parser"),
+        "dino_sparo.evaluation.objects.command:score_slots",
+    ),
     "export": Command(
         "A checkpoint -> safetensors, timm, Hugging Face, ONNX, OpenCLIP.",
         options_of("evaluation.options", "export_parser"),

@@ -26,7 +26,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int64
 from PIL import Image
 
 Array = np.ndarray
@@ -403,6 +403,12 @@ class Scenes:
         """Scene `index` in words."""
         return self.scene_graph(index).caption
 
+    def object_masks(self, index: int) -> tuple[Bool[np.ndarray, "objects H W"], Int64[np.ndarray, " objects"]]:
+        """Which pixels of scene `index` show which object, and the objects' classes, numbers of `classes`."""
+        graph = self.scene_graph(index)
+        labels = np.array([SHAPES.index(thing.shape) for thing in graph.objects], dtype=np.int64)
+        return object_masks(graph, self.image_size), labels
+
     def _rng(self, index: int) -> np.random.Generator:
         if not 0 <= index < self.num_images:
             raise IndexError(f"scene {index} does not exist; {self.name} has {self.num_images} scenes, from 0")
@@ -570,6 +576,41 @@ def draw_scene(graph: SceneGraph, rng: np.random.Generator, size: int) -> Image.
     return Image.fromarray(np.ascontiguousarray(pixels.transpose(1, 2, 0)))
 
 
+def object_masks(graph: SceneGraph, size: int) -> Bool[np.ndarray, "objects H W"]:
+    """The pixels of `draw_scene` that show each object: those whose centre lies within its outline.
+
+    An object hides those before it. Shadows belong to the background.
+
+    Args:
+        graph: what the picture shows.
+        size: side of the picture, pixels.
+
+    Returns:
+        (objects, size, size), in the order of `graph.objects`; no pixel has two objects.
+    """
+    axis = _pixel_centres(size)
+    masks = np.zeros((len(graph.objects), size, size), dtype=bool)
+    for mask, thing in zip(masks, graph.objects, strict=True):
+        u, v = _upright(thing, *_offsets(thing, axis, axis))
+        visible = _SHAPES[thing.shape](u, v) <= 0
+        masks[:, visible] = False
+        mask[visible] = True
+    return masks
+
+
+def _offsets(thing: SceneObject, x: Array, y: Array) -> tuple[Array, Array]:
+    """The steps from an object's centre to pixels, (1, W) and (H, 1), in units of its radius."""
+    dx = (x[None] - np.float32(thing.centre[0])) / np.float32(thing.radius)
+    dy = (y[:, None] - np.float32(thing.centre[1])) / np.float32(thing.radius)
+    return dx, dy
+
+
+def _upright(thing: SceneObject, dx: Array, dy: Array) -> tuple[Array, Array]:
+    """The same steps as the object sees them before it is turned, (H, W) each."""
+    cos, sin = np.float32(np.cos(thing.rotation)), np.float32(np.sin(thing.rotation))
+    return cos * dx + sin * dy, cos * dy - sin * dx
+
+
 def _paint_background(background: str, rng: np.random.Generator, size: int) -> Array:
     pattern, dark, bright = _BACKGROUNDS[background]
     axis = _pixel_centres(size)
@@ -594,10 +635,8 @@ def _paint_object(canvas: Array, thing: SceneObject, light: tuple[float, float],
     x0, y0 = max(0, int((left - margin) * size)), max(0, int((top - margin) * size))
     x1, y1 = min(size, int((right + margin) * size) + 1), min(size, int((bottom + margin) * size) + 1)
     axis = _pixel_centres(size)
-    dx = (axis[None, x0:x1] - np.float32(thing.centre[0])) / np.float32(thing.radius)
-    dy = (axis[y0:y1, None] - np.float32(thing.centre[1])) / np.float32(thing.radius)
-    cos, sin = np.float32(np.cos(thing.rotation)), np.float32(np.sin(thing.rotation))
-    u, v = cos * dx + sin * dy, cos * dy - sin * dx
+    dx, dy = _offsets(thing, axis[x0:x1], axis[y0:y1])
+    u, v = _upright(thing, dx, dy)
     distance = _SHAPES[thing.shape](u, v)
     pixels = np.float32(size * thing.radius)  # per unit of distance
 

@@ -182,6 +182,7 @@ COMPUTING_FILES = (
     *("oc_clip/pairs", "oc_clip/step", "oc_clip/scorer", "image_text/step"),
     *("oc_clip/negatives", "oc_clip/canonical", "oc_clip/graph_batches", "oc_clip/split_design", "oc_clip/split_data"),
     *("evaluation/features", "evaluation/knn", "evaluation/linear", "evaluation/attention", "evaluation/atlas"),
+    *(f"evaluation/objects/{name}" for name in ("measures", "slots", "masks", "layouts", "coco", "survey")),
 )
 
 

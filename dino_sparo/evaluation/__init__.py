@@ -15,6 +15,7 @@
     pictures.py    attention maps -> labelled figures of an image, of many images, of two models
     atlas.py       images -> for each slot those that light it up most, with its maps on them
     atlas_html.py  slot atlas -> one HTML page that opens from disk
+    objects/       maps and true masks -> how well maps find objects: a command of its own
 
 Letters are those of `dino_sparo`. Numbers of images, classes and probes are spelled out.
 """

@@ -176,22 +176,24 @@ def display_order(
     return order[np.unique(groups[order], return_index=True)[1]][:max_maps]
 
 
-def mass_mask(heatmap: Float[np.ndarray, "h w"], share: float) -> Bool[np.ndarray, "h w"]:
-    """The smallest set of patches that holds a share of the map's mass, as the reference's `--threshold`.
+def mass_mask(heatmap: Float[np.ndarray, "*B h w"], share: float) -> Bool[np.ndarray, "*B h w"]:
+    """The smallest set of patches that holds a share of each map's mass, as the reference's `--threshold`.
 
     Args:
-        heatmap: (h, w), non-negative, of any sum.
+        heatmap: (..., h, w), non-negative, of any sum.
         share: of the mass, in (0, 1]; 1 keeps every patch that got any attention.
 
     Raises:
         ValueError: the share is outside (0, 1].
     """
     check_share("share", share)
-    mass = heatmap.ravel().astype(np.float64)
-    order = np.argsort(-mass, kind="stable")
-    larger = np.cumsum(mass[order]) - mass[order]  # the mass of all patches before each one
-    keep = np.zeros(mass.size, dtype=bool)
-    keep[order] = (larger < share * mass.sum()) & (mass[order] > 0)
+    mass = heatmap.reshape(*heatmap.shape[:-2], -1).astype(np.float64)
+    order = np.argsort(-mass, axis=-1, kind="stable")
+    ordered = np.take_along_axis(mass, order, axis=-1)
+    larger = np.cumsum(ordered, axis=-1) - ordered  # the mass of all patches before each one
+    keep = np.zeros(mass.shape, dtype=bool)
+    kept = (larger < share * mass.sum(axis=-1, keepdims=True)) & (ordered > 0)
+    np.put_along_axis(keep, order, kept, axis=-1)
     return keep.reshape(heatmap.shape)
 
 

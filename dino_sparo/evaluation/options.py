@@ -246,6 +246,47 @@ def attention_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def slot_score_parser() -> argparse.ArgumentParser:
+    """The options of `objects/command.py`, in data-flow order."""
+    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    group = parser.add_argument_group("encoder")
+    add_checkpoint_options(group)
+    add_foreign_weights_options(parser)
+    group = parser.add_argument_group("images and masks")
+    group.add_argument(
+        "--data_path",
+        default="scenes",
+        help="scenes; a folder in VOC's layout; a folder with images/ and masks/; or a folder of images, with --masks.",
+    )
+    group.add_argument(
+        "--masks",
+        default=None,
+        help="Of a folder of images: the folder of masks, PNGs of the images' stems (0 background, every other number "
+        "an object), or COCO's annotations (.json).",
+    )
+    group.add_argument("--num_images", type=int, default=500, help="Look at so many, drawn at random and always alike.")
+    group.add_argument(
+        "--image_size",
+        type=int,
+        default=None,
+        help="Side of the central square that the encoder sees, pixels. By default twice the size of training: more "
+        "patches show finer maps.",
+    )
+    group = parser.add_argument_group("measures")
+    group.add_argument(
+        "--share", type=float, default=0.6, help="Share of a map's mass that is kept for the Jaccard index, as in DINO."
+    )
+    group.add_argument(
+        "--match", default="", help="Another checkpoint, of another seed for example, whose slots are matched to these."
+    )
+    group.add_argument("--seed", type=int, default=0, help="Of random maps, untrained weights and intervals.")
+    group.add_argument(
+        "--output_dir", default=None, help="Where result and plots are written; by default beside the checkpoint."
+    )
+    add_device_options(parser, num_workers=4)
+    return parser
+
+
 def export_parser() -> argparse.ArgumentParser:
     """The options of `dino_sparo.export`."""
     parser = argparse.ArgumentParser(formatter_class=HelpFormatter)

@@ -1,0 +1,292 @@
+"""A checkpoint and images with masks -> how well its maps find objects: table, slot_score.json, plots.
+
+    dino-sparo slot-score --pretrained_weights output/checkpoint.pth --data_path scenes
+    dino-sparo slot-score --pretrained_weights output/checkpoint.pth --data_path VOCdevkit/VOC2012
+    dino-sparo slot-score --pretrained_weights output/checkpoint.pth --data_path val2017 --masks instances_val2017.json
+    dino-sparo slot-score --pretrained_weights seed0/checkpoint.pth --match seed1/checkpoint.pth --output_dir scores
+
+`docs/slot_score.md` explains measures, controls and layouts.
+"""
+
+import argparse
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dino_sparo.evaluation.attention import check_share
+from dino_sparo.evaluation.names import describe_model, run_names
+from dino_sparo.evaluation.objects.figures import draw_classes, draw_matching, draw_measures
+from dino_sparo.evaluation.objects.layouts import open_objects
+from dino_sparo.evaluation.objects.masks import UNKNOWN, ObjectSource
+from dino_sparo.evaluation.objects.measures import MEASURES
+from dino_sparo.evaluation.objects.slots import (
+    Matching,
+    class_lift,
+    match_slots,
+    mean_best_lift,
+    shuffled_lift,
+    slot_similarity,
+)
+from dino_sparo.evaluation.objects.survey import MODEL, ROWS, UNTRAINED, Survey, slot_values, survey_objects
+from dino_sparo.evaluation.page import require_matplotlib
+from dino_sparo.evaluation.protocol import (
+    EvaluatedEncoder,
+    open_encoder,
+    result_folder,
+    untrained_encoder,
+    write_result,
+)
+from dino_sparo.evaluation.views import SquareView, default_image_size
+from dino_sparo.runtime.cli import say
+from dino_sparo.runtime.distributed import is_only_a_peer, select_device
+from dino_sparo.runtime.logs import printable, setup_logging
+from dino_sparo.runtime.records import versions
+
+logger = logging.getLogger(__name__)
+
+ROW_NAMES = dict(
+    zip(ROWS, ("this encoder", "untrained", "maps of another image", "random maps", "patch grid"), strict=True)
+)
+MEASURE_NAMES = dict(zip(MEASURES, ("Jaccard", "mBO", "FG-ARI", "pointing"), strict=True))
+
+
+def score_slots(args: argparse.Namespace) -> dict[str, Any] | None:
+    """Score what the options name, write the result and the plots, print the table.
+
+    Returns:
+        The content of slot_score.json; None on processes other than the first.
+
+    Raises:
+        ValueError: options, weights or images that do not fit; the message says what would.
+        ImportError: matplotlib is not installed.
+    """
+    if is_only_a_peer():
+        return None
+    setup_logging()
+    require_matplotlib()
+    check_share("share", args.share)
+    if args.num_images < 2:
+        raise ValueError(f"num_images={args.num_images}; give at least 2, for an interval")
+    device = select_device(args.device)
+    evaluated = open_encoder(
+        args.pretrained_weights,
+        args.checkpoint_key,
+        args.arch,
+        args.patch_size,
+        untrained=args.untrained,
+        seed=args.seed,
+    )
+    other = open_encoder(args.match, args.checkpoint_key) if args.match else None
+    refuse_without_maps(evaluated)
+    for compared in (evaluated, other) if other is not None else ():
+        refuse_without_slots(compared)
+    source = open_objects(args.data_path, args.masks)
+    indices = choose_images(len(source), args.num_images)
+    view = view_of(evaluated, args.image_size)
+    control = untrained_encoder(evaluated, args.seed + bool(args.untrained))
+    encoders = {MODEL: evaluated.encoder.to(device), UNTRAINED: control.encoder.to(device)}
+    survey = survey_objects(encoders, source, indices, view, args.share, args.seed, args.num_workers)
+    result = {
+        **describe_run(evaluated, source, survey, view, args),
+        "measures": survey.measures(args.seed),
+        "differences": survey.differences(args.seed),
+        "redundancy": survey.mean_redundancy(),
+        **describe_maps(survey, source, args.seed),
+    }
+    if other is not None:
+        result["match"] = match_models(survey, other, source, args, device)
+    folder = result_folder(args.output_dir, args.pretrained_weights)
+    write_result({**result, "versions": versions()}, table(result), folder / "slot_score.json")
+    say("\n".join(printable(str(path)) for path in draw(result, evaluated, args.pretrained_weights, folder)))
+    return result
+
+
+def refuse_without_maps(evaluated: EvaluatedEncoder) -> None:
+    """ValueError for an encoder that averages all tokens."""
+    config = evaluated.encoder.config
+    if config.kind.shows == "average":
+        raise ValueError(
+            f"slot-score needs attention maps; readout={config.readout!r} averages all tokens and has none. Give a "
+            "checkpoint whose read-out has slots or heads"
+        )
+
+
+def refuse_without_slots(evaluated: EvaluatedEncoder) -> None:
+    """ValueError for an encoder whose maps have no values of their own."""
+    config = evaluated.encoder.config
+    if not config.kind.has_slots:
+        raise ValueError(
+            f"--match compares values of slots; readout={config.readout!r} of "
+            f"{evaluated.record['pretrained_weights']} has no slots. Leave --match out"
+        )
+
+
+def choose_images(count: int, num_images: int) -> list[int]:
+    """At most `num_images` of all, drawn at random and always the same: folders and scenes are ordered by class."""
+    return np.sort(np.random.default_rng(0).permutation(count)[:num_images]).tolist()
+
+
+def view_of(evaluated: EvaluatedEncoder, image_size: int | None) -> SquareView:
+    """The central square that an encoder sees, at this side or at its default, pixels."""
+    config = evaluated.encoder.config
+    size = default_image_size(config) if image_size is None else image_size
+    return SquareView([size], config.patch_size, evaluated.mean, evaluated.std)
+
+
+def describe_run(
+    evaluated: EvaluatedEncoder, source: ObjectSource, survey: Survey, view: SquareView, args: argparse.Namespace
+) -> dict[str, Any]:
+    """What the numbers depend on."""
+    config = evaluated.encoder.config
+    return {
+        "encoder": evaluated.record,
+        "kind": config.kind.shows,
+        "num_maps": survey.jaccards[0].shape[1],
+        "data": {
+            "name": source.name,
+            "masks": args.masks,
+            "num_images": len(survey.classes),
+            "num_objects": sum(map(len, survey.classes)),
+            "without_objects": len(survey.indices) - len(survey.classes),
+            "unreadable": len(survey.left_out),
+        },
+        "view": {
+            "square": view.size[0],
+            "patch_size": config.patch_size,
+            "upsampling": "nearest",
+            "mean": view.mean,
+            "std": view.std,
+        },
+        "share": args.share,
+        "seed": args.seed,
+    }
+
+
+def describe_maps(survey: Survey, source: ObjectSource, seed: int) -> dict[str, Any]:
+    """What each map finds, and which class it finds best where classes are known."""
+    jaccards, classes = np.concatenate(survey.jaccards), np.concatenate(survey.classes)
+    wins = np.bincount(jaccards.argmax(axis=1), minlength=jaccards.shape[1]) / len(jaccards)
+    means = jaccards.mean(axis=0)
+    maps: list[dict[str, Any]] = [
+        {"map": number, "jaccard": float(means[number]), "best_for": float(wins[number])} for number in range(len(wins))
+    ]
+    seen = np.unique(classes[classes != UNKNOWN])
+    if len(seen) < 2:
+        return {"maps": maps}
+    lift = class_lift(jaccards, classes, len(source.classes))
+    for entry, row in zip(maps, lift, strict=True):
+        best = int(np.nanargmax(row))
+        entry |= {"class": source.classes[best], "lift": float(row[best])}
+    chance = shuffled_lift(jaccards, classes, len(source.classes), seed)
+    return {
+        "maps": maps,
+        "classes": [
+            {
+                "class": source.classes[number],
+                "num_objects": int((classes == number).sum()),
+                "best_maps": np.argsort(-lift[:, number], kind="stable")[:3].tolist(),
+                "lift": lift[:, number].tolist(),
+            }
+            for number in seen
+        ],
+        "selectivity": {"mean_best_lift": mean_best_lift(lift), "shuffled": chance},
+    }
+
+
+def match_models(
+    survey: Survey, other: EvaluatedEncoder, source: ObjectSource, args: argparse.Namespace, device: torch.device
+) -> dict[str, Any]:
+    """The best matching of this encoder's slots and another one's, and what chance gives."""
+    own, untrained = (np.concatenate(survey.values[row]) for row in (MODEL, UNTRAINED))
+    theirs = slot_values(other.encoder.to(device), source, survey.indices, view_of(other, args.image_size))
+    similarity = slot_similarity(own, theirs)
+    shuffled = np.random.default_rng(args.seed).permutation(theirs)
+    matchings = {
+        "matched": match_slots(similarity),
+        "untrained": match_slots(slot_similarity(own, untrained)),
+        "shuffled_images": match_slots(slot_similarity(own, shuffled)),
+    }
+    best: Matching = matchings["matched"]
+    return {
+        "encoder": other.record,
+        "similarity": "linear CKA",
+        "num_images": len(own),
+        "mean_of_all_pairs": float(similarity.mean()),
+        **{
+            name: {"mean": float(found.similarity.mean()), "pairs": np.sort(found.similarity)[::-1].tolist()}
+            for name, found in matchings.items()
+        },
+        "partners": [
+            {"slot": int(slot), "partner": int(partner), "similarity": float(value)}
+            for slot, partner, value in zip(*best, strict=True)
+        ],
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result for people: measures in percent with half the width of their 95 % interval; then maps and slots."""
+    data, maps = result["data"], f"{result['num_maps']} {result['kind']}s"
+    lines = [
+        f"{data['num_objects']} objects in {data['num_images']} images of {printable(data['name'])}; {maps}, share "
+        f"{result['share']:g} of the mass; {data['without_objects']} images without objects, {data['unreadable']} "
+        "unreadable",
+        "",
+        f"{'%':<28}" + "".join(f"{name:>15}" for name in MEASURE_NAMES.values()),
+    ]
+    for row, scores in result["measures"].items():
+        lines.append(f"{ROW_NAMES[row]:<28}" + "".join(f"{percent(scores[measure]):>15}" for measure in MEASURES))
+    for row, scores in result["differences"].items():
+        name = f"minus {ROW_NAMES[row]}"
+        lines.append(f"{name:<28}" + "".join(f"{percent(scores[measure], '+'):>15}" for measure in MEASURES))
+    lines += ["", "mean absolute cosine of two " + f"{result['kind']}s: " + redundancy_words(result["redundancy"])]
+    if "selectivity" in result:
+        chance = result["selectivity"]["shuffled"]
+        lines.append(
+            f"selectivity (mean best lift): {100 * result['selectivity']['mean_best_lift']:.1f} Jaccard points; with "
+            f"shuffled classes {100 * float(np.mean(chance)):.1f}, at most {100 * max(chance):.1f}"
+        )
+        best = sorted(result["maps"], key=lambda entry: -entry["lift"])[:5]
+        named = ", ".join(f"{result['kind']} {e['map']} {e['class']} (+{100 * e['lift']:.1f})" for e in best)
+        lines.append(f"most selective: {named}")
+    if "match" in result:
+        match = result["match"]
+        own, untrained, shuffled = (match[name]["mean"] for name in ("matched", "untrained", "shuffled_images"))
+        lines.append(
+            f"matched slots, mean linear CKA: {own:.3f}; all pairs {match['mean_of_all_pairs']:.3f}, matched to an "
+            f"untrained encoder {untrained:.3f}, to shuffled images {shuffled:.3f}"
+        )
+    return "\n".join(lines)
+
+
+def percent(summary: dict[str, Any], sign: str = "") -> str:
+    """A mean in percent with half the width of its interval."""
+    if summary["mean"] is None:
+        return "-"
+    low, high = summary["interval_95"]
+    return f"{100 * summary['mean']:{sign}.1f} ± {50 * (high - low):.1f}"
+
+
+def redundancy_words(redundancy: dict[str, dict[str, float]]) -> str:
+    """How alike maps and values are, of the model and untrained."""
+    return "; ".join(
+        f"{ROW_NAMES[row]} " + ", ".join(f"{what} {value:.2f}" for what, value in own.items())
+        for row, own in redundancy.items()
+    )
+
+
+def draw(result: dict[str, Any], evaluated: EvaluatedEncoder, weights: str, folder: Path) -> list[Path]:
+    """Write the plots of what was measured; returns their paths."""
+    run = "untrained" if result["encoder"]["untrained"] else run_names([weights])[0]
+    model = describe_model(evaluated.record, evaluated.encoder.config, run, evaluated.encoder.config.readout)
+    written = [folder / "slot_score.png"]
+    draw_measures(result, model, ROW_NAMES, MEASURE_NAMES, written[0])
+    if "classes" in result:
+        written.append(folder / "slot_classes.png")
+        draw_classes(result, model, written[-1])
+    if "match" in result:
+        written.append(folder / "slot_match.png")
+        draw_matching(result["match"], model, written[-1])
+    return written

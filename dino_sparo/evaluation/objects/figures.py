@@ -1,0 +1,121 @@
+"""Results of `slot-score` -> plots: measures beside their controls, which map finds which class, matched slots."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dino_sparo.evaluation.page import INK, SOFT
+from dino_sparo.evaluation.plots import PANEL_HEIGHT, panels
+
+ACCENT, CONTROL, BOUND = "#8a3fb5", "#b9b7c6", "#e8a33d"
+SHADES = ("#e8a33d", "#ffffff", "#46147a")  # from worse over equal to better than on other classes
+COLUMN_WIDTH, ROW_HEIGHT = 0.22, 0.3  # inches, of a cell of the table of classes
+
+
+def draw_measures(
+    result: Mapping[str, Any], model: str, rows: Mapping[str, str], measures: Mapping[str, str], path: Path
+) -> None:
+    """Bars of each measure for the encoder, its controls and the bound, with 95 % intervals.
+
+    Args:
+        result: of `command.score_slots`.
+        model: a line about the encoder.
+        rows: key of what is scored -> its name.
+        measures: key of a measure -> its name.
+        path: the PNG to write.
+    """
+    with panels(path, 1, len(measures)) as axes:
+        for axis, (measure, name) in zip(axes[0], measures.items(), strict=True):
+            _draw_bars(axis, {row: result["measures"][row][measure] for row in rows})
+            axis.set_title(name, fontsize=13)
+            axis.set_yticks(range(len(rows)), list(rows.values()) if axis is axes[0, 0] else [""] * len(rows))
+        data = result["data"]
+        words = (
+            f"{model}  ·  {result['num_maps']} {result['kind']}s  ·  {data['num_objects']} objects of {data['name']}"
+        )
+        figure = axes[0, 0].figure
+        figure.set_size_inches(13.3, 3.6)
+        figure.suptitle(words, x=0.01, ha="left", color=INK, fontsize=12)
+
+
+def _draw_bars(axis: Any, scores: Mapping[str, Mapping[str, Any]]) -> None:
+    colours = [ACCENT, *[CONTROL] * (len(scores) - 2), BOUND]
+    for position, (score, colour) in enumerate(zip(scores.values(), colours, strict=True)):
+        if score["mean"] is None:
+            continue
+        mean, (low, high) = 100 * score["mean"], (100 * end for end in score["interval_95"])
+        axis.barh(position, mean, color=colour, height=0.7)
+        axis.plot([low, high], [position, position], color=INK, linewidth=1.2)
+        axis.text(max(high, mean, 0) + 2, position, f"{mean:.1f}", va="center", color=INK, fontsize=10)
+    axis.invert_yaxis()
+    axis.set_xlim(min(0, axis.get_xlim()[0]), 112)
+    axis.set_xticks([0, 25, 50, 75, 100])
+    axis.set_xlabel("%", color=SOFT)
+    axis.tick_params(axis="y", length=0)
+    axis.spines["left"].set_visible(False)
+
+
+def draw_classes(result: Mapping[str, Any], model: str, path: Path) -> None:
+    """Heat map of lift, classes down and maps across, maps grouped by the class they find best.
+
+    Args:
+        result: of `command.score_slots`, with classes.
+        model: a line about the encoder.
+        path: the PNG to write.
+    """
+    from matplotlib.colors import LinearSegmentedColormap
+
+    names = [entry["class"] for entry in result["classes"]]
+    lift = 100 * np.array([entry["lift"] for entry in result["classes"]])  # (classes, maps)
+    best = lift.argmax(axis=0)
+    order = np.lexsort((-lift.max(axis=0), best))
+    limit = max(float(np.abs(lift).max()), 1e-6)
+    with panels(path, 1, 1) as axes:
+        axis = axes[0, 0]
+        shades = LinearSegmentedColormap.from_list("lift", SHADES)
+        image = axis.imshow(lift[:, order], cmap=shades, vmin=-limit, vmax=limit, aspect="auto")
+        axis.set_yticks(range(len(names)), [f"{e['class']}  ({e['num_objects']})" for e in result["classes"]])
+        axis.set_xticks(range(len(order)), order.tolist(), fontsize=7 if len(order) > 20 else 9)
+        axis.tick_params(length=0)
+        axis.set_xlabel(f"{result['kind']}, grouped by the class it finds best", color=INK)
+        for side in axis.spines.values():
+            side.set_visible(False)
+        figure = axis.figure
+        width, height = max(7.0, 2.6 + COLUMN_WIDTH * len(order)), max(PANEL_HEIGHT, 1.4 + ROW_HEIGHT * len(names))
+        figure.set_size_inches(width, height)
+        bar = figure.colorbar(image, ax=axis, fraction=0.03, pad=0.02)
+        bar.outline.set_visible(False)
+        bar.set_label("lift, Jaccard points", color=INK)
+        chance = 100 * float(np.mean(result["selectivity"]["shuffled"]))
+        own = 100 * result["selectivity"]["mean_best_lift"]
+        words = f"{model}\nmean best lift {own:.1f}, with shuffled classes {chance:.1f}"
+        figure.suptitle(words, x=0.01, ha="left", color=INK, fontsize=11)
+
+
+def draw_matching(match: Mapping[str, Any], model: str, path: Path) -> None:
+    """Similarity of matched slots, largest first, beside what an untrained encoder and shuffled images give.
+
+    Args:
+        match: of `command.match_models`.
+        model: a line about the encoder.
+        path: the PNG to write.
+    """
+    curves = {
+        "matched": ("the other checkpoint", ACCENT, "-"),
+        "untrained": ("an untrained encoder", SOFT, "--"),
+        "shuffled_images": ("the other checkpoint, images shuffled", BOUND, ":"),
+    }
+    with panels(path, 1, 1) as axes:
+        axis = axes[0, 0]
+        for key, (name, colour, style) in curves.items():
+            pairs = match[key]["pairs"]
+            label = f"{name}: mean {match[key]['mean']:.2f}"
+            axis.plot(range(1, len(pairs) + 1), pairs, style, color=colour, label=label, linewidth=2)
+        axis.set_ylim(0, 1)
+        axis.set_xlabel("pair of slots, most similar first", color=INK)
+        axis.set_ylabel("linear CKA of their values", color=INK)
+        axis.legend(frameon=False, fontsize=9, labelcolor=INK)
+        axis.figure.set_size_inches(7, 4.2)
+        axis.figure.suptitle(f"{model}\nslots matched to", x=0.01, ha="left", color=INK, fontsize=11)

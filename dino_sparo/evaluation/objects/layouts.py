@@ -1,0 +1,200 @@
+"""The built-in scenes, VOC's folders, images beside masks -> images with objects; `open_objects` tells them apart.
+
+scenes, scenes:NUM:SIZE                           the held-out scenes with their true masks
+VOC2012/{JPEGImages,SegmentationObject}           VOC's layout, its split `val`; 255 is void
+DIR/{images,masks}, or IMAGES and --masks MASKS   images and PNGs of the same stem: 0 background, else an object each
+IMAGES and --masks instances.json                 COCO's annotations, see `coco.py`
+"""
+
+import os
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int
+from PIL import Image
+
+from dino_sparo.data import CorruptImageError
+from dino_sparo.evaluation.objects.coco import open_coco
+from dino_sparo.evaluation.objects.masks import UNKNOWN, ObjectMasks, ObjectSource, masks_of_ids
+from dino_sparo.scenes import Scenes, names_scenes, parse_scenes_spec
+from dino_sparo.sources import IMAGE_EXTENSIONS
+from dino_sparo.sources.decode import DEFAULT_LIMITS, read_image
+from dino_sparo.sources.limits import open_regular
+
+VOC_VOID = 255
+# VOC's classes 1 to 20; 0 is the background.
+VOC_CLASSES = (
+    *("aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow"),
+    *("diningtable", "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train", "tvmonitor"),
+)
+MASK_MODES = ("1", "L", "P", "I", "I;16")  # of images whose pixels are numbers
+
+
+class SceneObjects:
+    """The held-out built-in scenes with their true masks; arguments as of `Scenes`."""
+
+    def __init__(self, num_images: int, image_size: int) -> None:
+        self.scenes = Scenes(num_images, image_size, split="val")
+        self.name, self.classes = self.scenes.name, list(self.scenes.classes or [])
+
+    def __len__(self) -> int:
+        return len(self.scenes)
+
+    def location(self, index: int) -> str:
+        """The scene's name."""
+        return self.scenes.location(index)
+
+    def read(self, index: int) -> Image.Image:
+        """The scene."""
+        return self.scenes.read(index)
+
+    def objects(self, index: int) -> ObjectMasks:
+        """Its one or two objects."""
+        masks, classes = self.scenes.object_masks(index)
+        return ObjectMasks(masks, classes, np.zeros(masks.shape[1:], dtype=bool))
+
+
+class FileObjects:
+    """Image files, each with a mask file whose pixels are the objects' numbers.
+
+    Args:
+        name: what the log calls them.
+        images: their paths.
+        masks: the paths of their masks.
+        void: a number that marks void pixels; None: there is none.
+        class_masks: paths of masks whose pixels are classes, from 1; None: classes are unknown.
+        classes: names of the classes.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        images: list[Path],
+        masks: list[Path],
+        void: int | None = None,
+        class_masks: list[Path] | None = None,
+        classes: tuple[str, ...] = (),
+    ) -> None:
+        self.name, self.classes = name, list(classes)
+        self.images, self.masks, self.void, self.class_masks = images, masks, void, class_masks
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def location(self, index: int) -> str:
+        """The image's path."""
+        return str(self.images[index])
+
+    def read(self, index: int) -> Image.Image:
+        """The image as 8-bit RGB."""
+        return read_image(str(self.images[index]), str(self.images[index]))
+
+    def objects(self, index: int) -> ObjectMasks:
+        """Its objects, by their numbers."""
+        ids = read_ids(self.masks[index])
+        void = np.zeros(ids.shape, dtype=bool) if self.void is None else ids == self.void
+        masks = masks_of_ids(np.where(void, 0, ids))
+        if self.class_masks is None:
+            return ObjectMasks(masks, np.full(len(masks), UNKNOWN), void)
+        numbers = read_ids(self.class_masks[index])
+        if numbers.shape != ids.shape:
+            raise CorruptImageError(
+                str(self.class_masks[index]), f"has shape {numbers.shape}, but the objects' mask has {ids.shape}"
+            )
+        return ObjectMasks(masks, np.array([self._class_of(numbers[mask]) for mask in masks], dtype=np.int64), void)
+
+    def _class_of(self, numbers: Int[np.ndarray, " pixels"]) -> int:
+        """The class that most of an object's pixels have, from 0."""
+        counts = np.bincount(numbers[(numbers > 0) & (numbers <= len(self.classes))], minlength=1)
+        return int(counts.argmax()) - 1 if counts.any() else UNKNOWN
+
+
+def read_ids(path: Path) -> Int[np.ndarray, "H W"]:
+    """The pixels of a mask as they are stored, without a palette's colours.
+
+    Raises:
+        CorruptImageError: it is missing, no PNG, or its pixels are colours.
+    """
+    try:
+        with open_regular(path) as file, Image.open(file, formats=("PNG",)) as image:
+            mode, size = image.mode, image.width * image.height
+            if mode in MASK_MODES and size <= DEFAULT_LIMITS.max_mpix * 1e6:
+                return np.asarray(image).astype(np.int64)
+    except FileNotFoundError as error:
+        raise CorruptImageError(str(path), "there is no such mask") from error
+    except Exception as error:  # Pillow raises anything for damaged files
+        raise CorruptImageError(str(path), f"is no PNG that can be read ({error})") from error
+    reason = f"has {size:,} pixels" if mode in MASK_MODES else f"has colours ({mode})"
+    raise CorruptImageError(str(path), f"{reason}; a mask is a PNG with one number per pixel, no larger than images")
+
+
+def open_objects(data_path: str, masks: str | None = None) -> ObjectSource:
+    """Images with objects.
+
+    Args:
+        data_path: `scenes`, a folder in VOC's layout, a folder with `images` and `masks`, or a folder of images.
+        masks: of a folder of images: the folder of its masks, or COCO's annotations (.json).
+
+    Raises:
+        ValueError: nothing of this kind lies there, or there are no images.
+    """
+    if names_scenes(data_path):
+        _refuse_masks(masks, data_path)
+        return SceneObjects(*parse_scenes_spec(data_path))
+    root = Path(data_path).expanduser()
+    if not data_path or not root.is_dir():
+        raise ValueError(
+            f"--data_path {data_path!r} is no folder (in {os.getcwd()}); give scenes, a folder in VOC's layout, or a "
+            "folder of images with --masks"
+        )
+    if (root / "SegmentationObject").is_dir():
+        _refuse_masks(masks, data_path)
+        return _open_voc(root)
+    if masks is None:
+        if not ((root / "images").is_dir() and (root / "masks").is_dir()):
+            holds = ", ".join(sorted(os.listdir(root))[:10])
+            raise ValueError(
+                f"--data_path {data_path!r} has neither SegmentationObject/ nor images/ and masks/; it holds "
+                f"{holds or 'nothing'}. Give the masks' folder or COCO's annotations with --masks"
+            )
+        return _open_pairs(root / "images", root / "masks")
+    path = Path(masks).expanduser()
+    if path.suffix.lower() == ".json":
+        return open_coco(root, path)
+    if not path.is_dir():
+        raise ValueError(f"--masks {masks!r} is neither a folder nor a .json file; give masks of the images' stems")
+    return _open_pairs(root, path)
+
+
+def _refuse_masks(masks: str | None, data_path: str) -> None:
+    if masks is not None:
+        raise ValueError(f"--masks {masks!r}: {data_path!r} has masks of its own; leave the option out")
+
+
+def _open_voc(root: Path) -> FileObjects:
+    """The images that VOC lists in ImageSets/Segmentation/val.txt."""
+    listing = root / "ImageSets" / "Segmentation" / "val.txt"
+    if not listing.is_file():
+        raise ValueError(f"--data_path {str(root)!r} is in VOC's layout, but has no {listing.relative_to(root)}")
+    stems = listing.read_text(encoding="utf-8").split()
+    if not stems:
+        raise ValueError(f"{listing} lists no images; give VOC's own list")
+    classes = root / "SegmentationClass"
+    return FileObjects(
+        f"VOC {root}",
+        [root / "JPEGImages" / f"{stem}.jpg" for stem in stems],
+        [root / "SegmentationObject" / f"{stem}.png" for stem in stems],
+        VOC_VOID,
+        [classes / f"{stem}.png" for stem in stems] if classes.is_dir() else None,
+        VOC_CLASSES,
+    )
+
+
+def _open_pairs(images: Path, masks: Path) -> FileObjects:
+    """All images of a folder, each with the mask of its stem; one that is missing is an error of that image."""
+    paths = sorted(path for path in images.iterdir() if path.suffix.lower() in IMAGE_EXTENSIONS)
+    if not paths:
+        raise ValueError(
+            f"{str(images)!r} holds no images: looked for {', '.join(IMAGE_EXTENSIONS)}, not in subfolders"
+        )
+    return FileObjects(f"folder {images}", paths, [masks / f"{path.stem}.png" for path in paths])

@@ -1,0 +1,92 @@
+"""An image's objects as masks, the part of them that an encoder sees, and the contract of all sources of them."""
+
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Bool, Int
+from PIL import Image
+
+from dino_sparo.data import CorruptImageError
+from dino_sparo.evaluation.views import View
+
+UNKNOWN = -1  # class of an object whose class nobody says
+
+
+class ObjectMasks(NamedTuple):
+    """The objects of an image.
+
+    Attributes:
+        masks: (objects, H, W), True where the object is; masks may overlap.
+        classes: (objects,), numbers of `ObjectSource.classes`, or UNKNOWN.
+        void: (H, W), pixels that count neither as object nor as background.
+    """
+
+    masks: Bool[np.ndarray, "objects H W"]
+    classes: Int[np.ndarray, " objects"]
+    void: Bool[np.ndarray, "H W"]
+
+
+@runtime_checkable
+class ObjectSource(Protocol):
+    """Images with their objects, by index.
+
+    Attributes:
+        name: what the log calls it.
+        classes: names of the objects' classes; empty where there are none.
+    """
+
+    name: str
+    classes: list[str]
+
+    def __len__(self) -> int:
+        """Number of images."""
+        ...
+
+    def location(self, index: int) -> str:
+        """Where image `index` lies, for logs and errors."""
+        ...
+
+    def read(self, index: int) -> Image.Image:
+        """Image `index` as 8-bit RGB; raises CorruptImageError."""
+        ...
+
+    def objects(self, index: int) -> ObjectMasks:
+        """Its objects; raises CorruptImageError if they cannot be read."""
+        ...
+
+
+def masks_of_ids(ids: Int[np.ndarray, "H W"]) -> Bool[np.ndarray, "objects H W"]:
+    """One mask per number of a mask image, by number; 0 is the background."""
+    numbers = np.unique(ids)
+    return ids[None] == numbers[numbers > 0][:, None, None]
+
+
+def view_objects(objects: ObjectMasks, view: View, location: str, image_size: tuple[int, int]) -> ObjectMasks:
+    """The objects as the encoder sees them: cut and resampled as the image is, by the nearest pixel.
+
+    Objects without a pixel in the view are left out.
+
+    Args:
+        objects: of the whole image.
+        view: what is seen of it.
+        location: where the image lies, for errors.
+        image_size: width and height of the image, pixels.
+
+    Raises:
+        CorruptImageError: masks and image have different sizes.
+    """
+    height, width = objects.void.shape
+    if (width, height) != image_size:
+        raise CorruptImageError(
+            location, f"has {image_size[0]} x {image_size[1]} pixels, but its masks have {width} x {height}"
+        )
+    void = _resampled(objects.void, view)
+    masks = [_resampled(mask, view) & ~void for mask in objects.masks]
+    seen = np.array([mask.any() for mask in masks], dtype=bool)
+    stack = np.stack(masks)[seen] if seen.any() else np.zeros((0, *void.shape), dtype=bool)
+    return ObjectMasks(stack, objects.classes[seen], void)
+
+
+def _resampled(mask: Bool[np.ndarray, "H W"], view: View) -> Bool[np.ndarray, "height width"]:
+    picture = Image.fromarray(mask.astype(np.uint8))
+    return np.asarray(picture.resize((view.width, view.height), Image.Resampling.NEAREST, box=view.box)) > 0

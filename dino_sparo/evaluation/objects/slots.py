@@ -1,0 +1,172 @@
+"""What single maps and slots do: which finds which class, how alike they are; two models' slots matched in pairs."""
+
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from dino_sparo.evaluation.attention import map_similarity
+from dino_sparo.evaluation.objects.masks import UNKNOWN
+
+CLASS_SHUFFLES = 20  # of the objects' classes, for the control of selectivity
+
+
+def class_lift(
+    jaccards: Float[np.ndarray, "objects maps"], classes: Int[np.ndarray, " objects"], num_classes: int
+) -> Float[np.ndarray, "maps classes"]:
+    """How much better each map finds objects of a class than it finds other classes, as Jaccard points.
+
+        r_om = J_om - mean_m J_om                 what map m adds on object o, whose size helps all maps
+        t_mc = mean of r_om over objects of class c
+        lift_mc = t_mc - mean_c t_mc
+
+    Args:
+        jaccards: (objects, maps), J.
+        classes: (objects,); objects of unknown class are left out.
+        num_classes: of the data.
+
+    Returns:
+        (maps, classes); NaN for classes without objects.
+    """
+    excess = jaccards - jaccards.mean(axis=1, keepdims=True)
+    table = np.full((jaccards.shape[1], num_classes), np.nan)
+    for number in np.unique(classes[classes != UNKNOWN]):
+        table[:, number] = excess[classes == number].mean(axis=0)
+    return table - np.nanmean(table, axis=1, keepdims=True)
+
+
+def mean_best_lift(lift: Float[np.ndarray, "maps classes"]) -> float:
+    """Selectivity in one number: each map's lift on the class it finds best, averaged over maps.
+
+    A maximum over classes is positive by chance; compare it with `shuffled_lift`.
+    """
+    return float(np.nanmax(lift, axis=1).mean())
+
+
+def shuffled_lift(
+    jaccards: Float[np.ndarray, "objects maps"], classes: Int[np.ndarray, " objects"], num_classes: int, seed: int
+) -> list[float]:
+    """`mean_best_lift` with the classes shuffled among the objects, once per shuffle: what chance gives."""
+    rng = np.random.default_rng(seed)
+    shuffles = (rng.permutation(classes) for _ in range(CLASS_SHUFFLES))
+    return [mean_best_lift(class_lift(jaccards, shuffled, num_classes)) for shuffled in shuffles]
+
+
+def map_redundancy(maps: Float[np.ndarray, "B maps h w"]) -> float:
+    """Mean cosine of every two different maps of an image; maps are not negative, so it is the absolute one, too.
+
+    Returns:
+        A number in [0, 1]; NaN for a single map.
+    """
+    return mean_of_pairs(map_similarity(maps))
+
+
+def value_redundancy(slots: Float[np.ndarray, "B L V"]) -> float:
+    """Mean absolute cosine of every two different slots of an image, as they are, without centring.
+
+    Returns:
+        A number in [0, 1]; NaN for a single slot.
+    """
+    norms = np.linalg.norm(slots, axis=-1, keepdims=True)
+    unit = slots / np.where(norms > 0, norms, 1)
+    return mean_of_pairs(np.abs(np.einsum("blv,bmv->blm", unit, unit)).mean(axis=0))  # b image, l and m slots, v width
+
+
+def mean_of_pairs(table: Float[np.ndarray, "L L"]) -> float:
+    """The mean of a square table without its diagonal; NaN if there is nothing else."""
+    count = len(table)
+    return float((table.sum() - np.trace(table)) / (count * (count - 1))) if count > 1 else float("nan")
+
+
+def slot_similarity(
+    first: Float[np.ndarray, "images L V"], second: Float[np.ndarray, "images others width"]
+) -> Float[np.ndarray, "L others"]:
+    """How far the values of two models' slots vary together over the same images: linear CKA.
+
+        X (images, V), Y (images, V'), the values of two slots, centred over the images
+        s = ||X^T Y||^2 / (||X^T X|| ||Y^T Y||),  Frobenius norms
+
+    It is the squared correlation where V = V' = 1. Rotating a slot's value does not change it; a correlation coordinate
+    by coordinate would compare axes that mean nothing across seeds. With few images it is above 0 by chance.
+    Source: Kornblith et al., "Similarity of neural network representations revisited"; the RV coefficient.
+
+    Returns:
+        (L, others), in [0, 1]; 0 for a slot that has one value on all images.
+    """
+    first, second = (values.astype(np.float64) - values.mean(axis=0, dtype=np.float64) for values in (first, second))
+    norms = [
+        np.array([np.linalg.norm(values[:, slot].T @ values[:, slot]) for slot in range(values.shape[1])])
+        for values in (first, second)
+    ]
+    flat = second.reshape(len(second), -1)
+    together = np.stack(
+        [
+            np.square(first[:, slot].T @ flat).reshape(-1, *second.shape[1:]).sum(axis=(0, 2))
+            for slot in range(first.shape[1])
+        ]
+    )
+    scale = norms[0][:, None] * norms[1]
+    return np.clip(together / np.where(scale > 0, scale, 1), 0, 1)
+
+
+class Matching(NamedTuple):
+    """Slots of two models in pairs, each slot in one pair at most.
+
+    Attributes:
+        first: (pairs,), slots of the first model, ascending.
+        second: (pairs,), their partners.
+        similarity: (pairs,), of each pair.
+    """
+
+    first: Int[np.ndarray, " pairs"]
+    second: Int[np.ndarray, " pairs"]
+    similarity: Float[np.ndarray, " pairs"]
+
+
+def match_slots(similarity: Float[np.ndarray, "L others"]) -> Matching:
+    """The matching of the largest total similarity; where one model has more slots, some of them stay alone."""
+    if similarity.shape[0] <= similarity.shape[1]:
+        partners = best_assignment(-similarity)
+        slots = np.arange(len(partners))
+    else:
+        slots = best_assignment(-similarity.T)
+        order = np.argsort(slots)
+        slots, partners = slots[order], order
+    return Matching(slots, partners, similarity[slots, partners])
+
+
+def best_assignment(costs: Float[np.ndarray, "rows columns"]) -> Int[np.ndarray, " rows"]:
+    """The column of each row, all different, with the smallest sum of costs: the Hungarian method, O(rows^2 columns).
+
+    Rows are added one by one. For each, the cheapest path of changes to a free column is searched (Dijkstra's method on
+    reduced costs, cost - row price - column price, which prices keep non-negative), and the rows on it change columns.
+
+    Args:
+        costs: (rows, columns), not more rows than columns.
+    """
+    rows, columns = costs.shape
+    row_price, column_price = np.zeros(rows), np.zeros(columns + 1)
+    owner = np.full(columns + 1, -1)  # of each column; the last column is where the new row begins
+    for new in range(rows):
+        owner[columns], current = new, columns
+        distance, before = np.full(columns, np.inf), np.full(columns, columns)
+        visited = np.zeros(columns + 1, dtype=bool)
+        while owner[current] >= 0:
+            visited[current] = True
+            row, free = owner[current], ~visited[:columns]
+            reduced = costs[row] - row_price[row] - column_price[:columns]
+            closer = free & (reduced < distance)
+            distance[closer], before[closer] = reduced[closer], current
+            nearest = int(np.where(free, distance, np.inf).argmin())
+            step = distance[nearest]
+            row_price[owner[visited]] += step
+            column_price[visited] -= step
+            distance[free] -= step
+            current = nearest
+        while current != columns:
+            owner[current] = owner[before[current]]
+            current = int(before[current])
+    owner = owner[:columns]
+    result = np.empty(rows, dtype=np.int64)
+    result[owner[owner >= 0]] = np.flatnonzero(owner >= 0)
+    return result

@@ -1,0 +1,350 @@
+"""`dino-sparo slot-score`: masks of every layout, the view of them, and the command from checkpoint to plots."""
+
+import json
+import logging
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dino_sparo.__main__ import run
+from dino_sparo.checkpoint import encoder_description
+from dino_sparo.checkpoint_folder import save_checkpoint
+from dino_sparo.data import IMAGENET_MEAN, IMAGENET_STD, CorruptImageError
+from dino_sparo.encoder import create_encoder
+from dino_sparo.evaluation.objects import command
+from dino_sparo.evaluation.objects.coco import polygon_mask, run_length_mask
+from dino_sparo.evaluation.objects.layouts import VOC_CLASSES, open_objects
+from dino_sparo.evaluation.objects.masks import ObjectMasks, view_objects
+from dino_sparo.evaluation.objects.measures import MEASURES
+from dino_sparo.evaluation.objects.survey import ROWS
+from dino_sparo.evaluation.views import choose_view
+from dino_sparo.scenes import INDEPENDENT, SHAPES, SceneGraph, SceneObject, Scenes, draw_scene, object_masks
+
+# Scenes.
+
+
+def test_an_objects_mask_holds_exactly_the_pixels_that_change_with_its_colour() -> None:
+    def scene(colour: str, shape: str) -> SceneGraph:
+        return SceneGraph((SceneObject(shape, colour, "plain", (0.5, 0.55), 0.3, 0.2),), (), "snow")
+
+    for shape in SHAPES:
+        red, blue = (
+            np.asarray(draw_scene(scene(colour, shape), np.random.default_rng(3), 48)).astype(int)
+            for colour in ("red", "blue")
+        )
+        [mask] = object_masks(scene("red", shape), 48)
+        # A pixel on the outline is painted in part: it is the object's if its centre is inside.
+        changed = np.abs(red - blue).max(axis=-1)
+        assert (changed[mask] > 20).all(), shape
+        outside = (changed > 0) & ~mask
+        assert outside.sum() < 0.35 * mask.sum(), shape
+        assert changed[outside].max() < changed[mask].max(), shape
+
+
+def test_of_two_objects_the_later_hides_the_earlier() -> None:
+    things = [SceneObject("circle", "red", "plain", (x, 0.5), 0.3, 0.0) for x in (0.4, 0.6)]
+    first, second = object_masks(SceneGraph(tuple(things), (), "snow"), 60)
+    assert not (first & second).any()
+    [alone] = object_masks(SceneGraph((things[1],), (), "snow"), 60)
+    np.testing.assert_array_equal(second, alone)
+    assert first.sum() < alone.sum()
+
+
+def test_scenes_give_masks_and_classes_that_belong_to_the_picture() -> None:
+    source = Scenes(20, 40, split="val", ties=INDEPENDENT)
+    for index in range(20):
+        masks, classes = source.object_masks(index)
+        graph = source.scene_graph(index)
+        assert [SHAPES[number] for number in classes] == [thing.shape for thing in graph.objects]
+        for mask, thing in zip(masks, graph.objects, strict=True):
+            rows, columns = np.nonzero(mask)
+            left, top, right, bottom = (40 * side for side in thing.box)
+            edges = (left <= columns.min() + 1, columns.max() <= right, top <= rows.min() + 1, rows.max() <= bottom)
+            assert all(edges)
+            assert mask.sum() > 15
+        again, _ = source.object_masks(index)
+        np.testing.assert_array_equal(masks, again)
+
+
+# Views of masks.
+
+
+def test_masks_are_cut_and_resized_as_images_are() -> None:
+    # 12 x 8 pixels, the central square is columns 2 to 9; seen at 4 x 4, one pixel of two.
+    masks = np.zeros((3, 8, 12), dtype=bool)
+    masks[0, 0:4, 2:6] = True  # the upper left quarter of the square
+    masks[1, :, 0:2] = True  # outside
+    masks[2, 6:8, 8:10] = True
+    void = np.zeros((8, 12), dtype=bool)
+    void[0:2, 2:4] = True
+    view = choose_view((12, 8), [4], 2, square=True)
+    seen = view_objects(ObjectMasks(masks, np.array([5, 6, 7]), void), view, "x.png", (12, 8))
+    assert seen.classes.tolist() == [5, 7]
+    expected = np.zeros((2, 4, 4), dtype=bool)
+    expected[0, 0:2, 0:2] = True
+    expected[0, 0, 0] = False  # void
+    expected[1, 3, 3] = True
+    np.testing.assert_array_equal(seen.masks, expected)
+    assert seen.void.sum() == 1
+
+
+def test_masks_of_another_size_than_the_image_are_refused() -> None:
+    masks = ObjectMasks(np.zeros((0, 8, 12), dtype=bool), np.zeros(0, dtype=np.int64), np.zeros((8, 12), dtype=bool))
+    with pytest.raises(CorruptImageError, match=r"x.png: has 13 x 8 pixels, but its masks have 12 x 8"):
+        view_objects(masks, choose_view((13, 8), [4], 2), "x.png", (13, 8))
+
+
+# Layouts.
+
+BLOCK = np.zeros((24, 32), dtype=np.uint8)
+BLOCK[2:10, 4:20] = 1
+BLOCK[12:22, 16:30] = 2
+
+
+def write_images(folder: Path, count: int) -> None:
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    for number in range(count):
+        pixels = (rng.random((24, 32, 3)) * 255).astype(np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.jpg")
+
+
+@pytest.fixture
+def voc(tmp_path: Path) -> Path:
+    root = tmp_path / "VOC2012"
+    write_images(root / "JPEGImages", 3)
+    (root / "ImageSets" / "Segmentation").mkdir(parents=True)
+    (root / "ImageSets" / "Segmentation" / "val.txt").write_text("0\n1\n2\n")
+    for name, values in (("SegmentationObject", (1, 2)), ("SegmentationClass", (12, 15))):
+        (root / name).mkdir()
+        mask = np.where(BLOCK > 0, np.take((0, *values), BLOCK), 0).astype(np.uint8)
+        mask[2, 4:20] = 255
+        picture = Image.frombytes("P", (32, 24), mask.tobytes())
+        picture.putpalette(bytes(range(256)) * 3)
+        for number in range(3):
+            picture.save(root / name / f"{number}.png")
+    return root
+
+
+def test_vocs_layout_gives_objects_classes_and_void(voc: Path) -> None:
+    source = open_objects(str(voc))
+    assert len(source) == 3
+    objects = source.objects(1)
+    assert [VOC_CLASSES[number] for number in objects.classes] == ["dog", "person"]
+    np.testing.assert_array_equal(objects.masks[1], BLOCK == 2)
+    assert objects.masks[0].sum() == 7 * 16
+    assert objects.void.sum() == 16
+    (voc / "SegmentationObject" / "2.png").unlink()
+    with pytest.raises(CorruptImageError, match="there is no such mask"):
+        source.objects(2)
+
+
+def coco_file(folder: Path) -> Path:
+    """Two images: a polygon with a crowd beside it, and run lengths in both forms."""
+    square = [4.0, 2.0, 20.0, 2.0, 20.0, 10.0, 4.0, 10.0]
+    lengths = [24 * 5 + 3, 6, 24 * 27 - 9]  # rows 3 to 8 of column 5
+    annotations = [
+        {"image_id": 7, "category_id": 3, "segmentation": [square], "iscrowd": 0},
+        {"image_id": 7, "category_id": 9, "segmentation": {"size": [24, 32], "counts": lengths}, "iscrowd": 1},
+        {"image_id": 8, "category_id": 9, "segmentation": {"size": [24, 32], "counts": lengths}, "iscrowd": 0},
+    ]
+    images = [{"id": 7 + i, "file_name": f"{i}.jpg", "height": 24, "width": 32} for i in range(2)]
+    categories = [{"id": 9, "name": "kite"}, {"id": 3, "name": "bear"}]
+    path = folder / "instances.json"
+    path.write_text(json.dumps({"images": images, "annotations": annotations, "categories": categories}))
+    return path
+
+
+def test_cocos_annotations_give_objects_and_groups_are_void(tmp_path: Path) -> None:
+    write_images(tmp_path / "images", 2)
+    source = open_objects(str(tmp_path / "images"), str(coco_file(tmp_path)))
+    assert source.classes == ["bear", "kite"]
+    first, second = source.objects(0), source.objects(1)
+    assert (first.classes.tolist(), second.classes.tolist()) == ([0], [1])
+    np.testing.assert_array_equal(first.masks[0], BLOCK == 1)
+    assert not first.void.any()  # the group lies within the object
+    rows, columns = np.nonzero(second.masks[0])
+    assert (rows.tolist(), set(columns.tolist())) == ([3, 4, 5, 6, 7, 8], {5})
+
+
+def compressed(lengths: list[int]) -> str:
+    """COCO's string of run lengths, written from its definition."""
+    text = ""
+    for index, length in enumerate(lengths):
+        value = length - (lengths[index - 2] if index > 2 else 0)
+        while True:
+            group, value = value & 31, value >> 5
+            is_last = value == (-1 if group & 16 else 0)
+            text += chr(48 + group + (0 if is_last else 32))
+            if is_last:
+                break
+    return text
+
+
+def test_run_lengths_are_read_from_numbers_and_from_cocos_string() -> None:
+    mask = np.random.default_rng(0).random((13, 11)) < 0.3
+    mask[:, 4:7] = False
+    mask[2:, 8] = True
+    flat = mask.T.ravel()
+    edges = np.flatnonzero(np.diff(flat.astype(int), prepend=0, append=1 - int(flat[-1])))
+    lengths = np.diff(edges, prepend=0).tolist()
+    np.testing.assert_array_equal(run_length_mask(lengths, 13, 11), mask)
+    np.testing.assert_array_equal(run_length_mask(compressed(lengths), 13, 11), mask)
+    # By hand: 5, 3 and 100 = 4 + 3 * 32 are "5", "3" and "T3".
+    assert compressed([5, 3, 100]) == "53T3"
+    with pytest.raises(ValueError, match="run lengths sum to 6, but the image has 13 x 11"):
+        run_length_mask([1, 5], 13, 11)
+
+
+def test_polygons_cover_the_pixels_whose_centres_they_hold() -> None:
+    np.testing.assert_array_equal(polygon_mask([[4, 2, 20, 2, 20, 10, 4, 10]], 24, 32), BLOCK == 1)
+    turns = np.arange(60) / 30 * math.pi
+    circle = np.stack([16 + 9 * np.cos(turns), 12 + 20 * np.sin(turns)], axis=1)  # beyond the upper and lower border
+    y, x = np.mgrid[:24, :32] + 0.5
+    radius = np.hypot((x - 16) / 9, (y - 12) / 20)
+    drawn = polygon_mask([circle.ravel().tolist()], 24, 32)
+    np.testing.assert_array_equal(drawn[np.abs(radius - 1) > 0.01], (radius < 1)[np.abs(radius - 1) > 0.01])
+    both = polygon_mask([[0, 0, 2, 0, 2, 2, 0, 2], [1, 1, 3, 1, 3, 3, 1, 3]], 24, 32)
+    assert both.sum() == 7
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: open_objects(str(p / "nowhere")), "nowhere' is no folder"),
+        (lambda p: open_objects(str(p / "empty")), r"has neither SegmentationObject/ nor .* it holds nothing"),
+        (lambda p: open_objects(str(p / "empty"), str(p / "empty")), "holds no images"),
+        (lambda p: open_objects(str(p / "empty"), str(p / "nowhere")), "neither a folder nor a .json file"),
+        (lambda p: open_objects("scenes", str(p / "empty")), "has masks of its own"),
+        (lambda p: open_objects(str(p / "empty"), str(p / "captions.json")), "missing 'categories'"),
+        (lambda p: open_objects(str(p / "empty"), str(p / "broken.json")), "cannot be read as JSON"),
+        (lambda p: open_objects(str(p / "voc")), "has no ImageSets/Segmentation/val.txt"),
+    ],
+)
+def test_data_that_do_not_fit_end_with_what_would(tmp_path: Path, make, message: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "voc" / "SegmentationObject").mkdir(parents=True)
+    (tmp_path / "captions.json").write_text('{"images": [], "annotations": [{"image_id": 1, "caption": "a"}]}')
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(ValueError, match=message):
+        make(tmp_path)
+
+
+# The command.
+
+
+def checkpoint(folder: Path, readout: str, seed: int = 0) -> Path:
+    torch.manual_seed(seed)
+    encoder = create_encoder("vit_micro", 8, readout, num_slots=5, slot_dim=7, key_dim=3, img_size=24)
+    entry = encoder_description(encoder.config, IMAGENET_MEAN, IMAGENET_STD)
+    path = folder / f"{readout}{seed}.pth"
+    save_checkpoint({"teacher": encoder.state_dict(), "encoder": entry, "epoch": 1}, path)
+    return path
+
+
+def score(*words: object) -> dict:
+    return run("slot-score", [str(word) for word in ("--device", "cpu", "--num_workers", 0, *words)])
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without plots, which take most of the time."""
+    monkeypatch.setattr(command, "draw", lambda *_: [])
+
+
+@pytest.mark.parametrize(("readout", "kind", "count"), [("sparo", "slot", 5), ("cls", "head", 4)])
+def test_the_command_scores_slots_and_heads_beside_their_controls(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], undrawn: None, readout: str, kind: str, count: int
+) -> None:
+    words = ("--pretrained_weights", checkpoint(tmp_path, readout), "--data_path", "scenes:60:32", "--num_images", 20)
+    result = score(*words, "--output_dir", tmp_path)
+    written = json.loads((tmp_path / "slot_score.json").read_text())
+    assert written["measures"] == result["measures"]
+    assert (result["kind"], result["num_maps"]) == (kind, count)
+    assert result["data"]["num_images"] == 20
+    assert list(result["measures"]) == list(ROWS)
+    for row, measures in result["measures"].items():
+        for measure in MEASURES:
+            low, high = measures[measure]["interval_95"]
+            assert low <= measures[measure]["mean"] <= high, (row, measure)
+            assert measures[measure]["mean"] <= result["measures"]["patch_grid"][measure]["mean"]
+    assert len(result["maps"]) == count
+    assert sum(entry["best_for"] for entry in result["maps"]) == pytest.approx(1)
+    assert ("values" in result["redundancy"]["model"]) == (readout == "sparo")
+    assert sum(entry["num_objects"] for entry in result["classes"]) == result["data"]["num_objects"]
+    out = capsys.readouterr().out
+    assert "maps of another image" in out
+    assert "selectivity" in out
+
+
+def test_slots_match_themselves_and_not_those_of_another_seed(tmp_path: Path, undrawn: None) -> None:
+    own, other = checkpoint(tmp_path, "sparo"), checkpoint(tmp_path, "sparo", seed=1)
+    words = ("--pretrained_weights", own, "--data_path", "scenes:60:32", "--num_images", 20)
+    first, second = score(*words, "--match", own), score(*words, "--match", other)
+    assert first["match"]["matched"]["mean"] == pytest.approx(1)
+    assert [pair["partner"] for pair in first["match"]["partners"]] == [0, 1, 2, 3, 4]
+    assert second["match"]["matched"]["mean"] < 0.999
+    assert second["match"]["encoder"]["pretrained_weights"] == str(other)
+    # The same command gives the same numbers.
+    assert first["measures"] == second["measures"]
+
+
+@pytest.mark.slow
+def test_plots_are_drawn_of_measures_classes_and_pairs(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, "sparo")
+    words = ("--pretrained_weights", path, "--match", path, "--data_path", "scenes:60:32", "--num_images", 10)
+    score(*words, "--output_dir", tmp_path / "scores")
+    for name in ("slot_score.png", "slot_classes.png", "slot_match.png"):
+        with Image.open(tmp_path / "scores" / name) as picture:
+            assert picture.width > 1000
+
+
+def test_read_outs_without_maps_or_slots_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    gap, cls = checkpoint(tmp_path, "gap"), checkpoint(tmp_path, "cls")
+    for words, message in (
+        (("--pretrained_weights", gap), "readout='gap' averages all tokens and has none"),
+        (("--pretrained_weights", cls, "--match", cls), "readout='cls' of .* has no slots"),
+        (("--pretrained_weights", cls, "--share", 0), "share=0.0 is not a share"),
+        (("--pretrained_weights", cls, "--num_images", 1), "num_images=1; give at least 2"),
+    ):
+        caplog.clear()
+        with pytest.raises(SystemExit):
+            score(*words)
+        assert len(caplog.records[-1].getMessage().splitlines()) == 1
+        assert re.search(message, caplog.records[-1].getMessage())
+
+
+def test_images_without_masks_are_counted_and_those_without_objects_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, undrawn: None
+) -> None:
+    write_images(tmp_path / "data" / "images", 6)
+    (tmp_path / "data" / "masks").mkdir()
+    for number, mask in enumerate((BLOCK, BLOCK, 0 * BLOCK, BLOCK[:9], np.stack([BLOCK] * 3, axis=-1))):
+        Image.fromarray(mask).save(tmp_path / "data" / "masks" / f"{number}.png")
+    path = checkpoint(tmp_path, "sparo")
+    with caplog.at_level(logging.WARNING):
+        result = score("--pretrained_weights", path, "--data_path", tmp_path / "data")
+    data = result["data"]
+    assert (data["num_images"], data["without_objects"], data["unreadable"], data["num_objects"]) == (2, 1, 3, 4)
+    assert "classes" not in result
+    for reason in ("its masks have 32 x 9", "has colours (RGB)", "there is no such mask"):
+        assert reason in caplog.text
+    for number in (0, 1):
+        Image.fromarray(0 * BLOCK).save(tmp_path / "data" / "masks" / f"{number}.png")
+    with pytest.raises(SystemExit):
+        score("--pretrained_weights", path, "--data_path", tmp_path / "data")
+    assert "0 images have objects in view, 3 have none and 3 cannot be read" in caplog.text
+
+
+def test_voc_and_coco_run_through_the_command(voc: Path, tmp_path: Path, undrawn: None) -> None:
+    path = checkpoint(tmp_path, "sparo")
+    result = score("--pretrained_weights", path, "--data_path", voc)
+    assert [entry["class"] for entry in result["classes"]] == ["dog", "person"]
+    images = voc / "JPEGImages"
+    result = score("--pretrained_weights", path, "--data_path", images, "--masks", coco_file(tmp_path))
+    assert result["data"]["num_objects"] == 2
