@@ -155,7 +155,7 @@ def update_student(training: DINOTraining, loss: Tensor, epoch: int) -> Tensor:
     """
     norms = training.updater.finish_gradients(loss)
     if training.clip_grad:
-        clip_gradients_(training.updater.parameters, training.clip_grad)
+        clip_gradients_(training.updater.parameters, training.clip_grad, norms)
     if epoch < training.freeze_last_layer:
         drop_gradients(training.network.head.last_layer)
     training.updater.update()
