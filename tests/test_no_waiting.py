@@ -43,11 +43,13 @@ def _meta_is_a_device_to_train_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "autocast", autocast)
 
 
-def dino(tmp_path: Path, parts: int = 1, **changes: object) -> Step:
+def dino(tmp_path: Path, parts: int = 1, fp16: bool = False, **changes: object) -> Step:
     words = options(tmp_path, "train", batch_size_per_gpu=2, grad_accum_steps=parts, **changes)
     args = dino_options.get_args_parser().parse_args(words)
     dino_options.defaults_of(args)
     training = dino_train.build_training(args, PROCESS, 10)
+    if fp16:  # its scaler; `meta` has no autocast
+        training.updater.scaler = torch.amp.GradScaler(DEVICE.type)
     training.distort = Distortions((0.5,) * 3, (0.2,) * 3).to(DEVICE)
     views = [torch.zeros(2, 3, side, side, dtype=torch.uint8) for side in (32, 32, 16)]
     batch = Batch(views, torch.zeros(2).long(), torch.arange(2), [], torch.zeros(3, 2, NUM_PARAMETERS)).to(DEVICE)
@@ -95,6 +97,8 @@ def traffic_of(step: Step) -> HostTraffic:
         {"readout": "cls", "clip_grad": 0},
         {"optimizer": "sgd"},
         {"optimizer": "lars"},
+        {"optimizer": "lars", "fp16": True},
+        {"fp16": True},
     ],
     ids=str,
 )
