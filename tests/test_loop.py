@@ -1,9 +1,11 @@
 """training/loop.py: what happens between two steps, and when."""
 
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from runs import options
 
 from dino_sparo.dino import train as dino_train
@@ -40,3 +42,24 @@ def test_the_log_is_written_while_the_device_computes_the_next_step_but_before_a
         assert events == ["step 1", "log 1", "save", "step 2", "log 2", "save", "step 3", "log 3", "save"]
     else:
         assert events == ["step 1", "step 2", "log 1", "step 3", "log 2", "log 3", "save"]
+
+
+@pytest.fixture
+def _tf32_as_before() -> Generator[None, None, None]:
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+@pytest.mark.usefixtures("_tf32_as_before")
+@pytest.mark.parametrize("allowed", [False, True])
+def test_a_run_sets_tf32_itself_whatever_it_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: bool
+) -> None:
+    """The bug: it stayed as it was found, which is rounded for convolutions."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = not allowed
+    monkeypatch.setattr(run, "prepare_step", lambda *_: pytest.exit("ready"))
+    words = options(tmp_path, **({"allow_tf32": ""} if allowed else {}))
+    with pytest.raises(pytest.exit.Exception, match="ready"):
+        dino_train.train(get_args_parser().parse_args(words))
+    assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == (allowed, allowed)
