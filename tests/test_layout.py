@@ -153,7 +153,7 @@ def test_a_step_reads_nothing_from_the_device_and_the_trainer_in_few_places() ->
     for name in STEP_FILES:
         tensors = functions_that_read_the_device(PACKAGE / name) - {"__init__"}  # numbers of blocks, at construction
         assert not tensors, name
-    assert functions_that_read_the_device(PACKAGE / "training" / "loop.py") == {"write", "raise_nonfinite"}
+    assert functions_that_read_the_device(PACKAGE / "training" / "loop.py") == {"read", "raise_nonfinite"}
     assert functions_that_read_the_device(PACKAGE / "oc_clip" / "binding.py") == {
         "_rows"
     }  # without numbers of entities

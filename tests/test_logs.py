@@ -18,6 +18,8 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 from dino_sparo.runtime import logs
 from dino_sparo.runtime.logs import EpochClock, Meters, RunLog, peak_memory, progress, setup_logging
 
+CPU = torch.device("cpu")
+
 
 @pytest.fixture(autouse=True)
 def _root_logger_as_before() -> Iterator[None]:
@@ -331,24 +333,62 @@ def test_the_clock_tells_images_per_second_and_the_share_spent_waiting(clock: Ca
             clock(1.0)
             yield item
 
-    epoch, loader = EpochClock(steps_per_epoch=3, end_step=9), slow()
+    epoch, loader = EpochClock(3, 9, CPU), slow()
     for step in range(1, 4):
         assert epoch.fetch(loader, 2) == [2 * step - 2, 2 * step - 1]
         clock(6.0)
-        epoch.tick(step, 0, 16, torch.tensor(1.0), torch.device("cpu"))
+        epoch.tick(step, 0, 16, torch.tensor(1.0))
     assert epoch.speed() == {"images_per_s": pytest.approx(48 / 24), "data_wait": pytest.approx(6 / 24)}
     epoch.fetch(loader, 2)
     assert epoch.fetch(loader, 5) == [8, 9]
 
 
+def test_on_a_gpu_only_the_time_in_which_it_had_nothing_to_do_counts_as_waiting(
+    clock: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bug: a wait for data counted even while the GPU was busy with the step before."""
+    queue = {"done": 0.0}  # when the device will have computed all that it was given
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self, stream: object) -> None:
+            self.time = max(time.monotonic(), queue["done"])
+
+        def query(self) -> bool:
+            return time.monotonic() >= self.time
+
+        def elapsed_time(self, end: "Event") -> float:
+            return 1000 * (end.time - self.time)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(logs, "peak_memory", lambda device: 0)
+
+    def loader() -> Iterator[int]:
+        for seconds in (4.0, 1.0, 5.0, 3.0):
+            clock(seconds)
+            yield 0
+
+    epoch, batches = EpochClock(4, 4, torch.device("cuda")), loader()
+    for step, computes in enumerate((3.0, 3.0, 3.0, 20.0), start=1):
+        epoch.fetch(batches, 1)
+        queue["done"] = max(time.monotonic(), queue["done"]) + computes
+        epoch.tick(step, 0, 2, torch.tensor(1.0))
+    # 4 s before the first step; none at the second, which came early; then 5 s less the 2 + 3 s that were left to
+    # compute; 3 s less 3 s.
+    assert epoch.speed()["data_wait"] == pytest.approx(4 / 13)
+
+
 def test_the_progress_line_of_training_is_sparse_and_counts_within_the_epoch(
     clock: Callable[[float], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    epoch = EpochClock(steps_per_epoch=50, end_step=200)
+    epoch = EpochClock(50, 200, CPU)
     with caplog.at_level(logging.INFO):
         for step in range(51, 82):  # the second epoch, one step a second
             clock(1.0)
-            epoch.tick(step, 1, 32, torch.tensor(2.5), torch.device("cpu"))
+            epoch.tick(step, 1, 32, torch.tensor(2.5))
     assert len(caplog.messages) == 3
     assert caplog.messages[0].startswith("epoch 1  step 10/50  loss 2.5000  32 images/s  data wait 0 %  ETA 0:02:20")
     assert caplog.messages[2].startswith("epoch 1  step 30/50")

@@ -155,6 +155,25 @@ def test_an_interrupted_run_ends_in_the_same_bits(tmp_path: Path, stop: int) -> 
         assert_same_state(whole[key], parts[key], key)
 
 
+@pytest.mark.slow
+def test_an_interrupted_run_in_fp16_ends_in_the_same_bits_and_scale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commands refuse fp16 on a CPU, where it is slow; its scaler works there as on a GPU."""
+    monkeypatch.setattr(dino_train, "choose_precision", lambda *_: torch.float16)
+    init = torch.amp.GradScaler.__init__
+    small = {"init_scale": 2.0**7, "growth_interval": 3}
+    monkeypatch.setattr(torch.amp.GradScaler, "__init__", lambda self, device: init(self, device, **small))
+    run(tmp_path / "whole")
+    run(tmp_path / "parts", max_steps=5)
+    saved = load_checkpoint(tmp_path / "parts" / "checkpoint.pth")["fp16_scaler"]
+    assert (saved["scale"], saved["_growth_tracker"]) == (2.0**8, 2)  # doubled after three steps, and two since
+    run(tmp_path / "parts")
+    whole, parts = (load_checkpoint(tmp_path / name / "checkpoint.pth") for name in ("whole", "parts"))
+    for key in ("student", "teacher", "optimizer", "dino_loss", "fp16_scaler", "step"):
+        assert_same_state(whole[key], parts[key], key)
+
+
 LINES_OF_TIME = ("train_images_per_s", "train_data_wait")
 
 

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from host_traffic import HostTraffic
 from reference import weights as recorded
 from torch import nn
 
@@ -217,6 +218,33 @@ def test_clipping_changes_gradients_that_have_a_graph_of_their_own() -> None:
     parameter.grad = torch.tensor([3.0, 4.0], requires_grad=True)  # as with create_graph
     clip([parameter], 1.0)
     torch.testing.assert_close(parameter.grad.detach(), torch.tensor([0.6, 0.8]))
+
+
+@pytest.mark.parametrize("limit", [0.3, 3.0])
+def test_clipping_with_known_norms_gives_the_same_bits_as_one_parameter_at_a_time(limit: float) -> None:
+    torch.manual_seed(0)
+    together, alone = ([nn.Parameter(torch.zeros(5, 7)) for _ in range(13)] for _ in range(2))
+    for size, (one, other) in enumerate(zip(together, alone, strict=True)):
+        one.grad = torch.randn(5, 7) * size / 10
+        other.grad = one.grad.clone()
+    optim.clip_gradients_(together, limit, optim.gradient_norms(together))
+    for one, other in zip(together, alone, strict=True):
+        other.grad *= (limit / (other.grad.norm() + 1e-6)).clamp(max=1.0)
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_clipping_many_parameters_launches_no_more_than_clipping_few() -> None:
+    """The bug: three kernels for every parameter, on numbers alone, and all norms once more."""
+    launches = []
+    for number in (3, 30):
+        parameters = [nn.Parameter(torch.zeros(2, 3, device="meta")) for _ in range(number)]
+        for parameter in parameters:
+            parameter.grad = torch.zeros(2, 3, device="meta")
+        norms = optim.gradient_norms(parameters)
+        with HostTraffic() as traffic:
+            optim.clip_gradients_(parameters, 3.0, norms)
+        launches.append(traffic.launches)
+    assert launches == [5, 5]  # add, divide (two), cut off, multiply
 
 
 def test_clipping_without_any_gradient_does_nothing() -> None:

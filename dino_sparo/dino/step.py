@@ -84,10 +84,13 @@ class DINOTraining(Training[Batch]):
         """Student, teacher and distortions."""
         return [self.network, self.teacher, *([self.distort] if self.distort else [])]
 
-    def compile(self) -> None:
-        """Compile the loss' cross-entropy too."""
+    def compile(self, batch: Batch) -> None:
+        """Compile the loss' cross-entropy too; before, positions are resampled once for each size of crop."""
+        for network in (self.network, self.teacher):
+            for view in batch.views:
+                network.backbone.position_embedding(*view.shape[-2:])
         self.loss.compile_cross_entropy()
-        super().compile()
+        super().compile(batch)
 
     def uncompile(self) -> None:
         """Take `compile` back."""
@@ -155,7 +158,7 @@ def update_student(training: DINOTraining, loss: Tensor, epoch: int) -> Tensor:
     """
     norms = training.updater.finish_gradients(loss)
     if training.clip_grad:
-        clip_gradients_(training.updater.parameters, training.clip_grad)
+        clip_gradients_(training.updater.parameters, training.clip_grad, norms)
     if epoch < training.freeze_last_layer:
         drop_gradients(training.network.head.last_layer)
     training.updater.update()

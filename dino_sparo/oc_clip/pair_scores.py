@@ -1,5 +1,6 @@
 """Encoded patches and encoded graphs -> the scores of all pairs, without keeping any slot."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -82,12 +83,21 @@ def score_pairs(
         patches, queries = binding.project(keys, values), binding.queries(graphs.entities)
     sizes = graphs.entity_counts, graphs.relation_counts, len(keys)
     chunks, score = binding.chunks(*sizes), binding.recomputed(score_chunk, *sizes)
-    parts = []
-    for texts in chunks:
-        positions = [(row, column) for row, text in enumerate(texts) for column in range(graphs.relation_counts[text])]
-        rows, columns = torch.tensor(positions, device=queries.device, dtype=torch.long).view(-1, 2).unbind(dim=1)
-        index = torch.tensor(texts, device=queries.device)
-        parts.append(score(index, graphs.entity_counts[texts[0]], rows, columns, patches))
     order = [text for texts in chunks for text in texts]
-    column = sorted(range(len(order)), key=order.__getitem__)
-    return torch.cat(parts, dim=1)[:, torch.tensor(column, device=keys.device)]
+    numbers = [sorted(range(len(order)), key=order.__getitem__)]
+    for texts in chunks:
+        rows = [row for row, text in enumerate(texts) for _ in range(graphs.relation_counts[text])]
+        columns = [column for text in texts for column in range(graphs.relation_counts[text])]
+        numbers += texts, rows, columns
+    original, *indices = _on_device(numbers, keys.device)
+    parts = [
+        score(index, graphs.entity_counts[texts[0]], rows, columns, patches)
+        for texts, index, rows, columns in zip(chunks, indices[::3], indices[1::3], indices[2::3], strict=True)
+    ]
+    return torch.cat(parts, dim=1)[:, original]
+
+
+def _on_device(numbers: Sequence[Sequence[int]], device: torch.device) -> tuple[Int[Tensor, " _"], ...]:
+    """Lists of numbers as tensors, in one copy that does not wait for the device, as `torch.tensor` would."""
+    together = torch.tensor([number for own in numbers for number in own], dtype=torch.long)
+    return together.to(device, non_blocking=True).split([len(own) for own in numbers])

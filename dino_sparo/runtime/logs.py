@@ -10,6 +10,7 @@ import resource
 import shutil
 import sys
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from datetime import timedelta
 from itertools import count, islice
@@ -118,26 +119,47 @@ class EpochClock:
     Args:
         steps_per_epoch: steps of a whole epoch.
         end_step: step at which the run ends.
+        device: where the steps are computed.
     """
 
-    def __init__(self, steps_per_epoch: int, end_step: int) -> None:
-        self.steps_per_epoch, self.end_step = steps_per_epoch, end_step
+    def __init__(self, steps_per_epoch: int, end_step: int, device: torch.device) -> None:
+        self.steps_per_epoch, self.end_step, self.device = steps_per_epoch, end_step, device
         self.start = self.last_line = time.monotonic()
         self.waited, self.steps_done, self.images_done = 0.0, 0, 0
+        self._fetches: deque[tuple[Any, Any]] = deque()  # a GPU's events, not read yet
 
     def fetch(self, iterator: Iterator[T], number: int) -> list[T]:
-        """The next `number` items; measures the time spent waiting for them."""
-        begin = time.monotonic()
+        """The next `number` items; measures for how long the device had nothing to do meanwhile.
+
+        A CPU has nothing to do all the time. A GPU may still compute the step before. It notes the time when it passes
+        the beginning and the end of the fetch in its queue: at once where the queue is empty, else when it gets there,
+        so that both times are the same if the batch came before the step was done. Nobody waits for these notes.
+        """
+        begin = self._now()
         items = list(islice(iterator, number))
-        self.waited += time.monotonic() - begin
+        end = self._now()
+        if self.device.type == "cuda":
+            self._fetches.append((begin, end))
+        else:
+            self.waited += end - begin
         return items
 
+    def _now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.monotonic()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
     def speed(self) -> dict[str, float]:
-        """Images per second over all ranks, and the share of the time spent waiting for data."""
+        """Images per second over all ranks, and the share of the time in which the device waited for data."""
+        while self._fetches and self._fetches[0][1].query():  # what the device has passed
+            begin, end = self._fetches.popleft()
+            self.waited += begin.elapsed_time(end) / 1000
         elapsed = max(time.monotonic() - self.start, 1e-9)
         return {"images_per_s": self.images_done / elapsed, "data_wait": self.waited / elapsed}
 
-    def tick(self, step: int, epoch: int, num_images: int, loss: Tensor, device: torch.device) -> None:
+    def tick(self, step: int, epoch: int, num_images: int, loss: Tensor) -> None:
         """Count a step; write a line if the last one is old enough. Only a line reads the loss from the device.
 
         Args:
@@ -145,7 +167,6 @@ class EpochClock:
             epoch: counted from 0.
             num_images: images of this step over all ranks.
             loss: of this step.
-            device: whose memory is reported.
         """
         self.steps_done += 1
         self.images_done += num_images
@@ -164,7 +185,7 @@ class EpochClock:
             speed["images_per_s"],
             100 * speed["data_wait"],
             timedelta(seconds=round(left)),
-            peak_memory(device) / 2**30,
+            peak_memory(self.device) / 2**30,
         )
 
 

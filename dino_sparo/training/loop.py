@@ -114,15 +114,17 @@ def train_one_epoch(
     objective.training.train()
     updater, last_step = objective.updater, stretch.last_step
     iterator = to_device(objective.loader, updater.device)
-    clock, taken, stop = EpochClock(stretch.steps_per_epoch, stretch.end_step), TakenSteps(objective), None
+    clock = EpochClock(stretch.steps_per_epoch, stretch.end_step, updater.device)
+    taken, stop = TakenSteps(objective), None
     while updater.step <= last_step and stop is None:
         watchdog.beat()
         batches = clock.fetch(iterator, updater.accum_steps)
         report = objective.step(batches, stretch.epoch, is_last=updater.step == last_step)
+        taken.write(log)  # of the steps before: meanwhile the device has this one to compute
         progress.meters.update(loss=report.loss, **report.scalars)
         taken.add(updater.step, report, batches)
         num_seen = world_size() * sum(len(batch.indices) for batch in batches)
-        clock.tick(updater.step, stretch.epoch, num_seen, report.loss, updater.device)
+        clock.tick(updater.step, stretch.epoch, num_seen, report.loss)
         is_end = updater.step > last_step
         if not agreement.is_due() and not is_end:
             continue
@@ -136,8 +138,10 @@ def train_one_epoch(
         _check_corrupt(objective, progress, max_corrupt)
         steps_done = updater.step - stretch.epoch * stretch.steps_per_epoch
         objective.watch_counts(progress.counts, steps_done * objective.sampler.global_batch_size)
-        taken.write(log)
+        taken.read()
         stop = decision.stop
+        if is_end or decision.save or stop is not None:
+            taken.write(log)  # before the checkpoint that counts these steps
         if (decision.save or stop is not None) and not is_end:
             save()
             agreement.saved()
@@ -169,6 +173,7 @@ class TakenSteps:
     def __init__(self, objective: Objective[Any]) -> None:
         self.objective = objective
         self.steps: list[tuple[int, StepReport, list[Tensor]]] = []
+        self.unwritten: list[tuple[int, str, float]] = []
         self.numbers = [0] * len(objective.counters)
 
     def add(self, step: int, report: StepReport, batches: list[TrainingBatch]) -> None:
@@ -190,18 +195,25 @@ class TakenSteps:
         skipped = torch.stack([report.skipped for _, report, _ in self.steps]).sum()
         return (skipped, *map(float, self.numbers))
 
-    def write(self, log: RunLog) -> None:
-        """Read the steps' numbers, all at once, send them to the log, and forget them."""
+    def read(self) -> None:
+        """Read the steps' numbers, all at once, and forget the steps; `write` logs the numbers."""
         named = [
             (step, name, value)
             for step, report, _ in self.steps
             for name, value in {"loss": report.loss, **report.scalars}.items()
         ]
         numbers = iter(torch.stack([value for *_, value in named if isinstance(value, Tensor)]).tolist())
-        for step, name, value in named:
-            log.scalars({f"train/{name}": next(numbers) if isinstance(value, Tensor) else value}, step)
+        self.unwritten += [
+            (step, name, next(numbers) if isinstance(value, Tensor) else value) for step, name, value in named
+        ]
         self.steps.clear()
         self.numbers = [0] * len(self.numbers)
+
+    def write(self, log: RunLog) -> None:
+        """Send what was read to the log."""
+        for step, name, value in self.unwritten:
+            log.scalars({f"train/{name}": value}, step)
+        self.unwritten.clear()
 
     def raise_nonfinite(self, epoch: int) -> None:
         """End all ranks, naming the items of the ranks whose loss is not finite.

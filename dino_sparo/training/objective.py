@@ -96,8 +96,12 @@ class Training(ABC, Generic[AnyBatch]):
         """What `compile` compiles: by default all networks."""
         return list(self.modules.values())
 
-    def compile(self) -> None:
-        """Compile for the shapes of the first batch."""
+    def compile(self, batch: AnyBatch) -> None:
+        """Compile for the shapes of the first batch.
+
+        Args:
+            batch: of these shapes. What networks keep for them is made here: a graph would make it at every step.
+        """
         for module in self.compiled_modules:
             module.compile(dynamic=False)
 

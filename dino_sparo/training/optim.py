@@ -166,24 +166,27 @@ def cosine_schedule(
 
 
 @torch.no_grad()
-def clip_gradients_(parameters: Iterable[nn.Parameter], max_norm: float) -> None:
+def clip_gradients_(
+    parameters: Iterable[nn.Parameter], max_norm: float, norms: Float[Tensor, " parameters"] | None = None
+) -> None:
     """Scale every gradient whose own norm exceeds `max_norm` down to it, in place.
 
         g <- g min(1, max_norm / (||g||_2 + 1e-6)),  for each parameter on its own
 
-    Source: facebookresearch/dino, `utils.clip_gradients`. Nothing is read from the device.
+    Source: facebookresearch/dino, `utils.clip_gradients`. Nothing is read from the device. All factors are computed
+    together, so that the number of kernels beside the products does not grow with the number of parameters.
 
     Args:
         parameters: those without a gradient are passed over.
         max_norm: largest norm left unchanged.
+        norms: of `gradient_norms`, where they are known already.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients:
         return
-    norms = torch._foreach_norm(gradients)
-    torch._foreach_add_(norms, CLIP_EPSILON)
-    factors = [(max_norm / norm).clamp(max=1.0) for norm in norms]
-    torch._foreach_mul_(gradients, factors)
+    norms = torch.stack(torch._foreach_norm(gradients)) if norms is None else norms
+    factors = (max_norm / (norms + CLIP_EPSILON)).clamp(max=1.0)
+    torch._foreach_mul_(gradients, factors.unbind())
 
 
 @torch.no_grad()

@@ -30,6 +30,11 @@ def add_compute_options(
         ),
     )
     group.add_argument(
+        "--allow_tf32",
+        action="store_true",
+        help="Let a GPU compute what is fp32 in TF32: several times faster, with three digits instead of seven.",
+    )
+    group.add_argument(
         "--compile",
         default="auto",
         choices=["auto", "on", "off"],

@@ -90,7 +90,7 @@ def compile_networks(training: Training[Any], batch: Any) -> bool:
             setattr(torch._dynamo.config, name, MAX_COMPILED_VARIANTS)
     if hasattr(torch._dynamo.config, "fail_on_recompile_limit_hit"):
         torch._dynamo.config.fail_on_recompile_limit_hit = True
-    training.compile()
+    training.compile(batch)
     begin, failure = time.monotonic(), ""
     try:
         rehearse(training, batch)

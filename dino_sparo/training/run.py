@@ -28,6 +28,7 @@ from dino_sparo.runtime.distributed import (
     world_size,
 )
 from dino_sparo.runtime.logs import RunLog, log_options, setup_logging
+from dino_sparo.runtime.precision import set_tf32
 from dino_sparo.runtime.preemption import Agreement, StopSignals, Watchdog, hand_over
 from dino_sparo.runtime.records import git_hash, plain, versions
 from dino_sparo.runtime.run_lock import RunLock
@@ -102,6 +103,7 @@ def train(args: argparse.Namespace, objective_class: type[Objective[Any]]) -> No
             objective_class.check_options(args)
             lock.acquire()
             setup_logging(output_dir)
+        set_tf32(args.allow_tf32)
         log_options(vars(args), objective_class.defaults_of(args))
         objective = objective_class(args, process)
         prepare_step(objective, args.compile, args.memory_report)

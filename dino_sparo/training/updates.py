@@ -37,6 +37,7 @@ class Updater:
         scaler: of fp16's gradients; None in other precisions.
         nonfinite: (), 1 from the step on whose loss, or without fp16 gradients, were not finite on some rank. From then
             on the optimizer changes nothing.
+        overflow: (), 1 in a step whose fp16 gradients are not finite: it alone is skipped, and the scale is halved.
     """
 
     optimizer: torch.optim.Optimizer
@@ -49,10 +50,11 @@ class Updater:
     step: int = 0
     scaler: torch.amp.GradScaler | None = field(init=False)
     nonfinite: Tensor = field(init=False)
+    overflow: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         self.scaler = torch.amp.GradScaler(self.device.type) if self.dtype == torch.float16 else None
-        self.nonfinite = torch.zeros((), device=self.device)
+        self.nonfinite, self.overflow = (torch.zeros((), device=self.device) for _ in range(2))
 
     def begin_step(self) -> None:
         """Set the step's hyperparameters, forget the last step's gradients, seed what is random."""
@@ -101,18 +103,21 @@ class Updater:
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         norms = gradient_norms(self.parameters)
+        is_bad, overflows = (~value.isfinite() for value in (loss, norms.sum()))
         # The scaler expects gradients that overflow, skips them and scales less; a loss that does is another matter.
-        is_bad = ~(loss if self.scaler is not None else loss + norms.sum()).isfinite()
+        if self.scaler is None:
+            is_bad = is_bad | overflows
+        else:
+            self.overflow = overflows.float()
         self.nonfinite.clamp_(min=is_bad.float())
         return norms
 
     def update(self) -> None:
         """Let the optimizer change the weights, unless something was not finite."""
-        if self.scaler is None:
-            skip_update_where(self.optimizer, self.nonfinite)
-            self.optimizer.step()
-        else:
-            self.scaler.step(self.optimizer)
+        # `GradScaler.step` would read the device, but for fused optimizers, and knows of this step's gradients alone.
+        skip_update_where(self.optimizer, torch.maximum(self.nonfinite, self.overflow))
+        self.optimizer.step()
+        if self.scaler is not None:
             self.scaler.update()
 
     def hyperparameter(self, name: str) -> float:
