@@ -101,8 +101,8 @@ def check_tasks(args: argparse.Namespace, num_tasks: int, num_nodes: int, num_gp
         )
     if args.device != "cpu" and num_gpus == 0:
         raise ValueError(
-            f"this task sees no GPU, and --device {args.device} asks for {args.ngpus} per node. Give --device cpu, or a "
-            f"--partition with GPUs; does `torch.cuda.is_available()` say True on that node?"
+            f"this task sees no GPU, and --device {args.device} asks for {args.ngpus} per node. Give --device cpu, or "
+            f"a --partition with GPUs; does `torch.cuda.is_available()` say True on that node?"
         )
     if args.device in ("auto", "cuda") and num_gpus not in (1, args.ngpus):
         raise ValueError(
@@ -147,8 +147,8 @@ def get_submission_parser(module: str = "main_dino", prog: str = "dino-sparo sub
         "--gres",
         default=None,
         metavar="gpu[:TYPE]",
-        help="Ask for the GPUs by sbatch's --gres, as gpu or gpu:a100, on clusters that do not take --gpus-per-node. The "
-        "number is that of --ngpus.",
+        help="Ask for the GPUs by sbatch's --gres, as gpu or gpu:a100, on clusters that do not take --gpus-per-node. "
+        "The number is that of --ngpus.",
     )
     group.add_argument("--timeout_min", type=int, default=2800, help="Time limit of the job in minutes.")
     group.add_argument("--partition", default=None, help="Partition; the cluster's default if not given.")

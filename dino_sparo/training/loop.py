@@ -139,7 +139,8 @@ def train_one_epoch(
         taken.write(log)
         stop = decision.stop
         if (decision.save or stop is not None) and not is_end:
-            save()
+            with watchdog.patient():
+                save()
             agreement.saved()
     counts = {objective.counters[name]: count for name, count in progress.counts.items()}
     means = {**progress.meters.means(), **clock.speed(), **counts}
