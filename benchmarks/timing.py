@@ -13,14 +13,17 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, TypeVar
 
 import PIL
 import timm
 import torch
 import torchvision
 
+from dino_sparo.data import DeviceBatch
+
 Build = Callable[..., Callable[[], Any]]
+B = TypeVar("B", bound=DeviceBatch)
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,10 @@ def interleave(
         raise ValueError(f"{len(variants)} variants in {rounds} rounds; give at least one of each")
     repeats = {}
     for name, call in variants.items():
+        begin = time.perf_counter()
         call()
+        synchronize(device)
+        print(f"{name}: first call {time.perf_counter() - begin:.3g} s", file=sys.stderr, flush=True)
         repeats[name] = max(1, math.ceil(min_seconds / max(_seconds(call, 1, device), 1e-9))) if min_seconds else 1
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(rounds):
@@ -104,6 +110,24 @@ def _seconds(call: Callable[[], Any], repeats: int, device: torch.device | str) 
     finally:
         if was_enabled:
             gc.enable()
+
+
+def with_cudnn_benchmark(call: Callable[[], Any]) -> Callable[[], Any]:
+    """The call as the scripts of facebookresearch/dino and OpenCLIP run it: cuDNN looks for its fastest algorithms."""
+
+    def tuned() -> Any:
+        before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, True
+        try:
+            return call()
+        finally:
+            torch.backends.cudnn.benchmark = before
+
+    return tuned
+
+
+def on_host(batch: B, device: torch.device | str) -> B:
+    """A batch as the loader hands it over: in page-locked memory where a GPU computes."""
+    return batch.pin_memory() if torch.device(device).type == "cuda" else batch
 
 
 def synchronize(device: torch.device | str) -> None:
