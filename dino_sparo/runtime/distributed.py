@@ -389,7 +389,7 @@ def barrier() -> None:
     """Wait for all processes, as long as the control group does; no device is waited for."""
     if world_size() > 1:
         with _peers_named():
-            dist.barrier(group=_control and _control.group)
+            dist.barrier(group=_control.group if _control else None)
 
 
 @contextlib.contextmanager
@@ -667,7 +667,7 @@ def all_gather_object(value: T) -> list[T]:
         return [value]
     values: list[T] = [value] * world_size()
     with _peers_named():
-        dist.all_gather_object(values, value, group=_control and _control.group)
+        dist.all_gather_object(values, value, group=_control.group if _control else None)
     return values
 
 
@@ -677,7 +677,7 @@ def broadcast_object(value: T) -> T:
         return value
     values = [value]
     with _peers_named():
-        dist.broadcast_object_list(values, group=_control and _control.group)
+        dist.broadcast_object_list(values, group=_control.group if _control else None)
     return values[0]
 
 
