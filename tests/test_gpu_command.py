@@ -5,13 +5,16 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import page
+from benchmarks.gpu import objectives, page
 from benchmarks.gpu.profile import kind_of
+from benchmarks.train_step import process_group
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -61,7 +64,7 @@ def run_parts(
     FakeProcess.answers, FakeProcess.commands = list(answers), []
     monkeypatch.setattr(gpu.subprocess, "Popen", FakeProcess)
     monkeypatch.setattr(gpu, "git_hash", lambda: "f00d")
-    gpu.main(["--device", "cpu", "--short", "--output_dir", str(folder), "--part", "steps", "search", *words])
+    gpu.main(["--device", "cpu", "--short", "--output_dir", str(folder), "--part", "losses", "search", *words])
     return [Path(command[command.index("--json") + 1]).stem for command in FakeProcess.commands]
 
 
@@ -74,14 +77,14 @@ def test_parts_that_are_done_are_skipped_and_the_others_tried_again(
         run_parts(monkeypatch, tmp_path, [(1, report(passed=False))])
     assert run_parts(monkeypatch, tmp_path, [(0, report())]) == ["search"]
     assert run_parts(monkeypatch, tmp_path, []) == []
-    assert run_parts(monkeypatch, tmp_path, [(0, report())] * 2, "--again") == ["steps", "search"]
+    assert run_parts(monkeypatch, tmp_path, [(0, report())] * 2, "--again") == ["losses", "search"]
 
 
 def test_what_a_cpu_did_does_not_count_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run_parts(monkeypatch, tmp_path, [(0, report())] * 2)
     for path in tmp_path.glob("*.json"):
         path.write_text(path.read_text().replace('"cpu short"', '"cuda"'))
-    assert run_parts(monkeypatch, tmp_path, [(0, report())] * 2) == ["steps", "search"]
+    assert run_parts(monkeypatch, tmp_path, [(0, report())] * 2) == ["losses", "search"]
 
 
 def test_a_part_that_takes_too_long_is_ended_with_all_its_processes(
@@ -96,7 +99,7 @@ def test_a_part_that_takes_too_long_is_ended_with_all_its_processes(
         return -9
 
     monkeypatch.setattr(FakeProcess, "wait", wait)
-    with pytest.raises(SystemExit, match=r"steps \(ended after 600 s\), search"):
+    with pytest.raises(SystemExit, match=r"losses \(ended after 600 s\), search"):
         run_parts(monkeypatch, tmp_path, [(0, None)] * 2)
     assert killed == [0, 0]
 
@@ -147,6 +150,27 @@ def test_the_page_in_the_docs_has_its_marks_names_every_part_and_only_tests_that
 def test_parts_of_less_than_ten_minutes_make_less_than_an_hour() -> None:
     assert all(60 * part.minutes < gpu.LIMIT_S for part in gpu.PARTS.values())
     assert sum(part.minutes for part in gpu.PARTS.values()) <= 45
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", objectives.OBJECTIVES)
+def test_a_group_of_one_process_really_wraps_the_network_in_ddp(name: str) -> None:
+    sizes = objectives.SMALL[name]
+    with process_group("cpu"):
+        with objectives.wrapped_in_ddp():
+            wrapped = objectives.build(name, sizes, "cpu").objective.training
+        plain = objectives.build(name, sizes, "cpu").objective.training
+    found = [
+        any(isinstance(value, DistributedDataParallel) for value in vars(training).values())
+        for training in (wrapped, plain)
+    ]
+    assert found == [True, False]
+
+
+def test_an_objective_that_fails_gives_no_numbers_instead_of_ending_the_part(caplog: pytest.LogCaptureFixture) -> None:
+    with mock.patch.object(objectives, "build", side_effect=RuntimeError("CUDA error")):
+        assert objectives.first_losses("DINO", "cpu").isnan().all()
+    assert "CUDA error" in caplog.text
 
 
 OWN = [words for words in (part.words.split() for part in gpu.PARTS.values()) if words[0].startswith("benchmarks.gpu")]

@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu                                    # `make gpu`: 45 minutes on one GPU
     python -m benchmarks.gpu --reference ../dino                # the speeds beside the reference's
-    python -m benchmarks.gpu --part steps profile               # these parts
+    python -m benchmarks.gpu --part losses profile               # these parts
     python -m benchmarks.gpu --device cpu --short               # do the parts work? No number of it counts
 
 Every part is a script in a process of its own, `python -m benchmarks.gpu.NAME` or one of the benchmarks. Its checks,
@@ -11,7 +11,7 @@ tables and bars go to output/gpu/PART.json and .md, what it says to PART.log. Pa
     __main__.py       the parts, one after the other
     page.py           their reports -> docs/gpu.md
     objectives.py     options -> an objective and batches on a device
-    steps.py          no synchronisation within a step; losses by device, precision and compilation
+    steps.py          losses by device, precision and compilation; no synchronisation within a step
     one_process.py    DDP in a group of one: NCCL, static graph, accumulation, checkpointing, SyncBN
     runs.py           gpu tests, kill and resume, 500 steps of the recipe for ImageNet
     search.py         k-NN at ImageNet's size

@@ -39,9 +39,10 @@ class Part(NamedTuple):
 
 PARTS = {
     "tests": Part("benchmarks.gpu.runs tests", 2),
-    "steps": Part("benchmarks.gpu.steps", 7),
+    "losses": Part("benchmarks.gpu.steps losses", 3),
+    "waiting": Part("benchmarks.gpu.steps waiting", 6),
     "one_process": Part("benchmarks.gpu.one_process", 4),
-    "resume": Part("benchmarks.gpu.runs resume", 5),
+    "resume": Part("benchmarks.gpu.runs resume", 3),
     "recipe": Part("benchmarks.gpu.runs recipe", 3),
     "search": Part("benchmarks.gpu.search", 2),
     "train_step": Part("benchmarks.train_step --rounds 15", 6, takes_reference=True),

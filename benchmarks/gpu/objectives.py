@@ -2,6 +2,8 @@
 
 import contextlib
 import itertools
+import logging
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 from unittest import mock
@@ -19,6 +21,9 @@ from dino_sparo.runtime.distributed import Distributed
 from dino_sparo.training.objective import Objective
 from dino_sparo.training.rehearsal import compile_networks
 
+logger = logging.getLogger(__name__)
+
+NUM_LOSSES = 5
 OBJECTIVES: dict[str, tuple[type[Objective[Any]], Any]] = {
     "DINO": (DINOObjective, dino_parser),
     "CLIP": (CLIPObjective, clip_parser),
@@ -88,6 +93,16 @@ def build(name: str, sizes: dict[str, object], device: str, compiles: bool = Fal
     objective.sampler.set_epoch(0)
     few = list(itertools.islice(to_device(objective.loader, torch_device), 4))
     return Built(objective, itertools.cycle(few))
+
+
+def first_losses(name: str, device: str, compiles: bool = False, **changes: object) -> torch.Tensor:
+    """Losses of the first steps at small sizes, (NUM_LOSSES,) on the CPU; NaN after an error, which the log has."""
+    try:
+        built = build(name, SMALL[name], device, compiles, **changes)
+        return torch.stack([built.step().double().cpu() for _ in range(NUM_LOSSES)])
+    except RuntimeError:
+        logger.exception("%s on %s, compiled: %s, %s", name, device, compiles, changes)
+        return torch.full((NUM_LOSSES,), math.nan, dtype=torch.float64)
 
 
 @contextlib.contextmanager

@@ -64,7 +64,11 @@ def profile_step(
             stepper.step()
         synchronize(device)
     averages: Any = profiled.key_averages()
-    kernels = [event for event in averages if not on_device or event.device_type == DeviceType.CUDA]
+    kernels = [
+        event
+        for event in averages
+        if not on_device or (event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False))
+    ]
     times = {
         event.key: (event.self_device_time_total if on_device else event.self_cpu_time_total) / 1e3 / STEPS
         for event in kernels

@@ -116,7 +116,7 @@ def measure_recipe(section: Section, args: argparse.Namespace, folder: Path) -> 
     section.tables[f"After {steps} steps of batch {batch}"] = (
         [{name: lines[-1].get(name) for name in shown}] if lines else []
     )
-    wait = lines[-1]["train_data_wait"] if lines and not args.quick else None
+    wait = lines[-1].get("train_data_wait") if lines and not args.quick else None
     section.bars.append(Bar("share of the time that waits for data", DATA_WAIT, wait, at_most=True))
 
 

@@ -1,6 +1,7 @@
 """No synchronisation within a step; losses by device, by precision, and compiled or not.
 
-    python -m benchmarks.gpu.steps
+    python -m benchmarks.gpu.steps losses
+    python -m benchmarks.gpu.steps waiting
 
 Losses are those of a few steps from equal weights on equal crops: the CPU distorts them with the code of the device.
 """
@@ -11,12 +12,12 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.gpu.objectives import FULL, OBJECTIVES, SMALL, build
+from benchmarks.gpu.objectives import FULL, OBJECTIVES, SMALL, build, first_losses
 from benchmarks.reference import Reference
 from benchmarks.report import Check, Section, options, run
 from benchmarks.timing import synchronize
 
-STEPS, WARM_STEPS = 5, 2
+WARM_STEPS = 2
 # How far losses of several nats may be apart: of fp32 on a CPU and on a device, and of other precisions from fp32.
 FP32, BF16, FP16, COMPILED = 1e-3, 5e-2, 2e-2, 1e-3
 # Forms of DINO beside the plain one whose steps must not wait for the device.
@@ -28,6 +29,7 @@ DINO_FORMS: dict[str, dict[str, object]] = {
     "checkpointing": {"grad_checkpointing": True},
     "loss in chunks": {"loss_chunk": 8192},
 }
+COMPILED_FORMS = ("", "fp16")  # compiling one takes about a minute
 
 
 @contextlib.contextmanager
@@ -55,12 +57,12 @@ def check_synchronisation(section: Section, args: argparse.Namespace) -> None:
     for name, what, changes in forms:
         if args.device == "cpu" and changes.get("precision") == "fp16":
             continue
-        for compiles in (False,) if args.quick else (False, True):
+        for compiles in (False, True) if what in COMPILED_FORMS and not args.quick else (False,):
             form = ", ".join(filter(None, (name, what, "compiled" if compiles else "eager")))
             reason = waits(name, sizes[name] | changes, args.device, compiles)
             section.checks.append(Check(f"{form}: steps that wait for the device", float(bool(reason)), 0))
             rows.append({"form": form, "waits": reason or "never"})
-    section.tables["Does a step wait for the device?"] = rows
+    section.tables["Steps"] = rows
 
 
 def waits(name: str, sizes: dict[str, object], device: str, compiles: bool) -> str:
@@ -78,46 +80,45 @@ def waits(name: str, sizes: dict[str, object], device: str, compiles: bool) -> s
     return ""
 
 
-def losses(name: str, device: str, precision: str, compiles: bool = False) -> torch.Tensor:
-    """Of the first steps, (STEPS,)."""
-    changes: dict[str, object] = {"precision": precision}
-    if name == "DINO":
-        changes["distort_on"] = "device"
-    built = build(name, SMALL[name], device, compiles, **changes)
-    return torch.stack([built.step().double().cpu() for _ in range(STEPS)])
-
-
 def check_losses(section: Section, args: argparse.Namespace) -> None:
     """Against fp32 on a CPU: fp32, bf16 and fp16 on the device; and compiled against eager."""
+    limits = {"fp32": FP32, "bf16": BF16, **({} if args.device == "cpu" else {"fp16": FP16})}
     for name in OBJECTIVES:
-        expected = losses(name, "cpu", "fp32")
-        limits = {"fp32": FP32, "bf16": BF16, **({} if args.device == "cpu" else {"fp16": FP16})}
+        form: dict[str, object] = {"distort_on": "device"} if name == "DINO" else {}
+        expected = first_losses(name, "cpu", precision="fp32", **form)
         for precision, limit in limits.items():
-            found = losses(name, args.device, precision)
-            section.check(
-                f"{name}: losses of {STEPS} steps, {precision} on {args.device}, fp32 on cpu", found, expected, limit
-            )
+            found = first_losses(name, args.device, precision=precision, **form)
+            section.check(f"{name}: first losses, {precision} on {args.device}, fp32 on cpu", found, expected, limit)
         if not args.quick:
-            eager = losses(name, args.device, "fp32")
-            found = losses(name, args.device, "fp32", compiles=True)
-            section.check(f"{name}: losses of {STEPS} steps, fp32, compiled and eager", found, eager, COMPILED)
+            eager, compiled = (first_losses(name, args.device, on, precision="fp32", **form) for on in (False, True))
+            section.check(f"{name}: first losses, fp32, compiled and eager", compiled, eager, COMPILED)
+
+
+MEASURES = {"losses": check_losses, "waiting": check_synchronisation}
+TITLES = {"losses": "Losses by device, precision and compilation", "waiting": "Does a step wait for the device?"}
 
 
 def measure(args: argparse.Namespace, reference: Reference | None) -> Section:
-    """Losses first, then synchronisation."""
-    section = Section("Steps: equal losses, no waiting", f"On {args.device}, built-in scenes.")
-    check_losses(section, args)
-    check_synchronisation(section, args)
-    if args.device == "cpu":
+    """One of them."""
+    section = Section(TITLES[args.what], f"On {args.device}, built-in scenes.")
+    MEASURES[args.what](section, args)
+    if args.device == "cpu" and args.what == "waiting":
         section.notes.append("A CPU is never waited for: the steps ran, and more is not shown.")
     if args.quick:
         section.notes.append("Compiled forms are left out of a short run.")
     return section
 
 
+def get_args_parser() -> argparse.ArgumentParser:
+    """The options."""
+    parser = options("Steps: losses by device, precision and compilation, and synchronisation.")
+    parser.add_argument("what", choices=sorted(MEASURES), help="Which.")
+    return parser
+
+
 def main(argv: list[str] | None = None) -> Section:
     """Parse the options, measure, print."""
-    return run(measure, options("Steps: synchronisation, and losses by device, precision and compilation."), argv)
+    return run(measure, get_args_parser(), argv)
 
 
 if __name__ == "__main__":
