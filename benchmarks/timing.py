@@ -148,10 +148,14 @@ def peak_memory(build: Build, *arguments: Any, device: torch.device | str = "cpu
         device: `cpu` or a CUDA device.
         fresh: in a process of its own; else in this one, quicker and too small a number.
     """
-    if not fresh:
-        return _growth(build, arguments, str(device), torch.get_num_threads())
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_growth, build, arguments, str(device), torch.get_num_threads()).result()
+    words = (build, arguments, str(device), torch.get_num_threads())
+    if fresh:
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            growth = pool.submit(_growth, *words).result()
+    else:
+        growth = _growth(*words)
+    print(f"memory, {', '.join(map(str, arguments))}: {growth / 1e6:.3g} MB", file=sys.stderr, flush=True)
+    return growth
 
 
 def _growth(build: Build, arguments: tuple[Any, ...], device: str, threads: int) -> int:
