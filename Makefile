@@ -7,7 +7,7 @@ SOURCES := dino_sparo benchmarks studies tests main_dino.py run_with_submitit.py
 # The environment may forbid bytecode files; without them every start compiles torch anew.
 export PYTHONDONTWRITEBYTECODE=
 
-.PHONY: help install demo demo-compare demo-clip demo-oc-clip demo-short test test-slow test-kills mutants check format clean
+.PHONY: help install demo demo-compare demo-clip demo-oc-clip demo-short test test-slow test-kills gpu mutants check format clean
 .DEFAULT_GOAL := help
 
 help:  ## list the commands
@@ -50,6 +50,10 @@ test-slow: $(INSTALLED)  ## run the others: several processes, a real Slurm (min
 
 test-kills: $(INSTALLED)  ## kill ranks dozens of times, under torchrun and under Slurm (a quarter of an hour)
 	$(BIN)/python -m pytest -m kills || $(BIN)/python -m pytest -m kills --last-failed
+
+# Parts that are done are skipped; `python -m benchmarks.gpu --help`. DINO_REFERENCE names a checkout of the reference.
+gpu: $(INSTALLED)  ## test and measure what needs a GPU, write docs/gpu.md (45 minutes)
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 # Goes on where it was ended; `tests/mutants.py --help` lists the options.
 mutants: $(INSTALLED)  ## break the core modules in thousands of ways, and see what their tests miss (up to hours)

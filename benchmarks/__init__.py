@@ -19,4 +19,5 @@ for a while slows both. Every script has `measure(args, reference) -> report.Sec
     knn.py               k-NN classification
     linear.py            linear probes, and what comes before any evaluation: features of images
     scaling.py           several processes measured, many GPUs on paper
+    gpu/                 all that needs a GPU, in parts: `make gpu`
 """

@@ -33,6 +33,7 @@ from dino_sparo.oc_clip.scoring import Scoring
 
 Scores = Callable[[Binding, Scoring, EncodedGraphs, Tensor, Tensor], Tensor]
 # Bars, against the listing padded to 16.
+BATCHES = [16, 64, 128]
 BAR_BATCH, SPEEDUP, MEMORY_SHARE = 64, 5.0, 0.1
 
 
@@ -241,7 +242,8 @@ def sizes_of(batch: int, quick: bool) -> Sizes:
 
 def measure(args: argparse.Namespace, reference: Reference | None) -> Section:
     """Equality, then memory, then the time of what fits, in turns."""
-    batches, rounds = ([2, 3], 1) if args.quick else (sorted(args.batches), args.rounds)
+    usual = BATCHES if args.full or args.device != "cpu" else BATCHES[:2]
+    batches, rounds = ([2, 3], 1) if args.quick else (sorted(args.batches or usual), args.rounds)
     section = Section(
         "OC-CLIP's binding and similarity of all pairs against the listing",
         f"Forward and backward of B x B pairs from encoded patches and graphs, {sizes_of(1, args.quick)}, "
@@ -296,7 +298,13 @@ def _timed(batch: int, fitting: Sequence[str], rounds: int, args: argparse.Names
 def get_args_parser() -> argparse.ArgumentParser:
     """The options."""
     parser = options("OC-CLIP's scores of all pairs against the paper's listing.")
-    parser.add_argument("--batches", type=int, nargs="+", default=[16, 64, 128], help="Images and captions per step.")
+    parser.add_argument(
+        "--batches",
+        type=int,
+        nargs="+",
+        default=None,
+        help=f"Images and captions per step: {BATCHES}; on a CPU without --full the first two.",
+    )
     parser.add_argument("--rounds", type=int, default=5, help="How often everything is timed.")
     parser.add_argument(
         "--precision",

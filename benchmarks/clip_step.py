@@ -11,9 +11,10 @@ cropped on one core.
 
 import argparse
 import copy
+import itertools
 import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,8 +30,8 @@ from torch import Tensor, nn
 from benchmarks.input_pipeline import one_thread, open_images, rows_of
 from benchmarks.readout import ListedSparo
 from benchmarks.reference import Reference
-from benchmarks.report import Section, options, run
-from benchmarks.timing import interleave
+from benchmarks.report import Section, measured_precisions, options, run
+from benchmarks.timing import interleave, on_host, with_cudnn_benchmark
 from dino_sparo.clip.convert import open_clip_config, to_open_clip
 from dino_sparo.clip.loss import PRODUCTS
 from dino_sparo.clip.model import CLIP, normalize_slots
@@ -38,7 +39,7 @@ from dino_sparo.clip.options import check_options
 from dino_sparo.clip.options import get_args_parser as training_parser
 from dino_sparo.clip.step import CLIPTraining
 from dino_sparo.clip.train import build_training
-from dino_sparo.data import ImageDataset
+from dino_sparo.data import ImageDataset, to_device
 from dino_sparo.image_text.objective import param_groups
 from dino_sparo.image_text.pairs.batches import PairBatch, PairTransform
 from dino_sparo.image_text.step import train_step
@@ -138,6 +139,7 @@ def their_step(
     towers: Any = getattr(model, "towers", model)
     mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD))
     images = (batch.images.float() / 255 - mean) / std  # its loader's workers do this
+    images = images.pin_memory() if device != "cpu" else images
     taken = 0
 
     def step() -> Tensor:
@@ -155,7 +157,7 @@ def their_step(
         taken += 1
         return value.detach()
 
-    return step
+    return with_cudnn_benchmark(step)
 
 
 def check_equality(section: Section, readouts: list[str], args: argparse.Namespace) -> None:
@@ -179,18 +181,25 @@ def measure(args: argparse.Namespace, reference: Reference | None) -> Section:
         f"{args.device}, against open_clip {open_clip.__version__}; {rounds} rounds, median (quartiles).",
     )
     check_equality(section, args.readouts, args)
-    batch = noise_pairs(sizes)
+    batch = on_host(noise_pairs(sizes), args.device)
+    precisions = measured_precisions(section, args.device)
     for readout in args.readouts:
-        for precision in ("fp32", "bf16"):
+        for precision in precisions:
             training = our_training(sizes, readout, precision, args)
             theirs = their_step(their_model(training.network), training, batch, precision, args.device)
-            calls: dict[str, Callable[[], Any]] = {"OpenCLIP": theirs, "ours": partial(train_step, training, [batch])}
+            loader = to_device(itertools.repeat(batch), training.updater.device)
+            calls: dict[str, Callable[[], Any]] = {"OpenCLIP": theirs, "ours": partial(step_of, training, loader)}
             timings = interleave(calls, rounds, 0.0, args.device)
             section.tables[f"{readout}, {precision}: a step"] = rows_of(timings, sizes.batch, "")
     with tempfile.TemporaryDirectory() as folder:
         source = open_images(args.data_path, 2 if args.quick else args.images, Path(folder))
         measure_input(section, source, rounds)
     return section
+
+
+def step_of(training: CLIPTraining, loader: Iterator[PairBatch]) -> Tensor:
+    """Our step on the loader's next batch."""
+    return train_step(training, [next(loader)]).loss
 
 
 def measure_input(section: Section, source: ImageSource, rounds: int) -> None:

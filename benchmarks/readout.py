@@ -123,6 +123,9 @@ def measure(args: argparse.Namespace, reference: Reference | None) -> Section:
     ] + [replace(middle, group=group) for group in (2, 4, 8)]
     for sizes in (grid[0], replace(grid[0], group=4, slot_dim=3 * base.slot_dim)):
         check_equality(section, sizes)
+    if not (args.full or args.quick):
+        section.notes.append("Other L, V, A and G: --full.")
+        varied = []
     precisions = measured_precisions(section, args.device)
     rows = {
         (sizes, precision): _timed(sizes, precision, args.device, rounds, args.quick)

@@ -171,6 +171,11 @@ def options(description: str) -> argparse.ArgumentParser:
         "--quick", action="store_true", help="Tiny sizes: does everything run, are results equal? No speeds to quote."
     )
     parser.add_argument(
+        "--full",
+        action="store_true",
+        help="All sizes and forms. By default a script takes less than five minutes on two cores.",
+    )
+    parser.add_argument(
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="Where to compute: cpu or cuda."
     )
     parser.add_argument("--plots", default=None, help="Folder for the pictures; none are drawn without it.")

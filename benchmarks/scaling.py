@@ -11,6 +11,7 @@ import math
 import multiprocessing
 import os
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -201,7 +202,11 @@ def measure(args: argparse.Namespace, reference: Reference | None) -> Section:
         f"{cluster.buckets} buckets; assumed {cluster.tflops:g} TFLOP/s, {cluster.node_gbytes:g} GB/s within a node of "
         f"8, {cluster.net_gbytes:g} GB/s and GPU between nodes, {cluster.step_latency_us:g} us per hop.",
     )
-    found = {ranks: measure_ranks(ranks, images, steps, args.quick) for ranks in args.ranks}
+    found = {}
+    for ranks in args.ranks:
+        found[ranks] = measure_ranks(ranks, images, steps, args.quick)
+        milliseconds = 1e3 * Spread.of(found[ranks]["seconds"][1:]).median
+        print(f"{ranks} processes: {milliseconds:.3g} ms per step", file=sys.stderr, flush=True)
     first = found[args.ranks[0]]
     for ranks in args.ranks[1:]:
         losses, wanted = (torch.tensor(result["losses"]) for result in (found[ranks], first))

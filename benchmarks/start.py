@@ -96,7 +96,12 @@ def main(argv: list[str] | None = None) -> dict[str, object]:
         if not list(folder.glob("*.tar")):
             write_shards(folder, args.shards, args.pairs_per_shard)
         os.environ["DINO_SPARO_CACHE"] = str(Path(temporary) / "cache")
-        first, second = (run_start(folder, args.processes, args.timeout_min) for _ in range(2))
+        starts = []
+        for which in ("first", "second"):
+            starts.append(run_start(folder, args.processes, args.timeout_min))
+            seconds = max(seconds for _, seconds, _, _ in starts[-1])
+            print(f"{which} start: {seconds:.3g} s", file=sys.stderr, flush=True)
+        first, second = starts
         cached = {
             name: sum(path.stat().st_size for path in (Path(temporary) / "cache").glob(pattern))
             for name, pattern in (("joined", "*.shards/*"), ("per_shard", "*.npz"))

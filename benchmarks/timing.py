@@ -13,14 +13,17 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, TypeVar
 
 import PIL
 import timm
 import torch
 import torchvision
 
+from dino_sparo.data import DeviceBatch
+
 Build = Callable[..., Callable[[], Any]]
+B = TypeVar("B", bound=DeviceBatch)
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,10 @@ def interleave(
         raise ValueError(f"{len(variants)} variants in {rounds} rounds; give at least one of each")
     repeats = {}
     for name, call in variants.items():
+        begin = time.perf_counter()
         call()
+        synchronize(device)
+        print(f"{name}: first call {time.perf_counter() - begin:.3g} s", file=sys.stderr, flush=True)
         repeats[name] = max(1, math.ceil(min_seconds / max(_seconds(call, 1, device), 1e-9))) if min_seconds else 1
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(rounds):
@@ -106,6 +112,24 @@ def _seconds(call: Callable[[], Any], repeats: int, device: torch.device | str) 
             gc.enable()
 
 
+def with_cudnn_benchmark(call: Callable[[], Any]) -> Callable[[], Any]:
+    """The call as the scripts of facebookresearch/dino and OpenCLIP run it: cuDNN looks for its fastest algorithms."""
+
+    def tuned() -> Any:
+        before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, True
+        try:
+            return call()
+        finally:
+            torch.backends.cudnn.benchmark = before
+
+    return tuned
+
+
+def on_host(batch: B, device: torch.device | str) -> B:
+    """A batch as the loader hands it over: in page-locked memory where a GPU computes."""
+    return batch.pin_memory() if torch.device(device).type == "cuda" else batch
+
+
 def synchronize(device: torch.device | str) -> None:
     """Wait for what was launched."""
     if torch.device(device).type == "cuda":
@@ -124,10 +148,14 @@ def peak_memory(build: Build, *arguments: Any, device: torch.device | str = "cpu
         device: `cpu` or a CUDA device.
         fresh: in a process of its own; else in this one, quicker and too small a number.
     """
-    if not fresh:
-        return _growth(build, arguments, str(device), torch.get_num_threads())
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_growth, build, arguments, str(device), torch.get_num_threads()).result()
+    words = (build, arguments, str(device), torch.get_num_threads())
+    if fresh:
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            growth = pool.submit(_growth, *words).result()
+    else:
+        growth = _growth(*words)
+    print(f"memory, {', '.join(map(str, arguments))}: {growth / 1e6:.3g} MB", file=sys.stderr, flush=True)
+    return growth
 
 
 def _growth(build: Build, arguments: tuple[Any, ...], device: str, threads: int) -> int:

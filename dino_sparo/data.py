@@ -428,10 +428,7 @@ def create_loader(
     """
     if num_workers < 0:
         raise ValueError(f"num_workers={num_workers} must not be negative; 0 reads in the main process")
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if num_workers > processors:
-        _logger.info("num_workers: %d instead of %d, as many as there are processors", processors, num_workers)
-    num_workers = min(num_workers, processors)
+    num_workers = _as_many_as_cores(num_workers)
     return DataLoader(
         dataset,
         batch_sampler=sampler,
@@ -444,6 +441,20 @@ def create_loader(
         # The loader draws a number for its workers, which nothing here uses; not from the model's random numbers.
         generator=torch.Generator(),
     )
+
+
+def _as_many_as_cores(num_workers: int) -> int:
+    total = os.cpu_count() or 1
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else total
+    if num_workers > usable < total:  # of Slurm, a container or taskset; training would be slow without a word
+        _logger.warning(
+            "num_workers: %d instead of %d, since this process may use %d of the machine's %d cores; under Slurm "
+            "`srun --cpus-per-task=%d` gives it more",
+            *(usable, num_workers, usable, total, num_workers),
+        )
+    elif num_workers > usable:
+        _logger.info("num_workers: %d instead of %d, as many as there are processors", usable, num_workers)
+    return min(num_workers, usable)
 
 
 def to_device(batches: Iterable[D], device: torch.device) -> Iterator[D]:

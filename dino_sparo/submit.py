@@ -11,6 +11,7 @@ import argparse
 import importlib
 import logging
 import os
+import re
 import shlex
 import signal
 import sys
@@ -98,13 +99,16 @@ def check_tasks(args: argparse.Namespace, num_tasks: int, num_nodes: int, num_gp
             f"{num_tasks} tasks on {num_nodes} nodes were started, but --nodes {args.nodes} --ngpus {args.ngpus} means "
             f"{args.nodes * args.ngpus} on {args.nodes}; does --slurm_additional change the number of tasks?"
         )
-    if args.device in ("auto", "cuda") and num_gpus not in (0, 1, args.ngpus):
+    if args.device != "cpu" and num_gpus == 0:
+        raise ValueError(
+            f"this task sees no GPU, and --device {args.device} asks for {args.ngpus} per node. Give --device cpu, or "
+            f"a --partition with GPUs; does `torch.cuda.is_available()` say True on that node?"
+        )
+    if args.device in ("auto", "cuda") and num_gpus not in (1, args.ngpus):
         raise ValueError(
             f"this task sees {num_gpus} GPUs, but --ngpus {args.ngpus} asks for {args.ngpus} per node, one per task; "
             f"does --slurm_additional change the number of GPUs?"
         )
-    if args.device == "cuda" and num_gpus == 0:
-        raise ValueError("this task sees no GPU; give --device cpu, or a --partition with GPUs")
 
 
 def _set_local_rendezvous(job: submitit.JobEnvironment) -> None:
@@ -139,6 +143,13 @@ def get_submission_parser(module: str = "main_dino", prog: str = "dino-sparo sub
     _add_module_option(group)
     group.add_argument("--ngpus", type=int, default=8, help="GPUs, and tasks, per node.")
     group.add_argument("--nodes", type=int, default=1, help="Nodes.")
+    group.add_argument(
+        "--gres",
+        default=None,
+        metavar="gpu[:TYPE]",
+        help="Ask for the GPUs by sbatch's --gres, as gpu or gpu:a100, on clusters that do not take --gpus-per-node. "
+        "The number is that of --ngpus.",
+    )
     group.add_argument("--timeout_min", type=int, default=2800, help="Time limit of the job in minutes.")
     group.add_argument("--partition", default=None, help="Partition; the cluster's default if not given.")
     group.add_argument("--mem_gb_per_gpu", type=int, default=None, help="Main memory per GPU in GB.")
@@ -205,6 +216,10 @@ def check_submission(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name} {value!r}: give text without line breaks and other control characters")
     if args.max_requeues < 0:
         raise ValueError(f"--max_requeues {args.max_requeues}: give 0 or more")
+    if args.gres is not None and not re.fullmatch(r"gpu(:(?!\d+$)[^:,=]+)?", args.gres):
+        raise ValueError(f"--gres {args.gres}: give gpu or gpu:TYPE, as gpu:a100; --ngpus gives the number")
+    if args.gres is not None and args.device == "cpu":
+        raise ValueError(f"--gres {args.gres} asks for GPUs, but --device is cpu; leave one of them out")
     if args.local and args.nodes > 1:
         raise ValueError(f"--local runs on this machine only, but --nodes is {args.nodes}; give --nodes 1")
 
@@ -218,7 +233,7 @@ def job_parameters(args: argparse.Namespace) -> dict[str, Any]:
         "cpus_per_task": args.cpus_per_task,
         "timeout_min": args.timeout_min,
     }
-    if args.device != "cpu":
+    if args.device != "cpu" and (args.local or args.gres is None):
         parameters["gpus_per_node"] = args.ngpus
     if args.mem_gb_per_gpu is not None:
         parameters["mem_gb"] = args.mem_gb_per_gpu * args.ngpus
@@ -231,9 +246,10 @@ def slurm_parameters(args: argparse.Namespace) -> dict[str, Any]:
     names = ("partition", "account", "qos", "constraint", "comment")
     return {
         **{name: getattr(args, name) for name in names if getattr(args, name) is not None},
+        **({} if args.gres is None else {"gres": f"{args.gres}:{args.ngpus}"}),
         "signal_delay_s": min(SIGNAL_DELAY_S, 60 * args.timeout_min // 4),
         # A rank that dies takes the others with it instead of leaving them in a collective.
-        # srun of Slurm 22.05 and later does not take the number of cores per task from sbatch.
+        # srun of Slurm 22.05 and later does not take the number of cores per task from sbatch: a task would get one.
         "srun_args": ["--kill-on-bad-exit=1", f"--cpus-per-task={args.cpus_per_task}"],
         "additional_parameters": {"requeue": True, **additional_parameters(args.slurm_additional)},
         # Otherwise submitit takes the result of an earlier attempt for this one's.

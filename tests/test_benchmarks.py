@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import binding, report, timing
+from benchmarks import binding, readout, report, timing, train_step
 from benchmarks.reference import MODULES, Reference
 from benchmarks.report import Bar, Check, Section
 from benchmarks.timing import Spread, Timings, interleave, peak_memory
@@ -149,6 +149,54 @@ def test_the_machine_is_named() -> None:
     found = timing.hardware()
     assert f"{torch.get_num_threads()} threads used" in found["cpu"]
     assert "gpu" not in found
+
+
+# The step's own mistakes of before: they favoured one side.
+
+
+def test_on_a_gpu_ours_begins_with_8_bit_crops_and_distorts_them_within_the_step() -> None:
+    torch.manual_seed(0)
+    batch = train_step.deferred_batch(train_step.QUICK, 1)
+    assert {view.dtype for view in batch.views} == {torch.uint8}
+    stepper = train_step.ours(train_step.our_training(train_step.QUICK, "cls", "fp32", "cpu", 0.0), batch)
+    assert stepper.step().isfinite()
+    assert next(iter(stepper.parts)) == "crops", "copying and distorting are a part of their own"
+
+
+def test_only_the_others_code_runs_with_cudnns_search() -> None:
+    during: list[bool] = []
+    before = torch.backends.cudnn.benchmark
+    timing.with_cudnn_benchmark(lambda: during.append(torch.backends.cudnn.benchmark))()
+    assert during == [True]
+    assert torch.backends.cudnn.benchmark == before
+
+
+def test_a_batch_lies_in_page_locked_memory_where_a_gpu_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of pageable memory the copies took longer than the step, on both sides."""
+    batch = train_step.noise_batch(train_step.QUICK, 1)
+    assert timing.on_host(batch, "cpu") is batch
+    pinned: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
+    timing.on_host(batch, "cuda")
+    assert len(pinned) == len(list(batch.tensors()))
+
+
+def test_every_form_says_a_word_when_it_was_called_first(capsys: pytest.CaptureFixture[str]) -> None:
+    interleave({"slow": lambda: None, "fast": lambda: None}, 1, 0.0)
+    assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()] == ["slow", "fast", "ms"]
+
+
+def test_the_grids_of_the_read_out_are_asked_for_by_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[readout.Sizes] = []
+    row = {"N": 1, "times faster": Spread(1.0, 1.0, 1.0)}
+    monkeypatch.setattr(readout, "_timed", lambda sizes, *rest: seen.append(sizes) or row)
+    monkeypatch.setattr(readout, "peak_memory", lambda *arguments, **options: 1)
+    counts = []
+    for words in ([], ["--full"]):
+        readout.measure(readout.get_args_parser().parse_args(["--device", "cpu", *words]), None)
+        counts.append(len({(sizes.slots, sizes.slot_dim, sizes.key_dim, sizes.group) for sizes in seen}))
+        seen.clear()
+    assert counts == [1, 11]
 
 
 # The report.

@@ -1,7 +1,11 @@
 """Who started this process, and collectives over real processes."""
 
+import logging
 import math
 import multiprocessing
+import re
+import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -13,12 +17,15 @@ import torch.distributed as dist
 
 from dino_sparo.data import Batch
 from dino_sparo.dino.loss import DINOLoss
-from dino_sparo.runtime import distributed
+from dino_sparo.runtime import FAULT_STATUS, cli, distributed
+from dino_sparo.runtime.cli import errors_in_one_line
 from dino_sparo.runtime.distributed import (
     FaultError,
+    all_gather_object,
     all_gather_ragged,
     all_reduce_sum,
     barrier,
+    broadcast_object,
     detect_launcher,
     fresh_store,
     init_distributed,
@@ -28,6 +35,7 @@ from dino_sparo.runtime.distributed import (
     shutdown,
     world_size,
 )
+from dino_sparo.submit import FAULT_STATUSES
 from dino_sparo.training.loop import NonFiniteLossError, TakenSteps
 from dino_sparo.training.objective import StepReport
 
@@ -158,6 +166,108 @@ def test_two_processes_gather_in_order_share_one_centre_and_stop_together(tmp_pa
         assert "not finite at step 17 (epoch 3), lr 0.125" in message
         assert "rank 1: loss nan, images image11.jpg" in message
         assert "image10.jpg" not in message
+
+
+SHORT_MIN = 0.02  # --dist_timeout_min
+
+
+def _wait_for_rank_0(number: int, folder: str, results: "multiprocessing.Queue") -> None:
+    """Rank 0 works longer than a collective waits; at last, longer than the control group waits."""
+    torch.set_num_threads(1)
+    import os
+
+    os.environ.update(RANK=str(number), WORLD_SIZE="2", LOCAL_RANK=str(number))
+    init_distributed("cpu", dist_url=f"file://{folder}/rendezvous", timeout_min=SHORT_MIN)
+
+    def work(factor: float = 2.0) -> None:
+        if number == 0:
+            time.sleep(factor * 60 * SHORT_MIN)
+
+    work()
+    found: list[object] = [all_gather_object(number)]
+    work()
+    found.append(broadcast_object(number))
+    work()
+    barrier()
+    distributed.on_rank_0(work, "saving")
+    found.append(all_reduce_sum(torch.tensor([number + 1])).tolist())  # the main group is whole
+    try:
+        work(1 + distributed.CONTROL_FACTOR)
+        barrier()
+    except FaultError as error:
+        found.append(str(error))
+    results.put((number, found))
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_for_rank_0_do_not_run_into_the_time_out_of_collectives(tmp_path: Path) -> None:
+    """With NCCL all ranks would die at its time-out while rank 0 saves, downloads or classifies on its CPU."""
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    peers = [context.Process(target=_wait_for_rank_0, args=(number, str(tmp_path), results)) for number in range(2)]
+    for peer in peers:
+        peer.start()
+    found = dict(results.get(timeout=120) for _ in peers)
+    for peer in peers:
+        peer.join(timeout=60)
+    assert found[0][:3] == found[1][:3] == [[0, 1], 0, [3]]
+    assert "another process died, or did not answer for 0.12 minutes" in found[1][3]
+    assert "start the same command to go on" in found[1][3]
+
+
+CUDA_HINT = " CUDA kernel errors might be asynchronously reported at some other API call"
+HARDWARE = [
+    "CUDA error: uncorrectable ECC error encountered" + CUDA_HINT,
+    "CUDA error: unspecified launch failure" + CUDA_HINT,
+    "CUDA error: uncorrectable NVLink error detected during the execution",
+    "CUDA error: unknown error" + CUDA_HINT,
+    "CUDA error: all CUDA-capable devices are busy or unavailable",
+    "Caught AcceleratorError in pin memory thread for device 0. CUDA error: uncorrectable ECC error encountered",
+]
+MISTAKES = [
+    "CUDA error: device-side assert triggered" + CUDA_HINT,
+    "CUDA error: invalid device ordinal",
+    "The size of tensor a (3) must match the size of tensor b (5)",
+    "reading /data/uncorrectable/Xid.jpg",
+]
+
+
+@pytest.mark.parametrize("text", HARDWARE)
+@pytest.mark.parametrize("kind", ["RuntimeError", "AcceleratorError"])
+def test_an_error_of_the_gpu_ends_with_the_status_that_is_requeued(
+    text: str, kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = RuntimeError(text) if kind == "RuntimeError" else _accelerator_error(text)
+    ended: list[int] = []
+    monkeypatch.setattr(cli.os, "_exit", ended.append)
+    with pytest.raises(SystemExit), errors_in_one_line(logging.getLogger("t")), distributed.faults_named(10.0):
+        raise error
+    assert ended == [FAULT_STATUS]
+    assert FAULT_STATUS in FAULT_STATUSES, "the batch script requeues it"
+    (record,) = caplog.records
+    assert record.message.startswith(f"the GPU of rank 0 on {socket.gethostname()} failed")
+    assert "start the same command to go on" in record.message
+
+
+def _accelerator_error(text: str) -> RuntimeError:
+    kind = getattr(torch, "AcceleratorError", None)  # since torch 2.8
+    if kind is None:
+        pytest.skip("this torch has no AcceleratorError")
+    return kind(text)
+
+
+@pytest.mark.parametrize("text", MISTAKES)
+def test_a_mistake_in_the_program_is_not_taken_for_broken_hardware(text: str) -> None:
+    with pytest.raises(RuntimeError, match=re.escape(text)) as caught, distributed.faults_named(10.0):
+        raise RuntimeError(text)
+    assert not isinstance(caught.value, FaultError)
+
+
+def test_an_error_of_nccl_about_another_rank_is_a_fault_of_that_rank() -> None:
+    text = "NCCL error in: NCCLUtils.cpp, ncclRemoteError: a network error or a remote process exiting prematurely"
+    message = "another process died, or did not answer for 10 minutes"
+    with pytest.raises(FaultError, match=message), distributed.faults_named(10.0):
+        raise dist.DistBackendError(text)
 
 
 def test_bf16_where_it_is_slower_than_fp32_is_warned_of(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu.__main__ import get_args_parser as gpu_parser
 from dino_sparo.__main__ import COMMANDS
 from dino_sparo.submit import get_submission_parser
 
@@ -109,6 +110,7 @@ def known_options() -> set[str]:
     parsers += [
         get_submission_parser(module) for module in ("main_dino", "dino_sparo.clip.train", "dino_sparo.oc_clip.train")
     ]
+    parsers.append(gpu_parser())  # `make gpu` hands them on
     strings = {string for parser in parsers for action in parser._actions for string in action.option_strings}
     return {string.removeprefix("--") for string in strings} | FOREIGN_OPTIONS
 

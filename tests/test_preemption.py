@@ -225,6 +225,17 @@ def test_a_run_in_which_nothing_moves_ends_itself(
     assert "no step has ended for 0 s" in caplog.text
 
 
+def test_a_watchdog_waits_longer_while_one_rank_saves_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    statuses: list[int] = []
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    monkeypatch.setattr(preemption, "WATCHDOG_MARGIN_S", 0.1)
+    with Watchdog(timeout_min=0.0) as watchdog:
+        with watchdog.patient():
+            time.sleep(0.25)
+        assert watchdog.seconds == 0.1
+    assert not statuses
+
+
 def test_a_watchdog_that_is_dismissed_bites_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     statuses: list[int] = []
     monkeypatch.setattr(os, "_exit", statuses.append)

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from submitit.slurm.slurm import _get_default_parameters
 
 from dino_sparo import submit as submission
 from dino_sparo.submit import (
@@ -15,9 +16,11 @@ from dino_sparo.submit import (
     additional_parameters,
     check_tasks,
     get_submission_parser,
+    job_parameters,
     main,
     requeue_after_faults,
     shell_path,
+    slurm_parameters,
 )
 
 
@@ -37,7 +40,7 @@ def test_the_batch_script_asks_for_what_the_options_say(capsys: pytest.CaptureFi
         f"error={tmp_path}/run/%j/%j_0_log.err",
     ):
         assert f"#SBATCH --{line}\n" in text, line
-    assert "--kill-on-bad-exit=1 --cpus-per-task=5" in text
+    assert re.search(r"^srun .*--kill-on-bad-exit=1 --cpus-per-task=5 ", text, flags=re.MULTILINE)
     assert not (tmp_path / "run").exists(), "a dry run leaves nothing behind"
 
 
@@ -51,6 +54,26 @@ def test_without_gpus_none_are_asked_for(capsys: pytest.CaptureFixture) -> None:
     assert "gpus-per-node" not in script(capsys, "--device", "cpu")
 
 
+def test_a_cluster_that_wants_gres_is_asked_for_gres_alone(capsys: pytest.CaptureFixture) -> None:
+    for words, line in (("--gres gpu", "gres=gpu:8"), ("--gres gpu:a100 --ngpus 4", "gres=gpu:a100:4")):
+        text = script(capsys, *words.split())
+        assert f"#SBATCH --{line}\n" in text
+        assert "gpus-per-node" not in text
+    args = get_submission_parser().parse_args(["--gres", "gpu:a100"])
+    assert slurm_parameters(args)["gres"] == "gpu:a100:8"
+    assert "gres" in _get_default_parameters(), "submitit passes it on"
+    args.local = True  # there submitit itself hands out the GPUs
+    assert job_parameters(args)["gpus_per_node"] == 8
+
+
+def test_the_batch_script_of_the_docs_gives_each_task_its_cores() -> None:
+    """Since Slurm 22.05 srun does not take them from #SBATCH."""
+    page = (Path(__file__).resolve().parent.parent / "docs" / "slurm.md").read_text()
+    (asked,) = re.findall(r"#SBATCH .*--cpus-per-task=(\d+)", page)
+    (given,) = re.findall(r"^ +srun .*--cpus-per-task=(\d+) python main_dino.py", page, flags=re.MULTILINE)
+    assert given == asked
+
+
 def test_the_warning_comes_early_enough_in_a_short_job(capsys: pytest.CaptureFixture) -> None:
     assert "--signal=USR2@30" in script(capsys, "--timeout_min", "2")
 
@@ -62,6 +85,9 @@ def test_the_warning_comes_early_enough_in_a_short_job(capsys: pytest.CaptureFix
         ("--max_requeues -1", "--max_requeues -1: give 0 or more"),
         ("--local --nodes 2", "--local runs on this machine only, but --nodes is 2"),
         ("--slurm_additional exclude", "--slurm_additional exclude: give KEY=VALUE"),
+        ("--gres gpu:8", "--gres gpu:8: give gpu or gpu:TYPE, as gpu:a100; --ngpus gives the number"),
+        ("--gres gpu:a100:8", "--gres gpu:a100:8: give gpu or gpu:TYPE"),
+        ("--gres gpu --device cpu", "--gres gpu asks for GPUs, but --device is cpu"),
         ("--warmup_epochs 200", "--warmup_epochs 200 is longer than the run"),
     ],
 )
@@ -88,9 +114,16 @@ def test_a_job_with_other_tasks_than_asked_for_is_refused(tasks: int, nodes: int
     check_tasks(args, 8, 2, 1)  # Slurm shows each task its own
     with pytest.raises(ValueError, match=message):
         check_tasks(args, tasks, nodes, gpus)
-    args.device = "cuda"
-    with pytest.raises(ValueError, match="sees no GPU; give --device cpu"):
-        check_tasks(args, 8, 2, 0)
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda", "cuda:1"])
+def test_a_node_without_gpus_does_not_train_on_its_cpu(device: str) -> None:
+    """The job asked for GPUs; `auto` would have gone on for days at a hundredth of the speed."""
+    args = get_submission_parser().parse_args(["--ngpus", "8", "--device", device])
+    with pytest.raises(ValueError, match=f"sees no GPU, and --device {device} asks for 8 per node. Give --device cpu"):
+        check_tasks(args, 8, 1, 0)
+    args.device = "cpu"
+    check_tasks(args, 8, 1, 0)
 
 
 @pytest.mark.parametrize("status", [137, 143])

@@ -24,7 +24,7 @@ from dino_sparo.oc_clip.loss import RelationLoss, relation_loss, total_loss
 from dino_sparo.oc_clip.model import OCCLIP, look_up
 from dino_sparo.oc_clip.pair_scores import EncodedGraphs, score_pairs, scores_of_slots
 from dino_sparo.oc_clip.pairs import FalseEnds, GraphPairBatch, join_batches
-from dino_sparo.runtime.distributed import all_gather_on_host, gather_with_gradient, rank, world_size
+from dino_sparo.runtime.distributed import all_gather_object, gather_with_gradient, rank, world_size
 
 
 @dataclass
@@ -126,7 +126,7 @@ def graphs_of_all_ranks(
         entities: of its phrases.
         relations: likewise.
     """
-    parts = all_gather_on_host(graphs)
+    parts = all_gather_object(graphs)
     sizes = [len(part.phrases) for part in parts]
 
     def of_all(embeddings: Tensor) -> Tensor:

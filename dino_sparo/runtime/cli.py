@@ -328,8 +328,8 @@ def add_device_options(parser: argparse.ArgumentParser, num_workers: int = 10) -
         "--dist_timeout_min",
         type=float,
         default=10.0,
-        help="Minutes that a process waits for another one, or for images, before the run ends. Give more if writing a "
-        "checkpoint takes longer.",
+        help="Minutes that a process waits for another one, or for images, before the run ends. While one process "
+        "works for all others, as when it saves, they wait six times as long.",
     )
     group.add_argument(
         "--local_rank",

@@ -1,12 +1,17 @@
 """This process and its peers: torchrun or Slurm started them, or it is the only one.
 
-A single process needs no process group: the collectives below then return their input.
+A single process needs no process group: the collectives below then return their input. Several have two groups:
+
+    the main one     tensors on the devices (NCCL on GPUs); all ranks come at the same moment, so its time-out is short
+    the control one  objects and barriers, through the hosts (gloo); others wait there while one rank works for all of
+                     them: it saves, downloads, draws
 """
 
 import contextlib
 import logging
 import os
 import pickle
+import socket
 import subprocess
 import sys
 import threading
@@ -38,10 +43,19 @@ PEER_SIGNS = (
     *("gloo/", "Gloo", "NCCL", "ProcessGroup", "TCPStore", "Connection closed by peer", "Connection reset by peer"),
     *("Socket Timeout", "failed to connect", "connection was refused", "Application timeout", "Timed out waiting"),
 )
+# The control group waits this many times as long as the main one: a rank works there for all others.
+CONTROL_FACTOR = 6.0
+
+# Words in torch's errors which mean that a GPU, its driver or a link failed, not the program.
+DEVICE_SIGNS = (
+    *("uncorrectable", "ECC error", "Xid", "unspecified launch failure", "hardware stack error", "hardware error"),
+    *("fallen off the bus", "GPU is lost", "CUDA error: unknown error", "devices are busy or unavailable"),
+)
 # Seconds between two heartbeats of a process, and between two looks at those of the others.
 BEAT_SECONDS, LOOK_SECONDS = 1.0, 0.05
 WAIT_LOG_SECONDS = 30.0  # between two lines on whom rank 0 waits for
 
+_GO_ON = "The last checkpoint is whole: start the same command to go on"
 WORKER_SIGNS = ("DataLoader worker", "DataLoader timed out")
 
 T = TypeVar("T")
@@ -107,7 +121,8 @@ def init_distributed(device: str = "auto", dist_url: str = "env://", timeout_min
     Args:
         device: `auto` (cuda where there is one, else cpu), `cpu`, `cuda` (one GPU per local rank) or `cuda:N`.
         dist_url: rendezvous, `env://`, `tcp://HOST:PORT` or `file://PATH`.
-        timeout_min: minutes after which a collective that a peer never joins fails.
+        timeout_min: minutes after which a collective that a peer never joins fails; the control group's wait longer,
+            see `CONTROL_FACTOR`.
 
     Raises:
         ValueError: a device that does not exist here.
@@ -140,8 +155,21 @@ class _Patience:
     progress: str = ""
 
 
+@dataclass
+class _Control:
+    """The control group.
+
+    Attributes:
+        group: gloo's.
+        timeout_min: minutes that it waits.
+    """
+
+    group: Any
+    timeout_min: float
+
+
 _patience: _Patience | None = None
-_host_group: Any = None  # of `all_gather_on_host`, on GPUs
+_control: _Control | None = None
 
 
 def _join(dist_url: str, rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
@@ -159,13 +187,16 @@ def _join(dist_url: str, rank: int, size: int, device: torch.device, timeout: ti
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
-        global _patience
+        global _patience, _control
+        control = CONTROL_FACTOR * timeout
+        _control = _Control(dist.new_group(backend="gloo", timeout=control), control.total_seconds() / 60)
         _patience = _Patience(dist.PrefixStore("patience", store), timeout.total_seconds())
     except RuntimeError as error:
         text = " ".join(str(error).split())
+        hint = "; GLOO_SOCKET_IFNAME names the network interface to use" * ("gloo" in text.lower())
         raise FaultError(
             f"process {rank} of {size} cannot reach the others within {timeout.total_seconds() / 60:g} minutes; their "
-            f"logs may say why. Nothing is lost: start the same command again ({text})"
+            f"logs may say why. Nothing is lost: start the same command again{hint} ({text})"
         ) from error
 
 
@@ -333,8 +364,8 @@ def wrap_ddp(model: nn.Module, device: torch.device, static_graph: bool = False)
 
 def shutdown() -> None:
     """Leave the process group, if there is one."""
-    global _patience, _host_group
-    _patience = _host_group = None
+    global _patience, _control
+    _patience = _control = None
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -355,9 +386,28 @@ def is_main() -> bool:
 
 
 def barrier() -> None:
-    """Wait for all processes."""
+    """Wait for all processes, as long as the control group does; no device is waited for."""
     if world_size() > 1:
-        dist.barrier()
+        with _peers_named():
+            dist.barrier(group=_control.group if _control else None)
+
+
+@contextlib.contextmanager
+def _peers_named() -> Iterator[None]:
+    """Turn what the control group raises into a `FaultError` that says how long it waited."""
+    try:
+        yield
+    except RuntimeError as error:
+        if _control is None or is_device_fault(error):
+            raise
+        text = " ".join(str(error).split())
+        raise FaultError(_peer_failed(_control.timeout_min, text)) from error
+
+
+def _peer_failed(timeout_min: float, text: str) -> str:
+    return (
+        f"another process died, or did not answer for {timeout_min:g} minutes; its log may say why. {_GO_ON} ({text})"
+    )
 
 
 @contextlib.contextmanager
@@ -564,7 +614,7 @@ def _message_of(error: Exception | None) -> str:
 
 @contextlib.contextmanager
 def faults_named(timeout_min: float) -> Iterator[None]:
-    """Turn what torch raises when a peer or a worker dies or hangs into a `FaultError` that says so.
+    """Turn what torch raises when a peer, a worker or a GPU fails or hangs into a `FaultError` that says so.
 
     Args:
         timeout_min: minutes a collective waits, for the message.
@@ -574,15 +624,30 @@ def faults_named(timeout_min: float) -> Iterator[None]:
     """
     try:
         yield
+    except FaultError:
+        raise
     except (RuntimeError, ConnectionError, EOFError) as error:
         text = " ".join(str(error).split()) or type(error).__name__
         if not isinstance(error, RuntimeError) or any(sign in text for sign in WORKER_SIGNS):
             what = "a process that loads images died or hangs; if memory ran out, give fewer --num_workers"
+            message = f"{what}. {_GO_ON} ({text})"
+        elif is_device_fault(error):
+            message = (
+                f"the GPU of rank {rank()} on {socket.gethostname()} failed, or its driver or link did; `nvidia-smi "
+                f"-q` and `dmesg` may say why. {_GO_ON}; if it comes back there, leave that machine out: "
+                f"--slurm_additional exclude=NODE ({text})"
+            )
         elif isinstance(error, dist.DistError) or (world_size() > 1 and any(sign in text for sign in PEER_SIGNS)):
-            what = f"another process died, or did not answer for {timeout_min:g} minutes; its log may say why"
+            message = _peer_failed(timeout_min, text)
         else:
             raise
-        raise FaultError(f"{what}. The last checkpoint is whole: start the same command to go on ({text})") from error
+        raise FaultError(message) from error
+
+
+def is_device_fault(error: Exception) -> bool:
+    """Whether an error of CUDA says that the hardware failed; a program's mistake, such as a bad index, does not."""
+    text = str(error)
+    return ("CUDA" in text or "NVML" in text) and any(sign in text for sign in DEVICE_SIGNS)
 
 
 def require_same(value: int, what: str) -> None:
@@ -597,11 +662,12 @@ def require_same(value: int, what: str) -> None:
 
 
 def all_gather_object(value: T) -> list[T]:
-    """The picklable values of all ranks, in rank order, on every rank."""
+    """The picklable values of all ranks, in rank order, on every rank; through the hosts, so no device waits."""
     if world_size() == 1:
         return [value]
     values: list[T] = [value] * world_size()
-    dist.all_gather_object(values, value)
+    with _peers_named():
+        dist.all_gather_object(values, value, group=_control.group if _control else None)
     return values
 
 
@@ -610,7 +676,8 @@ def broadcast_object(value: T) -> T:
     if world_size() == 1:
         return value
     values = [value]
-    dist.broadcast_object_list(values)
+    with _peers_named():
+        dist.broadcast_object_list(values, group=_control.group if _control else None)
     return values[0]
 
 
@@ -677,15 +744,3 @@ class _Gather(torch.autograd.Function):
         total = gradient.contiguous()
         dist.all_reduce(total)
         return total[rank()]
-
-
-def all_gather_on_host(value: T) -> list[T]:
-    """`all_gather_object` that no device waits for: over a group of its own where the ranks' is one of GPUs."""
-    global _host_group
-    if world_size() == 1:
-        return [value]
-    if dist.get_backend() == "nccl" and _host_group is None:
-        _host_group = dist.new_group(backend="gloo")
-    values: list[T] = [value] * world_size()
-    dist.all_gather_object(values, value, group=_host_group)
-    return values

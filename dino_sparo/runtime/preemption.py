@@ -13,7 +13,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dino_sparo.runtime import FAULT_STATUS
-from dino_sparo.runtime.distributed import all_reduce_sum, barrier, is_main, world_size
+from dino_sparo.runtime.distributed import CONTROL_FACTOR, all_reduce_sum, barrier, is_main, world_size
 
 logger = logging.getLogger(__name__)
 
@@ -196,6 +196,17 @@ class Watchdog:
     def beat(self) -> None:
         """A step begins: the run makes progress."""
         self.last_beat = time.monotonic()
+
+    @contextlib.contextmanager
+    def patient(self) -> Iterator[None]:
+        """One rank works for all others, which wait in the control group: no step ends meanwhile."""
+        before = self.seconds
+        self.seconds = before * CONTROL_FACTOR
+        try:
+            yield
+        finally:
+            self.beat()
+            self.seconds = before
 
     def _watch(self) -> None:
         while not self.over.wait(min(self.seconds / 10, 1.0)):

@@ -143,7 +143,8 @@ def train_one_epoch(
         if is_end or decision.save or stop is not None:
             taken.write(log)  # before the checkpoint that counts these steps
         if (decision.save or stop is not None) and not is_end:
-            save()
+            with watchdog.patient():
+                save()
             agreement.saved()
     counts = {objective.counters[name]: count for name, count in progress.counts.items()}
     means = {**progress.meters.means(), **clock.speed(), **counts}

@@ -1,0 +1,19 @@
+"""What needs a GPU to be known, by one command, in parts that can be started again.
+
+    python -m benchmarks.gpu                                    # `make gpu`: 45 minutes on one GPU
+    python -m benchmarks.gpu --reference ../dino                # the speeds beside the reference's
+    python -m benchmarks.gpu --part losses profile               # these parts
+    python -m benchmarks.gpu --device cpu --short               # do the parts work? No number of it counts
+
+Every part is a script in a process of its own, `python -m benchmarks.gpu.NAME` or one of the benchmarks. Its checks,
+tables and bars go to output/gpu/PART.json and .md, what it says to PART.log. Parts that are done are skipped.
+
+    __main__.py       the parts, one after the other
+    page.py           their reports -> docs/gpu.md
+    objectives.py     options -> an objective and batches on a device
+    steps.py          losses by device, precision and compilation; no synchronisation within a step
+    one_process.py    DDP in a group of one: NCCL, static graph, accumulation, checkpointing, SyncBN
+    runs.py           gpu tests, kill and resume, twice 500 steps of the recipe for ImageNet
+    search.py         k-NN at ImageNet's size
+    profile.py        where a step's time goes, and how far it is from the floor
+"""

@@ -1,0 +1,149 @@
+"""The parts, one after the other, each in a process of its own: `python -m benchmarks.gpu --help`."""
+
+import argparse
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.gpu.page import page, put_between_marks, read_reports
+from dino_sparo.runtime.records import git_hash
+
+logger = logging.getLogger(__name__)
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 600  # of a part
+
+
+class Part(NamedTuple):
+    """A script.
+
+    Attributes:
+        words: module and options.
+        minutes: that it takes on an H100, estimated; no part may take more than `LIMIT_S`.
+        takes_reference: whether it compares with the reference.
+    """
+
+    words: str
+    minutes: float
+    takes_reference: bool = False
+
+
+PARTS = {
+    "tests": Part("benchmarks.gpu.runs tests", 2),
+    "losses": Part("benchmarks.gpu.steps losses", 3),
+    "waiting": Part("benchmarks.gpu.steps waiting", 6),
+    "one_process": Part("benchmarks.gpu.one_process", 4),
+    "resume": Part("benchmarks.gpu.runs resume", 3),
+    "recipe": Part("benchmarks.gpu.runs recipe", 3),
+    "search": Part("benchmarks.gpu.search", 2),
+    "train_step": Part("benchmarks.train_step --rounds 15", 6, takes_reference=True),
+    "profile": Part("benchmarks.gpu.profile", 4),
+    "binding": Part("benchmarks.binding", 2),
+    "binding_bf16": Part("benchmarks.binding --precision bf16", 2),
+    "encoder": Part("benchmarks --only readout backbone", 2, takes_reference=True),
+    "clip": Part("benchmarks --only clip_step", 2),
+    "input": Part("benchmarks --only input_pipeline", 2, takes_reference=True),
+    "evaluation": Part("benchmarks --only knn linear", 2, takes_reference=True),
+}
+
+
+def get_args_parser() -> argparse.ArgumentParser:
+    """The options."""
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--part", nargs="+", choices=list(PARTS), default=list(PARTS), help="Parts to run.")
+    parser.add_argument("--again", action="store_true", help="Run parts that are done a second time.")
+    parser.add_argument(
+        "--reference",
+        default=os.environ.get("DINO_REFERENCE"),
+        help="A checkout of facebookresearch/dino; without it ours alone is measured. By default DINO_REFERENCE.",
+    )
+    parser.add_argument("--output_dir", type=Path, default=Path("output/gpu"), help="Folder of the parts' files.")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu proves that the parts work.")
+    parser.add_argument("--short", action="store_true", help="Tiny sizes. Its numbers mean nothing.")
+    return parser
+
+
+def run_part(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Run a part, unless it is done; its report with how it ended and the seconds it took."""
+    part, path = PARTS[name], args.output_dir / f"{name}.json"
+    before = read_reports(args.output_dir, [name]).get(name, {})
+    form = args.device + " short" * args.short
+    if (before.get("result"), before.get("form")) == ("done", form) and not args.again:
+        logger.info("%s: done before, skipped (--again runs it)", name)
+        return before
+    path.unlink(missing_ok=True)
+    command = [sys.executable, "-m", *part.words.split(), "--device", args.device, "--json", str(path)]
+    command += ["--reference", args.reference] if part.takes_reference and args.reference else []
+    command += ["--quick"] if args.short else []
+    log = path.with_suffix(".log")
+    logger.info("%s: %s (about %g minutes on an H100; log %s)", name, " ".join(command[1:]), part.minutes, log)
+    begin = time.monotonic()
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            status = process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            status = None
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if status is None:
+        os.killpg(process.pid, signal.SIGKILL)  # its own processes, too
+        process.wait()
+    report = json.loads(path.read_text()) if path.is_file() else {"sections": []}
+    checks = [check for section in report["sections"] for check in section["checks"]]
+    if status is None:
+        result = f"ended after {LIMIT_S} s"
+    elif not report["sections"]:
+        result = f"failed, status {status}, no report"
+    elif not all(check["passed"] for check in checks):
+        result = "checks failed"
+    else:
+        result = "done" if status == 0 else f"failed, status {status}"
+    report |= {"result": result, "form": form, "seconds": round(time.monotonic() - begin), "commit": git_hash()}
+    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    logger.info("%s: %s in %d s", name, result, report["seconds"])
+    return report
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the parts, write the page.
+
+    Raises:
+        SystemExit: there is no GPU, or a part failed.
+    """
+    args = get_args_parser().parse_args(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit(
+            "benchmarks.gpu: torch sees no GPU here. Run it on a machine with one, or give --device cpu --short, which "
+            "shows that the parts work and measures nothing"
+        )
+    if args.device == "cpu" and not args.short:
+        raise SystemExit("benchmarks.gpu: --device cpu takes hours at full size; add --short")
+    args.output_dir = args.output_dir.resolve()
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    results = {name: run_part(name, args)["result"] for name in args.part}
+    text = page(read_reports(args.output_dir, list(PARTS)), list(PARTS))
+    (args.output_dir / "gpu.md").write_text(text + "\n", encoding="utf-8")
+    if args.device == "cuda" and not args.short:
+        put_between_marks(text, ROOT / "docs" / "gpu.md")
+    logger.info("%s", args.output_dir / "gpu.md")
+    failed = [f"{name} ({result})" for name, result in results.items() if result != "done"]
+    if failed:
+        raise SystemExit(f"benchmarks.gpu: {', '.join(failed)}; the logs are in {args.output_dir}")
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
+    main()

@@ -1,0 +1,128 @@
+"""Options -> an objective as the trainer builds it, and batches of built-in scenes on its device."""
+
+import contextlib
+import itertools
+import logging
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+
+from dino_sparo.clip.options import get_args_parser as clip_parser
+from dino_sparo.clip.train import CLIPObjective
+from dino_sparo.data import to_device
+from dino_sparo.dino.options import get_args_parser as dino_parser
+from dino_sparo.dino.train import DINOObjective
+from dino_sparo.oc_clip.options import get_args_parser as oc_clip_parser
+from dino_sparo.oc_clip.train import OCCLIPObjective
+from dino_sparo.runtime.distributed import Distributed
+from dino_sparo.training.objective import Objective
+from dino_sparo.training.rehearsal import compile_networks
+
+logger = logging.getLogger(__name__)
+
+NUM_LOSSES = 5
+OBJECTIVES: dict[str, tuple[type[Objective[Any]], Any]] = {
+    "DINO": (DINOObjective, dino_parser),
+    "CLIP": (CLIPObjective, clip_parser),
+    "OC-CLIP": (OCCLIPObjective, oc_clip_parser),
+}
+# Full sizes: those of the recipes, on scenes. OC-CLIP's preset starts from weights that are no part of this project.
+FULL: dict[str, dict[str, object]] = {
+    "DINO": {"data_path": "scenes:256:256", "batch_size_per_gpu": 64, "warmup_epochs": 0},
+    "CLIP": {"data_path": "scenes:256:224", "batch_size": 128, "warmup_steps": 2},
+    "OC-CLIP": {"data_path": "scenes:256:224", "batch_size": 64, "warmup_steps": 2},
+}
+SMALL_ENCODER: dict[str, object] = {"arch": "vit_micro", "patch_size": 8}
+SMALL_TOWERS: dict[str, object] = {
+    **SMALL_ENCODER, "img_size": 32, "text_width": 24, "text_heads": 2, "text_layers": 2, "batch_size": 6,
+    "warmup_steps": 2, "data_path": "scenes:48:32",
+}  # fmt: skip
+# Small sizes, on which a CPU's losses are a matter of seconds.
+SMALL: dict[str, dict[str, object]] = {
+    "DINO": {
+        **SMALL_ENCODER, "data_path": "scenes:48:32", "batch_size_per_gpu": 6, "warmup_epochs": 0, "out_dim": 61,
+        "head_hidden_dim": 32, "global_crops_size": 32, "local_crops_size": 16, "local_crops_number": 2,
+        "sparo_slots": 3, "sparo_slot_dim": 5, "sparo_key_dim": 7,
+    },
+    "CLIP": {**SMALL_TOWERS, "embed_dim": 15, "sparo_slots": 3, "sparo_slot_dim": 5, "sparo_key_dim": 7},
+    "OC-CLIP": {**SMALL_TOWERS, "bind_dim": 12, "bind_heads": 2, "bind_layers": 1, "rel_dim": 7},
+}  # fmt: skip
+
+
+class Built(NamedTuple):
+    """An objective, and its batches on the device without end."""
+
+    objective: Objective[Any]
+    batches: Iterator[Any]
+
+    def step(self) -> torch.Tensor:
+        """Take one step; its loss, (), on the device."""
+        taken = [next(self.batches) for _ in range(self.objective.updater.accum_steps)]
+        return self.objective.step(taken, epoch=1, is_last=False).loss
+
+
+def build(name: str, sizes: dict[str, object], device: str, compiles: bool = False, **changes: object) -> Built:
+    """An objective of these options, on scenes.
+
+    Args:
+        name: a key of `OBJECTIVES`.
+        sizes: options.
+        device: cpu or cuda.
+        compiles: whether to compile its networks.
+        changes: further options, which win; True for a flag.
+
+    Raises:
+        RuntimeError: its networks cannot be compiled here.
+    """
+    objective_class, parser = OBJECTIVES[name]
+    options = {"epochs": 4, "num_workers": 0, "drop_path_rate": 0, "device": device, **sizes, **changes}
+    if name != "DINO":
+        options.pop("drop_path_rate")
+    words = [word for key, value in options.items() for word in (f"--{key}", *([] if value is True else [str(value)]))]
+    args = parser().parse_args(words)
+    objective_class.defaults_of(args)
+    objective_class.check_options(args)
+    torch_device = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    objective = objective_class(args, Distributed(0, 1, 0, torch_device))
+    if compiles and not compile_networks(objective.training, objective.rehearsal_batch()):
+        raise RuntimeError(f"{name}: the networks could not be compiled")
+    objective.training.train()
+    objective.sampler.set_epoch(0)
+    few = list(itertools.islice(to_device(objective.loader, torch_device), 4))
+    return Built(objective, itertools.cycle(few))
+
+
+def first_losses(name: str, device: str, compiles: bool = False, **changes: object) -> torch.Tensor:
+    """Losses of the first steps at small sizes, (NUM_LOSSES,) on the CPU; NaN after an error, which the log has."""
+    try:
+        built = build(name, SMALL[name], device, compiles, **changes)
+        return torch.stack([built.step().double().cpu() for _ in range(NUM_LOSSES)])
+    except RuntimeError:
+        logger.exception("%s on %s, compiled: %s, %s", name, device, compiles, changes)
+        return torch.full((NUM_LOSSES,), math.nan, dtype=torch.float64)
+
+
+@contextlib.contextmanager
+def wrapped_in_ddp(with_world_of_two: bool = False) -> Iterator[None]:
+    """Within this context `build` puts networks into DDP, as with several processes, though the group has one member.
+
+    Args:
+        with_world_of_two: also let DINO see two processes, so that it converts batch norm into SyncBN.
+    """
+    from dino_sparo.runtime import distributed
+
+    wrap = distributed.wrap_ddp
+
+    def wrap_always(*args: Any, **kwargs: Any) -> Any:
+        with mock.patch.object(distributed, "world_size", return_value=2):
+            return wrap(*args, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        for module in ("dino_sparo.dino.train", "dino_sparo.image_text.objective"):
+            stack.enter_context(mock.patch(f"{module}.wrap_ddp", wrap_always))
+        if with_world_of_two:
+            stack.enter_context(mock.patch("dino_sparo.dino.train.world_size", return_value=2))
+        yield

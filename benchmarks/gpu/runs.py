@@ -1,0 +1,152 @@
+"""Whole runs of `main_dino.py`: the gpu tests, kill and resume, and two epochs of 500 steps of the recipe for ImageNet.
+
+    python -m benchmarks.gpu.runs tests
+    python -m benchmarks.gpu.runs resume
+    python -m benchmarks.gpu.runs recipe
+
+The recipe's images are JPEG files of ImageNet's size, drawn once and named again and again in a list, so that decoding
+and cropping cost what they cost in earnest.
+"""
+
+import argparse
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.objectives import SMALL
+from benchmarks.input_pipeline import write_images
+from benchmarks.reference import Reference
+from benchmarks.report import Bar, Check, Section, options, run
+
+ROOT = Path(__file__).resolve().parents[2]
+STOPPED = 128 + signal.SIGTERM
+# A resumed run sums in another order than one that was not stopped, if at all.
+LOSS_APART = 1e-2
+# Share of the time in which a step waits for the loader, whose start is a large part of so short an epoch.
+DATA_WAIT = 0.05
+RECIPE_STEPS, RECIPE_BATCH, RECIPE_FILES = 500, 64, 1024
+
+
+def train(words: dict[str, object], log: Path) -> subprocess.Popen:
+    """Start `main_dino.py`; its output goes to a file."""
+    command = [sys.executable, str(ROOT / "main_dino.py")]
+    command += [word for name, value in words.items() for word in (f"--{name}", str(value))]
+    with log.open("ab") as output:
+        environment = {**os.environ, "TORCH_LOGS": "recompiles"}
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
+
+
+def epochs_of(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's log.txt."""
+    path = folder / "log.txt"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def measure_tests(section: Section, args: argparse.Namespace, folder: Path) -> None:
+    """The tests with the marker `gpu`; without a GPU they skip themselves."""
+    files = [str(path) for path in sorted((ROOT / "tests").glob("test_*.py")) if "mark.gpu" in path.read_text()]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *files]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    print(done.stdout + done.stderr)
+    counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|error|skipped)", done.stdout)}
+    section.tables["Tests"] = [{word: counts.get(word, 0) for word in ("passed", "failed", "skipped")}]
+    section.checks.append(Check("exit status of pytest", done.returncode, 0))
+    if args.device != "cpu":
+        section.checks.append(Check("tests that were skipped", counts.get("skipped", 0), 0))
+
+
+def measure_resume(section: Section, args: argparse.Namespace, folder: Path) -> None:
+    """A whole run; one that is stopped by SIGTERM; one that is killed; both started again."""
+    words: dict[str, object] = {"device": args.device, "epochs": 3, "saveckp_minutes": 0.02, "compile": "off"}
+    if args.quick:
+        words |= {**SMALL["DINO"], "data_path": "scenes:120:32", "precision": "fp32", "num_workers": 0}
+    else:
+        words |= {"data_path": "scenes:4096:256", "warmup_epochs": 1, "num_workers": min(os.cpu_count() or 1, 16)}
+    whole = train({**words, "output_dir": folder / "whole"}, folder / "whole.log").wait()
+    section.checks.append(Check("status of a whole run", whole, 0))
+    for name, number, expected in (("SIGTERM", signal.SIGTERM, STOPPED), ("SIGKILL", signal.SIGKILL, -signal.SIGKILL)):
+        run_dir, log = folder / name, folder / f"{name}.log"
+        process = train({**words, "output_dir": run_dir}, log)
+        while process.poll() is None and not (run_dir / "checkpoint.pth").is_file():
+            time.sleep(0.02)
+        process.send_signal(number)
+        statuses = process.wait(), train({**words, "output_dir": run_dir}, log).wait()
+        section.checks.append(Check(f"{name}: its status, from {expected}", abs(statuses[0] - expected), 0))
+        section.checks.append(Check(f"{name}: status of the run that goes on", statuses[1], 0))
+        print(log.read_text())
+        losses = [[line["train_loss"] for line in epochs_of(where)] for where in (folder / "whole", run_dir)]
+        apart = max((abs(a - b) for a, b in zip(*losses, strict=False)), default=math.nan)
+        is_whole = len(losses[0]) == len(losses[1]) == 3
+        section.checks.append(
+            Check(f"{name}: epochs' losses from those of the whole run", apart if is_whole else math.nan, LOSS_APART)
+        )
+
+
+def measure_recipe(section: Section, args: argparse.Namespace, folder: Path) -> None:
+    """The defaults of `main_dino.py` in bf16: an epoch in which workers start and networks warm up, one that counts."""
+    steps, batch = (6, 4) if args.quick else (RECIPE_STEPS, RECIPE_BATCH)
+    files = folder / "images"
+    files.mkdir()
+    write_images(files, 8 if args.quick else RECIPE_FILES)
+    names = sorted(map(str, files.glob("*.jpg")))
+    (folder / "images.txt").write_text("".join(f"{names[i % len(names)]}\n" for i in range(steps * batch)))
+    words: dict[str, object] = {"num_workers": min(os.cpu_count() or 1, 16), **(SMALL["DINO"] if args.quick else {})}
+    words |= {"data_path": folder / "images.txt", "batch_size_per_gpu": batch, "max_steps": 2 * steps, "epochs": 100}
+    words |= {"device": args.device, "precision": "bf16", "output_dir": folder / "recipe", "warmup_epochs": 10}
+    status = train(words, folder / "recipe.log").wait()
+    text = (folder / "recipe.log").read_text()
+    print(text)
+    section.checks.append(Check("status", status, 0))
+    lines = epochs_of(folder / "recipe")
+    loss = lines[-1]["train_loss"] if lines else math.nan
+    section.checks.append(Check("loss is finite", 0.0 if math.isfinite(loss) else math.nan, 0))
+    section.checks.append(Check("recompilations", text.count("Recompiling function"), 0))
+    section.checks.append(Check("networks that run uncompiled", text.count("torch.compile does not work here"), 0))
+    shown = ("train_loss", "train_images_per_s", "train_data_wait", "train_grad_norm", "feature_rank")
+    section.tables[f"Second epoch, {steps} steps of batch {batch}"] = (
+        [{name: lines[-1].get(name) for name in shown}] if lines else []
+    )
+    wait = lines[-1].get("train_data_wait") if lines and not args.quick else None
+    section.bars.append(Bar("share of the time that waits for data", DATA_WAIT, wait, at_most=True))
+
+
+MEASURES = {"tests": measure_tests, "resume": measure_resume, "recipe": measure_recipe}
+TITLES = {
+    "tests": "Tests that need a GPU",
+    "resume": "Kill and resume",
+    "recipe": "The recipe for ImageNet, twice 500 steps",
+}
+
+
+def measure(args: argparse.Namespace, reference: Reference | None) -> Section:
+    """One of them, in a folder of its own."""
+    section = Section(TITLES[args.what], f"On {args.device}, torch {torch.__version__}.")
+    with tempfile.TemporaryDirectory() as folder:
+        MEASURES[args.what](section, args, Path(folder))
+    return section
+
+
+def get_args_parser() -> argparse.ArgumentParser:
+    """The options."""
+    parser = options("Whole runs: gpu tests, kill and resume, 500 steps of the recipe.")
+    parser.add_argument("what", choices=sorted(MEASURES), help="Which.")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> Section:
+    """Parse the options, measure, print."""
+    return run(measure, get_args_parser(), argv)
+
+
+if __name__ == "__main__":
+    main()

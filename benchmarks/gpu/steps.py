@@ -1,0 +1,125 @@
+"""No synchronisation within a step; losses by device, by precision, and compiled or not.
+
+    python -m benchmarks.gpu.steps losses
+    python -m benchmarks.gpu.steps waiting
+
+Losses are those of a few steps from equal weights on equal crops: the CPU distorts them with the code of the device.
+"""
+
+import argparse
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from benchmarks.gpu.objectives import FULL, OBJECTIVES, SMALL, build, first_losses
+from benchmarks.reference import Reference
+from benchmarks.report import Check, Section, options, run
+from benchmarks.timing import synchronize
+
+WARM_STEPS = 2
+# How far losses of several nats may be apart: of fp32 on a CPU and on a device, and of other precisions from fp32.
+FP32, BF16, FP16, COMPILED = 1e-3, 5e-2, 2e-2, 1e-3
+# Forms of DINO beside the plain one whose steps must not wait for the device.
+DINO_FORMS: dict[str, dict[str, object]] = {
+    "": {},
+    "vanilla": {"readout": "cls"},
+    "fp16": {"precision": "fp16"},
+    "two micro-batches": {"grad_accum_steps": 2},
+    "checkpointing": {"grad_checkpointing": True},
+    "loss in chunks": {"loss_chunk": 8192},
+}
+COMPILED_FORMS = ("", "fp16")  # compiling one takes about a minute
+
+
+@contextlib.contextmanager
+def no_synchronisation(device: str) -> Iterator[None]:
+    """Whatever waits for the device raises a RuntimeError; without effect on a CPU."""
+    if device == "cpu":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def check_synchronisation(section: Section, args: argparse.Namespace) -> None:
+    """Steps of every objective, eager and compiled; DINO's in several forms, too."""
+    sizes = SMALL if args.quick else FULL
+    forms = [
+        (name, what, changes)
+        for name in OBJECTIVES
+        for what, changes in (DINO_FORMS.items() if name == "DINO" else [("", {})])
+    ]
+    rows = []
+    for name, what, changes in forms:
+        if args.device == "cpu" and changes.get("precision") == "fp16":
+            continue
+        for compiles in (False, True) if what in COMPILED_FORMS and not args.quick else (False,):
+            form = ", ".join(filter(None, (name, what, "compiled" if compiles else "eager")))
+            reason = waits(name, sizes[name] | changes, args.device, compiles)
+            section.checks.append(Check(f"{form}: steps that wait for the device", float(bool(reason)), 0))
+            rows.append({"form": form, "waits": reason or "never"})
+    section.tables["Steps"] = rows
+
+
+def waits(name: str, sizes: dict[str, object], device: str, compiles: bool) -> str:
+    """Why a step waits for the device; empty if it does not."""
+    try:
+        built = build(name, sizes, device, compiles)
+        for _ in range(WARM_STEPS):
+            built.step()
+        synchronize(device)
+        with no_synchronisation(device):
+            for _ in range(3):
+                built.step()
+    except RuntimeError as error:
+        return " ".join(str(error).split())[:300]
+    return ""
+
+
+def check_losses(section: Section, args: argparse.Namespace) -> None:
+    """Against fp32 on a CPU: fp32, bf16 and fp16 on the device; and compiled against eager."""
+    limits = {"fp32": FP32, "bf16": BF16, **({} if args.device == "cpu" else {"fp16": FP16})}
+    for name in OBJECTIVES:
+        form: dict[str, object] = {"distort_on": "device"} if name == "DINO" else {}
+        expected = first_losses(name, "cpu", precision="fp32", **form)
+        for precision, limit in limits.items():
+            found = first_losses(name, args.device, precision=precision, **form)
+            section.check(f"{name}: first losses, {precision} on {args.device}, fp32 on cpu", found, expected, limit)
+        if not args.quick:
+            eager, compiled = (first_losses(name, args.device, on, precision="fp32", **form) for on in (False, True))
+            section.check(f"{name}: first losses, fp32, compiled and eager", compiled, eager, COMPILED)
+
+
+MEASURES = {"losses": check_losses, "waiting": check_synchronisation}
+TITLES = {"losses": "Losses by device, precision and compilation", "waiting": "Does a step wait for the device?"}
+
+
+def measure(args: argparse.Namespace, reference: Reference | None) -> Section:
+    """One of them."""
+    section = Section(TITLES[args.what], f"On {args.device}, built-in scenes.")
+    MEASURES[args.what](section, args)
+    if args.device == "cpu" and args.what == "waiting":
+        section.notes.append("A CPU is never waited for: the steps ran, and more is not shown.")
+    if args.quick:
+        section.notes.append("Compiled forms are left out of a short run.")
+    return section
+
+
+def get_args_parser() -> argparse.ArgumentParser:
+    """The options."""
+    parser = options("Steps: losses by device, precision and compilation, and synchronisation.")
+    parser.add_argument("what", choices=sorted(MEASURES), help="Which.")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> Section:
+    """Parse the options, measure, print."""
+    return run(measure, get_args_parser(), argv)
+
+
+if __name__ == "__main__":
+    main()

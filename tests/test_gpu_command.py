@@ -1,0 +1,188 @@
+"""`make gpu`: its parts run on a CPU at tiny sizes, it refuses without a GPU, and its page says what a bar missed."""
+
+import importlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import objectives, page
+from benchmarks.gpu.profile import kind_of
+from benchmarks.train_step import process_group
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "torch sees no GPU here.*--device cpu --short"),
+        (["--device", "cpu"], "takes hours at full size; add --short"),
+    ],
+)
+def test_without_a_gpu_it_refuses_clearly(words: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match=message):
+        gpu.main(words)
+
+
+def report(passed: bool = True, **more: Any) -> dict[str, Any]:
+    check = {"claim": "losses are equal", "difference": 0.5, "limit": 1.0 if passed else 0.1, "passed": passed}
+    bar = {"claim": "times the reference", "wanted": 2.5, "found": 1.7, "at_most": False, "verdict": "missed"}
+    tables = {"cls: its parts, ms": [{"form": "ours", "backward": 9.5}], "memory": [{"MB": 3}]}
+    section = {"title": "t", "checks": [check], "bars": [bar], "tables": tables}
+    return {"hardware": {"gpu": "H100"}, "versions": {"torch": "2"}, "reference": "abc", "sections": [section], **more}
+
+
+class FakeProcess:
+    """A part that writes a report, or does not."""
+
+    answers: list[tuple[int, dict[str, Any] | None]]
+    commands: list[list[str]]
+    pid = 0
+
+    def __init__(self, command: list[str], **options: Any) -> None:
+        FakeProcess.commands.append(command)
+        self.status, found = FakeProcess.answers.pop(0)
+        if found is not None:
+            Path(command[command.index("--json") + 1]).write_text(json.dumps(found))
+
+    def wait(self, limit: float | None = None) -> int:
+        return self.status
+
+
+def run_parts(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, answers: list[tuple[int, dict[str, Any] | None]], *words: str
+) -> list[str]:
+    """Run two parts with these answers; the names of the parts that were started."""
+    FakeProcess.answers, FakeProcess.commands = list(answers), []
+    monkeypatch.setattr(gpu.subprocess, "Popen", FakeProcess)
+    monkeypatch.setattr(gpu, "git_hash", lambda: "f00d")
+    gpu.main(["--device", "cpu", "--short", "--output_dir", str(folder), "--part", "losses", "search", *words])
+    return [Path(command[command.index("--json") + 1]).stem for command in FakeProcess.commands]
+
+
+def test_parts_that_are_done_are_skipped_and_the_others_tried_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit, match=r"search \(failed, status 3, no report\)"):
+        run_parts(monkeypatch, tmp_path, [(0, report()), (3, None)])
+    with pytest.raises(SystemExit, match=r"search \(checks failed\)"):
+        run_parts(monkeypatch, tmp_path, [(1, report(passed=False))])
+    assert run_parts(monkeypatch, tmp_path, [(0, report())]) == ["search"]
+    assert run_parts(monkeypatch, tmp_path, []) == []
+    assert run_parts(monkeypatch, tmp_path, [(0, report())] * 2, "--again") == ["losses", "search"]
+
+
+def test_what_a_cpu_did_does_not_count_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run_parts(monkeypatch, tmp_path, [(0, report())] * 2)
+    for path in tmp_path.glob("*.json"):
+        path.write_text(path.read_text().replace('"cpu short"', '"cuda"'))
+    assert run_parts(monkeypatch, tmp_path, [(0, report())] * 2) == ["losses", "search"]
+
+
+def test_a_part_that_takes_too_long_is_ended_with_all_its_processes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    killed: list[int] = []
+    monkeypatch.setattr(gpu.os, "killpg", lambda group, number: killed.append(group))
+
+    def wait(self: FakeProcess, limit: float | None = None) -> int:
+        if limit is not None:
+            raise gpu.subprocess.TimeoutExpired("part", limit)
+        return -9
+
+    monkeypatch.setattr(FakeProcess, "wait", wait)
+    with pytest.raises(SystemExit, match=r"losses \(ended after 600 s\), search"):
+        run_parts(monkeypatch, tmp_path, [(0, None)] * 2)
+    assert killed == [0, 0]
+
+
+def test_the_page_names_device_versions_commits_failed_checks_and_what_a_missed_bar_is_made_of(tmp_path: Path) -> None:
+    done = {"result": "checks failed", "seconds": 71, "commit": "f00d"}
+    text = page.page({"train_step": report(passed=False, **done)}, ["train_step", "search"])
+    for words in ("gpu: H100; torch: 2", "this project: f00d; reference: facebookresearch/dino abc"):
+        assert words in text
+    assert "| train_step | checks failed | 0 of 1 passed | 71 |" in text
+    assert "| search | not run | - | - |" in text
+    assert "| train_step | losses are equal | 0.5 | 0.1 |" in text
+    assert "| train_step | times the reference | >= 2.5 | 1.7 | missed |" in text
+    assert "train_step, cls: its parts, ms\n\n| form | backward |" in text
+    assert "memory" not in text
+    path = tmp_path / "gpu.md"
+    path.write_text(f"by hand\n{page.BEGIN}\nold\n{page.END}\nby hand, too\n")
+    for _ in range(2):
+        page.put_between_marks("new", path)
+    assert path.read_text() == f"by hand\n{page.BEGIN}\n\nnew\n\n{page.END}\nby hand, too\n"
+    path.write_text("no marks")
+    with pytest.raises(ValueError, match="to write between"):
+        page.put_between_marks("new", path)
+
+
+def test_kernels_are_sorted_by_their_names() -> None:
+    kinds = {
+        "sm90_xmma_gemm_bf16bf16_bf16f32": "matrix products",
+        "pytorch_flash::flash_fwd_kernel<64>": "attention",
+        "triton_poi_fused_add_0": "fused by the compiler",
+        "void multi_tensor_apply_kernel<FusedAdamMathFunctor>": "optimizer and average",
+        "Memcpy HtoD (Pinned -> Device)": "copies",
+        "void at::native::vectorized_elementwise_kernel": "other",
+    }
+    assert {name: kind_of(name) for name in kinds} == kinds
+
+
+def test_the_page_in_the_docs_has_its_marks_names_every_part_and_only_tests_that_exist() -> None:
+    text = (ROOT / "docs" / "gpu.md").read_text()
+    assert text.count(page.BEGIN) == text.count(page.END) == 1
+    assert set(gpu.PARTS) <= set(re.findall(r"`(\w+)`", text))
+    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+    named = re.findall(r"`(test_\w+)`", text)
+    assert len(named) > 10
+    assert [name for name in named if f"def {name}(" not in tests] == []
+
+
+def test_parts_of_less_than_ten_minutes_make_less_than_an_hour() -> None:
+    assert all(60 * part.minutes < gpu.LIMIT_S for part in gpu.PARTS.values())
+    assert sum(part.minutes for part in gpu.PARTS.values()) <= 45
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", objectives.OBJECTIVES)
+def test_a_group_of_one_process_really_wraps_the_network_in_ddp(name: str) -> None:
+    sizes = objectives.SMALL[name]
+    with process_group("cpu"):
+        with objectives.wrapped_in_ddp():
+            wrapped = objectives.build(name, sizes, "cpu").objective.training
+        plain = objectives.build(name, sizes, "cpu").objective.training
+    found = [
+        any(isinstance(value, DistributedDataParallel) for value in vars(training).values())
+        for training in (wrapped, plain)
+    ]
+    assert found == [True, False]
+
+
+def test_an_objective_that_fails_gives_no_numbers_instead_of_ending_the_part(caplog: pytest.LogCaptureFixture) -> None:
+    with mock.patch.object(objectives, "build", side_effect=RuntimeError("CUDA error")):
+        assert objectives.first_losses("DINO", "cpu").isnan().all()
+    assert "CUDA error" in caplog.text
+
+
+OWN = [words for words in (part.words.split() for part in gpu.PARTS.values()) if words[0].startswith("benchmarks.gpu")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", OWN, ids=lambda words: words[-1].rpartition(".")[2])
+def test_a_part_runs_on_a_cpu_at_tiny_sizes(words: list[str], tmp_path: Path) -> None:
+    """The other parts are benchmarks, which have a test of their own."""
+    module = importlib.import_module(words[0])
+    section = module.main([*words[1:], "--quick", "--device", "cpu", "--json", str(tmp_path / "part.json")])
+    assert section.is_equal
+    assert section.checks or section.tables
+    assert {bar.verdict for bar in section.bars} <= {"not measured"}
+    json.loads((tmp_path / "part.json").read_text())
