@@ -16,13 +16,13 @@ from dino_sparo.checkpoint import encoder_description
 from dino_sparo.checkpoint_folder import save_checkpoint
 from dino_sparo.data import IMAGENET_MEAN, IMAGENET_STD, CorruptImageError
 from dino_sparo.encoder import create_encoder
-from dino_sparo.evaluation.objects import command
+from dino_sparo.evaluation.objects import command, survey
 from dino_sparo.evaluation.objects.coco import polygon_mask, run_length_mask
 from dino_sparo.evaluation.objects.layouts import VOC_CLASSES, open_objects
 from dino_sparo.evaluation.objects.masks import ObjectMasks, view_objects
 from dino_sparo.evaluation.objects.measures import MEASURES
 from dino_sparo.evaluation.objects.survey import ROWS
-from dino_sparo.evaluation.views import choose_view
+from dino_sparo.evaluation.views import SquareView, choose_view
 from dino_sparo.scenes import INDEPENDENT, SHAPES, SceneGraph, SceneObject, Scenes, draw_scene, object_masks
 
 # Scenes.
@@ -233,6 +233,61 @@ def test_data_that_do_not_fit_end_with_what_would(tmp_path: Path, make, message:
     (tmp_path / "broken.json").write_text("{")
     with pytest.raises(ValueError, match=message):
         make(tmp_path)
+
+
+# The survey.
+
+
+class Boxes:
+    """Images of 48 x 32 pixels that are white where their objects are; the last image has none."""
+
+    name, classes = "boxes", ["left", "right"]
+
+    def __len__(self) -> int:
+        return 5
+
+    def location(self, index: int) -> str:
+        return f"boxes[{index}]"
+
+    def read(self, index: int) -> Image.Image:
+        return Image.fromarray(
+            np.repeat(self.objects(index).masks.any(axis=0)[..., None], 3, axis=-1).astype(np.uint8) * 255
+        )
+
+    def objects(self, index: int) -> ObjectMasks:
+        masks = np.zeros((2 if index < 4 else 0, 32, 48), dtype=bool)
+        for mask, left in zip(masks, (8, 24), strict=False):
+            mask[8 * index : 8 * index + 8, left : left + 8] = True
+        return ObjectMasks(masks, np.arange(len(masks)), np.zeros((32, 48), dtype=bool))
+
+
+def test_images_and_masks_are_cut_alike_and_controls_score_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = create_encoder("vit_micro", 8, num_slots=2, slot_dim=3, key_dim=3, img_size=24)
+
+    def bright_patches(_: object, images: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """One map per half of the image, its bright patches, and a slot that is 1 everywhere."""
+        bright = torch.nn.functional.avg_pool2d((images.mean(dim=1) > 0).float(), 8).numpy()
+        halves = np.stack([bright, bright], axis=1)
+        halves[:, 0, :, 2:] = halves[:, 1, :, :2] = 0
+        return halves, np.ones((len(images), 2, 3), dtype=np.float32)
+
+    monkeypatch.setattr(survey, "maps_and_slots", bright_patches)
+    monkeypatch.setattr(survey, "BATCH_SIZE", 2)
+    view = SquareView([32], 8, IMAGENET_MEAN, IMAGENET_STD)
+    encoders = {survey.MODEL: encoder, survey.UNTRAINED: encoder}
+    result = survey.survey_objects(encoders, Boxes(), range(5), view, share=0.6, seed=0)
+    measures = result.measures(seed=0)
+    own = [measures["model"][measure]["mean"] for measure in ("jaccard", "fg_ari", "pointing", "mbo")]
+    assert own == pytest.approx(
+        [1, 1, 1, (1 / 15 + 1) / 2]
+    )  # the first map also gets the 14 patches that none looks at
+    # Every image's objects lie in rows of their own, so that another image's maps find nothing.
+    other = measures["other_image"]
+    assert [other[m]["mean"] for m in ("jaccard", "pointing")] == [0, 0]
+    assert (other["jaccard"]["num_images"], measures["model"]["jaccard"]["num_images"]) == (3, 4)
+    assert 0 <= measures["random"]["jaccard"]["mean"] < 0.7
+    assert (result.indices, len(result.classes)) == ([0, 1, 2, 3, 4], 4)
+    assert result.differences(seed=0)["untrained"]["jaccard"]["mean"] == 0
 
 
 # The command.
