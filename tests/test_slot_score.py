@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from small_models import SMALL_ARCH, SMALL_SIZE, unpack
 
 from dino_sparo.__main__ import run
+from dino_sparo.backbone import ARCHITECTURES, ViTSize
 from dino_sparo.checkpoint import encoder_description
 from dino_sparo.checkpoint_folder import save_checkpoint
 from dino_sparo.data import IMAGENET_MEAN, IMAGENET_STD, CorruptImageError
@@ -359,6 +361,14 @@ def test_plots_are_drawn_of_measures_classes_and_pairs(tmp_path: Path) -> None:
             assert picture.width > 1000
 
 
+def test_a_clips_image_encoder_is_scored(tmp_path: Path, undrawn: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ARCHITECTURES, SMALL_ARCH, ViTSize(**SMALL_SIZE))
+    path = unpack("clip", tmp_path)
+    result = score("--pretrained_weights", path, "--data_path", "scenes:20:32", "--num_images", 4)
+    assert (result["num_maps"], result["encoder"]["readout"]) == (5, "sparo")
+    assert (path.parent / "slot_score.json").is_file()
+
+
 def test_read_outs_without_maps_or_slots_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     gap, cls = checkpoint(tmp_path, "gap"), checkpoint(tmp_path, "cls")
     for words, message in (
@@ -366,6 +376,7 @@ def test_read_outs_without_maps_or_slots_are_refused(tmp_path: Path, caplog: pyt
         (("--pretrained_weights", cls, "--match", cls), "readout='cls' of .* has no slots"),
         (("--pretrained_weights", cls, "--share", 0), "share=0.0 is not a share"),
         (("--pretrained_weights", cls, "--num_images", 1), "num_images=1; give at least 2"),
+        (("--pretrained_weights", cls, "--seed", -1), "seed=-1 is negative"),
     ):
         caplog.clear()
         with pytest.raises(SystemExit):
