@@ -309,3 +309,9 @@ def test_the_assignment_is_the_cheapest_of_all(rows: int, columns: int) -> None:
         assert len(set(chosen.tolist())) == rows
         cheapest = min(costs[range(rows), list(p)].sum() for p in itertools.permutations(range(columns), rows))
         assert costs[range(rows), chosen].sum() == pytest.approx(cheapest)
+
+
+@pytest.mark.parametrize("costs", [np.zeros((3, 2)), np.array([[0.0, np.nan]])])
+def test_costs_without_an_assignment_are_refused(costs: np.ndarray) -> None:
+    with pytest.raises(ValueError, match="must be finite, with no more rows than columns"):
+        best_assignment(costs)

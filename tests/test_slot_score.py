@@ -10,19 +10,21 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from small_models import SMALL_ARCH, SMALL_SIZE, unpack
 
 from dino_sparo.__main__ import run
+from dino_sparo.backbone import ARCHITECTURES, ViTSize
 from dino_sparo.checkpoint import encoder_description
 from dino_sparo.checkpoint_folder import save_checkpoint
 from dino_sparo.data import IMAGENET_MEAN, IMAGENET_STD, CorruptImageError
 from dino_sparo.encoder import create_encoder
-from dino_sparo.evaluation.objects import command
+from dino_sparo.evaluation.objects import command, survey
 from dino_sparo.evaluation.objects.coco import polygon_mask, run_length_mask
 from dino_sparo.evaluation.objects.layouts import VOC_CLASSES, open_objects
 from dino_sparo.evaluation.objects.masks import ObjectMasks, view_objects
 from dino_sparo.evaluation.objects.measures import MEASURES
 from dino_sparo.evaluation.objects.survey import ROWS
-from dino_sparo.evaluation.views import choose_view
+from dino_sparo.evaluation.views import SquareView, choose_view
 from dino_sparo.scenes import INDEPENDENT, SHAPES, SceneGraph, SceneObject, Scenes, draw_scene, object_masks
 
 # Scenes.
@@ -235,6 +237,61 @@ def test_data_that_do_not_fit_end_with_what_would(tmp_path: Path, make, message:
         make(tmp_path)
 
 
+# The survey.
+
+
+class Boxes:
+    """Images of 48 x 32 pixels that are white where their objects are; the last image has none."""
+
+    name, classes = "boxes", ["left", "right"]
+
+    def __len__(self) -> int:
+        return 5
+
+    def location(self, index: int) -> str:
+        return f"boxes[{index}]"
+
+    def read(self, index: int) -> Image.Image:
+        return Image.fromarray(
+            np.repeat(self.objects(index).masks.any(axis=0)[..., None], 3, axis=-1).astype(np.uint8) * 255
+        )
+
+    def objects(self, index: int) -> ObjectMasks:
+        masks = np.zeros((2 if index < 4 else 0, 32, 48), dtype=bool)
+        for mask, left in zip(masks, (8, 24), strict=False):
+            mask[8 * index : 8 * index + 8, left : left + 8] = True
+        return ObjectMasks(masks, np.arange(len(masks)), np.zeros((32, 48), dtype=bool))
+
+
+def test_images_and_masks_are_cut_alike_and_controls_score_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = create_encoder("vit_micro", 8, num_slots=2, slot_dim=3, key_dim=3, img_size=24)
+
+    def bright_patches(_: object, images: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """One map per half of the image, its bright patches, and a slot that is 1 everywhere."""
+        bright = torch.nn.functional.avg_pool2d((images.mean(dim=1) > 0).float(), 8).numpy()
+        halves = np.stack([bright, bright], axis=1)
+        halves[:, 0, :, 2:] = halves[:, 1, :, :2] = 0
+        return halves, np.ones((len(images), 2, 3), dtype=np.float32)
+
+    monkeypatch.setattr(survey, "maps_and_slots", bright_patches)
+    monkeypatch.setattr(survey, "BATCH_SIZE", 2)
+    view = SquareView([32], 8, IMAGENET_MEAN, IMAGENET_STD)
+    encoders = {survey.MODEL: encoder, survey.UNTRAINED: encoder}
+    result = survey.survey_objects(encoders, Boxes(), range(5), view, share=0.6, seed=0)
+    measures = result.measures(seed=0)
+    own = [measures["model"][measure]["mean"] for measure in ("jaccard", "fg_ari", "pointing", "mbo")]
+    assert own == pytest.approx(
+        [1, 1, 1, (1 / 15 + 1) / 2]
+    )  # the first map also gets the 14 patches that none looks at
+    # Every image's objects lie in rows of their own, so that another image's maps find nothing.
+    other = measures["other_image"]
+    assert [other[m]["mean"] for m in ("jaccard", "pointing")] == [0, 0]
+    assert (other["jaccard"]["num_images"], measures["model"]["jaccard"]["num_images"]) == (3, 4)
+    assert 0 <= measures["random"]["jaccard"]["mean"] < 0.7
+    assert (result.indices, len(result.classes)) == ([0, 1, 2, 3, 4], 4)
+    assert result.differences(seed=0)["untrained"]["jaccard"]["mean"] == 0
+
+
 # The command.
 
 
@@ -304,6 +361,14 @@ def test_plots_are_drawn_of_measures_classes_and_pairs(tmp_path: Path) -> None:
             assert picture.width > 1000
 
 
+def test_a_clips_image_encoder_is_scored(tmp_path: Path, undrawn: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ARCHITECTURES, SMALL_ARCH, ViTSize(**SMALL_SIZE))
+    path = unpack("clip", tmp_path)
+    result = score("--pretrained_weights", path, "--data_path", "scenes:20:32", "--num_images", 4)
+    assert (result["num_maps"], result["encoder"]["readout"]) == (5, "sparo")
+    assert (path.parent / "slot_score.json").is_file()
+
+
 def test_read_outs_without_maps_or_slots_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     gap, cls = checkpoint(tmp_path, "gap"), checkpoint(tmp_path, "cls")
     for words, message in (
@@ -311,6 +376,7 @@ def test_read_outs_without_maps_or_slots_are_refused(tmp_path: Path, caplog: pyt
         (("--pretrained_weights", cls, "--match", cls), "readout='cls' of .* has no slots"),
         (("--pretrained_weights", cls, "--share", 0), "share=0.0 is not a share"),
         (("--pretrained_weights", cls, "--num_images", 1), "num_images=1; give at least 2"),
+        (("--pretrained_weights", cls, "--seed", -1), "seed=-1 is negative"),
     ):
         caplog.clear()
         with pytest.raises(SystemExit):

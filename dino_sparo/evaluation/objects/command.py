@@ -70,6 +70,8 @@ def score_slots(args: argparse.Namespace) -> dict[str, Any] | None:
     check_share("share", args.share)
     if args.num_images < 2:
         raise ValueError(f"num_images={args.num_images}; give at least 2, for an interval")
+    if args.seed < 0:
+        raise ValueError(f"seed={args.seed} is negative; give an integer from 0")
     device = select_device(args.device)
     evaluated = open_encoder(
         args.pretrained_weights,

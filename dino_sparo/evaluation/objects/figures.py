@@ -8,10 +8,12 @@ import numpy as np
 
 from dino_sparo.evaluation.page import INK, SOFT
 from dino_sparo.evaluation.plots import PANEL_HEIGHT, panels
+from dino_sparo.runtime.logs import printable
 
 ACCENT, CONTROL, BOUND = "#8a3fb5", "#b9b7c6", "#e8a33d"
 SHADES = ("#e8a33d", "#ffffff", "#46147a")  # from worse over equal to better than on other classes
 COLUMN_WIDTH, ROW_HEIGHT = 0.22, 0.3  # inches, of a cell of the table of classes
+MEASURES_SIZE, MATCHING_SIZE = (13.3, 3.6), (7, 4.2)  # inches
 
 
 def draw_measures(
@@ -32,12 +34,11 @@ def draw_measures(
             axis.set_title(name, fontsize=13)
             axis.set_yticks(range(len(rows)), list(rows.values()) if axis is axes[0, 0] else [""] * len(rows))
         data = result["data"]
-        words = (
-            f"{model}  ·  {result['num_maps']} {result['kind']}s  ·  {data['num_objects']} objects of {data['name']}"
-        )
+        objects = f"{data['num_objects']:,} objects in {data['num_images']:,} images of {printable(data['name'])}"
+        words = f"{result['num_maps']} {result['kind']}s  ·  {objects}  ·  means over images, 95 % intervals"
         figure = axes[0, 0].figure
-        figure.set_size_inches(13.3, 3.6)
-        figure.suptitle(words, x=0.01, ha="left", color=INK, fontsize=12)
+        figure.set_size_inches(*MEASURES_SIZE)
+        _write_title(figure, f"{model}\n{words}")
 
 
 def _draw_bars(axis: Any, scores: Mapping[str, Mapping[str, Any]]) -> None:
@@ -49,7 +50,10 @@ def _draw_bars(axis: Any, scores: Mapping[str, Mapping[str, Any]]) -> None:
         axis.barh(position, mean, color=colour, height=0.7)
         axis.plot([low, high], [position, position], color=INK, linewidth=1.2)
         axis.text(max(high, mean, 0) + 2, position, f"{mean:.1f}", va="center", color=INK, fontsize=10)
-    axis.invert_yaxis()
+    if all(score["mean"] is None for score in scores.values()):
+        words = "no image has two objects"
+        axis.text(0.5, 0.5, words, transform=axis.transAxes, ha="center", color=SOFT, fontsize=11)
+    axis.set_ylim(len(scores) - 0.5, -0.5)
     axis.set_xlim(min(0, axis.get_xlim()[0]), 112)
     axis.set_xticks([0, 25, 50, 75, 100])
     axis.set_xlabel("%", color=SOFT)
@@ -90,8 +94,10 @@ def draw_classes(result: Mapping[str, Any], model: str, path: Path) -> None:
         bar.set_label("lift, Jaccard points", color=INK)
         chance = 100 * float(np.mean(result["selectivity"]["shuffled"]))
         own = 100 * result["selectivity"]["mean_best_lift"]
-        words = f"{model}\nmean best lift {own:.1f}, with shuffled classes {chance:.1f}"
-        figure.suptitle(words, x=0.01, ha="left", color=INK, fontsize=11)
+        words = (
+            f"Which {result['kind']} finds which class: mean best lift {own:.1f}, with shuffled classes {chance:.1f}"
+        )
+        _write_title(figure, f"{model}\n{words}")
 
 
 def draw_matching(match: Mapping[str, Any], model: str, path: Path) -> None:
@@ -111,11 +117,17 @@ def draw_matching(match: Mapping[str, Any], model: str, path: Path) -> None:
         axis = axes[0, 0]
         for key, (name, colour, style) in curves.items():
             pairs = match[key]["pairs"]
-            label = f"{name}: mean {match[key]['mean']:.2f}"
+            label = f"... {name}: mean {match[key]['mean']:.2f}"
             axis.plot(range(1, len(pairs) + 1), pairs, style, color=colour, label=label, linewidth=2)
         axis.set_ylim(0, 1)
         axis.set_xlabel("pair of slots, most similar first", color=INK)
         axis.set_ylabel("linear CKA of their values", color=INK)
         axis.legend(frameon=False, fontsize=9, labelcolor=INK)
-        axis.figure.set_size_inches(7, 4.2)
-        axis.figure.suptitle(f"{model}\nslots matched to", x=0.01, ha="left", color=INK, fontsize=11)
+        axis.figure.set_size_inches(*MATCHING_SIZE)
+        _write_title(
+            axis.figure, f"{model}\nBest matching of its slots with those of ...  ·  {match['num_images']:,} images"
+        )
+
+
+def _write_title(figure: Any, words: str) -> None:
+    figure.suptitle(words, x=0.01, ha="left", color=INK, fontsize=11)

@@ -143,7 +143,12 @@ def best_assignment(costs: Float[np.ndarray, "rows columns"]) -> Int[np.ndarray,
 
     Args:
         costs: (rows, columns), not more rows than columns.
+
+    Raises:
+        ValueError: a cost is not finite, or there are more rows than columns.
     """
+    if len(costs) > costs.shape[1] or not np.isfinite(costs).all():
+        raise ValueError(f"costs of shape {costs.shape} must be finite, with no more rows than columns")
     rows, columns = costs.shape
     row_price, column_price = np.zeros(rows), np.zeros(columns + 1)
     owner = np.full(columns + 1, -1)  # of each column; the last column is where the new row begins

@@ -155,8 +155,8 @@ def survey_objects(
                 continue
             shuffled = shuffle_patches(own, np.random.default_rng([seed, image.number]))
             for row, row_maps in ((MODEL, own), (UNTRAINED, untrained), (OTHER_IMAGE, other), (RANDOM, shuffled)):
-                missing = row_maps is None  # no image is before the first
-                survey.add_score(row, NO_SCORE if missing else score_maps(row_maps, image.objects, share))
+                # No image is before the first.
+                survey.add_score(row, NO_SCORE if row_maps is None else score_maps(row_maps, image.objects, share))
             survey.add_score(PATCH_GRID, grid_bounds(image.objects))
             survey.jaccards.append(map_jaccards(own, image.objects, share))
             survey.classes.append(image.classes)
