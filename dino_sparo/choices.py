@@ -55,6 +55,7 @@ DINO_READOUTS = ("cls", "gap", "sparo")
 NUM_SLOTS, SLOT_DIM, KEY_DIM = 64, 64, 64
 OPTIMIZERS = ("adamw", "lars", "sgd")
 PRECISIONS = ("bf16", "fp16", "fp32")
+EVALUATION_PRECISIONS = (*PRECISIONS, "tf32")
 EXPORT_FORMATS = ("safetensors", "timm", "huggingface", "onnx", "open_clip", "sparo_clip")
 
 # So many unreadable images never end a run, however small the data: a share of 100 images would be one or two.

@@ -13,16 +13,16 @@ from torch import nn
 
 import eval_knn
 import eval_linear
+from dino_sparo.__main__ import run
 from dino_sparo.crops import EvalTransform
 from dino_sparo.data import CorruptImageError, ImageDataset, ShardSampler, create_loader
 from dino_sparo.encoder import create_encoder
+from dino_sparo.evaluation.feature_cache import load_features, save_features
 from dino_sparo.evaluation.features import (
     Features,
     disjoint_subsets,
     extract_features,
     extract_split,
-    load_features,
-    save_features,
 )
 
 CPU = torch.device("cpu")
@@ -191,7 +191,12 @@ def evaluate_scenes(folder: str, batch_size: int) -> None:
     common = ["--untrained", "--arch", "vit_micro", "--patch_size", "8", "--img_size", "32"]
     common += ["--data_path", "scenes:45:32", "--device", "cpu", "--num_workers", "0", "--dist_url"]
     knn = ["--nb_knn", "3", "10", "--batch_size_per_gpu", "6", "--output_dir", folder]
-    eval_knn.main([*common, f"file://{folder}/knn", *knn])
+    cache = f"{folder}/cache"
+    eval_knn.main([*common, f"file://{folder}/knn", *knn, "--dump_features", cache])
+    cached = ["--load_features", cache, *knn[:-1], f"{folder}/cached"]
+    eval_knn.main(["--device", "cpu", "--dist_url", f"file://{folder}/cached_knn", *cached])
+    slots = ["--numbers", "4", "--draws", "2", "--nb_knn", "3", "--batch_size_per_gpu", "6", "--output_dir", folder]
+    run("slot-study", [*common, f"file://{folder}/slots", *slots])
     for mode in ("--live", "--fast"):
         probe = ["--epochs", "2", "--lr", "0.5", "2", "--n_last_blocks", "2", "--batch_size_per_gpu", str(batch_size)]
         probe += ["--output_dir", folder + "/" + mode.removeprefix("--"), *(["--fast"] if mode == "--fast" else [])]
@@ -219,8 +224,10 @@ def test_two_processes_find_what_one_finds(tmp_path, one_thread):
     assert "top-1" in outputs[0]
     assert "top-1" not in outputs[1]  # rank 1 prints no table
 
-    knn = [(tmp_path / name / "knn_untrained.json").read_text() for name in ("one", "two")]
-    assert knn[0] == knn[1]
+    results = ("knn_untrained.json", "cached/knn_untrained.json", "slot_study_untrained.json", "cache/trainfeat.pth")
+    for result in results:
+        one, two = ((tmp_path / name / result).read_bytes() for name in ("one", "two"))
+        assert one == two, result
     for mode in ("live", "fast"):
         files = [tmp_path / name / mode / "linear_untrained.json" for name in ("one", "two")]
         one, two = (json.loads(file.read_text()) for file in files)

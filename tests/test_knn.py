@@ -454,6 +454,20 @@ def test_the_same_command_and_cached_features_give_the_same_file(folders, checkp
         evaluate("--load_features", tmp_path / "cache", "--pretrained_weights", tmp_path / "other.pth")
 
 
+@pytest.mark.parametrize(("precision", "products"), [("fp32", "highest"), ("tf32", "high")])
+def test_fp32_is_exact_where_the_environment_allows_tf32(folders, checkpoint, tmp_path, precision, products):
+    """As NVIDIA's containers do; nothing had set it."""
+    model = ("--pretrained_weights", checkpoint, "--data_path", folders, "--nb_knn", 1, "--output_dir", tmp_path)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        result = evaluate(*model, "--precision", precision)
+        assert torch.get_float32_matmul_precision() == products
+        assert torch.backends.cudnn.allow_tf32 is (precision == "tf32")
+        assert result["feature"]["precision"] == precision
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
 def test_faster_views_are_named_in_the_file(folders, checkpoint, tmp_path):
     options = ("--nb_knn", 1, 3, "--pretrained_weights", checkpoint, "--data_path", folders, "--output_dir")
     exact = evaluate(*options, tmp_path / "exact")

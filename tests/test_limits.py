@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from dino_sparo.checkpoint import load_checkpoint
 from dino_sparo.clip.slots.subsets import read_slots
 from dino_sparo.clip.slots.sweep import read_result
-from dino_sparo.evaluation.features import load_features
+from dino_sparo.evaluation.feature_cache import load_features
 from dino_sparo.image_text.classes import open_classes
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.prompts import read_words

@@ -1,13 +1,18 @@
 """Checkpoint -> numbers and pictures: what a pretrained encoder is worth.
 
-`knn_command.py`, `linear_command.py` and `attention_command.py` are the commands: they print tables and write files.
+`knn_command.py`, `linear_command.py`, `slot_study_command.py` and `attention_command.py` are the commands: they print
+tables and write files.
 `options.py` has their options, without torch. The other files compute:
 
     protocol.py    checkpoint -> the encoder to evaluate, and the record of how it was evaluated
-    features.py    encoder + images -> features (images, F), labels, indices, over all processes; cached features
+    features.py    encoder + images -> features (images, F), labels, indices, over all processes
+    feature_cache.py  features <-> files
+    neighbours.py  features -> the most similar training images, over all processes
     knn.py         features -> weighted k-NN accuracy
     linear.py      features -> linear probes, one per learning rate: one epoch, one test
     linear_run.py  linear probes -> a whole training of them, saved and resumed
+    slot_choice.py  some of an encoder's slots, by number or by a file
+    slot_study.py  features -> accuracy of slots alone and together
     views.py       image file -> the view of it that is looked at, in whole patches
     attention.py   views -> one attention map per slot (sparo) or per head (cls)
     names.py       what runs, images and files are called

@@ -345,8 +345,6 @@ def classify_shards(
             _check_test("test", features, own)
     rows = max(TEST_CHUNK // world_size(), 1)
     longest = int(all_gather_ragged(torch.tensor([len(own)], device=device)).max())
-    chunks = (
-        tuple(all_gather_ragged(part[start : start + rows].to(device)) for part in (own, val.labels))
-        for start in range(0, longest, rows)
-    )
+    parts = ((own[start : start + rows], val.labels[start : start + rows]) for start in range(0, longest, rows))
+    chunks = ((all_gather_ragged(x.to(device)), all_gather_ragged(y.to(device))) for x, y in parts)
     return _accuracies(voters, chunks, -(-longest // rows))

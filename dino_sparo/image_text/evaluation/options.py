@@ -6,7 +6,7 @@ Each command imports its parser from here and parses before it imports torch.
 import argparse
 from typing import Any
 
-from dino_sparo.choices import PRECISIONS
+from dino_sparo.choices import EVALUATION_PRECISIONS
 from dino_sparo.image_text.choices import AUTO, COMPOSITIONAL, PICTURE_SCENES, PROBE_BATCH_SIZE, WINOGROUND_EXAMPLES
 from dino_sparo.image_text.options import add_pair_key_options
 from dino_sparo.runtime.cli import (
@@ -81,7 +81,12 @@ def add_computation_options(
     group.add_argument(
         "--batch_size_per_gpu", type=int, default=batch_size, help="Images, or captions, per process and step."
     )
-    group.add_argument("--precision", choices=PRECISIONS, default="fp32", help="Of the model; fp32 to report numbers.")
+    group.add_argument(
+        "--precision",
+        choices=EVALUATION_PRECISIONS,
+        default="fp32",
+        help="Of the model; fp32 to report numbers. tf32: fp32 with rounded factors of matrix products on GPUs.",
+    )
     group.add_argument("--output", default=None, help=f"Result file; by default {result} {where}.")
     add_device_options(parser)
 

@@ -28,7 +28,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dino_sparo.data import EpochSampler, align_classes, require_labels
-from dino_sparo.evaluation.features import Features, check_same_weights, load_features, save_features
+from dino_sparo.evaluation.feature_cache import check_same_weights, load_features, save_features
+from dino_sparo.evaluation.features import Features
 from dino_sparo.evaluation.linear import LinearProbe, cosine_factor, probe_accuracy
 from dino_sparo.evaluation.protocol import start_evaluation
 from dino_sparo.image_text.choices import PROBE_BATCH_SIZE
