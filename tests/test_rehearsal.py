@@ -95,7 +95,10 @@ def test_the_environment_says_how_many_processes_compile(monkeypatch: pytest.Mon
 
 
 def _trace_without_generating_code(rank: int) -> None:
-    """Graphs and recompiles are those of any backend; they are written when the run has compiled and at its end."""
+    """Graphs and recompiles are those of any backend; they are written when the run has compiled and at its end.
+
+    Not the backend "eager": in the backward pass of a checkpoint it drops other branches than in the forward pass.
+    """
     compile_function, train_epochs = torch.compile, run.train_epochs
 
     def report(when: str) -> None:
@@ -108,7 +111,7 @@ def _trace_without_generating_code(rank: int) -> None:
         report("after")
         return stop
 
-    torch.compile = lambda function, **given: compile_function(function, **{**given, "backend": "eager"})
+    torch.compile = lambda function, **given: compile_function(function, **{**given, "backend": "aot_eager"})
     run.train_epochs = counted
 
 

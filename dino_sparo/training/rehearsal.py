@@ -136,7 +136,7 @@ def share_compile_workers() -> None:
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     ranks = all_gather_object((socket.gethostname(), cores))
     sharing = sum(host == socket.gethostname() and bool(other & cores) for host, other in ranks)
-    config = importlib.import_module("torch._inductor.config")
+    config: Any = importlib.import_module("torch._inductor.config")
     config.compile_threads = min(max(len(cores) // sharing, 1), MAX_COMPILE_WORKERS)
 
 
