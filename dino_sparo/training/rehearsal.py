@@ -1,7 +1,10 @@
 """A step without updates: it compiles the networks and measures what a step keeps in memory."""
 
 import contextlib
+import importlib
 import logging
+import os
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 # Of one function: every block is a variant (its rate of stochastic depth is a constant), for every size of crop.
 MAX_COMPILED_VARIANTS = 256
+MAX_COMPILE_WORKERS = 32  # of one rank; Inductor's own limit
 
 
 class MemoryFullError(MendableError):
@@ -90,6 +94,10 @@ def compile_networks(training: Training[Any], batch: Any) -> bool:
             setattr(torch._dynamo.config, name, MAX_COMPILED_VARIANTS)
     if hasattr(torch._dynamo.config, "fail_on_recompile_limit_hit"):
         torch._dynamo.config.fail_on_recompile_limit_hit = True
+    share_compile_workers()
+    # Older versions cannot cut a graph with checkpoints where DDP's buckets end. Uncut, it sends its gradients last.
+    blocks = [block for network in training.compiled_modules for block in network.modules()]
+    torch._dynamo.config.optimize_ddp = not any(getattr(block, "grad_checkpointing", False) for block in blocks)
     training.compile(batch)
     begin, failure = time.monotonic(), ""
     try:
@@ -115,6 +123,21 @@ def compile_networks(training: Training[Any], batch: Any) -> bool:
         text,
     )
     return False
+
+
+def share_compile_workers() -> None:
+    """Let Inductor start as many processes as this rank's share of its cores, unless the environment says how many.
+
+    By default every rank starts up to 32, and all ranks of a machine compile at once. What is compiled lies in one
+    folder of the machine for all ranks (`TORCHINDUCTOR_CACHE_DIR`), and a run that goes on finds it there.
+    """
+    if "TORCHINDUCTOR_COMPILE_THREADS" in os.environ:
+        return
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    ranks = all_gather_object((socket.gethostname(), cores))
+    sharing = sum(host == socket.gethostname() and bool(other & cores) for host, other in ranks)
+    config: Any = importlib.import_module("torch._inductor.config")
+    config.compile_threads = min(max(len(cores) // sharing, 1), MAX_COMPILE_WORKERS)
 
 
 def rehearse(training: Training[Any], batch: Any) -> int:
