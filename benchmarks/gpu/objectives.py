@@ -85,6 +85,8 @@ def build(name: str, sizes: dict[str, object], device: str, compiles: bool = Fal
     objective_class.defaults_of(args)
     objective_class.check_options(args)
     torch_device = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    # fp32 is exact: TF32's three digits would hide a mistake.
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     objective = objective_class(args, Distributed(0, 1, 0, torch_device))
     if compiles and not compile_networks(objective.training, objective.rehearsal_batch()):
         raise RuntimeError(f"{name}: the networks could not be compiled")
