@@ -169,7 +169,7 @@ def test_a_group_of_one_process_really_wraps_the_network_in_ddp(name: str) -> No
 
 def test_an_objective_that_fails_gives_no_numbers_instead_of_ending_the_part(caplog: pytest.LogCaptureFixture) -> None:
     with mock.patch.object(objectives, "build", side_effect=RuntimeError("CUDA error")):
-        assert objectives.first_losses("DINO", "cpu").isnan().all()
+        assert objectives.first_losses("DINO", "cpu", {}).isnan().all()
     assert "CUDA error" in caplog.text
 
 

@@ -64,21 +64,20 @@ class Built(NamedTuple):
         return self.objective.step(taken, epoch=1, is_last=False).loss
 
 
-def build(name: str, sizes: dict[str, object], device: str, compiles: bool = False, **changes: object) -> Built:
+def build(name: str, sizes: dict[str, object], device: str, compiles: bool = False) -> Built:
     """An objective of these options, on scenes.
 
     Args:
         name: a key of `OBJECTIVES`.
-        sizes: options.
+        sizes: options; True for a flag.
         device: cpu or cuda.
         compiles: whether to compile its networks.
-        changes: further options, which win; True for a flag.
 
     Raises:
         RuntimeError: its networks cannot be compiled here.
     """
     objective_class, parser = OBJECTIVES[name]
-    options = {"epochs": 4, "num_workers": 0, "drop_path_rate": 0, "device": device, **sizes, **changes}
+    options = {"epochs": 4, "num_workers": 0, "drop_path_rate": 0, "device": device, **sizes}
     if name != "DINO":
         options.pop("drop_path_rate")
     words = [word for key, value in options.items() for word in (f"--{key}", *([] if value is True else [str(value)]))]
@@ -86,6 +85,8 @@ def build(name: str, sizes: dict[str, object], device: str, compiles: bool = Fal
     objective_class.defaults_of(args)
     objective_class.check_options(args)
     torch_device = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    # fp32 is exact: TF32's three digits would hide a mistake.
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     objective = objective_class(args, Distributed(0, 1, 0, torch_device))
     if compiles and not compile_networks(objective.training, objective.rehearsal_batch()):
         raise RuntimeError(f"{name}: the networks could not be compiled")
@@ -95,10 +96,10 @@ def build(name: str, sizes: dict[str, object], device: str, compiles: bool = Fal
     return Built(objective, itertools.cycle(few))
 
 
-def first_losses(name: str, device: str, compiles: bool = False, **changes: object) -> torch.Tensor:
+def first_losses(name: str, device: str, changes: dict[str, object], compiles: bool = False) -> torch.Tensor:
     """Losses of the first steps at small sizes, (NUM_LOSSES,) on the CPU; NaN after an error, which the log has."""
     try:
-        built = build(name, SMALL[name], device, compiles, **changes)
+        built = build(name, {**SMALL[name], **changes}, device, compiles)
         return torch.stack([built.step().double().cpu() for _ in range(NUM_LOSSES)])
     except RuntimeError:
         logger.exception("%s on %s, compiled: %s, %s", name, device, compiles, changes)

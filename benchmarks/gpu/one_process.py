@@ -27,10 +27,10 @@ def measure(args: argparse.Namespace, reference: Reference | None) -> Section:
     with process_group(args.device):
         for name in OBJECTIVES:
             for form, changes in FORMS.items():
-                expected = first_losses(name, args.device, precision="fp32", **changes)
+                expected = first_losses(name, args.device, {**changes, "precision": "fp32"})
                 for compiles in (False,) if args.quick else (False, True):
                     with wrapped_in_ddp():
-                        found = first_losses(name, args.device, compiles, precision="fp32", **changes)
+                        found = first_losses(name, args.device, {**changes, "precision": "fp32"}, compiles)
                     what = f"{name}, {form}{', compiled' * compiles}: losses with DDP and without"
                     section.check(what, found, expected, EQUAL)
         if args.device == "cpu":
@@ -38,7 +38,7 @@ def measure(args: argparse.Namespace, reference: Reference | None) -> Section:
             return section
         for compiles in (False, True):
             with wrapped_in_ddp(with_world_of_two=True):
-                found = first_losses("DINO", args.device, compiles, precision="fp32", use_bn_in_head="true")
+                found = first_losses("DINO", args.device, {"precision": "fp32", "use_bn_in_head": "true"}, compiles)
             bad = float((~found.isfinite()).sum())
             section.checks.append(Check(f"DINO, SyncBN{', compiled' * compiles}: losses that are not finite", bad, 0))
     return section

@@ -85,12 +85,14 @@ def check_losses(section: Section, args: argparse.Namespace) -> None:
     limits = {"fp32": FP32, "bf16": BF16, **({} if args.device == "cpu" else {"fp16": FP16})}
     for name in OBJECTIVES:
         form: dict[str, object] = {"distort_on": "device"} if name == "DINO" else {}
-        expected = first_losses(name, "cpu", precision="fp32", **form)
+        expected = first_losses(name, "cpu", {**form, "precision": "fp32"})
         for precision, limit in limits.items():
-            found = first_losses(name, args.device, precision=precision, **form)
+            found = first_losses(name, args.device, {**form, "precision": precision})
             section.check(f"{name}: first losses, {precision} on {args.device}, fp32 on cpu", found, expected, limit)
         if not args.quick:
-            eager, compiled = (first_losses(name, args.device, on, precision="fp32", **form) for on in (False, True))
+            eager, compiled = (
+                first_losses(name, args.device, {**form, "precision": "fp32"}, on) for on in (False, True)
+            )
             section.check(f"{name}: first losses, fp32, compiled and eager", compiled, eager, COMPILED)
 
 
