@@ -54,8 +54,7 @@ DINO_READOUTS = ("cls", "gap", "sparo")
 # The paper's L, V and D for DINO and for CLIP on Conceptual Captions (section 4); with LAION-400M it has L = 128.
 NUM_SLOTS, SLOT_DIM, KEY_DIM = 64, 64, 64
 OPTIMIZERS = ("adamw", "lars", "sgd")
-PRECISIONS = ("bf16", "fp16", "fp32")
-EVALUATION_PRECISIONS = (*PRECISIONS, "tf32")
+PRECISIONS = ("bf16", "fp16", "fp32", "tf32")
 EXPORT_FORMATS = ("safetensors", "timm", "huggingface", "onnx", "open_clip", "sparo_clip")
 
 # So many unreadable images never end a run, however small the data: a share of 100 images would be one or two.

@@ -104,7 +104,6 @@ NEW: dict[str, Any] = {
     "allow_rescale": False,
     "dist_timeout_min": 10.0,
     "distort_on": "auto",
-    "allow_tf32": False,
     "compile": "auto",
     "grad_checkpointing": False,
     "loss_chunk": 0,

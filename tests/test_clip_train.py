@@ -731,7 +731,6 @@ def test_the_options_and_their_defaults_are_frozen() -> None:
         "image_folder": None,
         "caption_templates": None,
         "allow_rescale": False,
-        "allow_tf32": False,
         "compile": "auto",
         "memory_report": False,
         "split": None,

@@ -59,7 +59,7 @@ def test_a_run_sets_tf32_itself_whatever_it_finds(
     """The bug: it stayed as it was found, which is rounded for convolutions."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = not allowed
     monkeypatch.setattr(run, "prepare_step", lambda *_: pytest.exit("ready"))
-    words = options(tmp_path, **({"allow_tf32": ""} if allowed else {}))
+    words = options(tmp_path, precision="tf32" if allowed else "fp32")
     with pytest.raises(pytest.exit.Exception, match="ready"):
         dino_train.train(get_args_parser().parse_args(words))
     assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == (allowed, allowed)

@@ -18,6 +18,7 @@ from dino_sparo.dino.train import DINOObjective
 from dino_sparo.oc_clip.options import get_args_parser as oc_clip_parser
 from dino_sparo.oc_clip.train import OCCLIPObjective
 from dino_sparo.runtime.distributed import Distributed
+from dino_sparo.runtime.precision import set_tf32
 from dino_sparo.training.objective import Objective
 from dino_sparo.training.rehearsal import compile_networks
 
@@ -86,7 +87,7 @@ def build(name: str, sizes: dict[str, object], device: str, compiles: bool = Fal
     objective_class.check_options(args)
     torch_device = torch.device(device, 0) if device == "cuda" else torch.device(device)
     # fp32 is exact: TF32's three digits would hide a mistake.
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    set_tf32(allowed=False)
     objective = objective_class(args, Distributed(0, 1, 0, torch_device))
     if compiles and not compile_networks(objective.training, objective.rehearsal_batch()):
         raise RuntimeError(f"{name}: the networks could not be compiled")

@@ -6,11 +6,11 @@ from functools import partial
 from dino_sparo.clip.model import CLIP, load_clip
 from dino_sparo.clip.slot_scorer import SlotScorer
 from dino_sparo.clip.slots.subsets import open_slots
-from dino_sparo.evaluation.protocol import DTYPES, view_record
+from dino_sparo.evaluation.protocol import view_record
 from dino_sparo.image_text.evaluation.dot_product import DotProductScorer
 from dino_sparo.image_text.evaluation.image_rows import ClipView
 from dino_sparo.image_text.text import tokenize
-from dino_sparo.runtime.distributed import Distributed
+from dino_sparo.runtime.distributed import PRECISIONS, Distributed
 from dino_sparo.runtime.extras import require
 from dino_sparo.runtime.records import versions
 
@@ -54,6 +54,6 @@ def open_clip_model(args: argparse.Namespace, process: Distributed, border: int 
         process.device,
         args.batch_size_per_gpu,
         args.num_workers,
-        DTYPES[args.precision],
+        PRECISIONS[args.precision],
         record,
     )

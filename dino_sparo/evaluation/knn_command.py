@@ -21,7 +21,6 @@ from dino_sparo.evaluation.feature_cache import check_same_weights, dump_feature
 from dino_sparo.evaluation.features import Features, total_images
 from dino_sparo.evaluation.knn import KNNResult, classify_shards, extract_splits
 from dino_sparo.evaluation.protocol import (
-    DTYPES,
     encoder_of_options,
     result_folder,
     result_name,
@@ -31,7 +30,7 @@ from dino_sparo.evaluation.protocol import (
     write_result,
 )
 from dino_sparo.evaluation.slot_choice import with_slots
-from dino_sparo.runtime.distributed import Distributed
+from dino_sparo.runtime.distributed import PRECISIONS, Distributed
 from dino_sparo.runtime.records import versions
 
 logger = logging.getLogger(__name__)
@@ -82,7 +81,7 @@ def extract(args: argparse.Namespace, process: Distributed, storage: torch.devic
         process.device,
         batch_size=args.batch_size_per_gpu,
         num_workers=args.num_workers,
-        dtype=DTYPES[args.precision],
+        dtype=PRECISIONS[args.precision],
         storage=storage,
         encode=None if layers == 1 else partial(encoder.probe_features, n_last_blocks=layers),
     )

@@ -30,7 +30,6 @@ from dino_sparo.evaluation.features import Features, extract_split
 from dino_sparo.evaluation.linear import MOMENTUM, REFERENCE_BATCH, Batches, LinearProbe, probe_accuracy
 from dino_sparo.evaluation.linear_run import ProbeRun, cached_batches, check_same_record, live_batches, load_heads
 from dino_sparo.evaluation.protocol import (
-    DTYPES,
     EvaluatedEncoder,
     encoder_of_options,
     result_folder,
@@ -41,7 +40,7 @@ from dino_sparo.evaluation.protocol import (
     write_result,
 )
 from dino_sparo.evaluation.slot_choice import with_slots
-from dino_sparo.runtime.distributed import Distributed, all_reduce_sum
+from dino_sparo.runtime.distributed import PRECISIONS, Distributed, all_reduce_sum
 from dino_sparo.runtime.records import versions
 
 logger = logging.getLogger(__name__)
@@ -167,7 +166,7 @@ class Subject:
             batch_size=self.args.batch_size_per_gpu,
             num_workers=self.args.num_workers,
             encode=self.encode,
-            dtype=DTYPES[self.args.precision],
+            dtype=PRECISIONS[self.args.precision],
             storage=self.device if self.args.use_cuda else torch.device("cpu"),
             gather=gather,
         )
@@ -218,7 +217,7 @@ def training_batches(subject: Subject) -> tuple[Callable[[int], Batches], dict[s
         subject.device,
         batch_size=subject.batch_size,
         num_workers=args.num_workers,
-        dtype=DTYPES[args.precision],
+        dtype=PRECISIONS[args.precision],
         seed=args.seed,
     )
     # Unreadable images are replaced as they come up, so their number is not known beforehand.

@@ -2,7 +2,7 @@
 
 import argparse
 
-from dino_sparo.choices import EVALUATION_PRECISIONS, EXPORT_FORMATS
+from dino_sparo.choices import EXPORT_FORMATS, PRECISIONS
 from dino_sparo.runtime.cli import (
     HelpFormatter,
     add_checkpoint_options,
@@ -49,7 +49,7 @@ def add_evaluation_options(parser: argparse.ArgumentParser, batch_size: int = 12
     group = parser.add_argument_group("computation and result")
     group.add_argument(
         "--precision",
-        choices=EVALUATION_PRECISIONS,
+        choices=PRECISIONS,
         default="fp32",
         help="Precision of the encoder; take fp32 for numbers that you report. tf32 is fp32 with rounded factors of "
         "matrix products on GPUs, also of k-NN's and the probes'.",

@@ -25,7 +25,7 @@ from dino_sparo.data import (
 )
 from dino_sparo.encoder import Encoder, EncoderConfig, encoder_from_config
 from dino_sparo.runtime.cli import say
-from dino_sparo.runtime.distributed import PRECISIONS, Distributed, init_distributed, is_main, rank_0_first
+from dino_sparo.runtime.distributed import Distributed, init_distributed, is_main, rank_0_first
 from dino_sparo.runtime.logs import setup_logging
 from dino_sparo.runtime.precision import set_tf32
 from dino_sparo.runtime.records import file_sha256, write_json
@@ -34,8 +34,6 @@ from dino_sparo.sources.decode import DEFAULT_LIMITS
 from dino_sparo.sources.tables import USUAL_COLUMNS
 
 logger = logging.getLogger(__name__)
-
-DTYPES = {**PRECISIONS, "tf32": torch.float32}  # of an encoder that is evaluated
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from dino_sparo.evaluation.features import extract_split
 from dino_sparo.evaluation.page import INK, SOFT, require_matplotlib
 from dino_sparo.evaluation.plots import ACCENT, count_ticks, panels, ranked_bars, spaced
 from dino_sparo.evaluation.protocol import (
-    DTYPES,
     EvaluatedEncoder,
     encoder_of_options,
     result_folder,
@@ -42,7 +41,7 @@ from dino_sparo.evaluation.slot_study import (
     random_orders,
     rank_slots,
 )
-from dino_sparo.runtime.distributed import Distributed, all_reduce_sum, is_main
+from dino_sparo.runtime.distributed import PRECISIONS, Distributed, all_reduce_sum, is_main
 from dino_sparo.runtime.records import versions
 
 logger = logging.getLogger(__name__)
@@ -113,7 +112,7 @@ def extract(
             process.device,
             batch_size=args.batch_size_per_gpu,
             num_workers=args.num_workers,
-            dtype=DTYPES[args.precision],
+            dtype=PRECISIONS[args.precision],
             storage=process.device if args.use_cuda else torch.device("cpu"),
             gather=False,
         )

@@ -5,14 +5,14 @@ from collections.abc import Callable
 
 import torch
 
-from dino_sparo.evaluation.protocol import DTYPES, view_record
+from dino_sparo.evaluation.protocol import view_record
 from dino_sparo.image_text.evaluation.image_rows import ClipView
 from dino_sparo.oc_clip.graph_files import MAX_MISSING, CaptionGraphs, open_graphs
 from dino_sparo.oc_clip.graphs import SceneGraph
 from dino_sparo.oc_clip.model import LoadedOCCLIP, load_oc_clip
 from dino_sparo.oc_clip.options import DEFAULT_GRAPHS
 from dino_sparo.oc_clip.scorer import GraphScorer
-from dino_sparo.runtime.distributed import Distributed
+from dino_sparo.runtime.distributed import PRECISIONS, Distributed
 from dino_sparo.runtime.records import versions
 
 
@@ -44,7 +44,7 @@ def open_oc_clip_model(args: argparse.Namespace, process: Distributed, border: i
         process.device,
         args.batch_size_per_gpu,
         args.num_workers,
-        DTYPES[args.precision],
+        PRECISIONS[args.precision],
         border,
         args.max_missing_graphs,
     )

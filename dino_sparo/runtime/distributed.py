@@ -36,7 +36,7 @@ ASK_SECONDS = 0.02  # between two looks whether the others have come
 INTERACTIVE_STEP = "4294967290"  # Slurm's SLURM_INTERACTIVE_STEP, the shell that salloc opens on a node
 
 BF16_TRIAL_SIDE = 384
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISIONS = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 # Words in torch's errors which mean that another process failed, not this one.
 PEER_SIGNS = (

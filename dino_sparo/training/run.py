@@ -103,7 +103,7 @@ def train(args: argparse.Namespace, objective_class: type[Objective[Any]]) -> No
             objective_class.check_options(args)
             lock.acquire()
             setup_logging(output_dir)
-        set_tf32(args.allow_tf32)
+        set_tf32(args.precision == "tf32")
         log_options(vars(args), objective_class.defaults_of(args))
         objective = objective_class(args, process)
         prepare_step(objective, args.compile, args.memory_report)

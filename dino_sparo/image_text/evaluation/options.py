@@ -6,7 +6,7 @@ Each command imports its parser from here and parses before it imports torch.
 import argparse
 from typing import Any
 
-from dino_sparo.choices import EVALUATION_PRECISIONS
+from dino_sparo.choices import PRECISIONS
 from dino_sparo.image_text.choices import AUTO, COMPOSITIONAL, PICTURE_SCENES, PROBE_BATCH_SIZE, WINOGROUND_EXAMPLES
 from dino_sparo.image_text.options import add_pair_key_options
 from dino_sparo.runtime.cli import (
@@ -83,7 +83,7 @@ def add_computation_options(
     )
     group.add_argument(
         "--precision",
-        choices=EVALUATION_PRECISIONS,
+        choices=PRECISIONS,
         default="fp32",
         help="Of the model; fp32 to report numbers. tf32: fp32 with rounded factors of matrix products on GPUs.",
     )
