@@ -51,13 +51,15 @@ def nearest(train: TrainSet, images: Float[Tensor, "m F"], k: int) -> tuple[Tens
     padded = _filled_up(images, TEST_CHUNK)
     # The best so far stand before each block: whatever is worse is passed over quickly, and of equals they are first.
     block = images.new_empty(len(images), k + min(step, len(train.features)))
+    products = images.new_empty(TEST_CHUNK, PRODUCT_ROWS)
     for start in range(0, len(train.features), step):
         stop = min(start + step, len(train.features))
         compared = block[:, : k + stop - start]
         compared[:, :k] = similarities
         for first in range(start, stop, PRODUCT_ROWS):
             last = min(first + PRODUCT_ROWS, stop)
-            products = padded @ _filled_up(train.features[first:last].to(images.dtype), PRODUCT_ROWS).t()
+            rows = _filled_up(train.features[first:last].to(images.dtype), PRODUCT_ROWS)
+            torch.mm(padded, rows.t(), out=products)
             columns = compared[:, k + first - start : k + last - start]
             torch.mul(products[: len(images), : last - first], train.scales[first:last], out=columns)
         similarities, positions = first_largest(compared, k)
@@ -74,18 +76,20 @@ def _filled_up(rows: Float[Tensor, "n F"], size: int) -> Float[Tensor, "size F"]
 def first_largest(values: Float[Tensor, "m n"], k: int) -> tuple[Float[Tensor, "m k"], Int[Tensor, "m k"]]:
     """The k largest values of each row and their positions, largest first, of equal ones the first first.
 
-    torch leaves open which of equal values its `topk` takes, so rows where that matters are sorted whole.
+    torch leaves open which of equal values its `topk` takes, and in which order, so rows with some are sorted anew.
     """
-    largest, positions = values.topk(k)
-    smallest = largest[:, -1:]
-    is_open = (values == smallest).sum(dim=1) > (largest == smallest).sum(dim=1)
-    rows = is_open.nonzero().flatten()
+    largest, positions = values.topk(min(k + 1, values.shape[1]))
+    is_tied = largest[:, 1:] == largest[:, :-1]
+    largest, positions = largest[:, :k].contiguous(), positions[:, :k].contiguous()
+    rows = is_tied[:, k - 1 :].any(dim=1).nonzero().flatten()  # a value that is left out equals the last one taken
     if len(rows):
-        largest[rows], order = (part[:, :k] for part in values[rows].sort(dim=1, descending=True, stable=True))
-        positions[rows] = order
-    positions, order = positions.sort(dim=1)
-    largest, by_value = largest.gather(1, order).sort(dim=1, descending=True, stable=True)
-    return largest, positions.gather(1, by_value)
+        positions[rows] = values[rows].sort(dim=1, descending=True, stable=True).indices[:, :k]
+    rows = is_tied.any(dim=1).nonzero().flatten()
+    if len(rows):
+        ascending = positions[rows].sort(dim=1).values
+        largest[rows], order = values[rows].gather(1, ascending).sort(dim=1, descending=True, stable=True)
+        positions[rows] = ascending.gather(1, order)
+    return largest, positions
 
 
 def merge_ranks(
