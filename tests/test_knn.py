@@ -107,7 +107,7 @@ def test_no_intermediate_is_larger_than_a_block(monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "topk", measuring_topk)
     knn_classify(*clusters(), 2, 0.07)
-    assert 0 < largest <= 3 * max(5, 2 + 2)
+    assert 0 < largest <= 3 * (5 + 2)
 
 
 def test_one_image_on_each_side_is_enough():

@@ -20,9 +20,9 @@ from torch import Tensor
 from dino_sparo.runtime.distributed import all_gather_ragged, world_size
 
 TEST_CHUNK = 512  # test images at a time
-# The largest intermediate is one block of similarities, test images x TRAIN_CHUNK.
-TRAIN_CHUNK = 16384
 PRODUCT_ROWS = 4096  # training images in a matrix product; test images are TEST_CHUNK
+# The largest intermediate is one block of similarities, test images x (TRAIN_CHUNK + k).
+TRAIN_CHUNK = 3 * PRODUCT_ROWS
 MIN_NORM = 1e-12  # a feature of zeros is similar to none
 
 
@@ -45,7 +45,7 @@ def nearest(train: TrainSet, images: Float[Tensor, "m F"], k: int) -> tuple[Tens
         images: of length one, at most `TEST_CHUNK`; in their precision similarities are computed.
         k: at most the number of training images.
     """
-    step = max(TRAIN_CHUNK - k, k)
+    step = max(TRAIN_CHUNK, k)
     similarities = images.new_full((len(images), k), -math.inf)
     indices = torch.zeros(len(images), k, dtype=torch.int64, device=images.device)
     padded = _filled_up(images, TEST_CHUNK)
@@ -58,10 +58,11 @@ def nearest(train: TrainSet, images: Float[Tensor, "m F"], k: int) -> tuple[Tens
         compared[:, :k] = similarities
         for first in range(start, stop, PRODUCT_ROWS):
             last = min(first + PRODUCT_ROWS, stop)
-            rows = _filled_up(train.features[first:last].to(images.dtype), PRODUCT_ROWS)
-            torch.mm(padded, rows.t(), out=products)
+            begin = max(min(first, len(train.features) - PRODUCT_ROWS), 0)  # earlier rows rather than zeros: no copy
+            rows = train.features[begin : begin + PRODUCT_ROWS].to(images.dtype)
+            torch.mm(padded, _filled_up(rows, PRODUCT_ROWS).t(), out=products)
             columns = compared[:, k + first - start : k + last - start]
-            torch.mul(products[: len(images), : last - first], train.scales[first:last], out=columns)
+            torch.mul(products[: len(images), first - begin : last - begin], train.scales[first:last], out=columns)
         similarities, positions = first_largest(compared, k)
         before = indices.gather(1, positions.clamp(max=k - 1))
         indices = torch.where(positions < k, before, positions + (start - k))
