@@ -124,6 +124,14 @@ def test_an_image_that_comes_twice_is_refused(encoder):
         extract_features(encoder, loader, CPU, batch_size=3)
 
 
+def test_an_image_that_two_processes_encode_is_refused_on_both(encoder, monkeypatch):
+    other = ([0, 4], [])  # first and last image of rank 0, none of them twice
+    monkeypatch.setattr("dino_sparo.evaluation.features.all_gather_object", lambda own: [other, own])
+    loader = create_loader(ImageDataset(Noise(8), TRANSFORM), ShardSampler(8, 4, rank=1, world_size=2), num_workers=0)
+    with pytest.raises(ValueError, match="image 4 was encoded twice"):
+        extract_features(encoder, loader, CPU, batch_size=4, gather=False)
+
+
 def test_lower_precision_stays_close(encoder):
     exact = extract_split(encoder, Noise(5), TRANSFORM, CPU, batch_size=5)
     rough = extract_split(encoder, Noise(5), TRANSFORM, CPU, batch_size=5, dtype=torch.bfloat16)

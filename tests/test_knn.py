@@ -107,7 +107,7 @@ def test_no_intermediate_is_larger_than_a_block(monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "topk", measuring_topk)
     knn_classify(*clusters(), 2, 0.07)
-    assert 0 < largest <= 3 * max(5, 2 + 2)
+    assert 0 < largest <= 3 * (5 + 2)
 
 
 def test_one_image_on_each_side_is_enough():
@@ -328,6 +328,17 @@ def test_of_equally_similar_images_the_first_are_the_nearest(monkeypatch):
     train = torch.eye(2, WIDTH)[torch.arange(400) % 3 % 2]  # rows 1, 4, 7, ... are the second unit vector
     _, indices = neighbours.nearest(neighbours.TrainSet(train), torch.eye(2, WIDTH), 9)
     assert indices.tolist() == [[0, 2, 3, 5, 6, 8, 9, 11, 12], [1, 4, 7, 10, 13, 16, 19, 22, 25]]
+
+
+@pytest.mark.parametrize("kinds", [1, 3, 40, 10**6])
+@pytest.mark.parametrize("k", [1, 7, 53])
+def test_the_largest_of_many_equal_values_are_those_of_a_stable_sort(kinds, k):
+    values = torch.randint(kinds, (11, 53), generator=torch.Generator().manual_seed(k)).float()
+    values[::2, :20] = -math.inf
+    expected = values.sort(dim=1, descending=True, stable=True)
+    largest, positions = neighbours.first_largest(values, k)
+    assert torch.equal(largest, expected.values[:, :k])
+    assert torch.equal(positions, expected.indices[:, :k])
 
 
 def test_a_similarity_has_the_same_bits_in_a_small_block():

@@ -1,5 +1,7 @@
+import argparse
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +26,7 @@ from dino_sparo.evaluation.linear import (
     train_one_epoch,
 )
 from dino_sparo.evaluation.linear_run import ProbeRun, cached_batches, live_batches
+from dino_sparo.evaluation.options import slot_study_parser
 from dino_sparo.runtime.distributed import shutdown
 from dino_sparo.scenes import Scenes
 
@@ -314,13 +317,23 @@ def test_a_mistake_ends_the_script_with_one_line(caplog):
 SHARED = """arch batch_size_per_gpu checkpoint_key data_path device dist_timeout_min dist_url download img_size
     fast_views label_column local_rank max_image_mb max_image_mpix num_workers
     output_dir patch_size path_column precision pretrained_weights readout seed
-    slots split_column untrained use_cuda"""
+    split_column untrained use_cuda"""
 KNN = "nb_knn temperature dump_features load_features"
 LINEAR = "n_last_blocks avgpool_patchtokens epochs lr fast val_freq num_labels evaluate"
 
 
-@pytest.mark.parametrize(("script", "own"), [(eval_knn, KNN), (eval_linear, LINEAR)])
-def test_the_options_are_these_and_no_others(script, own: str):
-    parser = script.get_args_parser()
+STUDY = "choosing_images numbers keep draws nb_knn temperature probe epochs lr"
+
+
+@pytest.mark.parametrize(
+    ("options", "own"),
+    [
+        (eval_knn.get_args_parser, f"{KNN} slots"),
+        (eval_linear.get_args_parser, f"{LINEAR} slots"),
+        (slot_study_parser, STUDY),
+    ],
+)
+def test_the_options_are_these_and_no_others(options: Callable[[], argparse.ArgumentParser], own: str) -> None:
+    parser = options()
     assert vars(parser.parse_args([])).keys() == {*SHARED.split(), *own.split()}
     assert parser.format_help()

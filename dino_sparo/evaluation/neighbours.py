@@ -7,8 +7,8 @@ Similarity is the cosine,
 computed block by block, so that memory does not grow with the number of images. Several processes hold a part of the
 training features each, search their own, and merge what they find: to the last digit what one process finds. Of equally
 similar images those that come first in the training set are the nearer ones. And a similarity has the same bits
-wherever its images stand, because all matrix products have one size: rounding depends on that (on a CPU with AVX-512 no
-bit of 600 million differed; without the padding those of small blocks did).
+wherever its images stand, because all matrix products have one size, on which rounding depends: on a CPU with AVX-512
+none of 60 million similarities changed with the place of its images, while products of a few images changed some.
 """
 
 import math
@@ -20,9 +20,9 @@ from torch import Tensor
 from dino_sparo.runtime.distributed import all_gather_ragged, world_size
 
 TEST_CHUNK = 512  # test images at a time
-# The largest intermediate is one block of similarities, test images x TRAIN_CHUNK.
-TRAIN_CHUNK = 16384
 PRODUCT_ROWS = 4096  # training images in a matrix product; test images are TEST_CHUNK
+# The largest intermediate is one block of similarities, test images x (TRAIN_CHUNK + k).
+TRAIN_CHUNK = 3 * PRODUCT_ROWS
 MIN_NORM = 1e-12  # a feature of zeros is similar to none
 
 
@@ -45,21 +45,24 @@ def nearest(train: TrainSet, images: Float[Tensor, "m F"], k: int) -> tuple[Tens
         images: of length one, at most `TEST_CHUNK`; in their precision similarities are computed.
         k: at most the number of training images.
     """
-    step = max(TRAIN_CHUNK - k, k)
+    step = max(TRAIN_CHUNK, k)
     similarities = images.new_full((len(images), k), -math.inf)
     indices = torch.zeros(len(images), k, dtype=torch.int64, device=images.device)
     padded = _filled_up(images, TEST_CHUNK)
     # The best so far stand before each block: whatever is worse is passed over quickly, and of equals they are first.
     block = images.new_empty(len(images), k + min(step, len(train.features)))
+    products = images.new_empty(TEST_CHUNK, PRODUCT_ROWS)
     for start in range(0, len(train.features), step):
         stop = min(start + step, len(train.features))
         compared = block[:, : k + stop - start]
         compared[:, :k] = similarities
         for first in range(start, stop, PRODUCT_ROWS):
             last = min(first + PRODUCT_ROWS, stop)
-            products = padded @ _filled_up(train.features[first:last].to(images.dtype), PRODUCT_ROWS).t()
+            begin = max(min(first, len(train.features) - PRODUCT_ROWS), 0)  # earlier rows rather than zeros: no copy
+            rows = train.features[begin : begin + PRODUCT_ROWS].to(images.dtype)
+            torch.mm(padded, _filled_up(rows, PRODUCT_ROWS).t(), out=products)
             columns = compared[:, k + first - start : k + last - start]
-            torch.mul(products[: len(images), : last - first], train.scales[first:last], out=columns)
+            torch.mul(products[: len(images), first - begin : last - begin], train.scales[first:last], out=columns)
         similarities, positions = first_largest(compared, k)
         before = indices.gather(1, positions.clamp(max=k - 1))
         indices = torch.where(positions < k, before, positions + (start - k))
@@ -74,18 +77,20 @@ def _filled_up(rows: Float[Tensor, "n F"], size: int) -> Float[Tensor, "size F"]
 def first_largest(values: Float[Tensor, "m n"], k: int) -> tuple[Float[Tensor, "m k"], Int[Tensor, "m k"]]:
     """The k largest values of each row and their positions, largest first, of equal ones the first first.
 
-    torch leaves open which of equal values its `topk` takes, so rows where that matters are sorted whole.
+    torch leaves open which of equal values its `topk` takes, and in which order, so rows with some are sorted anew.
     """
-    largest, positions = values.topk(k)
-    smallest = largest[:, -1:]
-    is_open = (values == smallest).sum(dim=1) > (largest == smallest).sum(dim=1)
-    rows = is_open.nonzero().flatten()
+    largest, positions = values.topk(min(k + 1, values.shape[1]))
+    is_tied = largest[:, 1:] == largest[:, :-1]
+    largest, positions = largest[:, :k].contiguous(), positions[:, :k].contiguous()
+    rows = is_tied[:, k - 1 :].any(dim=1).nonzero().flatten()  # a value that is left out equals the last one taken
     if len(rows):
-        largest[rows], order = (part[:, :k] for part in values[rows].sort(dim=1, descending=True, stable=True))
-        positions[rows] = order
-    positions, order = positions.sort(dim=1)
-    largest, by_value = largest.gather(1, order).sort(dim=1, descending=True, stable=True)
-    return largest, positions.gather(1, by_value)
+        positions[rows] = values[rows].sort(dim=1, descending=True, stable=True).indices[:, :k]
+    rows = is_tied.any(dim=1).nonzero().flatten()
+    if len(rows):
+        ascending = positions[rows].sort(dim=1).values
+        largest[rows], order = values[rows].gather(1, ascending).sort(dim=1, descending=True, stable=True)
+        positions[rows] = ascending.gather(1, order)
+    return largest, positions
 
 
 def merge_ranks(
