@@ -318,7 +318,7 @@ SHARED = """arch batch_size_per_gpu checkpoint_key data_path device dist_timeout
     fast_views label_column local_rank max_image_mb max_image_mpix num_workers
     output_dir patch_size path_column precision pretrained_weights readout seed
     split_column untrained use_cuda"""
-KNN = "nb_knn temperature dump_features load_features"
+KNN = "nb_knn temperature dump_features load_features n_last_blocks"
 LINEAR = "n_last_blocks avgpool_patchtokens epochs lr fast val_freq num_labels evaluate"
 
 
