@@ -36,7 +36,7 @@ from dino_sparo.image_text.choices import PROBE_BATCH_SIZE
 from dino_sparo.image_text.evaluation.protocol import open_evaluation_images, report
 from dino_sparo.image_text.evaluation.scorer import ImageFeatureModel
 from dino_sparo.image_text.evaluation.zero_shot import count_hits
-from dino_sparo.runtime.distributed import Distributed, all_reduce_sum, is_main, rank, world_size
+from dino_sparo.runtime.distributed import Distributed, all_or_none, all_reduce_sum, is_main, rank, world_size
 from dino_sparo.runtime.records import versions
 
 logger = logging.getLogger(__name__)
@@ -283,8 +283,10 @@ def _features(
     train, test = (model.image_features(source, storage) for source in sources)
     images = {"data_path": args.data_path, "num_classes": len(sources[0].classes or [])}
     record = {**model.record, "images": images}
-    if args.dump_features and is_main():
-        save_features(Path(args.dump_features), train, test, record)
+    if args.dump_features:
+        with all_or_none("writing the features", patient=True):  # it may take longer than a collective waits
+            if is_main():
+                save_features(Path(args.dump_features), train, test, record)
     return train, test, record
 
 
