@@ -262,7 +262,8 @@ def test_a_task_that_may_use_few_of_the_cores_is_warned_and_told_the_remedy(
     assert "srun --cpus-per-task=10" in record.message
     monkeypatch.setattr(data.os, "sched_getaffinity", lambda pid: set(range(64)), raising=False)
     create_loader(ImageDataset(NumberedImages(4), draw_views), ShardSampler(4, 3), num_workers=100)
-    assert len(caplog.records) == 1, "a machine that has no more cores is no mistake"
+    warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == 1, "a machine that has no more cores is no mistake"
 
 
 def test_negative_workers_are_an_error() -> None:
