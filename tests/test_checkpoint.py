@@ -300,6 +300,7 @@ def flipped(data: bytes, position: int) -> bytes:
     return data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
 def test_a_flipped_bit_in_the_weights_is_noticed_by_every_reader_not_only_on_resuming(
     suffix: str, tmp_path: Path

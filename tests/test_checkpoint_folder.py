@@ -185,6 +185,7 @@ def test_a_save_that_fails_at_any_call_changes_nothing_and_is_repeated_without_l
     assert {"open", "write", "fsync", "read", "replace", "unlink"} <= set(failed)
 
 
+@pytest.mark.slow
 def test_after_any_call_a_dead_process_leaves_three_different_checkpoints_however_often(tmp_path: Path) -> None:
     for index, name, checkpoints in calls_of_a_save(tmp_path):
         folder = checkpoints.folder

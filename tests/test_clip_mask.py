@@ -272,6 +272,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_scene_pairs(tmp_path_factory.mktemp("pairs"), num_pairs=13, image_size=32)
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_mask_that_evaluations_take(pairs, tmp_path, capsys):
     weights = small_checkpoint(tmp_path / "run" / "checkpoint.pth")
     options = ["--pretrained_weights", weights, "--data_path", pairs]

@@ -214,6 +214,7 @@ document.title = found.join("|");
 </script></body>"""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on PATH to open the page with")
 def test_the_page_switches_maps_in_a_browser(gallery, tmp_path):
     path = tmp_path / "page.html"

@@ -222,6 +222,7 @@ def test_a_frozen_part_is_the_files_to_the_last_bit_and_the_rest_moves(tmp_path:
     assert in_optimizer < len(before)
 
 
+@pytest.mark.slow
 def test_a_run_with_a_frozen_tower_resumes_in_the_same_bits_without_the_file(tmp_path: Path) -> None:
     source = start(tmp_path)
     changes = {"init_clip": source, "freeze": "image", "epochs": 2}

@@ -298,6 +298,7 @@ def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:
     assert len(epochs_of(tmp_path)) == 1
 
 
+@pytest.mark.slow
 def test_a_run_in_parts_is_that_of_the_large_batch_and_may_go_on_in_others(tmp_path: Path) -> None:
     run(tmp_path / "large")
     run(tmp_path / "parts", grad_accum_steps=3, max_steps=5)
@@ -409,6 +410,7 @@ def test_the_learning_rate_warms_up_per_step_and_falls_as_a_cosine(
     assert rates == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_zero_shot_accuracy_is_probed_and_the_best_model_kept(tmp_path: Path) -> None:
     run(tmp_path, zero_shot_freq=2, zero_shot_path="scenes:20:32")
     epochs = epochs_of(tmp_path)

@@ -94,6 +94,7 @@ def test_the_numbers_are_those_of_the_models_own_features(tmp_path: Path) -> Non
     )
 
 
+@pytest.mark.slow
 def test_every_epoch_is_validated_and_a_resumed_run_gives_the_same_bits(tmp_path: Path) -> None:
     run(tmp_path / "whole", val_share=0.3, epochs=2)
     run(tmp_path / "parts", val_share=0.3, epochs=2, max_steps=4)

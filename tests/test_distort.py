@@ -102,6 +102,7 @@ def colors(parts: int = 8) -> Iterator[np.ndarray]:
         yield np.stack(grid).reshape(3, -1, 256)
 
 
+@pytest.mark.slow
 def test_gray_and_hue_are_pillows_for_every_colour_there_is() -> None:
     for steps, part in enumerate(colors(), start=-4):
         found, view = part.astype(np.float32), image(part)

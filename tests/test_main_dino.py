@@ -205,6 +205,7 @@ def test_a_run_stopped_by_a_signal_saves_between_two_steps_and_ends_in_the_same_
     assert untimed_epochs(tmp_path / "parts") == untimed_epochs(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_the_clock_saves_within_an_epoch_and_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
     run(tmp_path, saveckp_minutes=1e-9, keep_checkpoints=3, max_steps=7)
     names = ("checkpoint.pth", "checkpoint_previous1.pth", "checkpoint_previous2.pth")
@@ -214,6 +215,7 @@ def test_the_clock_saves_within_an_epoch_and_the_last_checkpoints_are_kept(tmp_p
     assert steps == sorted(set(steps), reverse=True)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -329,6 +331,7 @@ def test_changed_options_are_named_when_resuming(tmp_path: Path, caplog: pytest.
     assert caplog.text.count("the rest of the run differs from its beginning") == 1
 
 
+@pytest.mark.slow
 def test_a_checkpoint_with_an_option_that_was_deleted_since_is_resumed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -374,6 +377,7 @@ def test_a_run_whose_steps_mean_something_else_is_not_resumed(
     assert (tmp_path / "checkpoint.pth").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_an_epoch_cut_short_changes_no_kept_checkpoint_and_is_logged_once(tmp_path: Path) -> None:
     run(tmp_path, max_steps=6, saveckp_freq=1)
     assert load_checkpoint(tmp_path / "checkpoint0000.pth")["step"] == 4

@@ -472,6 +472,7 @@ def table_of_pairs(folder: Path, missing: Sequence[int] = (), extra: Mapping[int
 COUNTERS = ("missing_graphs", "whole_caption_graphs", "dropped_entities", "dropped_relations")
 
 
+@pytest.mark.slow
 def test_what_was_changed_in_graphs_is_counted_in_log_and_checkpoint(tmp_path: Path) -> None:
     large = SceneGraph(
         PHRASES, (Relation(0, "on", 1), Relation(1, "on", 0), Relation(0, "above", 4), Relation(1, "on", 1))
@@ -517,6 +518,7 @@ def graph_shards(folder: Path, keys: Sequence[str] = ("graph",)) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_graphs_of_shards_train_as_the_same_graphs_of_a_file(tmp_path: Path) -> None:
     shards = graph_shards(tmp_path / "shards")
     table_of_pairs(tmp_path)

@@ -339,6 +339,7 @@ def test_the_command_scores_slots_and_heads_beside_their_controls(
     assert "selectivity" in out
 
 
+@pytest.mark.slow
 def test_slots_match_themselves_and_not_those_of_another_seed(tmp_path: Path, undrawn: None) -> None:
     own, other = checkpoint(tmp_path, "sparo"), checkpoint(tmp_path, "sparo", seed=1)
     words = ("--pretrained_weights", own, "--data_path", "scenes:60:32", "--num_images", 20)

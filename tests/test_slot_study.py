@@ -186,6 +186,7 @@ def test_the_study_says_what_it_measured(study: dict[str, Any], capsys: pytest.C
     assert last["random"]["draws"] == [last["top1_held_out"]] * 2  # all slots are all slots, in any order
 
 
+@pytest.mark.slow
 def test_the_same_study_gives_the_same_file(study: dict[str, Any], checkpoint: Path, tmp_path: Path) -> None:
     command("slot-study", "--pretrained_weights", checkpoint, *STUDY, "--output_dir", tmp_path)
     for name in ("slot_study.json", "slot_study.png"):
