@@ -68,14 +68,14 @@ CHOICE_SEED = 100
 WIDTH_CONTROL = "20-NN, 4 blocks"
 
 
-def dino_scores(trained: Trained, run: RunCommand) -> Scores:
+def dino_scores(trained: Trained, run: RunCommand, img_size: int = 32) -> Scores:
     """20-NN and linear probe, of the trained encoder and of one that was only initialised.
 
     The class tokens of the last four blocks of `cls` are as wide as SPARO's encoding in these recipes, so they tell
     whether width alone explains a difference in 20-NN. (The linear probe reads four blocks of every encoder.)
     """
     shared = option_words({"pretrained_weights": trained.folder / "checkpoint.pth", "data_path": trained.data})
-    shared += option_words({"device": "cpu", "seed": trained.seed, "num_workers": 1})
+    shared += option_words({"device": "cpu", "seed": trained.seed, "num_workers": 1, "img_size": img_size})
 
     def scores(state: list[str]) -> dict[str, float]:
         def knn(*words: str) -> float:
