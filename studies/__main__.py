@@ -2,6 +2,8 @@
 
 import argparse
 import logging
+import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -39,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> str:
     args = get_args_parser().parse_args(argv)
     with errors_in_one_line(logger):
         if not args.report:
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the runs are ended too
             make_runs(args.name, args.data_path, args.output_dir, args.results, args.jobs, args.epochs)
         tables = report(args.name, args.results)
         args.output_dir.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,12 @@
 """Studies: which runs are made, and what the tables say of them."""
 
 import json
+import os
+import signal
 import statistics
+import subprocess
+import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,6 +16,7 @@ from studies import report, runs
 from studies.plans import CHOICE_SEED, STUDIES
 from studies.runs import Run
 
+ROOT = Path(__file__).parents[1]
 Scores = Mapping[str, Mapping[str, float]]
 
 
@@ -95,13 +101,50 @@ def test_the_variants_differ_in_their_own_options_alone(name: str) -> None:
 
 @pytest.mark.slow
 def test_a_run_trains_evaluates_and_says_with_what(tmp_path: Path) -> None:
-    recipe = {**STUDIES["scenes"].recipe, "data_path": "scenes:320:48", "epochs": 1, "warmup_epochs": 0}
+    changes = {"data_path": "scenes:320:48", "epochs": 1, "warmup_epochs": 0}
     wanted = [Run("scenes", "cls", 0.004, 0), Run("scenes", "sparo", 0.004, CHOICE_SEED)]
-    found = {result["run"]: result for result in runs._in_processes(wanted, recipe, tmp_path, "scenes:100:48", jobs=2)}
-    reported, choosing = found["cls_lr0.004_seed0"], found["sparo_lr0.004_seed100"]
+    runs.start_runs(wanted, changes, tmp_path / "out", "scenes:100:48", tmp_path / "results", jobs=2)
+    reported, choosing = (run.result(tmp_path / "results") for run in wanted)
+    assert reported is not None
     assert set(reported["scores"]) == {"untrained", "trained"}
     assert set(reported["scores"]["trained"]) == {"20-NN", "linear probe", "20-NN, 4 blocks"}
+    assert choosing is not None
     assert choosing["scores"] == {}
     assert reported["epochs"][-1]["step"] == 20
     assert reported["options"]["readout"] == "cls"
     assert reported["training_s"] > 0
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_ends_the_study_and_names_its_log(tmp_path: Path) -> None:
+    wanted = [Run("scenes", "cls", 0.004, 0)]
+    with pytest.raises(RuntimeError, match=r"ended with status 1; see .*console.txt"):
+        runs.start_runs(wanted, {"data_path": "nowhere"}, tmp_path / "out", "", tmp_path / "results", jobs=2)
+
+
+def group_ends(group: int, within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.2)
+    return False
+
+
+@pytest.mark.slow
+def test_a_study_that_is_asked_to_stop_saves_its_run_and_leaves_no_process(tmp_path: Path) -> None:
+    words = ["scenes", "--epochs", "1", "--output_dir", str(tmp_path / "out"), "--results", str(tmp_path / "results")]
+    study = subprocess.Popen([sys.executable, "-m", "studies", *words], cwd=ROOT, start_new_session=True)
+    folder = tmp_path / "out" / "scenes" / "cls_lr0.002_seed100"
+    console = folder / "console.txt"
+    deadline = time.monotonic() + 120
+    while not (console.exists() and "step" in console.read_text()):
+        assert time.monotonic() < deadline, "the first run never began"
+        time.sleep(0.2)
+    os.killpg(study.pid, signal.SIGINT)  # as Ctrl-C in a terminal
+    assert study.wait(timeout=60) != 0
+    assert group_ends(study.pid, within_s=30)
+    assert (folder / "checkpoint.pth").exists()
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
