@@ -29,7 +29,7 @@ demo: $(INSTALLED)  ## train on built-in scenes, evaluate, draw the slots (minut
 demo-compare: $(INSTALLED)  ## the same for the read-outs sparo, cls and gap
 	$(BIN)/dino-sparo demo --readouts sparo cls gap --output_dir output/demo-compare
 
-demo-clip: $(INSTALLED)  ## train CLIP + SPARO on the captions of built-in scenes, evaluate, draw (up to an hour, CPU)
+demo-clip: $(INSTALLED)  ## train CLIP + SPARO on the captions of built-in scenes, evaluate, draw (10 minutes on two free cores)
 	$(BIN)/dino-sparo demo-clip
 
 demo-oc-clip: $(INSTALLED)  ## train OC-CLIP beside CLIP on the built-in scenes, evaluate, draw (10 minutes, CPU)

@@ -1,10 +1,9 @@
-"""Submit a training run to Slurm, one task per GPU, requeued when it is preempted, at its time limit and after faults.
+"""A training -> a Slurm job, requeued when it is preempted, at its time limit and after faults.
 
     python run_with_submitit.py --nodes 1 --ngpus 8 --partition gpu --timeout_min 2800 \\
         --data_path imagenet/train --output_dir runs/vits16
 
-Takes every option of the trainer (`--module`, by default `main_dino.py`) and a few of Slurm's. A job whose machines
-Slurm takes back saves between two steps, is requeued under the same number, and goes on from that very step.
+The job has one task per GPU. `dino-sparo submit` is the same command; `dino_sparo/submit.py` says more.
 """
 
 from dino_sparo.submit import get_submission_parser, main

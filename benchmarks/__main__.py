@@ -11,6 +11,7 @@ from types import ModuleType
 
 from benchmarks import backbone, binding, clip_step, input_pipeline, knn, linear, readout, scaling, train_step
 from benchmarks.report import Section, open_reference, options, publish
+from dino_sparo.runtime.precision import set_tf32
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> list[Section]:
         reference = open_reference(args.reference)
     except ValueError as error:
         parser.error(str(error))
+    set_tf32(allowed=False)  # as in `report.run`
     sections = []
     for name, (script_args, _) in parsed.items():
         logger.info("%s ...", name)

@@ -18,7 +18,7 @@ from benchmarks.reference import Reference
 from benchmarks.report import Section, measured_precisions, options, run
 from benchmarks.timing import interleave
 from dino_sparo.backbone import GRID_OFFSET, Backbone, create_backbone
-from dino_sparo.runtime.distributed import PRECISIONS
+from dino_sparo.runtime.precision import PRECISIONS
 
 EQUAL = 1e-11  # float64, numbers around one
 

@@ -26,6 +26,7 @@ from benchmarks.reference import Reference
 from benchmarks.report import Bar, Section, options, run
 from benchmarks.timing import Spread, interleave, peak_memory
 from dino_sparo.oc_clip.binding import EPSILON, Binding
+from dino_sparo.oc_clip.config import BindingConfig
 from dino_sparo.oc_clip.graph_batches import batch_graphs
 from dino_sparo.oc_clip.graphs import MAX_NODES, MAX_RELATIONS, Relation, SceneGraph
 from dino_sparo.oc_clip.pair_scores import EncodedGraphs, score_pairs
@@ -130,8 +131,8 @@ FORMS: dict[str, tuple[Scores, bool]] = {
 def modules(sizes: Sizes, device: str = "cpu") -> tuple[Binding, Scoring]:
     """Binding and scoring as they are trained, of one seed."""
     torch.manual_seed(0)
-    binding = Binding(sizes.image_dim, sizes.patches, sizes.dim).to(device)
-    return binding, Scoring(sizes.dim, sizes.rel_dim).to(device)
+    config = BindingConfig(sizes.dim, rel_dim=sizes.rel_dim)
+    return Binding(sizes.image_dim, sizes.patches, config).to(device), Scoring(config).to(device)
 
 
 def build(form: str, sizes: Sizes, precision: str, device: str) -> Callable[[], Any]:

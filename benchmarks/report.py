@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.reference import Reference
 from benchmarks.timing import Spread, hardware, software
-from dino_sparo.runtime.distributed import bf16_speed
+from dino_sparo.runtime.precision import bf16_speed, set_tf32
 
 
 def measured_precisions(section: "Section", device: str, names: Sequence[str] = ("fp32", "bf16")) -> list[str]:
@@ -154,11 +154,18 @@ def _plain(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def options(description: str) -> argparse.ArgumentParser:
-    """The options of every script."""
+def options(description: str, what: Iterable[str] = ()) -> argparse.ArgumentParser:
+    """The options of every script.
+
+    Args:
+        description: of the script.
+        what: it measures one of these, which the first word names.
+    """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
     )
+    if what:
+        parser.add_argument("what", choices=sorted(what), help="Which.")
     parser.add_argument(
         "--reference", default=None, help="A checkout of facebookresearch/dino; without it ours alone is measured."
     )
@@ -173,7 +180,7 @@ def options(description: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--full",
         action="store_true",
-        help="All sizes and forms. By default a script takes less than five minutes on two cores.",
+        help="All sizes and forms; by default those that are meant to take less than five minutes on two cores.",
     )
     parser.add_argument(
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="Where to compute: cpu or cuda."
@@ -199,6 +206,7 @@ def run(
         reference = open_reference(args.reference)
     except ValueError as error:
         parser.error(str(error))
+    set_tf32(allowed=False)  # fp32 is exact, also where the environment allows TF32
     section = measure(args, reference)
     publish([section], reference, args)
     return section
@@ -232,11 +240,24 @@ def publish(sections: Sequence[Section], reference: Reference | None, args: argp
     Raises:
         SystemExit: results that should be equal are not.
     """
-    text, plain = document(sections, reference, args.device)
-    print(text)
-    if args.json:
-        Path(args.json).write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
-        Path(args.json).with_suffix(".md").write_text(text + "\n", encoding="utf-8")
+    print(save(sections, reference, args))
     unequal = [check.claim for section in sections for check in section.checks if not check.passed]
     if unequal:
         raise SystemExit(f"not equal: {'; '.join(unequal)}")
+
+
+def save(sections: Sequence[Section], reference: Reference | None, args: argparse.Namespace) -> str:
+    """Write the report where the options say, as JSON and beside that as Markdown; returns the latter.
+
+    Called after each check too, so that a script that is ended leaves what it has measured.
+    """
+    text, plain = document(sections, reference, args.device)
+    if args.json:
+        for path, content in (
+            (Path(args.json), json.dumps(plain, indent=2)),
+            (Path(args.json).with_suffix(".md"), text),
+        ):
+            unfinished = path.with_name(f"{path.name}.unfinished")
+            unfinished.write_text(content + "\n", encoding="utf-8")
+            unfinished.replace(path)
+    return text

@@ -146,10 +146,11 @@ def peak_memory(build: Build, *arguments: Any, device: torch.device | str = "cpu
         build: a function of a module; it makes everything that exists before, and returns what to call.
         arguments: of `build`; they travel to the other process.
         device: `cpu` or a CUDA device.
-        fresh: in a process of its own; else in this one, quicker and too small a number.
+        fresh: on a CPU in a process of its own; else in this one, quicker and too small a number. A GPU may allow one
+            process only, and torch counts there what it allocates.
     """
     words = (build, arguments, str(device), torch.get_num_threads())
-    if fresh:
+    if fresh and torch.device(device).type == "cpu":
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             growth = pool.submit(_growth, *words).result()
     else:

@@ -4,7 +4,7 @@ The rooms of the house, in the order of the data flow:
 
     images -> crops                sources/  scenes.py  data.py  crops.py  distort.py
     crops -> tokens -> slots       backbone.py  readout.py (pooling.py, readout_table.py)  encoder.py
-    weights <-> files              checkpoint.py (checkpoint_folder.py, open_clip_names.py)  initialize.py  export.py
+    weights <-> files              checkpoint*.py  open_clip_names.py  initialize.py  export.py
     a run, for any objective       training/  runtime/
     DINO                           dino/        head.py  loss.py  teacher.py  step.py
     CLIP                           clip/        model.py  loss.py  step.py; slots/  pictures/

@@ -12,7 +12,8 @@ import difflib
 import importlib
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dino_sparo import choices
@@ -22,10 +23,34 @@ from dino_sparo.oc_clip.choices import DEMO_MODELS
 from dino_sparo.runtime.cli import HelpFormatter, command_parser, errors_in_one_line, mistakes_in_one_line, say
 from dino_sparo.runtime.demos import demo_parser
 from dino_sparo.runtime.extras import require
+from dino_sparo.runtime.memory import full_memory_named
 
 if TYPE_CHECKING:
     from dino_sparo.image_text.evaluation.scorer import Scorer
     from dino_sparo.runtime.distributed import Distributed
+
+logger = logging.getLogger(__name__)
+
+
+class Objective(NamedTuple):
+    """How evaluations open the image-text models of one objective.
+
+    Attributes:
+        opener: `module:function`, called with the options, the process, the border and what the checkpoint holds.
+        unread: options that its models have no use for -> the values that leave them out.
+    """
+
+    opener: str
+    unread: Mapping[str, Any]
+
+
+FOREIGN_OPTIONS = {"quick_gelu": False, "text_heads": None}  # what weights of others do not say of themselves
+# The entry of a checkpoint that says how its model is built -> its objective.
+OBJECTIVES = {
+    "clip": Objective("dino_sparo.clip.evaluated:open_clip_model", {"graphs": None, **FOREIGN_OPTIONS}),
+    "oc_clip": Objective("dino_sparo.oc_clip.evaluated:open_oc_clip_model", {"slots": None, **FOREIGN_OPTIONS}),
+}
+FOREIGN = Objective(OBJECTIVES["clip"].opener, {"graphs": None})  # open_clip's weights have no such entry
 
 
 class Command(NamedTuple):
@@ -49,53 +74,44 @@ def options_of(module: str, name: str = "get_args_parser") -> Callable[[], argpa
     """The function of a module that makes a parser; imported when it is called, since `--help` needs one of them."""
 
     def parser() -> argparse.ArgumentParser:
-        made: argparse.ArgumentParser = getattr(importlib.import_module(f"dino_sparo.{module}"), name)()
+        made: argparse.ArgumentParser = imported(f"dino_sparo.{module}:{name}")()
         return made if made.add_help else command_parser(made)
 
     return parser
 
 
-def holds_oc_clip(path: str) -> bool:
-    """Whether a checkpoint is one of OC-CLIP's training; no file is none."""
-    from dino_sparo.checkpoint import load_checkpoint
-
-    require("open_clip", "captions")
-    return bool(path) and "oc_clip" in load_checkpoint(path)
+def imported(path: str) -> Any:
+    """What `module:name` names."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
-def open_model(args: argparse.Namespace, process: "Distributed", border: int = 0) -> "Scorer":
+def open_model(
+    args: argparse.Namespace, process: "Distributed", border: int = 0, is_one_of_several: bool = False
+) -> "Scorer":
     """The image-text model that `--pretrained_weights` names, as evaluations ask it.
 
     Args:
         args: the options of `image_text.evaluation.options.add_model_options` and `add_computation_options`.
         process: this process among its peers.
         border: pixels cut off every side of an image.
+        is_one_of_several: leave out options that this model has no use for; otherwise they are refused.
 
     Raises:
         ValueError: no checkpoint is named, it holds no image-text model, or the options do not fit it.
     """
-    if holds_oc_clip(args.pretrained_weights):
-        from dino_sparo.oc_clip.evaluated import open_oc_clip_model
+    from dino_sparo.checkpoint import load_checkpoint
 
-        return open_oc_clip_model(args, process, border)
-    from dino_sparo.clip.evaluated import open_clip_model
-
-    return open_clip_model(args, process, border)
-
-
-def open_any_model(args: argparse.Namespace, process: "Distributed", border: int = 0) -> "Scorer":
-    """One of several models of both kinds: `--graphs` are for those that read graphs, `--slots` for the others.
-
-    Args:
-        args: as for `open_model`, with one of the models.
-        process: this process among its peers.
-        border: pixels cut off every side of an image.
-
-    Raises:
-        ValueError: as `open_model`.
-    """
-    unused = "slots" if holds_oc_clip(args.pretrained_weights) else "graphs"
-    return open_model(argparse.Namespace(**{**vars(args), unused: None}), process, border)
+    require("open_clip", "captions")
+    checkpoint = load_checkpoint(args.pretrained_weights) if args.pretrained_weights else {}
+    objective = next((each for key, each in OBJECTIVES.items() if key in checkpoint), FOREIGN)
+    if is_one_of_several:
+        for name, unset in objective.unread.items():
+            if getattr(args, name) != unset:
+                logger.info("%s: --%s is left out, which this model has no use for", args.pretrained_weights, name)
+        args = argparse.Namespace(**{**vars(args), **objective.unread})
+    scorer: Scorer = imported(objective.opener)(args, process, border, checkpoint)
+    return scorer
 
 
 def run(name: str, words: Sequence[str] | None = None, prog: str | None = None) -> Any:
@@ -110,23 +126,20 @@ def run(name: str, words: Sequence[str] | None = None, prog: str | None = None) 
         What the command returns: of an evaluation the content of its result file.
     """
     command = COMMANDS[name]
-    module, _, function = command.body.partition(":")
     if command.parser is None:
-        return getattr(importlib.import_module(module), function)(words)
+        return imported(command.body)(words)
     parser = command.parser()
     parser.prog, parser.description = prog or f"dino-sparo {name}", command.summary
     mistakes_in_one_line(parser)
     args = parser.parse_args(words)
-    with errors_in_one_line(logging.getLogger(module)):
-        body = getattr(importlib.import_module(module), function)
+    with errors_in_one_line(logging.getLogger(command.body.partition(":")[0])), full_memory_named(vars(args)):
+        body = imported(command.body)
         return body(args) if command.helper is None else body(args, command.helper)
 
 
 COMMANDS: dict[str, Command] = {
     "train": Command(
-        "Images -> an encoder, trained with DINO.",
-        options_of("dino.options"),
-        "dino_sparo.dino.train:train",
+        "Images -> an encoder, trained with DINO.", options_of("dino.options"), "dino_sparo.dino.train:train"
     ),
     "train-clip": Command(
         "Images with captions -> an encoder of both, trained with CLIP.",
@@ -192,7 +205,7 @@ COMMANDS: dict[str, Command] = {
         open_model,
     ),
     "winoground": Command(
-        "Two images and two captions of the same words -> how often each is given to its own.",
+        "Two images and two captions of the same words -> how often images and captions are matched correctly.",
         options_of("image_text.evaluation.options", "winoground_parser"),
         "dino_sparo.image_text.evaluation.winoground:evaluate_checkpoint",
         open_model,
@@ -201,7 +214,7 @@ COMMANDS: dict[str, Command] = {
         "All benchmarks of true and false captions in a folder -> accuracies, models side by side.",
         options_of("image_text.evaluation.options", "compositional_parser"),
         "dino_sparo.image_text.evaluation.compositional.command:compare",
-        open_any_model,
+        partial(open_model, is_one_of_several=True),
     ),
     "order-captions": Command(
         "Images with captions -> captions with shuffled words, ARO's order benchmarks, for compositional.",

@@ -285,15 +285,7 @@ def _bicubic_matrix(length: int, wanted: int) -> Float[Tensor, "wanted length"]:
 
 
 def create_backbone(
-    arch: str,
-    patch_size: int = 16,
-    img_size: int = 224,
-    in_chans: int = 3,
-    drop_path_rate: float = 0.0,
-    remove_blocks: int = 0,
-    pre_norm: bool = False,
-    quick_gelu: bool = False,
-    final_norm: bool = True,
+    arch: str, patch_size: int = 16, img_size: int = 224, remove_blocks: int = 0, **settings: Any
 ) -> Backbone:
     """Build a backbone by the name of its architecture.
 
@@ -301,12 +293,8 @@ def create_backbone(
         arch: a key of `ARCHITECTURES`.
         patch_size: P, pixels.
         img_size: side in pixels of the images whose grid the position embedding stores.
-        in_chans: number of image channels.
-        drop_path_rate: stochastic depth rate of the architecture's last block.
         remove_blocks: number of blocks to leave out at the end; SPARO replaces one.
-        pre_norm: CLIP's vision transformer instead of DINO's; see `Backbone`.
-        quick_gelu: OpenAI's activation; see `Backbone`.
-        final_norm: end with a LayerNorm.
+        settings: the other arguments of `Backbone`: in_chans, drop_path_rate, pre_norm, quick_gelu, final_norm.
 
     Raises:
         ValueError: the name is unknown, or a size is out of range.
@@ -314,8 +302,7 @@ def create_backbone(
     if arch not in ARCHITECTURES:
         raise ValueError(f"unknown arch {arch!r}; choose one of {sorted(ARCHITECTURES)}")
     size = ARCHITECTURES[arch]
-    depth = size.depth - remove_blocks
-    return Backbone(size, patch_size, img_size, in_chans, drop_path_rate, depth, pre_norm, quick_gelu, final_norm)
+    return Backbone(size, patch_size, img_size, depth=size.depth - remove_blocks, **settings)
 
 
 def _check_sizes(patch_size: int, img_size: int, in_chans: int, drop_path_rate: float) -> None:

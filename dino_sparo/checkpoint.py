@@ -5,18 +5,26 @@ A checkpoint is a dict of plain values and tensors, read without running any cod
     student, teacher       weights of DINO: `backbone.*`, `readout.*`, `head.*`
     dino_loss              DINO's centre
     encoder                how DINO's encoder was built (`EncoderConfig`), and the mean and std of its images
-    model, clip            CLIP instead: the weights of both towers, and how they were built
-    optimizer              its state; with fp16 `fp16_scaler` holds the scale of the gradients
+    model                  CLIP and OC-CLIP instead: the weights of the whole model
+    clip, oc_clip          how CLIP, or OC-CLIP, was built, and the mean and std of its images
+    optimizer              its state
+    fp16_scaler            the scale of the gradients, with fp16 only
     epoch, step            finished epochs, finished steps
-    num_corrupt            unreadable images in the running epoch; CLIP also `num_truncated`, captions cut off
-    best_knn               the highest 20-NN accuracy; CLIP: `best_zero_shot`
+    num_corrupt            unreadable images or pairs in the running epoch
+    num_truncated          CLIP and OC-CLIP: captions cut off in it
+    num_missing_graphs     OC-CLIP: captions without a scene graph in it
+    num_whole_captions     OC-CLIP: captions in it whose graph is one entity, the caption itself
+    num_dropped_nodes      OC-CLIP: entities in it beyond --max_nodes
+    num_dropped_relations  OC-CLIP: relations in it beyond --max_relations
+    best_knn               DINO: the highest 20-NN accuracy so far
+    best_zero_shot         CLIP and OC-CLIP: the highest zero-shot accuracy so far
     ranks                  per process: its random numbers, and its part of the running epoch's means
-    num_images             size of the data; CLIP: `num_pairs`
-    global_batch           images per step over all processes
+    num_images, num_pairs  size of the data of DINO; of CLIP and OC-CLIP
+    global_batch           images or pairs per step over all processes
     steps_per_epoch        what a step's number is counted in
     args, versions         the options; versions of the packages
 
-`checkpoint_folder.py` writes them.
+`checkpoint_file.py` reads these files, `checkpoint_folder.py` writes them.
 
 The names are the reference's where it has one, so its scripts read our `--readout cls` checkpoints, and `load_encoder`
 reads the reference's: full checkpoints, and raw ViT weights. `export.py` writes an encoder as safetensors, which are
@@ -24,98 +32,30 @@ read wherever a checkpoint is; `initialize.py` starts an encoder from another's 
 ours, OpenCLIP's or sparo-clip's, they take the image tower.
 """
 
-import argparse
 import logging
 import math
-import pathlib
-import pickle
 import random
-import re
-import zipfile
-import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from dino_sparo.choices import (
-    ARCHITECTURES,
-    IMAGENET_MEAN,
-    IMAGENET_STD,
-    OPENAI_CLIP_MEAN,
-    OPENAI_CLIP_STD,
-)
+from dino_sparo.checkpoint_file import CheckpointError, read_safetensors, read_torch_file
+from dino_sparo.choices import ARCHITECTURES, IMAGENET_MEAN, IMAGENET_STD, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from dino_sparo.crops import EvalTransform
 from dino_sparo.encoder import Encoder, EncoderConfig, encoder_from_config
 from dino_sparo.open_clip_names import Renamed, from_open_clip_names, is_open_clip
 from dino_sparo.readout_table import readout_kind
 from dino_sparo.runtime.records import differences
-from dino_sparo.sources.limits import parse_json
 
 logger = logging.getLogger(__name__)
 
 IMAGE_TEXT_KEYS = ("clip", "oc_clip")  # how an image-text model was built; `model` has its weights
 NUM_NAMES_SHOWN = 8  # of the keys that do not match
-CHECKSUM_KEY = "dino_sparo.crc32"  # in the metadata of our .safetensors files: `weights_checksum`
-
-# The reference's checkpoints hold their options as a Namespace, whose output_dir is a Path if they were trained through
-# submitit, and numpy numbers in the optimizer. These types only hold values; everything else is refused.
-_numpy_scalar = np.float64(0).__reduce__()[0]
-PLAIN_TYPES = [
-    argparse.Namespace,
-    (pathlib.PosixPath, "pathlib.PosixPath"),
-    (pathlib.PosixPath, "pathlib._local.PosixPath"),
-    np.dtype,
-    type(np.dtype(np.float64)),
-    (_numpy_scalar, "numpy.core.multiarray.scalar"),
-    (_numpy_scalar, "numpy._core.multiarray.scalar"),
-]
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be used: damaged, unsafe, or of another model."""
-
-
-def verify_checkpoint(path: Path) -> None:
-    """Compare a .pth file's bytes with the checksums in it, a CRC-32 of every part; `unzip -t` does the same.
-
-    Raises:
-        CheckpointError: the file is truncated, or bytes of it have changed.
-    """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            _require_stored(archive, path)
-            damaged = archive.testzip()
-    except CheckpointError:
-        raise
-    except Exception as error:  # a damaged archive may raise any error
-        raise _unreadable(path, error) from error
-    if damaged is not None:
-        raise CheckpointError(f"{path} is damaged: the checksum of its part {damaged} is wrong")
-
-
-def _unreadable(path: Path, error: Exception) -> CheckpointError:
-    reason = (str(error).split("WeightsUnpickler error: ")[-1].splitlines() or [""])[0]
-    return CheckpointError(
-        f"{path} is truncated or no checkpoint ({path.stat().st_size} bytes; {type(error).__name__} {reason})"
-    )
-
-
-def _require_stored(archive: zipfile.ZipFile, path: Path) -> None:
-    """Refuse an archive whose parts are larger in memory than in the file, before any memory is taken for them."""
-    parts = archive.infolist()
-    packed = [part.filename for part in parts if part.compress_type != zipfile.ZIP_STORED]
-    if packed or sum(part.file_size for part in parts) > path.stat().st_size:
-        raise CheckpointError(
-            f"{path} is compressed ({packed[0] if packed else 'parts share their bytes'}), so what it holds may be a "
-            f"thousand times its size; unpack it and zip it again without compression (zip -0)"
-        )
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -160,119 +100,11 @@ def load_checkpoint(path: str | Path, verify: bool = True) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"no checkpoint at {path}; give the path of a .pth file")
     if path.suffix == ".safetensors":
-        return _read_safetensors(path)
+        return read_safetensors(path)
     checkpoint = read_torch_file(path, verify)
     if not isinstance(checkpoint, dict):
         raise CheckpointError(f"{path} holds a {type(checkpoint).__name__}, not a dict of weights")
     return checkpoint
-
-
-def read_torch_file(path: Path, verify: bool = True, mmap: bool = False) -> Any:
-    """What `torch.save` wrote, on the CPU, of any type, verified as in `load_checkpoint`.
-
-    Args:
-        path: the file.
-        verify: its checksums, if it has some.
-        mmap: leave tensors in the file until they are used, where its format allows that.
-
-    Raises:
-        CheckpointError: the file is damaged, compressed or not torch's, or reading it would run code.
-    """
-    if _is_torchscript(path):
-        raise CheckpointError(
-            f"{path} is a TorchScript archive, which holds code and is not read. OpenAI's CLIP comes so; take its "
-            f'weights out once: python -c "import open_clip, torch; torch.save(open_clip.load_openai_model('
-            f"'{path}', device='cpu').state_dict(), 'weights.pt')\", and give weights.pt with --quick_gelu true"
-        )
-    try:
-        checksums = _checksums(path)
-        map_location: Any = partial(_require_checksum, checksums, path) if verify and checksums else "cpu"
-        with torch.serialization.safe_globals(PLAIN_TYPES):  # type: ignore[arg-type]
-            is_mapped = mmap and zipfile.is_zipfile(path)
-            return torch.load(path, map_location=map_location, weights_only=True, mmap=is_mapped)
-    except CheckpointError:
-        raise
-    except Exception as error:  # a damaged pickle may raise any error
-        unsafe = _unsafe_name(str(error)) if isinstance(error, pickle.UnpicklingError) else None
-        if unsafe is not None:
-            raise CheckpointError(
-                f"{path} was refused: reading it would run code ({unsafe}); only plain values and tensors are read"
-            ) from error
-        raise _unreadable(path, error) from error
-
-
-def _checksums(path: Path) -> set[tuple[int, int]]:
-    """Size in bytes and CRC-32 of the parts of a .pth file that hold tensors; the small other parts are verified here.
-
-    Empty for torch's format of before 2020, which has no checksums.
-    """
-    with path.open("rb") as file:
-        if file.read(4) != b"PK\x03\x04":  # as torch tells its formats apart
-            return set()
-    with zipfile.ZipFile(path) as archive:
-        _require_stored(archive, path)
-        for part in archive.infolist():
-            if "/data/" not in part.filename:
-                archive.read(part)  # raises if the checksum is wrong
-        return {(part.file_size, part.CRC) for part in archive.infolist()}
-
-
-def _require_checksum(
-    checksums: set[tuple[int, int]], path: Path, storage: torch.UntypedStorage, location: str
-) -> torch.UntypedStorage:
-    """Called by torch for the bytes of each tensor once they are in memory: so no byte is read twice."""
-    data: Any = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-    if (storage.nbytes(), zlib.crc32(data)) not in checksums:
-        raise CheckpointError(
-            f"{path} is damaged: a tensor of {storage.nbytes()} bytes is not what was saved; copy the file again, or "
-            f"take the checkpoint before it"
-        )
-    return storage
-
-
-def weights_checksum(weights: Mapping[str, Tensor]) -> str:
-    """CRC-32 of weights with their names, types and shapes, in the order of their names, as 8 hexadecimal digits."""
-    checksum = 0
-    for name, value in sorted(weights.items()):
-        checksum = zlib.crc32(f"{name} {value.dtype} {tuple(value.shape)}".encode(), checksum)
-        data: Any = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        checksum = zlib.crc32(data, checksum)
-    return f"{checksum:08x}"
-
-
-def _is_torchscript(path: Path) -> bool:
-    """Whether a file is what `torch.jit.save` writes: an archive with the constants of its code."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return any(name.endswith("/constants.pkl") for name in archive.namelist())
-    except (zipfile.BadZipFile, OSError):
-        return False
-
-
-def _read_safetensors(path: Path) -> dict[str, Any]:
-    """Weights of a safetensors file, and what the JSON beside it says about them."""
-    description = path.with_suffix(".json")
-    try:
-        with safe_open(path, framework="pt") as file:
-            checksum = (file.metadata() or {}).get(CHECKSUM_KEY)
-            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} is truncated or no safetensors file ({error})") from error
-    if checksum not in (None, actual := weights_checksum(weights)):
-        raise CheckpointError(
-            f"{path} is damaged: its weights have the checksum {actual}, not {checksum}; copy it again"
-        )
-    try:
-        entries = parse_json(description.read_bytes()) if description.is_file() else {}
-        return {**entries, **weights}
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{description} does not describe the weights beside it ({error})") from error
-
-
-def _unsafe_name(message: str) -> str | None:
-    """The name torch refused to load or call, out of its long message; None if it complains about something else."""
-    match = re.search(r"(?:GLOBAL |add_safe_globals`,? but got |unrecognized function )(<[^>]+>|[^\s,;]+)", message)
-    return match and match[1]
 
 
 def flat_weights(weights: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -479,7 +311,8 @@ def encoder_of(
 ) -> Encoder:
     """`load_encoder` for a checkpoint that has been read from `source` already."""
     encoder_entry(checkpoint, source)
-    weights = encoder_weights(checkpoint, which, source)
+    weights = network_weights(checkpoint, which, source)
+    weights = {name: value for name, value in weights.items() if not name.startswith("head.")}
     description = describe_encoder(checkpoint, weights, arch, patch_size)
     encoder = encoder_from_config(EncoderConfig.from_dict(description))
     network = which if which in checkpoint else "encoder"  # a CLIP and raw weights have neither teacher nor student
@@ -495,16 +328,6 @@ def normalization_of(checkpoint: Mapping[str, Any]) -> tuple[tuple[float, ...], 
     is_foreign_clip = not entry and is_open_clip(_top_weights(checkpoint))
     mean, std = (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD) if is_foreign_clip else (IMAGENET_MEAN, IMAGENET_STD)
     return tuple(entry.get("mean", mean)), tuple(entry.get("std", std))
-
-
-def encoder_weights(checkpoint: Mapping[str, Any], which: str, source: str) -> dict[str, Tensor]:
-    """The encoder's weights, without the head's.
-
-    Raises:
-        CheckpointError: the checkpoint has networks, but not `which`.
-    """
-    weights = network_weights(checkpoint, which, source)
-    return {name: value for name, value in weights.items() if not name.startswith("head.")}
 
 
 def network_weights(checkpoint: Mapping[str, Any], which: str, source: str) -> dict[str, Tensor]:

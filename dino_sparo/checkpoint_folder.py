@@ -15,16 +15,13 @@ from typing import Any
 
 import torch
 
-from dino_sparo.checkpoint import CheckpointError, verify_checkpoint
+from dino_sparo.checkpoint_file import CheckpointError, verify_checkpoint
 
 logger = logging.getLogger(__name__)
 
 
 def save_checkpoint(
-    checkpoint: Mapping[str, Any],
-    path: Path,
-    previous: Sequence[Path] = (),
-    copies: Sequence[Path] = (),
+    checkpoint: Mapping[str, Any], path: Path, previous: Sequence[Path] = (), copies: Sequence[Path] = ()
 ) -> None:
     """Write a checkpoint so that every name always holds a whole one, the old or the new.
 
@@ -123,16 +120,15 @@ class CheckpointFolder:
     Args:
         folder: an existing folder.
         keep: how many there are, the newest included.
-        name: of the newest.
     """
 
-    def __init__(self, folder: Path, keep: int = 3, name: str = "checkpoint") -> None:
-        self.folder, self.keep, self.name = folder, keep, name
-        self.newest = folder / f"{name}.pth"
+    def __init__(self, folder: Path, keep: int = 3) -> None:
+        self.folder, self.keep = folder, keep
+        self.newest = folder / "checkpoint.pth"
 
     def previous(self, number: int) -> Path:
         """The path of the checkpoint `number` saves before the newest."""
-        return self.folder / f"{self.name}_previous{number}.pth" if number else self.newest
+        return self.folder / f"checkpoint_previous{number}.pth" if number else self.newest
 
     def save(self, checkpoint: Mapping[str, Any], copies: Iterable[str] = ()) -> None:
         """Write a checkpoint; the ones before it move one place back, and the oldest goes.
@@ -148,7 +144,7 @@ class CheckpointFolder:
             CheckpointError: the disk is full or the folder cannot be written; nothing has changed.
         """
         with contextlib.suppress(OSError):
-            for remains in self.folder.glob(f".{self.name}*.tmp"):  # of a killed save; they take space
+            for remains in self.folder.glob(".checkpoint*.tmp"):  # of a killed save; they take space
                 remains.unlink()
         previous = [self.previous(number) for number in range(1, self.keep)]
         save_checkpoint(checkpoint, self.newest, previous, [self.folder / copy for copy in copies])
@@ -160,7 +156,7 @@ class CheckpointFolder:
             CheckpointError: there are checkpoints, but none of them is sound.
         """
         candidates = [path for number in range(max(self.keep, 1)) if (path := self.previous(number)).is_file()]
-        candidates += sorted(set(self.folder.glob(f"{self.name}_previous*.pth")) - set(candidates))
+        candidates += sorted(set(self.folder.glob("checkpoint_previous*.pth")) - set(candidates))
         reasons = []
         for path in candidates:
             try:

@@ -252,8 +252,8 @@ class EvalTransform:
         img_size: side of the view in pixels; the short side is first resized to 256/224 of it (bicubic).
         mean: per channel, of pixels in 0..1.
         std: per channel.
-        exact: the pixels of torchvision's pipeline on PIL images; False resizes by torch, several times as fast, with
-            another rounding: some pixels are a level off.
+        exact: the pixels of torchvision's pipeline on PIL images; False resizes by torch, about twice as fast
+            (`benchmarks/README.md`), with another rounding: some pixels are one or two levels off.
     """
 
     def __init__(

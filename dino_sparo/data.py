@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import BatchSampler, DataLoader, Dataset, default_collate
 
 from dino_sparo.choices import IMAGENET_MEAN, IMAGENET_STD, MIN_CORRUPT
 from dino_sparo.distort import DeferredViews
@@ -179,12 +179,18 @@ class DeviceBatch:
     """A batch that can move: fields that are tensors, or lists of tensors, go along; the others stay as they are."""
 
     def pin_memory(self: D) -> D:
-        """A copy in page-locked memory; the loader calls this."""
-        return self._each(Tensor.pin_memory)
+        """A copy in page-locked memory, with all that stays on the host at first; the loader calls this."""
+        pinned: D = _each_tensor(self, Tensor.pin_memory, nested=True)
+        return pinned
 
     def to(self: D, device: torch.device | str) -> D:
         """The batch on a device; from page-locked memory the copy overlaps with computation."""
-        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        names = [member.name for member in fields(self)]
+        return replace(self, **{name: _each_tensor(getattr(self, name), move, nested=False) for name in names})
 
     def tensors(self) -> Iterator[Tensor]:
         """All of its tensors."""
@@ -192,13 +198,17 @@ class DeviceBatch:
             value = getattr(self, member.name)
             yield from (item for item in (value if isinstance(value, list) else [value]) if isinstance(item, Tensor))
 
-    def _each(self: D, move: Callable[[Tensor], Tensor]) -> D:
-        def moved(value: Any) -> Any:
-            if isinstance(value, list):
-                return [moved(item) for item in value]
-            return move(value) if isinstance(value, Tensor) else value
 
-        return replace(self, **{member.name: moved(getattr(self, member.name)) for member in fields(self)})
+def _each_tensor(value: Any, change: Callable[[Tensor], Tensor], nested: bool) -> Any:
+    """A value with its tensors changed; those in its tuples and dataclasses only if `nested`."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, list) or (nested and type(value) is tuple):
+        return type(value)(_each_tensor(item, change, nested) for item in value)
+    if nested and is_dataclass(value) and not isinstance(value, type):
+        names = [member.name for member in fields(value)]
+        return replace(value, **{name: _each_tensor(getattr(value, name), change, nested) for name in names})
+    return value
 
 
 @dataclass
@@ -315,13 +325,7 @@ class EpochSampler:
     """
 
     def __init__(
-        self,
-        num_images: int,
-        batch_size: int,
-        rank: int = 0,
-        world_size: int = 1,
-        accum_steps: int = 1,
-        seed: int = 0,
+        self, num_images: int, batch_size: int, rank: int = 0, world_size: int = 1, accum_steps: int = 1, seed: int = 0
     ) -> None:
         _check_share(batch_size, rank, world_size)
         if accum_steps < 1:
@@ -367,7 +371,7 @@ class EpochSampler:
             yield [(epoch, index) for index in micro_batch.tolist()]
 
 
-class ShardSampler:
+class ShardSampler(BatchSampler):
     """Batches of indices for evaluation: this rank's contiguous part, in order, without padding or duplicates.
 
     Rank r of w takes images n*r//w to n*(r+1)//w, so the ranks' results one after the other are in the source's order.
@@ -384,16 +388,8 @@ class ShardSampler:
 
     def __init__(self, num_images: int, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
         _check_share(batch_size, rank, world_size)
-        self.batch_size = batch_size
         self.start, self.end = num_images * rank // world_size, num_images * (rank + 1) // world_size
-
-    def __len__(self) -> int:
-        """Number of batches."""
-        return -(-(self.end - self.start) // self.batch_size)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for first in range(self.start, self.end, self.batch_size):
-            yield list(range(first, min(first + self.batch_size, self.end)))
+        super().__init__(range(self.start, self.end), batch_size, drop_last=False)
 
 
 def _check_share(batch_size: int, rank: int, world_size: int) -> None:
@@ -403,22 +399,33 @@ def _check_share(batch_size: int, rank: int, world_size: int) -> None:
         raise ValueError(f"rank={rank} of world_size={world_size}: ranks count from 0 to world_size - 1")
 
 
+def collate_views(items: list[Item]) -> Batch:
+    """Stack items; in a worker `default_collate` writes straight into memory shared with the main process."""
+    views = [default_collate(list(crops)) for crops in zip(*(item.views for item in items), strict=True)]
+    labels, indices = torch.tensor([item.label for item in items]), torch.tensor([item.index for item in items])
+    drawn = [item.parameters for item in items if item.parameters is not None]
+    parameters = torch.stack(drawn, dim=1) if drawn else None
+    return Batch(views, labels, indices, [pair for item in items for pair in item.corrupt], parameters)
+
+
 def create_loader(
-    dataset: ImageDataset,
-    sampler: EpochSampler | ShardSampler,
+    dataset: Dataset,
+    sampler: EpochSampler | ShardSampler | None,
     *,
     num_workers: int,
+    collate: Callable[[Any], Any] = collate_views,
     pin_memory: bool = False,
     timeout_min: float = 0.0,
 ) -> DataLoader:
-    """A loader of `Batch`; iterate it once per epoch, after `sampler.set_epoch`.
+    """A loader of batches; iterate it once per epoch, after `sampler.set_epoch`.
 
     Workers live as long as the loader. More workers than processors only take memory, so their number is capped.
 
     Args:
-        dataset: the images.
-        sampler: which of them make up each batch.
-        num_workers: processes that read and crop; 0 does both here.
+        dataset: the images, the pairs, or a stream of whole batches.
+        sampler: which of them make up each batch; None for a stream, whose workers are started anew in every epoch.
+        num_workers: processes that read, crop and tokenise; 0 does all of it here.
+        collate: items -> batch; of a stream, whatever it gives -> batch.
         pin_memory: batches in page-locked memory, for copies to a GPU that overlap with computation.
         timeout_min: minutes without a batch after which the loader gives up on its workers with a RuntimeError; 0 for
             never.
@@ -426,17 +433,16 @@ def create_loader(
     Raises:
         ValueError: `num_workers` is negative.
     """
-    if num_workers < 0:
-        raise ValueError(f"num_workers={num_workers} must not be negative; 0 reads in the main process")
     num_workers = _as_many_as_cores(num_workers)
     return DataLoader(
         dataset,
+        batch_size=None if sampler is None else 1,  # torch's word for: the sampler says it, or the stream
         batch_sampler=sampler,
         num_workers=num_workers,
         collate_fn=collate,
         pin_memory=pin_memory,
         worker_init_fn=init_worker,
-        persistent_workers=num_workers > 0,
+        persistent_workers=num_workers > 0 and sampler is not None,
         timeout=60 * timeout_min if num_workers else 0,
         # The loader draws a number for its workers, which nothing here uses; not from the model's random numbers.
         generator=torch.Generator(),
@@ -444,6 +450,13 @@ def create_loader(
 
 
 def _as_many_as_cores(num_workers: int) -> int:
+    """At most one loading process for each processor that this process may use.
+
+    Raises:
+        ValueError: `num_workers` is negative.
+    """
+    if num_workers < 0:
+        raise ValueError(f"num_workers={num_workers} must not be negative; 0 reads in the main process")
     total = os.cpu_count() or 1
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else total
     if num_workers > usable < total:  # of Slurm, a container or taskset; training would be slow without a word
@@ -479,15 +492,6 @@ def _copied(iterator: Iterator[D], device: torch.device) -> Iterator[D]:
         for tensor in moved.tensors():
             tensor.record_stream(computing)  # its memory is not given away before the computation is done
         yield moved
-
-
-def collate(items: list[Item]) -> Batch:
-    """Stack items; in a worker `default_collate` writes straight into memory shared with the main process."""
-    views = [default_collate(list(crops)) for crops in zip(*(item.views for item in items), strict=True)]
-    labels, indices = torch.tensor([item.label for item in items]), torch.tensor([item.index for item in items])
-    drawn = [item.parameters for item in items if item.parameters is not None]
-    parameters = torch.stack(drawn, dim=1) if drawn else None
-    return Batch(views, labels, indices, [pair for item in items for pair in item.corrupt], parameters)
 
 
 def init_worker(worker: int) -> None:

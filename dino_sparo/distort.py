@@ -24,15 +24,16 @@ from torch import Tensor, nn
 
 Array = TypeVar("Array", Tensor, np.ndarray)
 
-# Where a crop's numbers stand. A blend is (factor, share of the mean in its base, share of the pixel's gray).
-# Jitter comes in any order, so each of its blends stands before the hue or after it, in the order in which it applies.
-FLIP, BEFORE_HUE, HUE, AFTER_HUE, GRAYSCALE, BLUR, SOLARIZE = 0, slice(1, 10), 10, slice(11, 20), 20, slice(21, 24), 24
-NUM_PARAMETERS = 25
-NO_HUE = -1.0
+# The jitter's operations come in any order. Each takes the next stage of its kind, so every order has its place here.
+# A blend is brightness or saturation. Only the contrast looks at more than one pixel: it needs the mean of the crop.
+# The stages before it are one function of a pixel, the stages after it another one.
+STAGES = ("blend", "blend", "hue", "blend", "blend", "contrast", "blend", "blend", "hue", "blend", "blend")
+UNUSED = {"blend": 1.0, "contrast": 1.0, "hue": -1.0}  # the number of a stage that changes nothing
+KINDS = {"brightness": "blend", "saturation": "blend", "contrast": "contrast", "hue": "hue"}  # of the operations
 
-BLEND_BASES = {"brightness": (0.0, 0.0), "contrast": (1.0, 0.0), "saturation": (0.0, 1.0)}
-NO_BLEND = (1.0, 0.0, 0.0)
-JITTER_OPERATIONS = frozenset({*BLEND_BASES, "hue"})
+# Where a crop's numbers stand: of each stage a factor, or the hue's steps; whether a blend's base is gray or black.
+FLIP, FACTORS, OF_GRAY, GRAYSCALE, BLUR, SOLARIZE = 0, slice(1, 12), slice(12, 23), 23, slice(24, 27), 27
+NUM_PARAMETERS = 28
 
 LUMA = (19595, 38470, 7471)  # red, green, blue; of 2^16
 SOLARIZE_THRESHOLD = 128
@@ -71,20 +72,16 @@ def pack_parameters(
         ValueError: an unknown or repeated operation, or a blur that is too wide.
     """
     names = [name for name, _ in jitter]
-    if len(set(names)) < len(names) or not JITTER_OPERATIONS.issuperset(names):
-        raise ValueError(f"jitter {names}: give each of {sorted(JITTER_OPERATIONS)} at most once")
-    turn = names.index("hue") if "hue" in names else len(names)
-    hue = float(int(jitter[turn][1] * 255) % 256) if turn < len(names) else NO_HUE
-    before, after = _pack_blends(jitter[:turn]), _pack_blends(jitter[turn + 1 :])
-    weights = box_weights(blur_radius) if blur_radius else NO_BLUR
-    return [float(flip), *before, hue, *after, float(grayscale), *weights, float(solarize)]
-
-
-def _pack_blends(jitter: Sequence[tuple[str, float]]) -> tuple[float, ...]:
-    packed: tuple[float, ...] = ()
+    if len(set(names)) < len(names) or not KINDS.keys() >= set(names):
+        raise ValueError(f"jitter {names}: give each of {sorted(KINDS)} at most once")
+    factors, of_gray, stage = [UNUSED[kind] for kind in STAGES], [0.0] * len(STAGES), 0
     for name, factor in jitter:
-        packed += (factor, *BLEND_BASES[name])
-    return packed + NO_BLEND * (len(BLEND_BASES) - len(jitter))
+        stage = STAGES.index(KINDS[name], stage)
+        factors[stage] = float(int(factor * 255) % 256) if name == "hue" else factor
+        of_gray[stage] = float(name == "saturation")
+        stage += 1
+    weights = box_weights(blur_radius) if blur_radius else NO_BLUR
+    return [float(flip), *factors, *of_gray, float(grayscale), *weights, float(solarize)]
 
 
 def box_weights(radius: float) -> tuple[float, ...]:
@@ -123,14 +120,15 @@ def box_weights(radius: float) -> tuple[float, ...]:
 # The distortions, on levels (..., 3, H, W). Factors and weights are numbers, or arrays that broadcast.
 
 
-def gray_levels(levels: Float[Array, "*B 3 H W"]) -> Float[Array, "*B 1 H W"]:
+def gray_levels(channels: Sequence[Float[Array, "*B 1 H W"]]) -> Float[Array, "*B 1 H W"]:
     """The luma of ITU-R 601-2, in Pillow's fixed point: all integers below 2^24."""
-    luma = levels[..., :1, :, :] * LUMA[0]
-    luma += levels[..., 1:2, :, :] * LUMA[1]
-    luma += levels[..., 2:, :, :] * LUMA[2]
+    red, green, blue = channels
+    luma = red * LUMA[0]
+    luma += green * LUMA[1]
+    luma += blue * LUMA[2]
     luma += 1 << 15
     luma *= 2.0**-16
-    return _library(levels).floor(luma, out=luma)
+    return _library(luma).floor(luma, out=luma)
 
 
 def mean_level(gray: Float[Array, "*B 1 H W"]) -> Float[Array, "*B 1 1 1"]:
@@ -140,7 +138,7 @@ def mean_level(gray: Float[Array, "*B 1 H W"]) -> Float[Array, "*B 1 1 1"]:
     return _cast((2 * total + number) // (2 * number), "float32")[..., None, None]
 
 
-def blend(levels: Float[Array, "*B 3 H W"], base: Array | float, factor: Array | float) -> Float[Array, "*B 3 H W"]:
+def blend(levels: Float[Array, "*B C H W"], base: Array | float, factor: Array | float) -> Float[Array, "*B C H W"]:
     """Base + factor (levels - base), cut to 8 bits.
 
     The base is black for brightness, the mean for contrast and the pixel's gray for saturation.
@@ -153,8 +151,8 @@ def blend(levels: Float[Array, "*B 3 H W"], base: Array | float, factor: Array |
 
 
 def shift_hue(
-    levels: Float[Array, "*B 3 H W"], steps: Array | int, hues: UInt8[Array, "261121"]
-) -> Float[Array, "*B 3 H W"]:
+    channels: Sequence[Float[Array, "*B 1 H W"]], steps: Array | int, hues: UInt8[Array, "261121"]
+) -> list[Float[Array, "*B 1 H W"]]:
     """To 8-bit hue, saturation and value, turn the hue, and back.
 
         s = floor(255 (v - min) / v),   H = 6 hue,   out = v - round(v s w / 255^2),
@@ -164,12 +162,15 @@ def shift_hue(
     w / 255 is the weight of colorsys.hsv_to_rgb.
 
     Args:
-        levels: what to turn.
+        channels: red, green and blue.
         steps: by how much, of 256 to the circle.
         hues: the `hue_table`, on the same device.
+
+    Returns:
+        The three channels.
     """
-    library = _library(levels)
-    red, green, blue = (levels[..., channel : channel + 1, :, :] for channel in range(3))
+    red, green, blue = channels
+    library = _library(red)
     value = library.maximum(library.maximum(red, green), blue)
     amount = value - library.minimum(library.minimum(red, green), blue)
     amount *= 255
@@ -189,12 +190,14 @@ def shift_hue(
     angle *= 6
     # Distance of the angle from a channel's middle: red lowest there, green and blue highest.
     distances = 510 - abs(angle - 765), abs(angle - 510) - 255, abs(angle - 1020) - 255
-    weight = library.concatenate(distances, -3)
-    weight = library.clip(weight, 0, 255, out=weight)
+    return [value - _rounded_share(library.clip(distance, 0, 255, out=distance), amount) for distance in distances]
+
+
+def _rounded_share(weight: Array, amount: Array) -> Array:
     weight *= amount
     weight += 255 * 255 // 2
     weight /= 255 * 255
-    return value - library.floor(weight, out=weight)
+    return _library(weight).floor(weight, out=weight)
 
 
 @cache
@@ -232,8 +235,7 @@ def _boxes(centered: Int32[Array, "*B C H W"], weights: Sequence[Any]) -> Int32[
     reach, height = len(weights) - 1, boxed.shape[-2]
     rounding = (2 * sum(weights[1:]) + weights[0] - BLUR_UNIT) * 128 + BLUR_UNIT // 2
     for _ in range(BLUR_PASSES):
-        first, last = boxed[..., :1, :], boxed[..., -1:, :]
-        padded = _library(boxed).concatenate([first] * reach + [boxed] + [last] * reach, -2)
+        padded = _padded(boxed, reach)
         boxed = boxed * weights[0]
         for distance in range(1, reach + 1):
             above, below = reach - distance, reach + distance
@@ -256,6 +258,19 @@ def normalize_levels(levels: Shaped[Array, "*B C H W"], mean: Array, std: Array)
     normalized -= mean
     normalized /= std
     return normalized
+
+
+def _channels(levels: Float[np.ndarray, "3 H W"]) -> list[Float[np.ndarray, "1 H W"]]:
+    return [levels[:1], levels[1:2], levels[2:]]
+
+
+def _padded(levels: Any, rows: int) -> Any:
+    """The first and the last row again and again, `rows` times each."""
+    if isinstance(levels, np.ndarray):
+        return np.concatenate([levels[..., :1, :]] * rows + [levels] + [levels[..., -1:, :]] * rows, -2)
+    # An index, which a compiler joins to what is done with the rows; what it concatenates it writes to memory first.
+    height = levels.shape[-2]
+    return levels[..., torch.arange(-rows, height + rows, device=levels.device).clip(0, height - 1), :]
 
 
 def _library(array: Any) -> Any:
@@ -289,27 +304,23 @@ def distort_crop(pixels: UInt8[np.ndarray, "3 H W"], parameters: Sequence[float]
         Levels from 0 to 255, not normalised.
     """
     levels = (pixels[..., ::-1] if parameters[FLIP] else pixels).astype(np.float32)
-    levels = _apply_blends(levels, parameters[BEFORE_HUE])
-    if parameters[HUE] != NO_HUE:
-        levels = shift_hue(levels, int(parameters[HUE]), hue_table())
-    levels = _apply_blends(levels, parameters[AFTER_HUE])
+    for kind, factor, of_gray in zip(STAGES, parameters[FACTORS], parameters[OF_GRAY], strict=True):
+        if factor == UNUSED[kind]:
+            continue
+        if kind == "hue":
+            levels = np.concatenate(shift_hue(_channels(levels), int(factor), hue_table()))
+        elif kind == "contrast":
+            levels = blend(levels, mean_level(gray_levels(_channels(levels))), factor)
+        else:
+            levels = blend(levels, gray_levels(_channels(levels)) if of_gray else 0.0, factor)
     if parameters[GRAYSCALE]:
-        levels = gray_levels(levels)
+        levels = gray_levels(_channels(levels))
     weights = [int(weight) for weight in parameters[BLUR] if weight]
     if len(weights) > 1:
         levels = blur(levels, weights)
     if parameters[SOLARIZE]:
         levels = solarize_levels(levels)
     return levels if len(levels) == 3 else np.repeat(levels, 3, axis=0)
-
-
-def _apply_blends(levels: Float[np.ndarray, "3 H W"], numbers: Sequence[float]) -> Float[np.ndarray, "3 H W"]:
-    for start in range(0, len(numbers), len(NO_BLEND)):
-        factor, of_mean, of_gray = numbers[start : start + len(NO_BLEND)]
-        if factor != 1:
-            base: np.ndarray | float = gray_levels(levels) if of_gray else 0.0
-            levels = blend(levels, mean_level(gray_levels(levels)) if of_mean else base, factor)
-    return levels
 
 
 class Distortions(nn.Module):
@@ -338,21 +349,23 @@ class Distortions(nn.Module):
         """
         column = parameters[:, :, None, None, None].unbind(1)
         levels = torch.where(column[FLIP] > 0, pixels.flip(-1), pixels).to(torch.float32)
-        levels = self._blends(levels, column[BEFORE_HUE])
-        steps = column[HUE].to(torch.int32)
-        levels = torch.where(column[HUE] == NO_HUE, levels, shift_hue(levels, steps, self.hues))
-        levels = self._blends(levels, column[AFTER_HUE])
-        levels = torch.where(column[GRAYSCALE] > 0, gray_levels(levels), levels)
+        # One by one the channels are tensors of one shape, so a compiler joins all stages up to the contrast to one
+        # kernel, and all after it to another one.
+        channels = list(levels.split(1, dim=1))
+        for kind, factor, of_gray in zip(STAGES, column[FACTORS], column[OF_GRAY], strict=True):
+            if kind == "hue":
+                turned = shift_hue(channels, factor.to(torch.int32), self.hues)
+                unused = factor == UNUSED["hue"]
+                channels = [torch.where(unused, old, new) for old, new in zip(channels, turned, strict=True)]
+            else:
+                gray = gray_levels(channels)
+                base = mean_level(gray) if kind == "contrast" else of_gray * gray
+                channels = [blend(channel, base, factor) for channel in channels]
+        gray = gray_levels(channels)
+        levels = torch.cat([torch.where(column[GRAYSCALE] > 0, gray, channel) for channel in channels], dim=1)
         levels = blur(levels, [weight.to(torch.int32) for weight in column[BLUR]])
         levels = torch.where(column[SOLARIZE] > 0, solarize_levels(levels), levels)
         return normalize_levels(levels, self.mean, self.std)
-
-    def _blends(self, levels: Tensor, columns: Sequence[Tensor]) -> Tensor:
-        for start in range(0, len(columns), len(NO_BLEND)):
-            factor, of_mean, of_gray = columns[start : start + len(NO_BLEND)]
-            gray = gray_levels(levels)
-            levels = blend(levels, of_mean * mean_level(gray) + of_gray * gray, factor)
-        return levels
 
     def views(
         self, views: Sequence[UInt8[Tensor, "B 3 _ _"]], parameters: Float[Tensor, "S B _"]

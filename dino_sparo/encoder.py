@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dino_sparo.backbone import Backbone, create_backbone, layer_norm_eps
 from dino_sparo.choices import KEY_DIM, NUM_SLOTS, SLOT_DIM
-from dino_sparo.readout import ClassTokenReadout, ReadoutOutput
+from dino_sparo.readout import ReadoutOutput
 from dino_sparo.readout_table import ReadoutKind, ReadoutSizes, create_readout, readout_kind
 
 
@@ -107,6 +107,7 @@ class Encoder(nn.Module):
     Attributes:
         transform: one PIL image or a list of them -> their views (B, 3, img_size, img_size), normalised as the images
             of the training; only of an encoder that was loaded from a checkpoint.
+        is_vanilla: the encoding is the class token, so that there is no read-out beside the backbone.
     """
 
     transform: Callable[[Image.Image | Sequence[Image.Image]], Tensor]
@@ -116,16 +117,12 @@ class Encoder(nn.Module):
         self.backbone = backbone
         self.readout = readout
         self.config = config
+        self.is_vanilla = config.kind.reads_class_token_only
 
     @property
     def encoding_dim(self) -> int:
         """Width of the encoding: the read-out's, or D where the read-out has none."""
         return getattr(self.readout, "encoding_dim", self.backbone.embed_dim)
-
-    @property
-    def is_vanilla(self) -> bool:
-        """Whether the encoding is the class token, so that there is no read-out beside the backbone."""
-        return isinstance(self.readout, ClassTokenReadout)
 
     @property
     def summary(self) -> str:
@@ -145,7 +142,7 @@ class Encoder(nn.Module):
         Returns:
             (B, L*V); for a list the encodings of its members one below the other, in the list's order.
         """
-        return encode_crops(self.backbone, self.readout, images)
+        return encode_crops(self.backbone, self.readout, images, self.is_vanilla)
 
     def readout_output(self, images: Float[Tensor, "B C H W"]) -> ReadoutOutput:
         """Slots (B, L, V) and their attention (B, L, N) over the tokens."""
@@ -202,16 +199,15 @@ class Encoder(nn.Module):
 
 
 def encode_crops(
-    backbone: Backbone, readout: nn.Module, crops: Tensor | Sequence[Tensor]
+    backbone: Backbone, readout: nn.Module, crops: Tensor | Sequence[Tensor], class_token_only: bool = False
 ) -> Float[Tensor, "B encoding_dim"]:
     """Encode one batch or several, running neighbours of equal size together.
-
-    Where the class token is the encoding, no other token leaves the last block.
 
     Args:
         backbone: images -> tokens.
         readout: tokens -> slots.
         crops: (B, C, H, W), or a non-empty list of such batches.
+        class_token_only: the encoding is the class token: no other token leaves the last block.
 
     Returns:
         Encodings (total number of images, L*V), in the order of the list.
@@ -221,7 +217,7 @@ def encode_crops(
     if not crops:
         raise ValueError("no crops to encode: the list is empty")
     groups = [torch.cat(list(group)) for _, group in groupby(crops, key=lambda crop: crop.shape[-2:])]
-    if isinstance(readout, ClassTokenReadout):
+    if class_token_only:
         return torch.cat([backbone.class_tokens(images) for images in groups])
     return torch.cat([readout(backbone(images)).slots.flatten(1) for images in groups])
 
@@ -230,18 +226,9 @@ def create_encoder(
     arch: str = "vit_small",
     patch_size: int = 16,
     readout: str = "sparo",
-    num_slots: int = NUM_SLOTS,
-    slot_dim: int = SLOT_DIM,
-    key_dim: int = KEY_DIM,
-    group_size: int = 1,
-    img_size: int = 224,
+    *,
     drop_path_rate: float = 0.0,
-    in_chans: int = 3,
-    pre_norm: bool = False,
-    replace_block: bool | None = None,
-    quick_gelu: bool = False,
-    num_codes: int = 0,
-    code_dim: int = 0,
+    **settings: Any,
 ) -> Encoder:
     """Build an encoder with random weights.
 
@@ -252,39 +239,13 @@ def create_encoder(
         arch: a key of `backbone.ARCHITECTURES`.
         patch_size: P, pixels.
         readout: a key of `readout_table.READOUTS`.
-        num_slots: L, for `sparo`.
-        slot_dim: V, for `sparo`.
-        key_dim: A, for `sparo`.
-        group_size: G, slots that share a key, for `sparo`.
-        img_size: side in pixels of the images whose grid the position embedding stores; others are resampled.
         drop_path_rate: stochastic depth rate.
-        in_chans: number of image channels.
-        pre_norm: CLIP's vision transformer instead of DINO's; see `backbone.Backbone`.
-        replace_block: remove the last block; by default as the read-out declares.
-        quick_gelu: OpenAI's activation; see `backbone.Backbone`.
-        num_codes: number of codes, for `fdt`.
-        code_dim: M, for `fdt`.
+        settings: the other fields of `EncoderConfig`: num_slots, slot_dim, key_dim, img_size, in_chans, ...
 
     Raises:
         ValueError: an unknown name, or a size that does not fit; the message lists what does.
     """
-    config = EncoderConfig(
-        arch,
-        patch_size,
-        readout,
-        num_slots,
-        slot_dim,
-        key_dim,
-        group_size,
-        img_size,
-        in_chans,
-        pre_norm,
-        replace_block,
-        quick_gelu,
-        num_codes,
-        code_dim,
-    )
-    return encoder_from_config(config, drop_path_rate)
+    return encoder_from_config(EncoderConfig(arch, patch_size, readout, **settings), drop_path_rate)
 
 
 def encoder_from_config(
@@ -309,9 +270,9 @@ def encoder_from_config(
         config.arch,
         config.patch_size,
         config.img_size,
-        config.in_chans,
-        drop_path_rate,
         remove_blocks=int(config.replaces_block),
+        in_chans=config.in_chans,
+        drop_path_rate=drop_path_rate,
         pre_norm=config.pre_norm,
         quick_gelu=config.quick_gelu,
         final_norm=not kind.takes_raw_tokens,

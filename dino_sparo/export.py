@@ -25,20 +25,20 @@ from torch import Tensor, nn
 
 from dino_sparo.backbone import LAYER_NORM_EPS
 from dino_sparo.checkpoint import (
-    CHECKSUM_KEY,
     CheckpointError,
     clip_weights,
     encoder_description,
+    encoder_of,
     load_checkpoint,
     load_encoder,
     load_strictly,
     normalization_of,
-    weights_checksum,
 )
+from dino_sparo.checkpoint_file import CHECKSUM_KEY, weights_checksum
 from dino_sparo.choices import ARCHITECTURES
 from dino_sparo.crops import EvalTransform
 from dino_sparo.encoder import Encoder, encoder_from_config
-from dino_sparo.open_clip_names import open_clip_settings, to_open_clip_names
+from dino_sparo.open_clip_names import CLIP_FORMATS, open_clip_settings, to_open_clip_names
 from dino_sparo.runtime.logs import setup_logging
 from dino_sparo.runtime.records import file_sha256, versions, write_json
 
@@ -108,19 +108,25 @@ def export(
     if format not in WRITERS | CLIP_FORMATS:
         raise ValueError(f"unknown export format {format!r}; choose one of {sorted(WRITERS | CLIP_FORMATS)}")
     Path(out).parent.mkdir(parents=True, exist_ok=True)
-    if format in CLIP_FORMATS or (format == "safetensors" and "clip" in load_checkpoint(checkpoint)):
+    content = load_checkpoint(checkpoint)
+    if format in CLIP_FORMATS or (format == "safetensors" and "clip" in content):
         if img_size is not None:
             raise ValueError(f"img_size={img_size}: both towers of a CLIP are written as they are, at its own size")
-        written = _write_clip(Path(checkpoint), str(out), format)
+        written = _write_clip(content, Path(checkpoint), str(out), format)
         logger.info("both towers of %s as %s: %s", checkpoint, format, written)
         return written
-    encoder = load_encoder(checkpoint, which, arch, patch_size)
+    encoder = encoder_of(content, str(checkpoint), which, arch, patch_size)
     if quick_gelu and not encoder.config.quick_gelu:
         weights, encoder = encoder.state_dict(), encoder_from_config(replace(encoder.config, quick_gelu=True)).eval()
         load_strictly(encoder, weights, str(checkpoint))
     if img_size is not None:
         encoder = resized(encoder, img_size)
-    record = _record(encoder, Path(checkpoint), which)
+    record = {
+        "encoder": encoder_description(encoder.config, *normalization_of(content)),
+        **_origin(content, Path(checkpoint)),
+        # Raw weights hold one network, whatever the option says; an export says which it was.
+        "checkpoint_key": which if which in content else content.get("checkpoint_key"),
+    }
     written = WRITERS[format](encoder, str(out), record)
     logger.info("%s of %s as %s: %s", record["checkpoint_key"] or "encoder", checkpoint, format, written)
     return written
@@ -151,17 +157,6 @@ def resized(encoder: Encoder, img_size: int) -> Encoder:
     positions = encoder.backbone.position_embedding(img_size, img_size).detach()
     load_strictly(other, {**encoder.state_dict(), "backbone.pos_embed": positions}, "the encoder")
     return other.eval()
-
-
-def _record(encoder: Encoder, checkpoint: Path, which: str) -> dict[str, Any]:
-    """What the JSON file says: how the encoder was built, and where it comes from."""
-    content = load_checkpoint(checkpoint)
-    return {
-        "encoder": encoder_description(encoder.config, *normalization_of(content)),
-        **_origin(content, checkpoint),
-        # Raw weights hold one network, whatever the option says; an export says which it was.
-        "checkpoint_key": which if which in content else content.get("checkpoint_key"),
-    }
 
 
 def _origin(content: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
@@ -341,18 +336,13 @@ WRITERS: dict[str, Callable[[Encoder, str, dict[str, Any]], Path]] = {
 }
 
 
-# For a whole CLIP: which of its read-outs each has.
-CLIP_FORMATS: dict[str, tuple[str, ...]] = {"open_clip": ("cls",), "sparo_clip": ("sparo", "linear", "cls")}
-
-
-def _write_clip(checkpoint: Path, out: str, format: str) -> Path:
+def _write_clip(content: dict[str, Any], checkpoint: Path, out: str, format: str) -> Path:
     """Both towers of a CLIP.
 
     safetensors  OUT.safetensors with our names, and OUT.json; `clip.load_clip` reads them
     open_clip    a folder for `open_clip.create_model_and_transforms("local-dir:OUT")`
     sparo_clip   likewise, with sparo-clip's names; "model_cfg" are the arguments of its `CLIP`
     """
-    content = load_checkpoint(checkpoint)
     entry = content.get("clip")
     if entry is None:
         raise ValueError(

@@ -119,9 +119,7 @@ def check_same_activation(checkpoint: Mapping[str, Any], quick_gelu: bool, sourc
     Raises:
         CheckpointError: they were.
     """
-    description = image_text_entry(checkpoint)
-    if description is None:
-        description = checkpoint.get("encoder")
+    description = image_text_entry(checkpoint) or checkpoint.get("encoder")
     if description is None:
         return
     if {**description.get("image", {}), **description}.get("quick_gelu", False) != quick_gelu:

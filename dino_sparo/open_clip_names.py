@@ -53,6 +53,8 @@ ENDS = {
         for ours, theirs in (("queries", "q_emb"), ("key_proj.", "k."), ("value_proj.", "proj."))
     },
 }
+# Format of a whole CLIP -> which of these ends it has.
+CLIP_FORMATS: dict[str, tuple[str, ...]] = {"open_clip": ("cls",), "sparo_clip": tuple(ENDS)}
 # Stored as (D, M), to be multiplied with from the left.
 TRANSPOSED = {"visual.proj", "text_projection"}
 # Constants that OpenAI's and older OpenCLIP's state dicts hold beside their weights.

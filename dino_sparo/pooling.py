@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from dino_sparo.choices import CrossAttentionKind
-from dino_sparo.readout import ReadoutOutput
+from dino_sparo.readout import ReadoutOutput, require_positive
 from dino_sparo.runtime.extras import require
 
 
@@ -41,30 +41,25 @@ class CrossAttentionReadout(nn.Module):
         key_dim: A, width of keys, queries and values.
         kind: which of the steps are slot-wise.
 
+    Attributes:
+        encoding_dim: width of the slots side by side, L*V.
+
     Raises:
         ValueError: a size is not positive.
     """
 
     def __init__(self, embed_dim: int, num_slots: int, slot_dim: int, key_dim: int, kind: CrossAttentionKind) -> None:
         super().__init__()
-        sizes = {"embed_dim": embed_dim, "num_slots": num_slots, "slot_dim": slot_dim, "key_dim": key_dim}
-        for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{name}={size} is not a valid size for a read-out; give a positive integer")
+        require_positive("a read-out", embed_dim=embed_dim, num_slots=num_slots, slot_dim=slot_dim, key_dim=key_dim)
         self.num_slots, self.slot_dim, self.key_dim, self.kind = num_slots, slot_dim, key_dim, kind
-        width = num_slots * key_dim
+        self.encoding_dim, width = num_slots * slot_dim, num_slots * key_dim
         self.queries = nn.Parameter(torch.empty(num_slots, key_dim))
         self.key_proj = nn.Linear(embed_dim, width, bias=False)
         self.value_proj = nn.Linear(embed_dim, width)
         self.out_proj = nn.Identity() if kind.separate_heads else nn.Linear(width, width)
         self.norm = nn.LayerNorm(key_dim if kind.slotwise_norm else width)
-        self.proj = nn.Linear(key_dim, slot_dim) if kind.slotwise_projection else nn.Linear(width, num_slots * slot_dim)
+        self.proj = nn.Linear(key_dim, slot_dim) if kind.slotwise_projection else nn.Linear(width, self.encoding_dim)
         self.reset_parameters()
-
-    @property
-    def encoding_dim(self) -> int:
-        """Width of the slots side by side, L*V."""
-        return self.num_slots * self.slot_dim
 
     def reset_parameters(self) -> None:
         """Draw the weights anew."""
@@ -130,11 +125,7 @@ class CodebookReadout(nn.Module):
     temperature = 1000.0
 
     def __init__(
-        self,
-        embed_dim: int,
-        codebook: nn.Parameter,
-        num_prefix_tokens: int = 0,
-        context_length: int | None = None,
+        self, embed_dim: int, codebook: nn.Parameter, num_prefix_tokens: int = 0, context_length: int | None = None
     ) -> None:
         super().__init__()
         self.encoding_dim = code_dim = codebook.shape[1]

@@ -27,6 +27,21 @@ class ReadoutOutput:
     attention: Float[Tensor, "B L N"]
 
 
+def require_positive(module: str, **sizes: int) -> None:
+    """Refuse sizes below one.
+
+    Args:
+        module: what is built with them.
+        sizes: by name.
+
+    Raises:
+        ValueError: names the first of them.
+    """
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name}={size} is not a valid size for {module}; give a positive integer")
+
+
 class Sparo(nn.Module):
     """Separate-head attention read-out: L single-head attentions with learned queries.
 
@@ -55,22 +70,18 @@ class Sparo(nn.Module):
         key_dim: A, width of keys and queries.
         group_size: G, number of neighbouring slots that share a key projection; divides L.
 
+    Attributes:
+        encoding_dim: width of the slots side by side, L*V.
+
     Raises:
         ValueError: a size is not positive, or `group_size` does not divide `num_slots`.
     """
 
     def __init__(self, embed_dim: int, num_slots: int, slot_dim: int, key_dim: int, group_size: int = 1) -> None:
         super().__init__()
-        sizes = {
-            "embed_dim": embed_dim,
-            "num_slots": num_slots,
-            "slot_dim": slot_dim,
-            "key_dim": key_dim,
-            "group_size": group_size,
-        }
-        for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{name}={size} is not a valid size for SPARO; give a positive integer")
+        require_positive(
+            "SPARO", embed_dim=embed_dim, num_slots=num_slots, slot_dim=slot_dim, key_dim=key_dim, group_size=group_size
+        )
         if num_slots % group_size:
             divisors = [g for g in range(1, num_slots + 1) if num_slots % g == 0]
             raise ValueError(
@@ -79,15 +90,11 @@ class Sparo(nn.Module):
             )
         self.embed_dim, self.num_slots, self.slot_dim = embed_dim, num_slots, slot_dim
         self.key_dim, self.group_size = key_dim, group_size
+        self.encoding_dim = num_slots * slot_dim
         self.queries = nn.Parameter(torch.empty(num_slots, key_dim))
         self.key_proj = nn.Linear(embed_dim, num_slots // group_size * key_dim)
         self.value_proj = nn.Linear(key_dim, slot_dim)
         self.reset_parameters()
-
-    @property
-    def encoding_dim(self) -> int:
-        """Width of the slots side by side, L*V."""
-        return self.num_slots * self.slot_dim
 
     def reset_parameters(self) -> None:
         """Draw the weights anew, as the paper's listing does (appendix 0.A)."""

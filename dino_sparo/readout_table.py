@@ -13,13 +13,7 @@ from torch import nn
 
 from dino_sparo.choices import CROSS_ATTENTION, KEY_DIM, NUM_SLOTS, SLOT_DIM, CrossAttentionKind
 from dino_sparo.pooling import CodebookReadout, CrossAttentionReadout
-from dino_sparo.readout import (
-    AveragePoolReadout,
-    AverageThenNormReadout,
-    ClassTokenReadout,
-    EndTokenReadout,
-    Sparo,
-)
+from dino_sparo.readout import AveragePoolReadout, AverageThenNormReadout, ClassTokenReadout, EndTokenReadout, Sparo
 
 
 @dataclass(frozen=True)
@@ -64,6 +58,7 @@ class ReadoutKind:
         has_slots: it gives L slots of width V; otherwise one slot.
         normalized_per_slot: CLIP normalises every slot by itself, not the encoding as a whole.
         reads_captions_only: it needs a caption's end token.
+        reads_class_token_only: the encoding is the class token, so the last block computes no other token.
         shows: what one of its maps is: "slot", "head" (of the last block, where it has no attention of its own) or
             "average" (the same map for every image).
     """
@@ -75,6 +70,7 @@ class ReadoutKind:
     has_slots: bool = False
     normalized_per_slot: bool = False
     reads_captions_only: bool = False
+    reads_class_token_only: bool = False
     shows: str = "slot"
 
 
@@ -99,7 +95,7 @@ def _codes(sizes: ReadoutSizes, competes_with_padding: bool) -> nn.Module:
 
 READOUTS: dict[str, ReadoutKind] = {
     "sparo": ReadoutKind(_sparo, replaces_block=True, has_slots=True, normalized_per_slot=True),
-    "cls": ReadoutKind(lambda sizes: ClassTokenReadout(), shows="head"),
+    "cls": ReadoutKind(lambda sizes: ClassTokenReadout(), reads_class_token_only=True, shows="head"),
     "gap": ReadoutKind(lambda sizes: AveragePoolReadout(), shows="average"),
     "gap_then_norm": ReadoutKind(
         lambda sizes: AverageThenNormReadout(sizes.embed_dim, sizes.norm_eps), takes_raw_tokens=True, shows="average"

@@ -36,6 +36,8 @@ DEFAULT_IMAGE_SIZE = 64
 # Below this the texture of a large object has a period of less than two pixels and cannot be recognised. That
 # of a small object needs about 48 px.
 MIN_IMAGE_SIZE = 24
+# Bytes of drawn scenes that are kept, by all processes of a loader together.
+CACHE_BYTES = 2**28
 # The stream of random numbers of a split; a scene of one split is never drawn again in the other.
 SPLITS: dict[str, int] = {"train": 0, "val": 1}
 
@@ -340,7 +342,8 @@ class Scenes:
     """The built-in procedural images, an `ImageSource` that draws each image when it is read.
 
     Scene i is a pure function of (seed, split, i): the same in every process, whatever was read before, and whatever
-    `num_images` is, so a short list of scenes is the beginning of a long one. Its class is i modulo the number of
+    `num_images` is, so a short list of scenes is the beginning of a long one. Drawing takes a millisecond, so a process
+    keeps what it has drawn for the next epoch, as far as CACHE_BYTES allow. Its class is i modulo the number of
     shapes, so that any run of consecutive scenes is balanced.
 
     Args:
@@ -382,14 +385,20 @@ class Scenes:
         self.name = f"scenes {split} ({image_size} px, seed {seed})"
         self.classes: list[str] | None = list(SHAPES)
         self.labels: np.ndarray | None = np.arange(num_images, dtype=np.int64) % len(SHAPES)
+        self._drawn: dict[int, Image.Image] = {}
 
     def __len__(self) -> int:
         return self.num_images
 
     def read(self, index: int) -> Image.Image:
         """Draw scene `index`: an RGB image, 8 bit, (image_size, image_size)."""
-        rng = self._rng(index)
-        return draw_scene(_sample_graph(rng, index % len(SHAPES), self.ties), rng, self.image_size)
+        if index not in self._drawn:
+            rng = self._rng(index)
+            picture = draw_scene(_sample_graph(rng, index % len(SHAPES), self.ties), rng, self.image_size)
+            if (len(self._drawn) + 1) * 3 * self.image_size**2 > CACHE_BYTES // _processes_of_the_loader():
+                return picture
+            self._drawn[index] = picture
+        return self._drawn[index].copy()
 
     def location(self, index: int) -> str:
         """Where the image comes from, for logs and errors."""
@@ -413,6 +422,13 @@ class Scenes:
         if not 0 <= index < self.num_images:
             raise IndexError(f"scene {index} does not exist; {self.name} has {self.num_images} scenes, from 0")
         return np.random.default_rng([self.seed, SPLITS[self.split], index])
+
+
+def _processes_of_the_loader() -> int:
+    from torch.utils.data import get_worker_info  # late: commands print their help without torch
+
+    worker = get_worker_info()
+    return 1 if worker is None else worker.num_workers
 
 
 def names_scenes(data_path: str) -> bool:

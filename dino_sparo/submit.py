@@ -1,10 +1,10 @@
-"""Submit a training run to Slurm, one task per GPU, requeued when it is preempted, at its time limit and after faults.
+"""A training -> a Slurm job, requeued when it is preempted, at its time limit and after faults.
 
-    python run_with_submitit.py --nodes 1 --ngpus 8 --partition gpu --timeout_min 2800 \\
+    dino-sparo submit --nodes 1 --ngpus 8 --partition gpu --timeout_min 2800 \\
         --data_path imagenet/train --output_dir runs/vits16
 
-Takes every option of the trainer (`--module`, by default `main_dino.py`) and a few of Slurm's. When Slurm
-preempts the job, it saves between two steps, is requeued under the same number, and goes on from the same step.
+The job has one task per GPU. The command takes every option of the trainer (`--module`) and a few of Slurm's. When
+Slurm preempts the job, it saves between two steps, is requeued under the same number, and goes on from the same step.
 """
 
 import argparse
@@ -133,11 +133,9 @@ def get_submission_parser(module: str = "main_dino", prog: str = "dino-sparo sub
     """
     # Of the options alone, which import no torch, so that --help is fast.
     options = importlib.import_module(f"dino_sparo.{OBJECTIVES[module]}.options")
+    description = str(__doc__).replace("dino-sparo submit", prog)
     parser = argparse.ArgumentParser(
-        prog,
-        parents=[options.get_args_parser()],
-        description=__doc__,
-        formatter_class=HelpFormatter,
+        prog, parents=[options.get_args_parser()], description=description, formatter_class=HelpFormatter
     )
     group = parser.add_argument_group("Slurm job")
     _add_module_option(group)
@@ -307,17 +305,16 @@ def submit(args: argparse.Namespace) -> submitit.Job:
         RuntimeError: there is no Slurm here.
         submitit.core.utils.FailedJobError: Slurm refused the job.
     """
-    folder = job_folder(args)
+    folder, parameters, cluster = job_folder(args), job_parameters(args), "slurm"
     if args.local:
         folder = Path(str(folder).replace("%j", "local"))  # its number is not known before it runs
-        executor = submitit.AutoExecutor(folder=folder, cluster="local", local_max_num_timeout=args.max_requeues)
-        executor.update_parameters(**job_parameters(args))
+        cluster = "local"
     else:
-        executor = submitit.AutoExecutor(folder=folder, cluster="slurm", slurm_max_num_timeout=args.max_requeues)
-        specific = {f"slurm_{name}": value for name, value in slurm_parameters(args).items()}
-        executor.update_parameters(**job_parameters(args), **specific)
-    job = executor.submit(Trainer(args))
-    return job
+        parameters |= {f"slurm_{name}": value for name, value in slurm_parameters(args).items()}
+    requeues = {f"{cluster}_max_num_timeout": args.max_requeues}
+    executor = submitit.AutoExecutor(folder=folder, cluster=cluster, **requeues)
+    executor.update_parameters(**parameters)
+    return executor.submit(Trainer(args))
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "dino-sparo submit") -> None:
@@ -336,14 +333,11 @@ def main(argv: Sequence[str] | None = None, prog: str = "dino-sparo submit") -> 
         check_submission(args)
         trainer_of(module).check_options(args)
         if args.dry_run:
-            script = batch_script(args)
-        else:
-            job = submit(args)
+            say(batch_script(args))
+            return
+        job = submit(args)
     except (ValueError, OSError, RuntimeError, submitit.core.utils.FailedJobError) as error:
         raise SystemExit(f"not submitted: {error}") from error
-    if args.dry_run:
-        say(script)
-        return
     say(f"job {job.job_id}\noutput {job.paths.stdout}\nlog    {job.paths.stderr}")
     say(f"follow it with: tail -F {shlex.quote(str(job.paths.stderr))}")
     if args.local:

@@ -39,10 +39,12 @@ def main(argv: Sequence[str] | None = None) -> str:
         The tables.
     """
     args = get_args_parser().parse_args(argv)
+    if args.epochs is not None:
+        STUDIES[args.name] = STUDIES[args.name].with_epochs(args.epochs)
     with errors_in_one_line(logger):
         if not args.report:
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the runs are ended too
-            make_runs(args.name, args.data_path, args.output_dir, args.results, args.jobs, args.epochs)
+            make_runs(args.name, args.data_path, args.output_dir, args.results, args.jobs)
         tables = report(args.name, args.results)
         args.output_dir.mkdir(parents=True, exist_ok=True)
         picture = args.output_dir / f"{args.name}.png"

@@ -1,7 +1,7 @@
 """What each study compares: the variants, their recipe, the seeds, the learning rates, and the scores."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ class Study:
         command: that trains.
         variants: name -> the options that are its own.
         baseline: the variant that the others are compared with.
+        controls: name -> (variant, score of a table -> which other score of that variant stands for it).
         recipe: the options that all variants share; the budget is among them.
         seeds: one run of each variant for each.
         learning_rates: from which each variant takes the best one.
@@ -61,18 +62,31 @@ class Study:
     choice: str
     prepare: Callable[[str | None, Path, RunCommand], tuple[str, str]]
     evaluate: Callable[[Trained, RunCommand], Scores]
+    controls: Mapping[str, tuple[str, Mapping[str, str]]] = field(default_factory=dict)
+
+    def options(self, variant: str, lr: float, seed: int) -> dict[str, str]:
+        """All options of a run but for its images and its folder."""
+        options = {**self.recipe, **self.variants[variant], "lr": lr, "seed": seed, "device": "cpu"}
+        return {name: str(value) for name, value in options.items() if name != "data_path"}
+
+    def with_epochs(self, epochs: int) -> "Study":
+        """The same study, shorter or longer."""
+        return replace(self, recipe={**self.recipe, "epochs": epochs})
 
 
 # The seed of the runs that choose the learning rate; it is none of the reported ones.
 CHOICE_SEED = 100
+ENCODING_PROBE = "linear probe, encoding alone"
 WIDTH_CONTROL = "20-NN, 4 blocks"
+# The class tokens of four blocks of `cls` are as wide as SPARO's encoding in these recipes: 512 numbers.
+WIDE_CLS = {"cls, 4 blocks": ("cls", {"20-NN": WIDTH_CONTROL, ENCODING_PROBE: "linear probe"})}
 
 
 def dino_scores(trained: Trained, run: RunCommand, img_size: int = 32) -> Scores:
-    """20-NN and linear probe, of the trained encoder and of one that was only initialised.
+    """20-NN and linear probes, of the trained encoder and of one that was only initialised.
 
-    The class tokens of the last four blocks of `cls` are as wide as SPARO's encoding in these recipes, so they tell
-    whether width alone explains a difference in 20-NN. (The linear probe reads four blocks of every encoder.)
+    The paper's probe reads four layers of every encoder, which are not equally wide; the other one reads the encoding
+    alone. `WIDE_CLS` compares the class tokens of four blocks of `cls` with SPARO's encoding.
     """
     shared = option_words({"pretrained_weights": trained.folder / "checkpoint.pth", "data_path": trained.data})
     shared += option_words({"device": "cpu", "seed": trained.seed, "num_workers": 1, "img_size": img_size})
@@ -81,7 +95,11 @@ def dino_scores(trained: Trained, run: RunCommand, img_size: int = 32) -> Scores
         def knn(*words: str) -> float:
             return float(run("knn", [*shared, *state, *words, "--nb_knn", "20"])["results"][0]["top1"])
 
-        found = {"20-NN": knn(), "linear probe": run("linear", [*shared, *state, *PROBE])["best"]["top1"]}
+        def probe(*words: str) -> float:
+            return float(run("linear", [*shared, *state, *PROBE, *words])["best"]["top1"])
+
+        alone = option_words({"n_last_blocks": 1, "output_dir": trained.folder / "encoding_alone"})
+        found = {"20-NN": knn(), "linear probe": probe(), ENCODING_PROBE: probe(*alone)}
         return {**found, WIDTH_CONTROL: knn("--n_last_blocks", "4")} if trained.variant == "cls" else found
 
     return {"untrained": scores(["--untrained"]), "trained": scores([])}
@@ -147,6 +165,7 @@ STUDIES = {
         choice="20-NN of the last epoch, where 4,000 training images vote on 1,000 other training images",
         prepare=_built_in("scenes:10000:48", "scenes:4000:48"),
         evaluate=dino_scores,
+        controls=WIDE_CLS,
     ),
     "cifar10": Study(
         question="DINO on CIFAR-10 photographs: read-outs cls, gap and sparo",
@@ -161,6 +180,7 @@ STUDIES = {
         choice="20-NN of the last epoch, where 4,000 training images vote on 1,000 other training images",
         prepare=_photographs,
         evaluate=dino_scores,
+        controls=WIDE_CLS,
     ),
     "slots": Study(
         question="DINO + SPARO on the built-in scenes: number L and width V of the slots",

@@ -6,30 +6,45 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dino_sparo.clip.slots.plots import colour_of
-from dino_sparo.evaluation.plots import panels
+from dino_sparo.evaluation.plots import colour_of, panels
 from studies.plans import STUDIES
 from studies.runs import Run, choosing_runs, chosen_rates, reported_runs
 
 # Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom.
 T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
-Results = Mapping[str, Mapping[int, dict[str, Any]]]  # variant -> seed -> result
+Results = Mapping[str, Mapping[int, dict[str, Any]]]  # variant or control -> seed -> result
 
 
 def finished(name: str, results: Path) -> Results:
-    """The reported runs that are finished.
+    """The reported runs that are finished, each control behind its variant.
 
     Args:
         name: of the study.
         results: folder of all studies' results.
     """
-    found: dict[str, dict[int, dict[str, Any]]] = {variant: {} for variant in STUDIES[name].variants}
+    study = STUDIES[name]
+    of_variant: dict[str, dict[int, dict[str, Any]]] = {variant: {} for variant in study.variants}
     for run in reported_runs(name, results):
         result = run.result(results)
         if result is not None:
-            found[run.variant][run.seed] = result
+            of_variant[run.variant][run.seed] = result
+    found: dict[str, dict[int, dict[str, Any]]] = {}
+    for variant, by_seed in of_variant.items():
+        found[variant] = by_seed
+        for control, (controlled, other_scores) in study.controls.items():
+            if controlled == variant:
+                found[control] = {seed: _with_other_scores(result, other_scores) for seed, result in by_seed.items()}
     return found
+
+
+def _with_other_scores(result: dict[str, Any], other_scores: Mapping[str, str]) -> dict[str, Any]:
+    """The same run with other scores in the columns of the tables."""
+    scores = {
+        state: {column: own[score] for column, score in other_scores.items() if score in own}
+        for state, own in result["scores"].items()
+    }
+    return {**result, "scores": scores}
 
 
 def mean_and_deviation(values: Sequence[float]) -> str:
@@ -58,11 +73,33 @@ def report(name: str, results: Path) -> str:
         name: of the study.
         results: folder of all studies' results.
     """
-    found = finished(name, results)
-    parts = [f"**{STUDIES[name].question}**", choice_table(name, results)]
+    study, found = STUDIES[name], finished(name, results)
+    parts = [f"**{study.question}**", choice_table(name, results), choice_note(name, results)]
     if any(found.values()):
-        parts += [summary_table(found), difference_table(STUDIES[name].baseline, found), seed_table(found)]
+        pairs = [(variant, study.baseline) for variant in found if variant != study.baseline]
+        pairs += [(variant, control) for control in study.controls for variant in study.variants]
+        pairs = [(one, other) for one, other in pairs if one != study.baseline]
+        parts += [summary_table(found), difference_table(found, pairs), gain_table(found), seed_table(found)]
+        parts.append(origin(name, results))
     return "\n\n".join(part for part in parts if part)
+
+
+def origin(name: str, results: Path) -> str:
+    """The code that the runs were made with, and the processor time of all trainings.
+
+    Args:
+        name: of the study.
+        results: folder of all studies' results.
+    """
+    runs = choosing_runs(name) + reported_runs(name, results)
+    made = [result for run in runs if (result := run.result(results)) is not None]
+    seconds = [result["training_processor_s"] for result in made if result["training_processor_s"] is not None]
+    commits = ", ".join(sorted({str(result["commit"])[:7] for result in made}))
+    versions = ", ".join(sorted({result["torch"] for result in made}))
+    return (
+        f"{len(made)} of {len(runs)} runs are made, with commit {commits} and torch {versions}; the trainings of "
+        f"{len(seconds)} of them took {sum(seconds) / 3600:.1f} processor hours."
+    )
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -86,11 +123,33 @@ def choice_table(name: str, results: Path) -> str:
     return markdown(["learning rate", *(f"{lr:g}" for lr in study.learning_rates)], rows)
 
 
+def choice_note(name: str, results: Path) -> str:
+    """Chosen learning rates at an end of the grid, beyond which a better one may lie, and those chosen from a tie.
+
+    Args:
+        name: of the study.
+        results: folder of all studies' results.
+    """
+    study, notes = STUDIES[name], []
+    for variant, lr in chosen_rates(name, results).items() if len(study.learning_rates) > 1 else ():
+        values = [
+            study.choose(result["epochs"][-1])
+            for run in choosing_runs(name)
+            if run.variant == variant and (result := run.result(results)) is not None
+        ]
+        if values.count(max(values)) > 1:
+            notes.append(f"{variant}: a tie, the smaller rate is taken")
+        elif lr in (min(study.learning_rates), max(study.learning_rates)):
+            end = "smallest" if lr == min(study.learning_rates) else "largest"
+            notes.append(f"{variant}: the {end} rate is chosen, a better one may lie beyond")
+    return "; ".join(notes).capitalize() + "." if notes else ""
+
+
 Column = tuple[str, str]  # state of the weights, score
 
 
 def _columns(found: Results) -> list[Column]:
-    """All scores of all runs: one after the other, each with its states."""
+    """All scores that several rows have: one after the other, each with its states."""
     columns = [
         (state, score)
         for by_seed in found.values()
@@ -99,7 +158,9 @@ def _columns(found: Results) -> list[Column]:
         for score in scores
     ]
     order = list(dict.fromkeys(score for _, score in columns))
-    return sorted(dict.fromkeys(columns), key=lambda column: order.index(column[1]))
+    rows = {column: sum(bool(_values(by_seed, column)) for by_seed in found.values()) for column in columns}
+    common = [column for column, count in rows.items() if count > 1 or len(found) == 1]
+    return sorted(common, key=lambda column: order.index(column[1]))
 
 
 def _values(by_seed: Mapping[int, dict[str, Any]], column: Column) -> dict[int, float]:
@@ -116,7 +177,7 @@ def _titles(columns: Sequence[Column]) -> list[str]:
 
 
 def summary_table(found: Results) -> str:
-    """Mean ± standard deviation of every score; parameters of the encoder, minutes of training.
+    """Mean ± standard deviation of every score; parameters of the encoder, minutes of a processor for the training.
 
     Args:
         found: the runs that are finished.
@@ -127,28 +188,50 @@ def summary_table(found: Results) -> str:
         runs = list(by_seed.values())
         if runs:
             cells = [list(_values(by_seed, column).values()) for column in columns]
-            minutes = mean_and_deviation([run["training_s"] / 60 for run in runs])
+            seconds = [run["training_processor_s"] for run in runs]
+            minutes = [one / 60 for one in seconds if one is not None]  # a run that was cut off has none
             scores = [mean_and_deviation(cell) if cell else "" for cell in cells]
-            rows.append([variant, str(len(runs)), *scores, f"{runs[0]['encoder_parameters']:,}", minutes])
-    return markdown(["", "seeds", *_titles(columns), "encoder's parameters", "training, minutes"], rows)
+            rows.append([variant, str(len(runs)), *scores])
+            rows[-1] += [f"{runs[0][key]:,}" for key in ("encoder_parameters", "trained_parameters")]
+            rows[-1].append(mean_and_deviation(minutes) if minutes else "")
+    sizes = ["parameters of the encoder", "of all that is trained", "training, processor minutes"]
+    return markdown(["", "seeds", *_titles(columns), *sizes], rows)
 
 
-def difference_table(baseline: str, found: Results) -> str:
-    """Differences to the baseline, seed by seed: mean and 95 % interval.
+def _differences(one: Mapping[int, float], other: Mapping[int, float]) -> list[float]:
+    """Seed by seed, of the seeds that both have."""
+    return [value - other[seed] for seed, value in one.items() if seed in other]
+
+
+def difference_table(found: Results, pairs: Sequence[tuple[str, str]]) -> str:
+    """Differences of rows, seed by seed: mean and 95 % interval.
 
     Args:
-        baseline: the variant that is subtracted.
         found: the runs that are finished.
+        pairs: the second is subtracted from the first.
     """
     columns, rows = _columns(found), []
-    for variant, by_seed in found.items():
-        cells = []
-        for column in columns:
-            theirs = _values(found[baseline], column)
-            cells.append([value - theirs[seed] for seed, value in _values(by_seed, column).items() if seed in theirs])
-        if variant != baseline and any(cells):
-            rows.append([f"{variant} - {baseline}", *(t_interval(cell) if cell else "" for cell in cells)])
+    for one, other in pairs:
+        cells = [_differences(_values(found[one], column), _values(found[other], column)) for column in columns]
+        if any(cells):
+            rows.append([f"{one} - {other}", *(t_interval(cell) if cell else "" for cell in cells)])
     return markdown(["difference [95 % interval]", *_titles(columns)], rows) if rows else ""
+
+
+def gain_table(found: Results) -> str:
+    """What training adds to the same initialisation: trained minus untrained, mean and 95 % interval.
+
+    Args:
+        found: the runs that are finished.
+    """
+    scores = [score for state, score in _columns(found) if state == "untrained"]
+    rows = []
+    for variant, by_seed in found.items():
+        states = ((_values(by_seed, (state, score)) for state in ("trained", "untrained")) for score in scores)
+        cells = [_differences(*pair) for pair in states]
+        if any(cells):
+            rows.append([variant, *(t_interval(cell) if cell else "" for cell in cells)])
+    return markdown(["trained - untrained [95 % interval]", *scores], rows) if rows else ""
 
 
 def seed_table(found: Results) -> str:
@@ -193,14 +276,17 @@ def draw(name: str, results: Path, path: Path) -> None:
         for number, (variant, by_seed) in enumerate(found.items()):
             colour = colour_of(number, len(found))
             for axis, key in zip(axes, curves, strict=False):
-                _draw_curves(axis, by_seed, key, colour, variant)
+                if variant in STUDIES[name].variants:
+                    _draw_curves(axis, by_seed, key, colour, variant)
             for at, score in enumerate(scores):
                 where = at + (number - (len(found) - 1) / 2) * 0.8 / len(found)
                 _draw_score(axes[-1], by_seed, score, colour, where)
-        axes[0].legend(frameon=False)
-        axes[-1].set_xticks(range(len(scores)), [score.replace(" ", "\n", 1) for score in scores])
+            axes[-1].plot([], [], "o", color=colour, markersize=4, label=variant)
+        axes[-1].legend(frameon=False, fontsize=8)
+        axes[-1].set_xticks(range(len(scores)), [score.replace(" ", "\n") for score in scores], fontsize=8)
         axes[-1].set(ylabel="accuracy, %")
-        axes[-1].set_title("hollow: untrained, filled: trained", fontsize=9, loc="left")
+        if any(state == "untrained" for state, _ in _columns(found)):
+            axes[-1].set_title("hollow: untrained, filled: trained", fontsize=9, loc="left")
 
 
 def _draw_curves(axis: Any, by_seed: Mapping[int, dict[str, Any]], key: str, colour: str, variant: str) -> None:

@@ -2,16 +2,19 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.demos import option_words
+from dino_sparo.runtime.records import differences, git_hash, write_json
 from studies.plans import CHOICE_SEED, STUDIES, Study, Trained
 
 RESULTS = Path(__file__).parent / "results"
@@ -43,14 +46,30 @@ class Run:
         """Whether it is one of the runs that choose the learning rate, which are not evaluated."""
         return self.seed == CHOICE_SEED
 
+    @property
+    def options(self) -> dict[str, str]:
+        """Of the training command, but for images and folder."""
+        return STUDIES[self.study].options(self.variant, self.lr, self.seed)
+
     def result(self, results: Path) -> dict[str, Any] | None:
         """What it found; None before it is finished.
 
         Args:
             results: folder of all studies' results.
+
+        Raises:
+            ValueError: it was made with another recipe.
         """
         path = results / self.study / f"{self.name}.json"
-        return json.loads(path.read_text()) if path.exists() else None
+        if not path.exists():
+            return None
+        result: dict[str, Any] = json.loads(path.read_text())
+        changed = differences(result["options"], self.options, "then", "now")
+        if changed:
+            raise ValueError(
+                f"{path} was made with another recipe ({'; '.join(changed)}); delete it, or give another --results"
+            )
+        return result
 
 
 def choosing_runs(name: str) -> list[Run]:
@@ -81,7 +100,7 @@ def reported_runs(name: str, results: Path) -> list[Run]:
     return [Run(name, variant, lr, seed) for seed in STUDIES[name].seeds for variant, lr in chosen.items()]
 
 
-def make_runs(name: str, data_path: str | None, output_dir: Path, results: Path, jobs: int, epochs: int | None) -> None:
+def make_runs(name: str, data_path: str | None, output_dir: Path, results: Path, jobs: int) -> None:
     """Make all runs of a study that have no result: first those that choose the learning rate.
 
     Args:
@@ -90,27 +109,23 @@ def make_runs(name: str, data_path: str | None, output_dir: Path, results: Path,
         output_dir: of checkpoints and logs.
         results: folder of all studies' results.
         jobs: runs at a time, with one thread each.
-        epochs: instead of the recipe's, to try it out.
     """
     from dino_sparo.__main__ import run
 
     folder = output_dir / name
     folder.mkdir(parents=True, exist_ok=True)
     train, evaluated = STUDIES[name].prepare(data_path, folder, run)
-    changes = {"data_path": train, **({} if epochs is None else {"epochs": epochs})}
-    for stage in (choosing_runs(name), None):
-        runs = reported_runs(name, results) if stage is None else stage
-        start_runs([one for one in runs if one.result(results) is None], changes, folder, evaluated, results, jobs)
+    for runs_of in (choosing_runs, partial(reported_runs, results=results)):  # the first choose the others' rates
+        missing = [one for one in runs_of(name) if one.result(results) is None]
+        start_runs(missing, train, folder, evaluated, results, jobs)
 
 
-def start_runs(
-    missing: Sequence[Run], changes: Mapping[str, object], folder: Path, evaluated: str, results: Path, jobs: int
-) -> None:
+def start_runs(missing: Sequence[Run], data_path: str, folder: Path, evaluated: str, results: Path, jobs: int) -> None:
     """Make runs, some at a time, each in a process of its own: two small runs side by side are faster than two threads.
 
     Args:
         missing: the runs, in their order.
-        changes: of the recipe's options.
+        data_path: what is trained on.
         folder: of the study's runs.
         evaluated: what `Study.evaluate` gets as `data`.
         results: folder of all studies' results.
@@ -124,7 +139,7 @@ def start_runs(
         while waiting or running:
             while waiting and len(running) < jobs:
                 one = waiting.pop(0)
-                running.append((one, _start(one, changes, folder / one.name, evaluated, results)))
+                running.append((one, _start(one, data_path, folder / one.name, evaluated, results)))
             time.sleep(0.2)
             for one, process in [(one, process) for one, process in running if process.poll() is not None]:
                 running.remove((one, process))
@@ -139,24 +154,22 @@ def start_runs(
             process.wait()
 
 
-def _start(
-    one: Run, changes: Mapping[str, object], folder: Path, evaluated: str, results: Path
-) -> subprocess.Popen[bytes]:
+def _start(one: Run, data_path: str, folder: Path, evaluated: str, results: Path) -> subprocess.Popen[bytes]:
     """Start a process that makes one run; everything that it prints goes to console.txt in the run's folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    task = {"run": asdict(one), "changes": dict(changes), "evaluated": evaluated}
+    task = {"run": asdict(one), "options": {**one.options, "data_path": data_path}, "evaluated": evaluated}
     words = [sys.executable, "-m", "studies.runs", json.dumps(task), str(folder), str(results)]
     with (folder / "console.txt").open("ab") as console:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         return subprocess.Popen(words, stdout=console, stderr=subprocess.STDOUT, env=environment)
 
 
-def make_run(one: Run, changes: Mapping[str, object], folder: Path, evaluated: str) -> dict[str, Any]:
+def make_run(one: Run, options: Mapping[str, str], folder: Path, evaluated: str) -> dict[str, Any]:
     """Train and evaluate.
 
     Args:
         one: the run.
-        changes: of the recipe's options.
+        options: of the training command.
         folder: of the run.
         evaluated: what `Study.evaluate` gets as `data`.
 
@@ -165,43 +178,44 @@ def make_run(one: Run, changes: Mapping[str, object], folder: Path, evaluated: s
     """
     import torch
 
-    from dino_sparo import load_encoder
+    from dino_sparo import load_checkpoint, load_encoder
     from dino_sparo.__main__ import run
-    from dino_sparo.runtime.records import git_hash
 
     study: Study = STUDIES[one.study]
-    options = {**study.recipe, **changes, **study.variants[one.variant]}
-    options |= {"lr": one.lr, "seed": one.seed, "device": "cpu"}
+    resumed, before = (folder / "checkpoint.pth").exists(), _processor_seconds()
     run(study.command, option_words({**options, "output_dir": folder}))
+    seconds = _processor_seconds() - before
     epochs = [json.loads(line) for line in (folder / "log.txt").read_text().splitlines()]
-    steps = [epoch["step"] for epoch in epochs]
-    images = int(str(options.get("batch_size_per_gpu", options.get("batch_size"))))
-    seconds = sum(
-        images * (step - before) / epoch["train_images_per_s"]
-        for epoch, step, before in zip(epochs, steps, [0, *steps], strict=False)
-    )
     scores = {} if one.only_chooses else study.evaluate(Trained(folder, one.variant, one.seed, evaluated), run)
     kept = ("step", "train_loss", "knn_20", "val_loss")
+    optimizer = load_checkpoint(folder / "checkpoint.pth")["optimizer"]
     return {
         "run": one.name,
-        "options": {name: str(value) for name, value in options.items() if name != "data_path"},
+        "options": {name: value for name, value in options.items() if name != "data_path"},
         "scores": scores,
         "epochs": [{key: epoch[key] for key in kept if key in epoch} for epoch in epochs],
-        "training_s": round(seconds),
+        "training_processor_s": None if resumed else round(seconds),
         "encoder_parameters": sum(p.numel() for p in load_encoder(folder / "checkpoint.pth").parameters()),
+        "trained_parameters": sum(state["exp_avg"].numel() for state in optimizer["state"].values()),
         "commit": git_hash(),
         "torch": str(torch.__version__),
     }
+
+
+def _processor_seconds() -> float:
+    """Of this process and of its loading processes that have ended. A clock would also count what other jobs take."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
 def main() -> None:
     """Make the run that the command line describes, and write its result."""
     task, folder, results = json.loads(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
     one = Run(**task["run"])
-    result = make_run(one, task["changes"], folder, task["evaluated"])
+    result = make_run(one, task["options"], folder, task["evaluated"])
     path = results / one.study / f"{one.name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(result, path)
 
 
 if __name__ == "__main__":

@@ -62,6 +62,7 @@ TESTS: dict[str, list[str]] = {
     "crops": ["test_crops"],
     "distort": ["test_distort"],
     "checkpoint": ["test_checkpoint", "test_checkpoint_folder", "test_init_from"],
+    "checkpoint_file": ["test_checkpoint", "test_export"],
     "checkpoint_folder": ["test_checkpoint", "test_checkpoint_folder"],
     "initialize": ["test_init_from"],
     "evaluation/knn": ["test_knn"],

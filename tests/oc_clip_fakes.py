@@ -1,6 +1,6 @@
 """For tests of OC-CLIP: a small model, graphs of unequal sizes in batches, an untrained checkpoint, a short run."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +9,14 @@ import torch
 from runs import options
 from torch import nn
 
+from dino_sparo.choices import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from dino_sparo.image_text.objective import param_groups
 from dino_sparo.image_text.pairs.batches import PairItem
-from dino_sparo.oc_clip.config import BindingConfig
-from dino_sparo.oc_clip.graph_files import LookupCounts
-from dino_sparo.oc_clip.graphs import Relation, SceneGraph
-from dino_sparo.oc_clip.model import OCCLIP, create_oc_clip, oc_clip_description
+from dino_sparo.oc_clip.config import BindingConfig, OCCLIPConfig
+from dino_sparo.oc_clip.graph_files import graph_record
+from dino_sparo.oc_clip.graphs import LookupCounts, Relation, SceneGraph
+from dino_sparo.oc_clip.json_lines import JsonLines
+from dino_sparo.oc_clip.model import OCCLIP, create_oc_clip
 from dino_sparo.oc_clip.negatives import draw_negatives
 from dino_sparo.oc_clip.options import get_args_parser
 from dino_sparo.oc_clip.pairs import GraphItem, GraphPairBatch, collate_graph_pairs
@@ -59,10 +61,23 @@ def small_model(seed: int = 0, context: int = CONTEXT, **binding: Any) -> OCCLIP
 def small_checkpoint(path: Path, seed: int = 0, **binding: Any) -> Path:
     """An untrained model in a checkpoint of OC-CLIP's training."""
     model = small_model(seed, context=20, **binding)
-    description = oc_clip_description(model.config, {"parser": "templates"})
+    description = oc_clip_description(model.config)
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save({"model": model.state_dict(), "oc_clip": description, "epoch": 3}, path)
     return path
+
+
+def write_graphs(path: Path, rows: Iterable[tuple[str, SceneGraph, str | None]]) -> None:
+    """A file of graphs, of captions, graphs and images."""
+    with JsonLines(path) as file:
+        for caption, graph, image in rows:
+            file.write(graph_record(caption, graph, image))
+
+
+def oc_clip_description(config: OCCLIPConfig) -> dict[str, Any]:
+    """What a checkpoint carries under `oc_clip`."""
+    statistics = {"mean": list(OPENAI_CLIP_MEAN), "std": list(OPENAI_CLIP_STD)}
+    return {**config.to_dict(), "graphs": {"parser": "templates"}, **statistics}
 
 
 def graph_of_size(number: int, num_entities: int, num_relations: int) -> SceneGraph:

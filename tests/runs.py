@@ -19,7 +19,8 @@ import torch
 from slurm.cluster import environment_of, is_alive, processes, wait_until
 
 from dino_sparo.__main__ import run as run_command
-from dino_sparo.checkpoint import load_checkpoint, verify_checkpoint
+from dino_sparo.checkpoint import load_checkpoint
+from dino_sparo.checkpoint_file import verify_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE = 120.0  # seconds for what takes five on an idle machine

@@ -145,6 +145,29 @@ def test_peak_memory_is_what_a_call_adds() -> None:
     assert peak_memory(allocation, 70, fresh=False) >= 0  # this process may have memory to use again
 
 
+def test_memory_of_a_gpu_is_measured_without_a_second_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bug: a GPU in the mode EXCLUSIVE_PROCESS refuses it."""
+    monkeypatch.setattr(timing, "_growth", lambda *_: 7)
+    monkeypatch.setattr(timing, "ProcessPoolExecutor", None)
+    assert peak_memory(int, device="cuda") == 7
+
+
+def test_scripts_compute_in_exact_fp32_whatever_the_environment_allows() -> None:
+    """The bug: NVIDIA's containers allow TF32, so that rows of fp32 were none."""
+    before, found = torch.get_float32_matmul_precision(), []
+
+    def measure(*_: object) -> Section:
+        found.append(torch.get_float32_matmul_precision())
+        return Section("t", "s")
+
+    try:
+        torch.set_float32_matmul_precision("high")
+        report.run(measure, report.options("d"), ["--device", "cpu"])
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert found == ["highest"]
+
+
 def test_the_machine_is_named() -> None:
     found = timing.hardware()
     assert f"{torch.get_num_threads()} threads used" in found["cpu"]

@@ -3,6 +3,8 @@
 import argparse
 import contextlib
 import errno
+import importlib
+import inspect
 import io
 import math
 import os
@@ -20,11 +22,21 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from runs import options
 from safetensors.torch import save_file
 from torch import nn
 
-from dino_sparo import CheckpointError, Encoder, EncoderConfig, create_encoder, load_checkpoint, load_encoder
+from dino_sparo import (
+    CheckpointError,
+    Encoder,
+    EncoderConfig,
+    checkpoint_file,
+    create_encoder,
+    load_checkpoint,
+    load_encoder,
+)
 from dino_sparo import checkpoint as checkpoint_module
+from dino_sparo.__main__ import run as run_command
 from dino_sparo.checkpoint import (
     check_known_clip,
     check_same_model,
@@ -36,14 +48,15 @@ from dino_sparo.checkpoint import (
     normalization_of,
     random_state,
     restore_random_state,
-    weights_checksum,
 )
+from dino_sparo.checkpoint_file import weights_checksum
 from dino_sparo.checkpoint_folder import save_checkpoint
 from dino_sparo.data import IMAGENET_MEAN, IMAGENET_STD
 from dino_sparo.evaluation.protocol import trained_encoder
 from dino_sparo.export import export
 from dino_sparo.initialize import check_same_activation
 from dino_sparo.open_clip_names import Renamed
+from dino_sparo.training.objective import Objective
 
 SMALL: dict[str, Any] = {"arch": "vit_micro", "patch_size": 8, "img_size": 24}
 SPARO: dict[str, Any] = {"readout": "sparo", "num_slots": 6, "slot_dim": 7, "key_dim": 5, "group_size": 2}
@@ -330,7 +343,7 @@ def test_a_checkpoint_that_was_verified_a_moment_ago_is_not_verified_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_checkpoint(contents(), tmp_path / "checkpoint.pth")
-    monkeypatch.setattr(checkpoint_module, "_require_checksum", lambda *_: pytest.fail("verified again"))
+    monkeypatch.setattr(checkpoint_file, "_require_checksum", lambda *_: pytest.fail("verified again"))
     load_checkpoint(tmp_path / "checkpoint.pth", verify=False)
 
 
@@ -790,3 +803,31 @@ def test_resuming_another_model_is_refused_with_what_differs(changed: dict[str, 
 def test_resuming_foreign_weights_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"does not say how its encoder was built.*another --output_dir"):
         check_same_model({"student": {}}, EncoderConfig(), "vit.pth")
+
+
+# The keys that checkpoint.py lists.
+
+
+def keys_in_the_list() -> set[str]:
+    lines = re.findall(r"^    (\w+(?:, \w+)*)  +\S", str(checkpoint_module.__doc__), flags=re.MULTILINE)
+    return {key for line in lines for key in line.split(", ")}
+
+
+@pytest.mark.parametrize("name", ["dino", "clip", "oc_clip"])
+def test_the_list_of_keys_names_all_that_an_objective_writes(name: str) -> None:
+    """The bug: OC-CLIP's own entry and its counts were missing."""
+    pytest.importorskip("open_clip" if name != "dino" else "torch")
+    module = importlib.import_module(f"dino_sparo.{name}.train")
+    (objective,) = (
+        kind
+        for kind in vars(module).values()
+        if inspect.isclass(kind) and issubclass(kind, Objective) and kind.__module__ == module.__name__
+    )
+    written = {*objective.counters, objective.score_name, f"num_{objective.noun}s"}
+    assert written | {getattr(objective, "model_key", "encoder")} <= keys_in_the_list()
+
+
+@pytest.mark.parametrize("command", ["train", pytest.param("train-oc-clip", marks=pytest.mark.slow)])
+def test_the_list_of_keys_names_all_that_a_checkpoint_holds(tmp_path: Path, command: str) -> None:
+    run_command(command, options(tmp_path, command, max_steps=1))
+    assert load_checkpoint(tmp_path / "checkpoint.pth").keys() <= keys_in_the_list()

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from dino_sparo.checkpoint import CheckpointError, load_checkpoint, verify_checkpoint
+from dino_sparo.checkpoint import CheckpointError, load_checkpoint
+from dino_sparo.checkpoint_file import verify_checkpoint
 from dino_sparo.checkpoint_folder import CheckpointFolder
 
 KEEP = 3

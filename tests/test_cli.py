@@ -1,11 +1,11 @@
 """Options: their names and defaults, frozen here; parsing that touches nothing; none that is parsed and ignored."""
 
 import argparse
-import ast
 import builtins
 import importlib
 import json
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -16,17 +16,16 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from options_read import options_read
 
 import dino_sparo.clip
 import main_dino
-from dino_sparo import choices
-from dino_sparo.__main__ import COMMANDS, main
-from dino_sparo.dino import options as dino_options
-from dino_sparo.dino import train as dino_train
+from dino_sparo import choices, submit
+from dino_sparo.__main__ import COMMANDS, main, open_model
+from dino_sparo.__main__ import run as run_command
 from dino_sparo.export import CLIP_FORMATS, WRITERS
 from dino_sparo.runtime.cli import HelpFormatter, add_device_options, add_foreign_weights_options, bool_flag
-from dino_sparo.runtime.distributed import PRECISIONS
-from dino_sparo.training import images, run
+from dino_sparo.runtime.precision import PRECISIONS
 from dino_sparo.training.optim import OPTIMIZERS
 
 # The options of facebookresearch/dino's main_dino.py with its defaults: commands written for it must go on working.
@@ -112,6 +111,8 @@ NEW: dict[str, Any] = {
 
 # Accepted and ignored on purpose: launchers of old pass it, the environment says what counts.
 IGNORED = {"local_rank"}
+# Of commands whose first process does all: launchers start them like others.
+OF_PEERS = {"dist_url", "dist_timeout_min"}
 
 ROOT = Path(main_dino.__file__).parent
 SCRIPTS = ("main_dino.py", "run_with_submitit.py", "eval_knn.py", "eval_linear.py", "visualize_attention.py")
@@ -270,6 +271,24 @@ def test_help_does_not_repeat_a_default() -> None:
             assert "default" not in str(action.help).lower(), action.dest
 
 
+@pytest.mark.parametrize("command", [*PARSERS, "submit"])
+def test_help_begins_with_what_the_command_turns_into_what(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    """The bug: submit's began otherwise, and with the name of a script, whatever had been called."""
+    with pytest.raises(SystemExit, match="0"):
+        run_command(command, ["--help"])
+    usage, description, *_ = capsys.readouterr().out.split("\n\n")
+    assert usage.startswith(f"usage: dino-sparo {command} ")
+    assert description == COMMANDS[command].summary
+    assert re.fullmatch(r"[A-Z][^>]+ -> [^>]+\.", description)
+
+
+def test_submit_shows_the_command_that_was_called() -> None:
+    for prog, other in (("dino-sparo submit", "run_with_submitit"), ("run_with_submitit.py", "dino-sparo")):
+        description = str(submit.get_submission_parser(prog=prog).description)
+        assert f"{prog} --nodes" in description
+        assert other not in description
+
+
 # Speed: the seconds that torch takes to import are not worth waiting for.
 
 
@@ -399,16 +418,25 @@ def test_parsing_does_not_depend_on_the_environment(monkeypatch: pytest.MonkeyPa
 # Use.
 
 
-def test_every_option_of_training_is_read_by_the_script() -> None:
-    modules = (dino_options, dino_train, images, run)
-    trees = [ast.parse(Path(module.__file__).read_text(encoding="utf-8")) for module in modules]
-    read = {
-        node.attr
-        for tree in trees
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute)
-        and (node.value.id if isinstance(node.value, ast.Name) else getattr(node.value, "attr", "")) == "args"
-    }
-    parsed = {action.dest for action in options(main_dino.get_args_parser())}
-    assert parsed - read == IGNORED, "parsed but never used"
-    assert read <= parsed, "used but never parsed"
+def definition(body: str) -> tuple[str, str]:
+    module, _, name = body.partition(":")
+    return module, name
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_every_option_of_a_command_is_read_by_its_code(name: str) -> None:
+    """Regression: `select` and `mask` parsed --max_missing_graphs, and no code of theirs asked for it."""
+    command = COMMANDS[name]
+    begin = [definition(command.body)]
+    if command.helper not in (None, run_command):  # which runs other commands, with options of their own
+        begin.append((open_model.__module__, open_model.__name__))
+    parsed = {action.dest for action in options(PARSERS[name]())}
+    ignored = IGNORED | (OF_PEERS if name in ("attention", "slot-score") else set())
+    assert parsed - options_read(*begin) <= ignored, "parsed but never used"
+
+
+@pytest.mark.parametrize("name", ["train", "train-clip", "knn", "linear", "attention", "zero-shot", "compositional"])
+def test_no_code_of_a_command_reads_an_option_that_it_has_not(name: str) -> None:
+    helper = [] if COMMANDS[name].helper is None else [(open_model.__module__, open_model.__name__)]
+    read = options_read(definition(COMMANDS[name].body), *helper, texts=False)
+    assert read <= {action.dest for action in options(PARSERS[name]())}, "used but never parsed"

@@ -35,7 +35,7 @@ def weights(tmp_path: Path) -> Path:
 
 def test_what_is_loaded_serves_a_loop_like_clip_benchmarks(weights):
     """Its classifier: features of captions and images, each normalised as a whole, and their dot products."""
-    model, transform, tokenizer = adapter.load_clip(
+    model, transform, tokenizer = adapter.load_for_benchmark(
         model_name="normalized", pretrained=str(weights), cache_dir=None, device="cpu"
     )
     assert not model.training
@@ -58,7 +58,7 @@ def test_features_come_with_and_without_normalisation(weights):
     ids = tokenize(["a ring", "two"]).ids
     with torch.no_grad():
         for name in ("normalized", "unnormalized"):
-            model = adapter.load_clip(name, str(weights)).model
+            model = adapter.load_for_benchmark(name, str(weights)).model
             for features, slots in (
                 (model.encode_image(images), model.model.image_output(images).slots),
                 (model.encode_text(ids), model.model.text_output(ids).slots),
@@ -73,7 +73,9 @@ def test_some_slots_alone(weights, tmp_path):
     (tmp_path / "slots.json").write_text('{"slots": [4, 2]}')
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        features = adapter.load_clip(f"unnormalized:{tmp_path}/slots.json", str(weights)).model.encode_image(images)
+        features = adapter.load_for_benchmark(f"unnormalized:{tmp_path}/slots.json", str(weights)).model.encode_image(
+            images
+        )
         whole = load_clip(weights).model.image_output(images).slots
     assert torch.equal(features, whole[:, [4, 2]].flatten(1))
 
@@ -82,9 +84,9 @@ def test_names_that_mean_nothing_are_refused(weights):
     with pytest.raises(
         ValueError, match="model 'ViT-B-32-quickgelu' is unknown; give --model normalized or unnormalized"
     ):
-        adapter.load_clip("ViT-B-32-quickgelu", str(weights))
+        adapter.load_for_benchmark("ViT-B-32-quickgelu", str(weights))
     with pytest.raises(ValueError, match="pretrained is empty"):
-        adapter.load_clip("normalized")
+        adapter.load_for_benchmark("normalized")
 
 
 def test_clip_benchmarks_command_knows_our_checkpoints(monkeypatch):
@@ -103,7 +105,7 @@ def test_clip_benchmarks_command_knows_our_checkpoints(monkeypatch):
     adapter.main()
     adapter.main()
     assert calls == [["open_clip", "dino_sparo"]] * 2
-    assert models.TYPE2FUNC["dino_sparo"] is adapter.load_clip
+    assert models.TYPE2FUNC["dino_sparo"] is adapter.load_for_benchmark
 
 
 def test_without_clip_benchmark_the_command_says_what_to_install(monkeypatch, caplog):

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 pytest.importorskip("open_clip")
 
-from dino_sparo.clip.loss import create_loss, rounded_product
+from dino_sparo.clip.loss import create_loss, require_products, rounded_product
 from dino_sparo.image_text.step import loss_gradients
 from dino_sparo.runtime.distributed import barrier, init_distributed, shutdown
 
@@ -155,3 +155,15 @@ def test_the_mean_over_two_ranks_is_the_loss_of_the_whole_batch(tmp_path: Path, 
     assert torch.allclose(torch.cat(images) / NUM_RANKS, whole.images, atol=1e-6)
     assert torch.allclose(torch.cat(texts) / NUM_RANKS, whole.texts, atol=1e-6)
     assert torch.allclose(torch.stack(scale).mean(), whole.logit_scale, atol=1e-6)
+
+
+def test_bf16_products_are_refused_on_a_gpu_where_torch_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bug: `out_dtype` of `torch.mm` is younger than the oldest torch allowed, and step 1 ended in a traceback."""
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    monkeypatch.setattr(torch, "__version__", "2.7.1+cu126")
+    with pytest.raises(ValueError, match=r"--logits bf16 on a GPU needs torch 2\.8 or newer, this is 2\.7\.1"):
+        require_products("bf16", gpu)
+    require_products("bf16", cpu)
+    require_products("tf32", gpu)
+    monkeypatch.setattr(torch, "__version__", "2.10.0a0")
+    require_products("bf16", gpu)

@@ -309,6 +309,7 @@ def test_the_command_writes_a_mask_that_evaluations_take(pairs, tmp_path, capsys
         assert result["mean_elsewhere"][name] == pytest.approx(mean)
 
 
+@pytest.mark.slow
 def test_the_same_command_writes_the_same_files(pairs, tmp_path):
     weights = small_checkpoint(tmp_path / "checkpoint.pth", "gap")
     options = ["--pretrained_weights", weights, "--data_path", pairs, "--images", pairs / "images"]

@@ -19,7 +19,7 @@ pytest.importorskip("open_clip")
 import webdataset
 
 from dino_sparo.crops import sample_box
-from dino_sparo.data import CorruptImageError, EpochSampler, ImageSource
+from dino_sparo.data import CorruptImageError, EpochSampler, ImageSource, create_loader
 from dino_sparo.image_text.pairs import tars as pair_tars
 from dino_sparo.image_text.pairs.batches import (
     LeftOut,
@@ -28,7 +28,6 @@ from dino_sparo.image_text.pairs.batches import (
     PairSource,
     PairTransform,
     collate_pairs,
-    create_pair_loader,
 )
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.text import tokenize
@@ -378,8 +377,6 @@ def test_scenes_come_with_their_captions_and_independent_attributes() -> None:
     # The colour of a shape is any colour; with the usual ties it is nearly always the same.
     colours = {scenes.scene_graph(i).objects[0].colour for i in range(0, 300, len(SHAPES))}
     assert len(colours) == len(COLOURS)
-    tied = open_pairs("scenes:300:32", scene_ties=Ties(1.0, 1.0, 1.0))
-    assert tied.captions_of(7)[0] == Scenes(300, 32, ties=Ties(1.0, 1.0, 1.0)).caption(7)
 
 
 def test_labelled_images_get_captions_from_their_class_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -526,13 +523,8 @@ def loaded(num_workers: int, batch_size: int, world_size: int) -> dict[int, tupl
     for rank in range(world_size):
         sampler = EpochSampler(12, batch_size, rank, world_size, seed=5)
         dataset = PairDataset(numbered(12, captions=3), PairTransform(8), seed=5)
-        loader = create_pair_loader(
-            dataset,
-            sampler,
-            like=dataset.images,
-            collate=partial(collate_pairs, context_length=9),
-            num_workers=num_workers,
-        )
+        collate = partial(collate_pairs, context_length=9)
+        loader = create_loader(dataset, sampler, collate=collate, num_workers=num_workers)
         sampler.set_epoch(2)
         for batch in loader:
             assert batch.images.shape == (batch_size, 3, 8, 8)

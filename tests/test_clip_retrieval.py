@@ -256,6 +256,16 @@ def test_scenes_are_the_held_out_ones_with_their_own_captions():
     assert data.captions[4] == data.images.caption(4)
 
 
+def test_captions_of_no_image_are_counted_as_in_training(tmp_path, images):
+    """Regression: training counted an annotation whose image is not listed, retrieval ended with an error."""
+    own = [{"id": 3, "file_name": "7.jpg"}, {"id": 5, "file_name": "8.jpg"}]
+    texts = [{"image_id": number, "caption": f" of {number} "} for number in (5, 3, 11, 5)]
+    (tmp_path / "captions.json").write_text(json.dumps({"images": own, "annotations": texts}))
+    data = open_caption_set(str(images), str(tmp_path / "captions.json"))
+    assert data.captions == ["of 3", "of 5", "of 5"]
+    assert data.left_out["captions with the id of no image"] == 1
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

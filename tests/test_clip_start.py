@@ -205,7 +205,9 @@ def start(folder: Path, readout: str = "sparo") -> Path:
     return folder / "start" / "checkpoint.pth"
 
 
-@pytest.mark.parametrize("freeze", ["image", "text_backbone", "image_backbone,text"])
+@pytest.mark.parametrize(
+    "freeze", [pytest.param("image", marks=pytest.mark.slow), "text_backbone", "image_backbone,text"]
+)
 def test_a_frozen_part_is_the_files_to_the_last_bit_and_the_rest_moves(tmp_path: Path, freeze: str) -> None:
     source = start(tmp_path)
     run(tmp_path / "run", init_clip=source, freeze=freeze, epochs=1, grad_accum_steps=2)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from torch.utils.data import default_convert
 
 pytest.importorskip("open_clip")
 pytest.importorskip("webdataset")
@@ -16,10 +17,10 @@ from test_clip_train import checkpoint_of, run
 
 from dino_sparo.checkpoint import CheckpointError
 from dino_sparo.clip.options import check_options, get_args_parser
-from dino_sparo.data import EpochSampler
+from dino_sparo.data import EpochSampler, create_loader
 from dino_sparo.image_text.pairs import streams as pair_streams
 from dino_sparo.image_text.pairs.batches import PairBatch, PairTransform
-from dino_sparo.image_text.pairs.streams import PairStream, create_stream_loader
+from dino_sparo.image_text.pairs.streams import PairStream, StreamDataset
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # webdataset leaves its files to the collector
 
@@ -80,7 +81,7 @@ def test_ranks_epochs_and_resumed_steps_have_streams_of_their_own(tmp_path: Path
 @pytest.mark.slow
 def test_workers_share_the_batches_of_an_epoch(tmp_path: Path) -> None:
     pairs = stream(shards(tmp_path))
-    loader = create_stream_loader(pairs, num_workers=2)
+    loader = create_loader(StreamDataset(pairs), None, collate=default_convert, num_workers=2)
     first = values(list(loader))
     assert len(first) == 24
     pairs.sampler.set_epoch(1)

@@ -28,7 +28,6 @@ from runs import ROOT, assert_same_state, epochs_of
 from dino_sparo.__main__ import run as run_command
 from dino_sparo.checkpoint import CheckpointError, load_checkpoint
 from dino_sparo.clip import CLIP, create_clip, load_clip, presets
-from dino_sparo.clip import train as clip_train
 from dino_sparo.clip.loss import create_loss
 from dino_sparo.clip.presets import DEFAULTS, PRESETS
 from dino_sparo.clip.step import CLIPTraining
@@ -777,13 +776,3 @@ def test_the_options_and_their_defaults_are_frozen() -> None:
         "dist_timeout_min": 10.0,
         "local_rank": 0,
     }
-
-
-def test_every_option_is_read(tmp_path: Path) -> None:
-    folder = Path(clip_train.__file__).parent
-    trainer, shared = folder.parent / "training", folder.parent / "image_text"
-    files = (folder / "train.py", folder / "options.py", trainer / "run.py", trainer / "loop.py")
-    files += (shared / "objective.py", shared / "options.py", shared / "pairs" / "run_data.py")
-    text = "".join(path.read_text() for path in files)
-    for name in vars(get_args_parser().parse_args([])):
-        assert f"args.{name}" in text or name in ("local_rank", "preset"), name

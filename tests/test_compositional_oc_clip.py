@@ -8,7 +8,10 @@ import pytest
 import torch
 from clip_fakes import evaluate, paint, small_checkpoint
 from compositional_files import write_json
+from oc_clip_fakes import oc_clip_description
 
+from dino_sparo.__main__ import OBJECTIVES
+from dino_sparo.checkpoint import IMAGE_TEXT_KEYS
 from dino_sparo.image_text.evaluation.compositional.asking import ask
 from dino_sparo.image_text.evaluation.questions import Question
 
@@ -17,7 +20,7 @@ pytest.importorskip("open_clip")
 from dino_sparo.oc_clip.config import BindingConfig
 from dino_sparo.oc_clip.evaluated import scorer_of
 from dino_sparo.oc_clip.graphs import Relation, SceneGraph
-from dino_sparo.oc_clip.model import create_oc_clip, load_oc_clip, oc_clip_description
+from dino_sparo.oc_clip.model import create_oc_clip, load_oc_clip
 
 
 def oc_checkpoint(path: Path) -> Path:
@@ -27,7 +30,7 @@ def oc_checkpoint(path: Path) -> Path:
     model = create_oc_clip(
         arch="vit_micro", binding=BindingConfig(dim=12, num_heads=2, num_layers=1, rel_dim=5), **sizes
     )
-    description = oc_clip_description(model.config, {"parser": "templates"})
+    description = oc_clip_description(model.config)
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save({"model": model.state_dict(), "oc_clip": description, "epoch": 1}, path)
     return path
@@ -98,3 +101,16 @@ def test_graphs_from_a_file_that_parse_made_of_the_written_captions(data, tmp_pa
 def test_graphs_for_clip_models_alone_are_named_as_unused(data, tmp_path, caplog):
     run("--pretrained_weights", small_checkpoint(tmp_path / "a.pth"), "--data_root", data, "--graphs", "templates")
     assert "--graphs templates: none of the models is an OC-CLIP" in caplog.text
+
+
+def test_every_checkpoint_is_read_once(data, tmp_path, monkeypatch):
+    """Regression: it was read and verified once more to find out of which objective it is, and of several again."""
+    weights = [oc_checkpoint(tmp_path / "oc.pth"), small_checkpoint(tmp_path / "clip.pth")]
+    read, load = [], torch.load
+    monkeypatch.setattr(torch, "load", lambda path, **options: read.append(Path(path)) or load(path, **options))
+    run("--pretrained_weights", *weights, "--data_root", data)
+    assert read == weights
+
+
+def test_the_objectives_with_models_to_evaluate_are_those_whose_checkpoints_are_known():
+    assert tuple(OBJECTIVES) == IMAGE_TEXT_KEYS

@@ -8,6 +8,7 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,13 +18,13 @@ import torch.distributed as dist
 
 from dino_sparo.data import Batch
 from dino_sparo.dino.loss import DINOLoss
-from dino_sparo.runtime import FAULT_STATUS, cli, distributed
+from dino_sparo.runtime import FAULT_STATUS, cli, distributed, precision
 from dino_sparo.runtime.cli import errors_in_one_line
+from dino_sparo.runtime.collectives import all_gather_ragged, all_reduce_sum
 from dino_sparo.runtime.distributed import (
+    Distributed,
     FaultError,
     all_gather_object,
-    all_gather_ragged,
-    all_reduce_sum,
     barrier,
     broadcast_object,
     detect_launcher,
@@ -31,6 +32,7 @@ from dino_sparo.runtime.distributed import (
     init_distributed,
     is_main,
     rank,
+    require_one_device_type,
     select_device,
     shutdown,
     world_size,
@@ -38,6 +40,14 @@ from dino_sparo.runtime.distributed import (
 from dino_sparo.submit import FAULT_STATUSES
 from dino_sparo.training.loop import NonFiniteLossError, TakenSteps
 from dino_sparo.training.objective import StepReport
+
+
+def test_the_log_names_a_process_in_plain_words() -> None:
+    """The bug: the line that begins a run ended with the repr of a dataclass."""
+    gpu = torch.device("cuda", 0)
+    assert str(Distributed(0, 1, 0, torch.device("cpu"))) == "cpu"
+    assert str(Distributed(3, 8, 1, gpu)) == "cuda:0, rank 3 of 8"
+
 
 TASK = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8"}
 
@@ -94,6 +104,17 @@ def test_devices_that_do_not_exist_are_refused(monkeypatch: pytest.MonkeyPatch) 
         select_device("tpux")
 
 
+def test_products_are_exact_on_a_device_until_an_option_says_otherwise() -> None:
+    """The maps of `visualize_attention.py` were in TF32 where an environment allows it, as NVIDIA's containers do."""
+    torch.set_float32_matmul_precision("medium")
+    try:
+        select_device("cpu")
+        assert torch.get_float32_matmul_precision() == "highest"
+        assert not torch.backends.cudnn.allow_tf32
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
 def test_attempts_that_share_a_store_do_not_read_each_others_addresses() -> None:
     store, second = dist.HashStore(), timedelta(seconds=30)
     for attempt in ("first", "second"):  # torch's own keys would be those of the first attempt
@@ -108,6 +129,39 @@ def test_a_process_that_does_not_come_is_named() -> None:
     for number, message in ((0, r"processes \[1, 2\] have not come"), (1, "process 0 has not come")):
         with pytest.raises(RuntimeError, match=message):
             fresh_store(dist.HashStore(), number, 3, timedelta(seconds=0.1))
+
+
+def test_processes_on_gpus_and_on_cpus_refuse_each_other() -> None:
+    """The bug: a node without GPUs took its CPU and waited for gloo's group, the others for NCCL's."""
+    devices = [torch.device(kind) for kind in ("cuda", "cuda", "cpu")]
+
+    def join(store: dist.Store, number: int, device: torch.device) -> str:
+        try:
+            require_one_device_type(store, number, 3, device)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    for kinds, refused in ((devices, True), (devices[:1] * 3, False), (devices[2:] * 3, False)):
+        store = dist.HashStore()
+        with ThreadPoolExecutor(3) as threads:
+            messages = set(threads.map(partial(join, store), range(3), kinds))
+        assert len(messages) == 1
+        assert bool(re.match(r"rank 0 computes on cuda of \S+, but rank 2 on cpu of", messages.pop())) == refused
+
+
+@pytest.mark.parametrize(("name", "value"), [("SLURM_JOB_GPUS", "0"), ("SLURM_GPUS_ON_NODE", "8")])
+def test_a_job_that_has_gpus_does_not_take_the_cpu_unasked(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bug: where the driver is broken, the run went on for days at a hundredth of its speed."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "0")
+    assert select_device("auto").type == "cpu"
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=rf"Slurm gave this job GPUs \({name}={value}\), but torch sees none"):
+        select_device("auto")
+    assert select_device("cpu").type == "cpu"
 
 
 def test_a_group_that_cannot_be_joined_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,10 +328,10 @@ def test_bf16_where_it_is_slower_than_fp32_is_warned_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cpu = torch.device("cpu")
-    assert 0 < distributed.bf16_speed(cpu) < 100
-    monkeypatch.setattr(distributed, "_has_bf16", lambda device: False)
-    monkeypatch.setattr(distributed, "bf16_speed", lambda device: 0.012)
-    assert distributed.choose_precision("auto", None, cpu) == torch.float32
+    assert 0 < precision.bf16_speed(cpu) < 100
+    monkeypatch.setattr(precision, "_has_bf16", lambda device: False)
+    monkeypatch.setattr(precision, "bf16_speed", lambda device: 0.012)
+    assert precision.choose_precision("auto", None, cpu) == torch.float32
     assert not caplog.text
-    assert distributed.choose_precision("bf16", None, cpu) == torch.bfloat16
+    assert precision.choose_precision("bf16", None, cpu) == torch.bfloat16
     assert "--precision bf16: this cpu multiplies matrices at 0.012 times its speed in fp32" in caplog.text

@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import importlib
 import re
 import shlex
 from collections.abc import Iterator
@@ -93,6 +94,14 @@ def test_every_command_that_a_text_shows_can_be_typed(path: Path) -> None:
             parser.parse_args(words)
 
 
+@pytest.mark.parametrize("path", DOCUMENTS, ids=str_of)
+def test_every_name_that_a_text_imports_exists(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    for module, names in re.findall(r"^ *from (dino_sparo[\w.]*) import ([\w, ]+)$", text, re.MULTILINE):
+        for name in names.split(", "):
+            assert hasattr(importlib.import_module(module), name), f"{module} has no {name}"
+
+
 def test_commands_are_found_in_blocks_spans_and_behind_launchers() -> None:
     text = (
         "    dino-sparo knn --seed 1   # a comment\n"
@@ -150,23 +159,17 @@ def letters_of(docstring: str, title: str) -> set[str]:
 LEGEND = letters_of(
     ast.get_docstring(ast.parse((PACKAGE / "__init__.py").read_text())) or "", "One letter, one meaning"
 )
-# Letters that a folder adds. image_text/evaluation still has its own: Q, I, P, U.
-OWN_LETTERS: dict[str, set[str]] = {}
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=str_of)
 def test_one_letter_has_one_meaning_in_every_shape(path: Path) -> None:
-    room = path.relative_to(PACKAGE).parts[0]
-    if room == "image_text":
-        pytest.skip("has letters of its own")
     shapes = re.findall(r'(?:Float|Bool|U?Int\d*|Shaped|Num)\[[^"\n]*"([^"]*)"', path.read_text(encoding="utf-8"))
     used = {letter for shape in shapes for letter in re.findall(r"(?<!\w)[A-Z](?!\w)", shape)}
-    assert sorted(used - LEGEND - OWN_LETTERS.get(room, set())) == []
+    assert sorted(used - LEGEND) == []
 
 
-def test_the_legend_is_read_whole_and_no_folder_explains_its_letters_anew() -> None:
+def test_the_legend_is_read_whole() -> None:
     assert set("BDKHWNLSPAVTCMFGERU") == LEGEND
-    assert not LEGEND & set().union(*OWN_LETTERS.values())
 
 
 def test_the_changelogs_table_of_moved_modules_leads_to_modules() -> None:

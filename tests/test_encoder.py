@@ -1,7 +1,6 @@
 """Crops in, encodings out: grouping, order, sizes, the probe's features, keys, and refused settings."""
 
 import copy
-import inspect
 import math
 
 import pytest
@@ -322,9 +321,10 @@ def test_a_config_leaves_the_images_mean_and_std_to_others_and_cannot_be_changed
 
 
 def test_the_defaults_of_config_and_builder_are_the_same() -> None:
-    parameters = inspect.signature(dino_sparo.create_encoder).parameters
-    defaults = {name: parameter.default for name, parameter in parameters.items()}
-    assert defaults == {**vars(EncoderConfig()), "drop_path_rate": 0.0}
+    with recorded.SkipInitialisation():
+        encoder = dino_sparo.create_encoder()
+    assert encoder.config == EncoderConfig()
+    assert all(isinstance(block.drop_path1, nn.Identity) for block in encoder.backbone.blocks)
     assert vars(EncoderConfig()) == {
         "arch": "vit_small",
         "patch_size": 16,
@@ -352,12 +352,17 @@ def test_an_encoder_built_from_a_config_drops_no_branch_unless_asked() -> None:
     assert rates == [[0, 0, 0], pytest.approx([0, 0.1, 0.2])]
 
 
-def test_only_the_class_token_leaves_the_last_block_where_it_is_the_encoding(encoder) -> None:
+def tokens_normalised(encoder: nn.Module) -> list[int]:
+    """How many tokens of two images pass the last LayerNorm."""
     normalised: list[int] = []
     handle = encoder.backbone.norm.register_forward_hook(lambda *given: normalised.append(given[2].numel() // 128))
     encoder(torch.randn(2, 3, 32, 32))
     handle.remove()
-    assert normalised == [2 if encoder.config.readout == "cls" else 2 * 17]
+    return normalised
+
+
+def test_only_the_class_token_leaves_the_last_block_where_it_is_the_encoding(encoder) -> None:
+    assert tokens_normalised(encoder) == [2 if encoder.config.readout == "cls" else 2 * 17]
 
 
 # Any read-out of the table, and those of others.
@@ -407,3 +412,23 @@ def test_a_new_entry_of_the_table_declares_all_that_others_need(monkeypatch: pyt
     assert (len(encoder.backbone.blocks), type(encoder.backbone.norm)) == (3, nn.Identity)
     images = torch.rand(2, 3, 32, 32)
     torch.testing.assert_close(encoder(images), encoder.backbone(images).mean(dim=1)[:, :64])
+
+
+class FirstToken(nn.Module):
+    """The class token, read by a class that this package does not know."""
+
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> dino_sparo.ReadoutOutput:
+        return dino_sparo.ReadoutOutput(tokens[:, :1], torch.ones_like(tokens[:, :1, :, 0]))
+
+
+@torch.no_grad()
+def test_a_read_out_of_the_class_token_is_known_by_what_it_declares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bug: the encoder asked for one class of read-out, so that any other computed all tokens of the last block."""
+    kind = ReadoutKind(lambda sizes: FirstToken(), reads_class_token_only=True, shows="head")
+    monkeypatch.setitem(READOUTS, "first", kind)
+    ours, first = small("cls"), small("first")
+    first.load_state_dict(ours.state_dict())
+    images = torch.rand(2, 3, 32, 32)
+    assert torch.equal(first(images), ours(images))
+    assert torch.equal(first.probe_features(images), ours.probe_features(images))
+    assert tokens_normalised(first) == [2]

@@ -69,7 +69,7 @@ def shard(encoder: nn.Module, source: Noise, rank: int, world_size: int, batch_s
     loader = create_loader(
         ImageDataset(source, TRANSFORM), ShardSampler(len(source), batch_size, rank, world_size), num_workers=0
     )
-    return extract_features(encoder, loader, CPU, batch_size=batch_size, gather=False)
+    return extract_features(encoder, loader, CPU, gather=False)
 
 
 def test_features_equal_the_encoding_of_each_image_alone(encoder):
@@ -121,7 +121,7 @@ def test_an_image_that_comes_twice_is_refused(encoder):
 
     loader = create_loader(ImageDataset(Noise(5), TRANSFORM), PaddedSampler(5, 3), num_workers=0)
     with pytest.raises(ValueError, match="image 0 was encoded twice"):
-        extract_features(encoder, loader, CPU, batch_size=3)
+        extract_features(encoder, loader, CPU)
 
 
 def test_an_image_that_two_processes_encode_is_refused_on_both(encoder, monkeypatch):
@@ -129,7 +129,7 @@ def test_an_image_that_two_processes_encode_is_refused_on_both(encoder, monkeypa
     monkeypatch.setattr("dino_sparo.evaluation.features.all_gather_object", lambda own: [other, own])
     loader = create_loader(ImageDataset(Noise(8), TRANSFORM), ShardSampler(8, 4, rank=1, world_size=2), num_workers=0)
     with pytest.raises(ValueError, match="image 4 was encoded twice"):
-        extract_features(encoder, loader, CPU, batch_size=4, gather=False)
+        extract_features(encoder, loader, CPU, gather=False)
 
 
 def test_lower_precision_stays_close(encoder):

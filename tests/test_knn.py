@@ -23,6 +23,7 @@ from dino_sparo.evaluation import features, knn, knn_command, neighbours
 from dino_sparo.evaluation.features import Features
 from dino_sparo.evaluation.knn import KNNResult, knn_classify, knn_predict
 from dino_sparo.runtime.distributed import init_distributed, shutdown
+from dino_sparo.scenes import Scenes
 
 TRAIN, TEST, WIDTH = 61, 13, 7
 LABELS = (0, 2, 3, 11, 10**9)  # with gaps, as labels may have
@@ -194,12 +195,13 @@ def test_twenty_neighbours_and_a_temperature_of_007_are_the_defaults():
 
 def test_all_images_that_could_not_be_read_are_counted(monkeypatch):
     train, train_labels, test, test_labels = clusters()
-    splits = (
-        Features(train, train_labels, torch.arange(TRAIN), num_corrupt=5),
-        Features(test, test_labels, torch.arange(TEST), num_corrupt=2),
-    )
-    monkeypatch.setattr(knn, "extract_splits", lambda *_, **options: splits)
-    found = inspect.unwrap(knn.evaluate_knn)(None, None, None, None, torch.device("cpu"), k=(3, 7))
+    splits = {
+        "train": Features(train, train_labels, torch.arange(TRAIN), num_corrupt=5),
+        "val": Features(test, test_labels, torch.arange(TEST), num_corrupt=2),
+    }
+    sources = (Scenes(5, split=split) for split in splits)
+    monkeypatch.setattr(knn, "extract_split", lambda encoder, source, *_, **options: splits[source.split])
+    found = inspect.unwrap(knn.evaluate_knn)(None, *sources, None, torch.device("cpu"), k=(3, 7))
     assert (found.num_train, found.num_val, found.num_corrupt) == (TRAIN, TEST, 7)
     assert found.results == knn_classify(train, train_labels, test, test_labels, [3, 7], 0.07)
     with pytest.raises(AttributeError):

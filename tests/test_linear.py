@@ -337,3 +337,13 @@ def test_the_options_are_these_and_no_others(options: Callable[[], argparse.Argu
     parser = options()
     assert vars(parser.parse_args([])).keys() == {*SHARED.split(), *own.split()}
     assert parser.format_help()
+
+
+def test_features_that_do_not_fit_into_a_gpu_are_refused_before_they_are_extracted(monkeypatch) -> None:
+    """The bug: after an hour of encoding ImageNet, with `--fast`, every GPU ran out of memory."""
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (20 * 10**9, 80 * 10**9))
+    with pytest.raises(ValueError, match=r"take 28\.7 GB on each GPU, of which 20\.0 GB are free; --use_cuda false"):
+        linear_command.require_memory(1_281_167, 5_600, gpu)
+    linear_command.require_memory(1_281_167, 3_000, gpu)
+    linear_command.require_memory(1_281_167, 5_600, torch.device("cpu"))

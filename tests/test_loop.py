@@ -1,5 +1,7 @@
 """training/loop.py: what happens between two steps, and when."""
 
+import os
+import signal
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -8,11 +10,14 @@ import pytest
 import torch
 from runs import options
 
+from dino_sparo.__main__ import run as run_command
+from dino_sparo.checkpoint import load_checkpoint
 from dino_sparo.dino import train as dino_train
 from dino_sparo.dino.options import get_args_parser
 from dino_sparo.runtime import preemption
 from dino_sparo.runtime.logs import RunLog
 from dino_sparo.training import run
+from dino_sparo.training.updates import Updater
 
 
 @pytest.mark.parametrize("minutes", [0.0, pytest.param(1e-6, marks=pytest.mark.slow)])
@@ -42,6 +47,32 @@ def test_the_log_is_written_while_the_device_computes_the_next_step_but_before_a
         assert events == ["step 1", "log 1", "save", "step 2", "log 2", "save", "step 3", "log 3", "save"]
     else:
         assert events == ["step 1", "step 2", "log 1", "step 3", "log 2", "log 3", "save"]
+
+
+@pytest.mark.parametrize("command", ["train", pytest.param("train-clip", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stops", [False, True])
+def test_the_last_step_of_max_steps_is_saved_also_when_a_signal_comes_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, stops: bool
+) -> None:
+    """The bug: the loop and the run each left the save to the other, and the message said that it was made."""
+    update, save, saves = Updater.update, run.save, []
+
+    def signal_then_update(updater: Updater) -> None:
+        if stops and updater.step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        update(updater)
+
+    monkeypatch.setattr(Updater, "update", signal_then_update)
+    monkeypatch.setattr(run, "save", lambda *args: (saves.append(args), save(*args)))
+    words = options(tmp_path, command, max_steps=2, saveckp_minutes=0)
+    if stops:
+        with pytest.raises(SystemExit) as stopped:
+            run_command(command, words)
+        assert stopped.value.code == 128 + signal.SIGTERM
+    else:
+        run_command(command, words)
+    assert load_checkpoint(tmp_path / "checkpoint.pth")["step"] == 2
+    assert len(saves) == 1
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dino_sparo.evaluation.objects.measures import (
+    MEASURES,
     PatchObjects,
     assign_patches,
     bootstrap_interval,
@@ -15,7 +16,9 @@ from dino_sparo.evaluation.objects.measures import (
     foreground_ari,
     grid_bounds,
     map_jaccards,
+    map_subsets,
     score_maps,
+    score_subsets,
     shuffle_patches,
     summarize,
 )
@@ -65,8 +68,10 @@ def test_maps_equal_to_the_objects_get_all_points() -> None:
     maps = np.stack([patch_map((0, 0), (0, 1), (1, 0), (1, 1)), patch_map((1, 3), (1, 4), (2, 3), (2, 4))])
     rest = 1 - maps.sum(axis=0, keepdims=True)
     scores = score_maps(np.concatenate([maps, rest]), objects, share=1.0)
-    assert scores == {"jaccard": 1.0, "mbo": 1.0, "fg_ari": 1.0, "pointing": 1.0}
-    assert grid_bounds(objects) == {"jaccard": 1.0, "mbo": 1.0, "fg_ari": 1.0, "pointing": 1.0}
+    # Of three maps and two objects, two of the six pairs are hits; at best every map points at one of two.
+    assert scores == {"jaccard": 1.0, "mbo": 1.0, "fg_ari": 1.0, "pointing": 1.0, "pointing_one_map": 2 / 6}
+    bounds = {"jaccard": 1.0, "mbo": 1.0, "fg_ari": float("nan"), "pointing": 1.0, "pointing_one_map": 1 / 2}
+    assert grid_bounds(objects) == pytest.approx(bounds, nan_ok=True)
 
 
 def test_a_share_of_sixty_percent_keeps_three_of_five_patches() -> None:
@@ -88,6 +93,28 @@ def test_one_patch_that_holds_half_of_the_object_and_as_much_of_the_rest() -> No
     assert grid_bounds(objects)["jaccard"] == pytest.approx(1 / 2)
 
 
+def test_pointing_grows_with_the_number_of_random_maps_and_pointing_of_one_map_does_not() -> None:
+    objects = objects_of(box(0, 0, 4, 4), box(8, 12, 12, 20))  # 1 and 2 of 15 patches
+    rng = np.random.default_rng(0)
+
+    def mean_scores(num_maps: int) -> np.ndarray:
+        scores = (score_maps(rng.random((num_maps, ROWS, COLUMNS)), objects, SHARE) for _ in range(400))
+        return np.mean([(s["pointing"], s["pointing_one_map"]) for s in scores], axis=0)
+
+    (few, few_of_one), (many, many_of_one) = mean_scores(2), mean_scores(64)
+    assert few < 0.25
+    assert many > 0.95
+    assert (few_of_one, many_of_one) == pytest.approx((0.1, 0.1), abs=0.02)
+
+
+def test_one_map_points_at_all_objects_that_share_the_middle_of_its_patch() -> None:
+    together, elsewhere = box(0, 0, 8, 8), box(8, 12, 12, 16)
+    objects = objects_of(together, together, elsewhere)
+    maps = np.stack([patch_map((1, 1)), patch_map((0, 4)), patch_map((0, 0))])
+    assert score_maps(maps, objects, SHARE)["pointing_one_map"] == pytest.approx(4 / 9)
+    assert grid_bounds(objects)["pointing_one_map"] == pytest.approx(2 / 3)
+
+
 def test_a_grid_of_one_patch() -> None:
     objects = objects_of(box(0, 0, 2, 4, height=4, width=4))
     scores = score_maps(np.ones((1, 1, 1), dtype=np.float32), objects, SHARE)
@@ -102,6 +129,18 @@ def test_an_object_smaller_than_a_patch_is_bounded_by_its_share_of_the_patch() -
     assert bounds["jaccard"] == pytest.approx(1 / 16)
     assert bounds["pointing"] == 0  # it does not hold the middle of its patch, so no map can point at it
     assert score_maps(patch_map((1, 2))[None], objects, SHARE)["jaccard"] == pytest.approx(1 / 16)
+
+
+def test_no_bound_is_given_for_the_ari_where_the_owner_of_most_pixels_is_not_the_best() -> None:
+    ids = np.array([[0, 3, 0, 2, 0, 1, 1, 1], [1, 0, 0, 0, 0, 2, 2, 2]])
+    objects = objects_of(*(ids == number for number in (1, 2, 3)), patch_size=2)
+
+    def ari_of(*patches: int) -> float:
+        return foreground_ari(np.array(patches)[None, None] == np.arange(3)[:, None, None], objects)
+
+    owners = objects.alone.argmax(axis=0).ravel()
+    assert ari_of(*owners) < 0 < ari_of(0, 1, 1, 1)
+    assert np.isnan(grid_bounds(objects)["fg_ari"])
 
 
 def test_the_ari_of_a_single_object_is_left_out_of_the_mean() -> None:
@@ -133,6 +172,27 @@ def test_a_map_that_attends_little_to_patches_keeps_its_share_of_them() -> None:
     assert score_maps(maps, objects, SHARE)["fg_ari"] == 1.0
     empty = np.zeros((1, ROWS, COLUMNS), dtype=np.float32)  # a slot that attends to the class token alone
     assert score_maps(empty, objects, SHARE)["jaccard"] == 0
+
+
+def test_subsets_of_one_map_score_the_mean_over_the_chosen_single_maps() -> None:
+    maps, masks, void = random_case(2)
+    objects = objects_of(*masks, void=void)
+    subsets = map_subsets(7, 1, seed=3)
+    assert len(set(subsets.ravel().tolist())) == 5
+    single = [score_maps(maps[[number]], objects, SHARE) for number in subsets.ravel()]
+    expected = {name: np.mean([scores[name] for scores in single]) for name in MEASURES}
+    assert score_subsets(maps, objects, SHARE, subsets) == pytest.approx(expected)
+
+
+def test_subsets_of_maps_are_different_and_always_the_same() -> None:
+    subsets = map_subsets(11, 3, seed=0)
+    assert subsets.shape == (5, 3)
+    assert len({tuple(subset) for subset in subsets.tolist()}) == 5
+    assert all(len(set(subset)) == 3 for subset in subsets.tolist())
+    np.testing.assert_array_equal(map_subsets(11, 3, seed=0), subsets)
+    assert not np.array_equal(map_subsets(11, 3, seed=1), subsets)
+    assert map_subsets(3, 2, seed=0).tolist() == [[0, 1], [0, 2], [1, 2]]  # there are no more
+    assert map_subsets(7, None, seed=0).tolist() == map_subsets(7, 7, seed=0).tolist() == [list(range(7))]
 
 
 # Against loops over pixels, and scikit-learn.
@@ -180,6 +240,8 @@ def test_jaccards_equal_a_loop_over_pixels(seed: int) -> None:
     scores = score_maps(maps, objects, SHARE)
     assert (scores["jaccard"], scores["mbo"]) == pytest.approx((np.mean(best), np.mean(overlaps)))
     assert scores["pointing"] == np.mean(hits)
+    single = [(mask & ~void)[row * P + 2, column * P + 2] for mask in masks for row, column in peaks]
+    assert scores["pointing_one_map"] == pytest.approx(np.mean(single))
 
 
 @pytest.mark.parametrize("seed", range(3))

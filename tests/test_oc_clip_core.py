@@ -7,6 +7,7 @@ and relations.
 import math
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from dino_sparo.image_text.contrastive import contrastive_loss
 from dino_sparo.oc_clip import binding as oc_binding
 from dino_sparo.oc_clip.binding import Binding
+from dino_sparo.oc_clip.config import BindingConfig
 from dino_sparo.oc_clip.loss import relation_loss, total_loss
 from dino_sparo.oc_clip.pair_scores import EncodedGraphs, score_pairs
 from dino_sparo.oc_clip.scoring import MIN_COEF, Scoring
@@ -44,10 +46,10 @@ def mask_of(counts: Sequence[int], width: int) -> Tensor:
     return torch.arange(width) < torch.tensor(counts)[:, None]
 
 
-def problem(num_default: int = DEFAULTS, **options: Any) -> Problem:
+def problem(num_default: int = DEFAULTS, competition: str = "queries", chunk_mb: float = 256) -> Problem:
     torch.manual_seed(0)
-    binding = Binding(IMAGE_DIM, N, DIM, num_default, num_layers=2, num_heads=2, **options).double()
-    scoring = Scoring(DIM, REL_DIM, ent_coef=1.3, rel_coef=0.7).double()
+    sizes = BindingConfig(DIM, num_default, 2, 2, competition=competition, rel_dim=REL_DIM, ent_coef=1.3, rel_coef=0.7)
+    binding, scoring = Binding(IMAGE_DIM, N, sizes, chunk_mb).double(), Scoring(sizes).double()
     with torch.no_grad():
         for parameter in [*binding.parameters(), *scoring.subject.parameters(), *scoring.object.parameters()]:
             parameter.copy_(torch.randn_like(parameter) * 0.5)
@@ -290,13 +292,17 @@ def test_with_competition_over_keys_the_shares_of_an_entity_sum_to_one() -> None
         ({"competition": "keys"}, "num_default=4 with competition='keys'"),
         ({"num_default": -1}, "num_default=-1"),
         ({"num_layers": -1}, "num_layers=-1"),
-        ({"chunk_mb": 0}, "chunk_mb=0"),
         ({"num_heads": 0}, "num_heads=0 is not a valid size"),
     ],
 )
 def test_a_binding_that_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        Binding(IMAGE_DIM, N, **options)
+        Binding(IMAGE_DIM, N, BindingConfig(**options))
+
+
+def test_a_binding_without_chunks_is_refused() -> None:
+    with pytest.raises(ValueError, match="chunk_mb=0"):
+        Binding(IMAGE_DIM, N, BindingConfig(), chunk_mb=0)
 
 
 def test_images_of_another_size_are_refused() -> None:
@@ -348,7 +354,8 @@ def test_scores_of_kept_slots_and_of_the_papers_listing_are_those_of_the_equatio
 
 
 def test_texts_are_taken_together_by_number_of_entities_within_the_bound() -> None:
-    binding = Binding(3, 10, 4, 2, num_layers=0, chunk_mb=2 * 4 * 10 * 3 * 4 / 2**20)  # 2 texts of 3 entities, 4 images
+    chunk_mb = 2 * 4 * 10 * 3 * 4 / 2**20  # 2 texts of 3 entities, 4 images
+    binding = Binding(3, 10, BindingConfig(4, 2, num_layers=0), chunk_mb)
     counts, none = [3, 1, 0, 3, 2, 1, 3], [0] * 7
     assert binding.chunks(counts, none, num_images=4) == [[1, 5], [4], [0, 3], [6]]
     assert binding.chunks(counts, none, num_images=1000) == [[1], [5], [4], [0], [3], [6]]
@@ -489,7 +496,8 @@ def test_the_lengths_of_entities_change_no_score() -> None:
 
 
 def test_coefficients_stay_positive() -> None:
-    scoring = Scoring(DIM, REL_DIM)
+    sizes = BindingConfig(DIM, num_heads=2, rel_dim=REL_DIM)
+    scoring = Scoring(sizes)
     assert (scoring.ent_coef.item(), scoring.rel_coef.item()) == (1.5, 0.5)
     with torch.no_grad():
         scoring.rel_coef.fill_(-2.0)
@@ -503,9 +511,9 @@ def test_coefficients_stay_positive() -> None:
         (gradient,) = torch.autograd.grad(scores.sum(), scoring.rel_coef)
         assert gradient.abs() > 0
     with pytest.raises(ValueError, match=r"rel_coef=0.0 is not a valid coefficient; give a number from 0\.001 on"):
-        Scoring(DIM, REL_DIM, rel_coef=0.0)
+        replace(sizes, rel_coef=0.0)
     with pytest.raises(ValueError, match="rel_dim=0 is not a valid size"):
-        Scoring(DIM, 0)
+        replace(sizes, rel_dim=0)
 
 
 def test_exchanging_subject_and_object_changes_f_alone_and_nothing_if_both_ends_are_read_alike() -> None:
@@ -560,7 +568,7 @@ def test_bfloat16_features_are_bound_and_scored_in_fp32() -> None:
 
 
 def test_binding_and_scoring_of_a_vit_b_16_have_the_parameters_that_table_11_gives() -> None:
-    binding, scoring = Binding(768, 196), Scoring()
+    binding, scoring = Binding(768, 196, BindingConfig()), Scoring(BindingConfig())
     text = [nn.Linear(512, 256), nn.Linear(512, 128)]  # of entities and of relations, from a text tower of width 512
     modules = [binding, scoring, *text]
     count = sum(parameter.numel() for module in modules for parameter in module.parameters())

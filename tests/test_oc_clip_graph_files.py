@@ -9,18 +9,17 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+from oc_clip_fakes import write_graphs
 
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.oc_clip.graph_files import (
     CaptionGraphs,
-    LookupCounts,
     graph_of,
     graph_record,
     open_graphs,
-    write_graphs,
 )
 from dino_sparo.oc_clip.graph_index import open_graph_file
-from dino_sparo.oc_clip.graphs import Relation, SceneGraph
+from dino_sparo.oc_clip.graphs import LookupCounts, Relation, SceneGraph
 from dino_sparo.oc_clip.json_lines import JsonLines, read_lines
 from dino_sparo.scenes import Scenes
 

@@ -12,7 +12,7 @@ import torch
 
 from dino_sparo.oc_clip.canonical import canonical
 from dino_sparo.oc_clip.graph_batches import batch_graphs, relation_ends
-from dino_sparo.oc_clip.graphs import GraphCounts, Relation, SceneGraph, normalize
+from dino_sparo.oc_clip.graphs import LookupCounts, Relation, SceneGraph, normalize
 from dino_sparo.oc_clip.negatives import draw_negatives, read_symmetric, shuffled_choices
 
 APPLE = SceneGraph(("red apple", "blue car", "table"), (Relation(0, "left of", 1), Relation(1, "on", 2)))
@@ -74,11 +74,14 @@ def test_json_of_another_form_is_refused_by_name(record: object, message: str) -
 def test_phrases_lose_case_blanks_and_leading_articles() -> None:
     graph = SceneGraph(("The  Man in the Hat", "an", "Another dog"), (Relation(0, "To the Left of", 1),))
     expected = SceneGraph(("man in the hat", "an", "another dog"), (Relation(0, "to the left of", 1),))
-    assert normalize(graph, "") == (expected, GraphCounts(0, 0, 0, 0, 0))
+    assert normalize(graph, "") == (expected, LookupCounts(captions=1))
 
 
 def test_a_graph_without_entities_becomes_its_caption() -> None:
-    assert normalize(SceneGraph(()), "A Foggy  day") == (SceneGraph(("foggy day",)), GraphCounts(1, 0, 0, 0, 0))
+    assert normalize(SceneGraph(()), "A Foggy  day") == (
+        SceneGraph(("foggy day",)),
+        LookupCounts(captions=1, whole_caption=1),
+    )
     with pytest.raises(ValueError, match="the caption is ' '; give its text"):
         normalize(SceneGraph(()), " ")
 
@@ -88,7 +91,7 @@ def test_the_first_entities_and_relations_are_kept_and_the_others_counted() -> N
     graph = graph_of("a b c d e", *relations)
     kept, counts = normalize(graph, "", max_nodes=3, max_relations=2)
     assert kept == graph_of("a b c", (0, "on", 1), (1, "on", 2))
-    assert counts == GraphCounts(whole_caption=0, nodes=2, dangling=2, loops=1, relations=1)
+    assert counts == LookupCounts(captions=1, whole_caption=0, nodes=2, dangling=2, loops=1, relations=1)
 
 
 def test_the_caps_are_sixteen() -> None:

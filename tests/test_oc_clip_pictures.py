@@ -21,6 +21,7 @@ pytest.importorskip("open_clip")
 
 from clip_fakes import small_checkpoint
 from figures import assert_readable, drawn_words
+from oc_clip_fakes import oc_clip_description
 
 from dino_sparo.evaluation.views import SquareView
 from dino_sparo.image_text.map_tiles import framed
@@ -30,7 +31,7 @@ from dino_sparo.oc_clip.evaluated import scorer_of
 from dino_sparo.oc_clip.graph_batches import batch_graphs
 from dino_sparo.oc_clip.graph_files import open_graphs
 from dino_sparo.oc_clip.graphs import Relation, SceneGraph
-from dino_sparo.oc_clip.model import create_oc_clip, load_oc_clip, oc_clip_description
+from dino_sparo.oc_clip.model import create_oc_clip, load_oc_clip
 from dino_sparo.oc_clip.pairs import tokenize_phrases
 from dino_sparo.oc_clip.pictures.draw import choose_pairs
 from dino_sparo.oc_clip.pictures.looks import READINGS, GraphLook, look_at
@@ -56,7 +57,7 @@ def oc_checkpoint(path: Path, competition: str = "queries") -> Path:
         for parameter in model.binding.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.5)
     path.parent.mkdir(parents=True, exist_ok=True)
-    description = oc_clip_description(model.config, {"parser": "templates"})
+    description = oc_clip_description(model.config)
     torch.save({"model": model.state_dict(), "oc_clip": description, "epoch": 3}, path)
     return path
 

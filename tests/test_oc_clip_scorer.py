@@ -13,7 +13,7 @@ pytest.importorskip("open_clip")
 
 import clip_fakes
 from clip_fakes import call, evaluate, paint
-from oc_clip_fakes import PHRASES, small_checkpoint, some_graphs
+from oc_clip_fakes import PHRASES, small_checkpoint, some_graphs, write_graphs
 from PIL import Image
 from runs import PATIENCE, context, free_port
 from test_clip_winoground import write as write_winoground
@@ -24,13 +24,12 @@ import visualize_attention
 from dino_sparo import load_encoder
 from dino_sparo.__main__ import run as run_command
 from dino_sparo.checkpoint import CheckpointError
-from dino_sparo.clip.adapter import load_clip as load_clip_of_benchmark
+from dino_sparo.clip.adapter import load_for_benchmark
 from dino_sparo.data import open_source
 from dino_sparo.image_text.evaluation.image_rows import require_both
 from dino_sparo.image_text.evaluation.sugarcrepe import GROUPS
 from dino_sparo.oc_clip import scorer as scorer_module
 from dino_sparo.oc_clip.evaluated import scorer_of
-from dino_sparo.oc_clip.graph_files import write_graphs
 from dino_sparo.oc_clip.graphs import Relation, SceneGraph
 from dino_sparo.oc_clip.model import load_oc_clip
 from dino_sparo.oc_clip.parsers.templates import parse_caption
@@ -329,6 +328,17 @@ def test_graphs_with_a_clip_checkpoint_are_refused(crepe: Path, caplog: pytest.L
     assert "--graphs templates with a CLIP" in error_line(caplog)
 
 
+@pytest.mark.parametrize("option", [("--quick_gelu", "true"), ("--text_heads", 2)], ids=str)
+@pytest.mark.parametrize("kind", ["clip", "oc_clip"])
+def test_options_of_foreign_weights_are_refused_for_checkpoints_of_ours(
+    weights: Path, crepe: Path, caplog: pytest.LogCaptureFixture, kind: str, option: tuple[str, object]
+) -> None:
+    """Regression: they were parsed and had no effect."""
+    path = weights if kind == "oc_clip" else clip_fakes.small_checkpoint(crepe / "clip.pth")
+    refused("sugarcrepe", "--pretrained_weights", path, "--data_path", crepe, "--device", "cpu", *option)
+    assert f"{option[0]} is for open_clip's weights" in error_line(caplog)
+
+
 @pytest.mark.parametrize("name", ["select", "mask", "pictures"])
 def test_commands_on_slots_refuse_an_oc_clip(
     weights: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
@@ -354,7 +364,7 @@ def test_the_image_tower_is_exported_as_any_encoder(weights: Path, tmp_path: Pat
 
 def test_laions_benchmark_refuses_an_oc_clip(weights: Path) -> None:
     with pytest.raises(CheckpointError, match="holds another image-text model than a CLIP"):
-        load_clip_of_benchmark("normalized", str(weights), device="cpu")
+        load_for_benchmark("normalized", str(weights), device="cpu")
 
 
 # ---- processes

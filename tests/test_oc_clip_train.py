@@ -33,6 +33,7 @@ from oc_clip_fakes import (
     small_model,
     some_graphs,
     training_of,
+    write_graphs,
 )
 from runs import ROOT, assert_same_state, epochs_of, options
 from test_clip_pairs import picture, write_tar
@@ -42,21 +43,21 @@ from dino_sparo.__main__ import run as run_command
 from dino_sparo.checkpoint import CheckpointError
 from dino_sparo.clip import clip_description, create_clip, tokenize
 from dino_sparo.clip.convert import to_open_clip
-from dino_sparo.data import EpochSampler
+from dino_sparo.data import EpochSampler, create_loader
 from dino_sparo.encoder import create_encoder
 from dino_sparo.image_text import objective
-from dino_sparo.image_text.pairs.batches import PairDataset, PairTransform, create_pair_loader
+from dino_sparo.image_text.pairs.batches import PairDataset, PairTransform
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.step import backward_at_once, backward_in_parts, train_step
 from dino_sparo.oc_clip import presets
 from dino_sparo.oc_clip.config import OCCLIPConfig
-from dino_sparo.oc_clip.graph_files import open_graphs, write_graphs
+from dino_sparo.oc_clip.graph_files import open_graphs
 from dino_sparo.oc_clip.graphs import Relation, SceneGraph
 from dino_sparo.oc_clip.model import create_oc_clip, load_oc_clip
 from dino_sparo.oc_clip.options import check_options, get_args_parser
 from dino_sparo.oc_clip.pairs import GraphPairBatch, GraphPairDataset, collate_graph_pairs
 from dino_sparo.oc_clip.step import OCTraining
-from dino_sparo.oc_clip.train import GraphOfCaption
+from dino_sparo.oc_clip.train import graph_of_caption
 from dino_sparo.runtime.preemption import RunStopped
 
 # ---- the model
@@ -417,11 +418,11 @@ def false_ends(num_workers: int, epoch: int, seed: int = 0, micro_batch: int = 5
     """Both false graphs of every scene of an epoch, by the scene's number."""
     source = open_pairs("scenes:40:32", "", "")
     pairs = PairDataset(source, PairTransform(16), seed)
-    dataset = GraphPairDataset(pairs, GraphOfCaption(open_graphs("templates")))
+    dataset = GraphPairDataset(pairs, partial(graph_of_caption, open_graphs("templates")))
     sampler = EpochSampler(len(source), micro_batch, 0, 1, 1, seed=3)
     sampler.set_epoch(epoch)
     collate = partial(collate_graph_pairs, context_length=CONTEXT)
-    loader = create_pair_loader(dataset, sampler, like=pairs.images, collate=collate, num_workers=num_workers)
+    loader = create_loader(dataset, sampler, collate=collate, num_workers=num_workers)
     found = {}
     for batch in loader:
         for row, index in enumerate(batch.indices.tolist()):
@@ -558,6 +559,7 @@ def test_pairs_whose_relations_all_hold_both_ways_have_no_local_loss(tmp_path: P
     assert_same_state(checkpoint_of(tmp_path / "run")["model"], checkpoint_of(tmp_path / "without")["model"], "model")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_from_before_an_option_is_resumed_with_its_default(tmp_path: Path) -> None:
     asked = {"data_path": table_of_pairs(tmp_path), "graphs": tmp_path / "graphs.jsonl"}
     run(tmp_path / "run", epochs=1, **asked)
@@ -716,3 +718,20 @@ def test_the_scenes_preset_builds_and_trains(tmp_path: Path) -> None:
 
     train(get_args_parser().parse_args(words))
     assert load_oc_clip(tmp_path / "checkpoint.pth").model.config.binding.dim == 64
+
+
+def test_every_tensor_of_a_batch_is_pinned_and_graphs_stay_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bug: indices of graphs and false relations were copied from pageable memory, for which the host waits."""
+    batch = batch_of(some_graphs(), range(3))
+    graphs, ends = batch.graphs, batch.negatives
+    tensors = [batch.images, batch.token_ids, batch.indices, graphs.entities, graphs.entity_mask, graphs.predicates]
+    tensors += [graphs.subjects, graphs.objects, graphs.relation_mask, *ends.swapped, *ends.shuffled, ends.altered]
+    pinned: list[int] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: (pinned.append(id(tensor)), tensor.clone())[1])
+    copy = batch.pin_memory()
+    assert sorted(pinned) == sorted(map(id, tensors))
+    assert copy.graphs.subjects is not graphs.subjects
+    assert torch.equal(copy.graphs.subjects, graphs.subjects)
+    assert copy.graphs.phrases == graphs.phrases
+    assert copy.to("meta").graphs.subjects.device == torch.device("cpu")
+    assert copy.to("meta").images.device == torch.device("meta")

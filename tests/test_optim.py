@@ -233,8 +233,11 @@ def test_clipping_with_known_norms_gives_the_same_bits_as_one_parameter_at_a_tim
         assert torch.equal(one.grad, other.grad)
 
 
-def test_clipping_many_parameters_launches_no_more_than_clipping_few() -> None:
-    """The bug: three kernels for every parameter, on numbers alone, and all norms once more."""
+def test_the_factors_of_clipping_are_computed_together() -> None:
+    """The bug: three kernels for every parameter, on numbers alone, and all norms once more.
+
+    A GPU makes one product per parameter of the last call, since the factors lie on the device.
+    """
     launches = []
     for number in (3, 30):
         parameters = [nn.Parameter(torch.zeros(2, 3, device="meta")) for _ in range(number)]

@@ -23,7 +23,7 @@ def maps_of(num_maps: int, num_images: int = 1, kind: str = "slot", alike: int =
     maps = np.random.default_rng(0).dirichlet(np.full(15 * 16, 0.9), size=(num_images, num_maps))
     maps = maps.reshape(num_images, num_maps, 15, 16).astype(np.float32)
     maps[:, :alike] = maps[:, :1]
-    return MapSet.of("runs/a_run/checkpoint.pth", "vit_micro/8  ·  sparo  ·  epoch 100", kind, maps)
+    return MapSet("runs/a_run/checkpoint.pth", "vit_micro/8  ·  sparo  ·  epoch 100", kind, maps)
 
 
 def picture(shape: str) -> np.ndarray:
@@ -97,7 +97,7 @@ def test_a_comparison_names_the_runs(tmp_path: Path) -> None:
     """Both were called checkpoint.pth."""
     maps = maps_of(2).maps
     names = run_names(["runs/sparo/checkpoint.pth", "runs/cls/checkpoint.pth"])
-    ours, theirs = (MapSet.of(name, "vit", "slot", maps) for name in names)
+    ours, theirs = (MapSet(name, "vit", "slot", maps) for name in names)
     with drawn_words() as figures:
         compare_page(tmp_path / "compare.png", "a", [(picture("square"), picture("square"))], (ours, theirs))
     shown = {words.words for words in figures[0]}

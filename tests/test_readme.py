@@ -42,7 +42,7 @@ def test_the_python_of_the_readme_runs_as_it_stands(tmp_path: Path, monkeypatch:
 
 
 def test_the_readme_names_the_defaults_that_differ_from_the_references() -> None:
-    sentence = re.search(r"Defaults that differ: (.*?)\.\s", README.read_text(encoding="utf-8"), re.DOTALL)
+    sentence = re.search(r"Defaults that differ:\s(.*?)\.\s", README.read_text(encoding="utf-8"), re.DOTALL)
     assert sentence
     assert set(re.findall(r"`--(\w+)`", sentence[1])) == CHANGED.keys()
 

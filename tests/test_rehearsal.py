@@ -4,6 +4,7 @@ import importlib
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jaxtyping
 import pytest
@@ -11,6 +12,7 @@ import torch
 from runs import PATIENCE, Ranks, assert_same_run, options
 from torch import nn
 
+from benchmarks.gpu import objectives
 from dino_sparo.backbone import Backbone
 from dino_sparo.choices import ViTSize
 from dino_sparo.data import Batch
@@ -133,6 +135,67 @@ def test_two_ranks_compile_once_and_train_to_the_same_bits(tmp_path: Path, chang
     assert re.fullmatch(r"[1-9]\d* graphs, breaks {}", before)
     if "grad_checkpointing" not in changes:  # in its backward pass the backend "eager" draws other branches to drop
         assert_same_run(tmp_path / "plain", tmp_path / "compiled")
+
+
+def _no_backward_pass_on_rank_1(rank: int) -> None:
+    """Compiled backward passes fail on rank 1, at the time at which torch compiles them: when they are needed."""
+    backends = importlib.import_module("torch._dynamo.backends.common")
+    make_boxed = importlib.import_module("functorch.compile").make_boxed_func
+    compile_function = torch.compile
+
+    def broken(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        def fail(*_: Any) -> Any:
+            raise RuntimeError("no compiler for backward passes here")
+
+        return make_boxed(fail if rank == 1 else graph.forward)
+
+    backend = backends.aot_autograd(fw_compiler=lambda graph, _: make_boxed(graph.forward), bw_compiler=broken)
+    torch.compile = lambda function, **given: compile_function(function, **{**given, "backend": backend})
+
+
+@pytest.mark.slow
+def test_where_one_rank_cannot_compile_the_backward_pass_both_go_on_uncompiled(tmp_path: Path) -> None:
+    """The bug: DDP's static graph stood in the middle of a reduction, and both ranks hung until the time-out."""
+    for name, compiles in (("plain", "off"), ("compiled", "on")):
+        (tmp_path / name).mkdir()
+        words = options(tmp_path / name, compile=compiles, epochs=1, warmup_epochs=0, dist_timeout_min=1)
+        with Ranks(tmp_path / name, words, spoil=_no_backward_pass_on_rank_1) as ranks:
+            assert ranks.wait(3 * PATIENCE) == [0, 0], ranks.log(0) + ranks.log(1)
+            logs = ranks.log(0), ranks.log(1)
+    reason = "RuntimeError: no compiler for backward passes here"
+    assert f"the networks run uncompiled (on 1 of 2 processes, rank 1: {reason}" in logs[0]
+    assert f"torch.compile does not work here: {reason}" in logs[1]
+    assert_same_run(tmp_path / "plain", tmp_path / "compiled")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks at it
+@pytest.mark.parametrize("name", ["CLIP", "OC-CLIP"])
+def test_micro_batches_compile_nothing_within_the_first_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bug: the pass that computes all features without gradients was compiled within step 1."""
+    pytest.importorskip("open_clip")
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **given: compiler(function, **given | {"backend": "eager"}))
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    built = objectives.build(name, {**objectives.SMALL[name], "grad_accum_steps": 2}, "cpu", compiles=True)
+    before = dict(torch._dynamo.utils.counters["stats"])
+    built.step()
+    assert before["unique_graphs"] > 0
+    assert dict(torch._dynamo.utils.counters["stats"]) == before
+
+
+def test_an_error_of_the_gpu_is_not_taken_for_one_of_the_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    training, batch = small_training(tmp_path)
+    error = RuntimeError("CUDA error: uncorrectable ECC error encountered")
+    monkeypatch.setattr(rehearsal, "rehearse", mock.Mock(side_effect=error))
+    monkeypatch.setattr(DINOTraining, "compile", lambda *_: None)
+    with pytest.raises(RuntimeError, match="uncorrectable ECC"):
+        compile_networks(training, batch)
+    assert "torch.compile does not work" not in caplog.text
 
 
 @pytest.mark.slow

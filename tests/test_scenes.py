@@ -55,6 +55,18 @@ def test_a_scene_is_the_same_whatever_was_read_before_and_however_long_the_list_
     assert [short.caption(i) for i in range(13)] == [long.caption(i) for i in range(13)]
 
 
+def test_scenes_are_kept_up_to_a_number_of_bytes_and_a_reader_may_write_on_them(monkeypatch):
+    monkeypatch.setattr(scenes, "CACHE_BYTES", 2 * 3 * 32**2)
+    draws, draw = [], scenes.draw_scene
+    monkeypatch.setattr(scenes, "draw_scene", lambda *given: draws.append(given) or draw(*given))
+    source = Scenes(5, 32)
+    before = [np.asarray(source.read(index)) for index in range(5)]
+    source.read(0).paste((0, 0, 0), (0, 0, 32, 32))
+    for index, pixels in enumerate(before):
+        np.testing.assert_array_equal(np.asarray(source.read(index)), pixels)
+    assert len(draws) == 5 + 3
+
+
 def test_another_process_draws_the_same_pixels():
     # By its path, because importing the package would also import torch.
     code = (

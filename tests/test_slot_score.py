@@ -1,9 +1,12 @@
 """`dino-sparo slot-score`: masks of every layout, the view of them, and the command from checkpoint to plots."""
 
+import argparse
+import copy
 import json
 import logging
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +20,15 @@ from dino_sparo.backbone import ARCHITECTURES, ViTSize
 from dino_sparo.checkpoint import encoder_description
 from dino_sparo.checkpoint_folder import save_checkpoint
 from dino_sparo.data import IMAGENET_MEAN, IMAGENET_STD, CorruptImageError
-from dino_sparo.encoder import create_encoder
+from dino_sparo.encoder import Encoder, create_encoder
 from dino_sparo.evaluation.objects import command, survey
 from dino_sparo.evaluation.objects.coco import polygon_mask, run_length_mask
+from dino_sparo.evaluation.objects.figures import draw_redundancy
 from dino_sparo.evaluation.objects.layouts import VOC_CLASSES, open_objects
-from dino_sparo.evaluation.objects.masks import ObjectMasks, view_objects
-from dino_sparo.evaluation.objects.measures import MEASURES
+from dino_sparo.evaluation.objects.masks import ObjectMasks, ObjectSource, view_objects
 from dino_sparo.evaluation.objects.survey import ROWS
+from dino_sparo.evaluation.plots import panels
+from dino_sparo.evaluation.protocol import EvaluatedEncoder
 from dino_sparo.evaluation.views import SquareView, choose_view
 from dino_sparo.scenes import INDEPENDENT, SHAPES, SceneGraph, SceneObject, Scenes, draw_scene, object_masks
 
@@ -243,7 +248,7 @@ def test_data_that_do_not_fit_end_with_what_would(tmp_path: Path, make, message:
 class Boxes:
     """Images of 48 x 32 pixels that are white where their objects are; the last image has none."""
 
-    name, classes = "boxes", ["left", "right"]
+    name, classes, labels = "boxes", None, None
 
     def __len__(self) -> int:
         return 5
@@ -263,21 +268,33 @@ class Boxes:
         return ObjectMasks(masks, np.arange(len(masks)), np.zeros((32, 48), dtype=bool))
 
 
-def test_images_and_masks_are_cut_alike_and_controls_score_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    encoder = create_encoder("vit_micro", 8, num_slots=2, slot_dim=3, key_dim=3, img_size=24)
+BOXES = ObjectSource(Boxes(), ["left", "right"], Boxes().objects)
 
-    def bright_patches(_: object, images: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """One map per half of the image, its bright patches, and a slot that is 1 everywhere."""
-        bright = torch.nn.functional.avg_pool2d((images.mean(dim=1) > 0).float(), 8).numpy()
-        halves = np.stack([bright, bright], axis=1)
-        halves[:, 0, :, 2:] = halves[:, 1, :, :2] = 0
-        return halves, np.ones((len(images), 2, 3), dtype=np.float32)
 
-    monkeypatch.setattr(survey, "maps_and_slots", bright_patches)
+def bright_patches(_: object, images: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """One map per half of the image, its bright patches, and a slot that is 1 everywhere."""
+    bright = torch.nn.functional.avg_pool2d((images.mean(dim=1) > 0).float(), 8).numpy()
+    halves = np.stack([bright, bright], axis=1)
+    halves[:, 0, :, 2:] = halves[:, 1, :, :2] = 0
+    return halves, np.ones((len(images), 2, 3), dtype=np.float32)
+
+
+def survey_boxes(
+    monkeypatch: pytest.MonkeyPatch, maps: int | None = None, look: Callable = bright_patches, untrained_slots: int = 2
+) -> survey.Survey:
+    own, untrained = (
+        create_encoder("vit_micro", 8, num_slots=slots, slot_dim=3, key_dim=3, img_size=24)
+        for slots in (2, untrained_slots)
+    )
+    monkeypatch.setattr(survey, "maps_and_slots", look)
     monkeypatch.setattr(survey, "BATCH_SIZE", 2)
     view = SquareView([32], 8, IMAGENET_MEAN, IMAGENET_STD)
-    encoders = {survey.MODEL: encoder, survey.UNTRAINED: encoder}
-    result = survey.survey_objects(encoders, Boxes(), range(5), view, share=0.6, seed=0)
+    encoders = {survey.MODEL: own, survey.UNTRAINED: untrained}
+    return survey.survey_objects(encoders, BOXES, range(5), view, share=0.6, seed=0, maps=maps)
+
+
+def test_images_and_masks_are_cut_alike_and_controls_score_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = survey_boxes(monkeypatch)
     measures = result.measures(seed=0)
     own = [measures["model"][measure]["mean"] for measure in ("jaccard", "fg_ari", "pointing", "mbo")]
     assert own == pytest.approx(
@@ -292,7 +309,34 @@ def test_images_and_masks_are_cut_alike_and_controls_score_what_they_say(monkeyp
     assert result.differences(seed=0)["untrained"]["jaccard"]["mean"] == 0
 
 
+def test_selectivity_stands_beside_that_of_untrained_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trained_or_blank(encoder: Encoder, images: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        halves, slots = bright_patches(encoder, images)
+        return (np.ones_like(halves) if encoder.config.num_slots == 3 else halves), slots
+
+    result = survey_boxes(monkeypatch, look=trained_or_blank, untrained_slots=3)
+    selectivity = command.describe_maps(result, BOXES, seed=0)["selectivity"]
+    # Either map finds its class fully: its excess is 0.5 there and -0.5 on the other class.
+    assert (selectivity["mean_best_lift"], selectivity["untrained"]) == pytest.approx((0.5, 0))
+
+
+def test_one_map_at_a_time_finds_one_of_two_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    measures = survey_boxes(monkeypatch, maps=1).measures(seed=0)
+    # One map alone gets all patches, so that its segment is the whole image of 16 patches.
+    expected = {"jaccard": 0.5, "mbo": 1 / 16, "fg_ari": 0, "pointing": 0.5, "pointing_one_map": 0.5}
+    assert {name: entry["mean"] for name, entry in measures["model"].items()} == pytest.approx(expected)
+    assert measures["other_image"]["jaccard"]["mean"] == 0
+
+
 # The command.
+
+
+def test_the_image_before_is_a_random_other_one_although_folders_are_sorted_by_class() -> None:
+    order = np.array(command.choose_images(1000, 300))
+    assert len(set(order.tolist())) == 300
+    assert np.mean(order[1:] // 100 == order[:-1] // 100) == pytest.approx(0.1, abs=0.06)  # ten classes of 100 images
+    assert command.choose_images(1000, 300) == order.tolist()
+    assert sorted(command.choose_images(5, 300)) == [0, 1, 2, 3, 4]
 
 
 def checkpoint(folder: Path, readout: str, seed: int = 0) -> Path:
@@ -325,18 +369,100 @@ def test_the_command_scores_slots_and_heads_beside_their_controls(
     assert (result["kind"], result["num_maps"]) == (kind, count)
     assert result["data"]["num_images"] == 20
     assert list(result["measures"]) == list(ROWS)
+    bounds = {measure: entry["mean"] for measure, entry in result["measures"]["patch_grid"].items()}
+    assert [measure for measure, bound in bounds.items() if bound is None] == ["fg_ari"]
     for row, measures in result["measures"].items():
-        for measure in MEASURES:
+        for measure, bound in bounds.items():
+            if row == "patch_grid" and bound is None:
+                continue
             low, high = measures[measure]["interval_95"]
             assert low <= measures[measure]["mean"] <= high, (row, measure)
-            assert measures[measure]["mean"] <= result["measures"]["patch_grid"][measure]["mean"]
+            assert bound is None or measures[measure]["mean"] <= bound, (row, measure)
     assert len(result["maps"]) == count
     assert sum(entry["best_for"] for entry in result["maps"]) == pytest.approx(1)
     assert ("values" in result["redundancy"]["model"]) == (readout == "sparo")
     assert sum(entry["num_objects"] for entry in result["classes"]) == result["data"]["num_objects"]
     out = capsys.readouterr().out
     assert "maps of another image" in out
-    assert "selectivity" in out
+    several = result["measures"]["model"]["fg_ari"]["num_images"]  # images with two objects
+    assert 0 < several < 20
+    assert re.search(rf"^images +20 +20 +{several} +20 +20$", out, flags=re.MULTILINE)
+    lift = 100 * result["selectivity"]["untrained"]
+    assert "selectivity (mean best lift): " in out
+    assert f"; untrained {lift:.1f}; with shuffled classes" in out
+
+
+def test_as_many_maps_as_there_are_give_the_default_and_fewer_find_less(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], undrawn: None
+) -> None:
+    words = ("--pretrained_weights", checkpoint(tmp_path, "sparo"), "--data_path", "scenes:60:32", "--num_images", 8)
+    default, every, few = score(*words), score(*words, "--maps", 5), score(*words, "--maps", 2)
+    assert every == default
+    assert (default["maps_per_score"], few["maps_per_score"], few["num_maps"]) == (5, 2, 5)
+    assert len(few["map_subsets"]) == 5
+    for row in ("model", "untrained", "random"):
+        assert few["measures"][row]["jaccard"]["mean"] < default["measures"][row]["jaccard"]["mean"]
+    for part in ("redundancy", "maps", "selectivity"):
+        assert few[part] == default[part]
+    assert "5 slots, 2 at a time (mean over 5 random subsets)" in capsys.readouterr().out
+
+
+# Two encoders matched.
+
+
+def small_encoder(seed: int) -> EvaluatedEncoder:
+    torch.manual_seed(seed)
+    encoder = create_encoder("vit_micro", 8, num_slots=5, slot_dim=7, key_dim=3, img_size=24).eval()
+    return EvaluatedEncoder(encoder, IMAGENET_MEAN, IMAGENET_STD, {"seed": seed})
+
+
+def with_slots_in_order(evaluated: EvaluatedEncoder, order: list[int]) -> EvaluatedEncoder:
+    """The same encoder with its slots in another order."""
+    other = copy.deepcopy(evaluated)
+    readout = other.encoder.readout
+    with torch.no_grad():
+        readout.queries.copy_(readout.queries[order])
+        for parameter in (readout.key_proj.weight, readout.key_proj.bias):
+            parameter.copy_(parameter.unflatten(0, (5, 3))[order].flatten(0, 1))
+    return other
+
+
+def matched(own: np.ndarray, untrained: np.ndarray, other: EvaluatedEncoder, source: ObjectSource) -> dict:
+    values = {survey.MODEL: [own], survey.UNTRAINED: [untrained]}
+    options = argparse.Namespace(seed=0, image_size=None)
+    seen = survey.Survey(values=values, indices=list(range(len(own))))
+    return command.match_models(seen, other, source, options, torch.device("cpu"))
+
+
+def test_slots_in_another_order_are_matched_to_themselves_and_controls_are_clearly_below() -> None:
+    source, model, control = open_objects("scenes:40:32"), small_encoder(0), small_encoder(1)
+    own, untrained = (
+        survey.slot_values(evaluated.encoder, source, range(32), command.view_of(evaluated, None))
+        for evaluated in (model, control)
+    )
+    order = [3, 0, 4, 2, 1]
+    result = matched(own, untrained, with_slots_in_order(model, order), source)
+    assert [order[pair["partner"]] for pair in result["partners"]] == [0, 1, 2, 3, 4]
+    assert result["matched"]["mean"] == pytest.approx(1)
+    for name, bound in (("untrained", 0.95), ("shuffled_images", 0.5)):
+        assert result[name]["mean"] < bound, name
+    assert result["mean_of_all_pairs"] < 0.95
+
+
+def test_a_matching_of_noise_is_no_better_than_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Chosen and reported on the same images it would be: the best of 13 partners by chance.
+    own, untrained, theirs = np.random.default_rng(0).normal(size=(3, 40, 13, 1)).astype(np.float32)
+    monkeypatch.setattr(command, "slot_values", lambda *_: theirs)
+    result = matched(own, untrained, small_encoder(0), BOXES)
+    for name in ("matched", "untrained", "shuffled_images"):
+        assert result[name]["mean"] < 2 * result["mean_of_all_pairs"], name
+    assert (result["matching_images"], result["num_images"]) == (20, 20)
+
+
+def test_a_matching_of_three_images_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "slot_values", lambda *_: np.ones((3, 5, 7), dtype=np.float32))
+    with pytest.raises(ValueError, match=r"--match needs at least 4 images, .* 3 could be read"):
+        matched(np.ones((3, 5, 7), dtype=np.float32), np.ones((3, 5, 7), dtype=np.float32), small_encoder(0), BOXES)
 
 
 @pytest.mark.slow
@@ -350,6 +476,18 @@ def test_slots_match_themselves_and_not_those_of_another_seed(tmp_path: Path, un
     assert second["match"]["encoder"]["pretrained_weights"] == str(other)
     # The same command gives the same numbers.
     assert first["measures"] == second["measures"]
+
+
+@pytest.mark.parametrize("what", [("maps", "values"), ("maps",)])
+def test_redundancy_is_drawn_beside_the_untrained_encoders(what: tuple[str, ...], tmp_path: Path) -> None:
+    with panels(tmp_path / "plot.png", 1, 1) as axes:
+        numbers = {"model": (0.625, 0.25), "untrained": (0.875, 0.75)}
+        redundancy = {row: dict(zip(what, values, strict=False)) for row, values in numbers.items()}
+        draw_redundancy(axes[0, 0], redundancy)
+        bars = [round(bar.get_width(), 3) for bar in axes[0, 0].patches]
+        labels = [label.get_text() for label in axes[0, 0].get_yticklabels()]
+    assert bars == [0.625, 0.875, 0.25, 0.75][: 2 * len(what)]
+    assert labels == list(what)
 
 
 @pytest.mark.slow
@@ -378,6 +516,8 @@ def test_read_outs_without_maps_or_slots_are_refused(tmp_path: Path, caplog: pyt
         (("--pretrained_weights", cls, "--share", 0), "share=0.0 is not a share"),
         (("--pretrained_weights", cls, "--num_images", 1), "num_images=1; give at least 2"),
         (("--pretrained_weights", cls, "--seed", -1), "seed=-1 is negative"),
+        (("--pretrained_weights", cls, "--maps", 5), "maps=5, but the encoder has 4; give 1 to 4, or leave --maps out"),
+        (("--pretrained_weights", cls, "--maps", 0), "maps=0, but the encoder has 4"),
     ):
         caplog.clear()
         with pytest.raises(SystemExit):

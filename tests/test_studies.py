@@ -24,9 +24,9 @@ def write(results: Path, run: Run, quality: float = 0.0, scores: Scores | None =
     path = results / run.study / f"{run.name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     epochs = [{"step": 10, "train_loss": 2.0, "knn_20": quality}]
-    path.write_text(
-        json.dumps({"epochs": epochs, "scores": scores or {}, "training_s": 60, "encoder_parameters": 1000})
-    )
+    result = {"options": run.options, "epochs": epochs, "scores": scores or {}, "training_processor_s": 60}
+    result |= {"encoder_parameters": 1000, "trained_parameters": 2000, "commit": "0123456789", "torch": "2.15.0"}
+    path.write_text(json.dumps(result))
 
 
 def write_all(results: Path, offsets: Mapping[str, float]) -> None:
@@ -34,7 +34,8 @@ def write_all(results: Path, offsets: Mapping[str, float]) -> None:
         write(results, run, quality=run.lr * 1000 if run.variant == "cls" else -run.lr)
     for run in runs.reported_runs("scenes", results):
         trained = {"20-NN": 60.0 + run.seed + offsets[run.variant] * (1 + run.seed)}
-        write(results, run, scores={"untrained": {"20-NN": 50.0}, "trained": trained})
+        wide = {"20-NN, 4 blocks": trained["20-NN"] + 1} if run.variant == "cls" else {}
+        write(results, run, scores={"untrained": {"20-NN": 50.0}, "trained": trained | wide})
 
 
 def test_the_learning_rate_is_chosen_per_variant_and_by_runs_that_are_not_reported(tmp_path: Path) -> None:
@@ -67,6 +68,44 @@ def test_tables_pair_the_seeds_and_give_students_interval(tmp_path: Path) -> Non
     assert "**8.00**" in tables  # the choice for cls
 
 
+def test_the_width_control_stands_as_a_row_of_its_own_and_is_compared_with_the_others(tmp_path: Path) -> None:
+    write_all(tmp_path, {"cls": 0.0, "gap": 0.0, "sparo": 2.0})
+    tables = report.report("scenes", tmp_path)
+    assert "| cls, 4 blocks | 0 |  | 61.0 |" in tables
+    assert "| cls, 4 blocks - cls |  | +1.0 [+1.0, +1.0] |" in tables
+    assert "| sparo - cls, 4 blocks |  | +5.0 [+1.1, +8.9] |" in tables
+    assert "20-NN, 4 blocks" not in tables
+
+
+def test_what_training_adds_is_paired_with_the_same_untrained_encoder(tmp_path: Path) -> None:
+    write_all(tmp_path, {"cls": 0.0, "gap": 0.0, "sparo": 2.0})
+    # trained - untrained of sparo: 12, 15, 18, 21, 24
+    assert "| sparo | +18.0 [+12.1, +23.9] |" in report.report("scenes", tmp_path)
+
+
+def test_a_rate_at_an_end_of_the_grid_and_a_tie_are_named(tmp_path: Path) -> None:
+    for run in runs.choosing_runs("scenes"):
+        write(tmp_path, run, quality={"cls": 1.0, "gap": run.lr, "sparo": run.lr == 0.004}[run.variant])
+    note = report.choice_note("scenes", tmp_path)
+    assert (
+        note == "Cls: a tie, the smaller rate is taken; gap: the largest rate is chosen, a better one may lie beyond."
+    )
+
+
+def test_results_of_another_recipe_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_all(tmp_path, dict.fromkeys(("cls", "gap", "sparo"), 0.0))
+    monkeypatch.setitem(STUDIES, "scenes", STUDIES["scenes"].with_epochs(1))
+    with pytest.raises(ValueError, match=r"made with another recipe \(epochs '4' then, '1' now\); delete it"):
+        report.report("scenes", tmp_path)
+
+
+def test_the_report_names_code_and_processor_hours(tmp_path: Path) -> None:
+    write_all(tmp_path, dict.fromkeys(("cls", "gap", "sparo"), 0.0))
+    last = report.report("scenes", tmp_path).split("\n\n")[-1]
+    assert last.startswith("24 of 24 runs are made, with commit 0123456 and torch 2.15.0; ")
+    assert last.endswith("took 0.4 processor hours.")
+
+
 def test_one_seed_has_no_interval() -> None:
     assert report.t_interval([1.25]) == "+1.2 (one seed)"
 
@@ -89,37 +128,46 @@ def test_the_plot_is_drawn(tmp_path: Path) -> None:
 
 def test_a_study_of_photographs_asks_for_them(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="give --data_path"):
-        runs.make_runs("cifar10", None, tmp_path / "out", tmp_path / "results", jobs=1, epochs=None)
+        runs.make_runs("cifar10", None, tmp_path / "out", tmp_path / "results", jobs=1)
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in runs.RESULTS.glob("*")))
+def test_the_tables_of_the_results_page_are_those_of_the_runs(name: str) -> None:
+    page = (ROOT / "docs" / "results.md").read_text()
+    for table in report.report(name, runs.RESULTS).split("\n\n")[1:]:
+        assert table in page, f"python -m studies {name} --report"
 
 
 @pytest.mark.parametrize("name", sorted(STUDIES))
-def test_the_variants_differ_in_their_own_options_alone(name: str) -> None:
+def test_every_study_has_its_baseline_and_leaves_the_learning_rate_to_the_choice(name: str) -> None:
     study = STUDIES[name]
     assert study.baseline in study.variants
     assert "lr" not in {option for options in study.variants.values() for option in options}
 
 
 @pytest.mark.slow
-def test_a_run_trains_evaluates_and_says_with_what(tmp_path: Path) -> None:
-    changes = {"data_path": "scenes:320:48", "epochs": 1, "warmup_epochs": 0}
+def test_a_run_trains_evaluates_and_says_with_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(STUDIES, "scenes", STUDIES["scenes"].with_epochs(1))
     wanted = [Run("scenes", "cls", 0.004, 0), Run("scenes", "sparo", 0.004, CHOICE_SEED)]
-    runs.start_runs(wanted, changes, tmp_path / "out", "scenes:100:48", tmp_path / "results", jobs=2)
+    runs.start_runs(wanted, "scenes:320:48", tmp_path / "out", "scenes:100:48", tmp_path / "results", jobs=2)
     reported, choosing = (run.result(tmp_path / "results") for run in wanted)
     assert reported is not None
     assert set(reported["scores"]) == {"untrained", "trained"}
-    assert set(reported["scores"]["trained"]) == {"20-NN", "linear probe", "20-NN, 4 blocks"}
+    probes = {"linear probe", "linear probe, encoding alone"}
+    assert set(reported["scores"]["trained"]) == {"20-NN", "20-NN, 4 blocks"} | probes
     assert choosing is not None
     assert choosing["scores"] == {}
     assert reported["epochs"][-1]["step"] == 20
     assert reported["options"]["readout"] == "cls"
-    assert reported["training_s"] > 0
+    assert reported["training_processor_s"] > 0
+    assert reported["trained_parameters"] > reported["encoder_parameters"]
 
 
 @pytest.mark.slow
 def test_a_run_that_fails_ends_the_study_and_names_its_log(tmp_path: Path) -> None:
     wanted = [Run("scenes", "cls", 0.004, 0)]
     with pytest.raises(RuntimeError, match=r"ended with status 1; see .*console.txt"):
-        runs.start_runs(wanted, {"data_path": "nowhere"}, tmp_path / "out", "", tmp_path / "results", jobs=2)
+        runs.start_runs(wanted, "nowhere", tmp_path / "out", "", tmp_path / "results", jobs=2)
 
 
 def group_ends(group: int, within_s: float) -> bool:

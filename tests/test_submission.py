@@ -219,5 +219,5 @@ def test_a_job_runs_on_this_machine_as_it_would_on_slurm(tmp_path: Path) -> None
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     number = re.search(r"job (\d+) is done", done.stdout)[1]
-    assert "world_size=2" in (tmp_path / "local" / f"{number}_0_log.err").read_text()
+    assert "rank 0 of 2" in (tmp_path / "local" / f"{number}_0_log.err").read_text()
     assert (tmp_path / f"job{number}" / "checkpoint.pth").is_file()

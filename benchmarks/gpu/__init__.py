@@ -12,7 +12,7 @@ tables and bars go to output/gpu/PART.json and .md, what it says to PART.log. Pa
     page.py           their reports -> docs/gpu.md
     objectives.py     options -> an objective and batches on a device
     steps.py          losses by device, precision and compilation; no synchronisation within a step
-    one_process.py    DDP in a group of one: NCCL, static graph, accumulation, checkpointing, SyncBN
+    one_process.py    DDP in a group of one: NCCL, static graph, accumulation, checkpointing
     runs.py           gpu tests, kill and resume, twice 500 steps of the recipe for ImageNet
     search.py         k-NN at ImageNet's size
     profile.py        where a step's time goes, and how far it is from the floor

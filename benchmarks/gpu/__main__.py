@@ -4,6 +4,7 @@ import argparse
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.gpu.page import page, put_between_marks, read_reports
+from benchmarks.gpu.page import not_shown, page, put_between_marks, read_reports, status
 from dino_sparo.runtime.records import git_hash
 
 logger = logging.getLogger(__name__)
@@ -92,25 +93,26 @@ def run_part(name: str, args: argparse.Namespace) -> dict[str, Any]:
     with log.open("wb") as output:
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            status = process.wait(LIMIT_S)
+            exit_status = process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
-            status = None
+            exit_status = None
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)
             raise
-    if status is None:
+    if exit_status is None:
         os.killpg(process.pid, signal.SIGKILL)  # its own processes, too
         process.wait()
+    shutil.rmtree(path.with_suffix(".tmp"), ignore_errors=True)  # of a part that was ended
     report = json.loads(path.read_text()) if path.is_file() else {"sections": []}
     checks = [check for section in report["sections"] for check in section["checks"]]
-    if status is None:
+    if exit_status is None:
         result = f"ended after {LIMIT_S} s"
     elif not report["sections"]:
-        result = f"failed, status {status}, no report"
+        result = f"failed, status {exit_status}, no report"
     elif not all(check["passed"] for check in checks):
         result = "checks failed"
     else:
-        result = "done" if status == 0 else f"failed, status {status}"
+        result = "done" if exit_status == 0 else f"failed, status {exit_status}"
     report |= {"result": result, "form": form, "seconds": round(time.monotonic() - begin), "commit": git_hash()}
     path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     logger.info("%s: %s in %d s", name, result, report["seconds"])
@@ -134,10 +136,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.output_dir = args.output_dir.resolve()
     args.output_dir.mkdir(parents=True, exist_ok=True)
     results = {name: run_part(name, args)["result"] for name in args.part}
-    text = page(read_reports(args.output_dir, list(PARTS)), list(PARTS))
+    reports = read_reports(args.output_dir, list(PARTS))
+    text = page(reports, list(PARTS))
     (args.output_dir / "gpu.md").write_text(text + "\n", encoding="utf-8")
     if args.device == "cuda" and not args.short:
-        put_between_marks(text, ROOT / "docs" / "gpu.md")
+        texts = {"status": status(reports), "not shown": not_shown(reports, list(PARTS)), "measured": text}
+        put_between_marks(texts, ROOT / "docs" / "gpu.md")
     logger.info("%s", args.output_dir / "gpu.md")
     failed = [f"{name} ({result})" for name, result in results.items() if result != "done"]
     if failed:

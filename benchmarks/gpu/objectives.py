@@ -18,13 +18,14 @@ from dino_sparo.dino.train import DINOObjective
 from dino_sparo.oc_clip.options import get_args_parser as oc_clip_parser
 from dino_sparo.oc_clip.train import OCCLIPObjective
 from dino_sparo.runtime.distributed import Distributed
-from dino_sparo.runtime.precision import set_tf32
 from dino_sparo.training.objective import Objective
 from dino_sparo.training.rehearsal import compile_networks
 
 logger = logging.getLogger(__name__)
 
 NUM_LOSSES = 5
+# From torch's 65,536 fp16's gradients overflow at these sizes, and all of so few steps would be skipped.
+FP16_SCALE = 256.0
 OBJECTIVES: dict[str, tuple[type[Objective[Any]], Any]] = {
     "DINO": (DINOObjective, dino_parser),
     "CLIP": (CLIPObjective, clip_parser),
@@ -86,8 +87,6 @@ def build(name: str, sizes: dict[str, object], device: str, compiles: bool = Fal
     objective_class.defaults_of(args)
     objective_class.check_options(args)
     torch_device = torch.device(device, 0) if device == "cuda" else torch.device(device)
-    # fp32 is exact: TF32's three digits would hide a mistake.
-    set_tf32(allowed=False)
     objective = objective_class(args, Distributed(0, 1, 0, torch_device))
     if compiles and not compile_networks(objective.training, objective.rehearsal_batch()):
         raise RuntimeError(f"{name}: the networks could not be compiled")
@@ -101,6 +100,9 @@ def first_losses(name: str, device: str, changes: dict[str, object], compiles: b
     """Losses of the first steps at small sizes, (NUM_LOSSES,) on the CPU; NaN after an error, which the log has."""
     try:
         built = build(name, {**SMALL[name], **changes}, device, compiles)
+        updater = built.objective.updater
+        if updater.scaler is not None:
+            updater.scaler = torch.amp.GradScaler(updater.device.type, init_scale=FP16_SCALE)
         return torch.stack([built.step().double().cpu() for _ in range(NUM_LOSSES)])
     except RuntimeError:
         logger.exception("%s on %s, compiled: %s, %s", name, device, compiles, changes)
@@ -108,12 +110,8 @@ def first_losses(name: str, device: str, changes: dict[str, object], compiles: b
 
 
 @contextlib.contextmanager
-def wrapped_in_ddp(with_world_of_two: bool = False) -> Iterator[None]:
-    """Within this context `build` puts networks into DDP, as with several processes, though the group has one member.
-
-    Args:
-        with_world_of_two: also let DINO see two processes, so that it converts batch norm into SyncBN.
-    """
+def wrapped_in_ddp() -> Iterator[None]:
+    """Within this context `build` puts networks into DDP, as with several processes, though there is one."""
     from dino_sparo.runtime import distributed
 
     wrap = distributed.wrap_ddp
@@ -125,6 +123,4 @@ def wrapped_in_ddp(with_world_of_two: bool = False) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module in ("dino_sparo.dino.train", "dino_sparo.image_text.objective"):
             stack.enter_context(mock.patch(f"{module}.wrap_ddp", wrap_always))
-        if with_world_of_two:
-            stack.enter_context(mock.patch("dino_sparo.dino.train.world_size", return_value=2))
         yield

@@ -1,4 +1,4 @@
-"""The parts' reports -> a page, and its place in docs/gpu.md between two marks."""
+"""The parts' reports -> what docs/gpu.md says between its marks: the status, what was not shown, what was measured."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.report import table
 
-BEGIN, END = "<!-- written by make gpu -->", "<!-- end -->"
+BEGIN, END = "<!-- make gpu: {} -->", "<!-- end -->"
 
 
 def read_reports(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
@@ -15,7 +15,7 @@ def read_reports(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
 
 
 def page(reports: dict[str, dict[str, Any]], names: list[str]) -> str:
-    """What ran on what, every check that failed, every bar, what a missed bar is made of, then all tables' files."""
+    """What ran on what, every check that failed, every bar, then all tables."""
     sections = [(name, section) for name, report in reports.items() for section in report.get("sections", [])]
     facts: dict[str, Any] = next((report for report in reports.values() if "hardware" in report), {})
     lines = [
@@ -40,9 +40,24 @@ def page(reports: dict[str, dict[str, Any]], names: list[str]) -> str:
     ]  # fmt: skip
     lines += ["### Checks that failed", table(failed) if failed else "None."]
     lines += ["### Bars", table(bars) if bars else "None was measured."]
-    if any(bar[""] == "missed" for bar in bars):
-        lines += ["### What a step is made of", *_step_tables(sections)]
+    lines += ["### Tables", *_tables(sections)]
     return "\n\n".join(lines)
+
+
+def status(reports: dict[str, dict[str, Any]]) -> str:
+    """The page's first sentence: where it ran, and how many parts passed."""
+    gpu = next((report["hardware"]["gpu"] for report in reports.values() if "gpu" in report.get("hardware", {})), None)
+    passed = sum(report["result"] == "done" for report in reports.values())
+    return (
+        f"This code was written for GPUs. It ran on one, {gpu or 'of an unknown name'}: {passed} of {len(reports)} "
+        "parts of one command passed, and the [last section](#measured-on-a-gpu) has their results."
+    )
+
+
+def not_shown(reports: dict[str, dict[str, Any]], names: list[str]) -> str:
+    """What one GPU could show and has not shown yet: the parts that did not pass."""
+    left = [f"`{name}`" for name in names if reports.get(name, {}).get("result") != "done"]
+    return f"- What these parts show: {', '.join(left)}. They did not pass, or did not run." if left else ""
 
 
 def _part_row(name: str, report: dict[str, Any] | None) -> dict[str, Any]:
@@ -58,14 +73,13 @@ def _part_row(name: str, report: dict[str, Any] | None) -> dict[str, Any]:
     }
 
 
-def _step_tables(sections: list[tuple[str, dict[str, Any]]]) -> list[str]:
-    """By which part a bar of speed is missed: the parts of ours and the reference's step, and the kinds of kernels."""
-    wanted = (": a step", ": its parts", ": by kind")
-    found = [(name, title, rows) for name, section in sections for title, rows in section["tables"].items()]
+def _tables(sections: list[tuple[str, dict[str, Any]]]) -> list[str]:
+    """Step times and their parts, kinds of kernels, memory, seconds of a search, ...: all that was measured."""
     return [
         f"{name}, {title}\n\n{table([_flat(row) for row in rows])}"
-        for name, title, rows in found
-        if name in ("train_step", "profile") and rows and any(word in title for word in wanted)
+        for name, section in sections
+        for title, rows in section["tables"].items()
+        if rows
     ]
 
 
@@ -74,14 +88,21 @@ def _flat(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value["median"] if isinstance(value, dict) else value for name, value in row.items()}
 
 
-def put_between_marks(text: str, path: Path) -> None:
+def put_between_marks(texts: dict[str, str], path: Path) -> None:
     """Replace what stands between the marks of a page.
+
+    Args:
+        texts: name of a mark -> what stands behind it.
+        path: of the page.
 
     Raises:
         ValueError: the page has no such marks.
     """
-    before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"{path} has no lines `{BEGIN}` and `{END}` to write between")
-    path.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
+    content = path.read_text(encoding="utf-8")
+    for name, text in texts.items():
+        before, begin, rest = content.partition(BEGIN.format(name))
+        _, end, after = rest.partition(END)
+        if not (begin and end):
+            raise ValueError(f"{path} has no lines `{BEGIN.format(name)}` and `{END}` to write between")
+        content = f"{before}{begin}\n\n{text}\n\n{end}{after}"
+    path.write_text(content, encoding="utf-8")

@@ -17,6 +17,7 @@ With `:FILE.json` after either, some of the slots alone, or masked ones: a file 
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from jaxtyping import Float, Int64
 from PIL import Image
 from torch import Tensor, nn
 
-from dino_sparo.clip.model import load_clip as load_checkpoint
+from dino_sparo.clip.model import load_clip
 from dino_sparo.clip.slots.subsets import open_slots
 from dino_sparo.image_text.evaluation.dot_product import ImageTextModel
 from dino_sparo.image_text.evaluation.image_rows import ClipView
@@ -59,45 +60,25 @@ class BenchmarkModel(nn.Module):
         return self.model.encode_text(token_ids, normalize=self.normalize if normalize is None else normalize)
 
 
-class BenchmarkTransform:
-    """Image of any kind -> (C, H, W), our evaluations' view; the function object is picklable, for loader workers.
-
-    Args:
-        view: the view.
-    """
-
-    def __init__(self, view: ClipView) -> None:
-        self.view = view
-
-    def __call__(self, image: Image.Image) -> Float[Tensor, "C H W"]:
-        """The view of an image."""
-        return self.view(image.convert("RGB"))[0]
+def transform_image(view: ClipView, image: Image.Image) -> Float[Tensor, "C H W"]:
+    """An image of any kind as our evaluations see it."""
+    return view(image.convert("RGB"))[0]
 
 
-class BenchmarkTokenizer:
-    """Caption or captions -> token ids (B, N).
-
-    Args:
-        context_length: N.
-    """
-
-    def __init__(self, context_length: int) -> None:
-        self.context_length = context_length
-
-    def __call__(self, texts: str | Sequence[str]) -> Int64[Tensor, "B N"]:
-        """The ids; longer captions are cut off."""
-        return tokenize([texts] if isinstance(texts, str) else list(texts), self.context_length).ids
+def tokenize_texts(context_length: int, texts: str | Sequence[str]) -> Int64[Tensor, "B N"]:
+    """The token ids of a caption or of captions; longer captions are cut off."""
+    return tokenize([texts] if isinstance(texts, str) else list(texts), context_length).ids
 
 
 class BenchmarkClip(NamedTuple):
     """What CLIP benchmark's loaders return, in its order."""
 
     model: BenchmarkModel
-    transform: BenchmarkTransform
-    tokenizer: BenchmarkTokenizer
+    transform: Callable[[Image.Image], Tensor]
+    tokenizer: Callable[[str | Sequence[str]], Tensor]
 
 
-def load_clip(
+def load_for_benchmark(
     model_name: str = NORMALIZED,
     pretrained: str = "",
     cache_dir: str | None = None,
@@ -122,11 +103,12 @@ def load_clip(
         )
     if not pretrained:
         raise ValueError("pretrained is empty; give the path of a checkpoint of CLIP training")
-    loaded = load_checkpoint(pretrained)
+    loaded = load_clip(pretrained)
     config = loaded.model.config
     model = BenchmarkModel(open_slots(slots, loaded)[0], kind == NORMALIZED).to(device).eval()
-    transform = BenchmarkTransform(ClipView(config.image.img_size, loaded.mean, loaded.std))
-    return BenchmarkClip(model, transform, BenchmarkTokenizer(config.text.context_length))
+    view = ClipView(config.image.img_size, loaded.mean, loaded.std)
+    # Partial functions can be pickled, for the workers of a loader.
+    return BenchmarkClip(model, partial(transform_image, view), partial(tokenize_texts, config.text.context_length))
 
 
 def register() -> Callable[[], Any]:
@@ -142,7 +124,7 @@ def register() -> Callable[[], Any]:
     require("requests", "CLIP benchmark's data sets")  # which it does not declare
     from clip_benchmark import models
 
-    models.TYPE2FUNC[MODEL_TYPE] = load_clip
+    models.TYPE2FUNC[MODEL_TYPE] = load_for_benchmark
     if MODEL_TYPE not in models.MODEL_TYPES:
         models.MODEL_TYPES.append(MODEL_TYPE)
     # Imported only now, since its options list the model types there are.

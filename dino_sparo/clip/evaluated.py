@@ -1,7 +1,9 @@
 """A CLIP checkpoint -> what the evaluations of `image_text/` ask for: a scorer of images and captions."""
 
 import argparse
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 from dino_sparo.clip.model import CLIP, load_clip
 from dino_sparo.clip.slot_scorer import SlotScorer
@@ -10,30 +12,52 @@ from dino_sparo.evaluation.protocol import view_record
 from dino_sparo.image_text.evaluation.dot_product import DotProductScorer
 from dino_sparo.image_text.evaluation.image_rows import ClipView
 from dino_sparo.image_text.text import tokenize
-from dino_sparo.runtime.distributed import PRECISIONS, Distributed
+from dino_sparo.runtime.distributed import Distributed
 from dino_sparo.runtime.extras import require
+from dino_sparo.runtime.precision import PRECISIONS
 from dino_sparo.runtime.records import versions
 
 
-def open_clip_model(args: argparse.Namespace, process: Distributed, border: int = 0) -> DotProductScorer:
-    """What the options of `add_model_options` and `add_computation_options` ask for.
+def open_clip_model(
+    args: argparse.Namespace, process: Distributed, border: int = 0, checkpoint: Mapping[str, Any] | None = None
+) -> DotProductScorer:
+    """The model of an evaluation that takes an OC-CLIP, too.
 
     Args:
-        args: parsed options.
+        args: the options of `add_model_options` and `add_computation_options`.
         process: where to compute.
         border: pixels cut off every side of an image.
+        checkpoint: what was read from `--pretrained_weights`; None: read it now.
 
     Raises:
-        ValueError: no checkpoint is named, it holds no CLIP, or `--slots` does not fit it.
+        ValueError: as `clip_scorer`, and if `--graphs` are given.
+    """
+    if args.graphs:
+        raise ValueError(f"--graphs {args.graphs} with a CLIP, which reads captions as they are; leave it out")
+    return clip_scorer(args, process, border, checkpoint)
+
+
+def clip_scorer(
+    args: argparse.Namespace, process: Distributed, border: int = 0, checkpoint: Mapping[str, Any] | None = None
+) -> DotProductScorer:
+    """The model of a command that takes a CLIP alone.
+
+    Args:
+        args: the options of `add_model_options`, without those of graphs, and of `add_computation_options`.
+        process: where to compute.
+        border: pixels cut off every side of an image.
+        checkpoint: what was read from `--pretrained_weights`; None: read it now.
+
+    Raises:
+        ValueError: no checkpoint is named, it holds no CLIP, or `--slots`, `--quick_gelu` or `--text_heads` do not fit
+            it.
     """
     if not args.pretrained_weights:
         raise ValueError(
             "--pretrained_weights is empty: there is nothing to evaluate; give a checkpoint of CLIP training"
         )
-    if args.graphs:
-        raise ValueError(f"--graphs {args.graphs} with a CLIP, which reads captions as they are; leave it out")
     require("open_clip", "captions")
-    loaded = load_clip(args.pretrained_weights, args.text_heads, args.quick_gelu)
+    loaded = load_clip(args.pretrained_weights, args.text_heads, args.quick_gelu, checkpoint)
     config = loaded.model.config
     transform = ClipView(args.img_size or config.image.img_size, loaded.mean, loaded.std, border)
     model, slots = open_slots(args.slots, loaded)

@@ -1,5 +1,6 @@
 """Image and text features -> the contrastive loss over all ranks; it is OpenCLIP's."""
 
+import re
 import warnings
 from typing import Any
 
@@ -40,6 +41,19 @@ def create_loss(products: str = "fp32", texts_per_image: int = 1) -> nn.Module:
 
     exact = ClipLoss(local_loss=True, gather_with_grad=True, cache_labels=True, rank=rank(), world_size=world_size())
     return exact if (products, texts_per_image) == ("fp32", 1) else GeneralLoss(exact, products, texts_per_image)
+
+
+def require_products(products: str, device: torch.device) -> None:
+    """Refuse products that this version of torch cannot compute on a device.
+
+    Raises:
+        ValueError: bf16 on a GPU, before torch 2.8.
+    """
+    version = [int(number) for number in re.findall(r"\d+", torch.__version__)[:2]]
+    if products == "bf16" and device.type == "cuda" and version < [2, 8]:
+        raise ValueError(
+            f"--logits bf16 on a GPU needs torch 2.8 or newer, this is {torch.__version__}; give --logits tf32 or fp32"
+        )
 
 
 class GeneralLoss(nn.Module):
@@ -92,8 +106,8 @@ def rounded_product(
 ) -> Float[Tensor, "B candidates"]:
     """X Y^T whose factors are rounded to TF32 (11 bits) or bf16 (8 bits), and whose products are summed in fp32.
 
-    So are the products of the backward pass. A GPU computes them in its tensor cores; elsewhere the factors are rounded
-    and multiplied in fp32, which is as slow as ever and gives the same digits.
+    So are the products of the backward pass. A GPU computes them in its tensor cores. On other devices this is no
+    faster; results are equal.
 
     Args:
         left: X, fp32.

@@ -4,7 +4,7 @@ Training compares its slots, evaluation measures them.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from dino_sparo.encoder import Encoder, encoder_from_config
 from dino_sparo.image_text.contrastive import INITIAL_LOGIT_SCALE
 from dino_sparo.image_text.evaluation.dot_product import DotProductScorer
 from dino_sparo.image_text.evaluation.image_rows import ClipView
-from dino_sparo.image_text.loaded import LoadedModel
+from dino_sparo.image_text.loaded import LoadedModel, refuse_foreign_options
 from dino_sparo.image_text.text import TextEncoder, tokenize
 from dino_sparo.readout import ReadoutOutput
 from dino_sparo.readout_table import ReadoutSizes, create_readout
@@ -243,7 +243,7 @@ class LoadedClip(LoadedModel):
 
         Args:
             images: images of any size and mode; or (images, C, H, W), resized and normalised with `mean` and `std`.
-            captions: C texts; longer ones than the context are cut off.
+            captions: texts; longer ones than the context are cut off.
 
         Returns:
             (images, captions), fp32, in [-1, 1], where the model is.
@@ -268,7 +268,12 @@ def clip_description(
     return {**config.to_dict(), "mean": list(mean), "std": list(std)}
 
 
-def load_clip(path: str | Path, text_heads: int | None = None, quick_gelu: bool = False) -> LoadedClip:
+def load_clip(
+    path: str | Path,
+    text_heads: int | None = None,
+    quick_gelu: bool = False,
+    checkpoint: Mapping[str, Any] | None = None,
+) -> LoadedClip:
     """The model of a checkpoint, built as the checkpoint says, in eval mode, on the CPU.
 
     Args:
@@ -276,12 +281,14 @@ def load_clip(path: str | Path, text_heads: int | None = None, quick_gelu: bool 
         text_heads: of open_clip's weights, which do not tell; by default they are 64 wide.
         quick_gelu: activation of open_clip's weights, which do not tell either: True for OpenAI's and their
             descendants, whose open_clip names end in `-quickgelu`.
+        checkpoint: what `load_checkpoint` read from `path`; None: read it now.
 
     Raises:
         CheckpointError: the file cannot be read, is no CLIP, or its weights do not fit.
-        ValueError: the checkpoint was saved with something that this version does not know.
+        ValueError: the checkpoint was saved with something that this version does not know, or `text_heads` or
+            `quick_gelu` are given for one of ours.
     """
-    checkpoint = load_checkpoint(path)
+    checkpoint = load_checkpoint(path) if checkpoint is None else checkpoint
     description, source = checkpoint.get("clip"), str(path)
     if description is None and image_text_entry(checkpoint) is not None:
         raise CheckpointError(
@@ -295,6 +302,7 @@ def load_clip(path: str | Path, text_heads: int | None = None, quick_gelu: bool 
             f"encoder of a DINO checkpoint use load_encoder"
         )
     if description is not None:
+        refuse_foreign_options(source, text_heads, quick_gelu)
         if missing := {"image", "text", "readout", "embed_dim", "mean", "std"} - description.keys():
             raise CheckpointError(f"{source} does not say {', '.join(sorted(missing))} of its CLIP under `clip`")
         config = CLIPConfig.from_dict(description)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dino_sparo.clip import options as clip_options
-from dino_sparo.clip.loss import create_loss
+from dino_sparo.clip.loss import create_loss, require_products
 from dino_sparo.clip.model import CLIP, create_clip
 from dino_sparo.clip.options import check_options, get_args_parser
 from dino_sparo.clip.presets import RECIPES
@@ -82,6 +82,7 @@ class CLIPObjective(PairObjective[PairBatch]):
 
 def build_training(args: argparse.Namespace, process: Distributed, steps_per_epoch: int) -> CLIPTraining:
     """Model, loss, optimizer and schedule from the options."""
+    require_products(args.logits, process.device)
     torch.manual_seed(args.seed)
     model = build_model(args)
     model.freeze(args.freeze or ())

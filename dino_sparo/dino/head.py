@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dino_sparo.encoder import Encoder, encode_crops
+from dino_sparo.readout import require_positive
 
 
 class WeightNormLinear(nn.Module):
@@ -69,16 +70,8 @@ class DINOHead(nn.Module):
         bottleneck_dim: int = 256,
     ) -> None:
         super().__init__()
-        sizes = {
-            "in_dim": in_dim,
-            "out_dim": out_dim,
-            "num_layers": num_layers,
-            "hidden_dim": hidden_dim,
-            "bottleneck_dim": bottleneck_dim,
-        }
-        for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{name}={size} is not a valid size for the DINO head; give a positive integer")
+        widths = {"in_dim": in_dim, "out_dim": out_dim, "hidden_dim": hidden_dim, "bottleneck_dim": bottleneck_dim}
+        require_positive("the DINO head", num_layers=num_layers, **widths)
         self.mlp = _mlp([in_dim, *[hidden_dim] * (num_layers - 1), bottleneck_dim], use_bn)
         self.last_layer = WeightNormLinear(bottleneck_dim, out_dim)
         self.last_layer.weight_g.requires_grad_(not norm_last_layer)
@@ -121,6 +114,7 @@ class DINONetwork(nn.Module):
         self.readout = encoder.readout
         self.head = head
         self.config = encoder.config
+        self.is_vanilla = encoder.is_vanilla
 
     @property
     def encoder(self) -> Encoder:
@@ -129,4 +123,4 @@ class DINONetwork(nn.Module):
 
     def forward(self, crops: Float[Tensor, "_ C H W"] | Sequence[Float[Tensor, "_ C _ _"]]) -> Float[Tensor, "SB K"]:
         """Crops -> logits (S*B, K), crop by crop: the first B rows belong to the first crop."""
-        return self.head(encode_crops(self.backbone, self.readout, crops))
+        return self.head(encode_crops(self.backbone, self.readout, crops, self.is_vanilla))

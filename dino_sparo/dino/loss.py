@@ -13,7 +13,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dino_sparo.runtime.distributed import all_reduce_sum_async, world_size
+from dino_sparo.runtime.collectives import all_reduce_sum_async
+from dino_sparo.runtime.distributed import world_size
 
 NUM_TEACHER_CROPS = 2
 

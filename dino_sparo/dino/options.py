@@ -107,7 +107,12 @@ def _add_head_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--head_hidden_dim", type=int, default=2048, help="Width of the head's MLP; less saves time with tiny encoders."
     )
-    group.add_argument("--use_bn_in_head", type=bool_flag, default=False, help="Batch norm in the head's MLP.")
+    group.add_argument(
+        "--use_bn_in_head",
+        type=bool_flag,
+        default=False,
+        help="Batch norm in the head's MLP. On several GPUs it takes the statistics of all, which stalls every step.",
+    )
 
 
 def _add_loss_options(parser: argparse.ArgumentParser) -> None:
@@ -125,7 +130,10 @@ def _add_loss_options(parser: argparse.ArgumentParser) -> None:
         help="Teacher's temperature after the warm-up; above 0.07 training is usually unstable.",
     )
     group.add_argument(
-        "--warmup_teacher_temp_epochs", type=int, default=0, help="Epochs between the two; 30 is typical for 0.07."
+        "--warmup_teacher_temp_epochs",
+        type=int,
+        default=0,
+        help="Epochs of linear warm-up from --warmup_teacher_temp to --teacher_temp.",
     )
     group.add_argument(
         "--momentum_teacher",

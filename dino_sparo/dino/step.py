@@ -9,20 +9,19 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from dino_sparo.data import Batch
 from dino_sparo.dino.head import DINONetwork
 from dino_sparo.dino.loss import NUM_TEACHER_CROPS, DINOLoss
 from dino_sparo.dino.teacher import ema_update_
-from dino_sparo.distort import Distortions
-from dino_sparo.training.objective import StepReport, Training
+from dino_sparo.encoder import Encoder
+from dino_sparo.training.images import CropTraining
+from dino_sparo.training.objective import StepReport
 from dino_sparo.training.optim import clip_gradients_, drop_gradients
-from dino_sparo.training.updates import Updater
 
 
 @dataclass
-class DINOTraining(Training[Batch]):
+class DINOTraining(CropTraining):
     """Everything a step needs and changes.
 
     Attributes:
@@ -33,32 +32,18 @@ class DINOTraining(Training[Batch]):
         momentum: of the teacher's moving average, one value per step.
         clip_grad: largest norm of a parameter's gradient; 0 for no limit.
         freeze_last_layer: epochs during which the head's last layer is not trained.
-        distort: distorts 8-bit crops on the device; None where the loader's crops are finished.
     """
 
-    student: nn.Module
     teacher: DINONetwork
     loss: DINOLoss
-    updater: Updater
     momentum: np.ndarray
     clip_grad: float = 3.0
     freeze_last_layer: int = 1
-    distort: Distortions | None = None
 
     @property
-    def network(self) -> DINONetwork:
-        """The student without DDP."""
-        return self.student.module if isinstance(self.student, DistributedDataParallel) else self.student  # type: ignore[return-value]
-
-    @torch.no_grad()
-    def crops(self, batch: Batch) -> list[Tensor]:
-        """The S crops (B, C, H, W) of a batch on the device, distorted and normalised."""
-        batch = batch.to(self.updater.device)
-        if batch.parameters is None:
-            return batch.views
-        if self.distort is None:
-            raise ValueError("the batch holds crops that have yet to be distorted; give DINOTraining a `distort`")
-        return self.distort.views(batch.views, batch.parameters)
+    def encoder(self) -> Encoder:
+        """The teacher's."""
+        return self.teacher.encoder
 
     @property
     def modules(self) -> dict[str, nn.Module]:
@@ -82,7 +67,7 @@ class DINOTraining(Training[Batch]):
     @property
     def compiled_modules(self) -> list[nn.Module]:
         """Student, teacher and distortions."""
-        return [self.network, self.teacher, *([self.distort] if self.distort else [])]
+        return [*super().compiled_modules, self.teacher]
 
     def compile(self, batch: Batch) -> None:
         """Compile the loss' cross-entropy too; before, positions are resampled once for each size of crop."""

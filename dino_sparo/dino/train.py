@@ -7,48 +7,34 @@ import argparse
 import logging
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
-from dino_sparo.checkpoint import check_same_model, encoder_description
-from dino_sparo.crops import EvalTransform
-from dino_sparo.data import (
-    Batch,
-    require_labels,
-)
+from dino_sparo.data import Batch
 from dino_sparo.dino.head import DINOHead, DINONetwork
 from dino_sparo.dino.loss import NUM_TEACHER_CROPS, DINOLoss, diagnose_collapse
 from dino_sparo.dino.options import REFERENCE_BATCH, check_options, defaults_of
 from dino_sparo.dino.step import DINOTraining, train_step
 from dino_sparo.encoder import EncoderConfig, encoder_from_config
 from dino_sparo.evaluation.attention import crops_grid, slots_grid
-from dino_sparo.evaluation.features import disjoint_subsets, effective_rank
-from dino_sparo.evaluation.knn import evaluate_knn
-from dino_sparo.initialize import initialize_encoder
-from dino_sparo.runtime.distributed import (
-    Distributed,
-    choose_precision,
-    use_fused_attention,
-    world_size,
-    wrap_ddp,
-)
+from dino_sparo.evaluation.features import effective_rank
+from dino_sparo.runtime.distributed import Distributed, world_size, wrap_ddp
 from dino_sparo.runtime.logs import RunLog
+from dino_sparo.runtime.precision import use_fused_attention
 from dino_sparo.training import run
-from dino_sparo.training.images import Examples, open_crops
-from dino_sparo.training.objective import EpochResult, Objective, StepReport
-from dino_sparo.training.optim import cosine_schedule, create_optimizer, param_groups
-from dino_sparo.training.updates import GroupSchedule, Updater
+from dino_sparo.training.images import CropObjective, Examples, create_updater
+from dino_sparo.training.objective import EpochResult, StepReport
+from dino_sparo.training.optim import cosine_schedule
+from dino_sparo.training.updates import GroupSchedule
 
 __all__ = ["check_options", "train"]
 
 logger = logging.getLogger(__name__)
 
 DIAGNOSE_EVERY = 10  # steps of an epoch between two looks at the teacher's entropies
-PROBE_NEIGHBOURS = 20
-PROBE_IMAGES = (4000, 1000)  # that vote, that are classified, in the probe during training
 
 
 def train(args: argparse.Namespace) -> None:
@@ -56,72 +42,36 @@ def train(args: argparse.Namespace) -> None:
     run.train(args, DINOObjective)
 
 
-class DINOObjective(Objective[Batch]):
-    """DINO: a student learns to predict the teacher's prototypes from other crops.
+class DINOObjective(CropObjective):
+    """DINO: a student learns to predict the teacher's prototypes from other crops."""
 
-    Args:
-        args: the options of `main_dino.py`.
-        process: this process among its peers.
-
-    Raises:
-        ValueError: options that do not fit each other or the images.
-    """
-
-    noun: ClassVar[str] = "image"
-    score_name: ClassVar[str] = "best_knn"
-    metric: ClassVar[str] = "knn_20"
-    counters: ClassVar[Mapping[str, str]] = {"num_corrupt": "corrupt_images"}
     fixed_options = ("optimizer", "norm_last_layer", "use_bn_in_head")
-    harmless_options = ("knn_freq",)
     training: DINOTraining
     check_options, defaults_of = staticmethod(check_options), staticmethod(defaults_of)
 
-    def __init__(self, args: argparse.Namespace, process: Distributed) -> None:
-        self.args = args
-        self.data = open_crops(args, process)
-        self.source, self.sampler, self.loader = self.data.source, self.data.sampler, self.data.loader
-        if args.knn_freq:
-            require_labels(self.data.source)
-        self.training = build_training(args, process, self.sampler.steps_per_epoch)
-        self.training.distort = self.data.distort
-
-    @property
-    def description(self) -> dict[str, Any]:
-        """The checkpoint's `encoder`."""
-        config = self.training.network.config
-        return {"encoder": encoder_description(config, self.args.norm_mean, self.args.norm_std)}
-
-    def check_same_model(self, checkpoint: Mapping[str, Any], source: str) -> None:
-        """Refuse to resume a checkpoint of another encoder."""
-        check_same_model(checkpoint, self.training.network.config, source)
+    def build_training(self, args: argparse.Namespace, process: Distributed, steps_per_epoch: int) -> DINOTraining:
+        """See `build_training` below."""
+        return build_training(args, process, steps_per_epoch)
 
     def start_from(self) -> None:
         """Start student and teacher from a ViT's weights."""
-        if self.args.init_from:
-            student = self.training.network
-            logger.info("start from %s; the head is new", initialize_encoder(student.encoder, self.args.init_from))
-            self.training.teacher.load_state_dict(student.state_dict())
+        super().start_from()
+        self.training.teacher.load_state_dict(self.training.network.state_dict())
 
     def step(self, batches: list[Batch], epoch: int, is_last: bool) -> StepReport:
         """One step of algorithm 1; every few steps also the teacher's entropies."""
         step_of_epoch = self.updater.step % self.sampler.steps_per_epoch
         return train_step(self.training, batches, epoch, diagnose=is_last or step_of_epoch % DIAGNOSE_EVERY == 0)
 
-    def rehearsal_batch(self) -> Batch:
-        """The first images."""
-        return self.data.first_batch(self.args.batch_size_per_gpu)
-
     def after_epoch(self, epoch: int, means: Mapping[str, float], log: RunLog) -> EpochResult:
-        """Rank of the encodings and pictures of some images; 20-NN accuracy every `--knn_freq` epochs."""
+        """Rank of the encodings and pictures of some images; the k-NN probe."""
         values = self._look(self.data.examples, means, log) if self.data.examples is not None else {}
-        if not self.args.knn_freq or (epoch + 1) % self.args.knn_freq:
-            return EpochResult(values)
-        accuracy = self._probe()
-        return EpochResult({**values, self.metric: accuracy}, score=accuracy)
+        probe = super().after_epoch(epoch, means, log)
+        return EpochResult({**values, **probe.values}, probe.score)
 
     def _look(self, examples: Examples, means: Mapping[str, float], log: RunLog) -> dict[str, float]:
         """Rank of the encodings and pictures of some images; names a collapse in the log."""
-        args, encoder = self.args, self.training.teacher.encoder.eval()
+        args, encoder = self.args, self.training.encoder.eval()
         device = self.updater.device
         with torch.no_grad(), self.updater.autocast():
             feature_rank = effective_rank(encoder(examples.crops[0].to(device)))
@@ -143,32 +93,18 @@ class DINOObjective(Objective[Batch]):
             logger.warning("%s", collapse)
         return {"feature_rank": feature_rank, "loss_over_ln_k": means["loss"] / math.log(args.out_dim)}
 
-    def _probe(self) -> float:
-        """20-NN accuracy of the teacher in percent, on disjoint labelled subsets of the training images."""
-        args = self.args
-        voters, judged = disjoint_subsets(self.data.source, PROBE_IMAGES)
-        outcome = evaluate_knn(
-            self.training.teacher.encoder,
-            voters,
-            judged,
-            EvalTransform(args.global_crops_size, tuple(args.norm_mean), tuple(args.norm_std)),
-            device=self.updater.device,
-            batch_size=args.batch_size_per_gpu,
-            num_workers=min(args.num_workers, 2),
-        )
-        return outcome.results[PROBE_NEIGHBOURS].top1
-
 
 def build_training(args: argparse.Namespace, process: Distributed, steps_per_epoch: int) -> DINOTraining:
     """Student, teacher, loss, optimizer and schedules from the options."""
     torch.manual_seed(args.seed)
-    dtype = choose_precision(args.precision, args.use_fp16, process.device)
     student = build_network(args, args.drop_path_rate).to(process.device)
+    schedules = build_schedules(args, steps_per_epoch)
+    updater = create_updater(student, schedules.groups, args, process.device)
     teacher = build_network(args, drop_path_rate=0.0).to(process.device)
     teacher.load_state_dict(student.state_dict())
     teacher.requires_grad_(False)
     for network in (student, teacher):
-        network.backbone.use_fused_attention(use_fused_attention(process.device, dtype))
+        network.backbone.use_fused_attention(use_fused_attention(process.device, updater.dtype))
     student.backbone.set_grad_checkpointing(args.grad_checkpointing)
     if args.use_bn_in_head and world_size() > 1 and process.device.type != "cuda":
         logger.warning("batch norm is synchronised on GPUs only: here every process normalises by its own images")
@@ -185,22 +121,13 @@ def build_training(args: argparse.Namespace, process: Distributed, steps_per_epo
     ).to(process.device)
     num_parameters = sum(parameter.numel() for parameter in student.parameters())
     summary = student.encoder.summary
-    logger.info("%s, %.1f M parameters with the head, %s on %s", summary, num_parameters / 1e6, dtype, process)
-    schedules = build_schedules(args, steps_per_epoch)
+    logger.info("%s, %.1f M parameters with the head, %s on %s", summary, num_parameters / 1e6, updater.dtype, process)
     return DINOTraining(
-        # With several micro-batches the graph that synchronises is not the only one.
+        # Steps under no_sync use another graph, so static_graph must be off.
         student=wrap_ddp(student, process.device, static_graph=args.grad_accum_steps == 1),
         teacher=teacher,
         loss=loss,
-        updater=Updater(
-            create_optimizer(args.optimizer, param_groups(student)),
-            schedules.groups,
-            list(student.parameters()),
-            process.device,
-            dtype,
-            args.grad_accum_steps,
-            args.seed,
-        ),
+        updater=updater,
         momentum=schedules.momentum,
         clip_grad=args.clip_grad,
         freeze_last_layer=args.freeze_last_layer,

@@ -289,14 +289,12 @@ def to_pixels(
 
 def tile(rows: Sequence[Sequence[UInt8[np.ndarray, "height _ 3"]]]) -> UInt8[np.ndarray, "H W 3"]:
     """Pictures of one height -> one picture, rows below each other, left-aligned, with gaps between."""
-    lines = [np.concatenate([_framed(picture) for picture in row], axis=1) for row in rows]
+    lines = [
+        np.concatenate([_padded(picture, (0, GRID_GAP), (0, GRID_GAP)) for picture in row], axis=1) for row in rows
+    ]
     width = max(line.shape[1] for line in lines)
-    fill = [(0, 0), (0, 0), (0, 0)]
-    padded = []
-    for line in lines:
-        fill[1] = (0, width - line.shape[1])
-        padded.append(np.pad(line, fill, constant_values=GRID_COLOUR))
-    return np.pad(np.concatenate(padded), ((GRID_GAP, 0), (GRID_GAP, 0), (0, 0)), constant_values=GRID_COLOUR)
+    padded = [_padded(line, (0, 0), (0, width - line.shape[1])) for line in lines]
+    return _padded(np.concatenate(padded), (GRID_GAP, 0), (GRID_GAP, 0))
 
 
 def crops_grid(
@@ -368,8 +366,11 @@ def _scaled(picture: UInt8[np.ndarray, "_ _ 3"], height: int) -> UInt8[np.ndarra
     return np.asarray(Image.fromarray(picture).resize((width, height), Image.Resampling.BICUBIC))
 
 
-def _framed(picture: UInt8[np.ndarray, "_ _ 3"]) -> UInt8[np.ndarray, "_ _ 3"]:
-    return np.pad(picture, ((0, GRID_GAP), (0, GRID_GAP), (0, 0)), constant_values=GRID_COLOUR)
+def _padded(
+    picture: UInt8[np.ndarray, "_ _ 3"], rows: tuple[int, int], columns: tuple[int, int]
+) -> UInt8[np.ndarray, "_ _ 3"]:
+    """A picture with so many rows above and below, and columns left and right."""
+    return np.pad(picture, (rows, columns, (0, 0)), constant_values=GRID_COLOUR)
 
 
 def check_share(name: str, value: float) -> None:

@@ -35,7 +35,7 @@ from dino_sparo.evaluation.features import disjoint_subsets
 from dino_sparo.evaluation.names import describe_model, file_names, run_names, short_name
 from dino_sparo.evaluation.page import require_matplotlib
 from dino_sparo.evaluation.pictures import MapSet, compare_page, grid_page, matrix_page, tile_picture
-from dino_sparo.evaluation.protocol import EvaluatedEncoder, open_encoder, result_folder
+from dino_sparo.evaluation.protocol import EvaluatedEncoder, encoder_of_options, result_folder, trained_encoder
 from dino_sparo.evaluation.views import (
     SquareView,
     choose_view,
@@ -90,16 +90,14 @@ def visualize(args: argparse.Namespace) -> None:
         if number is not None and number < 1:
             raise ValueError(f"{name}={number}; give a positive number")
     device = select_device(args.device)
-    evaluated = open_encoder(
-        args.pretrained_weights, args.checkpoint_key, args.arch, args.patch_size, untrained=args.untrained
-    )
+    evaluated = encoder_of_options(args)
     folder = result_folder(args.output_dir, args.pretrained_weights)
     images = read_images(open_images(args.image_path), args.max_images)
     runs = run_names([args.pretrained_weights, args.compare] if args.compare else [args.pretrained_weights])
     look = look_at(evaluated, runs[0], images, args.image_size, device)
     written = [*write_numbers(evaluated, look, folder), *draw(look, folder, args)]
     if args.compare:
-        compared = open_encoder(args.compare, args.checkpoint_key)
+        compared = trained_encoder(args.compare, args.checkpoint_key)
         other = look_at(compared, runs[1], images, args.image_size, device)
         written.append(draw_comparison(look, other, folder, args.max_maps))
     if args.atlas:
@@ -151,7 +149,7 @@ def look_at(
         tensor = view_tensor(image, view, evaluated.mean, evaluated.std)
         maps.append(attention_maps(encoder, tensor[None].to(device)))
         pictures.append(view_pixels(image, view, PICTURE_HEIGHT))
-    map_set = MapSet.of(name_of(evaluated, run), describe(evaluated), config.kind.shows, np.concatenate(maps))
+    map_set = MapSet(name_of(evaluated, run), describe(evaluated), config.kind.shows, np.concatenate(maps))
     if config.kind.shows == "average":
         logger.warning("readout=%r averages all tokens: its one map is uniform on every image", config.readout)
     return Look([name for name, _ in images], pictures, (views[0].height, views[0].width), map_set)

@@ -18,14 +18,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from dino_sparo.data import Batch, ImageDataset, ImageSource, ShardSampler, create_loader
-from dino_sparo.runtime.distributed import (
-    all_gather_object,
-    all_gather_ragged,
-    all_reduce_sum,
-    is_main,
-    rank,
-    world_size,
-)
+from dino_sparo.runtime.collectives import all_gather_ragged, all_reduce_sum
+from dino_sparo.runtime.distributed import all_gather_object, is_main, rank, world_size
 from dino_sparo.runtime.logs import progress
 from dino_sparo.sources.subset import Subset
 
@@ -74,7 +68,6 @@ def extract_features(
     loader: Any,
     device: torch.device,
     *,
-    batch_size: int,
     encode: Callable[[Tensor], Tensor] | None = None,
     dtype: torch.dtype = torch.float32,
     storage: torch.device | None = None,
@@ -93,7 +86,6 @@ def extract_features(
         encoder: on `device`; its train or eval mode is restored.
         loader: gives `Batch`es whose first view is encoded, this process' share of the images.
         device: where to compute.
-        batch_size: the loader's; no batch is larger.
         encode: images (B, C, H, W) -> features (B, F), a method of the encoder; None: the encoder itself.
         dtype: fp32, or bf16 or fp16 for autocast.
         storage: where the features are kept; None: `device`.
@@ -106,6 +98,7 @@ def extract_features(
     Raises:
         ValueError: an image comes twice.
     """
+    batch_size = loader.batch_sampler.batch_size
     rows = _FeatureRows(len(loader) * batch_size, storage or device)
     for features, batch, kept in encoded_batches(encoder, loader, device, batch_size, encode or encoder, dtype, desc):
         rows.append(features.float(), batch, kept)
@@ -131,7 +124,7 @@ def encoded_batches(
     for asked, batch in zip(loader.batch_sampler, progress(loader, total=len(loader), desc=desc), strict=True):
         with inference(encoder, device, dtype):
             features = encode_padded(encode, batch.views[0].to(device, non_blocking=True), batch_size)
-        # An image that cannot be read comes replaced by another one, under that one's index.
+        # The loader replaces an unreadable image; the item has the replacement's index.
         kept = (batch.indices == torch.tensor(asked)).nonzero().flatten()
         corrupt += batch.corrupt
         yield features[kept.to(device)], batch, kept
@@ -173,9 +166,7 @@ class _FeatureRows:
         self.features: Tensor | None = None
         self.labels: list[Tensor] = []
         self.indices: list[Tensor] = []
-        self.count = 0
-
-        self.num_corrupt = 0
+        self.count = self.num_corrupt = 0
 
     def append(self, features: Tensor, batch: Batch, kept: Tensor) -> None:
         if self.features is None:
@@ -271,7 +262,7 @@ def extract_split(
         options: of `extract_features`.
     """
     loader = share_loader(source, transform, device, batch_size, num_workers)
-    return extract_features(encoder, loader, device, batch_size=batch_size, desc=source.name, **options)
+    return extract_features(encoder, loader, device, desc=source.name, **options)
 
 
 def share_loader(

@@ -1,7 +1,8 @@
 """A page that opens from disk: pictures inside it, nothing loaded from elsewhere.
 
-The frame, the look and the switchable images that the slot atlas and CLIP's pictures share. A page works without
-JavaScript, with all maps shown; with it every image can be switched between itself and the map on it.
+The frame, the look and the switchable images that the slot atlas, the pictures of CLIP and OC-CLIP, and the pages of
+errors share. A page works without JavaScript, with all maps shown; with it every image can be switched between itself
+and the map on it.
 """
 
 import base64

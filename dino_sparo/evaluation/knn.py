@@ -21,7 +21,8 @@ from dino_sparo.data import ImageSource, align_classes, require_labels
 from dino_sparo.encoder import Encoder
 from dino_sparo.evaluation.features import Features, extract_split, total_images
 from dino_sparo.evaluation.neighbours import TEST_CHUNK, TrainSet, checked_lengths, merge_ranks, nearest
-from dino_sparo.runtime.distributed import all_gather_ragged, all_or_none, world_size
+from dino_sparo.runtime.collectives import all_gather_ragged
+from dino_sparo.runtime.distributed import all_or_none, world_size
 from dino_sparo.runtime.logs import progress
 
 logger = logging.getLogger(__name__)
@@ -93,11 +94,10 @@ def knn_classify(
         ValueError: no images, sizes that do not match, negative labels, features that are not finite, `k`
             or `temperature` out of range.
     """
-    _check_labels("train", train_features, train_labels)
-    _check_labels("test", test_features, test_labels)
     ks = [k] if isinstance(k, int) else list(k)
     voters = Voters(train_features, train_labels, ks, temperature, len(train_features))
-    _check_test("test", train_features, test_features)
+    _check_labels("test", test_features, test_labels)
+    _check_test(train_features, test_features)
     chunks = zip(test_features.split(TEST_CHUNK), test_labels.split(TEST_CHUNK), strict=True)
     results = _accuracies(voters, chunks, -(-len(test_features) // TEST_CHUNK))
     return results[k] if isinstance(k, int) else results
@@ -115,9 +115,8 @@ def knn_predict(
     Returns:
         (test, 5) labels, -1 where fewer than five classes have a vote.
     """
-    _check_labels("train", train_features, train_labels)
     voters = Voters(train_features, train_labels, [k], temperature, len(train_features))
-    _check_test("test", train_features, test_features)
+    _check_test(train_features, test_features)
     return torch.cat([voters.rank_classes(chunk)[k] for chunk in test_features.split(TEST_CHUNK)])
 
 
@@ -133,18 +132,20 @@ class Voters:
         device: where the processes talk to each other; None: this process has all images.
 
     Raises:
-        ValueError: no training images, features that are not finite, a number of neighbours or T out of range.
+        ValueError: no training images, labels that do not fit, features that are not finite, a number of neighbours or
+            T out of range.
     """
 
     def __init__(
         self,
         features: Float[Tensor, "train _"],
-        labels: Int[Tensor, " train"],
+        labels: Int[Tensor, " _"],
         ks: Sequence[int],
         temperature: float,
         num_train: int,
         device: torch.device | None = None,
     ) -> None:
+        _check_labels("train", features, labels)
         if not ks or min(ks) < 1:
             raise ValueError(f"k={list(ks)}; give one or more numbers of neighbours, each at least 1 (usually 20)")
         if temperature <= 0:
@@ -218,15 +219,15 @@ def _rank_classes(
     return rankings
 
 
-def _check_test(name: str, train_features: Tensor, features: Tensor) -> None:
-    if len(features) == 0:
-        raise ValueError(f"{name}_features are empty; k-NN needs at least one image on each side")
-    if train_features.shape[1] != features.shape[1]:
+def _check_test(train_features: Tensor, test_features: Tensor) -> None:
+    if len(test_features) == 0:
+        raise ValueError("test_features are empty; k-NN needs at least one image on each side")
+    if train_features.shape[1] != test_features.shape[1]:
         raise ValueError(
-            f"train_features have {train_features.shape[1]} numbers per image and {name}_features "
-            f"{features.shape[1]}; they must come from the same encoder"
+            f"train_features have {train_features.shape[1]} numbers per image and test_features "
+            f"{test_features.shape[1]}; they must come from the same encoder"
         )
-    checked_lengths(name, features)
+    checked_lengths("test", test_features)
 
 
 def _check_labels(name: str, features: Tensor, labels: Tensor) -> None:
@@ -271,36 +272,12 @@ def evaluate_knn(
     Args:
         encoder: on `device`.
         train_source: labelled images that vote.
-        val_source: labelled images to classify.
+        val_source: labelled images of the same classes; their labels become the training images' numbers.
         transform: (image, rng) -> [view].
         device: where to compute.
         k: numbers of neighbours.
         temperature: of the vote.
         options: of `features.extract_split`, such as `batch_size`, `num_workers`, `dtype`.
-    """
-    train, val = extract_splits(encoder, train_source, val_source, transform, device, **options)
-    results = classify_shards(train, val, k, temperature, device)
-    (num_train, corrupt_train), (num_val, corrupt_val) = (total_images(part, device) for part in (train, val))
-    return KNNEvaluation(results, num_train, num_val, corrupt_train + corrupt_val)
-
-
-def extract_splits(
-    encoder: Encoder,
-    train_source: ImageSource,
-    val_source: ImageSource,
-    transform: Callable,
-    device: torch.device,
-    **options: Any,
-) -> tuple[Features, Features]:
-    """Encodings of both splits, of length one: of each this process' share.
-
-    Args:
-        encoder: on `device`.
-        train_source: labelled images.
-        val_source: labelled images of the same classes; their labels become the training images' numbers.
-        transform: (image, rng) -> [view].
-        device: where to compute.
-        options: of `features.extract_split`.
     """
     require_labels(train_source)
     val_source = align_classes(val_source, train_source.classes or [])
@@ -308,7 +285,9 @@ def extract_splits(
         extract_split(encoder, source, transform, device, gather=False, **options).normalize_()
         for source in (train_source, val_source)
     )
-    return train, val
+    results = classify_shards(train, val, k, temperature, device)
+    (num_train, corrupt_train), (num_val, corrupt_val) = (total_images(part, device) for part in (train, val))
+    return KNNEvaluation(results, num_train, num_val, corrupt_train + corrupt_val)
 
 
 def classify_shards(
@@ -333,16 +312,13 @@ def classify_shards(
     (num_train, _), (num_val, _) = (total_images(part, device) for part in (train, val))
     width = int(all_gather_ragged(torch.tensor([train.features.shape[1]], device=device)).max())
     with all_or_none("checking the features of k-NN"):
-        if num_val == 0:
-            raise ValueError("test_features are empty; k-NN needs at least one image on each side")
         # A process without images does not know how wide features are.
         features = train.features if len(train.features) else train.features.new_empty(0, width)
         own = val.features if len(val.features) else val.features.new_empty(0, width)
-        _check_labels("train", features, train.labels)
-        _check_labels("test", own, val.labels)
         voters = Voters(features, train.labels, k, temperature, num_train, device)
-        if len(own):
-            _check_test("test", features, own)
+        _check_labels("test", own, val.labels)
+        if len(own) or num_val == 0:
+            _check_test(features, own)
     rows = max(TEST_CHUNK // world_size(), 1)
     longest = int(all_gather_ragged(torch.tensor([len(own)], device=device)).max())
     parts = ((own[start : start + rows], val.labels[start : start + rows]) for start in range(0, longest, rows))

@@ -14,24 +14,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from dino_sparo.crops import EvalTransform
 from dino_sparo.evaluation.feature_cache import check_same_weights, dump_features, load_features
-from dino_sparo.evaluation.features import Features, total_images
-from dino_sparo.evaluation.knn import KNNResult, classify_shards, extract_splits
+from dino_sparo.evaluation.features import Features, extract_split, total_images
+from dino_sparo.evaluation.knn import KNNResult, classify_shards
 from dino_sparo.evaluation.protocol import (
     encoder_of_options,
+    extraction_of_options,
+    images_record,
     result_folder,
     result_name,
     splits_of_options,
     start_evaluation,
-    view_record,
+    storage_of_options,
+    transform_of_options,
     write_result,
 )
 from dino_sparo.evaluation.slot_choice import with_slots
-from dino_sparo.runtime.distributed import PRECISIONS, Distributed
-from dino_sparo.runtime.records import versions
+from dino_sparo.runtime.distributed import Distributed
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +42,6 @@ def evaluate_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
         ValueError: options, files or data that do not fit; the message says what would.
     """
     process = start_evaluation(args)
-    storage = process.device if args.use_cuda else torch.device("cpu")
     folder = result_folder(args.output_dir or args.load_features, args.pretrained_weights)
     if args.load_features:
         if args.slots:
@@ -53,9 +51,9 @@ def evaluate_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
             )
         train, val, record = load_features(Path(args.load_features))
         check_same_weights(record.get("encoder", {}).get("sha256"), args.pretrained_weights, args.load_features)
-        train, val = (part.share().to(storage) for part in (train, val))
+        train, val = (part.share().to(storage_of_options(args, process.device)) for part in (train, val))
     else:
-        train, val, record = extract(args, process, storage)
+        train, val, record = extract(args, process)
         if args.dump_features:
             dump_features(Path(args.dump_features), train, val, record, process.device)
     results = classify_shards(train, val, args.nb_knn, args.temperature, process.device)
@@ -65,25 +63,20 @@ def evaluate_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def extract(args: argparse.Namespace, process: Distributed, storage: torch.device) -> tuple[Features, Features, dict]:
+def extract(args: argparse.Namespace, process: Distributed) -> tuple[Features, Features, dict]:
     """This process' share of the features of both splits, and the record of how they were made."""
     evaluated = with_slots(encoder_of_options(args), args.slots)
-    train_source, val_source = splits_of_options(args)
+    sources = splits_of_options(args)
     encoder = evaluated.encoder.to(process.device)
-    img_size = args.img_size or encoder.config.img_size
-    transform = EvalTransform(img_size, evaluated.mean, evaluated.std, exact=not args.fast_views)
+    transform = transform_of_options(args, evaluated)
     layers = args.n_last_blocks
-    train, val = extract_splits(
-        encoder,
-        train_source,
-        val_source,
-        transform,
-        process.device,
-        batch_size=args.batch_size_per_gpu,
-        num_workers=args.num_workers,
-        dtype=PRECISIONS[args.precision],
-        storage=storage,
-        encode=None if layers == 1 else partial(encoder.probe_features, n_last_blocks=layers),
+    options = {
+        **extraction_of_options(args, process.device),
+        "encode": None if layers == 1 else partial(encoder.probe_features, n_last_blocks=layers),
+    }
+    train, val = (
+        extract_split(encoder, source, transform, process.device, gather=False, **options).normalize_()
+        for source in sources
     )
     record = {
         "encoder": evaluated.record,
@@ -92,9 +85,7 @@ def extract(args: argparse.Namespace, process: Distributed, storage: torch.devic
             "dim": train.features.shape[1],
             "precision": args.precision,
         },
-        "images": {"data_path": args.data_path, "num_classes": len(train_source.classes or [])},
-        "view": view_record(transform),
-        "versions": versions(),
+        **images_record(args, len(sources[0].classes or []), transform, {}),
     }
     return train, val, record
 

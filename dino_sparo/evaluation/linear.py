@@ -14,7 +14,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dino_sparo.runtime.distributed import all_reduce_sum, world_size
+from dino_sparo.runtime.collectives import all_reduce_sum
+from dino_sparo.runtime.distributed import world_size
 
 INIT_STD = 0.01
 MOMENTUM = 0.9

@@ -24,24 +24,27 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as TF
 
 from dino_sparo.checkpoint import load_strictly
-from dino_sparo.crops import FLIP_PROBABILITY, EvalTransform, normalized_tensor, sample_box
+from dino_sparo.crops import FLIP_PROBABILITY, normalized_tensor, sample_box
 from dino_sparo.data import ImageSource
-from dino_sparo.evaluation.features import Features, extract_split
+from dino_sparo.evaluation.features import Features, extract_split, total_images
 from dino_sparo.evaluation.linear import MOMENTUM, REFERENCE_BATCH, Batches, LinearProbe, probe_accuracy
 from dino_sparo.evaluation.linear_run import ProbeRun, cached_batches, check_same_record, live_batches, load_heads
 from dino_sparo.evaluation.protocol import (
     EvaluatedEncoder,
     encoder_of_options,
+    extraction_of_options,
+    images_record,
     result_folder,
     result_name,
     splits_of_options,
     start_evaluation,
-    view_record,
+    storage_of_options,
+    transform_of_options,
     write_result,
 )
 from dino_sparo.evaluation.slot_choice import with_slots
-from dino_sparo.runtime.distributed import PRECISIONS, Distributed, all_reduce_sum
-from dino_sparo.runtime.records import versions
+from dino_sparo.runtime.distributed import Distributed, all_or_none, world_size
+from dino_sparo.runtime.precision import PRECISIONS
 
 logger = logging.getLogger(__name__)
 
@@ -78,19 +81,19 @@ def probe_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
     """
     process = start_evaluation(args)
     evaluated = with_slots(encoder_of_options(args), args.slots)
-    subject = Subject(args, process, evaluated, *splits_of_options(args))
+    task = ProbeTask(args, process, evaluated, *splits_of_options(args))
     folder = result_folder(args.output_dir, args.pretrained_weights)
     name = result_name("linear", evaluated.record)
     if args.evaluate:
-        rows, counts = evaluate_saved(subject, folder / f"{name}.pth")
+        rows, counts = evaluate_saved(task, folder / f"{name}.pth")
     else:
-        rows, counts = train(subject, folder / f"{name}.pth")
-    result = describe(subject, rows, counts)
+        rows, counts = train(task, folder / f"{name}.pth")
+    result = describe(task, rows, counts)
     write_result(result, table(result), folder / f"{name}{'_evaluate' if args.evaluate else ''}.json")
     return result
 
 
-class Subject:
+class ProbeTask:
     """What is probed, on which images: all that training and testing a probe have in common.
 
     Args:
@@ -132,121 +135,138 @@ class Subject:
                 f"option out"
             )
         self.encoder = evaluated.encoder.to(process.device)
-        self.img_size = args.img_size or self.encoder.config.img_size
+        self.transform = transform_of_options(args, evaluated)
         self.encode: Callable[[Tensor], Tensor] = partial(
             self.encoder.probe_features,
             n_last_blocks=args.n_last_blocks,
             avgpool_patchtokens=args.avgpool_patchtokens,
         )
-        blank = torch.zeros(1, self.encoder.config.in_chans, self.img_size, self.img_size, device=process.device)
+        side = self.transform.img_size
+        blank = torch.zeros(1, self.encoder.config.in_chans, side, side, device=process.device)
         with torch.inference_mode():
             self.feature_dim = self.encode(blank).shape[1]
-        self.transform = EvalTransform(self.img_size, evaluated.mean, evaluated.std, exact=not args.fast_views)
         self.identity = {
             "weights": evaluated.record["sha256"],
             "checkpoint_key": evaluated.record["checkpoint_key"],
             "encoder_seed": evaluated.record.get("seed"),
             "n_last_blocks": args.n_last_blocks,
             "avgpool_patchtokens": args.avgpool_patchtokens,
-            "img_size": self.img_size,
+            "img_size": side,
             "fast_views": args.fast_views,
             "precision": args.precision,
             "num_classes": self.num_classes,
-            # Of all slots nothing is said, so that probes which were saved before there was a choice go on.
+            # No entry means all slots, so that older saved probes can be resumed.
             **({"slots": evaluated.record["slots"]["slots"]} if "slots" in evaluated.record else {}),
         }
 
     def features(self, source: ImageSource, gather: bool) -> Features:
         """Un-augmented features of a split: of all processes, or this process' share."""
+        options = extraction_of_options(self.args, self.device)
         return extract_split(
-            self.encoder,
-            source,
-            self.transform,
-            self.device,
-            batch_size=self.args.batch_size_per_gpu,
-            num_workers=self.args.num_workers,
-            encode=self.encode,
-            dtype=PRECISIONS[self.args.precision],
-            storage=self.device if self.args.use_cuda else torch.device("cpu"),
-            gather=gather,
+            self.encoder, source, self.transform, self.device, encode=self.encode, gather=gather, **options
         )
 
 
-def train(subject: Subject, path: Path) -> tuple[list[dict[str, float]], dict[str, int | None]]:
+def train(task: ProbeTask, path: Path) -> tuple[list[dict[str, float]], dict[str, int | None]]:
     """Train the probes, or go on with those saved at `path`.
 
     Returns:
         The table's rows, and how many images were used and left out.
     """
-    args = subject.args
+    args = task.args
     record = {
-        **subject.identity,
-        "num_train": len(subject.train_source),
-        "num_val": len(subject.val_source),
+        **task.identity,
+        "num_train": len(task.train_source),
+        "num_val": len(task.val_source),
         "epochs": args.epochs,
         "lr": list(args.lr),
-        "global_batch_size": subject.global_batch_size,
+        "global_batch_size": task.global_batch_size,
         "fast": args.fast,
         "val_freq": args.val_freq,
         "seed": args.seed,
     }
-    probe = LinearProbe(subject.feature_dim, subject.num_classes, len(args.lr), args.seed).to(subject.device)
-    run = ProbeRun(probe, args.lr, subject.global_batch_size, args.epochs, record, path)
+    probe = LinearProbe(task.feature_dim, task.num_classes, len(args.lr), args.seed).to(task.device)
+    run = ProbeRun(probe, args.lr, task.global_batch_size, args.epochs, record, path)
     run.resume()
     if run.epoch < args.epochs:
-        val = subject.features(subject.val_source, gather=False)
-        num_val = all_reduce_sum(torch.tensor([len(val.features), val.num_corrupt], device=subject.device)).tolist()
-        batches, num_train = training_batches(subject)
-        run.counts = {**num_train, "num_val": num_val[0], "num_corrupt_val": num_val[1]}
+        val = task.features(task.val_source, gather=False)
+        num_val, num_corrupt_val = total_images(val, task.device)
+        batches, num_train = training_batches(task)
+        run.counts = {**num_train, "num_val": num_val, "num_corrupt_val": num_corrupt_val}
         run.train(batches, val, args.val_freq, path.with_name(f"{path.stem}_log.txt"))
     return run.table(), run.counts
 
 
-def training_batches(subject: Subject) -> tuple[Callable[[int], Batches], dict[str, int | None]]:
+def training_batches(task: ProbeTask) -> tuple[Callable[[int], Batches], dict[str, int | None]]:
     """Batches of features for each epoch, cached with `--fast`, else of augmented images; and the number of images."""
-    args = subject.args
+    args = task.args
     if args.fast:
-        train = subject.features(subject.train_source, gather=True)
-        batches = cached_batches(train, subject.device, batch_size=subject.batch_size, seed=args.seed)
+        with all_or_none("finding memory for all features"):
+            require_memory(len(task.train_source), task.feature_dim, storage_of_options(args, task.device))
+        train = task.features(task.train_source, gather=True)
+        batches = cached_batches(train, task.device, batch_size=task.batch_size, seed=args.seed)
         return batches, {"num_train": len(train.features), "num_corrupt_train": train.num_corrupt}
     batches = live_batches(
-        subject.encoder,
-        subject.encode,
-        subject.train_source,
-        ProbeAugmentation(subject.img_size, subject.evaluated.mean, subject.evaluated.std),
-        subject.device,
-        batch_size=subject.batch_size,
+        task.encoder,
+        task.encode,
+        task.train_source,
+        ProbeAugmentation(task.transform.img_size, task.evaluated.mean, task.evaluated.std),
+        task.device,
+        batch_size=task.batch_size,
         num_workers=args.num_workers,
         dtype=PRECISIONS[args.precision],
         seed=args.seed,
     )
     # Unreadable images are replaced as they come up, so their number is not known beforehand.
-    return batches, {"num_train": len(subject.train_source), "num_corrupt_train": None}
+    return batches, {"num_train": len(task.train_source), "num_corrupt_train": None}
 
 
-def evaluate_saved(subject: Subject, path: Path) -> tuple[list[dict[str, float]], dict[str, int | None]]:
+def require_memory(num_images: int, feature_dim: int, storage: torch.device) -> None:
+    """Refuse features that do not fit into a GPU: with `--fast` every process keeps those of all images.
+
+    Args:
+        num_images: of the training set.
+        feature_dim: numbers of fp32 per image.
+        storage: where features are kept.
+
+    Raises:
+        ValueError: they and this process' share of them, of which they are put together, take more than is free.
+    """
+    if storage.type != "cuda":
+        return
+    needed = 4 * num_images * feature_dim * (1 + (1 / world_size() if world_size() > 1 else 0))
+    free, _ = torch.cuda.mem_get_info(storage)
+    if needed > free:
+        raise ValueError(
+            f"--fast: {num_images} features of {feature_dim} numbers take {needed / 1e9:.1f} GB on each GPU, of which "
+            f"{free / 1e9:.1f} GB are free; --use_cuda false keeps them in the host's memory, once per process, and a "
+            "smaller --n_last_blocks makes them smaller"
+        )
+
+
+def evaluate_saved(task: ProbeTask, path: Path) -> tuple[list[dict[str, float]], dict[str, int | None]]:
     """Test the probes saved at `path` on the validation images."""
     state = load_heads(path)
-    check_same_record(state["record"], subject.identity, path)
+    check_same_record(state["record"], task.identity, path)
     rates = state["learning_rates"]
-    probe = LinearProbe(subject.feature_dim, subject.num_classes, len(rates)).to(subject.device)
+    probe = LinearProbe(task.feature_dim, task.num_classes, len(rates)).to(task.device)
     load_strictly(probe, state["state_dict"], str(path))
-    val = subject.features(subject.val_source, gather=False)
-    num_val = all_reduce_sum(torch.tensor([len(val.features), val.num_corrupt], device=subject.device)).tolist()
+    val = task.features(task.val_source, gather=False)
+    num_val, num_corrupt_val = total_images(val, task.device)
     accuracies = probe_accuracy(probe, val.features, val.labels)
     rows = [{"lr": rate, **accuracy} for rate, accuracy in zip(rates, accuracies, strict=True)]
-    return rows, {"num_val": num_val[0], "num_corrupt_val": num_val[1]}
+    return rows, {"num_val": num_val, "num_corrupt_val": num_corrupt_val}
 
 
-def describe(subject: Subject, rows: list[dict[str, float]], counts: dict[str, int | None]) -> dict[str, Any]:
+def describe(task: ProbeTask, rows: list[dict[str, float]], counts: dict[str, int | None]) -> dict[str, Any]:
     """Accuracies and protocol, as linear.json holds them: the same for every run of the same command."""
-    args = subject.args
+    args = task.args
     training = {
         "mode": "fast: cached features of un-augmented images" if args.fast else "random resized crops and flips",
         "epochs": args.epochs,
         "optimizer": f"SGD, momentum {MOMENTUM}, no weight decay, cosine to 0",
         "lr_scale": f"batch / {REFERENCE_BATCH}",
-        "global_batch_size": subject.global_batch_size,
+        "global_batch_size": task.global_batch_size,
         "seed": args.seed,
     }
     return {
@@ -255,19 +275,15 @@ def describe(subject: Subject, rows: list[dict[str, float]], counts: dict[str, i
         "selection": SELECTION if len(rows) > 1 else "one learning rate: nothing was chosen",
         "results": rows,
         "training": {"mode": "none: saved probes"} if args.evaluate else training,
-        "encoder": subject.evaluated.record,
+        "encoder": task.evaluated.record,
         "feature": {
-            "name": "class tokens of the last layers"
-            if subject.encoder.is_vanilla
-            else "class tokens, then the encoding",
+            "name": "class tokens of the last layers" if task.encoder.is_vanilla else "class tokens, then the encoding",
             "n_last_blocks": args.n_last_blocks,
             "avgpool_patchtokens": args.avgpool_patchtokens,
-            "dim": subject.feature_dim,
+            "dim": task.feature_dim,
             "precision": args.precision,
         },
-        "images": {"data_path": args.data_path, "num_classes": subject.num_classes, **counts},
-        "view": view_record(subject.transform),
-        "versions": versions(),
+        **images_record(args, task.num_classes, task.transform, counts),
     }
 
 

@@ -73,7 +73,7 @@ def live_batches(
         for batch in progress(loader, total=len(loader), desc=f"probe epoch {epoch + 1}"):
             with inference(encoder, device, dtype):
                 features = encode(batch.views[0].to(device, non_blocking=True)).float()
-            # A clone is no inference tensor: the probe's gradient needs it.
+            # Cloned outside inference mode, so that gradients work.
             yield features.clone(), batch.labels.to(device)
 
     return batches

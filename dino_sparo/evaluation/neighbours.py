@@ -17,7 +17,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dino_sparo.runtime.distributed import all_gather_ragged, world_size
+from dino_sparo.runtime.collectives import all_gather_ragged
+from dino_sparo.runtime.distributed import world_size
 
 TEST_CHUNK = 512  # test images at a time
 PRODUCT_ROWS = 4096  # training images in a matrix product; test images are TEST_CHUNK
@@ -38,7 +39,7 @@ class TrainSet:
 def nearest(train: TrainSet, images: Float[Tensor, "m F"], k: int) -> tuple[Tensor, Tensor]:
     """The k most similar training images of each test image, best first: similarities and indices, (m, k).
 
-    Of equally similar ones the first come first.
+    Among equally similar ones the earlier comes first.
 
     Args:
         train: where to search.
@@ -49,7 +50,7 @@ def nearest(train: TrainSet, images: Float[Tensor, "m F"], k: int) -> tuple[Tens
     similarities = images.new_full((len(images), k), -math.inf)
     indices = torch.zeros(len(images), k, dtype=torch.int64, device=images.device)
     padded = _filled_up(images, TEST_CHUNK)
-    # The best so far stand before each block: whatever is worse is passed over quickly, and of equals they are first.
+    # The best so far stand before each block: worse candidates are passed over quickly; earlier candidates win ties.
     block = images.new_empty(len(images), k + min(step, len(train.features)))
     products = images.new_empty(TEST_CHUNK, PRODUCT_ROWS)
     for start in range(0, len(train.features), step):
@@ -94,7 +95,7 @@ def first_largest(values: Float[Tensor, "m n"], k: int) -> tuple[Float[Tensor, "
 
 
 def merge_ranks(
-    similarities: Float[Tensor, "m found"], labels: Int[Tensor, "m found"], k: int, device: torch.device
+    similarities: Float[Tensor, "m own"], labels: Int[Tensor, "m own"], k: int, device: torch.device
 ) -> tuple[Float[Tensor, "m k"], Int[Tensor, "m k"]]:
     """What every process found for the same test images -> the k most similar of all, and their labels, best first.
 

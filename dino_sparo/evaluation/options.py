@@ -16,8 +16,9 @@ from dino_sparo.runtime.cli import (
 )
 
 
-def add_evaluation_options(parser: argparse.ArgumentParser, batch_size: int = 128) -> None:
-    """What to evaluate, on which images, and where the result goes."""
+def evaluation_parser() -> argparse.ArgumentParser:
+    """The options of every evaluation: what to evaluate, on which images, and where the result goes."""
+    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
     group = parser.add_argument_group("encoder: what is evaluated")
     add_checkpoint_options(group)
     group.add_argument("--readout", default="sparo", help="Read-out of an untrained encoder without a checkpoint.")
@@ -41,10 +42,10 @@ def add_evaluation_options(parser: argparse.ArgumentParser, batch_size: int = 12
     group.add_argument(
         "--fast_views",
         action="store_true",
-        help="Resize with torch instead of Pillow, several times as fast; some pixels differ by one level, so do "
-        "not use it for numbers that you report.",
+        help="Resize with torch instead of Pillow, about twice as fast; some pixels differ by one or two levels, "
+        "so do not use it for numbers that you report.",
     )
-    group.add_argument("--batch_size_per_gpu", type=int, default=batch_size, help="Images per process and step.")
+    group.add_argument("--batch_size_per_gpu", type=int, default=128, help="Images per process and step.")
     add_source_options(parser)
     group = parser.add_argument_group("computation and result")
     group.add_argument(
@@ -57,6 +58,8 @@ def add_evaluation_options(parser: argparse.ArgumentParser, batch_size: int = 12
     group.add_argument(
         "--output_dir", default=None, help="Where the result is written; by default beside the checkpoint."
     )
+    add_foreign_weights_options(parser)
+    return parser
 
 
 def add_slots_option(group: argparse._ArgumentGroup) -> None:
@@ -71,9 +74,7 @@ def add_slots_option(group: argparse._ArgumentGroup) -> None:
 
 def knn_parser() -> argparse.ArgumentParser:
     """The options of `eval_knn.py`, in data-flow order."""
-    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
-    add_evaluation_options(parser)
-    add_foreign_weights_options(parser)
+    parser = evaluation_parser()
     group = parser.add_argument_group("k-NN")
     add_slots_option(group)
     group.add_argument(
@@ -99,9 +100,7 @@ def knn_parser() -> argparse.ArgumentParser:
 
 def linear_parser() -> argparse.ArgumentParser:
     """The options of `eval_linear.py`, in data-flow order."""
-    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
-    add_evaluation_options(parser)
-    add_foreign_weights_options(parser)
+    parser = evaluation_parser()
     group = parser.add_argument_group("features of the probe")
     add_slots_option(group)
     group.add_argument(
@@ -131,7 +130,8 @@ def linear_parser() -> argparse.ArgumentParser:
         "--fast",
         action="store_true",
         help="Encode every image once, without crops and flips, and train on that: minutes instead of hours, usually a "
-        "little less accurate.",
+        "little less accurate. Every process keeps the features of all images, on its GPU or with --use_cuda false in "
+        "the host's memory: 27 GB for ImageNet with the defaults of ViT-S and SPARO.",
     )
     group.add_argument("--val_freq", type=int, default=1, help="Epochs between two validations.")
     group.add_argument(
@@ -150,9 +150,7 @@ def linear_parser() -> argparse.ArgumentParser:
 
 def slot_study_parser() -> argparse.ArgumentParser:
     """The options of `dino-sparo slot-study`, in data-flow order."""
-    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
-    add_evaluation_options(parser)
-    add_foreign_weights_options(parser)
+    parser = evaluation_parser()
     group = parser.add_argument_group("slots")
     group.add_argument(
         "--choosing_images",
@@ -278,9 +276,16 @@ def slot_score_parser() -> argparse.ArgumentParser:
         "--share", type=float, default=0.6, help="Share of a map's mass that is kept for the Jaccard index, as in DINO."
     )
     group.add_argument(
+        "--maps",
+        type=int,
+        default=None,
+        help="Score so many maps together, as a mean over 5 random subsets. To compare encoders with different numbers "
+        "of maps, give the smallest of these numbers to all. By default all maps.",
+    )
+    group.add_argument(
         "--match", default="", help="Another checkpoint, of another seed for example, whose slots are matched to these."
     )
-    group.add_argument("--seed", type=int, default=0, help="Of random maps, untrained weights and intervals.")
+    group.add_argument("--seed", type=int, default=0, help="Of random maps, subsets, untrained weights and intervals.")
     group.add_argument(
         "--output_dir", default=None, help="Where result and plots are written; by default beside the checkpoint."
     )

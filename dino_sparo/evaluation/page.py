@@ -177,7 +177,7 @@ class Tiles:
     cell: int
 
     @classmethod
-    def fit(cls, labels: Sequence[tuple[str, str]], aspect: float, page_width: int = PAGE_WIDTH) -> "Tiles":
+    def fit(cls, labels: Sequence[tuple[str, str]], aspect: float) -> "Tiles":
         """Tiles for pictures of width / height `aspect`, so that the block has about a slide's shape."""
         count = len(labels)
         # Near to a slide's shape, and few places left empty in the last row.
@@ -185,7 +185,7 @@ class Tiles:
             range(1, count + 1),
             key=lambda n: abs(math.log(n * aspect / -(-count // n) / ASPECT)) + (-count % n) / count,
         )
-        width = (page_width - 2 * MARGIN + GAP) / columns - GAP
+        width = (PAGE_WIDTH - 2 * MARGIN + GAP) / columns - GAP
         height = min(max(round(width / aspect), TILE_HEIGHTS[0]), TILE_HEIGHTS[1])
         return cls.with_room(labels, columns, height, max(1, round(height * aspect)))
 

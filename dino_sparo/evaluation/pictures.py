@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -61,19 +62,17 @@ class MapSet:
         model: how it is built and how long it was trained, one line.
         kind: "slot", "head" or "average": what one map is.
         maps: (B, maps, h, w), raw.
-        groups: (maps,), near-duplicates share a number.
     """
 
     run: str
     model: str
     kind: str
     maps: Float[np.ndarray, "B maps h w"]
-    groups: Int[np.ndarray, " maps"]
 
-    @classmethod
-    def of(cls, run: str, model: str, kind: str, maps: Float[np.ndarray, "B maps h w"]) -> "MapSet":
-        """Group the maps of an encoder."""
-        return cls(run, model, kind, maps, group_near_duplicates(maps))
+    @cached_property
+    def groups(self) -> Int[np.ndarray, " maps"]:
+        """(maps,), near-duplicates share a number."""
+        return group_near_duplicates(self.maps)
 
     def count(self, order: Int[np.ndarray, " _"]) -> str:
         """How many of the maps are shown, in words."""
@@ -105,7 +104,7 @@ def grid_page(
     path: Path,
     title: str,
     picture: UInt8[np.ndarray, "H W 3"],
-    looked: MapSet,
+    map_set: MapSet,
     image: int = 0,
     max_maps: int | None = None,
     threshold: float | None = None,
@@ -116,68 +115,67 @@ def grid_page(
         path: the PNG to write.
         title: what the image is called.
         picture: (H, W, 3), the view, large.
-        looked: the maps.
+        map_set: the maps.
         image: which of the maps' images.
         max_maps: show at most so many; see `attention.display_order`.
         threshold: show the patches that hold this share of a map's mass instead of the map.
     """
-    order = display_order(looked.maps, looked.groups, max_maps)
+    order = display_order(map_set.maps, map_set.groups, max_maps)
     aspect = picture.shape[1] / picture.shape[0]
-    tiles = Tiles.fit(tile_labels(looked, image, order), aspect)
+    tiles = Tiles.fit(tile_labels(map_set, image, order), aspect)
     lead = fitted(picture, LEAD_HEIGHT, LEAD_WIDTH)
     beside = MARGIN + lead.shape[1] + 24
     width = MARGIN + max(MARGIN + tiles.block_width, beside + HEADING_WIDTH)
     lines = [
-        f"{looked.run}  ·  {looked.model}  ·  {looked.count(order)}",
-        " ".join([_order_in_words(looked), *looked.about(order)]),
+        f"{map_set.run}  ·  {map_set.model}  ·  {map_set.count(order)}",
+        " ".join([_order_in_words(map_set), *map_set.about(order)]),
     ]
     if threshold is not None:
-        lines.append(f"Shown are the fewest patches that hold {100 * threshold:g}% of a {looked.kind}'s attention.")
+        lines.append(f"Shown are the fewest patches that hold {100 * threshold:g}% of a {map_set.kind}'s attention.")
     heading = Heading(width - MARGIN - beside, title, lines, has_legend=threshold is None)
     top = MARGIN + max(lead.shape[0], heading.height) + 28
     page = Page(width, top + tiles.block_height + MARGIN)
     page.picture(MARGIN, MARGIN, lead)
     heading.draw(page, beside, MARGIN)
-    draw_tiles(page, MARGIN, top, tiles, picture, looked, image, order, threshold)
+    draw_tiles(page, (MARGIN, top), tiles, picture, map_set, image, order, threshold)
     page.save(path)
 
 
-def _order_in_words(looked: MapSet) -> str:
+def _order_in_words(map_set: MapSet) -> str:
     """In which order the maps of one image stand, and what their labels hold."""
-    number = len(looked.maps)
-    whose = f"the {looked.kind} that is most peaked on average over {number} images" if number > 1 else ""
-    first = whose or f"the most peaked {looked.kind}"
-    return f"From {first} to the most spread. {LABELS_IN_WORDS}"
+    number = len(map_set.maps)
+    average = f"{map_set.kind} that is most peaked on average over {number} images"
+    return f"From the {average if number > 1 else f'most peaked {map_set.kind}'} to the most spread. {LABELS_IN_WORDS}"
 
 
-def tile_labels(looked: MapSet, image: int, order: Int[np.ndarray, " _"]) -> list[tuple[str, str]]:
+def tile_labels(map_set: MapSet, image: int, order: Int[np.ndarray, " _"]) -> list[tuple[str, str]]:
     """Of each shown map its name, and its numbers on one image."""
-    patches, prefix = effective_patches(looked.maps[image]), class_token_share(looked.maps[image])
+    patches, prefix = effective_patches(map_set.maps[image]), class_token_share(map_set.maps[image])
     return [
-        (f"{looked.kind} {index}", f"{patches[index]:.0f} · {100 * prefix[index]:.0f}%" + letter)
-        for index, letter in zip(order, looked.letters(order), strict=True)
+        (f"{map_set.kind} {index}", f"{patches[index]:.0f} · {100 * prefix[index]:.0f}%" + letter)
+        for index, letter in zip(order, map_set.letters(order), strict=True)
     ]
 
 
 def draw_tiles(
     page: Page,
-    x: int,
-    y: int,
+    corner: tuple[int, int],
     tiles: Tiles,
     picture: UInt8[np.ndarray, "H W 3"],
-    looked: MapSet,
+    map_set: MapSet,
     image: int,
     order: Int[np.ndarray, " _"],
     threshold: float | None = None,
 ) -> None:
-    """A block of labelled maps of one image with its upper left corner at (x, y); see `grid_page`."""
+    """A block of labelled maps of one image with its upper left corner at `corner`; see `grid_page`."""
+    x, y = corner
     shown = resized(picture, tiles.height)
-    _draw_panels(page, x, y, tiles, looked.groups[order])
-    labels = tile_labels(looked, image, order)
+    _draw_panels(page, x, y, tiles, map_set.groups[order])
+    labels = tile_labels(map_set, image, order)
     for position, (index, label) in enumerate(zip(order, labels, strict=True)):
         left, top = tiles.corner(position)
         tiles.draw_label(page, x + left, y + top, *label)
-        page.picture(x + left, y + top + tiles.label, tile_picture(shown, looked.maps[image, index], threshold))
+        page.picture(x + left, y + top + tiles.label, tile_picture(shown, map_set.maps[image, index], threshold))
 
 
 def tile_picture(
@@ -205,7 +203,7 @@ def _draw_panels(page: Page, x: int, y: int, tiles: Tiles, groups: Int[np.ndarra
 
 
 def matrix_page(
-    path: Path, title: str, pictures: Sequence[UInt8[np.ndarray, "H W 3"]], looked: MapSet, max_maps: int | None = None
+    path: Path, title: str, pictures: Sequence[UInt8[np.ndarray, "H W 3"]], map_set: MapSet, max_maps: int | None = None
 ) -> None:
     """The same maps for several images: a row per image, a column per map, most peaked first.
 
@@ -213,24 +211,24 @@ def matrix_page(
         path: the PNG to write.
         title: what the images are called.
         pictures: one per image, of one size.
-        looked: their maps.
+        map_set: their maps.
         max_maps: columns, at most; None: `MATRIX_MAPS`.
     """
-    order = display_order(looked.maps, looked.groups, max_maps or MATRIX_MAPS)
+    order = display_order(map_set.maps, map_set.groups, max_maps or MATRIX_MAPS)
     shown = [fitted(picture, MATRIX_HEIGHT, MATRIX_WIDTH) for picture in pictures]
     height, width = shown[0].shape[:2]
-    patches = np.exp(np.log(effective_patches(looked.maps)).mean(axis=0))
+    patches = np.exp(np.log(effective_patches(map_set.maps)).mean(axis=0))
     labels = [
-        (f"{looked.kind} {index}", f"{patches[index]:.0f}{letter}")
-        for index, letter in zip(order, looked.letters(order), strict=True)
+        (f"{map_set.kind} {index}", f"{patches[index]:.0f}{letter}")
+        for index, letter in zip(order, map_set.letters(order), strict=True)
     ]
     tiles = Tiles.with_room(labels, len(order), height, width)
     left, step = MARGIN + width + GAP + GAP // 2, height + GAP // 2
     page_width = MARGIN + max(left + tiles.block_width, MARGIN + HEADING_WIDTH)
     lines = [
-        f"{looked.run}  ·  {looked.model}  ·  {looked.count(order)}, the same for all images",
-        f"From the {looked.kind} that is most peaked on average over these images to the most spread. Beside each: "
-        f"patches it looks at, their geometric mean. {' '.join(looked.about(order))}",
+        f"{map_set.run}  ·  {map_set.model}  ·  {map_set.count(order)}, the same for all images",
+        f"From the {map_set.kind} that is most peaked on average over these images to the most spread. Beside each: "
+        f"patches it looks at, their geometric mean. {' '.join(map_set.about(order))}",
     ]
     heading = Heading(page_width - 2 * MARGIN, title, lines)
     top = MARGIN + heading.height + 22
@@ -242,7 +240,7 @@ def matrix_page(
         y = top + tiles.label + row * step
         page.picture(MARGIN, y, picture)
         for column, index in enumerate(order):
-            page.picture(left + tiles.corner(column)[0], y, overlay(picture, looked.maps[row, index]))
+            page.picture(left + tiles.corner(column)[0], y, overlay(picture, map_set.maps[row, index]))
     page.save(path)
 
 
@@ -297,7 +295,7 @@ def compare_page(
         for line, words in enumerate(models[number], 1):
             page.text(x, side_top + SIDE_NAME + LINE * line, words, colour=SOFT)
         for row, views in enumerate(pictures):
-            draw_tiles(page, x, top + row * (block_height + GUTTER), block, views[number], side, row, order)
+            draw_tiles(page, (x, top + row * (block_height + GUTTER)), block, views[number], side, row, order)
         x += width + GUTTER
     page.save(path)
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from dino_sparo.evaluation.attention import RAMP_COLOURS
 from dino_sparo.evaluation.page import DPI, INK, PAPER, SOFT, require_matplotlib
 
 PANEL_WIDTH, PANEL_HEIGHT = 4.6, 3.5  # inches
@@ -16,6 +17,18 @@ ACCENT = "#8a3fb5"
 FAINT = "#dcdbe4"
 MAX_NUMBERS, MAX_GAPS = 20, 40  # bars with numbers under them, and with gaps between them
 LABEL_SHARE = 0.13  # of a plot's width: room for a number of five digits under it
+
+
+# One per curve, dark to light as the maps' colours are, so that their order can be seen.
+CURVE_COLOURS = tuple("#{:02x}{:02x}{:02x}".format(*colour) for colour in RAMP_COLOURS[:4])
+
+
+def colour_of(position: int, count: int) -> str:
+    """The colour of curve `position` of `count`, dark to light."""
+    from matplotlib.colors import LinearSegmentedColormap, to_hex
+
+    shades = LinearSegmentedColormap.from_list("curves", CURVE_COLOURS)
+    return to_hex(shades(position / max(1, count - 1)))
 
 
 @contextmanager

@@ -15,23 +15,15 @@ from typing import Any
 import torch
 
 from dino_sparo.checkpoint import encoder_of, load_checkpoint, normalization_of
-from dino_sparo.data import (
-    IMAGENET_MEAN,
-    IMAGENET_STD,
-    ImageSource,
-    align_classes,
-    open_source,
-    require_labels,
-)
+from dino_sparo.crops import EvalTransform
+from dino_sparo.data import IMAGENET_MEAN, IMAGENET_STD, ImageSource, align_classes, open_source, require_labels
 from dino_sparo.encoder import Encoder, EncoderConfig, encoder_from_config
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.distributed import Distributed, init_distributed, is_main, rank_0_first
 from dino_sparo.runtime.logs import setup_logging
-from dino_sparo.runtime.precision import set_tf32
-from dino_sparo.runtime.records import file_sha256, write_json
+from dino_sparo.runtime.precision import PRECISIONS, set_tf32
+from dino_sparo.runtime.records import file_sha256, versions, write_json
 from dino_sparo.sources import ImageLimits, TableColumns
-from dino_sparo.sources.decode import DEFAULT_LIMITS
-from dino_sparo.sources.tables import USUAL_COLUMNS
 
 logger = logging.getLogger(__name__)
 
@@ -95,79 +87,47 @@ def trained_encoder(
     return EvaluatedEncoder(encoder, *normalization_of(checkpoint), record)
 
 
-def untrained_encoder(like: EvaluatedEncoder | EncoderConfig, seed: int) -> EvaluatedEncoder:
+def untrained_encoder(
+    config: EncoderConfig, seed: int, mean: tuple[float, ...] = IMAGENET_MEAN, std: tuple[float, ...] = IMAGENET_STD
+) -> EvaluatedEncoder:
     """A randomly initialised encoder: what an evaluation gives before any training.
 
     Args:
-        like: how to build it; a trained one also gives the images' mean and std.
+        config: how to build it.
         seed: of the initialisation.
+        mean: of its images' pixels in 0..1, per channel.
+        std: likewise.
     """
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    if isinstance(like, EncoderConfig):
-        config, mean, std = like, IMAGENET_MEAN, IMAGENET_STD
-    else:
-        config, mean, std = like.encoder.config, like.mean, like.std
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         encoder = encoder_from_config(config).eval()
     logger.warning("the encoder is untrained: random weights from seed %d", seed)
-    record = {
-        "pretrained_weights": None,
-        "sha256": None,
-        "checkpoint_key": None,
-        "epoch": None,
-        "untrained": True,
-        "seed": seed,
-        **asdict(config),
-    }
-    return EvaluatedEncoder(encoder, mean, std, record)
+    unknown = dict.fromkeys(("pretrained_weights", "sha256", "checkpoint_key", "epoch"))
+    return EvaluatedEncoder(encoder, mean, std, {**unknown, "untrained": True, "seed": seed, **asdict(config)})
 
 
-def open_encoder(
-    pretrained_weights: str,
-    checkpoint_key: str = "teacher",
-    arch: str | None = None,
-    patch_size: int | None = None,
-    *,
-    untrained: bool = False,
-    readout: str = "sparo",
-    img_size: int | None = None,
-    seed: int = 0,
-) -> EvaluatedEncoder:
-    """What the options of `add_evaluation_options` ask for.
+def encoder_of_options(args: argparse.Namespace) -> EvaluatedEncoder:
+    """The encoder that the options of a command name; what a command has no option for is `EncoderConfig`'s default.
 
-    Args:
-        pretrained_weights: path of a checkpoint; with `untrained` it says how to build the encoder, or may be empty.
-        checkpoint_key: `teacher` or `student`.
-        arch: of an encoder without checkpoint, or override for foreign weights.
-        patch_size: likewise, pixels.
-        untrained: random weights.
-        readout: of an encoder without checkpoint.
-        img_size: of an encoder without checkpoint, pixels.
-        seed: of random weights.
+    With --untrained a checkpoint only says how to build the encoder, and without one the options do.
+
+    Raises:
+        ValueError: no checkpoint is named where one is needed, or its weights do not fit.
     """
-    if pretrained_weights or not untrained:
-        trained = trained_encoder(pretrained_weights, checkpoint_key, arch, patch_size)
-        return untrained_encoder(trained, seed) if untrained else trained
-    given = {"arch": arch, "patch_size": patch_size, "img_size": img_size}
-    config = EncoderConfig(readout=readout, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+    given = vars(args)
+    seed = given.get("seed", 0)
+    if args.pretrained_weights or not args.untrained:
+        trained = trained_encoder(args.pretrained_weights, args.checkpoint_key, args.arch, args.patch_size)
+        if not args.untrained:
+            return trained
+        return untrained_encoder(trained.encoder.config, seed, trained.mean, trained.std)
+    architecture = {name: given.get(name) for name in ("arch", "patch_size", "readout", "img_size")}
+    config = EncoderConfig(**{name: value for name, value in architecture.items() if value is not None})
     return untrained_encoder(config, seed)
 
 
-def open_splits(
-    data_path: str,
-    download: bool = False,
-    columns: TableColumns = USUAL_COLUMNS,
-    limits: ImageLimits = DEFAULT_LIMITS,
-) -> tuple[ImageSource, ImageSource]:
-    """The labelled training and validation images of a data path.
-
-    Args:
-        data_path: anything `open_source` finds the splits `train` and `val` in.
-        download: fetch a torchvision set that is not on disk.
-        columns: of a table, where they have other names than the usual ones.
-        limits: larger images count as unreadable.
+def splits_of_options(args: argparse.Namespace) -> tuple[ImageSource, ImageSource]:
+    """The labelled training and validation images that these options name.
 
     Returns:
         Sources of the splits `train` and `val`, their classes numbered alike.
@@ -175,37 +135,51 @@ def open_splits(
     Raises:
         ValueError: no path; a split without labels; validation classes that the training images lack.
     """
-    if not data_path:
+    if not args.data_path:
         raise ValueError(
             "--data_path is empty; give a folder with train/ and val/, a torchvision set such as cifar10:DIR, or scenes"
         )
+    columns = TableColumns(args.path_column, args.label_column, args.split_column)
+    limits = ImageLimits(args.max_image_mb, args.max_image_mpix)
     with rank_0_first():
         train, val = (
-            open_source(data_path, split, download, columns=columns, limits=limits) for split in ("train", "val")
+            open_source(args.data_path, split, args.download, columns=columns, limits=limits)
+            for split in ("train", "val")
         )
     require_labels(train)
     return train, align_classes(val, train.classes or [])
 
 
-def encoder_of_options(args: argparse.Namespace) -> EvaluatedEncoder:
-    """The encoder that the options of `options.add_evaluation_options` name; raises what `open_encoder` raises."""
-    return open_encoder(
-        args.pretrained_weights,
-        args.checkpoint_key,
-        args.arch,
-        args.patch_size,
-        untrained=args.untrained,
-        readout=args.readout,
-        img_size=args.img_size,
-        seed=args.seed,
-    )
+def transform_of_options(args: argparse.Namespace, evaluated: EvaluatedEncoder) -> EvalTransform:
+    """The view of an image that these options name: --img_size, or the size of the encoder's position grid."""
+    img_size = args.img_size or evaluated.encoder.config.img_size
+    return EvalTransform(img_size, evaluated.mean, evaluated.std, exact=not args.fast_views)
 
 
-def splits_of_options(args: argparse.Namespace) -> tuple[ImageSource, ImageSource]:
-    """The training and test images that these options name; raises what `open_splits` raises."""
-    columns = TableColumns(args.path_column, args.label_column, args.split_column)
-    limits = ImageLimits(args.max_image_mb, args.max_image_mpix)
-    return open_splits(args.data_path, args.download, columns, limits)
+def storage_of_options(args: argparse.Namespace, device: torch.device) -> torch.device:
+    """Where features are kept: on this process' device, or with --use_cuda false on the CPU."""
+    return device if args.use_cuda else torch.device("cpu")
+
+
+def extraction_of_options(args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """The arguments of `features.extract_split` that these options give, for a process that computes on `device`."""
+    return {
+        "batch_size": args.batch_size_per_gpu,
+        "num_workers": args.num_workers,
+        "dtype": PRECISIONS[args.precision],
+        "storage": storage_of_options(args, device),
+    }
+
+
+def images_record(
+    args: argparse.Namespace, num_classes: int, transform: EvalTransform, counts: Mapping[str, int | None]
+) -> dict[str, Any]:
+    """What a result says of its images: where they lie, how many were used and left out, how they were seen."""
+    return {
+        "images": {"data_path": args.data_path, "num_classes": num_classes, **counts},
+        "view": view_record(transform),
+        "versions": versions(),
+    }
 
 
 def view_record(transform: Any) -> dict[str, Any]:

@@ -56,14 +56,6 @@ class StudyImages:
 
 
 @dataclass(frozen=True)
-class KNNSettings:
-    """A k-NN: number of neighbours and temperature of the vote."""
-
-    k: int = 20
-    temperature: float = 0.07
-
-
-@dataclass(frozen=True)
 class ProbeSettings:
     """Linear probes: epochs, learning rates for a batch of 256, and the seed of weights and order.
 
@@ -119,11 +111,12 @@ class SlotAccuracies:
 
     Args:
         images: of both splits.
-        settings: of the k-NN.
+        k: number of neighbours.
+        temperature: of their vote.
     """
 
-    def __init__(self, images: StudyImages, settings: KNNSettings) -> None:
-        self.images, self.settings = images, settings
+    def __init__(self, images: StudyImages, k: int, temperature: float) -> None:
+        self.images, self.k, self.temperature = images, k, temperature
         self.measured: dict[tuple[bool, tuple[int, ...]], float] = {}
 
     def choosing(self, slots: Sequence[int]) -> float:
@@ -143,9 +136,8 @@ class SlotAccuracies:
                 train, judged = rows_of(train, ~images.chooses), rows_of(train, images.chooses)
             else:
                 judged = slot_columns(images.val, kept, images.num_slots).normalize_()
-            k, temperature = self.settings.k, self.settings.temperature
-            result = classify_shards(train, judged, [k], temperature, images.device)
-            self.measured[on_choosing, kept] = result[k].top1
+            result = classify_shards(train, judged, [self.k], self.temperature, images.device)
+            self.measured[on_choosing, kept] = result[self.k].top1
         return self.measured[on_choosing, kept]
 
 

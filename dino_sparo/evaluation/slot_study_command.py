@@ -15,23 +15,23 @@ from typing import Any
 
 import torch
 
-from dino_sparo.crops import EvalTransform
 from dino_sparo.evaluation.features import extract_split
 from dino_sparo.evaluation.page import INK, SOFT, require_matplotlib
 from dino_sparo.evaluation.plots import ACCENT, count_ticks, panels, ranked_bars, spaced
 from dino_sparo.evaluation.protocol import (
     EvaluatedEncoder,
     encoder_of_options,
+    extraction_of_options,
+    images_record,
     result_folder,
     result_name,
     splits_of_options,
     start_evaluation,
-    view_record,
+    transform_of_options,
     write_result,
 )
 from dino_sparo.evaluation.slot_choice import SlotSelection, check_has_slots
 from dino_sparo.evaluation.slot_study import (
-    KNNSettings,
     ProbeSettings,
     SlotAccuracies,
     StudyImages,
@@ -41,8 +41,8 @@ from dino_sparo.evaluation.slot_study import (
     random_orders,
     rank_slots,
 )
-from dino_sparo.runtime.distributed import PRECISIONS, Distributed, all_reduce_sum, is_main
-from dino_sparo.runtime.records import versions
+from dino_sparo.runtime.collectives import all_reduce_sum
+from dino_sparo.runtime.distributed import Distributed, is_main
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def study_slots(args: argparse.Namespace) -> dict[str, Any]:
     settings = ProbeSettings(args.epochs, tuple(args.lr), args.seed)
     folder = result_folder(args.output_dir, args.pretrained_weights)
     images, record = extract(args, process, evaluated)
-    accuracies = SlotAccuracies(images, KNNSettings(args.nb_knn, args.temperature))
+    accuracies = SlotAccuracies(images, args.nb_knn, args.temperature)
     ranking = rank_slots(accuracies, images.num_slots)
     order = [int(row["slot"]) for row in ranking]
     orders = random_orders(images.num_slots, args.draws, args.seed)
@@ -101,21 +101,9 @@ def extract(
     """This process' share of the encodings, and the record of the images."""
     train_source, val_source = splits_of_options(args)
     encoder = evaluated.encoder.to(process.device)
-    transform = EvalTransform(
-        args.img_size or encoder.config.img_size, evaluated.mean, evaluated.std, exact=not args.fast_views
-    )
+    transform, options = transform_of_options(args, evaluated), extraction_of_options(args, process.device)
     train, val = (
-        extract_split(
-            encoder,
-            source,
-            transform,
-            process.device,
-            batch_size=args.batch_size_per_gpu,
-            num_workers=args.num_workers,
-            dtype=PRECISIONS[args.precision],
-            storage=process.device if args.use_cuda else torch.device("cpu"),
-            gather=False,
-        )
+        extract_split(encoder, source, transform, process.device, gather=False, **options)
         for source in (train_source, val_source)
     )
     chooses = choosing_rows(train, len(train_source), args.choosing_images, args.seed)
@@ -124,16 +112,7 @@ def extract(
     sizes = (len(train.features), len(val.features), int(chooses.sum()), train.num_corrupt, val.num_corrupt)
     counts = all_reduce_sum(torch.tensor(sizes, device=process.device)).tolist()
     names = ("num_train", "num_val", "num_choosing", "num_corrupt_train", "num_corrupt_val")
-    record = {
-        "images": {
-            "data_path": args.data_path,
-            "num_classes": num_classes,
-            **dict(zip(names, counts, strict=True)),
-        },
-        "view": view_record(transform),
-        "versions": versions(),
-    }
-    return images, record
+    return images, images_record(args, num_classes, transform, dict(zip(names, counts, strict=True)))
 
 
 def describe(

@@ -18,9 +18,8 @@ from jaxtyping import Int64
 from timm.data import ImageNetInfo
 
 from dino_sparo.data import ImageSource, require_labels
-from dino_sparo.image_text.prompts import AUTO, PROMPT_SETS, is_file, read_words, set_name
+from dino_sparo.image_text.prompts import AUTO, PROMPT_SETS, is_file, read_json, read_words, set_name
 from dino_sparo.runtime.extras import require
-from dino_sparo.sources.limits import parse_json
 from dino_sparo.sources.subset import Subset
 
 logger = logging.getLogger(__name__)
@@ -169,7 +168,7 @@ def _objectnet(folders: list[str], mappings: str) -> ClassList:
                 f"classnames=objectnet:{mappings} needs {OBJECTNET_NAMES} and {OBJECTNET_OVERLAP}, which come with "
                 f"ObjectNet in its folder `mappings`; give that folder, as objectnet:DIR/mappings"
             )
-    name_of, shared = (_parse_file(Path(mappings) / file) for file in (OBJECTNET_NAMES, OBJECTNET_OVERLAP))
+    name_of, shared = (read_json(Path(mappings) / file) for file in (OBJECTNET_NAMES, OBJECTNET_OVERLAP))
     chosen = [folder for folder in folders if name_of.get(folder) in shared]
     if len(chosen) < len(shared):
         missing = sorted(set(shared) - {name_of[folder] for folder in chosen})
@@ -181,13 +180,6 @@ def _objectnet(folders: list[str], mappings: str) -> ClassList:
     class_of = np.array([number_of.get(folder, -1) for folder in folders], dtype=np.int64)
     names = [name_of[folder].lower() for folder in chosen]
     return ClassList(names, class_of, f"ObjectNet's names of {len(chosen)} classes")
-
-
-def _parse_file(path: Path) -> Any:
-    try:
-        return parse_json(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON ({error})") from error
 
 
 def _from_file(folders: list[str], where: str) -> ClassList:

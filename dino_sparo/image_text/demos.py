@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dino_sparo.image_text.scene_recipe import TOWERS
+from dino_sparo.image_text.scene_recipe import SCENE_TOWERS
 from dino_sparo.runtime.demos import RunCommand, option_words, spread
 
-IMAGE_SIZE = int(TOWERS["img_size"])
+IMAGE_SIZE = int(SCENE_TOWERS["img_size"])
 # Score -> what guessing gives, percent.
 CHANCE = {"zero-shot shape": 10.0, "swapped objects": 50.0, "swapped attributes": 50.0}
 

@@ -39,3 +39,21 @@ class LoadedModel:
         """
         origin = {"pretrained_weights": str(path), "sha256": file_sha256(Path(path)), "epoch": checkpoint.get("epoch")}
         return cls(model.eval(), *normalization_of(checkpoint), {**origin, **model.config.to_dict(), **more})
+
+
+def refuse_foreign_options(source: str, text_heads: int | None, quick_gelu: bool) -> None:
+    """Refuse what open_clip's weights do not say of themselves for a checkpoint of ours, which says it.
+
+    Args:
+        source: the checkpoint's file.
+        text_heads: `--text_heads`; None: not given.
+        quick_gelu: `--quick_gelu`.
+
+    Raises:
+        ValueError: one of them is given.
+    """
+    if text_heads is not None or quick_gelu:
+        option = "quick_gelu" if text_heads is None else "text_heads"
+        raise ValueError(
+            f"--{option} is for open_clip's weights, but {source} says how its model is built; leave it out"
+        )

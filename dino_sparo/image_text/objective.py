@@ -24,9 +24,10 @@ from dino_sparo.image_text.pairs.run_data import BatchForm, micro_batch_size, nu
 from dino_sparo.image_text.start import initialize_towers
 from dino_sparo.image_text.step import ContrastiveTraining, train_step
 from dino_sparo.initialize import initialize_encoder
-from dino_sparo.runtime.distributed import Distributed, choose_precision, use_fused_attention, wrap_ddp
+from dino_sparo.runtime.distributed import Distributed, wrap_ddp
 from dino_sparo.runtime.extras import require
 from dino_sparo.runtime.logs import RunLog
+from dino_sparo.runtime.precision import choose_precision, use_fused_attention
 from dino_sparo.training.objective import AnyBatch, EpochResult, Objective, StepReport
 from dino_sparo.training.optim import cosine_schedule, create_optimizer
 from dino_sparo.training.updates import Updater
@@ -247,7 +248,7 @@ def shared_training(
 
     Args:
         model: a module with an `image` and a `text` encoder and a `config`.
-        parts: of the model; see `create_updater`.
+        parts: of the model; see `updater_of_parts`.
         args: the options.
         steps_per_epoch: of the run.
         process: this process among its peers.
@@ -266,13 +267,13 @@ def shared_training(
     statistics = {"mean": args.norm_mean, "std": args.norm_std}
     return {
         "model": wrap_ddp(model, device),
-        "updater": create_updater(model, parts, args, steps_per_epoch, device, dtype),
+        "updater": updater_of_parts(model, parts, args, steps_per_epoch, device, dtype),
         "clip_grad": args.clip_grad,
         **{name: torch.tensor(value, device=device).view(1, -1, 1, 1) for name, value in statistics.items()},
     }
 
 
-def create_updater(
+def updater_of_parts(
     model: nn.Module,
     parts: Sequence[ModelPart],
     args: argparse.Namespace,

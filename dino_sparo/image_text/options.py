@@ -48,8 +48,8 @@ def add_pair_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup
         "--caption_templates",
         nargs="+",
         default=None,
-        help="Make captions from class names by these sentences with {} where the name belongs, or these lists or "
-        "files of dino-sparo zero-shot's --templates; labelled images get its auto.",
+        help="How captions are made from class names: sentences with {}, template lists or files, as --templates of "
+        "dino-sparo zero-shot. Default for labelled images: auto.",
     )
     _add_validation_options(group)
     add_training_data_options(group, "samples without readable image or without caption")
@@ -130,17 +130,9 @@ def add_image_options(parser: argparse.ArgumentParser, recipes: Recipes) -> argp
         The group, for what an objective adds.
     """
     group = parser.add_argument_group("image encoder: images -> tokens")
-    group.add_argument(
-        "--arch",
-        default=None,
-        help=recipes.with_default(f"Architecture, one of {', '.join(sorted(ARCHITECTURES))}.", "arch"),
-    )
-    group.add_argument(
-        "--patch_size", type=int, default=None, help=recipes.with_default("Side of a patch.", "patch_size")
-    )
-    group.add_argument(
-        "--img_size", type=int, default=None, help=recipes.with_default("Side of a crop in pixels.", "img_size")
-    )
+    recipes.add_option(group, "arch", str, f"Architecture, one of {', '.join(sorted(ARCHITECTURES))}.")
+    recipes.add_option(group, "patch_size", int, "Side of a patch.")
+    recipes.add_option(group, "img_size", int, "Side of a crop in pixels.")
     group.add_argument(
         "--pre_norm",
         type=bool_flag,
@@ -179,29 +171,19 @@ def add_text_options(parser: argparse.ArgumentParser, recipes: Recipes) -> argpa
         ("text_layers", "Blocks, the one that sparo replaces included."),
         ("context_length", "Longest caption in tokens, start and end included; longer ones are cut off and counted."),
     ):
-        group.add_argument(f"--{name}", type=int, default=None, help=recipes.with_default(text, name))
+        recipes.add_option(group, name, int, text)
     return group
 
 
 def add_optimization_options(parser: argparse.ArgumentParser, recipes: Recipes) -> argparse._ArgumentGroup:
     """Length of the run, batch, learning rate, precision; arguments and result as for the image encoder."""
     group = parser.add_argument_group("optimisation")
-    group.add_argument(
-        "--epochs",
-        type=int,
-        default=None,
-        help=recipes.with_default("Epochs of the run, which the schedule spans.", "epochs"),
-    )
+    recipes.add_option(group, "epochs", int, "Epochs of the run, which the schedule spans.")
     group.add_argument(
         "--max_steps", type=int, default=None, help="Stop after this many steps in all, for trials; the schedule stays."
     )
-    group.add_argument(
-        "--batch_size",
-        type=int,
-        default=None,
-        help=recipes.with_default(
-            "Pairs per step, over all processes; every image is compared with all captions.", "batch_size"
-        ),
+    recipes.add_option(
+        group, "batch_size", int, "Pairs per step, over all processes; every image is compared with all captions."
     )
     group.add_argument(
         "--grad_accum_steps",
@@ -217,16 +199,13 @@ def add_optimization_options(parser: argparse.ArgumentParser, recipes: Recipes) 
         ("beta2", "AdamW's decay of the mean squared gradient."),
         ("eps", "AdamW's guard against division by zero."),
     ):
-        group.add_argument(f"--{name}", type=float, default=None, help=recipes.with_default(text, name))
+        recipes.add_option(group, name, float, text)
     group.add_argument("--min_lr", type=float, default=0.0, help="Learning rate at the end.")
-    group.add_argument(
-        "--warmup_steps",
-        type=int,
-        default=None,
-        help=recipes.with_default(
-            "Steps of linear warm-up of the learning rate; if the run is shorter than that, a tenth of it.",
-            "warmup_steps",
-        ),
+    recipes.add_option(
+        group,
+        "warmup_steps",
+        int,
+        "Steps of linear warm-up of the learning rate; if the run is shorter than that, a tenth of it.",
     )
     group.add_argument(
         "--clip_grad", type=float, default=0.0, help="Largest norm of all gradients together; 0 for no limit."
@@ -250,8 +229,8 @@ def add_pair_run_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--zero_shot_path",
         default=None,
-        help="Those images, as in --data_path of dino-sparo zero-shot; else those of --data_path, held-out ones where "
-        "there are any.",
+        help="Labelled images for --zero_shot_freq. Default: the validation split of --data_path if there is one, else "
+        "--data_path.",
     )
 
 

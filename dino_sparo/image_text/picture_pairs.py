@@ -97,11 +97,7 @@ def write_pictures(
     paths = [folder / f"{stem}.{ending}" for ending in ("png", "html", "json")]
     draw_sheet(gallery, paths[0])
     write_page(gallery, paths[1])
-    result = {
-        **numbers,
-        "data_path": args.data_path,
-        "versions": versions(open_clip="open_clip_torch"),
-    }
+    result = {**numbers, "data_path": args.data_path, "versions": versions(open_clip="open_clip_torch")}
     write_json(result, paths[2])
     sys.stdout.write("".join(f"{printable(str(path))}\n" for path in paths))
     return result

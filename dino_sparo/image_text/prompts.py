@@ -7,6 +7,7 @@ the templates they were made with: give those as a file to compare with them.
 """
 
 import importlib.util
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,8 @@ else:  # options can still be parsed, and `open_templates` says what is missing
     OPENAI_IMAGENET_TEMPLATES = SIMPLE_IMAGENET_TEMPLATES = ()
 
 DEFAULT_TEMPLATES = "openai"
-# As many as it takes until every pair of colour, texture and background that go round together has been there.
-NUM_SCENE_TEMPLATES = 120
+# The three lists are gone through side by side, until all of them end together.
+NUM_SCENE_TEMPLATES = math.lcm(len(COLOURS), len(TEXTURES), len(BACKGROUNDS))
 
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 SMALL_PICTURES = (
@@ -140,6 +141,14 @@ def is_file(text: str) -> bool:
     return Path(text).is_file() or (".json:" in text and Path(text.rpartition(":")[0]).is_file())
 
 
+def read_json(path: Path) -> Any:
+    """The content of a JSON file; ValueError, with its path, for any other."""
+    try:
+        return parse_json(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON ({error})") from error
+
+
 def read_words(where: str) -> Any:
     """Names or templates in a file.
 
@@ -158,10 +167,7 @@ def read_words(where: str) -> Any:
         lines = [line.strip() for line in Path(path).read_text(encoding="utf-8-sig").splitlines()]
         words: Any = [line for line in lines if line]
     else:
-        try:
-            words = parse_json(Path(path).read_bytes())
-        except ValueError as error:
-            raise ValueError(f"{path} is no JSON ({error})") from error
+        words = read_json(Path(path))
         if key is not None:
             if not isinstance(words, dict) or key not in words:
                 keys = ", ".join(sorted(words)) if isinstance(words, dict) else "none"

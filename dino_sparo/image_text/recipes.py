@@ -1,12 +1,12 @@
 """Name of a recipe -> the values of the options it stands for, with their origin.
 
-Options that a recipe decides are None when nobody gave them; `Recipes.apply` fills in the recipe's values, then the
+Options that a recipe decides are None when they are not given; `Recipes.apply` fills in the recipe's values, then the
 defaults. So a given option always wins, wherever it stands in the command.
 """
 
 import argparse
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +78,17 @@ class Recipes:
     def with_default(self, text: str, option: str) -> str:
         """An option's help text, and its default, which a preset may change."""
         return f"{text} (default: {self.defaults[option]}, or the preset's)"
+
+    def add_option(self, group: argparse._ArgumentGroup, name: str, kind: Callable[[str], Any], text: str) -> None:
+        """Add an option that a recipe decides.
+
+        Args:
+            group: to add to.
+            name: of the option, a key of `defaults`.
+            kind: text -> value.
+            text: its help, without the default.
+        """
+        group.add_argument(f"--{name}", type=kind, default=None, help=self.with_default(text, name))
 
     def _value(self, preset: str | None, name: str) -> Any:
         """The preset's value of an option, else the default."""

@@ -4,7 +4,7 @@ Demos and experiments take it, so that what they compare has the same towers and
 not for accuracy.
 """
 
-TOWERS = {
+SCENE_TOWERS = {
     "arch": "vit_micro",
     "patch_size": "8",
     "img_size": "48",

@@ -18,6 +18,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dino_sparo.runtime.distributed import without_reduction
 from dino_sparo.training.objective import AnyBatch, StepReport, Training
 from dino_sparo.training.updates import Updater
 
@@ -87,6 +88,17 @@ class ContrastiveTraining(Training[AnyBatch]):
         on_device: Any = batch
         batch = on_device.to(self.updater.device)
         return self.loss(self.encode(self.model, batch), [batch])[0]
+
+    def local_trial_loss(self, batch: AnyBatch) -> Tensor:
+        """The sum of all features: what compares the ranks' features is not compiled."""
+        on_device: Any = batch
+        batch = on_device.to(self.updater.device)
+        if self.updater.accum_steps > 1:
+            with torch.no_grad():  # as in `backward_in_parts`: to the compiler another graph
+                self.encode(self.network, batch)
+        with without_reduction(self.model):
+            features = self.encode(self.model, batch)
+        return torch.stack([feature.float().sum() for feature in features]).sum()
 
 
 def train_step(training: ContrastiveTraining[AnyBatch], batches: Sequence[Any]) -> StepReport:

@@ -14,10 +14,11 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dino_sparo.oc_clip.choices import COMPETITIONS
+from dino_sparo.oc_clip.config import BindingConfig
 
 EPSILON = 1e-8  # of the renormalisation over patches, as in the paper's listing
 MLP_RATIO = 2
+DEFAULT_CHUNK_MB = 256
 KEPT_SHARE = 1 / 32  # of `chunk_mb`: below it nothing is computed twice
 NORM_EPS = 1e-5  # of all LayerNorms; torch's, which OpenCLIP's blocks have
 
@@ -61,65 +62,38 @@ class Binding(nn.Module):
     Args:
         image_dim: width of the patches.
         num_patches: N.
-        dim: width of entities, keys, values and slots.
-        num_default: number of default tokens; 0 only for captions that have entities.
-        num_layers: self-attention blocks on the patches.
-        num_heads: of these blocks; divides `dim`.
-        competition: a member of `COMPETITIONS`: what the softmax runs over.
+        sizes: the others; without default tokens every caption needs an entity.
         chunk_mb: size of the largest tensor of a chunk, megabytes (2^20 bytes); a few of that size live together. One
             caption with all images is the smallest chunk. The backward pass computes chunks again if they hold more
             than `KEPT_SHARE` of it together.
-        position_std: standard deviation of the patches' positions at the start; 1 is the listing's.
 
     Raises:
-        ValueError: a size is out of range, the heads do not divide `dim`, an unknown competition, or default tokens
-            where nothing competes with them.
+        ValueError: there are no patches, or a chunk has no size.
     """
 
     def __init__(
-        self,
-        image_dim: int,
-        num_patches: int,
-        dim: int = 256,
-        num_default: int = 4,
-        num_layers: int = 2,
-        num_heads: int = 4,
-        competition: str = "queries",
-        chunk_mb: int | float = 256,
-        position_std: float = 1.0,
+        self, image_dim: int, num_patches: int, sizes: BindingConfig, chunk_mb: int | float = DEFAULT_CHUNK_MB
     ) -> None:
         super().__init__()
-        _check_sizes(image_dim=image_dim, num_patches=num_patches, dim=dim, num_heads=num_heads)
-        if num_default < 0 or num_layers < 0 or chunk_mb <= 0:
-            raise ValueError(
-                f"num_default={num_default}, num_layers={num_layers}, chunk_mb={chunk_mb}; give numbers of tokens and "
-                "layers from 0 on and a positive size"
-            )
-        if position_std < 0:
-            raise ValueError(f"position_std={position_std}; give a standard deviation, 0 or more")
-        if dim % num_heads:
-            raise ValueError(f"num_heads={num_heads} does not divide dim={dim}; choose a divisor")
-        if competition not in COMPETITIONS:
-            raise ValueError(f"competition={competition!r}; choose one of {', '.join(COMPETITIONS)}")
-        if competition == "keys" and num_default:
-            raise ValueError(
-                f"num_default={num_default} with competition='keys': default tokens change nothing where entities do "
-                "not compete; give num_default=0"
-            )
-        self.num_patches, self.dim, self.num_default = num_patches, dim, num_default
-        self.competition, self.chunk_mb = competition, chunk_mb
+        if num_patches < 1 or chunk_mb <= 0:
+            raise ValueError(f"num_patches={num_patches}, chunk_mb={chunk_mb}; give positive numbers")
+        dim = sizes.dim
+        self.num_patches, self.dim, self.num_default = num_patches, dim, sizes.num_default
+        self.competition, self.chunk_mb = sizes.competition, chunk_mb
         self.patch_mlp = nn.Sequential(nn.Linear(image_dim, dim), nn.GELU(), nn.Linear(dim, dim))
-        self.positions = nn.Parameter(position_std * torch.randn(num_patches, dim))
+        self.positions = nn.Parameter(sizes.position_std * torch.randn(num_patches, dim))
         # Versions of timm differ in the norm's epsilon that they take unasked.
         norm_layer: Any = partial(nn.LayerNorm, eps=NORM_EPS)
-        self.blocks = nn.Sequential(
-            *(Block(dim, num_heads, MLP_RATIO, qkv_bias=True, norm_layer=norm_layer) for _ in range(num_layers))
+        blocks = (
+            Block(dim, sizes.num_heads, MLP_RATIO, qkv_bias=True, norm_layer=norm_layer)
+            for _ in range(sizes.num_layers)
         )
+        self.blocks = nn.Sequential(*blocks)
         self.to_keys_values = nn.Linear(dim, 2 * dim)
         self.key_norm, self.value_norm, self.query_norm = (norm_layer(dim) for _ in range(3))
         self.key_proj, self.value_proj, self.query_proj = (nn.Linear(dim, dim, bias=False) for _ in range(3))
         # Without tokens there is nothing to train: DDP would wait for a gradient.
-        self.default_tokens = nn.Parameter(torch.randn(num_default, dim), requires_grad=num_default > 0)
+        self.default_tokens = nn.Parameter(torch.randn(sizes.num_default, dim), requires_grad=sizes.num_default > 0)
 
     def extra_repr(self) -> str:
         """Sizes and competition, for the log."""
@@ -330,12 +304,6 @@ class Binding(nn.Module):
     def _wide(self, tensor: Tensor) -> Tensor:
         """In fp32, or the weights' precision if it is wider."""
         return tensor.to(torch.promote_types(self.key_proj.weight.dtype, torch.float32))
-
-
-def _check_sizes(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name}={size} is not a valid size; give a positive integer")
 
 
 def _means(weights: Float[Tensor, "B M N"], values: Float[Tensor, "B N dim"]) -> Float[Tensor, "B M dim"]:

@@ -20,7 +20,7 @@ def canonical(graph: SceneGraph) -> SceneGraph:
     under some matching of the entities.
 
     Entities begin with the rank of their phrase as colour. Colours are refined by those of the entities around them
-    until that tells no more apart. An entity with a colour of its own has its position. What remains falls apart into
+    until no colour is split further. An entity with a colour of its own has its position. What remains falls apart into
     connected parts, which are ordered each by itself; where all colours of a part are shared, each entity of one colour
     is tried as its first, and the smallest encoding is kept. Graphs of 16 entities and 16 relations need few trials.
     """

@@ -8,6 +8,9 @@ from typing import Any
 
 from dino_sparo.encoder import EncoderConfig, refuse_unknown
 from dino_sparo.image_text.text import TextConfig
+from dino_sparo.oc_clip.choices import COMPETITIONS, RELATION_SCORES
+
+MIN_COEF = 1e-3  # of entities and of relations in a score
 
 
 @dataclass(frozen=True)
@@ -20,12 +23,16 @@ class BindingConfig:
         num_layers: self-attention blocks on the patches.
         num_heads: of these blocks.
         position_std: standard deviation of the patches' positions at the start; the listing's by default.
-        competition: a member of `binding.COMPETITIONS`.
+        competition: a member of `COMPETITIONS`: what the softmax of the binding runs over.
         rel_dim: d_r, width of relations.
-        relation: how a relation is scored, a member of `scoring.RELATION_SCORES`.
+        relation: how a relation is scored, a member of `RELATION_SCORES`.
         ent_coef: alpha at the start.
         rel_coef: beta at the start.
         logit_scale: scores are multiplied by a learned inverse temperature; False is the paper's letter.
+
+    Raises:
+        ValueError: a number is out of range, the heads do not divide `dim`, an unknown choice, or default tokens where
+            nothing competes with them.
     """
 
     dim: int = 256
@@ -39,6 +46,29 @@ class BindingConfig:
     ent_coef: float = 1.5
     rel_coef: float = 0.5
     logit_scale: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "num_heads", "rel_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is not a valid size; give a positive integer")
+        for name in ("num_default", "num_layers", "position_std"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} is negative; give a number from 0 on")
+        for name in ("ent_coef", "rel_coef"):
+            if not getattr(self, name) >= MIN_COEF:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} is not a valid coefficient; give a number from {MIN_COEF} on"
+                )
+        if self.dim % self.num_heads:
+            raise ValueError(f"num_heads={self.num_heads} does not divide dim={self.dim}; choose a divisor")
+        for name, choices in (("competition", COMPETITIONS), ("relation", RELATION_SCORES)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r}; choose one of {', '.join(choices)}")
+        if self.competition == "keys" and self.num_default:
+            raise ValueError(
+                f"num_default={self.num_default} with competition='keys': default tokens change nothing where entities "
+                "do not compete; give num_default=0"
+            )
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,14 @@ from typing import Any
 
 from dino_sparo.image_text.demos import IMAGE_SIZE, draw_run, evaluation_data, scene_scores, score_table
 from dino_sparo.image_text.prompts import scene_templates
-from dino_sparo.image_text.scene_recipe import CLIP_READOUTS, OPTIMISATION, TOWERS
+from dino_sparo.image_text.scene_recipe import CLIP_READOUTS, OPTIMISATION, SCENE_TOWERS
 from dino_sparo.oc_clip.choices import DEMO_MODELS
 from dino_sparo.runtime.demos import RunCommand, finish_demo, option_words, start_demo, timed_run
 from dino_sparo.scenes import INDEPENDENT, Scenes
 
 OC_CLIP, TABLE = DEMO_MODELS[0], "train.jsonl"
 SHARED = {
-    **TOWERS,
+    **SCENE_TOWERS,
     **OPTIMISATION,
     "epochs": "3",
     "batch_size": "64",

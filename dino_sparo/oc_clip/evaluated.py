@@ -1,28 +1,34 @@
 """An OC-CLIP checkpoint -> what the evaluations of `image_text/` ask for: a scorer of images and captions."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
 from dino_sparo.evaluation.protocol import view_record
 from dino_sparo.image_text.evaluation.image_rows import ClipView
+from dino_sparo.image_text.loaded import refuse_foreign_options
 from dino_sparo.oc_clip.graph_files import MAX_MISSING, CaptionGraphs, open_graphs
 from dino_sparo.oc_clip.graphs import SceneGraph
 from dino_sparo.oc_clip.model import LoadedOCCLIP, load_oc_clip
 from dino_sparo.oc_clip.options import DEFAULT_GRAPHS
 from dino_sparo.oc_clip.scorer import GraphScorer
-from dino_sparo.runtime.distributed import PRECISIONS, Distributed
+from dino_sparo.runtime.distributed import Distributed
+from dino_sparo.runtime.precision import PRECISIONS
 from dino_sparo.runtime.records import versions
 
 
-def open_oc_clip_model(args: argparse.Namespace, process: Distributed, border: int = 0) -> GraphScorer:
+def open_oc_clip_model(
+    args: argparse.Namespace, process: Distributed, border: int = 0, checkpoint: Mapping[str, Any] | None = None
+) -> GraphScorer:
     """What the options of `add_model_options` and `add_computation_options` ask for.
 
     Args:
         args: parsed options.
         process: where to compute.
         border: pixels cut off every side of an image.
+        checkpoint: what was read from `--pretrained_weights`; None: read it now.
 
     Raises:
         ValueError: an option that OC-CLIP has no use for, or graphs that cannot be read.
@@ -31,7 +37,8 @@ def open_oc_clip_model(args: argparse.Namespace, process: Distributed, border: i
         raise ValueError(
             "--slots with an OC-CLIP: its score is no dot product, so there are no slots to choose among; leave it out"
         )
-    loaded = load_oc_clip(args.pretrained_weights)
+    refuse_foreign_options(args.pretrained_weights, args.text_heads, args.quick_gelu)
+    loaded = load_oc_clip(args.pretrained_weights, checkpoint)
     size = loaded.model.config.image.img_size
     if args.img_size not in (None, size):
         raise ValueError(

@@ -9,14 +9,13 @@ A file has one JSON object per line, as `dino-sparo parse` writes it and as tabl
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from dino_sparo.data import most_corrupt
 from dino_sparo.oc_clip.graph_index import open_graph_file
-from dino_sparo.oc_clip.graphs import MAX_NODES, MAX_RELATIONS, SceneGraph, normalize
-from dino_sparo.oc_clip.json_lines import JsonLines
+from dino_sparo.oc_clip.graphs import MAX_NODES, MAX_RELATIONS, LookupCounts, SceneGraph, normalize
 from dino_sparo.oc_clip.parsers.spacy_rules import SpacyParser
 from dino_sparo.oc_clip.parsers.templates import parse_caption
 
@@ -27,44 +26,6 @@ Find = Callable[[str], SceneGraph | None]
 # Name -> a parser; built when it is asked for.
 PARSERS: dict[str, Callable[[], Find]] = {"templates": lambda: parse_caption, "spacy": SpacyParser}
 MAX_MISSING = 0.01
-
-
-class LookupCounts(NamedTuple):
-    """What happened when graphs were looked up; sums over captions.
-
-    Attributes:
-        captions: looked up.
-        missing: not in the file or the shard; such a caption became one entity.
-        whole_caption: all that became one entity: missing, or without an entity that the parser found.
-        nodes: entities beyond the cap, dropped.
-        dangling: relations dropped because one of their entities was.
-        loops: relations of an entity with itself, dropped.
-        relations: relations beyond the cap, dropped.
-    """
-
-    captions: int = 0
-    missing: int = 0
-    whole_caption: int = 0
-    nodes: int = 0
-    dangling: int = 0
-    loops: int = 0
-    relations: int = 0
-
-    def plus(self, other: "LookupCounts") -> "LookupCounts":
-        """The sums of both."""
-        return LookupCounts(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
-
-    def __str__(self) -> str:
-        names = {
-            "missing": "missing",
-            "whole_caption": "as one entity",
-            "nodes": "entities beyond the cap",
-            "dangling": "relations of such entities",
-            "loops": "relations of an entity with itself",
-            "relations": "relations beyond the cap",
-        }
-        changed = [f"{getattr(self, field):,} {name}" for field, name in names.items() if getattr(self, field)]
-        return ", ".join([f"{self.captions:,} captions", *changed])
 
 
 class CaptionGraphs:
@@ -115,7 +76,7 @@ class CaptionGraphs:
     def normalized(self, graph: SceneGraph | None, caption: str) -> tuple[SceneGraph, LookupCounts]:
         """A graph that was read elsewhere, such as in a shard, within the same caps; None where there is none."""
         normalised, counts = normalize(graph or SceneGraph(()), caption, self.max_nodes, self.max_relations)
-        return normalised, LookupCounts(captions=1, missing=int(graph is None), **counts._asdict())
+        return normalised, counts._replace(missing=int(graph is None))
 
     def check(self, counts: LookupCounts | None = None) -> None:
         """Refuse to go on where too many captions have no graph.
@@ -140,12 +101,7 @@ class CaptionGraphs:
 
 
 def open_graphs(
-    spec: str,
-    *,
-    max_nodes: int = MAX_NODES,
-    max_relations: int = MAX_RELATIONS,
-    max_missing: float = MAX_MISSING,
-    option: str = "--max_missing_graphs",
+    spec: str, max_nodes: int = MAX_NODES, max_relations: int = MAX_RELATIONS, **tolerance: Any
 ) -> CaptionGraphs:
     """Graphs by the name of a parser or by a file.
 
@@ -153,8 +109,7 @@ def open_graphs(
         spec: a key of `PARSERS`, or a file with one JSON object per line.
         max_nodes: largest number of entities.
         max_relations: largest number of relations.
-        max_missing: see `CaptionGraphs.check`.
-        option: which option that is.
+        tolerance: `max_missing` and `option` of `CaptionGraphs`.
 
     Raises:
         ValueError: there is no such parser or file; the file has no line; a line has no caption or is no graph
@@ -164,7 +119,7 @@ def open_graphs(
     if spec in PARSERS:
         find = PARSERS[spec]()
         record = getattr(find, "record", {"parser": spec})
-        return CaptionGraphs(find, record, max_nodes, max_relations, max_missing, option)
+        return CaptionGraphs(find, record, max_nodes, max_relations, **tolerance)
     path = Path(spec).expanduser()
     if not path.is_file() or path.suffix == ".gz":
         raise ValueError(
@@ -178,7 +133,7 @@ def open_graphs(
         )
     record = {"file": str(path), "sha256": file.sha256, "captions": len(file)}
     logger.info("%s: graphs of %d captions", path, len(file))
-    return CaptionGraphs(file, record, max_nodes, max_relations, max_missing, option)
+    return CaptionGraphs(file, record, max_nodes, max_relations, **tolerance)
 
 
 def graphs_in_shards(path: str, key: str, **caps: Any) -> CaptionGraphs:
@@ -189,12 +144,8 @@ def graphs_in_shards(path: str, key: str, **caps: Any) -> CaptionGraphs:
         key: `--graph_key`.
         caps: those of `CaptionGraphs`.
     """
-    return CaptionGraphs(_nowhere, {"shards": path, "graph_key": key}, **caps)
-
-
-def _nowhere(caption: str) -> SceneGraph | None:
-    """A caption alone does not say in which shard it stands."""
-    return None
+    # Nothing is found by a caption alone: it does not say in which shard it stands.
+    return CaptionGraphs(dict[str, SceneGraph]().get, {"shards": path, "graph_key": key}, **caps)
 
 
 def graph_of(content: Mapping[str, Any], key: str) -> SceneGraph | None:
@@ -208,18 +159,6 @@ def graph_of(content: Mapping[str, Any], key: str) -> SceneGraph | None:
         ValueError: what stands there is no graph.
     """
     return SceneGraph.from_json(content[key]) if key in content else None
-
-
-def write_graphs(path: Path, rows: Iterable[tuple[str, SceneGraph, str | None]]) -> None:
-    """Append captions with their graphs, and images where there are any.
-
-    Args:
-        path: created if need be.
-        rows: caption, graph, and image or None.
-    """
-    with JsonLines(path) as file:
-        for caption, graph, image in rows:
-            file.write(graph_record(caption, graph, image))
 
 
 def graph_record(caption: str, graph: SceneGraph, image: str | None = None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import hashlib
 import os
 from array import array
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,11 @@ def hash_of(*texts: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(b"\0".join(texts), digest_size=8).digest(), "little")
 
 
+@dataclass(eq=False)
 class GraphFile:
     """Caption -> graph, read at its place in a file.
 
-    Args:
+    Attributes:
         path: of the file.
         hashes: (U,), sorted.
         offsets: (U,), first byte of each line.
@@ -46,16 +47,12 @@ class GraphFile:
         sha256: of the file.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        hashes: UInt64[np.ndarray, "U"],
-        offsets: Int64[np.ndarray, "U"],
-        sizes: Int32[np.ndarray, "U"],
-        sha256: str,
-    ) -> None:
-        self.path, self.hashes, self.offsets, self.sizes, self.sha256 = path, hashes, offsets, sizes, sha256
-        self._descriptor: int | None = None
+    path: Path
+    hashes: UInt64[np.ndarray, "U"]
+    offsets: Int64[np.ndarray, "U"]
+    sizes: Int32[np.ndarray, "U"]
+    sha256: str
+    _descriptor: int | None = field(default=None, init=False, repr=False)
 
     def __len__(self) -> int:
         """Number of different captions."""
@@ -65,8 +62,8 @@ class GraphFile:
         return {**self.__dict__, "_descriptor": None}
 
     def __del__(self) -> None:
-        if getattr(self, "_descriptor", None) is not None:
-            os.close(self._descriptor)  # type: ignore[arg-type]
+        if self._descriptor is not None:
+            os.close(self._descriptor)
 
     def __call__(self, caption: str) -> SceneGraph | None:
         """The graph as it stands in the file; None if the caption is not there."""
@@ -109,12 +106,12 @@ def open_graph_file(path: Path, max_nodes: int = MAX_NODES, max_relations: int =
         status = path.stat()
         return np.array([[status.st_mtime_ns, status.st_size]])
 
+    def comparable(caption: str, graph: SceneGraph) -> SceneGraph:
+        return canonical(normalize(graph, caption, max_nodes, max_relations)[0])
+
     arrays, _ = load_or_index(
         f"graphs {path} {max_nodes} {max_relations}",
-        lambda: {
-            **_index(path, partial(_comparable, max_nodes=max_nodes, max_relations=max_relations)),
-            "stamps": stamps(),
-        },
+        lambda: {**_index(path, comparable), "stamps": stamps()},
         lambda stored: np.array_equal(stored["stamps"], stamps()),
     )
     return GraphFile(path, arrays["hashes"], arrays["offsets"], arrays["sizes"], arrays["sha256"].tobytes().hex())
@@ -129,10 +126,6 @@ def _caption_and_graph(line: bytes, location: str) -> tuple[str, SceneGraph]:
         return caption, SceneGraph.from_json(record)
     except ValueError as error:
         raise ValueError(f"{location}: {error}") from error
-
-
-def _comparable(caption: str, graph: SceneGraph, max_nodes: int, max_relations: int) -> SceneGraph:
-    return canonical(normalize(graph, caption, max_nodes, max_relations)[0])
 
 
 def _index(path: Path, comparable: Callable[[str, SceneGraph], SceneGraph]) -> Arrays:

@@ -96,27 +96,47 @@ def _list_of(record: Any, key: str) -> list[Any]:
     return record[key]
 
 
-class GraphCounts(NamedTuple):
-    """What `normalize` changed in a graph.
+class LookupCounts(NamedTuple):
+    """What happened when graphs were looked up; sums over captions.
 
     Attributes:
-        whole_caption: 1 if there was no entity, so that the caption became one.
+        captions: looked up.
+        missing: not in the file or the shard; such a caption became one entity.
+        whole_caption: all that became one entity: missing, or without an entity that the parser found.
         nodes: entities beyond the cap, dropped.
         dangling: relations dropped because one of their entities was.
         loops: relations of an entity with itself, dropped.
         relations: relations beyond the cap, dropped.
     """
 
-    whole_caption: int
-    nodes: int
-    dangling: int
-    loops: int
-    relations: int
+    captions: int = 0
+    missing: int = 0
+    whole_caption: int = 0
+    nodes: int = 0
+    dangling: int = 0
+    loops: int = 0
+    relations: int = 0
+
+    def plus(self, other: "LookupCounts") -> "LookupCounts":
+        """The sums of both."""
+        return LookupCounts(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+    def __str__(self) -> str:
+        names = {
+            "missing": "missing",
+            "whole_caption": "as one entity",
+            "nodes": "entities beyond the cap",
+            "dangling": "relations of such entities",
+            "loops": "relations of an entity with itself",
+            "relations": "relations beyond the cap",
+        }
+        changed = [f"{getattr(self, field):,} {name}" for field, name in names.items() if getattr(self, field)]
+        return ", ".join([f"{self.captions:,} captions", *changed])
 
 
 def normalize(
     graph: SceneGraph, caption: str, max_nodes: int = MAX_NODES, max_relations: int = MAX_RELATIONS
-) -> tuple[SceneGraph, GraphCounts]:
+) -> tuple[SceneGraph, LookupCounts]:
     """Lower case, no leading articles, caps on the sizes, and at least one entity.
 
     Words are separated by single blanks. The first entities and relations are kept; a relation of a dropped entity is
@@ -130,7 +150,7 @@ def normalize(
         max_relations: largest R.
 
     Returns:
-        The graph, and what was changed.
+        The graph, and what was changed in it; it counts as one caption.
 
     Raises:
         ValueError: a cap is out of range, or neither the graph nor the caption has words.
@@ -143,7 +163,8 @@ def normalize(
     inside = [r for r in graph.relations if max(r.subject, r.object) < len(entities)]
     proper = [r for r in inside if r.subject != r.object]
     relations = tuple(Relation(r.subject, spaced(r.predicate), r.object) for r in proper[:max_relations])
-    counts = GraphCounts(
+    counts = LookupCounts(
+        captions=1,
         whole_caption=int(not graph.entities),
         nodes=max(0, len(graph.entities) - max_nodes),
         dangling=len(graph.relations) - len(inside),

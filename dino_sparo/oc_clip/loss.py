@@ -49,7 +49,8 @@ def relation_loss(
         altered: (B,), True where the false graphs have an altered relation.
         logit_scale: (), s; None for 1.
     """
-    logits = _scaled(torch.stack([true, swapped, shuffled], dim=-1), logit_scale)
+    scores = torch.stack([true, swapped, shuffled], dim=-1)
+    logits = scores if logit_scale is None else logit_scale * scores
     losses = (logits.logsumexp(dim=-1) - logits[:, 0]).masked_fill(~altered, 0)
     total = losses.sum()
     return RelationLoss(total / len(losses), (total / altered.sum().clamp(min=1)).detach())
@@ -58,7 +59,3 @@ def relation_loss(
 def total_loss(contrastive: Float[Tensor, ""], relation: Float[Tensor, ""], weight: float = 1.0) -> Float[Tensor, ""]:
     """L = L_itc + weight * L_rel / 2: equation 4 times 1 / (2 B) at weight 1."""
     return contrastive + weight * relation / 2
-
-
-def _scaled(scores: Tensor, logit_scale: Tensor | None) -> Tensor:
-    return scores if logit_scale is None else logit_scale * scores

@@ -6,7 +6,7 @@ keys, values, entities, relations -> scores       `pair_scores.score_pairs`, of 
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,6 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from dino_sparo.checkpoint import CheckpointError, load_checkpoint, load_strictly
-from dino_sparo.choices import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from dino_sparo.encoder import Encoder, encoder_from_config
 from dino_sparo.image_text.contrastive import INITIAL_LOGIT_SCALE
 from dino_sparo.image_text.evaluation.image_rows import require_both
@@ -73,17 +72,8 @@ class OCCLIP(nn.Module):
         self.image, self.text, self.config = image, text, config
         self.node_proj = nn.Linear(config.text.width, sizes.dim)
         self.relation_proj = nn.Linear(config.text.width, sizes.rel_dim)
-        self.binding = Binding(
-            image.backbone.embed_dim,
-            config.num_patches,
-            sizes.dim,
-            sizes.num_default,
-            sizes.num_layers,
-            sizes.num_heads,
-            sizes.competition,
-            position_std=sizes.position_std,
-        )
-        self.scoring = Scoring(sizes.dim, sizes.rel_dim, sizes.ent_coef, sizes.rel_coef, sizes.relation)
+        self.binding = Binding(image.backbone.embed_dim, config.num_patches, sizes)
+        self.scoring = Scoring(sizes)
         self.logit_scale = nn.Parameter(torch.tensor(math.log(INITIAL_LOGIT_SCALE))) if sizes.logit_scale else None
 
     def forward(self, images: Float[Tensor, "B C H W"], token_ids: Int64[Tensor, "phrases length"]) -> EncodedBatch:
@@ -127,17 +117,17 @@ def look_up(
     graphs: GraphBatch, entities: Float[Tensor, "phrases dim"], relations: Float[Tensor, "phrases rel_dim"]
 ) -> EncodedGraphs:
     """The graphs of a batch with the embeddings of their phrases; indices move to the embeddings' device."""
-    on_device = {
-        name: getattr(graphs, name).to(entities.device, non_blocking=True)
-        for name in ("entities", "entity_mask", "predicates", "subjects", "objects", "relation_mask")
-    }
+
+    def on_device(indices: Tensor) -> Tensor:
+        return indices.to(entities.device, non_blocking=True)
+
     return EncodedGraphs(
-        entities[on_device["entities"]],
-        on_device["entity_mask"],
-        relations[on_device["predicates"]],
-        on_device["subjects"],
-        on_device["objects"],
-        on_device["relation_mask"],
+        entities[on_device(graphs.entities)],
+        on_device(graphs.entity_mask),
+        relations[on_device(graphs.predicates)],
+        on_device(graphs.subjects),
+        on_device(graphs.objects),
+        on_device(graphs.relation_mask),
         graphs.entity_counts,
         graphs.relation_counts,
     )
@@ -180,23 +170,6 @@ def oc_clip_from_config(config: OCCLIPConfig) -> OCCLIP:
     return OCCLIP(encoder_from_config(config.image), text, config)
 
 
-def oc_clip_description(
-    config: OCCLIPConfig,
-    graphs: dict[str, Any],
-    mean: Iterable[float] = OPENAI_CLIP_MEAN,
-    std: Iterable[float] = OPENAI_CLIP_STD,
-) -> dict[str, Any]:
-    """What a checkpoint carries under `oc_clip`, beside the weights under `model`.
-
-    Args:
-        config: how the model is built.
-        graphs: where the graphs that it was trained on come from.
-        mean: of its images' pixels in 0..1, per channel.
-        std: likewise.
-    """
-    return {**config.to_dict(), "graphs": graphs, "mean": list(mean), "std": list(std)}
-
-
 class LoadedOCCLIP(LoadedModel):
     """A trained model, and what a result file says about it; see `LoadedModel`."""
 
@@ -212,7 +185,7 @@ class LoadedOCCLIP(LoadedModel):
 
         Args:
             images: images of any size and mode; or (images, C, H, W), resized and normalised with `mean` and `std`.
-            captions: C texts.
+            captions: texts.
             parser: what turns captions into graphs: what `--graphs` takes, or a function from a caption to a
                 `SceneGraph`.
 
@@ -226,25 +199,25 @@ class LoadedOCCLIP(LoadedModel):
         from dino_sparo.oc_clip.evaluated import scorer_of  # imports this module
 
         require_both(images, captions)
-        return scorer_of(self, parser, batch_size=max(1, min(max(len(images), len(captions)), MAX_BATCH))).similarity(
-            images, captions
-        )
+        batch_size = min(max(len(images), len(captions)), MAX_BATCH)
+        return scorer_of(self, parser, batch_size=batch_size).similarity(images, captions)
 
 
 MAX_BATCH = 64  # images that `LoadedOCCLIP.similarity` encodes at a time
 
 
-def load_oc_clip(path: str | Path) -> LoadedOCCLIP:
+def load_oc_clip(path: str | Path, checkpoint: Mapping[str, Any] | None = None) -> LoadedOCCLIP:
     """The model of a checkpoint, built as the checkpoint says, in eval mode, on the CPU.
 
     Args:
         path: a checkpoint of `dino-sparo train-oc-clip`.
+        checkpoint: what `load_checkpoint` read from `path`; None: read it now.
 
     Raises:
         CheckpointError: the file cannot be read, holds no OC-CLIP, or its weights do not fit.
         ValueError: the checkpoint was saved with something that this version does not know.
     """
-    checkpoint, source = load_checkpoint(path), str(path)
+    checkpoint, source = load_checkpoint(path) if checkpoint is None else checkpoint, str(path)
     description = checkpoint.get("oc_clip")
     if not isinstance(description, dict):
         raise CheckpointError(f"{source} holds no OC-CLIP: there is no `oc_clip`, which says how one is built")

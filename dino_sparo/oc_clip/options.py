@@ -130,7 +130,7 @@ def _add_loss_options(parser: argparse.ArgumentParser) -> None:
         "--logit_scale",
         choices=["learned", "none"],
         default="learned",
-        help="Inverse temperature of both losses; none is the letter of the paper, which has no temperature.",
+        help="Inverse temperature of both losses; none follows the paper exactly, which has no temperature.",
     )
     group.add_argument(
         "--rel_loss_weight",

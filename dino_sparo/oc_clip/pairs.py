@@ -17,8 +17,7 @@ from dino_sparo.data import DeviceBatch, image_rng
 from dino_sparo.image_text.pairs.batches import PairDataset, PairItem, stack_images
 from dino_sparo.image_text.text import Tokens, tokenize
 from dino_sparo.oc_clip.graph_batches import GraphBatch, batch_graphs, join_graphs, join_rows, relation_ends
-from dino_sparo.oc_clip.graph_files import LookupCounts
-from dino_sparo.oc_clip.graphs import SceneGraph
+from dino_sparo.oc_clip.graphs import LookupCounts, SceneGraph
 from dino_sparo.oc_clip.negatives import Negatives, draw_negatives
 
 # Added to the seed, so that false graphs have nothing to do with crops and captions.

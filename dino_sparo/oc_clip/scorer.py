@@ -24,8 +24,8 @@ from dino_sparo.image_text.picture_pairs import ViewedPair
 from dino_sparo.image_text.prompts import prompts
 from dino_sparo.oc_clip.canonical import canonical
 from dino_sparo.oc_clip.graph_batches import batch_graphs
-from dino_sparo.oc_clip.graph_files import CaptionGraphs, LookupCounts
-from dino_sparo.oc_clip.graphs import SceneGraph, normalize
+from dino_sparo.oc_clip.graph_files import CaptionGraphs
+from dino_sparo.oc_clip.graphs import LookupCounts, SceneGraph, normalize
 from dino_sparo.oc_clip.model import OCCLIP, look_up
 from dino_sparo.oc_clip.pair_scores import EncodedGraphs, score_pairs, scores_of_slots
 from dino_sparo.oc_clip.pairs import tokenize_phrases
@@ -194,7 +194,7 @@ class GraphScorer(ImageRows):
         self, images: Float[Tensor, "images M"], image_of: Int64[Tensor, " pairs"], texts: GraphRows, text_of: Tensor
     ) -> Float[Tensor, " pairs"]:
         """The score of each pair; see `Scorer.score_pairs`. Each different pair of image and graph is scored once."""
-        graph_of = texts.rows[text_of.cpu()]  # (pairs, T)
+        graph_of = texts.rows[text_of.cpu()]  # (pairs, templates)
         wanted = torch.stack([image_of.cpu()[:, None].expand_as(graph_of), graph_of], dim=-1).flatten(0, 1)
         different, inverse = torch.unique(wanted, dim=0, return_inverse=True)
         model, scores = self.model, []
@@ -227,11 +227,11 @@ class GraphScorer(ImageRows):
         (view,) = self.views([image])
         with inference(self.module, self.device, self.dtype):
             pairs = [ViewedPair(0, caption, caption, view) for caption in captions]
-            found = [look_at(self.model, pair, self.graphs.lookup(pair.caption)[0], self.device) for pair in pairs]
-        looks = [CaptionLook("  ·  ".join(look.relations_in_words), tiles_of(look)) for look in found]
-        reading = found[0].reading
+            looks = [look_at(self.model, pair, self.graphs.lookup(pair.caption)[0], self.device) for pair in pairs]
+        captioned = [CaptionLook("  ·  ".join(look.relations_in_words), tiles_of(look)) for look in looks]
+        reading = looks[0].reading
         seen = self.transform.seen(image, self.model.image.backbone.patch_size)
-        return ImageLook(seen, looks, reading.explanation, reading.ends)
+        return ImageLook(seen, captioned, reading.explanation, reading.ends)
 
 
 def _phrases(graph: SceneGraph) -> Iterator[str]:

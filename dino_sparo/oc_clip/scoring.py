@@ -8,9 +8,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dino_sparo.oc_clip.choices import RELATION_SCORES
+from dino_sparo.oc_clip.config import MIN_COEF, BindingConfig
 
-MIN_COEF = 1e-3
 NORM_EPS = 1e-8  # smallest norm that a cosine divides by
 
 
@@ -40,40 +39,18 @@ class Scoring(nn.Module):
         rel_coef: (), beta, likewise.
 
     Args:
-        dim: width of entities and slots.
-        rel_dim: width of relations.
-        ent_coef: alpha at the start.
-        rel_coef: beta at the start.
-        relation: a member of `RELATION_SCORES`.
-
-    Raises:
-        ValueError: a size is not positive, a coefficient below `MIN_COEF`, or an unknown way to score relations.
+        sizes: widths, coefficients at the start, and how a relation is scored.
     """
 
-    def __init__(
-        self,
-        dim: int = 256,
-        rel_dim: int = 128,
-        ent_coef: float = 1.5,
-        rel_coef: float = 0.5,
-        relation: str = "additive",
-    ) -> None:
+    def __init__(self, sizes: BindingConfig) -> None:
         super().__init__()
-        for name, size in (("dim", dim), ("rel_dim", rel_dim)):
-            if size < 1:
-                raise ValueError(f"{name}={size} is not a valid size; give a positive integer")
-        for name, coef in (("ent_coef", ent_coef), ("rel_coef", rel_coef)):
-            if not coef >= MIN_COEF:
-                raise ValueError(f"{name}={coef} is not a valid coefficient; give a number from {MIN_COEF} on")
-        if relation not in RELATION_SCORES:
-            raise ValueError(f"relation={relation!r}; choose one of {', '.join(RELATION_SCORES)}")
-        self.dim, self.rel_dim = dim, rel_dim
-        is_additive = relation == "additive"
-        self.subject: Any = _mlp(rel_dim, dim) if is_additive else None
-        self.object: Any = _mlp(rel_dim, dim) if is_additive else None
-        self.joint = None if is_additive else _mlp(rel_dim, 2 * dim)
-        self.ent_coef = nn.Parameter(torch.tensor(float(ent_coef)))
-        self.rel_coef = nn.Parameter(torch.tensor(float(rel_coef)))
+        self.dim, self.rel_dim = sizes.dim, sizes.rel_dim
+        is_additive = sizes.relation == "additive"
+        self.subject: Any = _mlp(sizes.rel_dim, sizes.dim) if is_additive else None
+        self.object: Any = _mlp(sizes.rel_dim, sizes.dim) if is_additive else None
+        self.joint = None if is_additive else _mlp(sizes.rel_dim, 2 * sizes.dim)
+        self.ent_coef = nn.Parameter(torch.tensor(float(sizes.ent_coef)))
+        self.rel_coef = nn.Parameter(torch.tensor(float(sizes.rel_coef)))
 
     @torch.no_grad()
     def clamp_coefs_(self) -> None:

@@ -180,8 +180,8 @@ def write_split(folder: Path, split: Split, sizes: SplitSizes) -> Path:
     asked = {"format": FORMAT, **sizes._asdict(), **split.to_json()}
     record = folder / "split.json"
     if record.is_file():
-        there = json.loads(record.read_text(encoding="utf-8"))
-        if {name: there.get(name) for name in asked} != asked:
+        saved = json.loads(record.read_text(encoding="utf-8"))
+        if {name: saved.get(name) for name in asked} != asked:
             raise ValueError(f"{folder} holds another split, or one of another version; choose another folder")
         return folder
     _write_training(folder / "train", split, sizes)

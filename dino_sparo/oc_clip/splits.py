@@ -23,7 +23,7 @@ from typing import Any
 
 from dino_sparo.checkpoint import load_checkpoint
 from dino_sparo.evaluation.page import require_matplotlib
-from dino_sparo.image_text.scene_recipe import OPTIMISATION, TOWERS
+from dino_sparo.image_text.scene_recipe import OPTIMISATION, SCENE_TOWERS
 from dino_sparo.oc_clip.split_data import SplitSizes, write_split
 from dino_sparo.oc_clip.split_design import TESTS, Split
 from dino_sparo.oc_clip.splits_figure import draw_heat_maps
@@ -64,7 +64,7 @@ def run_splits(args: argparse.Namespace, run: RunCommand) -> list[dict[str, Any]
     for (seen, hard), seed in product(cells, args.seeds):
         split = Split(args.split, seed, seen, hard)
         folder = Path(args.output_dir) / f"seen{seen}_hard{hard}_seed{seed}"
-        sizes = SplitSizes(amount.num_images, amount.num_questions, int(TOWERS["img_size"]))
+        sizes = SplitSizes(amount.num_images, amount.num_questions, int(SCENE_TOWERS["img_size"]))
         data = write_split(folder / "data", split, sizes)
         results += [model_result(name, split, data, folder / name, amount, args, run) for name in args.models]
     path = Path(args.output_dir) / "splits.json"
@@ -89,7 +89,7 @@ def recipe(name: str, seed: int, amount: Amount) -> dict[str, str]:
     """
     steps = amount.epochs * (amount.num_images // amount.batch_size)
     return {
-        **TOWERS,
+        **SCENE_TOWERS,
         **OPTIMISATION,
         "batch_size": str(amount.batch_size),
         "epochs": str(amount.epochs),

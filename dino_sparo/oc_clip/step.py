@@ -24,7 +24,8 @@ from dino_sparo.oc_clip.loss import RelationLoss, relation_loss, total_loss
 from dino_sparo.oc_clip.model import OCCLIP, look_up
 from dino_sparo.oc_clip.pair_scores import EncodedGraphs, score_pairs, scores_of_slots
 from dino_sparo.oc_clip.pairs import FalseEnds, GraphPairBatch, join_batches
-from dino_sparo.runtime.distributed import all_gather_object, gather_with_gradient, rank, world_size
+from dino_sparo.runtime.collectives import gather_with_gradient
+from dino_sparo.runtime.distributed import all_gather_object, rank, world_size
 
 
 @dataclass

@@ -13,7 +13,6 @@ checkpoint.
 import argparse
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -28,8 +27,8 @@ from dino_sparo.image_text.pairs.captions import TarCaptions
 from dino_sparo.image_text.pairs.run_data import BatchForm
 from dino_sparo.oc_clip import options as oc_clip_options
 from dino_sparo.oc_clip.config import BindingConfig
-from dino_sparo.oc_clip.graph_files import CaptionGraphs, LookupCounts, graph_of, graphs_in_shards, open_graphs
-from dino_sparo.oc_clip.graphs import SceneGraph
+from dino_sparo.oc_clip.graph_files import CaptionGraphs, graph_of, graphs_in_shards, open_graphs
+from dino_sparo.oc_clip.graphs import LookupCounts, SceneGraph
 from dino_sparo.oc_clip.model import OCCLIP, create_oc_clip
 from dino_sparo.oc_clip.negatives import read_symmetric
 from dino_sparo.oc_clip.options import check_options, get_args_parser
@@ -82,13 +81,12 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
         """Images, the graphs of captions and the tokens of their phrases."""
 
         def with_graphs(pairs: PairDataset) -> GraphPairDataset:
-            if args.graph_key is None:
-                return GraphPairDataset(pairs, GraphOfCaption(self.graphs), args.rel_negatives, self.symmetric)
-            captions = pairs.source.captions
-            if not isinstance(captions, TarCaptions):
-                raise ValueError(f"--graph_key is for tar shards; {pairs.source.name} has none. Give --graphs FILE")
-            in_shard = GraphInShard(self.graphs, captions, args.graph_key)
-            return GraphPairDataset(pairs, in_shard, args.rel_negatives, self.symmetric)
+            captions, graph_of_pair = pairs.source.captions, partial(graph_of_caption, self.graphs)
+            if args.graph_key is not None:
+                if not isinstance(captions, TarCaptions):
+                    raise ValueError(f"--graph_key is for tar shards; {pairs.source.name} has none. Give --graphs FILE")
+                graph_of_pair = partial(graph_in_shard, self.graphs, captions, args.graph_key)
+            return GraphPairDataset(pairs, graph_of_pair, args.rel_negatives, self.symmetric)
 
         return BatchForm(partial(collate_graph_pairs, context_length=args.context_length), with_graphs)
 
@@ -169,29 +167,21 @@ def build_model(args: argparse.Namespace) -> OCCLIP:
     )
 
 
-@dataclass(frozen=True)
-class GraphOfCaption:
-    """A pair's graph is that of its caption."""
-
-    graphs: CaptionGraphs
-
-    def __call__(self, item: PairItem) -> tuple[SceneGraph, LookupCounts]:
-        """The graph, and what was changed in it."""
-        return self.graphs.lookup(item.caption)
+def graph_of_caption(graphs: CaptionGraphs, item: PairItem) -> tuple[SceneGraph, LookupCounts]:
+    """The graph of a pair's caption, and what was changed in it."""
+    return graphs.lookup(item.caption)
 
 
-@dataclass(frozen=True)
-class GraphInShard:
-    """A pair's graph stands in the `.json` member of its shard, under `key`."""
+def graph_in_shard(
+    graphs: CaptionGraphs, captions: TarCaptions, key: str, item: PairItem
+) -> tuple[SceneGraph, LookupCounts]:
+    """The graph in the `.json` member of a pair's shard, under a key, and what was changed in it.
 
-    graphs: CaptionGraphs
-    captions: TarCaptions
-    key: str
-
-    def __call__(self, item: PairItem) -> tuple[SceneGraph, LookupCounts]:
-        """The graph, and what was changed in it; a ValueError names the shard and what is no graph there."""
-        try:
-            graph = graph_of(self.captions.json_of(item.index), self.key)
-        except ValueError as error:
-            raise ValueError(f"{self.captions.location(item.index)}: {error}") from error
-        return self.graphs.normalized(graph, item.caption)
+    Raises:
+        ValueError: names the shard and what is no graph there.
+    """
+    try:
+        graph = graph_of(captions.json_of(item.index), key)
+    except ValueError as error:
+        raise ValueError(f"{captions.location(item.index)}: {error}") from error
+    return graphs.normalized(graph, item.caption)

@@ -1,6 +1,6 @@
 """This process and its peers: torchrun or Slurm started them, or it is the only one.
 
-A single process needs no process group: the collectives below then return their input. Several have two groups:
+A single process needs no process group: collectives then return their input. Several have two groups:
 
     the main one     tensors on the devices (NCCL on GPUs); all ranks come at the same moment, so its time-out is short
     the control one  objects and barriers, through the hosts (gloo); others wait there while one rank works for all of
@@ -24,9 +24,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Shaped
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from dino_sparo.runtime.precision import set_tf32
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +35,6 @@ logger = logging.getLogger(__name__)
 FIRST_PORT, NUM_PORTS = 10_000, 20_000
 ASK_SECONDS = 0.02  # between two looks whether the others have come
 INTERACTIVE_STEP = "4294967290"  # Slurm's SLURM_INTERACTIVE_STEP, the shell that salloc opens on a node
-
-BF16_TRIAL_SIDE = 384
-PRECISIONS = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 # Words in torch's errors which mean that another process failed, not this one.
 PEER_SIGNS = (
@@ -84,6 +82,10 @@ class Distributed:
     world_size: int
     local_rank: int
     device: torch.device
+
+    def __str__(self) -> str:
+        """In words: "cpu"; "cuda:0, rank 3 of 8"."""
+        return f"{self.device}, rank {self.rank} of {self.world_size}" if self.world_size > 1 else str(self.device)
 
 
 def detect_launcher(environ: Mapping[str, str], has_terminal: bool = False) -> tuple[str, int, int, int]:
@@ -139,37 +141,25 @@ def init_distributed(device: str = "auto", dist_url: str = "env://", timeout_min
 
 
 @dataclass
-class _Patience:
-    """What ranks that wait for each other without a time limit need; see `gather_patiently`.
+class _Peers:
+    """What ranks need to wait for each other: the control group, or without a time limit; see `gather_patiently`.
 
     Attributes:
+        control: the control group, gloo's.
         store: theirs.
         timeout_s: a rank without a sign of life for this long counts as dead.
-        round: number of the next exchange.
+        round: number of the next exchange through the store.
         progress: how far this rank's work is; empty if it does not report.
     """
 
+    control: Any
     store: dist.Store
     timeout_s: float
     round: int = 0
     progress: str = ""
 
 
-@dataclass
-class _Control:
-    """The control group.
-
-    Attributes:
-        group: gloo's.
-        timeout_min: minutes that it waits.
-    """
-
-    group: Any
-    timeout_min: float
-
-
-_patience: _Patience | None = None
-_control: _Control | None = None
+_peers: _Peers | None = None
 
 
 def _join(dist_url: str, rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
@@ -179,6 +169,7 @@ def _join(dist_url: str, rank: int, size: int, device: torch.device, timeout: ti
         store.set_timeout(timeout)
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             store = fresh_store(store, rank, size, timeout)
+        require_one_device_type(store, rank, size, device)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=store,
@@ -187,10 +178,9 @@ def _join(dist_url: str, rank: int, size: int, device: torch.device, timeout: ti
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
-        global _patience, _control
-        control = CONTROL_FACTOR * timeout
-        _control = _Control(dist.new_group(backend="gloo", timeout=control), control.total_seconds() / 60)
-        _patience = _Patience(dist.PrefixStore("patience", store), timeout.total_seconds())
+        global _peers
+        control = dist.new_group(backend="gloo", timeout=CONTROL_FACTOR * timeout)
+        _peers = _Peers(control, dist.PrefixStore("patience", store), timeout.total_seconds())
     except RuntimeError as error:
         text = " ".join(str(error).split())
         hint = "; GLOO_SOCKET_IFNAME names the network interface to use" * ("gloo" in text.lower())
@@ -205,7 +195,9 @@ def fresh_store(store: dist.Store, rank: int, size: int, timeout: timedelta) -> 
 
     torchrun starts processes again after a fault, and may hand them the store of those before (torch 2.15 does): one
     that reads before its peer has written gets the address of a dead process. So rank 0 draws a name, and the others
-    ask for it under names of their own, which no attempt before can have answered.
+    ask for it under names of their own, which no attempt before can have answered. TORCHELASTIC_RESTART_COUNT cannot be
+    the name: every node's agent counts its own restarts and leaves out those after a change of nodes, so that nodes of
+    one attempt may have different counts (`_invoke_run` of torch's elastic agent).
 
     Args:
         store: shared by all attempts.
@@ -235,8 +227,39 @@ def fresh_store(store: dist.Store, rank: int, size: int, timeout: timedelta) -> 
     return dist.PrefixStore(name, store)
 
 
+def require_one_device_type(store: dist.Store, rank: int, size: int, device: torch.device) -> None:
+    """Make sure that all processes compute on GPUs, or all on CPUs: NCCL's group and gloo's would wait for each other.
+
+    Args:
+        store: shared by the processes of this attempt.
+        rank: of this process.
+        size: number of processes.
+        device: of this process.
+
+    Raises:
+        ValueError: they differ; on every process.
+        RuntimeError: some process has not come.
+    """
+    store.set(f"device{rank}", f"{device.type} of {socket.gethostname()}")
+    if rank == 0:
+        devices = [store.get(f"device{other}").decode() for other in range(size)]
+        others = [f"rank {number} on {name}" for number, name in enumerate(devices) if name.split()[0] != device.type]
+        message = (
+            f"rank 0 computes on {devices[0]}, but {', '.join(others[:3])}; does torch see the GPUs of all machines? "
+            "--device cuda or --device cpu says what all processes take"
+        )
+        store.set("devices", message if others else "alike")
+    if (message := store.get("devices").decode()) != "alike":
+        store.set(f"read{rank}", "")
+        if rank == 0:  # the store may end with this process
+            store.wait([f"read{other}" for other in range(size)])
+        raise ValueError(message)
+
+
 def select_device(device: str, local_rank: int = 0, may_share: bool = True) -> torch.device:
-    """The torch device an option means; makes a GPU the current one.
+    """The torch device an option means; makes a GPU the current one, and its products of fp32 numbers exact.
+
+    An option that allows TF32 does so afterwards, by `set_tf32`.
 
     Args:
         device: `auto`, or a torch device; `cuda` takes the GPU of this local rank.
@@ -244,10 +267,22 @@ def select_device(device: str, local_rank: int = 0, may_share: bool = True) -> t
         may_share: if only one GPU is visible, take it for any local rank: Slurm may show each task its own GPU alone.
 
     Raises:
-        ValueError: no such device here.
+        ValueError: no such device here, or `auto` finds none of the GPUs that Slurm gave.
     """
+    set_tf32(allowed=False)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+        # The first holds their numbers, the second how many they are.
+        given = [
+            name
+            for name, none in (("SLURM_JOB_GPUS", ""), ("SLURM_GPUS_ON_NODE", "0"))
+            if os.environ.get(name, none) not in ("", none)
+        ]
+        if device == "cpu" and given:
+            raise ValueError(
+                f"--device auto: Slurm gave this job GPUs ({given[0]}={os.environ[given[0]]}), but torch sees none on "
+                f"{socket.gethostname()}; `nvidia-smi` may say why. Give --device cpu to compute on the CPU"
+            )
     try:
         torch_device = torch.device(device)
     except RuntimeError as error:
@@ -288,66 +323,6 @@ def _set_slurm_rendezvous() -> None:
     os.environ.setdefault("MASTER_PORT", str(FIRST_PORT + number % NUM_PORTS))
 
 
-def choose_precision(precision: str, use_fp16: bool | None, device: torch.device) -> torch.dtype:
-    """The autocast type that the options mean on this device.
-
-    Args:
-        precision: `auto` (bf16 where the device computes in it natively, else fp32), or a key of `PRECISIONS`.
-        use_fp16: the reference's word, True for fp16 and False for fp32; None leaves it to `precision`.
-        device: where to compute.
-
-    Raises:
-        ValueError: an unknown precision, two options that contradict each other, or fp16 on a CPU.
-    """
-    if precision != "auto" and precision not in PRECISIONS:
-        raise ValueError(f"unknown precision {precision!r}; choose one of {['auto', *sorted(PRECISIONS)]}")
-    if use_fp16 is not None:
-        wanted = "fp16" if use_fp16 else "fp32"
-        if precision not in ("auto", wanted):
-            raise ValueError(f"--use_fp16 {str(use_fp16).lower()} means {wanted}, but --precision says {precision}")
-        precision = wanted
-    if precision == "auto":
-        precision = "bf16" if _has_bf16(device) else "fp32"
-    elif precision == "bf16" and not _has_bf16(device) and (speed := bf16_speed(device)) < 1:
-        logger.warning(
-            "--precision bf16: this %s multiplies matrices at %.2g times its speed in fp32; --precision fp32 is faster",
-            device.type,
-            speed,
-        )
-    if precision == "fp16" and device.type != "cuda":
-        raise ValueError(f"fp16 needs a CUDA device, this run is on {device.type}; use --precision bf16 or fp32")
-    return PRECISIONS[precision]
-
-
-def _has_bf16(device: torch.device) -> bool:
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0)
-    checks = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
-    return device.type == "cpu" and any(check() for check in checks if check is not None)
-
-
-def bf16_speed(device: torch.device) -> float:
-    """How many times faster the device multiplies matrices in bf16 than in fp32, by one small product.
-
-    Without instructions for it a CPU goes through bf16 number by number, a hundred times slower.
-    """
-
-    def seconds(dtype: torch.dtype) -> float:
-        matrix, times = torch.ones(BF16_TRIAL_SIDE, BF16_TRIAL_SIDE, device=device, dtype=dtype), []
-        for _ in range(4):  # the first call sets up
-            begin = time.monotonic()
-            (matrix @ matrix).sum().item()
-            times.append(time.monotonic() - begin)
-        return min(times[1:])
-
-    return seconds(torch.float32) / max(seconds(torch.bfloat16), 1e-9)
-
-
-def use_fused_attention(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch's fused attention is the faster one: everywhere but for bf16 on a CPU."""
-    return device.type != "cpu" or dtype != torch.bfloat16
-
-
 def wrap_ddp(model: nn.Module, device: torch.device, static_graph: bool = False) -> nn.Module:
     """The model inside DDP, where there are several processes; else the model itself.
 
@@ -362,10 +337,31 @@ def wrap_ddp(model: nn.Module, device: torch.device, static_graph: bool = False)
     return DistributedDataParallel(model, device_ids, gradient_as_bucket_view=True, static_graph=static_graph)
 
 
+@contextlib.contextmanager
+def without_reduction(model: nn.Module) -> Iterator[None]:
+    """Within this context a network inside DDP runs as in DDP, but DDP prepares no exchange of gradients.
+
+    The compiler cuts the network's graph where DDP's buckets end only while DDP runs it, so the network alone would be
+    compiled into another graph. Gradients have to be taken with `torch.autograd.grad`: the static graph counts the
+    backward passes that reach the weights.
+
+    Args:
+        model: inside DDP, or not: then nothing is changed.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        yield
+        return
+    model.forward = model._run_ddp_forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del model.forward
+
+
 def shutdown() -> None:
     """Leave the process group, if there is one."""
-    global _patience, _control
-    _patience = _control = None
+    global _peers
+    _peers = None
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -389,7 +385,7 @@ def barrier() -> None:
     """Wait for all processes, as long as the control group does; no device is waited for."""
     if world_size() > 1:
         with _peers_named():
-            dist.barrier(group=_control.group if _control else None)
+            dist.barrier(group=_peers.control if _peers else None)
 
 
 @contextlib.contextmanager
@@ -398,10 +394,10 @@ def _peers_named() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if _control is None or is_device_fault(error):
+        if _peers is None or is_device_fault(error):
             raise
         text = " ".join(str(error).split())
-        raise FaultError(_peer_failed(_control.timeout_min, text)) from error
+        raise FaultError(_peer_failed(CONTROL_FACTOR * _peers.timeout_s / 60, text)) from error
 
 
 def _peer_failed(timeout_min: float, text: str) -> str:
@@ -466,8 +462,8 @@ def rank_0_first(what: str = "preparing the data") -> Iterator[None]:
 @contextlib.contextmanager
 def beating() -> Iterator[None]:
     """Within this context the other ranks can see in the store that this process lives, and how far it is."""
-    patience = _patience
-    if patience is None:
+    peers = _peers
+    if peers is None:
         yield
         return
     over = threading.Event()
@@ -476,9 +472,9 @@ def beating() -> Iterator[None]:
         number = 0
         with contextlib.suppress(RuntimeError):  # the store ends with rank 0; this rank notices that by itself
             while True:
-                patience.store.set(f"beat{rank()}", f"{number} {patience.progress}")
+                peers.store.set(f"beat{rank()}", f"{number} {peers.progress}")
                 number += 1
-                if over.wait(min(BEAT_SECONDS, patience.timeout_s / 4)):
+                if over.wait(min(BEAT_SECONDS, peers.timeout_s / 4)):
                     return
 
     thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
@@ -488,13 +484,13 @@ def beating() -> Iterator[None]:
     finally:
         over.set()
         thread.join(BEAT_SECONDS)
-        patience.progress = ""
+        peers.progress = ""
 
 
 def note_progress(text: str) -> None:
     """Report how far this rank is. From then on it counts as hung if its report does not change for the time-out."""
-    if _patience is not None:
-        _patience.progress = text
+    if _peers is not None:
+        _peers.progress = text
 
 
 def gather_patiently(value: T, what: str) -> list[T]:
@@ -509,41 +505,41 @@ def gather_patiently(value: T, what: str) -> list[T]:
     Raises:
         FaultError: a rank gave no sign of life, or made no progress, for as long as a collective waits.
     """
-    patience = _patience
-    if world_size() == 1 or patience is None:
+    peers = _peers
+    if world_size() == 1 or peers is None:
         return all_gather_object(value)
-    store, number = patience.store, patience.round
-    patience.round += 1
-    patience.progress = ""  # from here on this rank waits, and makes no progress of its own
+    store, number = peers.store, peers.round
+    peers.round += 1
+    peers.progress = ""  # from here on this rank waits, and makes no progress of its own
     if rank():
         store.set(f"{number}/value{rank()}", pickle.dumps(value))  # type: ignore[arg-type]
-        _wait_for_keys(patience, {0: f"{number}/all"}, what)
+        _wait_for_keys(peers, {0: f"{number}/all"}, what)
         values = pickle.loads(store.get(f"{number}/all"))
         store.set(f"{number}/read{rank()}", "")
         return values
     others = range(1, world_size())
-    _wait_for_keys(patience, {other: f"{number}/value{other}" for other in others}, what)
+    _wait_for_keys(peers, {other: f"{number}/value{other}" for other in others}, what)
     values = [value, *(pickle.loads(store.get(f"{number}/value{other}")) for other in others)]
     store.set(f"{number}/all", pickle.dumps(values))  # type: ignore[arg-type]
     # The store may end with this process, so it stays until all have read.
-    _wait_for_keys(patience, {other: f"{number}/read{other}" for other in others}, what)
+    _wait_for_keys(peers, {other: f"{number}/read{other}" for other in others}, what)
     return values
 
 
-def _wait_for_keys(patience: _Patience, keys: dict[int, str], what: str) -> None:
+def _wait_for_keys(peers: _Peers, keys: dict[int, str], what: str) -> None:
     """Wait until each of these ranks has set its key, watching their heartbeats."""
     begin = last_log = last_look = time.monotonic()
     beats: dict[int, tuple[str, str, float, float]] = {}  # number, progress, and when each was last seen to change
     missing = dict(keys)
     while True:
-        missing = {other: key for other, key in missing.items() if not patience.store.check([key])}
+        missing = {other: key for other, key in missing.items() if not peers.store.check([key])}
         if not missing:
             return
         now = time.monotonic()
-        if now - last_look >= min(BEAT_SECONDS, patience.timeout_s / 4) or not beats:
+        if now - last_look >= min(BEAT_SECONDS, peers.timeout_s / 4) or not beats:
             last_look = now
             for other in missing:
-                beats[other] = _look_at_beat(patience, other, beats.get(other, ("", "", now, now)), now)
+                beats[other] = _look_at_beat(peers, other, beats.get(other, ("", "", now, now)), now)
         if is_main() and now - last_log >= WAIT_LOG_SECONDS:
             last_log, other = now, min(missing)
             progress = beats[other][1] or "at work"
@@ -551,23 +547,23 @@ def _wait_for_keys(patience: _Patience, keys: dict[int, str], what: str) -> None
                 "%s: %d of %d processes are not through after %.0f s; rank %d: %s",
                 *(what, len(missing), world_size(), now - begin, other, progress),
             )
-        time.sleep(min(LOOK_SECONDS * (1 + int(now - begin)), BEAT_SECONDS / 2, patience.timeout_s / 8))
+        time.sleep(min(LOOK_SECONDS * (1 + int(now - begin)), BEAT_SECONDS / 2, peers.timeout_s / 8))
 
 
 def _look_at_beat(
-    patience: _Patience, other: int, last: tuple[str, str, float, float], now: float
+    peers: _Peers, other: int, last: tuple[str, str, float, float], now: float
 ) -> tuple[str, str, float, float]:
     """What a rank's heartbeat says now; FaultError if it, or the progress in it, has stood still for too long."""
     name = f"beat{other}"
-    text = patience.store.get(name).decode() if patience.store.check([name]) else ""
+    text = peers.store.get(name).decode() if peers.store.check([name]) else ""
     number, _, progress = text.partition(" ")
     last_number, last_progress, beat_at, moved_at = last
     beat_at = now if number != last_number else beat_at
     moved_at = now if progress != last_progress or not progress else moved_at
-    if now - min(beat_at, moved_at) > patience.timeout_s:
+    if now - min(beat_at, moved_at) > peers.timeout_s:
         state = "died" if beat_at <= moved_at else f"has not moved on from {progress!r}"
         raise FaultError(
-            f"process {other} of {world_size()} {state}: nothing for {patience.timeout_s / 60:g} minutes; its log may "
+            f"process {other} of {world_size()} {state}: nothing for {peers.timeout_s / 60:g} minutes; its log may "
             f"say why. Start the same command to go on"
         )
     return number, progress, beat_at, moved_at
@@ -667,7 +663,7 @@ def all_gather_object(value: T) -> list[T]:
         return [value]
     values: list[T] = [value] * world_size()
     with _peers_named():
-        dist.all_gather_object(values, value, group=_control.group if _control else None)
+        dist.all_gather_object(values, value, group=_peers.control if _peers else None)
     return values
 
 
@@ -677,70 +673,5 @@ def broadcast_object(value: T) -> T:
         return value
     values = [value]
     with _peers_named():
-        dist.broadcast_object_list(values, group=_control.group if _control else None)
+        dist.broadcast_object_list(values, src=0, group=_peers.control if _peers else None)
     return values[0]
-
-
-def all_reduce_sum(tensor: Shaped[Tensor, "*size"]) -> Shaped[Tensor, "*size"]:
-    """Sum a tensor over all processes, in place; every process gets the sum."""
-    if world_size() > 1:
-        dist.all_reduce(tensor)
-    return tensor
-
-
-def all_reduce_sum_async(tensor: Shaped[Tensor, "*size"]) -> Callable[[], Tensor]:
-    """Start `all_reduce_sum` and go on computing; the returned function waits for it and returns the tensor."""
-    if world_size() == 1:
-        return lambda: tensor
-    work = dist.all_reduce(tensor, async_op=True)
-
-    def wait() -> Tensor:
-        work.wait()
-        return tensor
-
-    return wait
-
-
-def all_gather_ragged(tensor: Shaped[Tensor, "n *size"]) -> Shaped[Tensor, "N *size"]:
-    """Concatenate the tensors of all processes in rank order; their first dimensions may differ.
-
-    Args:
-        tensor: (n_rank, ...), the same trailing dimensions and type on every rank.
-
-    Returns:
-        (sum of n_rank, ...), on every rank.
-    """
-    if world_size() == 1:
-        return tensor
-    length = torch.tensor([len(tensor)], device=tensor.device)
-    lengths = [torch.empty_like(length) for _ in range(world_size())]
-    dist.all_gather(lengths, length)
-    sizes = [int(item) for item in lengths]
-    padded = tensor.new_zeros((max(sizes), *tensor.shape[1:]))
-    padded[: len(tensor)] = tensor
-    gathered = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(gathered, padded)
-    return torch.cat([part[:size] for part, size in zip(gathered, sizes, strict=True)])
-
-
-def gather_with_gradient(tensor: Float[Tensor, "*size"]) -> Float[Tensor, "ranks *size"]:
-    """The tensors of all ranks, of one shape, in rank order.
-
-    The gradient of a rank's own tensor is the sum over all ranks of what they say of it. With the loss of a step as the
-    mean of the ranks' losses, the mean of the ranks' gradients is the gradient.
-    """
-    return tensor[None] if world_size() == 1 else _Gather.apply(tensor)
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        gathered = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(world_size())]
-        dist.all_gather(gathered, tensor.contiguous())
-        return torch.stack(gathered)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        total = gradient.contiguous()
-        dist.all_reduce(total)
-        return total[rank()]

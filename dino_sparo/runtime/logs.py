@@ -24,7 +24,8 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 from tqdm import tqdm
 
-from dino_sparo.runtime.distributed import all_reduce_sum, is_main, rank
+from dino_sparo.runtime.collectives import all_reduce_sum
+from dino_sparo.runtime.distributed import is_main, rank
 
 logger = logging.getLogger(__name__)
 
@@ -212,11 +213,10 @@ class RunLog:
         # TensorBoard's protocol lets a resumed run declare that the events from a step on did not happen.
         purge_step = None if step is None else step + 1
         folder = str(output_dir / "tensorboard")
-        if is_main() and printable(folder) != folder:
+        is_writable = printable(folder) == folder
+        if is_main() and not is_writable:
             logger.warning("%s: TensorBoard cannot write to a folder of this name, so it gets nothing", folder)
-        self.writer = (
-            SummaryWriter(folder, purge_step=purge_step) if is_main() and printable(folder) == folder else None
-        )
+        self.writer = SummaryWriter(folder, purge_step=purge_step) if is_main() and is_writable else None
         if is_main() and self.path.is_file() and epoch is not None:
             self._drop_epochs_from(epoch)
 

@@ -1,6 +1,14 @@
-"""How exact fp32 is on a GPU; for training and for evaluations."""
+"""In which numbers a device computes; for training and for evaluations."""
+
+import logging
+import time
 
 import torch
+
+logger = logging.getLogger(__name__)
+
+PRECISIONS = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+BF16_TRIAL_SIDE = 384
 
 
 def set_tf32(allowed: bool) -> None:
@@ -15,3 +23,63 @@ def set_tf32(allowed: bool) -> None:
     """
     torch.set_float32_matmul_precision("high" if allowed else "highest")
     torch.backends.cudnn.allow_tf32 = allowed
+
+
+def choose_precision(precision: str, use_fp16: bool | None, device: torch.device) -> torch.dtype:
+    """The autocast type that the options mean on this device.
+
+    Args:
+        precision: `auto` (bf16 where the device computes in it natively, else fp32), or a key of `PRECISIONS`.
+        use_fp16: the reference's word, True for fp16 and False for fp32; None leaves it to `precision`.
+        device: where to compute.
+
+    Raises:
+        ValueError: an unknown precision, two options that contradict each other, or fp16 on a CPU.
+    """
+    if precision != "auto" and precision not in PRECISIONS:
+        raise ValueError(f"unknown precision {precision!r}; choose one of {['auto', *sorted(PRECISIONS)]}")
+    if use_fp16 is not None:
+        wanted = "fp16" if use_fp16 else "fp32"
+        if precision not in ("auto", wanted):
+            raise ValueError(f"--use_fp16 {str(use_fp16).lower()} means {wanted}, but --precision says {precision}")
+        precision = wanted
+    if precision == "auto":
+        precision = "bf16" if _has_bf16(device) else "fp32"
+    elif precision == "bf16" and not _has_bf16(device) and (speed := bf16_speed(device)) < 1:
+        logger.warning(
+            "--precision bf16: this %s multiplies matrices at %.2g times its speed in fp32; --precision fp32 is faster",
+            device.type,
+            speed,
+        )
+    if precision == "fp16" and device.type != "cuda":
+        raise ValueError(f"fp16 needs a CUDA device, this run is on {device.type}; use --precision bf16 or fp32")
+    return PRECISIONS[precision]
+
+
+def _has_bf16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    checks = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
+    return device.type == "cpu" and any(check() for check in checks if check is not None)
+
+
+def bf16_speed(device: torch.device) -> float:
+    """How many times faster the device multiplies matrices in bf16 than in fp32, by one small product.
+
+    Without instructions for it a CPU goes through bf16 number by number, a hundred times slower.
+    """
+
+    def seconds(dtype: torch.dtype) -> float:
+        matrix, times = torch.ones(BF16_TRIAL_SIDE, BF16_TRIAL_SIDE, device=device, dtype=dtype), []
+        for _ in range(4):  # the first call sets up
+            begin = time.monotonic()
+            (matrix @ matrix).sum().item()
+            times.append(time.monotonic() - begin)
+        return min(times[1:])
+
+    return seconds(torch.float32) / max(seconds(torch.bfloat16), 1e-9)
+
+
+def use_fused_attention(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch's fused attention is the faster one: everywhere but for bf16 on a CPU."""
+    return device.type != "cpu" or dtype != torch.bfloat16

@@ -15,14 +15,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from dino_sparo.runtime import FAULT_STATUS
-from dino_sparo.runtime.distributed import CONTROL_FACTOR, all_reduce_sum, barrier, is_main, world_size
+from dino_sparo.runtime.collectives import all_reduce_sum
+from dino_sparo.runtime.distributed import CONTROL_FACTOR, barrier, is_main, world_size
 
 logger = logging.getLogger(__name__)
 
@@ -88,9 +89,7 @@ class StopSignals:
         except ValueError:
             logger.warning("not in the main thread: %s ends this run without saving it", signum.name)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for signum, handler in self.previous.items():
             signal.signal(signum, handler)
 
@@ -123,9 +122,9 @@ class Decision:
 class Agreement:
     """The ranks' common decision, every few steps.
 
-    Between two decisions the ranks exchange gradients and the centre, and nothing else; the device is read for a line
-    of the log alone (`EpochClock.tick`). The first step always ends with a decision; afterwards rank 0's clock says how
-    many steps make up `AGREE_SECONDS`.
+    Between two decisions the ranks exchange only what a step of the objective needs: gradients, and perhaps features or
+    a centre. The trainer reads the device only for a line of the log (`EpochClock.tick`). The first step always ends
+    with a decision; afterwards rank 0's clock says how many steps make up `AGREE_SECONDS`.
 
     Args:
         signals: what this process has received.
@@ -188,9 +187,7 @@ class Watchdog:
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.over.set()
 
     def beat(self) -> None:

@@ -22,7 +22,6 @@ import uuid
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 
 from dino_sparo.runtime.distributed import is_main
 
@@ -123,39 +122,37 @@ class RunLock:
     def __enter__(self) -> "RunLock":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if not self.is_held:
             return
         self.over.set()
         self.thread.join(REFRESH_S)  # not for ever: it may wait for a file server
         with contextlib.suppress(OSError):
-            if self._read(self.path)[0].token == self.me.token:
+            if self._read()[0].token == self.me.token:
                 self.path.unlink()
         self.is_held = False
 
     def _create(self) -> bool:
         """Write the lock, unless there is one."""
         try:
-            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            file = self.path.open("x")
         except FileExistsError:
             return False
         try:
-            with os.fdopen(descriptor, "w") as file:
+            with file:
                 json.dump(asdict(self.me), file)
         except OSError:
             self.path.unlink()
             raise
         return True
 
-    def _read(self, path: Path) -> tuple[Holder, int]:
-        """Who holds a lock, and when it was refreshed last, ns. The file is opened: else NFS may answer from memory.
+    def _read(self) -> tuple[Holder, int]:
+        """Who holds the lock, and when it was refreshed last, ns. The file is opened: else NFS may answer from memory.
 
         Raises:
             FileNotFoundError: there is no lock any more.
         """
-        with path.open() as file:
+        with self.path.open() as file:
             refreshed = os.fstat(file.fileno()).st_mtime_ns
             try:
                 return Holder(**json.load(file)), refreshed
@@ -169,14 +166,14 @@ class RunLock:
             OutputDirError: the holder is there.
         """
         with contextlib.suppress(FileNotFoundError):  # it was released meanwhile
-            first = holder, _ = self._read(self.path)
+            first = holder, _ = self._read()
             is_gone = holder.is_gone(self.me)
             end = time.monotonic() + PATIENCE_S
             if is_gone is None:
                 logger.warning("%s is held by %s; waiting for a sign of life from it", self.path, holder)
             while is_gone is None:
                 time.sleep(min(1.0, PATIENCE_S / 10))
-                if self._read(self.path) != first:
+                if self._read() != first:
                     is_gone = False
                 elif time.monotonic() > end:
                     is_gone = True
@@ -192,14 +189,14 @@ class RunLock:
         guard, end = self.path.with_name(f"{NAME}.takeover"), time.monotonic() + PATIENCE_S
         while True:
             try:
-                os.close(os.open(guard, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+                guard.touch(exist_ok=False)
                 break
             except FileExistsError:
                 if time.monotonic() > end:  # whoever held it has died in the few calls below
                     guard.unlink(missing_ok=True)
                 time.sleep(0.01)
         try:
-            if self._read(self.path) == abandoned:
+            if self._read() == abandoned:
                 self.path.unlink()
                 logger.warning("%s of %s is taken over: that process is gone", self.path, abandoned[0])
         finally:
@@ -209,7 +206,7 @@ class RunLock:
         """Refresh the lock regularly; end this process if another run has taken it over."""
         while not self.over.wait(REFRESH_S):
             try:
-                if self._read(self.path)[0].token == self.me.token:
+                if self._read()[0].token == self.me.token:
                     os.utime(self.path)
                     continue
             except FileNotFoundError:  # a user has removed it

@@ -3,7 +3,6 @@
 Listing a million files takes minutes on a network disk, so folders are listed side by side and the list is cached.
 """
 
-import glob
 import logging
 import os
 from collections import Counter
@@ -16,7 +15,7 @@ from dino_sparo.sources.cache import load_or_index
 from dino_sparo.sources.decode import IMAGE_ENDINGS, IMAGE_EXTENSIONS
 from dino_sparo.sources.packed import Arrays, FileSource, PackedStrings
 from dino_sparo.sources.splits import SPLIT_WORDS
-from dino_sparo.sources.tars import TarSource, open_shards
+from dino_sparo.sources.tars import TarSource, find_shards, open_shards
 
 _logger = logging.getLogger(__name__)
 
@@ -42,8 +41,7 @@ def open_folder(root: str, max_lost: float = 0.0) -> tuple[FileSource | TarSourc
         is_current=lambda old: np.array_equal(old["stamps"], _folder_stamps(absolute, old)),
     )
     if not len(arrays["paths_ends"]):
-        shards = sorted(glob.glob(os.path.join(glob.escape(root), "*.tar")))
-        if shards:
+        if shards := find_shards(root):
             return open_shards(shards, f"shards in {root}", max_lost)
         holds = ", ".join(sorted(os.listdir(root))[:10])
         raise ValueError(

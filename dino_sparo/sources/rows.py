@@ -140,14 +140,13 @@ class TableRows:
             else:
                 line = file.readline()
                 read = {mark: next(csv.reader([line], delimiter=mark), []) for mark in _DELIMITERS}
-        for mark, words in read.items():
-            header = [word.strip() for word in words]
-            if all(column.find(header) is not None for column in self.columns if column.is_required or column.name):
+        needed = [column for column in self.columns if column.is_required or column.name]
+        headers = {mark: [word.strip() for word in words] for mark, words in read.items()}
+        for mark, header in headers.items():
+            if all(column.find(header) is not None for column in needed):
                 return header, mark
-        header = [word.strip() for word in max(read.values(), key=len)]
-        lacking = [
-            column for column in self.columns if (column.is_required or column.name) and column.find(header) is None
-        ]
+        header = max(headers.values(), key=len)
+        lacking = [column for column in needed if column.find(header) is None]
         raise ValueError(
             f"table {self.path!r} has no column {' and none '.join(map(str, lacking))}; found the columns {header}; "
             f"name them with {' and '.join(f'--{column.option}' for column in lacking)}"

@@ -1,9 +1,8 @@
 """Tar shards -> one table that says where everything in them lies, memory-mapped and kept in the user's cache.
 
-A shard's own table is written as soon as the shard is indexed, so that a start that was interrupted goes on where it
-stopped, several processes share the work, and a shard that changes is indexed anew alone. All tables of a set, one
-after the other, are joined in one file, which every process of a machine maps into its memory: the machine holds it
-once, and only as far as it is read.
+A shard's own table is written as soon as the shard is indexed. So an interrupted start goes on where it stopped, and
+several processes share the work. Only a changed shard is indexed again. The tables of a set are joined in one file. All
+processes of a machine map it into their memory: the machine holds it once, and only as far as it is read.
 
     CACHE/<shard>.npz                       records and notes of one shard, with its time of change and size
     CACHE/<set>.shards/records.bin          records of all shards of a set, in its order

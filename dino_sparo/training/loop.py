@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from signal import Signals
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,78 +54,54 @@ class Progress:
         self.counts, self.meters = dict.fromkeys(self.counts, 0), Meters()
 
 
-class Stretch(NamedTuple):
-    """The part of a run that one call of `train_one_epoch` covers.
-
-    Attributes:
-        epoch: counted from 0.
-        steps_per_epoch: steps of a whole epoch.
-        end_step: step at which the run ends, perhaps before the epoch does.
-    """
-
-    epoch: int
-    steps_per_epoch: int
-    end_step: int
-
-    @property
-    def last_step(self) -> int:
-        """The last step, counted over the run."""
-        return min((self.epoch + 1) * self.steps_per_epoch, self.end_step) - 1
-
-
-class Epoch(NamedTuple):
-    """How an epoch, or the part of it that was left, ended.
-
-    Attributes:
-        means: over the epoch's steps and all ranks; the speed; and what was counted.
-        stop: the signal that ended it early, or None.
-    """
-
-    means: dict[str, float]
-    stop: Signals | None
-
-
 def train_one_epoch(
     objective: Objective[Any],
     progress: Progress,
-    stretch: Stretch,
+    end_step: int,
     log: RunLog,
     agreement: Agreement,
     save: Callable[[], None],
     watchdog: Watchdog,
     max_corrupt: float,
-) -> Epoch:
+) -> tuple[dict[str, float], Signals | None]:
     """Train until the end of an epoch, from wherever in it the run stands, or until the ranks agree to stop.
 
     Args:
         objective: takes the steps; its loader gives the epoch's remaining micro-batches.
         progress: changed in place.
-        stretch: which epoch, and where it ends.
+        end_step: step at which the run ends, perhaps before the epoch does.
         log: gets the scalars of every step.
         agreement: when the ranks agree on what to do next.
-        save: writes a checkpoint; called on all ranks, between two steps, when it is time and before stopping.
+        save: writes a checkpoint; called on all ranks, between two steps, when it is time and when the run ends within
+            the epoch. A whole epoch is left to the caller to save.
         watchdog: hears of every step.
         max_corrupt: share of the epoch's items that may be unreadable.
+
+    Returns:
+        Means over the epoch's steps and all ranks, with the speed and what was counted; the signal that ended the epoch
+        early, or None.
 
     Raises:
         NonFiniteLossError: on every rank, if the loss or the gradients of any are not finite.
         TooManyCorruptError: on every rank, when more items are unreadable than `max_corrupt` allows.
     """
     objective.training.train()
-    updater, last_step = objective.updater, stretch.last_step
+    updater, sampler = objective.updater, objective.sampler
+    epoch = updater.step // sampler.steps_per_epoch
+    last_step = min((epoch + 1) * sampler.steps_per_epoch, end_step) - 1
     iterator = to_device(objective.loader, updater.device)
-    clock = EpochClock(stretch.steps_per_epoch, stretch.end_step, updater.device)
+    clock = EpochClock(sampler.steps_per_epoch, end_step, updater.device)
     taken, stop = TakenSteps(objective), None
     while updater.step <= last_step and stop is None:
         watchdog.beat()
         batches = clock.fetch(iterator, updater.accum_steps)
-        report = objective.step(batches, stretch.epoch, is_last=updater.step == last_step)
+        report = objective.step(batches, epoch, is_last=updater.step == last_step)
         taken.write(log)  # of the steps before: meanwhile the device has this one to compute
         progress.meters.update(loss=report.loss, **report.scalars)
         taken.add(updater.step, report, batches)
         num_seen = world_size() * sum(len(batch.indices) for batch in batches)
-        clock.tick(updater.step, stretch.epoch, num_seen, report.loss)
-        is_end = updater.step > last_step
+        clock.tick(updater.step, epoch, num_seen, report.loss)
+        is_end, is_epoch_done = updater.step > last_step, updater.step % sampler.steps_per_epoch == 0
         if not agreement.is_due() and not is_end:
             continue
         decision = agreement.decide(taken.counts())
@@ -134,23 +110,23 @@ def train_one_epoch(
             name: before + number for (name, before), number in zip(progress.counts.items(), numbers, strict=True)
         }
         if num_bad:
-            taken.raise_nonfinite(stretch.epoch)
+            taken.raise_nonfinite(epoch)
         _check_corrupt(objective, progress, max_corrupt)
-        steps_done = updater.step - stretch.epoch * stretch.steps_per_epoch
-        objective.watch_counts(progress.counts, steps_done * objective.sampler.global_batch_size)
+        steps_done = updater.step - epoch * sampler.steps_per_epoch
+        objective.watch_counts(progress.counts, steps_done * sampler.global_batch_size)
         taken.read()
         stop = decision.stop
         if is_end or decision.save or stop is not None:
             taken.write(log)  # before the checkpoint that counts these steps
-        if (decision.save or stop is not None) and not is_end:
-            with watchdog.patient():
-                save()
-            agreement.saved()
+            if not is_epoch_done:  # a whole epoch is saved after its evaluation
+                with watchdog.patient():
+                    save()
+                agreement.saved()
     counts = {objective.counters[name]: count for name, count in progress.counts.items()}
     means = {**progress.meters.means(), **clock.speed(), **counts}
-    if updater.step % stretch.steps_per_epoch == 0:
+    if is_epoch_done:
         progress.clear()
-    return Epoch(means, stop)
+    return means, stop
 
 
 def _check_corrupt(objective: Objective[Any], progress: Progress, max_corrupt: float) -> None:

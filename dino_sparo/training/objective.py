@@ -91,6 +91,13 @@ class Training(ABC, Generic[AnyBatch]):
     def trial_loss(self, batch: AnyBatch) -> Float[Tensor, ""]:
         """The loss of a batch as a step computes it; moves nothing but buffers."""
 
+    @abstractmethod
+    def local_trial_loss(self, batch: AnyBatch) -> Float[Tensor, ""]:
+        """A number that is computed by all that is compiled, without the other processes.
+
+        So the compiler can fail on one process while none waits for it.
+        """
+
     @property
     def compiled_modules(self) -> list[nn.Module]:
         """What `compile` compiles: by default all networks."""

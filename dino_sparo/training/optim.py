@@ -174,7 +174,8 @@ def clip_gradients_(
         g <- g min(1, max_norm / (||g||_2 + 1e-6)),  for each parameter on its own
 
     Source: facebookresearch/dino, `utils.clip_gradients`. Nothing is read from the device. All factors are computed
-    together, so that the number of kernels beside the products does not grow with the number of parameters.
+    together, so that the number of kernels beside the products does not grow with the number of parameters. A GPU takes
+    one product per parameter: torch has none for lists of numbers on the device.
 
     Args:
         parameters: those without a gradient are passed over.

@@ -7,10 +7,7 @@ from dino_sparo.choices import PRECISIONS
 
 
 def add_compute_options(
-    group: argparse._ArgumentGroup,
-    networks: str,
-    precision: str | None = "auto",
-    describe: Callable[[str], str] = str,
+    group: argparse._ArgumentGroup, networks: str, precision: str | None = "auto", describe: Callable[[str], str] = str
 ) -> None:
     """Precision, compiling, memory.
 

@@ -1,6 +1,5 @@
 """A step without updates: it compiles the networks and measures what a step keeps in memory."""
 
-import contextlib
 import importlib
 import logging
 import os
@@ -12,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dino_sparo.runtime.cli import MendableError
-from dino_sparo.runtime.distributed import all_gather_object, world_size
+from dino_sparo.runtime.distributed import all_gather_object, is_device_fault, world_size
 from dino_sparo.runtime.logs import peak_memory
+from dino_sparo.runtime.memory import is_memory_full
 from dino_sparo.training.objective import Objective, Training
 
 logger = logging.getLogger(__name__)
@@ -22,36 +21,6 @@ logger = logging.getLogger(__name__)
 # Of one function: every block is a variant (its rate of stochastic depth is a constant), for every size of crop.
 MAX_COMPILED_VARIANTS = 256
 MAX_COMPILE_WORKERS = 32  # of one rank; Inductor's own limit
-
-
-class MemoryFullError(MendableError):
-    """The device's memory, or the host's, does not hold a step."""
-
-
-@contextlib.contextmanager
-def full_memory_named() -> Iterator[None]:
-    """Turn what torch raises when memory is full into one line that says what helps.
-
-    Raises:
-        MemoryFullError: in its place.
-    """
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_memory_full(error):
-            raise
-        text = " ".join(str(error).split())
-        raise MemoryFullError(
-            "memory is full. A smaller batch with as many more --grad_accum_steps takes the same steps; "
-            "--grad_checkpointing keeps fewer activations; --memory_report says what a step keeps, for a batch that "
-            f"fits ({text[:300]})"
-        ) from error
-
-
-def is_memory_full(error: Exception) -> bool:
-    """Whether an error says that a device or the host has no memory left."""
-    signs = ("out of memory", "can't allocate memory", "not enough memory")
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(sign in str(error) for sign in signs)
 
 
 def prepare_step(objective: Objective[Any], compile_option: str, report_memory: bool) -> None:
@@ -87,7 +56,7 @@ def compile_networks(training: Training[Any], batch: Any) -> bool:
         Whether they are compiled now.
 
     Raises:
-        RuntimeError: memory is full, or another process died.
+        RuntimeError: memory is full, the GPU failed, or another process died.
     """
     for name in ("recompile_limit", "cache_size_limit"):  # the second is the older name
         if hasattr(torch._dynamo.config, name):
@@ -101,17 +70,17 @@ def compile_networks(training: Training[Any], batch: Any) -> bool:
     training.compile(batch)
     begin, failure = time.monotonic(), ""
     try:
-        rehearse(training, batch)
+        # Alone: where the compiler fails, in the forward or the backward pass, no other process waits for this one.
+        rehearse(training, batch, alone=True)
     except Exception as error:  # compilers raise errors of all kinds
-        if is_memory_full(error):
+        if is_memory_full(error) or is_device_fault(error):
             raise
         failure = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-        training.uncompile()
-        if world_size() > 1:
-            # The others wait for this process' part of the gradients. If they are gone, this fails too, and says so.
-            rehearse(training, batch)
+        if world_size() > 1:  # if the others are gone, what follows is about them alone
+            logger.warning("torch.compile does not work here: %s", failure)
     failures = {number: text for number, text in enumerate(all_gather_object(failure)) if text}
     if not failures:
+        rehearse(training, batch)
         logger.info("compiled in %.0f s", time.monotonic() - begin)
         return True
     training.uncompile()
@@ -131,21 +100,22 @@ def share_compile_workers() -> None:
     By default every rank starts up to 32, and all ranks of a machine compile at once. What is compiled lies in one
     folder of the machine for all ranks (`TORCHINDUCTOR_CACHE_DIR`), and a run that goes on finds it there.
     """
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    ranks = all_gather_object((socket.gethostname(), cores))  # of all ranks, whatever their environments say
     if "TORCHINDUCTOR_COMPILE_THREADS" in os.environ:
         return
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    ranks = all_gather_object((socket.gethostname(), cores))
     sharing = sum(host == socket.gethostname() and bool(other & cores) for host, other in ranks)
     config: Any = importlib.import_module("torch._inductor.config")
     config.compile_threads = min(max(len(cores) // sharing, 1), MAX_COMPILE_WORKERS)
 
 
-def rehearse(training: Training[Any], batch: Any) -> int:
+def rehearse(training: Training[Any], batch: Any, alone: bool = False) -> int:
     """Take a step without the updates: weights, statistics and gradients are afterwards as they were before.
 
     Args:
         training: left as it is.
         batch: one micro-batch as the loader gives it.
+        alone: without the other processes; see `Training.local_trial_loss`.
 
     Returns:
         Bytes that the forward passes keep for the backward pass, without the parameters.
@@ -163,8 +133,12 @@ def rehearse(training: Training[Any], batch: Any) -> int:
     training.train()
     try:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            loss = training.trial_loss(batch)
-        (0 * loss).backward()
+            loss = 0 * (training.local_trial_loss(batch) if alone else training.trial_loss(batch))
+        if alone:
+            trained = [parameter for parameter in training.updater.parameters if parameter.requires_grad]
+            torch.autograd.grad(loss, trained, allow_unused=True)
+        else:
+            loss.backward()
     finally:
         training.updater.optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():

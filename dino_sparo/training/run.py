@@ -1,7 +1,7 @@
 """A run of any objective from its options: build, resume, epochs, save.
 
-`train` is what `main_dino.py` and `clip/train.py` call. What happens within an epoch is `loop.py`. Starting the same
-command again goes on from the last checkpoint.
+`dino/train.py`, `clip/train.py` and `oc_clip/train.py` call `train`. What happens within an epoch is `loop.py`.
+Starting the same command again goes on from the last checkpoint.
 """
 
 import argparse
@@ -28,13 +28,14 @@ from dino_sparo.runtime.distributed import (
     world_size,
 )
 from dino_sparo.runtime.logs import RunLog, log_options, setup_logging
+from dino_sparo.runtime.memory import full_memory_named
 from dino_sparo.runtime.precision import set_tf32
 from dino_sparo.runtime.preemption import Agreement, StopSignals, Watchdog, hand_over
 from dino_sparo.runtime.records import git_hash, plain, versions
 from dino_sparo.runtime.run_lock import RunLock
-from dino_sparo.training.loop import Progress, Stretch, train_one_epoch
+from dino_sparo.training.loop import Progress, train_one_epoch
 from dino_sparo.training.objective import Objective
-from dino_sparo.training.rehearsal import full_memory_named, prepare_step
+from dino_sparo.training.rehearsal import prepare_step
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ def train(args: argparse.Namespace, objective_class: type[Objective[Any]]) -> No
     """
     with (
         StopSignals() as signals,
-        full_memory_named(),
+        full_memory_named(vars(args)),
         faults_named(args.dist_timeout_min),
         RunLock(args.output_dir) as lock,
     ):
@@ -234,8 +235,8 @@ def rescale(run: Run, checkpoint: Mapping[str, Any]) -> None:
 def train_epochs(run: Run, log: RunLog) -> Signals | None:
     """The epochs that are left: train, evaluate, log, save.
 
-    An epoch that `--max_steps` or a signal cuts short is saved, but neither evaluated nor logged in log.txt: its rest
-    comes later.
+    `train_one_epoch` saves an epoch that `--max_steps` or a signal cuts short. Such an epoch is neither evaluated nor
+    logged in log.txt: its rest comes later.
 
     Returns:
         The signal that ended the run early, or None.
@@ -252,7 +253,7 @@ def train_epochs(run: Run, log: RunLog) -> Signals | None:
             means, stop = train_one_epoch(
                 run.objective,
                 run.progress,
-                Stretch(epoch, sampler.steps_per_epoch, end_step),
+                end_step,
                 log,
                 run.agreement,
                 partial(save, run, epoch),
@@ -261,8 +262,6 @@ def train_epochs(run: Run, log: RunLog) -> Signals | None:
             )
         if updater.step % sampler.steps_per_epoch == 0:
             finish_epoch(run, log, epoch, means)
-        elif stop is None:
-            save(run, epoch)
     if stop is None:
         seconds = time.monotonic() - begin
         logger.info("done: %d steps in %.0f s, %s", updater.step, seconds, run.checkpoints.newest)

@@ -57,7 +57,7 @@ class PairLook:
 
     @property
     def sharpness(self) -> Float[np.ndarray, " L"]:
-        """The share of a slot's attention that the word gets which gets most."""
+        """The largest attention share of any word."""
         return self.text.words.max(axis=1, initial=0.0)
 
     @property
@@ -112,10 +112,10 @@ def look_at_pairs(
         tokens = tokenize([pair.caption for pair in batch])
         num_truncated += tokens.num_truncated
         columns = _look_at_batch(model, torch.stack([pair.image for pair in batch]), tokens.ids, device)
-        looks += [
-            _pair_look(pair.name, pair.index, pair.caption, *parts)
-            for pair, *parts in zip(batch, tokens.ids, *columns, strict=True)
-        ]
+        for pair, ids, maps, attention, cosines in zip(batch, tokens.ids, *columns, strict=True):
+            words = caption_words(pair.caption, ids)
+            text = word_attention(attention, words, ids)
+            looks.append(PairLook(pair.index, pair.name, pair.caption, words, maps, text, cosines))
     if num_truncated:
         logger.warning("%s: %d captions are longer than the context and cut off", source.name, num_truncated)
     return looks
@@ -131,13 +131,6 @@ def _look_at_batch(
     maps = image.attention[:, :, backbone.num_prefix_tokens :].unflatten(-1, grid)
     cosines = F.cosine_similarity(image.slots.float(), text.slots.float(), dim=-1)
     return maps.float().cpu().numpy(), text.attention.float().cpu().numpy(), cosines.cpu().numpy()
-
-
-def _pair_look(
-    name: str, index: int, caption: str, ids: Tensor, maps: np.ndarray, attention: np.ndarray, cosines: np.ndarray
-) -> PairLook:
-    words = caption_words(caption, ids)
-    return PairLook(index, name, caption, words, maps, word_attention(attention, words, ids), cosines)
 
 
 def fits(looks: Sequence[PairLook], criteria: Criteria) -> Bool[np.ndarray, "pairs L"]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from dino_sparo.clip.choices import PER_DIMENSION, PER_SLOT
 from dino_sparo.clip.config import CLIPConfig
-from dino_sparo.clip.evaluated import open_clip_model
+from dino_sparo.clip.evaluated import clip_scorer
 from dino_sparo.clip.slots.mask_fit import BOUND, FitResult, FitSettings, fit_mask, masked_pairs
 from dino_sparo.clip.slots.plots import result_paths
 from dino_sparo.clip.slots.subsets import SlotMask, whole_model, with_slots
@@ -118,7 +118,7 @@ def learn_mask(args: argparse.Namespace) -> dict[str, Any]:
     require_matplotlib()
     folder, image_folder = annotation_folders(args, "of SugarCrepe's JSON files")
     path, plot = result_paths(args, "mask.json")
-    scorer = open_clip_model(args, process)
+    scorer = clip_scorer(args, process)
     config = whole_model(scorer.model).config
     num_parts = number_of_parts(args.parts, config)
     pairs = encode_questions(scorer, read_pairs(folder), image_folder)
@@ -156,7 +156,7 @@ def describe(
     means = {}
     if elsewhere:
         means = {name: sum(each[name] for each in elsewhere) / len(elsewhere) for name in ("initial", "masked")}
-    for each in [*elsewhere, *([means] if means else [])]:
+    for each in filter(None, [*elsewhere, means]):
         each["relative_change"] = relative_change(each["initial"], each["masked"], *accuracy.values())
     return {
         "evaluation": "mask of image encodings learned on true and false captions",

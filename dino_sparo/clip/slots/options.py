@@ -22,7 +22,7 @@ from dino_sparo.runtime.cli import HelpFormatter, add_download_option
 def select_parser() -> argparse.ArgumentParser:
     """The options of `select.py`, in data-flow order."""
     parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
-    add_model_options(parser)
+    add_model_options(parser, reads_graphs=False)
     group = add_image_options(parser)
     group.add_argument(
         "--max_images", type=int, default=None, help="Of more images, take a random subset of so many; by default all."
@@ -42,7 +42,7 @@ def select_parser() -> argparse.ArgumentParser:
 def mask_parser() -> argparse.ArgumentParser:
     """The options of `mask.py`, in data-flow order."""
     parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
-    add_model_options(parser)
+    add_model_options(parser, reads_graphs=False)
     add_pair_options(parser)
     group = parser.add_argument_group("mask")
     group.add_argument(

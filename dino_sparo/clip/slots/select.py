@@ -12,7 +12,7 @@ test of the choice: their curve is optimistic. Source: SPARO, section 5.1 and ta
 
 import argparse
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn import functional as F
 
-from dino_sparo.clip.evaluated import open_clip_model
+from dino_sparo.clip.evaluated import clip_scorer
 from dino_sparo.clip.slots.plots import result_paths
 from dino_sparo.clip.slots.subsets import check_has_slots, whole_model
 from dino_sparo.data import ImageSource
@@ -36,7 +36,8 @@ from dino_sparo.image_text.evaluation.dot_product import DotProductScorer
 from dino_sparo.image_text.evaluation.protocol import open_evaluation_images, report
 from dino_sparo.image_text.evaluation.zero_shot import count_hits
 from dino_sparo.image_text.prompts import open_templates
-from dino_sparo.runtime.distributed import all_reduce_sum, is_main, rank, world_size
+from dino_sparo.runtime.collectives import all_reduce_sum
+from dino_sparo.runtime.distributed import is_main, rank, world_size
 
 logger = logging.getLogger(__name__)
 
@@ -113,18 +114,15 @@ def score_slots(
     by_slot = classifier.unflatten(1, (num_slots, -1)).transpose(0, 1)  # (L, classes, V)
     alone = _hits_alone(images, F.normalize(by_slot, dim=2))
     ranking = sorted(range(num_slots), key=lambda slot: (-int(alone[slot]), slot))
-    together = _hits_together(images, by_slot[ranking], ranking)
-    percent = 100 / len(images.features)
     held_out_curve, num_held_out = [], 0
     if held_out is not None:
         others = _finite_features(scorer, held_out)
         num_held_out = len(others.features)
-        hits = _hits_together(others, by_slot[ranking], ranking)
-        held_out_curve = [100 / num_held_out * number for number in hits.tolist()]
+        held_out_curve = _percent(_hits_together(others, by_slot[ranking], ranking), others)
     return SlotScores(
-        [percent * hits for hits in alone.tolist()],
+        _percent(alone, images),
         ranking,
-        [percent * hits for hits in together.tolist()],
+        _percent(_hits_together(images, by_slot[ranking], ranking), images),
         len(images.features),
         images.num_corrupt,
         len(names),
@@ -148,18 +146,23 @@ def _finite_features(scorer: DotProductScorer, source: ImageSource) -> Features:
     return images
 
 
-def _chunks(images: Features) -> list[tuple[Tensor, Tensor]]:
-    """This process' share of the images: features (b, M) and labels (b,), still where they are kept."""
-    own = range(rank() * IMAGE_CHUNK, len(images.features), world_size() * IMAGE_CHUNK)
-    return [(images.features[i : i + IMAGE_CHUNK], images.labels[i : i + IMAGE_CHUNK]) for i in own]
+def _percent(hits: Int64[Tensor, " L"], images: Features) -> list[float]:
+    """Of all images."""
+    return [100 / len(images.features) * number for number in hits.tolist()]
+
+
+def _chunks(images: Features, like: Float[Tensor, "L classes V"]) -> Iterator[tuple[Tensor, Tensor]]:
+    """This process' share of the images: slots (b, L, V) and labels (b,), on the device of a classifier."""
+    for start in range(rank() * IMAGE_CHUNK, len(images.features), world_size() * IMAGE_CHUNK):
+        rows = slice(start, start + IMAGE_CHUNK)
+        slots = images.features[rows].to(like.device).unflatten(1, (len(like), -1))
+        yield slots, images.labels[rows].to(like.device)
 
 
 def _hits_alone(images: Features, classifier: Float[Tensor, "L classes V"]) -> Int64[Tensor, " L"]:
     """Images that each slot classifies right by itself."""
     hits = torch.zeros(len(classifier), dtype=torch.int64, device=classifier.device)
-    for features, labels in _chunks(images):
-        slots = features.to(classifier.device).unflatten(1, (len(classifier), -1))
-        labels = labels.to(classifier.device)
+    for slots, labels in _chunks(images, classifier):
         for slot, weights in enumerate(classifier):
             hits[slot] += count_hits(slots[:, slot] @ weights.t(), labels)[:, 0].sum()
     return all_reduce_sum(hits).cpu()
@@ -171,9 +174,7 @@ def _hits_together(
     """Images that the first k of the ranking classify right together; `classifier` is in the ranking's order."""
     hits = torch.zeros(len(classifier), dtype=torch.int64, device=classifier.device)
     lengths = classifier.square().sum(dim=2).cumsum(dim=0).sqrt()  # (L, classes)
-    for features, labels in _chunks(images):
-        slots = features.to(classifier.device).unflatten(1, (len(classifier), -1))
-        labels = labels.to(classifier.device)
+    for slots, labels in _chunks(images, classifier):
         sums = torch.zeros(len(slots), classifier.shape[1], device=classifier.device)
         for position, slot in enumerate(ranking):
             sums += slots[:, slot] @ classifier[position].t()
@@ -191,7 +192,7 @@ def select_slots(args: argparse.Namespace) -> dict[str, Any]:
     process = start_evaluation(args)
     require_matplotlib()
     path, plot = result_paths(args, "slots.json")
-    scorer = open_clip_model(args, process)
+    scorer = clip_scorer(args, process)
     config = whole_model(scorer.model).config
     check_has_slots(config)
     num_slots = config.image.num_slots
@@ -208,7 +209,7 @@ def select_slots(args: argparse.Namespace) -> dict[str, Any]:
     choosing, held_out = disjoint_subsets(chosen, (len(chosen), len(chosen)))
     templates = open_templates(args.templates, args.data_path)
     scores = score_slots(scorer, choosing, classes.names, templates, num_slots, held_out)
-    result = describe(scores, args.keep, templates, scorer.record, args)
+    result = describe(scores, templates, scorer.record, args)
     result["prompts"]["classnames"] = classes.origin
     if is_main():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -217,10 +218,10 @@ def select_slots(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def describe(
-    scores: SlotScores, keep: int | None, templates: tuple[str, ...], record: dict[str, Any], args: argparse.Namespace
+    scores: SlotScores, templates: tuple[str, ...], record: dict[str, Any], args: argparse.Namespace
 ) -> dict[str, Any]:
     """Selection, accuracies and protocol, as slots.json holds them."""
-    number = keep or scores.best_number
+    number = args.keep or scores.best_number
     num_slots = len(scores.ranking)
     selection = SlotSelection(tuple(sorted(scores.ranking[:number])), num_slots, record["model"]["sha256"])
     return {
@@ -231,7 +232,7 @@ def describe(
         "top1_selected_on_choosing_images": scores.curve[number - 1],
         "rule": {
             "ranking": "top-1 accuracy of each slot alone; of equally good slots the first is preferred",
-            "number": "asked for" if keep else "the smallest with the highest accuracy on the choosing images",
+            "number": "asked for" if args.keep else "the smallest with the highest accuracy on the choosing images",
             "halves": "a random half of the images chose; top1_selected and top1_all are of the other half",
         },
         "ranking": [{"slot": slot, "top1": scores.alone[slot]} for slot in scores.ranking],

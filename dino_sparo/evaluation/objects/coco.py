@@ -6,16 +6,16 @@ mark groups: their pixels are void where no object is. Format: cocodataset.org/#
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool
-from PIL import Image
 
-from dino_sparo.data import CorruptImageError
-from dino_sparo.evaluation.objects.masks import ObjectMasks
-from dino_sparo.sources.decode import DEFAULT_LIMITS, read_image
+from dino_sparo.data import CorruptImageError, ImageSource
+from dino_sparo.evaluation.objects.masks import ObjectMasks, ObjectSource, image_files
+from dino_sparo.sources.decode import DEFAULT_LIMITS
 from dino_sparo.sources.limits import open_regular, parse_json
 
 
@@ -80,37 +80,25 @@ def _decompressed(text: str) -> list[int]:
     return numbers
 
 
-class CocoObjects:
-    """The images of COCO's annotations.
+@dataclass(frozen=True)
+class CocoMasks:
+    """The objects of COCO's annotations.
 
-    Args:
-        folder: of the image files.
-        images: their entries in the annotations.
+    Attributes:
+        files: the image files.
+        entries: of the images, as in the annotations.
         annotations: of each image, by its id.
-        names: names of the classes by their ids.
+        number: of each class, by its id.
     """
 
-    def __init__(
-        self, folder: Path, images: list[dict[str, Any]], annotations: dict[int, list[dict]], names: dict[int, str]
-    ) -> None:
-        self.folder, self.images, self.annotations = folder, images, annotations
-        self.number = {identity: number for number, identity in enumerate(sorted(names))}
-        self.name, self.classes = f"COCO {folder}", [names[identity] for identity in sorted(names)]
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def location(self, index: int) -> str:
-        """The image's path."""
-        return str(self.folder / self.images[index]["file_name"])
-
-    def read(self, index: int) -> Image.Image:
-        """The image as 8-bit RGB."""
-        return read_image(self.location(index), self.location(index))
+    files: ImageSource
+    entries: list[dict[str, Any]]
+    annotations: dict[int, list[dict]]
+    number: dict[int, int]
 
     def objects(self, index: int) -> ObjectMasks:
-        """Its objects; groups are void."""
-        image = self.images[index]
+        """The objects of an image; groups are void."""
+        image = self.entries[index]
         try:
             height, width = int(image["height"]), int(image["width"])
             if height * width > DEFAULT_LIMITS.max_mpix * 1e6:
@@ -123,7 +111,7 @@ class CocoObjects:
             classes = [self.number[annotation["category_id"]] for annotation in own]
         except (KeyError, OverflowError, TypeError, ValueError) as error:
             reason = f"annotations cannot be read ({type(error).__name__}: {error})"
-            raise CorruptImageError(self.location(index), reason) from error
+            raise CorruptImageError(self.files.location(index), reason) from error
         things = masks[~crowd]
         void = masks[crowd].any(axis=0) & ~things.any(axis=0)
         return ObjectMasks(things, np.array(classes, dtype=np.int64)[~crowd], void)
@@ -138,7 +126,7 @@ def segmentation_mask(segmentation: Any, height: int, width: int) -> Bool[np.nda
     return polygon_mask(segmentation, height, width)
 
 
-def open_coco(folder: Path, path: Path) -> CocoObjects:
+def open_coco(folder: Path, path: Path) -> ObjectSource:
     """The images that COCO's annotations describe.
 
     Args:
@@ -154,17 +142,20 @@ def open_coco(folder: Path, path: Path) -> CocoObjects:
     except (OSError, ValueError) as error:
         raise ValueError(f"--masks {str(path)!r} cannot be read as JSON ({error})") from error
     try:
-        names = {category["id"]: str(category["name"]) for category in content["categories"]}
+        classes = {category["id"]: str(category["name"]) for category in content["categories"]}
         annotations: dict[int, list[dict]] = {}
         for annotation in content["annotations"]:
             annotations.setdefault(annotation["image_id"], []).append(annotation)
-        images = [{name: image[name] for name in ("id", "file_name", "height", "width")} for image in content["images"]]
+        entries = [{name: image[name] for name in ("id", "height", "width")} for image in content["images"]]
+        files = image_files(f"COCO {folder}", folder, [image["file_name"] for image in content["images"]])
     except (KeyError, TypeError) as error:
         keys = ", ".join(content) if isinstance(content, dict) else type(content).__name__
         raise ValueError(
             f"--masks {str(path)!r} has not the form of COCO's instances (images, annotations, categories; missing "
             f"{error}); it holds {keys}"
         ) from error
-    if not images:
+    if not entries:
         raise ValueError(f"--masks {str(path)!r} lists no images")
-    return CocoObjects(folder, images, annotations, names)
+    number = {identity: number for number, identity in enumerate(sorted(classes))}
+    masks = CocoMasks(files, entries, annotations, number)
+    return ObjectSource(files, [classes[identity] for identity in number], masks.objects)

@@ -21,21 +21,20 @@ from dino_sparo.evaluation.names import describe_model, run_names
 from dino_sparo.evaluation.objects.figures import draw_classes, draw_matching, draw_measures
 from dino_sparo.evaluation.objects.layouts import open_objects
 from dino_sparo.evaluation.objects.masks import UNKNOWN, ObjectSource
-from dino_sparo.evaluation.objects.measures import MEASURES
 from dino_sparo.evaluation.objects.slots import (
-    Matching,
     class_lift,
-    match_slots,
+    match_held_out,
     mean_best_lift,
     shuffled_lift,
-    slot_similarity,
 )
-from dino_sparo.evaluation.objects.survey import MODEL, ROWS, UNTRAINED, Survey, slot_values, survey_objects
+from dino_sparo.evaluation.objects.survey import MODEL, UNTRAINED, Survey, slot_values, survey_objects
+from dino_sparo.evaluation.objects.table import table
 from dino_sparo.evaluation.page import require_matplotlib
 from dino_sparo.evaluation.protocol import (
     EvaluatedEncoder,
-    open_encoder,
+    encoder_of_options,
     result_folder,
+    trained_encoder,
     untrained_encoder,
     write_result,
 )
@@ -46,11 +45,6 @@ from dino_sparo.runtime.logs import printable, setup_logging
 from dino_sparo.runtime.records import versions
 
 logger = logging.getLogger(__name__)
-
-ROW_NAMES = dict(
-    zip(ROWS, ("this encoder", "untrained", "maps of another image", "random maps", "patch grid"), strict=True)
-)
-MEASURE_NAMES = dict(zip(MEASURES, ("Jaccard", "mBO", "FG-ARI", "pointing"), strict=True))
 
 
 def score_slots(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -73,24 +67,19 @@ def score_slots(args: argparse.Namespace) -> dict[str, Any] | None:
     if args.seed < 0:
         raise ValueError(f"seed={args.seed} is negative; give an integer from 0")
     device = select_device(args.device)
-    evaluated = open_encoder(
-        args.pretrained_weights,
-        args.checkpoint_key,
-        args.arch,
-        args.patch_size,
-        untrained=args.untrained,
-        seed=args.seed,
-    )
-    other = open_encoder(args.match, args.checkpoint_key) if args.match else None
+    evaluated = encoder_of_options(args)
+    other = trained_encoder(args.match, args.checkpoint_key) if args.match else None
     refuse_without_maps(evaluated)
     for compared in (evaluated, other) if other is not None else ():
         refuse_without_slots(compared)
     source = open_objects(args.data_path, args.masks)
     indices = choose_images(len(source), args.num_images)
     view = view_of(evaluated, args.image_size)
-    control = untrained_encoder(evaluated, args.seed + bool(args.untrained))
+    control = untrained_encoder(
+        evaluated.encoder.config, args.seed + bool(args.untrained), evaluated.mean, evaluated.std
+    )
     encoders = {MODEL: evaluated.encoder.to(device), UNTRAINED: control.encoder.to(device)}
-    survey = survey_objects(encoders, source, indices, view, args.share, args.seed, args.num_workers)
+    survey = survey_objects(encoders, source, indices, view, args.share, args.seed, args.num_workers, args.maps)
     result = {
         **describe_run(evaluated, source, survey, view, args),
         "measures": survey.measures(args.seed),
@@ -127,8 +116,12 @@ def refuse_without_slots(evaluated: EvaluatedEncoder) -> None:
 
 
 def choose_images(count: int, num_images: int) -> list[int]:
-    """At most `num_images` of all, drawn at random and always the same: folders and scenes are ordered by class."""
-    return np.sort(np.random.default_rng(0).permutation(count)[:num_images]).tolist()
+    """At most `num_images` of all in a random order that is always the same.
+
+    Folders and scenes are ordered by class. In a random order the image before, whose maps are a control, is of any
+    class.
+    """
+    return np.random.default_rng(0).permutation(count)[:num_images].tolist()
 
 
 def view_of(evaluated: EvaluatedEncoder, image_size: int | None) -> SquareView:
@@ -146,9 +139,11 @@ def describe_run(
     return {
         "encoder": evaluated.record,
         "kind": config.kind.shows,
-        "num_maps": survey.jaccards[0].shape[1],
+        "num_maps": survey.jaccards[MODEL][0].shape[1],
+        "maps_per_score": survey.subsets.shape[1],
+        "map_subsets": survey.subsets.tolist(),
         "data": {
-            "name": source.name,
+            "name": source.images.name,
             "masks": args.masks,
             "num_images": len(survey.classes),
             "num_objects": sum(map(len, survey.classes)),
@@ -169,7 +164,8 @@ def describe_run(
 
 def describe_maps(survey: Survey, source: ObjectSource, seed: int) -> dict[str, Any]:
     """What each map finds, and which class it finds best where classes are known."""
-    jaccards, classes = np.concatenate(survey.jaccards), np.concatenate(survey.classes)
+    jaccards, untrained = (np.concatenate(survey.jaccards[row]) for row in (MODEL, UNTRAINED))
+    classes = np.concatenate(survey.classes)
     wins = np.bincount(jaccards.argmax(axis=1), minlength=jaccards.shape[1]) / len(jaccards)
     means = jaccards.mean(axis=0)
     maps: list[dict[str, Any]] = [
@@ -182,7 +178,6 @@ def describe_maps(survey: Survey, source: ObjectSource, seed: int) -> dict[str, 
     for entry, row in zip(maps, lift, strict=True):
         best = int(np.nanargmax(row))
         entry |= {"class": source.classes[best], "lift": float(row[best])}
-    chance = shuffled_lift(jaccards, classes, len(source.classes), seed)
     return {
         "maps": maps,
         "classes": [
@@ -194,32 +189,46 @@ def describe_maps(survey: Survey, source: ObjectSource, seed: int) -> dict[str, 
             }
             for number in seen
         ],
-        "selectivity": {"mean_best_lift": mean_best_lift(lift), "shuffled": chance},
+        "selectivity": {
+            "mean_best_lift": mean_best_lift(lift),
+            "shuffled": shuffled_lift(jaccards, classes, len(source.classes), seed),
+            "untrained": mean_best_lift(class_lift(untrained, classes, len(source.classes))),
+        },
     }
 
 
 def match_models(
     survey: Survey, other: EvaluatedEncoder, source: ObjectSource, args: argparse.Namespace, device: torch.device
 ) -> dict[str, Any]:
-    """The best matching of this encoder's slots and another one's, and what chance gives."""
+    """The best matching of this encoder's slots and another one's, and what chance gives.
+
+    Raises:
+        ValueError: too few images.
+    """
+    count = len(survey.indices)
+    if count < 4:
+        raise ValueError(
+            f"--match needs at least 4 images, half to match slots and half to compare them; {count} could be read. "
+            "Give more, or leave --match out"
+        )
     own, untrained = (np.concatenate(survey.values[row]) for row in (MODEL, UNTRAINED))
     theirs = slot_values(other.encoder.to(device), source, survey.indices, view_of(other, args.image_size))
-    similarity = slot_similarity(own, theirs)
     shuffled = np.random.default_rng(args.seed).permutation(theirs)
+    best, mean_of_all_pairs = match_held_out(own, theirs)
     matchings = {
-        "matched": match_slots(similarity),
-        "untrained": match_slots(slot_similarity(own, untrained)),
-        "shuffled_images": match_slots(slot_similarity(own, shuffled)),
+        "matched": best,
+        "untrained": match_held_out(own, untrained)[0],
+        "shuffled_images": match_held_out(own, shuffled)[0],
     }
-    best: Matching = matchings["matched"]
     return {
         "encoder": other.record,
         "similarity": "linear CKA",
-        "num_images": len(own),
-        "mean_of_all_pairs": float(similarity.mean()),
+        "matching_images": len(own[::2]),
+        "num_images": len(own[1::2]),
+        "mean_of_all_pairs": mean_of_all_pairs,
         **{
-            name: {"mean": float(found.similarity.mean()), "pairs": np.sort(found.similarity)[::-1].tolist()}
-            for name, found in matchings.items()
+            name: {"mean": float(matching.similarity.mean()), "pairs": np.sort(matching.similarity)[::-1].tolist()}
+            for name, matching in matchings.items()
         },
         "partners": [
             {"slot": int(slot), "partner": int(partner), "similarity": float(value)}
@@ -228,63 +237,12 @@ def match_models(
     }
 
 
-def table(result: dict[str, Any]) -> str:
-    """The result for people: measures in percent with half the width of their 95 % interval; then maps and slots."""
-    data, maps = result["data"], f"{result['num_maps']} {result['kind']}s"
-    lines = [
-        f"{data['num_objects']} objects in {data['num_images']} images of {printable(data['name'])}; {maps}, share "
-        f"{result['share']:g} of the mass; {data['without_objects']} images without objects, {data['unreadable']} "
-        "unreadable",
-        "",
-        f"{'%':<28}" + "".join(f"{name:>15}" for name in MEASURE_NAMES.values()),
-    ]
-    for row, scores in result["measures"].items():
-        lines.append(f"{ROW_NAMES[row]:<28}" + "".join(f"{percent(scores[measure]):>15}" for measure in MEASURES))
-    for row, scores in result["differences"].items():
-        name = f"minus {ROW_NAMES[row]}"
-        lines.append(f"{name:<28}" + "".join(f"{percent(scores[measure], '+'):>15}" for measure in MEASURES))
-    lines += ["", "mean absolute cosine of two " + f"{result['kind']}s: " + redundancy_words(result["redundancy"])]
-    if "selectivity" in result:
-        chance = result["selectivity"]["shuffled"]
-        lines.append(
-            f"selectivity (mean best lift): {100 * result['selectivity']['mean_best_lift']:.1f} Jaccard points; with "
-            f"shuffled classes {100 * float(np.mean(chance)):.1f}, at most {100 * max(chance):.1f}"
-        )
-        best = sorted(result["maps"], key=lambda entry: -entry["lift"])[:5]
-        named = ", ".join(f"{result['kind']} {e['map']} {e['class']} (+{100 * e['lift']:.1f})" for e in best)
-        lines.append(f"most selective: {named}")
-    if "match" in result:
-        match = result["match"]
-        own, untrained, shuffled = (match[name]["mean"] for name in ("matched", "untrained", "shuffled_images"))
-        lines.append(
-            f"matched slots, mean linear CKA: {own:.3f}; all pairs {match['mean_of_all_pairs']:.3f}, matched to an "
-            f"untrained encoder {untrained:.3f}, to shuffled images {shuffled:.3f}"
-        )
-    return "\n".join(lines)
-
-
-def percent(summary: dict[str, Any], sign: str = "") -> str:
-    """A mean in percent with half the width of its interval."""
-    if summary["mean"] is None:
-        return "-"
-    low, high = summary["interval_95"]
-    return f"{100 * summary['mean']:{sign}.1f} ± {50 * (high - low):.1f}"
-
-
-def redundancy_words(redundancy: dict[str, dict[str, float]]) -> str:
-    """How alike maps and values are, of the model and untrained."""
-    return "; ".join(
-        f"{ROW_NAMES[row]} " + ", ".join(f"{what} {value:.2f}" for what, value in own.items())
-        for row, own in redundancy.items()
-    )
-
-
 def draw(result: dict[str, Any], evaluated: EvaluatedEncoder, weights: str, folder: Path) -> list[Path]:
     """Write the plots of what was measured; returns their paths."""
     run = "untrained" if result["encoder"]["untrained"] else run_names([weights])[0]
     model = describe_model(evaluated.record, evaluated.encoder.config, run, evaluated.encoder.config.readout)
     written = [folder / "slot_score.png"]
-    draw_measures(result, model, ROW_NAMES, MEASURE_NAMES, written[0])
+    draw_measures(result, model, written[0])
     if "classes" in result:
         written.append(folder / "slot_classes.png")
         draw_classes(result, model, written[-1])

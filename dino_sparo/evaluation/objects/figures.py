@@ -1,44 +1,73 @@
-"""Results of `slot-score` -> plots: measures beside their controls, which map finds which class, matched slots."""
+"""Results of `slot-score` -> plots: measures and redundancy with controls, maps and classes, matched slots."""
 
+import itertools
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dino_sparo.evaluation.objects.survey import MODEL, UNTRAINED
+from dino_sparo.evaluation.objects.table import MEASURE_NAMES, ROW_NAMES, scored_maps
 from dino_sparo.evaluation.page import INK, SOFT
-from dino_sparo.evaluation.plots import PANEL_HEIGHT, panels
+from dino_sparo.evaluation.plots import ACCENT, PANEL_HEIGHT, panels
 from dino_sparo.runtime.logs import printable
 
-ACCENT, CONTROL, BOUND = "#8a3fb5", "#b9b7c6", "#e8a33d"
+AXIS_END = 116  # percent: a bar of 100 % and its number
+CONTROL, BOUND = "#b9b7c6", "#e8a33d"
 SHADES = ("#e8a33d", "#ffffff", "#46147a")  # from worse over equal to better than on other classes
 COLUMN_WIDTH, ROW_HEIGHT = 0.22, 0.3  # inches, of a cell of the table of classes
-MEASURES_SIZE, MATCHING_SIZE = (13.3, 3.6), (7, 4.2)  # inches
+MEASURES_SIZE, MATCHING_SIZE = (13.3, 6.6), (7, 4.2)  # inches
 
 
-def draw_measures(
-    result: Mapping[str, Any], model: str, rows: Mapping[str, str], measures: Mapping[str, str], path: Path
-) -> None:
-    """Bars of each measure for the encoder, its controls and the bound, with 95 % intervals.
+def draw_measures(result: Mapping[str, Any], model: str, path: Path) -> None:
+    """Bars of each measure for the encoder, its controls and the bound, with 95 % intervals; bars of redundancy.
 
     Args:
         result: of `command.score_slots`.
         model: a line about the encoder.
-        rows: key of what is scored -> its name.
-        measures: key of a measure -> its name.
         path: the PNG to write.
     """
-    with panels(path, 1, len(measures)) as axes:
-        for axis, (measure, name) in zip(axes[0], measures.items(), strict=True):
-            _draw_bars(axis, {row: result["measures"][row][measure] for row in rows})
-            axis.set_title(name, fontsize=13)
-            axis.set_yticks(range(len(rows)), list(rows.values()) if axis is axes[0, 0] else [""] * len(rows))
+    with panels(path, 2, 3) as axes:
+        *plots, last = axes.flat
+        for axis, (measure, name) in zip(plots, MEASURE_NAMES.items(), strict=True):
+            _draw_bars(axis, {row: result["measures"][row][measure] for row in ROW_NAMES})
+            count = result["measures"][MODEL][measure]["num_images"]
+            axis.set_title(name if count == result["data"]["num_images"] else f"{name} ({count:,} images)", fontsize=13)
+            labels = ROW_NAMES.values() if axis in axes[:, 0] else [""] * len(ROW_NAMES)
+            axis.set_yticks(range(len(ROW_NAMES)), list(labels))
+        draw_redundancy(last, result["redundancy"])
+        last.set_title(f"likeness of two {result['kind']}s", fontsize=13)
         data = result["data"]
         objects = f"{data['num_objects']:,} objects in {data['num_images']:,} images of {printable(data['name'])}"
-        words = f"{result['num_maps']} {result['kind']}s  ·  {objects}  ·  means over images, 95 % intervals"
+        words = f"{scored_maps(result)}  ·  {objects}  ·  means over images, 95 % intervals"
         figure = axes[0, 0].figure
         figure.set_size_inches(*MEASURES_SIZE)
         _write_title(figure, f"{model}\n{words}")
+
+
+def draw_redundancy(axis: Any, redundancy: Mapping[str, Mapping[str, float]]) -> None:
+    """Bars of the mean absolute cosine of two maps, and of two slots' values where there are any.
+
+    Args:
+        axis: to draw on.
+        redundancy: of `Survey.mean_redundancy`.
+    """
+    parts = list(redundancy[MODEL])
+    for position, (what, row) in enumerate(itertools.product(parts, redundancy)):
+        value = redundancy[row][what]
+        if math.isnan(value):  # of a single map
+            continue
+        axis.barh(position, value, color=ACCENT if row == MODEL else CONTROL, height=0.7)
+        axis.text(value + 0.02, position, f"{value:.2f}", va="center", color=INK, fontsize=10)
+    axis.set_yticks([2 * number + 0.5 for number in range(len(parts))], parts)
+    axis.set_ylim(2 * len(parts) - 0.5, -0.5)
+    axis.set_xlim(0, AXIS_END / 100)
+    axis.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "0.25", "0.5", "0.75", "1"])
+    axis.set_xlabel(f"mean absolute cosine; grey: {ROW_NAMES[UNTRAINED]}", color=SOFT)
+    axis.tick_params(axis="y", length=0)
+    axis.spines["left"].set_visible(False)
 
 
 def _draw_bars(axis: Any, scores: Mapping[str, Mapping[str, Any]]) -> None:
@@ -54,7 +83,7 @@ def _draw_bars(axis: Any, scores: Mapping[str, Mapping[str, Any]]) -> None:
         words = "no image has two objects"
         axis.text(0.5, 0.5, words, transform=axis.transAxes, ha="center", color=SOFT, fontsize=11)
     axis.set_ylim(len(scores) - 0.5, -0.5)
-    axis.set_xlim(min(0, axis.get_xlim()[0]), 112)
+    axis.set_xlim(min(0, axis.get_xlim()[0]), AXIS_END)
     axis.set_xticks([0, 25, 50, 75, 100])
     axis.set_xlabel("%", color=SOFT)
     axis.tick_params(axis="y", length=0)
@@ -92,10 +121,12 @@ def draw_classes(result: Mapping[str, Any], model: str, path: Path) -> None:
         bar = figure.colorbar(image, ax=axis, fraction=0.03, pad=0.02)
         bar.outline.set_visible(False)
         bar.set_label("lift, Jaccard points", color=INK)
-        chance = 100 * float(np.mean(result["selectivity"]["shuffled"]))
-        own = 100 * result["selectivity"]["mean_best_lift"]
+        own, untrained, chance = (
+            100 * float(np.mean(result["selectivity"][name])) for name in ("mean_best_lift", "untrained", "shuffled")
+        )
         words = (
-            f"Which {result['kind']} finds which class: mean best lift {own:.1f}, with shuffled classes {chance:.1f}"
+            f"Which {result['kind']} finds which class: mean best lift {own:.1f} (untrained {untrained:.1f}, "
+            f"shuffled classes {chance:.1f})"
         )
         _write_title(figure, f"{model}\n{words}")
 
@@ -124,9 +155,8 @@ def draw_matching(match: Mapping[str, Any], model: str, path: Path) -> None:
         axis.set_ylabel("linear CKA of their values", color=INK)
         axis.legend(frameon=False, fontsize=9, labelcolor=INK)
         axis.figure.set_size_inches(*MATCHING_SIZE)
-        _write_title(
-            axis.figure, f"{model}\nBest matching of its slots with those of ...  ·  {match['num_images']:,} images"
-        )
+        words = f"Its slots matched with those of ...  ·  {match['num_images']:,} images that did not choose the pairs"
+        _write_title(axis.figure, f"{model}\n{words}")
 
 
 def _write_title(figure: Any, words: str) -> None:

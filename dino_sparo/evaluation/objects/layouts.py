@@ -7,6 +7,8 @@ IMAGES and --masks instances.json                 COCO's annotations, see `coco.
 """
 
 import os
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +17,10 @@ from PIL import Image
 
 from dino_sparo.data import CorruptImageError
 from dino_sparo.evaluation.objects.coco import open_coco
-from dino_sparo.evaluation.objects.masks import UNKNOWN, ObjectMasks, ObjectSource, masks_of_ids
+from dino_sparo.evaluation.objects.masks import UNKNOWN, ObjectMasks, ObjectSource, image_files, masks_of_ids
 from dino_sparo.scenes import Scenes, names_scenes, parse_scenes_spec
 from dino_sparo.sources import IMAGE_EXTENSIONS
-from dino_sparo.sources.decode import DEFAULT_LIMITS, read_image
+from dino_sparo.sources.decode import DEFAULT_LIMITS
 from dino_sparo.sources.limits import open_regular
 
 VOC_VOID = 255
@@ -30,67 +32,30 @@ VOC_CLASSES = (
 MASK_MODES = ("1", "L", "P", "I", "I;16")  # of images whose pixels are numbers
 
 
-class SceneObjects:
-    """The held-out built-in scenes with their true masks; arguments as of `Scenes`."""
-
-    def __init__(self, num_images: int, image_size: int) -> None:
-        self.scenes = Scenes(num_images, image_size, split="val")
-        self.name, self.classes = self.scenes.name, list(self.scenes.classes or [])
-
-    def __len__(self) -> int:
-        return len(self.scenes)
-
-    def location(self, index: int) -> str:
-        """The scene's name."""
-        return self.scenes.location(index)
-
-    def read(self, index: int) -> Image.Image:
-        """The scene."""
-        return self.scenes.read(index)
-
-    def objects(self, index: int) -> ObjectMasks:
-        """Its one or two objects."""
-        masks, classes = self.scenes.object_masks(index)
-        return ObjectMasks(masks, classes, np.zeros(masks.shape[1:], dtype=bool))
+def scene_objects(scenes: Scenes, index: int) -> ObjectMasks:
+    """The one or two objects of a scene."""
+    masks, classes = scenes.object_masks(index)
+    return ObjectMasks(masks, classes, np.zeros(masks.shape[1:], dtype=bool))
 
 
-class FileObjects:
-    """Image files, each with a mask file whose pixels are the objects' numbers.
+@dataclass(frozen=True)
+class MaskFiles:
+    """Files whose pixels are the numbers of objects, one per image.
 
-    Args:
-        name: what the log calls them.
-        images: their paths.
-        masks: the paths of their masks.
+    Attributes:
+        masks: their paths.
         void: a number that marks void pixels; None: there is none.
         class_masks: paths of masks whose pixels are classes, from 1; None: classes are unknown.
-        classes: names of the classes.
+        num_classes: number of classes.
     """
 
-    def __init__(
-        self,
-        name: str,
-        images: list[Path],
-        masks: list[Path],
-        void: int | None = None,
-        class_masks: list[Path] | None = None,
-        classes: tuple[str, ...] = (),
-    ) -> None:
-        self.name, self.classes = name, list(classes)
-        self.images, self.masks, self.void, self.class_masks = images, masks, void, class_masks
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def location(self, index: int) -> str:
-        """The image's path."""
-        return str(self.images[index])
-
-    def read(self, index: int) -> Image.Image:
-        """The image as 8-bit RGB."""
-        return read_image(str(self.images[index]), str(self.images[index]))
+    masks: list[Path]
+    void: int | None = None
+    class_masks: list[Path] | None = None
+    num_classes: int = 0
 
     def objects(self, index: int) -> ObjectMasks:
-        """Its objects, by their numbers."""
+        """The objects of an image, by their numbers."""
         ids = read_ids(self.masks[index])
         void = np.zeros(ids.shape, dtype=bool) if self.void is None else ids == self.void
         masks = masks_of_ids(np.where(void, 0, ids))
@@ -105,7 +70,7 @@ class FileObjects:
 
     def _class_of(self, numbers: Int[np.ndarray, " pixels"]) -> int:
         """The class that most of an object's pixels have, from 0."""
-        counts = np.bincount(numbers[(numbers > 0) & (numbers <= len(self.classes))], minlength=1)
+        counts = np.bincount(numbers[(numbers > 0) & (numbers <= self.num_classes)], minlength=1)
         return int(counts.argmax()) - 1 if counts.any() else UNKNOWN
 
 
@@ -140,7 +105,8 @@ def open_objects(data_path: str, masks: str | None = None) -> ObjectSource:
     """
     if names_scenes(data_path):
         _refuse_masks(masks, data_path)
-        return SceneObjects(*parse_scenes_spec(data_path))
+        scenes = Scenes(*parse_scenes_spec(data_path), split="val")
+        return ObjectSource(scenes, list(scenes.classes or []), partial(scene_objects, scenes))
     root = Path(data_path).expanduser()
     if not data_path or not root.is_dir():
         raise ValueError(
@@ -171,7 +137,7 @@ def _refuse_masks(masks: str | None, data_path: str) -> None:
         raise ValueError(f"--masks {masks!r}: {data_path!r} has masks of its own; leave the option out")
 
 
-def _open_voc(root: Path) -> FileObjects:
+def _open_voc(root: Path) -> ObjectSource:
     """The images that VOC lists in ImageSets/Segmentation/val.txt."""
     listing = root / "ImageSets" / "Segmentation" / "val.txt"
     if not listing.is_file():
@@ -180,21 +146,22 @@ def _open_voc(root: Path) -> FileObjects:
     if not stems:
         raise ValueError(f"{listing} lists no images; give VOC's own list")
     classes = root / "SegmentationClass"
-    return FileObjects(
-        f"VOC {root}",
-        [root / "JPEGImages" / f"{stem}.jpg" for stem in stems],
+    masks = MaskFiles(
         [root / "SegmentationObject" / f"{stem}.png" for stem in stems],
         VOC_VOID,
         [classes / f"{stem}.png" for stem in stems] if classes.is_dir() else None,
-        VOC_CLASSES,
+        len(VOC_CLASSES),
     )
+    images = image_files(f"VOC {root}", root / "JPEGImages", [f"{stem}.jpg" for stem in stems])
+    return ObjectSource(images, list(VOC_CLASSES), masks.objects)
 
 
-def _open_pairs(images: Path, masks: Path) -> FileObjects:
+def _open_pairs(images: Path, masks: Path) -> ObjectSource:
     """All images of a folder, each with the mask of its stem; one that is missing is an error of that image."""
-    paths = sorted(path for path in images.iterdir() if path.suffix.lower() in IMAGE_EXTENSIONS)
-    if not paths:
+    names = sorted(path.name for path in images.iterdir() if path.suffix.lower() in IMAGE_EXTENSIONS)
+    if not names:
         raise ValueError(
             f"{str(images)!r} holds no images: looked for {', '.join(IMAGE_EXTENSIONS)}, not in subfolders"
         )
-    return FileObjects(f"folder {images}", paths, [masks / f"{path.stem}.png" for path in paths])
+    files = MaskFiles([masks / f"{Path(name).stem}.png" for name in names])
+    return ObjectSource(image_files(f"folder {images}", images, names), [], files.objects)

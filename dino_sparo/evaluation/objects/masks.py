@@ -1,13 +1,18 @@
 """An image's objects as masks, the part of them that an encoder sees, and the contract of all sources of them."""
 
-from typing import NamedTuple, Protocol, runtime_checkable
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int
 from PIL import Image
 
-from dino_sparo.data import CorruptImageError
+from dino_sparo.data import CorruptImageError, ImageSource
 from dino_sparo.evaluation.views import View
+from dino_sparo.sources.packed import FileSource, PackedStrings
 
 UNKNOWN = -1  # class of an object whose class nobody says
 
@@ -26,33 +31,34 @@ class ObjectMasks(NamedTuple):
     void: Bool[np.ndarray, "H W"]
 
 
-@runtime_checkable
-class ObjectSource(Protocol):
+@dataclass(frozen=True)
+class ObjectSource:
     """Images with their objects, by index.
 
     Attributes:
-        name: what the log calls it.
+        images: any images.
         classes: names of the objects' classes; empty where there are none.
+        objects: index -> the objects of that image; raises CorruptImageError if they cannot be read.
     """
 
-    name: str
+    images: ImageSource
     classes: list[str]
+    objects: Callable[[int], ObjectMasks]
 
     def __len__(self) -> int:
         """Number of images."""
-        ...
+        return len(self.images)
 
-    def location(self, index: int) -> str:
-        """Where image `index` lies, for logs and errors."""
-        ...
 
-    def read(self, index: int) -> Image.Image:
-        """Image `index` as 8-bit RGB; raises CorruptImageError."""
-        ...
+def image_files(name: str, folder: Path, names: Sequence[str]) -> FileSource:
+    """Image files of a folder.
 
-    def objects(self, index: int) -> ObjectMasks:
-        """Its objects; raises CorruptImageError if they cannot be read."""
-        ...
+    Args:
+        name: what the log calls them.
+        folder: where they lie.
+        names: of the files.
+    """
+    return FileSource(name, str(folder), PackedStrings.pack([os.fsencode(file) for file in names]), None, None)
 
 
 def masks_of_ids(ids: Int[np.ndarray, "H W"]) -> Bool[np.ndarray, "objects H W"]:

@@ -1,4 +1,4 @@
-"""Maps and objects of one image -> how well the maps find the objects: four measures, their bounds, random maps.
+"""Maps and objects of one image -> how well the maps find the objects: five measures, their bounds, random maps.
 
 A map has one value per patch and is constant within it (nearest-neighbour upsampling). So every measure on pixels
 follows exactly from the numbers of pixels that objects have in patches, `PatchObjects`. Void pixels count nowhere.
@@ -6,6 +6,7 @@ follows exactly from the numbers of pixels that objects have in patches, `PatchO
 Shapes: h, w rows and columns of the patch grid; maps, the slots or heads of an image.
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +14,8 @@ from jaxtyping import Bool, Float, Int, Shaped
 
 from dino_sparo.evaluation.attention import mass_mask
 
-MEASURES = ("jaccard", "mbo", "fg_ari", "pointing")
+MEASURES = ("jaccard", "mbo", "fg_ari", "pointing", "pointing_one_map")
+NUM_SUBSETS = 5  # of an encoder's maps, where not all are scored together
 
 
 class PatchObjects(NamedTuple):
@@ -86,8 +88,9 @@ def map_jaccards(
 ) -> Float[np.ndarray, "objects maps"]:
     """Jaccard index of every object and every map, cut to the patches that hold a share of the map's mass.
 
-    Source: Caron et al., "Emerging properties in self-supervised vision transformers", section 4.2.2 and table 7:
-    VOC12, share 0.6, the best head. `mass_mask` keeps the patches that facebookresearch/dino's --threshold keeps.
+    Source: Caron et al., "Emerging properties in self-supervised vision transformers", section 4.2.2 and figure 4:
+    VOC12, share 0.6, the best head. `mass_mask` keeps the patches that facebookresearch/dino's --threshold keeps. View
+    and masks are ours, so that the numbers cannot be compared with the figure's; docs/slot_score.md says how.
     """
     return jaccards(mass_mask(maps, share), objects)
 
@@ -147,8 +150,8 @@ def foreground_ari(segments: Bool[np.ndarray, "maps h w"], objects: PatchObjects
 def pointing_hits(maps: Float[np.ndarray, "maps h w"], objects: PatchObjects) -> Bool[np.ndarray, "objects maps"]:
     """Whether a map's maximum lies in an object: whether the object has the middle pixel of that patch.
 
-    Of several equal maxima the first patch counts, row by row. Source: Zhang et al., "Top-down neural attention by
-    excitation backprop", without its tolerance of 15 pixels.
+    Of several equal maxima the first patch counts, row by row. Source: the pointing game of Zhang et al., "Top-down
+    neural attention by excitation backprop", which has one map for each class and a tolerance of 15 pixels.
     """
     peaks = _flat(maps).argmax(axis=1)
     return _flat(objects.centres)[:, peaks]
@@ -157,45 +160,83 @@ def pointing_hits(maps: Float[np.ndarray, "maps h w"], objects: PatchObjects) ->
 def score_maps(maps: Float[np.ndarray, "maps h w"], objects: PatchObjects, share: float) -> dict[str, float]:
     """All measures of one image, means over its objects.
 
-        jaccard    for each object its best map's Jaccard index, the map cut to a share of its mass
-        mbo        for each object its best segment's Jaccard index, segments by `assign_patches`
-        fg_ari     of these segments; NaN for fewer than two objects, as it says nothing then
-        pointing   for each object whether any map's maximum lies in it
+        jaccard           for each object its best map's Jaccard index, the map cut to a share of its mass
+        mbo               for each object its best segment's Jaccard index, segments by `assign_patches`
+        fg_ari            of these segments; NaN for fewer than two objects, as it says nothing then
+        pointing          for each object whether any map's maximum lies in it; the more maps, the likelier
+        pointing_one_map  for each object the share of maps whose maximum lies in it
 
     Args:
         maps: (maps, h, w), non-negative.
         objects: at least one.
         share: of a map's mass, in (0, 1].
     """
-    segments = assign_patches(maps)
+    segments, hits = assign_patches(maps), pointing_hits(maps, objects)
+    several = (objects.alone.sum(axis=(1, 2)) > 0).sum() > 1
     return {
         "jaccard": float(map_jaccards(maps, objects, share).max(axis=1).mean()),
         "mbo": mean_best_overlap(segments, objects),
-        "fg_ari": _ari_of_several(segments, objects),
-        "pointing": float(pointing_hits(maps, objects).any(axis=1).mean()),
+        "fg_ari": foreground_ari(segments, objects) if several else float("nan"),
+        "pointing": float(hits.any(axis=1).mean()),
+        "pointing_one_map": float(hits.mean()),
     }
 
 
-def _ari_of_several(segments: Bool[np.ndarray, "maps h w"], objects: PatchObjects) -> float:
-    several = (objects.alone.sum(axis=(1, 2)) > 0).sum() > 1
-    return foreground_ari(segments, objects) if several else float("nan")
+def map_subsets(num_maps: int, size: int | None, seed: int) -> Int[np.ndarray, "subsets K"]:
+    """Random subsets of an encoder's maps, all different, to compare encoders that have different numbers of maps.
+
+    Args:
+        num_maps: of the encoder.
+        size: K, maps of each subset; None: all maps, in one subset.
+        seed: of the choice.
+
+    Returns:
+        (subsets, K), numbers of maps, ascending; fewer than NUM_SUBSETS where there are no more.
+
+    Raises:
+        ValueError: the encoder has not so many maps.
+    """
+    size = num_maps if size is None else size
+    if not 1 <= size <= num_maps:
+        raise ValueError(
+            f"maps={size}, but the encoder has {num_maps}; give 1 to {num_maps}, or leave --maps out to score all maps "
+            "together"
+        )
+    rng = np.random.default_rng(seed)
+    subsets: set[tuple[int, ...]] = set()
+    while len(subsets) < min(NUM_SUBSETS, math.comb(num_maps, size)):
+        subsets.add(tuple(sorted(rng.choice(num_maps, size, replace=False).tolist())))
+    return np.array(sorted(subsets))
+
+
+def score_subsets(
+    maps: Float[np.ndarray, "maps h w"], objects: PatchObjects, share: float, subsets: Int[np.ndarray, "subsets K"]
+) -> dict[str, float]:
+    """`score_maps` of each subset of the maps; the mean over the subsets."""
+    scores = [score_maps(maps[subset], objects, share) for subset in subsets]
+    return {name: float(np.mean([own[name] for own in scores])) for name in MEASURES}
 
 
 def grid_bounds(objects: PatchObjects) -> dict[str, float]:
     """The measures of the best maps that are made of whole patches, each object having its own.
 
-        jaccard, mbo  the exact maximum: patches enter by their share of the object while J grows. An object's best
-                      patches do not depend on the other objects, so mbo is reached where no two want the same patch.
-        fg_ari        every patch goes to the object that has most of it; a very good assignment, not a proven bound
-        pointing      whether the object has the middle pixel of any patch
+        jaccard, mbo      the exact maximum: patches enter by their share of the object while J grows. An object's best
+                          patches do not depend on the other objects, so mbo is reached where no two want the same one.
+        fg_ari            NaN: the best assignment is not known; each patch to the object with most of it is not it
+        pointing          whether the object has the middle pixel of any patch
+        pointing_one_map  all maps point at the patch whose middle pixel the most objects have
 
     Args:
         objects: at least one.
     """
     best = float(np.mean([_best_jaccard(pixels.ravel(), objects.valid.ravel()) for pixels in objects.pixels]))
-    owners = objects.alone.argmax(axis=0) == np.arange(len(objects.alone))[:, None, None]
-    reached = float(objects.centres.any(axis=(1, 2)).mean())
-    return {"jaccard": best, "mbo": best, "fg_ari": _ari_of_several(owners, objects), "pointing": reached}
+    return {
+        "jaccard": best,
+        "mbo": best,
+        "fg_ari": float("nan"),
+        "pointing": float(objects.centres.any(axis=(1, 2)).mean()),
+        "pointing_one_map": float(objects.centres.mean(axis=0).max()),
+    }
 
 
 def _best_jaccard(pixels: Int[np.ndarray, " patches"], valid: Int[np.ndarray, " patches"]) -> float:

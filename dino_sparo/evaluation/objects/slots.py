@@ -135,6 +135,25 @@ def match_slots(similarity: Float[np.ndarray, "L others"]) -> Matching:
     return Matching(slots, partners, similarity[slots, partners])
 
 
+def match_held_out(
+    first: Float[np.ndarray, "images L V"], second: Float[np.ndarray, "images others width"]
+) -> tuple[Matching, float]:
+    """Match slots on every second image, and compare the pairs on the other images.
+
+    On the images that chose it even a matching of noise looks better than its slots are.
+
+    Args:
+        first: (images, L, V), at least four images.
+        second: the other model's slots on the same images.
+
+    Returns:
+        The matching with the similarities on the other images, and the mean similarity of all pairs of slots there.
+    """
+    slots, partners, _ = match_slots(slot_similarity(first[::2], second[::2]))
+    similarity = slot_similarity(first[1::2], second[1::2])
+    return Matching(slots, partners, similarity[slots, partners]), float(similarity.mean())
+
+
 def best_assignment(costs: Float[np.ndarray, "rows columns"]) -> Int[np.ndarray, " rows"]:
     """The column of each row, all different, with the smallest sum of costs: the Hungarian method, O(rows^2 columns).
 

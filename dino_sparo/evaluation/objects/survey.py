@@ -25,7 +25,8 @@ from dino_sparo.evaluation.objects.measures import (
     count_patches,
     grid_bounds,
     map_jaccards,
-    score_maps,
+    map_subsets,
+    score_subsets,
     shuffle_patches,
     summarize,
 )
@@ -36,11 +37,9 @@ from dino_sparo.runtime.logs import progress
 logger = logging.getLogger(__name__)
 
 BATCH_SIZE = 16
-# What is scored, in the order of the table.
-MODEL, UNTRAINED, OTHER_IMAGE, RANDOM, PATCH_GRID = ROWS = (
-    "model", "untrained", "other_image", "random", "patch_grid",
-)  # fmt: skip
-CONTROLS = (UNTRAINED, OTHER_IMAGE, RANDOM)
+MODEL, UNTRAINED = "model", "untrained"
+CONTROLS = (UNTRAINED, "other_image", "random")
+ROWS = (MODEL, *CONTROLS, "patch_grid")  # what is scored, in the order of the table
 NO_SCORE = dict.fromkeys(MEASURES, float("nan"))
 
 
@@ -65,48 +64,42 @@ class Survey:
     """What was measured.
 
     Attributes:
-        scores: row -> measure -> a number per image with objects.
-        jaccards: (objects, maps) per image with objects, of the model's maps.
+        scores: of each image with objects, row -> measure -> number.
+        jaccards: row -> (objects, maps) per image with objects, of the model's and the untrained encoder's maps.
         classes: (objects,) likewise.
         indices: of the images that were seen, with objects or without.
         values: row -> (images, L, V), the slots of the model and of the untrained encoder; empty without slots.
         redundancy: row -> what is alike -> mean cosine per batch, and the batch's size.
+        subsets: (subsets, K), the maps that are scored together; the scores are means over the subsets.
         left_out: location and reason of images that could not be read.
     """
 
-    scores: dict[str, dict[str, list[float]]] = field(
-        default_factory=lambda: {row: {measure: [] for measure in MEASURES} for row in ROWS}
+    scores: list[dict[str, dict[str, float]]] = field(default_factory=list)
+    jaccards: dict[str, list[Float[np.ndarray, "objects maps"]]] = field(
+        default_factory=lambda: {MODEL: [], UNTRAINED: []}
     )
-    jaccards: list[Float[np.ndarray, "objects maps"]] = field(default_factory=list)
     classes: list[Int[np.ndarray, " objects"]] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)
     values: dict[str, list[Float[np.ndarray, "B L V"]]] = field(default_factory=lambda: {MODEL: [], UNTRAINED: []})
     redundancy: dict[str, dict[str, list[tuple[float, int]]]] = field(
         default_factory=lambda: {row: {"maps": [], "values": []} for row in (MODEL, UNTRAINED)}
     )
+    subsets: Int[np.ndarray, "subsets K"] = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
     left_out: list[CorruptImageError] = field(default_factory=list)
-
-    def add_score(self, row: str, scores: dict[str, float]) -> None:
-        """Note the measures of one image."""
-        for measure, value in scores.items():
-            self.scores[row][measure].append(value)
 
     def measures(self, seed: int) -> dict[str, dict[str, Any]]:
         """Row -> measure -> mean, interval, number of images."""
-        return {
-            row: {measure: summarize(np.array(values), seed) for measure, values in own.items()}
-            for row, own in self.scores.items()
-        }
+        return {row: {name: summarize(self._values(row, name), seed) for name in MEASURES} for row in ROWS}
 
     def differences(self, seed: int) -> dict[str, dict[str, Any]]:
         """Control -> measure -> the model's score minus the control's on the same images: mean, interval, number."""
         return {
-            row: {
-                measure: summarize(np.array(self.scores[MODEL][measure]) - np.array(self.scores[row][measure]), seed)
-                for measure in MEASURES
-            }
+            row: {name: summarize(self._values(MODEL, name) - self._values(row, name), seed) for name in MEASURES}
             for row in CONTROLS
         }
+
+    def _values(self, row: str, measure: str) -> Float[np.ndarray, " images"]:
+        return np.array([scores[row][measure] for scores in self.scores])
 
     def mean_redundancy(self) -> dict[str, dict[str, float]]:
         """Row -> "maps" or "values" -> mean absolute cosine over all images."""
@@ -129,36 +122,43 @@ def survey_objects(
     share: float,
     seed: int,
     num_workers: int = 0,
+    maps: int | None = None,
 ) -> Survey:
     """Score the maps of an encoder and of its controls.
 
     Args:
         encoders: those of the rows MODEL and UNTRAINED, of one architecture, in eval mode, on their device.
         source: images with objects.
-        indices: of the images to look at; those that cannot be read are left out and counted.
+        indices: of the images to look at, in random order, as each is also scored with the maps of the image before;
+            those that cannot be read are left out and counted.
         view: what is seen of an image.
         share: of a map's mass, see `map_jaccards`.
-        seed: of the random maps.
+        seed: of the random maps and subsets.
         num_workers: threads that read images.
+        maps: how many are scored together, see `map_subsets`; None: all.
 
     Raises:
-        ValueError: fewer than two images with objects can be read.
+        ValueError: fewer than two images with objects can be read, or the encoder has not so many maps.
     """
     survey = Survey()
     before: np.ndarray | None = None  # the maps of the image before, for the control
     for batch in _batches(survey, source, indices, view, num_workers):
-        maps = {row: _look(survey, row, encoder, batch) for row, encoder in encoders.items()}
-        others = [before, *maps[MODEL][:-1]]
-        before = maps[MODEL][-1]
-        for image, own, untrained, other in zip(batch, maps[MODEL], maps[UNTRAINED], others, strict=True):
+        looks = {row: _look(survey, row, encoder, batch) for row, encoder in encoders.items()}
+        survey.subsets = map_subsets(looks[MODEL].shape[1], maps, seed)
+        others = [before, *looks[MODEL][:-1]]
+        before = looks[MODEL][-1]
+        for image, own, untrained, other in zip(batch, looks[MODEL], looks[UNTRAINED], others, strict=True):
             if not len(image.classes):
                 continue
             shuffled = shuffle_patches(own, np.random.default_rng([seed, image.number]))
-            for row, row_maps in ((MODEL, own), (UNTRAINED, untrained), (OTHER_IMAGE, other), (RANDOM, shuffled)):
+            scores = [
                 # No image is before the first.
-                survey.add_score(row, NO_SCORE if row_maps is None else score_maps(row_maps, image.objects, share))
-            survey.add_score(PATCH_GRID, grid_bounds(image.objects))
-            survey.jaccards.append(map_jaccards(own, image.objects, share))
+                NO_SCORE if heatmaps is None else score_subsets(heatmaps, image.objects, share, survey.subsets)
+                for heatmaps in (own, untrained, other, shuffled)
+            ]
+            survey.scores.append(dict(zip(ROWS, [*scores, grid_bounds(image.objects)], strict=True)))
+            survey.jaccards[MODEL].append(map_jaccards(own, image.objects, share))
+            survey.jaccards[UNTRAINED].append(map_jaccards(untrained, image.objects, share))
             survey.classes.append(image.classes)
     _check(survey, source)
     return survey
@@ -171,9 +171,9 @@ def _batches(
 
     def load(index: int) -> SeenImage | CorruptImageError:
         try:
-            image = source.read(index)
+            image = source.images.read(index)
             seen = view.view(image)
-            objects = view_objects(source.objects(index), seen, source.location(index), image.size)
+            objects = view_objects(source.objects(index), seen, source.images.location(index), image.size)
         except CorruptImageError as error:
             return error
         counts = count_patches(objects.masks, objects.void, view.patch_size)
@@ -204,12 +204,12 @@ def _check(survey: Survey, source: ObjectSource) -> None:
     errors, count = survey.left_out, len(survey.classes)
     named = "; ".join(str(error) for error in errors[:MAX_NAMED])
     if errors:
-        logger.warning("%s: left out %d images that cannot be read: %s", source.name, len(errors), named)
+        logger.warning("%s: left out %d images that cannot be read: %s", source.images.name, len(errors), named)
     if count < 2:
         without = len(survey.indices) - count
         raise ValueError(
-            f"{source.name}: {count} images have objects in view, {without} have none and {len(errors)} cannot be read"
-            f"{f' ({named})' if named else ''}; an interval needs at least 2 images with objects"
+            f"{source.images.name}: {count} images have objects in view, {without} have none and {len(errors)} cannot "
+            f"be read{f' ({named})' if named else ''}; an interval needs at least 2 images with objects"
         )
 
 
@@ -227,6 +227,6 @@ def slot_values(
     device = encoder.backbone.cls_token.device
     parts = []
     for start in progress(range(0, len(indices), BATCH_SIZE), desc="other model"):
-        images = [view(source.read(index))[0] for index in indices[start : start + BATCH_SIZE]]
+        images = [view(source.images.read(index))[0] for index in indices[start : start + BATCH_SIZE]]
         parts.append(maps_and_slots(encoder, torch.stack(images).to(device))[1])
     return np.concatenate(parts)

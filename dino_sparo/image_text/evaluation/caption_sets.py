@@ -21,8 +21,9 @@ import numpy as np
 
 from dino_sparo.data import CorruptImageError, ImageSource
 from dino_sparo.image_text.evaluation.image_files import file_of, open_named_images, require_few_missing
-from dino_sparo.image_text.pairs.batches import PairSource
+from dino_sparo.image_text.pairs.batches import LeftOut, PairSource
 from dino_sparo.image_text.pairs.sources import open_pairs
+from dino_sparo.image_text.pairs.tables import coco_captions
 from dino_sparo.sources import IMAGE_EXTENSIONS
 from dino_sparo.sources.limits import parse_json
 from dino_sparo.sources.subset import Subset
@@ -70,15 +71,15 @@ def open_caption_set(
     if not data_path:
         raise ValueError("--data_path is empty; give the folder of the images (with --captions), tar shards, or scenes")
     if captions:
-        listed = read_captions(Path(captions), split)
-        return _in_folder(_only_listed(listed, image_list), data_path)
+        listed, left_out = read_captions(Path(captions), split)
+        return _in_folder(_only_listed(listed, image_list), data_path, left_out)
     if image_list is not None:
         raise ValueError(f"image_list={image_list!r} chooses among the images of --captions, which is not given")
     return _together(open_pairs(data_path, default_split="val"))
 
 
-def read_captions(path: Path, split: str) -> dict[str, list[str]]:
-    """Captions of every image, by its file name.
+def read_captions(path: Path, split: str) -> tuple[dict[str, list[str]], LeftOut]:
+    """Captions of every image, by its file name, and captions of no image.
 
     Args:
         path: file in one of the layouts above that have a file.
@@ -89,13 +90,20 @@ def read_captions(path: Path, split: str) -> dict[str, list[str]]:
     """
     if not path.is_file():
         raise ValueError(f"captions={str(path)!r} does not exist (in {os.getcwd()})")
+    captions_of: dict[str, list[str]] = {}
     if path.suffix == ".json":
         try:
             content = parse_json(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"captions={str(path)!r} is no JSON ({error})") from error
-        return _read_json(content, path, split)
-    captions_of: dict[str, list[str]] = {}
+        if isinstance(content, dict) and "annotations" in content:
+            files, captions_by_id, left_out = coco_captions(content, str(path))
+            if left_out.total:
+                logger.warning("%s: left out captions %s", path, left_out)
+            for number, name in files.items():
+                captions_of.setdefault(name, []).extend(captions_by_id[number])
+            return captions_of, left_out
+        return _read_json(content, path, split), LeftOut()
     for number, line in enumerate(path.read_text(encoding="utf-8-sig", errors="replace").splitlines()):
         match = CAPTION_LINE.fullmatch(line.strip())
         if match:
@@ -105,11 +113,11 @@ def read_captions(path: Path, split: str) -> dict[str, list[str]]:
                 f"captions={str(path)!r}: line {number + 1} is {line[:60]!r}; expected an image's file name, a tab, "
                 "comma or bar, and a caption"
             )
-    return captions_of
+    return captions_of, LeftOut()
 
 
 def _read_json(content: Any, path: Path, split: str) -> dict[str, list[str]]:
-    """Karpathy's layout, Salesforce's or COCO's."""
+    """Karpathy's layout, or Salesforce's."""
     keys = sorted(content) if isinstance(content, dict) else []
     captions_of: dict[str, list[str]] = {}
     try:
@@ -117,12 +125,6 @@ def _read_json(content: Any, path: Path, split: str) -> dict[str, list[str]]:
             for entry in content:
                 captions = entry["caption"]
                 captions_of.setdefault(entry["image"], []).extend([captions] if isinstance(captions, str) else captions)
-            return captions_of
-        if "annotations" in content:
-            names = {image["id"]: image["file_name"] for image in content["images"]}
-            captions_of = {name: [] for name in names.values()}
-            for annotation in content["annotations"]:
-                captions_of[names[annotation["image_id"]]].append(annotation["caption"])
             return captions_of
         splits = {image["split"] for image in content["images"]}
         for image in content["images"]:
@@ -151,18 +153,18 @@ def _only_listed(captions_of: dict[str, list[str]], image_list: str | None) -> d
     return chosen
 
 
-def _in_folder(captions_of: dict[str, list[str]], folder: str) -> CaptionSet:
+def _in_folder(captions_of: dict[str, list[str]], folder: str, left_out: LeftOut) -> CaptionSet:
     """The images of a folder with what the annotations say about them."""
     named = open_named_images(Path(folder), list(captions_of))
-    return _flat(
-        named.source, [captions_of[file_of(name)] for name in named.names], {"missing images": len(named.missing)}
-    )
+    counts = {f"captions {reason}": number for reason, number in left_out.counts.items()}
+    own = [captions_of[file_of(name)] for name in named.names]
+    return _flat(named.source, own, {"missing images": len(named.missing), **counts})
 
 
 def _together(pairs: PairSource) -> CaptionSet:
     """Pairs with the captions of one image put together."""
-    first: dict[str, int] = {}
-    captions: list[list[str]] = []
+    captions_of: dict[str, list[str]] = {}
+    first: list[int] = []  # of each image's pairs
     unreadable = 0
     for index in range(len(pairs)):
         try:
@@ -171,20 +173,20 @@ def _together(pairs: PairSource) -> CaptionSet:
             unreadable += 1
             logger.warning("%s: captions cannot be read: %s", pairs.name, error)
             texts = []
-        row = first.setdefault(pairs.location(index), len(captions))
-        if row == len(captions):
-            captions.append([])
-        captions[row] += texts
+        location = pairs.location(index)
+        if location not in captions_of:
+            captions_of[location] = []
+            first.append(index)
+        captions_of[location] += texts
     require_few_missing(unreadable, len(pairs), f"captions of {pairs.name}")
     images: ImageSource = pairs.images
-    if len(captions) < len(pairs):
-        first_of = {pairs.location(index): index for index in reversed(range(len(pairs)))}
-        images = Subset(pairs.images, np.array([first_of[location] for location in first], dtype=np.int64))
-    return _flat(images, captions, {"samples that are no pairs": pairs.left_out.total})
+    if len(first) < len(pairs):
+        images = Subset(pairs.images, np.array(first, dtype=np.int64))
+    return _flat(images, captions_of.values(), {"samples that are no pairs": pairs.left_out.total})
 
 
 def _flat(images: ImageSource, captions: Iterable[list[str]], left_out: dict[str, int]) -> CaptionSet:
-    """Captions one after the other, without those that say nothing and without images that have none."""
+    """Captions one after the other, without empty ones, and without images that have none."""
     texts: list[str] = []
     image_of: list[int] = []
     kept: list[int] = []

@@ -19,16 +19,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dino_sparo.data import ImageSource, ShardSampler
-from dino_sparo.evaluation.features import (
-    Features,
-    gather_features,
-    inference,
-)
+from dino_sparo.evaluation.features import Features, gather_features, inference
 from dino_sparo.image_text.evaluation.image_rows import ImageRows, require_both
 from dino_sparo.image_text.evaluation.scorer import EncodedTexts
 from dino_sparo.image_text.prompts import prompts
 from dino_sparo.image_text.text import Tokens
-from dino_sparo.runtime.distributed import all_gather_ragged, rank, world_size
+from dino_sparo.runtime.collectives import all_gather_ragged
+from dino_sparo.runtime.distributed import rank, world_size
 from dino_sparo.runtime.logs import progress
 
 logger = logging.getLogger(__name__)
@@ -43,17 +40,15 @@ class ImageTextModel(Protocol):
 
     def encode_image(self, images: Tensor, normalize: bool = True) -> Tensor:
         """Images (B, C, H, W) -> features (B, M)."""
-        ...
 
     def encode_text(self, token_ids: Tensor, normalize: bool = True) -> Tensor:
         """Token ids (B, N) -> features (B, M)."""
-        ...
 
 
 def pair_products(
-    images: Float[Tensor, "I M"],
+    images: Float[Tensor, "images M"],
     image_of: Int64[Tensor, " pairs"],
-    texts: Float[Tensor, "C M"],
+    texts: Float[Tensor, "captions M"],
     text_of: Int64[Tensor, " pairs"],
 ) -> Float[Tensor, " pairs"]:
     """The cosine of each pair's image and caption; see `Scorer.score_pairs`.
@@ -181,19 +176,23 @@ class DotProductScorer(ImageRows):
 
     score_pairs = staticmethod(pair_products)
 
-    def score_block(self, images: Float[Tensor, "I M"], texts: Float[Tensor, "C M"]) -> Float[Tensor, "I C"]:
+    def score_block(
+        self, images: Float[Tensor, "images M"], texts: Float[Tensor, "captions M"]
+    ) -> Float[Tensor, "images captions"]:
         """The cosine of every image and every caption: one matrix product."""
         return images @ texts.t()
 
-    def similarity(self, images: Sequence[Image.Image] | Tensor, captions: Sequence[str]) -> Float[Tensor, "I C"]:
+    def similarity(
+        self, images: Sequence[Image.Image] | Tensor, captions: Sequence[str]
+    ) -> Float[Tensor, "images captions"]:
         """The cosine of every image and every caption, in this process alone, for use outside of evaluations.
 
         Args:
-            images: of any size and mode; or their views (I, C, H, W), normalised as `transform` does it.
+            images: of any size and mode; or their views (images, C, H, W), normalised as `transform` does it.
             captions: in words.
 
         Returns:
-            (I, C), fp32, on `device`.
+            (images, captions), fp32, on `device`.
 
         Raises:
             ValueError: there are no images, or no captions.

@@ -21,7 +21,7 @@ from dino_sparo.sources.packed import FileSource, PackedStrings
 
 logger = logging.getLogger(__name__)
 
-# More images or captions that are missing are no accident.
+# If a larger share of images or captions is missing, the folder or the download is wrong.
 MAX_MISSING = 0.01
 
 
@@ -165,7 +165,7 @@ def require_few_missing(missing: int, total: int, what: str, example: str = "") 
     Args:
         missing: how many cannot be used.
         total: how many there should be.
-        what: they are, and where they should be.
+        what: in words, what they are and where they should be.
         example: the first of those missing.
 
     Raises:

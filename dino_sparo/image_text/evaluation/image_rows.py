@@ -71,7 +71,7 @@ class ClipView:
 
 
 class ImageRows(ABC):
-    """A model, and all that what it says of images depends on.
+    """A model, and the settings that determine its image features.
 
     Attributes:
         model: on `device`, in eval mode.
@@ -104,7 +104,7 @@ class ImageRows(ABC):
         """Rows of images, fp32 whatever the precision they were computed in."""
 
     def encode_images(self, source: ImageSource) -> EncodedImages:
-        """Rows (I, M) of all images of a source, on every process."""
+        """Rows (images, M) of all images of a source, on every process."""
         rows = self._rows(source, self.encode_image, self.storage)
         return EncodedImages(rows.features, rows.labels, rows.indices, rows.num_corrupt)
 
@@ -130,13 +130,13 @@ class ImageRows(ABC):
             storage=storage,
         )
 
-    def views(self, images: Sequence[Image.Image] | Tensor) -> Float[Tensor, "I C H W"]:
+    def views(self, images: Sequence[Image.Image] | Tensor) -> Float[Tensor, "images C H W"]:
         """The views of images of any size and mode; views stay as they are."""
         if isinstance(images, Tensor):
             return images
         return torch.stack([self.transform(image.convert("RGB"))[0] for image in images])
 
-    def rows_of(self, images: Sequence[Image.Image] | Tensor) -> Float[Tensor, "I M"]:
+    def rows_of(self, images: Sequence[Image.Image] | Tensor) -> Float[Tensor, "images M"]:
         """Rows of images at hand, computed in this process alone."""
         with inference(self.module, self.device, self.dtype):
             return torch.cat(

@@ -55,4 +55,3 @@ class LookingScorer(Protocol):
             image: 8-bit RGB.
             captions: in words; a model may show what distinguishes one from the others.
         """
-        ...

@@ -1,4 +1,4 @@
-"""The options of the commands that evaluate a CLIP model, without torch.
+"""The options of the commands that evaluate a CLIP or an OC-CLIP, without torch.
 
 Each command imports its parser from here and parses before it imports torch.
 """
@@ -21,33 +21,35 @@ from dino_sparo.scenes import DEFAULT_IMAGE_SIZE, SPLITS
 SPLIT_HELP = "Name of a split of the images; all takes everything. By default val where there is one, else everything."
 
 
-def add_model_options(parser: argparse.ArgumentParser, several: bool = False) -> None:
+def add_model_options(parser: argparse.ArgumentParser, several: bool = False, reads_graphs: bool = True) -> None:
     """What to evaluate.
 
     Args:
         parser: to add to.
         several: take more than one model.
+        reads_graphs: whether an OC-CLIP, which reads scene graphs, is one of the models that the command takes.
     """
     group = parser.add_argument_group("model: what is evaluated")
     number: dict[str, Any] = {"nargs": "+", "default": []} if several else {"default": ""}
-    what = "Checkpoint of CLIP or OC-CLIP training, or open_clip's weights" + ("; several." if several else ".")
-    group.add_argument("--pretrained_weights", **number, help=what)
+    what = f"Checkpoint of {'CLIP or OC-CLIP' if reads_graphs else 'CLIP'} training, or open_clip's weights"
+    group.add_argument("--pretrained_weights", **number, help=what + ("; several." if several else "."))
     group.add_argument(
         "--quick_gelu",
         type=bool_flag,
         default=False,
-        help="Activation of open_clip's weights, which do not tell: true for OpenAI's and those named -quickgelu.",
+        help="Activation of open_clip's weights, which do not name it: true for OpenAI's and models named -quickgelu.",
     )
     group.add_argument(
-        "--text_heads", type=int, default=None, help="Of the text encoder of open_clip's weights; by default 64 wide."
+        "--text_heads", type=int, default=None, help="Heads of open_clip's text encoder; by default they are 64 wide."
     )
-    add_graphs_option(group)
-    group.add_argument(
-        "--max_missing_graphs",
-        type=float,
-        default=0.01,
-        help="Share of the captions that may be without a graph in --graphs; above it the evaluation ends.",
-    )
+    if reads_graphs:
+        add_graphs_option(group)
+        group.add_argument(
+            "--max_missing_graphs",
+            type=float,
+            default=0.01,
+            help="Share of the captions that may be without a graph in --graphs; above it the evaluation ends.",
+        )
     group.add_argument(
         "--slots", default=None, help="Evaluate some of its slots, or masked ones: a file of dino-sparo select or mask."
     )
@@ -58,29 +60,24 @@ def add_graphs_option(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--graphs",
         default=None,
-        help="Of an OC-CLIP, the captions' scene graphs: a .jsonl file of dino-sparo parse, templates or spacy; by "
-        "default templates.",
+        help="Scene graphs of the captions, for an OC-CLIP: a .jsonl file that dino-sparo parse wrote, or the parser "
+        "templates or spacy; by default templates.",
     )
 
 
-def add_computation_options(
-    parser: argparse.ArgumentParser, result: str, batch_size: int = 128, where: str = "beside the checkpoint"
-) -> None:
+def add_computation_options(parser: argparse.ArgumentParser, result: str, where: str = "beside the checkpoint") -> None:
     """How to compute, and where the result goes.
 
     Args:
         parser: to add to.
         result: name of the result file.
-        batch_size: images, or captions, per step.
-        where: the result file lies by default, for the help.
+        where: in words, where the result file lies by default.
     """
     group = parser.add_argument_group("computation and result")
     group.add_argument(
         "--img_size", type=int, default=None, help="Side of the view in pixels; by default that of the training."
     )
-    group.add_argument(
-        "--batch_size_per_gpu", type=int, default=batch_size, help="Images, or captions, per process and step."
-    )
+    group.add_argument("--batch_size_per_gpu", type=int, default=128, help="Images, or captions, per process and step.")
     group.add_argument(
         "--precision",
         choices=PRECISIONS,
@@ -123,12 +120,12 @@ def add_class_options(parser: argparse.ArgumentParser) -> None:
 
 def add_pair_options(parser: argparse.ArgumentParser) -> None:
     """True and false captions."""
-    group = parser.add_argument_group("pairs")
-    _add_folders(group, "Folder of SugarCrepe's JSON files, or of scene-pairs.")
+    _add_folders(parser, "pairs", "Folder of SugarCrepe's JSON files, or of scene-pairs.")
 
 
-def _add_folders(group: argparse._ArgumentGroup, data_path: str) -> None:
-    """Annotations, whose help is `data_path`, and the images beside them."""
+def _add_folders(parser: argparse.ArgumentParser, title: str, data_path: str) -> None:
+    """A group of that title: annotations, whose help is `data_path`, and the images beside them."""
+    group = parser.add_argument_group(title)
     group.add_argument("--data_path", default="", help=data_path)
     group.add_argument("--images", default=None, help="Folder of the images; by default `images` in --data_path.")
 
@@ -209,8 +206,7 @@ def winoground_parser() -> argparse.ArgumentParser:
     """The options of `winoground.py`, in data-flow order."""
     parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
     add_model_options(parser)
-    group = parser.add_argument_group("examples")
-    _add_folders(group, f"Folder with {WINOGROUND_EXAMPLES} and images/.")
+    _add_folders(parser, "examples", f"Folder with {WINOGROUND_EXAMPLES} and images/.")
     add_computation_options(parser, "winoground.json")
     return parser
 
@@ -301,7 +297,7 @@ def probe_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--val_share", type=float, default=0.2, help="Share of the training images on which the sweep compares."
     )
-    group.add_argument("--seed", type=int, default=0, help="Of the probe's weights, the order, and who compares.")
+    group.add_argument("--seed", type=int, default=0, help="Of the weights, the order and the images that compare.")
     add_computation_options(parser, "probe.json")
     return parser
 

@@ -8,8 +8,9 @@ Prints a table and writes probe.json, the numbers with all that they depend on.
 
 Source: SPARO, appendix 0.C.1, which follows LAION's CLIP benchmark and CLIP, appendix A.3: features of length one,
 AdamW with learning rate 0.1, 10 epochs, decays between 1e-6 and 1e2 in 96 steps, tried coarsely, then ever more finely
-around the best; batches of 64 and weights as `nn.Linear` draws them are that benchmark's. Ours is how many images
-choose the decay, which none of them states, and that images after an epoch's last whole batch wait for another epoch.
+around the best; batches of 64 and weights as `nn.Linear` draws them are that benchmark's. Two choices are ours: the
+number of images that choose the decay, which none of these states, and that images after an epoch's last whole batch
+wait for another epoch.
 
 Features of all training images are kept by every process: images x width x 4 bytes, 21 GB for ImageNet and L*V = 4096.
 """
@@ -36,7 +37,8 @@ from dino_sparo.image_text.choices import PROBE_BATCH_SIZE
 from dino_sparo.image_text.evaluation.protocol import open_evaluation_images, report
 from dino_sparo.image_text.evaluation.scorer import ImageFeatureModel
 from dino_sparo.image_text.evaluation.zero_shot import count_hits
-from dino_sparo.runtime.distributed import Distributed, all_or_none, all_reduce_sum, is_main, rank, world_size
+from dino_sparo.runtime.collectives import all_reduce_sum
+from dino_sparo.runtime.distributed import Distributed, all_or_none, is_main, rank, world_size
 from dino_sparo.runtime.records import versions
 
 logger = logging.getLogger(__name__)

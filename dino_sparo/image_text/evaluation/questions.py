@@ -53,8 +53,8 @@ class EncodedQuestions:
         questions: those that have all their images and captions.
         images: payload of the images, each of them once.
         texts: payload of the different captions.
-        image_of: (questions, I), row of each question's images in `images`; -1 where it has fewer than others.
-        text_of: (questions, C), row of its captions in `texts`, likewise.
+        image_of: (questions, images), row of each question's images in `images`; -1 where it has fewer than others.
+        text_of: (questions, captions), row of its captions in `texts`, likewise.
         num_images: different images of these questions.
         num_empty: questions left out because a caption is empty.
         num_without_image: questions left out because an image is missing or cannot be read.
@@ -64,8 +64,8 @@ class EncodedQuestions:
     questions: list[Question]
     images: Any
     texts: Any
-    image_of: Int64[Tensor, "questions I"]
-    text_of: Int64[Tensor, "questions C"]
+    image_of: Int64[Tensor, "questions images"]
+    text_of: Int64[Tensor, "questions captions"]
     num_images: int
     num_empty: int = 0
     num_without_image: int = 0
@@ -187,7 +187,7 @@ def answer(encoded: EncodedQuestions, score_pairs: ScorePairs) -> Answers:
 @torch.no_grad()
 def question_scores(
     encoded: EncodedQuestions, score_pairs: ScorePairs
-) -> tuple[Float[Tensor, "questions I C"], Int64[Tensor, "questions I"]]:
+) -> tuple[Float[Tensor, "questions images captions"], Int64[Tensor, "questions images"]]:
     """Scores of all images of each question with all of its captions, and matches: the arguments of `judge`.
 
     Args:
@@ -207,7 +207,7 @@ def question_scores(
     return scores, _filled([question.matches for question in encoded.questions]).to(pairs.device)
 
 
-def judge(scores: Float[Tensor, "questions I C"], matches: Int64[Tensor, "questions I"]) -> Answers:
+def judge(scores: Float[Tensor, "questions images captions"], matches: Int64[Tensor, "questions images"]) -> Answers:
     """Answers by scores.
 
         text   S(i, m_i) > S(i, c)   for all images i and captions c other than their own, m_i
@@ -229,7 +229,9 @@ def judge(scores: Float[Tensor, "questions I C"], matches: Int64[Tensor, "questi
     return Answers(text, image, *ties)
 
 
-def confusions(scores: Float[Tensor, "questions I C"], matches: Int64[Tensor, "questions I"]) -> Confusions:
+def confusions(
+    scores: Float[Tensor, "questions images captions"], matches: Int64[Tensor, "questions images"]
+) -> Confusions:
     """Of each question the image and the false caption with the greatest S(i, c) - S(i, m_i).
 
     Args:

@@ -35,7 +35,8 @@ from dino_sparo.image_text.evaluation.caption_sets import CaptionSet, open_capti
 from dino_sparo.image_text.evaluation.image_files import require_few_missing
 from dino_sparo.image_text.evaluation.protocol import OpenModel, file_record, report
 from dino_sparo.image_text.evaluation.scorer import Scorer
-from dino_sparo.runtime.distributed import all_gather_ragged, rank, world_size
+from dino_sparo.runtime.collectives import all_gather_ragged
+from dino_sparo.runtime.distributed import rank, world_size
 from dino_sparo.runtime.logs import progress
 
 IMAGE_CHUNK = 256  # images whose scores with all captions exist at a time
@@ -91,8 +92,8 @@ def recall(
 
     Args:
         scorer: the model.
-        images: payload of I images.
-        texts: payload of C captions.
+        images: payload of images.
+        texts: payload of captions.
         matches: (matches, 2), image and caption that belong together, sorted by image, none twice.
         k: numbers of candidates to look at.
 
@@ -127,14 +128,14 @@ def recall(
     return _mean_recall(hits[0], k), _mean_recall(hits[1], k)
 
 
-def _greatest(scores: Float[Tensor, "Q I"], number: int) -> Float[Tensor, "Q _"]:
+def _greatest(scores: Float[Tensor, "queries candidates"], number: int) -> Float[Tensor, "queries _"]:
     """The greatest scores of each row, at most so many."""
     return scores.topk(min(number, scores.shape[1]), dim=1).values
 
 
 def _by_query(
     own: Float[Tensor, " matches"], queries: Int64[Tensor, " matches"], num_queries: int
-) -> Float[Tensor, "Q P"]:
+) -> Float[Tensor, "queries most_matches"]:
     """The scores of each query's matches, one row per query, filled up with -inf."""
     order = queries.argsort(stable=True)
     counts = torch.bincount(queries, minlength=num_queries)
@@ -145,7 +146,9 @@ def _by_query(
     return rows
 
 
-def _count_hits(own: Float[Tensor, "Q P"], rivals: Float[Tensor, "Q R"], k: Sequence[int]) -> Int64[Tensor, "Q k"]:
+def _count_hits(
+    own: Float[Tensor, "queries most_matches"], rivals: Float[Tensor, "queries rivals"], k: Sequence[int]
+) -> Int64[Tensor, "queries k"]:
     """How many matches are among the k nearest of each query, for each k.
 
     Args:
@@ -161,7 +164,7 @@ def _count_hits(own: Float[Tensor, "Q P"], rivals: Float[Tensor, "Q R"], k: Sequ
     return torch.stack([((ranks < number) & is_match).sum(dim=1) for number in k], dim=1)
 
 
-def _mean_recall(hits: Int64[Tensor, "Q k"], k: Sequence[int]) -> dict[int, Recall]:
+def _mean_recall(hits: Int64[Tensor, "queries k"], k: Sequence[int]) -> dict[int, Recall]:
     """Both definitions of recall, for each k."""
     sums = torch.zeros(len(k), 2, dtype=torch.float64)
     for part in hits.cpu().split(IMAGE_CHUNK):

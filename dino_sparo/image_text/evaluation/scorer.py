@@ -29,16 +29,16 @@ class EncodedImages:
     """Some images of a source.
 
     Attributes:
-        payload: what the scorer needs of I images, known to the scorer alone. It has a length, and `payload[i:j]` is
+        payload: what the scorer needs of images, known to the scorer alone. It has a length, and `payload[i:j]` is
             the payload of some of them.
-        labels: (I,), -1 where an image has none.
-        indices: (I,), where in the source each image lies, ascending.
-        num_corrupt: images that were asked for and cannot be read; they are not among the I.
+        labels: (images,), -1 where an image has none.
+        indices: (images,), where in the source each image lies, ascending.
+        num_corrupt: images that were asked for and cannot be read; they are not among these.
     """
 
     payload: Any
-    labels: Int64[Tensor, " I"]
-    indices: Int64[Tensor, " I"]
+    labels: Int64[Tensor, " images"]
+    indices: Int64[Tensor, " images"]
     num_corrupt: int
 
 
@@ -47,17 +47,17 @@ class EncodedTexts:
     """Captions, or classes.
 
     Attributes:
-        payload: what the scorer needs of C captions or classes, as for images.
+        payload: what the scorer needs of captions or classes, as for images.
         num_truncated: captions that are longer than the context and were cut off.
-        alike: (C,), a number for each caption; captions of one number are one to the model, whatever the image. None
-            where nobody counts them.
-        marks: name -> (C,), captions to which something happened: `truncated`, or what a model says of its own.
+        alike: (captions,), a number for each caption; the model cannot tell captions of one number apart, whatever the
+            image. None if they are not counted.
+        marks: name -> (captions,), captions to which something happened: `truncated`, or what a model says of its own.
     """
 
     payload: Any
     num_truncated: int
-    alike: Int64[Tensor, " C"] | None = None
-    marks: Mapping[str, Bool[Tensor, " C"]] = field(default_factory=dict)
+    alike: Int64[Tensor, " captions"] | None = None
+    marks: Mapping[str, Bool[Tensor, " captions"]] = field(default_factory=dict)
 
 
 @runtime_checkable
@@ -71,27 +71,22 @@ class Scorer(Protocol):
     @property
     def device(self) -> torch.device:
         """Where scores are computed."""
-        ...
 
     @property
     def measure(self) -> str:
         """What a score is, in a result file, e.g. `cosine`."""
-        ...
 
     @property
     def ensemble(self) -> str:
         """How `encode_classes` puts the templates of a class together, in a result file."""
-        ...
 
     @property
     def default_templates(self) -> tuple[str, ...] | None:
         """The sentences that make captions of classes where none are asked for; None: those of the set of images."""
-        ...
 
     @property
     def record(self) -> dict[str, Any]:
         """What a result file says about the model: plain values `model`, `slots`, `feature`, `view`, `versions`."""
-        ...
 
     def encode_images(self, source: ImageSource) -> EncodedImages:
         """All images of a source, on every process.
@@ -99,11 +94,9 @@ class Scorer(Protocol):
         A payload that is too large for memory may encode when its rows are taken. Evaluations take rows in order, some
         at a time, give them to `score_block`, and keep none; `score_pairs` gets all.
         """
-        ...
 
     def image_batches(self, source: ImageSource) -> Iterator[EncodedImages]:
         """This process' share of the images, in order, some at a time; nothing is kept."""
-        ...
 
     def encode_texts(self, captions: Sequence[str], desc: str = "captions") -> EncodedTexts:
         """Captions, on every process.
@@ -115,7 +108,6 @@ class Scorer(Protocol):
         Raises:
             ValueError: there are no captions.
         """
-        ...
 
     def encode_classes(self, names: Sequence[str], templates: tuple[str, ...]) -> EncodedTexts:
         """One row per class, on every process: all captions that the templates make of a class count together.
@@ -124,7 +116,6 @@ class Scorer(Protocol):
             names: of the classes.
             templates: sentences with `{}`.
         """
-        ...
 
     def score_pairs(
         self, images: Any, image_of: Int64[Tensor, " pairs"], texts: Any, text_of: Int64[Tensor, " pairs"]
@@ -137,16 +128,14 @@ class Scorer(Protocol):
             texts: payload of captions.
             text_of: (pairs,), the row of each pair's caption, on `device`.
         """
-        ...
 
-    def score_block(self, images: Any, texts: Any) -> Float[Tensor, "I C"]:
+    def score_block(self, images: Any, texts: Any) -> Float[Tensor, "images captions"]:
         """The score of every image with every caption or class, fp32.
 
         Args:
-            images: payload of I images.
-            texts: payload of C captions, or of classes.
+            images: payload of images.
+            texts: payload of captions, or of classes.
         """
-        ...
 
 
 @runtime_checkable
@@ -156,8 +145,6 @@ class ImageFeatureModel(Protocol):
     @property
     def record(self) -> dict[str, Any]:
         """As a `Scorer`'s."""
-        ...
 
     def image_features(self, source: ImageSource, storage: torch.device | None = None) -> Features:
         """Features of all images of a source, of length one, on every process; kept on `storage`."""
-        ...

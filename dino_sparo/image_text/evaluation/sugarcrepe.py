@@ -58,15 +58,15 @@ def read_pairs(folder: Path) -> list[Question]:
         raise ValueError(f"{folder} is no folder; give the one that holds {', '.join(GROUPS['replace'])} and so on")
     names = [name for group in GROUPS.values() for name in group]
     there = [name for name in names if (folder / f"{name}.json").is_file()]
-    own = [] if there else sorted(path.stem for path in folder.glob("*.json"))
-    if not there and not own:
+    splits = there or sorted(path.stem for path in folder.glob("*.json"))
+    if not splits:
         raise ValueError(
             f"{folder} holds none of {', '.join(f'{name}.json' for name in names)}, nor any other JSON file; give the "
             "folder of them"
         )
-    if there and len(there) < len(names):
+    if 0 < len(there) < len(names):
         logger.warning("%s has %d of SugarCrepe's %d files: %s", folder, len(there), len(names), ", ".join(there))
-    return [pair for split in there or own for pair in _read_split(folder / f"{split}.json", split)]
+    return [pair for split in splits for pair in _read_split(folder / f"{split}.json", split)]
 
 
 def _read_split(path: Path, split: str) -> list[Question]:

@@ -6,6 +6,7 @@ image's captions the first is taken.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -79,21 +80,14 @@ def validation_loss(scorer: Scorer, images: Any, texts: Any, logit_scale: Tensor
     return float(torch.stack(losses).mean())
 
 
-@dataclass(frozen=True)
-class _SomeCaptions:
-    """The captions of some images of a source, under new indices."""
-
-    captions: Captions
-    indices: np.ndarray
-
-    def __call__(self, index: int) -> Sequence[str]:
-        return self.captions(int(self.indices[index]))
+def _captions_of(captions: Captions, indices: np.ndarray, index: int) -> Sequence[str]:
+    return captions(int(indices[index]))
 
 
 def some_pairs(source: PairSource, indices: np.ndarray) -> PairSource:
     """Some pairs of a source, under new indices."""
-    negatives = None if source.negatives is None else _SomeCaptions(source.negatives, indices)
-    captions = _SomeCaptions(source.captions, indices)
+    captions = partial(_captions_of, source.captions, indices)
+    negatives = None if source.negatives is None else partial(_captions_of, source.negatives, indices)
     return PairSource(Subset(source.images, indices), captions, source.left_out, negatives)
 
 

@@ -1,4 +1,4 @@
-"""Two images and two captions of the same words -> how often each is given to its own: Winoground.
+"""Two images and two captions of the same words -> how often images and captions are matched correctly: Winoground.
 
     dino-sparo winoground --pretrained_weights output/checkpoint.pth --data_path data/winoground
 

@@ -27,7 +27,7 @@ from dino_sparo.image_text.classes import ClassList, apply_classes, open_classes
 from dino_sparo.image_text.evaluation.protocol import OpenModel, open_evaluation_images, report
 from dino_sparo.image_text.evaluation.scorer import Scorer
 from dino_sparo.image_text.prompts import AUTO, open_templates
-from dino_sparo.runtime.distributed import all_reduce_sum
+from dino_sparo.runtime.collectives import all_reduce_sum
 
 TOP = 5
 
@@ -133,11 +133,7 @@ def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenModel) -> dict
 
 
 def describe(
-    outcome: ZeroShotResult,
-    classes: ClassList,
-    templates: tuple[str, ...],
-    scorer: Scorer,
-    args: argparse.Namespace,
+    outcome: ZeroShotResult, classes: ClassList, templates: tuple[str, ...], scorer: Scorer, args: argparse.Namespace
 ) -> dict[str, Any]:
     """Accuracies and protocol, as zero_shot.json holds them."""
     return {

@@ -63,11 +63,11 @@ def open_training_probe(zero_shot_path: str | None, data_path: str, download: bo
     Raises:
         ValueError: the images cannot be classified; it names --zero_shot_path where that was not given.
     """
-    if zero_shot_path is not None:
-        return open_probe(zero_shot_path, download)
     try:
-        return open_probe(data_path, download)
+        return open_probe(zero_shot_path or data_path, download)
     except ValueError as error:
+        if zero_shot_path:
+            raise
         raise ValueError(
             f"--zero_shot_freq needs labelled images, and those of --data_path {data_path} cannot be classified: "
             f"{error}. Give others with --zero_shot_path, e.g. imagenet/val or scenes:1000:48, or leave out "

@@ -1,30 +1,27 @@
 """Pairs in, batches out: image-caption pairs by index -> crops and token ids of a batch.
 
 A `PairSource` is a collection of images and, for every image, its captions; `sources.py` opens one. `PairDataset`
-cuts a crop of image i and draws one of its captions, `create_pair_loader` makes batches of them. All randomness is a
+cuts a crop of image i and draws one of its captions, a loader makes batches of them. All randomness is a
 pure function of (seed, epoch, index), as everywhere in `data.py`, whose sampler and substitution are used here too: a
 pair whose image cannot be read or whose caption is empty is replaced by the next one, named and counted.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Int64, UInt8
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from dino_sparo.crops import cut_crop, cut_crop_fast, pixels_in_rows, sample_box
 from dino_sparo.data import (
     CorruptImageError,
     DeviceBatch,
-    EpochSampler,
-    ImageDataset,
     ImageSource,
-    create_loader,
     image_rng,
     read_next,
 )
@@ -46,18 +43,18 @@ class LeftOut:
         examples: reason -> where the first lies.
     """
 
-    counts: dict[str, int] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
 
     def add(self, reason: str, where: str, number: int = 1) -> None:
         """Count `number` samples more; `where` is kept of the first."""
-        self.counts[reason] = self.counts.get(reason, 0) + number
+        self.counts[reason] += number
         self.examples.setdefault(reason, where)
 
     @property
     def total(self) -> int:
         """Number of samples."""
-        return sum(self.counts.values())
+        return self.counts.total()
 
     def __str__(self) -> str:
         return ", ".join(f"{n:,} {reason} (the first is {self.examples[reason]})" for reason, n in self.counts.items())
@@ -203,8 +200,6 @@ class PairDataset(Dataset):
 
     def __init__(self, source: PairSource, transform: PairTransform, seed: int = 0) -> None:
         self.source, self.transform, self.seed = source, transform, seed
-        # Its loader is the model for that of pairs.
-        self.images = ImageDataset(source, transform, seed)
 
     def __len__(self) -> int:
         """Number of pairs."""
@@ -236,38 +231,3 @@ def stack_images(
     images: Tensor = torch.utils.data.default_collate([item.image for item in items])
     corrupt = [pair for item in items for pair in item.corrupt]
     return images, torch.tensor([item.index for item in items]), corrupt
-
-
-def create_pair_loader(
-    dataset: Dataset,
-    sampler: EpochSampler,
-    *,
-    like: ImageDataset,
-    collate: Callable[..., Any],
-    num_workers: int,
-    pin_memory: bool = False,
-    timeout_min: float = 0.0,
-) -> DataLoader:
-    """A loader of batches of pairs; iterate it once per epoch, after `sampler.set_epoch`.
-
-    Args:
-        dataset: the pairs, or what an objective makes of them.
-        sampler: which of them make up each batch.
-        like: their images: everything about the workers is as in a loader of these.
-        collate: items -> batch.
-        num_workers: processes that read, crop and tokenise; 0 does it here.
-        pin_memory: batches in page-locked memory.
-        timeout_min: minutes without a batch after which the loader gives up on its workers; 0 for never.
-    """
-    model = create_loader(like, sampler, num_workers=num_workers, pin_memory=pin_memory, timeout_min=timeout_min)
-    return DataLoader(
-        dataset,
-        batch_sampler=sampler,
-        num_workers=model.num_workers,
-        collate_fn=collate,
-        pin_memory=model.pin_memory,
-        timeout=model.timeout,
-        worker_init_fn=model.worker_init_fn,
-        persistent_workers=model.persistent_workers,
-        generator=model.generator,
-    )

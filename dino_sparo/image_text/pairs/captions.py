@@ -48,10 +48,10 @@ class ListedCaptions:
 
     Args:
         texts: all captions, those of one image next to each other.
-        ends: (I,) number of captions up to and including each image's; None: one caption per image.
+        ends: (images,) number of captions up to and including each image's; None: one caption per image.
     """
 
-    def __init__(self, texts: PackedStrings, ends: Int64[np.ndarray, "I"] | None = None) -> None:
+    def __init__(self, texts: PackedStrings, ends: Int64[np.ndarray, "images"] | None = None) -> None:
         self.texts, self.ends = texts, ends
 
     def __call__(self, index: int) -> Sequence[str]:
@@ -140,8 +140,8 @@ class SceneCaptions:
 
     Args:
         scenes: the pictures.
-        varied: also captions that leave out one attribute or another, as people's do. To tell a caption without colour
-            and background from the others of a batch shapes have to be seen, which are hardly learned without.
+        varied: also captions that leave out one attribute or another, as people's do. Only the shapes tell which image
+            of a batch a caption without colour and background belongs to; shapes are hardly learned otherwise.
     """
 
     # Half of them name shapes and relation alone.

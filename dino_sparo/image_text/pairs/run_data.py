@@ -8,19 +8,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_convert
 
-from dino_sparo.data import EpochSampler, open_together
+from dino_sparo.data import EpochSampler, create_loader, open_together
 from dino_sparo.image_text.evaluation.validation import hold_out
-from dino_sparo.image_text.pairs.batches import (
-    PairBatch,
-    PairDataset,
-    PairSource,
-    PairTransform,
-    create_pair_loader,
-)
+from dino_sparo.image_text.pairs.batches import PairBatch, PairDataset, PairSource, PairTransform
 from dino_sparo.image_text.pairs.sources import index_pairs, open_pairs
-from dino_sparo.image_text.pairs.streams import PairStream, create_stream_loader
+from dino_sparo.image_text.pairs.streams import PairStream, StreamDataset
 from dino_sparo.image_text.text import tokenize
 from dino_sparo.runtime.distributed import Distributed, all_or_none, require_same
 from dino_sparo.sources import ImageLimits
@@ -68,7 +62,7 @@ class PairData:
 
     Attributes:
         source: pairs by number, or a stream of them.
-        sampler: which come when; of a stream only the sizes of its epochs and batches.
+        sampler: the order of the pairs; for a stream only the sizes of its epochs and batches.
         loader: batches of pairs.
         first_batch: a batch of so many pairs, as the loader would give it.
         held_out: pairs to validate on, or None.
@@ -91,10 +85,9 @@ def number_pairs(args: argparse.Namespace, process: Distributed, micro_batch: in
     sampler = EpochSampler(len(source), micro_batch, process.rank, process.world_size, args.grad_accum_steps, args.seed)
     pairs = PairDataset(source, PairTransform(args.img_size, tuple(args.crop_scale), args.exact_crops), args.seed)
     dataset = form.dataset(pairs)
-    loader = create_pair_loader(
+    loader = create_loader(
         dataset,
         sampler,
-        like=pairs.images,
         collate=form.collate,
         num_workers=args.num_workers,
         pin_memory=process.device.type == "cuda",
@@ -121,8 +114,10 @@ def stream_pairs(args: argparse.Namespace, process: Distributed, micro_batch: in
             args.context_length,
             args.caption_key,
         )
-    loader = create_stream_loader(
-        stream,
+    loader = create_loader(
+        StreamDataset(stream),
+        sampler=None,
+        collate=default_convert,  # which leaves a batch of pairs as it is
         num_workers=args.num_workers,
         pin_memory=process.device.type == "cuda",
         timeout_min=args.dist_timeout_min,
@@ -164,10 +159,10 @@ def _open_together(args: argparse.Namespace, path: str, default_split: str = "tr
 
 
 def _note_few_shards(source: PairSource, num_loaders: int) -> None:
-    """Trainers that read shards from end to end would leave loaders without work, or without data."""
+    """Log that having fewer shards than workers is fine. (Streamed, they would leave some processes without data.)"""
     if isinstance(source.images, TarSource) and len(source.images.shards) < num_loaders:
         logger.info(
-            "%d shards for %d loading processes: no loss, any process reads any pair",
+            "%d shards for %d loading processes: this is fine, since any process reads any pair",
             len(source.images.shards),
             num_loaders,
         )

@@ -16,8 +16,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 from dino_sparo.data import ImageSource, most_corrupt, open_source
 from dino_sparo.image_text.classes import open_classes
@@ -26,7 +25,7 @@ from dino_sparo.image_text.pairs.captions import ClassCaptions, SceneCaptions
 from dino_sparo.image_text.pairs.tables import open_coco_captions, open_pair_table
 from dino_sparo.image_text.pairs.tars import open_pair_shards, pairs_kind
 from dino_sparo.image_text.prompts import AUTO, open_templates
-from dino_sparo.scenes import INDEPENDENT, Scenes, Ties, names_scenes, parse_scenes_spec
+from dino_sparo.scenes import INDEPENDENT, Scenes, names_scenes, parse_scenes_spec
 from dino_sparo.sources import ImageLimits, TableColumns, refuse_remote
 from dino_sparo.sources.decode import DEFAULT_LIMITS
 from dino_sparo.sources.packed import FileSource
@@ -37,7 +36,7 @@ from dino_sparo.sources.tars import IMAGES, TarSource, find_shards
 
 logger = logging.getLogger(__name__)
 
-# More samples that are no pairs are no accident.
+# If a larger share of the samples are no pairs, something is wrong with the data.
 MAX_LEFT_OUT = 0.01
 
 
@@ -47,7 +46,6 @@ def open_pairs(
     caption_key: str | None = None,
     image_folder: str | None = None,
     caption_templates: Sequence[str] | None = None,
-    scene_ties: Ties = INDEPENDENT,
     max_left_out: float = MAX_LEFT_OUT,
     download: bool = False,
     *,
@@ -68,7 +66,6 @@ def open_pairs(
         caption_templates: make the captions from class names by these sentences, lists or files of `prompts.py`,
             whatever else the images come with; None does so, with the zero-shot evaluation's own, for labelled images
             that come with nothing else.
-        scene_ties: how strongly the attributes of the built-in scenes go together.
         max_left_out: share of samples without image or caption that is tolerated.
         download: fetch a torchvision set that is not on disk.
         split: as in `sources.open_source`: a name, "all", or None for the default split where splits are recognised.
@@ -101,15 +98,13 @@ def open_pairs(
         columns.refuse_for(data_path)
         source, how = open_coco_captions(path, image_folder)
     else:
-        open_images = partial(
-            open_source,
-            data_path,
-            split,
-            download,
-            default_split=default_split,
-            columns=columns,
-        )
-        source, how = _open_made(data_path, caption_templates, scene_ties, default_split, open_images), "ready"
+        images: ImageSource
+        if names_scenes(data_path):
+            num_images, image_size = parse_scenes_spec(data_path)
+            images = Scenes(num_images, image_size, split=default_split, ties=INDEPENDENT)
+        else:
+            images = open_source(data_path, split, download, default_split=default_split, columns=columns)
+        source, how = _put_into_words(images, data_path, caption_templates, default_split), "ready"
     if negative_key is not None and source.negatives is None:
         raise ValueError(f"negative_key={negative_key!r} is a column of a table, and data_path={data_path!r} is none")
     if isinstance(source.images, FileSource | TarSource):
@@ -163,25 +158,13 @@ def _refuse_split(data_path: str, split: str | None) -> None:
         )
 
 
-def _open_made(
-    data_path: str,
-    templates: Sequence[str] | None,
-    ties: Ties,
-    split: str,
-    open_images: Callable[[], ImageSource],
-) -> PairSource:
+def _put_into_words(images: ImageSource, data_path: str, templates: Sequence[str] | None, split: str) -> PairSource:
     """Images that come without written captions: scenes describe themselves, labels are put into words.
 
     Captions of scenes that are trained on vary from draw to draw; those of held-out scenes do not.
     """
-    images: ImageSource
-    if names_scenes(data_path):
-        num_images, image_size = parse_scenes_spec(data_path)
-        images = scenes = Scenes(num_images, image_size, split=split, ties=ties)
-        if templates is None:
-            return PairSource(scenes, SceneCaptions(scenes, varied=split == "train"))
-    else:
-        images = open_images()
+    if isinstance(images, Scenes) and templates is None:
+        return PairSource(images, SceneCaptions(images, varied=split == "train"))
     if images.labels is None:
         raise ValueError(
             f"data_path={data_path!r} has neither captions nor labels; give tar shards with .txt members, a table with "

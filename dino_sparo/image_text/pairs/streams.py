@@ -17,10 +17,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
-from dino_sparo.data import MAX_CORRUPT_IN_A_ROW, CorruptImageError, EpochSampler, image_rng, init_worker
+from dino_sparo.data import (
+    MAX_CORRUPT_IN_A_ROW,
+    CorruptImageError,
+    EpochSampler,
+    image_rng,
+)
 from dino_sparo.image_text.pairs.batches import LeftOut, PairBatch, PairItem, PairTransform, collate_pairs
 from dino_sparo.image_text.pairs.captions import captions_in_json
 from dino_sparo.sources import IMAGE_EXTENSIONS, decode_image
@@ -172,7 +176,7 @@ def _expand(part: str) -> list[str]:
     return shards
 
 
-class _StreamDataset(IterableDataset):
+class StreamDataset(IterableDataset):
     """The stream as torch's loader wants it."""
 
     def __init__(self, stream: PairStream) -> None:
@@ -180,30 +184,3 @@ class _StreamDataset(IterableDataset):
 
     def __iter__(self) -> Iterator[PairBatch]:
         return iter(self.stream)
-
-
-def create_stream_loader(
-    stream: PairStream, *, num_workers: int, pin_memory: bool = False, timeout_min: float = 0.0
-) -> DataLoader:
-    """A loader of the stream's `PairBatch`; iterate it once per epoch, after `sampler.set_epoch`.
-
-    Args:
-        stream: the pairs.
-        num_workers: processes that read, crop and tokenise; 0 does it here.
-        pin_memory: batches in page-locked memory.
-        timeout_min: minutes without a batch after which the loader gives up on its workers; 0 for never.
-    """
-    return DataLoader(
-        _StreamDataset(stream),
-        batch_size=None,
-        num_workers=num_workers,
-        collate_fn=_as_it_is,
-        pin_memory=pin_memory,
-        timeout=60 * timeout_min if num_workers else 0,
-        worker_init_fn=init_worker,
-        generator=torch.Generator(),
-    )
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch

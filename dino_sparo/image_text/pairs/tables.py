@@ -88,11 +88,12 @@ def open_coco_captions(path: str, image_folder: str | None = None) -> tuple[Pair
     files, captions_of, left_out = read_coco(path)
     paths, captions, ends = PackedTexts(), PackedTexts(), []
     for number, name in files.items():
-        if not captions_of[number]:
+        texts = [text for text in captions_of[number] if text]
+        if not texts:
             left_out.add(NO_CAPTION, name)
             continue
         paths.append(name)
-        for caption in captions_of[number]:
+        for caption in texts:
             captions.append(caption)
         ends.append(len(captions.ends))
     images = _files(f"captions {path}", image_folder or os.path.dirname(path), paths)
@@ -100,7 +101,7 @@ def open_coco_captions(path: str, image_folder: str | None = None) -> tuple[Pair
 
 
 def read_coco(path: str) -> tuple[dict[Any, str], dict[Any, list[str]], LeftOut]:
-    """File names and captions of every image by its id, and annotations of no image.
+    """As `coco_captions`, from a file.
 
     Args:
         path: as in `open_coco_captions`.
@@ -113,6 +114,19 @@ def read_coco(path: str) -> tuple[dict[Any, str], dict[Any, list[str]], LeftOut]
             content = parse_json(file.read())
         except ValueError as error:
             raise ValueError(f"annotations {path!r} are no JSON ({error})") from error
+    return coco_captions(content, path)
+
+
+def coco_captions(content: Any, path: str) -> tuple[dict[Any, str], dict[Any, list[str]], LeftOut]:
+    """File names and captions of every image by its id, and annotations of no image; a caption may be empty.
+
+    Args:
+        content: of the file.
+        path: of the file.
+
+    Raises:
+        ValueError: these are no captions of COCO; lists the keys.
+    """
     keys = list(content) if isinstance(content, dict) else []
     left_out = LeftOut()
     try:
@@ -121,8 +135,8 @@ def read_coco(path: str) -> tuple[dict[Any, str], dict[Any, list[str]], LeftOut]
         for annotation in content["annotations"]:
             if annotation["image_id"] not in captions:
                 left_out.add(NO_SUCH_IMAGE, f"image_id {annotation['image_id']}")
-            elif text := str(annotation["caption"]).strip():
-                captions[annotation["image_id"]].append(text)
+            else:
+                captions[annotation["image_id"]].append(str(annotation["caption"]).strip())
     except (KeyError, TypeError) as error:
         raise ValueError(
             f"annotations {path!r} are no COCO captions: they need `images` with `id` and `file_name`, and "

@@ -25,7 +25,7 @@ import numpy as np
 
 from dino_sparo.oc_clip.canonical import canonical
 from dino_sparo.oc_clip.graph_index import hash_of
-from dino_sparo.oc_clip.graphs import ARTICLES, Relation, SceneGraph, normalize
+from dino_sparo.oc_clip.graphs import ARTICLES, Relation, SceneGraph, normalize, spaced
 from dino_sparo.oc_clip.parsers.caption_rows import Row, seen_from
 from dino_sparo.oc_clip.parsers.llm import Outcome
 from dino_sparo.oc_clip.parsers.templates import parse_caption
@@ -215,7 +215,7 @@ def region_graph(region: Mapping[str, Any]) -> SceneGraph:
     number_of: dict[Any, int] = {}
     entities = list[str]()
     for thing in region["objects"]:
-        name = " ".join(str(thing["name"]).lower().split())
+        name = spaced(str(thing["name"]))
         if not name or thing["object_id"] in number_of:
             continue
         phrase = next((phrase for phrase in phrases if f" {phrase}".endswith(f" {name}")), None)

@@ -4,7 +4,6 @@ import json
 import os
 import threading
 from pathlib import Path
-from typing import Any
 
 from dino_sparo.oc_clip.json_lines import JsonLines, read_lines
 from dino_sparo.sources.limits import parse_object
@@ -17,9 +16,10 @@ class AnswerCache:
         path: created if need be.
     """
 
+    lines: JsonLines
+
     def __init__(self, path: Path) -> None:
         self.path, self.lock = path, threading.Lock()
-        self.lines: JsonLines | None = None
         # Where an answer lies, not the answer: there may be millions.
         self.spans: dict[bytes, tuple[int, int]] = {}
 
@@ -30,21 +30,19 @@ class AnswerCache:
             self.spans[bytes.fromhex(key)] = (offset, len(line))
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        if self.lines is not None:
-            self.lines.__exit__(*error)
+    def __exit__(self, *error: object) -> None:
+        self.lines.__exit__(*error)
 
     def get(self, key: str) -> str | None:
         """The answer, if there is one."""
         span = self.spans.get(bytes.fromhex(key))
-        if span is None or self.lines is None:
+        if span is None:
             return None
         return str(json.loads(os.pread(self.lines.descriptor, span[1], span[0]))["answer"])
 
     def add(self, key: str, caption: str, answer: str) -> None:
         """Keep an answer."""
         with self.lock:
-            if self.lines is not None:
-                start = os.lseek(self.lines.descriptor, 0, os.SEEK_END)
-                self.lines.write({"key": key, "caption": caption, "answer": answer})
-                self.spans[bytes.fromhex(key)] = (start, os.lseek(self.lines.descriptor, 0, os.SEEK_END) - start)
+            start = os.lseek(self.lines.descriptor, 0, os.SEEK_END)
+            self.lines.write({"key": key, "caption": caption, "answer": answer})
+            self.spans[bytes.fromhex(key)] = (start, os.lseek(self.lines.descriptor, 0, os.SEEK_END) - start)

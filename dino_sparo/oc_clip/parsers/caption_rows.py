@@ -123,6 +123,7 @@ def _open_json(path: str, keys: frozenset[str], folder: str | None) -> Rows:
             Row(caption, None if folder is None else os.path.join(folder, files[number]))
             for number, captions in captions_of.items()
             for caption in captions
+            if caption
         )
     captions = list(texts_in(content, keys))
     if not captions:

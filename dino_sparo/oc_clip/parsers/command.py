@@ -24,9 +24,9 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Bool, UInt64
 
-from dino_sparo.oc_clip.graph_files import LookupCounts, graph_record
+from dino_sparo.oc_clip.graph_files import graph_record
 from dino_sparo.oc_clip.graph_index import caption_bytes, hash_of
-from dino_sparo.oc_clip.graphs import SceneGraph, normalize
+from dino_sparo.oc_clip.graphs import LookupCounts, SceneGraph, normalize
 from dino_sparo.oc_clip.json_lines import JsonLines, read_lines
 from dino_sparo.oc_clip.parsers.annotated import DRAW, AnnotatedImages
 from dino_sparo.oc_clip.parsers.caption_rows import Row, Rows, open_rows
@@ -102,7 +102,7 @@ class Report:
     def add(self, caption: str, graph: SceneGraph) -> None:
         """Count a line."""
         normalised, changes = normalize(graph, caption, self.max_nodes, self.max_relations)
-        self.counts = self.counts.plus(LookupCounts(captions=1, **changes._asdict()))
+        self.counts = self.counts.plus(changes)
         self.without_relation += not normalised.relations
         if len(self.examples) < NUM_EXAMPLES:
             self.examples.setdefault(caption, graph_in_words(normalised))

@@ -6,7 +6,7 @@ The rules read plain records (text, part of speech, dependency, head), so that t
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dino_sparo.image_text.spacy_model import SpacyModel
 from dino_sparo.oc_clip.graphs import Relation, SceneGraph
@@ -58,11 +58,8 @@ class SpacyParser:
 
     def parse_all(self, captions: Iterator[str]) -> Iterator[SceneGraph]:
         """The graphs of many captions, in batches, which is faster."""
-        yield from (graph_of_words(self._words(document)) for document in self.model.documents(captions))
-
-    @staticmethod
-    def _words(document: Any) -> list[Word]:
-        return [Word(token.text, token.pos_, token.dep_, token.head.i) for token in document]
+        for document in self.model.documents(captions):
+            yield graph_of_words([Word(token.text, token.pos_, token.dep_, token.head.i) for token in document])
 
 
 def graph_of_words(words: Sequence[Word]) -> SceneGraph:

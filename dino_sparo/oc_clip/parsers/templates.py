@@ -15,6 +15,7 @@ except openings ("a photo of", "there is"), "is" before a relation, and pronouns
 
 import re
 from dataclasses import dataclass, field
+from itertools import product
 
 from dino_sparo.oc_clip.graphs import ARTICLES, Relation, SceneGraph
 from dino_sparo.oc_clip.parsers.closed_words import (
@@ -186,9 +187,8 @@ class _Clause:
 
     def close_pronoun(self) -> None:
         """The pronoun means the subject of the sentence; what lies in it are the last objects."""
-        for subject in self.objects:
-            for other in self.subjects[:1]:
-                self.relations.append(Relation(subject, self.predicate, other))
+        pairs = product(self.objects, self.subjects[:1])
+        self.relations += [Relation(subject, self.predicate, other) for subject, other in pairs]
         self.predicate = ""
 
     def add(self, phrase: str) -> None:

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dino_sparo.image_text.evaluation.compositional.benchmark import Weights, read_entries
+from dino_sparo.image_text.evaluation.compositional.benchmark import Weights, caption_options, equal_means, read_entries
 from dino_sparo.image_text.evaluation.image_files import Crop
 from dino_sparo.image_text.evaluation.questions import Question
 
@@ -46,16 +46,12 @@ wrapped around|wrapped in|by|of|near|next to|with|beside|on the side of|around""
 
 def relation_means(counts: Mapping[str, int]) -> dict[str, Weights]:
     """The authors' macro average: all relations but those of `UNCOUNTED` count the same."""
-    return _mean_of([relation for relation in counts if relation not in UNCOUNTED])
+    return equal_means([relation for relation in counts if relation not in UNCOUNTED])
 
 
 def attribute_means(counts: Mapping[str, int]) -> dict[str, Weights]:
     """The authors' macro average: all pairs of attributes with at least `MIN_CASES` questions count the same."""
-    return _mean_of([pair for pair, count in counts.items() if count >= MIN_CASES])
-
-
-def _mean_of(splits: list[str]) -> dict[str, Weights]:
-    return {"macro": dict.fromkeys(splits, 1 / len(splits))} if splits else {}
+    return equal_means([pair for pair, count in counts.items() if count >= MIN_CASES])
 
 
 def read_relations(folder: Path) -> Iterable[Question]:
@@ -95,9 +91,6 @@ def read_order(file: str, folder: Path) -> Iterable[Question]:
     """
 
     def question(entry: Any) -> Question:
-        captions = tuple(entry["caption_options"])
-        if len(captions) != NUM_ORDERS:
-            raise ValueError(f"{len(captions)} captions")
-        return Question("order", (str(entry["image"]),), captions)
+        return Question("order", (str(entry["image"]),), caption_options(entry, NUM_ORDERS))
 
     return read_entries(folder / file, question, f"image and caption_options, {NUM_ORDERS} texts")

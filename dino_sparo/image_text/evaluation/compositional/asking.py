@@ -41,8 +41,8 @@ class Answered:
         is_asked: (questions,), false where an image cannot be read.
         answers: false where not asked.
         confusions: zero where not asked.
-        marks: name -> (questions,), whether it is so of one of the question's captions: `truncated`, `alike` (the model
-            cannot tell the true one from another), or what the model says of its own.
+        marks: name -> (questions,), whether it holds for one of the question's captions: `truncated`, `alike` (the
+            model cannot tell the true one from another), or what the model says of its own.
     """
 
     is_asked: Bool[Tensor, " questions"]
@@ -124,13 +124,13 @@ def chunks(questions: Sequence[Question], chunk_images: int) -> Iterator[list[in
 
 
 def _marks(
-    text_of: Int64[Tensor, "questions U"], own: Int64[Tensor, " questions"], texts: EncodedTexts
+    text_of: Int64[Tensor, "questions captions"], own: Int64[Tensor, " questions"], texts: EncodedTexts
 ) -> dict[str, Bool[Tensor, " questions"]]:
-    """What is so of a question, from what is so of its captions.
+    """Marks of captions -> marks of the questions that have them.
 
     Args:
         text_of: rows of the captions, -1 where a question has fewer.
-        own: the place of the first image's caption.
+        own: index of the first image's caption among the question's.
         texts: all captions.
     """
     is_caption = text_of >= 0
@@ -143,9 +143,9 @@ def _marks(
 
 
 def with_shuffled_images(questions: Sequence[Question], seed: int) -> list[Question]:
-    """Each question with the images of another one of its split: a model that then answers does not need them.
+    """Each question with the images of another one of its split: a model that is still right does not need them.
 
-    The next one in a random order; where that shows the same images, the question keeps a true one by chance.
+    The other one is the next in a random order. It may show the same images; then the question keeps its own.
 
     Args:
         questions: of one benchmark.

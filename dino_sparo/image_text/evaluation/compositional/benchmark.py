@@ -3,8 +3,9 @@
 A new benchmark is a generator of `Question`s and one entry of `registry.BENCHMARKS`.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,13 +39,9 @@ def one_per_question(questions: Sequence[Question], answers: Answers) -> list[Ou
     return [Outcome(question.split, number, *answer) for number, (question, *answer) in enumerate(columns)]
 
 
-def equal_means(counts: Mapping[str, int]) -> dict[str, Weights]:
-    """One macro average, in which every split counts the same.
-
-    Args:
-        counts: split -> number of questions.
-    """
-    return {"macro": dict.fromkeys(counts, 1 / len(counts))}
+def equal_means(splits: Collection[str]) -> dict[str, Weights]:
+    """One macro average, in which every split counts the same; none without splits."""
+    return {"macro": dict.fromkeys(splits, 1 / len(splits))} if splits else {}
 
 
 def no_means(counts: Mapping[str, int]) -> dict[str, Weights]:
@@ -102,6 +99,30 @@ class Benchmark:
     def chance_of(self, split: str) -> float:
         """Accuracy of guessing in a split, percent."""
         return self.chance[split] if isinstance(self.chance, Mapping) else self.chance
+
+
+def read_splits(
+    folder: Path, files: Mapping[str, str], make: Callable[[str, Any], Question], expected: str
+) -> Iterator[Question]:
+    """The questions of those files of a folder that are there.
+
+    Args:
+        folder: where they lie.
+        files: split -> file.
+        make: split and entry -> question, as in `read_entries`.
+        expected: likewise.
+    """
+    for split, file in files.items():
+        if (folder / file).is_file():
+            yield from read_entries(folder / file, partial(make, split), expected)
+
+
+def caption_options(entry: Any, number: int) -> tuple[str, ...]:
+    """So many captions of an entry, the true one first; ValueError if they are more or fewer."""
+    captions = tuple(entry["caption_options"])
+    if len(captions) != number:
+        raise ValueError(f"{len(captions)} captions")
+    return captions
 
 
 def read_entries(path: Path, make: Callable[[Any], Question], expected: str) -> Iterable[Question]:

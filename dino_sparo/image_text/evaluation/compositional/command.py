@@ -10,6 +10,7 @@ import argparse
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from dino_sparo.evaluation.protocol import start_evaluation
 from dino_sparo.image_text.evaluation.compositional.asking import Answered, ask, counts_of, with_shuffled_images
 from dino_sparo.image_text.evaluation.compositional.failure_pages import write_failures
 from dino_sparo.image_text.evaluation.compositional.failures import MAX_FAILURES, Failures, clearest_failures
-from dino_sparo.image_text.evaluation.compositional.finding import Found, find_benchmarks
+from dino_sparo.image_text.evaluation.compositional.finding import LocalBenchmark, find_benchmarks
 from dino_sparo.image_text.evaluation.compositional.metrics import summarize, worth
 from dino_sparo.image_text.evaluation.compositional.papers import PAPERS
 from dino_sparo.image_text.evaluation.compositional.registry import BENCHMARKS
@@ -58,9 +59,9 @@ def compare(args: argparse.Namespace, open_model: OpenModel) -> list[Result]:
         raise ValueError(f"--failures {args.failures}: give a number of errors per benchmark from 0 to {MAX_FAILURES}")
     if args.failures:
         require_matplotlib()
-    found = find_benchmarks(Path(args.data_root), args.benchmarks or list(BENCHMARKS), args.max_missing)
+    benchmarks = find_benchmarks(Path(args.data_root), args.benchmarks or list(BENCHMARKS), args.max_missing)
     if args.write_captions:
-        return write_captions(found, Path(args.write_captions))
+        return write_captions(benchmarks, Path(args.write_captions))
     if not args.pretrained_weights:
         raise ValueError("--pretrained_weights is empty: there is nothing to evaluate; give one checkpoint or more")
     for weights in args.pretrained_weights:
@@ -71,7 +72,7 @@ def compare(args: argparse.Namespace, open_model: OpenModel) -> list[Result]:
     for label, weights in zip(labels, args.pretrained_weights, strict=True):
         logger.info("%s: %s", label, weights)
         scorer = open_model(argparse.Namespace(**{**vars(args), "pretrained_weights": weights}), process)
-        result, failures = evaluate(scorer, found, args.chunk_images, args.seed, args.blind, args.failures)
+        result, failures = evaluate(scorer, benchmarks, args.chunk_images, args.seed, args.blind, args.failures)
         if is_main():
             written.append(result_path(weights, label, args.output))
             write_json(result, written[-1])
@@ -86,15 +87,15 @@ def compare(args: argparse.Namespace, open_model: OpenModel) -> list[Result]:
     return results
 
 
-def write_captions(found: Sequence[Found], path: Path) -> list[Result]:
+def write_captions(benchmarks: Sequence[LocalBenchmark], path: Path) -> list[Result]:
     """Write all captions, one per line, for `dino-sparo parse`; there are no results.
 
     Args:
-        found: the benchmarks.
+        benchmarks: with their questions.
         path: the file.
     """
     captions = dict.fromkeys(
-        " ".join(text.split()) for each in found for question in each.questions for text in question.captions
+        " ".join(text.split()) for each in benchmarks for question in each.questions for text in question.captions
     )
     if is_main():
         path.write_text("".join(f"{caption}\n" for caption in captions), encoding="utf-8")
@@ -109,10 +110,8 @@ def labels_of(weights: Sequence[str]) -> list[str]:
         weights: paths.
     """
     names = [Path(path).parent.name if Path(path).stem == "checkpoint" else Path(path).stem for path in weights]
-    seen: dict[str, int] = {}
-    for name in names:
-        seen[name] = seen.get(name, 0) + 1
-    return [name if seen[name] == 1 else f"{number} {name}" for number, name in enumerate(names, start=1)]
+    times = Counter(names)
+    return [name if times[name] == 1 else f"{number} {name}" for number, name in enumerate(names, start=1)]
 
 
 def result_path(weights: str, label: str, output: str | None) -> Path:
@@ -131,13 +130,13 @@ def result_path(weights: str, label: str, output: str | None) -> Path:
 
 
 def evaluate(
-    scorer: Scorer, found: Sequence[Found], chunk_images: int, seed: int, blind: bool = False, num_failures: int = 0
+    scorer: Scorer, benchmarks: Sequence[LocalBenchmark], chunk_images: int, seed: int, blind: bool, num_failures: int
 ) -> tuple[Result, dict[str, Failures]]:
     """Ask a model all benchmarks.
 
     Args:
         scorer: the model.
-        found: the benchmarks.
+        benchmarks: with their questions.
         chunk_images: largest number of images encoded at a time.
         seed: of the bootstrap and of shuffled images.
         blind: ask everything once more with the images of other questions.
@@ -149,29 +148,29 @@ def evaluate(
     Raises:
         ValueError: no image of any benchmark can be read.
     """
-    own = [each.questions for each in found]
-    own += [with_shuffled_images(each.questions, seed) for each in found] if blind else []
+    own = [each.questions for each in benchmarks]
+    own += [with_shuffled_images(each.questions, seed) for each in benchmarks] if blind else []
     answered = ask(scorer, [question for questions in own for question in questions], chunk_images)
-    ends = [sum(map(len, own[: number + 1])) for number in range(len(own))]
+    ends = accumulate(map(len, own))
     rows = [slice(end - len(questions), end) for end, questions in zip(ends, own, strict=True)]
-    benchmarks, failures, left_out = {}, {}, {}
-    for number, each in enumerate(found):
+    results, failures, left_out = {}, {}, {}
+    for number, each in enumerate(benchmarks):
         if not answered.is_asked[rows[number]].any():
             left_out[each.title] = f"left out: none of the images in {each.images} can be read"
             logger.error("%s: %s", each.title, left_out[each.title])
             continue
         result = describe(each, answered, rows[number], seed)
         if blind:
-            add_blind(result, describe(each, answered, rows[len(found) + number], seed))
+            add_blind(result, describe(each, answered, rows[len(benchmarks) + number], seed))
         if num_failures:
             failures[each.title] = clearest_failures(each.questions, answered, rows[number], num_failures)
             result["failures"] = failures[each.title].to_json()
-        benchmarks[each.title] = result
-    if not benchmarks:
+        results[each.title] = result
+    if not results:
         raise ValueError("; ".join(f"{title}: {sentence}" for title, sentence in left_out.items()))
     whole = {
         "evaluation": "compositional benchmarks",
-        "benchmarks": benchmarks,
+        "benchmarks": results,
         "left_out": left_out,
         "rule": f"accuracy: the true caption's {scorer.measure} is strictly greater, in fp32, and ties are wrong; "
         "official: ties as in the benchmark's own code",
@@ -182,22 +181,22 @@ def evaluate(
     return whole, failures
 
 
-def describe(found: Found, answered: Answered, rows: slice, seed: int) -> Result:
+def describe(local: LocalBenchmark, answered: Answered, rows: slice, seed: int) -> Result:
     """The result of one benchmark.
 
     Args:
-        found: the benchmark.
+        local: the benchmark.
         answered: all answers.
         rows: where its questions stand among all; some were asked.
         seed: of the bootstrap.
     """
-    benchmark = found.benchmark
+    benchmark = local.benchmark
     asked, answers = answered.of(rows)
-    questions = [found.questions[number] for number in asked]
-    unreadable = Counter(each.split for each in found.questions) - Counter(each.split for each in questions)
+    questions = [local.questions[number] for number in asked]
+    unreadable = Counter(each.split for each in local.questions) - Counter(each.split for each in questions)
     left_out = {
-        "num_without_image": Counter(found.without_image) + unreadable,
-        "num_with_empty_caption": Counter(found.with_empty_caption),
+        "num_without_image": local.without_image + unreadable,
+        "num_with_empty_caption": local.with_empty_caption,
     }
     outcomes = benchmark.outcomes(questions, answers)
     is_one_each = len(outcomes) == len(asked)  # else the splits are scores, each of all questions
@@ -213,10 +212,10 @@ def describe(found: Found, answered: Answered, rows: slice, seed: int) -> Result
             for credit in (0.0, benchmark.tie_credit)
         )
         result["means"] |= {name: {"accuracy": ours[name], "official": official[name]} for name in ours}
-    lacks = found.lacks + [f"left out {unreadable.total()} questions whose images cannot be read"] * bool(unreadable)
+    lacks = local.lacks + [f"left out {unreadable.total()} questions whose images cannot be read"] * bool(unreadable)
     lost = {split for counts in left_out.values() for split in counts} - {each.split for each in questions}
     lacks += [f"nothing is left of {', '.join(sorted(lost))}"] * bool(lost)
-    files = [name for name in benchmark.files if (found.folder / name).is_file()]
+    files = [name for name in benchmark.files if (local.folder / name).is_file()]
     return {
         "benchmark": benchmark.name,
         **result,
@@ -225,8 +224,8 @@ def describe(found: Found, answered: Answered, rows: slice, seed: int) -> Result
         "complete": not lacks,
         "lacks": lacks,
         "official_tie": benchmark.tie_credit,
-        "images": str(found.images),
-        "files": {name: file_record(found.folder / name) for name in files},
+        "images": str(local.images),
+        "files": {name: file_record(local.folder / name) for name in files},
     }
 
 

@@ -21,6 +21,7 @@ from dino_sparo.evaluation.page import (
     GAP,
     LINE,
     MARGIN,
+    RAMP_ENDS,
     SOFT,
     Heading,
     Page,
@@ -46,8 +47,8 @@ CAPTION_SIZE, CAPTION_LINE, SCORE_WIDTH = 17.0, 25, 124  # pixels
 COLUMN = TILES_PER_LINE * (TILE + GAP) - GAP  # width beside the image
 SIDE_GAP, BAND_GAP, ROW_GAP = 28, 20, 36
 WHERE = 26  # pixels, height of the line above the captions
-KINDS = ("true", "false")
-COLOURS, MARKS = ("#1a7f37", "#c0322b"), ("#d7f2de", "#fde0dc")  # of the scores, behind words that differ
+COLOURS = {"true": "#1a7f37", "false": "#c0322b"}  # of the scores
+MARKS = {"true": "#d7f2de", "false": "#fde0dc"}  # behind words that differ
 
 OWN_STYLE = f"""
 main > h2 {{ margin: 22px 0 0; }}
@@ -57,7 +58,7 @@ section > img {{ width: 100%; border-radius: 8px; }}
 h3 {{ margin: 0 0 4px; font-size: 17px; line-height: 1.5; display: grid; grid-template-columns: 7.2em 1fr; }}
 h3 b {{ font-variant-numeric: tabular-nums; }}
 mark {{ color: inherit; padding: 1px 3px; margin: 0 -3px; border-radius: 5px; }}
-.true b {{ color: {COLOURS[0]}; }} .false b {{ color: {COLOURS[1]}; }}
+.true b {{ color: {COLOURS["true"]}; }} .false b {{ color: {COLOURS["false"]}; }}
 .true mark {{ background: rgb(60 190 100 / 22%); }} .false mark {{ background: rgb(240 90 75 / 22%); }}
 @media (prefers-color-scheme: dark) {{ .true b {{ color: #4cc267; }} .false b {{ color: #ff7b72; }} }}
 .where {{ font-size: 13px; margin-bottom: 10px; }}
@@ -100,14 +101,14 @@ class Shown:
         looks = self.looks or [CaptionLook("", ())] * 2
         scores = failure.true_score, failure.false_score
         marks = differing(*captions)
-        return [Band(*each) for each in zip(KINDS, scores, captions, marks, looks, strict=True)]
+        return [Band(*each) for each in zip(COLOURS, scores, captions, marks, looks, strict=True)]
 
 
 class Band(NamedTuple):
     """A caption of an error.
 
     Attributes:
-        kind: of `KINDS`.
+        kind: `true` or `false`.
         score: of image and caption.
         words: of the caption.
         marks: whether the other caption does not have the word there.
@@ -144,8 +145,8 @@ def differing(first: Sequence[str], second: Sequence[str]) -> tuple[list[bool], 
     """Which words of each of two captions do not stand in the other one, in a longest common order."""
     marks = [True] * len(first), [True] * len(second)
     for block in difflib.SequenceMatcher(None, first, second, autojunk=False).get_matching_blocks():
-        for place in range(block.size):
-            marks[0][block.a + place] = marks[1][block.b + place] = False
+        marks[0][block.a : block.a + block.size] = [False] * block.size
+        marks[1][block.b : block.b + block.size] = [False] * block.size
     return marks
 
 
@@ -260,9 +261,8 @@ def draw_sheet(gallery: Gallery, heading: str, path: Path) -> None:
     about = f"{gallery.model}  ·  scores: {gallery.measure}"
     # The sentences on reading are the page's; here the first two are enough.
     explanation = [". ".join(gallery.explanation.split(". ")[:2]).rstrip(".") + "."] if gallery.explanation else []
-    has_maps = gallery.ends is not None
-    ends = {"ends": gallery.ends} if gallery.ends is not None else {}
-    top = Heading(width, f"{TITLE}  ·  {heading}", [about, *explanation], has_maps, **ends)
+    legend = gallery.ends is not None, gallery.ends or RAMP_ENDS
+    top = Heading(width, f"{TITLE}  ·  {heading}", [about, *explanation], *legend)
     heights = [max(PICTURE, WHERE + sum(map(_band_height, row.bands)) + BAND_GAP) for row in rows]
     page = Page(width + 2 * MARGIN, 2 * MARGIN + top.height + sum(heights) + ROW_GAP * len(rows))
     top.draw(page, MARGIN, MARGIN)
@@ -302,17 +302,16 @@ def _draw_row(page: Page, y: int, row: Shown) -> None:
 
 def _draw_caption(page: Page, x: int, y: int, band: Band) -> None:
     """A caption and its score, upper edge at y; a colour behind words that differ."""
-    kind = KINDS.index(band.kind)
-    page.text(x, y + 18, f"{band.kind} {band.score:.3f}", CAPTION_SIZE, COLOURS[kind], weight="bold")
+    page.text(x, y + 18, f"{band.kind} {band.score:.3f}", CAPTION_SIZE, COLOURS[band.kind], weight="bold")
     space = text_width("a a", CAPTION_SIZE, "bold") - text_width("aa", CAPTION_SIZE, "bold")
-    place = 0
+    start = 0
     for number, line in enumerate(_lines(band)):
         left, base = float(x + SCORE_WIDTH), y + 18 + CAPTION_LINE * number
         words = line.split()
-        for run, is_marked in runs_of(words, band.marks[place : place + len(words)]):
+        for run, is_marked in runs_of(words, band.marks[start : start + len(words)]):
             width = text_width(run, CAPTION_SIZE, "bold")
             if is_marked:
-                page.panel(round(left) - 3, base - 17, round(width) + 6, 23, MARKS[kind])
+                page.panel(round(left) - 3, base - 17, round(width) + 6, 23, MARKS[band.kind])
             page.text(round(left), base, run, CAPTION_SIZE, weight="bold")
             left += width + space
-        place += len(words)
+        start += len(words)

@@ -1,8 +1,8 @@
 """Answers -> the clearest errors of a benchmark; `failure_pages.py` draws them for `compositional --failures N`.
 
 An error is an image that scores more with a false caption than with its own. Of each benchmark those with the largest
-margin are shown, one per image: over all benchmarks together the largest one would fill the page, and of some sets one
-odd image would. A tie is no clear error.
+margin are shown, one per image. Otherwise the largest benchmark would fill the page, and in some sets one odd image
+would. A tie is no clear error.
 """
 
 from collections.abc import Sequence
@@ -79,18 +79,18 @@ def clearest_failures(questions: Sequence[Question], answered: Answered, rows: s
         rows: where its questions stand among all.
         count: at most so many.
     """
-    found = answered.confusions
-    margins = (found.false_score - found.true_score)[rows].masked_fill(~answered.is_asked[rows], -torch.inf)
+    confusions = answered.confusions
+    margins = (confusions.false_score - confusions.true_score)[rows].masked_fill(~answered.is_asked[rows], -torch.inf)
     clearest: dict[ImageName, Failure] = {}
     for number in margins.argsort(descending=True, stable=True).tolist():
         if margins[number] <= 0 or len(clearest) == count:
             break
         question, row = questions[number], rows.start + number
-        place = int(found.image[row])
-        name = question.images[place]
+        image = int(confusions.image[row])
+        name = question.images[image]
         file, box = name if isinstance(name, Crop) else (name, None)
-        captions = question.captions[question.matches[place]], question.captions[int(found.caption[row])]
-        scores = float(found.true_score[row]), float(found.false_score[row])
+        captions = question.captions[question.matches[image]], question.captions[int(confusions.caption[row])]
+        scores = float(confusions.true_score[row]), float(confusions.false_score[row])
         clearest.setdefault(name, Failure(question.split, file, box, *captions, *scores))
     num_tied = int((margins == 0).sum())
     num_asked = int(answered.is_asked[rows].sum())

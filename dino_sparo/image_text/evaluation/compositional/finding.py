@@ -15,7 +15,7 @@ from dino_sparo.image_text.evaluation.questions import Question
 logger = logging.getLogger(__name__)
 
 MAX_DEPTH = 4  # folders below --data_root that are looked into
-SIGHT = 20  # images of which one must lie in a folder, for this to be the folder of the images
+IMAGES_TRIED = 20  # the first ones of a benchmark; the folder that holds one of them is that of its images
 # Many files and no annotations.
 IMAGE_FOLDERS = frozenset(
     ("images", "val2017", "val2014", "train2017", "train2014", "test2014", "vg_images", "VG_100K", "VG_100K_2")
@@ -23,13 +23,13 @@ IMAGE_FOLDERS = frozenset(
 
 
 @dataclass(frozen=True)
-class Found:
-    """A benchmark that lies in a folder.
+class LocalBenchmark:
+    """A benchmark on disk: its questions, and what of it is missing.
 
     Attributes:
         benchmark: which.
         folder: of its annotations.
-        title: the benchmark's, with the folder where it is found more than once.
+        title: the benchmark's, with the folder where it lies in several.
         images: folder that names of images start from.
         questions: those that have their captions and image files; an image is its absolute path, or a part of it.
         without_image: split -> questions whose image files are missing.
@@ -42,8 +42,8 @@ class Found:
     title: str
     images: Path
     questions: list[Question]
-    without_image: Mapping[str, int]
-    with_empty_caption: Mapping[str, int]
+    without_image: Counter[str]
+    with_empty_caption: Counter[str]
     lacks: list[str]
 
 
@@ -63,7 +63,7 @@ def folders_of(root: Path, names: Sequence[str]) -> Iterator[tuple[Benchmark, Pa
         yield from ((BENCHMARKS[name], folder) for folder in folders.values() if BENCHMARKS[name].is_in(folder))
 
 
-def find_benchmarks(root: Path, names: Sequence[str], max_missing: float) -> list[Found]:
+def find_benchmarks(root: Path, names: Sequence[str], max_missing: float) -> list[LocalBenchmark]:
     """Read all benchmarks that lie below a folder.
 
     Args:
@@ -76,18 +76,18 @@ def find_benchmarks(root: Path, names: Sequence[str], max_missing: float) -> lis
     """
     if not root.is_dir():
         raise ValueError(f"--data_root {str(root)!r} is no folder; give the one that holds the benchmarks")
-    found = list(folders_of(root, names))
-    if not found:
+    candidates = list(folders_of(root, names))
+    if not candidates:
         wanted = (f"{name} ({BENCHMARKS[name].files[0]}, from {BENCHMARKS[name].source})" for name in names)
         raise ValueError(
             f"--data_root {root} holds no benchmark; looked {MAX_DEPTH} folders deep for the annotations of "
             + "; ".join(wanted)
         )
-    times = Counter(benchmark.name for benchmark, _ in found)
-    titles = [
-        each.title if times[each.name] == 1 else f"{each.title} ({folder.relative_to(root)})" for each, folder in found
-    ]
-    opened = [open_benchmark(*each, title, root, max_missing) for each, title in zip(found, titles, strict=True)]
+    times = Counter(benchmark.name for benchmark, _ in candidates)
+    opened = []
+    for benchmark, folder in candidates:
+        title = benchmark.title + f" ({folder.relative_to(root)})" * (times[benchmark.name] > 1)
+        opened.append(open_benchmark(benchmark, folder, title, root, max_missing))
     for each in opened:
         for sentence in each.lacks:
             logger.warning("%s: %s", each.title, sentence)
@@ -97,7 +97,7 @@ def find_benchmarks(root: Path, names: Sequence[str], max_missing: float) -> lis
     return usable
 
 
-def open_benchmark(benchmark: Benchmark, folder: Path, title: str, root: Path, max_missing: float) -> Found:
+def open_benchmark(benchmark: Benchmark, folder: Path, title: str, root: Path, max_missing: float) -> LocalBenchmark:
     """Read one benchmark and look for its images.
 
     Args:
@@ -141,7 +141,7 @@ def open_benchmark(benchmark: Benchmark, folder: Path, title: str, root: Path, m
     if empty or without:
         lacks.append(f"left out {without.total()} questions without image, {empty.total()} with an empty caption")
     located = [_located(question, images, paths) for question in whole]
-    return Found(benchmark, folder, title, images, located, without, empty, lacks)
+    return LocalBenchmark(benchmark, folder, title, images, located, without, empty, lacks)
 
 
 def image_folder(benchmark: Benchmark, folder: Path, root: Path, names: Sequence[str]) -> Path:
@@ -155,7 +155,7 @@ def image_folder(benchmark: Benchmark, folder: Path, root: Path, names: Sequence
     """
     tries = [start / name for start in (folder, folder.parent, root) for name in benchmark.images]
     there = [path for path in tries if path.is_dir()]
-    seen = (path for path in there if any(image_path(path, name) for name in names[:SIGHT]))
+    seen = (path for path in there if any(image_path(path, name) for name in names[:IMAGES_TRIED]))
     return next(seen, (there or tries)[0]).resolve()
 
 

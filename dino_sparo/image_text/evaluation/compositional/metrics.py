@@ -75,13 +75,13 @@ def summarize(benchmark: Benchmark, outcomes: Sequence[Outcome], seed: int) -> d
     splits = {split: _split(own, benchmark) for split, own in by_split.items()}
     counts = {split: len(own) for split, own in by_split.items()}
     rights = {split: sum(outcome.right for outcome in own) for split, own in by_split.items()}
-    named = benchmark.means(counts)
-    means = {name: _mean(splits, weights, counts, rights, seed) for name, weights in named.items()}
-    if len({outcome.question for outcome in outcomes}) == len(outcomes):  # not several scores of each
-        total = len(outcomes)
-        micro = {split: count / total for split, count in counts.items()}
-        means["micro"] = _mean(splits, micro, counts, rights, seed)
-        means["micro"]["interval_95"] = list(wilson(sum(rights.values()), total))
+    weights = dict(benchmark.means(counts))
+    is_one_each = len({outcome.question for outcome in outcomes}) == len(outcomes)  # not several scores of each
+    if is_one_each:
+        weights["micro"] = {split: count / len(outcomes) for split, count in counts.items()}
+    means = {name: _mean(splits, each, rights, seed) for name, each in weights.items()}
+    if is_one_each:
+        means["micro"]["interval_95"] = list(wilson(sum(rights.values()), len(outcomes)))
     return {"splits": splits, "means": means}
 
 
@@ -98,17 +98,13 @@ def _split(own: Sequence[Outcome], benchmark: Benchmark) -> dict[str, Any]:
 
 
 def _mean(
-    splits: Mapping[str, Mapping[str, Any]],
-    weights: Weights,
-    counts: Mapping[str, int],
-    rights: Mapping[str, int],
-    seed: int,
+    splits: Mapping[str, Mapping[str, Any]], weights: Weights, rights: Mapping[str, int], seed: int
 ) -> dict[str, Any]:
     def mean(key: str) -> float:
         return sum(weight * splits[split][key] for split, weight in weights.items())
 
-    own = list(weights)
-    interval = bootstrap([rights[s] for s in own], [counts[s] for s in own], [weights[s] for s in own], seed)
+    counts = [splits[split]["num_questions"] for split in weights]
+    interval = bootstrap([rights[split] for split in weights], counts, list(weights.values()), seed)
     return {
         "accuracy": mean("accuracy"),
         "interval_95": list(interval),

@@ -1,13 +1,12 @@
 """What also has a command of its own: SugarCrepe, Winoground, and the built-in scenes in SugarCrepe's format."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dino_sparo.image_text.choices import WINOGROUND_EXAMPLES
 from dino_sparo.image_text.evaluation.compositional.benchmark import Outcome, Weights, equal_means
 from dino_sparo.image_text.evaluation.questions import Answers, Question
-from dino_sparo.image_text.evaluation.sugarcrepe import GROUPS, read_pairs
-from dino_sparo.image_text.evaluation.winoground import SCORES, read_examples, scores_of
+from dino_sparo.image_text.evaluation.sugarcrepe import GROUPS
+from dino_sparo.image_text.evaluation.winoground import SCORES, scores_of
 from dino_sparo.sources.limits import parse_json
 
 SWAPPED = "swap_att.json"
@@ -27,16 +26,6 @@ def group_means(counts: Mapping[str, int]) -> dict[str, Weights]:
     own = {group: [split for split in splits if split in counts] for group, splits in GROUPS.items()}
     groups = {group: dict.fromkeys(splits, 1 / len(splits)) for group, splits in own.items() if splits}
     return {**equal_means(counts), **groups}
-
-
-def read_oc_split(folder: Path) -> Iterable[Question]:
-    """The tests of a folder that the command oc-splits wrote."""
-    return read_pairs(folder / "tests")
-
-
-def read_winoground(folder: Path) -> Iterable[Question]:
-    """Two images and two captions each."""
-    return read_examples(folder / WINOGROUND_EXAMPLES)
 
 
 def winoground_outcomes(questions: Sequence[Question], answers: Answers) -> list[Outcome]:

@@ -6,14 +6,16 @@ from dino_sparo.image_text.choices import WINOGROUND_EXAMPLES
 from dino_sparo.image_text.evaluation.compositional import aro, pair_files, pug_spar, vl_checklist, whatsup
 from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark, no_means
 from dino_sparo.image_text.evaluation.sugarcrepe import GROUPS, read_pairs
+from dino_sparo.image_text.evaluation.winoground import read_examples
 
 ARO = "https://github.com/mertyg/vision-language-models-are-bows"
 WHATSUP = "https://github.com/amitakamath/whatsup_vlms"
 COCO_IMAGES = "images of COCO val2017, http://images.cocodataset.org/zips/val2017.zip"
 COCO_FOLDERS = ("val2017", "images", "coco/val2017", "coco/images/val2017")
 CREPE_FILES = tuple(f"{split}.json" for group in GROUPS.values() for split in group)
-CREPE_COUNTS = dict(zip(("replace_obj", "replace_att", "replace_rel"), (1652, 788, 1406), strict=True)) | {
-    **{"swap_obj": 245, "swap_att": 666, "add_obj": 2062, "add_att": 692}
+CREPE_COUNTS = {
+    **{"replace_obj": 1652, "replace_att": 788, "replace_rel": 1406},
+    **{"swap_obj": 245, "swap_att": 666, "add_obj": 2062, "add_att": 692},
 }
 
 _BENCHMARKS = (
@@ -32,7 +34,7 @@ _BENCHMARKS = (
         "winoground",
         "Winoground",
         (WINOGROUND_EXAMPLES,),
-        pair_files.read_winoground,
+        lambda folder: read_examples(folder / WINOGROUND_EXAMPLES),
         ("images",),
         "https://huggingface.co/datasets/facebook/winoground, after its licence is accepted; unpack images.zip",
         chance={"text": 25.0, "image": 25.0, "group": 100 / 6},
@@ -136,7 +138,7 @@ _BENCHMARKS = (
         "oc-splits",
         "oc-splits",
         ("split.json",),
-        pair_files.read_oc_split,
+        lambda folder: read_pairs(folder / "tests"),
         ("tests/images",),
         "the command oc-splits",
         is_own=lambda folder: (folder / "tests").is_dir(),

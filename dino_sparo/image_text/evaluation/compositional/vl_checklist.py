@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dino_sparo.image_text.evaluation.compositional.benchmark import Weights, read_entries
+from dino_sparo.image_text.evaluation.compositional.benchmark import Weights, read_splits
 from dino_sparo.image_text.evaluation.image_files import file_of
 from dino_sparo.image_text.evaluation.questions import Question
 
@@ -42,70 +42,57 @@ FILES = _files()
 IMAGES = {"vg": "vg", "vaw": "vg", "hake": "hake", "swig": "swig"}  # data set -> folder of its images
 
 # Questions of the 46 files that we could read, at the commit in tests/reference/compositional.json.
-_COUNTS: dict[str, dict[str, dict[str, int]]] = {
-    "Attribute": {
-        "color": {"vg": 11569},
-        "material": {"vg": 2470, "vaw": 11835},
-        "size": {"vg": 2695, "vaw": 15321},
-        "state": {"vg": 941, "vaw": 4939},
-        "action": {"vg": 1892, "vaw": 3039},
+_COUNTS: dict[str, dict[str, int]] = {
+    "Attribute/color": {"vg": 11569},
+    "Attribute/material": {"vg": 2470, "vaw": 11835},
+    "Attribute/size": {"vg": 2695, "vaw": 15321},
+    "Attribute/state": {"vg": 941, "vaw": 4939},
+    "Attribute/action": {"vg": 1892, "vaw": 3039},
+    "Object/large": {"vg/subj": 26167, "swig/destination": 1520, "swig/item": 5070, "swig/tool": 4643},
+    "Object/medium": {
+        "vg/obj": 30725,
+        "vg/subj": 20930,
+        "swig/agent": 442,
+        "swig/destination": 109,
+        "swig/item": 742,
+        "swig/tool": 1452,
+        "hake": 30910,
     },
-    "Object": {
-        "large": {"vg/subj": 26167, "swig/destination": 1520, "swig/item": 5070, "swig/tool": 4643},
-        "medium": {
-            "vg/obj": 30725,
-            "vg/subj": 20930,
-            "swig/agent": 442,
-            "swig/destination": 109,
-            "swig/item": 742,
-            "swig/tool": 1452,
-            "hake": 30910,
-        },
-        "small": {
-            "vg/obj": 13702,
-            "vg/subj": 10554,
-            "swig/agent": 48,
-            "swig/destination": 9,
-            "swig/item": 154,
-            "swig/tool": 308,
-            "hake": 6210,
-        },
-        "center": {"vg/subj": 25383, "swig/destination": 1063, "swig/item": 4163, "swig/tool": 4056},
-        "mid": {"vg/subj": 26294, "swig/agent": 5074, "swig/destination": 530, "swig/item": 1715, "swig/tool": 2226},
-        "margin": {
-            "vg/obj": 8291,
-            "vg/subj": 5974,
-            "swig/agent": 260,
-            "swig/destination": 45,
-            "swig/item": 88,
-            "swig/tool": 121,
-            "hake": 10062,
-        },
+    "Object/small": {
+        "vg/obj": 13702,
+        "vg/subj": 10554,
+        "swig/agent": 48,
+        "swig/destination": 9,
+        "swig/item": 154,
+        "swig/tool": 308,
+        "hake": 6210,
     },
-    "Relation": {
-        "action": {"vg": 12733, "swig": 25150},
-        "spatial": {"vg": 30650},
+    "Object/center": {"vg/subj": 25383, "swig/destination": 1063, "swig/item": 4163, "swig/tool": 4056},
+    "Object/mid": {"vg/subj": 26294, "swig/agent": 5074, "swig/destination": 530, "swig/item": 1715, "swig/tool": 2226},
+    "Object/margin": {
+        "vg/obj": 8291,
+        "vg/subj": 5974,
+        "swig/agent": 260,
+        "swig/destination": 45,
+        "swig/item": 88,
+        "swig/tool": 121,
+        "hake": 10062,
     },
+    "Relation/action": {"vg": 12733, "swig": 25150},
+    "Relation/spatial": {"vg": 30650},
 }
-COUNTS = {
-    f"{kind}/{name}/{data}": count
-    for kind, dimensions in _COUNTS.items()
-    for name, counts in dimensions.items()
-    for data, count in counts.items()
-}
+COUNTS = {f"{dimension}/{data}": count for dimension, counts in _COUNTS.items() for data, count in counts.items()}
 
 
 def read(folder: Path) -> Iterator[Question]:
     """The questions of all files that lie in a folder; names of images begin with `vg/`, `hake/` or `swig/`."""
-    for split, file in FILES.items():
-        if (folder / file).is_file():
-            images = IMAGES[split.split("/")[2]]
+    return read_splits(folder, FILES, _question, "[image, {POS: [text], NEG: [text]}]")
 
-            def question(entry: Any, split: str = split, images: str = images) -> Question:
-                name, texts = entry
-                return Question(split, (f"{images}/{name}",), (texts["POS"][0], texts["NEG"][0]))
 
-            yield from read_entries(folder / file, question, "[image, {POS: [text], NEG: [text]}]")
+def _question(split: str, entry: Any) -> Question:
+    name, texts = entry
+    images = IMAGES[split.split("/")[2]]
+    return Question(split, (f"{images}/{name}",), (texts["POS"][0], texts["NEG"][0]))
 
 
 def image_set(question: Question) -> str:

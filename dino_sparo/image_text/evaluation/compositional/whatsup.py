@@ -6,9 +6,9 @@
     coco_qa_one_obj.json, coco_qa_two_obj.json   COCO-spatial, [[COCO id, true, false]], images in val2017/
     vg_qa_one_obj.json, vg_qa_two_obj.json       GQA-spatial, [[image id, true, false]], images in vg_images/
 
-Controlled images come in sets: four pictures of the same two objects, which are two pairs of opposites. A pair, or a
-set, is right if each of its questions is. Source: Kamath et al., "What's 'up' with vision-language models?"; their
-dataset_zoo/aro_datasets.py.
+Controlled images come in sets: four pictures of the same two objects, which are two pairs of opposites. A pair or set
+counts as right only if all its questions are right. Source: Kamath et al., "What's 'up' with vision-language models?";
+their dataset_zoo/aro_datasets.py.
 """
 
 import math
@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dino_sparo.image_text.evaluation.compositional.benchmark import read_entries
+from dino_sparo.image_text.evaluation.compositional.benchmark import caption_options, read_entries, read_splits
 from dino_sparo.image_text.evaluation.image_files import file_of
 from dino_sparo.image_text.evaluation.questions import Question
 
@@ -36,10 +36,8 @@ def read_controlled(file: str, folder: Path) -> Iterable[Question]:
     """
 
     def question(entry: Any) -> Question:
-        captions = tuple(entry["caption_options"])
-        if len(captions) != 4:
-            raise ValueError(f"{len(captions)} captions")
-        return Question(set_and_preposition(entry["image_path"])[1], (entry["image_path"],), captions)
+        path = entry["image_path"]
+        return Question(set_and_preposition(path)[1], (path,), caption_options(entry, 4))
 
     return read_entries(folder / file, question, "image_path, OBJECT_PREPOSITION_..._OBJECT, and caption_options, four")
 
@@ -80,11 +78,9 @@ def read_spatial(files: dict[str, str], name: str, folder: Path) -> Iterator[Que
         name: of an image, with {} for its id.
         folder: where the files lie.
     """
-    for split, file in files.items():
-        if (folder / file).is_file():
-            yield from read_entries(folder / file, partial(_spatial, split, name), "[image id, true, false]")
+    return read_splits(folder, files, partial(_spatial, name), "[image id, true, false]")
 
 
-def _spatial(split: str, name: str, entry: Any) -> Question:
+def _spatial(name: str, split: str, entry: Any) -> Question:
     number, true, false = entry
     return Question(split, (name.format(int(number)),), (true, false))

@@ -81,13 +81,13 @@ def shuffle_other_words(words: Words, draw: Draw) -> str:
 
 def shuffle_within_groups(words: Words, draw: Draw) -> str:
     """Words change places within each three."""
-    return " ".join(group[place] for group in _groups(words.plain) for place in draw(len(group)))
+    return " ".join(group[number] for group in _groups(words.plain) for number in draw(len(group)))
 
 
 def shuffle_groups(words: Words, draw: Draw) -> str:
     """Threes change places; the last may be shorter."""
     groups = _groups(words.plain)
-    return " ".join(word for place in draw(len(groups)) for word in groups[place])
+    return " ".join(word for number in draw(len(groups)) for word in groups[number])
 
 
 # What is shuffled -> how; in the authors' order of the options.
@@ -101,10 +101,10 @@ PERTURBATIONS: dict[str, Callable[[Words, Draw], str]] = {
 
 def _permuted(texts: Sequence[str], is_moved: Sequence[bool], draw: Draw) -> list[str]:
     """Texts, some of which change places with one another."""
-    places = [number for number, moved in enumerate(is_moved) if moved]
+    moved = [number for number, moves in enumerate(is_moved) if moves]
     result = list(texts)
-    for place, source in zip(places, draw(len(places)), strict=True):
-        result[place] = texts[places[source]]
+    for target, source in zip(moved, draw(len(moved)), strict=True):
+        result[target] = texts[moved[source]]
     return result
 
 
@@ -138,7 +138,7 @@ def write_order(args: argparse.Namespace) -> dict[str, Any]:
     """
     setup_logging()
     tools = Tools()
-    captions = read_captions(Path(args.captions), args.split)
+    captions, _left_out = read_captions(Path(args.captions), args.split)
     pairs = [(image, caption.strip()) for image, own in captions.items() for caption in own if caption.strip()]
     if not pairs:
         raise ValueError(f"--captions {args.captions} has no captions with words")
@@ -165,13 +165,9 @@ def write_order(args: argparse.Namespace) -> dict[str, Any]:
         "versions": versions(),
     }
     write_json(record, output.with_name(output.name + ".summary.json"))
-    say(f"{output}: {len(entries):,} questions; as the caption itself are " + _in_words(unchanged))
+    same = ", ".join(f"{count:,} shuffled by {name}" for name, count in unchanged.items())
+    say(f"{output}: {len(entries):,} questions; as the caption itself are {same}")
     return record
-
-
-def _in_words(unchanged: dict[str, int]) -> str:
-    """How many false captions are the true one."""
-    return ", ".join(f"{count:,} shuffled by {name}" for name, count in unchanged.items())
 
 
 class Tools:

@@ -1,0 +1,99 @@
+"""The options that a command's code reads, found in its syntax: from a function to all that it names, and so on."""
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import dino_sparo
+
+ROOT = Path(dino_sparo.__file__).parent.parent
+Definition = tuple[str, str]  # a module, and a name at its top
+
+
+def options_read(*definitions: Definition, texts: bool = True) -> set[str]:
+    """All X of `args.X` and `self.args.X` in these functions and in what they name.
+
+
+    Args:
+        definitions: where to begin.
+        texts: also all texts of a function with `getattr(args, ...)` or `vars(args)`, where options may be named so.
+    """
+    known, waiting, read = set[Definition](), list(definitions), set[str]()
+    while waiting:
+        module, name = waiting.pop()
+        node = definitions_of(module).get(name)
+        if (module, name) in known:
+            continue
+        known.add((module, name))
+        if node is None:  # a name that a package passes on, or another package's
+            waiting += [names_of(module)[name]] if name in names_of(module) else []
+            continue
+        read |= set(attributes_of_args(node, texts))
+        waiting += references(module, node)
+    return read
+
+
+@cache
+def tree_of(module: str) -> ast.Module:
+    """A module's syntax; empty if it is another package's."""
+    path = ROOT / module.replace(".", "/")
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return ast.parse(path.read_text(encoding="utf-8")) if path.is_file() else ast.parse("")
+
+
+@cache
+def definitions_of(module: str) -> dict[str, ast.AST]:
+    """Functions, classes and constants at the top of a module."""
+    found: dict[str, ast.AST] = {}
+    for node in tree_of(module).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found[node.name] = node
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {target.id: node for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+@cache
+def names_of(module: str) -> dict[str, Definition]:
+    """Names that a module imports, anywhere in it -> what they mean."""
+    return {
+        alias.asname or alias.name: (node.module, alias.name)
+        for node in ast.walk(tree_of(module))
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+    }
+
+
+def references(module: str, node: ast.AST) -> Iterator[Definition]:
+    """What a definition names: by `name`, by `module.name`, or as the text "module:name"."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.Name):
+            yield names_of(module).get(part.id, (module, part.id))
+        elif isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name) and part.value.id in names_of(module):
+            yield ".".join(names_of(module)[part.value.id]), part.attr
+        elif isinstance(part, ast.Constant) and isinstance(part.value, str) and part.value.count(":") == 1:
+            path, _, name = part.value.partition(":")
+            if path.startswith("dino_sparo.") and name.isidentifier():
+                yield path, name
+
+
+def attributes_of_args(node: ast.AST, texts: bool) -> Iterator[str]:
+    """The options that a definition reads itself; see `options_read`."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.Attribute) and is_args(part.value):
+            yield part.attr
+        elif texts and isinstance(part, ast.Call) and is_args_by_name(part):
+            texts_in = (text.value for text in ast.walk(node) if isinstance(text, ast.Constant))
+            yield from (text for text in texts_in if isinstance(text, str))
+
+
+def is_args_by_name(call: ast.Call) -> bool:
+    """Whether a call is `vars(args)` or `getattr(args, ...)`."""
+    return getattr(call.func, "id", "") in ("getattr", "vars") and bool(call.args) and is_args(call.args[0])
+
+
+def is_args(node: ast.AST) -> bool:
+    """Whether an expression is called `args`."""
+    return getattr(node, "id" if isinstance(node, ast.Name) else "attr", "") == "args"
