@@ -23,7 +23,7 @@ from dino_sparo.checkpoint import load_checkpoint
 from dino_sparo.checkpoint_file import verify_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
-PATIENCE = 120.0  # seconds for what takes five on an idle machine
+PATIENCE = 400.0  # seconds; runs take 5 to 40 on an idle machine, and other work can make a machine ten times slower
 FAULT = 75  # exit status of what helps to start again, as in sysexits.h
 SPEED_FIELDS = {"train_images_per_s", "train_data_wait"}  # of log.txt; no two runs have them alike
 
@@ -325,6 +325,14 @@ class Torchrun:
     def _rank(self, pid: int) -> int | None:
         variables = environment_of(pid) if parent_of(pid) == self.agent.pid and is_alive(pid) else {}
         return int(variables["RANK"]) if "RANK" in variables else None
+
+    def wait(self, seconds: float = PATIENCE) -> int:
+        """The exit status of torchrun."""
+        try:
+            return self.agent.wait(seconds)
+        except subprocess.TimeoutExpired:
+            message = f"torchrun still runs after {seconds:.0f} s:\n{self.log.read_text(errors='replace')}"
+            raise AssertionError(message) from None
 
     def wait_for_ranks(self, others_than: set[int]) -> list[tuple[int, int]]:
         """Wait until two workers that are new have started, or the agent has ended."""

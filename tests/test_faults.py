@@ -410,7 +410,7 @@ def kill_under_torchrun(
             kills.append({"phase": moment.phase, "cut": is_saving(output_dir), "seconds": time.monotonic() - begin})
             assert assert_whole_checkpoints(output_dir) >= step
             seen |= set(ranks.values())
-        assert torchrun.agent.wait(PATIENCE) == 0
+        assert torchrun.wait() == 0
     return kills
 
 
@@ -445,7 +445,7 @@ def test_ranks_end_when_torchrun_itself_is_killed_and_a_new_one_goes_on(tmp_path
     step = assert_whole_checkpoints(tmp_path / "run")
     assert 0 < step < 18 * LONG, "the orphans trained to the end"
     with Torchrun(options(tmp_path / "run", epochs=LONG), tmp_path / "log") as torchrun:
-        assert torchrun.agent.wait(PATIENCE) == 0, (tmp_path / "log").read_text()
+        assert torchrun.wait() == 0, (tmp_path / "log").read_text()
     assert_same_run(long, tmp_path / "run")
     record("torchrun is killed", seconds=round(seconds, 2))
 
@@ -458,14 +458,14 @@ def test_a_terminated_torchrun_leaves_a_checkpoint_to_go_on_from(tmp_path: Path,
         wait_until(lambda: (run / "log.txt").is_file(), PATIENCE, "the first epoch")
         torchrun.agent.send_signal(signal.SIGTERM)
         begin = time.monotonic()
-        assert torchrun.agent.wait(2 * LIMIT) != 0
+        assert torchrun.wait(2 * LIMIT) != 0
         seconds = time.monotonic() - begin
     log = (tmp_path / "log").read_text()
     said = re.search(r"after step (\d+), which is saved", log)
     assert said is not None, log
     assert assert_whole_checkpoints(run) == int(said[1])
     with Torchrun(options(run, epochs=LONG), tmp_path / "log") as torchrun:
-        assert torchrun.agent.wait(PATIENCE) == 0, (tmp_path / "log").read_text()
+        assert torchrun.wait() == 0, (tmp_path / "log").read_text()
     assert_same_run(long, run)
     assert len(json.loads((run / "log.txt").read_text().splitlines()[0])) > 5
     record("torchrun is terminated", seconds=round(seconds, 2))
