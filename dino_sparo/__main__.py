@@ -275,7 +275,7 @@ COMMANDS: dict[str, Command] = {
         run,
     ),
     "demo-clip": Command(
-        "Built-in scenes -> CLIP + SPARO trained, evaluated and drawn, in less than an hour and without a GPU.",
+        "Built-in scenes -> CLIP + SPARO trained, evaluated and drawn, in minutes and without a GPU.",
         lambda: demo_parser(clip_choices.TOWERS),
         "dino_sparo.clip.demo:demo",
         run,

@@ -39,6 +39,7 @@ FOREIGN_OPTIONS = {
     *("cpus-per-task", "time", "requeue", "signal", "open-mode", "pty", "jobs", "help", "version", "extend-exclude"),
     *("model", "model_type", "pretrained", "dataset", "dataset_root", "no_amp", "task", "logdir", "sparse"),
 }
+NEED_IMAGES = {"knn", "linear", "slot-study"}  # and have none of their own
 FOREIGN_FILES = {
     *("vision_transformer.py", "transformer.py", "utils.py", "tokenizer.py", "model.py", "hf_model.py"),
     *("main_pretrain.py", "vicreg.py", "my_readout.py", "my_source.py"),
@@ -91,7 +92,8 @@ def test_every_command_that_a_text_shows_can_be_typed(path: Path) -> None:
         parser = parser_of(name, words)
         if parser is not None:
             parser.error = lambda message, line=(name, words): pytest.fail(f"{line}: {message}")  # type: ignore[method-assign]
-            parser.parse_args(words)
+            args = parser.parse_args(words)
+            assert getattr(args, "data_path", None) != "" or name not in NEED_IMAGES, f"{(name, words)}: no --data_path"
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=str_of)

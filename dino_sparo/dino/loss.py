@@ -135,7 +135,7 @@ class DINOLoss(nn.Module):
             teacher_logits: (2*B, K), crop by crop.
             epoch: epoch, counted from 0; gives the teacher's temperature.
             update_center: set to False to leave the centre alone, for gradient accumulation: all parts of a batch use
-                the same centre, which `update_center` moves once at the end.
+                the same centre, and the caller moves it once (`begin_center_update`).
 
         Returns:
             The loss, nats per pair of views.

@@ -164,7 +164,8 @@ def _add_optimization_options(parser: argparse.ArgumentParser) -> None:
         "--warmup_epochs",
         type=int,
         default=None,
-        help=f"Epochs of linear warm-up of the learning rate. (default: {WARMUP_EPOCHS}; 1 in a run of fewer epochs)",
+        help=f"Epochs of linear warm-up of the learning rate. (default: {WARMUP_EPOCHS}; in a shorter run "
+        "1, in a run of one epoch 0)",
     )
     group.add_argument("--min_lr", type=float, default=1e-6, help="Learning rate at the end.")
     group.add_argument("--weight_decay", type=float, default=0.04, help="Weight decay in the first step.")

@@ -1,7 +1,7 @@
 """One step of DINO: the paper's algorithm 1.
 
-Student and teacher see the crops, the loss compares them, the optimizer moves the student, the moving average moves the
-teacher, and the centre moves towards the teacher's logits. `train.py` builds what goes in here.
+Student and teacher see the crops, the loss compares them, the optimizer moves the student, the centre moves towards the
+teacher's logits, and the moving average moves the teacher. `train.py` builds what goes in here.
 """
 
 from dataclasses import dataclass
@@ -84,14 +84,14 @@ class DINOTraining(CropTraining):
 
 
 def train_step(training: DINOTraining, batches: list[Batch], epoch: int, diagnose: bool = False) -> StepReport:
-    """One step of algorithm 1: forward, loss, backward, student update, teacher update, centre update.
+    """One step of algorithm 1: forward, loss, backward, student update, centre update, teacher update.
 
     With several micro-batches the gradients are those of one batch that holds them all: every part uses the same
     centre, which moves once, at the end. (Batch norm in the head, if asked for, sees each part alone.)
 
-    Nothing is read from the device. After a loss or gradients that are not finite, on any rank, student, optimizer and
-    centre stay as they are until the trainer reads the report and ends the run. The teacher still moves towards the
-    student in these steps; they are not saved.
+    No value is copied to the CPU, so the step never waits for a GPU. After a loss or gradients that are not finite, on any
+    rank, student, optimizer and centre stay as they are until the trainer reads the report and ends the run. The teacher
+    still moves towards the student in these steps; that teacher is never saved.
 
     Args:
         training: changed in place.

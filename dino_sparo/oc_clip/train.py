@@ -1,7 +1,7 @@
 """Train OC-CLIP on pairs of images and captions, whose scene graphs come from a file or from a parser.
 
     dino-sparo train-oc-clip --preset oc-scenes --data_path scenes:12800:48 --output_dir runs/oc   # this machine
-    torchrun --nproc_per_node=8 -m dino_sparo train-oc-clip --preset oc-coco --init_clip ViT-B-16.pt \\
+    torchrun --nproc_per_node=8 -m dino_sparo train-oc-clip --preset oc-coco --init_clip open_clip_model.safetensors \\
         --data_path coco/captions_train2017.json --graphs coco_graphs.jsonl --output_dir runs/oc-coco
     python run_with_submitit.py --module dino_sparo.oc_clip.train ...                # the same on Slurm
 

@@ -231,7 +231,7 @@ def add_checkpoint_options(group: argparse._ArgumentGroup) -> None:
         "--untrained",
         action="store_true",
         help="Random weights instead of the checkpoint's, to see what training brings; built as the checkpoint says, "
-        "or without a checkpoint as --arch, --patch_size, --readout and --img_size say, where there are these.",
+        "or without a checkpoint as options like --arch and --patch_size say.",
     )
 
 
