@@ -28,6 +28,7 @@ from dino_sparo.checkpoint import (
     CheckpointError,
     clip_weights,
     encoder_description,
+    encoder_entry,
     encoder_of,
     load_checkpoint,
     load_encoder,
@@ -109,9 +110,14 @@ def export(
         raise ValueError(f"unknown export format {format!r}; choose one of {sorted(WRITERS | CLIP_FORMATS)}")
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     content = load_checkpoint(checkpoint)
+    entry = encoder_entry(content, str(checkpoint))
+    if quick_gelu and entry is not None and not entry["quick_gelu"]:
+        raise ValueError(f"--quick_gelu is for weights that do not say how they were trained, but {checkpoint} does")
     if format in CLIP_FORMATS or (format == "safetensors" and "clip" in content):
         if img_size is not None:
             raise ValueError(f"img_size={img_size}: both towers of a CLIP are written as they are, at its own size")
+        if arch is not None or patch_size is not None:
+            raise ValueError(f"--arch and --patch_size are for foreign weights, but {checkpoint} says how it was built")
         written = _write_clip(content, Path(checkpoint), str(out), format)
         logger.info("both towers of %s as %s: %s", checkpoint, format, written)
         return written

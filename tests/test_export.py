@@ -154,6 +154,14 @@ def test_an_image_size_that_does_not_fit_the_patches_is_refused() -> None:
         resized(build(**SPARO), 41)
 
 
+def test_what_a_checkpoint_says_of_itself_is_not_overruled(tmp_path: Path) -> None:
+    """The bug: --quick_gelu gave an encoder with other outputs, without a word."""
+    path = save(tmp_path, build(**SPARO))
+    with pytest.raises(ValueError, match=r"--quick_gelu is for weights that do not say .*, but .* does"):
+        export(path, tmp_path / "out", quick_gelu=True)
+    assert not list(tmp_path.glob("out*"))
+
+
 def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     exported = export(save(tmp_path, build(**SPARO)), tmp_path / "out")
     description = exported.with_suffix(".json")

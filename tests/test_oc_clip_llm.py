@@ -136,6 +136,13 @@ def test_a_cached_answer_is_not_asked_for_again(tmp_path: Path, monkeypatch: pyt
     assert len(model.asked) == 4
 
 
+def test_one_caption_is_parsed_without_a_file(tmp_path: Path) -> None:
+    """The bug: an AttributeError, since nothing had opened the cache."""
+    parser = LanguageModelParser(Model(wrapped(GRAPH)), "m", tmp_path / "cache.jsonl")
+    assert parser.parse("a dog on a mat") == llm.Outcome(DOG)
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_same_caption_has_other_answers_by_another_model(tmp_path: Path) -> None:
     keys = {LanguageModelParser(Model(""), name, tmp_path / "c").key("a dog") for name in ("m", "n")}
     assert len(keys) == 2

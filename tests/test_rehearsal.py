@@ -186,6 +186,17 @@ def test_micro_batches_compile_nothing_within_the_first_step(name: str, monkeypa
     assert dict(torch._dynamo.utils.counters["stats"]) == before
 
 
+def test_batch_norm_that_talks_to_other_gpus_is_not_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where one process could not compile, the others would wait for it until the time-out."""
+    training, batch = small_training(tmp_path, use_bn_in_head="true")
+    training.teacher = nn.SyncBatchNorm.convert_sync_batchnorm(training.teacher)
+    monkeypatch.setattr(DINOTraining, "compile", lambda *_: pytest.fail("compiled"))
+    assert not compile_networks(training, batch)
+    assert "run uncompiled: batch norm" in caplog.text
+
+
 def test_an_error_of_the_gpu_is_not_taken_for_one_of_the_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

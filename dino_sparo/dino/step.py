@@ -89,9 +89,9 @@ def train_step(training: DINOTraining, batches: list[Batch], epoch: int, diagnos
     With several micro-batches the gradients are those of one batch that holds them all: every part uses the same
     centre, which moves once, at the end. (Batch norm in the head, if asked for, sees each part alone.)
 
-    No value is copied to the CPU, so the step never waits for a GPU. After a loss or gradients that are not finite, on any
-    rank, student, optimizer and centre stay as they are until the trainer reads the report and ends the run. The teacher
-    still moves towards the student in these steps; that teacher is never saved.
+    No value is copied to the CPU, so the step never waits for a GPU. After a loss or gradients that are not finite, on
+    any rank, student, optimizer and centre stay as they are until the trainer reads the report and ends the run. The
+    teacher still moves towards the student in these steps; that teacher is never saved.
 
     Args:
         training: changed in place.

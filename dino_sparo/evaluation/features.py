@@ -25,7 +25,7 @@ from dino_sparo.sources.subset import Subset
 
 logger = logging.getLogger(__name__)
 
-GATHER_ROWS = 16384  # features that travel between processes at a time, so that gathering needs little extra memory
+GATHER_ROWS = 16384  # features that all processes together exchange at a time: gathering needs little extra memory
 MAX_NAMED = 5  # unreadable images named in the log
 
 
@@ -209,9 +209,10 @@ def gather_features(part: Features, device: torch.device, on_rank_0: bool = Fals
     labels = all_gather_ragged(part.labels.to(device))[order]
     features = torch.empty(len(indices) if is_kept else 0, width, device=storage)
     # Each row's place follows from its index, so a block that has arrived is written where it stays.
-    for start in range(0, int(counts[:, 0].max()), GATHER_ROWS):
-        block = all_gather_ragged(own[start : start + GATHER_ROWS].to(device))
-        rows = torch.searchsorted(indices, all_gather_ragged(part.indices[start : start + GATHER_ROWS].to(device)))
+    num_rows = max(GATHER_ROWS // world_size(), 1)
+    for start in range(0, int(counts[:, 0].max()), num_rows):
+        block = all_gather_ragged(own[start : start + num_rows].to(device))
+        rows = torch.searchsorted(indices, all_gather_ragged(part.indices[start : start + num_rows].to(device)))
         if is_kept:
             features[rows.to(storage)] = block.to(storage)
     if not is_kept:

@@ -26,7 +26,7 @@ from torchvision.transforms import functional as TF
 from dino_sparo.checkpoint import load_strictly
 from dino_sparo.crops import FLIP_PROBABILITY, normalized_tensor, sample_box
 from dino_sparo.data import ImageSource
-from dino_sparo.evaluation.features import Features, extract_split, total_images
+from dino_sparo.evaluation.features import GATHER_ROWS, Features, extract_split, total_images
 from dino_sparo.evaluation.linear import MOMENTUM, REFERENCE_BATCH, Batches, LinearProbe, probe_accuracy
 from dino_sparo.evaluation.linear_run import ProbeRun, cached_batches, check_same_record, live_batches, load_heads
 from dino_sparo.evaluation.protocol import (
@@ -230,11 +230,13 @@ def require_memory(num_images: int, feature_dim: int, storage: torch.device) -> 
         storage: where features are kept.
 
     Raises:
-        ValueError: they and this process' share of them, of which they are put together, take more than is free.
+        ValueError: they, this process' share of them and the blocks that travel take more than is free.
     """
     if storage.type != "cuda":
         return
-    needed = 4 * num_images * feature_dim * (1 + (1 / world_size() if world_size() > 1 else 0))
+    # A block stands there twice, in parts and as one, while it is put into its place.
+    rows = num_images if world_size() == 1 else num_images * (1 + 1 / world_size()) + 2 * GATHER_ROWS
+    needed = 4 * rows * feature_dim
     free, _ = torch.cuda.mem_get_info(storage)
     if needed > free:
         raise ValueError(

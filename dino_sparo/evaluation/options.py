@@ -29,7 +29,8 @@ def evaluation_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--data_path",
         default="",
-        help="Required. Folder with train/ and val/, table with a column of splits, torchvision set (cifar10:DIR), or scenes.",
+        help="Required: a folder with train/ and val/, a table with a column of splits, a torchvision set "
+        "(cifar10:DIR), or scenes.",
     )
     add_download_option(group)
     group.add_argument(

@@ -42,11 +42,18 @@ def full_memory_named(options: Mapping[str, Any]) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if isinstance(error, MemoryFullError) or not is_memory_full(error):
+        from dino_sparo.runtime.distributed import FaultError
+
+        # A loading process without memory is a fault: starting again helps.
+        if isinstance(error, MemoryFullError | FaultError) or not is_memory_full(error):
             raise
-        remedies = TRAINING if "grad_accum_steps" in options else EVALUATION
-        helps = "; ".join(text for name, text in remedies.items() if name in options)
         text = " ".join(str(error).split()) or type(error).__name__
+        remedies = TRAINING if "grad_accum_steps" in options else EVALUATION
+        is_host = isinstance(error, MemoryError) or not any(
+            name in text.upper() for name in ("CUDA", "CUBLAS", "CUDNN")
+        )
+        useless = {"use_cuda"} if is_host or not options.get("use_cuda") else set()
+        helps = "; ".join(text for name, text in remedies.items() if name in options.keys() - useless)
         raise MemoryFullError(f"memory is full. {f'What helps: {helps} ' * bool(helps)}({text[:300]})") from error
 
 

@@ -58,6 +58,11 @@ def compile_networks(training: Training[Any], batch: Any) -> bool:
     Raises:
         RuntimeError: memory is full, the GPU failed, or another process died.
     """
+    networks = training.compiled_modules
+    if any(isinstance(module, nn.SyncBatchNorm) for network in networks for module in network.modules()):
+        # It talks to the other processes in every forward pass: one that cannot compile would leave them waiting.
+        logger.warning("the networks run uncompiled: batch norm that is synchronised between GPUs is not compiled")
+        return False
     for name in ("recompile_limit", "cache_size_limit"):  # the second is the older name
         if hasattr(torch._dynamo.config, name):
             setattr(torch._dynamo.config, name, MAX_COMPILED_VARIANTS)
@@ -65,7 +70,7 @@ def compile_networks(training: Training[Any], batch: Any) -> bool:
         torch._dynamo.config.fail_on_recompile_limit_hit = True
     share_compile_workers()
     # Older versions cannot cut a graph with checkpoints where DDP's buckets end. Uncut, it sends its gradients last.
-    blocks = [block for network in training.compiled_modules for block in network.modules()]
+    blocks = [block for network in networks for block in network.modules()]
     torch._dynamo.config.optimize_ddp = not any(getattr(block, "grad_checkpointing", False) for block in blocks)
     training.compile(batch)
     begin, failure = time.monotonic(), ""

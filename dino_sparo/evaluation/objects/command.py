@@ -46,6 +46,11 @@ from dino_sparo.runtime.records import versions
 
 logger = logging.getLogger(__name__)
 
+# Of few images any two slots look alike: linear CKA of two images is 1, of ten it is 0.43 for noise.
+MIN_MATCH_IMAGES = 20
+FEW_IMAGES = "half of them match slots, half compare them. Give more, or leave --match out"
+OTHER_SEED = 1_000_003  # away from the seeds of runs, whose start an untrained encoder of the same seed would be
+
 
 def score_slots(args: argparse.Namespace) -> dict[str, Any] | None:
     """Score what the options name, write the result and the plots, print the table.
@@ -66,6 +71,8 @@ def score_slots(args: argparse.Namespace) -> dict[str, Any] | None:
         raise ValueError(f"num_images={args.num_images}; give at least 2, for an interval")
     if args.seed < 0:
         raise ValueError(f"seed={args.seed} is negative; give an integer from 0")
+    if args.match and args.num_images < MIN_MATCH_IMAGES:
+        raise ValueError(f"--num_images {args.num_images}: --match needs at least {MIN_MATCH_IMAGES}; {FEW_IMAGES}")
     device = select_device(args.device)
     evaluated = encoder_of_options(args)
     other = trained_encoder(args.match, args.checkpoint_key) if args.match else None
@@ -203,16 +210,18 @@ def match_models(
     """The best matching of this encoder's slots and another one's, and what chance gives.
 
     Raises:
-        ValueError: too few images.
+        ValueError: fewer than `MIN_MATCH_IMAGES` images.
     """
     count = len(survey.indices)
-    if count < 4:
-        raise ValueError(
-            f"--match needs at least 4 images, half to match slots and half to compare them; {count} could be read. "
-            "Give more, or leave --match out"
-        )
-    own, untrained = (np.concatenate(survey.values[row]) for row in (MODEL, UNTRAINED))
-    theirs = slot_values(other.encoder.to(device), source, survey.indices, view_of(other, args.image_size))
+    if count < MIN_MATCH_IMAGES:
+        raise ValueError(f"--match needs at least {MIN_MATCH_IMAGES} images; {count} could be read. {FEW_IMAGES}")
+    own = np.concatenate(survey.values)
+    # Not the survey's untrained encoder: that may be the start of one of the two runs, whose slots it would resemble.
+    start = untrained_encoder(other.encoder.config, args.seed + OTHER_SEED, other.mean, other.std)
+    untrained, theirs = (
+        slot_values(compared.encoder.to(device), source, survey.indices, view_of(compared, args.image_size))
+        for compared in (start, other)
+    )
     shuffled = np.random.default_rng(args.seed).permutation(theirs)
     best, mean_of_all_pairs = match_held_out(own, theirs)
     matchings = {

@@ -68,7 +68,7 @@ class Survey:
         jaccards: row -> (objects, maps) per image with objects, of the model's and the untrained encoder's maps.
         classes: (objects,) likewise.
         indices: of the images that were seen, with objects or without.
-        values: row -> (images, L, V), the slots of the model and of the untrained encoder; empty without slots.
+        values: (images, L, V) per batch, the model's slots; empty without slots.
         redundancy: row -> what is alike -> mean cosine per batch, and the batch's size.
         subsets: (subsets, K), the maps that are scored together; the scores are means over the subsets.
         left_out: location and reason of images that could not be read.
@@ -80,7 +80,7 @@ class Survey:
     )
     classes: list[Int[np.ndarray, " objects"]] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)
-    values: dict[str, list[Float[np.ndarray, "B L V"]]] = field(default_factory=lambda: {MODEL: [], UNTRAINED: []})
+    values: list[Float[np.ndarray, "B L V"]] = field(default_factory=list)
     redundancy: dict[str, dict[str, list[tuple[float, int]]]] = field(
         default_factory=lambda: {row: {"maps": [], "values": []} for row in (MODEL, UNTRAINED)}
     )
@@ -196,7 +196,7 @@ def _look(survey: Survey, row: str, encoder: Encoder, batch: list[SeenImage]) ->
     survey.redundancy[row]["maps"].append((map_redundancy(maps), len(batch)))
     if encoder.config.kind.has_slots:
         survey.redundancy[row]["values"].append((value_redundancy(slots), len(batch)))
-        survey.values[row].append(slots)
+        survey.values += [slots] if row == MODEL else []
     return maps
 
 

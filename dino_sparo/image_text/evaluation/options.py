@@ -226,7 +226,7 @@ def compositional_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--write_captions",
         default=None,
-        help="Write all captions to this .txt file for dino-sparo parse, and ask nothing; the images must be there too.",
+        help="Write all captions to this .txt file for dino-sparo parse, and ask nothing; the images must be there.",
     )
     group = parser.add_argument_group("asking")
     group.add_argument(

@@ -10,13 +10,13 @@ from dino_sparo.sources.limits import parse_object
 
 
 class AnswerCache:
-    """Answers in a file that only grows; used within `with`, by several threads.
+    """Answers in a file that only grows; used within `with`, by several threads. Without `with` it keeps nothing.
 
     Args:
         path: created if need be.
     """
 
-    lines: JsonLines
+    lines: JsonLines | None = None
 
     def __init__(self, path: Path) -> None:
         self.path, self.lock = path, threading.Lock()
@@ -31,17 +31,21 @@ class AnswerCache:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.lines.__exit__(*error)
+        if self.lines is not None:
+            self.lines.__exit__(*error)
+            self.lines = None
 
     def get(self, key: str) -> str | None:
         """The answer, if there is one."""
         span = self.spans.get(bytes.fromhex(key))
-        if span is None:
+        if span is None or self.lines is None:
             return None
         return str(json.loads(os.pread(self.lines.descriptor, span[1], span[0]))["answer"])
 
     def add(self, key: str, caption: str, answer: str) -> None:
         """Keep an answer."""
+        if self.lines is None:
+            return
         with self.lock:
             start = os.lseek(self.lines.descriptor, 0, os.SEEK_END)
             self.lines.write({"key": key, "caption": caption, "answer": answer})
