@@ -102,8 +102,9 @@ def test_results_of_another_recipe_are_refused(tmp_path: Path, monkeypatch: pyte
 def test_the_report_names_code_and_processor_hours(tmp_path: Path) -> None:
     write_all(tmp_path, dict.fromkeys(("cls", "gap", "sparo"), 0.0))
     last = report.report("scenes", tmp_path).split("\n\n")[-1]
-    assert last.startswith("24 of 24 runs are made, with commit 0123456 and torch 2.15.0; ")
-    assert last.endswith("took 0.4 processor hours.")
+    assert last.startswith("24 of 24 runs are made, ")
+    assert "with commit 0123456 and torch 2.15.0." in last
+    assert last.endswith(" 0.4 processor hours together.")
 
 
 def test_one_seed_has_no_interval() -> None:
