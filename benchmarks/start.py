@@ -17,8 +17,8 @@ import sys
 import tarfile
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing.queues import Queue
 from pathlib import Path
 
 from benchmarks.timing import hardware
@@ -43,8 +43,8 @@ def own_memory() -> int:
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon"))
 
 
-def start(number: int, count: int, folder: str, timeout_min: float, results: Queue) -> None:
-    """One process of a start: reports seconds, pairs, and bytes of its own memory per pair."""
+def start(number: int, count: int, folder: str, timeout_min: float) -> tuple[int, float, int, float]:
+    """One process of a start: its number, seconds, pairs, and bytes of its own memory per pair."""
     from dino_sparo.data import open_together
     from dino_sparo.image_text.pairs.sources import index_pairs, open_pairs
     from dino_sparo.runtime.distributed import barrier, init_distributed, shutdown
@@ -53,28 +53,20 @@ def start(number: int, count: int, folder: str, timeout_min: float, results: Que
     init_distributed("cpu", f"file://{folder}/rendezvous", timeout_min)
     barrier()
     before, begin = own_memory(), time.perf_counter()
-    source = open_together(partial(open_pairs, folder), partial(index_pairs, folder, None, None), f"opening {folder}")
-    seconds = time.perf_counter() - begin
-    results.put((number, seconds, len(source), (own_memory() - before) / len(source)))
+    index = partial(index_pairs, folder, None, None, None)
+    source = open_together(partial(open_pairs, folder), index, f"opening {folder}")
+    report = number, time.perf_counter() - begin, len(source), (own_memory() - before) / len(source)
     barrier()
     shutdown()
+    return report
 
 
 def run_start(folder: Path, processes: int, timeout_min: float) -> list[tuple]:
     """Start so many processes; returns what they report, by rank."""
     (folder / "rendezvous").unlink(missing_ok=True)
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    peers = [
-        context.Process(target=start, args=(number, processes, str(folder), timeout_min, results))
-        for number in range(processes)
-    ]
-    for peer in peers:
-        peer.start()
-    reports = sorted(results.get() for _ in peers)
-    for peer in peers:
-        peer.join()
-    return reports
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as peers:
+        reports = [peers.submit(start, number, processes, str(folder), timeout_min) for number in range(processes)]
+        return [report.result() for report in reports]
 
 
 def get_args_parser() -> argparse.ArgumentParser:

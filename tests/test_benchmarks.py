@@ -52,6 +52,14 @@ def test_a_script_runs_and_its_results_are_equal(name: str, tmp_path: Path, caps
 
 
 @pytest.mark.slow
+def test_a_start_is_measured_and_the_second_one_finds_the_index() -> None:
+    """The bug: its processes failed, and it waited for them for ever."""
+    report = importlib.import_module("benchmarks.start").main(["--shards", "3", "--pairs_per_shard", "50"])
+    assert report["pairs"] == 150
+    assert report["second_start_s"] > 0
+
+
+@pytest.mark.slow
 def test_processes_give_the_losses_of_one() -> None:
     section = importlib.import_module("benchmarks.scaling").main(["--quick", "--ranks", "1", "2"])
     assert [check.claim for check in section.checks] == ["losses of 3 steps, 2 processes against 1"]
