@@ -97,9 +97,9 @@ def origin(name: str, results: Path) -> str:
     commits = ", ".join(sorted({str(result["commit"])[:7] for result in made}))
     versions = ", ".join(sorted({result["torch"] for result in made}))
     return (
-        f"{len(made)} of {len(runs)} runs are made, those that choose a rate among them, with commit {commits} and torch "
-        f"{versions}. The time of training was recorded in {len(seconds)} of them: {sum(seconds) / 3600:.1f} processor "
-        "hours together."
+        f"{len(made)} of {len(runs)} runs are made, those that choose a rate among them, with commit {commits} and "
+        f"torch {versions}. The time of training was recorded in {len(seconds)} of them: {sum(seconds) / 3600:.1f} "
+        "processor hours together."
     )
 
 
