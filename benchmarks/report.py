@@ -108,7 +108,7 @@ class Section:
         ]  # fmt: skip
         bars = [
             {"bar": bar.claim, "wanted": ("<= " if bar.at_most else ">= ") + _cell(bar.wanted),
-             "measured": bar.found, "": bar.verdict}
+             "measured": None if bar.found is None else f"{bar.found:.4g}", "": bar.verdict}
             for bar in self.bars
         ]  # fmt: skip
         tables = {"Equality": checks, **self.tables, "Bars": bars}
