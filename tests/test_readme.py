@@ -1,4 +1,4 @@
-"""Code and numbers of README and docs/slurm.md: the Python runs as it stands; numbers are those of the code."""
+"""Code and numbers of README and benchmarks/README.md: the Python runs as it stands; numbers are those of the code."""
 
 import re
 from pathlib import Path
@@ -19,7 +19,7 @@ from dino_sparo.runtime.preemption import Agreement, StopSignals
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
-SLURM = (ROOT / "docs" / "slurm.md").read_text(encoding="utf-8")
+COSTS = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_python_of_the_readme_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,19 +51,19 @@ def trained(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
 
 
-def test_the_numbers_of_parameters_and_bytes_on_the_cluster_page_are_those_of_the_default_model() -> None:
+def test_the_numbers_of_parameters_and_bytes_of_a_step_are_those_of_the_default_model() -> None:
     network = build_network(get_args_parser().parse_args([]), drop_path_rate=0.0)
     assert (
-        f"has {trained(network) / 1e6:.1f} million trained\nparameters, {trained(network.head) / 1e6:.1f} of" in SLURM
+        f"has {trained(network) / 1e6:.1f} million trained\nparameters, {trained(network.head) / 1e6:.1f} of" in COSTS
     )
-    assert f"| {4 * trained(network) / 1e6:.0f} MB | 4 x {trained(network) / 1e6:.1f} million |" in SLURM
-    assert f"| {4 * len(network.head.last_layer.weight_v) / 1e6:.2f} MB | 4 x 65,536 |" in SLURM
+    assert f"| {4 * trained(network) / 1e6:.0f} MB | 4 x {trained(network) / 1e6:.1f} million |" in COSTS
+    assert f"| {4 * len(network.head.last_layer.weight_v) / 1e6:.2f} MB | 4 x 65,536 |" in COSTS
 
 
-def test_the_ranks_agree_by_as_many_bytes_as_the_cluster_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ranks_agree_by_as_many_bytes_as_the_benchmarks_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[torch.Tensor] = []
     monkeypatch.setattr(preemption, "all_reduce_sum", lambda tensor: sent.append(tensor) or tensor)
     # As `TakenSteps.counts`: skipped steps, and what DINO counts.
     Agreement(StopSignals(), 30.0, torch.device("cpu")).decide((0.0, *map(float, range(len(DINOObjective.counters)))))
     (tensor,) = sent
-    assert f"| {tensor.nbytes} bytes | {tensor.numel()} numbers of {tensor.element_size()} bytes |" in SLURM
+    assert f"| {tensor.nbytes} bytes | {tensor.numel()} numbers of {tensor.element_size()} bytes |" in COSTS

@@ -179,8 +179,11 @@ class DotProductScorer(ImageRows):
     def score_block(
         self, images: Float[Tensor, "images M"], texts: Float[Tensor, "captions M"]
     ) -> Float[Tensor, "images captions"]:
-        """The cosine of every image and every caption: one matrix product."""
-        return images @ texts.t()
+        """The cosine of every image and every caption: one matrix product, in float64 and rounded to fp32.
+
+        In fp32 some CPUs round a sum by its place in the matrix, so that equal images or captions would not tie.
+        """
+        return (images.double() @ texts.double().t()).float()
 
     def similarity(
         self, images: Sequence[Image.Image] | Tensor, captions: Sequence[str]
