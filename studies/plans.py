@@ -130,6 +130,10 @@ def _photographs(data_path: str | None, folder: Path, run: RunCommand) -> tuple[
         )
     rows = ["path,label,split"]
     for split in ("train", "val"):
+        if not Path(data_path, split).is_dir():
+            raise ValueError(
+                f"{Path(data_path, split)} is no folder; --data_path needs class folders in train/ and val/"
+            )
         for label in sorted(path for path in Path(data_path, split).iterdir() if path.is_dir()):
             rows += [f"{path.resolve()},{label.name},{split}" for path in sorted(label.iterdir())[:500]]
     table = folder / "evaluated.csv"

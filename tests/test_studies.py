@@ -7,12 +7,13 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from studies import report, runs
+from studies import plans, report, runs
 from studies.plans import CHOICE_SEED, STUDIES
 from studies.runs import Run
 
@@ -144,6 +145,54 @@ def test_every_study_has_its_baseline_and_leaves_the_learning_rate_to_the_choice
     study = STUDIES[name]
     assert study.baseline in study.variants
     assert "lr" not in {option for options in study.variants.values() for option in options}
+
+
+def no_command(name: str, words: list[str]) -> dict:
+    pytest.fail(f"{name} {words}")
+
+
+def test_photographs_are_trained_on_whole_and_evaluated_in_equal_numbers(tmp_path: Path) -> None:
+    for split, counts in {"train": {"cat": 502, "dog": 3}, "val": {"cat": 2, "dog": 501}}.items():
+        for label, count in counts.items():
+            (tmp_path / split / label).mkdir(parents=True)
+            for number in range(count):
+                (tmp_path / split / label / f"{number:03}.png").touch()
+    train, table = plans._photographs(str(tmp_path), tmp_path, no_command)
+    assert train == str(tmp_path / "train")
+    rows = [line.split(",") for line in Path(table).read_text().splitlines()[1:]]
+    found = Counter((label, split) for _, label, split in rows)
+    assert found == {("cat", "train"): 500, ("dog", "train"): 3, ("cat", "val"): 2, ("dog", "val"): 500}
+    assert all(Path(path).is_file() for path, *_ in rows)
+
+
+def test_photographs_that_are_not_there_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="give --data_path with the class folders"):
+        plans._photographs(None, tmp_path, no_command)
+    with pytest.raises(ValueError, match=r"train is no folder; --data_path needs class folders in train/ and val/"):
+        plans._photographs(str(tmp_path / "nowhere"), tmp_path, no_command)
+
+
+def test_a_clip_is_scored_on_held_out_scenes_and_captions_that_are_written_once(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def run(name: str, words: list[str]) -> dict:
+        asked.append(name)
+        given = dict(zip(words[::2], words[1::2], strict=True))
+        if name == "scene-pairs":
+            Path(given["--output_dir"]).mkdir()
+        elif name == "zero-shot":
+            assert given["--data_path"] == "scenes:4000:48"
+        else:
+            assert given["--data_path"] == str(tmp_path / "pairs")
+        splits = {"swap_obj": {"accuracy": 51.0}, "swap_att": {"accuracy": 60.0}}
+        return {"top1": 37.0, "splits": splits}
+
+    for _ in range(2):
+        train, evaluated = plans._scenes_with_captions(None, tmp_path, run)
+    assert train == str(plans.CLIP_TRAINING["data_path"])
+    scores = plans.clip_scores(plans.Trained(tmp_path, "sparo", 0, evaluated), run)
+    assert scores == {"trained": {"zero-shot shape": 37.0, "swapped objects": 51.0, "swapped attributes": 60.0}}
+    assert asked == ["scene-pairs", "zero-shot", "sugarcrepe"]
 
 
 @pytest.mark.slow
