@@ -111,7 +111,7 @@ def export(
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     content = load_checkpoint(checkpoint)
     entry = encoder_entry(content, str(checkpoint))
-    if quick_gelu and entry is not None and not entry["quick_gelu"]:
+    if quick_gelu and entry is not None and not entry.get("quick_gelu"):
         raise ValueError(f"--quick_gelu is for weights that do not say how they were trained, but {checkpoint} does")
     if format in CLIP_FORMATS or (format == "safetensors" and "clip" in content):
         if img_size is not None:
