@@ -1,5 +1,6 @@
 """What each study compares: the variants, their recipe, the seeds, the learning rates, and the scores."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -68,6 +69,10 @@ class Study:
         """All options of a run but for its images and its folder."""
         options = {**self.recipe, **self.variants[variant], "lr": lr, "seed": seed, "device": "cpu"}
         return {name: str(value) for name, value in options.items() if name != "data_path"}
+
+    def quality(self, result: Mapping[str, Any]) -> float:
+        """How good a run that chooses a learning rate is: `choose` of its last epoch; -inf if it diverged."""
+        return -math.inf if "diverged" in result else self.choose(result["epochs"][-1])
 
     def with_epochs(self, epochs: int) -> "Study":
         """The same study, shorter or longer."""

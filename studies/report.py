@@ -17,7 +17,7 @@ Results = Mapping[str, Mapping[int, dict[str, Any]]]  # variant or control -> se
 
 
 def finished(name: str, results: Path) -> Results:
-    """The reported runs that are finished, each control behind its variant.
+    """The reported runs that are finished and did not diverge, each control behind its variant.
 
     Args:
         name: of the study.
@@ -27,7 +27,7 @@ def finished(name: str, results: Path) -> Results:
     of_variant: dict[str, dict[int, dict[str, Any]]] = {variant: {} for variant in study.variants}
     for run in reported_runs(name, results):
         result = run.result(results)
-        if result is not None:
+        if result is not None and "diverged" not in result:
             of_variant[run.variant][run.seed] = result
     found: dict[str, dict[int, dict[str, Any]]] = {}
     for variant, by_seed in of_variant.items():
@@ -85,7 +85,7 @@ def report(name: str, results: Path) -> str:
 
 
 def origin(name: str, results: Path) -> str:
-    """The code that the runs were made with, and the processor time of all trainings.
+    """The code that the runs were made with, the processor time of all trainings, and which runs diverged.
 
     Args:
         name: of the study.
@@ -96,10 +96,12 @@ def origin(name: str, results: Path) -> str:
     seconds = [result["training_processor_s"] for result in made if result["training_processor_s"] is not None]
     commits = ", ".join(sorted({str(result["commit"])[:7] for result in made}))
     versions = ", ".join(sorted({result["torch"] for result in made}))
+    diverged = [f"{result['run']} ({result['diverged'].partition(';')[0]})" for result in made if "diverged" in result]
+    no_scores = f" These diverged and are in no other table: {'; '.join(diverged)}." if diverged else ""
     return (
         f"{len(made)} of {len(runs)} runs are made, those that choose a rate among them, with commit {commits} and "
         f"torch {versions}. The time of training was recorded in {len(seconds)} of them: {sum(seconds) / 3600:.1f} "
-        "processor hours together."
+        f"processor hours together.{no_scores}"
     )
 
 
@@ -114,7 +116,7 @@ def choice_table(name: str, results: Path) -> str:
     values: dict[Run, str] = {}
     for run in choosing_runs(name):
         result = run.result(results)
-        shown = "-" if result is None else f"{abs(study.choose(result['epochs'][-1])):.2f}"
+        shown = "-" if result is None else f"{abs(study.quality(result)):.2f}".replace("inf", "diverged")
         values[run] = f"**{shown}**" if chosen.get(run.variant) == run.lr else shown
     if not values:
         return ""
@@ -134,7 +136,7 @@ def choice_note(name: str, results: Path) -> str:
     study, notes = STUDIES[name], []
     for variant, lr in chosen_rates(name, results).items() if len(study.learning_rates) > 1 else ():
         values = [
-            study.choose(result["epochs"][-1])
+            study.quality(result)
             for run in choosing_runs(name)
             if run.variant == variant and (result := run.result(results)) is not None
         ]

@@ -1,6 +1,7 @@
 """The runs of a study -> one small result file each. What has a result is not run again; what was cut off resumes."""
 
 import json
+import math
 import os
 import resource
 import subprocess
@@ -81,15 +82,15 @@ def choosing_runs(name: str) -> list[Run]:
 
 
 def chosen_rates(name: str, results: Path) -> dict[str, float]:
-    """The best learning rate of every variant whose choosing runs are all finished."""
+    """The best learning rate of every variant whose choosing runs are all finished, unless all of them diverged."""
     study = STUDIES[name]
     if len(study.learning_rates) == 1:
         return dict.fromkeys(study.variants, study.learning_rates[0])
     chosen = {}
     for variant in study.variants:
         found = {run.lr: run.result(results) for run in choosing_runs(name) if run.variant == variant}
-        values = {lr: study.choose(result["epochs"][-1]) for lr, result in found.items() if result}
-        if len(values) == len(study.learning_rates):
+        values = {lr: study.quality(result) for lr, result in found.items() if result}
+        if len(values) == len(study.learning_rates) and max(values.values()) > -math.inf:
             chosen[variant] = max(values, key=lambda lr: values[lr])
     return chosen
 
@@ -174,31 +175,45 @@ def make_run(one: Run, options: Mapping[str, str], folder: Path, evaluated: str)
         evaluated: what `Study.evaluate` gets as `data`.
 
     Returns:
-        Its options, scores, curves, and what they were measured with: plain values.
+        Its options, scores, curves, and what they were measured with: plain values. A run whose loss or gradients
+        became infinite or NaN has no scores; "diverged" says at which step and why.
     """
     import torch
 
     from dino_sparo import load_checkpoint, load_encoder
     from dino_sparo.__main__ import run
+    from dino_sparo.training.loop import NonFiniteLossError
 
     study: Study = STUDIES[one.study]
     resumed, before = (folder / "checkpoint.pth").exists(), _processor_seconds()
-    run(study.command, option_words({**options, "output_dir": folder}))
-    seconds = _processor_seconds() - before
-    epochs = [json.loads(line) for line in (folder / "log.txt").read_text().splitlines()]
-    scores = {} if one.only_chooses else study.evaluate(Trained(folder, one.variant, one.seed, evaluated), run)
+    diverged = ""
+    try:
+        run(study.command, option_words({**options, "output_dir": folder}))
+    except SystemExit as end:  # the command has said why, in one line
+        if not isinstance(end.__context__, NonFiniteLossError):
+            raise
+        diverged = str(end.__context__)
+    seconds, log = _processor_seconds() - before, folder / "log.txt"
+    epochs = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     kept = ("step", "train_loss", "knn_20", "val_loss")
-    optimizer = load_checkpoint(folder / "checkpoint.pth")["optimizer"]
-    return {
+    result = {
         "run": one.name,
         "options": {name: value for name, value in options.items() if name != "data_path"},
-        "scores": scores,
+        "scores": {},
         "epochs": [{key: epoch[key] for key in kept if key in epoch} for epoch in epochs],
         "training_processor_s": None if resumed else round(seconds),
-        "encoder_parameters": sum(p.numel() for p in load_encoder(folder / "checkpoint.pth").parameters()),
-        "trained_parameters": sum(state["exp_avg"].numel() for state in optimizer["state"].values()),
         "commit": git_hash(),
         "torch": str(torch.__version__),
+    }
+    if diverged:
+        return {**result, "diverged": diverged}
+    if not one.only_chooses:
+        result["scores"] = study.evaluate(Trained(folder, one.variant, one.seed, evaluated), run)
+    optimizer = load_checkpoint(folder / "checkpoint.pth")["optimizer"]
+    return {
+        **result,
+        "encoder_parameters": sum(p.numel() for p in load_encoder(folder / "checkpoint.pth").parameters()),
+        "trained_parameters": sum(state["exp_avg"].numel() for state in optimizer["state"].values()),
     }
 
 

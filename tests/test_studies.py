@@ -21,13 +21,13 @@ ROOT = Path(__file__).parents[1]
 Scores = Mapping[str, Mapping[str, float]]
 
 
-def write(results: Path, run: Run, quality: float = 0.0, scores: Scores | None = None) -> None:
+def write(results: Path, run: Run, quality: float = 0.0, scores: Scores | None = None, diverged: str = "") -> None:
     path = results / run.study / f"{run.name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     epochs = [{"step": 10, "train_loss": 2.0, "knn_20": quality}]
     result = {"options": run.options, "epochs": epochs, "scores": scores or {}, "training_processor_s": 60}
     result |= {"encoder_parameters": 1000, "trained_parameters": 2000, "commit": "0123456789", "torch": "2.15.0"}
-    path.write_text(json.dumps(result))
+    path.write_text(json.dumps(result | ({"run": run.name, "diverged": diverged} if diverged else {})))
 
 
 def write_all(results: Path, offsets: Mapping[str, float]) -> None:
@@ -91,6 +91,23 @@ def test_a_rate_at_an_end_of_the_grid_and_a_tie_are_named(tmp_path: Path) -> Non
     assert (
         note == "Cls: a tie, the smaller rate is taken; gap: the largest rate is chosen, a better one may lie beyond."
     )
+
+
+def test_a_rate_that_diverged_is_not_chosen_and_is_named(tmp_path: Path) -> None:
+    write_all(tmp_path, dict.fromkeys(("cls", "gap", "sparo"), 0.0))
+    too_large, seed_0 = Run("scenes", "cls", 0.008, CHOICE_SEED), Run("scenes", "cls", 0.004, 0)
+    why = "the loss is not finite at step 7 (epoch 0), lr 0.5; rank 0: loss nan"
+    write(tmp_path, too_large, diverged=why)
+    assert runs.chosen_rates("scenes", tmp_path)["cls"] == 0.004
+    assert "| cls | 2.00 | **4.00** | diverged |" in report.choice_table("scenes", tmp_path)
+    write(tmp_path, seed_0, diverged=why)
+    assert report.finished("scenes", tmp_path)["cls"] == {}
+    last = report.report("scenes", tmp_path).split("\n\n")[-1]
+    assert "diverged and are in no other table: cls_lr0.008_seed100 (the loss is not finite at step 7 (epoch 0)" in last
+    assert "cls_lr0.004_seed0" in last
+    for run in runs.choosing_runs("scenes"):
+        write(tmp_path, run, diverged=why)
+    assert runs.chosen_rates("scenes", tmp_path) == {}
 
 
 def test_results_of_another_recipe_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,15 +215,22 @@ def test_a_clip_is_scored_on_held_out_scenes_and_captions_that_are_written_once(
 @pytest.mark.slow
 def test_a_run_trains_evaluates_and_says_with_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(STUDIES, "scenes", STUDIES["scenes"].with_epochs(1))
-    wanted = [Run("scenes", "cls", 0.004, 0), Run("scenes", "sparo", 0.004, CHOICE_SEED)]
+    wanted = [
+        Run("scenes", "cls", 0.004, 0),
+        Run("scenes", "sparo", 0.004, CHOICE_SEED),
+        Run("scenes", "gap", 1e30, CHOICE_SEED),
+    ]
     runs.start_runs(wanted, "scenes:320:48", tmp_path / "out", "scenes:100:48", tmp_path / "results", jobs=2)
-    reported, choosing = (run.result(tmp_path / "results") for run in wanted)
+    reported, choosing, too_large = (run.result(tmp_path / "results") for run in wanted)
     assert reported is not None
     assert set(reported["scores"]) == {"untrained", "trained"}
     probes = {"linear probe", "linear probe, encoding alone"}
     assert set(reported["scores"]["trained"]) == {"20-NN", "20-NN, 4 blocks"} | probes
     assert choosing is not None
     assert choosing["scores"] == {}
+    assert "diverged" not in choosing
+    assert too_large is not None
+    assert "not finite at step" in too_large["diverged"]
     assert reported["epochs"][-1]["step"] == 20
     assert reported["options"]["readout"] == "cls"
     assert reported["training_processor_s"] > 0
