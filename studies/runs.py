@@ -196,7 +196,7 @@ def make_run(one: Run, options: Mapping[str, str], folder: Path, evaluated: str)
     seconds, log = _processor_seconds() - before, folder / "log.txt"
     epochs = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     kept = ("step", "train_loss", "knn_20", "val_loss")
-    result = {
+    result: dict[str, Any] = {
         "run": one.name,
         "options": {name: value for name, value in options.items() if name != "data_path"},
         "scores": {},
