@@ -1,6 +1,7 @@
-"""Code and numbers of README and benchmarks/README.md: the Python runs as it stands; numbers are those of the code."""
+"""Code and numbers of README and other pages: the Python runs as it stands; numbers are those of the code."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -67,3 +68,29 @@ def test_the_ranks_agree_by_as_many_bytes_as_the_benchmarks_page_says(monkeypatc
     Agreement(StopSignals(), 30.0, torch.device("cpu")).decide((0.0, *map(float, range(len(DINOObjective.counters)))))
     (tensor,) = sent
     assert f"| {tensor.nbytes} bytes | {tensor.numel()} numbers of {tensor.element_size()} bytes |" in COSTS
+
+
+class FewPhotographs:
+    """In place of torchvision's CIFAR10: 3 or 2 photographs more than the folders take, of two classes."""
+
+    classes = ("airplane", "frog")
+
+    def __init__(self, root: str, train: bool, download: bool) -> None:
+        assert download
+        self.number = 2 * (2503 if train else 502)
+
+    def __iter__(self) -> Iterator[tuple[Image.Image, int]]:
+        return ((Image.new("RGB", (2, 2), (number % 256, 0, 0)), number % 2) for number in range(self.number))
+
+
+def test_the_script_for_small_photographs_writes_class_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "docs" / "small_photographs.md").read_text(encoding="utf-8")
+    (script,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    monkeypatch.setattr("torchvision.datasets.CIFAR10", FewPhotographs)
+    monkeypatch.chdir(tmp_path)
+    exec(script, {})
+    folders = {str(path.relative_to(tmp_path)): len(list(path.iterdir())) for path in tmp_path.glob("cifar10/*/*")}
+    of_class = {f"cifar10/train/{name}": 2500 for name in FewPhotographs.classes}
+    assert folders == of_class | {f"cifar10/val/{name}": 500 for name in FewPhotographs.classes}
+    with Image.open(tmp_path / "cifar10" / "train" / "frog" / "0001.png") as photograph:
+        assert photograph.getpixel((0, 0)) == (3, 0, 0)
