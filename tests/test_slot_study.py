@@ -15,7 +15,18 @@ from dino_sparo.checkpoint import encoder_description
 from dino_sparo.data import ShardSampler
 from dino_sparo.evaluation.features import Features
 from dino_sparo.evaluation.slot_choice import KeptSlots, SlotSelection, parse_slots
-from dino_sparo.evaluation.slot_study import choosing_rows, random_orders, spread
+from dino_sparo.evaluation.slot_study import (
+    ProbeSettings,
+    SlotAccuracies,
+    StudyImages,
+    choosing_rows,
+    knn_curve,
+    probe_curve,
+    probe_slots,
+    random_orders,
+    rank_slots,
+    spread,
+)
 from dino_sparo.evaluation.slot_study_command import kept_numbers
 from dino_sparo.runtime.distributed import shutdown
 
@@ -223,3 +234,68 @@ def test_numbers_of_slots_are_checked() -> None:
         kept_numbers(None, 12, 11)
     with pytest.raises(ValueError, match="numbers=0 of num_slots=11"):
         kept_numbers([0], None, 11)
+
+
+# --- slots whose knowledge is known
+
+CLASSES, NOTHING, PARITY, ALL, TRAIN_ONLY = 4, 0, 1, 2, 3  # what the slots of `images_of_known_slots` know
+
+
+def images_of_known_slots(val_shift: int = 0) -> StudyImages:
+    """Slots of three numbers: noise; the parity of the class; the class; the class, of training images alone.
+
+    Args:
+        val_shift: added to the labels of the validation images.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def features(number: int, knows_all: bool, shift: int = 0) -> Features:
+        labels = torch.arange(number) % CLASSES
+        corners = torch.tensor([[1.0, 1, 1], [1, -1, -1], [-1, 1, -1], [-1, -1, 1]])  # equally far from each other
+        values = 0.2 * torch.randn(number, 4, 3, generator=generator)
+        values[:, NOTHING] *= 5
+        values[:, PARITY] += corners[labels % 2]
+        values[:, ALL] += corners[labels]
+        values[:, TRAIN_ONLY] += corners[
+            labels if knows_all else torch.randint(CLASSES, (number,), generator=generator)
+        ]
+        return Features(values.flatten(1), (labels + shift) % CLASSES, torch.arange(number))
+
+    train = features(400, knows_all=True)
+    chooses = choosing_rows(train, 400, 80, seed=0)
+    return StudyImages(train, features(200, False, val_shift), chooses, 4, CLASSES, torch.device("cpu"))
+
+
+def test_slots_are_ranked_by_what_the_choosing_images_show_of_them() -> None:
+    ranked = rank_slots(SlotAccuracies(images_of_known_slots(), 5, 0.07), 4)
+    assert [row["slot"] for row in ranked] == [ALL, TRAIN_ONLY, PARITY, NOTHING]
+    choosing = {row["slot"]: row["top1_choosing"] for row in ranked}
+    held_out = {row["slot"]: row["top1_held_out"] for row in ranked}
+    assert choosing[ALL] == held_out[ALL] == choosing[TRAIN_ONLY] == 100
+    assert choosing[PARITY] == pytest.approx(50, abs=15)
+    assert held_out[TRAIN_ONLY] == pytest.approx(25, abs=10)
+    assert held_out[NOTHING] == pytest.approx(25, abs=10)
+    shifted = rank_slots(SlotAccuracies(images_of_known_slots(val_shift=1), 5, 0.07), 4)
+    assert [{**row, "top1_held_out": None} for row in shifted] == [{**row, "top1_held_out": None} for row in ranked]
+    assert next(row["top1_held_out"] for row in shifted if row["slot"] == ALL) == 0
+
+
+def test_the_curve_keeps_the_first_slots_of_each_order() -> None:
+    one, two = knn_curve(
+        SlotAccuracies(images_of_known_slots(), 5, 0.07), [ALL, PARITY], [[NOTHING, ALL], [ALL, NOTHING]], [1, 2]
+    )
+    assert one["num_kept"] == 1
+    assert one["top1_held_out"] == 100
+    assert one["random"]["draws"] == [pytest.approx(25, abs=10), 100]
+    assert two["random"]["draws"][0] == two["random"]["draws"][1]
+
+
+def test_probes_learn_what_the_slots_know_and_the_validation_images_choose_nothing() -> None:
+    images, settings = images_of_known_slots(), ProbeSettings(epochs=10, learning_rates=(1e-6, 1.0))
+    knows_all, knows_parity = probe_slots(images, [ALL], settings), probe_slots(images, [PARITY], settings)
+    assert knows_all == {"lr": 1.0, "top1_choosing": 100, "top1_held_out": 100}
+    assert knows_parity["top1_held_out"] == pytest.approx(50, abs=10)
+    shifted = probe_slots(images_of_known_slots(val_shift=1), [ALL], settings)
+    assert shifted == {**knows_all, "top1_held_out": 0}
+    (row,) = probe_curve(images, [ALL, PARITY], [[PARITY, ALL], [ALL, PARITY]], [1], settings)
+    assert row == {"num_kept": 1, **knows_all, "random": spread([knows_parity["top1_held_out"], 100.0])}
