@@ -25,6 +25,13 @@ def get_args_parser() -> argparse.ArgumentParser:
     parser.add_argument("--results", type=Path, default=RESULTS, help="Of the result files of all studies.")
     parser.add_argument("--jobs", type=int, default=1, help="Runs at a time, with one thread each.")
     parser.add_argument("--epochs", type=int, default=None, help="Instead of the recipe's, to try it out.")
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        nargs="+",
+        default=None,
+        help="Of the reported runs; by default all: several machines can share a study.",
+    )
     parser.add_argument("--report", action="store_true", help="Train nothing: tables and plot of what is there.")
     return parser
 
@@ -44,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> str:
     with errors_in_one_line(logger):
         if not args.report:
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the runs are ended too
-            make_runs(args.name, args.data_path, args.output_dir, args.results, args.jobs)
+            make_runs(args.name, args.data_path, args.output_dir, args.results, args.jobs, args.seeds)
         tables = report(args.name, args.results)
         args.output_dir.mkdir(parents=True, exist_ok=True)
         picture = args.output_dir / f"{args.name}.png"

@@ -1,4 +1,4 @@
-"""What each study compares: the variants, their recipe, the seeds, the learning rates, and the scores."""
+"""What each study compares: the variants, their recipe, the seeds, the learning rates, the rows of its tables."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -7,30 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from dino_sparo.clip.demo import TRAINING as CLIP_TRAINING
-from dino_sparo.dino.demo import PROBE
 from dino_sparo.dino.demo import TRAINING as DINO_TRAINING
-from dino_sparo.image_text.demos import scene_scores, write_pairs
-from dino_sparo.runtime.demos import RunCommand, option_words
-
-# State of the weights -> score -> percent.
-Scores = dict[str, dict[str, float]]
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A finished training run, as `Study.evaluate` gets it.
-
-    Attributes:
-        folder: that holds its checkpoint.
-        variant: name of the variant.
-        seed: of the run.
-        data: what is evaluated, see `Study.prepare`.
-    """
-
-    folder: Path
-    variant: str
-    seed: int
-    data: str
+from dino_sparo.image_text.demos import write_pairs
+from dino_sparo.runtime.demos import RunCommand
+from studies.scores import (
+    ENCODING_PROBE,
+    RANDOM_SLOTS,
+    RANDOM_SLOTS_PROBE,
+    WIDTH_CONTROL,
+    Scores,
+    Trained,
+    clip_scores,
+    dino_scores,
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +31,11 @@ class Study:
         command: that trains.
         variants: name -> the options that are its own.
         baseline: the variant that the others are compared with.
+        also: name -> (variant, learning rate): rows at a rate that was not chosen.
         controls: name -> (variant, score of a table -> which other score of that variant stands for it).
+        control_scores: scores that only controls show.
+        differences: (one row, other row) of the tables, controls among them: the other is subtracted from the one; by
+            default every row is compared with the baseline.
         recipe: the options that all variants share; the budget is among them.
         seeds: one run of each variant for each.
         learning_rates: from which each variant takes the best one.
@@ -63,7 +56,10 @@ class Study:
     choice: str
     prepare: Callable[[str | None, Path, RunCommand], tuple[str, str]]
     evaluate: Callable[[Trained, RunCommand], Scores]
+    also: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     controls: Mapping[str, tuple[str, Mapping[str, str]]] = field(default_factory=dict)
+    control_scores: Sequence[str] = ()
+    differences: Sequence[tuple[str, str]] = ()
 
     def options(self, variant: str, lr: float, seed: int) -> dict[str, str]:
         """All options of a run but for its images and its folder."""
@@ -81,39 +77,26 @@ class Study:
 
 # The seed of the runs that choose the learning rate; it is none of the reported ones.
 CHOICE_SEED = 100
-ENCODING_PROBE = "linear probe, encoding alone"
-WIDTH_CONTROL = "20-NN, 4 blocks"
-# The class tokens of four blocks of `cls` are as wide as SPARO's encoding in these recipes: 512 numbers.
-WIDE_CLS = {"cls, 4 blocks": ("cls", {"20-NN": WIDTH_CONTROL, ENCODING_PROBE: "linear probe"})}
-
-
-def dino_scores(trained: Trained, run: RunCommand, img_size: int = 32) -> Scores:
-    """20-NN and linear probes, of the trained encoder and of one that was only initialised.
-
-    The paper's probe reads four layers of every encoder, which are not equally wide; the other one reads the encoding
-    alone. `WIDE_CLS` compares the class tokens of four blocks of `cls` with SPARO's encoding.
-    """
-    shared = option_words({"pretrained_weights": trained.folder / "checkpoint.pth", "data_path": trained.data})
-    shared += option_words({"device": "cpu", "seed": trained.seed, "num_workers": 1, "img_size": img_size})
-
-    def scores(state: list[str]) -> dict[str, float]:
-        def knn(*words: str) -> float:
-            return float(run("knn", [*shared, *state, *words, "--nb_knn", "20"])["results"][0]["top1"])
-
-        def probe(*words: str) -> float:
-            return float(run("linear", [*shared, *state, *PROBE, *words])["best"]["top1"])
-
-        alone = option_words({"n_last_blocks": 1, "output_dir": trained.folder / "encoding_alone"})
-        found = {"20-NN": knn(), "linear probe": probe(), ENCODING_PROBE: probe(*alone)}
-        return {**found, WIDTH_CONTROL: knn("--n_last_blocks", "4")} if trained.variant == "cls" else found
-
-    return {"untrained": scores(["--untrained"]), "trained": scores([])}
-
-
-def clip_scores(trained: Trained, run: RunCommand) -> Scores:
-    """Zero-shot classification, and true against swapped captions."""
-    data_path, pairs = trained.data.split()
-    return {"trained": scene_scores(trained.folder, data_path, Path(pairs), "cpu", run)}
+DINO_READOUTS = {name: {"readout": name} for name in ("cls", "gap", "sparo")}
+DINO_CONTROLS = {
+    # The class tokens of four blocks of `cls` are as wide as SPARO's encoding in these recipes: 512 numbers.
+    "cls, 4 blocks": ("cls", {"20-NN": WIDTH_CONTROL, ENCODING_PROBE: "linear probe"}),
+    **{
+        f"{name}, random slots": (name, {"20-NN": RANDOM_SLOTS, ENCODING_PROBE: RANDOM_SLOTS_PROBE})
+        for name in DINO_READOUTS
+    },
+}
+DINO_DIFFERENCES = (
+    *(("cls, 4 blocks", "cls"), ("gap", "cls"), ("sparo", "cls"), ("sparo", "gap"), ("sparo", "cls, 4 blocks")),
+    *(("sparo", f"{name}, random slots") for name in DINO_READOUTS),
+)
+DINO_TABLES: Any = {
+    "controls": DINO_CONTROLS,
+    "control_scores": (WIDTH_CONTROL, RANDOM_SLOTS, RANDOM_SLOTS_PROBE),
+    "differences": DINO_DIFFERENCES,
+}
+# In the scenes the choice gave `cls` another rate than the others; this row has theirs.
+EQUAL_RATE = "cls, rate 0.008"
 
 
 def _built_in(train: str, evaluated: str) -> Callable[[str | None, Path, RunCommand], tuple[str, str]]:
@@ -134,13 +117,19 @@ def _photographs(data_path: str | None, folder: Path, run: RunCommand) -> tuple[
             "this study needs photographs; give --data_path with the class folders of CIFAR-10 in train/ and val/"
         )
     rows = ["path,label,split"]
-    for split in ("train", "val"):
+    for split, number in (("train", 2500), ("val", 500)):
         if not Path(data_path, split).is_dir():
             raise ValueError(
                 f"{Path(data_path, split)} is no folder; --data_path needs class folders in train/ and val/"
             )
         for label in sorted(path for path in Path(data_path, split).iterdir() if path.is_dir()):
-            rows += [f"{path.resolve()},{label.name},{split}" for path in sorted(label.iterdir())[:500]]
+            paths = sorted(label.iterdir())
+            if len(paths) != number:
+                raise ValueError(
+                    f"{label} has {len(paths)} files; this study takes {number} photographs of each class in {split}/ "
+                    f"(docs/small_photographs.md makes such folders)"
+                )
+            rows += [f"{path.resolve()},{label.name},{split}" for path in paths[:500]]
     table = folder / "evaluated.csv"
     table.write_text("\n".join(rows) + "\n")
     return str(Path(data_path, "train")), str(table)
@@ -156,7 +145,6 @@ def _scenes_with_captions(data_path: str | None, folder: Path, run: RunCommand) 
 
 
 SHARED_DINO = {**DINO_TRAINING, "precision": "fp32", "num_workers": "1"}
-DINO_READOUTS = {name: {"readout": name} for name in ("cls", "gap", "sparo")}
 
 CLIP_RECIPE = {name: value for name, value in CLIP_TRAINING.items() if not name.startswith("zero_shot")}
 CLIP_RECIPE |= {"precision": "fp32", "val_share": "0.04"}
@@ -174,7 +162,8 @@ STUDIES = {
         choice="20-NN of the last epoch, where 4,000 training images vote on 1,000 other training images",
         prepare=_built_in("scenes:10000:48", "scenes:4000:48"),
         evaluate=dino_scores,
-        controls=WIDE_CLS,
+        also={EQUAL_RATE: ("cls", 0.008)},
+        **{**DINO_TABLES, "differences": (*DINO_DIFFERENCES, ("sparo", EQUAL_RATE), ("gap", EQUAL_RATE))},
     ),
     "cifar10": Study(
         question="DINO on CIFAR-10 photographs: read-outs cls, gap and sparo",
@@ -189,7 +178,7 @@ STUDIES = {
         choice="20-NN of the last epoch, where 4,000 training images vote on 1,000 other training images",
         prepare=_photographs,
         evaluate=dino_scores,
-        controls=WIDE_CLS,
+        **DINO_TABLES,
     ),
     "slots": Study(
         question="DINO + SPARO on the built-in scenes: number L and width V of the slots",

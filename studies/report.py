@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from dino_sparo.evaluation.plots import colour_of, panels
-from studies.plans import STUDIES
-from studies.runs import Run, choosing_runs, chosen_rates, reported_runs
+from studies.plans import STUDIES, Study
+from studies.runs import Run, choosing_runs, chosen_rates, reported_rows, reported_runs
 
 # Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom.
 T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
+SIZES = ("encoder_parameters", "trained_parameters")
 Results = Mapping[str, Mapping[int, dict[str, Any]]]  # variant or control -> seed -> result
 
 
@@ -24,24 +25,33 @@ def finished(name: str, results: Path) -> Results:
         results: folder of all studies' results.
     """
     study = STUDIES[name]
-    of_variant: dict[str, dict[int, dict[str, Any]]] = {variant: {} for variant in study.variants}
-    for run in reported_runs(name, results):
-        result = run.result(results)
-        if result is not None and "diverged" not in result:
-            of_variant[run.variant][run.seed] = result
-    found: dict[str, dict[int, dict[str, Any]]] = {}
-    for variant, by_seed in of_variant.items():
-        found[variant] = by_seed
+    rows, found = reported_rows(name, results), {}
+    for row in [*study.variants, *study.also]:
+        runs_of_row = [Run(name, *rows[row], seed) for seed in study.seeds] if row in rows else []
+        results_of_row = {run.seed: run.result(results) for run in runs_of_row}
+        by_seed = {seed: result for seed, result in results_of_row.items() if result and "diverged" not in result}
+        found[row] = {seed: _with_scores(result, _own_scores(study, result)) for seed, result in by_seed.items()}
         for control, (controlled, other_scores) in study.controls.items():
-            if controlled == variant:
-                found[control] = {seed: _with_other_scores(result, other_scores) for seed, result in by_seed.items()}
+            if controlled == row:
+                runs = {seed: _with_scores(result, other_scores) for seed, result in by_seed.items()}
+                # Whose encoders have other sizes, and were not trained again.
+                runs = {
+                    seed: {**run, **dict.fromkeys(SIZES), "training_processor_s": None} for seed, run in runs.items()
+                }
+                found[control] = {seed: run for seed, run in runs.items() if any(run["scores"].values())}
     return found
 
 
-def _with_other_scores(result: dict[str, Any], other_scores: Mapping[str, str]) -> dict[str, Any]:
-    """The same run with other scores in the columns of the tables."""
+def _own_scores(study: Study, result: Mapping[str, Any]) -> dict[str, str]:
+    """All scores of a run but those that only controls show, each in the column of its name."""
+    names = dict.fromkeys(score for scores in result["scores"].values() for score in scores)
+    return {score: score for score in names if score not in study.control_scores}
+
+
+def _with_scores(result: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    """The same run with scores that were chosen for columns of the tables."""
     scores = {
-        state: {column: own[score] for column, score in other_scores.items() if score in own}
+        state: {column: own[score] for column, score in columns.items() if score in own}
         for state, own in result["scores"].items()
     }
     return {**result, "scores": scores}
@@ -76,10 +86,9 @@ def report(name: str, results: Path) -> str:
     study, found = STUDIES[name], finished(name, results)
     parts = [f"**{study.question}**", choice_table(name, results), choice_note(name, results)]
     if any(found.values()):
-        pairs = [(variant, study.baseline) for variant in found if variant != study.baseline]
-        pairs += [(variant, control) for control in study.controls for variant in study.variants]
-        pairs = [(one, other) for one, other in pairs if one != study.baseline]
-        parts += [summary_table(found), difference_table(found, pairs), gain_table(found), seed_table(found)]
+        pairs = study.differences or [(row, study.baseline) for row in found if row != study.baseline]
+        parts += [summary_table(found), difference_table(found, pairs)]
+        parts += [gain_table(found), gain_difference_table(found, pairs), seed_table(found)]
         parts.append(origin(name, results))
     return "\n\n".join(part for part in parts if part)
 
@@ -91,7 +100,11 @@ def origin(name: str, results: Path) -> str:
         name: of the study.
         results: folder of all studies' results.
     """
-    runs = choosing_runs(name) + reported_runs(name, results)
+    study, choosing = STUDIES[name], choosing_runs(name)
+    rows = reported_rows(name, results)
+    num_rows = len(set(rows.values())) + len(study.variants.keys() - rows)  # those whose rate is not chosen yet
+    planned = len(choosing) + num_rows * len(study.seeds)
+    runs = choosing + reported_runs(name, results)
     made = [result for run in runs if (result := run.result(results)) is not None]
     seconds = [result["training_processor_s"] for result in made if result["training_processor_s"] is not None]
     commits = ", ".join(sorted({str(result["commit"])[:7] for result in made}))
@@ -99,7 +112,7 @@ def origin(name: str, results: Path) -> str:
     diverged = [f"{result['run']} ({result['diverged'].partition(';')[0]})" for result in made if "diverged" in result]
     no_scores = f" These diverged and are in no other table: {'; '.join(diverged)}." if diverged else ""
     return (
-        f"{len(made)} of {len(runs)} runs are made, those that choose a rate among them, with commit {commits} and "
+        f"{len(made)} of {planned} runs are made, those that choose a rate among them, with commit {commits} and "
         f"torch {versions}. The time of training was recorded in {len(seconds)} of them: {sum(seconds) / 3600:.1f} "
         f"processor hours together.{no_scores}"
     )
@@ -142,17 +155,17 @@ def choice_note(name: str, results: Path) -> str:
         ]
         if values.count(max(values)) > 1:
             notes.append(f"{variant}: a tie, the smaller rate is taken")
-        elif lr in (min(study.learning_rates), max(study.learning_rates)):
+        if lr in (min(study.learning_rates), max(study.learning_rates)):
             end = "smallest" if lr == min(study.learning_rates) else "largest"
             notes.append(f"{variant}: the {end} rate is chosen, a better one may lie beyond")
-    return "; ".join(notes).capitalize() + "." if notes else ""
+    return "Of the choice: " + "; ".join(notes) + "." if notes else ""
 
 
 Column = tuple[str, str]  # state of the weights, score
 
 
 def _columns(found: Results) -> list[Column]:
-    """All scores that several rows have: one after the other, each with its states."""
+    """All scores: one after the other, each with its states."""
     columns = [
         (state, score)
         for by_seed in found.values()
@@ -161,9 +174,7 @@ def _columns(found: Results) -> list[Column]:
         for score in scores
     ]
     order = list(dict.fromkeys(score for _, score in columns))
-    rows = {column: sum(bool(_values(by_seed, column)) for by_seed in found.values()) for column in columns}
-    common = [column for column, count in rows.items() if count > 1 or len(found) == 1]
-    return sorted(common, key=lambda column: order.index(column[1]))
+    return sorted(dict.fromkeys(columns), key=lambda column: order.index(column[1]))
 
 
 def _values(by_seed: Mapping[int, dict[str, Any]], column: Column) -> dict[int, float]:
@@ -193,10 +204,11 @@ def summary_table(found: Results) -> str:
             cells = [list(_values(by_seed, column).values()) for column in columns]
             seconds = [run["training_processor_s"] for run in runs]
             minutes = [one / 60 for one in seconds if one is not None]  # a run that was cut off has none
+            of = f" ({len(minutes)} runs)" if len(minutes) != len(runs) else ""
             scores = [mean_and_deviation(cell) if cell else "" for cell in cells]
             rows.append([variant, str(len(runs)), *scores])
-            rows[-1] += [f"{runs[0][key]:,}" for key in ("encoder_parameters", "trained_parameters")]
-            rows[-1].append(mean_and_deviation(minutes) if minutes else "")
+            rows[-1] += [f"{runs[0][key]:,}" if runs[0][key] else "" for key in SIZES]
+            rows[-1].append(mean_and_deviation(minutes) + of if minutes else "")
     sizes = ["parameters of the encoder", "of all that is trained", "training, processor minutes"]
     return markdown(["", "seeds", *_titles(columns), *sizes], rows)
 
@@ -237,6 +249,27 @@ def gain_table(found: Results) -> str:
     return markdown(["trained - untrained [95 % interval]", *scores], rows) if rows else ""
 
 
+def gain_difference_table(found: Results, pairs: Sequence[tuple[str, str]]) -> str:
+    """Differences of what training adds to two rows, seed by seed: mean and 95 % interval.
+
+    Args:
+        found: the runs that are finished.
+        pairs: the second is subtracted from the first.
+    """
+    scores = [score for state, score in _columns(found) if state == "untrained"]
+
+    def gains(row: str, score: str) -> dict[int, float]:
+        trained, untrained = (_values(found[row], (state, score)) for state in ("trained", "untrained"))
+        return {seed: value - untrained[seed] for seed, value in trained.items() if seed in untrained}
+
+    rows = []
+    for one, other in pairs:
+        cells = [_differences(gains(one, score), gains(other, score)) for score in scores]
+        if any(cells):
+            rows.append([f"{one} - {other}", *(t_interval(cell) if cell else "" for cell in cells)])
+    return markdown(["difference of what training adds [95 % interval]", *scores], rows) if rows else ""
+
+
 def seed_table(found: Results) -> str:
     """Every run.
 
@@ -247,7 +280,7 @@ def seed_table(found: Results) -> str:
     for variant, by_seed in found.items():
         cells = [_values(by_seed, column) for column in columns]
         rows += [
-            [variant, str(seed), *(f"{cell[seed]:.1f}" if seed in cell else "" for cell in cells)] for seed in by_seed
+            [variant, str(seed), *(f"{cell[seed]:.2f}" if seed in cell else "" for cell in cells)] for seed in by_seed
         ]
     return markdown(["", "seed", *_titles(columns)], rows)
 
@@ -279,7 +312,7 @@ def draw(name: str, results: Path, path: Path) -> None:
         for number, (variant, by_seed) in enumerate(found.items()):
             colour = colour_of(number, len(found))
             for axis, key in zip(axes, curves, strict=False):
-                if variant in STUDIES[name].variants:
+                if variant in (*STUDIES[name].variants, *STUDIES[name].also):
                     _draw_curves(axis, by_seed, key, colour, variant)
             for at, score in enumerate(scores):
                 where = at + (number - (len(found) - 1) / 2) * 0.8 / len(found)

@@ -7,13 +7,13 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dino_sparo.runtime.cli import say
+from dino_sparo.runtime.cli import MendableError, say
 from dino_sparo.runtime.demos import option_words
 from dino_sparo.runtime.records import differences, git_hash, write_json
 from studies.plans import CHOICE_SEED, STUDIES, Study, Trained
@@ -59,12 +59,18 @@ class Run:
             results: folder of all studies' results.
 
         Raises:
-            ValueError: it was made with another recipe.
+            ValueError: it was made with another recipe, or is damaged.
         """
         path = results / self.study / f"{self.name}.json"
         if not path.exists():
             return None
-        result: dict[str, Any] = json.loads(path.read_text())
+        try:
+            result: dict[str, Any] = json.loads(path.read_text())
+            is_whole = "diverged" in result or len(result["epochs"]) == int(result["options"]["epochs"])
+        except (ValueError, KeyError, TypeError):
+            is_whole = False
+        if not is_whole:
+            raise ValueError(f"{path} is damaged, or its run was cut off; delete it and start the study again")
         changed = differences(result["options"], self.options, "then", "now")
         if changed:
             raise ValueError(
@@ -95,13 +101,26 @@ def chosen_rates(name: str, results: Path) -> dict[str, float]:
     return chosen
 
 
+def reported_rows(name: str, results: Path) -> dict[str, tuple[str, float]]:
+    """Row of the tables -> its variant and learning rate, of all rows whose rate is chosen, or given."""
+    chosen = {variant: (variant, lr) for variant, lr in chosen_rates(name, results).items()}
+    return {**chosen, **STUDIES[name].also}
+
+
 def reported_runs(name: str, results: Path) -> list[Run]:
-    """The runs of all seeds with the chosen learning rates: all variants of one seed before the next seed."""
-    chosen = chosen_rates(name, results)
-    return [Run(name, variant, lr, seed) for seed in STUDIES[name].seeds for variant, lr in chosen.items()]
+    """The runs of all seeds: all rows of one seed before the next seed, and no run twice."""
+    rows = dict.fromkeys(reported_rows(name, results).values())
+    return [Run(name, variant, lr, seed) for seed in STUDIES[name].seeds for variant, lr in rows]
 
 
-def make_runs(name: str, data_path: str | None, output_dir: Path, results: Path, jobs: int) -> None:
+def make_runs(
+    name: str,
+    data_path: str | None,
+    output_dir: Path,
+    results: Path,
+    jobs: int,
+    seeds: Collection[int] | None = None,
+) -> None:
     """Make all runs of a study that have no result: first those that choose the learning rate.
 
     Args:
@@ -110,6 +129,7 @@ def make_runs(name: str, data_path: str | None, output_dir: Path, results: Path,
         output_dir: of checkpoints and logs.
         results: folder of all studies' results.
         jobs: runs at a time, with one thread each.
+        seeds: of the reported runs; None: all.
     """
     from dino_sparo.__main__ import run
 
@@ -117,7 +137,8 @@ def make_runs(name: str, data_path: str | None, output_dir: Path, results: Path,
     folder.mkdir(parents=True, exist_ok=True)
     train, evaluated = STUDIES[name].prepare(data_path, folder, run)
     for runs_of in (choosing_runs, partial(reported_runs, results=results)):  # the first choose the others' rates
-        missing = [one for one in runs_of(name) if one.result(results) is None]
+        wanted = [one for one in runs_of(name) if seeds is None or one.only_chooses or one.seed in seeds]
+        missing = [one for one in wanted if one.result(results) is None]
         start_runs(missing, train, folder, evaluated, results, jobs)
 
 
@@ -133,7 +154,7 @@ def start_runs(missing: Sequence[Run], data_path: str, folder: Path, evaluated: 
         jobs: runs at a time.
 
     Raises:
-        RuntimeError: a run failed; the others were asked to save and to stop, as they are after Ctrl-C.
+        MendableError: a run failed; the others were asked to save and to stop, as they are after Ctrl-C.
     """
     waiting, running = list(missing), list[tuple[Run, subprocess.Popen[bytes]]]()
     try:
@@ -146,7 +167,7 @@ def start_runs(missing: Sequence[Run], data_path: str, folder: Path, evaluated: 
                 running.remove((one, process))
                 if process.returncode:
                     log = folder / one.name / "console.txt"
-                    raise RuntimeError(f"{one.study} {one.name} ended with status {process.returncode}; see {log}")
+                    raise MendableError(f"{one.study} {one.name} ended with status {process.returncode}; see {log}")
                 say(f"{one.name}: done, {len(waiting) + len(running)} left")
     finally:
         for _, process in running:
@@ -158,7 +179,15 @@ def start_runs(missing: Sequence[Run], data_path: str, folder: Path, evaluated: 
 def _start(one: Run, data_path: str, folder: Path, evaluated: str, results: Path) -> subprocess.Popen[bytes]:
     """Start a process that makes one run; everything that it prints goes to console.txt in the run's folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    task = {"run": asdict(one), "options": {**one.options, "data_path": data_path}, "evaluated": evaluated}
+    options, begun = {**one.options, "data_path": data_path}, folder / "options.json"
+    changed = differences(json.loads(begun.read_text()), options, "then", "now") if begun.exists() else []
+    if changed:
+        raise ValueError(
+            f"{folder} holds a run that was begun with another recipe ({'; '.join(changed)}); delete the folder, or "
+            f"give another --output_dir"
+        )
+    write_json(options, begun)
+    task = {"run": asdict(one), "options": options, "evaluated": evaluated}
     words = [sys.executable, "-m", "studies.runs", json.dumps(task), str(folder), str(results)]
     with (folder / "console.txt").open("ab") as console:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -208,7 +237,9 @@ def make_run(one: Run, options: Mapping[str, str], folder: Path, evaluated: str)
     if diverged:
         return {**result, "diverged": diverged}
     if not one.only_chooses:
+        before = _processor_seconds()
         result["scores"] = study.evaluate(Trained(folder, one.variant, one.seed, evaluated), run)
+        result["evaluation_processor_s"] = round(_processor_seconds() - before)
     optimizer = load_checkpoint(folder / "checkpoint.pth")["optimizer"]
     return {
         **result,

@@ -8,11 +8,12 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 
+from dino_sparo.runtime.cli import MendableError
 from studies import plans, report, runs
 from studies.plans import CHOICE_SEED, STUDIES
 from studies.runs import Run
@@ -24,7 +25,7 @@ Scores = Mapping[str, Mapping[str, float]]
 def write(results: Path, run: Run, quality: float = 0.0, scores: Scores | None = None, diverged: str = "") -> None:
     path = results / run.study / f"{run.name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    epochs = [{"step": 10, "train_loss": 2.0, "knn_20": quality}]
+    epochs = [{"step": 10, "train_loss": 2.0, "knn_20": quality}] * int(run.options["epochs"])
     result = {"options": run.options, "epochs": epochs, "scores": scores or {}, "training_processor_s": 60}
     result |= {"encoder_parameters": 1000, "trained_parameters": 2000, "commit": "0123456789", "torch": "2.15.0"}
     path.write_text(json.dumps(result | ({"run": run.name, "diverged": diverged} if diverged else {})))
@@ -36,7 +37,8 @@ def write_all(results: Path, offsets: Mapping[str, float]) -> None:
     for run in runs.reported_runs("scenes", results):
         trained = {"20-NN": 60.0 + run.seed + offsets[run.variant] * (1 + run.seed)}
         wide = {"20-NN, 4 blocks": trained["20-NN"] + 1} if run.variant == "cls" else {}
-        write(results, run, scores={"untrained": {"20-NN": 50.0}, "trained": trained | wide})
+        random_slots = {"20-NN, random slots": 61.0 + run.seed}
+        write(results, run, scores={"untrained": {"20-NN": 50.0}, "trained": trained | wide | random_slots})
 
 
 def test_the_learning_rate_is_chosen_per_variant_and_by_runs_that_are_not_reported(tmp_path: Path) -> None:
@@ -65,31 +67,59 @@ def test_tables_pair_the_seeds_and_give_students_interval(tmp_path: Path) -> Non
     assert "| sparo - cls | +0.0 [+0.0, +0.0] | +6.0 [+2.1, +9.9] |" in tables
     assert "| gap - cls | +0.0 [+0.0, +0.0] | +0.0 [+0.0, +0.0] |" in tables
     assert f"62.0 ± {statistics.stdev([60, 61, 62, 63, 64]):.1f}" in tables
-    assert "| sparo | 4 | 50.0 | 74.0 |" in tables
+    assert "| sparo | 4 | 50.00 | 74.00 |" in tables
     assert "**8.00**" in tables  # the choice for cls
 
 
 def test_the_width_control_stands_as_a_row_of_its_own_and_is_compared_with_the_others(tmp_path: Path) -> None:
     write_all(tmp_path, {"cls": 0.0, "gap": 0.0, "sparo": 2.0})
     tables = report.report("scenes", tmp_path)
-    assert "| cls, 4 blocks | 0 |  | 61.0 |" in tables
+    assert "| cls, 4 blocks | 0 |  | 61.00 |" in tables
     assert "| cls, 4 blocks - cls |  | +1.0 [+1.0, +1.0] |" in tables
     assert "| sparo - cls, 4 blocks |  | +5.0 [+1.1, +8.9] |" in tables
     assert "20-NN, 4 blocks" not in tables
 
 
+def test_a_row_at_another_rate_than_the_chosen_one_has_its_own_runs(tmp_path: Path) -> None:
+    write_all(tmp_path, {"cls": 0.0, "gap": 0.0, "sparo": 2.0})
+    for run in runs.choosing_runs("scenes"):
+        write(tmp_path, run, quality=-run.lr)
+    missing = [run for run in runs.reported_runs("scenes", tmp_path) if run.result(tmp_path) is None]
+    assert {(run.variant, run.lr) for run in missing} == {("cls", 0.002)}  # cls at 0.008 was chosen before
+    for run in missing:
+        write(tmp_path, run, scores={"trained": {"20-NN": 50.0}})
+    tables = report.report("scenes", tmp_path)
+    assert "| cls | 0 | 50.00 |" in tables.replace("|  |", "|")
+    assert "| cls, rate 0.008 | 4 | 50.00 | 64.00 |" in tables
+    assert "29 of 29 runs are made" in tables
+
+
+def test_slots_that_learned_nothing_are_a_row_too(tmp_path: Path) -> None:
+    write_all(tmp_path, {"cls": 0.0, "gap": 0.0, "sparo": 2.0})
+    tables = report.report("scenes", tmp_path)
+    assert "| gap, random slots | 3 |  | 64.00 |" in tables
+    # 1, 3, 5, 7, 9 more than the random slots
+    assert "| sparo - gap, random slots |  | +5.0 [+1.1, +8.9] |" in tables
+    sizes = next(line for line in tables.splitlines() if line.startswith("| sparo, random slots | 5 |"))
+    assert sizes.endswith("|  | 63.0 ± 1.6 |  |  |  |")
+    assert "20-NN, random slots" not in tables
+
+
 def test_what_training_adds_is_paired_with_the_same_untrained_encoder(tmp_path: Path) -> None:
     write_all(tmp_path, {"cls": 0.0, "gap": 0.0, "sparo": 2.0})
-    # trained - untrained of sparo: 12, 15, 18, 21, 24
-    assert "| sparo | +18.0 [+12.1, +23.9] |" in report.report("scenes", tmp_path)
+    tables = report.report("scenes", tmp_path)
+    assert "| sparo | +18.0 [+12.1, +23.9] |" in tables  # trained - untrained: 12, 15, 18, 21, 24
+    gains = tables[tables.index("difference of what training adds") :]
+    assert "| sparo - cls | +6.0 [+2.1, +9.9] |" in gains  # 2, 4, 6, 8, 10
 
 
 def test_a_rate_at_an_end_of_the_grid_and_a_tie_are_named(tmp_path: Path) -> None:
     for run in runs.choosing_runs("scenes"):
         write(tmp_path, run, quality={"cls": 1.0, "gap": run.lr, "sparo": run.lr == 0.004}[run.variant])
     note = report.choice_note("scenes", tmp_path)
-    assert (
-        note == "Cls: a tie, the smaller rate is taken; gap: the largest rate is chosen, a better one may lie beyond."
+    beyond = "rate is chosen, a better one may lie beyond"
+    assert note == (
+        f"Of the choice: cls: a tie, the smaller rate is taken; cls: the smallest {beyond}; gap: the largest {beyond}."
     )
 
 
@@ -135,6 +165,54 @@ def test_a_seed_without_its_partner_is_not_compared(tmp_path: Path) -> None:
     assert "| sparo - cls | +0.0 [+0.0, +0.0] | +5.0 [+0.9, +9.1] |" in report.report("scenes", tmp_path)
 
 
+def test_a_study_that_has_begun_shows_its_scores(tmp_path: Path) -> None:
+    write_all(tmp_path, {"cls": 0.0, "gap": 0.0, "sparo": 2.0})
+    for path in (tmp_path / "scenes").glob("*.json"):
+        if "seed100" not in path.name and path.name != "sparo_lr0.002_seed1.json":
+            path.unlink()
+    tables = report.report("scenes", tmp_path)
+    assert "| sparo | 1 | 50.00 | 65.00 |" in tables
+    assert "10 of 24 runs are made" in tables
+    report.draw("scenes", tmp_path, tmp_path / "scenes.png")
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda text: text[:200],
+        lambda text: "{}",
+        lambda text: json.dumps({**json.loads(text), "epochs": json.loads(text)["epochs"][:2]}),
+    ],
+    ids=["cut off", "empty", "two of four epochs"],
+)
+def test_a_damaged_result_is_named(tmp_path: Path, spoil: Callable[[str], str]) -> None:
+    write_all(tmp_path, {"cls": 0.0, "gap": 0.0, "sparo": 2.0})
+    path = tmp_path / "scenes" / "sparo_lr0.002_seed1.json"
+    path.write_text(spoil(path.read_text()))
+    with pytest.raises(ValueError, match=r"sparo_lr0.002_seed1.json is damaged"):
+        report.report("scenes", tmp_path)
+
+
+def test_several_machines_share_a_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_all(tmp_path, {"cls": 0.0, "gap": 0.0, "sparo": 2.0})
+    for path in (tmp_path / "scenes").glob("*seed[134].json"):
+        path.unlink()
+    asked: list[Run] = []
+    monkeypatch.setattr(runs, "start_runs", lambda missing, *args: asked.extend(missing))
+    runs.make_runs("scenes", None, tmp_path / "out", tmp_path, jobs=1, seeds=[0, 3])
+    assert [(run.variant, run.seed) for run in asked] == [("cls", 3), ("gap", 3), ("sparo", 3)]
+
+
+def test_a_folder_with_a_run_of_another_recipe_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **kwargs: None)
+    one = Run("scenes", "cls", 0.004, 0)
+    runs._start(one, "scenes:100:48", tmp_path, "", tmp_path / "results")
+    runs._start(one, "scenes:100:48", tmp_path, "", tmp_path / "results")
+    monkeypatch.setitem(STUDIES, "scenes", STUDIES["scenes"].with_epochs(1))
+    with pytest.raises(ValueError, match=r"begun with another recipe \(epochs '4' then, '1' now\); delete the folder"):
+        runs._start(one, "scenes:100:48", tmp_path, "", tmp_path / "results")
+
+
 def test_nothing_finished_gives_no_tables(tmp_path: Path) -> None:
     assert "seeds" not in report.report("scenes", tmp_path)
 
@@ -169,17 +247,20 @@ def no_command(name: str, words: list[str]) -> dict:
 
 
 def test_photographs_are_trained_on_whole_and_evaluated_in_equal_numbers(tmp_path: Path) -> None:
-    for split, counts in {"train": {"cat": 502, "dog": 3}, "val": {"cat": 2, "dog": 501}}.items():
-        for label, count in counts.items():
+    for split, count in {"train": 2500, "val": 500}.items():
+        for label in ("cat", "dog"):
             (tmp_path / split / label).mkdir(parents=True)
             for number in range(count):
-                (tmp_path / split / label / f"{number:03}.png").touch()
+                (tmp_path / split / label / f"{number:04}.png").touch()
     train, table = plans._photographs(str(tmp_path), tmp_path, no_command)
     assert train == str(tmp_path / "train")
     rows = [line.split(",") for line in Path(table).read_text().splitlines()[1:]]
     found = Counter((label, split) for _, label, split in rows)
-    assert found == {("cat", "train"): 500, ("dog", "train"): 3, ("cat", "val"): 2, ("dog", "val"): 500}
+    assert found == {(label, split): 500 for label in ("cat", "dog") for split in ("train", "val")}
     assert all(Path(path).is_file() for path, *_ in rows)
+    Path(rows[0][0]).unlink()
+    with pytest.raises(ValueError, match=r"train/cat has 2499 files; this study takes 2500 photographs of each class"):
+        plans._photographs(str(tmp_path), tmp_path, no_command)
 
 
 def test_photographs_that_are_not_there_are_named(tmp_path: Path) -> None:
@@ -225,7 +306,9 @@ def test_a_run_trains_evaluates_and_says_with_what(tmp_path: Path, monkeypatch: 
     assert reported is not None
     assert set(reported["scores"]) == {"untrained", "trained"}
     probes = {"linear probe", "linear probe, encoding alone"}
-    assert set(reported["scores"]["trained"]) == {"20-NN", "20-NN, 4 blocks"} | probes
+    of_trained = {"20-NN", "20-NN, 4 blocks", "20-NN, random slots", "linear probe, random slots"} | probes
+    assert set(reported["scores"]["trained"]) == of_trained
+    assert set(reported["scores"]["untrained"]) == {"20-NN", "20-NN, 4 blocks"} | probes
     assert choosing is not None
     assert choosing["scores"] == {}
     assert "diverged" not in choosing
@@ -234,13 +317,14 @@ def test_a_run_trains_evaluates_and_says_with_what(tmp_path: Path, monkeypatch: 
     assert reported["epochs"][-1]["step"] == 20
     assert reported["options"]["readout"] == "cls"
     assert reported["training_processor_s"] > 0
+    assert reported["evaluation_processor_s"] > 0
     assert reported["trained_parameters"] > reported["encoder_parameters"]
 
 
 @pytest.mark.slow
 def test_a_run_that_fails_ends_the_study_and_names_its_log(tmp_path: Path) -> None:
     wanted = [Run("scenes", "cls", 0.004, 0)]
-    with pytest.raises(RuntimeError, match=r"ended with status 1; see .*console.txt"):
+    with pytest.raises(MendableError, match=r"ended with status 1; see .*console.txt"):
         runs.start_runs(wanted, "nowhere", tmp_path / "out", "", tmp_path / "results", jobs=2)
 
 
