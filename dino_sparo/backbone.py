@@ -223,15 +223,22 @@ class Backbone(nn.Module):
             outputs.append(self.norm(tokens))
         return outputs
 
-    def last_self_attention(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B heads N N"]:
+    def last_self_attention(
+        self, images: Float[Tensor, "B C H W"], num_queries: int | None = None
+    ) -> Float[Tensor, "B heads queries N"]:
         """The last block's self-attention, softmax(Q K^T / sqrt(D / heads)), summing to one over the last axis.
 
         Computed beside the block from its own projection, so that the block keeps its fused attention.
+
+        Args:
+            images: (B, C, H, W), normalised.
+            num_queries: only of the first tokens; 1: of the class token. None: of all N.
         """
         block: Any = self.blocks[-1]
         tokens = block.norm1(self._run_blocks(self.embed(images), self.depth - 1))
         qkv = block.attn.qkv(tokens).unflatten(-1, (3, self.num_heads, -1))  # (B, N, 3, heads, D/heads)
         queries, keys, _ = qkv.permute(2, 0, 3, 1, 4)
+        queries = queries[:, :, :num_queries]
         return (queries @ keys.transpose(-2, -1) * queries.shape[-1] ** -0.5).softmax(dim=-1)
 
     def use_fused_attention(self, fused: bool) -> None:

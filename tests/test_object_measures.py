@@ -17,9 +17,9 @@ from dino_sparo.evaluation.objects.measures import (
     grid_bounds,
     map_jaccards,
     map_subsets,
+    move_maps,
     score_maps,
     score_subsets,
-    shuffle_patches,
     summarize,
 )
 from dino_sparo.evaluation.objects.slots import (
@@ -31,6 +31,7 @@ from dino_sparo.evaluation.objects.slots import (
     shuffled_lift,
     slot_similarity,
     value_redundancy,
+    without_rare,
 )
 
 P = 4
@@ -191,6 +192,7 @@ def test_subsets_of_maps_are_different_and_always_the_same() -> None:
     assert all(len(set(subset)) == 3 for subset in subsets.tolist())
     np.testing.assert_array_equal(map_subsets(11, 3, seed=0), subsets)
     assert not np.array_equal(map_subsets(11, 3, seed=1), subsets)
+    assert not np.array_equal(map_subsets(11, 3, seed=[0, 1]), map_subsets(11, 3, seed=[0, 2]))  # two images
     assert map_subsets(3, 2, seed=0).tolist() == [[0, 1], [0, 2], [1, 2]]  # there are no more
     assert map_subsets(7, None, seed=0).tolist() == map_subsets(7, 7, seed=0).tolist() == [list(range(7))]
 
@@ -284,14 +286,17 @@ def test_random_partitions_have_an_ari_of_zero_in_the_mean() -> None:
     assert abs(np.mean(values)) < 0.003
 
 
-def test_random_maps_keep_mass_and_peaks_of_every_map() -> None:
+def test_moved_maps_keep_their_form_and_their_likeness_and_lose_their_place() -> None:
     maps, _, _ = random_case(0)
-    shuffled = shuffle_patches(maps, np.random.default_rng(1))
-    np.testing.assert_array_equal(np.sort(shuffled.reshape(7, -1)), np.sort(maps.reshape(7, -1)))
-    assert not np.array_equal(shuffled, maps)
-    # Maps are shuffled independently of each other.
-    same = np.repeat(maps[:1], 7, axis=0)
-    assert not np.array_equal(*shuffle_patches(same, np.random.default_rng(1))[:2])
+    places = set()
+    for seed in range(200):
+        moved = move_maps(maps, np.random.default_rng(seed))
+        row, column = np.argwhere(moved[0] == maps[0, 0, 0])[0]
+        np.testing.assert_array_equal(moved, np.roll(maps, (row, column), axis=(1, 2)))  # all maps by the same
+        places.add((int(row), int(column)))
+    assert places == {(row, column) for row in range(ROWS) for column in range(COLUMNS)} - {(0, 0)}
+    one = np.ones((2, 1, 1), dtype=np.float32)
+    np.testing.assert_array_equal(move_maps(one, np.random.default_rng(0)), one)
 
 
 def test_the_interval_covers_the_mean_in_most_cases() -> None:
@@ -323,8 +328,27 @@ def test_selectivity_by_chance_is_far_below_that_of_selective_maps() -> None:
     classes = rng.integers(5, size=300)
     noise = 0.1 * rng.random((300, 5))
     selective = noise + 0.5 * (classes[:, None] == np.arange(5))
-    assert mean_best_lift(class_lift(selective, classes, 5)) > 5 * max(shuffled_lift(selective, classes, 5, seed=0))
-    assert mean_best_lift(class_lift(noise, classes, 5)) < 1.5 * max(shuffled_lift(noise, classes, 5, seed=0))
+    of_images = np.split(classes, 150)
+    assert mean_best_lift(class_lift(selective, classes, 5)) > 5 * max(shuffled_lift(selective, of_images, 5, seed=0))
+    assert mean_best_lift(class_lift(noise, classes, 5)) < 1.5 * max(shuffled_lift(noise, of_images, 5, seed=0))
+
+
+def test_maps_that_follow_the_image_and_no_class_are_no_more_selective_than_by_chance() -> None:
+    """The bug: classes were shuffled object by object, so that objects of one image, which go together, did not."""
+    rng = np.random.default_rng(0)
+    counts = rng.integers(1, 9, size=300)
+    of_images = [np.full(count, rng.integers(12)) for count in counts]
+    jaccards = np.concatenate([rng.random((1, 6)) + 0.3 * rng.random((count, 6)) for count in counts])
+    own = mean_best_lift(class_lift(jaccards, np.concatenate(of_images), 12))
+    assert own == pytest.approx(np.mean(shuffled_lift(jaccards, of_images, 12, seed=0)), rel=0.25)
+
+
+def test_rare_classes_are_unknown() -> None:
+    classes, num_rare = without_rare([np.array([0, 0, 2]), np.array([2, -1]), np.array([], dtype=int)], 4, 2)
+    assert [own.tolist() for own in classes] == [[0, 0, 2], [2, -1], []]
+    classes, num_rare = without_rare([np.array([0, 0, 2]), np.array([1, -1])], 4, 2)
+    assert ([own.tolist() for own in classes], num_rare) == ([[0, 0, -1], [-1, -1]], 2)
+    assert without_rare([np.array([-1, -1])], 0, 2)[1] == 0
 
 
 def test_redundancy_is_one_for_copies_and_zero_for_disjoint_maps_and_orthogonal_values() -> None:

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -28,6 +29,7 @@ from dino_sparo.evaluation.objects.figures import draw_redundancy
 from dino_sparo.evaluation.objects.layouts import VOC_CLASSES, open_objects
 from dino_sparo.evaluation.objects.masks import ObjectMasks, ObjectSource, view_objects
 from dino_sparo.evaluation.objects.survey import ROWS
+from dino_sparo.evaluation.objects.table import percent, redundancy_words
 from dino_sparo.evaluation.plots import panels
 from dino_sparo.evaluation.protocol import EvaluatedEncoder
 from dino_sparo.evaluation.views import SquareView, choose_view
@@ -101,6 +103,12 @@ def test_masks_are_cut_and_resized_as_images_are() -> None:
     assert seen.void.sum() == 1
 
 
+def test_masks_of_the_picture_before_it_was_turned_are_refused_with_the_likely_cause() -> None:
+    masks = ObjectMasks(np.zeros((0, 8, 12), dtype=bool), np.zeros(0, dtype=np.int64), np.zeros((8, 12), dtype=bool))
+    with pytest.raises(CorruptImageError, match="but its masks have 12 x 8; the image may have an EXIF orientation"):
+        view_objects(masks, choose_view((8, 12), [4], 2), "x.png", (8, 12))
+
+
 def test_masks_of_another_size_than_the_image_are_refused() -> None:
     masks = ObjectMasks(np.zeros((0, 8, 12), dtype=bool), np.zeros(0, dtype=np.int64), np.zeros((8, 12), dtype=bool))
     with pytest.raises(CorruptImageError, match=r"x.png: has 13 x 8 pixels, but its masks have 12 x 8"):
@@ -150,6 +158,9 @@ def test_vocs_layout_gives_objects_classes_and_void(voc: Path) -> None:
     (voc / "SegmentationObject" / "2.png").unlink()
     with pytest.raises(CorruptImageError, match="there is no such mask"):
         source.objects(2)
+    Image.fromarray(np.arange(24 * 64, dtype=np.uint16).reshape(24, 64)).save(voc / "SegmentationObject" / "2.png")
+    with pytest.raises(CorruptImageError, match="has 1,536 different numbers, more than 1,000: is it a mask"):
+        source.objects(2)
 
 
 def coco_file(folder: Path) -> Path:
@@ -160,6 +171,7 @@ def coco_file(folder: Path) -> Path:
         {"image_id": 7, "category_id": 3, "segmentation": [square], "iscrowd": 0},
         {"image_id": 7, "category_id": 9, "segmentation": {"size": [24, 32], "counts": lengths}, "iscrowd": 1},
         {"image_id": 8, "category_id": 9, "segmentation": {"size": [24, 32], "counts": lengths}, "iscrowd": 0},
+        {"image_id": 8, "category_id": 3, "segmentation": [square], "iscrowd": 1},
     ]
     images = [{"id": 7 + i, "file_name": f"{i}.jpg", "height": 24, "width": 32} for i in range(2)]
     categories = [{"id": 9, "name": "kite"}, {"id": 3, "name": "bear"}]
@@ -178,6 +190,7 @@ def test_cocos_annotations_give_objects_and_groups_are_void(tmp_path: Path) -> N
     assert not first.void.any()  # the group lies within the object
     rows, columns = np.nonzero(second.masks[0])
     assert (rows.tolist(), set(columns.tolist())) == ([3, 4, 5, 6, 7, 8], {5})
+    np.testing.assert_array_equal(second.void, (BLOCK == 1) & ~second.masks[0])  # the object lies within the group
 
 
 def compressed(lengths: list[int]) -> str:
@@ -289,6 +302,7 @@ def survey_boxes(
     )
     monkeypatch.setattr(survey, "maps_and_slots", look)
     monkeypatch.setattr(survey, "BATCH_SIZE", 2)
+    monkeypatch.setattr(command, "MIN_OBJECTS", 1)
     view = SquareView([32], 8, IMAGENET_MEAN, IMAGENET_STD)
     encoders = {survey.MODEL: own, survey.UNTRAINED: untrained}
     return survey.survey_objects(encoders, BOXES, range(5), view, share=0.6, seed=0, maps=maps)
@@ -305,9 +319,45 @@ def test_images_and_masks_are_cut_alike_and_controls_score_what_they_say(monkeyp
     other = measures["other_image"]
     assert [other[m]["mean"] for m in ("jaccard", "pointing")] == [0, 0]
     assert (other["jaccard"]["num_images"], measures["model"]["jaccard"]["num_images"]) == (3, 4)
-    assert 0 <= measures["random"]["jaccard"]["mean"] < 0.7
+    assert 0 <= measures["moved"]["jaccard"]["mean"] < 0.7
     assert (result.indices, len(result.classes)) == ([0, 1, 2, 3, 4], 4)
-    assert result.differences(seed=0)["untrained"]["jaccard"]["mean"] == 0
+    differences = result.differences(seed=0)
+    assert [differences[row]["jaccard"]["mean"] for row in ("untrained", "other_image")] == [0, 1]  # own minus control
+    assert result.mean_redundancy()["model"] == {"maps": 0, "values": pytest.approx(1)}
+    described = command.describe_maps(result, BOXES, seed=0)
+    # Each map finds its own object, and nothing of the other one, in all four images.
+    maps = [(entry["jaccard"], entry["best_for"], entry["class"], entry["lift"]) for entry in described["maps"]]
+    assert maps == [(0.5, 0.5, "left", 0.5), (0.5, 0.5, "right", 0.5)]
+    assert described["found_by_no_map"] == 0
+
+
+def test_an_object_that_no_map_touches_is_found_by_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def left_half(encoder: Encoder, images: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        halves, slots = bright_patches(encoder, images)
+        return halves[:, :1], slots[:, :1]
+
+    described = command.describe_maps(survey_boxes(monkeypatch, look=left_half), BOXES, seed=0)
+    assert described["found_by_no_map"] == described["maps"][0]["best_for"] == 0.5
+
+
+def test_rare_classes_are_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = survey_boxes(monkeypatch)
+    monkeypatch.setattr(command, "MIN_OBJECTS", 5)  # there are four of each class
+    described = command.describe_maps(result, BOXES, seed=0)
+    assert "selectivity" not in described
+    assert "class" not in described["maps"][0]
+
+
+def test_objects_beside_the_central_square_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_one_outside(index: int) -> ObjectMasks:
+        masks, classes, void = Boxes().objects(index)
+        outside = np.zeros((1, 32, 48), dtype=bool)
+        outside[0, 5:9, :3] = True
+        return ObjectMasks(np.concatenate([masks, outside]), np.append(classes, 0), void)
+
+    monkeypatch.setattr(sys.modules[__name__], "BOXES", ObjectSource(Boxes(), ["left", "right"], with_one_outside))
+    result = survey_boxes(monkeypatch)
+    assert (result.out_of_view, [len(classes) for classes in result.classes]) == (5, [2, 2, 2, 2])
 
 
 def test_selectivity_stands_beside_that_of_untrained_maps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,6 +399,12 @@ def checkpoint(folder: Path, readout: str, seed: int = 0) -> Path:
     return path
 
 
+@pytest.fixture
+def few_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No class is rare."""
+    monkeypatch.setattr(command, "MIN_OBJECTS", 1)
+
+
 def score(*words: object) -> dict:
     return run("slot-score", [str(word) for word in ("--device", "cpu", "--num_workers", 0, *words)])
 
@@ -361,9 +417,17 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("readout", "kind", "count"), [("sparo", "slot", 5), ("cls", "head", 4)])
 def test_the_command_scores_slots_and_heads_beside_their_controls(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], undrawn: None, readout: str, kind: str, count: int
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    undrawn: None,
+    few_are_enough: None,
+    readout: str,
+    kind: str,
+    count: int,
 ) -> None:
-    words = ("--pretrained_weights", checkpoint(tmp_path, readout), "--data_path", "scenes:60:32", "--num_images", 20)
+    path = checkpoint(tmp_path, readout, seed=1)  # the untrained control has seed 0
+    words = ("--pretrained_weights", path, "--data_path", "scenes:60:32", "--num_images", 20)
     result = score(*words, "--output_dir", tmp_path)
     written = json.loads((tmp_path / "slot_score.json").read_text())
     assert written["measures"] == result["measures"]
@@ -391,21 +455,45 @@ def test_the_command_scores_slots_and_heads_beside_their_controls(
     lift = 100 * result["selectivity"]["untrained"]
     assert "selectivity (mean best lift): " in out
     assert f"; untrained {lift:.1f}; with shuffled classes" in out
+    assert result["measures"]["model"] != result["measures"]["untrained"]
+    assert "the encoder is untrained" not in caplog.text
+
+
+def test_an_untrained_encoder_has_another_one_as_its_control_and_a_result_of_its_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, undrawn: None
+) -> None:
+    words = ("--pretrained_weights", checkpoint(tmp_path, "sparo"), "--data_path", "scenes:60:32", "--num_images", 8)
+    result = score(*words, "--untrained", "--output_dir", tmp_path)
+    assert [path.name for path in tmp_path.glob("*.json")] == ["slot_score_untrained.json"]
+    assert result["measures"]["model"] != result["measures"]["untrained"]
+    assert caplog.text.count("the encoder is untrained") == 1
+
+
+def test_the_share_of_the_mass_changes_the_jaccard_index_alone(tmp_path: Path, undrawn: None) -> None:
+    words = ("--pretrained_weights", checkpoint(tmp_path, "sparo"), "--data_path", "scenes:60:32", "--num_images", 8)
+    little, much = (score(*words, "--share", share)["measures"]["model"] for share in (0.2, 0.9))
+    assert {measure for measure in little if little[measure] != much[measure]} == {"jaccard"}
+
+
+def test_the_table_shows_half_of_an_interval() -> None:
+    assert percent({"mean": 0.5, "interval_95": [0.4, 0.6]}) == "50.0 ± 10.0"
+    assert percent({"mean": 0.5, "interval_95": [0.4, 0.6]}, "+") == "+50.0 ± 10.0"
+    assert redundancy_words({"model": {"maps": float("nan")}}) == "this encoder maps -"
 
 
 def test_as_many_maps_as_there_are_give_the_default_and_fewer_find_less(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], undrawn: None
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], undrawn: None, few_are_enough: None
 ) -> None:
     words = ("--pretrained_weights", checkpoint(tmp_path, "sparo"), "--data_path", "scenes:60:32", "--num_images", 8)
     default, every, few = score(*words), score(*words, "--maps", 5), score(*words, "--maps", 2)
     assert every == default
     assert (default["maps_per_score"], few["maps_per_score"], few["num_maps"]) == (5, 2, 5)
-    assert len(few["map_subsets"]) == 5
-    for row in ("model", "untrained", "random"):
+    assert few["subsets_per_image"] == 5
+    for row in ("model", "untrained", "moved"):
         assert few["measures"][row]["jaccard"]["mean"] < default["measures"][row]["jaccard"]["mean"]
     for part in ("redundancy", "maps", "selectivity"):
         assert few[part] == default[part]
-    assert "5 slots, 2 at a time (mean over 5 random subsets)" in capsys.readouterr().out
+    assert "5 slots, 2 at a time (mean over 5 random subsets of each image)" in capsys.readouterr().out
 
 
 # Two encoders matched.
@@ -444,6 +532,18 @@ def test_slots_in_another_order_are_matched_to_themselves_and_controls_are_clear
     for name, bound in (("untrained", 0.95), ("shuffled_images", 0.5)):
         assert result[name]["mean"] < bound, name
     assert result["mean_of_all_pairs"] < 0.95
+
+
+def test_each_of_two_matched_encoders_sees_its_own_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = np.random.default_rng(0).normal(size=(32, 5, 7)).astype(np.float32)
+    coarse = create_encoder("vit_micro", 4, num_slots=5, slot_dim=7, key_dim=3, img_size=32).eval()
+    asked = mock.Mock(return_value=own)
+    monkeypatch.setattr(command, "slot_values", asked)
+    matched(own, EvaluatedEncoder(coarse, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), {}), BOXES)
+    views = [call.args[3] for call in asked.call_args_list]
+    assert [(view.size, view.patch_size, view.mean, view.std) for view in views] == [
+        ([64], 4, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+    ] * 2
 
 
 def test_a_matching_of_noise_is_no_better_than_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -499,7 +599,7 @@ def test_redundancy_is_drawn_beside_the_untrained_encoders(what: tuple[str, ...]
 
 
 @pytest.mark.slow
-def test_plots_are_drawn_of_measures_classes_and_pairs(tmp_path: Path) -> None:
+def test_plots_are_drawn_of_measures_classes_and_pairs(tmp_path: Path, few_are_enough: None) -> None:
     path = checkpoint(tmp_path, "sparo")
     words = ("--pretrained_weights", path, "--match", path, "--data_path", "scenes:60:32", "--num_images", 20)
     score(*words, "--output_dir", tmp_path / "scores")
@@ -556,10 +656,15 @@ def test_images_without_masks_are_counted_and_those_without_objects_too(
     assert "0 images have objects in view, 3 have none and 3 cannot be read" in caplog.text
 
 
-def test_voc_and_coco_run_through_the_command(voc: Path, tmp_path: Path, undrawn: None) -> None:
+def test_voc_and_coco_run_through_the_command(
+    voc: Path, tmp_path: Path, undrawn: None, few_are_enough: None, caplog: pytest.LogCaptureFixture
+) -> None:
     path = checkpoint(tmp_path, "sparo")
     result = score("--pretrained_weights", path, "--data_path", voc)
     assert [entry["class"] for entry in result["classes"]] == ["dog", "person"]
     images = voc / "JPEGImages"
     result = score("--pretrained_weights", path, "--data_path", images, "--masks", coco_file(tmp_path))
     assert result["data"]["num_objects"] == 2
+    with pytest.raises(SystemExit):
+        score("--pretrained_weights", path, "--data_path", voc, "--max_image_mpix", 0.0005)
+    assert "at most 0.0005 million are read (--max_image_mpix)" in caplog.text

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from dino_sparo import create_encoder
 from dino_sparo.checkpoint import encoder_description
 from dino_sparo.data import ShardSampler
 from dino_sparo.evaluation.features import Features
+from dino_sparo.evaluation.options import slot_study_parser
+from dino_sparo.evaluation.protocol import encoder_of_options
 from dino_sparo.evaluation.slot_choice import KeptSlots, SlotSelection, parse_slots
 from dino_sparo.evaluation.slot_study import (
     ProbeSettings,
@@ -27,7 +30,7 @@ from dino_sparo.evaluation.slot_study import (
     rank_slots,
     spread,
 )
-from dino_sparo.evaluation.slot_study_command import kept_numbers
+from dino_sparo.evaluation.slot_study_command import describe, kept_numbers
 from dino_sparo.runtime.distributed import shutdown
 
 SLOTS, SLOT_DIM = 5, 3
@@ -278,6 +281,27 @@ def test_slots_are_ranked_by_what_the_choosing_images_show_of_them() -> None:
     shifted = rank_slots(SlotAccuracies(images_of_known_slots(val_shift=1), 5, 0.07), 4)
     assert [{**row, "top1_held_out": None} for row in shifted] == [{**row, "top1_held_out": None} for row in ranked]
     assert next(row["top1_held_out"] for row in shifted if row["slot"] == ALL) == 0
+
+
+def test_the_choosing_images_choose_how_many_slots_are_kept(checkpoint: Path) -> None:
+    options = slot_study_parser().parse_args(["--pretrained_weights", str(checkpoint)])
+    curve = [
+        {"num_kept": number, "top1_choosing": choosing, "top1_held_out": held_out}
+        for number, choosing, held_out in ((1, 30.0, 50.0), (2, 40.0, 20.0), (3, 40.0, 60.0))
+    ]
+    ranking = [{"slot": slot} for slot in (2, 0, 1)]
+    evaluated = encoder_of_options(options)
+    result = describe(options, evaluated, ranking, curve, None)
+    assert (result["slots"], result["top1_selected"]) == ([0, 2], 20.0)
+
+
+def test_probes_are_not_trained_on_the_images_that_choose() -> None:
+    images, settings = images_of_known_slots(), ProbeSettings(epochs=3, learning_rates=(1.0,))
+    labels = torch.where(images.chooses, (images.train.labels + 1) % CLASSES, images.train.labels)
+    spoilt = replace(images, train=replace(images.train, labels=labels))
+    of_both = [probe_slots(one, [PARITY], settings) for one in (images, spoilt)]
+    assert of_both[0]["top1_held_out"] == of_both[1]["top1_held_out"]
+    assert of_both[0]["top1_choosing"] != of_both[1]["top1_choosing"]
 
 
 def test_the_curve_keeps_the_first_slots_of_each_order() -> None:

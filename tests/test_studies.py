@@ -87,9 +87,9 @@ def test_a_row_at_another_rate_than_the_chosen_one_has_its_own_runs(tmp_path: Pa
     missing = [run for run in runs.reported_runs("scenes", tmp_path) if run.result(tmp_path) is None]
     assert {(run.variant, run.lr) for run in missing} == {("cls", 0.002)}  # cls at 0.008 was chosen before
     for run in missing:
-        write(tmp_path, run, scores={"trained": {"20-NN": 50.0}})
+        write(tmp_path, run, scores={"untrained": {"20-NN": 50.0}, "trained": {"20-NN": 55.0}})
     tables = report.report("scenes", tmp_path)
-    assert "| cls | 0 | 50.00 |" in tables.replace("|  |", "|")
+    assert "| cls | 4 | 50.00 | 55.00 |" in tables
     assert "| cls, rate 0.008 | 4 | 50.00 | 64.00 |" in tables
     assert "29 of 29 runs are made" in tables
 

@@ -75,7 +75,7 @@ def maps_and_slots(
     output = encoder.readout(tokens)
     attention = output.attention
     if encoder.config.kind.shows == "head":
-        attention = encoder.backbone.last_self_attention(images)[:, :, 0]
+        attention = encoder.backbone.last_self_attention(images, num_queries=1)[:, :, 0]
     patches = attention[:, :, encoder.backbone.num_prefix_tokens :]
     size = encoder.backbone.patch_size
     maps = patches.unflatten(-1, (images.shape[-2] // size, images.shape[-1] // size))

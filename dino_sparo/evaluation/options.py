@@ -265,6 +265,7 @@ def slot_score_parser() -> argparse.ArgumentParser:
         "an object), or COCO's annotations (.json).",
     )
     group.add_argument("--num_images", type=int, default=500, help="Look at so many, drawn at random and always alike.")
+    add_source_options(parser, columns=())
     group.add_argument(
         "--image_size",
         type=int,
@@ -280,13 +281,13 @@ def slot_score_parser() -> argparse.ArgumentParser:
         "--maps",
         type=int,
         default=None,
-        help="Score so many maps together, as a mean over 5 random subsets. To compare encoders with different numbers "
-        "of maps, give the smallest of these numbers to all. By default all maps.",
+        help="Score so many maps together, as a mean over 5 random subsets of each image. To compare encoders with "
+        "different numbers of maps, give the smallest of these numbers to all. By default all maps.",
     )
     group.add_argument(
         "--match", default="", help="Another checkpoint, of another seed for example, whose slots are matched to these."
     )
-    group.add_argument("--seed", type=int, default=0, help="Of random maps, subsets, untrained weights and intervals.")
+    group.add_argument("--seed", type=int, default=0, help="Of moved maps, subsets, untrained weights and intervals.")
     group.add_argument(
         "--output_dir", default=None, help="Where result and plots are written; by default beside the checkpoint."
     )

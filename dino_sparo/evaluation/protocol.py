@@ -101,7 +101,6 @@ def untrained_encoder(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         encoder = encoder_from_config(config).eval()
-    logger.warning("the encoder is untrained: random weights from seed %d", seed)
     unknown = dict.fromkeys(("pretrained_weights", "sha256", "checkpoint_key", "epoch"))
     return EvaluatedEncoder(encoder, mean, std, {**unknown, "untrained": True, "seed": seed, **asdict(config)})
 
@@ -116,6 +115,8 @@ def encoder_of_options(args: argparse.Namespace) -> EvaluatedEncoder:
     """
     given = vars(args)
     seed = given.get("seed", 0)
+    if args.untrained:
+        logger.warning("the encoder is untrained: random weights from seed %d", seed)
     if args.pretrained_weights or not args.untrained:
         trained = trained_encoder(args.pretrained_weights, args.checkpoint_key, args.arch, args.patch_size)
         if not args.untrained:

@@ -95,15 +95,23 @@ def choosing_rows(train: Features, num_images: int, num_choosing: int, seed: int
     return torch.isin(train.indices, torch.from_numpy(chosen).to(train.indices.device))
 
 
-def slot_columns(features: Features, slots: Sequence[int], num_slots: int) -> Features:
-    """Encodings (images, L*V) -> those of some slots (images, k*V), in the order of `slots`."""
+def slot_columns(
+    features: Features, slots: Sequence[int], num_slots: int, rows: Bool[Tensor, " images"] | None = None
+) -> Features:
+    """Encodings (images, L*V) -> those of some slots (chosen images, k*V), in the order of `slots`, copied once.
+
+    Args:
+        features: of all images.
+        slots: to keep.
+        num_slots: L.
+        rows: images to keep; None: all.
+    """
     values = features.features.unflatten(1, (num_slots, -1))
-    return replace(features, features=values[:, list(slots)].flatten(1))
-
-
-def rows_of(features: Features, rows: Bool[Tensor, " images"]) -> Features:
-    """Some of the images."""
-    return Features(features.features[rows], features.labels[rows], features.indices[rows])
+    if rows is None:
+        return replace(features, features=values[:, list(slots)].flatten(1))
+    columns = torch.tensor(list(slots), device=values.device)
+    kept = values[rows.nonzero(), columns].flatten(1)
+    return Features(kept, features.labels[rows], features.indices[rows])
 
 
 class SlotAccuracies:
@@ -117,6 +125,7 @@ class SlotAccuracies:
 
     def __init__(self, images: StudyImages, k: int, temperature: float) -> None:
         self.images, self.k, self.temperature = images, k, temperature
+        self.rows = (~images.chooses, images.chooses)
         self.measured: dict[tuple[bool, tuple[int, ...]], float] = {}
 
     def choosing(self, slots: Sequence[int]) -> float:
@@ -131,11 +140,11 @@ class SlotAccuracies:
         kept = tuple(sorted(slots))
         if (on_choosing, kept) not in self.measured:
             images = self.images
-            train = slot_columns(images.train, kept, images.num_slots).normalize_()
             if on_choosing:
-                train, judged = rows_of(train, ~images.chooses), rows_of(train, images.chooses)
+                parts = [slot_columns(images.train, kept, images.num_slots, rows) for rows in self.rows]
             else:
-                judged = slot_columns(images.val, kept, images.num_slots).normalize_()
+                parts = [slot_columns(part, kept, images.num_slots) for part in (images.train, images.val)]
+            train, judged = (part.normalize_() for part in parts)
             result = classify_shards(train, judged, [self.k], self.temperature, images.device)
             self.measured[on_choosing, kept] = result[self.k].top1
         return self.measured[on_choosing, kept]
@@ -199,9 +208,10 @@ def probe_slots(images: StudyImages, slots: Sequence[int], settings: ProbeSettin
     Returns:
         `lr`, and `top1_choosing` and `top1_held_out` with it.
     """
-    train, val = (slot_columns(part, sorted(slots), images.num_slots) for part in (images.train, images.val))
-    choosing = rows_of(train, images.chooses)
-    train = gather_features(rows_of(train, ~images.chooses), images.device)
+    kept, rows = sorted(slots), images.chooses
+    train, choosing = (slot_columns(images.train, kept, images.num_slots, part) for part in (~rows, rows))
+    val = slot_columns(images.val, kept, images.num_slots)
+    train = gather_features(train, images.device)
     batch_size = max(min(PROBE_BATCH, len(train.features)) // world_size(), 1)
     probe = LinearProbe(train.features.shape[1], images.num_classes, len(settings.learning_rates), settings.seed).to(
         images.device

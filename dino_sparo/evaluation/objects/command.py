@@ -26,6 +26,7 @@ from dino_sparo.evaluation.objects.slots import (
     match_held_out,
     mean_best_lift,
     shuffled_lift,
+    without_rare,
 )
 from dino_sparo.evaluation.objects.survey import MODEL, UNTRAINED, Survey, slot_values, survey_objects
 from dino_sparo.evaluation.objects.table import table
@@ -34,6 +35,7 @@ from dino_sparo.evaluation.protocol import (
     EvaluatedEncoder,
     encoder_of_options,
     result_folder,
+    result_name,
     trained_encoder,
     untrained_encoder,
     write_result,
@@ -43,12 +45,16 @@ from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.distributed import is_only_a_peer, select_device
 from dino_sparo.runtime.logs import printable, setup_logging
 from dino_sparo.runtime.records import versions
+from dino_sparo.sources.limits import ImageLimits
+from dino_sparo.sources.packed import FileSource
 
 logger = logging.getLogger(__name__)
 
 # Of few images any two slots look alike: linear CKA of two images is 1, of ten it is 0.43 for noise.
 MIN_MATCH_IMAGES = 20
 FEW_IMAGES = "half of them match slots, half compare them. Give more, or leave --match out"
+# A class of fewer objects has a mean by chance: it is not said to be what a map looks for.
+MIN_OBJECTS = 10
 OTHER_SEED = 1_000_003  # away from the seeds of runs, whose start an untrained encoder of the same seed would be
 
 
@@ -80,13 +86,25 @@ def score_slots(args: argparse.Namespace) -> dict[str, Any] | None:
     for compared in (evaluated, other) if other is not None else ():
         refuse_without_slots(compared)
     source = open_objects(args.data_path, args.masks)
+    if isinstance(source.images, FileSource):
+        source.images.limits = ImageLimits(args.max_image_mb, args.max_image_mpix)
     indices = choose_images(len(source), args.num_images)
     view = view_of(evaluated, args.image_size)
     control = untrained_encoder(
         evaluated.encoder.config, args.seed + bool(args.untrained), evaluated.mean, evaluated.std
     )
     encoders = {MODEL: evaluated.encoder.to(device), UNTRAINED: control.encoder.to(device)}
-    survey = survey_objects(encoders, source, indices, view, args.share, args.seed, args.num_workers, args.maps)
+    survey = survey_objects(
+        encoders,
+        source,
+        indices,
+        view,
+        args.share,
+        args.seed,
+        args.num_workers,
+        args.maps,
+        keep_values=other is not None,
+    )
     result = {
         **describe_run(evaluated, source, survey, view, args),
         "measures": survey.measures(args.seed),
@@ -97,8 +115,10 @@ def score_slots(args: argparse.Namespace) -> dict[str, Any] | None:
     if other is not None:
         result["match"] = match_models(survey, other, source, args, device)
     folder = result_folder(args.output_dir, args.pretrained_weights)
-    write_result({**result, "versions": versions()}, table(result), folder / "slot_score.json")
-    say("\n".join(printable(str(path)) for path in draw(result, evaluated, args.pretrained_weights, folder)))
+    ending = result_name("", evaluated.record)
+    write_result({**result, "versions": versions()}, table(result), folder / f"slot_score{ending}.json")
+    pictures = draw(result, evaluated, args.pretrained_weights, folder, ending)
+    say("\n".join(printable(str(path)) for path in pictures))
     return result
 
 
@@ -147,13 +167,14 @@ def describe_run(
         "encoder": evaluated.record,
         "kind": config.kind.shows,
         "num_maps": survey.jaccards[MODEL][0].shape[1],
-        "maps_per_score": survey.subsets.shape[1],
-        "map_subsets": survey.subsets.tolist(),
+        "maps_per_score": survey.subsets[1],
+        "subsets_per_image": survey.subsets[0],
         "data": {
             "name": source.images.name,
             "masks": args.masks,
             "num_images": len(survey.classes),
             "num_objects": sum(map(len, survey.classes)),
+            "objects_out_of_view": survey.out_of_view,
             "without_objects": len(survey.indices) - len(survey.classes),
             "unreadable": len(survey.left_out),
         },
@@ -170,23 +191,26 @@ def describe_run(
 
 
 def describe_maps(survey: Survey, source: ObjectSource, seed: int) -> dict[str, Any]:
-    """What each map finds, and which class it finds best where classes are known."""
+    """What each map finds, and which class it finds best where classes are known and not rare."""
     jaccards, untrained = (np.concatenate(survey.jaccards[row]) for row in (MODEL, UNTRAINED))
-    classes = np.concatenate(survey.classes)
-    wins = np.bincount(jaccards.argmax(axis=1), minlength=jaccards.shape[1]) / len(jaccards)
+    classes_of_images, num_rare = without_rare(survey.classes, len(source.classes), MIN_OBJECTS)
+    classes = np.concatenate(classes_of_images)
+    found = jaccards.max(axis=1) > 0
+    wins = np.bincount(jaccards[found].argmax(axis=1), minlength=jaccards.shape[1]) / len(jaccards)
     means = jaccards.mean(axis=0)
     maps: list[dict[str, Any]] = [
         {"map": number, "jaccard": float(means[number]), "best_for": float(wins[number])} for number in range(len(wins))
     ]
     seen = np.unique(classes[classes != UNKNOWN])
     if len(seen) < 2:
-        return {"maps": maps}
+        return {"maps": maps, "found_by_no_map": float(1 - found.mean())}
     lift = class_lift(jaccards, classes, len(source.classes))
     for entry, row in zip(maps, lift, strict=True):
         best = int(np.nanargmax(row))
         entry |= {"class": source.classes[best], "lift": float(row[best])}
     return {
         "maps": maps,
+        "found_by_no_map": float(1 - found.mean()),
         "classes": [
             {
                 "class": source.classes[number],
@@ -198,7 +222,9 @@ def describe_maps(survey: Survey, source: ObjectSource, seed: int) -> dict[str, 
         ],
         "selectivity": {
             "mean_best_lift": mean_best_lift(lift),
-            "shuffled": shuffled_lift(jaccards, classes, len(source.classes), seed),
+            "min_objects": MIN_OBJECTS,
+            "rare_classes": num_rare,
+            "shuffled": shuffled_lift(jaccards, classes_of_images, len(source.classes), seed),
             "untrained": mean_best_lift(class_lift(untrained, classes, len(source.classes))),
         },
     }
@@ -246,16 +272,18 @@ def match_models(
     }
 
 
-def draw(result: dict[str, Any], evaluated: EvaluatedEncoder, weights: str, folder: Path) -> list[Path]:
-    """Write the plots of what was measured; returns their paths."""
+def draw(
+    result: dict[str, Any], evaluated: EvaluatedEncoder, weights: str, folder: Path, ending: str = ""
+) -> list[Path]:
+    """Write the plots of what was measured; returns their paths, whose names have an ending."""
     run = "untrained" if result["encoder"]["untrained"] else run_names([weights])[0]
     model = describe_model(evaluated.record, evaluated.encoder.config, run, evaluated.encoder.config.readout)
-    written = [folder / "slot_score.png"]
+    written = [folder / f"slot_score{ending}.png"]
     draw_measures(result, model, written[0])
     if "classes" in result:
-        written.append(folder / "slot_classes.png")
+        written.append(folder / f"slot_classes{ending}.png")
         draw_classes(result, model, written[-1])
     if "match" in result:
-        written.append(folder / "slot_match.png")
+        written.append(folder / f"slot_match{ending}.png")
         draw_matching(result["match"], model, written[-1])
     return written

@@ -24,6 +24,7 @@ from dino_sparo.sources.decode import DEFAULT_LIMITS
 from dino_sparo.sources.limits import open_regular
 
 VOC_VOID = 255
+MAX_NUMBERS = 1000  # of a mask: each object takes a mask of its own, so that a picture of depths would fill the memory
 # VOC's classes 1 to 20; 0 is the background.
 VOC_CLASSES = (
     *("aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow"),
@@ -58,6 +59,11 @@ class MaskFiles:
         """The objects of an image, by their numbers."""
         ids = read_ids(self.masks[index])
         void = np.zeros(ids.shape, dtype=bool) if self.void is None else ids == self.void
+        count = len(np.unique(ids))
+        if count > MAX_NUMBERS:
+            raise CorruptImageError(
+                str(self.masks[index]), f"has {count:,} different numbers, more than {MAX_NUMBERS:,}: is it a mask?"
+            )
         masks = masks_of_ids(np.where(void, 0, ids))
         if self.class_masks is None:
             return ObjectMasks(masks, np.full(len(masks), UNKNOWN), void)

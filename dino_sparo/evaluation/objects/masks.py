@@ -83,8 +83,11 @@ def view_objects(objects: ObjectMasks, view: View, location: str, image_size: tu
     """
     height, width = objects.void.shape
     if (width, height) != image_size:
+        turned = (
+            "; the image may have an EXIF orientation, which is not applied" if (height, width) == image_size else ""
+        )
         raise CorruptImageError(
-            location, f"has {image_size[0]} x {image_size[1]} pixels, but its masks have {width} x {height}"
+            location, f"has {image_size[0]} x {image_size[1]} pixels, but its masks have {width} x {height}{turned}"
         )
     void = _resampled(objects.void, view)
     masks = [_resampled(mask, view) & ~void for mask in objects.masks]

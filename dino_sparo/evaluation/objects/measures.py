@@ -1,4 +1,4 @@
-"""Maps and objects of one image -> how well the maps find the objects: five measures, their bounds, random maps.
+"""Maps and objects of one image -> how well the maps find the objects: five measures, their bounds, moved maps.
 
 A map has one value per patch and is constant within it (nearest-neighbour upsampling). So every measure on pixels
 follows exactly from the numbers of pixels that objects have in patches, `PatchObjects`. Void pixels count nowhere.
@@ -7,6 +7,7 @@ Shapes: h, w rows and columns of the patch grid; maps, the slots or heads of an 
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -182,13 +183,15 @@ def score_maps(maps: Float[np.ndarray, "maps h w"], objects: PatchObjects, share
     }
 
 
-def map_subsets(num_maps: int, size: int | None, seed: int) -> Int[np.ndarray, "subsets K"]:
+def map_subsets(num_maps: int, size: int | None, seed: int | Sequence[int]) -> Int[np.ndarray, "subsets K"]:
     """Random subsets of an encoder's maps, all different, to compare encoders that have different numbers of maps.
+
+    Every image draws its own, so that the interval over images covers the choice, too.
 
     Args:
         num_maps: of the encoder.
         size: K, maps of each subset; None: all maps, in one subset.
-        seed: of the choice.
+        seed: of the choice; a sequence gives every image its own.
 
     Returns:
         (subsets, K), numbers of maps, ascending; fewer than NUM_SUBSETS where there are no more.
@@ -250,9 +253,14 @@ def _best_jaccard(pixels: Int[np.ndarray, " patches"], valid: Int[np.ndarray, " 
     return float((both / (pixels.sum() + all_of_them - both)).max())
 
 
-def shuffle_patches(maps: Float[np.ndarray, "maps h w"], rng: np.random.Generator) -> Float[np.ndarray, "maps h w"]:
-    """Random maps: each map's values on random patches, so that its mass and its peakedness stay."""
-    return rng.permuted(_flat(maps), axis=1).reshape(maps.shape)
+def move_maps(maps: Float[np.ndarray, "maps h w"], rng: np.random.Generator) -> Float[np.ndarray, "maps h w"]:
+    """All maps of an image moved by one random number of rows and columns; what leaves the grid comes in opposite.
+
+    Mass, peakedness and smoothness of every map stay, and so does how alike the maps are; their place does not.
+    """
+    rows, columns = maps.shape[-2:]
+    moves = rng.integers(1, max(rows * columns, 2))  # 0 would leave the maps where they are
+    return np.roll(maps, divmod(int(moves), columns), axis=(-2, -1))
 
 
 def bootstrap_interval(values: Float[np.ndarray, " images"], seed: int, draws: int = 1000) -> tuple[float, float]:
@@ -263,8 +271,10 @@ def bootstrap_interval(values: Float[np.ndarray, " images"], seed: int, draws: i
         seed: of the draws.
         draws: how many.
     """
-    chosen = np.random.default_rng(seed).integers(len(values), size=(draws, len(values)), dtype=np.int32)
-    low, high = np.percentile(values[chosen].mean(axis=1), [2.5, 97.5])
+    rng, means = np.random.default_rng(seed), np.empty(draws)
+    for draw in range(draws):  # one by one: all draws of 100,000 images take a gigabyte
+        means[draw] = values[rng.integers(len(values), size=len(values), dtype=np.int32)].mean()
+    low, high = np.percentile(means, [2.5, 97.5])
     return float(low), float(high)
 
 

@@ -26,8 +26,8 @@ from dino_sparo.evaluation.objects.measures import (
     grid_bounds,
     map_jaccards,
     map_subsets,
+    move_maps,
     score_subsets,
-    shuffle_patches,
     summarize,
 )
 from dino_sparo.evaluation.objects.slots import map_redundancy, value_redundancy
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 BATCH_SIZE = 16
 MODEL, UNTRAINED = "model", "untrained"
-CONTROLS = (UNTRAINED, "other_image", "random")
+CONTROLS = (UNTRAINED, "other_image", "moved")
 ROWS = (MODEL, *CONTROLS, "patch_grid")  # what is scored, in the order of the table
 NO_SCORE = dict.fromkeys(MEASURES, float("nan"))
 
@@ -51,12 +51,14 @@ class SeenImage(NamedTuple):
         tensor: (C, H, W), normalised.
         objects: counted by patches.
         classes: (objects,), their classes.
+        out_of_view: number of the image's other objects, which the view does not show.
     """
 
     number: int
     tensor: Float[Tensor, "C H W"]
     objects: PatchObjects
     classes: Int[np.ndarray, " objects"]
+    out_of_view: int
 
 
 @dataclass
@@ -68,9 +70,10 @@ class Survey:
         jaccards: row -> (objects, maps) per image with objects, of the model's and the untrained encoder's maps.
         classes: (objects,) likewise.
         indices: of the images that were seen, with objects or without.
-        values: (images, L, V) per batch, the model's slots; empty without slots.
+        values: (images, L, V) per batch, the model's slots, if they are asked for; empty without slots.
         redundancy: row -> what is alike -> mean cosine per batch, and the batch's size.
-        subsets: (subsets, K), the maps that are scored together; the scores are means over the subsets.
+        subsets: number of subsets of the maps and maps in each; the scores of an image are means over its subsets.
+        out_of_view: objects of the images that were seen, none of whose pixels is in the view.
         left_out: location and reason of images that could not be read.
     """
 
@@ -84,7 +87,8 @@ class Survey:
     redundancy: dict[str, dict[str, list[tuple[float, int]]]] = field(
         default_factory=lambda: {row: {"maps": [], "values": []} for row in (MODEL, UNTRAINED)}
     )
-    subsets: Int[np.ndarray, "subsets K"] = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
+    subsets: tuple[int, int] = (0, 0)
+    out_of_view: int = 0
     left_out: list[CorruptImageError] = field(default_factory=list)
 
     def measures(self, seed: int) -> dict[str, dict[str, Any]]:
@@ -123,6 +127,7 @@ def survey_objects(
     seed: int,
     num_workers: int = 0,
     maps: int | None = None,
+    keep_values: bool = False,
 ) -> Survey:
     """Score the maps of an encoder and of its controls.
 
@@ -133,9 +138,10 @@ def survey_objects(
             those that cannot be read are left out and counted.
         view: what is seen of an image.
         share: of a map's mass, see `map_jaccards`.
-        seed: of the random maps and subsets.
+        seed: of the subsets, and of where moved maps go.
         num_workers: threads that read images.
         maps: how many are scored together, see `map_subsets`; None: all.
+        keep_values: keep the model's slots, to match them.
 
     Raises:
         ValueError: fewer than two images with objects can be read, or the encoder has not so many maps.
@@ -143,18 +149,19 @@ def survey_objects(
     survey = Survey()
     before: np.ndarray | None = None  # the maps of the image before, for the control
     for batch in _batches(survey, source, indices, view, num_workers):
-        looks = {row: _look(survey, row, encoder, batch) for row, encoder in encoders.items()}
-        survey.subsets = map_subsets(looks[MODEL].shape[1], maps, seed)
+        looks = {row: _look(survey, row, encoder, batch, keep_values) for row, encoder in encoders.items()}
         others = [before, *looks[MODEL][:-1]]
         before = looks[MODEL][-1]
         for image, own, untrained, other in zip(batch, looks[MODEL], looks[UNTRAINED], others, strict=True):
             if not len(image.classes):
                 continue
-            shuffled = shuffle_patches(own, np.random.default_rng([seed, image.number]))
+            subsets = map_subsets(len(own), maps, [seed, image.number])
+            survey.subsets = subsets.shape
+            moved = move_maps(own, np.random.default_rng([seed, image.number]))
             scores = [
                 # No image is before the first.
-                NO_SCORE if heatmaps is None else score_subsets(heatmaps, image.objects, share, survey.subsets)
-                for heatmaps in (own, untrained, other, shuffled)
+                NO_SCORE if heatmaps is None else score_subsets(heatmaps, image.objects, share, subsets)
+                for heatmaps in (own, untrained, other, moved)
             ]
             survey.scores.append(dict(zip(ROWS, [*scores, grid_bounds(image.objects)], strict=True)))
             survey.jaccards[MODEL].append(map_jaccards(own, image.objects, share))
@@ -173,11 +180,12 @@ def _batches(
         try:
             image = source.images.read(index)
             seen = view.view(image)
-            objects = view_objects(source.objects(index), seen, source.images.location(index), image.size)
+            whole = source.objects(index)
+            objects = view_objects(whole, seen, source.images.location(index), image.size)
         except CorruptImageError as error:
             return error
         counts = count_patches(objects.masks, objects.void, view.patch_size)
-        return SeenImage(index, view(image)[0], counts, objects.classes)
+        return SeenImage(index, view(image)[0], counts, objects.classes, len(whole.classes) - len(objects.classes))
 
     with ThreadPoolExecutor(max(num_workers, 1)) as pool:
         for start in progress(range(0, len(indices), BATCH_SIZE), desc="objects"):
@@ -185,18 +193,21 @@ def _batches(
             survey.left_out += [item for item in loaded if isinstance(item, CorruptImageError)]
             batch = [item for item in loaded if isinstance(item, SeenImage)]
             survey.indices += [image.number for image in batch]
+            survey.out_of_view += sum(image.out_of_view for image in batch)
             if batch:
                 yield batch
 
 
-def _look(survey: Survey, row: str, encoder: Encoder, batch: list[SeenImage]) -> Float[np.ndarray, "B maps h w"]:
+def _look(
+    survey: Survey, row: str, encoder: Encoder, batch: list[SeenImage], keep_values: bool
+) -> Float[np.ndarray, "B maps h w"]:
     """The maps of a batch; notes the slots and how alike they are."""
     device = encoder.backbone.cls_token.device
     maps, slots = maps_and_slots(encoder, torch.stack([image.tensor for image in batch]).to(device))
     survey.redundancy[row]["maps"].append((map_redundancy(maps), len(batch)))
     if encoder.config.kind.has_slots:
         survey.redundancy[row]["values"].append((value_redundancy(slots), len(batch)))
-        survey.values += [slots] if row == MODEL else []
+        survey.values += [slots] if keep_values and row == MODEL else []
     return maps
 
 

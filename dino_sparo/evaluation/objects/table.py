@@ -1,5 +1,6 @@
 """Results of `slot-score` -> a table for people."""
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ from dino_sparo.evaluation.objects.survey import MODEL, ROWS
 from dino_sparo.runtime.logs import printable
 
 ROW_NAMES = dict(
-    zip(ROWS, ("this encoder", "untrained", "maps of another image", "random maps", "patch grid"), strict=True)
+    zip(ROWS, ("this encoder", "untrained", "maps of another image", "moved maps", "patch grid"), strict=True)
 )
 MEASURE_NAMES = dict(zip(MEASURES, ("Jaccard", "mBO", "FG-ARI", "pointing", "pointing, one map"), strict=True))
 
@@ -20,8 +21,8 @@ def table(result: Mapping[str, Any]) -> str:
     data = result["data"]
     lines = [
         f"{data['num_objects']} objects in {data['num_images']} images of {printable(data['name'])}; "
-        f"{scored_maps(result)}, share {result['share']:g} of the mass; {data['without_objects']} images without "
-        f"objects, {data['unreadable']} unreadable",
+        f"{scored_maps(result)}, share {result['share']:g} of the mass; {data['objects_out_of_view']} objects out of "
+        f"view, {data['without_objects']} images without objects, {data['unreadable']} unreadable",
         "",
         f"{'%':<28}" + _cells(MEASURE_NAMES.values()),
         f"{'images':<28}" + _cells(str(result["measures"][MODEL][measure]["num_images"]) for measure in MEASURES),
@@ -31,7 +32,7 @@ def table(result: Mapping[str, Any]) -> str:
     for row, scores in result["differences"].items():
         name = f"minus {ROW_NAMES[row]}"
         lines.append(f"{name:<28}" + _cells(percent(scores[measure], "+") for measure in MEASURES))
-    lines += ["", "mean absolute cosine of two " + f"{result['kind']}s: " + redundancy_words(result["redundancy"])]
+    lines += ["", f"mean absolute cosine of two {result['kind']}s: {redundancy_words(result['redundancy'])}"]
     if "selectivity" in result:
         own, untrained, chance = (result["selectivity"][name] for name in ("mean_best_lift", "untrained", "shuffled"))
         lines.append(
@@ -40,7 +41,9 @@ def table(result: Mapping[str, Any]) -> str:
         )
         best = sorted(result["maps"], key=lambda entry: -entry["lift"])[:5]
         named = ", ".join(f"{result['kind']} {e['map']} {e['class']} (+{100 * e['lift']:.1f})" for e in best)
-        lines.append(f"most selective: {named}")
+        rare = result["selectivity"]["rare_classes"]
+        at_least = f"of classes with at least {result['selectivity']['min_objects']} objects; {rare} are rarer"
+        lines.append(f"most selective: {named} ({at_least})")
     if "match" in result:
         match = result["match"]
         own, untrained, shuffled = (match[name]["mean"] for name in ("matched", "untrained", "shuffled_images"))
@@ -55,7 +58,7 @@ def table(result: Mapping[str, Any]) -> str:
 def scored_maps(result: Mapping[str, Any]) -> str:
     """How many maps there are, and how many are scored together."""
     count, together = result["num_maps"], result["maps_per_score"]
-    subsets = f", {together} at a time (mean over {len(result['map_subsets'])} random subsets)"
+    subsets = f", {together} at a time (mean over {result['subsets_per_image']} random subsets of each image)"
     return f"{count} {result['kind']}s" + (subsets if together < count else "")
 
 
@@ -73,8 +76,12 @@ def percent(summary: dict[str, Any], sign: str = "") -> str:
 
 
 def redundancy_words(redundancy: dict[str, dict[str, float]]) -> str:
-    """How alike maps and values are, of the model and untrained."""
+    """How alike maps and values are, of the model and untrained; a single map is not alike to another."""
+
+    def words(value: float) -> str:
+        return "-" if math.isnan(value) else f"{value:.2f}"
+
     return "; ".join(
-        f"{ROW_NAMES[row]} " + ", ".join(f"{what} {value:.2f}" for what, value in own.items())
+        f"{ROW_NAMES[row]} " + ", ".join(f"{what} {words(value)}" for what, value in own.items())
         for row, own in redundancy.items()
     )
