@@ -424,7 +424,9 @@ def evaluate(*options: object) -> dict:
 def test_more_layers_are_searched_side_by_side(folders, checkpoint):
     options = ("--pretrained_weights", checkpoint, "--data_path", folders, "--nb_knn", 3)
     one, three = (evaluate(*options, "--n_last_blocks", n) for n in (1, 3))
-    assert one["feature"] == {"name": "encoding", "dim": 5 * 3, "precision": "fp32"}
+    assert one["feature"] == {"name": "encoding", "n_last_blocks": 1, "dim": 5 * 3, "precision": "fp32"}
+    results = {path.name: json.loads(path.read_text()) for path in checkpoint.parent.glob("knn*.json")}
+    assert results == {"knn.json": one, "knn_3blocks.json": three}
     assert three["feature"]["name"] == "class tokens of 3 layers, the last of them the encoding"
     assert three["feature"]["dim"] == 2 * 128 + 5 * 3
     with pytest.raises(ValueError, match="n=9 layers asked"):
@@ -442,7 +444,7 @@ def test_the_result_file_tells_the_whole_protocol(folders, checkpoint, capsys):
     assert result["encoder"]["checkpoint_key"] == "teacher"
     assert len(result["encoder"]["sha256"]) == 64
     assert (result["encoder"]["arch"], result["encoder"]["readout"]) == ("vit_micro", "sparo")
-    assert result["feature"] == {"name": "encoding", "dim": 15, "precision": "fp32"}
+    assert result["feature"] == {"name": "encoding", "n_last_blocks": 1, "dim": 15, "precision": "fp32"}
     assert (result["view"]["resize"], result["view"]["crop"], result["view"]["interpolation"]) == (18, 16, "bicubic")
     assert result["view"]["mean"] == [0.4, 0.5, 0.6]
     images = result["images"]

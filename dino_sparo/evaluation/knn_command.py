@@ -17,6 +17,7 @@ from typing import Any
 from dino_sparo.evaluation.feature_cache import check_same_weights, dump_features, load_features
 from dino_sparo.evaluation.features import Features, extract_split, total_images
 from dino_sparo.evaluation.knn import KNNResult, classify_shards
+from dino_sparo.evaluation.options import KNN_BLOCKS
 from dino_sparo.evaluation.protocol import (
     encoder_of_options,
     extraction_of_options,
@@ -59,7 +60,9 @@ def evaluate_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
     results = classify_shards(train, val, args.nb_knn, args.temperature, process.device)
     totals = {split: total_images(part, process.device) for split, part in (("train", train), ("val", val))}
     result = describe(results, totals, args.temperature, record)
-    write_result(result, table(results), folder / f"{result_name('knn', record.get('encoder', {}))}.json")
+    layers = record.get("feature", {}).get("n_last_blocks", KNN_BLOCKS)
+    name = result_name("knn", record.get("encoder", {}), layers if layers != KNN_BLOCKS else None)
+    write_result(result, table(results), folder / f"{name}.json")
     return result
 
 
@@ -82,6 +85,7 @@ def extract(args: argparse.Namespace, process: Distributed) -> tuple[Features, F
         "encoder": evaluated.record,
         "feature": {
             "name": "encoding" if layers == 1 else f"class tokens of {layers} layers, the last of them the encoding",
+            "n_last_blocks": layers,
             "dim": train.features.shape[1],
             "precision": args.precision,
         },

@@ -15,6 +15,8 @@ from dino_sparo.runtime.cli import (
     bool_flag,
 )
 
+KNN_BLOCKS = 1  # whose class tokens k-NN reads by default
+
 
 def evaluation_parser() -> argparse.ArgumentParser:
     """The options of every evaluation: what to evaluate, on which images, and where the result goes."""
@@ -81,7 +83,7 @@ def knn_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--n_last_blocks",
         type=int,
-        default=1,
+        default=KNN_BLOCKS,
         help="Layers whose class tokens are concatenated, as by eval_linear.py; 1: the encoding alone. More are a "
         "control: is a wide encoding better because it is wide?",
     )

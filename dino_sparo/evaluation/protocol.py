@@ -203,15 +203,17 @@ def write_result(result: dict[str, Any], table: str, path: Path) -> None:
         say(f"{table}\n\n{path}")
 
 
-def result_name(evaluation: str, record: Mapping[str, Any]) -> str:
-    """Of a result file, without ending: those of random weights and of some slots stand beside the encoder's own.
+def result_name(evaluation: str, record: Mapping[str, Any], num_blocks: int | None = None) -> str:
+    """Of a result file, without ending: random weights, some slots, more or fewer blocks have files of their own.
 
     Args:
         evaluation: "knn".
         record: of the encoder.
+        num_blocks: whose class tokens are read, if not those that the evaluation reads by default.
     """
     endings = (("_untrained", record.get("untrained")), ("_slots", record.get("slots")))
-    return evaluation + "".join(ending for ending, is_so in endings if is_so)
+    blocks = f"_{num_blocks}block{'s' * (num_blocks > 1)}" if num_blocks else ""
+    return evaluation + blocks + "".join(ending for ending, is_so in endings if is_so)
 
 
 def result_folder(output_dir: str | None, pretrained_weights: str) -> Path:

@@ -3,7 +3,7 @@
     masks.py      an image's objects as masks; the part that the encoder sees; patches
     layouts.py    the built-in scenes, VOC's folders, images beside masks -> images with objects
     coco.py       COCO's annotations -> the same; polygons and run lengths -> masks
-    measures.py   maps and objects -> Jaccard, mBO, foreground ARI, pointing; bounds, random maps, subsets
+    measures.py   maps and objects -> Jaccard, mBO, foreground ARI, pointing; bounds, moved maps, subsets
     slots.py      which map finds which class; how alike slots are; the best matching of two models' slots
     survey.py     encoders + images with objects -> all of this, image by image, with controls and intervals
     table.py      results -> table
