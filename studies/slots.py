@@ -1,0 +1,191 @@
+"""Maps and slots of the finished encoders of the study `scenes`: do maps find objects, and what do single slots know?
+
+    python -m studies.slots --output_dir output/studies
+
+Needs the checkpoints that `python -m studies scenes` left there. Writes a small result file per run, prints tables.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dino_sparo.evaluation.objects.measures import MEASURES
+from dino_sparo.evaluation.objects.table import MEASURE_NAMES, ROW_NAMES
+from dino_sparo.runtime.cli import HelpFormatter, say
+from dino_sparo.runtime.demos import RunCommand, option_words
+from dino_sparo.runtime.records import write_json
+from studies.report import markdown, mean_and_deviation, t_interval
+from studies.runs import RESULTS, Run, chosen_rates, reported_runs
+
+STUDY = "scenes"
+WITH_MAPS = ("cls", "sparo")  # `gap` averages all tokens
+OBJECTS, LABELLED, IMG_SIZE = "scenes:2000:64", "scenes:4000:48", 32
+NUM_MAPS = 4  # scored together: `cls` has four heads
+COMPARED = ("untrained", "other_image", "moved")  # rows of slot-score that are subtracted from the encoder's
+
+Found = dict[str, dict[int, dict[str, Any]]]  # variant -> seed -> result
+
+
+def measure(run: Run, folder: Path, partner: Path | None, command: RunCommand) -> dict[str, Any]:
+    """What the maps of one encoder find; with `sparo` what its slots know, and how they match those of the next seed.
+
+    Args:
+        run: of the study.
+        folder: of all runs of the study.
+        partner: the run of the next seed; None: there is none.
+        command: (command, words) -> what it returns.
+
+    Returns:
+        `objects`: row -> measure -> percent; `kept`: state -> number of slots kept -> 20-NN of the best and of random
+        ones; `match`: what -> mean linear CKA.
+    """
+    own = folder / run.name
+    shared = option_words({"pretrained_weights": own / "checkpoint.pth", "device": "cpu", "num_workers": 0})
+    # So each seed has an untrained encoder of its own.
+    shared += option_words({"seed": run.seed, "output_dir": own / "slots"})
+    words = option_words({"data_path": OBJECTS, "maps": NUM_MAPS})
+    if partner is not None and run.variant == "sparo":
+        words += ["--match", str(partner / "checkpoint.pth")]
+    scored = command("slot-score", [*shared, *words])
+    rows = {row: scored["measures"][row] for row in ("model", *COMPARED)}
+    result: dict[str, Any] = {"run": run.name, "options": run.options}
+    result["objects"] = {
+        row: {measure: 100 * values[measure]["mean"] for measure in MEASURES} for row, values in rows.items()
+    }
+    if "match" in scored:
+        names = ("matched", "untrained", "shuffled_images")
+        result["match"] = {name: scored["match"][name]["mean"] for name in names}
+        result["match"]["mean_of_all_pairs"] = scored["match"]["mean_of_all_pairs"]
+    if run.variant == "sparo":
+        words = option_words({"data_path": LABELLED, "img_size": IMG_SIZE})
+        studied = {
+            "untrained": command("slot-study", [*shared, *words, "--untrained"]),
+            "trained": command("slot-study", [*shared, *words]),
+        }
+        result["kept"] = {
+            state: {
+                str(row["num_kept"]): {"best": row["top1_held_out"], "random": row["random"]["mean"]}
+                for row in found["curve"]
+            }
+            for state, found in studied.items()
+        }
+    return result
+
+
+def measure_missing(output_dir: Path, results: Path, command: RunCommand) -> None:
+    """Measure the reported runs that have a checkpoint and no result here."""
+    folder, chosen = output_dir / STUDY, chosen_rates(STUDY, results)
+    reported = [run for run in reported_runs(STUDY, results) if run.lr == chosen.get(run.variant)]
+    for run in (run for run in reported if run.variant in WITH_MAPS and run.result(results)):
+        path = results / STUDY / "slots" / f"{run.name}.json"
+        if not path.exists() and (folder / run.name / "checkpoint.pth").exists():
+            following = folder / Run(STUDY, run.variant, run.lr, run.seed + 1).name
+            partner = following if (results / STUDY / f"{following.name}.json").exists() else None
+            path.parent.mkdir(exist_ok=True)
+            write_json(measure(run, folder, partner, command), path)
+
+
+def measured(results: Path) -> Found:
+    """The results that are there."""
+    found: Found = {variant: {} for variant in WITH_MAPS}
+    chosen = chosen_rates(STUDY, results)
+    for run in reported_runs(STUDY, results):
+        path = results / STUDY / "slots" / f"{run.name}.json"
+        if run.variant in WITH_MAPS and run.lr == chosen.get(run.variant) and path.exists():
+            found[run.variant][run.seed] = json.loads(path.read_text())
+    return found
+
+
+def report(results: Path) -> str:
+    """All tables.
+
+    Args:
+        results: folder of all studies' results.
+    """
+    found = measured(results)
+    if not all(found.values()):
+        return ""
+    return "\n\n".join([objects_table(found), objects_differences(found), kept_table(found), match_table(found)])
+
+
+def _objects(by_seed: Mapping[int, Mapping[str, Any]], row: str, measure: str) -> dict[int, float]:
+    return {seed: result["objects"][row][measure] for seed, result in by_seed.items()}
+
+
+def objects_table(found: Found) -> str:
+    """Each row of slot-score: mean ± standard deviation over seeds, percent."""
+    rows = []
+    for variant, by_seed in found.items():
+        for row in ("model", *COMPARED):
+            name = f"{variant}, {'trained' if row == 'model' else ROW_NAMES[row]}"
+            values = [list(_objects(by_seed, row, measure).values()) for measure in MEASURES]
+            rows.append([name, str(len(by_seed)), *map(mean_and_deviation, values)])
+    return markdown(["", "seeds", *MEASURE_NAMES.values()], rows)
+
+
+def objects_differences(found: Found) -> str:
+    """Trained encoders minus their controls, and sparo minus cls, seed by seed: mean and 95 % interval."""
+    rows = []
+    for variant, by_seed in found.items():
+        for row in COMPARED:
+            cells = [_paired(by_seed, "model", by_seed, row, measure) for measure in MEASURES]
+            rows.append([f"{variant}, trained - {ROW_NAMES[row]}", *map(t_interval, cells)])
+    for row, name in (("model", "trained"), ("untrained", "untrained")):
+        cells = [_paired(found["sparo"], row, found["cls"], row, measure) for measure in MEASURES]
+        rows.append([f"sparo - cls, {name}", *map(t_interval, cells)])
+    return markdown(["difference [95 % interval]", *MEASURE_NAMES.values()], rows)
+
+
+def _paired(
+    one: Mapping[int, Any], row: str, other: Mapping[int, Any], other_row: str, measure: str
+) -> Sequence[float]:
+    values, others = _objects(one, row, measure), _objects(other, other_row, measure)
+    return [value - others[seed] for seed, value in values.items() if seed in others]
+
+
+def kept_table(found: Found) -> str:
+    """20-NN of the best slots and of random ones, against their number: mean ± standard deviation over seeds."""
+    results = list(found["sparo"].values())
+    columns = [(state, which) for state in ("trained", "untrained") for which in ("best", "random")]
+    rows = [
+        [
+            number,
+            *(mean_and_deviation([one["kept"][state][number][which] for one in results]) for state, which in columns),
+        ]
+        for number in results[0]["kept"]["trained"]
+    ]
+    return markdown(["slots kept", *(f"{which}, {state}" for state, which in columns)], rows)
+
+
+def match_table(found: Found) -> str:
+    """Linear CKA of the slots of every two neighbouring seeds."""
+    names = {
+        "matched": "matched slots",
+        "mean_of_all_pairs": "all pairs of slots",
+        "untrained": "matched with an untrained encoder",
+        "shuffled_images": "matched, images shuffled",
+    }
+    rows = [
+        [f"{seed}, {seed + 1}", *(f"{result['match'][name]:.2f}" for name in names)]
+        for seed, result in found["sparo"].items()
+        if "match" in result
+    ]
+    return markdown(["seeds", *names.values()], rows)
+
+
+def main() -> None:
+    """Measure what is missing, print the tables."""
+    from dino_sparo.__main__ import run
+
+    parser = argparse.ArgumentParser("studies.slots", description=__doc__, formatter_class=HelpFormatter)
+    parser.add_argument("--output_dir", type=Path, default=Path("output/studies"), help="Of the studies' checkpoints.")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="Of the result files of all studies.")
+    args = parser.parse_args()
+    measure_missing(args.output_dir, args.results, run)
+    say(report(args.results))
+
+
+if __name__ == "__main__":
+    main()
