@@ -16,8 +16,13 @@ from typing import Any
 import torch
 
 from dino_sparo.checkpoint_file import CheckpointError, verify_checkpoint
+from dino_sparo.runtime.cli import ends_unnoticed
+from dino_sparo.runtime.distributed import FaultError
 
 logger = logging.getLogger(__name__)
+
+# Errors of reading that say nothing about the file: no memory, no descriptors, or a file server that is away.
+PASSING = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ETIMEDOUT, errno.ESTALE)
 
 
 def save_checkpoint(
@@ -147,13 +152,16 @@ class CheckpointFolder:
             for remains in self.folder.glob(".checkpoint*.tmp"):  # of a killed save; they take space
                 remains.unlink()
         previous = [self.previous(number) for number in range(1, self.keep)]
-        save_checkpoint(checkpoint, self.newest, previous, [self.folder / copy for copy in copies])
+        # Workers end some time after SIGTERM, perhaps before a large file is written.
+        with ends_unnoticed():
+            save_checkpoint(checkpoint, self.newest, previous, [self.folder / copy for copy in copies])
 
     def find(self) -> Path | None:
         """The newest checkpoint whose bytes are those that were written; damaged ones are named and set aside.
 
         Raises:
             CheckpointError: there are checkpoints, but none of them is sound.
+            FaultError: the file server or the machine cannot read the newest one at the moment; it stays.
         """
         candidates = [path for number in range(max(self.keep, 1)) if (path := self.previous(number)).is_file()]
         candidates += sorted(set(self.folder.glob("checkpoint_previous*.pth")) - set(candidates))
@@ -162,6 +170,8 @@ class CheckpointFolder:
             try:
                 verify_checkpoint(path)
             except CheckpointError as error:
+                if getattr(error.__cause__, "errno", None) in PASSING:
+                    raise FaultError(f"{path} cannot be read now ({error.__cause__}); start again") from error
                 reasons.append((path, str(error)))
                 continue
             # Renamed: otherwise the next save would drop a whole checkpoint and keep a damaged one.

@@ -5,6 +5,7 @@ import errno
 import io
 import os
 import shutil
+import signal
 import subprocess
 import zipfile
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ import torch
 from dino_sparo.checkpoint import CheckpointError, load_checkpoint
 from dino_sparo.checkpoint_file import verify_checkpoint
 from dino_sparo.checkpoint_folder import CheckpointFolder
+from dino_sparo.runtime.distributed import FaultError
 
 KEEP = 3
 NAMES = ("checkpoint.pth", "checkpoint_previous1.pth", "checkpoint_previous2.pth")
@@ -224,6 +226,42 @@ def test_a_file_that_is_not_what_was_written_takes_no_checkpoints_place(
     ):
         checkpoints.save(content(4))
     assert bytes_in(checkpoints.folder) == before
+
+
+def test_a_file_server_that_is_away_costs_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bug: the newest checkpoint was set aside as damaged, and the run went on from the one before."""
+    checkpoints = filled(tmp_path / "run")
+    before = bytes_in(tmp_path / "run")
+
+    def stale(*_: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(zipfile.ZipFile, "testzip", stale)
+        with pytest.raises(FaultError, match=r"checkpoint.pth cannot be read now \(.*Stale file handle\); start again"):
+            checkpoints.find()
+    assert bytes_in(tmp_path / "run") == before
+    assert checkpoints.find() == tmp_path / "run" / "checkpoint.pth"
+
+
+def test_a_worker_that_ends_during_a_save_does_not_stop_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bug: 30 s after SIGTERM workers end, torch's handler raises an error, and a large file was not written."""
+
+    def worker_died(*_: object) -> None:
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Alarm clock.")
+
+    def slow_save(*arguments: Any) -> None:
+        subprocess.run(["true"], check=True)  # a child that ends
+        save(*arguments)
+
+    save, handler = torch.save, signal.signal(signal.SIGCHLD, worker_died)
+    try:
+        monkeypatch.setattr(torch, "save", slow_save)
+        filled(tmp_path / "run", saves=1)
+        assert signal.getsignal(signal.SIGCHLD) is worker_died
+    finally:
+        signal.signal(signal.SIGCHLD, handler)
+    assert load_checkpoint(tmp_path / "run" / "checkpoint.pth")["step"] == 1
 
 
 def test_without_hard_links_checkpoints_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Recall@k by both definitions, with ties; layouts of captions; the command."""
 
 import json
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -227,6 +228,27 @@ def test_captions_keep_their_commas_and_empty_ones_are_counted(tmp_path, images,
     assert data.captions == ["one, two, three", "quoted, too"]
     assert data.left_out == {"missing images": 0, "empty captions": 2, "images without caption": 1}
     assert "left out 2 empty captions and 1 images without any" in caplog.text
+
+
+def test_flickr8ks_own_file_and_quotes_of_csv_are_read(tmp_path, images, monkeypatch):
+    """Five lines of the published file name an image `2258277193_586949ec62.jpg.1` that does not exist."""
+    monkeypatch.setattr(image_files, "MAX_MISSING", 0.5)
+    (tmp_path / "Flickr8k.token.txt").write_text("7.jpg#0\tA dog .\n8.jpg.1#0\tgone\n9.jpg#0\tA cat .\n")
+    data = open_caption_set(str(images), str(tmp_path / "Flickr8k.token.txt"))
+    assert (data.captions, data.left_out["missing images"]) == (["A dog .", "A cat ."], 1)
+    (tmp_path / "c.csv").write_text('image,caption\n7.jpg,"the ""pink"" one, here"\n8.jpg,"a" and "b"\n')
+    assert open_caption_set(str(images), str(tmp_path / "c.csv")).captions == ['the "pink" one, here', '"a" and "b"']
+
+
+def test_a_shards_text_has_a_caption_per_line(tmp_path):
+    """As in CLIP benchmark's shards of COCO and Flickr; training takes such a text as one caption."""
+    paint(tmp_path / "0.jpg", "red")
+    (tmp_path / "0.txt").write_text("a red one\nall red\n")
+    with tarfile.open(tmp_path / "test.tar", "w") as tar:
+        for name in ("0.jpg", "0.txt"):
+            tar.add(tmp_path / name, name)
+    data = open_caption_set(str(tmp_path / "test.tar"))
+    assert (len(data.images), data.captions) == (1, ["a red one", "all red"])
 
 
 def test_a_list_chooses_among_the_images(tmp_path, images):

@@ -35,7 +35,7 @@ from dino_sparo.clip.train import check_options, get_args_parser, train
 from dino_sparo.encoder import create_encoder
 from dino_sparo.image_text import objective
 from dino_sparo.image_text.contrastive import MAX_LOGIT_SCALE
-from dino_sparo.image_text.objective import param_groups
+from dino_sparo.image_text.objective import ModelPart, param_groups, updater_of_parts
 from dino_sparo.image_text.pairs.batches import PairBatch, PairDataset, PairTransform, collate_pairs
 from dino_sparo.image_text.pairs.run_data import micro_batch_size
 from dino_sparo.image_text.pairs.sources import open_pairs
@@ -183,6 +183,21 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
     model.set_grad_checkpointing(True)
     for name, value in gradients(model, [11])[1].items():
         assert torch.allclose(plain[name], value, rtol=1e-5, atol=1e-8), name
+
+
+def test_a_resumed_run_takes_the_weight_decay_that_is_asked_for() -> None:
+    """The bug: it was said to change and stayed the optimizer's saved one."""
+    model = small_clip()
+
+    def updater(weight_decay: float) -> Updater:
+        args = parsed("--weight_decay", str(weight_decay), "--epochs", "2")
+        parts = [ModelPart(("",), 0.1, 1)]
+        return updater_of_parts(model, parts, args, 3, torch.device("cpu"), torch.float32)
+
+    before, after = updater(0.2), updater(0.01)
+    after.optimizer.load_state_dict(before.optimizer.state_dict())
+    after.begin_step()
+    assert [group["weight_decay"] for group in after.optimizer.param_groups] == [0.01, 0.0]
 
 
 def test_vectors_and_the_temperature_have_no_weight_decay() -> None:

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 from collections import Counter
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -391,12 +392,37 @@ def test_answers_do_not_depend_on_the_parts(chunk_images, tmp_path):
 
 def test_shuffled_images_are_those_of_other_questions_of_the_split():
     questions = [Question(split, (f"{split}{number}",), ("x", "y")) for split in "ab" for number in range(7)]
-    shuffled = with_shuffled_images(questions, 0)
+    split = attrgetter("split")
+    shuffled = with_shuffled_images(questions, 0, split)
     for before, after in zip(questions, shuffled, strict=True):
         assert after.images != before.images
         assert after.images[0][0] == before.split
     assert Counter(q.images for q in shuffled) == Counter(q.images for q in questions)
-    assert shuffled == with_shuffled_images(questions, 0) != with_shuffled_images(questions, 1)
+    assert shuffled == with_shuffled_images(questions, 0, split) != with_shuffled_images(questions, 1, split)
+
+
+def test_images_of_whatsup_are_exchanged_among_all_questions_as_a_split_is_the_answer():
+    """The bug: within a preposition every other image shows the same one, so looking scored 100 % without the image."""
+    prepositions = ("left", "right", "on", "under")
+    questions = [
+        Question(word, (f"{thing}_{word}_table.jpeg",), prepositions) for word in prepositions for thing in range(50)
+    ]
+    shuffled = with_shuffled_images(questions, 0, BENCHMARKS["whatsup-a"].blind_group)
+    same = sum(f"_{question.split}_" in question.images[0] for question in shuffled)
+    assert 25 < same < 75  # of 200, by chance a quarter
+
+
+def test_numbers_of_images_may_have_letters(tmp_path):
+    write_json(tmp_path / "vg_qa_one_obj.json", [["n161313", "a dog left", "a dog right"], [12, "a", "b"]])
+    questions = list(BENCHMARKS["gqa-spatial"].read(tmp_path))
+    assert [question.images for question in questions] == [("n161313.jpg",), ("12.jpg",)]
+
+
+def test_sugarcrepes_questions_before_they_were_refined_are_no_second_benchmark(tmp_path):
+    for name in ("data", "data_unrefined"):
+        write_json(tmp_path / name / "swap_obj.json", {})
+    assert BENCHMARKS["sugarcrepe"].is_in(tmp_path / "data")
+    assert not BENCHMARKS["sugarcrepe"].is_in(tmp_path / "data_unrefined")
 
 
 # --- the command

@@ -88,6 +88,8 @@ def test_graphs_from_a_file_that_parse_made_of_the_written_captions(data, tmp_pa
     from dino_sparo.__main__ import run as run_command
 
     captions, graphs = tmp_path / "captions.txt", tmp_path / "graphs.jsonl"
+    # COCO has captions with two blanks in a row.
+    write_json(data / "coco_qa_two_obj.json", [[2, "a cup  left of a dog", "a dog left of a cup"]])
     run("--data_root", data, "--write_captions", captions)
     run_command("parse", ["--captions", str(captions), "--output", str(graphs)])
     weights = oc_checkpoint(tmp_path / "oc" / "checkpoint.pth")

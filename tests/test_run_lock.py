@@ -228,6 +228,27 @@ def test_a_lock_is_refreshed_and_comes_back_when_somebody_removes_it(tmp_path: P
     assert not lock.path.exists()
 
 
+def test_a_removed_lock_that_cannot_be_written_again_at_once_is_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bug: on a full disk the run ended as if another one had taken over, without saving."""
+    statuses: list[int] = []
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    with RunLock(tmp_path / "run") as lock:
+        lock.acquire()
+        create, tries = lock._create, iter([OSError(28, "No space left on device"), None])
+
+        def full_at_first() -> bool:
+            if error := next(tries, None):
+                raise error
+            return create()
+
+        monkeypatch.setattr(lock, "_create", full_at_first)
+        lock.path.unlink()
+        wait_for(lock.path.is_file)
+    assert statuses == []
+
+
 def test_a_run_whose_lock_was_taken_over_ends_and_leaves_the_lock_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -69,11 +69,8 @@ def test_the_chosen_encoders_with_maps_are_measured_once(results: Path) -> None:
 
 
 def test_slots_are_matched_with_those_of_the_next_seed(results: Path) -> None:
-    pairs = {
-        options["--seed"]: Path(options["--match"]).parent.name
-        for _, options, _ in asked_of(results)
-        if "--match" in options
-    }
+    matched = [options for _, options, _ in asked_of(results) if "--match" in options]
+    pairs = {options["--seed"]: Path(options["--match"]).parent.name for options in matched}
     assert pairs == {"0": "sparo_lr0.008_seed1", "1": "sparo_lr0.008_seed2"}
 
 

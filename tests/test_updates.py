@@ -49,9 +49,9 @@ def test_after_a_loss_that_is_not_finite_no_later_step_changes_weights_or_optimi
 class Fp16Steps:
     """Steps in fp16 on the CPU, with a factor of the loss for each."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, num_steps: int = 9) -> None:
         torch.manual_seed(0)
-        self.model, rates = torch.nn.Linear(3, 2), {"lr": np.full(9, 0.1)}
+        self.model, rates = torch.nn.Linear(3, 2), {"lr": np.full(num_steps, 0.1)}
         self.optimizer = create_optimizer(name, param_groups(self.model))
         parameters = list(self.model.parameters())
         self.updater = Updater(self.optimizer, [rates, rates], parameters, torch.device("cpu"), torch.float16)
@@ -94,6 +94,19 @@ def test_fp16_gradients_that_overflow_skip_one_step_and_halve_the_scale(name: st
     assert steps.updater.nonfinite == 0
     steps.take()
     assert not torch.equal(steps.model.weight, before["weight"])
+
+
+def test_fp16_gradients_that_are_never_finite_end_the_run() -> None:
+    """The bug: the scale fell to 0, no step was taken any more, and the run went on for days."""
+    steps = Fp16Steps("adamw", num_steps=40)
+    ended = []
+    for _ in range(20):
+        steps.take(gradient=math.nan)
+        ended.append(bool(steps.updater.nonfinite))
+    assert ended == [False] * 17 + [True] * 3  # 65,536 is halved 17 times before it is less than 1
+    weights = steps.model.weight.clone()
+    steps.take()
+    assert torch.equal(steps.model.weight, weights)
 
 
 def test_fp16_gradients_are_seen_without_their_scale() -> None:

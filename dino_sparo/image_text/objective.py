@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -304,7 +305,8 @@ def updater_of_parts(
         lr = cosine_schedule(part.lr, args.min_lr, total, part.warmup_steps, start=start)
         # The last part comes first: what is logged is the rate of the first group.
         groups[:0] = param_groups(own, args.weight_decay, (args.beta1, args.beta2), args.eps)
-        schedules[:0] = [{"lr": lr}] * 2
+        # A schedule, too, so that a resumed run takes the value that is asked for, not the optimizer's saved one.
+        schedules[:0] = [{"lr": lr, "weight_decay": np.full(len(lr), args.weight_decay)}, {"lr": lr}]
     return Updater(
         create_optimizer("adamw", groups),
         schedules,

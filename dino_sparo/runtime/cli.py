@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
@@ -123,13 +124,24 @@ def end_workers() -> None:
     workers = [child for child in multiprocessing.active_children() if child.daemon]
     if not workers:
         return
-    # Torch's handler would raise an error, since workers die.
+    with ends_unnoticed():
+        for worker in workers:
+            worker.kill()
+        for worker in workers:
+            worker.join(WORKER_END_SECONDS)
+
+
+@contextlib.contextmanager
+def ends_unnoticed() -> Iterator[None]:
+    """Processes that load images may end meanwhile: torch's handler would raise an error wherever this process is."""
+    if threading.current_thread() is not threading.main_thread():  # which alone runs handlers
+        yield
+        return
     handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for worker in workers:
-        worker.kill()
-    for worker in workers:
-        worker.join(WORKER_END_SECONDS)
-    signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
 
 
 def bool_flag(text: str) -> bool:

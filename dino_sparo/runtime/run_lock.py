@@ -210,9 +210,11 @@ class RunLock:
                     os.utime(self.path)
                     continue
             except FileNotFoundError:  # a user has removed it
-                with contextlib.suppress(OSError):
+                try:
                     if self._create():
                         continue
+                except OSError:  # as below
+                    continue
             except OSError:  # the file server does not answer; it may do so again
                 continue
             if not self.over.is_set():

@@ -198,19 +198,24 @@ class TakenSteps:
         Raises:
             NonFiniteLossError: always.
         """
-        step, report, indices = next(taken for taken in self.steps if taken[1].skipped)
-        own, noun = "", self.objective.noun
-        if not math.isfinite(report.loss.item()):
-            files = [self.objective.source.location(index) for index in torch.cat(indices).tolist()]
-            logger.error("%ss of the batch whose loss is %s: %s", noun, report.loss.item(), ", ".join(files))
-            more = len(files) - NUM_FILES_SHOWN
-            shown = ", ".join(files[:NUM_FILES_SHOWN]) + (f" and {more} more, all in the log" if more > 0 else "")
-            own = f"rank {rank()}: loss {report.loss.item()}, {noun}s {shown}"
-        reports = list(filter(None, all_gather_object(own)))
+        noun, own = self.objective.noun, None
+        # With fp16's scale a rank knows of its own loss alone: to the others the gradients look like an overflow.
+        skipped = next((taken for taken in self.steps if taken[1].skipped), None)
+        if skipped is not None:
+            step, report, indices = skipped
+            numbers = [f"{name.replace('_', ' ')} {float(value):.3g}" for name, value in report.scalars.items()]
+            own = f"at step {step - 1} (epoch {epoch}), {', '.join(numbers)}", ""
+            if not math.isfinite(report.loss.item()):
+                files = [self.objective.source.location(index) for index in torch.cat(indices).tolist()]
+                logger.error("%ss of the batch whose loss is %s: %s", noun, report.loss.item(), ", ".join(files))
+                more = len(files) - NUM_FILES_SHOWN
+                shown = ", ".join(files[:NUM_FILES_SHOWN]) + (f" and {more} more, all in the log" if more > 0 else "")
+                own = own[0], f"rank {rank()}: loss {report.loss.item()}, {noun}s {shown}"
+        found = list(filter(None, all_gather_object(own)))
+        reports = [words for _, words in found if words]
         what = "loss is" if reports else "gradients are"
-        numbers = ", ".join(f"{name.replace('_', ' ')} {float(value):.3g}" for name, value in report.scalars.items())
         raise NonFiniteLossError(
-            f"the {what} not finite at step {step - 1} (epoch {epoch}), {numbers}; "
+            f"the {what} not finite {found[0][0]}; "
             f"{'; '.join(reports) or 'the loss was finite on every rank'}. The optimizer changed no weights from "
             f"this step on, and the last checkpoint stays. Try --precision fp32, a lower --lr or --clip_grad, or look "
             f"at the {noun}s named"

@@ -19,6 +19,7 @@ from dino_sparo.training.optim import gradient_norms, skip_update_where
 
 # Hyperparameter of a parameter group ("lr", "weight_decay") -> its values, one per step of the run.
 GroupSchedule = Mapping[str, np.ndarray]
+MIN_FP16_SCALE = 1.0  # from 65,536 it is reached after 17 steps that all overflow
 
 
 @dataclass
@@ -105,10 +106,13 @@ class Updater:
         norms = gradient_norms(self.parameters)
         is_bad, overflows = (~value.isfinite() for value in (loss, norms.sum()))
         # The scaler expects gradients that overflow, skips them and scales less; a loss that does is another matter.
+        # So are gradients that are not finite whatever the scale: it would fall to 0, and no step would be taken again.
         if self.scaler is None:
             is_bad = is_bad | overflows
         else:
             self.overflow = overflows.float()
+            scale = self.scaler.scale(torch.ones((), device=self.device))
+            is_bad = is_bad | (overflows & (scale < MIN_FP16_SCALE))
         self.nonfinite.clamp_(min=is_bad.float())
         return norms
 

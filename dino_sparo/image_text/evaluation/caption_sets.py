@@ -22,6 +22,7 @@ import numpy as np
 from dino_sparo.data import CorruptImageError, ImageSource
 from dino_sparo.image_text.evaluation.image_files import file_of, open_named_images, require_few_missing
 from dino_sparo.image_text.pairs.batches import LeftOut, PairSource
+from dino_sparo.image_text.pairs.captions import TarCaptions
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.pairs.tables import coco_captions
 from dino_sparo.sources import IMAGE_EXTENSIONS
@@ -31,8 +32,9 @@ from dino_sparo.sources.subset import Subset
 logger = logging.getLogger(__name__)
 
 ENDINGS = "|".join(ending[1:] for ending in IMAGE_EXTENSIONS)
-# An image, a number after `#` or between bars which is not looked at, and the caption.
-CAPTION_LINE = re.compile(rf"(?P<image>[^\t|]+?\.(?:{ENDINGS}))(?:#\d+)?\s*[\t,|](?:\s*\d+\s*\|)?(?P<caption>.*)", re.I)
+# An image (`7.jpg`; Flickr8k has `7.jpg.1`, too), a number after `#` or between bars that nobody looks at, a caption.
+IMAGE_NAME = rf"(?P<image>[^\t|]+?\.(?:{ENDINGS})(?:\.\d+(?=#))?)"
+CAPTION_LINE = re.compile(IMAGE_NAME + r"(?:#\d+)?\s*[\t,|](?:\s*\d+\s*\|)?(?P<caption>.*)", re.I)
 
 
 @dataclass(frozen=True)
@@ -107,13 +109,20 @@ def read_captions(path: Path, split: str) -> tuple[dict[str, list[str]], LeftOut
     for number, line in enumerate(path.read_text(encoding="utf-8-sig", errors="replace").splitlines()):
         match = CAPTION_LINE.fullmatch(line.strip())
         if match:
-            captions_of.setdefault(match["image"].strip(), []).append(match["caption"].strip().strip('"'))
+            captions_of.setdefault(match["image"].strip(), []).append(_unquoted(match["caption"].strip()))
         elif line.strip() and number:  # the first line may be a header
             raise ValueError(
                 f"captions={str(path)!r}: line {number + 1} is {line[:60]!r}; expected an image's file name, a tab, "
                 "comma or bar, and a caption"
             )
     return captions_of, LeftOut()
+
+
+def _unquoted(caption: str) -> str:
+    """A caption without the quotes that CSV files put around it; quotes within it are written twice there."""
+    inner = caption[1:-1]
+    is_quoted = len(caption) > 1 and caption[0] == caption[-1] == '"' and '"' not in inner.replace('""', "")
+    return inner.replace('""', '"').strip() if is_quoted else caption
 
 
 def _read_json(content: Any, path: Path, split: str) -> dict[str, list[str]]:
@@ -162,10 +171,14 @@ def _in_folder(captions_of: dict[str, list[str]], folder: str, left_out: LeftOut
 
 
 def _together(pairs: PairSource) -> CaptionSet:
-    """Pairs with the captions of one image put together."""
+    """Pairs with the captions of one image put together.
+
+    A text member of a shard holds a caption per line, as CLIP benchmark's shards do.
+    """
     captions_of: dict[str, list[str]] = {}
     first: list[int] = []  # of each image's pairs
     unreadable = 0
+    has_lines = isinstance(pairs.captions, TarCaptions) and pairs.captions.key is None
     for index in range(len(pairs)):
         try:
             texts = list(pairs.captions(index))
@@ -173,6 +186,8 @@ def _together(pairs: PairSource) -> CaptionSet:
             unreadable += 1
             logger.warning("%s: captions cannot be read: %s", pairs.name, error)
             texts = []
+        if has_lines:
+            texts = [line for text in texts for line in text.splitlines() if line.strip()]
         location = pairs.location(index)
         if location not in captions_of:
             captions_of[location] = []

@@ -7,7 +7,7 @@ encoded once per such part.
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -142,21 +142,24 @@ def _marks(
     return marks
 
 
-def with_shuffled_images(questions: Sequence[Question], seed: int) -> list[Question]:
-    """Each question with the images of another one of its split: a model that is still right does not need them.
+def with_shuffled_images(
+    questions: Sequence[Question], seed: int, group_of: Callable[[Question], str]
+) -> list[Question]:
+    """Each question with the images of another one of its group: a model that is still right does not need them.
 
     The other one is the next in a random order. It may show the same images; then the question keeps its own.
 
     Args:
         questions: of one benchmark.
         seed: of the order.
+        group_of: question -> its group, see `Benchmark.blind_group`.
     """
     rng = np.random.default_rng(seed)
-    by_split: dict[str, list[int]] = {}
+    by_group: dict[str, list[int]] = {}
     for index, question in enumerate(questions):
-        by_split.setdefault(question.split, []).append(index)
+        by_group.setdefault(group_of(question), []).append(index)
     shuffled = list(questions)
-    for own in by_split.values():
+    for own in by_group.values():
         order = rng.permutation(own)
         for here, there in zip(order, np.roll(order, 1), strict=True):
             shuffled[here] = questions[here]._replace(images=questions[there].images)

@@ -69,6 +69,8 @@ class Benchmark:
         outcomes: questions and answers -> what counts as one answer.
         more: questions and what each is worth, 0 to 1 -> further accuracies, percent.
         part_of: question -> the part of the images that it needs, which one may have without the others.
+        blind_group: question -> the group within which images are exchanged, for a control; by default its split, which
+            must not tell the answer.
         is_own: whether a folder with such files is this benchmark's.
     """
 
@@ -86,6 +88,7 @@ class Benchmark:
     outcomes: Callable[[Sequence[Question], Answers], list[Outcome]] = one_per_question
     more: Callable[[Sequence[Question], Sequence[float]], dict[str, float]] = field(default=lambda questions, worth: {})
     part_of: Callable[[Question], str] = field(default=lambda question: "the images")
+    blind_group: Callable[[Question], str] = field(default=lambda question: question.split)
     is_own: Callable[[Path], bool] = field(default=lambda folder: True)
 
     def is_in(self, folder: Path) -> bool:

@@ -94,8 +94,9 @@ def write_captions(benchmarks: Sequence[LocalBenchmark], path: Path) -> list[Res
         benchmarks: with their questions.
         path: the file.
     """
+    # Blanks within a caption stay: its graph is looked up by its text.
     captions = dict.fromkeys(
-        " ".join(text.split()) for each in benchmarks for question in each.questions for text in question.captions
+        " ".join(text.splitlines()) for each in benchmarks for question in each.questions for text in question.captions
     )
     if is_main():
         path.write_text("".join(f"{caption}\n" for caption in captions), encoding="utf-8")
@@ -149,7 +150,8 @@ def evaluate(
         ValueError: no image of any benchmark can be read.
     """
     own = [each.questions for each in benchmarks]
-    own += [with_shuffled_images(each.questions, seed) for each in benchmarks] if blind else []
+    for each in benchmarks if blind else ():
+        own.append(with_shuffled_images(each.questions, seed, each.benchmark.blind_group))
     answered = ask(scorer, [question for questions in own for question in questions], chunk_images)
     ends = accumulate(map(len, own))
     rows = [slice(end - len(questions), end) for end, questions in zip(ends, own, strict=True)]

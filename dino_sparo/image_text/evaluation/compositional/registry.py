@@ -28,7 +28,8 @@ _BENCHMARKS = (
         f"https://github.com/RAIVNLab/sugar-crepe, {COCO_IMAGES}",
         counts=CREPE_COUNTS,
         means=pair_files.group_means,
-        is_own=lambda folder: not pair_files.is_scene_pairs(folder),
+        # The repository also has the questions before they were refined, in files of the same names.
+        is_own=lambda folder: folder.name != "data_unrefined" and not pair_files.is_scene_pairs(folder),
     ),
     Benchmark(
         "winoground",
@@ -89,6 +90,7 @@ _BENCHMARKS = (
             total=total,
             tie_credit=1.0,
             more=whatsup.pairs_and_sets,
+            blind_group=lambda question: "",  # all: within a split, a preposition, every image shows the answer
         )
         for letter, file, folder, total in (
             ("A", whatsup.CONTROLLED_A, "controlled_images", 412),

@@ -83,4 +83,5 @@ def read_spatial(files: dict[str, str], name: str, folder: Path) -> Iterator[Que
 
 def _spatial(name: str, split: str, entry: Any) -> Question:
     number, true, false = entry
-    return Question(split, (name.format(int(number)),), (true, false))
+    # COCO's numbers are padded with zeros; those of GQA may have letters.
+    return Question(split, (name.format(int(number) if ":" in name else number),), (true, false))
