@@ -59,6 +59,19 @@ def verify_checkpoint(path: Path) -> None:
         raise CheckpointError(f"{path} is damaged: the checksum of its part {damaged} is wrong")
 
 
+def contents_checksum(path: Path) -> int:
+    """CRC-32 of the checksums in a .pth file, without reading its weights.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return zlib.crc32(str([(part.filename, part.CRC) for part in archive.infolist()]).encode())
+    except Exception as error:  # as in `verify_checkpoint`
+        raise _unreadable(path, error) from error
+
+
 def _unreadable(path: Path, error: Exception) -> CheckpointError:
     reason = (str(error).split("WeightsUnpickler error: ")[-1].splitlines() or [""])[0]
     return CheckpointError(

@@ -280,7 +280,7 @@ def requeue_after_faults(folder: str, max_requeues: int) -> list[str]:
         '  count=$(wc -l < "$faults")',
         f'  if [ "$count" -le {max_requeues} ]; then',
         f'    echo "exit status $status: requeued ($count of at most {max_requeues} times)" >&2',
-        "    scontrol requeue $SLURM_JOB_ID && sleep 60",
+        "    for try in 1 2 3 4 5; do scontrol requeue $SLURM_JOB_ID && sleep 60 && break; sleep 10; done",
         "  else",
         f'    echo "exit status $status: not requeued again, --max_requeues is {max_requeues}" >&2',
         "  fi",

@@ -17,9 +17,10 @@ import pytest
 import torch
 
 from dino_sparo.checkpoint import CheckpointError, load_checkpoint
-from dino_sparo.checkpoint_file import verify_checkpoint
+from dino_sparo.checkpoint_file import contents_checksum, verify_checkpoint
 from dino_sparo.checkpoint_folder import CheckpointFolder
 from dino_sparo.runtime.distributed import FaultError
+from dino_sparo.training import run as training_run
 
 KEEP = 3
 NAMES = ("checkpoint.pth", "checkpoint_previous1.pth", "checkpoint_previous2.pth")
@@ -242,6 +243,24 @@ def test_a_file_server_that_is_away_costs_no_checkpoint(tmp_path: Path, monkeypa
             checkpoints.find()
     assert bytes_in(tmp_path / "run") == before
     assert checkpoints.find() == tmp_path / "run" / "checkpoint.pth"
+
+
+def test_ranks_that_read_different_checkpoints_do_not_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as from disks of their own: their networks would be averaged."""
+    filled(tmp_path / "run")
+    newest, before = (tmp_path / "run" / name for name in NAMES[:2])
+    shutil.copy(newest, tmp_path / "copy.pth")
+    assert contents_checksum(newest) == contents_checksum(tmp_path / "copy.pth") != contents_checksum(before)
+
+    def check(*other: int) -> None:
+        monkeypatch.setattr(training_run, "all_gather_object", lambda own: [own, other])
+        training_run.check_same_file(newest, 3)
+
+    check(3, contents_checksum(newest))
+    with pytest.raises(FaultError, match=r"read different files as .*checkpoint.pth, of steps 3, 3: --output_dir"):
+        check(3, contents_checksum(before))
+    with pytest.raises(FaultError, match=r"of steps 3, 2: --output_dir must be one folder for all machines"):
+        check(2, contents_checksum(newest))
 
 
 def test_a_worker_that_ends_during_a_save_does_not_stop_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from dino_sparo.runtime.collectives import all_gather_ragged, all_reduce_sum
 from dino_sparo.runtime.distributed import (
     Distributed,
     FaultError,
+    PeerError,
     all_gather_object,
     barrier,
     broadcast_object,
@@ -162,6 +163,26 @@ def test_a_job_that_has_gpus_does_not_take_the_cpu_unasked(
     with pytest.raises(ValueError, match=rf"Slurm gave this job GPUs \({name}={value}\), but torch sees none"):
         select_device("auto")
     assert select_device("cpu").type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        ([("", False), ("disk is away", True)], FaultError),
+        ([("no such folder", False), ("disk is away", True)], PeerError),
+        ([("no such folder", False), ("", False)], PeerError),
+    ],
+)
+def test_the_fault_of_another_rank_is_a_fault_here_too(
+    others: list[tuple[str, bool]], expected: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bug: the others said that the user must mend something, so the job did not start again."""
+    monkeypatch.setattr(distributed, "all_gather_object", lambda own: [own, *others])
+    with (
+        pytest.raises(expected, match="looking for a checkpoint failed on"),
+        distributed.all_or_none("looking for a checkpoint"),
+    ):
+        pass
 
 
 def test_a_group_that_cannot_be_joined_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import stat
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -183,6 +184,7 @@ def fake_scontrol(folder: Path, monkeypatch: pytest.MonkeyPatch, preempt_time: s
     monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     monkeypatch.setattr(preemption, "REQUEUE_SECONDS", 0)
+    monkeypatch.setattr(preemption, "REQUEUE_PAUSE_S", 0)
     return calls
 
 
@@ -205,10 +207,33 @@ def test_under_slurm_a_job_is_requeued_unless_it_was_cancelled(
 def test_a_job_that_cannot_be_requeued_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fake_scontrol(tmp_path, monkeypatch, "None", status=1)
-    with StopSignals() as signals, pytest.raises(SystemExit):
+    calls = fake_scontrol(tmp_path, monkeypatch, "None", status=1)
+    with StopSignals() as signals, pytest.raises(SystemExit) as ended:
         hand_over(signals, signal.SIGUSR2, 7)
-    assert "job 12 could not be requeued (slurm says no)" in caplog.text
+    assert ended.value.code == FAULT_STATUS
+    assert "this job could not be requeued (slurm says no), try 4 of 4" in caplog.text
+    assert calls.read_text().count("requeue 12") == 4
+
+
+def test_a_busy_controller_is_asked_again_to_requeue_a_job_of_submitits(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The bug: an error of `scontrol` ended the run for good, with a traceback."""
+    answers = iter([subprocess.CalledProcessError(1, "scontrol"), subprocess.CalledProcessError(1, "scontrol"), None])
+
+    def requeue(number: int, frame: object) -> None:
+        if error := next(answers):
+            raise error
+        raise SystemExit(255)
+
+    monkeypatch.setattr(preemption, "REQUEUE_PAUSE_S", 0)
+    before = signal.signal(signal.SIGUSR2, requeue)
+    try:
+        with StopSignals() as signals, pytest.raises(SystemExit, match="255"):
+            hand_over(signals, signal.SIGUSR2, 7)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert caplog.text.count("could not be requeued") == 2
 
 
 def test_a_run_in_which_nothing_moves_ends_itself(

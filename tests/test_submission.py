@@ -168,6 +168,19 @@ def test_the_batch_script_requeues_faults_so_often_and_nothing_else(
     assert ("REQUEUED" in done.stdout) == requeued
 
 
+def test_the_batch_script_asks_a_busy_controller_again(tmp_path: Path) -> None:
+    lines = [
+        'scontrol() { [ "$2" = show ] && echo JobState=RUNNING && return; '
+        'echo asked >> asked; [ "$(wc -l < asked)" = 3 ]; }',
+        "sleep() { :; }",
+        "(exit 75)",
+        *requeue_after_faults(shell_path(tmp_path), max_requeues=2),
+    ]
+    done = subprocess.run(["bash", "-c", "\n".join(lines)], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 75
+    assert len((tmp_path / "asked").read_text().splitlines()) == 3
+
+
 EVIL = ["runs/$(touch pwned)", "runs/`touch pwned`", "runs/a b;touch pwned", 'runs/"; touch pwned #', "runs/it's"]
 
 

@@ -416,6 +416,7 @@ def all_or_none(what: str, patient: bool = False) -> Iterator[None]:
 
     Raises:
         PeerError: it failed on another rank.
+        FaultError: likewise, by faults alone: starting again helps.
         Exception: what was raised here.
     """
     error: Exception | None = None
@@ -424,13 +425,16 @@ def all_or_none(what: str, patient: bool = False) -> Iterator[None]:
             yield
         except Exception as raised:
             error = raised
-        texts = gather_patiently(_message_of(error), what) if patient else all_gather_object(_message_of(error))
-    failures = [(number, text) for number, text in enumerate(texts) if text]
+        own = _message_of(error), isinstance(error, FaultError)
+        found = gather_patiently(own, what) if patient else all_gather_object(own)
+    failures = [(number, text) for number, (text, _) in enumerate(found) if text]
     if error is not None:
         raise error
     if failures:
         number, text = failures[0]
-        raise PeerError(f"{what} failed on {len(failures)} of {world_size()} processes; rank {number}: {text}")
+        # Else the other ranks would say that the user must mend something, and the job would not start again.
+        kind = FaultError if all(is_fault for text, is_fault in found if text) else PeerError
+        raise kind(f"{what} failed on {len(failures)} of {world_size()} processes; rank {number}: {text}")
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -35,6 +36,7 @@ AGREE_SECONDS, MAX_STEPS_BETWEEN = 2.0, 16
 WATCHDOG_FACTOR, WATCHDOG_MARGIN_S = 1.5, 1.0
 # The other ranks wait this long for Slurm to end them, after rank 0 has requeued the job.
 REQUEUE_SECONDS = 60
+REQUEUE_TRIES, REQUEUE_PAUSE_S = 4, 10.0  # Slurm's controller is busy when many jobs end at once
 
 # Written to standard error at once.
 CTRL_C_ANSWER = b"\nCtrl-C: saving after the next few steps, then the run ends; Ctrl-C again ends it without saving\n"
@@ -244,10 +246,7 @@ def hand_over(signals: StopSignals, stop: signal.Signals, step: int) -> NoReturn
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if is_main():
         logger.info("saved at step %d; the job is requeued", step)
-        if callable(others):
-            others(signal.SIGUSR2, None)
-        else:
-            _requeue(str(job))
+        _requeue(partial(others, signal.SIGUSR2, None) if callable(others) else partial(_scontrol_requeue, str(job)))
     if world_size() > 1 or not callable(others):
         time.sleep(REQUEUE_SECONDS)
     raise SystemExit(FAULT_STATUS)
@@ -263,10 +262,24 @@ def _is_being_preempted(job: str) -> bool:
     return any(value not in ("None", "Unknown") for value in times)
 
 
-def _requeue(job: str) -> None:
-    try:
-        subprocess.run(["scontrol", "requeue", job], check=True, capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.SubprocessError) as error:
-        reason = getattr(error, "stderr", None) or error
-        logger.error("job %s could not be requeued (%s); start the same command to go on", job, str(reason).strip())
-        raise SystemExit(FAULT_STATUS) from error
+def _scontrol_requeue(job: str) -> None:
+    subprocess.run(["scontrol", "requeue", job], check=True, capture_output=True, text=True, timeout=10)
+
+
+def _requeue(ask: Callable[[], object]) -> None:
+    """Ask Slurm to requeue this job, again after a pause if it does not answer; all within the time that others wait.
+
+    Raises:
+        SystemExit: it never did. The batch script of `run_with_submitit.py` then tries, too.
+    """
+    for number in range(1, REQUEUE_TRIES + 1):
+        try:
+            ask()
+            return
+        except (OSError, subprocess.SubprocessError) as error:
+            reason = str(getattr(error, "stderr", None) or error).strip()
+        logger.error("this job could not be requeued (%s), try %d of %d", reason, number, REQUEUE_TRIES)
+        if number < REQUEUE_TRIES:
+            time.sleep(REQUEUE_PAUSE_S)
+    logger.error("start the same command to go on, if the job does not start again")
+    raise SystemExit(FAULT_STATUS)

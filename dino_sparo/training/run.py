@@ -15,8 +15,10 @@ from signal import Signals
 from typing import Any
 
 from dino_sparo.checkpoint import CheckpointError, load_checkpoint, load_strictly, random_state, restore_random_state
+from dino_sparo.checkpoint_file import contents_checksum
 from dino_sparo.checkpoint_folder import CheckpointFolder
 from dino_sparo.runtime.distributed import (
+    FaultError,
     all_gather_object,
     all_or_none,
     broadcast_object,
@@ -165,6 +167,7 @@ def resume(run: Run) -> int | None:
         is_rescaled = _is_rescaled(checkpoint, run.scale)
         _check_same_scale(run, checkpoint, str(path), may_differ=is_rescaled and run.args.allow_rescale)
         load_state(run, checkpoint, str(path))
+    check_same_file(path, run.objective.updater.step)
     if is_rescaled:
         rescale(run, checkpoint)
     before, now = checkpoint["args"], plain(vars(run.args))
@@ -178,6 +181,25 @@ def resume(run: Run) -> int | None:
             )
     logger.info("resumed %s: %d epochs, %d steps done", path, checkpoint["epoch"], run.objective.updater.step)
     return None if is_rescaled else run.objective.updater.step
+
+
+def check_same_file(path: Path, step: int) -> None:
+    """Every rank has read the same checkpoint.
+
+    Args:
+        path: that this rank has read.
+        step: of its checkpoint.
+
+    Raises:
+        FaultError: a machine has another file there, such as a disk of its own, or the file server an old one in store.
+    """
+    found = all_gather_object((step, contents_checksum(path)))
+    if len(set(found)) > 1:
+        steps = ", ".join(str(each) for each, _ in found)
+        raise FaultError(
+            f"the ranks have read different files as {path}, of steps {steps}: --output_dir must be one folder for all "
+            "machines. If it is, starting again helps"
+        )
 
 
 def _is_rescaled(checkpoint: Mapping[str, Any], scale: Mapping[str, int]) -> bool:
