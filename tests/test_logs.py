@@ -179,6 +179,25 @@ def test_numbers_that_json_does_not_have_are_null_in_log_txt(tmp_path: Path) -> 
     }
 
 
+def test_a_run_goes_on_without_tensorboard_if_its_files_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The bug: a file server that was away for a moment ended a run for good, before it had saved."""
+
+    def stale(*_: object, **__: object) -> None:
+        raise OSError(116, "Stale file handle")
+
+    log = RunLog(tmp_path)
+    monkeypatch.setattr(type(log.writer), "add_scalar", stale)
+    for step in (1, 2):
+        log.scalars({"train/loss": 1.0}, step)
+    log.image("maps", np.zeros((4, 4, 3), dtype=np.uint8), 2)
+    log.write_epoch({"epoch": 0})
+    log.close()
+    assert caplog.text.count("TensorBoard's files cannot be written") == 1
+    assert json.loads((tmp_path / "log.txt").read_text()) == {"epoch": 0}
+
+
 def test_names_that_are_no_utf8_get_into_run_log_escaped(tmp_path: Path) -> None:
     setup_logging(tmp_path)
     logging.getLogger("dino_sparo").warning("left out %s", "caf\udce9.jpg")
@@ -191,6 +210,7 @@ def test_a_resumed_log_keeps_the_steps_that_were_saved_and_drops_those_that_were
     for step in range(1, 7):
         first.scalars({"train/loss": float(step)}, step)
     first.close()
+    time.sleep(1.1)  # files are ordered by the second in which they began
     # The checkpoint was written after step 4, so steps 5 and 6 never happened, and are done again.
     second = RunLog(tmp_path, step=4)
     for step in (5, 6, 7):

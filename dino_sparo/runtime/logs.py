@@ -3,6 +3,7 @@
 Rank 0 logs everything; the other ranks log warnings and errors alone, with their rank.
 """
 
+import contextlib
 import json
 import logging
 import math
@@ -246,9 +247,10 @@ class RunLog:
 
     def scalars(self, values: Mapping[str, Tensor | float], step: int) -> None:
         """Write named numbers to TensorBoard."""
-        if self.writer is not None:
-            for name, value in values.items():
-                self.writer.add_scalar(name, float(value), step)
+        with self._tensorboard() as writer:
+            if writer is not None:
+                for name, value in values.items():
+                    writer.add_scalar(name, float(value), step)
 
     def options(self, options: Mapping[str, Any], metrics: Sequence[str]) -> None:
         """Write a run's options to TensorBoard, whose page HPARAMS compares runs by them.
@@ -257,26 +259,37 @@ class RunLog:
             options: of the run; those without a value are left out.
             metrics: names of the scalars that stand beside them there.
         """
-        if self.writer is None:
-            return
         plain = {
             name: value if isinstance(value, (bool, int, float)) else printable(str(value))
             for name, value in options.items()
             if value is not None
         }
         # `SummaryWriter.add_hparams` would begin another run in a folder of its own.
-        for summary in hparams(plain, dict.fromkeys(metrics, 0.0)):
-            self.writer._get_file_writer().add_summary(summary)
+        with self._tensorboard() as writer:
+            if writer is not None:
+                for summary in hparams(plain, dict.fromkeys(metrics, 0.0)):
+                    writer._get_file_writer().add_summary(summary)
 
     def image(self, name: str, picture: np.ndarray, step: int) -> None:
         """Write a picture (H, W, 3), 8 bit, to TensorBoard."""
-        if self.writer is not None:
-            self.writer.add_image(name, picture, step, dataformats="HWC")
+        with self._tensorboard() as writer:
+            if writer is not None:
+                writer.add_image(name, picture, step, dataformats="HWC")
 
     def close(self) -> None:
         """Finish writing."""
-        if self.writer is not None:
-            self.writer.close()
+        with self._tensorboard() as writer:
+            if writer is not None:
+                writer.close()
+
+    @contextlib.contextmanager
+    def _tensorboard(self) -> Iterator[SummaryWriter | None]:
+        """TensorBoard's writer; None without one, or after an error: its files are not worth the end of a run."""
+        try:
+            yield self.writer
+        except OSError as error:
+            logger.error("TensorBoard's files cannot be written (%s): the run goes on without them", error)
+            self.writer = None
 
 
 def _finite(value: Any) -> Any:

@@ -378,3 +378,11 @@ def load_state(run: Run, checkpoint: Mapping[str, Any], source: str) -> None:
     if len(ranks) == world_size():
         restore_random_state(ranks[rank()]["rng"], updater.device)
         run.progress.meters.load_state_dict(ranks[rank()]["meters"])
+    elif ranks:
+        logger.warning(
+            "%s is of %d processes and goes on with %d: the rest of the run is not equal to the bit, and the means of "
+            "this epoch are those of its rest",
+            source,
+            len(ranks),
+            world_size(),
+        )
