@@ -36,7 +36,7 @@ import logging
 import math
 import random
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +51,12 @@ from dino_sparo.encoder import Encoder, EncoderConfig, encoder_from_config
 from dino_sparo.open_clip_names import Renamed, from_open_clip_names, is_open_clip
 from dino_sparo.readout_table import readout_kind
 from dino_sparo.runtime.records import differences
+from dino_sparo.sources.limits import parse_object
 
 logger = logging.getLogger(__name__)
 
 IMAGE_TEXT_KEYS = ("clip", "oc_clip")  # how an image-text model was built; `model` has its weights
+PUBLISHED = "open_clip_config"  # what the file of this name says of OpenCLIP's weights
 NUM_NAMES_SHOWN = 8  # of the keys that do not match
 
 
@@ -100,11 +102,44 @@ def load_checkpoint(path: str | Path, verify: bool = True) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"no checkpoint at {path}; give the path of a .pth file")
     if path.suffix == ".safetensors":
-        return read_safetensors(path)
+        return _with_published(read_safetensors(path), path)
     checkpoint = read_torch_file(path, verify)
     if not isinstance(checkpoint, dict):
         raise CheckpointError(f"{path} holds a {type(checkpoint).__name__}, not a dict of weights")
-    return checkpoint
+    return _with_published(checkpoint, path)
+
+
+def _with_published(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
+    """OpenCLIP's weights with what they were published with: `open_clip_config.json` in the same folder.
+
+    It says what weights cannot: mean and standard deviation of the images, and the activation. Without it OpenAI's mean
+    and standard deviation are assumed, and GELU.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    published = path.with_name("open_clip_config.json")
+    if image_text_entry(checkpoint) is not None or not is_open_clip(_top_weights(checkpoint)):
+        return checkpoint
+    if not published.is_file():
+        logger.info("%s: no open_clip_config.json beside it; assumed are OpenAI's mean and std, and GELU", path)
+        return checkpoint
+    try:
+        config = parse_object(published.read_bytes(), str(published))
+        images, model = config.get("preprocess_cfg", {}), config.get("model_cfg", {})
+        found = {name: tuple(map(float, images[name])) for name in ("mean", "std") if name in images}
+        activation = bool(model.get("quick_gelu", False))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{published} does not describe the weights beside it ({error})") from error
+    logger.info("%s: %s, quick_gelu %s, as %s says", path, found, activation, published.name)
+    if images.get("resize_mode", "shortest") != "shortest":
+        logger.warning(
+            "%s was trained with images resized by %r; here the shorter side is resized and the centre is cut, which "
+            "changes its accuracy",
+            path,
+            images["resize_mode"],
+        )
+    return {**checkpoint, PUBLISHED: {**found, "quick_gelu": activation}}
 
 
 def flat_weights(weights: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -252,7 +287,8 @@ def describe_encoder(
     pair = image_text_entry(checkpoint)
     entry = encoder_entry(checkpoint) if pair is None else _image_tower(pair)
     if entry is None:
-        return encoder_description(infer_config(weights, arch, patch_size), *normalization_of(checkpoint))
+        config = replace(infer_config(weights, arch, patch_size), quick_gelu=published_activation(checkpoint))
+        return encoder_description(config, *normalization_of(checkpoint))
     overrides = {key: value for key, value in (("arch", arch), ("patch_size", patch_size)) if value is not None}
     return {**entry, **overrides}
 
@@ -327,7 +363,13 @@ def normalization_of(checkpoint: Mapping[str, Any]) -> tuple[tuple[float, ...], 
     entry = image_text_entry(checkpoint) or encoder_entry(checkpoint) or {}
     is_foreign_clip = not entry and is_open_clip(_top_weights(checkpoint))
     mean, std = (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD) if is_foreign_clip else (IMAGENET_MEAN, IMAGENET_STD)
+    entry = entry or checkpoint.get(PUBLISHED, {})
     return tuple(entry.get("mean", mean)), tuple(entry.get("std", std))
+
+
+def published_activation(checkpoint: Mapping[str, Any]) -> bool:
+    """Whether OpenCLIP's weights were published with `quick_gelu`; False where nothing says so."""
+    return bool(checkpoint.get(PUBLISHED, {}).get("quick_gelu", False))
 
 
 def network_weights(checkpoint: Mapping[str, Any], which: str, source: str) -> dict[str, Tensor]:

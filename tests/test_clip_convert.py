@@ -1,5 +1,6 @@
 """The same weights give the same encodings here and in open_clip, whichever way they went."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from dino_sparo.checkpoint import CheckpointError
+from dino_sparo.checkpoint import CheckpointError, load_checkpoint, load_encoder
 from dino_sparo.clip.convert import from_open_clip, open_clip_config, to_open_clip
 from dino_sparo.clip.model import CLIP, clip_from_open_clip, create_clip, load_clip
 
@@ -146,6 +147,30 @@ def test_quick_gelu_of_a_file_is_told_by_the_user(tmp_path: Path) -> None:
     theirs = their_model(quick_gelu=True)
     torch.save(theirs.state_dict(), tmp_path / "weights.pt")
     assert_equal_encodings(load_clip(tmp_path / "weights.pt", text_heads=2, quick_gelu=True).model, theirs)
+
+
+def test_weights_are_read_as_they_were_published(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The bug: ViT-L-14 of LAION-2B, whose images have mean and deviation 0.5, was evaluated with OpenAI's."""
+    theirs, path = their_model(quick_gelu=True), tmp_path / "open_clip_model.safetensors"
+    save_file(theirs.state_dict(), path)
+    images = {"mean": [0.5, 0.25, 0.125], "std": [0.5, 0.5, 0.5], "resize_mode": "squash"}
+    config = {"model_cfg": {"quick_gelu": True}, "preprocess_cfg": images}
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
+    loaded = load_clip(path, text_heads=2)
+    assert_equal_encodings(loaded.model, theirs)
+    assert (loaded.mean, loaded.std) == ((0.5, 0.25, 0.125), (0.5, 0.5, 0.5))
+    assert "was trained with images resized by 'squash'" in caplog.text
+    encoder = load_encoder(path)  # of the image tower, for k-NN and probes
+    assert encoder.config.quick_gelu
+    assert load_checkpoint(path)["open_clip_config"]["quick_gelu"]
+    (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": {}, "preprocess_cfg": {}}))
+    with pytest.raises(ValueError, match=r"--quick_gelu is given, but .* was published without"):
+        load_clip(path, text_heads=2, quick_gelu=True)
+    assert load_clip(path, text_heads=2).mean == pytest.approx((0.48145466, 0.4578275, 0.40821073))
+    for text in ("[]", "{", '{"preprocess_cfg": {"mean": 3}}', '{"preprocess_cfg": {"mean": ["a"]}}'):
+        (tmp_path / "open_clip_config.json").write_text(text)
+        with pytest.raises(CheckpointError, match=r"open_clip_config.json does not describe the weights beside it"):
+            load_clip(path, text_heads=2)
 
 
 # What cannot be converted.

@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dino_sparo.checkpoint import (
+    PUBLISHED,
     CheckpointError,
     clip_weights,
     image_text_entry,
     load_checkpoint,
     load_strictly,
+    published_activation,
 )
 from dino_sparo.choices import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from dino_sparo.clip.choices import FREEZABLE
@@ -280,13 +282,14 @@ def load_clip(
         path: one of our checkpoints, or weights of open_clip (.pt, .pth, .safetensors) of a plain CLIP with a ViT.
         text_heads: of open_clip's weights, which do not tell; by default they are 64 wide.
         quick_gelu: activation of open_clip's weights, which do not tell either: True for OpenAI's and their
-            descendants, whose open_clip names end in `-quickgelu`.
+            descendants, whose open_clip names end in `-quickgelu`. Not needed where `open_clip_config.json` lies beside
+            them, as it does where they are published.
         checkpoint: what `load_checkpoint` read from `path`; None: read it now.
 
     Raises:
         CheckpointError: the file cannot be read, is no CLIP, or its weights do not fit.
         ValueError: the checkpoint was saved with something that this version does not know, or `text_heads` or
-            `quick_gelu` are given for one of ours.
+            `quick_gelu` are given for one of ours, or `quick_gelu` against what weights were published with.
     """
     checkpoint = load_checkpoint(path) if checkpoint is None else checkpoint
     description, source = checkpoint.get("clip"), str(path)
@@ -307,7 +310,9 @@ def load_clip(
             raise CheckpointError(f"{source} does not say {', '.join(sorted(missing))} of its CLIP under `clip`")
         config = CLIPConfig.from_dict(description)
     else:
-        config = infer_clip_config(weights, text_heads, quick_gelu)
+        if quick_gelu and PUBLISHED in checkpoint and not published_activation(checkpoint):
+            raise ValueError(f"--quick_gelu is given, but {source} was published without (open_clip_config.json)")
+        config = infer_clip_config(weights, text_heads, quick_gelu or published_activation(checkpoint))
     model = clip_from_config(config)
     load_strictly(model, weights, source)
     return LoadedClip.of(model, checkpoint, path)
