@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dino_sparo.checkpoint import load_checkpoint
 from dino_sparo.evaluation.objects.measures import MEASURES
 from dino_sparo.evaluation.objects.table import MEASURE_NAMES, ROW_NAMES
 from dino_sparo.runtime.cli import HelpFormatter, say
@@ -74,15 +75,21 @@ def measure(run: Run, folder: Path, partner: Path | None, command: RunCommand) -
     return result
 
 
+def is_finished(folder: Path, run: Run) -> bool:
+    """Whether a folder holds a checkpoint of the last epoch: the run may be under way again, or made elsewhere."""
+    path = folder / "checkpoint.pth"
+    return path.exists() and load_checkpoint(path)["epoch"] == int(run.options["epochs"])
+
+
 def measure_missing(output_dir: Path, results: Path, command: RunCommand) -> None:
     """Measure the reported runs that have a checkpoint and no result here."""
     folder, chosen = output_dir / STUDY, chosen_rates(STUDY, results)
     reported = [run for run in reported_runs(STUDY, results) if run.lr == chosen.get(run.variant)]
     for run in (run for run in reported if run.variant in WITH_MAPS and run.result(results)):
         path = results / STUDY / "slots" / f"{run.name}.json"
-        if not path.exists() and (folder / run.name / "checkpoint.pth").exists():
+        if not path.exists() and is_finished(folder / run.name, run):
             following = folder / Run(STUDY, run.variant, run.lr, run.seed + 1).name
-            partner = following if (results / STUDY / f"{following.name}.json").exists() else None
+            partner = following if is_finished(following, run) else None
             path.parent.mkdir(exist_ok=True)
             write_json(measure(run, folder, partner, command), path)
 

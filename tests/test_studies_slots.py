@@ -41,6 +41,7 @@ class Commands:
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Finished runs of seeds 0 to 2 with checkpoints, and one of `cls` at another rate."""
+    monkeypatch.setattr(slots, "load_checkpoint", lambda path: {"epoch": json.loads(path.read_text())})
     monkeypatch.setattr(slots, "chosen_rates", lambda *_: CHOSEN)
     monkeypatch.setattr(runs, "chosen_rates", lambda *_: CHOSEN)
     made = [Run("scenes", variant, lr, seed) for variant, lr in CHOSEN.items() for seed in range(3)]
@@ -49,7 +50,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"options": run.options, "epochs": [{}] * int(run.options["epochs"])}))
         (tmp_path / "out" / "scenes" / run.name).mkdir(parents=True)
-        (tmp_path / "out" / "scenes" / run.name / "checkpoint.pth").touch()
+        (tmp_path / "out" / "scenes" / run.name / "checkpoint.pth").write_text(run.options["epochs"])
     return tmp_path / "results"
 
 
@@ -66,6 +67,15 @@ def test_the_chosen_encoders_with_maps_are_measured_once(results: Path) -> None:
     studied = [(options["--seed"], untrained) for name, options, untrained in asked if name == "slot-study"]
     assert sorted(studied) == [(str(seed), state) for seed in range(3) for state in (False, True)]
     assert asked_of(results) == []
+
+
+def test_runs_that_are_under_way_again_are_not_measured(results: Path) -> None:
+    for name in ("cls_lr0.002_seed0", "sparo_lr0.008_seed2"):
+        (results.parent / "out" / "scenes" / name / "checkpoint.pth").write_text("1")
+    asked = asked_of(results)
+    scored = {Path(options["--pretrained_weights"]).parent.name for name, options, _ in asked if name == "slot-score"}
+    assert scored == {f"cls_lr0.002_seed{seed}" for seed in (1, 2)} | {f"sparo_lr0.008_seed{seed}" for seed in (0, 1)}
+    assert [options["--seed"] for _, options, _ in asked if "--match" in options] == ["0"]
 
 
 def test_slots_are_matched_with_those_of_the_next_seed(results: Path) -> None:
