@@ -318,7 +318,7 @@ def draw(name: str, results: Path, path: Path) -> None:
                 where = at + (number - (len(found) - 1) / 2) * 0.8 / len(found)
                 _draw_score(axes[-1], by_seed, score, colour, where)
             axes[-1].plot([], [], "o", color=colour, markersize=4, label=variant)
-        axes[-1].legend(frameon=False, fontsize=8)
+        axes[-1].legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))  # beside the points
         axes[-1].set_xticks(range(len(scores)), [score.replace(" ", "\n") for score in scores], fontsize=8)
         axes[-1].set(ylabel="accuracy, %")
         if any(state == "untrained" for state, _ in _columns(found)):
