@@ -122,22 +122,22 @@ def _with_published(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
     if image_text_entry(checkpoint) is not None or not is_open_clip(_top_weights(checkpoint)):
         return checkpoint
     if not published.is_file():
-        logger.info("%s: no open_clip_config.json beside it; assumed are OpenAI's mean and std, and GELU", path)
+        logger.info("%s: no open_clip_config.json beside it; its images are taken as normalised like OpenAI's", path)
         return checkpoint
     try:
         config = parse_object(published.read_bytes(), str(published))
         images, model = config.get("preprocess_cfg", {}), config.get("model_cfg", {})
         found = {name: tuple(map(float, images[name])) for name in ("mean", "std") if name in images}
-        activation = bool(model.get("quick_gelu", False))
+        activation, resize_mode = bool(model.get("quick_gelu", False)), images.get("resize_mode", "shortest")
     except (ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{published} does not describe the weights beside it ({error})") from error
     logger.info("%s: %s, quick_gelu %s, as %s says", path, found, activation, published.name)
-    if images.get("resize_mode", "shortest") != "shortest":
+    if resize_mode != "shortest":
         logger.warning(
             "%s was trained with images resized by %r; here the shorter side is resized and the centre is cut, which "
             "changes its accuracy",
             path,
-            images["resize_mode"],
+            resize_mode,
         )
     return {**checkpoint, PUBLISHED: {**found, "quick_gelu": activation}}
 

@@ -12,6 +12,7 @@ from dino_sparo.image_text.demos import write_pairs
 from dino_sparo.runtime.demos import RunCommand
 from studies.scores import (
     ENCODING_PROBE,
+    RANDOM_READERS,
     RANDOM_SLOTS,
     RANDOM_SLOTS_PROBE,
     WIDTH_CONTROL,
@@ -77,7 +78,7 @@ class Study:
 
 # The seed of the runs that choose the learning rate; it is none of the reported ones.
 CHOICE_SEED = 100
-DINO_READOUTS = {name: {"readout": name} for name in ("cls", "gap", "sparo")}
+DINO_READOUTS = {name: {"readout": name} for name in RANDOM_READERS}
 DINO_CONTROLS = {
     # The class tokens of four blocks of `cls` are as wide as SPARO's encoding in these recipes: 512 numbers.
     "cls, 4 blocks": ("cls", {"20-NN": WIDTH_CONTROL, ENCODING_PROBE: "linear probe"}),

@@ -14,8 +14,6 @@ Scores = dict[str, dict[str, float]]
 
 ENCODING_PROBE = "linear probe, encoding alone"
 WIDTH_CONTROL = "20-NN, 4 blocks"
-# Evaluations draw untrained read-outs with seeds that are far from those of the runs.
-OTHER_SEED = 1_000_003
 RANDOM_SLOTS, RANDOM_SLOTS_PROBE = "20-NN, random slots", "linear probe, random slots"
 # Field of the encoder's configuration -> option of the recipe.
 SLOT_SIZES = {"num_slots": "sparo_slots", "slot_dim": "sparo_slot_dim", "key_dim": "sparo_key_dim"}
@@ -49,7 +47,7 @@ def with_random_slots(trained: Trained) -> Path:
     """
     from dino_sparo.checkpoint import encoder_description
     from dino_sparo.checkpoint_folder import save_checkpoint
-    from dino_sparo.evaluation.protocol import trained_encoder, untrained_encoder
+    from dino_sparo.evaluation.protocol import OTHER_SEED, trained_encoder, untrained_encoder
 
     source = trained_encoder(str(trained.folder / "checkpoint.pth"))
     path = trained.folder / "random_slots" / "checkpoint.pth"

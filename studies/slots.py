@@ -14,6 +14,7 @@ from typing import Any
 from dino_sparo.checkpoint import load_checkpoint
 from dino_sparo.evaluation.objects.measures import MEASURES
 from dino_sparo.evaluation.objects.table import MEASURE_NAMES, ROW_NAMES
+from dino_sparo.readout_table import readout_kind
 from dino_sparo.runtime.cli import HelpFormatter, say
 from dino_sparo.runtime.demos import RunCommand, option_words
 from dino_sparo.runtime.records import write_json
@@ -30,7 +31,7 @@ Found = dict[str, dict[int, dict[str, Any]]]  # variant -> seed -> result
 
 
 def measure(run: Run, folder: Path, partner: Path | None, command: RunCommand) -> dict[str, Any]:
-    """What the maps of one encoder find; with `sparo` what its slots know, and how they match those of the next seed.
+    """What the maps of one encoder find; of slots also what they know, and how they match those of the next seed.
 
     Args:
         run: of the study.
@@ -47,7 +48,8 @@ def measure(run: Run, folder: Path, partner: Path | None, command: RunCommand) -
     # So each seed has an untrained encoder of its own.
     shared += option_words({"seed": run.seed, "output_dir": own / "slots"})
     words = option_words({"data_path": OBJECTS, "maps": NUM_MAPS})
-    if partner is not None and run.variant == "sparo":
+    has_slots = readout_kind(run.options["readout"]).has_slots
+    if partner is not None and has_slots:
         words += ["--match", str(partner / "checkpoint.pth")]
     scored = command("slot-score", [*shared, *words])
     rows = {row: scored["measures"][row] for row in ("model", *COMPARED)}
@@ -59,7 +61,7 @@ def measure(run: Run, folder: Path, partner: Path | None, command: RunCommand) -
         names = ("matched", "untrained", "shuffled_images")
         result["match"] = {name: scored["match"][name]["mean"] for name in names}
         result["match"]["mean_of_all_pairs"] = scored["match"]["mean_of_all_pairs"]
-    if run.variant == "sparo":
+    if has_slots:
         words = option_words({"data_path": LABELLED, "img_size": IMG_SIZE})
         studied = {
             "untrained": command("slot-study", [*shared, *words, "--untrained"]),

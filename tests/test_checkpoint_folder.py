@@ -254,7 +254,7 @@ def test_ranks_that_read_different_checkpoints_do_not_go_on(tmp_path: Path, monk
 
     def check(*other: int) -> None:
         monkeypatch.setattr(training_run, "all_gather_object", lambda own: [own, other])
-        training_run.check_same_file(newest, 3)
+        training_run.check_same_file(newest, 3, contents_checksum(newest))
 
     check(3, contents_checksum(newest))
     with pytest.raises(FaultError, match=r"read different files as .*checkpoint.pth, of steps 3, 3: --output_dir"):

@@ -104,7 +104,7 @@ def test_the_tables_of_the_results_page_are_those_of_the_files() -> None:
         assert table in page, "python -m studies.slots"
 
 
-def test_a_mapping_of_options_reaches_the_commands_as_they_take_them(results: Path) -> None:
+def test_the_options_that_are_asked_for_are_those_of_the_commands(results: Path) -> None:
     from dino_sparo.__main__ import COMMANDS
 
     for name, options, untrained in asked_of(results):

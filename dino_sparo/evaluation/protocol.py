@@ -27,6 +27,8 @@ from dino_sparo.sources import ImageLimits, TableColumns
 
 logger = logging.getLogger(__name__)
 
+OTHER_SEED = 1_000_003  # away from the seeds of runs, whose start an untrained encoder of the same seed would be
+
 
 @dataclass(frozen=True)
 class EvaluatedEncoder:

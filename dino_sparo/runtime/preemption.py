@@ -36,7 +36,7 @@ AGREE_SECONDS, MAX_STEPS_BETWEEN = 2.0, 16
 WATCHDOG_FACTOR, WATCHDOG_MARGIN_S = 1.5, 1.0
 # The other ranks wait this long for Slurm to end them, after rank 0 has requeued the job.
 REQUEUE_SECONDS = 60
-REQUEUE_TRIES, REQUEUE_PAUSE_S = 4, 10.0  # Slurm's controller is busy when many jobs end at once
+REQUEUE_TRIES, REQUEUE_PAUSE_S = 4, 5.0  # Slurm's controller is busy when many jobs end at once
 
 # Written to standard error at once.
 CTRL_C_ANSWER = b"\nCtrl-C: saving after the next few steps, then the run ends; Ctrl-C again ends it without saving\n"

@@ -167,7 +167,8 @@ def resume(run: Run) -> int | None:
         is_rescaled = _is_rescaled(checkpoint, run.scale)
         _check_same_scale(run, checkpoint, str(path), may_differ=is_rescaled and run.args.allow_rescale)
         load_state(run, checkpoint, str(path))
-    check_same_file(path, run.objective.updater.step)
+        checksum = contents_checksum(path)
+    check_same_file(path, run.objective.updater.step, checksum)
     if is_rescaled:
         rescale(run, checkpoint)
     before, now = checkpoint["args"], plain(vars(run.args))
@@ -183,17 +184,18 @@ def resume(run: Run) -> int | None:
     return None if is_rescaled else run.objective.updater.step
 
 
-def check_same_file(path: Path, step: int) -> None:
+def check_same_file(path: Path, step: int, checksum: int) -> None:
     """Every rank has read the same checkpoint.
 
     Args:
         path: that this rank has read.
         step: of its checkpoint.
+        checksum: of the file's contents.
 
     Raises:
         FaultError: a machine has another file there, such as a disk of its own, or the file server an old one in store.
     """
-    found = all_gather_object((step, contents_checksum(path)))
+    found = all_gather_object((step, checksum))
     if len(set(found)) > 1:
         steps = ", ".join(str(each) for each, _ in found)
         raise FaultError(

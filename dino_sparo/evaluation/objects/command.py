@@ -32,6 +32,7 @@ from dino_sparo.evaluation.objects.survey import MODEL, UNTRAINED, Survey, slot_
 from dino_sparo.evaluation.objects.table import table
 from dino_sparo.evaluation.page import require_matplotlib
 from dino_sparo.evaluation.protocol import (
+    OTHER_SEED,
     EvaluatedEncoder,
     encoder_of_options,
     result_folder,
@@ -55,7 +56,6 @@ MIN_MATCH_IMAGES = 20
 FEW_IMAGES = "half of them match slots, half compare them. Give more, or leave --match out"
 # A class of fewer objects has a mean by chance: it is not said to be what a map looks for.
 MIN_OBJECTS = 10
-OTHER_SEED = 1_000_003  # away from the seeds of runs, whose start an untrained encoder of the same seed would be
 
 
 def score_slots(args: argparse.Namespace) -> dict[str, Any] | None:
