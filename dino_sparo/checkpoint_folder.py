@@ -135,7 +135,7 @@ class CheckpointFolder:
         """The path of the checkpoint `number` saves before the newest."""
         return self.folder / f"checkpoint_previous{number}.pth" if number else self.newest
 
-    def save(self, checkpoint: Mapping[str, Any], copies: Iterable[str] = ()) -> None:
+    def save(self, checkpoint: Mapping[str, Any], copies: Iterable[str] = (), replaces_newest: bool = False) -> None:
         """Write a checkpoint; the ones before it move one place back, and the oldest goes.
 
         A save that fails changes nothing. One that is killed leaves `keep` different whole checkpoints if there were as
@@ -144,6 +144,7 @@ class CheckpointFolder:
         Args:
             checkpoint: what to write.
             copies: names of files that later saves do not overwrite.
+            replaces_newest: it takes the newest one's place, and those before that stay; for a save of the same step.
 
         Raises:
             CheckpointError: the disk is full or the folder cannot be written; nothing has changed.
@@ -151,7 +152,7 @@ class CheckpointFolder:
         with contextlib.suppress(OSError):
             for remains in self.folder.glob(".checkpoint*.tmp"):  # of a killed save; they take space
                 remains.unlink()
-        previous = [self.previous(number) for number in range(1, self.keep)]
+        previous = [] if replaces_newest else [self.previous(number) for number in range(1, self.keep)]
         # Workers end some time after SIGTERM, perhaps before a large file is written.
         with ends_unnoticed():
             save_checkpoint(checkpoint, self.newest, previous, [self.folder / copy for copy in copies])

@@ -204,6 +204,49 @@ def test_a_run_stopped_by_a_signal_saves_between_two_steps_and_ends_in_the_same_
     assert untimed_epochs(tmp_path / "parts") == untimed_epochs(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("is_evaluating", [False, True])
+def test_an_epoch_that_ends_before_its_evaluation_is_evaluated_when_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_evaluating: bool
+) -> None:
+    """The bug: a signal in an epoch's last step waited for the evaluation, and a kill in that lost the epoch's end."""
+    monkeypatch.setattr(preemption, "MAX_STEPS_BETWEEN", 1)
+    take, evaluate = dino_train.train_step, images.evaluate_knn
+    steps, evaluations = 0, 0
+
+    def take_and_be_stopped(*arguments: object, **options: object) -> StepReport:
+        nonlocal steps
+        steps += 1
+        if steps == 4 and not is_evaluating:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return take(*arguments, **options)
+
+    def evaluate_or_die(*arguments: object, **options: object) -> object:
+        nonlocal evaluations
+        evaluations += 1
+        if evaluations == 1 and is_evaluating:
+            raise KeyboardInterrupt
+        return evaluate(*arguments, **options)
+
+    run(tmp_path / "whole", knn_freq=1, epochs=2, keep_checkpoints=3)
+    monkeypatch.setattr(dino_train, "train_step", take_and_be_stopped)
+    monkeypatch.setattr(images, "evaluate_knn", evaluate_or_die)
+    with pytest.raises(KeyboardInterrupt if is_evaluating else RunStopped):
+        run(tmp_path / "parts", knn_freq=1, epochs=2, keep_checkpoints=3)
+    saved = load_checkpoint(tmp_path / "parts" / "checkpoint.pth")
+    assert (saved["step"], saved["epoch"]) == (4, 1)
+    assert saved["unlogged_epoch"]["loss"] > 0
+    assert not (tmp_path / "parts" / "log.txt").exists()
+    run(tmp_path / "parts", knn_freq=1, epochs=2, keep_checkpoints=3)
+    assert (steps, evaluations) == (8, 2 + is_evaluating)  # no step twice
+    whole, parts = (load_checkpoint(tmp_path / name / "checkpoint.pth") for name in ("whole", "parts"))
+    for key in ("student", "teacher", "optimizer", "dino_loss", "step", "epoch", "best_knn", "unlogged_epoch"):
+        assert_same_state(whole[key], parts[key], key)
+    assert untimed_epochs(tmp_path / "parts") == untimed_epochs(tmp_path / "whole")
+    # The save after an evaluation takes the place of the one before it.
+    steps_kept = [load_checkpoint(path)["step"] for path in sorted((tmp_path / "parts").glob("checkpoint*.pth"))]
+    assert sorted(steps_kept) == [4, 8]
+
+
 @pytest.mark.slow
 def test_the_clock_saves_within_an_epoch_and_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
     run(tmp_path, saveckp_minutes=1e-9, keep_checkpoints=3, max_steps=7)

@@ -6,7 +6,6 @@ import os
 import signal
 import stat
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from dino_sparo.data import TERM_GRACE_SECONDS, init_worker
 from dino_sparo.runtime import FAULT_STATUS, preemption
 from dino_sparo.runtime.cli import errors_in_one_line
-from dino_sparo.runtime.preemption import Agreement, RunStopped, StopSignals, Watchdog, hand_over
+from dino_sparo.runtime.preemption import Agreement, RunStopped, StopSignals, hand_over
 
 CPU = torch.device("cpu")
 
@@ -234,47 +233,3 @@ def test_a_busy_controller_is_asked_again_to_requeue_a_job_of_submitits(
     finally:
         signal.signal(signal.SIGUSR2, before)
     assert caplog.text.count("could not be requeued") == 2
-
-
-def test_a_run_in_which_nothing_moves_ends_itself(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    ended, statuses = threading.Event(), []
-
-    def leave(status: int) -> None:
-        statuses.append(status)
-        watchdog.over.set()  # what the process' end does, too
-        ended.set()
-
-    monkeypatch.setattr(os, "_exit", leave)
-    monkeypatch.setattr(preemption, "WATCHDOG_MARGIN_S", 0.2)
-    monkeypatch.setattr(preemption.logging, "shutdown", lambda: None)
-    with Watchdog(timeout_min=0.0) as watchdog:
-        for _ in range(4):
-            time.sleep(0.1)
-            watchdog.beat()
-        assert not statuses
-        assert ended.wait(10)
-    assert statuses == [FAULT_STATUS]
-    assert "no step has ended for 0 s" in caplog.text
-
-
-def test_a_watchdog_waits_longer_while_one_rank_saves_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    statuses: list[int] = []
-    monkeypatch.setattr(os, "_exit", statuses.append)
-    monkeypatch.setattr(preemption, "WATCHDOG_MARGIN_S", 0.1)
-    with Watchdog(timeout_min=0.0) as watchdog:
-        with watchdog.patient():
-            time.sleep(0.25)
-        assert watchdog.seconds == 0.1
-    assert not statuses
-
-
-def test_a_watchdog_that_is_dismissed_bites_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    statuses: list[int] = []
-    monkeypatch.setattr(os, "_exit", statuses.append)
-    monkeypatch.setattr(preemption, "WATCHDOG_MARGIN_S", 0.05)
-    with Watchdog(timeout_min=0.0):
-        pass
-    time.sleep(0.2)
-    assert not statuses

@@ -200,13 +200,20 @@ class PairObjective(Objective[AnyBatch]):
             *(number, num_seen, 100 * number / num_seen, self.args.context_length),
         )
 
+    def is_evaluated(self, epoch: int) -> bool:
+        """After every epoch if pairs are held out, else every `--zero_shot_freq` epochs."""
+        return self.validation is not None or self._is_probed(epoch)
+
+    def _is_probed(self, epoch: int) -> bool:
+        return self.probe is not None and (epoch + 1) % self.args.zero_shot_freq == 0
+
     def after_epoch(self, epoch: int, means: Mapping[str, float], log: RunLog) -> EpochResult:
         """Loss and retrieval on the pairs held out; zero-shot accuracy every `--zero_shot_freq` epochs."""
         # A model that distinguishes nothing has a loss of ln(batch).
         values = {"loss_over_ln_batch": means.get("itc_loss", means["loss"]) / math.log(max(self.args.batch_size, 2))}
         if self.validation is not None:
             values |= self.validation.measure(self.scorer, self.logit_scale)
-        if self.probe is None or (epoch + 1) % self.args.zero_shot_freq:
+        if self.probe is None or not self._is_probed(epoch):
             return EpochResult(values)
         accuracy = self.probe.accuracy(self.scorer)
         return EpochResult({**values, self.metric: accuracy}, score=accuracy)

@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from dino_sparo.runtime.collectives import all_reduce_sum
 from dino_sparo.runtime.distributed import is_main, rank
+from dino_sparo.runtime.watchdog import sign_of_life
 
 logger = logging.getLogger(__name__)
 
@@ -307,7 +308,7 @@ def _epoch_of(line: str) -> int:
 
 
 def progress(iterable: Iterable[T], total: int | None = None, desc: str = "") -> Iterator[T]:
-    """Iterate over `iterable` while rank 0 shows the progress.
+    """Iterate over `iterable` while rank 0 shows the progress; every item is a sign of life for the watchdog.
 
     A bar on a terminal; a line every half minute where the output goes to a file.
 
@@ -316,16 +317,12 @@ def progress(iterable: Iterable[T], total: int | None = None, desc: str = "") ->
         total: its length, if it has no `len`.
         desc: what is going on.
     """
-    if not is_main():
-        yield from iterable
-        return
-    if sys.stderr.isatty():
-        yield from tqdm(iterable, total=total, desc=desc, leave=False)
-        return
     length = total if total is not None or not isinstance(iterable, Sized) else len(iterable)
+    has_bar = is_main() and sys.stderr.isatty()
     start = last = time.monotonic()
-    for done, item in enumerate(iterable):
-        if time.monotonic() - last > PROGRESS_SECONDS:
+    for done, item in enumerate(tqdm(iterable, total=length, desc=desc, leave=False) if has_bar else iterable):
+        sign_of_life()
+        if is_main() and not has_bar and time.monotonic() - last > PROGRESS_SECONDS:
             last = time.monotonic()
             logger.info("%s: %d of %s, %.0f s", desc, done, length if length is not None else "?", last - start)
         yield item

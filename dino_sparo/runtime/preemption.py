@@ -11,9 +11,8 @@ import math
 import os
 import signal
 import subprocess
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from dino_sparo.runtime import FAULT_STATUS
 from dino_sparo.runtime.collectives import all_reduce_sum
-from dino_sparo.runtime.distributed import CONTROL_FACTOR, barrier, is_main, world_size
+from dino_sparo.runtime.distributed import barrier, is_main, world_size
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +31,6 @@ logger = logging.getLogger(__name__)
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 # The ranks agree about this often, and after at most so many steps.
 AGREE_SECONDS, MAX_STEPS_BETWEEN = 2.0, 16
-# The watchdog's patience, as a multiple of the time-out and in seconds beyond it.
-WATCHDOG_FACTOR, WATCHDOG_MARGIN_S = 1.5, 1.0
 # The other ranks wait this long for Slurm to end them, after rank 0 has requeued the job.
 REQUEUE_SECONDS = 60
 REQUEUE_TRIES, REQUEUE_PAUSE_S = 4, 5.0  # Slurm's controller is busy when many jobs end at once
@@ -168,55 +165,6 @@ class Agreement:
     def saved(self) -> None:
         """A checkpoint was written: the clock starts anew."""
         self.last_save = time.monotonic()
-
-
-class Watchdog:
-    """Ends this process if no step ends for too long, whatever it waits for: a worker, a network, a disk, a device.
-
-    Collectives and the loader have their own time-outs and can name the cause; the watchdog waits a little longer.
-
-    Args:
-        timeout_min: their time-out.
-    """
-
-    def __init__(self, timeout_min: float) -> None:
-        self.seconds = WATCHDOG_FACTOR * 60 * timeout_min + WATCHDOG_MARGIN_S
-        self.last_beat = time.monotonic()
-        self.over = threading.Event()
-
-    def __enter__(self) -> "Watchdog":
-        self.beat()
-        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.over.set()
-
-    def beat(self) -> None:
-        """A step begins: the run makes progress."""
-        self.last_beat = time.monotonic()
-
-    @contextlib.contextmanager
-    def patient(self) -> Iterator[None]:
-        """One rank works for all others, which wait in the control group: no step ends meanwhile."""
-        before = self.seconds
-        self.seconds = before * CONTROL_FACTOR
-        try:
-            yield
-        finally:
-            self.beat()
-            self.seconds = before
-
-    def _watch(self) -> None:
-        while not self.over.wait(min(self.seconds / 10, 1.0)):
-            if time.monotonic() - self.last_beat > self.seconds:
-                logger.error(
-                    "no step has ended for %.0f s: a process that loads images, a collective, the disk or the device "
-                    "hangs, or did not answer. The last checkpoint is whole: start the same command to go on",
-                    self.seconds,
-                )
-                logging.shutdown()
-                os._exit(FAULT_STATUS)
 
 
 def hand_over(signals: StopSignals, stop: signal.Signals, step: int) -> NoReturn:

@@ -278,10 +278,14 @@ class CropObjective(Objective[Batch]):
         """The first images."""
         return self.data.first_batch(self.args.batch_size_per_gpu)
 
+    def is_evaluated(self, epoch: int) -> bool:
+        """Every `--knn_freq` epochs."""
+        return self.args.knn_freq > 0 and (epoch + 1) % self.args.knn_freq == 0
+
     def after_epoch(self, epoch: int, means: Mapping[str, float], log: RunLog) -> EpochResult:
         """20-NN accuracy every `--knn_freq` epochs, on disjoint labelled subsets of the training images."""
         args = self.args
-        if not args.knn_freq or (epoch + 1) % args.knn_freq:
+        if not self.is_evaluated(epoch):
             return EpochResult()
         voters, judged = disjoint_subsets(self.data.source, PROBE_IMAGES)
         outcome = evaluate_knn(

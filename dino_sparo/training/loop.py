@@ -21,7 +21,8 @@ from dino_sparo.data import most_corrupt, to_device
 from dino_sparo.runtime.cli import MendableError
 from dino_sparo.runtime.distributed import all_gather_object, rank, world_size
 from dino_sparo.runtime.logs import EpochClock, Meters, RunLog
-from dino_sparo.runtime.preemption import Agreement, Watchdog
+from dino_sparo.runtime.preemption import Agreement
+from dino_sparo.runtime.watchdog import Watchdog
 from dino_sparo.training.objective import Objective, StepReport, TrainingBatch
 
 logger = logging.getLogger(__name__)
@@ -118,7 +119,7 @@ def train_one_epoch(
         stop = decision.stop
         if is_end or decision.save or stop is not None:
             taken.write(log)  # before the checkpoint that counts these steps
-            if not is_epoch_done:  # a whole epoch is saved after its evaluation
+            if not is_epoch_done:  # a whole epoch is saved by the caller, who has its means
                 with watchdog.patient():
                     save()
                 agreement.saved()

@@ -235,6 +235,10 @@ class Objective(ABC, Generic[AnyBatch]):
             num_seen: items of this epoch so far.
         """
 
+    def is_evaluated(self, epoch: int) -> bool:
+        """Whether `after_epoch` takes long after this epoch, so that the run saves before it too."""
+        return False
+
     def after_epoch(self, epoch: int, means: Mapping[str, float], log: RunLog) -> EpochResult:
         """Look at the networks and evaluate them; every rank calls this.
 

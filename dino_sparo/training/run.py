@@ -32,9 +32,10 @@ from dino_sparo.runtime.distributed import (
 from dino_sparo.runtime.logs import RunLog, log_options, setup_logging
 from dino_sparo.runtime.memory import full_memory_named
 from dino_sparo.runtime.precision import set_tf32
-from dino_sparo.runtime.preemption import Agreement, StopSignals, Watchdog, hand_over
+from dino_sparo.runtime.preemption import Agreement, StopSignals, hand_over
 from dino_sparo.runtime.records import git_hash, plain, versions
 from dino_sparo.runtime.run_lock import RunLock
+from dino_sparo.runtime.watchdog import Watchdog
 from dino_sparo.training.loop import Progress, train_one_epoch
 from dino_sparo.training.objective import Objective
 from dino_sparo.training.rehearsal import prepare_step
@@ -60,6 +61,8 @@ class Run:
         checkpoints: where the run is saved.
         agreement: when the ranks agree on what to do next.
         best_score: the highest so far, percent.
+        unlogged_epoch: the means of an epoch that is trained and saved, and has yet to be evaluated and logged.
+        saved_step: of the newest checkpoint; None before the first.
     """
 
     objective: Objective[Any]
@@ -68,6 +71,8 @@ class Run:
     checkpoints: CheckpointFolder
     agreement: Agreement
     best_score: float = 0.0
+    unlogged_epoch: dict[str, float] | None = None
+    saved_step: int | None = None
 
     @property
     def scale(self) -> dict[str, int]:
@@ -119,7 +124,7 @@ def train(args: argparse.Namespace, objective_class: type[Objective[Any]]) -> No
         )
         start_from(run)
         log_step = resume(run)
-        log = RunLog(output_dir, log_step, objective.updater.step // objective.sampler.steps_per_epoch)
+        log = RunLog(output_dir, log_step, epochs_done(run))
         log.options(vars(args), ("epoch/train_loss", f"epoch/{objective.metric}"))
         signals.begin_training()
         try:
@@ -242,6 +247,7 @@ def rescale(run: Run, checkpoint: Mapping[str, Any]) -> None:
     batch = checkpoint.get("global_batch", num_items // checkpoint["steps_per_epoch"])
     seen = min(steps * batch // sampler.global_batch_size, sampler.steps_per_epoch - 1)
     updater.step = epoch * sampler.steps_per_epoch + seen
+    run.saved_step = None  # its number is one of the other batch
     run.progress.clear()
     logger.warning(
         "--allow_rescale: step %d with batches of %d %ss is step %d with %d; from here on the run has this batch size",
@@ -256,11 +262,17 @@ def rescale(run: Run, checkpoint: Mapping[str, Any]) -> None:
 # ---- epochs
 
 
+def epochs_done(run: Run) -> int:
+    """Epochs that are trained, evaluated and logged."""
+    return run.objective.updater.step // run.objective.sampler.steps_per_epoch - (run.unlogged_epoch is not None)
+
+
 def train_epochs(run: Run, log: RunLog) -> Signals | None:
     """The epochs that are left: train, evaluate, log, save.
 
     `train_one_epoch` saves an epoch that `--max_steps` or a signal cuts short. Such an epoch is neither evaluated nor
-    logged in log.txt: its rest comes later.
+    logged in log.txt: its rest comes later. An epoch that a signal ends at its last step is saved, and evaluated when
+    the run goes on.
 
     Returns:
         The signal that ended the run early, or None.
@@ -270,31 +282,42 @@ def train_epochs(run: Run, log: RunLog) -> Signals | None:
     if args.max_steps is not None:
         end_step = min(end_step, args.max_steps)
     begin, stop = time.monotonic(), None
-    while updater.step < end_step and stop is None:
-        epoch, start_step = divmod(updater.step, sampler.steps_per_epoch)
-        sampler.set_epoch(epoch, start_step)
-        with Watchdog(args.dist_timeout_min) as watchdog:
+    with Watchdog(args.dist_timeout_min) as watchdog:
+        if run.unlogged_epoch is not None:
+            finish_epoch(run, log, watchdog)
+        while updater.step < end_step and stop is None:
+            epoch, start_step = divmod(updater.step, sampler.steps_per_epoch)
+            sampler.set_epoch(epoch, start_step)
             means, stop = train_one_epoch(
                 run.objective,
                 run.progress,
                 end_step,
                 log,
                 run.agreement,
-                partial(save, run, epoch),
+                partial(save, run),
                 watchdog,
                 args.max_corrupt,
             )
-        if updater.step % sampler.steps_per_epoch == 0:
-            finish_epoch(run, log, epoch, means)
+            if updater.step % sampler.steps_per_epoch:
+                continue
+            run.unlogged_epoch = means
+            if stop is not None or run.objective.is_evaluated(epoch):
+                with watchdog.patient():
+                    save(run)
+                run.agreement.saved()
+            if stop is None:
+                finish_epoch(run, log, watchdog)
     if stop is None:
         seconds = time.monotonic() - begin
         logger.info("done: %d steps in %.0f s, %s", updater.step, seconds, run.checkpoints.newest)
     return stop
 
 
-def finish_epoch(run: Run, log: RunLog, epoch: int, means: dict[str, float]) -> None:
-    """Evaluate, log, save."""
+def finish_epoch(run: Run, log: RunLog, watchdog: Watchdog) -> None:
+    """Evaluate, log, save the epoch that has been trained, of which `unlogged_epoch` has the means."""
     args, step = run.args, run.objective.updater.step
+    epoch, means = epochs_done(run), run.unlogged_epoch or {}
+    watchdog.beat()
     result = run.objective.after_epoch(epoch, means, log)
     values = {f"train_{name}": value for name, value in means.items()} | result.values
     copies = []
@@ -305,21 +328,22 @@ def finish_epoch(run: Run, log: RunLog, epoch: int, means: dict[str, float]) -> 
         copies.append(f"checkpoint{epoch:04}.pth")
     logger.info("epoch %d, step %d: %s", epoch, step, "  ".join(f"{k} {v:.4g}" for k, v in values.items()))
     log.scalars({f"epoch/{name}": value for name, value in values.items()}, step)
-    # The line first: a run killed in between takes the epoch again, and drops the line when it resumes.
+    # The line first: a run killed in between takes the epoch or its evaluation again, and drops the line on resuming.
     log.write_epoch({**values, "epoch": epoch, "step": step})
-    save(run, epoch + 1, copies)
+    run.unlogged_epoch = None
+    with watchdog.patient():
+        save(run, copies)
     run.agreement.saved()
 
 
 # ---- save
 
 
-def save(run: Run, epochs_done: int, copies: Sequence[str] = ()) -> None:
+def save(run: Run, copies: Sequence[str] = ()) -> None:
     """Write a checkpoint, and copies beside it that later saves do not overwrite; every rank calls this.
 
     Args:
         run: what to save.
-        epochs_done: whole epochs.
         copies: names of the copies.
 
     Raises:
@@ -329,13 +353,18 @@ def save(run: Run, epochs_done: int, copies: Sequence[str] = ()) -> None:
         **state(run),
         **run.scale,
         **run.objective.description,
-        "epoch": epochs_done,
+        "epoch": run.objective.updater.step // run.objective.sampler.steps_per_epoch,  # whole ones
+        "unlogged_epoch": run.unlogged_epoch,
         run.objective.score_name: run.best_score,
         "args": plain(vars(run.args)),
         "versions": {**versions(), "git": git_hash()},
     }
-    on_rank_0(lambda: run.checkpoints.save(checkpoint, copies), "saving a checkpoint")
-    logger.info("saved at step %d", run.objective.updater.step)
+    step = run.objective.updater.step
+    is_again = step == run.saved_step  # before and after an evaluation
+    on_rank_0(lambda: run.checkpoints.save(checkpoint, copies, is_again), "saving a checkpoint")
+    run.saved_step = step
+    when = "" if run.unlogged_epoch is None else ", before the epoch is evaluated"
+    logger.info("saved at step %d%s", step, when)
 
 
 def state(run: Run) -> dict[str, Any]:
@@ -376,6 +405,7 @@ def load_state(run: Run, checkpoint: Mapping[str, Any], source: str) -> None:
     updater.step = checkpoint["step"]
     run.progress.counts = {name: checkpoint.get(name, 0) for name in run.progress.counts}
     run.best_score = checkpoint[run.objective.score_name]
+    run.unlogged_epoch, run.saved_step = checkpoint.get("unlogged_epoch"), updater.step
     ranks = checkpoint.get("ranks", [])
     if len(ranks) == world_size():
         restore_random_state(ranks[rank()]["rng"], updater.device)
