@@ -16,7 +16,7 @@ from dino_sparo.checkpoint import encoder_description
 from dino_sparo.crops import EvalTransform
 from dino_sparo.encoder import create_encoder
 from dino_sparo.evaluation import linear_command
-from dino_sparo.evaluation.features import Features
+from dino_sparo.evaluation.features import Features, require_memory
 from dino_sparo.evaluation.linear import (
     LinearProbe,
     ProbeSGD,
@@ -344,6 +344,6 @@ def test_features_that_do_not_fit_into_a_gpu_are_refused_before_they_are_extract
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (20 * 10**9, 80 * 10**9))
     with pytest.raises(ValueError, match=r"take 28\.7 GB on each GPU, of which 20\.0 GB are free; --use_cuda false"):
-        linear_command.require_memory(1_281_167, 5_600, gpu)
-    linear_command.require_memory(1_281_167, 3_000, gpu)
-    linear_command.require_memory(1_281_167, 5_600, torch.device("cpu"))
+        require_memory(1_281_167, 5_600, gpu, "--fast", "")
+    require_memory(1_281_167, 3_000, gpu, "--fast", "")
+    require_memory(1_281_167, 5_600, torch.device("cpu"), "--fast", "")

@@ -370,6 +370,25 @@ def test_changed_options_are_named_when_resuming(tmp_path: Path, caplog: pytest.
     assert caplog.text.count("the rest of the run differs from its beginning") == 1
 
 
+def test_other_images_of_the_same_number_and_other_versions_are_named_when_resuming(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder := tmp_path / "before" / "images").mkdir(parents=True)
+    for index in range(12):
+        Image.new("RGB", (32, 32), (9 * index, 80, 200)).save(folder / f"{index:02}.png")
+    run(tmp_path / "out", data_path=str(folder), epochs=1)
+    shutil.move(tmp_path / "before", tmp_path / "after")
+    folder = tmp_path / "after" / "images"
+    run(tmp_path / "out", data_path=str(folder), epochs=2)
+    assert "--data_path was" in caplog.text
+    assert "are not those of" not in caplog.text  # they have moved together
+    (folder / "03.png").rename(folder / "033.png")
+    monkeypatch.setattr("dino_sparo.training.run.versions", lambda: {"torch": "1.0"})
+    run(tmp_path / "out", data_path=str(folder), epochs=3)
+    assert "the images, or their order, are not those of" in caplog.text
+    assert "and is now 1.0: the rest of the run differs from its beginning, if only by rounding" in caplog.text
+
+
 @pytest.mark.slow
 def test_a_checkpoint_with_an_option_that_was_deleted_since_is_resumed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -14,6 +14,7 @@ from small_models import command
 from dino_sparo import create_encoder
 from dino_sparo.checkpoint import encoder_description
 from dino_sparo.data import ShardSampler
+from dino_sparo.evaluation import slot_study_command
 from dino_sparo.evaluation.features import Features
 from dino_sparo.evaluation.options import slot_study_parser
 from dino_sparo.evaluation.protocol import encoder_of_options
@@ -293,6 +294,23 @@ def test_the_choosing_images_choose_how_many_slots_are_kept(checkpoint: Path) ->
     evaluated = encoder_of_options(options)
     result = describe(options, evaluated, ranking, curve, None)
     assert (result["slots"], result["top1_selected"]) == ([0, 2], 20.0)
+
+
+def test_features_that_probes_cannot_hold_are_refused_before_any_image_is_encoded(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def refuse(*arguments: object) -> None:
+        asked.append(arguments)
+        raise ValueError("too many")
+
+    monkeypatch.setattr(slot_study_command, "require_memory", refuse)
+    monkeypatch.setattr(slot_study_command, "extract_split", lambda *_, **__: pytest.fail("encoded"))
+    with pytest.raises(SystemExit):
+        command("slot-study", "--pretrained_weights", checkpoint, *STUDY)
+    ((num_rows, width, device, option, _),) = asked
+    assert (num_rows, width, device.type, option) == (2 * 40, SLOTS * SLOT_DIM, "cpu", "--probe")
 
 
 def test_probes_are_not_trained_on_the_images_that_choose() -> None:

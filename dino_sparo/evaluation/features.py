@@ -220,6 +220,33 @@ def gather_features(part: Features, device: torch.device, on_rank_0: bool = Fals
     return Features(features, labels.to(storage), indices.to(storage), int(counts[:, 2].sum()))
 
 
+def require_memory(num_images: int, feature_dim: int, storage: torch.device, option: str, remedy: str) -> None:
+    """Refuse features that do not fit into a GPU where every process gathers those of all images.
+
+    Args:
+        num_images: of the training set.
+        feature_dim: numbers of fp32 per image.
+        storage: where features are kept.
+        option: that gathers them.
+        remedy: what else helps.
+
+    Raises:
+        ValueError: they, this process' share of them and the blocks that travel take more than is free.
+    """
+    if storage.type != "cuda":
+        return
+    # A block stands there twice, in parts and as one, while it is put into its place.
+    rows = num_images if world_size() == 1 else num_images * (1 + 1 / world_size()) + 2 * GATHER_ROWS
+    needed = 4 * rows * feature_dim
+    free, _ = torch.cuda.mem_get_info(storage)
+    if needed > free:
+        raise ValueError(
+            f"{option}: {num_images} features of {feature_dim} numbers take {needed / 1e9:.1f} GB on each GPU, of "
+            f"which {free / 1e9:.1f} GB are free; --use_cuda false keeps them in the host's memory, once per process, "
+            f"and {remedy}"
+        )
+
+
 def _check_no_repeats(share: Features, desc: str) -> None:
     """Raise a ValueError, on every process, unless the shares one after the other are in the source's order."""
     own = share.indices

@@ -26,7 +26,7 @@ from torchvision.transforms import functional as TF
 from dino_sparo.checkpoint import load_strictly
 from dino_sparo.crops import FLIP_PROBABILITY, normalized_tensor, sample_box
 from dino_sparo.data import ImageSource
-from dino_sparo.evaluation.features import GATHER_ROWS, Features, extract_split, total_images
+from dino_sparo.evaluation.features import Features, extract_split, total_images
 from dino_sparo.evaluation.linear import MOMENTUM, REFERENCE_BATCH, Batches, LinearProbe, probe_accuracy
 from dino_sparo.evaluation.linear_run import ProbeRun, cached_batches, check_same_record, live_batches, load_heads
 from dino_sparo.evaluation.protocol import (
@@ -43,7 +43,7 @@ from dino_sparo.evaluation.protocol import (
     write_result,
 )
 from dino_sparo.evaluation.slot_choice import with_slots
-from dino_sparo.runtime.distributed import Distributed, all_or_none, world_size
+from dino_sparo.runtime.distributed import Distributed, all_or_none
 from dino_sparo.runtime.precision import PRECISIONS
 
 logger = logging.getLogger(__name__)
@@ -202,7 +202,9 @@ def training_batches(task: ProbeTask) -> tuple[Callable[[int], Batches], dict[st
     args = task.args
     if args.fast:
         with all_or_none("finding memory for all features"):
-            require_memory(len(task.train_source), task.feature_dim, storage_of_options(args, task.device))
+            remedy = "a smaller --n_last_blocks makes them smaller"
+            storage = storage_of_options(args, task.device)
+            require_memory(len(task.train_source), task.feature_dim, storage, "--fast", remedy)
         train = task.features(task.train_source, gather=True)
         batches = cached_batches(train, task.device, batch_size=task.batch_size, seed=args.seed)
         return batches, {"num_train": len(train.features), "num_corrupt_train": train.num_corrupt}
@@ -219,31 +221,6 @@ def training_batches(task: ProbeTask) -> tuple[Callable[[int], Batches], dict[st
     )
     # Unreadable images are replaced as they come up, so their number is not known beforehand.
     return batches, {"num_train": len(task.train_source), "num_corrupt_train": None}
-
-
-def require_memory(num_images: int, feature_dim: int, storage: torch.device) -> None:
-    """Refuse features that do not fit into a GPU: with `--fast` every process keeps those of all images.
-
-    Args:
-        num_images: of the training set.
-        feature_dim: numbers of fp32 per image.
-        storage: where features are kept.
-
-    Raises:
-        ValueError: they, this process' share of them and the blocks that travel take more than is free.
-    """
-    if storage.type != "cuda":
-        return
-    # A block stands there twice, in parts and as one, while it is put into its place.
-    rows = num_images if world_size() == 1 else num_images * (1 + 1 / world_size()) + 2 * GATHER_ROWS
-    needed = 4 * rows * feature_dim
-    free, _ = torch.cuda.mem_get_info(storage)
-    if needed > free:
-        raise ValueError(
-            f"--fast: {num_images} features of {feature_dim} numbers take {needed / 1e9:.1f} GB on each GPU, of which "
-            f"{free / 1e9:.1f} GB are free; --use_cuda false keeps them in the host's memory, once per process, and a "
-            "smaller --n_last_blocks makes them smaller"
-        )
 
 
 def evaluate_saved(task: ProbeTask, path: Path) -> tuple[list[dict[str, float]], dict[str, int | None]]:

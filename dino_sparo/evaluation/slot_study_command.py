@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from dino_sparo.evaluation.features import extract_split
+from dino_sparo.evaluation.features import extract_split, require_memory
 from dino_sparo.evaluation.page import INK, SOFT, require_matplotlib
 from dino_sparo.evaluation.plots import ACCENT, count_ticks, panels, ranked_bars, spaced
 from dino_sparo.evaluation.protocol import (
@@ -42,7 +42,7 @@ from dino_sparo.evaluation.slot_study import (
     rank_slots,
 )
 from dino_sparo.runtime.collectives import all_reduce_sum
-from dino_sparo.runtime.distributed import Distributed, is_main
+from dino_sparo.runtime.distributed import Distributed, all_or_none, is_main, world_size
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +102,12 @@ def extract(
     train_source, val_source = splits_of_options(args)
     encoder = evaluated.encoder.to(process.device)
     transform, options = transform_of_options(args, evaluated), extraction_of_options(args, process.device)
+    if args.probe:
+        with all_or_none("finding memory for all features"):
+            remedy = "20-NN alone, without --probe, needs no more than a process' share"
+            # This process' share stays beside the part of it that a probe is trained on.
+            num_rows = len(train_source) + len(train_source) // world_size()
+            require_memory(num_rows, encoder.encoding_dim, options["storage"], "--probe", remedy)
     train, val = (
         extract_split(encoder, source, transform, process.device, gather=False, **options)
         for source in (train_source, val_source)

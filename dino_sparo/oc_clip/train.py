@@ -113,6 +113,11 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
         return {self.model_key: {**self.model_description, "graphs": self.graphs.record}}
 
     @property
+    def data_hashes(self) -> dict[str, str]:
+        """Of the file of graphs, if they come from one."""
+        return {"graphs": self.graphs.record["sha256"]} if "sha256" in self.graphs.record else {}
+
+    @property
     def logit_scale(self) -> Tensor:
         """The inverse temperature; 1 where there is none."""
         scale: Tensor | None = self.training.network.inverse_temperature

@@ -193,6 +193,11 @@ class Objective(ABC, Generic[AnyBatch]):
     def description(self) -> dict[str, Any]:
         """How the networks are built: the checkpoint's entry that `load_encoder` or `load_clip` reads."""
 
+    @property
+    def data_hashes(self) -> dict[str, str]:
+        """What the run reads beside its source: a name in the plural -> a hash; `resume` warns if one has changed."""
+        return {}
+
     @abstractmethod
     def check_same_model(self, checkpoint: Mapping[str, Any], source: str) -> None:
         """Refuse to resume a checkpoint of another model.

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from signal import Signals
 from typing import Any
@@ -33,7 +33,7 @@ from dino_sparo.runtime.logs import RunLog, log_options, setup_logging
 from dino_sparo.runtime.memory import full_memory_named
 from dino_sparo.runtime.precision import set_tf32
 from dino_sparo.runtime.preemption import Agreement, StopSignals, hand_over
-from dino_sparo.runtime.records import git_hash, plain, versions
+from dino_sparo.runtime.records import git_hash, hash_of_text, plain, versions
 from dino_sparo.runtime.run_lock import RunLock
 from dino_sparo.runtime.watchdog import Watchdog
 from dino_sparo.training.loop import Progress, train_one_epoch
@@ -48,6 +48,7 @@ HARMLESS_OPTIONS = {
     *("saveckp_freq", "saveckp_minutes", "keep_checkpoints", "max_corrupt", "allow_rescale", "dist_timeout_min"),
     *("memory_report", "grad_checkpointing", "max_image_mb", "max_image_mpix"),
 }
+NUM_NAMES = 100  # of items, that a checkpoint remembers a hash of
 
 
 @dataclass
@@ -82,6 +83,17 @@ class Run:
             "global_batch": self.objective.sampler.global_batch_size,
             "steps_per_epoch": self.objective.sampler.steps_per_epoch,
         }
+
+    @cached_property
+    def data_hashes(self) -> dict[str, str]:
+        """What tells these data from as many others.
+
+        Of the items it is a hash of the names of some that are spread over all, each with its last folder.
+        """
+        number = self.objective.sampler.num_images
+        places = range(0, number, max(number // NUM_NAMES, 1))
+        names = (Path(self.objective.source.location(place)).parts[-2:] for place in places)
+        return {f"{self.objective.noun}s": hash_of_text("\n".join(map("/".join, names))), **self.objective.data_hashes}
 
 
 def train(args: argparse.Namespace, objective_class: type[Objective[Any]]) -> None:
@@ -176,17 +188,26 @@ def resume(run: Run) -> int | None:
     check_same_file(path, run.objective.updater.step, checksum)
     if is_rescaled:
         rescale(run, checkpoint)
+    name_differences(run, checkpoint)
+    logger.info("resumed %s: %d epochs, %d steps done", path, checkpoint["epoch"], run.objective.updater.step)
+    return None if is_rescaled else run.objective.updater.step
+
+
+def name_differences(run: Run, checkpoint: Mapping[str, Any]) -> None:
+    """Warn of options, data and versions that are not those of the checkpoint, where the run can go on with them."""
+    after = "the rest of the run differs from its beginning"
     before, now = checkpoint["args"], plain(vars(run.args))
     for name in sorted(before.keys() & now.keys() - HARMLESS_OPTIONS - set(run.objective.harmless_options)):
         if before[name] != now[name]:
+            logger.warning("--%s was %s and is now %s: %s", name, before[name], now[name], after)
+    for name, value in run.data_hashes.items():
+        if checkpoint.get("data_hashes", {}).get(name, value) != value:
+            logger.warning("the %s, or their order, are not those of %s: %s", name, run.checkpoints.newest, after)
+    for name, value in versions().items():
+        if checkpoint.get("versions", {}).get(name, value) != value:
             logger.warning(
-                "--%s was %s and is now %s: the rest of the run differs from its beginning",
-                name,
-                before[name],
-                now[name],
+                "%s was %s and is now %s: %s, if only by rounding", name, checkpoint["versions"][name], value, after
             )
-    logger.info("resumed %s: %d epochs, %d steps done", path, checkpoint["epoch"], run.objective.updater.step)
-    return None if is_rescaled else run.objective.updater.step
 
 
 def check_same_file(path: Path, step: int, checksum: int) -> None:
@@ -357,6 +378,7 @@ def save(run: Run, copies: Sequence[str] = ()) -> None:
         "unlogged_epoch": run.unlogged_epoch,
         run.objective.score_name: run.best_score,
         "args": plain(vars(run.args)),
+        "data_hashes": run.data_hashes,
         "versions": {**versions(), "git": git_hash()},
     }
     step = run.objective.updater.step
