@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from submitit.core.utils import UncompletedJobError
 from torch.utils.data import DataLoader, TensorDataset
 
 from dino_sparo.data import TERM_GRACE_SECONDS, init_worker
@@ -233,3 +234,27 @@ def test_a_busy_controller_is_asked_again_to_requeue_a_job_of_submitits(
     finally:
         signal.signal(signal.SIGUSR2, before)
     assert caplog.text.count("could not be requeued") == 2
+
+
+def test_a_job_that_submitit_requeues_no_more_ends_for_good_with_its_steps_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The bug: a traceback, and the batch script took it for a fault and requeued the job all the same."""
+
+    def refuse(number: int, frame: object) -> None:
+        raise UncompletedJobError("Job not requeued because: timed-out too many times.")
+
+    before = signal.signal(signal.SIGUSR2, refuse)
+    note = tmp_path / "do_not_requeue"
+    try:
+        with (
+            pytest.raises(SystemExit) as ended,
+            errors_in_one_line(logging.getLogger("run"), note_final=note.touch),
+            StopSignals() as signals,
+        ):
+            hand_over(signals, signal.SIGUSR2, 7)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert ended.value.code == 128 + signal.SIGUSR2
+    assert note.exists()
+    assert "Job not requeued because: timed-out too many times." in caplog.text

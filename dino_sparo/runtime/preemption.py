@@ -194,7 +194,8 @@ def hand_over(signals: StopSignals, stop: signal.Signals, step: int) -> NoReturn
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if is_main():
         logger.info("saved at step %d; the job is requeued", step)
-        _requeue(partial(others, signal.SIGUSR2, None) if callable(others) else partial(_scontrol_requeue, str(job)))
+        ask = partial(others, signal.SIGUSR2, None) if callable(others) else partial(_scontrol_requeue, str(job))
+        _requeue(ask, stopped)
     if world_size() > 1 or not callable(others):
         time.sleep(REQUEUE_SECONDS)
     raise SystemExit(FAULT_STATUS)
@@ -214,10 +215,11 @@ def _scontrol_requeue(job: str) -> None:
     subprocess.run(["scontrol", "requeue", job], check=True, capture_output=True, text=True, timeout=10)
 
 
-def _requeue(ask: Callable[[], object]) -> None:
+def _requeue(ask: Callable[[], object], stopped: RunStopped) -> None:
     """Ask Slurm to requeue this job, again after a pause if it does not answer; all within the time that others wait.
 
     Raises:
+        RunStopped: submitit does not requeue it, since it has been at its time limit too often.
         SystemExit: it never did. The batch script of `run_with_submitit.py` then tries, too.
     """
     for number in range(1, REQUEUE_TRIES + 1):
@@ -226,6 +228,9 @@ def _requeue(ask: Callable[[], object]) -> None:
             return
         except (OSError, subprocess.SubprocessError) as error:
             reason = str(getattr(error, "stderr", None) or error).strip()
+        except Exception as error:
+            logger.error("%s", error)
+            raise stopped from error
         logger.error("this job could not be requeued (%s), try %d of %d", reason, number, REQUEUE_TRIES)
         if number < REQUEUE_TRIES:
             time.sleep(REQUEUE_PAUSE_S)
