@@ -224,8 +224,8 @@ class Batch(DeviceBatch):
     """
 
     views: list[Shaped[Tensor, "B C _ _"]]
-    labels: Int64[Tensor, "B"]
-    indices: Int64[Tensor, "B"]
+    labels: Int64[Tensor, " B"]
+    indices: Int64[Tensor, " B"]
     corrupt: list[tuple[str, str]]
     parameters: Float[Tensor, "S B _"] | None = None
 

@@ -553,7 +553,7 @@ def place_pair(rng: np.random.Generator, predicate: str) -> tuple[Circle, Circle
 
 
 @lru_cache(maxsize=8)
-def _pixel_centres(size: int) -> Float[np.ndarray, "size"]:
+def _pixel_centres(size: int) -> Float[np.ndarray, " size"]:
     return ((np.arange(size) + 0.5) / size).astype(np.float32)
 
 

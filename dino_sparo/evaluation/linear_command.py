@@ -26,7 +26,7 @@ from torchvision.transforms import functional as TF
 from dino_sparo.checkpoint import load_strictly
 from dino_sparo.crops import FLIP_PROBABILITY, normalized_tensor, sample_box
 from dino_sparo.data import ImageSource
-from dino_sparo.evaluation.features import Features, extract_split, total_images
+from dino_sparo.evaluation.features import Features, extract_split, require_memory, total_images
 from dino_sparo.evaluation.linear import MOMENTUM, REFERENCE_BATCH, Batches, LinearProbe, probe_accuracy
 from dino_sparo.evaluation.linear_run import ProbeRun, cached_batches, check_same_record, live_batches, load_heads
 from dino_sparo.evaluation.protocol import (

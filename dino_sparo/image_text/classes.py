@@ -41,7 +41,7 @@ class ClassList:
     """
 
     names: list[str]
-    class_of: Int64[np.ndarray, "_"]
+    class_of: Int64[np.ndarray, " _"]
     origin: str
 
 

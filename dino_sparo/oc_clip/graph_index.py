@@ -48,9 +48,9 @@ class GraphFile:
     """
 
     path: Path
-    hashes: UInt64[np.ndarray, "U"]
-    offsets: Int64[np.ndarray, "U"]
-    sizes: Int32[np.ndarray, "U"]
+    hashes: UInt64[np.ndarray, " U"]
+    offsets: Int64[np.ndarray, " U"]
+    sizes: Int32[np.ndarray, " U"]
     sha256: str
     _descriptor: int | None = field(default=None, init=False, repr=False)
 
@@ -151,7 +151,7 @@ def _index(path: Path, comparable: Callable[[str, SceneGraph], SceneGraph]) -> A
 
 
 def _different(
-    file: GraphFile, lines: Int64[np.ndarray, "U"], comparable: Callable[[str, SceneGraph], SceneGraph]
+    file: GraphFile, lines: Int64[np.ndarray, " U"], comparable: Callable[[str, SceneGraph], SceneGraph]
 ) -> np.ndarray:
     """(U,), True for the first line of every caption; ValueError where another has a different graph."""
     kept = np.ones(len(file), dtype=bool)

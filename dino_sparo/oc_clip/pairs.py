@@ -77,7 +77,7 @@ class GraphPairBatch(DeviceBatch):
 
     images: UInt8[Tensor, "B C H W"]
     token_ids: Int64[Tensor, "phrases length"]
-    indices: Int64[Tensor, "B"]
+    indices: Int64[Tensor, " B"]
     corrupt: list[tuple[str, str]]
     graphs: GraphBatch
     negatives: FalseEnds

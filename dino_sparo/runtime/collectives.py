@@ -31,7 +31,7 @@ def all_reduce_sum_async(tensor: Shaped[Tensor, "*size"]) -> Callable[[], Tensor
     return wait
 
 
-def all_gather_ragged(tensor: Shaped[Tensor, "n *size"]) -> Shaped[Tensor, "N *size"]:
+def all_gather_ragged(tensor: Shaped[Tensor, "n *size"]) -> Shaped[Tensor, "N *size"]:  # noqa: F821
     """Concatenate the tensors of all processes in rank order; their first dimensions may differ.
 
     Args:
@@ -53,7 +53,7 @@ def all_gather_ragged(tensor: Shaped[Tensor, "n *size"]) -> Shaped[Tensor, "N *s
     return torch.cat([part[:size] for part, size in zip(gathered, sizes, strict=True)])
 
 
-def gather_with_gradient(tensor: Float[Tensor, "*size"]) -> Float[Tensor, "ranks *size"]:
+def gather_with_gradient(tensor: Float[Tensor, "*size"]) -> Float[Tensor, "ranks *size"]:  # noqa: F821
     """The tensors of all ranks, of one shape, in rank order.
 
     The gradient of a rank's own tensor is the sum of all ranks' gradients for it. With the loss of a step as the

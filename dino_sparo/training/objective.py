@@ -30,7 +30,7 @@ class TrainingBatch(Protocol):
         corrupt: (location, reason) of each item that could not be read and was replaced.
     """
 
-    indices: Int64[Tensor, "B"]
+    indices: Int64[Tensor, " B"]
     corrupt: list[tuple[str, str]]
 
 

@@ -57,7 +57,7 @@ class ZeroShotResult:
     truncated_prompts: int
 
 
-def count_hits(scores: Float[Tensor, "B classes"], labels: Int64[Tensor, "B"]) -> Int64[Tensor, "B 3"]:
+def count_hits(scores: Float[Tensor, "B classes"], labels: Int64[Tensor, " B"]) -> Int64[Tensor, "B 3"]:
     """Whether each image's class comes first, among the first five, and shares its place at the top.
 
     Of equally near classes the first comes first, as an argmax has it.

@@ -184,7 +184,7 @@ class PairBatch(DeviceBatch):
 
     images: UInt8[Tensor, "B C H W"]
     token_ids: Int64[Tensor, "captions N"]
-    indices: Int64[Tensor, "B"]
+    indices: Int64[Tensor, " B"]
     corrupt: list[tuple[str, str]]
     num_truncated: int
 
@@ -226,7 +226,7 @@ def collate_pairs(items: Sequence[PairItem], context_length: int) -> PairBatch:
 
 def stack_images(
     items: Sequence[PairItem],
-) -> tuple[UInt8[Tensor, "B C H W"], Int64[Tensor, "B"], list[tuple[str, str]]]:
+) -> tuple[UInt8[Tensor, "B C H W"], Int64[Tensor, " B"], list[tuple[str, str]]]:
     """Images, indices and what could not be read; the images of a worker lie in memory that it shares with the run."""
     images: Tensor = torch.utils.data.default_collate([item.image for item in items])
     corrupt = [pair for item in items for pair in item.corrupt]

@@ -51,7 +51,7 @@ class ListedCaptions:
         ends: (images,) number of captions up to and including each image's; None: one caption per image.
     """
 
-    def __init__(self, texts: PackedStrings, ends: Int64[np.ndarray, "images"] | None = None) -> None:
+    def __init__(self, texts: PackedStrings, ends: Int64[np.ndarray, " images"] | None = None) -> None:
         self.texts, self.ends = texts, ends
 
     def __call__(self, index: int) -> Sequence[str]:

@@ -288,7 +288,7 @@ def _words_of(summary: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _read_rows(rows: Rows) -> tuple[UInt64[np.ndarray, "rows"], Bool[np.ndarray, "rows"]]:
+def _read_rows(rows: Rows) -> tuple[UInt64[np.ndarray, " rows"], Bool[np.ndarray, " rows"]]:
     """The hash of every row, and whether it has a caption."""
     hashes, has_caption = array("Q"), bytearray()
     for row in progress(rows(), desc="reading captions"):
@@ -298,11 +298,11 @@ def _read_rows(rows: Rows) -> tuple[UInt64[np.ndarray, "rows"], Bool[np.ndarray,
 
 
 def _new_rows(
-    hashes: UInt64[np.ndarray, "rows"],
-    has_caption: Bool[np.ndarray, "rows"],
-    written: UInt64[np.ndarray, "lines"],
+    hashes: UInt64[np.ndarray, " rows"],
+    has_caption: Bool[np.ndarray, " rows"],
+    written: UInt64[np.ndarray, " lines"],
     run: Counter[str],
-) -> Bool[np.ndarray, "rows"]:
+) -> Bool[np.ndarray, " rows"]:
     """True for the first of equal rows with a caption, unless the output has it; counts the others."""
     first = np.zeros(len(hashes), dtype=bool)
     first[np.unique(hashes, return_index=True)[1]] = True
