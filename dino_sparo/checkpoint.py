@@ -9,7 +9,9 @@ A checkpoint is a dict of plain values and tensors, read without running any cod
     clip, oc_clip          how CLIP, or OC-CLIP, was built, and the mean and std of its images
     optimizer              its state
     fp16_scaler            the scale of the gradients, with fp16 only
-    epoch, step            finished epochs, finished steps
+    epoch, step            epochs whose steps are all taken, finished steps
+    unlogged_epoch         means of the last of these epochs if it is yet to be evaluated and logged, else None
+    data_hashes            what tells the data from as many others
     num_corrupt            unreadable images or pairs in the running epoch
     num_truncated          CLIP and OC-CLIP: captions cut off in it
     num_missing_graphs     OC-CLIP: captions without a scene graph in it

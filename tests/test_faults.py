@@ -52,6 +52,8 @@ from dino_sparo.checkpoint import load_checkpoint
 from dino_sparo.checkpoint_folder import CheckpointFolder
 from dino_sparo.runtime.distributed import CONTROL_FACTOR
 from dino_sparo.sources.limits import open_regular
+from dino_sparo.training import images
+from dino_sparo.training import run as training_run
 
 pytestmark = pytest.mark.slow
 LIMIT = 15.0  # seconds within which all ranks are gone, beyond the time-out where one counts
@@ -115,6 +117,26 @@ def test_a_killed_rank_ends_the_others_and_the_run_goes_on_to_the_same_bits(tmp_
     with Ranks(tmp_path, options(tmp_path)) as ranks:
         assert ranks.wait() == [0, 0], ranks.log()
     assert_same_run(whole, tmp_path)
+
+
+def kill_rank_1_in_an_evaluation(rank: int) -> None:
+    training_run.MUCH_TO_LOSE_S = 0.0
+    if rank == 1:
+        images.evaluate_knn = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_kill_in_an_evaluation_loses_no_step_and_the_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    changes = {"knn_freq": 1, "epochs": 2, "saveckp_minutes": 0}
+    whole = undisturbed(tmp_path, **changes)
+    (folder := tmp_path / "parts").mkdir()
+    with Ranks(folder, options(folder, **changes), spoil=kill_rank_1_in_an_evaluation) as ranks:
+        assert ranks.wait() == [FAULT, -signal.SIGKILL]
+        assert "another process died" in ranks.log()
+    assert assert_whole_checkpoints(folder) == 18
+    with Ranks(folder, options(folder, **changes)) as ranks:
+        assert ranks.wait() == [0, 0], ranks.log()
+    assert "18 steps done" in ranks.log()
+    assert_same_run(whole, folder)
 
 
 def test_the_writing_rank_may_be_the_one_that_is_killed(tmp_path: Path) -> None:

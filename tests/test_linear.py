@@ -346,4 +346,6 @@ def test_features_that_do_not_fit_into_a_gpu_are_refused_before_they_are_extract
     with pytest.raises(ValueError, match=r"take 28\.7 GB on each GPU, of which 20\.0 GB are free; --use_cuda false"):
         require_memory(1_281_167, 5_600, gpu, "--fast", "")
     require_memory(1_281_167, 3_000, gpu, "--fast", "")
+    with pytest.raises(ValueError, match=r"--probe: 1281167 features of 3000 numbers take 20\.4 GB on each GPU"):
+        require_memory(1_281_167, 3_000, gpu, "--probe", "", more_rows=420_000)
     require_memory(1_281_167, 5_600, torch.device("cpu"), "--fast", "")

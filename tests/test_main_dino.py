@@ -31,6 +31,7 @@ from dino_sparo.runtime import preemption
 from dino_sparo.runtime.distributed import Distributed
 from dino_sparo.runtime.preemption import RunStopped
 from dino_sparo.training import images
+from dino_sparo.training import run as training_run
 from dino_sparo.training.images import draw_examples
 from dino_sparo.training.loop import NonFiniteLossError, TooManyCorruptError
 from dino_sparo.training.objective import StepReport
@@ -204,47 +205,70 @@ def test_a_run_stopped_by_a_signal_saves_between_two_steps_and_ends_in_the_same_
     assert untimed_epochs(tmp_path / "parts") == untimed_epochs(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("is_evaluating", [False, True])
+@pytest.mark.parametrize(
+    "moment", ["in the last step", "in the save", "in the evaluation", pytest.param("later", marks=pytest.mark.slow)]
+)
 def test_an_epoch_that_ends_before_its_evaluation_is_evaluated_when_the_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_evaluating: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     """The bug: a signal in an epoch's last step waited for the evaluation, and a kill in that lost the epoch's end."""
     monkeypatch.setattr(preemption, "MAX_STEPS_BETWEEN", 1)
-    take, evaluate = dino_train.train_step, images.evaluate_knn
-    steps, evaluations = 0, 0
+    monkeypatch.setattr(training_run, "MUCH_TO_LOSE_S", 0.0)
+    take, evaluate, save = dino_train.train_step, images.evaluate_knn, training_run.save
+    steps, evaluations, saves = 0, 0, 0
+
+    def be_stopped(it_is_time: bool) -> None:
+        if it_is_time:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def take_and_be_stopped(*arguments: object, **options: object) -> StepReport:
         nonlocal steps
         steps += 1
-        if steps == 4 and not is_evaluating:
-            os.kill(os.getpid(), signal.SIGTERM)
+        be_stopped(moment == "in the last step" and steps == 4)
         return take(*arguments, **options)
+
+    def save_and_be_stopped(*arguments: object) -> None:
+        nonlocal saves
+        saves += 1
+        be_stopped(moment == "in the save" and saves == 1)
+        save(*arguments)
 
     def evaluate_or_die(*arguments: object, **options: object) -> object:
         nonlocal evaluations
         evaluations += 1
-        if evaluations == 1 and is_evaluating:
+        if moment == "in the evaluation" and evaluations == 1:
             raise KeyboardInterrupt
+        be_stopped(moment == "later" and evaluations == 1)
         return evaluate(*arguments, **options)
 
-    run(tmp_path / "whole", knn_freq=1, epochs=2, keep_checkpoints=3)
+    changes = {"knn_freq": 1, "epochs": 2, "data_path": "scenes:104:32", "batch_size_per_gpu": 24, "saveckp_freq": 1}
+    run(tmp_path / "whole", **changes)
     monkeypatch.setattr(dino_train, "train_step", take_and_be_stopped)
+    monkeypatch.setattr(training_run, "save", save_and_be_stopped)
     monkeypatch.setattr(images, "evaluate_knn", evaluate_or_die)
-    with pytest.raises(KeyboardInterrupt if is_evaluating else RunStopped):
-        run(tmp_path / "parts", knn_freq=1, epochs=2, keep_checkpoints=3)
+    with pytest.raises(KeyboardInterrupt if moment == "in the evaluation" else RunStopped):
+        run(tmp_path / "parts", **changes)
     saved = load_checkpoint(tmp_path / "parts" / "checkpoint.pth")
-    assert (saved["step"], saved["epoch"]) == (4, 1)
-    assert saved["unlogged_epoch"]["loss"] > 0
-    assert not (tmp_path / "parts" / "log.txt").exists()
-    run(tmp_path / "parts", knn_freq=1, epochs=2, keep_checkpoints=3)
-    assert (steps, evaluations) == (8, 2 + is_evaluating)  # no step twice
+    assert (saved["step"], saved["epoch"], steps) == (4, 1, 4)
+    if moment == "later":
+        assert saved["unlogged_epoch"] is None
+    else:
+        assert saved["unlogged_epoch"]["loss"] > 0
+        assert not (tmp_path / "parts" / "log.txt").exists()
+    run(tmp_path / "parts", **changes)
+    assert (steps, evaluations) == (8, 3 if moment == "in the evaluation" else 2)  # no step twice
     whole, parts = (load_checkpoint(tmp_path / name / "checkpoint.pth") for name in ("whole", "parts"))
     for key in ("student", "teacher", "optimizer", "dino_loss", "step", "epoch", "best_knn", "unlogged_epoch"):
         assert_same_state(whole[key], parts[key], key)
+    assert whole["best_knn"] > 0
     assert untimed_epochs(tmp_path / "parts") == untimed_epochs(tmp_path / "whole")
-    # The save after an evaluation takes the place of the one before it.
-    steps_kept = [load_checkpoint(path)["step"] for path in sorted((tmp_path / "parts").glob("checkpoint*.pth"))]
-    assert sorted(steps_kept) == [4, 8]
+    # The save after an evaluation takes the place of the one before it, and the copies are of the same steps.
+    kept = [
+        {path.name: load_checkpoint(path)["step"] for path in (tmp_path / name).glob("checkpoint*.pth")}
+        for name in ("whole", "parts")
+    ]
+    assert kept[0] == kept[1]
+    assert {"checkpoint_best.pth", "checkpoint0000.pth", "checkpoint_previous1.pth"} <= kept[0].keys()
 
 
 @pytest.mark.slow

@@ -215,6 +215,23 @@ def test_a_job_that_cannot_be_requeued_says_why(
     assert calls.read_text().count("requeue 12") == 4
 
 
+def test_a_requeue_that_fails_for_another_reason_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([RuntimeError("can't start new thread"), None])
+
+    def requeue(number: int, frame: object) -> None:
+        if error := next(answers):
+            raise error
+        raise SystemExit(255)
+
+    monkeypatch.setattr(preemption, "REQUEUE_PAUSE_S", 0)
+    before = signal.signal(signal.SIGUSR2, requeue)
+    try:
+        with StopSignals() as signals, pytest.raises(SystemExit, match="255"):
+            hand_over(signals, signal.SIGUSR2, 7)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
 def test_a_busy_controller_is_asked_again_to_requeue_a_job_of_submitits(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -301,16 +301,17 @@ def test_features_that_probes_cannot_hold_are_refused_before_any_image_is_encode
 ) -> None:
     asked = []
 
-    def refuse(*arguments: object) -> None:
-        asked.append(arguments)
+    def refuse(*arguments: object, more_rows: int) -> None:
+        asked.append((*arguments[:4], more_rows))
         raise ValueError("too many")
 
     monkeypatch.setattr(slot_study_command, "require_memory", refuse)
     monkeypatch.setattr(slot_study_command, "extract_split", lambda *_, **__: pytest.fail("encoded"))
     with pytest.raises(SystemExit):
         command("slot-study", "--pretrained_weights", checkpoint, *STUDY)
-    ((num_rows, width, device, option, _),) = asked
-    assert (num_rows, width, device.type, option) == (2 * 40, SLOTS * SLOT_DIM, "cpu", "--probe")
+    ((num_images, width, device, option, more_rows),) = asked
+    assert (num_images, width, device.type, option) == (40, SLOTS * SLOT_DIM, "cpu", "--probe")
+    assert more_rows == 40 + 2 * 40
 
 
 def test_probes_are_not_trained_on_the_images_that_choose() -> None:

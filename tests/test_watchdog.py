@@ -15,6 +15,7 @@ from dino_sparo.runtime import FAULT_STATUS
 from dino_sparo.runtime import watchdog as watchdog_file
 from dino_sparo.runtime.logs import progress
 from dino_sparo.runtime.watchdog import Watchdog
+from dino_sparo.training import run as training_run
 
 
 def test_a_run_in_which_nothing_moves_ends_itself(
@@ -62,11 +63,34 @@ def test_a_watchdog_that_is_dismissed_bites_nobody(monkeypatch: pytest.MonkeyPat
 
 
 def test_every_item_of_a_progress_is_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Watchdog(timeout_min=1.0) as outer, Watchdog(timeout_min=1.0) as watchdog:
-        for _ in progress(range(3)):
-            assert outer.last_beat > 0
-            assert watchdog.last_beat > 0
-            outer.last_beat = watchdog.last_beat = 0.0
+    monkeypatch.setattr(os, "_exit", lambda status: None)
+    for is_terminal in (False, True):
+        monkeypatch.setattr("sys.stderr.isatty", lambda is_terminal=is_terminal: is_terminal)
+        with Watchdog(timeout_min=1.0) as outer, Watchdog(timeout_min=1.0) as watchdog:
+            for _ in progress(range(3)):
+                assert outer.last_beat > 0
+                assert watchdog.last_beat > 0
+                outer.last_beat = watchdog.last_beat = 0.0
+
+
+def test_a_watchdog_ends_a_process_whose_log_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bug: it waited for the log itself, whose disk did not answer."""
+    ended, answers, statuses = threading.Event(), threading.Event(), []
+
+    def leave(status: int) -> None:
+        statuses.append(status)
+        watchdog.over.set()
+        ended.set()
+
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(watchdog_file, "WATCHDOG_MARGIN_S", 0.1)
+    monkeypatch.setattr(watchdog_file, "LAST_WORDS_S", 0.1)
+    monkeypatch.setattr(watchdog_file.logger, "error", lambda *_: answers.wait(60))
+    monkeypatch.setattr(watchdog_file.logging, "shutdown", lambda: None)
+    with Watchdog(timeout_min=0.0) as watchdog:
+        assert ended.wait(30)
+    answers.set()
+    assert statuses == [FAULT_STATUS]
 
 
 def test_an_evaluation_that_hangs_ends_the_run_and_its_training_is_saved(
@@ -80,7 +104,7 @@ def test_an_evaluation_that_hangs_ends_the_run_and_its_training_is_saved(
     over = threading.Event()
 
     def hang(*_: object) -> None:
-        assert over.wait(20)
+        assert over.wait(120)
         raise EndedError
 
     def leave(status: int) -> None:
@@ -93,7 +117,8 @@ def test_an_evaluation_that_hangs_ends_the_run_and_its_training_is_saved(
     monkeypatch.setattr(watchdog_file, "WATCHDOG_MARGIN_S", 0.2)
     monkeypatch.setattr(watchdog_file.logging, "shutdown", lambda: None)
     monkeypatch.setattr(dino_train.DINOObjective, "after_epoch", hang)
-    words = options(tmp_path, knn_freq=1, epochs=2, dist_timeout_min=0.2)
+    monkeypatch.setattr(training_run, "MUCH_TO_LOSE_S", 0.0)
+    words = options(tmp_path, knn_freq=1, epochs=2, dist_timeout_min=0.02)
     with pytest.raises(EndedError):
         dino_train.train(get_args_parser().parse_args(words))
     assert statuses == [FAULT_STATUS]

@@ -64,9 +64,9 @@ class DINOObjective(CropObjective):
         return train_step(self.training, batches, epoch, diagnose=is_last or step_of_epoch % DIAGNOSE_EVERY == 0)
 
     def after_epoch(self, epoch: int, means: Mapping[str, float], log: RunLog) -> EpochResult:
-        """Rank of the encodings and pictures of some images; the k-NN probe."""
+        """The k-NN probe; rank of the encodings and pictures of some images."""
+        probe = super().after_epoch(epoch, means, log)  # first: if it is made again, TensorBoard has no picture twice
         values = self._look(self.data.examples, means, log) if self.data.examples is not None else {}
-        probe = super().after_epoch(epoch, means, log)
         return EpochResult({**values, **probe.values}, probe.score)
 
     def _look(self, examples: Examples, means: Mapping[str, float], log: RunLog) -> dict[str, float]:

@@ -220,7 +220,9 @@ def gather_features(part: Features, device: torch.device, on_rank_0: bool = Fals
     return Features(features, labels.to(storage), indices.to(storage), int(counts[:, 2].sum()))
 
 
-def require_memory(num_images: int, feature_dim: int, storage: torch.device, option: str, remedy: str) -> None:
+def require_memory(
+    num_images: int, feature_dim: int, storage: torch.device, option: str, remedy: str, more_rows: int = 0
+) -> None:
     """Refuse features that do not fit into a GPU where every process gathers those of all images.
 
     Args:
@@ -229,6 +231,7 @@ def require_memory(num_images: int, feature_dim: int, storage: torch.device, opt
         storage: where features are kept.
         option: that gathers them.
         remedy: what else helps.
+        more_rows: further features that lie there at the same time.
 
     Raises:
         ValueError: they, this process' share of them and the blocks that travel take more than is free.
@@ -237,7 +240,7 @@ def require_memory(num_images: int, feature_dim: int, storage: torch.device, opt
         return
     # A block stands there twice, in parts and as one, while it is put into its place.
     rows = num_images if world_size() == 1 else num_images * (1 + 1 / world_size()) + 2 * GATHER_ROWS
-    needed = 4 * rows * feature_dim
+    needed = 4 * (rows + more_rows) * feature_dim
     free, _ = torch.cuda.mem_get_info(storage)
     if needed > free:
         raise ValueError(

@@ -105,9 +105,11 @@ def extract(
     if args.probe:
         with all_or_none("finding memory for all features"):
             remedy = "20-NN alone, without --probe, needs no more than a process' share"
-            # This process' share stays beside the part of it that a probe is trained on.
-            num_rows = len(train_source) + len(train_source) // world_size()
-            require_memory(num_rows, encoder.encoding_dim, options["storage"], "--probe", remedy)
+            # Beside what a probe is trained on: this process' share, and that of the validation images twice.
+            more = (len(train_source) + 2 * len(val_source)) // world_size()
+            require_memory(
+                len(train_source), encoder.encoding_dim, options["storage"], "--probe", remedy, more_rows=more
+            )
     train, val = (
         extract_split(encoder, source, transform, process.device, gather=False, **options)
         for source in (train_source, val_source)

@@ -8,6 +8,7 @@ A file has one JSON object per line, as `dino-sparo parse` writes it and as tabl
 `image` is optional. Every line is checked when the file is opened (`graph_index.py`). Compressed files are refused.
 """
 
+import copy
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -58,6 +59,12 @@ class CaptionGraphs:
         self.option = option
         self.record = {**record, "max_nodes": max_nodes, "max_relations": max_relations}
         self.counts = LookupCounts()
+
+    def uncounted(self) -> "CaptionGraphs":
+        """The same graphs, with counts of their own that begin at zero."""
+        graphs = copy.copy(self)
+        graphs.counts = LookupCounts()
+        return graphs
 
     def __call__(self, caption: str) -> SceneGraph:
         """The caption's graph; one entity, the whole caption, where there is none."""

@@ -114,8 +114,9 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
 
     @property
     def data_hashes(self) -> dict[str, str]:
-        """Of the file of graphs, if they come from one."""
-        return {"graphs": self.graphs.record["sha256"]} if "sha256" in self.graphs.record else {}
+        """Those of the pairs, and of the file of graphs, if they come from one."""
+        graphs = {"graphs": self.graphs.record["sha256"]} if "sha256" in self.graphs.record else {}
+        return super().data_hashes | graphs
 
     @property
     def logit_scale(self) -> Tensor:
@@ -125,8 +126,8 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
 
     @property
     def scorer(self) -> GraphScorer:
-        """The model as evaluations ask it."""
-        return GraphScorer(self.training.network, self.val_graphs, *self.scorer_settings)
+        """The model as evaluations ask it; each counts the graphs that it misses anew."""
+        return GraphScorer(self.training.network, self.val_graphs.uncounted(), *self.scorer_settings)
 
     def start_from(self) -> None:
         """Start the image encoder, or both encoders, from other weights; scores are not those of the file.

@@ -162,6 +162,12 @@ class Agreement:
         stop = next((signum for signum, count in zip(STOP_SIGNALS[::-1], heard[::-1], strict=True) if count), None)
         return Decision(stop, save > 0, tuple(summed[len(own) :]))
 
+    def stop_between_steps(self) -> signal.Signals | None:
+        """The signal that ends the run, asked where something else than steps took time; the next step asks again."""
+        stop = self.decide().stop
+        self.interval = 1
+        return stop
+
     def saved(self) -> None:
         """A checkpoint was written: the clock starts anew."""
         self.last_save = time.monotonic()
@@ -226,11 +232,11 @@ def _requeue(ask: Callable[[], object], stopped: RunStopped) -> None:
         try:
             ask()
             return
-        except (OSError, subprocess.SubprocessError) as error:
+        except Exception as error:  # also of what submitit does before, such as writing the job's file
+            if type(error).__name__ == "UncompletedJobError":
+                logger.error("%s", error)
+                raise stopped from error
             reason = str(getattr(error, "stderr", None) or error).strip()
-        except Exception as error:
-            logger.error("%s", error)
-            raise stopped from error
         logger.error("this job could not be requeued (%s), try %d of %d", reason, number, REQUEUE_TRIES)
         if number < REQUEUE_TRIES:
             time.sleep(REQUEUE_PAUSE_S)

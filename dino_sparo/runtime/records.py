@@ -31,11 +31,6 @@ def file_sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def hash_of_text(text: str) -> str:
-    """SHA-256 of a text, hexadecimal."""
-    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
-
-
 def versions(**more: str) -> dict[str, str]:
     """Versions of what the numbers depend on.
 

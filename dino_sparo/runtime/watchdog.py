@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 # The watchdog's patience, as a multiple of the time-out and in seconds beyond it.
 WATCHDOG_FACTOR, WATCHDOG_MARGIN_S = 1.5, 1.0
+LAST_WORDS_S = 3.0
 
 _watching: list["Watchdog"] = []  # those whose contexts are open
 
@@ -24,7 +25,8 @@ _watching: list["Watchdog"] = []  # those whose contexts are open
 class Watchdog:
     """Ends this process if nothing moves for too long, whatever it waits for: a worker, a network, a disk, a device.
 
-    Collectives and the loader have their own time-outs and can name the cause; the watchdog waits a little longer.
+    Collectives and the loader of the training have their own time-outs and can name the cause; the watchdog waits a
+    little longer.
 
     Args:
         timeout_min: their time-out.
@@ -63,13 +65,20 @@ class Watchdog:
     def _watch(self) -> None:
         while not self.over.wait(min(self.seconds / 10, 1.0)):
             if time.monotonic() - self.last_beat > self.seconds:
-                logger.error(
-                    "nothing has moved for %.0f s: a process that loads images, a collective, the disk or the device "
-                    "hangs, or did not answer. The last checkpoint is whole: start the same command to go on",
-                    self.seconds,
-                )
-                logging.shutdown()
+                # The log may be what hangs, on a disk that does not answer.
+                last_words = threading.Thread(target=self._say_why, daemon=True)
+                last_words.start()
+                last_words.join(LAST_WORDS_S)
                 os._exit(FAULT_STATUS)
+
+    def _say_why(self) -> None:
+        logger.error(
+            "nothing has moved for %.0f s: a process that loads images, a collective, the disk or the device hangs, or "
+            "did not answer. The last checkpoint is whole: start the same command to go on. If something is only "
+            "slow, raise --dist_timeout_min",
+            self.seconds,
+        )
+        logging.shutdown()
 
 
 def sign_of_life() -> None:

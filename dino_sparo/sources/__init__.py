@@ -97,6 +97,16 @@ class ImageSource(Protocol):
         ...
 
 
+def fingerprint_of(source: object) -> str | None:
+    """What tells the images of a source from as many others, by their names; None for a source that cannot say.
+
+    Args:
+        source: with a method `fingerprint`, or without.
+    """
+    fingerprint = getattr(source, "fingerprint", None)
+    return None if fingerprint is None else fingerprint()
+
+
 def index_images(data_path: str, number: int, count: int) -> None:
     """Put a share of what `open_source` will look up into the cache: every `count`-th shard, if there are shards.
 

@@ -4,6 +4,7 @@ Flat arrays rather than Python strings: worker processes share arrays with their
 writes its reference count and so copies the memory page it lies in.
 """
 
+import hashlib
 import os
 import re
 from collections.abc import Sequence
@@ -59,6 +60,15 @@ class PackedStrings:
         return os.fsdecode(self.blob[start : self.ends[index]].tobytes())
 
 
+def hash_of(*arrays: np.ndarray) -> str:
+    """SHA-256 of what arrays hold, hexadecimal."""
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(f"{array.dtype}{array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).view(np.uint8).data)
+    return digest.hexdigest()
+
+
 def encode_labels(labels: Sequence[str | None]) -> tuple[list[str] | None, np.ndarray | None]:
     """Labels as written -> (class names, (len,) int64): whole numbers as they are, words by alphabetical order.
 
@@ -107,3 +117,7 @@ class FileSource:
         """Image `index` as 8-bit RGB; raises CorruptImageError."""
         path = self.location(index)
         return read_image(path, path, limits=self.limits)
+
+    def fingerprint(self) -> str:
+        """A hash of all paths as they are written, so that a folder may move."""
+        return hash_of(self.paths.blob, self.paths.ends)

@@ -4,7 +4,8 @@ import numpy as np
 from jaxtyping import Int64
 from PIL import Image
 
-from dino_sparo.sources import ImageSource
+from dino_sparo.sources import ImageSource, fingerprint_of
+from dino_sparo.sources.packed import hash_of
 
 
 class Subset:
@@ -40,3 +41,8 @@ class Subset:
     def location(self, index: int) -> str:
         """Where image `index` lies."""
         return self.source.location(int(self.indices[index]))
+
+    def fingerprint(self) -> str | None:
+        """A hash of the source's and of the indices; None if the source has none."""
+        whole = fingerprint_of(self.source)
+        return None if whole is None else f"{whole} {hash_of(self.indices)}"

@@ -18,7 +18,7 @@ from PIL import Image
 
 from dino_sparo.sources.decode import DEFAULT_LIMITS, IMAGE_ENDINGS, IMAGE_EXTENSIONS, CorruptImageError, read_image
 from dino_sparo.sources.limits import open_regular, parse_json
-from dino_sparo.sources.packed import encode_labels
+from dino_sparo.sources.packed import encode_labels, hash_of
 from dino_sparo.sources.shard_index import Kind, Notes, Piece, ShardIndex, blocks_of, open_index
 from dino_sparo.sources.tar_headers import BLOCK_BYTES, member_name, tar_members
 
@@ -68,6 +68,11 @@ class TarSource:
             return f"{shard}!{os.fsdecode(member_name(shard, start))}"
         except (OSError, ValueError, StopIteration):
             return f"{shard}!byte {start:,}"
+
+    def fingerprint(self) -> str:
+        """A hash of the shards' names and of where their images lie; no shard is read."""
+        names = [os.fsencode(os.path.basename(shard)) for shard in self.shards]
+        return hash_of(np.array(names), self.index.counts, self.index.records)
 
     def read(self, index: int) -> Image.Image:
         """Image `index` as 8-bit RGB; raises CorruptImageError."""

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from dino_sparo.data import EpochSampler
 from dino_sparo.runtime.distributed import Distributed
 from dino_sparo.runtime.logs import RunLog
+from dino_sparo.sources import fingerprint_of
 from dino_sparo.training.updates import Updater
 
 
@@ -195,8 +196,9 @@ class Objective(ABC, Generic[AnyBatch]):
 
     @property
     def data_hashes(self) -> dict[str, str]:
-        """What the run reads beside its source: a name in the plural -> a hash; `resume` warns if one has changed."""
-        return {}
+        """What tells the data from as many others: a name in the plural -> a hash. `resume` warns where one differs."""
+        fingerprint = fingerprint_of(self.source)
+        return {} if fingerprint is None else {f"{self.noun}s": fingerprint}
 
     @abstractmethod
     def check_same_model(self, checkpoint: Mapping[str, Any], source: str) -> None:

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from signal import Signals
 from typing import Any
@@ -33,7 +33,7 @@ from dino_sparo.runtime.logs import RunLog, log_options, setup_logging
 from dino_sparo.runtime.memory import full_memory_named
 from dino_sparo.runtime.precision import set_tf32
 from dino_sparo.runtime.preemption import Agreement, StopSignals, hand_over
-from dino_sparo.runtime.records import git_hash, hash_of_text, plain, versions
+from dino_sparo.runtime.records import git_hash, plain, versions
 from dino_sparo.runtime.run_lock import RunLock
 from dino_sparo.runtime.watchdog import Watchdog
 from dino_sparo.training.loop import Progress, train_one_epoch
@@ -48,7 +48,8 @@ HARMLESS_OPTIONS = {
     *("saveckp_freq", "saveckp_minutes", "keep_checkpoints", "max_corrupt", "allow_rescale", "dist_timeout_min"),
     *("memory_report", "grad_checkpointing", "max_image_mb", "max_image_mpix"),
 }
-NUM_NAMES = 100  # of items, that a checkpoint remembers a hash of
+# A run that was saved longer ago is saved before an evaluation too.
+MUCH_TO_LOSE_S = 60.0
 
 
 @dataclass
@@ -83,17 +84,6 @@ class Run:
             "global_batch": self.objective.sampler.global_batch_size,
             "steps_per_epoch": self.objective.sampler.steps_per_epoch,
         }
-
-    @cached_property
-    def data_hashes(self) -> dict[str, str]:
-        """What tells these data from as many others.
-
-        Of the items it is a hash of the names of some that are spread over all, each with its last folder.
-        """
-        number = self.objective.sampler.num_images
-        places = range(0, number, max(number // NUM_NAMES, 1))
-        names = (Path(self.objective.source.location(place)).parts[-2:] for place in places)
-        return {f"{self.objective.noun}s": hash_of_text("\n".join(map("/".join, names))), **self.objective.data_hashes}
 
 
 def train(args: argparse.Namespace, objective_class: type[Objective[Any]]) -> None:
@@ -200,7 +190,7 @@ def name_differences(run: Run, checkpoint: Mapping[str, Any]) -> None:
     for name in sorted(before.keys() & now.keys() - HARMLESS_OPTIONS - set(run.objective.harmless_options)):
         if before[name] != now[name]:
             logger.warning("--%s was %s and is now %s: %s", name, before[name], now[name], after)
-    for name, value in run.data_hashes.items():
+    for name, value in run.objective.data_hashes.items():
         if checkpoint.get("data_hashes", {}).get(name, value) != value:
             logger.warning("the %s, or their order, are not those of %s: %s", name, run.checkpoints.newest, after)
     for name, value in versions().items():
@@ -305,7 +295,7 @@ def train_epochs(run: Run, log: RunLog) -> Signals | None:
     begin, stop = time.monotonic(), None
     with Watchdog(args.dist_timeout_min) as watchdog:
         if run.unlogged_epoch is not None:
-            finish_epoch(run, log, watchdog)
+            stop = finish_epoch(run, log, watchdog)
         while updater.step < end_step and stop is None:
             epoch, start_step = divmod(updater.step, sampler.steps_per_epoch)
             sampler.set_epoch(epoch, start_step)
@@ -319,25 +309,40 @@ def train_epochs(run: Run, log: RunLog) -> Signals | None:
                 watchdog,
                 args.max_corrupt,
             )
-            if updater.step % sampler.steps_per_epoch:
-                continue
-            run.unlogged_epoch = means
-            if stop is not None or run.objective.is_evaluated(epoch):
-                with watchdog.patient():
-                    save(run)
-                run.agreement.saved()
-            if stop is None:
-                finish_epoch(run, log, watchdog)
+            if updater.step % sampler.steps_per_epoch == 0:
+                run.unlogged_epoch = means
+                stop = finish_epoch(run, log, watchdog, stop)
+            if stop is None and updater.step < end_step:
+                stop = run.agreement.stop_between_steps()
     if stop is None:
         seconds = time.monotonic() - begin
         logger.info("done: %d steps in %.0f s, %s", updater.step, seconds, run.checkpoints.newest)
     return stop
 
 
-def finish_epoch(run: Run, log: RunLog, watchdog: Watchdog) -> None:
-    """Evaluate, log, save the epoch that has been trained, of which `unlogged_epoch` has the means."""
-    args, step = run.args, run.objective.updater.step
-    epoch, means = epochs_done(run), run.unlogged_epoch or {}
+def finish_epoch(run: Run, log: RunLog, watchdog: Watchdog, stop: Signals | None = None) -> Signals | None:
+    """Evaluate, log and save the epoch that has been trained, of which `unlogged_epoch` has the means.
+
+    If the evaluation takes long, the run is saved before it too. If it is asked to stop, it is saved and not evaluated.
+
+    Args:
+        run: at an epoch's end.
+        log: gets the epoch's line.
+        watchdog: is patient with saves.
+        stop: the signal that came in the epoch's last steps.
+
+    Returns:
+        The signal that came before the evaluation; else None.
+    """
+    args, step, epoch, means = run.args, run.objective.updater.step, epochs_done(run), run.unlogged_epoch or {}
+    if stop is None and run.objective.is_evaluated(epoch):
+        if broadcast_object(time.monotonic() - run.agreement.last_save >= MUCH_TO_LOSE_S):
+            save_patiently(run, watchdog)
+        stop = run.agreement.stop_between_steps()
+    if stop is not None:
+        if run.saved_step != step:
+            save_patiently(run, watchdog)
+        return stop
     watchdog.beat()
     result = run.objective.after_epoch(epoch, means, log)
     values = {f"train_{name}": value for name, value in means.items()} | result.values
@@ -352,12 +357,18 @@ def finish_epoch(run: Run, log: RunLog, watchdog: Watchdog) -> None:
     # The line first: a run killed in between takes the epoch or its evaluation again, and drops the line on resuming.
     log.write_epoch({**values, "epoch": epoch, "step": step})
     run.unlogged_epoch = None
-    with watchdog.patient():
-        save(run, copies)
-    run.agreement.saved()
+    save_patiently(run, watchdog, copies)
+    return None
 
 
 # ---- save
+
+
+def save_patiently(run: Run, watchdog: Watchdog, copies: Sequence[str] = ()) -> None:
+    """`save`, between two epochs."""
+    with watchdog.patient():
+        save(run, copies)
+    run.agreement.saved()
 
 
 def save(run: Run, copies: Sequence[str] = ()) -> None:
@@ -378,7 +389,7 @@ def save(run: Run, copies: Sequence[str] = ()) -> None:
         "unlogged_epoch": run.unlogged_epoch,
         run.objective.score_name: run.best_score,
         "args": plain(vars(run.args)),
-        "data_hashes": run.data_hashes,
+        "data_hashes": run.objective.data_hashes,
         "versions": {**versions(), "git": git_hash()},
     }
     step = run.objective.updater.step

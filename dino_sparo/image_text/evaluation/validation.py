@@ -18,6 +18,7 @@ from dino_sparo.image_text.evaluation.image_files import require_few_missing
 from dino_sparo.image_text.evaluation.retrieval import recall
 from dino_sparo.image_text.evaluation.scorer import Scorer
 from dino_sparo.image_text.pairs.batches import Captions, PairSource
+from dino_sparo.runtime.logs import progress
 from dino_sparo.sources.subset import Subset
 
 MAX_PAIRS = 5000  # as many as COCO's usual test has; every image is compared with every caption
@@ -51,7 +52,8 @@ class Validation:
         """
         images = scorer.encode_images(self.pairs)
         require_few_missing(images.num_corrupt, len(self.pairs), f"pairs of {self.pairs.name}")
-        captions = [self.pairs.captions_of(index)[0] for index in images.indices.tolist()]
+        indices = progress(images.indices.tolist(), desc="validation captions")
+        captions = [self.pairs.captions_of(index)[0] for index in indices]
         texts = scorer.encode_texts(captions, "validation captions")
         own = torch.arange(len(captions))[:, None].expand(-1, 2)
         by_image, by_text = recall(scorer, images.payload, texts.payload, own, (1,))
@@ -74,7 +76,7 @@ def validation_loss(scorer: Scorer, images: Any, texts: Any, logit_scale: Tensor
     """
     size = min(num_compared, len(images))
     losses = []
-    for start in range(0, len(images) - size + 1, size):
+    for start in progress(range(0, len(images) - size + 1, size), desc="validation loss"):
         group = slice(start, start + size)
         losses.append(contrastive_loss(scorer.score_block(images[group], texts[group]), logit_scale))
     return float(torch.stack(losses).mean())

@@ -27,6 +27,7 @@ from dino_sparo.data import (
 )
 from dino_sparo.image_text.choices import CROP_SCALE
 from dino_sparo.image_text.text import tokenize
+from dino_sparo.sources import fingerprint_of
 
 # Added to the seed, so that which caption is drawn has nothing to do with how the image is cropped.
 CAPTION_STREAM = 0x9E3779B97F4A7C15
@@ -92,6 +93,10 @@ class PairSource:
     def location(self, index: int) -> str:
         """Where image `index` lies."""
         return self.images.location(index)
+
+    def fingerprint(self) -> str | None:
+        """That of the images."""
+        return fingerprint_of(self.images)
 
     def read(self, index: int) -> Image.Image:
         """Image `index` as 8-bit RGB.
