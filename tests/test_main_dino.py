@@ -206,7 +206,11 @@ def test_a_run_stopped_by_a_signal_saves_between_two_steps_and_ends_in_the_same_
 
 
 @pytest.mark.parametrize(
-    "moment", ["in the last step", "in the save", "in the evaluation", pytest.param("later", marks=pytest.mark.slow)]
+    "moment",
+    [
+        "the save",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("the last step", "the evaluation", "later")),
+    ],
 )
 def test_an_epoch_that_ends_before_its_evaluation_is_evaluated_when_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
@@ -224,19 +228,19 @@ def test_an_epoch_that_ends_before_its_evaluation_is_evaluated_when_the_run_goes
     def take_and_be_stopped(*arguments: object, **options: object) -> StepReport:
         nonlocal steps
         steps += 1
-        be_stopped(moment == "in the last step" and steps == 4)
+        be_stopped(moment == "the last step" and steps == 4)
         return take(*arguments, **options)
 
     def save_and_be_stopped(*arguments: object) -> None:
         nonlocal saves
         saves += 1
-        be_stopped(moment == "in the save" and saves == 1)
+        be_stopped(moment == "the save" and saves == 1)
         save(*arguments)
 
     def evaluate_or_die(*arguments: object, **options: object) -> object:
         nonlocal evaluations
         evaluations += 1
-        if moment == "in the evaluation" and evaluations == 1:
+        if moment == "the evaluation" and evaluations == 1:
             raise KeyboardInterrupt
         be_stopped(moment == "later" and evaluations == 1)
         return evaluate(*arguments, **options)
@@ -246,7 +250,7 @@ def test_an_epoch_that_ends_before_its_evaluation_is_evaluated_when_the_run_goes
     monkeypatch.setattr(dino_train, "train_step", take_and_be_stopped)
     monkeypatch.setattr(training_run, "save", save_and_be_stopped)
     monkeypatch.setattr(images, "evaluate_knn", evaluate_or_die)
-    with pytest.raises(KeyboardInterrupt if moment == "in the evaluation" else RunStopped):
+    with pytest.raises(KeyboardInterrupt if moment == "the evaluation" else RunStopped):
         run(tmp_path / "parts", **changes)
     saved = load_checkpoint(tmp_path / "parts" / "checkpoint.pth")
     assert (saved["step"], saved["epoch"], steps) == (4, 1, 4)
@@ -256,7 +260,7 @@ def test_an_epoch_that_ends_before_its_evaluation_is_evaluated_when_the_run_goes
         assert saved["unlogged_epoch"]["loss"] > 0
         assert not (tmp_path / "parts" / "log.txt").exists()
     run(tmp_path / "parts", **changes)
-    assert (steps, evaluations) == (8, 3 if moment == "in the evaluation" else 2)  # no step twice
+    assert (steps, evaluations) == (8, 3 if moment == "the evaluation" else 2)  # no step twice
     whole, parts = (load_checkpoint(tmp_path / name / "checkpoint.pth") for name in ("whole", "parts"))
     for key in ("student", "teacher", "optimizer", "dino_loss", "step", "epoch", "best_knn", "unlogged_epoch"):
         assert_same_state(whole[key], parts[key], key)
