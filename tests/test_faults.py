@@ -401,7 +401,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step_with_a_checkpoint(
         begin = time.monotonic()
         assert ranks.wait(LIMIT) == [status, status], ranks.log(0) + ranks.log(1)
         seconds = time.monotonic() - begin
-    assert assert_whole_checkpoints(tmp_path) == last_saved_step(ranks.log()) > 18
+    assert assert_whole_checkpoints(tmp_path) == last_saved_step(ranks.log()) >= 18
     record(f"signal {signum.name}", seconds=round(seconds, 2))
     with Ranks(tmp_path, options(tmp_path, num_workers=1)) as ranks:
         assert ranks.wait() == [0, 0], ranks.log()
