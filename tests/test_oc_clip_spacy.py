@@ -66,6 +66,47 @@ def words_of(text: str) -> str:
             "train/NOUN/ROOT/0 parked/VERB/acl/0 next/ADV/advmod/1 to/ADP/prep/2 platform/NOUN/pobj/3",
             "train, platform | parked next to(train, platform)",
         ),
+        (
+            "the/DET/det/4 red/ADJ/amod/4 and/CCONJ/cc/1 white/ADJ/conj/1 bus/NOUN/ROOT/4 with/ADP/prep/4 a/DET/det/9 "
+            "salt/NOUN/compound/9 shaker/NOUN/compound/9 rack/NOUN/pobj/5",
+            "the red and white bus, a salt shaker rack | with(the red and white bus, a salt shaker rack)",
+        ),
+        (
+            "a/DET/det/4 salt/NOUN/compound/4 and/CCONJ/cc/1 pepper/NOUN/conj/1 shaker/NOUN/ROOT/4",
+            "a salt and pepper shaker",
+        ),
+        (
+            "The/DET/det/1 dog/NOUN/nsubj/2 is/AUX/ROOT/2 brown/ADJ/acomp/2 and/CCONJ/cc/2 the/DET/det/6 "
+            "cat/NOUN/nsubj/7 is/AUX/conj/2 not/PART/neg/7 black/ADJ/acomp/7",
+            "the dog is brown, the cat is not black",
+        ),
+        (
+            "the/DET/det/1 box/NOUN/nsubj/2 is/AUX/ROOT/2 full/ADJ/acomp/2 of/ADP/prep/3 toys/NOUN/pobj/4",
+            "the box, toys | full of(the box, toys)",
+        ),
+        (
+            "a/DET/det/1 person/NOUN/ROOT/1 not/PART/neg/3 wearing/VERB/acl/1 a/DET/det/5 helmet/NOUN/dobj/3",
+            "a person, a helmet | not wearing(a person, a helmet)",
+        ),
+        (
+            "a/DET/det/1 man/NOUN/poss/4 's/PART/case/1 red/ADJ/amod/4 hat/NOUN/ROOT/4",
+            "a man's red hat",
+        ),
+        (
+            "There/PRON/expl/1 is/VERB/ROOT/1 a/DET/det/3 cat/NOUN/attr/1 on/ADP/prep/1 the/DET/det/6 "
+            "table/NOUN/pobj/4",
+            "a cat, the table | on(a cat, the table)",
+        ),
+        (
+            "a/DET/det/1 cat/NOUN/ROOT/1 on/ADP/prep/1 a/DET/det/4 mat/NOUN/pobj/2 and/CCONJ/cc/2 under/ADP/conj/2 "
+            "a/DET/det/8 table/NOUN/pobj/6",
+            "a cat, a mat, a table | on(a cat, a mat) | under(a cat, a table)",
+        ),
+        (
+            "a/DET/det/1 ball/NOUN/ROOT/1 that/PRON/dobj/6 the/DET/det/4 man/NOUN/nsubj/6 is/AUX/aux/6 "
+            "holding/VERB/relcl/1",
+            "a ball, the man | holding(the man, a ball)",
+        ),
     ],
 )
 def test_noun_phrases_are_entities_and_paths_between_them_relations(words: str, graph: str) -> None:

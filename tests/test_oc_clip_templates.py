@@ -132,6 +132,24 @@ def test_the_order_of_a_sentence_does_not_hide_who_is_where() -> None:
             "man, hat, coat, horse | with(man, hat) | with(man, coat) | on(man, horse)",
         ),
         (
+            "a man with a dog and a woman with a cat",
+            "man, dog, woman, cat | with(man, dog) | with(woman, cat)",
+        ),
+        (
+            "the room has a bed and the kitchen has a stove",
+            "room, bed, kitchen, stove | has(room, bed) | has(kitchen, stove)",
+        ),
+        (
+            "A girl holding an umbrella and a boy is riding a bike",
+            "girl, umbrella, boy, bike | holding(girl, umbrella) | riding(boy, bike)",
+        ),
+        (
+            "a fork to the left of a plate and a knife to the right of it",
+            "fork, plate, knife | to the left of(fork, plate) | to the right of(knife, plate)",
+        ),
+        ("a man near it", "man near it"),
+        ("a box with a toy in it", "box, toy | with(box, toy) | in(toy, box)"),
+        (
             "a man riding a horse and holding a rope",
             "man, horse, rope | riding(man, horse) | holding(man, rope)",
         ),

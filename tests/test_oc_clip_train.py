@@ -621,6 +621,33 @@ def test_the_image_encoder_can_start_from_dinos(tmp_path: Path) -> None:
         assert torch.equal(found[f"image.{name}"], value), name
 
 
+def test_the_text_encoder_can_start_from_a_clip_and_the_image_encoder_of_another_make_from_dinos(
+    tmp_path: Path,
+) -> None:
+    """The bug: the paper's rows with DINOv2's B-14 could not be started, as CLIP's image tower has other patches."""
+    torch.manual_seed(5)
+    sizes = {"img_size": 16, "text_width": 24, "text_heads": 2, "text_layers": 2, "context_length": 20}
+    clip = create_clip("vit_micro", 4, "cls", embed_dim=11, **sizes)
+    torch.save({"model": clip.state_dict(), "clip": clip_description(clip.config), "epoch": 3}, tmp_path / "clip")
+    encoder = create_encoder("vit_micro", 8, "cls", img_size=16)
+    torch.save(encoder.state_dict(), tmp_path / "e")
+    run(tmp_path / "run", max_steps=1, lr=0, pre_norm="false", init_clip=tmp_path / "clip", init_from=tmp_path / "e")
+    found = checkpoint_of(tmp_path / "run")["model"]
+    for name, value in encoder.state_dict().items():
+        assert torch.equal(found[f"image.{name}"], value), name
+    assert torch.equal(found["text.token_embed.weight"], clip.text.token_embed.weight)
+    assert "image tower: not taken" in (tmp_path / "run" / "run.log").read_text()
+
+
+def test_rates_for_trained_towers_and_word_lists_for_free_text_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(tmp_path / "run", max_steps=1, lr=1e-3, lr_image=1e-5, data_path=table_of_pairs(tmp_path))
+    assert "the image encoder starts from random weights with --lr_image 1e-05" in caplog.text
+    assert "the text encoder" not in caplog.text
+    assert "--graphs templates reads captions by closed word lists" in caplog.text
+
+
 # ---- bad input
 
 SHARD_KEYS = {"graph_key": "graph", "caption_key": "text"}

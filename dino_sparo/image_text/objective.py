@@ -136,7 +136,7 @@ class PairObjective(Objective[AnyBatch]):
         check_same_description(complete, self.model_description, source)
 
     def start_towers(self, with_rest: bool = True) -> set[str]:
-        """Start the image encoder, or both encoders, from other weights.
+        """Start the image encoder, or both encoders, from other weights; with both options each from its own.
 
         Args:
             with_rest: as in `initialize_towers`.
@@ -149,7 +149,7 @@ class PairObjective(Objective[AnyBatch]):
         """
         args, model, taken = self.args, self.training.network, set[str]()
         if args.init_clip:
-            report = initialize_towers(model, args.init_clip, with_rest)
+            report = initialize_towers(model, args.init_clip, with_rest, with_image=not args.init_from)
             taken |= set(report.taken)
             logger.info("start from %s", report)
         if args.init_from:

@@ -17,22 +17,22 @@ class TowersReport(NamedTuple):
     """What `initialize_towers` did, by names of weights.
 
     Attributes:
-        image: of the image tower.
+        image: of the image tower; None: it was left as it is.
         taken: all weights that come from the file.
         new: all that keep their random values.
     """
 
-    image: InitReport
+    image: InitReport | None
     taken: tuple[str, ...]
     new: tuple[str, ...]
 
     def __str__(self) -> str:
         parts = (name for name in self.new if not name.startswith("image."))
         ends = dict.fromkeys(".".join(name.split(".")[:2]) if name.startswith("text.") else name for name in parts)
-        return f"image tower: {self.image}; of the rest new: {', '.join(ends) or 'nothing'}"
+        return f"image tower: {self.image or 'not taken'}; of the rest new: {', '.join(ends) or 'nothing'}"
 
 
-def initialize_towers(model: Any, path: str | Path, with_rest: bool = True) -> TowersReport:
+def initialize_towers(model: Any, path: str | Path, with_rest: bool = True, with_image: bool = True) -> TowersReport:
     """Start both towers of a model from the weights of another, in place.
 
     Taken are the blocks that both have, a read-out of the same make and sizes and the first positions of a text encoder
@@ -42,6 +42,7 @@ def initialize_towers(model: Any, path: str | Path, with_rest: bool = True) -> T
         model: what to start: a module with `image`, `text` and `config`.
         path: a CLIP of ours, of OpenCLIP or of sparo-clip (.pth, .pt, .safetensors), or an OC-CLIP.
         with_rest: False where scores are not the file's, and projections and temperature have no meaning.
+        with_image: False where the image tower starts from other weights, and may be of another make.
 
     Returns:
         What was taken and what is new.
@@ -64,9 +65,11 @@ def initialize_towers(model: Any, path: str | Path, with_rest: bool = True) -> T
     if "text.norm.weight" not in own:  # the read-out has the last LayerNorm, or there is none
         weights = {name.replace("text.norm.", "text.readout.norm."): value for name, value in weights.items()}
     text = _fitting_text(weights, own, source)
-    tower = {name.removeprefix("image."): value for name, value in weights.items() if name.startswith("image.")}
-    image = start_encoder(model.image, tower, source)
-    taken = {f"image.{name}" for name in image.taken} | text.keys()
+    image = None
+    if with_image:
+        tower = {name.removeprefix("image."): value for name, value in weights.items() if name.startswith("image.")}
+        image = start_encoder(model.image, tower, source)
+    taken = {f"image.{name}" for name in (image.taken if image else ())} | text.keys()
     ends = {name: weights[name] for name in _fitting_ends(weights, own)} if with_rest else {}
     model.load_state_dict({**model.state_dict(), **text, **ends})
     taken |= ends.keys()

@@ -1,6 +1,7 @@
 """An OC-CLIP checkpoint -> what the evaluations of `image_text/` ask for: a scorer of images and captions."""
 
 import argparse
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +18,8 @@ from dino_sparo.oc_clip.scorer import GraphScorer
 from dino_sparo.runtime.distributed import Distributed
 from dino_sparo.runtime.precision import PRECISIONS
 from dino_sparo.runtime.records import versions
+
+logger = logging.getLogger(__name__)
 
 
 def open_oc_clip_model(
@@ -55,6 +58,14 @@ def open_oc_clip_model(
         border,
         args.max_missing_graphs,
     )
+    trained_on = loaded.record.get("trained_on_graphs") or {}
+    if args.graphs is None and trained_on.get("parser") != DEFAULT_GRAPHS:
+        logger.warning(
+            "the captions' graphs are those of the parser %s, and the model was trained on graphs of %s: give --graphs "
+            "that were made in the same way",
+            DEFAULT_GRAPHS,
+            trained_on.get("file") or trained_on.get("shards") or trained_on.get("parser") or "another kind",
+        )
     scorer.model_record.update(
         feature={"name": "keys and values of patches", "precision": args.precision},
         view={**view_record(scorer.transform), "border": border},

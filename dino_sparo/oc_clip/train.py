@@ -31,7 +31,7 @@ from dino_sparo.oc_clip.graph_files import CaptionGraphs, graph_of, graphs_in_sh
 from dino_sparo.oc_clip.graphs import LookupCounts, SceneGraph
 from dino_sparo.oc_clip.model import OCCLIP, create_oc_clip
 from dino_sparo.oc_clip.negatives import read_symmetric
-from dino_sparo.oc_clip.options import check_options, get_args_parser
+from dino_sparo.oc_clip.options import DEFAULT_GRAPHS, check_options, get_args_parser
 from dino_sparo.oc_clip.pairs import GraphPairBatch, GraphPairDataset, collate_graph_pairs
 from dino_sparo.oc_clip.presets import RECIPES
 from dino_sparo.oc_clip.scorer import GraphScorer
@@ -42,6 +42,8 @@ from dino_sparo.training import run
 __all__ = ["check_options", "get_args_parser", "train"]
 
 logger = logging.getLogger(__name__)
+
+SLOW_START = 0.5  # a tower with a smaller share of the learning rate is meant to start from trained weights
 
 
 def train(args: argparse.Namespace) -> None:
@@ -136,6 +138,20 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
             CheckpointError: the weights do not fit the model.
         """
         self.start_towers(with_rest=False)
+        args = self.args
+        is_started = {"image": args.init_clip or args.init_from, "text": args.init_clip}
+        for tower, is_trained in is_started.items():
+            if not is_trained and (rate := getattr(args, f"lr_{tower}")) < SLOW_START * args.lr:
+                logger.warning(
+                    "the %s encoder starts from random weights with --lr_%s %g, a rate for trained ones (--lr is %g). "
+                    "It will hardly learn; give --init_clip, or another rate",
+                    *(tower, tower, rate, args.lr),
+                )
+        if args.graphs == DEFAULT_GRAPHS and args.graph_key is None and not args.data_path.startswith("scenes"):
+            logger.warning(
+                "--graphs %s reads captions by closed word lists, which are weak on free text; see dino-sparo parse",
+                args.graphs,
+            )
 
     def count(self, batch: Any) -> tuple[int, ...]:
         """Pairs that were replaced, phrases that were cut off, what was changed in graphs."""

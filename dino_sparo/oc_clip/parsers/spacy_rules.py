@@ -18,6 +18,9 @@ OBJECTS = ("dobj", "obj", "pobj", "dative")
 PREPOSITIONS = ("prep", "agent")
 # Dependents before a noun that are part of its phrase.
 ATTRIBUTES = ("det", "amod", "compound", "nummod", "poss", "nmod", "advmod", "quantmod", "npadvmod", "case", "punct")
+# Dependents of an attribute: "red and white", "man's".
+ATTRIBUTES_AFTER = ("cc", "conj", "case", "punct")
+RELATIVE = ("that", "which", "who", "whom")
 # A verb with one of these has the subject of the verb or the noun above it.
 BORROWING = ("acl", "relcl", "conj", "xcomp", "advcl", "ccomp", "pcomp", "prep")
 
@@ -71,9 +74,9 @@ def graph_of_words(words: Sequence[Word]) -> SceneGraph:
                     verb - preposition - noun             a dog sitting on a mat
                     across words of place                 to the left of the cat;  next to the cat
 
-    "and" joins subjects and objects of one relation, and is none itself. A verb or a place that leads to no second
-    entity stays in its entity's phrase ("dog running", "bench on the left"). Pronouns are no entities; a relative
-    pronoun is the noun that its clause modifies.
+    "and" joins subjects and objects of one relation, and is none itself. A verb, an adjective or a place that leads to
+    no second entity stays in its entity's phrase ("dog running", "the dog is brown", "bench on the left"). "not" stays
+    in the relation or phrase. Pronouns are no entities; a relative pronoun is the noun that its clause modifies.
 
     Args:
         words: of one caption, in order.
@@ -110,24 +113,50 @@ class _Tree:
             if word.dep not in OBJECTS or self.is_opening(token):
                 continue
             predicate, subjects = self.path(word.head)
+            objects = self.objects(token)
             for subject in subjects:
-                if token in self.entity_of:
-                    for other in self.joined(token):
+                if objects:
+                    for other in objects:
                         relation = Relation(self.entity_of[subject], predicate, self.entity_of[other])
                         relations.update(dict.fromkeys([relation] if predicate and other != subject else []))
                 elif self.is_place(token) and not self.continues(token):
                     self.phrases[self.entity_of[subject]] += f" {predicate} {self.phrase(token)}"
         for token, word in enumerate(self.words):
             if word.pos == "VERB" and not self.leads_on(token):
+                words = self.text_of([*self.negations(token), token])
                 for subject in self.subjects(token):
-                    self.phrases[self.entity_of[subject]] += f" {word.text.lower()}"
+                    self.phrases[self.entity_of[subject]] += f" {words}"
+            elif word.dep == "acomp" and not self.leads_on(token):
+                verb = word.head
+                words = self.text_of([verb, *self.negations(verb), *self.attributes(token, len(self.words)), token])
+                for subject in self.subjects(verb):
+                    self.phrases[self.entity_of[subject]] += f" {words}"
         return SceneGraph(tuple(self.phrases), tuple(relations))
 
     def is_entity(self, token: int) -> bool:
         """Whether a token is the head of an entity's phrase."""
         word = self.words[token]
-        inside = word.dep in ("compound", "nmod", "npadvmod", "poss") and self.words[word.head].pos in NOUNS
-        return word.pos in NOUNS and not inside and not self.is_place(token) and not self.is_of(word.head, token)
+        is_noun = word.pos in NOUNS and not self.is_inside(token)
+        return is_noun and not self.is_place(token) and not self.is_of(word.head, token)
+
+    def is_inside(self, token: int) -> bool:
+        """Whether a noun is an attribute of another, or "and" joins it to one: "a salt and pepper shaker"."""
+        word = self.words[token]
+        if word.dep == "conj" and word.head != token:
+            return self.words[word.head].pos in NOUNS and self.is_inside(word.head)
+        return word.dep in ("compound", "nmod", "npadvmod", "poss") and self.words[word.head].pos in NOUNS
+
+    def objects(self, token: int) -> list[int]:
+        """The entities that an object names: its own, those joined to it, or what a relative pronoun stands for."""
+        if token in self.entity_of:
+            return self.joined(token)
+        if self.words[token].text.lower() not in RELATIVE:
+            return []
+        while self.words[token].dep != "relcl":
+            if self.words[token].head == token:
+                return []
+            token = self.words[token].head
+        return [self.words[token].head] if self.words[token].head in self.entity_of else []
 
     def is_of(self, preposition: int, noun: int) -> bool:
         """Whether a noun goes on with the noun before "of", as in "a cup of coffee" but not in "left of the cup"."""
@@ -166,15 +195,24 @@ class _Tree:
             for noun in self.children[child]:
                 if self.is_of(child, noun):
                     words += ["of", self.phrase(noun)]
-        return " ".join(words)
+        return " ".join(words).replace(" 's", "'s")
 
     def before(self, token: int) -> list[str]:
         """The attributes before a word, with their own."""
-        words = []
+        return [self.words[attribute].text.lower() for attribute in sorted(self.attributes(token, token))]
+
+    def attributes(self, token: int, end: int) -> list[int]:
+        """The attributes of a word that stand before `end`, with their own, and what "and" joins to them."""
+        found = []
         for child in self.children[token]:
-            if child < token and self.words[child].dep in ATTRIBUTES:
-                words += [*self.before(child), self.words[child].text.lower()]
-        return words
+            is_joined = token < child < end and self.words[child].dep in ATTRIBUTES_AFTER
+            if is_joined or (child < token and self.words[child].dep in ATTRIBUTES):
+                found += [*self.attributes(child, end), child]
+        return found
+
+    def negations(self, verb: int) -> list[int]:
+        """ "not" of a verb."""
+        return [child for child in self.children[verb] if self.words[child].dep == "neg"]
 
     def joined(self, token: int) -> list[int]:
         """An entity and those that "and" joins to it."""
@@ -192,7 +230,7 @@ class _Tree:
                 return self.text_of(words), [token]
             if word.pos in ("VERB", "AUX"):
                 words += [] if word.text.lower() in COPULAS else [token]
-                words += [child for child in self.children[token] if self.words[child].dep == "prt"]
+                words += [child for child in self.children[token] if self.words[child].dep in ("prt", "neg")]
                 return self.text_of(words), self.subjects(token)
             words.append(token)
             if self.is_place(token):
@@ -200,16 +238,22 @@ class _Tree:
             if word.head == token or word.pos not in ("ADP", "ADV", "ADJ", "SCONJ", "PART", *NOUNS):
                 return self.text_of(words), []
             token = word.head
+            while word.dep == "conj" and self.words[token].pos == word.pos == "ADP":  # "on a mat and under a table"
+                word, token = self.words[token], self.words[token].head
 
     def text_of(self, tokens: list[int]) -> str:
         """Words in their order in the caption."""
-        return " ".join(self.words[token].text.lower() for token in sorted(tokens))
+        return " ".join(self.words[token].text.lower() for token in sorted(tokens)).replace(" n't", "n't")
 
     def subjects(self, verb: int) -> list[int]:
         """The entities that a verb is about."""
         for child in self.children[verb]:
             if self.words[child].dep in SUBJECTS and child in self.entity_of:
                 return self.joined(child)
+        if any(self.words[child].dep == "expl" for child in self.children[verb]):  # "there is a cat on the table"
+            for child in self.children[verb]:
+                if self.words[child].dep in ("attr", *OBJECTS) and child in self.entity_of:
+                    return self.joined(child)
         word = self.words[verb]
         if word.dep not in BORROWING or word.head == verb:
             return []

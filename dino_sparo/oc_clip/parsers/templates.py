@@ -56,6 +56,8 @@ def parse_caption(caption: str) -> SceneGraph:
         after a preposition and its object                        that object
             a mug on a table in a kitchen                         on(mug, table)  in(table, kitchen)
         entities joined by "and" before their relation            each of them
+        "and" and an entity whose relation is of the same kind    that entity: a new sentence begins
+            a man with a dog and a woman with a cat               with(man, dog)  with(woman, cat)
             a dog and a cat on a mat                              on(dog, mat)  on(cat, mat)
         before a background of the scenes, without article        all of it: it lies behind subject and object
             a star above a ring on snow                           above(star, ring)  on(star, snow)  on(ring, snow)
@@ -89,6 +91,7 @@ class _Clause:
         subjects: what the sentence is about.
         current: what the next relation is about.
         objects: those of the last relation.
+        mentioned: those of the sentence before; what "it" means where there are no objects.
         last: the last relation that has an object; "" where the subjects are still being listed.
         joined: whether "and" or a comma was the last word.
     """
@@ -100,6 +103,7 @@ class _Clause:
     subjects: list[int] = field(default_factory=list)
     current: list[int] = field(default_factory=list)
     objects: list[int] = field(default_factory=list)
+    mentioned: list[int] = field(default_factory=list)
     last: str = ""
     joined: bool = False
 
@@ -154,9 +158,9 @@ class _Clause:
     def begin_relation(self, words: list[str], following: list[str]) -> None:
         """A relation, which begins with "is" where the sentence does."""
         had_noun = bool(self.noun)
-        self.close_noun()
         is_sentence = words[0] in COPULAS
         predicate = " ".join(word for word in words if word not in COPULAS)
+        self.close_noun(is_subject=self.joined and _are_parallel(self.last, predicate))
         if self.predicate:
             self.predicate = f"{self.predicate} {predicate}"
             return
@@ -169,29 +173,42 @@ class _Clause:
                 self.current = self.objects[-1:]
         self.predicate, self.joined = predicate, False
 
-    def close_noun(self) -> None:
-        """The words so far are an entity, a pronoun, or belong to the entity before."""
+    def close_noun(self, is_subject: bool = False) -> None:
+        """The words so far are an entity, a pronoun, or belong to the entity before.
+
+        Args:
+            is_subject: an entity begins a new sentence.
+        """
         words, self.noun = self.noun, []
         phrase = " ".join(words)
         content = [word for word in words if word not in ARTICLES]
         if not words:
             return
         if self.predicate and phrase in IT:
-            self.close_pronoun()
+            self.close_pronoun(phrase)
         elif self.predicate and self.phrases and phrase in EACH_OTHER:
             self.extend(self.current[-1:], phrase)
         elif self.predicate and self.phrases and content and set(content) <= PLACES:
             self.extend([len(self.phrases) - 1], phrase)
         elif phrase not in IT:
-            self.add(phrase)
+            self.add(phrase, is_subject)
 
-    def close_pronoun(self) -> None:
-        """The pronoun means the subject of the sentence; what lies in it are the last objects."""
-        pairs = product(self.objects, self.subjects[:1])
+    def close_pronoun(self, pronoun: str) -> None:
+        """The pronoun means the subject of the sentence, and what lies in it are the last objects.
+
+        Without objects it means what was mentioned before: "a fork left of a plate and a knife right of it".
+        """
+        if self.current and not self.objects and not self.mentioned:
+            self.extend(self.current[-1:], pronoun)
+            return
+        if self.current and not self.objects:
+            pairs = product(self.current, self.mentioned[-1:])
+        else:
+            pairs = product(self.objects, self.subjects[:1])
         self.relations += [Relation(subject, self.predicate, other) for subject, other in pairs]
         self.predicate = ""
 
-    def add(self, phrase: str) -> None:
+    def add(self, phrase: str, is_subject: bool = False) -> None:
         """A new entity: an object, one more of them, one more subject, or the subject of what follows."""
         entity = len(self.phrases)
         # "in a suit and tie" is one pair, "on a mat and a cat ..." begins anew
@@ -203,7 +220,11 @@ class _Clause:
         elif self.predicate:
             self.phrases[entity] = f"{self.predicate} {phrase}"
             self.subjects, self.current, self.predicate = [entity], [entity], ""
-        elif self.joined and self.last and (self.last in SHARING or self.last.endswith(" with") or has_fewer_articles):
+        elif (
+            self.joined
+            and self.last
+            and (has_fewer_articles or (not is_subject and (self.last in SHARING or self.last.endswith(" with"))))
+        ):
             self.predicate = self.last
             self.relate(entity)
             self.objects, self.predicate = [*self.objects, entity], ""
@@ -211,6 +232,7 @@ class _Clause:
             self.subjects = [*self.subjects, entity]
             self.current = [*self.current, entity]
         else:
+            self.mentioned = self.objects
             self.subjects, self.current, self.objects, self.last = [entity], [entity], [], ""
         self.joined = False
 
@@ -232,7 +254,7 @@ class _Clause:
         elif self.predicate:
             self.phrases.append(self.predicate)
         self.predicate, self.last, self.joined = "", "", False
-        self.subjects, self.current, self.objects = [], [], []
+        self.subjects, self.current, self.objects, self.mentioned = [], [], [], []
 
 
 def _after_opening(caption: str) -> str:
@@ -255,6 +277,13 @@ def _leads_back(relation: str) -> bool:
     """Whether what follows the object of this relation is said of its subject again: after verbs and "with"."""
     first = relation.split()[0]
     return first in VERBS or first in PARTICIPLES or relation in SHARING
+
+
+def _are_parallel(relation: str, other: str) -> bool:
+    """Whether two relations of a caption have subjects of their own: the same words, or two verbs in -ing."""
+    if not relation or not other:
+        return False
+    return relation == other or {relation.split()[0], other.split()[0]} <= VERBS
 
 
 def _is_background(words: list[str]) -> bool:
