@@ -33,6 +33,7 @@ CROP_ATTEMPTS = 10
 
 # The evaluation protocol of ImageNet: the short side to 256, of which the central 224 are seen.
 RESIZE_RATIO = 256 / 224
+MAX_ASPECT = 20  # of what is resized for a view
 
 
 @dataclass(frozen=True)
@@ -245,6 +246,18 @@ class MultiCropAugmentation:
         return [torch.from_numpy(normalize_levels(levels, self.mean, self.std)) for levels in finished]
 
 
+def without_far_ends(image: Image.Image) -> Image.Image:
+    """The middle of an image whose long side is more than `MAX_ASPECT` times the short one.
+
+    A central square shows no more of it, and resized as a whole such an image may take all memory.
+    """
+    most = MAX_ASPECT * min(image.size)
+    if max(image.size) <= most:
+        return image
+    left, top = ((side - most) // 2 if side > most else 0 for side in image.size)
+    return image.crop((left, top, left + min(image.width, most), top + min(image.height, most)))
+
+
 class EvalTransform:
     """Image -> one central view: the short side resized, the middle cut out, normalised.
 
@@ -271,6 +284,7 @@ class EvalTransform:
         self, image: Image.Image, rng: np.random.Generator | None = None
     ) -> list[Float[Tensor, "C img_size img_size"]]:
         """The view, in a list as training's crops are; nothing is drawn from `rng`."""
+        image = without_far_ends(image)
         if self.exact:
             pixels = pixels_of(
                 TF.center_crop(TF.resize(image, [self.resize_size], InterpolationMode.BICUBIC), [self.img_size])

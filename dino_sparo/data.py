@@ -25,9 +25,10 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, default_collate
 
 from dino_sparo.choices import IMAGENET_MEAN, IMAGENET_STD, MIN_CORRUPT
 from dino_sparo.distort import DeferredViews
-from dino_sparo.runtime.distributed import all_or_none, beating, rank_0_first, share_of, world_size
-from dino_sparo.sources import CorruptImageError, ImageSource, open_source
+from dino_sparo.runtime.distributed import all_or_none, beating, rank_0_first, require_same, share_of, world_size
+from dino_sparo.sources import CorruptImageError, ImageSource, fingerprint_of, open_source
 from dino_sparo.sources.cache import cache_folder
+from dino_sparo.sources.packed import hash_of
 
 __all__ = [
     "IMAGENET_MEAN",
@@ -44,12 +45,15 @@ __all__ = [
     "open_source",
     "open_together",
     "require_labels",
+    "require_same_source",
 ]
 
 _logger = logging.getLogger(__name__)
 
 # So many unreadable images in a row mean that a disk or a network does not answer.
 MAX_CORRUPT_IN_A_ROW = 64
+# Then, after so many neighbours, such a share of the source lies between two tries: the golden ratio's.
+NUM_NEIGHBOURS, WIDE_STEP = 8, 0.6180339887
 
 TERM_GRACE_SECONDS = 30  # between SIGTERM and the end of a worker
 
@@ -118,6 +122,19 @@ def open_together(open_it: Callable[[], AnySource], index: Callable[[int, int], 
     with rank_0_first(what):
         source = open_it()
     return source
+
+
+def require_same_source(source: ImageSource) -> None:
+    """Make sure that all processes have opened the same images, by number, names, classes and labels.
+
+    Raises:
+        ValueError: on every rank, with what differs.
+    """
+    require_same(len(source), f"the number of images of {source.name}")
+    require_same(fingerprint_of(source), f"the names of the images of {source.name}")
+    require_same(None if source.classes is None else "\n".join(source.classes), f"the classes of {source.name}")
+    labels = source.labels
+    require_same(None if labels is None else hash_of(labels), f"the labels of {source.name}")
 
 
 def align_classes(source: ImageSource, classes: list[str]) -> ImageSource:
@@ -278,7 +295,10 @@ class ImageDataset(Dataset):
 
 
 def read_next(read: Callable[[int], T], asked: int, source: ImageSource) -> tuple[T, int, list[tuple[str, str]]]:
-    """What `read` gives for an index, or for the next one that can be read; after the last comes the first.
+    """What `read` gives for an index, or for another one if it cannot be read.
+
+    First come the next ones, after the last the first. If they are unreadable too, as many neighbours are where a copy
+    was cut off, the steps become wide: then only a disk that does not answer fails so often.
 
     Args:
         read: index -> anything; raises CorruptImageError.
@@ -293,7 +313,8 @@ def read_next(read: Callable[[int], T], asked: int, source: ImageSource) -> tupl
     """
     corrupt: list[tuple[str, str]] = []
     for step in range(min(MAX_CORRUPT_IN_A_ROW, len(source))):
-        index = (asked + step) % len(source)
+        is_near = step < NUM_NEIGHBOURS or len(source) <= MAX_CORRUPT_IN_A_ROW
+        index = (asked + (step if is_near else int(step * WIDE_STEP * len(source)))) % len(source)
         try:
             return read(index), index, corrupt
         except CorruptImageError as error:

@@ -557,6 +557,16 @@ def test_at_224_pixels_the_short_side_is_resized_to_256() -> None:
     assert EvalTransform().resize_size == 256
 
 
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_view_of_a_line_of_pixels_needs_no_memory_for_its_ends(exact: bool) -> None:
+    """The bug: of 17 kB of JPEG, 65,500 x 1 px, a picture of 16.8 million x 256 px was made."""
+    image = Image.fromarray(np.arange(60_000 * 3, dtype=np.uint32).astype(np.uint8).reshape(60_000, 1, 3))
+    (view,) = EvalTransform(16, exact=exact)(image)
+    assert view.shape == (3, 16, 16)
+    (expected,) = EvalTransform(16, exact=exact)(image.crop((0, 29_950, 1, 30_050)))
+    assert (view - expected).abs().max() < 0.05
+
+
 def test_the_evaluations_view_draws_nothing() -> None:
     rng, image = np.random.default_rng(16), photograph(53, 71)
     before = rng.bit_generator.state

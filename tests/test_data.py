@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from dino_sparo.data import (
     image_rng,
     require_labels,
 )
+from dino_sparo.runtime import distributed
 
 
 @dataclass
@@ -222,6 +224,46 @@ def test_only_corrupt_images_are_an_error(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(data, "MAX_CORRUPT_IN_A_ROW", 3)
     with pytest.raises(ValueError, match="3 images in a row"):
         dataset[5]
+
+
+def test_a_long_run_of_corrupt_images_does_not_end_a_run() -> None:
+    """The bug: a copy that was cut off left 64 empty files in a row, and every start ended there."""
+    dataset = ImageDataset(NumberedImages(1000, corrupt=set(range(100, 300))), draw_views)
+    found = [dataset[index].index for index in range(100, 300)]
+    assert not set(found) & set(range(100, 300))
+    assert len(set(found)) > 100  # not all of them the first behind the gap
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        ({"number": 5}, r"the number of images of numbered images: \[4, 5\], by rank"),
+        ({"fingerprint": "x"}, "the names of the images"),
+        ({"classes": ["b"]}, "the classes"),
+        ({"labels": np.array([0, 0, 0, 1])}, "the labels"),
+    ],
+)
+def test_ranks_that_have_opened_other_images_are_told(
+    monkeypatch: pytest.MonkeyPatch, other: dict[str, Any], what: str
+) -> None:
+    """The bug: an evaluation on two machines with different copies gave a wrong accuracy without a word."""
+
+    def source(number: int = 4, fingerprint: str = "y", **others: Any) -> NumberedImages:
+        images = NumberedImages(number)
+        images.classes, images.labels = ["a"], np.zeros(number, np.int64)
+        images.fingerprint = lambda: fingerprint
+        for name, value in others.items():
+            setattr(images, name, value)
+        return images
+
+    asked: list[list[Any]] = [[], []]
+    for values, images in zip(asked, (source(), source(**other)), strict=True):
+        monkeypatch.setattr(distributed, "all_gather_object", lambda value, kept=values: kept.append(value) or [value])
+        data.require_same_source(images)
+    pairs = iter(zip(*asked, strict=True))
+    monkeypatch.setattr(distributed, "all_gather_object", lambda value: list(next(pairs)))
+    with pytest.raises(ValueError, match=f"the processes disagree on {what}"):
+        data.require_same_source(source())
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

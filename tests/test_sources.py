@@ -149,6 +149,31 @@ def test_linked_folders_are_followed_and_loops_end(root: Path, tmp_path: Path) -
     assert len(source) < 10
 
 
+def test_a_link_that_leads_nowhere_is_named_and_looked_up_again(
+    root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The bug: classes that are links to a disk that is not there were left out, and the index was kept for good."""
+    write(root / "a" / "1.png")
+    (root / "b").symlink_to(tmp_path / "disk", target_is_directory=True)
+    age(root)
+    for _ in range(2):
+        assert len(open_source(str(root))) == 1
+        assert (
+            "left out 1 entries that are no regular files (broken links, pipes, devices), the first is b" in caplog.text
+        )
+        caplog.clear()
+    write(tmp_path / "disk" / "2.png")
+    assert open_source(str(root)).classes == ["a", "b"]
+
+
+def test_shards_beside_a_few_images_are_named(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(root / "preview.png")
+    write_tar(root / "0.tar", labelled(range(3)))
+    assert len(open_source(str(root))) == 1
+    assert "holds 1 images and, beside them, 1 tar shards, which are left out" in caplog.text
+    assert len(open_source(f"{root}/*.tar")) == 3
+
+
 def test_names_that_are_not_utf8_are_read(root: Path) -> None:
     path = os.fsencode(root) + b"/caf\xe9.png"
     try:
@@ -536,6 +561,12 @@ def sparse(content: bytes) -> bytes:
         (scramble, "is damaged: no valid header at byte 1,024"),
         (negative_size, "no valid header at byte 0"),
         (sparse, "has the sparse member '000.png'; write it without --sparse"),
+        (
+            lambda content: content[:2048] + bytes(512) + content[2560:],
+            "ends at byte 2,048 of .*, and what follows is no",
+        ),
+        (lambda content: content + bytes(2 << 20), "ends at byte .*: part of it was never written"),
+        (lambda content: content + content, "ends at byte .* or two tars were joined"),
         (lambda content: b"", "is no plain tar file"),
         (lambda content: b"\x1f\x8b" + content, "is no plain tar file"),
     ],
@@ -547,6 +578,18 @@ def test_damaged_tars_are_errors(root: Path, damage: Callable[[bytes], bytes], m
     path.write_bytes(damage(content))
     with pytest.raises(ValueError, match=message):
         open_source(str(path))
+
+
+def test_a_key_that_comes_again_has_the_label_of_its_neighbour(root: Path) -> None:
+    """The bug: the last label of a key was that of all its images."""
+    members = [("a.png", encode(picture(1))), ("a.cls", b"1"), ("b.png", encode(picture(2))), ("b.cls", b"2")]
+    source = open_source(str(write_tar(root / "s.tar", [*members, ("a.png", encode(picture(3))), ("a.cls", b"3")])))
+    assert source.labels is not None
+    assert source.labels.tolist() == [1, 2, 3]
+    apart = [("a.png", encode(picture(1))), ("b.png", encode(picture(2))), ("b.cls", b"2"), ("a.cls", b"1")]
+    source = open_source(str(write_tar(root / "t.tar", apart)))
+    assert source.labels is not None
+    assert source.labels.tolist() == [1, 2]
 
 
 def test_tars_of_the_oldest_kind_are_checked_by_their_sum(root: Path) -> None:

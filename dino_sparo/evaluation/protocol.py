@@ -16,7 +16,15 @@ import torch
 
 from dino_sparo.checkpoint import encoder_of, load_checkpoint, normalization_of
 from dino_sparo.crops import EvalTransform
-from dino_sparo.data import IMAGENET_MEAN, IMAGENET_STD, ImageSource, align_classes, open_source, require_labels
+from dino_sparo.data import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    ImageSource,
+    align_classes,
+    open_source,
+    require_labels,
+    require_same_source,
+)
 from dino_sparo.encoder import Encoder, EncoderConfig, encoder_from_config
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.distributed import Distributed, init_distributed, is_main, rank_0_first
@@ -150,6 +158,8 @@ def splits_of_options(args: argparse.Namespace) -> tuple[ImageSource, ImageSourc
             for split in ("train", "val")
         )
     require_labels(train)
+    for source in (train, val):
+        require_same_source(source)
     return train, align_classes(val, train.classes or [])
 
 

@@ -650,15 +650,16 @@ def is_device_fault(error: Exception) -> bool:
     return ("CUDA" in text or "NVML" in text) and any(sign in text for sign in DEVICE_SIGNS)
 
 
-def require_same(value: int, what: str) -> None:
-    """Make sure that all processes have the same number, e.g. of images, before they wait for each other.
+def require_same(value: int | str | None, what: str) -> None:
+    """Make sure that all processes have the same value, e.g. a number of images, before they wait for each other.
 
     Raises:
-        ValueError: on every rank, with the numbers.
+        ValueError: on every rank; with the values if they are numbers.
     """
     values = all_gather_object(value)
     if len(set(values)) > 1:
-        raise ValueError(f"the processes disagree on {what}: {values}, by rank; do they read the same folder?")
+        shown = f": {values}, by rank" if isinstance(value, int) else ""
+        raise ValueError(f"the processes disagree on {what}{shown}; do they read the same folder?")
 
 
 def all_gather_object(value: T) -> list[T]:

@@ -107,16 +107,21 @@ def fingerprint_of(source: object) -> str | None:
     return None if fingerprint is None else fingerprint()
 
 
-def index_images(data_path: str, number: int, count: int) -> None:
+def index_images(data_path: str, number: int, count: int, split: str | None = None) -> None:
     """Put a share of what `open_source` will look up into the cache: every `count`-th shard, if there are shards.
 
     Args:
         data_path: as in `open_source`.
         number: this process among those that share the work, from 0.
         count: how many they are.
+        split: as in `open_source`, for training.
     """
+    path = os.path.expanduser(data_path)
     with contextlib.suppress(ValueError):  # who opens the shards says what is wrong with them
-        index_share(IMAGES, find_shards(os.path.expanduser(data_path)), number, count)
+        is_folder = os.path.isdir(path)
+        wanted = (split or split_of_folder(path, "train")) if is_folder else ALL
+        chosen = [path] if wanted == ALL else find_split(path, wanted)
+        index_share(IMAGES, chosen if len(chosen) > 1 else find_shards(chosen[0]), number, count)
 
 
 def open_source(

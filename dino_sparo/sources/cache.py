@@ -20,7 +20,7 @@ from dino_sparo.sources.packed import Arrays
 
 _logger = logging.getLogger(__name__)
 
-_CACHE_VERSION = 2
+_CACHE_VERSION = 3
 _SETTLE_S = 2.0  # a folder or shard changed so recently may still be growing within its time stamp's resolution
 
 
@@ -46,7 +46,8 @@ def load_or_index(key: str, build: Callable[[], Arrays], is_current: Callable[[A
 
     Args:
         key: what is indexed, with absolute paths.
-        build: lists the files; `stamps` among its arrays are their times of change (ns).
+        build: lists the files; `stamps` among its arrays are their times of change (ns). If `num_others` is not 0, an
+            entry is left out that may be there next time, and the index is not kept.
         is_current: whether a stored index still describes what lies on disk.
 
     Returns:
@@ -57,7 +58,8 @@ def load_or_index(key: str, build: Callable[[], Arrays], is_current: Callable[[A
         return arrays, f"index read from {cache_path(key, '.npz')}"
     started = time.time()
     arrays = build()
-    if is_settled(arrays["stamps"][0], started) and (problem := save_index(key, arrays)):
+    is_whole = not arrays.pop("num_others", np.array(0))
+    if is_whole and is_settled(arrays["stamps"][0], started) and (problem := save_index(key, arrays)):
         _logger.info("the index is not cached: %s", problem)
     return arrays, "indexed"
 

@@ -21,6 +21,7 @@ _logger = logging.getLogger(__name__)
 
 # Folders that link to one another are reached in exponentially many ways.
 _MAX_VISITS = 100
+FEW_IMAGES = 1000  # beside shards
 _SCAN_THREADS = 8  # listing a folder waits for the disk, above all for a network disk
 
 
@@ -47,6 +48,11 @@ def open_folder(root: str, max_lost: float = 0.0) -> tuple[FileSource | TarSourc
         raise ValueError(
             f"data_path={root!r} holds no images: looked for files ending in {', '.join(IMAGE_EXTENSIONS)} in it and "
             f"its subfolders, and for *.tar in it; it holds {holds or 'nothing'}"
+        )
+    if how == "indexed" and len(arrays["paths_ends"]) < FEW_IMAGES and (shards := find_shards(root)):
+        _logger.warning(
+            "%s holds %d images and, beside them, %d tar shards, which are left out; give '%s/*.tar' to read these",
+            *(root, len(arrays["paths_ends"]), len(shards), root),
         )
     paths, folders = (PackedStrings.from_arrays(arrays, name) for name in ("paths", "folders"))
     classes, class_of_folder, note = _folder_classes(folders.to_list(), arrays["counts"])
@@ -104,6 +110,8 @@ def _list_folder(path: bytes) -> _Listing:
                     folders.append(name)
                 elif name.lower().endswith(IMAGE_ENDINGS):
                     (images if entry.is_file() else others).append(name)
+                elif entry.is_symlink() and not entry.is_file():  # perhaps to a folder of a disk that is not there now
+                    others.append(name)
             except OSError:  # a symbolic link to itself
                 others.append(name)
     return _Listing((status.st_dev, status.st_ino), status.st_mtime_ns, sorted(images), folders, others)
@@ -151,6 +159,7 @@ def _index_folder(root: bytes) -> Arrays:
         **PackedStrings.pack(folders).to_arrays("folders"),
         "counts": np.array([len(listed[folder].images) for folder in folders]),
         "stamps": np.array([[listed[folder].stamp for folder in folders]]),
+        "num_others": np.array(len(others)),
     }
 
 

@@ -18,6 +18,7 @@ MAX_TAR_BYTES = BLOCK_BYTES << 32  # an index counts blocks in 32 bits
 MAX_NAME_BYTES = 1 << 16  # Linux' longest path has 4,096
 MAX_PAX_BYTES = 1 << 20
 MAX_CHAIN = 16  # extended headers before one member; GNU tar and Python write at most three
+MAX_END_BYTES = 1 << 20  # of zeros at the end of a tar; writers fill up a record, of 10,240 bytes by default
 EMPTY_TAR_BYTES = 10240  # of a tar without members, as it is usually written; more zeros are a failed download
 
 _PAX_RECORD = re.compile(rb"(\d{1,7}) ([^=]+)=")
@@ -64,6 +65,7 @@ def tar_members(shard: str, position: int = 0) -> Iterator[Member]:
             header = os.pread(descriptor, BLOCK_BYTES, position)
             # The end is marked by zeros, or by nothing.
             if not header[:1].strip(b"\0") and header.count(0) == len(header) and (position or _is_empty(total)):
+                _check_end(descriptor, shard, position, total)
                 return
             kind, size, name = _parse_header(header, pax, shard, position)
             start = position = position + BLOCK_BYTES
@@ -94,6 +96,20 @@ def tar_members(shard: str, position: int = 0) -> Iterator[Member]:
 def member_name(shard: str, start: int) -> bytes:
     """Name of the member whose first header begins at byte `start`; for `Raises` see `tar_members`."""
     return next(tar_members(shard, start)).name
+
+
+def _check_end(descriptor: int, shard: str, position: int, total: int) -> None:
+    """Refuse a tar in which something follows the zeros at its end, or more zeros than a writer adds.
+
+    Raises:
+        DamagedShardError: it was cut or copied over with zeros, such as by a download that stopped half way.
+    """
+    rest = total - position
+    if rest > MAX_END_BYTES or os.pread(descriptor, rest, position).strip(b"\0"):
+        raise DamagedShardError(
+            f"tar shard {shard!r} ends at byte {position:,} of {total:,}, and what follows is no end of a tar: part of "
+            "it was never written, or two tars were joined; fetch or write it anew"
+        )
 
 
 def _is_empty(total: int) -> bool:

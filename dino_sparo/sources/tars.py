@@ -30,6 +30,7 @@ _MAX_LABEL_BYTES = 1 << 16
 # list of labels (0 for none). Names are read from the tar when they are asked for.
 IMAGE_RECORD = np.dtype([("start", "<u4"), ("block", "<u4"), ("size", "<u4"), ("label", "<u4")])
 
+ANYWHERE = -1  # the label of a key whose neighbours have none
 MAX_SHARDS = 1 << 20  # that braces may mean
 
 
@@ -162,7 +163,8 @@ def shard_sizes(shards: list[str]) -> dict[str, int]:
 
 def _index_images(shard: str, count: Callable[[], None]) -> Piece:
     """Positions and labels of the images in one shard, in their order."""
-    keys, positions, label_of = [], [], dict[bytes, str]()
+    keys, positions, label_of = [], [], dict[tuple[bytes, int], str]()
+    last_key, group = b"", 0  # neighbours with one key are a group; the key may come again, with another label
     with open_regular(shard) as file:
         for member in tar_members(shard):
             count()
@@ -170,15 +172,18 @@ def _index_images(shard: str, count: Callable[[], None]) -> Piece:
             if base.startswith(b"."):
                 continue
             key = folder + slash + base.split(b".", 1)[0]  # webdataset's: all before the file name's first dot
+            group += key != last_key
+            last_key = key
             if base.lower().endswith(IMAGE_ENDINGS):
-                keys.append(key)
+                keys.append((key, group))
                 positions.append(blocks_of(member))
             elif base.endswith(b".cls"):
                 text = os.pread(file.fileno(), min(member.size, _MAX_LABEL_BYTES), member.offset)
-                label_of[key] = text.decode(errors="replace").strip()
-    words = ["", *dict.fromkeys(label_of[key] for key in keys if label_of.get(key))]
+                label_of[key, group] = label_of[key, ANYWHERE] = text.decode(errors="replace").strip()
+    labels = [label_of.get((key, group), label_of.get((key, ANYWHERE), "")) for key, group in keys]
+    words = ["", *dict.fromkeys(filter(None, labels))]
     number_of = {word: number for number, word in enumerate(words)}
-    rows = [(*position, number_of[label_of.get(key, "")]) for position, key in zip(positions, keys, strict=True)]
+    rows = [(*position, number_of[label]) for position, label in zip(positions, labels, strict=True)]
     return Piece(np.array(rows, IMAGE_RECORD), {"labels": words})
 
 

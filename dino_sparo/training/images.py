@@ -29,6 +29,7 @@ from dino_sparo.data import (
     open_source,
     open_together,
     require_labels,
+    require_same_source,
 )
 from dino_sparo.distort import Distortions
 from dino_sparo.encoder import Encoder
@@ -36,7 +37,7 @@ from dino_sparo.evaluation.features import disjoint_subsets
 from dino_sparo.evaluation.knn import evaluate_knn
 from dino_sparo.evaluation.views import SquareView, of_different_classes, spread_out
 from dino_sparo.initialize import initialize_encoder
-from dino_sparo.runtime.distributed import Distributed, is_main, require_same, without_reduction
+from dino_sparo.runtime.distributed import Distributed, is_main, without_reduction
 from dino_sparo.runtime.logs import RunLog
 from dino_sparo.runtime.precision import choose_precision
 from dino_sparo.sources import ImageLimits, TableColumns, index_images
@@ -108,10 +109,10 @@ def open_crops(args: argparse.Namespace, process: Distributed) -> CropData:
             columns=TableColumns(args.path_column, args.label_column, args.split_column),
             limits=ImageLimits(args.max_image_mb, args.max_image_mpix),
         ),
-        partial(index_images, args.data_path),
+        partial(index_images, args.data_path, split=args.split),
         f"opening {args.data_path}",
     )
-    require_same(len(source), "the number of images")
+    require_same_source(source)
     sampler = EpochSampler(
         len(source), args.batch_size_per_gpu, process.rank, process.world_size, args.grad_accum_steps, args.seed
     )

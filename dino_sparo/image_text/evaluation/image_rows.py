@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as TF
 
-from dino_sparo.crops import normalized_tensor
+from dino_sparo.crops import normalized_tensor, without_far_ends
 from dino_sparo.data import ImageSource
 from dino_sparo.evaluation.features import Features, encoded_batches, extract_split, inference, share_loader
 from dino_sparo.evaluation.views import View
@@ -52,7 +52,7 @@ class ClipView:
         if self.border:
             box = (self.border, self.border, image.width - self.border, image.height - self.border)
             image = image.crop(box)
-        resized = TF.resize(image, [self.img_size], InterpolationMode.BICUBIC)
+        resized = TF.resize(without_far_ends(image), [self.img_size], InterpolationMode.BICUBIC)
         return [normalized_tensor(TF.center_crop(resized, [self.img_size]), self.mean, self.std)]
 
     def seen(self, image: Image.Image, patch_size: int) -> View:

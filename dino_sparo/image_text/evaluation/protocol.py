@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dino_sparo.data import ImageSource, open_source
+from dino_sparo.data import ImageSource, open_source, require_same_source
 from dino_sparo.evaluation.protocol import write_result
 from dino_sparo.image_text.evaluation.scorer import Scorer
 from dino_sparo.runtime.distributed import rank_0_first
@@ -39,7 +39,9 @@ def open_evaluation_images(data_path: str, split: str | None = None, download: b
         num_images, image_size = parse_scenes_spec(data_path)
         return Scenes(num_images, image_size, split=split or "val", ties=INDEPENDENT)
     with rank_0_first():
-        return open_source(data_path, split, download, default_split="val")
+        source = open_source(data_path, split, download, default_split="val")
+    require_same_source(source)
+    return source
 
 
 def annotation_folders(args: argparse.Namespace, holds: str) -> tuple[Path, Path]:

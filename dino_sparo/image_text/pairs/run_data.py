@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, default_convert
 
-from dino_sparo.data import EpochSampler, create_loader, open_together
+from dino_sparo.data import EpochSampler, create_loader, open_together, require_same_source
 from dino_sparo.image_text.evaluation.validation import hold_out
 from dino_sparo.image_text.pairs.batches import PairBatch, PairDataset, PairSource, PairTransform
 from dino_sparo.image_text.pairs.sources import index_pairs, open_pairs
 from dino_sparo.image_text.pairs.streams import PairStream, StreamDataset
 from dino_sparo.image_text.text import tokenize
-from dino_sparo.runtime.distributed import Distributed, all_or_none, require_same
+from dino_sparo.runtime.distributed import Distributed, all_or_none
 from dino_sparo.sources import ImageLimits
 from dino_sparo.sources.tars import TarSource
 
@@ -80,7 +80,7 @@ def number_pairs(args: argparse.Namespace, process: Distributed, micro_batch: in
     source, held_out = _open_together(args, args.data_path), _open_held_out(args)
     if args.val_share:
         source, held_out = hold_out(source, args.val_share, args.seed)
-    require_same(len(source), "the number of pairs")
+    require_same_source(source)
     _note_few_shards(source, args.num_workers * process.world_size)
     sampler = EpochSampler(len(source), micro_batch, process.rank, process.world_size, args.grad_accum_steps, args.seed)
     pairs = PairDataset(source, PairTransform(args.img_size, tuple(args.crop_scale), args.exact_crops), args.seed)
