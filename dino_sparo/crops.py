@@ -141,6 +141,8 @@ def cut_crop_fast(
 ) -> UInt8[Tensor, "3 size size"]:
     """The same by torch's resize, three times as fast and rounded differently: about a pixel in fifty is a level off.
 
+    At hard edges in boxes taller than wide it is more: Pillow takes their columns first.
+
     Args:
         pixels: of the image, a view of rows of pixels as `pixels_in_rows` gives it; any other layout is slow.
         box: top, left, height, width in pixels of the image.
@@ -266,7 +268,8 @@ class EvalTransform:
         mean: per channel, of pixels in 0..1.
         std: per channel.
         exact: the pixels of torchvision's pipeline on PIL images; False resizes by torch, about twice as fast
-            (`benchmarks/README.md`), with another rounding: some pixels are one or two levels off.
+            (`benchmarks/README.md`), with another rounding: most pixels are equal or a level off, hard edges in
+            images taller than wide by more, since Pillow takes their columns first and torch the rows.
     """
 
     def __init__(

@@ -169,6 +169,12 @@ def test_a_list_may_be_json_lines(root: Path) -> None:
     assert class_names(source) == ["3", "4", None]
 
 
+def test_numbers_in_json_lines_may_be_written_as_pandas_does(root: Path) -> None:
+    rows = ['{"path": "1.png", "label": 10.0}', '{"path": "2.png", "label": 2.0}', '{"path": "3.png", "label": NaN}']
+    (root / "list.jsonl").write_text("\n".join(rows))
+    assert class_names(open_source(str(root / "list.jsonl"))) == ["10", "2", None]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

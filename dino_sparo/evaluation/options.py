@@ -45,8 +45,8 @@ def evaluation_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--fast_views",
         action="store_true",
-        help="Resize with torch instead of Pillow, about twice as fast; some pixels differ by one or two levels, "
-        "so do not use it for numbers that you report.",
+        help="Resize with torch instead of Pillow, about twice as fast; most pixels are equal or a level "
+        "apart, those of hard edges in tall images by more, so do not use it for numbers that you report.",
     )
     group.add_argument("--batch_size_per_gpu", type=int, default=128, help="Images per process and step.")
     add_source_options(parser)

@@ -8,6 +8,7 @@ texts that are not UTF-8, splits that are not recognised.
 import csv
 import io
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -215,6 +216,8 @@ class TableRows:
             if name in asked:
                 raise ValueError(f"table {self.path!r}: line {line}: {name!r} holds no text but {str(value)[:60]}")
             return ""
+        if isinstance(value, float) and (math.isnan(value) or value.is_integer()):  # as pandas writes whole numbers
+            return "" if math.isnan(value) else str(int(value))
         return str(value)
 
 
