@@ -188,12 +188,15 @@ def test_a_run_goes_on_without_tensorboard_if_its_files_cannot_be_written(
         raise OSError(116, "Stale file handle")
 
     log = RunLog(tmp_path)
-    monkeypatch.setattr(type(log.writer), "add_scalar", stale)
+    writer = log.writer
+    assert writer is not None
+    monkeypatch.setattr(type(writer), "add_scalar", stale)
     for step in (1, 2):
         log.scalars({"train/loss": 1.0}, step)
     log.image("maps", np.zeros((4, 4, 3), dtype=np.uint8), 2)
     log.write_epoch({"epoch": 0})
     log.close()
+    writer.close()  # its thread would write into a folder that is gone
     assert caplog.text.count("TensorBoard's files cannot be written") == 1
     assert json.loads((tmp_path / "log.txt").read_text()) == {"epoch": 0}
 

@@ -205,13 +205,8 @@ def test_a_run_stopped_by_a_signal_saves_between_two_steps_and_ends_in_the_same_
     assert untimed_epochs(tmp_path / "parts") == untimed_epochs(tmp_path / "whole")
 
 
-@pytest.mark.parametrize(
-    "moment",
-    [
-        "the save",
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ("the last step", "the evaluation", "later")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["the last step", "the save", "the evaluation", "later"])
 def test_an_epoch_that_ends_before_its_evaluation_is_evaluated_when_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:

@@ -643,7 +643,7 @@ def test_rates_for_trained_towers_and_word_lists_for_free_text_are_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run(tmp_path / "run", max_steps=1, lr=1e-3, lr_image=1e-5, data_path=table_of_pairs(tmp_path))
-    assert "the image encoder starts from random weights with --lr_image 1e-05" in caplog.text
+    assert "the image encoder starts from random weights with the learning rate of trained ones, 1e-05" in caplog.text
     assert "the text encoder" not in caplog.text
     assert "--graphs templates reads captions by closed word lists" in caplog.text
 

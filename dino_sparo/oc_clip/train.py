@@ -143,9 +143,9 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
         for tower, is_trained in is_started.items():
             if not is_trained and (rate := getattr(args, f"lr_{tower}")) < SLOW_START * args.lr:
                 logger.warning(
-                    "the %s encoder starts from random weights with --lr_%s %g, a rate for trained ones (--lr is %g). "
+                    "the %s encoder starts from random weights with the learning rate of trained ones, %g (--lr: %g). "
                     "It will hardly learn; give --init_clip, or another rate",
-                    *(tower, tower, rate, args.lr),
+                    *(tower, rate, args.lr),
                 )
         if args.graphs == DEFAULT_GRAPHS and args.graph_key is None and not args.data_path.startswith("scenes"):
             logger.warning(
