@@ -580,6 +580,14 @@ def test_damaged_tars_are_errors(root: Path, damage: Callable[[bytes], bytes], m
         open_source(str(path))
 
 
+@pytest.mark.parametrize("num_blocks", [0, 1, 2])
+def test_a_tar_may_end_without_zeros_or_with_one_block_of_them(root: Path, num_blocks: int) -> None:
+    path = write_tar(root / "s.tar", labelled(range(2)), tarfile.GNU_FORMAT)
+    content = path.read_bytes().rstrip(b"\0")  # ends with the last label, whose block is not filled up
+    path.write_bytes(content if num_blocks == 0 else content + bytes(-len(content) % 512 + 512 * num_blocks))
+    assert len(open_source(str(path))) == 2
+
+
 def test_a_key_that_comes_again_has_the_label_of_its_neighbour(root: Path) -> None:
     """The bug: the last label of a key was that of all its images."""
     members = [("a.png", encode(picture(1))), ("a.cls", b"1"), ("b.png", encode(picture(2))), ("b.cls", b"2")]

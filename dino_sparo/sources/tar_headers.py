@@ -104,7 +104,7 @@ def _check_end(descriptor: int, shard: str, position: int, total: int) -> None:
     Raises:
         DamagedShardError: it was cut or copied over with zeros, such as by a download that stopped half way.
     """
-    rest = total - position
+    rest = max(total - position, 0)  # the last content may not be filled up to a block
     if rest > MAX_END_BYTES or os.pread(descriptor, rest, position).strip(b"\0"):
         raise DamagedShardError(
             f"tar shard {shard!r} ends at byte {position:,} of {total:,}, and what follows is no end of a tar: part of "
