@@ -130,6 +130,8 @@ def require_same_source(source: ImageSource) -> None:
     Raises:
         ValueError: on every rank, with what differs.
     """
+    if world_size() == 1:
+        return
     require_same(len(source), f"the number of images of {source.name}")
     require_same(fingerprint_of(source), f"the names of the images of {source.name}")
     require_same(None if source.classes is None else "\n".join(source.classes), f"the classes of {source.name}")

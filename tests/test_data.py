@@ -256,6 +256,7 @@ def test_ranks_that_have_opened_other_images_are_told(
             setattr(images, name, value)
         return images
 
+    monkeypatch.setattr(data, "world_size", lambda: 2)
     asked: list[list[Any]] = [[], []]
     for values, images in zip(asked, (source(), source(**other)), strict=True):
         monkeypatch.setattr(distributed, "all_gather_object", lambda value, kept=values: kept.append(value) or [value])

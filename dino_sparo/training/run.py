@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from signal import Signals
 from typing import Any
@@ -84,6 +84,11 @@ class Run:
             "global_batch": self.objective.sampler.global_batch_size,
             "steps_per_epoch": self.objective.sampler.steps_per_epoch,
         }
+
+    @cached_property
+    def data_hashes(self) -> dict[str, str]:
+        """What tells the data from as many others; see `Objective.data_hashes`."""
+        return self.objective.data_hashes
 
 
 def train(args: argparse.Namespace, objective_class: type[Objective[Any]]) -> None:
@@ -190,7 +195,7 @@ def name_differences(run: Run, checkpoint: Mapping[str, Any]) -> None:
     for name in sorted(before.keys() & now.keys() - HARMLESS_OPTIONS - set(run.objective.harmless_options)):
         if before[name] != now[name]:
             logger.warning("--%s was %s and is now %s: %s", name, before[name], now[name], after)
-    for name, value in run.objective.data_hashes.items():
+    for name, value in run.data_hashes.items():
         if checkpoint.get("data_hashes", {}).get(name, value) != value:
             logger.warning("the %s, or their order, are not those of %s: %s", name, run.checkpoints.newest, after)
     for name, value in versions().items():
@@ -389,7 +394,7 @@ def save(run: Run, copies: Sequence[str] = ()) -> None:
         "unlogged_epoch": run.unlogged_epoch,
         run.objective.score_name: run.best_score,
         "args": plain(vars(run.args)),
-        "data_hashes": run.objective.data_hashes,
+        "data_hashes": run.data_hashes,
         "versions": {**versions(), "git": git_hash()},
     }
     step = run.objective.updater.step
