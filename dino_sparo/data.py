@@ -12,6 +12,7 @@ import copy
 import logging
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
@@ -56,6 +57,7 @@ MAX_CORRUPT_IN_A_ROW = 64
 NUM_NEIGHBOURS, WIDE_STEP = 8, 0.6180339887
 
 TERM_GRACE_SECONDS = 30  # between SIGTERM and the end of a worker
+START_METHOD = "fork" if sys.platform == "linux" else None  # of a worker; None: Python's default, which differs
 
 D = TypeVar("D", bound="DeviceBatch")
 T = TypeVar("T")
@@ -442,7 +444,8 @@ def create_loader(
 ) -> DataLoader:
     """A loader of batches; iterate it once per epoch, after `sampler.set_epoch`.
 
-    Workers live as long as the loader. More workers than processors only take memory, so their number is capped.
+    Workers live as long as the loader. More workers than processors only take memory, so their number is capped. On
+    Linux they are forked: they share the source's names with this process, and need not import torch again.
 
     Args:
         dataset: the images, the pairs, or a stream of whole batches.
@@ -467,6 +470,7 @@ def create_loader(
         worker_init_fn=init_worker,
         persistent_workers=num_workers > 0 and sampler is not None,
         timeout=60 * timeout_min if num_workers else 0,
+        multiprocessing_context=START_METHOD if num_workers else None,
         # The loader draws a number for its workers, which nothing here uses; not from the model's random numbers.
         generator=torch.Generator(),
     )

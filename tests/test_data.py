@@ -1,6 +1,8 @@
 """data.py: order, crops and batches are pure functions of their numbers, and bad images are replaced and named."""
 
 import logging
+import multiprocessing
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -140,6 +142,19 @@ def test_persistent_workers_follow_set_epoch() -> None:
         assert [batch.indices.tolist() for batch in batches] == expected
         index = expected[0][0]
         assert batches[0].views[0][0, 0, 0, 0].item() == index + image_rng(1, epoch, index).random()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere workers start as Python's default says")
+def test_workers_are_forked_also_where_python_would_not() -> None:
+    source = NumberedImages(7)
+    source.read = lambda index: Image.new("RGB", (3, 2), (index, 0, 0))  # type: ignore[method-assign]  # no other process can be sent it
+    loader = create_loader(ImageDataset(source, draw_views, 1), ShardSampler(7, 3), num_workers=1)
+    default = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("forkserver", force=True)  # the default from Python 3.14 on
+    try:
+        assert [batch.indices.tolist() for batch in loader] == [[0, 1, 2], [3, 4, 5], [6]]
+    finally:
+        multiprocessing.set_start_method(default, force=True)
 
 
 def test_too_few_images_for_one_step_is_an_error() -> None:

@@ -279,6 +279,24 @@ def test_a_folder_that_has_just_changed_is_not_cached(root: Path, cache_folder: 
     assert not cache_folder.exists()
 
 
+@pytest.mark.parametrize(("umask", "mode"), [(0o002, 0o664), (0o077, 0o600)])
+def test_a_group_may_share_a_cache(root: Path, cache_folder: Path, umask: int, mode: int) -> None:
+    write(root / "images/1.png")
+    age(root)
+    shard = write_tar(root / "0.tar", labelled(range(2)))
+    os.utime(shard, (1e9, 1e9))
+    before = os.umask(umask)
+    try:
+        open_source(str(root / "images"))
+        open_source(str(shard))
+    finally:
+        os.umask(before)
+    files = [path for path in cache_folder.rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} == {".npz", ".bin", ".json"}
+    assert {path.stat().st_mode & 0o777 for path in files} == {mode}
+    assert {path.stat().st_mode & 0o777 for path in cache_folder.iterdir() if path.is_dir()} == {0o777 & ~umask}
+
+
 @pytest.mark.parametrize("damage", [b"", b"garbage", None])
 def test_a_damaged_cache_is_ignored(
     root: Path, cache_folder: Path, damage: bytes | None, caplog: pytest.LogCaptureFixture
@@ -517,7 +535,7 @@ def test_cached_shards_are_used_until_one_changes(root: Path, monkeypatch: pytes
     assert len(open_source(path)) == 5
 
 
-def test_links_and_devices_in_a_tar_are_passed_over(root: Path) -> None:
+def test_links_and_devices_in_a_tar_are_passed_over(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = root / "shard.tar"
     with tarfile.open(path, "w") as tar:
         for name, kind in (("a.png", tarfile.SYMTYPE), ("b.png", tarfile.LNKTYPE), ("c.png", tarfile.FIFOTYPE)):
@@ -534,6 +552,7 @@ def test_links_and_devices_in_a_tar_are_passed_over(root: Path) -> None:
     source = open_source(str(path))
     assert len(source) == 1
     assert_shows(source, 0, 6)
+    assert "left out 2 links to other members" in caplog.text
     assert not (root.parent.parent / "outside.png").exists()
 
 

@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import logging
 import os
-import tempfile
+import secrets
 import time
 import zipfile
 import zlib
@@ -80,19 +80,23 @@ def load_index(key: str) -> Arrays | None:
 
 def save_index(key: str, arrays: Arrays) -> str:
     """Write an index so that a reader sees all of it or nothing; returns what went wrong, empty if nothing did."""
-    path, temporary = cache_path(key, ".npz"), None
+    path, temporary = cache_path(key, ".npz"), temporary_path()
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=os.path.dirname(path), suffix=".part", delete=False) as file:
-            temporary = file.name
+        with open(temporary, "xb") as file:
             np.savez(file, **arrays, version=np.frombuffer(_versioned(key), np.uint8))  # type: ignore[arg-type]
         os.replace(temporary, path)
     except OSError as error:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                os.remove(temporary)
+        with contextlib.suppress(OSError):
+            os.remove(temporary)
         return str(error)
     return ""
+
+
+def temporary_path() -> str:
+    """A path in the cache that is not taken. What is made there has the user's usual rights: a group may share a cache,
+    which files of `tempfile` would forbid."""
+    return os.path.join(cache_folder(), f"{secrets.token_hex(16)}.part")
 
 
 def _versioned(key: str) -> bytes:

@@ -17,7 +17,6 @@ import json
 import logging
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dino_sparo.runtime.distributed import note_progress
-from dino_sparo.sources.cache import cache_folder, cache_path, is_settled, load_index, save_index
+from dino_sparo.sources.cache import cache_folder, cache_path, is_settled, load_index, save_index, temporary_path
 from dino_sparo.sources.tar_headers import BLOCK_BYTES, DamagedShardError, Member
 
 _logger = logging.getLogger(__name__)
@@ -210,7 +209,8 @@ def _join(folder: str, kind: Kind, shards: list[str], report: Report) -> tuple[S
 @contextlib.contextmanager
 def _temporary_folder() -> Iterator[str]:
     """A folder beside those of the cache, removed in the end unless it was renamed."""
-    path = tempfile.mkdtemp(suffix=".part", dir=cache_folder())
+    path = temporary_path()
+    os.mkdir(path)
     try:
         yield path
     finally:

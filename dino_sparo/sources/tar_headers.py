@@ -5,6 +5,7 @@ lets a hostile file take all memory. Formats: ustar, GNU long names and sizes, p
 word. Whatever a header claims, no more than `MAX_NAME_BYTES` or `MAX_PAX_BYTES` of it are read.
 """
 
+import logging
 import os
 import re
 import zlib
@@ -12,6 +13,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from dino_sparo.sources.limits import open_regular
+
+_logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 512  # everything in a tar begins at a multiple of it
 MAX_TAR_BYTES = BLOCK_BYTES << 32  # an index counts blocks in 32 bits
@@ -46,7 +49,7 @@ class Member(NamedTuple):
 
 
 def tar_members(shard: str, position: int = 0) -> Iterator[Member]:
-    """Walk a tar's headers; links, folders and devices are passed over.
+    """Walk a tar's headers; links, folders and devices are passed over, links with a warning at the end.
 
     Args:
         shard: the file.
@@ -61,11 +64,18 @@ def tar_members(shard: str, position: int = 0) -> Iterator[Member]:
         if total > MAX_TAR_BYTES:
             raise DamagedShardError(f"tar shard {shard!r} has {total:,} bytes; at most {MAX_TAR_BYTES:,} are read")
         first, chain, long_name, pax = position, 0, b"", dict[bytes, bytes]()
+        links = 0
         while True:
             header = os.pread(descriptor, BLOCK_BYTES, position)
             # The end is marked by zeros, or by nothing.
             if not header[:1].strip(b"\0") and header.count(0) == len(header) and (position or _is_empty(total)):
                 _check_end(descriptor, shard, position, total)
+                if links:
+                    _logger.warning(
+                        "tar shard %r: left out %d links to other members; tar's --dereference and --hard-dereference "
+                        "write files in their place",
+                        *(shard, links),
+                    )
                 return
             kind, size, name = _parse_header(header, pax, shard, position)
             start = position = position + BLOCK_BYTES
@@ -90,6 +100,7 @@ def tar_members(shard: str, position: int = 0) -> Iterator[Member]:
                 )
             if kind in b"0\x007":
                 yield Member(name, first, start, size)
+            links += kind in b"12"
             first, chain, long_name, pax = position, 0, b"", {}
 
 
