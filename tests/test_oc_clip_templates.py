@@ -106,6 +106,18 @@ def test_the_order_of_a_sentence_does_not_hide_who_is_where() -> None:
         ("A mug on a table", "mug, table | on(mug, table)"),
         ("A photo of a cup in front of a bowl", "cup, bowl | in front of(cup, bowl)"),
         ("A photo of a bench on the left", "bench on the left"),
+        # PUG: SPAR
+        (
+            "This is a photo of a bear on the left and a camel on the right of the picture",
+            "bear on the left, camel, picture | on the right of(camel, picture)",
+        ),
+        (
+            "This is a photo of a bear textured with grass and a camel textured with stone",
+            "bear, grass, camel, stone | textured with(bear, grass) | textured with(camel, stone)",
+        ),
+        ("a dog on the left, a cat on the right", "dog on the left, cat on the right"),
+        ("a dog on the left in a field and a cat", "dog on the left, field, cat | in(dog on the left, field)"),
+        ("a dog on the left is chasing a cat", "dog on the left, cat | chasing(dog on the left, cat)"),
         ("A photo of a bench to the right of a dog", "bench, dog | to the right of(bench, dog)"),
         # VL-CheckList
         ("man wearing hat", "man, hat | wearing(man, hat)"),

@@ -54,11 +54,12 @@ VERBS = _words(
 # A relation before a preposition alone ("parked on", "sits in"); elsewhere part of a phrase ("a parked car").
 PARTICIPLES = _words(
     """
-    arranged attached balanced based built carried connected covered crossed decorated displayed dressed driven eaten
-    filled fixed flies folded followed gathered graze grazes hangs held hung installed kept laid lays leaned leans lie
-    lies lined lit loaded located looks made mounted packed painted parked perched piled placed planted plugged
-    positioned printed propped pulled put reflected rests ridden runs scattered seated set sit sits situated spread
-    stacked stands stored strapped stuck surrounded suspended tied topped tucked walks worn wrapped written
+    arranged attached balanced based built carried colored coloured connected covered crossed decorated displayed
+    dressed driven eaten filled fixed flies folded followed gathered graze grazes hangs held hung installed kept laid
+    lays leaned leans lie lies lined lit loaded located looks made mounted packed painted parked perched piled placed
+    planted plugged positioned printed propped pulled put reflected rests ridden runs scattered seated set sit sits
+    situated spread stacked stands stored strapped stuck surrounded suspended textured tied topped tucked walks worn
+    wrapped written
     """
 )
 COPULAS = _words("am are be been being is was were")

@@ -94,6 +94,7 @@ class _Clause:
         mentioned: those of the sentence before; what "it" means where there are no objects.
         last: the last relation that has an object; "" where the subjects are still being listed.
         joined: whether "and" or a comma was the last word.
+        is_placed: whether the last entity has a place of its own ("a bear on the left"), so that none joins it.
     """
 
     phrases: list[str] = field(default_factory=list)
@@ -106,6 +107,7 @@ class _Clause:
     mentioned: list[int] = field(default_factory=list)
     last: str = ""
     joined: bool = False
+    is_placed: bool = False
 
     def take(self, words: list[str], position: int) -> int:
         """Read on; returns the number of words read."""
@@ -190,6 +192,7 @@ class _Clause:
             self.extend(self.current[-1:], phrase)
         elif self.predicate and self.phrases and content and set(content) <= PLACES:
             self.extend([len(self.phrases) - 1], phrase)
+            self.is_placed = True
         elif phrase not in IT:
             self.add(phrase, is_subject)
 
@@ -228,13 +231,13 @@ class _Clause:
             self.predicate = self.last
             self.relate(entity)
             self.objects, self.predicate = [*self.objects, entity], ""
-        elif self.joined and not self.last:
+        elif self.joined and not self.last and not self.is_placed:
             self.subjects = [*self.subjects, entity]
             self.current = [*self.current, entity]
         else:
             self.mentioned = self.objects
             self.subjects, self.current, self.objects, self.last = [entity], [entity], [], ""
-        self.joined = False
+        self.joined = self.is_placed = False
 
     def relate(self, entity: int) -> None:
         """Everything that the relation is about is related to the entity."""
@@ -253,7 +256,7 @@ class _Clause:
             self.extend(self.current[-1:])
         elif self.predicate:
             self.phrases.append(self.predicate)
-        self.predicate, self.last, self.joined = "", "", False
+        self.predicate, self.last, self.joined, self.is_placed = "", "", False, False
         self.subjects, self.current, self.objects, self.mentioned = [], [], [], []
 
 
