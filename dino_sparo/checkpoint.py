@@ -58,7 +58,8 @@ from dino_sparo.sources.limits import parse_object
 logger = logging.getLogger(__name__)
 
 IMAGE_TEXT_KEYS = ("clip", "oc_clip")  # how an image-text model was built; `model` has its weights
-PUBLISHED = "open_clip_config"  # what the file of this name says of OpenCLIP's weights
+NETWORKS = ("teacher", "student")
+PUBLISHED = "published"  # what a file beside the weights of OpenCLIP or timm says of them
 NUM_NAMES_SHOWN = 8  # of the keys that do not match
 
 
@@ -112,26 +113,33 @@ def load_checkpoint(path: str | Path, verify: bool = True) -> dict[str, Any]:
 
 
 def _with_published(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
-    """OpenCLIP's weights with what they were published with: `open_clip_config.json` in the same folder.
+    """Foreign weights with what they were published with: `open_clip_config.json`, or timm's `config.json` beside them.
 
-    It says what weights cannot: mean and standard deviation of the images, and the activation. Without it OpenAI's mean
-    and standard deviation are assumed, and GELU.
+    It says what weights cannot: mean and standard deviation of the images, and the activation. Without it ImageNet's
+    mean and standard deviation are assumed, of a CLIP OpenAI's, and GELU.
 
     Raises:
         CheckpointError: the file is damaged.
     """
-    published = path.with_name("open_clip_config.json")
-    if image_text_entry(checkpoint) is not None or not is_open_clip(_top_weights(checkpoint)):
+    if any(key in checkpoint for key in (*IMAGE_TEXT_KEYS, *NETWORKS, "encoder")):
         return checkpoint
+    is_clip = is_open_clip(_top_weights(checkpoint))
+    published = path.with_name("open_clip_config.json" if is_clip else "config.json")
     if not published.is_file():
-        logger.info("%s: no open_clip_config.json beside it; its images are taken as normalised like OpenAI's", path)
+        logger.info(
+            *("%s: no %s beside it; its images are taken as normalised like %s", path, published.name),
+            "OpenAI's" if has_clips_images(checkpoint) else "ImageNet's",
+        )
         return checkpoint
     try:
         config = parse_object(published.read_bytes(), str(published))
-        images, model = config.get("preprocess_cfg", {}), config.get("model_cfg", {})
+        if not is_clip and "pretrained_cfg" not in config:  # of another library
+            return checkpoint
+        images = config.get("preprocess_cfg" if is_clip else "pretrained_cfg", {})
         found = {name: tuple(map(float, images[name])) for name in ("mean", "std") if name in images}
-        activation, resize_mode = bool(model.get("quick_gelu", False)), images.get("resize_mode", "shortest")
-    except (ValueError, TypeError, AttributeError) as error:
+        is_quick = config.get("model_cfg", {}).get("quick_gelu") if is_clip else "quickgelu" in config["architecture"]
+        activation, resize_mode = bool(is_quick), images.get("resize_mode", "shortest")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{published} does not describe the weights beside it ({error})") from error
     logger.info("%s: %s, quick_gelu %s, as %s says", path, found, activation, published.name)
     if resize_mode != "shortest":
@@ -289,7 +297,7 @@ def describe_encoder(
     pair = image_text_entry(checkpoint)
     entry = encoder_entry(checkpoint) if pair is None else _image_tower(pair)
     if entry is None:
-        config = replace(infer_config(weights, arch, patch_size), quick_gelu=published_activation(checkpoint))
+        config = replace(infer_config(weights, arch, patch_size), quick_gelu=bool(activation_of(checkpoint)))
         return encoder_description(config, *normalization_of(checkpoint))
     overrides = {key: value for key, value in (("arch", arch), ("patch_size", patch_size)) if value is not None}
     return {**entry, **overrides}
@@ -325,7 +333,11 @@ def encoder_entry(checkpoint: Mapping[str, Any], source: str = "the checkpoint")
 
 
 def load_encoder(
-    path: str | Path, which: str = "teacher", arch: str | None = None, patch_size: int | None = None
+    path: str | Path,
+    which: str = "teacher",
+    arch: str | None = None,
+    patch_size: int | None = None,
+    quick_gelu: bool = False,
 ) -> Encoder:
     """The encoder of a checkpoint, built as the checkpoint says, in eval mode, on the CPU.
 
@@ -333,27 +345,40 @@ def load_encoder(
     standard deviation of the checkpoint.
 
     Args:
-        path: one of our checkpoints, or a full checkpoint or raw ViT weights of the reference.
-        which: `teacher` or `student`; raw weights have neither and are taken as they are.
+        path: one of our checkpoints, or a full checkpoint or raw ViT weights of the reference, of timm or OpenCLIP.
+        which: `teacher` or `student`, or another entry of the file that holds weights; raw weights have neither and are
+            taken as they are.
         arch: overrides the architecture, for foreign weights.
         patch_size: overrides the patch size, for foreign weights.
+        quick_gelu: of foreign weights, which do not say whether they were trained with OpenAI's activation.
 
     Raises:
-        CheckpointError: the file cannot be read, has no such key, or its weights do not fit.
+        CheckpointError: the file cannot be read, has no such key, says of another activation, or its weights do not
+            fit.
     """
-    return encoder_of(load_checkpoint(path), str(path), which, arch, patch_size)
+    return encoder_of(load_checkpoint(path), str(path), which, arch, patch_size, quick_gelu)
 
 
 def encoder_of(
-    checkpoint: Mapping[str, Any], source: str, which: str, arch: str | None = None, patch_size: int | None = None
+    checkpoint: Mapping[str, Any],
+    source: str,
+    which: str,
+    arch: str | None = None,
+    patch_size: int | None = None,
+    quick_gelu: bool = False,
 ) -> Encoder:
     """`load_encoder` for a checkpoint that has been read from `source` already."""
     encoder_entry(checkpoint, source)
     weights = network_weights(checkpoint, which, source)
     weights = {name: value for name, value in weights.items() if not name.startswith("head.")}
     description = describe_encoder(checkpoint, weights, arch, patch_size)
+    if quick_gelu and not description["quick_gelu"] and activation_of(checkpoint) is not None:
+        raise CheckpointError(
+            f"--quick_gelu is for weights that do not say how they were trained, but {source} says: with GELU"
+        )
+    description["quick_gelu"] = description["quick_gelu"] or quick_gelu
     encoder = encoder_from_config(EncoderConfig.from_dict(description))
-    network = which if which in checkpoint else "encoder"  # a CLIP and raw weights have neither teacher nor student
+    network = network_name(checkpoint, which) or "encoder"
     load_strictly(encoder, weights, f"{source} ({network})")
     encoder.transform = EvalTransform(encoder.config.img_size, *normalization_of(checkpoint)).batch
     logger.info("%s of %s: %s", network, source, encoder.summary)
@@ -363,21 +388,30 @@ def encoder_of(
 def normalization_of(checkpoint: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and std of the images a checkpoint was trained on; ImageNet's where it does not say."""
     entry = image_text_entry(checkpoint) or encoder_entry(checkpoint) or {}
-    is_foreign_clip = not entry and is_open_clip(_top_weights(checkpoint))
+    is_foreign_clip = not entry and has_clips_images(checkpoint)
     mean, std = (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD) if is_foreign_clip else (IMAGENET_MEAN, IMAGENET_STD)
     entry = entry or checkpoint.get(PUBLISHED, {})
     return tuple(entry.get("mean", mean)), tuple(entry.get("std", std))
 
 
-def published_activation(checkpoint: Mapping[str, Any]) -> bool:
-    """Whether OpenCLIP's weights were published with `quick_gelu`; False where nothing says so."""
-    return bool(checkpoint.get(PUBLISHED, {}).get("quick_gelu", False))
+def has_clips_images(checkpoint: Mapping[str, Any]) -> bool:
+    """Whether foreign weights are OpenCLIP's, or those of a CLIP's image tower in timm, whose images are OpenAI's."""
+    weights = _top_weights(checkpoint)
+    return is_open_clip(weights) or "norm_pre.weight" in weights
+
+
+def activation_of(checkpoint: Mapping[str, Any]) -> bool | None:
+    """Whether a model was trained with `quick_gelu`, as its checkpoint or a file beside it says; None: neither does."""
+    entries = (image_text_entry(checkpoint), checkpoint.get("encoder"), checkpoint.get(PUBLISHED))
+    entry = next((entry for entry in entries if entry is not None), None)
+    return None if entry is None else bool({**entry.get("image", {}), **entry}.get("quick_gelu", False))
 
 
 def network_weights(checkpoint: Mapping[str, Any], which: str, source: str) -> dict[str, Tensor]:
     """One network's weights under our names, the head's included; a file of raw weights is one network.
 
-    Of a CLIP the image tower is the network, whatever `which` says, without the projection behind it.
+    Of a CLIP the image tower is the network, whatever `which` says, without the projection behind it. Raw weights may
+    lie under `model` or `state_dict`, as others save them.
 
     Raises:
         CheckpointError: the checkpoint has networks, but not `which`; a CLIP that is not known.
@@ -385,10 +419,19 @@ def network_weights(checkpoint: Mapping[str, Any], which: str, source: str) -> d
     clip = clip_weights(checkpoint, source)
     if clip is not None:
         return {name.removeprefix("image."): value for name, value in clip.items() if name.startswith("image.")}
-    networks = [key for key in ("teacher", "student") if isinstance(checkpoint.get(key), Mapping)]
-    if networks and which not in networks:
-        raise CheckpointError(f"{source} has no {which!r}; it has {', '.join(networks)}")
-    return flat_weights(checkpoint[which] if networks else checkpoint)
+    if isinstance(checkpoint.get(which), Mapping):
+        return flat_weights(checkpoint[which])
+    networks = [key for key in NETWORKS if isinstance(checkpoint.get(key), Mapping)]
+    exported = checkpoint.get("checkpoint_key")  # an export has one network, and says which it was
+    is_other = which == "student" and exported == "teacher"  # not the reverse: teacher is what is asked for by default
+    if networks or which not in NETWORKS or is_other:
+        raise CheckpointError(f"{source} has no {which!r}; it has {', '.join(networks) or exported or 'raw weights'}")
+    return flat_weights(_top_weights(checkpoint))
+
+
+def network_name(checkpoint: Mapping[str, Any], which: str) -> str | None:
+    """Which network `network_weights` takes; None of a CLIP and of raw weights, which have no choice."""
+    return which if which in checkpoint else checkpoint.get("checkpoint_key")
 
 
 def image_text_entry(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:

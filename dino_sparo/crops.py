@@ -20,6 +20,7 @@ from torchvision.transforms import functional as TF
 
 from dino_sparo.data import IMAGENET_MEAN, IMAGENET_STD
 from dino_sparo.distort import DeferredViews, channel_constant, distort_crop, normalize_levels, pack_parameters
+from dino_sparo.sources.decode import to_rgb
 
 # The distortions of DINO (facebookresearch/dino, main_dino.py, DataAugmentationDINO; BYOL, appendix B).
 FLIP_PROBABILITY = 0.5
@@ -306,4 +307,4 @@ class EvalTransform:
         images = [images] if isinstance(images, Image.Image) else images
         if not images:
             raise ValueError("no images: the list is empty; give one image or several")
-        return torch.stack([self(image.convert("RGB"))[0] for image in images])
+        return torch.stack([self(to_rgb(image))[0] for image in images])

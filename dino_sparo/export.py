@@ -28,11 +28,11 @@ from dino_sparo.checkpoint import (
     CheckpointError,
     clip_weights,
     encoder_description,
-    encoder_entry,
     encoder_of,
     load_checkpoint,
     load_encoder,
     load_strictly,
+    network_name,
     normalization_of,
 )
 from dino_sparo.checkpoint_file import CHECKSUM_KEY, weights_checksum
@@ -110,28 +110,23 @@ def export(
         raise ValueError(f"unknown export format {format!r}; choose one of {sorted(WRITERS | CLIP_FORMATS)}")
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     content = load_checkpoint(checkpoint)
-    entry = encoder_entry(content, str(checkpoint))
-    if quick_gelu and entry is not None and not entry.get("quick_gelu"):
-        raise ValueError(f"--quick_gelu is for weights that do not say how they were trained, but {checkpoint} does")
     if format in CLIP_FORMATS or (format == "safetensors" and "clip" in content):
         if img_size is not None:
             raise ValueError(f"img_size={img_size}: both towers of a CLIP are written as they are, at its own size")
-        if arch is not None or patch_size is not None:
-            raise ValueError(f"--arch and --patch_size are for foreign weights, but {checkpoint} says how it was built")
+        if arch is not None or patch_size is not None or quick_gelu:
+            raise ValueError(
+                f"--arch, --patch_size and --quick_gelu are for foreign weights, but {checkpoint} says how it was built"
+            )
         written = _write_clip(content, Path(checkpoint), str(out), format)
         logger.info("both towers of %s as %s: %s", checkpoint, format, written)
         return written
-    encoder = encoder_of(content, str(checkpoint), which, arch, patch_size)
-    if quick_gelu and not encoder.config.quick_gelu:
-        weights, encoder = encoder.state_dict(), encoder_from_config(replace(encoder.config, quick_gelu=True)).eval()
-        load_strictly(encoder, weights, str(checkpoint))
+    encoder = encoder_of(content, str(checkpoint), which, arch, patch_size, quick_gelu)
     if img_size is not None:
         encoder = resized(encoder, img_size)
     record = {
         "encoder": encoder_description(encoder.config, *normalization_of(content)),
         **_origin(content, Path(checkpoint)),
-        # Raw weights hold one network, whatever the option says; an export says which it was.
-        "checkpoint_key": which if which in content else content.get("checkpoint_key"),
+        "checkpoint_key": network_name(content, which),
     }
     written = WRITERS[format](encoder, str(out), record)
     logger.info("%s of %s as %s: %s", record["checkpoint_key"] or "encoder", checkpoint, format, written)
@@ -194,6 +189,7 @@ def _write_timm(encoder: Encoder, out: str, record: dict[str, Any]) -> Path:
         "in_chans": config.in_chans,
         "num_classes": 0,
         "global_pool": "token",
+        **({"act_layer": "quick_gelu"} if config.quick_gelu else {}),
     }
     if config.pre_norm or config.arch not in TIMM_NAMES:
         arguments |= {**size._asdict(), "mlp_ratio": MLP_RATIO}
@@ -234,7 +230,7 @@ def _write_huggingface(encoder: Encoder, out: str, record: dict[str, Any]) -> Pa
         "num_hidden_layers": size.depth,
         "num_attention_heads": size.num_heads,
         "intermediate_size": MLP_RATIO * size.embed_dim,
-        "hidden_act": "gelu",
+        "hidden_act": "quick_gelu" if config.quick_gelu else "gelu",
         "hidden_dropout_prob": 0.0,
         "attention_probs_dropout_prob": 0.0,
         "layer_norm_eps": LAYER_NORM_EPS,
@@ -329,6 +325,12 @@ def _write_onnx(encoder: Encoder, out: str, record: dict[str, Any]) -> Path:
     )
     # What torch made of it: an integer where a size is fixed.
     shape = [size if isinstance(size, int) else "batch" for size in program.model.graph.inputs[0].shape]
+    if shape[0] != "batch":
+        path.unlink()
+        raise ValueError(
+            f"torch {torch.__version__} cannot write {config.readout!r} for any number of images, only for {shape[0]}; "
+            "this encoder can be exported as safetensors"
+        )
     # Not OUT.json: that belongs to OUT.safetensors, whose image size may be another.
     write_json({**record, "onnx": {"inputs": {"images": shape}, "outputs": model.names}}, Path(f"{path}.json"))
     return path

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from dino_sparo.backbone import Backbone
 from dino_sparo.checkpoint import (
     CheckpointError,
+    activation_of,
     block_of,
-    image_text_entry,
     load_checkpoint,
     network_weights,
     num_blocks,
@@ -119,10 +119,7 @@ def check_same_activation(checkpoint: Mapping[str, Any], quick_gelu: bool, sourc
     Raises:
         CheckpointError: they were.
     """
-    description = image_text_entry(checkpoint) or checkpoint.get("encoder")
-    if description is None:
-        return
-    if {**description.get("image", {}), **description}.get("quick_gelu", False) != quick_gelu:
+    if activation_of(checkpoint) == (not quick_gelu):
         raise CheckpointError(
             f"{source} was trained with quick_gelu={not quick_gelu}, the model has quick_gelu={quick_gelu}; build it "
             f"alike: --quick_gelu {str(not quick_gelu).lower()}"

@@ -6,6 +6,8 @@ import errno
 import importlib
 import inspect
 import io
+import json
+import logging
 import math
 import os
 import pickle
@@ -51,6 +53,7 @@ from dino_sparo.checkpoint import (
 )
 from dino_sparo.checkpoint_file import weights_checksum
 from dino_sparo.checkpoint_folder import save_checkpoint
+from dino_sparo.choices import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from dino_sparo.data import IMAGENET_MEAN, IMAGENET_STD
 from dino_sparo.evaluation.protocol import trained_encoder
 from dino_sparo.export import export
@@ -606,7 +609,7 @@ def test_a_clips_image_tower_has_codes_only_where_its_readout_needs_them(readout
     assert description == {**expected, "num_codes": codes[0], "code_dim": codes[1]}
 
 
-@pytest.mark.parametrize("key", ["clip", "encoder"])
+@pytest.mark.parametrize("key", ["clip", "encoder", "published"])
 @pytest.mark.parametrize("saved", [True, False])
 def test_weights_trained_with_another_activation_start_nothing(key: str, saved: bool) -> None:
     check_same_activation({key: {"quick_gelu": saved}}, saved, "clip.pt")
@@ -657,6 +660,8 @@ def test_a_loaded_encoder_prepares_images_as_its_checkpoint_says(tmp_path: Path)
     assert torch.allclose(batch.mean(dim=(2, 3)), torch.tensor(expected), atol=1e-5)
     assert torch.equal(encoder.transform(grey), batch[:1])
     assert encoder(batch).shape == (2, encoder.encoding_dim)
+    deep = Image.fromarray(np.full((30, 40), 51 * 257, np.uint16))  # 16 bit, which Pillow's conversion turns white
+    assert torch.equal(encoder.transform(deep), batch[:1])
     with pytest.raises(ValueError, match="no images: the list is empty"):
         encoder.transform([])
 
@@ -777,6 +782,39 @@ def test_the_images_statistics_travel_with_the_weights(tmp_path: Path) -> None:
     assert normalization_of(load_checkpoint(tmp_path / "ours.pth")) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
     torch.save(build(readout="cls").backbone.state_dict(), tmp_path / "foreign.pth")
     assert normalization_of(load_checkpoint(tmp_path / "foreign.pth")) == (IMAGENET_MEAN, IMAGENET_STD)
+
+
+def test_timms_weights_are_read_as_they_were_published(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The bug: mean and deviation of 0.5, OpenAI's of a CLIP's image tower, and its activation, were not known."""
+    path = tmp_path / "vit.pth"
+    torch.save(build(readout="cls", pre_norm=True, quick_gelu=True).backbone.state_dict(), path)
+    with caplog.at_level(logging.INFO):
+        assert normalization_of(load_checkpoint(path)) == (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD)
+    assert "no config.json beside it; its images are taken as normalised like OpenAI's" in caplog.text
+    assert not load_encoder(path).config.quick_gelu
+    assert load_encoder(path, quick_gelu=True).config.quick_gelu
+    images = {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.25]}
+    published = {"architecture": "vit_base_patch32_clip_quickgelu_224", "pretrained_cfg": images}
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    assert normalization_of(load_checkpoint(path)) == ((0.5, 0.5, 0.5), (0.5, 0.5, 0.25))
+    assert load_encoder(path).config.quick_gelu
+    (tmp_path / "config.json").write_text(json.dumps({**published, "architecture": "vit_base_patch16_224"}))
+    with pytest.raises(CheckpointError, match=r"but .* says: with GELU"):
+        load_encoder(path, quick_gelu=True)
+    (tmp_path / "config.json").write_text('{"model_type": "of another library"}')
+    assert normalization_of(load_checkpoint(path)) == (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD)
+
+
+@pytest.mark.parametrize("key", ["model", "state_dict"])
+def test_weights_that_others_wrapped_are_found(key: str, tmp_path: Path) -> None:
+    encoder = build(readout="cls")
+    torch.save({key: encoder.backbone.state_dict(), "epoch": 3}, tmp_path / "vit.pth")
+    assert torch.equal(
+        load_encoder(tmp_path / "vit.pth").state_dict()["backbone.cls_token"], encoder.backbone.cls_token
+    )
+    assert load_encoder(tmp_path / "vit.pth", key).config == encoder.config
+    with pytest.raises(CheckpointError, match="has no 'ema'; it has raw weights"):
+        load_encoder(tmp_path / "vit.pth", "ema")
 
 
 def test_a_checkpoint_of_the_same_model_may_be_resumed() -> None:

@@ -186,7 +186,7 @@ def test_shared_device_options_take_their_own_number_of_workers() -> None:
 def test_overrides_for_foreign_weights_are_off_unless_given() -> None:
     parser = argparse.ArgumentParser()
     add_foreign_weights_options(parser)
-    assert vars(parser.parse_args([])) == {"arch": None, "patch_size": None}
+    assert vars(parser.parse_args([])) == {"arch": None, "patch_size": None, "quick_gelu": False}
     assert vars(parser.parse_args(["--arch", "vit_base", "--patch_size", "8"])) == {"arch": "vit_base", "patch_size": 8}
 
 

@@ -162,7 +162,7 @@ def test_weights_are_read_as_they_were_published(tmp_path: Path, caplog: pytest.
     assert "was trained with images resized by 'squash'" in caplog.text
     encoder = load_encoder(path)  # of the image tower, for k-NN and probes
     assert encoder.config.quick_gelu
-    assert load_checkpoint(path)["open_clip_config"]["quick_gelu"]
+    assert load_checkpoint(path)["published"]["quick_gelu"]
     (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": {}, "preprocess_cfg": {}}))
     with pytest.raises(ValueError, match=r"--quick_gelu is given, but .* was published without"):
         load_clip(path, text_heads=2, quick_gelu=True)

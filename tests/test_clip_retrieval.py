@@ -220,6 +220,10 @@ def test_every_layout_gives_the_same_images_and_captions(tmp_path, images, name,
     assert [Path(data.images.location(i)).name for i in range(len(data.images))] == ["8.jpg", "7.jpg"]
     assert data.captions == ["A b.", "A c.", "D"]
     assert data.image_of.tolist() == [0, 0, 1]
+    assert data.split == ("test" if name == "karpathy.json" else None)
+    if data.split is None:
+        with pytest.raises(ValueError, match=rf"--split train, but .*{name}' has no splits; .*leave it out"):
+            open_caption_set(str(images), str(tmp_path / name), "train")
 
 
 def test_captions_keep_their_commas_and_empty_ones_are_counted(tmp_path, images, caplog):

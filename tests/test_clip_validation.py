@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 pytest.importorskip("open_clip")
 
@@ -14,9 +15,11 @@ from test_clip_train import checkpoint_of, run
 
 from dino_sparo.checkpoint import CheckpointError
 from dino_sparo.clip import load_clip, tokenize
+from dino_sparo.clip.options import get_args_parser
 from dino_sparo.image_text.evaluation.dot_product import DotProductScorer
 from dino_sparo.image_text.evaluation.image_rows import ClipView
 from dino_sparo.image_text.evaluation.validation import MAX_PAIRS, hold_out, open_validation, validation_loss
+from dino_sparo.image_text.pairs import run_data
 from dino_sparo.image_text.pairs.sources import open_pairs
 
 CPU = torch.device("cpu")
@@ -42,6 +45,20 @@ def test_scenes_to_validate_on_are_not_those_that_are_trained_on() -> None:
     pictures = [{source.read(index).tobytes() for index in range(9)} for source in (train, val)]
     assert not pictures[0] & pictures[1]
     assert val.captions_of(3) == val.captions_of(3)
+    asked = [open_pairs("scenes:9:32", split=split).read(0).tobytes() for split in (None, "all", "train", "val")]
+    assert [image == val.read(0).tobytes() for image in asked] == [False, False, False, True]
+
+
+def test_what_is_trained_on_does_not_validate_if_both_come_from_one_table(tmp_path: Path) -> None:
+    """The bug: with --split train, --val_path of the same table gave its rows of training."""
+    for name in "01":
+        Image.new("RGB", (8, 8)).save(tmp_path / f"{name}.png")
+    table = tmp_path / "t.csv"
+    table.write_text("path,caption,split\n0.png,a,train\n1.png,b,val\n")
+    words = ["--data_path", str(table), "--split", "train", "--val_path", str(table)]
+    held_out = run_data._open_held_out(get_args_parser().parse_args(words))
+    assert held_out is not None
+    assert held_out.captions_of(0) == ["b"]
 
 
 @pytest.mark.parametrize("share", [0.001, 0.999])

@@ -116,8 +116,13 @@ def test_an_export_is_evaluated_like_its_checkpoint(tmp_path: Path) -> None:
     ours, theirs = trained_encoder(str(exported)), trained_encoder(str(checkpoint))
     assert torch.equal(ours.encoder(images()), theirs.encoder(images()))
     assert (ours.mean, ours.std, ours.record["epoch"]) == (theirs.mean, theirs.std, 5)
-    # An export holds one network, whichever is asked for.
-    assert torch.equal(load_encoder(exported, "student")(images()), theirs.encoder(images()))
+    assert ours.record["checkpoint_key"] == "teacher"
+    # An export holds one network: teacher is what is asked for by default, so that a student's opens too.
+    for which in ("student", "ema"):
+        with pytest.raises(CheckpointError, match=f"has no '{which}'; it has teacher"):
+            load_encoder(exported, which)
+    student = export(checkpoint, tmp_path / "student", "student")
+    assert torch.equal(load_encoder(student)(images()), load_encoder(checkpoint, "student")(images()))
 
 
 def test_an_export_is_exported_again_also_onto_itself(tmp_path: Path) -> None:
@@ -157,7 +162,7 @@ def test_an_image_size_that_does_not_fit_the_patches_is_refused() -> None:
 def test_what_a_checkpoint_says_of_itself_is_not_overruled(tmp_path: Path) -> None:
     """The bug: --quick_gelu gave an encoder with other outputs, without a word."""
     path = save(tmp_path, build(**SPARO))
-    with pytest.raises(ValueError, match=r"--quick_gelu is for weights that do not say .*, but .* does"):
+    with pytest.raises(ValueError, match=r"--quick_gelu is for weights that do not say .*, but .* says: with GELU"):
         export(path, tmp_path / "out", quick_gelu=True)
     assert not list(tmp_path.glob("out*"))
 
@@ -216,9 +221,12 @@ def test_architectures_that_timm_has_no_name_for_are_built_from_their_arguments(
     torch.testing.assert_close(model(images()), encoder(images()), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("arch", ["vit_micro", "vit_tiny"])
-def test_clips_vision_transformer_is_timms(tmp_path: Path, arch: str) -> None:
-    encoder = build(arch=arch, readout="cls", pre_norm=True)
+@pytest.mark.parametrize(
+    ("arch", "quick_gelu", "pre_norm"),
+    [("vit_micro", False, True), ("vit_tiny", True, True), ("vit_tiny", True, False)],
+)
+def test_clips_vision_transformer_is_timms(tmp_path: Path, arch: str, quick_gelu: bool, pre_norm: bool) -> None:
+    encoder = build(arch=arch, readout="cls", pre_norm=pre_norm, quick_gelu=quick_gelu)
     exported = export(save(tmp_path, encoder), tmp_path / "out", format="timm")
     said = json.loads(exported.with_suffix(".json").read_text())["timm"]
     model = timm.create_model(said["architecture"], **said["model_args"]).eval()
@@ -282,6 +290,14 @@ def test_transformers_gives_the_same_tokens(tmp_path: Path) -> None:
     tokens = output.last_hidden_state
     torch.testing.assert_close(tokens, encoder.backbone(images()), rtol=0, atol=1e-5)
     torch.testing.assert_close(tokens[:, 0], encoder(images()), rtol=0, atol=1e-5)
+
+
+def test_the_huggingface_folder_names_the_activation(tmp_path: Path) -> None:
+    """The bug: it was always GELU."""
+    for quick_gelu, name in ((False, "gelu"), (True, "quick_gelu")):
+        encoder = build(readout="cls", quick_gelu=quick_gelu)
+        folder = export(save(tmp_path, encoder), tmp_path / name, format="huggingface")
+        assert json.loads((folder / "config.json").read_text())["hidden_act"] == name
 
 
 def test_no_weight_of_a_huggingface_model_is_drawn_at_random(tmp_path: Path) -> None:

@@ -283,6 +283,14 @@ def test_the_same_command_gives_the_same_file_afresh_and_when_finished(checkpoin
     assert len((tmp_path / "two" / "linear_log.txt").read_text().splitlines()) == 2  # the third run trained nothing
 
 
+def test_probes_of_as_many_images_of_other_pixels_are_not_continued(checkpoint):
+    """The bug: the accuracy of the images before was reported under the name of the new ones."""
+    probe(checkpoint, "--epochs", 1, "--lr", 0.1, "--fast")
+    with pytest.raises(ValueError, match=r"holds probes of another run: train_images .*24 px.*32 px.*; val_images"):
+        probe(checkpoint, "--epochs", 1, "--lr", 0.1, "--fast", "--data_path", "scenes:24:32")
+    probe(checkpoint, "--evaluate", "--data_path", "scenes:24:32")  # saved probes may be tested on any images
+
+
 def test_saved_probes_are_tested_again_with_the_same_result(checkpoint):
     trained = probe(checkpoint, "--epochs", 2, "--lr", 0.1, 1, "--fast")
     assert trained["training"]["mode"].startswith("fast")
@@ -316,7 +324,7 @@ def test_a_mistake_ends_the_script_with_one_line(caplog):
 
 SHARED = """arch batch_size_per_gpu checkpoint_key data_path device dist_timeout_min dist_url download img_size
     fast_views label_column local_rank max_image_mb max_image_mpix num_workers
-    output_dir patch_size path_column precision pretrained_weights readout seed
+    output_dir patch_size path_column precision pretrained_weights quick_gelu readout seed
     split_column untrained use_cuda"""
 KNN = "nb_knn temperature dump_features load_features n_last_blocks"
 LINEAR = "n_last_blocks avgpool_patchtokens epochs lr fast val_freq num_labels evaluate"

@@ -11,7 +11,7 @@ from figures import assert_readable, drawn_words
 
 from dino_sparo.evaluation.atlas import Atlas, AtlasImage, AtlasSlot, draw_atlas
 from dino_sparo.evaluation.names import file_names, run_names, short_name
-from dino_sparo.evaluation.page import shorten, text_width, wrap
+from dino_sparo.evaluation.page import Page, shorten, text_width, wrap
 from dino_sparo.evaluation.pictures import MapSet, compare_page, grid_page, matrix_page
 
 SHAPES = {"portrait": (60, 25), "sliver": (90, 9), "landscape": (25, 60), "panorama": (9, 90), "square": (40, 40)}
@@ -102,6 +102,19 @@ def test_a_comparison_names_the_runs(tmp_path: Path) -> None:
         compare_page(tmp_path / "compare.png", "a", [(picture("square"), picture("square"))], (ours, theirs))
     shown = {words.words for words in figures[0]}
     assert {"sparo/checkpoint.pth", "cls/checkpoint.pth"} <= shown
+
+
+def test_views_of_two_encoders_do_not_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bug: tiles were as large as the first encoder's view, and wider ones lay over their neighbours."""
+    boxes: list[tuple[int, int, int, int]] = []
+    monkeypatch.setattr(Page, "picture", lambda self, x, y, pixels: boxes.append((x, y, *pixels.shape[1::-1])))
+    views = tuple(np.zeros((60, width, 3), np.uint8) for width in (64, 96))
+    sides = (MapSet("a", "vit", "slot", maps_of(6).maps), MapSet("b", "vit", "slot", maps_of(6).maps))
+    compare_page(tmp_path / "compare.png", "a", [views], sides)
+    for number, (x, y, width, height) in enumerate(boxes):
+        for other_x, other_y, other_width, other_height in boxes[:number]:
+            is_beside = x >= other_x + other_width or other_x >= x + width
+            assert is_beside or y >= other_y + other_height or other_y >= y + height
 
 
 def test_runs_get_as_many_folders_as_tell_them_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

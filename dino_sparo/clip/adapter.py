@@ -32,6 +32,7 @@ from dino_sparo.image_text.evaluation.image_rows import ClipView
 from dino_sparo.image_text.text import tokenize
 from dino_sparo.runtime.cli import errors_in_one_line
 from dino_sparo.runtime.extras import require
+from dino_sparo.sources.decode import to_rgb
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class BenchmarkModel(nn.Module):
 
 def transform_image(view: ClipView, image: Image.Image) -> Float[Tensor, "C H W"]:
     """An image of any kind as our evaluations see it."""
-    return view(image.convert("RGB"))[0]
+    return view(to_rgb(image))[0]
 
 
 def tokenize_texts(context_length: int, texts: str | Sequence[str]) -> Int64[Tensor, "B N"]:

@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dino_sparo.checkpoint import (
-    PUBLISHED,
     CheckpointError,
+    activation_of,
     clip_weights,
     image_text_entry,
     load_checkpoint,
     load_strictly,
-    published_activation,
 )
 from dino_sparo.choices import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from dino_sparo.clip.choices import FREEZABLE
@@ -310,9 +309,10 @@ def load_clip(
             raise CheckpointError(f"{source} does not say {', '.join(sorted(missing))} of its CLIP under `clip`")
         config = CLIPConfig.from_dict(description)
     else:
-        if quick_gelu and PUBLISHED in checkpoint and not published_activation(checkpoint):
+        published = activation_of(checkpoint)
+        if quick_gelu and published is False:
             raise ValueError(f"--quick_gelu is given, but {source} was published without (open_clip_config.json)")
-        config = infer_clip_config(weights, text_heads, quick_gelu or published_activation(checkpoint))
+        config = infer_clip_config(weights, text_heads, quick_gelu or bool(published))
     model = clip_from_config(config)
     load_strictly(model, weights, source)
     return LoadedClip.of(model, checkpoint, path)

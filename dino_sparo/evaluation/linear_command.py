@@ -45,6 +45,7 @@ from dino_sparo.evaluation.protocol import (
 from dino_sparo.evaluation.slot_choice import with_slots
 from dino_sparo.runtime.distributed import Distributed, all_or_none
 from dino_sparo.runtime.precision import PRECISIONS
+from dino_sparo.sources import fingerprint_of
 
 logger = logging.getLogger(__name__)
 
@@ -176,6 +177,9 @@ def train(task: ProbeTask, path: Path) -> tuple[list[dict[str, float]], dict[str
     args = task.args
     record = {
         **task.identity,
+        # Names and fingerprints: as many images of other pixels give other probes.
+        "train_images": [task.train_source.name, fingerprint_of(task.train_source)],
+        "val_images": [task.val_source.name, fingerprint_of(task.val_source)],
         "num_train": len(task.train_source),
         "num_val": len(task.val_source),
         "epochs": args.epochs,

@@ -13,6 +13,7 @@ from dino_sparo.runtime.cli import (
     add_source_options,
     add_storage_option,
     bool_flag,
+    positive_int,
 )
 
 KNN_BLOCKS = 1  # whose class tokens k-NN reads by default
@@ -37,7 +38,7 @@ def evaluation_parser() -> argparse.ArgumentParser:
     add_download_option(group)
     group.add_argument(
         "--img_size",
-        type=int,
+        type=positive_int,
         default=None,
         help="Side of the view in pixels, cut from the image resized to 256/224 of it; by default the size of the "
         "encoder's position grid.",
@@ -210,7 +211,7 @@ def attention_parser() -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--image_size",
-        type=int,
+        type=positive_int,
         nargs="+",
         default=None,
         help="Size that the encoder sees, pixels: one number for the short side (of several images the central square "
@@ -270,7 +271,7 @@ def slot_score_parser() -> argparse.ArgumentParser:
     add_source_options(parser, columns=())
     group.add_argument(
         "--image_size",
-        type=int,
+        type=positive_int,
         default=None,
         help="Side of the central square that the encoder sees, pixels. By default twice the size of training: more "
         "patches show finer maps.",
@@ -312,15 +313,9 @@ def export_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--img_size",
-        type=int,
+        type=positive_int,
         default=None,
         help="Side of the images in pixels, if not that of training; onnx files take no other.",
     )
     add_foreign_weights_options(parser)
-    parser.add_argument(
-        "--quick_gelu",
-        type=bool_flag,
-        default=False,
-        help="The weights of OpenCLIP, whose image tower is exported, were trained with OpenAI's activation.",
-    )
     return parser

@@ -247,7 +247,7 @@ def matrix_page(
 def compare_page(
     path: Path,
     title: str,
-    pictures: Sequence[tuple[UInt8[np.ndarray, "H W 3"], UInt8[np.ndarray, "H W 3"]]],
+    pictures: Sequence[tuple[UInt8[np.ndarray, "H W 3"], UInt8[np.ndarray, "H2 W2 3"]]],
     sides: tuple[MapSet, MapSet],
     max_maps: int | None = None,
 ) -> None:
@@ -265,12 +265,13 @@ def compare_page(
     aspect = pictures[0][0].shape[1] / pictures[0][0].shape[0]
     # A narrow picture may be higher, so that it is about as wide as its label.
     height = min(max(COMPARE_HEIGHTS[0], round(LABEL_WIDTH / aspect)), COMPARE_HEIGHTS[1])
-    tile_height, tile_width = fitted(pictures[0][0], height, COMPARE_WIDTH).shape[:2]
+    tiles = [fitted(view, height, COMPARE_WIDTH).shape[:2] for view in pictures[0]]  # of either encoder's own view
+    tile_height, tile_width = np.max(tiles, axis=0).tolist()
     # Two blocks side by side are to have about a slide's shape.
     rows = max(1, round(math.sqrt(max(map(len, orders)) * tile_width / tile_height / ASPECT)))
     blocks = [
-        _compare_block(side, order, rows, len(pictures), tile_height, tile_width)
-        for side, order in zip(sides, orders, strict=True)
+        _compare_block(side, order, rows, len(pictures), *size)
+        for side, order, size in zip(sides, orders, tiles, strict=True)
     ]
     widths = [max(block.block_width, SIDE_WIDTH) for block in blocks]
     models = [

@@ -7,6 +7,7 @@ to the next: the same command writes the same file.
 
 import argparse
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from dino_sparo.checkpoint import encoder_of, load_checkpoint, normalization_of
+from dino_sparo.checkpoint import encoder_of, load_checkpoint, network_name, normalization_of
 from dino_sparo.crops import EvalTransform
 from dino_sparo.data import (
     IMAGENET_MEAN,
@@ -56,7 +57,14 @@ class EvaluatedEncoder:
 
 
 def start_evaluation(args: argparse.Namespace) -> Distributed:
-    """Join the other processes, set up the log and the precision of products: how every evaluation begins."""
+    """Join the other processes, set up the log and the precision of products: how every evaluation begins.
+
+    Raises:
+        ValueError: the result cannot be written where `--output` says.
+    """
+    output = getattr(args, "output", None)
+    if output and os.path.isdir(output):
+        raise ValueError(f"--output {output} is a folder; give the path of a file")
     process = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
     set_tf32(allowed=args.precision == "tf32")
     setup_logging()
@@ -64,7 +72,11 @@ def start_evaluation(args: argparse.Namespace) -> Distributed:
 
 
 def trained_encoder(
-    pretrained_weights: str, checkpoint_key: str = "teacher", arch: str | None = None, patch_size: int | None = None
+    pretrained_weights: str,
+    checkpoint_key: str = "teacher",
+    arch: str | None = None,
+    patch_size: int | None = None,
+    quick_gelu: bool = False,
 ) -> EvaluatedEncoder:
     """The encoder of a checkpoint.
 
@@ -73,6 +85,7 @@ def trained_encoder(
         checkpoint_key: `teacher` or `student`.
         arch: override for foreign weights.
         patch_size: override for foreign weights, pixels.
+        quick_gelu: of foreign weights that do not say.
 
     Raises:
         ValueError: no path is given. (A path without a checkpoint, and weights that do not fit, are
@@ -84,12 +97,11 @@ def trained_encoder(
             "random encoder with --untrained"
         )
     checkpoint = load_checkpoint(pretrained_weights)
-    encoder = encoder_of(checkpoint, str(pretrained_weights), checkpoint_key, arch, patch_size)
+    encoder = encoder_of(checkpoint, str(pretrained_weights), checkpoint_key, arch, patch_size, quick_gelu)
     record = {
         "pretrained_weights": str(pretrained_weights),
         "sha256": file_sha256(Path(pretrained_weights)),
-        # Raw weights hold one network, whatever the option says.
-        "checkpoint_key": checkpoint_key if checkpoint_key in checkpoint else None,
+        "checkpoint_key": network_name(checkpoint, checkpoint_key),
         "epoch": checkpoint.get("epoch"),
         "untrained": False,
         **asdict(encoder.config),
@@ -128,7 +140,9 @@ def encoder_of_options(args: argparse.Namespace) -> EvaluatedEncoder:
     if args.untrained:
         logger.warning("the encoder is untrained: random weights from seed %d", seed)
     if args.pretrained_weights or not args.untrained:
-        trained = trained_encoder(args.pretrained_weights, args.checkpoint_key, args.arch, args.patch_size)
+        trained = trained_encoder(
+            args.pretrained_weights, args.checkpoint_key, args.arch, args.patch_size, args.quick_gelu
+        )
         if not args.untrained:
             return trained
         return untrained_encoder(trained.encoder.config, seed, trained.mean, trained.std)
@@ -208,11 +222,12 @@ def view_record(transform: Any) -> dict[str, Any]:
 
 
 def write_result(result: dict[str, Any], table: str, path: Path) -> None:
-    """Write the result and show the table, on rank 0."""
+    """Show the table and write the result, on rank 0."""
     if is_main():
+        say(table)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(result, path)
-        say(f"{table}\n\n{path}")
+        say(f"\n{path}")
 
 
 def result_name(evaluation: str, record: Mapping[str, Any], num_blocks: int | None = None) -> str:

@@ -144,6 +144,13 @@ def ends_unnoticed() -> Iterator[None]:
         signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
 
 
+def positive_int(text: str) -> int:
+    """The type of an option that takes a whole number from 1."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
+
+
 def bool_flag(text: str) -> bool:
     """`true`, `on`, `1` or `false`, `off`, `0`, in any case, as the reference's options take them."""
     values = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
@@ -362,3 +369,9 @@ def add_foreign_weights_options(parser: argparse.ArgumentParser) -> None:
         "weights do not show it.",
     )
     group.add_argument("--patch_size", type=int, default=None, help="Side of a patch in pixels; likewise.")
+    group.add_argument(
+        "--quick_gelu",
+        type=bool_flag,
+        default=False,
+        help="A CLIP's image tower that was trained with OpenAI's activation, where no open_clip_config.json says so.",
+    )

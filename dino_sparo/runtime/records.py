@@ -62,8 +62,11 @@ def git_hash() -> str | None:
 def write_json(values: dict[str, Any], path: Path) -> None:
     """Write plain values so that `path` always holds a whole file, the old or the new."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(plain(values), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(json.dumps(plain(values), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any], before: str, now: str) -> list[str]:

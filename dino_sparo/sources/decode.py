@@ -98,15 +98,23 @@ def decode_image(data: bytes, location: str, limits: ImageLimits = DEFAULT_LIMIT
         image.load()
         # Only palettes with partial transparency use this entry, to warn that RGB drops it; pixels do not depend on it.
         image.info.pop("transparency", None)
-        if image.mode in ("I", "F") or image.mode.startswith("I;16"):
-            image = _scale_deep_gray(image)
-        # Converting what is RGB already would copy it.
-        return image if image.mode == "RGB" else image.convert("RGB")
+        return to_rgb(image)
     except UnidentifiedImageError as error:
         raise CorruptImageError(location, f"is none of {', '.join(IMAGE_FORMATS)}") from error
     except Exception as error:  # decoders of damaged bytes raise anything: OSError, SyntaxError, struct.error, ...
         reason = str(error) if isinstance(error, OSError | Image.DecompressionBombError) else repr(error)
         raise CorruptImageError(location, reason) from error
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """An image of any mode as 8-bit RGB, as `decode_image` gives it.
+
+    Raises:
+        ValueError: pixels whose range is not known: floating-point numbers, or integers of more than 16 bit.
+    """
+    if image.mode in ("I", "F") or image.mode.startswith("I;16"):
+        image = _scale_deep_gray(image)
+    return image if image.mode == "RGB" else image.convert("RGB")  # converting what is RGB already would copy it
 
 
 def _scale_deep_gray(image: Image.Image) -> Image.Image:

@@ -72,8 +72,8 @@ def tar_members(shard: str, position: int = 0) -> Iterator[Member]:
                 _check_end(descriptor, shard, position, total)
                 if links:
                     _logger.warning(
-                        "tar shard %r: left out %d links to other members; tar's --dereference and --hard-dereference "
-                        "write files in their place",
+                        "tar shard %r: left out %d links to other members; write it with tar's options that "
+                        "dereference symbolic and hard links",
                         *(shard, links),
                     )
                 return

@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 from torchvision import datasets
 
-from dino_sparo.sources.decode import CorruptImageError
+from dino_sparo.sources.decode import CorruptImageError, to_rgb
 
 
 class _TorchvisionSet(NamedTuple):
@@ -71,7 +71,7 @@ class TorchvisionSource:
     def read(self, index: int) -> Image.Image:
         """Image `index` as 8-bit RGB; raises CorruptImageError."""
         try:
-            return self.dataset[index][0].convert("RGB")
+            return to_rgb(self.dataset[index][0])
         except Exception as error:  # as in decode_image: damaged files raise anything
             raise CorruptImageError(self.location(index), repr(error)) from error
 

@@ -16,7 +16,7 @@ from dino_sparo.image_text.evaluation.options import (
     add_picture_options,
     add_picture_result_options,
 )
-from dino_sparo.runtime.cli import HelpFormatter, add_download_option
+from dino_sparo.runtime.cli import HelpFormatter, add_download_option, positive_int
 
 
 def select_parser() -> argparse.ArgumentParser:
@@ -103,7 +103,7 @@ def pictures_parser() -> argparse.ArgumentParser:
     group.add_argument("--max_pairs", type=int, default=400, help="Look at so many, evenly spread over the data.")
     group.add_argument(
         "--image_size",
-        type=int,
+        type=positive_int,
         default=None,
         help="Side in pixels at which the model sees the central square; by default that of training, for which its "
         "slots were made alike. Twice as much shows finer maps.",

@@ -170,7 +170,7 @@ def _result(path: Path, args: argparse.Namespace, open_model: OpenModel) -> dict
         if not args.data_path:
             raise ValueError(f"{path} is evaluated as a checkpoint, on images that --data_path names; give some")
         names = ["data_path", "split", "classnames", "templates", "img_size", "batch_size_per_gpu", "precision"]
-        names += ["device", "num_workers", "dist_url"]
+        names += ["device", "num_workers", "dist_url", "dist_timeout_min"]
         options = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
         options |= {"pretrained_weights": path, "output": path.with_name("zero_shot.json")}
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]

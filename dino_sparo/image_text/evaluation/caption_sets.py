@@ -13,9 +13,9 @@ import logging
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from dino_sparo.sources.subset import Subset
 
 logger = logging.getLogger(__name__)
 
+KARPATHY_SPLIT = "test"
 ENDINGS = "|".join(ending[1:] for ending in IMAGE_EXTENSIONS)
 # An image (`7.jpg`; Flickr8k has `7.jpg.1`, too), a number after `#` or between bars that nobody looks at, a caption.
 IMAGE_NAME = rf"(?P<image>[^\t|]+?\.(?:{ENDINGS})(?:\.\d+(?=#))?)"
@@ -46,16 +47,32 @@ class CaptionSet:
         captions: those of image 0, then those of image 1, ...
         image_of: (captions,), the image of each caption.
         left_out: reason -> number of images, or captions, that are not among these.
+        split: of Karpathy's; None: the captions have no splits, or `--split` says which.
     """
 
     images: ImageSource
     captions: list[str]
     image_of: np.ndarray
     left_out: dict[str, int]
+    split: str | None = None
+
+
+class CaptionFile(NamedTuple):
+    """What a file of captions says.
+
+    Attributes:
+        captions_of: captions of every image, by its file name.
+        left_out: captions of no image.
+        split: the one that was read, of Karpathy's; None of the other layouts.
+    """
+
+    captions_of: dict[str, list[str]]
+    left_out: LeftOut
+    split: str | None = None
 
 
 def open_caption_set(
-    data_path: str, captions: str = "", split: str = "test", image_list: str | None = None
+    data_path: str, captions: str = "", split: str | None = None, image_list: str | None = None
 ) -> CaptionSet:
     """Open images with their captions.
 
@@ -63,7 +80,7 @@ def open_caption_set(
         data_path: the folder that the file names of `captions` start from; or, without `captions`, pairs as
             `open_pairs` opens them, or scenes.
         captions: file of captions, in one of the layouts above.
-        split: of Karpathy's; the other layouts have none.
+        split: of Karpathy's, by default `KARPATHY_SPLIT`; or, without `captions`, of the pairs, by default val.
         image_list: file with one image's name per line: use these alone.
 
     Raises:
@@ -73,22 +90,23 @@ def open_caption_set(
     if not data_path:
         raise ValueError("--data_path is empty; give the folder of the images (with --captions), tar shards, or scenes")
     if captions:
-        listed, left_out = read_captions(Path(captions), split)
-        return _in_folder(_only_listed(listed, image_list), data_path, left_out)
+        file = read_captions(Path(captions), split)
+        chosen = _in_folder(_only_listed(file.captions_of, image_list), data_path, file.left_out)
+        return replace(chosen, split=file.split)
     if image_list is not None:
         raise ValueError(f"image_list={image_list!r} chooses among the images of --captions, which is not given")
-    return _together(open_pairs(data_path, default_split="val"))
+    return _together(open_pairs(data_path, split=split, default_split="val"))
 
 
-def read_captions(path: Path, split: str) -> tuple[dict[str, list[str]], LeftOut]:
-    """Captions of every image, by its file name, and captions of no image.
+def read_captions(path: Path, split: str | None = None) -> CaptionFile:
+    """Read a file of captions.
 
     Args:
         path: file in one of the layouts above that have a file.
-        split: of Karpathy's; the other layouts have none.
+        split: of Karpathy's, by default `KARPATHY_SPLIT`.
 
     Raises:
-        ValueError: the file is not there, or is not understood.
+        ValueError: the file is not there, is not understood, or has no splits though one is asked for.
     """
     if not path.is_file():
         raise ValueError(f"captions={str(path)!r} does not exist (in {os.getcwd()})")
@@ -104,8 +122,10 @@ def read_captions(path: Path, split: str) -> tuple[dict[str, list[str]], LeftOut
                 logger.warning("%s: left out captions %s", path, left_out)
             for number, name in files.items():
                 captions_of.setdefault(name, []).extend(captions_by_id[number])
-            return captions_of, left_out
-        return _read_json(content, path, split), LeftOut()
+            _refuse_split(path, split)
+            return CaptionFile(captions_of, left_out)
+        return _read_json(content, path, split)
+    _refuse_split(path, split)
     for number, line in enumerate(path.read_text(encoding="utf-8-sig", errors="replace").splitlines()):
         match = CAPTION_LINE.fullmatch(line.strip())
         if match:
@@ -115,7 +135,13 @@ def read_captions(path: Path, split: str) -> tuple[dict[str, list[str]], LeftOut
                 f"captions={str(path)!r}: line {number + 1} is {line[:60]!r}; expected an image's file name, a tab, "
                 "comma or bar, and a caption"
             )
-    return captions_of, LeftOut()
+    return CaptionFile(captions_of, LeftOut())
+
+
+def _refuse_split(path: Path, split: str | None) -> None:
+    """Of the layouts without splits."""
+    if split is not None:
+        raise ValueError(f"--split {split}, but {str(path)!r} has no splits; only Karpathy's files have; leave it out")
 
 
 def _unquoted(caption: str) -> str:
@@ -125,16 +151,18 @@ def _unquoted(caption: str) -> str:
     return inner.replace('""', '"').strip() if is_quoted else caption
 
 
-def _read_json(content: Any, path: Path, split: str) -> dict[str, list[str]]:
+def _read_json(content: Any, path: Path, split: str | None) -> CaptionFile:
     """Karpathy's layout, or Salesforce's."""
     keys = sorted(content) if isinstance(content, dict) else []
     captions_of: dict[str, list[str]] = {}
     try:
         if isinstance(content, list):
+            _refuse_split(path, split)
             for entry in content:
                 captions = entry["caption"]
                 captions_of.setdefault(entry["image"], []).extend([captions] if isinstance(captions, str) else captions)
-            return captions_of
+            return CaptionFile(captions_of, LeftOut())
+        split = split or KARPATHY_SPLIT
         splits = {image["split"] for image in content["images"]}
         for image in content["images"]:
             if image["split"] == split:
@@ -147,7 +175,7 @@ def _read_json(content: Any, path: Path, split: str) -> dict[str, list[str]]:
         ) from error
     if not captions_of:
         raise ValueError(f"captions={str(path)!r} has no split {split!r}; its splits are {sorted(splits)}")
-    return captions_of
+    return CaptionFile(captions_of, LeftOut(), split)
 
 
 def _only_listed(captions_of: dict[str, list[str]], image_list: str | None) -> dict[str, list[str]]:

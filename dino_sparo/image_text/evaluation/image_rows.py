@@ -21,6 +21,7 @@ from dino_sparo.data import ImageSource
 from dino_sparo.evaluation.features import Features, encoded_batches, extract_split, inference, share_loader
 from dino_sparo.evaluation.views import View
 from dino_sparo.image_text.evaluation.scorer import EncodedImages
+from dino_sparo.sources.decode import to_rgb
 
 
 class ClipView:
@@ -134,7 +135,7 @@ class ImageRows(ABC):
         """The views of images of any size and mode; views stay as they are."""
         if isinstance(images, Tensor):
             return images
-        return torch.stack([self.transform(image.convert("RGB"))[0] for image in images])
+        return torch.stack([self.transform(to_rgb(image))[0] for image in images])
 
     def rows_of(self, images: Sequence[Image.Image] | Tensor) -> Float[Tensor, "images M"]:
         """Rows of images at hand, computed in this process alone."""

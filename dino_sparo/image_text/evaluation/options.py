@@ -15,6 +15,7 @@ from dino_sparo.runtime.cli import (
     add_download_option,
     add_feature_options,
     bool_flag,
+    positive_int,
 )
 from dino_sparo.scenes import DEFAULT_IMAGE_SIZE, SPLITS
 
@@ -75,7 +76,10 @@ def add_computation_options(parser: argparse.ArgumentParser, result: str, where:
     """
     group = parser.add_argument_group("computation and result")
     group.add_argument(
-        "--img_size", type=int, default=None, help="Side of the view in pixels; by default that of the training."
+        "--img_size",
+        type=positive_int,
+        default=None,
+        help="Side of the view in pixels; by default that of the training.",
     )
     group.add_argument("--batch_size_per_gpu", type=int, default=128, help="Images, or captions, per process and step.")
     group.add_argument(
@@ -185,7 +189,11 @@ def retrieval_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--captions", default="", help="Karpathy's or COCO's JSON, or Flickr's lines of image and caption."
     )
-    group.add_argument("--split", default="test", help="Of Karpathy's JSON.")
+    group.add_argument(
+        "--split",
+        default=None,
+        help="Of Karpathy's JSON, by default test; without --captions of --data_path, by default val.",
+    )
     group.add_argument("--image_list", default=None, help="File with names of images, to use these alone.")
     group = parser.add_argument_group("recall")
     group.add_argument("--k", type=int, nargs="+", default=[1, 5, 10], help="Numbers of candidates to look at.")
@@ -262,7 +270,7 @@ def order_captions_parser() -> argparse.ArgumentParser:
         help="Images and captions: Karpathy's JSON or Salesforce's copy (coco_karpathy_test.json), COCO's, or Flickr's "
         "lines.",
     )
-    group.add_argument("--split", default="test", help="Of Karpathy's JSON.")
+    group.add_argument("--split", default=None, help="Of Karpathy's JSON, by default test; other layouts have none.")
     group = parser.add_argument_group("result")
     group.add_argument(
         "--output", required=True, help="File to write; dino-sparo compositional looks for coco_order.json."
@@ -308,7 +316,7 @@ def scene_pairs_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("scenes")
     group.add_argument("--output_dir", required=True, help="Folder to write to.")
     group.add_argument("--num_pairs", type=int, default=1000, help="Scenes, each with one entry in either file.")
-    group.add_argument("--image_size", type=int, default=DEFAULT_IMAGE_SIZE, help="Side in pixels.")
+    group.add_argument("--image_size", type=positive_int, default=DEFAULT_IMAGE_SIZE, help="Side in pixels.")
     group.add_argument("--split", choices=sorted(SPLITS), default="val", help="val was not trained on.")
     group.add_argument("--seed", type=int, default=0, help="Another seed gives other scenes.")
     return parser

@@ -71,10 +71,12 @@ def report(result: dict[str, Any], table: str, args: argparse.Namespace, name: s
         result: plain values.
         table: the numbers for people.
         args: parsed options.
-        name: of the result file beside the checkpoint.
+        name: of the result file beside the checkpoint; with `--slots` it ends in `_slots.json`.
 
     Returns:
         The result.
     """
+    if getattr(args, "slots", None):
+        name = f"{name.removesuffix('.json')}_slots.json"
     write_result(result, table, Path(args.output) if args.output else Path(args.pretrained_weights).parent / name)
     return result

@@ -250,7 +250,7 @@ def describe(outcome: RetrievalResult, data: CaptionSet, scorer: Scorer, args: a
         "images": {
             "data_path": args.data_path,
             "captions": file_record(Path(args.captions)) if args.captions else None,
-            "split": args.split if args.captions else None,
+            "split": data.split or args.split,
             "image_list": file_record(Path(args.image_list)) if args.image_list else None,
             "num_images": outcome.num_images,
             "num_captions": outcome.num_captions,

@@ -77,7 +77,7 @@ class PairData:
 
 def number_pairs(args: argparse.Namespace, process: Distributed, micro_batch: int, form: BatchForm) -> PairData:
     """Pairs by number, their order and their batches."""
-    source, held_out = _open_together(args, args.data_path), _open_held_out(args)
+    source, held_out = _open_together(args, args.data_path, args.split), _open_held_out(args)
     if args.val_share:
         source, held_out = hold_out(source, args.val_share, args.seed)
     require_same_source(source)
@@ -132,12 +132,11 @@ def stream_pairs(args: argparse.Namespace, process: Distributed, micro_batch: in
 
 
 def _open_held_out(args: argparse.Namespace) -> PairSource | None:
-    return _open_together(args, args.val_path, default_split="val") if args.val_path else None
+    return _open_together(args, args.val_path, None, default_split="val") if args.val_path else None
 
 
-def _open_together(args: argparse.Namespace, path: str, default_split: str = "train") -> PairSource:
+def _open_together(args: argparse.Namespace, path: str, split: str | None, default_split: str = "train") -> PairSource:
     """The pairs of `--data_path` or `--val_path`, as the options say how they are read; all ranks share the work."""
-    split = args.split if path == args.data_path else None
     return open_together(
         lambda: open_pairs(
             path,

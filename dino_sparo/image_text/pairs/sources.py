@@ -101,7 +101,8 @@ def open_pairs(
         images: ImageSource
         if names_scenes(data_path):
             num_images, image_size = parse_scenes_spec(data_path)
-            images = Scenes(num_images, image_size, split=default_split, ties=INDEPENDENT)
+            part = default_split if split in (None, ALL) else split
+            images = Scenes(num_images, image_size, split=part, ties=INDEPENDENT)
         else:
             images = open_source(data_path, split, download, default_split=default_split, columns=columns)
         source, how = _put_into_words(images, data_path, caption_templates, default_split), "ready"

@@ -138,7 +138,8 @@ def write_order(args: argparse.Namespace) -> dict[str, Any]:
     """
     setup_logging()
     tools = Tools()
-    captions, _left_out = read_captions(Path(args.captions), args.split)
+    file = read_captions(Path(args.captions), args.split)
+    captions = file.captions_of
     pairs = [(image, caption.strip()) for image, own in captions.items() for caption in own if caption.strip()]
     if not pairs:
         raise ValueError(f"--captions {args.captions} has no captions with words")
@@ -155,7 +156,7 @@ def write_order(args: argparse.Namespace) -> dict[str, Any]:
     output.write_text(json.dumps(entries) + "\n", encoding="utf-8")
     record = {
         "captions": file_record(Path(args.captions)),
-        "split": args.split,
+        "split": file.split,
         "seed": args.seed,
         "tools": tools.record,
         "output": file_record(output),
