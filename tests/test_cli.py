@@ -187,7 +187,8 @@ def test_overrides_for_foreign_weights_are_off_unless_given() -> None:
     parser = argparse.ArgumentParser()
     add_foreign_weights_options(parser)
     assert vars(parser.parse_args([])) == {"arch": None, "patch_size": None, "quick_gelu": False}
-    assert vars(parser.parse_args(["--arch", "vit_base", "--patch_size", "8"])) == {"arch": "vit_base", "patch_size": 8}
+    given = parser.parse_args(["--arch", "vit_base", "--patch_size", "8", "--quick_gelu", "true"])
+    assert vars(given) == {"arch": "vit_base", "patch_size": 8, "quick_gelu": True}
 
 
 # Values.
