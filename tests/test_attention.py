@@ -451,8 +451,8 @@ def test_the_options_are_the_documented_ones() -> None:
     options = {flag for action in visualize_attention.get_args_parser()._actions for flag in action.option_strings}
     assert options == {
         "-h", "--help", "--pretrained_weights", "--checkpoint_key", "--untrained", "--arch", "--patch_size",
-        "--quick_gelu", "--image_path", "--image_size", "--max_images", "--output_dir", "--threshold", "--save_each", "--max_maps",
-        "--compare", "--atlas", "--atlas_images", "--atlas_max_images", "--device", "--num_workers", "--dist_url",
+        "--quick_gelu", "--image_path", "--image_size", "--max_images", "--output_dir", "--threshold", "--save_each",
+        "--max_maps", "--compare", "--atlas", "--atlas_images", "--atlas_max_images", "--device", "--num_workers", "--dist_url",
         "--dist_timeout_min", "--local_rank", "--local-rank",
     }  # fmt: skip
 
