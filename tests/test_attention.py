@@ -452,8 +452,8 @@ def test_the_options_are_the_documented_ones() -> None:
     assert options == {
         "-h", "--help", "--pretrained_weights", "--checkpoint_key", "--untrained", "--arch", "--patch_size",
         "--quick_gelu", "--image_path", "--image_size", "--max_images", "--output_dir", "--threshold", "--save_each",
-        "--max_maps", "--compare", "--atlas", "--atlas_images", "--atlas_max_images", "--device", "--num_workers", "--dist_url",
-        "--dist_timeout_min", "--local_rank", "--local-rank",
+        "--max_maps", "--compare", "--atlas", "--atlas_images", "--atlas_max_images", "--device", "--num_workers",
+        "--dist_url", "--dist_timeout_min", "--local_rank", "--local-rank",
     }  # fmt: skip
 
 
