@@ -372,11 +372,12 @@ def encoder_of(
     weights = network_weights(checkpoint, which, source)
     weights = {name: value for name, value in weights.items() if not name.startswith("head.")}
     description = describe_encoder(checkpoint, weights, arch, patch_size)
-    if quick_gelu and not description["quick_gelu"] and activation_of(checkpoint) is not None:
-        raise CheckpointError(
-            f"--quick_gelu is for weights that do not say how they were trained, but {source} says: with GELU"
-        )
-    description["quick_gelu"] = description["quick_gelu"] or quick_gelu
+    if quick_gelu:
+        if activation_of(checkpoint) is False:
+            raise CheckpointError(
+                f"--quick_gelu is for weights that do not say how they were trained, but {source} says: with GELU"
+            )
+        description = {**description, "quick_gelu": True}
     encoder = encoder_from_config(EncoderConfig.from_dict(description))
     network = network_name(checkpoint, which) or "encoder"
     load_strictly(encoder, weights, f"{source} ({network})")
