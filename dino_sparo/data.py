@@ -9,6 +9,7 @@ run needs no state of the workers, only `EpochSampler.set_epoch(epoch, start_ste
 """
 
 import copy
+import functools
 import logging
 import os
 import signal
@@ -509,8 +510,14 @@ def to_device(batches: Iterable[D], device: torch.device) -> Iterator[D]:
     return iter(batches) if device.type != "cuda" else _copied(iter(batches), device)
 
 
+@functools.cache
+def _copy_stream(device: torch.device) -> Any:
+    """One stream for all epochs: memory that was used on a stream is used again on that one alone."""
+    return torch.cuda.Stream(device)
+
+
 def _copied(iterator: Iterator[D], device: torch.device) -> Iterator[D]:
-    copying = torch.cuda.Stream(device)
+    copying = _copy_stream(device)
     for batch in iterator:
         with torch.cuda.stream(copying):
             moved = batch.to(device)

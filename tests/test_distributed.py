@@ -185,6 +185,17 @@ def test_the_fault_of_another_rank_is_a_fault_here_too(
         pass
 
 
+def test_processes_that_share_a_gpu_are_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bug: the job started again ten times, though only its user could mend it."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("NCCL error: ncclInvalidUsage. Last error: Duplicate GPU detected : rank 1 and rank 0")
+
+    monkeypatch.setattr(distributed.dist, "rendezvous", refuse)
+    with pytest.raises(ValueError, match=r"process 1 of 2 cannot use cpu: NCCL error: .* needs a GPU of its own"):
+        distributed._join("env://", 1, 2, torch.device("cpu"), timedelta(seconds=1))
+
+
 def test_a_group_that_cannot_be_joined_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
     for name, value in place.items():

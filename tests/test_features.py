@@ -23,6 +23,7 @@ from dino_sparo.evaluation.features import (
     disjoint_subsets,
     extract_features,
     extract_split,
+    inference,
 )
 
 CPU = torch.device("cpu")
@@ -50,6 +51,24 @@ class Noise:
 
     def location(self, index: int) -> str:
         return f"noise[{index}]"
+
+
+def test_what_was_compiled_for_training_is_not_compiled_anew() -> None:
+    """The bug: the first evaluation of an OC-CLIP compiled its backbone twice more, in every run."""
+    network, graphs = nn.Linear(3, 2), list[object]()
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
+        graphs.append(inputs)
+        return graph.forward
+
+    network.compile(backend=backend)
+    expected = network(torch.ones(4, 3)).detach()
+    assert len(graphs) == 1
+    with inference(network, CPU, torch.float32):
+        assert torch.equal(network(torch.ones(5, 3))[:4], expected)
+    assert len(graphs) == 1
+    network(torch.ones(4, 3))
+    assert len(graphs) == 1
 
 
 @pytest.fixture

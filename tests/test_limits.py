@@ -161,7 +161,7 @@ def test_a_path_with_a_null_byte_is_a_corrupt_image(tmp_path: Path) -> None:
     write(tmp_path / "a.png")
     rows = '{"path": "a.png"}\n' * 8 + '{"path": "b\\u0000.png"}\n'
     (tmp_path / "list.jsonl").write_text(rows)
-    with pytest.raises(CorruptImageError, match="null (byte|character)"):
+    with pytest.raises(CorruptImageError, match=r"null (byte|character)"):
         open_source(str(tmp_path / "list.jsonl")).read(8)
 
 

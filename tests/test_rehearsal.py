@@ -1,6 +1,7 @@
 """training/rehearsal.py: what is compiled, and how."""
 
 import importlib
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -84,10 +85,12 @@ def test_ranks_that_share_cores_share_them_when_they_compile(
     monkeypatch.setattr(rehearsal.socket, "gethostname", lambda: "here")
     monkeypatch.setattr(rehearsal.os, "sched_getaffinity", lambda _: ranks[0][1], raising=False)
     monkeypatch.setattr(rehearsal, "all_gather_object", lambda _: ranks)
-    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "to be restored")
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS")
     with config.patch(compile_threads=99):
         rehearsal.share_compile_workers()
         assert config.compile_threads == workers
+    assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == str(workers)  # for the thread of the backward pass
 
 
 def test_the_environment_says_how_many_processes_compile(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ whatever the number of processes; images that cannot be read are left out and co
 
 import contextlib
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -127,7 +128,8 @@ def encoded_batches(
         # The loader replaces an unreadable image; the item has the replacement's index.
         kept = (batch.indices == torch.tensor(asked)).nonzero().flatten()
         corrupt += batch.corrupt
-        yield features[kept.to(device)], batch, kept
+        # To choose among rows waits for the device, and hardly ever is one left out.
+        yield features if len(kept) == len(asked) else features[kept.to(device)], batch, kept
     if corrupt:
         where = "; ".join(f"{location} ({reason})" for location, reason in sorted(set(corrupt))[:MAX_NAMED])
         logger.warning("%s: left out %d images that cannot be read: %s", desc, len(corrupt), where)
@@ -144,7 +146,10 @@ def encode_padded(
 
 @contextlib.contextmanager
 def inference(encoder: nn.Module, device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    """Eval mode, no gradients, exact fp32 or autocast; puts everything back afterwards."""
+    """Eval mode, no gradients, exact fp32 or autocast; puts everything back afterwards.
+
+    A module that is compiled for training runs as it was written: batches of other shapes would compile it anew.
+    """
     was_training = encoder.training
     autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     # The patch projection is a convolution, which cuDNN would otherwise compute in TF32 and by a varying algorithm.
@@ -152,10 +157,17 @@ def inference(encoder: nn.Module, device: torch.device, dtype: torch.dtype) -> I
     exact = torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False)
     encoder.eval()
     try:
-        with torch.inference_mode(), autocast, exact:
+        with torch.inference_mode(), autocast, exact, _without_compiling():
             yield
     finally:
         encoder.train(was_training)
+
+
+def _without_compiling() -> contextlib.AbstractContextManager[Any]:
+    """Importing the compiler takes seconds; where nobody has, nothing is compiled."""
+    if "torch._dynamo" not in sys.modules:
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 class _FeatureRows:

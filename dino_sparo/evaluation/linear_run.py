@@ -74,7 +74,7 @@ def live_batches(
             with inference(encoder, device, dtype):
                 features = encode(batch.views[0].to(device, non_blocking=True)).float()
             # Cloned outside inference mode, so that gradients work.
-            yield features.clone(), batch.labels.to(device)
+            yield features.clone(), batch.labels.to(device, non_blocking=True)
 
     return batches
 

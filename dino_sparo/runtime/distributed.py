@@ -49,6 +49,8 @@ DEVICE_SIGNS = (
     *("uncorrectable", "ECC error", "Xid", "unspecified launch failure", "hardware stack error", "hardware error"),
     *("fallen off the bus", "GPU is lost", "CUDA error: unknown error", "devices are busy or unavailable"),
 )
+# Words in torch's errors which mean that processes share a GPU, or that its driver is too old: the user has to act.
+NCCL_MISUSE = ("Duplicate GPU", "ncclInvalidUsage", "driver version is insufficient")
 # Seconds between two heartbeats of a process, and between two looks at those of the others.
 BEAT_SECONDS, LOOK_SECONDS = 1.0, 0.05
 WAIT_LOG_SECONDS = 30.0  # between two lines on whom rank 0 waits for
@@ -183,6 +185,11 @@ def _join(dist_url: str, rank: int, size: int, device: torch.device, timeout: ti
         _peers = _Peers(control, dist.PrefixStore("patience", store), timeout.total_seconds())
     except RuntimeError as error:
         text = " ".join(str(error).split())
+        if any(cause in text for cause in NCCL_MISUSE):
+            raise ValueError(
+                f"process {rank} of {size} cannot use {device}: {text}; each process needs a GPU of its own, and the "
+                "driver has to be new enough for torch"
+            ) from error
         hint = "; GLOO_SOCKET_IFNAME names the network interface to use" * ("gloo" in text.lower())
         raise FaultError(
             f"process {rank} of {size} cannot reach the others within {timeout.total_seconds() / 60:g} minutes; their "

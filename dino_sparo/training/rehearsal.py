@@ -110,8 +110,11 @@ def share_compile_workers() -> None:
     if "TORCHINDUCTOR_COMPILE_THREADS" in os.environ:
         return
     sharing = sum(host == socket.gethostname() and bool(other & cores) for host, other in ranks)
+    workers = min(max(len(cores) // sharing, 1), MAX_COMPILE_WORKERS)
+    # Read by the thread of the backward pass too, which does not see what this one sets.
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(workers)
     config: Any = importlib.import_module("torch._inductor.config")
-    config.compile_threads = min(max(len(cores) // sharing, 1), MAX_COMPILE_WORKERS)
+    config.compile_threads = workers
 
 
 def rehearse(training: Training[Any], batch: Any, alone: bool = False) -> int:
