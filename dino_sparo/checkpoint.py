@@ -115,31 +115,34 @@ def load_checkpoint(path: str | Path, verify: bool = True) -> dict[str, Any]:
 def _with_published(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
     """Foreign weights with what they were published with: `open_clip_config.json`, or timm's `config.json` beside them.
 
-    It says what weights cannot: mean and standard deviation of the images, and the activation. Without it ImageNet's
-    mean and standard deviation are assumed, of a CLIP OpenAI's, and GELU.
+    It says what weights cannot: mean and standard deviation of the images, and the activation. Without it GELU is
+    assumed, and the mean and standard deviation of ImageNet, or of OpenAI for a CLIP.
 
     Raises:
-        CheckpointError: the file is damaged.
+        CheckpointError: `open_clip_config.json` is damaged. (Any library may have written a `config.json`; one that is
+            not timm's is passed over.)
     """
     if any(key in checkpoint for key in (*IMAGE_TEXT_KEYS, *NETWORKS, "encoder")):
         return checkpoint
     is_clip = is_open_clip(_top_weights(checkpoint))
     published = path.with_name("open_clip_config.json" if is_clip else "config.json")
+    whose = "OpenAI's" if has_clips_images(checkpoint) else "ImageNet's"
+    assumed = f"its images are taken as normalised like {whose}"
     if not published.is_file():
-        logger.info(
-            *("%s: no %s beside it; its images are taken as normalised like %s", path, published.name),
-            "OpenAI's" if has_clips_images(checkpoint) else "ImageNet's",
-        )
+        logger.info("%s: no %s beside it; %s", path, published.name, assumed)
         return checkpoint
     try:
         config = parse_object(published.read_bytes(), str(published))
-        if not is_clip and "pretrained_cfg" not in config:  # of another library
-            return checkpoint
-        images = config.get("preprocess_cfg" if is_clip else "pretrained_cfg", {})
+        if is_clip:
+            images, activation = config.get("preprocess_cfg", {}), bool(config.get("model_cfg", {}).get("quick_gelu"))
+        else:
+            images, activation = config["pretrained_cfg"], "quickgelu" in config["architecture"]
         found = {name: tuple(map(float, images[name])) for name in ("mean", "std") if name in images}
-        is_quick = config.get("model_cfg", {}).get("quick_gelu") if is_clip else "quickgelu" in config["architecture"]
-        activation, resize_mode = bool(is_quick), images.get("resize_mode", "shortest")
+        resize_mode = images.get("resize_mode", "shortest")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
+        if not is_clip:
+            logger.info("%s: the %s beside it is not timm's; %s", path, published.name, assumed)
+            return checkpoint
         raise CheckpointError(f"{published} does not describe the weights beside it ({error})") from error
     logger.info("%s: %s, quick_gelu %s, as %s says", path, found, activation, published.name)
     if resize_mode != "shortest":

@@ -111,10 +111,11 @@ def origin(name: str, results: Path) -> str:
     versions = ", ".join(sorted({result["torch"] for result in made}))
     diverged = [f"{result['run']} ({result['diverged'].partition(';')[0]})" for result in made if "diverged" in result]
     no_scores = f" These diverged and are in no other table: {'; '.join(diverged)}." if diverged else ""
+    with_choosing = ", those that choose a rate among them" if choosing else ""
     return (
-        f"{len(made)} of {planned} runs are made, those that choose a rate among them, with commit {commits} and "
-        f"torch {versions}. The time of training was recorded in {len(seconds)} of them: {sum(seconds) / 3600:.1f} "
-        f"processor hours together.{no_scores}"
+        f"{len(made)} of {planned} runs are made{with_choosing}, with commit {commits} and torch {versions}. "
+        f"The time of training was recorded in {len(seconds)} of them: {sum(seconds) / 3600:.1f} processor hours "
+        f"together.{no_scores}"
     )
 
 

@@ -801,8 +801,9 @@ def test_timms_weights_are_read_as_they_were_published(tmp_path: Path, caplog: p
     (tmp_path / "config.json").write_text(json.dumps({**published, "architecture": "vit_base_patch16_224"}))
     with pytest.raises(CheckpointError, match=r"but .* says: with GELU"):
         load_encoder(path, quick_gelu=True)
-    (tmp_path / "config.json").write_text('{"model_type": "of another library"}')
-    assert normalization_of(load_checkpoint(path)) == (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD)
+    for text in ('{"model_type": "of another library"}', "[1]", "no JSON", '{"pretrained_cfg": 3, "architecture": ""}'):
+        (tmp_path / "config.json").write_text(text)
+        assert normalization_of(load_checkpoint(path)) == (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD)
 
 
 @pytest.mark.parametrize("key", ["model", "state_dict"])

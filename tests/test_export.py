@@ -358,6 +358,17 @@ def test_onnx_gives_the_same_encoding_and_attention_for_any_batch(
     assert said["encoder"]["img_size"] == 40
 
 
+@pytest.mark.slow
+def test_a_read_out_that_onnx_takes_in_twos_only_is_refused(tmp_path: Path) -> None:
+    """The bug: the file was written, and refused every other number of images."""
+    for package in ("onnx", "onnxscript"):
+        pytest.importorskip(package, reason="the extra `export` is not installed")
+    checkpoint = save(tmp_path, build(readout="fdt_raw", num_codes=7, code_dim=16))
+    with pytest.raises(ValueError, match="cannot write 'fdt_raw' for any number of images, only for 2"):
+        export(checkpoint, tmp_path / "out", format="onnx")
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pth"]
+
+
 @pytest.mark.parametrize("package", ["onnx", "onnxscript"])
 def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     find = importlib.util.find_spec

@@ -373,5 +373,6 @@ def add_foreign_weights_options(parser: argparse.ArgumentParser) -> None:
         "--quick_gelu",
         type=bool_flag,
         default=False,
-        help="A CLIP's image tower that was trained with OpenAI's activation, where no open_clip_config.json says so.",
+        help="true if the weights are a CLIP's image tower trained with OpenAI's activation; needed only if no "
+        "open_clip_config.json lies beside them.",
     )

@@ -192,7 +192,8 @@ def retrieval_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--split",
         default=None,
-        help="Of Karpathy's JSON, by default test; without --captions of --data_path, by default val.",
+        help="Part to evaluate. With Karpathy's JSON in --captions, by default test. Without --captions a part of "
+        "--data_path, by default val.",
     )
     group.add_argument("--image_list", default=None, help="File with names of images, to use these alone.")
     group = parser.add_argument_group("recall")
@@ -270,7 +271,7 @@ def order_captions_parser() -> argparse.ArgumentParser:
         help="Images and captions: Karpathy's JSON or Salesforce's copy (coco_karpathy_test.json), COCO's, or Flickr's "
         "lines.",
     )
-    group.add_argument("--split", default=None, help="Of Karpathy's JSON, by default test; other layouts have none.")
+    group.add_argument("--split", default=None, help="Part of Karpathy's JSON, by default test.")
     group = parser.add_argument_group("result")
     group.add_argument(
         "--output", required=True, help="File to write; dino-sparo compositional looks for coco_order.json."
