@@ -356,6 +356,8 @@ def test_the_view_is_the_middle_at_full_height_and_a_border_is_cut_off(tmp_path)
     assert view[0].max() == 0.0
     with pytest.raises(ValueError, match="border=-1"):
         ClipView(8, (0.0,) * 3, (1.0,) * 3, border=-1)
+    with pytest.raises(ValueError, match="a border of 5 px on every side leaves nothing of an image of 14 x 10 px"):
+        ClipView(8, (0.0,) * 3, (1.0,) * 3, border=5)(image)
 
 
 # --- the command
@@ -486,9 +488,13 @@ def test_slots_are_evaluated_alone(weights, tmp_path):
     chosen = dataclasses.replace(encoder, model=with_slots(encoder.model, SlotSelection((3, 1))))
     found = evaluate_zero_shot(chosen, Scenes(23, 32, "val", ties=INDEPENDENT), list(SHAPES), scene_templates())
     assert found.top1 == result["top1"]
+    by_number = run(*options[:-1], "3,1", "--output", tmp_path / "by-number.json")
+    assert by_number.pop("slots") == {key: result["slots"][key] for key in ("kind", "slots", "num_slots", "rule")}
+    assert by_number == {key: value for key, value in result.items() if key != "slots"}
     path.write_text('{"slots": [5]}')
-    with pytest.raises(ValueError, match="name slot 5, which does not exist"):
-        run(*options)
+    for choice in (path, "5"):
+        with pytest.raises(ValueError, match="name slot 5, which does not exist"):
+            run(*options[:-1], choice)
 
 
 # --- two processes

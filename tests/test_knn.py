@@ -514,6 +514,8 @@ def test_an_untrained_encoder_is_asked_for_by_name_and_kept_apart(folders, check
     built = ("--arch", "vit_micro", "--patch_size", 8, "--readout", "gap", "--img_size", 16)
     folder = ("--output_dir", checkpoint.parent)
     assert evaluate("--data_path", folders, "--untrained", *built, *folder)["feature"]["dim"] == 128
+    with pytest.raises(ValueError, match="--readout gap beside --pretrained_weights: a checkpoint has a read-out"):
+        evaluate(*model, checkpoint, "--readout", "gap")
 
 
 def test_nothing_is_evaluated_without_weights_or_images(folders, checkpoint):

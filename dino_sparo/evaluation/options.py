@@ -24,7 +24,9 @@ def evaluation_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
     group = parser.add_argument_group("encoder: what is evaluated")
     add_checkpoint_options(group)
-    group.add_argument("--readout", default="sparo", help="Read-out of an untrained encoder without a checkpoint.")
+    group.add_argument(
+        "--readout", default=None, help="Read-out of an untrained encoder without a checkpoint; by default sparo."
+    )
     group.add_argument(
         "--seed", type=int, default=0, help="Seed of untrained weights, probes, crops and random choices."
     )

@@ -133,9 +133,14 @@ def encoder_of_options(args: argparse.Namespace) -> EvaluatedEncoder:
     With --untrained a checkpoint only says how to build the encoder, and without one the options do.
 
     Raises:
-        ValueError: no checkpoint is named where one is needed, or its weights do not fit.
+        ValueError: no checkpoint is named where one is needed, or its weights do not fit; or --readout stands beside a
+            checkpoint, which has one.
     """
     given = vars(args)
+    if args.pretrained_weights and (readout := given.get("readout")):
+        raise ValueError(
+            f"--readout {readout} beside --pretrained_weights: a checkpoint has a read-out of its own; leave out one"
+        )
     seed = given.get("seed", 0)
     if args.untrained:
         logger.warning("the encoder is untrained: random weights from seed %d", seed)

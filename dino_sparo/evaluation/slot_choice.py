@@ -123,6 +123,16 @@ def check_same_checkpoint(chosen_in: str | None, weights_sha256: str | None) -> 
         )
 
 
+def parse_numbers(text: str) -> SlotSelection | None:
+    """The slots of `0,3,7`; None: these are no numbers with commas between them.
+
+    Raises:
+        ValueError: see `SlotSelection`.
+    """
+    numbers = text.replace(" ", "").split(",")
+    return SlotSelection(tuple(map(int, numbers))) if all(number.isdecimal() for number in numbers) else None
+
+
 def parse_slots(text: str) -> SlotSelection:
     """What `--slots` names: numbers with commas between them, or a file.
 
@@ -132,9 +142,8 @@ def parse_slots(text: str) -> SlotSelection:
     Raises:
         ValueError: there is no such file, or it holds something else.
     """
-    numbers = text.replace(" ", "").split(",")
-    if all(number.isdecimal() for number in numbers):
-        return SlotSelection(tuple(map(int, numbers)))
+    if (numbers := parse_numbers(text)) is not None:
+        return numbers
     content = read_choice(text, f"{MAKERS}, or numbers such as 0,3,7")
     try:
         selection = selection_in(content)
@@ -144,6 +153,13 @@ def parse_slots(text: str) -> SlotSelection:
         hint = "masks weigh the encodings of a CLIP; " if "mask" in content else ""
         raise ValueError(f"{text} is no selection of slots; {hint}expected {FORM}")
     return selection
+
+
+def origin_of(slots: str) -> dict[str, str]:
+    """What a result file says of the file that `--slots` names; empty for numbers."""
+    if parse_numbers(slots) is not None:
+        return {}
+    return {"path": slots, "sha256": file_sha256(Path(slots))}
 
 
 def check_has_slots(config: EncoderConfig) -> None:
@@ -200,7 +216,7 @@ def with_slots(evaluated: EvaluatedEncoder, slots: str | None) -> EvaluatedEncod
     check_has_slots(encoder.config)
     selection.check_fits(encoder.config.num_slots)
     check_same_checkpoint(selection.weights_sha256, evaluated.record["sha256"])
-    origin = {"path": slots, "sha256": file_sha256(Path(slots))} if Path(slots).is_file() else {}
+    origin = origin_of(slots)
     readout = KeptSlots(encoder.readout, selection.indices, encoder.config.slot_dim)
     return replace(
         evaluated,

@@ -96,7 +96,7 @@ def asked_slots(slots: Sequence[str] | None, loaded: LoadedClip) -> list[int] | 
     if slots is None:
         return None
     config = loaded.model.config
-    if len(slots) == 1 and slots[0].endswith(".json"):
+    if len(slots) == 1 and not slots[0].isdecimal():
         selection = read_slots(slots[0])
         if not isinstance(selection, SlotSelection):
             raise ValueError(f"{slots[0]} is a mask; give the selection of dino-sparo select, or numbers of slots")

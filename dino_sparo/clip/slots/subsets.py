@@ -29,11 +29,12 @@ from dino_sparo.evaluation.slot_choice import (
     SlotSelection,
     check_same_checkpoint,
     keep_slots,
+    origin_of,
+    parse_numbers,
     read_choice,
     selection_in,
 )
 from dino_sparo.readout import ReadoutOutput
-from dino_sparo.runtime.records import file_sha256
 
 FORMS = (
     '{"slots": [0, 3], "num_slots": 128, "weights_sha256": "..."} or '
@@ -263,15 +264,17 @@ def whole_model(model: object) -> CLIP:
 
 
 def read_slots(path: str | Path) -> SlotSelection | SlotMask:
-    """A choice in a JSON file, `select.py`'s, `mask.py`'s, or written by hand.
+    """A choice by number, or in a JSON file: `select.py`'s, `mask.py`'s, or written by hand.
 
     Args:
-        path: JSON, an object with `slots` or `mask`; what else stands in it is not looked at.
+        path: `0,3,7`, or the path of JSON, an object with `slots` or `mask`; what else stands in it is not looked at.
 
     Raises:
         ValueError: there is no such file, or it holds something else.
     """
-    content = read_choice(path, "dino-sparo select or dino-sparo mask")
+    if (numbers := parse_numbers(str(path))) is not None:
+        return numbers
+    content = read_choice(path, "dino-sparo select or dino-sparo mask, or numbers such as 0,3,7")
     values = content.get("mask")
     try:
         if (selection := selection_in(content)) is not None:
@@ -284,7 +287,7 @@ def read_slots(path: str | Path) -> SlotSelection | SlotMask:
 
 
 def open_slots(path: str | Path | None, loaded: LoadedClip) -> tuple[CLIP | ReducedClip, dict[str, Any] | None]:
-    """What `--slots` asks for: a checkpoint's model, reduced if a file is named.
+    """What `--slots` asks for: a checkpoint's model, reduced if slots are named.
 
     Args:
         path: of `read_slots`; None or empty: the whole model.
@@ -294,13 +297,13 @@ def open_slots(path: str | Path | None, loaded: LoadedClip) -> tuple[CLIP | Redu
         The model, and what a result file says about the choice; None for the whole model.
 
     Raises:
-        ValueError: the file does not fit the checkpoint; see `check_fits`.
+        ValueError: the choice does not fit the checkpoint; see `check_fits`.
     """
     if not path:
         return loaded.model, None
     choice = read_slots(path)
     check_fits(choice, loaded.model.config, loaded.record["sha256"])
-    record: dict[str, Any] = {"path": str(path), "sha256": file_sha256(Path(path))}
+    record: dict[str, Any] = dict(origin_of(str(path)))
     if isinstance(choice, SlotSelection):
         record |= {"kind": "selection", "slots": list(choice.indices), "num_slots": loaded.model.config.image.num_slots}
         record["rule"] = "equation 2 over the slots that are kept, images and captions"

@@ -49,7 +49,16 @@ class ClipView:
     def __call__(
         self, image: Image.Image, rng: np.random.Generator | None = None
     ) -> list[Float[Tensor, "C img_size img_size"]]:
-        """The view, in a list as training's crops are; nothing is drawn from `rng`."""
+        """The view, in a list as training's crops are; nothing is drawn from `rng`.
+
+        Raises:
+            ValueError: the border leaves nothing of the image.
+        """
+        if 2 * self.border >= min(image.size):
+            raise ValueError(
+                f"a border of {self.border} px on every side leaves nothing of an image of {image.width} x "
+                f"{image.height} px; give a smaller one"
+            )
         if self.border:
             box = (self.border, self.border, image.width - self.border, image.height - self.border)
             image = image.crop(box)

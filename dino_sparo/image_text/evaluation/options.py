@@ -52,7 +52,9 @@ def add_model_options(parser: argparse.ArgumentParser, several: bool = False, re
             help="Share of the captions that may be without a graph in --graphs; above it the evaluation ends.",
         )
     group.add_argument(
-        "--slots", default=None, help="Evaluate some of its slots, or masked ones: a file of dino-sparo select or mask."
+        "--slots",
+        default=None,
+        help="Evaluate some of its slots, or masked ones: numbers (0,3,7) or a file of dino-sparo select or mask.",
     )
 
 
