@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from submitit.core.utils import UncompletedJobError
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dino_sparo.data import TERM_GRACE_SECONDS, init_worker
 from dino_sparo.runtime import FAULT_STATUS, preemption
@@ -82,6 +82,25 @@ def test_the_second_ctrl_c_is_one_line_and_a_status_not_a_traceback(caplog: pyte
         train()
     assert ended.value.code == 130
     assert [record.getMessage() for record in caplog.records] == ["ended by Ctrl-C"]
+
+
+class Unfit(Dataset):
+    """One image, which its view refuses."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        try:
+            raise KeyError("inner: cause")
+        except KeyError as error:
+            raise ValueError(f"image {index}: too small;\n  its neighbour: too") from error
+
+
+def test_an_error_in_a_process_that_loads_images_is_its_message_alone(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(SystemExit, match="1"), errors_in_one_line(logging.getLogger("test")):
+        next(iter(DataLoader(Unfit(), num_workers=1)))
+    assert [record.getMessage() for record in caplog.records] == ["image 0: too small;\n  its neighbour: too"]
 
 
 def test_an_error_waits_for_no_process_that_loads_images(capfd: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ import difflib
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
@@ -109,7 +110,7 @@ def errors_in_one_line(logger: logging.Logger, note_final: Callable[[], None] = 
 def _leave(status: int, logger: logging.Logger, message: Exception | str, level: int = logging.ERROR) -> NoReturn:
     from dino_sparo.runtime.distributed import world_size
 
-    logger.log(level, "%s", message)
+    logger.log(level, "%s", without_traceback(str(message)))
     if world_size() > 1 or status == FAULT_STATUS:  # a worker that hangs would be waited for, too
         logging.shutdown()
         sys.stdout.flush()
@@ -117,6 +118,15 @@ def _leave(status: int, logger: logging.Logger, message: Exception | str, level:
         os._exit(status)
     end_workers()
     raise SystemExit(status)
+
+
+def without_traceback(message: str) -> str:
+    """The message of an error in a process that loads images, which torch hands on with that process' traceback."""
+    if "in DataLoader worker process" not in message.partition("\n")[0]:
+        return message
+    last = message.rpartition("Traceback (most recent call last):\n")[2]
+    found = re.search(r"^(?!\s)[\w.]+: ", last, re.MULTILINE)  # frames are indented, the error behind them is not
+    return last[found.end() :].strip() if found else message
 
 
 def end_workers() -> None:
