@@ -102,6 +102,9 @@ class BindingScorer:
             rows = slice(start, start + 3)
             yield EncodedImages(every.payload[rows], every.labels[rows], every.indices[rows], 0)
 
+    def expect_texts(self, captions: Sequence[str]) -> None:
+        """Nothing is needed."""
+
     def encode_texts(self, captions: Sequence[str], desc: str = "captions") -> EncodedTexts:
         return EncodedTexts([self.words(caption) for caption in captions], 0)
 

@@ -21,6 +21,7 @@ from dino_sparo.oc_clip.config import BindingConfig
 from dino_sparo.oc_clip.evaluated import scorer_of
 from dino_sparo.oc_clip.graphs import Relation, SceneGraph
 from dino_sparo.oc_clip.model import create_oc_clip, load_oc_clip
+from dino_sparo.oc_clip.scorer import GraphScorer
 
 
 def oc_checkpoint(path: Path) -> Path:
@@ -98,6 +99,16 @@ def test_graphs_from_a_file_that_parse_made_of_the_written_captions(data, tmp_pa
     assert by_file["benchmarks"] == by_parser["benchmarks"]
     assert by_file["graphs"]["counts"]["missing"] == 0
     assert json.loads((weights.parent / "compositional.json").read_text()) == by_parser
+
+
+def test_missing_graphs_are_named_before_the_first_image_is_encoded(data, tmp_path, monkeypatch):
+    graphs = tmp_path / "graphs.jsonl"
+    graphs.write_text('{"caption": "a cat", "entities": ["cat"], "relationships": []}\n')
+    weights = oc_checkpoint(tmp_path / "checkpoint.pth")
+    monkeypatch.setattr(GraphScorer, "encode_images", lambda self, source: pytest.fail("too early"))
+    options = ("--pretrained_weights", weights, "--data_root", data, "--max_missing_graphs", 0)
+    with pytest.raises(ValueError, match="7 of 7 captions have no graph"):
+        run(*options, "--graphs", graphs)
 
 
 def test_graphs_for_clip_models_alone_are_named_as_unused(data, tmp_path, caplog):

@@ -96,6 +96,12 @@ def test_too_many_missing_captions_are_refused(tmp_path: Path) -> None:
     graphs.check(LookupCounts(captions=1000, missing=100))
     with pytest.raises(ValueError, match=r"101 of 1,000 captions have no graph in .*g\.jsonl.*--max_missing_graphs"):
         graphs.check(LookupCounts(captions=1000, missing=101))
+    with pytest.raises(ValueError, match="10 of 20 captions"):
+        graphs.check(LookupCounts(captions=20, missing=10))
+    graphs.expect(["a dog on a mat"] * 90 + ["others"] * 10)
+    graphs.check(LookupCounts(captions=20, missing=10))  # a tenth of all that will be looked up
+    with pytest.raises(ValueError, match="10 of 99 captions"):
+        graphs.expect(["a dog on a mat"] * 89 + ["others"] * 10)
 
 
 def test_what_a_result_file_says_names_file_hash_and_caps(tmp_path: Path) -> None:

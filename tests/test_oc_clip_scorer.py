@@ -219,6 +219,19 @@ def test_every_evaluation_of_pairs_takes_an_oc_clip_checkpoint(weights: Path, tm
     assert {"zero_shot.json", "retrieval.json"} <= {path.name for path in weights.parent.iterdir()}
 
 
+@pytest.mark.parametrize("name", ["retrieval", "sugarcrepe", "winoground"])
+def test_missing_graphs_are_named_before_the_first_image_is_encoded(
+    name: str, weights: Path, crepe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs = crepe / "other.jsonl"
+    graphs.write_text((crepe / "graphs.jsonl").read_text().splitlines()[0] + "\n")
+    monkeypatch.setattr(GraphScorer, "encode_images", lambda self, source: pytest.fail("too early"))
+    data = "scenes:13:32" if name == "retrieval" else crepe
+    options = ("--pretrained_weights", weights, "--data_path", data, "--graphs", graphs, "--max_missing_graphs", 0)
+    with pytest.raises(ValueError, match=r"captions have no graph in .*other\.jsonl"):
+        evaluate(name, *options)
+
+
 def test_the_image_tower_is_an_encoder_that_averages_what_the_losses_train(weights: Path) -> None:
     """Nothing trains the class token in the last block."""
     images, tower = torch.randn(2, 3, 24, 24), load_oc_clip(weights).model.image

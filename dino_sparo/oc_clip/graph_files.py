@@ -10,7 +10,7 @@ A file has one JSON object per line, as `dino-sparo parse` writes it and as tabl
 
 import copy
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ class CaptionGraphs:
         counts: sums over all calls of this object in this process. Workers of a loader have copies of it: they pass on
             what `lookup` returns.
         record: the same with both caps.
+        num_expected: captions that will be looked up, of which `max_missing` is a share; 0: not known.
     """
 
     def __init__(
@@ -59,11 +60,12 @@ class CaptionGraphs:
         self.option = option
         self.record = {**record, "max_nodes": max_nodes, "max_relations": max_relations}
         self.counts = LookupCounts()
+        self.num_expected = 0
 
     def uncounted(self) -> "CaptionGraphs":
         """The same graphs, with counts of their own that begin at zero."""
         graphs = copy.copy(self)
-        graphs.counts = LookupCounts()
+        graphs.counts, graphs.num_expected = LookupCounts(), 0
         return graphs
 
     def __call__(self, caption: str) -> SceneGraph:
@@ -85,6 +87,21 @@ class CaptionGraphs:
         normalised, counts = normalize(graph or SceneGraph(()), caption, self.max_nodes, self.max_relations)
         return normalised, counts._replace(missing=int(graph is None))
 
+    def expect(self, captions: Sequence[str]) -> None:
+        """Refuse a file that lacks too many of these captions before the work begins.
+
+        A parser is not asked: it may need minutes.
+
+        Args:
+            captions: all that will be looked up, beside those that were.
+
+        Raises:
+            ValueError: more of them are missing than `max_missing` allows.
+        """
+        self.num_expected = self.counts.captions + len(captions)
+        if "file" in self.record:
+            self.check(LookupCounts(len(captions), sum(self.find(caption) is None for caption in captions)))
+
     def check(self, counts: LookupCounts | None = None) -> None:
         """Refuse to go on where too many captions have no graph.
 
@@ -95,7 +112,7 @@ class CaptionGraphs:
             ValueError: more of them are missing than `max_missing` allows.
         """
         counts = self.counts if counts is None else counts
-        if counts.missing > most_corrupt(self.max_missing, counts.captions):
+        if counts.missing > most_corrupt(self.max_missing, max(counts.captions, self.num_expected)):
             source = next(
                 (str(self.record[key]) for key in ("file", "shards", "parser") if key in self.record), "memory"
             )

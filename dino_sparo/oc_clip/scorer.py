@@ -116,6 +116,10 @@ class GraphScorer(ImageRows):
 
         return self._rows(source, encode, storage)
 
+    def expect_texts(self, captions: Sequence[str]) -> None:
+        """Raise ValueError if the file of graphs lacks too many of these captions."""
+        self.graphs.expect(captions)
+
     def encode_texts(self, captions: Sequence[str], desc: str = "captions") -> EncodedTexts:
         """The graphs of captions.
 

@@ -114,6 +114,9 @@ class DotProductScorer(ImageRows):
         """
         return self._rows(source, self.encode_image, storage)
 
+    def expect_texts(self, captions: Sequence[str]) -> None:
+        """Any caption can be encoded."""
+
     def encode_texts(self, captions: Sequence[str], desc: str = "captions") -> EncodedTexts:
         """Features (captions, M), on every process; captions of the same tokens are encoded once.
 

@@ -125,8 +125,9 @@ def encode_questions(scorer: Scorer, questions: Sequence[Question], image_folder
         ValueError: more than 1 % of the images are missing or cannot be read; no question is left.
     """
     names = list(dict.fromkeys(name for question in questions for name in question.images))
-    images, image_row = encode_named_images(scorer, image_folder, names)
     worded = [question for question in questions if all(text.strip() for text in question.captions)]
+    scorer.expect_texts(captions_of(worded))
+    images, image_row = encode_named_images(scorer, image_folder, names)
     kept = [question for question in worded if all(name in image_row for name in question.images)]
     num_empty, num_without_image = len(questions) - len(worded), len(worded) - len(kept)
     if len(kept) < len(questions):
@@ -140,6 +141,11 @@ def encode_questions(scorer: Scorer, questions: Sequence[Question], image_folder
     return replace(encoded, num_empty=num_empty, num_without_image=num_without_image, num_truncated=texts.num_truncated)
 
 
+def captions_of(questions: Sequence[Question]) -> list[str]:
+    """The different captions of all questions, in order."""
+    return list(dict.fromkeys(text for question in questions for text in question.captions))
+
+
 def with_captions(
     scorer: Scorer, questions: list[Question], images: Any, image_row: Mapping[ImageName, int]
 ) -> tuple[EncodedQuestions, EncodedTexts]:
@@ -151,7 +157,7 @@ def with_captions(
         images: payload.
         image_row: the row of each image in it.
     """
-    texts = list(dict.fromkeys(text for question in questions for text in question.captions))
+    texts = captions_of(questions)
     text_row = {text: row for row, text in enumerate(texts)}
     encoded = scorer.encode_texts(texts)
     image_of = _filled([[image_row[name] for name in question.images] for question in questions])

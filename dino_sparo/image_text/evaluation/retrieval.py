@@ -187,6 +187,7 @@ def evaluate_retrieval(scorer: Scorer, data: CaptionSet, k: Sequence[int] = (1, 
     Raises:
         ValueError: more than 1 % of the images cannot be read; a k out of range.
     """
+    scorer.expect_texts(merge_equal(data.captions)[0])
     images = scorer.encode_images(data.images)
     require_few_missing(images.num_corrupt, len(data.images), f"images of {data.images.name}")
     row = torch.full((len(data.images),), -1)

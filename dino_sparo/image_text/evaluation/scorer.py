@@ -98,6 +98,16 @@ class Scorer(Protocol):
     def image_batches(self, source: ImageSource) -> Iterator[EncodedImages]:
         """This process' share of the images, in order, some at a time; nothing is kept."""
 
+    def expect_texts(self, captions: Sequence[str]) -> None:
+        """Refuse captions that cannot be scored, before the images are encoded, which may take hours.
+
+        Args:
+            captions: all that `encode_texts` will get.
+
+        Raises:
+            ValueError: what scores need is missing for too many of them.
+        """
+
     def encode_texts(self, captions: Sequence[str], desc: str = "captions") -> EncodedTexts:
         """Captions, on every process.
 

@@ -21,6 +21,7 @@ from dino_sparo.image_text.evaluation.questions import (
     Answers,
     Confusions,
     Question,
+    captions_of,
     confusions,
     judge,
     question_scores,
@@ -72,6 +73,7 @@ def ask(scorer: Scorer, questions: Sequence[Question], chunk_images: int) -> Ans
 
     unasked = Confusions(nothing(torch.int64), nothing(torch.int64), nothing(torch.float32), nothing(torch.float32))
     answered = Answered(nothing(), Answers(*(nothing() for _ in Answers._fields)), unasked, {})
+    scorer.expect_texts(captions_of(questions))
     parts = list(chunks(questions, chunk_images))
     for number, part in enumerate(parts):
         logger.info("part %d of %d: %d questions", number + 1, len(parts), len(part))
