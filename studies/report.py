@@ -11,7 +11,10 @@ from studies.plans import STUDIES, Study
 from studies.runs import Run, choosing_runs, chosen_rates, reported_rows, reported_runs
 
 # Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom.
-T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+T_QUANTILES = (
+    *(12.706205, 4.302653, 3.182446, 2.776445, 2.570582, 2.446912, 2.364624, 2.306004, 2.262157, 2.228139),
+    *(2.200985, 2.178813, 2.160369, 2.144787, 2.131450, 2.119905, 2.109816, 2.100922, 2.093024),
+)
 
 SIZES = ("encoder_parameters", "trained_parameters")
 Results = Mapping[str, Mapping[int, dict[str, Any]]]  # variant or control -> seed -> result
@@ -294,8 +297,11 @@ CURVES = {
 }
 
 
+CONTROL_MARKERS = "s^"  # a trained row's own scores are circles; each kind of control has one of these
+
+
 def draw(name: str, results: Path, path: Path) -> None:
-    """Curves of all runs during training, and their final scores.
+    """Curves of all runs during training, and their final scores; controls have the colour of their row.
 
     Args:
         name: of the study.
@@ -305,20 +311,27 @@ def draw(name: str, results: Path, path: Path) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    found = {variant: by_seed for variant, by_seed in finished(name, results).items() if by_seed}
+    found = {row: by_seed for row, by_seed in finished(name, results).items() if by_seed}
+    controlled = {control: row for control, (row, _) in STUDIES[name].controls.items()}
+    kinds: list[Mapping[str, str]] = []
+    for _, kind in STUDIES[name].controls.values():
+        kinds += [] if kind in kinds else [kind]
+    trained = [row for row in found if row not in controlled]
     logged = {key for by_seed in found.values() for run in by_seed.values() for epoch in run["epochs"] for key in epoch}
     curves = [key for key in CURVES if key in logged]
     scores = [score for state, score in _columns(found) if state == "trained"]
     with panels(path, 1, len(curves) + 1) as (axes,):
-        for number, (variant, by_seed) in enumerate(found.items()):
-            colour = colour_of(number, len(found))
+        for number, (row, by_seed) in enumerate(found.items()):
+            own = controlled.get(row, row)
+            colour = colour_of(trained.index(own), len(trained))
+            marker = CONTROL_MARKERS[kinds.index(STUDIES[name].controls[row][1])] if row in controlled else "o"
             for axis, key in zip(axes, curves, strict=False):
-                if variant in (*STUDIES[name].variants, *STUDIES[name].also):
-                    _draw_curves(axis, by_seed, key, colour, variant)
+                if row in trained:
+                    _draw_curves(axis, by_seed, key, colour, row)
             for at, score in enumerate(scores):
                 where = at + (number - (len(found) - 1) / 2) * 0.8 / len(found)
-                _draw_score(axes[-1], by_seed, score, colour, where)
-            axes[-1].plot([], [], "o", color=colour, markersize=4, label=variant)
+                _draw_score(axes[-1], by_seed, score, colour, marker, where)
+            axes[-1].plot([], [], marker, color=colour, markersize=4, label=row)
         axes[-1].legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))  # beside the points
         axes[-1].set_xticks(range(len(scores)), [score.replace(" ", "\n") for score in scores], fontsize=8)
         axes[-1].set(ylabel="accuracy, %")
@@ -334,10 +347,13 @@ def _draw_curves(axis: Any, by_seed: Mapping[int, dict[str, Any]], key: str, col
     axis.set(xlabel="step", ylabel=CURVES[key])
 
 
-def _draw_score(axis: Any, by_seed: Mapping[int, dict[str, Any]], score: str, colour: str, where: float) -> None:
-    """One dot per seed, and a short line at their mean."""
+def _draw_score(
+    axis: Any, by_seed: Mapping[int, dict[str, Any]], score: str, colour: str, marker: str, where: float
+) -> None:
+    """One mark per seed, and a short line at their mean."""
     for state, face in (("untrained", "none"), ("trained", colour)):
         values = list(_values(by_seed, (state, score)).values())
         if values:
-            axis.plot([where] * len(values), values, "o", color=colour, markerfacecolor=face, markersize=4, alpha=0.8)
+            at = [where] * len(values)
+            axis.plot(at, values, marker, color=colour, markerfacecolor=face, markersize=4, alpha=0.8)
             axis.plot([where - 0.06, where + 0.06], [statistics.mean(values)] * 2, color=colour, linewidth=2)

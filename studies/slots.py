@@ -2,7 +2,7 @@
 
     python -m studies.slots --output_dir output/studies
 
-Needs the checkpoints that `python -m studies scenes` left there. Writes a small result file per run, prints tables.
+`cls` is measured at the learning rate that was chosen for it, and at that of `sparo`. Needs the checkpoints that `python -m studies scenes` left there. Writes a small result file per run, prints tables.
 """
 
 import argparse
@@ -18,16 +18,17 @@ from dino_sparo.readout_table import readout_kind
 from dino_sparo.runtime.cli import HelpFormatter, say
 from dino_sparo.runtime.demos import RunCommand, option_words
 from dino_sparo.runtime.records import write_json
+from studies.plans import EQUAL_RATE, STUDIES
 from studies.report import markdown, mean_and_deviation, t_interval
-from studies.runs import RESULTS, Run, chosen_rates, reported_runs
+from studies.runs import RESULTS, Run, reported_rows
 
 STUDY = "scenes"
-WITH_MAPS = ("cls", "sparo")  # `gap` averages all tokens
+WITH_MAPS = ("cls", EQUAL_RATE, "sparo")  # rows of the study's tables; `gap` averages all tokens
 OBJECTS, LABELLED, IMG_SIZE = "scenes:2000:64", "scenes:4000:48", 32
 NUM_MAPS = 4  # scored together: `cls` has four heads
 COMPARED = ("untrained", "other_image", "moved")  # rows of slot-score that are subtracted from the encoder's
 
-Found = dict[str, dict[int, dict[str, Any]]]  # variant -> seed -> result
+Found = dict[str, dict[int, dict[str, Any]]]  # row -> seed -> result
 
 
 def measure(run: Run, folder: Path, partner: Path | None, command: RunCommand) -> dict[str, Any]:
@@ -83,11 +84,16 @@ def is_finished(folder: Path, run: Run) -> bool:
     return path.exists() and load_checkpoint(path)["epoch"] == int(run.options["epochs"])
 
 
+def runs_with_maps(results: Path) -> dict[str, list[Run]]:
+    """Row of the study's tables -> its runs, one per seed, of the rows whose learning rate is chosen."""
+    rows = reported_rows(STUDY, results)
+    return {row: [Run(STUDY, *rows[row], seed) for seed in STUDIES[STUDY].seeds] for row in WITH_MAPS if row in rows}
+
+
 def measure_missing(output_dir: Path, results: Path, command: RunCommand) -> None:
     """Measure the reported runs that have a checkpoint and no result here."""
-    folder, chosen = output_dir / STUDY, chosen_rates(STUDY, results)
-    reported = [run for run in reported_runs(STUDY, results) if run.lr == chosen.get(run.variant)]
-    for run in (run for run in reported if run.variant in WITH_MAPS and run.result(results)):
+    folder = output_dir / STUDY
+    for run in (run for runs in runs_with_maps(results).values() for run in runs if run.result(results)):
         path = results / STUDY / "slots" / f"{run.name}.json"
         if not path.exists() and is_finished(folder / run.name, run):
             following = folder / Run(STUDY, run.variant, run.lr, run.seed + 1).name
@@ -98,12 +104,10 @@ def measure_missing(output_dir: Path, results: Path, command: RunCommand) -> Non
 
 def measured(results: Path) -> Found:
     """The results that are there."""
-    found: Found = {variant: {} for variant in WITH_MAPS}
-    chosen = chosen_rates(STUDY, results)
-    for run in reported_runs(STUDY, results):
-        path = results / STUDY / "slots" / f"{run.name}.json"
-        if run.variant in WITH_MAPS and run.lr == chosen.get(run.variant) and path.exists():
-            found[run.variant][run.seed] = json.loads(path.read_text())
+    found: Found = {row: {} for row in WITH_MAPS}
+    for row, runs in runs_with_maps(results).items():
+        paths = {run.seed: results / STUDY / "slots" / f"{run.name}.json" for run in runs}
+        found[row] = {seed: json.loads(path.read_text()) for seed, path in paths.items() if path.exists()}
     return found
 
 
@@ -141,9 +145,10 @@ def objects_differences(found: Found) -> str:
         for row in COMPARED:
             cells = [_paired(by_seed, "model", by_seed, row, measure) for measure in MEASURES]
             rows.append([f"{variant}, trained - {ROW_NAMES[row]}", *map(t_interval, cells)])
-    for row, name in (("model", "trained"), ("untrained", "untrained")):
-        cells = [_paired(found["sparo"], row, found["cls"], row, measure) for measure in MEASURES]
-        rows.append([f"sparo - cls, {name}", *map(t_interval, cells)])
+    compared = ("cls", "model", "trained"), (EQUAL_RATE, "model", "trained"), ("cls", "untrained", "untrained")
+    for other, row, name in compared:
+        cells = [_paired(found["sparo"], row, found[other], row, measure) for measure in MEASURES]
+        rows.append([f"sparo - {other}, {name}", *map(t_interval, cells)])
     return markdown(["difference [95 % interval]", *MEASURE_NAMES.values()], rows)
 
 

@@ -518,6 +518,13 @@ def test_an_untrained_encoder_is_asked_for_by_name_and_kept_apart(folders, check
         evaluate(*model, checkpoint, "--readout", "gap")
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_features_of_any_precision_are_classified(dtype: torch.dtype) -> None:
+    features = torch.randn(30, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
+    labels = torch.arange(30) % 3
+    assert knn_classify(features, labels, features, labels, k=1) == KNNResult(100.0, 100.0)
+
+
 def test_nothing_is_evaluated_without_weights_or_images(folders, checkpoint):
     with pytest.raises(ValueError, match="--pretrained_weights is empty"):
         evaluate("--data_path", folders)

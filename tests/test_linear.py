@@ -120,6 +120,8 @@ def test_accuracies_equal_a_loop(monkeypatch):
 def test_with_three_classes_top5_looks_at_all():
     probe = LinearProbe(WIDTH, 3)
     assert probe_accuracy(probe, torch.randn(4, WIDTH), torch.tensor([0, 1, 2, 0]))[0]["top5"] == 100
+    with pytest.raises(ValueError, match="there are no images"):
+        probe_accuracy(probe, torch.randn(0, WIDTH), torch.zeros(0, dtype=torch.int64))
 
 
 def test_a_diverged_probe_is_never_right_and_leaves_the_others_alone():

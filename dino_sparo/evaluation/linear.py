@@ -181,6 +181,9 @@ def probe_accuracy(
     Returns:
         For each probe `top1` and `top5` in percent, and `loss` in nats. With fewer than five classes `top5` looks at
         all of them.
+
+    Raises:
+        ValueError: no process has an image.
     """
     sums = torch.zeros(len(probe.weight), 4, dtype=torch.float64, device=probe.weight.device)
     for start in range(0, len(features), TEST_ROWS):
@@ -194,4 +197,6 @@ def probe_accuracy(
         sums[:, 3] += len(targets)
     sums = all_reduce_sum(sums)
     rows = sums.tolist()
+    if not rows[0][3]:
+        raise ValueError("there are no images to test the probe on")
     return [{"top1": 100 * n1 / n, "top5": 100 * n5 / n, "loss": loss / n} for n1, n5, loss, n in rows]

@@ -129,7 +129,8 @@ def checked_lengths(name: str, features: Tensor) -> Float[Tensor, " images"]:
     Raises:
         ValueError: one is not finite.
     """
-    lengths = torch.linalg.vector_norm(features, dim=1, dtype=torch.float32)
+    precision = torch.promote_types(features.dtype, torch.float32)
+    lengths = torch.linalg.vector_norm(features, dim=1, dtype=precision).float()
     if not lengths.isfinite().all():
         row = int(lengths.isfinite().logical_not().nonzero()[0])
         raise ValueError(f"{name}_features of image {row} are not finite; the encoder is broken or overflowed")
