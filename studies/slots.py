@@ -2,7 +2,8 @@
 
     python -m studies.slots --output_dir output/studies
 
-`cls` is measured at the learning rate that was chosen for it, and at that of `sparo`. Needs the checkpoints that `python -m studies scenes` left there. Writes a small result file per run, prints tables.
+`cls` is measured at the learning rate that was chosen for it, and at that of `sparo`. Needs the checkpoints that
+`python -m studies scenes` left there. Writes a small result file per run, prints tables.
 """
 
 import argparse

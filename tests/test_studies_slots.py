@@ -33,7 +33,8 @@ class Commands:
                 {"num_kept": number, "top1_held_out": kept + number, "random": {"mean": kept}} for number in (1, 2)
             ]
             return {"curve": curve}
-        of_row = {"model": 0.5 + 0.01 * seed * (1 + is_sparo) + 0.1 * is_faster, "untrained": 0.25, "other_image": 0.125, "moved": 0.1}
+        own = 0.5 + 0.01 * seed * (1 + is_sparo) + 0.1 * is_faster
+        of_row = {"model": own, "untrained": 0.25, "other_image": 0.125, "moved": 0.1}
         rows = {row: {measure: {"mean": mean} for measure in MEASURES} for row, mean in of_row.items()}
         match = {name: {"mean": 0.75} for name in ("matched", "untrained", "shuffled_images")}
         return {"measures": rows, "match": {**match, "mean_of_all_pairs": 0.5}}

@@ -56,14 +56,20 @@ class EvaluatedEncoder:
     record: dict[str, Any]
 
 
-def start_evaluation(args: argparse.Namespace) -> Distributed:
+def start_evaluation(args: argparse.Namespace, several_results: bool = False) -> Distributed:
     """Join the other processes, set up the log and the precision of products: how every evaluation begins.
+
+    Args:
+        args: parsed options.
+        several_results: `--output` is the folder of several files, not a file.
 
     Raises:
         ValueError: the result cannot be written where `--output` says.
     """
     output = getattr(args, "output", None)
-    if output and os.path.isdir(output):
+    if output and several_results and os.path.isfile(output):
+        raise ValueError(f"--output {output} is a file; give a folder")
+    if output and not several_results and os.path.isdir(output):
         raise ValueError(f"--output {output} is a folder; give the path of a file")
     process = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
     set_tf32(allowed=args.precision == "tf32")

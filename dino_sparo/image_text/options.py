@@ -150,8 +150,8 @@ def add_image_options(parser: argparse.ArgumentParser, recipes: Recipes) -> argp
         "--init_from",
         default=None,
         help="Start the image encoder from the weights in this file: a checkpoint of DINO, a DINO or timm ViT, or the "
-        "image tower of a CLIP, of the same width and patch size. All else starts at random; a resumed run takes its "
-        "own weights.",
+        "image tower of a CLIP, of the same width and patch size. A read-out of the same sizes is taken, too; all else "
+        "starts at random. A resumed run takes its own weights.",
     )
     group.add_argument(
         "--init_clip",

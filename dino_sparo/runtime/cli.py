@@ -210,8 +210,8 @@ def add_architecture_options(parser: argparse.ArgumentParser) -> None:
         "--init_from",
         default=None,
         help="Start the encoder from the weights in this file: a checkpoint, a DINO or timm ViT, or the image tower of "
-        "a CLIP (ours, OpenCLIP's or sparo-clip's), of the same width and patch size. The read-out and the head start "
-        "at random; a resumed run takes its own weights.",
+        "a CLIP (ours, OpenCLIP's or sparo-clip's), of the same width and patch size. A read-out of the same sizes is "
+        "taken, too; another one, and the head, start at random. A resumed run takes its own weights.",
     )
 
 

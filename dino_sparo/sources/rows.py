@@ -115,8 +115,8 @@ class TableRows:
         elif split not in (None, ALL):
             raise ValueError(
                 f"table {path!r} has no split {split!r}: none of its columns {self.header} is "
-                f"{' or '.join(splits.names)}; name one with --split_column, or put train.csv and val.csv into a "
-                "folder and give that"
+                f"{' or '.join(splits.names)}; name one (--split_column, where the command has it), or put "
+                "train.csv and val.csv into a folder and give that"
             )
 
     @property

@@ -77,8 +77,8 @@ def add_run_options(parser: argparse.ArgumentParser, saveckp_freq: int) -> argpa
     group.add_argument(
         "--allow_rescale",
         action="store_true",
-        help="Go on from a checkpoint with another batch or number of processes: schedules and the position in the "
-        "epoch follow from the items seen. Without this option the run refuses.",
+        help="Go on from a checkpoint with another batch (of all processes together): schedules and the position in "
+        "the epoch follow from the items seen. Without this option the run refuses.",
     )
     group.add_argument(
         "--seed",

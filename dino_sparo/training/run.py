@@ -246,7 +246,7 @@ def _check_same_scale(run: Run, checkpoint: Mapping[str, Any], path: str, may_di
         raise CheckpointError(
             f"{path} cannot be resumed: "
             + ", ".join(f"{name} was {old} and is now {new}" for name, old, new in differing)
-            + f". Give the same {noun}s, batch size and number of processes, or another --output_dir{remedy}"
+            + f". Give the same options, {noun}s and batch (of all processes together), or another --output_dir{remedy}"
         )
 
 

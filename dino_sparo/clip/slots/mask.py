@@ -5,9 +5,9 @@
 
 One weight in [0, 1] per slot, per dimension, or per equal part of an encoding is fitted to all pairs of SugarCrepe (or
 of `scene_pairs.py`), the model itself stays as it is. Where slots are concepts, a choice among them that suits one task
-should do little harm to others: --evaluate measures that. Prints a table, writes mask.json (the mask, which every
-evaluation takes as --slots, and all that it depends on) and mask.png. Source: SPARO, section 5.2, table 5 and appendix
-0.C.1.
+should do little harm to others: --evaluate measures that. Prints a table, writes mask.json (the mask, which
+evaluations of a CLIP take as --slots, and all that it depends on) and mask.png. Source: SPARO, section 5.2, table 5
+and appendix 0.C.1.
 """
 
 import argparse

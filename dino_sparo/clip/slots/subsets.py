@@ -1,6 +1,6 @@
 """A choice among a model's slots, hard or soft -> the same model reduced to it, for any evaluation.
 
-`select.py` and `mask.py` find choices and write them; whatever evaluates takes one as --slots.
+`select.py` and `mask.py` find choices and write them; what evaluates a CLIP takes one as --slots.
 
     selection   k of the L slots, of images and of captions       y = concat(y_l / |y_l|, l kept) / sqrt(k)
     mask        a weight in [0, 1] for each of P parts of images  y = m * y / |m * y|, captions as they are

@@ -186,7 +186,7 @@ def retrieval_parser() -> argparse.ArgumentParser:
     add_model_options(parser)
     group = parser.add_argument_group("images and captions")
     group.add_argument(
-        "--data_path", default="", help="Folder of the images, or pairs that need no --captions: shards, scenes."
+        "--data_path", default="", help="Folder of the images, or pairs without --captions: tables, shards, scenes."
     )
     group.add_argument(
         "--captions", default="", help="Karpathy's or COCO's JSON, or Flickr's lines of image and caption."

@@ -50,7 +50,7 @@ def compare(args: argparse.Namespace, open_model: OpenModel) -> list[Result]:
     Raises:
         ValueError: options, files or data that do not fit; the message says what would.
     """
-    process = start_evaluation(args)
+    process = start_evaluation(args, several_results=True)
     if not args.data_root:
         raise ValueError("--data_root is empty; give the folder that holds the benchmarks")
     if args.chunk_images < 1:
