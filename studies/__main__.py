@@ -10,7 +10,7 @@ from pathlib import Path
 from dino_sparo.runtime.cli import HelpFormatter, errors_in_one_line, say
 from studies.plans import STUDIES
 from studies.report import draw, report
-from studies.runs import RESULTS, make_runs
+from studies.runs import RESULTS, add_scores, make_runs
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,11 @@ def get_args_parser() -> argparse.ArgumentParser:
         default=None,
         help="Of the reported runs; by default all: several machines can share a study.",
     )
+    parser.add_argument(
+        "--add_scores",
+        action="store_true",
+        help="Train nothing: measure scores that finished runs lack, where --output_dir has their checkpoints.",
+    )
     parser.add_argument("--report", action="store_true", help="Train nothing: tables and plot of what is there.")
     return parser
 
@@ -49,7 +54,9 @@ def main(argv: Sequence[str] | None = None) -> str:
     if args.epochs is not None:
         STUDIES[args.name] = STUDIES[args.name].with_epochs(args.epochs)
     with errors_in_one_line(logger):
-        if not args.report:
+        if args.add_scores:
+            add_scores(args.name, args.data_path, args.output_dir, args.results)
+        elif not args.report:
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the runs are ended too
             make_runs(args.name, args.data_path, args.output_dir, args.results, args.jobs, args.seeds)
         tables = report(args.name, args.results)

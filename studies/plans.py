@@ -15,6 +15,8 @@ from studies.scores import (
     RANDOM_READERS,
     RANDOM_SLOTS,
     RANDOM_SLOTS_PROBE,
+    SHALLOW_SLOTS,
+    SHALLOW_SLOTS_PROBE,
     WIDTH_CONTROL,
     Scores,
     Trained,
@@ -43,7 +45,7 @@ class Study:
         choose: last line of log.txt -> how good a learning rate is; larger is better.
         choice: what `choose` looks at, in words.
         prepare: (--data_path, folder) -> what is trained on, what is evaluated on.
-        evaluate: a run -> its scores.
+        evaluate: (run, commands, scores that are known) -> all its scores.
     """
 
     question: str
@@ -56,7 +58,7 @@ class Study:
     choose: Callable[[Mapping[str, Any]], float]
     choice: str
     prepare: Callable[[str | None, Path, RunCommand], tuple[str, str]]
-    evaluate: Callable[[Trained, RunCommand], Scores]
+    evaluate: Callable[[Trained, RunCommand, Mapping[str, Mapping[str, float]] | None], Scores]
     also: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     controls: Mapping[str, tuple[str, Mapping[str, str]]] = field(default_factory=dict)
     control_scores: Sequence[str] = ()
@@ -83,17 +85,21 @@ DINO_READOUTS = {name: {"readout": name} for name in RANDOM_READERS}
 # encoding in these recipes: 512 numbers.
 FOUR_BLOCKS = {"20-NN": WIDTH_CONTROL, ENCODING_PROBE: "linear probe"}
 READ_BY_RANDOM_SLOTS = {"20-NN": RANDOM_SLOTS, ENCODING_PROBE: RANDOM_SLOTS_PROBE}
+READ_ONE_BLOCK_EARLIER = {"20-NN": SHALLOW_SLOTS, ENCODING_PROBE: SHALLOW_SLOTS_PROBE}
+ONE_BLOCK_LESS = "random slots, one block less"
 DINO_CONTROLS = {
     "cls, 4 blocks": ("cls", FOUR_BLOCKS),
     **{f"{name}, random slots": (name, READ_BY_RANDOM_SLOTS) for name in DINO_READOUTS},
+    **{f"{name}, {ONE_BLOCK_LESS}": (name, READ_ONE_BLOCK_EARLIER) for name in ("cls", "gap")},
 }
 DINO_DIFFERENCES = (
     *(("cls, 4 blocks", "cls"), ("gap", "cls"), ("sparo", "cls"), ("sparo", "gap"), ("sparo", "cls, 4 blocks")),
     *(("sparo", f"{name}, random slots") for name in DINO_READOUTS),
+    *(("sparo", f"{name}, {ONE_BLOCK_LESS}") for name in ("cls", "gap")),
 )
 DINO_TABLES: Any = {
     "controls": DINO_CONTROLS,
-    "control_scores": (WIDTH_CONTROL, RANDOM_SLOTS, RANDOM_SLOTS_PROBE),
+    "control_scores": (WIDTH_CONTROL, RANDOM_SLOTS, RANDOM_SLOTS_PROBE, SHALLOW_SLOTS, SHALLOW_SLOTS_PROBE),
     "differences": DINO_DIFFERENCES,
 }
 # In the scenes the choice gave `cls` another rate than the others; this row and its controls have theirs.
@@ -101,6 +107,7 @@ EQUAL_RATE = "cls, rate 0.008"
 EQUAL_RATE_CONTROLS = {
     f"{EQUAL_RATE}, 4 blocks": (EQUAL_RATE, FOUR_BLOCKS),
     f"{EQUAL_RATE}, random slots": (EQUAL_RATE, READ_BY_RANDOM_SLOTS),
+    f"{EQUAL_RATE}, {ONE_BLOCK_LESS}": (EQUAL_RATE, READ_ONE_BLOCK_EARLIER),
 }
 EQUAL_RATE_DIFFERENCES = (
     *(("sparo", EQUAL_RATE), ("gap", EQUAL_RATE)),

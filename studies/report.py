@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dino_sparo.evaluation.plots import colour_of, panels
+from dino_sparo.evaluation.plots import FAINT, colour_of, panels
 from studies.plans import STUDIES, Study
 from studies.runs import Run, choosing_runs, chosen_rates, reported_rows, reported_runs
 
@@ -110,7 +110,8 @@ def origin(name: str, results: Path) -> str:
     runs = choosing + reported_runs(name, results)
     made = [result for run in runs if (result := run.result(results)) is not None]
     seconds = [result["training_processor_s"] for result in made if result["training_processor_s"] is not None]
-    commits = ", ".join(sorted({str(result["commit"])[:7] for result in made}))
+    hashes = {result["commit"] for result in made} | {result.get("scores_added_with") for result in made}
+    commits = ", ".join(sorted(str(commit)[:7] for commit in hashes if commit is not None))
     versions = ", ".join(sorted({result["torch"] for result in made}))
     diverged = [f"{result['run']} ({result['diverged'].partition(';')[0]})" for result in made if "diverged" in result]
     no_scores = f" These diverged and are in no other table: {'; '.join(diverged)}." if diverged else ""
@@ -208,7 +209,7 @@ def summary_table(found: Results) -> str:
             cells = [list(_values(by_seed, column).values()) for column in columns]
             seconds = [run["training_processor_s"] for run in runs]
             minutes = [one / 60 for one in seconds if one is not None]  # a run that was cut off has none
-            of = f" ({len(minutes)} runs)" if len(minutes) != len(runs) else ""
+            of = f" ({len(minutes)} run{'s' * (len(minutes) > 1)})" if len(minutes) != len(runs) else ""
             scores = [mean_and_deviation(cell) if cell else "" for cell in cells]
             rows.append([variant, str(len(runs)), *scores])
             rows[-1] += [f"{runs[0][key]:,}" if runs[0][key] else "" for key in SIZES]
@@ -297,11 +298,8 @@ CURVES = {
 }
 
 
-CONTROL_MARKERS = "s^"  # a trained row's own scores are circles; each kind of control has one of these
-
-
 def draw(name: str, results: Path, path: Path) -> None:
-    """Curves of all runs during training, and their final scores; controls have the colour of their row.
+    """Curves of all runs during training, and below them their final scores; controls have the colour of their row.
 
     Args:
         name: of the study.
@@ -313,30 +311,28 @@ def draw(name: str, results: Path, path: Path) -> None:
     """
     found = {row: by_seed for row, by_seed in finished(name, results).items() if by_seed}
     controlled = {control: row for control, (row, _) in STUDIES[name].controls.items()}
-    kinds: list[Mapping[str, str]] = []
-    for _, kind in STUDIES[name].controls.values():
-        kinds += [] if kind in kinds else [kind]
     trained = [row for row in found if row not in controlled]
+    colours = {row: colour_of(number, len(trained)) for number, row in enumerate(trained)}
     logged = {key for by_seed in found.values() for run in by_seed.values() for epoch in run["epochs"] for key in epoch}
     curves = [key for key in CURVES if key in logged]
     scores = [score for state, score in _columns(found) if state == "trained"]
-    with panels(path, 1, len(curves) + 1) as (axes,):
-        for number, (row, by_seed) in enumerate(found.items()):
-            own = controlled.get(row, row)
-            colour = colour_of(trained.index(own), len(trained))
-            marker = CONTROL_MARKERS[kinds.index(STUDIES[name].controls[row][1])] if row in controlled else "o"
-            for axis, key in zip(axes, curves, strict=False):
-                if row in trained:
-                    _draw_curves(axis, by_seed, key, colour, row)
-            for at, score in enumerate(scores):
-                where = at + (number - (len(found) - 1) / 2) * 0.8 / len(found)
-                _draw_score(axes[-1], by_seed, score, colour, marker, where)
-            axes[-1].plot([], [], marker, color=colour, markersize=4, label=row)
-        axes[-1].legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))  # beside the points
-        axes[-1].set_xticks(range(len(scores)), [score.replace(" ", "\n") for score in scores], fontsize=8)
-        axes[-1].set(ylabel="accuracy, %")
+    with panels(path, 2, max(len(curves), len(scores), 1)) as (above, below):
+        for axis, key in zip(above, curves, strict=False):
+            for row in trained:
+                _draw_curves(axis, found[row], key, colours[row], row)
+        beside = above[min(len(curves), len(above) - 1)]  # an empty place, if there is one
+        beside.legend(*above[0].get_legend_handles_labels(), frameon=False, fontsize=8, loc="upper left")
+        for axis, score in zip(below, scores, strict=False):
+            for height, (row, by_seed) in enumerate(reversed(found.items())):
+                _draw_score(axis, by_seed, score, colours[controlled.get(row, row)], height)
+            axis.set(xlabel=f"{score}, %", ylim=(-0.6, len(found) - 0.4))
+            axis.set_yticks(range(len(found)), [] if axis is not below[0] else list(reversed(found)), fontsize=8)
+            axis.grid(axis="y", color=FAINT)
+            axis.set_axisbelow(True)
         if any(state == "untrained" for state, _ in _columns(found)):
-            axes[-1].set_title("hollow: untrained, filled: trained", fontsize=9, loc="left")
+            below[0].set_title("hollow: untrained, filled: trained", fontsize=9, loc="left")
+        for axis in (*above[len(curves) :], *below[len(scores) :]):
+            axis.set_axis_off()
 
 
 def _draw_curves(axis: Any, by_seed: Mapping[int, dict[str, Any]], key: str, colour: str, variant: str) -> None:
@@ -347,13 +343,11 @@ def _draw_curves(axis: Any, by_seed: Mapping[int, dict[str, Any]], key: str, col
     axis.set(xlabel="step", ylabel=CURVES[key])
 
 
-def _draw_score(
-    axis: Any, by_seed: Mapping[int, dict[str, Any]], score: str, colour: str, marker: str, where: float
-) -> None:
+def _draw_score(axis: Any, by_seed: Mapping[int, dict[str, Any]], score: str, colour: str, height: int) -> None:
     """One mark per seed, and a short line at their mean."""
     for state, face in (("untrained", "none"), ("trained", colour)):
         values = list(_values(by_seed, (state, score)).values())
         if values:
-            at = [where] * len(values)
-            axis.plot(at, values, marker, color=colour, markerfacecolor=face, markersize=4, alpha=0.8)
-            axis.plot([where - 0.06, where + 0.06], [statistics.mean(values)] * 2, color=colour, linewidth=2)
+            at = [height] * len(values)
+            axis.plot(values, at, "o", color=colour, markerfacecolor=face, markersize=4, alpha=0.8)
+            axis.plot([statistics.mean(values)] * 2, [height - 0.3, height + 0.3], color=colour, linewidth=2)

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dino_sparo.checkpoint import load_checkpoint
 from dino_sparo.runtime.cli import MendableError, say
 from dino_sparo.runtime.demos import option_words
 from dino_sparo.runtime.records import differences, git_hash, write_json
@@ -142,6 +143,36 @@ def make_runs(
         start_runs(missing, train, folder, evaluated, results, jobs)
 
 
+def is_finished(folder: Path, run: Run) -> bool:
+    """Whether a folder holds a checkpoint of the last epoch: the run may be under way again, or made elsewhere."""
+    path = folder / "checkpoint.pth"
+    return path.exists() and load_checkpoint(path)["epoch"] == int(run.options["epochs"])
+
+
+def add_scores(name: str, data_path: str | None, output_dir: Path, results: Path) -> None:
+    """Measure what finished runs lack, such as a control that is newer than they are, where their checkpoints are.
+
+    Args:
+        name: of the study.
+        data_path: of its images, where it needs some.
+        output_dir: of checkpoints.
+        results: folder of all studies' results.
+    """
+    from dino_sparo.__main__ import run
+
+    study, folder = STUDIES[name], output_dir / name
+    _, evaluated = study.prepare(data_path, folder, run)
+    for one in reported_runs(name, results):
+        result = one.result(results)
+        if result is None or "diverged" in result or not is_finished(folder / one.name, one):
+            continue
+        trained = Trained(folder / one.name, one.variant, one.seed, evaluated)
+        scores = study.evaluate(trained, run, result["scores"])
+        if scores != result["scores"]:
+            added = {**result, "scores": scores, "scores_added_with": git_hash()}
+            write_json(added, results / name / f"{one.name}.json")
+
+
 def start_runs(missing: Sequence[Run], data_path: str, folder: Path, evaluated: str, results: Path, jobs: int) -> None:
     """Make runs, some at a time, each in a process of its own: two small runs side by side are faster than two threads.
 
@@ -209,7 +240,7 @@ def make_run(one: Run, options: Mapping[str, str], folder: Path, evaluated: str)
     """
     import torch
 
-    from dino_sparo import load_checkpoint, load_encoder
+    from dino_sparo import load_encoder
     from dino_sparo.__main__ import run
     from dino_sparo.training.loop import NonFiniteLossError
 
@@ -238,7 +269,7 @@ def make_run(one: Run, options: Mapping[str, str], folder: Path, evaluated: str)
         return {**result, "diverged": diverged}
     if not one.only_chooses:
         before = _processor_seconds()
-        result["scores"] = study.evaluate(Trained(folder, one.variant, one.seed, evaluated), run)
+        result["scores"] = study.evaluate(Trained(folder, one.variant, one.seed, evaluated), run, None)
         result["evaluation_processor_s"] = round(_processor_seconds() - before)
     optimizer = load_checkpoint(folder / "checkpoint.pth")["optimizer"]
     return {

@@ -1,5 +1,6 @@
 """A finished run -> its scores, with the controls that tell what width and random weights give."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ Scores = dict[str, dict[str, float]]
 ENCODING_PROBE = "linear probe, encoding alone"
 WIDTH_CONTROL = "20-NN, 4 blocks"
 RANDOM_SLOTS, RANDOM_SLOTS_PROBE = "20-NN, random slots", "linear probe, random slots"
+# The last block left out, so that they read as many blocks as SPARO does.
+SHALLOW_SLOTS, SHALLOW_SLOTS_PROBE = f"{RANDOM_SLOTS}, one block less", f"{RANDOM_SLOTS_PROBE}, one block less"
 # Field of the encoder's configuration -> option of the recipe.
 SLOT_SIZES = {"num_slots": "sparo_slots", "slot_dim": "sparo_slot_dim", "key_dim": "sparo_key_dim"}
 RANDOM_READERS = ("cls", "gap", "sparo")  # the variants whose blocks are also read by random slots
@@ -37,10 +40,14 @@ class Trained:
     data: str
 
 
-def with_random_slots(trained: Trained) -> Path:
+def with_random_slots(trained: Trained, one_block_less: bool = False) -> Path:
     """The trained blocks, read by a SPARO that was only initialised: slots that are wide and learned nothing.
 
-    `cls` and `gap` keep all blocks; with `sparo` the new read-out takes the place of its own.
+    With `sparo` the new read-out takes the place of its own.
+
+    Args:
+        trained: the run.
+        one_block_less: it takes the place of the last block of `cls` or `gap`, which otherwise keep all of them.
 
     Returns:
         A checkpoint in a folder of its own.
@@ -50,23 +57,32 @@ def with_random_slots(trained: Trained) -> Path:
     from dino_sparo.evaluation.protocol import OTHER_SEED, trained_encoder, untrained_encoder
 
     source = trained_encoder(str(trained.folder / "checkpoint.pth"))
-    path = trained.folder / "random_slots" / "checkpoint.pth"
+    path = trained.folder / ("shallow_slots" if one_block_less else "random_slots") / "checkpoint.pth"
     own = source.encoder.config
     sizes: Any = {name: int(str(DINO_TRAINING[option])) for name, option in SLOT_SIZES.items()}
-    config = replace(own, readout="sparo", replace_block=own.replaces_block, **sizes)
+    config = replace(own, readout="sparo", replace_block=own.replaces_block or one_block_less, **sizes)
     encoder = untrained_encoder(config, trained.seed + OTHER_SEED).encoder
-    encoder.backbone.load_state_dict(source.encoder.backbone.state_dict())
+    blocks, names = source.encoder.backbone.state_dict(), encoder.backbone.state_dict()
+    encoder.backbone.load_state_dict({name: blocks[name] for name in names})
     path.parent.mkdir(exist_ok=True)
     description = encoder_description(config, source.mean, source.std)
     save_checkpoint({"teacher": encoder.state_dict(), "encoder": description}, path)
     return path
 
 
-def dino_scores(trained: Trained, run: RunCommand, img_size: int = 32) -> Scores:
+def dino_scores(
+    trained: Trained, run: RunCommand, known: Mapping[str, Mapping[str, float]] | None = None, img_size: int = 32
+) -> Scores:
     """20-NN and linear probes, of the trained encoder and of one that was only initialised.
 
     The paper's probe reads four layers of every encoder, which are not equally wide; the other one reads the encoding
     alone. `plans.DINO_CONTROLS` has encodings as wide as SPARO's.
+
+    Args:
+        trained: the run.
+        run: (command, words) -> what it returns.
+        known: scores that were measured before; only others are measured.
+        img_size: at which the encoder sees images, pixels.
     """
     shared = option_words({"data_path": trained.data, "device": "cpu", "seed": trained.seed})
     shared += option_words({"num_workers": 1, "img_size": img_size})
@@ -81,20 +97,35 @@ def dino_scores(trained: Trained, run: RunCommand, img_size: int = 32) -> Scores
 
     path, alone, four = trained.folder / "checkpoint.pth", ("--n_last_blocks", "1"), ("--n_last_blocks", "4")
 
-    def scores(*state: str) -> dict[str, float]:
-        found = {"20-NN": knn(path, "encoding", *state), "linear probe": probe(path, "blocks", *state)}
-        found[ENCODING_PROBE] = probe(path, "encoding", *state, *alone)
-        return {**found, WIDTH_CONTROL: knn(path, "blocks", *state, *four)} if trained.variant == "cls" else found
+    def measures(*state: str) -> dict[str, Callable[[], float]]:
+        found = {
+            "20-NN": lambda: knn(path, "encoding", *state),
+            "linear probe": lambda: probe(path, "blocks", *state),
+            ENCODING_PROBE: lambda: probe(path, "encoding", *state, *alone),
+        }
+        return found | ({WIDTH_CONTROL: lambda: knn(path, "blocks", *state, *four)} if trained.variant == "cls" else {})
 
-    found = {"untrained": scores("--untrained"), "trained": scores()}
+    wanted = {"untrained": measures("--untrained"), "trained": measures()}
     if trained.variant in RANDOM_READERS:
-        random = with_random_slots(trained)
-        found["trained"][RANDOM_SLOTS] = knn(random, "random_slots")
-        found["trained"][RANDOM_SLOTS_PROBE] = probe(random, "random_slots", *alone)
+        wanted["trained"] |= {
+            RANDOM_SLOTS: lambda: knn(with_random_slots(trained), "random_slots"),
+            RANDOM_SLOTS_PROBE: lambda: probe(with_random_slots(trained), "random_slots", *alone),
+        }
+    if trained.variant in RANDOM_READERS and trained.variant != "sparo":
+        wanted["trained"] |= {
+            SHALLOW_SLOTS: lambda: knn(with_random_slots(trained, True), "shallow_slots"),
+            SHALLOW_SLOTS_PROBE: lambda: probe(with_random_slots(trained, True), "shallow_slots", *alone),
+        }
+    found: Scores = {}
+    for state, own in wanted.items():
+        before = (known or {}).get(state, {})
+        found[state] = {name: before[name] if name in before else measure() for name, measure in own.items()}
     return found
 
 
-def clip_scores(trained: Trained, run: RunCommand) -> Scores:
-    """Zero-shot classification, and true against swapped captions."""
+def clip_scores(trained: Trained, run: RunCommand, known: Mapping[str, Mapping[str, float]] | None = None) -> Scores:
+    """Zero-shot classification, and true against swapped captions; `known` ones are not measured again."""
+    if known:
+        return {state: dict(own) for state, own in known.items()}
     data_path, pairs = trained.data.split()
     return {"trained": scene_scores(trained.folder, data_path, Path(pairs), "cpu", run)}

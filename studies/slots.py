@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dino_sparo.checkpoint import load_checkpoint
 from dino_sparo.evaluation.objects.measures import MEASURES
 from dino_sparo.evaluation.objects.table import MEASURE_NAMES, ROW_NAMES
 from dino_sparo.readout_table import readout_kind
@@ -21,7 +20,7 @@ from dino_sparo.runtime.demos import RunCommand, option_words
 from dino_sparo.runtime.records import write_json
 from studies.plans import EQUAL_RATE, STUDIES
 from studies.report import markdown, mean_and_deviation, t_interval
-from studies.runs import RESULTS, Run, reported_rows
+from studies.runs import RESULTS, Run, is_finished, reported_rows
 
 STUDY = "scenes"
 WITH_MAPS = ("cls", EQUAL_RATE, "sparo")  # rows of the study's tables; `gap` averages all tokens
@@ -77,12 +76,6 @@ def measure(run: Run, folder: Path, partner: Path | None, command: RunCommand) -
             for state, found in studied.items()
         }
     return result
-
-
-def is_finished(folder: Path, run: Run) -> bool:
-    """Whether a folder holds a checkpoint of the last epoch: the run may be under way again, or made elsewhere."""
-    path = folder / "checkpoint.pth"
-    return path.exists() and load_checkpoint(path)["epoch"] == int(run.options["epochs"])
 
 
 def runs_with_maps(results: Path) -> dict[str, list[Run]]:

@@ -9,14 +9,18 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from dino_sparo.checkpoint import load_encoder
 from dino_sparo.runtime.cli import MendableError
-from studies import plans, report, runs
+from studies import plans, report, runs, scores
 from studies.plans import CHOICE_SEED, STUDIES
 from studies.runs import Run
+from studies.scores import with_random_slots
 
 ROOT = Path(__file__).parents[1]
 Scores = Mapping[str, Mapping[str, float]]
@@ -293,6 +297,58 @@ def test_a_clip_is_scored_on_held_out_scenes_and_captions_that_are_written_once(
     assert asked == ["scene-pairs", "zero-shot", "sugarcrepe"]
 
 
+def test_known_scores_are_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scores, "with_random_slots", lambda trained, less=False: Path(f"less-{less}"))
+    asked: list[tuple[str, str, bool]] = []
+
+    def run(name: str, words: list[str]) -> dict:
+        path = words[words.index("--pretrained_weights") + 1]
+        asked.append((name, path, "--untrained" in words))
+        return {"results": [{"top1": 7.0}], "best": {"top1": 8.0}}
+
+    trained = plans.Trained(tmp_path, "gap", 0, "scenes")
+    everything = scores.dino_scores(trained, run)
+    assert len(asked) == 3 + 3 + 4
+    assert everything["trained"]["20-NN, random slots, one block less"] == 7.0
+    known = {state: dict.fromkeys(own, 1.0) for state, own in everything.items()}
+    for name in ("20-NN", "linear probe, random slots, one block less"):
+        del known["trained"][name]
+    del asked[:]
+    added = scores.dino_scores(trained, run, known)
+    assert asked == [("knn", str(tmp_path / "checkpoint.pth"), False), ("linear", "less-True", False)]
+    assert added["trained"] == {**everything["trained"], **known["trained"]}
+    assert added["untrained"] == known["untrained"]
+
+
+def test_scores_that_finished_runs_lack_are_added_where_their_checkpoints_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results, output_dir = tmp_path / "results", tmp_path / "out"
+    write_all(results, dict.fromkeys(("cls", "gap", "sparo"), 0.0))
+    monkeypatch.setattr(runs, "load_checkpoint", lambda path: {"epoch": int(path.read_text())})
+    monkeypatch.setattr(runs, "git_hash", lambda: "fedcba9876")
+    first, second, under_way = runs.reported_runs("scenes", results)[:3]
+    for run, epoch in ((first, 4), (second, 4), (under_way, 3)):
+        (output_dir / "scenes" / run.name).mkdir(parents=True)
+        (output_dir / "scenes" / run.name / "checkpoint.pth").write_text(str(epoch))
+
+    def evaluate(trained: plans.Trained, command: object, known: Scores | None) -> dict[str, dict[str, float]]:
+        assert known is not None
+        new = {"new": 1.0} if trained.variant == first.variant else {}
+        return {"untrained": dict(known["untrained"]), "trained": {**known["trained"], **new}}
+
+    monkeypatch.setitem(STUDIES, "scenes", replace(STUDIES["scenes"], evaluate=evaluate))
+    before = {run.name: run.result(results) for run in runs.reported_runs("scenes", results)}
+    runs.add_scores("scenes", None, output_dir, results)
+    after = {run.name: run.result(results) for run in runs.reported_runs("scenes", results)}
+    changed = after.pop(first.name)
+    assert changed is not None
+    assert changed["scores"]["trained"]["new"] == 1.0
+    assert changed["scores_added_with"] == "fedcba9876"
+    assert after == {name: result for name, result in before.items() if name != first.name}
+    assert "with commit 0123456, fedcba9 and torch" in report.report("scenes", results)
+
+
 @pytest.mark.slow
 def test_a_run_trains_evaluates_and_says_with_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(STUDIES, "scenes", STUDIES["scenes"].with_epochs(1))
@@ -307,6 +363,7 @@ def test_a_run_trains_evaluates_and_says_with_what(tmp_path: Path, monkeypatch: 
     assert set(reported["scores"]) == {"untrained", "trained"}
     probes = {"linear probe", "linear probe, encoding alone"}
     of_trained = {"20-NN", "20-NN, 4 blocks", "20-NN, random slots", "linear probe, random slots"} | probes
+    of_trained |= {"20-NN, random slots, one block less", "linear probe, random slots, one block less"}
     assert set(reported["scores"]["trained"]) == of_trained
     assert set(reported["scores"]["untrained"]) == {"20-NN", "20-NN, 4 blocks"} | probes
     assert choosing is not None
@@ -319,6 +376,12 @@ def test_a_run_trains_evaluates_and_says_with_what(tmp_path: Path, monkeypatch: 
     assert reported["training_processor_s"] > 0
     assert reported["evaluation_processor_s"] > 0
     assert reported["trained_parameters"] > reported["encoder_parameters"]
+    trained = plans.Trained(tmp_path / "out" / wanted[0].name, "cls", 0, "scenes:100:48")
+    deep, shallow = (load_encoder(with_random_slots(trained, less)) for less in (False, True))
+    assert (len(deep.backbone.blocks), len(shallow.backbone.blocks)) == (4, 3)
+    own = load_encoder(trained.folder / "checkpoint.pth").backbone
+    for name, value in shallow.backbone.state_dict().items():
+        assert torch.equal(value, own.state_dict()[name])
 
 
 @pytest.mark.slow

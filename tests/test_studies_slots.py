@@ -43,7 +43,7 @@ class Commands:
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Finished runs of seeds 0 to 2 with checkpoints, of `cls` at two rates, and one that is in no table."""
-    monkeypatch.setattr(slots, "load_checkpoint", lambda path: {"epoch": json.loads(path.read_text())})
+    monkeypatch.setattr(runs, "load_checkpoint", lambda path: {"epoch": json.loads(path.read_text())})
     monkeypatch.setattr(runs, "chosen_rates", lambda *_: CHOSEN)
     rows = [*CHOSEN.items(), ("cls", 0.008)]
     made = [Run("scenes", variant, lr, seed) for variant, lr in rows for seed in range(3)]
