@@ -108,7 +108,8 @@ def load_checkpoint(path: str | Path, verify: bool = True) -> dict[str, Any]:
         return _with_published(read_safetensors(path), path)
     checkpoint = read_torch_file(path, verify)
     if not isinstance(checkpoint, dict):
-        raise CheckpointError(f"{path} holds a {type(checkpoint).__name__}, not a dict of weights")
+        kind = type(checkpoint).__name__
+        raise CheckpointError(f"{path} holds a {kind}, not a dict of weights; save a model's state_dict()")
     return _with_published(checkpoint, path)
 
 
@@ -137,14 +138,14 @@ def _with_published(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
             images, activation = config.get("preprocess_cfg", {}), bool(config.get("model_cfg", {}).get("quick_gelu"))
         else:
             images, activation = config["pretrained_cfg"], "quickgelu" in config["architecture"]
-        found = {name: tuple(map(float, images[name])) for name in ("mean", "std") if name in images}
+        normalization = {name: tuple(map(float, images[name])) for name in ("mean", "std") if name in images}
         resize_mode = images.get("resize_mode", "shortest")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         if not is_clip:
             logger.info("%s: the %s beside it is not timm's; %s", path, published.name, assumed)
             return checkpoint
         raise CheckpointError(f"{published} does not describe the weights beside it ({error})") from error
-    logger.info("%s: %s, quick_gelu %s, as %s says", path, found, activation, published.name)
+    logger.info("%s: %s, quick_gelu %s, as %s says", path, normalization, activation, published.name)
     if resize_mode != "shortest":
         logger.warning(
             "%s was trained with images resized by %r; here the shorter side is resized and the centre is cut, which "
@@ -152,7 +153,7 @@ def _with_published(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
             path,
             resize_mode,
         )
-    return {**checkpoint, PUBLISHED: {**found, "quick_gelu": activation}}
+    return {**checkpoint, PUBLISHED: {**normalization, "quick_gelu": activation}}
 
 
 def flat_weights(weights: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -243,11 +244,11 @@ def infer_config(
         known = ", ".join(f"{name} ({size.embed_dim}, {size.depth})" for name, size in ARCHITECTURES.items())
         raise CheckpointError(
             f"no architecture has width {embed_dim} and {depth} blocks; known are {known}. If blocks are missing from "
-            f"the file, name the architecture with --arch"
+            f"the file, give the whole file of such a model"
         )
     patch_size, arch = patch_size or kernel, arch or fitting[0]
     slots: dict[str, Any] = {"readout": "cls"}
-    if queries is not None:
+    if queries is not None and "readout.key_proj.bias" in weights:
         (num_slots, key_dim), num_keys = queries.shape, len(weights["readout.key_proj.bias"])
         slots = {
             "readout": "sparo",

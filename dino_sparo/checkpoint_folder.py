@@ -165,7 +165,10 @@ class CheckpointFolder:
             FaultError: the file server or the machine cannot read the newest one at the moment; it stays.
         """
         candidates = [path for number in range(max(self.keep, 1)) if (path := self.previous(number)).is_file()]
-        candidates += sorted(set(self.folder.glob("checkpoint_previous*.pth")) - set(candidates))
+        candidates += sorted(
+            set(self.folder.glob("checkpoint_previous*.pth")) - set(candidates),
+            key=lambda path: (len(path.name), path.name),  # 2 before 10
+        )
         reasons = []
         for path in candidates:
             try:

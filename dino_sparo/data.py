@@ -259,17 +259,14 @@ class ImageDataset(Dataset):
         source: the images.
         transform: (PIL image, rng) -> S tensors (C, H, W), or `DeferredViews`.
         seed: any integer.
-        substitute_corrupt: replace an unreadable image by the next readable one (after the last comes the first) and
-            report it in `Item.corrupt`; False raises CorruptImageError. The item's label and index are those of the
-            image that is shown; its crops still come from the random numbers of the image asked for, so that a
-            replacement and its original do not show the same crops.
+
+    An unreadable image is replaced by the next readable one (after the last comes the first) and reported in
+    `Item.corrupt`. The item's label and index are those of the image that is shown; its crops still come from the
+    random numbers of the image asked for, so that a replacement and its original do not show the same crops.
     """
 
-    def __init__(
-        self, source: ImageSource, transform: Transform, seed: int = 0, substitute_corrupt: bool = True
-    ) -> None:
+    def __init__(self, source: ImageSource, transform: Transform, seed: int = 0) -> None:
         self.source, self.transform, self.seed = source, transform, seed
-        self.substitute_corrupt = substitute_corrupt
 
     def __len__(self) -> int:
         """Number of images."""
@@ -279,24 +276,17 @@ class ImageDataset(Dataset):
         """The item of (epoch, index), or of an index in epoch 0.
 
         Raises:
-            CorruptImageError: the image cannot be read, and `substitute_corrupt` is False.
             IndexError: there is no such image.
             ValueError: too many images in a row cannot be read.
         """
         epoch, asked = key if isinstance(key, tuple) else (0, key)
         if not 0 <= asked < len(self.source):
             raise IndexError(f"image {asked} of {self.source.name}, which has {len(self.source)}")
-        image, index, corrupt = self._read(asked)
+        image, index, corrupt = read_next(self.source.read, asked, self.source)
         made = self.transform(image, image_rng(self.seed, epoch, asked))
         views, parameters = made if isinstance(made, DeferredViews) else (made, None)
         label = -1 if self.source.labels is None else int(self.source.labels[index])
         return Item(views, label, index, tuple(corrupt[:1]), parameters)
-
-    def _read(self, asked: int) -> tuple[Image.Image, int, list[tuple[str, str]]]:
-        """The image, or the next readable one: (image, its index, unreadable ones passed over)."""
-        if not self.substitute_corrupt:
-            return self.source.read(asked), asked, []
-        return read_next(self.source.read, asked, self.source)
 
 
 def read_next(read: Callable[[int], T], asked: int, source: ImageSource) -> tuple[T, int, list[tuple[str, str]]]:

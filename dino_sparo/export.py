@@ -10,7 +10,6 @@ and `sparo_clip` what these have; the other formats hold its image tower.
 """
 
 import argparse
-import importlib.util
 import logging
 import os
 from collections.abc import Callable
@@ -30,7 +29,6 @@ from dino_sparo.checkpoint import (
     encoder_description,
     encoder_of,
     load_checkpoint,
-    load_encoder,
     load_strictly,
     network_name,
     normalization_of,
@@ -40,6 +38,7 @@ from dino_sparo.choices import ARCHITECTURES
 from dino_sparo.crops import EvalTransform
 from dino_sparo.encoder import Encoder, encoder_from_config
 from dino_sparo.open_clip_names import CLIP_FORMATS, open_clip_settings, to_open_clip_names
+from dino_sparo.runtime.extras import require
 from dino_sparo.runtime.logs import setup_logging
 from dino_sparo.runtime.records import file_sha256, versions, write_json
 
@@ -103,7 +102,8 @@ def export(
         The path of the weights, or of the folder.
 
     Raises:
-        ValueError: an unknown format, one that cannot hold this read-out, or one whose package is missing.
+        ValueError: an unknown format, or one that cannot hold this read-out.
+        MissingPackageError: the package of this format is not installed.
         CheckpointError: the checkpoint cannot be used.
     """
     if format not in WRITERS | CLIP_FORMATS:
@@ -131,21 +131,6 @@ def export(
     written = WRITERS[format](encoder, str(out), record)
     logger.info("%s of %s as %s: %s", record["checkpoint_key"] or "encoder", checkpoint, format, written)
     return written
-
-
-def load_exported(path: str | Path) -> Encoder:
-    """The encoder of a `safetensors` (or `timm`) export, in eval mode, on the CPU.
-
-    Args:
-        path: the .safetensors file; its .json file lies beside it.
-
-    Raises:
-        CheckpointError: one of the two is missing or damaged, or they do not fit each other.
-    """
-    path = Path(path)
-    if not path.with_suffix(".json").is_file():
-        raise CheckpointError(f"{path} has no {path.with_suffix('.json').name} beside it that says how it was built")
-    return load_encoder(path)
 
 
 def resized(encoder: Encoder, img_size: int) -> Encoder:
@@ -305,7 +290,8 @@ class _FixedSize(nn.Module):
 
 def _write_onnx(encoder: Encoder, out: str, record: dict[str, Any]) -> Path:
     """OUT.onnx for any number of images of the stored size, and OUT.onnx.json."""
-    _require_packages("onnx", "onnxscript")
+    for package in ("onnx", "onnxscript"):
+        require(package, "ONNX exports")
     config, path = encoder.config, _with_suffix(out, ".onnx")
     model = _FixedSize(encoder).eval()
     encoder.backbone.use_fused_attention(False)  # plain products: operators that every runtime has
@@ -379,15 +365,6 @@ def _require_vanilla(encoder: Encoder, format: str) -> None:
         raise ValueError(
             f"{format} has no {encoder.config.readout!r} read-out, so only vanilla encoders (--readout cls) can be "
             f"written for it; this one can be exported as safetensors or onnx"
-        )
-
-
-def _require_packages(*packages: str) -> None:
-    missing = [package for package in packages if importlib.util.find_spec(package) is None]
-    if missing:
-        raise ValueError(
-            f"this format needs the package {' and '.join(missing)}, which is not installed; install the extra: "
-            f"pip install 'dino_sparo[export]'"
         )
 
 

@@ -25,6 +25,7 @@ from submitit.slurm.slurm import SlurmExecutor, _make_sbatch_string
 
 from dino_sparo.runtime import FAULT_STATUS
 from dino_sparo.runtime.cli import HelpFormatter, errors_in_one_line, say
+from dino_sparo.runtime.extras import MissingPackageError
 
 logger = logging.getLogger(__name__)
 
@@ -44,13 +45,8 @@ OBJECTIVES = {"main_dino": "dino", "dino_sparo.clip.train": "clip", "dino_sparo.
 
 
 def trainer_of(module: str) -> Any:
-    """The module that trains an objective, imported when asked for: it needs torch, and perhaps other packages."""
-    try:
-        return importlib.import_module(f"dino_sparo.{OBJECTIVES[module]}.train")
-    except ImportError as error:
-        raise SystemExit(
-            f"not submitted: this objective needs the packages of `pip install -e '.[clip]'` ({error})"
-        ) from error
+    """The module that trains an objective, imported when asked for: it needs torch."""
+    return importlib.import_module(f"dino_sparo.{OBJECTIVES[module]}.train")
 
 
 class Trainer:
@@ -336,7 +332,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "dino-sparo submit") -> 
             say(batch_script(args))
             return
         job = submit(args)
-    except (ValueError, OSError, RuntimeError, submitit.core.utils.FailedJobError) as error:
+    except (ValueError, OSError, RuntimeError, MissingPackageError, submitit.core.utils.FailedJobError) as error:
         raise SystemExit(f"not submitted: {error}") from error
     say(f"job {job.job_id}\noutput {job.paths.stdout}\nlog    {job.paths.stderr}")
     say(f"follow it with: tail -F {shlex.quote(str(job.paths.stderr))}")

@@ -553,7 +553,7 @@ def test_a_vit_of_no_known_size_lists_the_known_ones(tmp_path: Path) -> None:
     without_block = {name: value for name, value in weights.items() if not name.startswith("blocks.3.")}
     torch.save(without_block, tmp_path / "vit.pth")
     with pytest.raises(
-        CheckpointError, match=r"width 128 and 3 blocks; known are .*vit_micro \(128, 4\).*vit_base \(768, 12\).*--arch"
+        CheckpointError, match=r"width 128 and 3 blocks; known are vit_micro \(128, 4\).*vit_base \(768, 12\).*whole"
     ):
         load_encoder(tmp_path / "vit.pth")
     with pytest.raises(CheckpointError, match=r"vit\.pth \(encoder\) do not fit the model; 12 missing: .*blocks\.3\."):
@@ -578,6 +578,12 @@ def test_an_override_that_does_not_fit_says_which_weights(tmp_path: Path) -> Non
 def test_weights_with_sparo_tell_how_it_was_built(replace_block: bool) -> None:
     encoder = build(**SPARO, replace_block=replace_block)
     assert infer_config(encoder.state_dict()) == replace(encoder.config, replace_block=replace_block)
+
+
+def test_weights_of_a_read_out_that_their_shapes_do_not_show_are_refused(tmp_path: Path) -> None:
+    torch.save(build(readout="attpool", num_slots=2, slot_dim=3, key_dim=4).state_dict(), tmp_path / "vit.pth")
+    with pytest.raises(CheckpointError, match=r"do not fit the model; .*unexpected: readout\."):
+        load_encoder(tmp_path / "vit.pth")
 
 
 def test_weights_with_clips_first_layer_norm_tell_so() -> None:

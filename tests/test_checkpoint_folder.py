@@ -53,6 +53,16 @@ def bytes_in(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+def test_of_more_checkpoints_than_are_kept_the_newest_is_found(tmp_path: Path) -> None:
+    """The bug: as text previous10 comes before previous4, so a run lost the steps between them."""
+    folder = filled(tmp_path / "run").folder
+    for number in (10, 4):
+        shutil.copy(folder / NAMES[0], folder / f"checkpoint_previous{number}.pth")
+    for name in NAMES:
+        (folder / name).write_bytes(b"damaged")
+    assert CheckpointFolder(folder, KEEP).find() == folder / "checkpoint_previous4.pth"
+
+
 class Died(BaseException):
     """Raised in place of the end of the process."""
 

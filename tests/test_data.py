@@ -282,14 +282,6 @@ def test_ranks_that_have_opened_other_images_are_told(
         data.require_same_source(source())
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_without_substitution_a_corrupt_image_is_an_error(num_workers: int) -> None:
-    dataset = ImageDataset(NumberedImages(3, corrupt={2}), draw_views, substitute_corrupt=False)
-    loader = create_loader(dataset, ShardSampler(3, 2), num_workers=num_workers)
-    with pytest.raises(CorruptImageError, match="image-2: made so"):
-        list(loader)
-
-
 def test_reading_batches_leaves_torchs_random_numbers_alone() -> None:
     loader = create_loader(ImageDataset(NumberedImages(4), draw_views), ShardSampler(4, 3), num_workers=0)
     before = torch.get_rng_state()

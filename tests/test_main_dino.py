@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -443,6 +444,7 @@ def test_another_architecture_is_not_resumed(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"optimizer": "sgd"}, "--optimizer was adamw and is now sgd"),
+        ({"out_dim": 32}, "--out_dim was 33 and is now 32"),
         ({"norm_last_layer": "false"}, "--norm_last_layer was True and is now False"),
         ({"batch_size_per_gpu": 5}, "global_batch was 6 and is now 5, steps_per_epoch was 4 and is now 5"),
         ({"data_path": "scenes:25:32"}, "num_images was 26 and is now 25"),
@@ -548,6 +550,18 @@ def test_too_many_corrupt_images_stop_the_run(tmp_path: Path) -> None:
     images = image_folder(tmp_path / "images", count=12, broken=6)
     with pytest.raises(TooManyCorruptError, match=r"6 of 12 images .* more than the 5 that --max_corrupt 0.1"):
         run(tmp_path / "run", data_path=images, epochs=1, warmup_epochs=0, max_corrupt=0.1)
+
+
+def test_images_in_damaged_shards_count_as_corrupt(tmp_path: Path) -> None:
+    """The bug: --max_corrupt allowed its share twice, once in damaged shards and once among the images left."""
+    for number, broken in enumerate((2, 0, 0)):
+        folder = image_folder(tmp_path / f"{number}", count=6, broken=broken)
+        with tarfile.open(tmp_path / f"{number}.tar", "w") as tar:
+            for path in sorted(folder.iterdir()):
+                tar.add(path, arcname=path.name)
+    os.truncate(tmp_path / "2.tar", 3100)  # within its second image
+    with pytest.raises(TooManyCorruptError, match=r"8 of 18 images .* more than the 7 that --max_corrupt 0.4"):
+        run(tmp_path / "run", data_path=tmp_path / "{0..2}.tar", epochs=1, warmup_epochs=0, max_corrupt=0.4)
 
 
 @pytest.mark.slow

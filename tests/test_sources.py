@@ -1,6 +1,7 @@
 """sources: whatever holds images is found, indexed and read as the reference would, and bad input is named."""
 
 import io
+import json
 import logging
 import os
 import pickle
@@ -364,6 +365,18 @@ def test_a_list_may_have_labels(root: Path, text: str, labels: list[int], classe
     assert source.labels.tolist() == labels
     assert source.classes == classes
     assert_shows(source, 0, 1)
+
+
+@pytest.mark.parametrize("late", ["label", "split"])
+def test_lines_of_a_jsonl_table_have_the_keys_of_the_first(root: Path, late: str) -> None:
+    """The bug: a label or split that the first line lacks was ignored, and validation images were trained on."""
+    write(root / "a.png", 1)
+    lines = [{"path": "a.png", "size": 3}, {"path": "a.png"}, {"path": "a.png", late: "val"}]
+    (root / "table.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    with pytest.raises(ValueError, match=rf"line 3 has \['{late}'\], which the first line lacks; give all lines"):
+        open_source(str(root / "table.jsonl"))
+    (root / "table.jsonl").write_text("\n".join(map(json.dumps, [{**lines[0], late: None}, *lines[1:]])))
+    assert len(open_source(str(root / "table.jsonl"), split="val" if late == "split" else None)) in (1, 3)
 
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])

@@ -1,5 +1,6 @@
 """run_with_submitit.py without a cluster: its batch script, its checks, a job on this machine."""
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -89,11 +90,24 @@ def test_the_warning_comes_early_enough_in_a_short_job(capsys: pytest.CaptureFix
         ("--gres gpu:a100:8", "--gres gpu:a100:8: give gpu or gpu:TYPE"),
         ("--gres gpu --device cpu", "--gres gpu asks for GPUs, but --device is cpu"),
         ("--warmup_epochs 200", "--warmup_epochs 200 is longer than the run"),
+        ("--arch vit_smal", "unknown arch 'vit_smal'; choose one of"),
+        ("--sparo_group_size 3", "group_size=3 does not divide num_slots=64"),
+        ("--epochs 4 --warmup_teacher_temp_epochs 30", "warmup_teacher_temp_epochs=30 does not fit a run of 4 epochs"),
+        ("--module dino_sparo.clip.train --arch vit_smal", "unknown arch 'vit_smal'; choose one of"),
+        ("--module dino_sparo.oc_clip.train --bind_dim 0", "--bind_dim 0: give a positive number"),
     ],
 )
 def test_a_job_that_cannot_be_is_not_submitted(words: str, message: str) -> None:
     with pytest.raises(SystemExit, match=f"not submitted: {re.escape(message)}"):
         main(["--dry_run", *words.split()])
+
+
+@pytest.mark.parametrize("module", ["dino_sparo.clip.train", "dino_sparo.oc_clip.train"])
+def test_a_job_whose_packages_are_missing_is_not_submitted(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "open_clip" else find(name))
+    with pytest.raises(SystemExit, match=r"not submitted: captions need the package open_clip; .*dino_sparo\[clip\]"):
+        main(["--dry_run", "--module", module])
 
 
 def test_additional_options_may_hold_equal_signs() -> None:

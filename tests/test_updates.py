@@ -120,6 +120,18 @@ def test_fp16_gradients_are_seen_without_their_scale() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_a_first_step_that_overflows_leaves_nothing_in_the_optimizer(name: str) -> None:
+    """The bug: SGD kept the infinite gradient as its momentum, and the next good step destroyed the weights."""
+    steps = Fp16Steps(name)
+    before = steps.model.weight.clone()
+    steps.take(gradient=math.inf)
+    assert torch.equal(steps.model.weight, before)
+    steps.take()
+    assert not torch.equal(steps.model.weight, before)
+    assert all(value.isfinite().all() for value in steps.state.values())
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_fp16_skips_and_scales_as_torchs_own_scaler_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = Fp16Steps(name), Fp16Steps(name)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from dino_sparo.clip import options as clip_options
 from dino_sparo.clip.loss import create_loss, require_products
 from dino_sparo.clip.model import CLIP, create_clip
-from dino_sparo.clip.options import check_options, get_args_parser
+from dino_sparo.clip.options import get_args_parser
 from dino_sparo.clip.presets import RECIPES
 from dino_sparo.clip.start import require_trained
 from dino_sparo.clip.step import CLIPTraining
@@ -35,6 +35,18 @@ from dino_sparo.runtime.distributed import Distributed
 from dino_sparo.training import run
 
 __all__ = ["check_options", "get_args_parser", "train"]
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """What `CLIPObjective` checks, and that the model can be built, before a job waits in a queue.
+
+    Raises:
+        ValueError: names the option or the value and what would fit.
+        MissingPackageError: names the package and how to install it.
+    """
+    CLIPObjective.check_options(args)
+    with torch.device("meta"):  # takes no memory
+        build_model(args)
 
 
 def train(args: argparse.Namespace) -> None:

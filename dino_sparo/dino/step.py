@@ -47,13 +47,11 @@ class DINOTraining(CropTraining):
 
     @property
     def modules(self) -> dict[str, nn.Module]:
-        """Student, teacher, and the loss with its centre."""
-        return {"student": self.network, "teacher": self.teacher, "dino_loss": self.loss}
+        """Student, teacher, and the loss with its centre.
 
-    def train(self) -> None:
-        """Put the networks into training mode, the teacher too: batch norm in its head uses the batch's statistics."""
-        self.student.train()
-        self.teacher.train()
+        In training the teacher is in training mode too: batch norm in its head uses the batch's statistics.
+        """
+        return {"student": self.network, "teacher": self.teacher, "dino_loss": self.loss}
 
     def trial_loss(self, batch: Batch) -> Tensor:
         """Forward passes and loss, as in `train_step`."""

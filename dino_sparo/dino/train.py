@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from dino_sparo.data import Batch
+from dino_sparo.dino import options
 from dino_sparo.dino.head import DINOHead, DINONetwork
 from dino_sparo.dino.loss import NUM_TEACHER_CROPS, DINOLoss, diagnose_collapse
-from dino_sparo.dino.options import REFERENCE_BATCH, check_options, defaults_of
+from dino_sparo.dino.options import REFERENCE_BATCH, defaults_of
 from dino_sparo.dino.step import DINOTraining, train_step
 from dino_sparo.encoder import EncoderConfig, encoder_from_config
 from dino_sparo.evaluation.attention import crops_grid, slots_grid
@@ -37,6 +38,18 @@ logger = logging.getLogger(__name__)
 DIAGNOSE_EVERY = 10  # steps of an epoch between two looks at the teacher's entropies
 
 
+def check_options(args: argparse.Namespace) -> None:
+    """What `DINOObjective` checks, and that networks and loss can be built, before a job waits in a queue.
+
+    Raises:
+        ValueError: names the option or the value and what would fit.
+    """
+    DINOObjective.check_options(args)
+    with torch.device("meta"):  # takes no memory
+        build_network(args, args.drop_path_rate)
+        build_loss(args)
+
+
 def train(args: argparse.Namespace) -> None:
     """Train DINO with these options, or go on from the last checkpoint; see `training.run.train` for what is raised."""
     run.train(args, DINOObjective)
@@ -45,12 +58,12 @@ def train(args: argparse.Namespace) -> None:
 class DINOObjective(CropObjective):
     """DINO: a student learns to predict the teacher's prototypes from other crops."""
 
-    fixed_options = ("optimizer", "norm_last_layer", "use_bn_in_head")
+    fixed_options = ("optimizer", "norm_last_layer", "use_bn_in_head", "out_dim", "head_hidden_dim")
     training: DINOTraining
-    check_options, defaults_of = staticmethod(check_options), staticmethod(defaults_of)
+    check_options, defaults_of = staticmethod(options.check_options), staticmethod(defaults_of)
 
     def build_training(self, args: argparse.Namespace, process: Distributed, steps_per_epoch: int) -> DINOTraining:
-        """See `build_training` below."""
+        """Student, teacher, loss, optimizer and schedules from the options."""
         return build_training(args, process, steps_per_epoch)
 
     def start_from(self) -> None:
@@ -110,15 +123,7 @@ def build_training(args: argparse.Namespace, process: Distributed, steps_per_epo
         logger.warning("batch norm is synchronised on GPUs only: here every process normalises by its own images")
     elif args.use_bn_in_head and world_size() > 1:
         student, teacher = (nn.SyncBatchNorm.convert_sync_batchnorm(network) for network in (student, teacher))
-    loss = DINOLoss(
-        args.out_dim,
-        args.local_crops_number + NUM_TEACHER_CROPS,
-        args.warmup_teacher_temp,
-        args.teacher_temp,
-        args.warmup_teacher_temp_epochs,
-        args.epochs,
-        chunk_size=args.loss_chunk,
-    ).to(process.device)
+    loss = build_loss(args).to(process.device)
     num_parameters = sum(parameter.numel() for parameter in student.parameters())
     summary = student.encoder.summary
     logger.info("%s, %.1f M parameters with the head, %s on %s", summary, num_parameters / 1e6, updater.dtype, process)
@@ -177,3 +182,16 @@ def build_network(args: argparse.Namespace, drop_path_rate: float) -> DINONetwor
         encoder.encoding_dim, args.out_dim, args.use_bn_in_head, args.norm_last_layer, hidden_dim=args.head_hidden_dim
     )
     return DINONetwork(encoder, head)
+
+
+def build_loss(args: argparse.Namespace) -> DINOLoss:
+    """The loss from the options, with a centre of zeros."""
+    return DINOLoss(
+        args.out_dim,
+        args.local_crops_number + NUM_TEACHER_CROPS,
+        args.warmup_teacher_temp,
+        args.teacher_temp,
+        args.warmup_teacher_temp_epochs,
+        args.epochs,
+        chunk_size=args.loss_chunk,
+    )

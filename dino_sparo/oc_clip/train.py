@@ -31,7 +31,7 @@ from dino_sparo.oc_clip.graph_files import CaptionGraphs, graph_of, graphs_in_sh
 from dino_sparo.oc_clip.graphs import LookupCounts, SceneGraph
 from dino_sparo.oc_clip.model import OCCLIP, create_oc_clip
 from dino_sparo.oc_clip.negatives import read_symmetric
-from dino_sparo.oc_clip.options import DEFAULT_GRAPHS, check_options, get_args_parser
+from dino_sparo.oc_clip.options import DEFAULT_GRAPHS, get_args_parser
 from dino_sparo.oc_clip.pairs import GraphPairBatch, GraphPairDataset, collate_graph_pairs
 from dino_sparo.oc_clip.presets import RECIPES
 from dino_sparo.oc_clip.scorer import GraphScorer
@@ -44,6 +44,18 @@ __all__ = ["check_options", "get_args_parser", "train"]
 logger = logging.getLogger(__name__)
 
 SLOW_START = 0.5  # a tower with a smaller share of the learning rate is meant to start from trained weights
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """What `OCCLIPObjective` checks, and that the model can be built, before a job waits in a queue.
+
+    Raises:
+        ValueError: names the option or the value and what would fit.
+        MissingPackageError: names the package and how to install it.
+    """
+    OCCLIPObjective.check_options(args)
+    with torch.device("meta"):  # takes no memory
+        build_model(args)
 
 
 def train(args: argparse.Namespace) -> None:

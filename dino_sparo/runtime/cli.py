@@ -125,8 +125,8 @@ def without_traceback(message: str) -> str:
     if "in DataLoader worker process" not in message.partition("\n")[0]:
         return message
     last = message.rpartition("Traceback (most recent call last):\n")[2]
-    found = re.search(r"^(?!\s)[\w.]+: ", last, re.MULTILINE)  # frames are indented, the error behind them is not
-    return last[found.end() :].strip() if found else message
+    match = re.search(r"^(?!\s)[\w.]+: ", last, re.MULTILINE)  # frames are indented, the error behind them is not
+    return last[match.end() :].strip() if match else message
 
 
 def end_workers() -> None:
@@ -167,6 +167,14 @@ def bool_flag(text: str) -> bool:
     if text.lower() not in values:
         raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
     return values[text.lower()]
+
+
+def positive_number(text: str) -> float:
+    """A number above 0."""
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
 
 
 def add_architecture_options(parser: argparse.ArgumentParser) -> None:
@@ -355,7 +363,7 @@ def add_device_options(parser: argparse.ArgumentParser, num_workers: int = 10) -
     )
     group.add_argument(
         "--dist_timeout_min",
-        type=float,
+        type=positive_number,
         default=10.0,
         help="Minutes that a process waits for another one, or for images, before the run ends. While one process "
         "works for all others, as when it saves, they wait six times as long.",
@@ -378,7 +386,12 @@ def add_foreign_weights_options(parser: argparse.ArgumentParser) -> None:
         help=f"Architecture, one of {', '.join(sorted(ARCHITECTURES))}; needed only if the shapes of foreign "
         "weights do not show it.",
     )
-    group.add_argument("--patch_size", type=int, default=None, help="Side of a patch in pixels; likewise.")
+    group.add_argument(
+        "--patch_size",
+        type=int,
+        default=None,
+        help="Side of a patch in pixels; weights show it, so it is only for --untrained without weights.",
+    )
     group.add_argument(
         "--quick_gelu",
         type=bool_flag,

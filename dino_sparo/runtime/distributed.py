@@ -433,14 +433,14 @@ def all_or_none(what: str, patient: bool = False) -> Iterator[None]:
         except Exception as raised:
             error = raised
         own = _message_of(error), isinstance(error, FaultError)
-        found = gather_patiently(own, what) if patient else all_gather_object(own)
-    failures = [(number, text) for number, (text, _) in enumerate(found) if text]
+        of_ranks = gather_patiently(own, what) if patient else all_gather_object(own)
+    failures = [(number, text) for number, (text, _) in enumerate(of_ranks) if text]
     if error is not None:
         raise error
     if failures:
         number, text = failures[0]
         # Else the other ranks would say that the user must mend something, and the job would not start again.
-        kind = FaultError if all(is_fault for text, is_fault in found if text) else PeerError
+        kind = FaultError if all(is_fault for text, is_fault in of_ranks if text) else PeerError
         raise kind(f"{what} failed on {len(failures)} of {world_size()} processes; rank {number}: {text}")
 
 

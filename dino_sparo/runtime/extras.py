@@ -10,6 +10,8 @@ import importlib.util
 INSTALL = {
     "open_clip": "pip install 'dino_sparo[clip]'",
     "entmax": "pip install 'dino_sparo[clip]'",
+    "onnx": "pip install 'dino_sparo[export]'",
+    "onnxscript": "pip install 'dino_sparo[export]'",
     "matplotlib": "pip install 'dino_sparo[plots]'",
     "clip_benchmark": "pip install clip-benchmark requests",
     "spacy": "pip install 'dino_sparo[parse]' && python -m spacy download en_core_web_sm",

@@ -204,7 +204,9 @@ def _open(
     if re.search(r"::|[*?\[{]", path):
         _refuse_split_of_shards(data_path, split)
         return open_shards(expand_shards(path), f"shards {data_path}", max_lost)
-    return _open_named_set(data_path, default_split if split is None and default_split != "train" else split, download)
+    if split is None and default_split != "train":  # None stays for training: stl10 then has its unlabelled images too
+        split = default_split
+    return _open_named_set(data_path, split, download)
 
 
 def _open_named_set(data_path: str, split: str | None, download: bool) -> tuple[ImageSource, str]:

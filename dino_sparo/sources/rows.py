@@ -199,10 +199,18 @@ class TableRows:
             ) from error
 
     def _json_rows(self, file: io.TextIOWrapper) -> Iterator[tuple[int, int, list[str]]]:
-        """The same of a file with one JSON object per line."""
+        """The same of a file with one JSON object per line; its columns are the keys of the first."""
+        header = set(self.header)
+        absent = [column for column, number in zip(self.columns, self.numbers, strict=True) if number is None]
         for line, text in enumerate(file, 1):
             if text.strip():
                 row = parse_object(text, f"table {self.path!r}: line {line}")
+                late = [] if row.keys() <= header else sorted(row.keys() - header)
+                if any(column.find(late) is not None for column in absent):
+                    raise ValueError(
+                        f"table {self.path!r}: line {line} has {late}, which the first line lacks; give all lines the "
+                        "same keys, null where there is no value"
+                    )
                 yield line, line, [self._plain(line, name, row.get(name)) for name in self.header]
 
     def _plain(self, line: int, name: str, value: Any) -> str:

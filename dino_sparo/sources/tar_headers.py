@@ -69,6 +69,11 @@ def tar_members(shard: str, position: int = 0) -> Iterator[Member]:
             header = os.pread(descriptor, BLOCK_BYTES, position)
             # The end is marked by zeros, or by nothing.
             if not header[:1].strip(b"\0") and header.count(0) == len(header) and (position or _is_empty(total)):
+                if long_name or pax:
+                    raise DamagedShardError(
+                        f"tar shard {shard!r} is truncated behind the extended header at byte {first:,}; fetch or "
+                        "write it anew"
+                    )
                 _check_end(descriptor, shard, position, total)
                 if links:
                     _logger.warning(

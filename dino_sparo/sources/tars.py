@@ -43,15 +43,22 @@ class TarSource:
         index: records with `start`, `block` and `size` of every image.
         classes: as in `ImageSource`.
         labels: as in `ImageSource`.
+        num_left_out: images in damaged shards, about.
 
     Attributes:
         limits: larger images are refused; `open_source` sets it.
     """
 
     def __init__(
-        self, name: str, index: ShardIndex, classes: list[str] | None = None, labels: np.ndarray | None = None
+        self,
+        name: str,
+        index: ShardIndex,
+        classes: list[str] | None = None,
+        labels: np.ndarray | None = None,
+        num_left_out: int = 0,
     ) -> None:
         self.name, self.index, self.classes, self.labels = name, index, classes, labels
+        self.num_left_out = num_left_out
         self.limits = DEFAULT_LIMITS
 
     @property
@@ -115,7 +122,7 @@ def open_shards(shards: list[str], name: str, max_lost: float = 0.0) -> tuple[Ta
             f"{name}: no images in {len(shards)} shard(s); looked for members ending in {IMAGE_EXTENSIONS}"
         )
     classes, labels = _labels(index, notes)
-    return TarSource(name, index, classes, labels), f"{len(shards)} shard(s) {how}"
+    return TarSource(name, index, classes, labels, sum(lost.values())), f"{len(shards)} shard(s) {how}"
 
 
 def lost_samples(shards: list[str], notes: list[Notes], counts: np.ndarray) -> dict[str, int]:

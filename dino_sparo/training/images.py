@@ -250,6 +250,7 @@ class CropObjective(Objective[Batch]):
     def __init__(self, args: argparse.Namespace, process: Distributed) -> None:
         self.args, self.data = args, open_crops(args, process)
         self.source, self.sampler, self.loader = self.data.source, self.data.sampler, self.data.loader
+        self.num_left_out = getattr(self.source, "num_left_out", 0)  # in damaged shards
         if args.knn_freq:
             require_labels(self.data.source)
         self.training = self.build_training(args, process, self.sampler.steps_per_epoch)

@@ -212,11 +212,11 @@ class TakenSteps:
                 more = len(files) - NUM_FILES_SHOWN
                 shown = ", ".join(files[:NUM_FILES_SHOWN]) + (f" and {more} more, all in the log" if more > 0 else "")
                 own = own[0], f"rank {rank()}: loss {report.loss.item()}, {noun}s {shown}"
-        found = list(filter(None, all_gather_object(own)))
-        reports = [words for _, words in found if words]
+        of_ranks = list(filter(None, all_gather_object(own)))
+        reports = [words for _, words in of_ranks if words]
         what = "loss is" if reports else "gradients are"
         raise NonFiniteLossError(
-            f"the {what} not finite {found[0][0]}; "
+            f"the {what} not finite {of_ranks[0][0]}; "
             f"{'; '.join(reports) or 'the loss was finite on every rank'}. The optimizer changed no weights from "
             f"this step on, and the last checkpoint stays. Try --precision fp32, a lower --lr or --clip_grad, or look "
             f"at the {noun}s named"

@@ -101,7 +101,10 @@ class SkippingSGD(torch.optim.SGD):
         """Update every parameter that has a gradient."""
         flag = getattr(self, "skip_where", None)
         moving = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        buffers = [buffer for p in moving if (buffer := self.state[p].get("momentum_buffer")) is not None]
+        for parameter in moving:  # zeros are what torch starts from; made now, so that a first step can be skipped too
+            if self.state[parameter].get("momentum_buffer") is None:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        buffers = [self.state[parameter]["momentum_buffer"] for parameter in moving]
         before = [] if flag is None else [tensor.clone() for tensor in (*moving, *buffers)]
         loss = super().step(closure)
         for tensor, old in zip((*moving, *buffers), before, strict=False):

@@ -216,9 +216,9 @@ def check_same_file(path: Path, step: int, checksum: int) -> None:
     Raises:
         FaultError: a machine has another file there, such as a disk of its own, or the file server an old one in store.
     """
-    found = all_gather_object((step, checksum))
-    if len(set(found)) > 1:
-        steps = ", ".join(str(each) for each, _ in found)
+    of_ranks = all_gather_object((step, checksum))
+    if len(set(of_ranks)) > 1:
+        steps = ", ".join(str(each) for each, _ in of_ranks)
         raise FaultError(
             f"the ranks have read different files as {path}, of steps {steps}: --output_dir must be one folder for all "
             "machines. If it is, starting again helps"
