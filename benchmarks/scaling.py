@@ -246,7 +246,10 @@ def get_args_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> Section:
     """Parse the options, measure, print."""
-    return run(measure, get_args_parser(), argv)
+    parser = get_args_parser()
+    if odd := [ranks for ranks in parser.parse_args(argv).ranks if GLOBAL_IMAGES % ranks]:
+        parser.error(f"--ranks {odd[0]} does not divide the batch of {GLOBAL_IMAGES} images")
+    return run(measure, parser, argv)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def start(number: int, count: int, folder: str, timeout_min: float) -> tuple[int
     init_distributed("cpu", f"file://{folder}/rendezvous", timeout_min)
     barrier()
     before, begin = own_memory(), time.perf_counter()
-    index = partial(index_pairs, folder, None, None, None)
+    index = partial(index_pairs, folder, None, "train", None, None)
     source = open_together(partial(open_pairs, folder), index, f"opening {folder}")
     report = number, time.perf_counter() - begin, len(source), (own_memory() - before) / len(source)
     barrier()

@@ -110,7 +110,7 @@ def origin(name: str, results: Path) -> str:
     runs = choosing + reported_runs(name, results)
     made = [result for run in runs if (result := run.result(results)) is not None]
     seconds = [result["training_processor_s"] for result in made if result["training_processor_s"] is not None]
-    hashes = {result["commit"] for result in made} | {result.get("scores_added_with") for result in made}
+    hashes = {hash for result in made for hash in (result["commit"], *result.get("scores_added_with", []))}
     commits = ", ".join(sorted(str(commit)[:7] for commit in hashes if commit is not None))
     versions = ", ".join(sorted({result["torch"] for result in made}))
     diverged = [f"{result['run']} ({result['diverged'].partition(';')[0]})" for result in made if "diverged" in result]
@@ -218,7 +218,7 @@ def summary_table(found: Results) -> str:
     return markdown(["", "seeds", *_titles(columns), *sizes], rows)
 
 
-def _differences(one: Mapping[int, float], other: Mapping[int, float]) -> list[float]:
+def differences(one: Mapping[int, float], other: Mapping[int, float]) -> list[float]:
     """Seed by seed, of the seeds that both have."""
     return [value - other[seed] for seed, value in one.items() if seed in other]
 
@@ -232,7 +232,7 @@ def difference_table(found: Results, pairs: Sequence[tuple[str, str]]) -> str:
     """
     columns, rows = _columns(found), []
     for one, other in pairs:
-        cells = [_differences(_values(found[one], column), _values(found[other], column)) for column in columns]
+        cells = [differences(_values(found[one], column), _values(found[other], column)) for column in columns]
         if any(cells):
             rows.append([f"{one} - {other}", *(t_interval(cell) if cell else "" for cell in cells)])
     return markdown(["difference [95 % interval]", *_titles(columns)], rows) if rows else ""
@@ -248,7 +248,7 @@ def gain_table(found: Results) -> str:
     rows = []
     for variant, by_seed in found.items():
         states = ((_values(by_seed, (state, score)) for state in ("trained", "untrained")) for score in scores)
-        cells = [_differences(*pair) for pair in states]
+        cells = [differences(*pair) for pair in states]
         if any(cells):
             rows.append([variant, *(t_interval(cell) if cell else "" for cell in cells)])
     return markdown(["trained - untrained [95 % interval]", *scores], rows) if rows else ""
@@ -269,7 +269,7 @@ def gain_difference_table(found: Results, pairs: Sequence[tuple[str, str]]) -> s
 
     rows = []
     for one, other in pairs:
-        cells = [_differences(gains(one, score), gains(other, score)) for score in scores]
+        cells = [differences(gains(one, score), gains(other, score)) for score in scores]
         if any(cells):
             rows.append([f"{one} - {other}", *(t_interval(cell) if cell else "" for cell in cells)])
     return markdown(["difference of what training adds [95 % interval]", *scores], rows) if rows else ""

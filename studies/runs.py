@@ -72,12 +72,15 @@ class Run:
             is_whole = False
         if not is_whole:
             raise ValueError(f"{path} is damaged, or its run was cut off; delete it and start the study again")
-        changed = differences(result["options"], self.options, "then", "now")
-        if changed:
+        self.require_recipe(result, path)
+        return result
+
+    def require_recipe(self, result: Mapping[str, Any], path: Path) -> None:
+        """Refuse a result of other options than this run's; raises ValueError."""
+        if changed := differences(result["options"], self.options, "then", "now"):
             raise ValueError(
                 f"{path} was made with another recipe ({'; '.join(changed)}); delete it, or give another --results"
             )
-        return result
 
 
 def choosing_runs(name: str) -> list[Run]:
@@ -169,7 +172,8 @@ def add_scores(name: str, data_path: str | None, output_dir: Path, results: Path
         trained = Trained(folder / one.name, one.variant, one.seed, evaluated)
         scores = study.evaluate(trained, run, result["scores"])
         if scores != result["scores"]:
-            added = {**result, "scores": scores, "scores_added_with": git_hash()}
+            earlier = result.get("scores_added_with", [])
+            added = {**result, "scores": scores, "scores_added_with": [*earlier, git_hash()]}
             write_json(added, results / name / f"{one.name}.json")
 
 

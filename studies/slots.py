@@ -8,7 +8,7 @@
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from dino_sparo.runtime.cli import HelpFormatter, say
 from dino_sparo.runtime.demos import RunCommand, option_words
 from dino_sparo.runtime.records import write_json
 from studies.plans import EQUAL_RATE, STUDIES
-from studies.report import markdown, mean_and_deviation, t_interval
+from studies.report import differences, markdown, mean_and_deviation, t_interval
 from studies.runs import RESULTS, Run, is_finished, reported_rows
 
 STUDY = "scenes"
@@ -97,11 +97,18 @@ def measure_missing(output_dir: Path, results: Path, command: RunCommand) -> Non
 
 
 def measured(results: Path) -> Found:
-    """The results that are there."""
+    """The results that are there.
+
+    Raises:
+        ValueError: one was measured on a run of another recipe.
+    """
     found: Found = {row: {} for row in WITH_MAPS}
     for row, runs in runs_with_maps(results).items():
-        paths = {run.seed: results / STUDY / "slots" / f"{run.name}.json" for run in runs}
-        found[row] = {seed: json.loads(path.read_text()) for seed, path in paths.items() if path.exists()}
+        for run in runs:
+            path = results / STUDY / "slots" / f"{run.name}.json"
+            if path.exists():
+                found[row][run.seed] = json.loads(path.read_text())
+                run.require_recipe(found[row][run.seed], path)
     return found
 
 
@@ -137,20 +144,19 @@ def objects_differences(found: Found) -> str:
     rows = []
     for variant, by_seed in found.items():
         for row in COMPARED:
-            cells = [_paired(by_seed, "model", by_seed, row, measure) for measure in MEASURES]
-            rows.append([f"{variant}, trained - {ROW_NAMES[row]}", *map(t_interval, cells)])
+            cells = [_interval(by_seed, "model", by_seed, row, measure) for measure in MEASURES]
+            rows.append([f"{variant}, trained - {ROW_NAMES[row]}", *cells])
     compared = ("cls", "model", "trained"), (EQUAL_RATE, "model", "trained"), ("cls", "untrained", "untrained")
     for other, row, name in compared:
-        cells = [_paired(found["sparo"], row, found[other], row, measure) for measure in MEASURES]
-        rows.append([f"sparo - {other}, {name}", *map(t_interval, cells)])
+        cells = [_interval(found["sparo"], row, found[other], row, measure) for measure in MEASURES]
+        rows.append([f"sparo - {other}, {name}", *cells])
     return markdown(["difference [95 % interval]", *MEASURE_NAMES.values()], rows)
 
 
-def _paired(
-    one: Mapping[int, Any], row: str, other: Mapping[int, Any], other_row: str, measure: str
-) -> Sequence[float]:
-    values, others = _objects(one, row, measure), _objects(other, other_row, measure)
-    return [value - others[seed] for seed, value in values.items() if seed in others]
+def _interval(one: Mapping[int, Any], row: str, other: Mapping[int, Any], other_row: str, measure: str) -> str:
+    """Of the differences between two rows; empty if they have no seed in common."""
+    paired = differences(_objects(one, row, measure), _objects(other, other_row, measure))
+    return t_interval(paired) if paired else ""
 
 
 def kept_table(found: Found) -> str:

@@ -32,6 +32,7 @@ from dino_sparo.evaluation.attention import (
     slots_grid,
     to_pixels,
 )
+from dino_sparo.evaluation.protocol import compared_encoder
 from dino_sparo.evaluation.views import choose_view, open_images, view_pixels, view_tensor
 from dino_sparo.runtime.extras import MissingPackageError
 
@@ -382,6 +383,17 @@ def test_two_encoders_are_drawn_side_by_side(
     written = run(capsys, *options, "--output_dir", tmp_path, "--image_size", 20, 35)
     assert str(tmp_path / "compare.png") in written
     assert width_of(tmp_path / "compare.png") > 500
+
+
+def test_options_of_foreign_weights_are_for_both_encoders_if_both_are_foreign(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """The bug: beside itself the same file was another network, without its activation."""
+    torch.save(small_encoder("cls").state_dict(), tmp_path / "raw.pth")
+    words = ["--pretrained_weights", str(tmp_path / "raw.pth"), "--quick_gelu", "true"]
+    args = visualize_attention.get_args_parser().parse_args(words)
+    assert compared_encoder(str(tmp_path / "raw.pth"), args).encoder.config.quick_gelu
+    assert not compared_encoder(str(checkpoints["cls"]), args).encoder.config.quick_gelu
 
 
 def test_two_runs_of_one_command_write_the_same(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from torch.utils.data import default_convert
 
@@ -17,10 +18,13 @@ from test_clip_train import checkpoint_of, run
 
 from dino_sparo.checkpoint import CheckpointError
 from dino_sparo.clip.options import check_options, get_args_parser
+from dino_sparo.clip.presets import RECIPES
 from dino_sparo.data import EpochSampler, create_loader
 from dino_sparo.image_text.pairs import streams as pair_streams
 from dino_sparo.image_text.pairs.batches import PairBatch, PairTransform
+from dino_sparo.image_text.pairs.run_data import stream_pairs
 from dino_sparo.image_text.pairs.streams import PairStream, StreamDataset
+from dino_sparo.runtime.distributed import Distributed
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # webdataset leaves its files to the collector
 
@@ -143,6 +147,17 @@ def test_a_run_trains_on_a_stream_and_goes_on_with_another(tmp_path: Path) -> No
         run(tmp_path / "run", **{**changes, "epoch_pairs": 18})
 
 
+@pytest.mark.parametrize(("option", "reason"), [("--max_image_mpix", "pixels"), ("--max_image_mb", "MB")])
+def test_images_of_a_stream_obey_the_limits(tmp_path: Path, option: str, reason: str) -> None:
+    """The bug: the options had no effect."""
+    words = f"--shards streamed --epoch_pairs 6 --num_workers 0 {option} 0.00001"
+    args = get_args_parser().parse_args(["--data_path", str(write_shard(tmp_path / "0.tar", 5)), *words.split()])
+    RECIPES.apply(args)
+    data = stream_pairs(args, Distributed(0, 1, 0, torch.device("cpu")), 3)
+    with pytest.raises(ValueError, match=rf"in a row of .* are no pairs, .*{reason}"):
+        next(iter(data.loader))
+
+
 def test_a_stream_of_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="is no tar shard, pattern of shards or folder"):
         stream(str(tmp_path))
@@ -158,6 +173,7 @@ def test_a_stream_of_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.Mon
         ("--epoch_pairs 9", "indexed takes none"),
         ("--shard_weights 1 2", "--shard_weights is for --shards streamed alone"),
         ("--shards streamed --epoch_pairs 0", "--epoch_pairs 0: give a positive number"),
+        ("--shards streamed --epoch_pairs 9 --caption_templates simple", "a stream has written captions alone"),
         ("--shards streamed --epoch_pairs 9 --zero_shot_freq 1", "give labelled images with --zero_shot_path"),
     ],
 )

@@ -30,9 +30,10 @@ from dino_sparo.data import CorruptImageError
 from dino_sparo.image_text.choices import COMPOSITIONAL
 from dino_sparo.image_text.evaluation.compositional import aro, vl_checklist, whatsup
 from dino_sparo.image_text.evaluation.compositional.asking import ask, chunks, with_shuffled_images
-from dino_sparo.image_text.evaluation.compositional.benchmark import Outcome, one_per_question
+from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark, Outcome, one_per_question
+from dino_sparo.image_text.evaluation.compositional.command import evaluate as evaluate_all
 from dino_sparo.image_text.evaluation.compositional.command import labels_of
-from dino_sparo.image_text.evaluation.compositional.finding import find_benchmarks
+from dino_sparo.image_text.evaluation.compositional.finding import LocalBenchmark, find_benchmarks
 from dino_sparo.image_text.evaluation.compositional.metrics import bootstrap, summarize, wilson, worth
 from dino_sparo.image_text.evaluation.compositional.papers import PAPERS
 from dino_sparo.image_text.evaluation.compositional.registry import BENCHMARKS
@@ -410,6 +411,28 @@ def test_images_of_whatsup_are_exchanged_among_all_questions_as_a_split_is_the_a
     shuffled = with_shuffled_images(questions, 0, BENCHMARKS["whatsup-a"].blind_group)
     same = sum(f"_{question.split}_" in question.images[0] for question in shuffled)
     assert 25 < same < 75  # of 200, by chance a quarter
+
+
+def test_each_benchmark_has_its_own_marks_and_the_control_has_the_other_questions_images(tmp_path):
+    others = {"red": "green", "green": "blue", "blue": "red"}
+    for colour in others:
+        paint(tmp_path / f"{colour}.png", colour)
+    long = " and so on" * 40
+    easy = [Question("s", (str(tmp_path / f"{one}.png"),), (one + long, other)) for one, other in others.items()]
+    texts = [("a red cup", "a blue cup"), ("blue", "green" + long), ("a", "b")]  # right, wrong, a tie
+    hard = [question._replace(captions=text) for question, text in zip(easy, texts, strict=True)]
+    more = lambda _, worth: {"sum": sum(worth)}  # noqa: E731
+    counted = Benchmark("b", "B", (), lambda folder: [], (), "", tie_credit=0.5, more=more)
+    nothing = Counter[str]()
+    local = [
+        LocalBenchmark(counted, tmp_path, title, tmp_path, questions, nothing, nothing, [])
+        for title, questions in (("easy", easy), ("hard", hard))
+    ]
+    result, _ = evaluate_all(colour_encoder(), local, 100, seed=0, blind=True, num_failures=0)
+    first, second = (result["benchmarks"][title] for title in ("easy", "hard"))
+    assert (first["splits"]["s"]["accuracy"], first["splits"]["s"]["blind"]) == (100, 0)
+    assert [each["splits"]["s"]["num_truncated"] for each in (first, second)] == [3, 1]
+    assert (second["means"]["sum"]["accuracy"], second["means"]["sum"]["official"]) == (1, 1.5)
 
 
 def test_numbers_of_images_may_have_letters(tmp_path):

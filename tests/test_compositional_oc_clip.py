@@ -21,6 +21,7 @@ from dino_sparo.oc_clip.config import BindingConfig
 from dino_sparo.oc_clip.evaluated import scorer_of
 from dino_sparo.oc_clip.graphs import Relation, SceneGraph
 from dino_sparo.oc_clip.model import create_oc_clip, load_oc_clip
+from dino_sparo.oc_clip.parsers.templates import parse_caption
 from dino_sparo.oc_clip.scorer import GraphScorer
 
 
@@ -83,6 +84,20 @@ def test_marks_of_captions_without_a_graph_and_with_long_phrases(tmp_path):
     assert found.marks["alike"].tolist() == found.answers.text_tied.tolist() == [True, False, False, False]
     assert found.marks["one_entity"].tolist() == [False, True, False, False]
     assert found.marks["truncated"].tolist() == [False, False, True, True]
+    assert scorer.encode_texts(["long", "a", "long"]).num_truncated == 2, "captions, asked before or not"
+
+
+def test_a_caption_of_several_parts_is_looked_up_and_counted_once(tmp_path):
+    """The bug: counts depended on --chunk_images, and missing captions of later parts ended a run that had begun."""
+    scorers = []
+    for colour in ("red", "green", "blue"):
+        paint(tmp_path / f"{colour}.png", colour)
+    questions = [Question("s", (str(tmp_path / f"{c}.png"),), ("a cup", "a dog")) for c in ("red", "green", "blue")]
+    for chunk_images in (1, 100):
+        scorers.append(scorer_of(load_oc_clip(oc_checkpoint(tmp_path / "checkpoint.pth")), parse_caption))
+        ask(scorers[-1], questions, chunk_images)
+    assert scorers[0].graphs.counts == scorers[1].graphs.counts
+    assert scorers[0].graphs.counts.captions == 2
 
 
 def test_graphs_from_a_file_that_parse_made_of_the_written_captions(data, tmp_path):

@@ -293,6 +293,32 @@ def test_probes_of_as_many_images_of_other_pixels_are_not_continued(checkpoint):
     probe(checkpoint, "--evaluate", "--data_path", "scenes:24:32")  # saved probes may be tested on any images
 
 
+@pytest.mark.parametrize(("option", "value"), [("readout", "gap"), ("patch_size", 4)])
+def test_probes_of_another_untrained_encoder_are_not_continued(tmp_path, option, value):
+    """The bug: encodings of equal width went for the same encoder, whose accuracy was reported."""
+    words = ["--untrained", "--arch", "vit_micro", "--img_size", "16", "--data_path", "scenes:24:24", "--device", "cpu"]
+    words += ["--num_workers", "0", "--epochs", "1", "--lr", "0.1", "--fast", "--output_dir", str(tmp_path)]
+    args = eval_linear.get_args_parser().parse_args([*words, "--readout", "cls", "--patch_size", "8"])
+    linear_command.probe_checkpoint(args)
+    setattr(args, option, value)
+    with pytest.raises(ValueError, match=rf"holds probes of another run: encoder {option} '?\w+'? in the file"):
+        linear_command.probe_checkpoint(args)
+    shutdown()
+
+
+def test_unreadable_images_do_not_leave_too_few_for_a_step(checkpoint, tmp_path):
+    """The bug: a set no larger than a batch, with a torn image, ended the fast probe after encoding."""
+    for split in ("train", "val"):
+        for number in range(6):
+            path = tmp_path / "images" / split / str(number % 2) / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (24, 24), (number, 0, 0)).save(path)
+    path.write_bytes(b"")
+    (tmp_path / "images" / "train" / "0" / "0.png").write_bytes(b"")
+    counts = probe(checkpoint, "--epochs", 1, "--lr", 0.1, "--fast", "--data_path", tmp_path / "images")["images"]
+    assert (counts["num_train"], counts["num_corrupt_train"], counts["num_val"]) == (5, 1, 5)
+
+
 def test_saved_probes_are_tested_again_with_the_same_result(checkpoint):
     trained = probe(checkpoint, "--epochs", 2, "--lr", 0.1, 1, "--fast")
     assert trained["training"]["mode"].startswith("fast")

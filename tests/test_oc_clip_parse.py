@@ -101,6 +101,12 @@ def test_true_and_false_captions_of_benchmarks_are_found(tmp_path: Path, content
     assert [row.caption for row in open_rows(str(tmp_path / "c.json"), tmp_path)()] == ["a dog", "a cat"]
 
 
+def test_the_mark_at_the_start_of_a_text_file_is_no_part_of_its_first_caption(tmp_path: Path) -> None:
+    (tmp_path / "c.txt").write_text("a dog\n a cat \n", encoding="utf-8-sig")
+    rows = open_rows(str(tmp_path / "c.txt"), tmp_path)
+    assert list(rows()) == list(rows()) == [Row("a dog"), Row("a cat")]
+
+
 def test_lines_without_a_column_of_captions_are_searched_like_json(tmp_path: Path) -> None:
     (tmp_path / "examples.jsonl").write_text('{"id": 0, "caption_0": "a dog", "caption_1": "a cat"}\n')
     assert list(open_rows(str(tmp_path / "examples.jsonl"), tmp_path)()) == [Row("a dog"), Row("a cat")]

@@ -238,6 +238,14 @@ def test_the_image_tower_is_an_encoder_that_averages_what_the_losses_train(weigh
     torch.testing.assert_close(load_encoder(weights)(images), tower.backbone(images).mean(dim=1))
 
 
+def test_features_of_images_are_means_of_patches_of_length_one(weights: Path) -> None:
+    scorer, source = scorer_of(load_oc_clip(weights), GRAPHS.__getitem__), open_source("scenes:5:30")
+    with torch.no_grad():
+        patches = scorer.model.image.backbone(scorer.views(images_of(5)))[:, 1:]
+    means = patches.mean(dim=1)
+    torch.testing.assert_close(scorer.image_features(source).features, means / means.norm(dim=1, keepdim=True))
+
+
 def test_graphs_of_other_captions_end_an_evaluation(
     weights: Path, crepe: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

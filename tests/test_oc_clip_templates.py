@@ -208,10 +208,16 @@ def test_odd_captions_are_one_entity_or_none(caption: str) -> None:
     assert len(parsed(caption).entities) == 1
 
 
+@pytest.mark.parametrize("caption", ["him who is riding a horse", "it which is on a mat"])
+def test_a_clause_of_a_pronoun_is_a_clause_of_nothing(caption: str) -> None:
+    """The bug: the relation's subject was entity -1, which ended a training."""
+    assert len(parsed(caption).entities) == 1
+
+
 def test_no_order_of_words_makes_the_parser_fail() -> None:
     rng = random.Random(0)
     words = "a the dog cat red and , . on left of in front riding parked is which it each other with between sand"
-    vocabulary = f"{words} background to running there photo & while her right".split()
+    vocabulary = f"{words} background to running there photo & while her right who them".split()
     for _ in range(1000):
         caption = " ".join(rng.choices(vocabulary, k=rng.randint(1, 13)))
         graph = parsed(caption)

@@ -344,7 +344,7 @@ def test_scores_that_finished_runs_lack_are_added_where_their_checkpoints_are(
     changed = after.pop(first.name)
     assert changed is not None
     assert changed["scores"]["trained"]["new"] == 1.0
-    assert changed["scores_added_with"] == "fedcba9876"
+    assert changed["scores_added_with"] == ["fedcba9876"]
     assert after == {name: result for name, result in before.items() if name != first.name}
     assert "with commit 0123456, fedcba9 and torch" in report.report("scenes", results)
 

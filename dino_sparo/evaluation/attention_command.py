@@ -35,7 +35,7 @@ from dino_sparo.evaluation.features import disjoint_subsets
 from dino_sparo.evaluation.names import describe_model, file_names, run_names, short_name
 from dino_sparo.evaluation.page import require_matplotlib
 from dino_sparo.evaluation.pictures import MapSet, compare_page, grid_page, matrix_page, tile_picture
-from dino_sparo.evaluation.protocol import EvaluatedEncoder, encoder_of_options, result_folder, trained_encoder
+from dino_sparo.evaluation.protocol import EvaluatedEncoder, compared_encoder, encoder_of_options, result_folder
 from dino_sparo.evaluation.views import (
     SquareView,
     choose_view,
@@ -97,7 +97,7 @@ def visualize(args: argparse.Namespace) -> None:
     look = look_at(evaluated, runs[0], images, args.image_size, device)
     written = [*write_numbers(evaluated, look, folder), *draw(look, folder, args)]
     if args.compare:
-        compared = trained_encoder(args.compare, args.checkpoint_key)
+        compared = compared_encoder(args.compare, args)
         other = look_at(compared, runs[1], images, args.image_size, device)
         written.append(draw_comparison(look, other, folder, args.max_maps))
     if args.atlas:

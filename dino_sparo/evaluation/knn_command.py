@@ -45,12 +45,8 @@ def evaluate_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
     process = start_evaluation(args)
     folder = result_folder(args.output_dir or args.load_features, args.pretrained_weights)
     if args.load_features:
-        if args.slots:
-            raise ValueError(
-                f"--slots {args.slots} with --load_features: the features in {args.load_features} are of the slots "
-                f"with which they were written; leave out one of the two"
-            )
         train, val, record = load_features(Path(args.load_features))
+        check_beside_cache(args, record)
         check_same_weights(record.get("encoder", {}).get("sha256"), args.pretrained_weights, args.load_features)
         train, val = (part.share().to(storage_of_options(args, process.device)) for part in (train, val))
     else:
@@ -64,6 +60,30 @@ def evaluate_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
     name = result_name("knn", record.get("encoder", {}), layers if layers != KNN_BLOCKS else None)
     write_result(result, table(results), folder / f"{name}.json")
     return result
+
+
+def check_beside_cache(args: argparse.Namespace, record: Mapping[str, Any]) -> None:
+    """Refuse options of other features than those in a cache.
+
+    Args:
+        args: the options.
+        record: of the cache.
+
+    Raises:
+        ValueError: names the option.
+    """
+    made = {
+        "data_path": record.get("images", {}).get("data_path"),
+        "n_last_blocks": record.get("feature", {}).get("n_last_blocks"),
+        "untrained": record.get("encoder", {}).get("untrained"),
+    }
+    for name in ("slots", "dump_features", "img_size", *made):
+        value = getattr(args, name)
+        if value and value not in (KNN_BLOCKS if name == "n_last_blocks" else None, made.get(name)):
+            raise ValueError(
+                f"--{name} {value} with --load_features: the features in {args.load_features} are as they were "
+                f"written; leave out one of the two"
+            )
 
 
 def extract(args: argparse.Namespace, process: Distributed) -> tuple[Features, Features, dict]:

@@ -11,6 +11,7 @@ facebookresearch/dino.
 import argparse
 import logging
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ from dino_sparo.evaluation.protocol import (
     write_result,
 )
 from dino_sparo.evaluation.slot_choice import with_slots
-from dino_sparo.runtime.distributed import Distributed, all_or_none
+from dino_sparo.runtime.distributed import Distributed, all_or_none, world_size
 from dino_sparo.runtime.precision import PRECISIONS
 from dino_sparo.sources import fingerprint_of
 
@@ -150,6 +151,7 @@ class ProbeTask:
             "weights": evaluated.record["sha256"],
             "checkpoint_key": evaluated.record["checkpoint_key"],
             "encoder_seed": evaluated.record.get("seed"),
+            **{f"encoder {name}": value for name, value in asdict(self.encoder.config).items()},
             "n_last_blocks": args.n_last_blocks,
             "avgpool_patchtokens": args.avgpool_patchtokens,
             "img_size": side,
@@ -210,7 +212,9 @@ def training_batches(task: ProbeTask) -> tuple[Callable[[int], Batches], dict[st
             storage = storage_of_options(args, task.device)
             require_memory(len(task.train_source), task.feature_dim, storage, "--fast", remedy)
         train = task.features(task.train_source, gather=True)
-        batches = cached_batches(train, task.device, batch_size=task.batch_size, seed=args.seed)
+        # Unreadable images may leave fewer than a batch.
+        batch_size = max(min(task.batch_size, len(train.features) // world_size()), 1)
+        batches = cached_batches(train, task.device, batch_size=batch_size, seed=args.seed)
         return batches, {"num_train": len(train.features), "num_corrupt_train": train.num_corrupt}
     batches = live_batches(
         task.encoder,
@@ -281,6 +285,5 @@ def table(result: dict[str, Any]) -> str:
         lines.append(line + (f"  {row['max_top1']:>10.2f} ({row['max_top1_epoch'] + 1})" if has_peaks else ""))
     best = result["best"]
     lines.append(f"best: lr {best['lr']:g}, top-1 {best['top1']:.2f} % ({result['selection']})")
-    if "mode" in result["training"]:
-        lines.append(f"training: {result['training']['mode']}")
+    lines.append(f"training: {result['training']['mode']}")
     return "\n".join(lines)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from dino_sparo.checkpoint import encoder_of, load_checkpoint, network_name, normalization_of
+from dino_sparo.checkpoint import activation_of, encoder_of, load_checkpoint, network_name, normalization_of
 from dino_sparo.crops import EvalTransform
 from dino_sparo.data import (
     IMAGENET_MEAN,
@@ -113,6 +113,13 @@ def trained_encoder(
         **asdict(encoder.config),
     }
     return EvaluatedEncoder(encoder, *normalization_of(checkpoint), record)
+
+
+def compared_encoder(path: str, args: argparse.Namespace) -> EvaluatedEncoder:
+    """The encoder of another checkpoint; options of foreign weights are for it too, if it does not say of itself."""
+    is_foreign = path and activation_of(load_checkpoint(path)) is None
+    overrides = (args.arch, args.patch_size, args.quick_gelu) if is_foreign else ()
+    return trained_encoder(path, args.checkpoint_key, *overrides)
 
 
 def untrained_encoder(

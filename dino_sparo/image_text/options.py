@@ -255,6 +255,8 @@ def check_pair_options(
         )
     if args.shard_weights is not None and args.shards != "streamed":
         raise ValueError("--shard_weights is for --shards streamed alone")
+    if args.shards == "streamed" and args.caption_templates is not None:
+        raise ValueError("--caption_templates with --shards streamed: a stream has written captions alone")
     if args.shards == "streamed" and args.val_share:
         raise ValueError("--val_share with --shards streamed: a stream cannot be split; give --val_path")
     if args.shards == "streamed" and args.zero_shot_freq and not args.zero_shot_path:

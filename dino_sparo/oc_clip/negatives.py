@@ -18,14 +18,13 @@ class Negatives(NamedTuple):
 
     Attributes:
         swapped: subject and object exchanged.
-        shuffled: subject and object drawn among the entities.
-        kept: relations of `shuffled` that stayed as they are, since every other choice says something true.
+        shuffled: subject and object drawn among the entities; a relation stays as it is if every other choice says
+            something true.
         altered: relations that were to be altered; with 0 both graphs are the true one, and there is nothing to learn.
     """
 
     swapped: SceneGraph
     shuffled: SceneGraph
-    kept: int
     altered: int
 
 
@@ -56,17 +55,15 @@ def draw_negatives(
     altered = [number for number, relation in enumerate(graph.relations) if relation.predicate not in symmetric]
     if relations == "one" and altered:
         altered = [altered[_drawn(rng, len(altered))]]
-    swapped, shuffled, kept = list(graph.relations), list(graph.relations), 0
+    swapped, shuffled = list(graph.relations), list(graph.relations)
     for number in altered:
         relation = graph.relations[number]
         swapped[number] = Relation(relation.object, relation.predicate, relation.subject)
-        choices = shuffled_choices(graph, relation)
-        kept += not choices
-        if choices:
+        if choices := shuffled_choices(graph, relation):
             subject, other = choices[_drawn(rng, len(choices))]
             shuffled[number] = Relation(subject, relation.predicate, other)
     turned, drawn = SceneGraph(graph.entities, tuple(swapped)), SceneGraph(graph.entities, tuple(shuffled))
-    return Negatives(turned, drawn, kept, len(altered))
+    return Negatives(turned, drawn, len(altered))
 
 
 def read_symmetric(path: Path) -> frozenset[str]:

@@ -89,6 +89,7 @@ class GraphScorer(ImageRows):
     model_record: dict[str, Any] = field(default_factory=dict)
     embeddings: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
     truncated: set[str] = field(default_factory=set, repr=False)
+    lookups: dict[str, tuple[SceneGraph, LookupCounts]] = field(default_factory=dict, repr=False)
 
     @property
     def record(self) -> dict[str, Any]:
@@ -121,26 +122,30 @@ class GraphScorer(ImageRows):
         self.graphs.expect(captions)
 
     def encode_texts(self, captions: Sequence[str], desc: str = "captions") -> EncodedTexts:
-        """The graphs of captions.
+        """The graphs of captions; a caption that was asked before is neither looked up nor counted again.
 
         Raises:
             ValueError: there are no captions, one has no words, or too many have no graph.
         """
         if not captions:
             raise ValueError(f"{desc}: there are no captions to encode")
-        lookups = [self._lookup(number, caption, desc) for number, caption in enumerate(captions)]
-        counts = reduce(LookupCounts.plus, (own for _, own in lookups))
+        new: dict[str, tuple[SceneGraph, LookupCounts]] = {}
+        for number, caption in enumerate(captions):
+            if caption not in self.lookups and caption not in new:
+                new[caption] = self._lookup(number, caption, desc)
+        self.lookups.update(new)
+        lookups = [self.lookups[caption] for caption in captions]
+        counts = reduce(LookupCounts.plus, (own for _, own in new.values()), LookupCounts())
         self.graphs.counts = self.graphs.counts.plus(counts)
         if counts.whole_caption or counts.nodes or counts.relations:
             logger.warning("%s: %s", desc, counts)
         self.graphs.check()
         encoded = self._encoded([[canonical(graph)] for graph, _ in lookups])
-        is_cut = {graph: not self.truncated.isdisjoint(_phrases(graph)) for graph in encoded.payload.graphs}
         marks = {
-            "truncated": torch.tensor([is_cut[encoded.payload.graphs[row]] for row in encoded.payload.rows[:, 0]]),
+            "truncated": self._is_cut(encoded)[encoded.rows[:, 0]],
             "one_entity": torch.tensor([own.whole_caption > 0 for _, own in lookups]),
         }
-        return EncodedTexts(encoded.payload, encoded.num_truncated, encoded.payload.rows[:, 0], marks)
+        return EncodedTexts(encoded, int(marks["truncated"].sum()), encoded.rows[:, 0], marks)
 
     def _lookup(self, number: int, caption: str, desc: str) -> tuple[SceneGraph, LookupCounts]:
         try:
@@ -156,31 +161,33 @@ class GraphScorer(ImageRows):
         if "file" in self.graphs.record:
             logger.warning("classes are one entity each: the graphs of %s are not used", self.graphs.record["file"])
         none = SceneGraph(())
-        return self._encoded(
+        encoded = self._encoded(
             [[normalize(none, sentence)[0] for sentence in prompts(templates, name)] for name in names]
         )
+        return EncodedTexts(encoded, int(self._is_cut(encoded)[encoded.rows].sum()))
 
-    def _encoded(self, graphs: Sequence[Sequence[SceneGraph]]) -> EncodedTexts:
+    def _encoded(self, graphs: Sequence[Sequence[SceneGraph]]) -> GraphRows:
         numbers: dict[SceneGraph, int] = {}
         rows = [[numbers.setdefault(graph, len(numbers)) for graph in own] for own in graphs]
         different = tuple(numbers)
-        num_truncated = self._embed(different)
-        return EncodedTexts(GraphRows(different, torch.tensor(rows)), num_truncated)
+        self._embed(different)
+        return GraphRows(different, torch.tensor(rows))
 
-    def _embed(self, graphs: Sequence[SceneGraph]) -> int:
-        """Encode the phrases of graphs that are not encoded yet; returns how many were cut off."""
+    def _is_cut(self, encoded: GraphRows) -> Tensor:
+        """Which of the different graphs have a phrase that is longer than the context."""
+        return torch.tensor([not self.truncated.isdisjoint(_phrases(graph)) for graph in encoded.graphs])
+
+    def _embed(self, graphs: Sequence[SceneGraph]) -> None:
+        """Encode the phrases of graphs that are not encoded yet."""
         phrases = [phrase for phrase in batch_graphs(graphs).phrases if phrase not in self.embeddings]
-        num_truncated = 0
         with inference(self.module, self.device, self.dtype):
             for start in range(0, len(phrases), PHRASE_BATCH):
                 some = phrases[start : start + PHRASE_BATCH]
                 tokens = tokenize_phrases(some, self.model.config.text.context_length)
-                num_truncated += tokens.num_truncated
                 self.truncated.update(some[index] for index in tokens.truncated)
                 entities, relations = self.model.encode_phrases(tokens.ids.to(self.device))
                 pairs = zip(entities.float(), relations.float(), strict=True)
                 self.embeddings.update(zip(some, pairs, strict=True))
-        return num_truncated
 
     def _looked_up(self, graphs: Sequence[SceneGraph]) -> EncodedGraphs:
         batch = batch_graphs(graphs)

@@ -55,10 +55,7 @@ def read_image(
         # Opened anew each time: costs microseconds, and nothing has to survive fork or pickling.
         with open_regular(path) as file:
             length = os.fstat(file.fileno()).st_size if size is None else size
-            if length > limits.max_mb * 1e6:
-                raise CorruptImageError(
-                    location, f"has {length:,} bytes; at most {limits.max_mb:g} MB are read (--max_image_mb)"
-                )
+            refuse_large_file(length, location, limits)
             file.seek(offset)
             data = file.read(length)
     except OSError as error:
@@ -68,6 +65,14 @@ def read_image(
             raise
         raise CorruptImageError(location, str(error)) from error  # the path holds a null byte
     return decode_image(data, location, limits)
+
+
+def refuse_large_file(length: int, location: str, limits: ImageLimits) -> None:
+    """CorruptImageError if an image file of `length` bytes is larger than the limit."""
+    if length > limits.max_mb * 1e6:
+        raise CorruptImageError(
+            location, f"has {length:,} bytes; at most {limits.max_mb:g} MB are read (--max_image_mb)"
+        )
 
 
 def decode_image(data: bytes, location: str, limits: ImageLimits = DEFAULT_LIMITS) -> Image.Image:

@@ -97,7 +97,7 @@ def sweep_parser() -> argparse.ArgumentParser:
 
 
 def pictures_parser() -> argparse.ArgumentParser:
-    """The options of `pictures.py`, in data-flow order."""
+    """The options of `clip/pictures/draw.py`, in data-flow order."""
     parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
     group = add_picture_options(parser, "Checkpoint of CLIP training, of a model with slots.")
     group.add_argument("--max_pairs", type=int, default=400, help="Look at so many, evenly spread over the data.")

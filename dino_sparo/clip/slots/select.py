@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dino_sparo.clip.evaluated import clip_scorer
-from dino_sparo.clip.slots.plots import result_paths
 from dino_sparo.clip.slots.subsets import check_has_slots, whole_model
 from dino_sparo.data import ImageSource
 from dino_sparo.evaluation.features import Features, disjoint_subsets
@@ -33,7 +32,7 @@ from dino_sparo.evaluation.protocol import start_evaluation
 from dino_sparo.evaluation.slot_choice import SlotSelection
 from dino_sparo.image_text.classes import apply_classes, open_classes
 from dino_sparo.image_text.evaluation.dot_product import DotProductScorer
-from dino_sparo.image_text.evaluation.protocol import open_evaluation_images, report
+from dino_sparo.image_text.evaluation.protocol import open_evaluation_images, report, result_paths
 from dino_sparo.image_text.evaluation.zero_shot import count_hits
 from dino_sparo.image_text.prompts import open_templates
 from dino_sparo.runtime.collectives import all_reduce_sum

@@ -178,7 +178,7 @@ class MaskedImages(_ReducedModel):
     def __init__(self, model: CLIP, mask: SlotMask) -> None:
         super().__init__()
         check_fits(mask, model.config)
-        self.model, self.mask = model, mask
+        self.model = model
         self.register_buffer("weights", mask.per_dimension(model.config.embed_dim), persistent=False)
 
     @property

@@ -34,10 +34,10 @@ from dino_sparo.evaluation.page import require_matplotlib
 from dino_sparo.evaluation.protocol import (
     OTHER_SEED,
     EvaluatedEncoder,
+    compared_encoder,
     encoder_of_options,
     result_folder,
     result_name,
-    trained_encoder,
     untrained_encoder,
     write_result,
 )
@@ -81,7 +81,7 @@ def score_slots(args: argparse.Namespace) -> dict[str, Any] | None:
         raise ValueError(f"--num_images {args.num_images}: --match needs at least {MIN_MATCH_IMAGES}; {FEW_IMAGES}")
     device = select_device(args.device)
     evaluated = encoder_of_options(args)
-    other = trained_encoder(args.match, args.checkpoint_key) if args.match else None
+    other = compared_encoder(args.match, args) if args.match else None
     refuse_without_maps(evaluated)
     for compared in (evaluated, other) if other is not None else ():
         refuse_without_slots(compared)

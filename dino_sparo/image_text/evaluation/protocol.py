@@ -64,6 +64,18 @@ def file_record(path: Path) -> dict[str, str]:
     return {"path": str(path), "sha256": file_sha256(path)}
 
 
+def result_paths(args: argparse.Namespace, name: str) -> tuple[Path, Path]:
+    """Where the result goes, as `report` decides it, and where the plot beside it goes.
+
+    Raises:
+        ValueError: the result would be overwritten by the plot.
+    """
+    path = Path(args.output) if args.output else Path(args.pretrained_weights).parent / name
+    if path.suffix == ".png":
+        raise ValueError(f"output={args.output!r} names a picture; give the JSON file, the plot is put beside it")
+    return path, path.with_suffix(".png")
+
+
 def report(result: dict[str, Any], table: str, args: argparse.Namespace, name: str) -> dict[str, Any]:
     """Write the result and show the table, on rank 0.
 

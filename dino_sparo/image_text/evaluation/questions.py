@@ -7,7 +7,6 @@ for all benchmarks by the same rule. What a question holds, by benchmark:
     1       2         (0,)         SugarCrepe, ARO, VL-CheckList: a true and a false caption
     1       4 or 5    (0,)         What'sUp, the order of words in captions of COCO and Flickr
     2       2         (0, 1)       Winoground: each image has its caption
-    4       4         (0, 1, 2, 3) What'sUp's sets
 
 The rule: right means strictly greater. Equal scores count as wrong, and how often that happens is reported, so that a
 model which cannot tell gains nothing. A question without one of its images or captions is left out and counted.

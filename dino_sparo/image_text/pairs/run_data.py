@@ -113,6 +113,7 @@ def stream_pairs(args: argparse.Namespace, process: Distributed, micro_batch: in
             sampler,
             args.context_length,
             args.caption_key,
+            ImageLimits(args.max_image_mb, args.max_image_mpix),
         )
     loader = create_loader(
         StreamDataset(stream),
@@ -152,7 +153,7 @@ def _open_together(args: argparse.Namespace, path: str, split: str | None, defau
             negative_key=getattr(args, "negative_key", None),
             limits=ImageLimits(args.max_image_mb, args.max_image_mpix),
         ),
-        partial(index_pairs, path, split, args.caption_key, args.caption_templates),
+        partial(index_pairs, path, split, default_split, args.caption_key, args.caption_templates),
         f"opening {path}",
     )
 

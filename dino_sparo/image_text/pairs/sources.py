@@ -130,6 +130,7 @@ def _resolve_split(path: str, split: str | None, default_split: str) -> tuple[st
 def index_pairs(
     data_path: str,
     split: str | None,
+    default_split: str,
     caption_key: str | None,
     caption_templates: Sequence[str] | None,
     number: int,
@@ -138,8 +139,9 @@ def index_pairs(
     """Put a share of what `open_pairs` will look up into the cache: every `count`-th shard, if there are shards.
 
     Args:
-        data_path: as in `open_pairs`, like the next three.
+        data_path: as in `open_pairs`, like the next four.
         split: which of the splits.
+        default_split: which of them if `split` is None.
         caption_key: of the captions.
         caption_templates: of captions that are made from labels.
         number: this process among those that share the work, from 0.
@@ -147,7 +149,7 @@ def index_pairs(
     """
     kind = pairs_kind(caption_key) if caption_templates is None else IMAGES
     with contextlib.suppress(ValueError):  # who opens the shards says what is wrong with them
-        _, shards, _ = _resolve_split(os.path.expanduser(data_path), split, "train")
+        _, shards, _ = _resolve_split(os.path.expanduser(data_path), split, default_split)
         index_share(kind, shards, number, count)
 
 

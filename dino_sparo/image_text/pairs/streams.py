@@ -27,7 +27,8 @@ from dino_sparo.data import (
 )
 from dino_sparo.image_text.pairs.batches import LeftOut, PairBatch, PairItem, PairTransform, collate_pairs
 from dino_sparo.image_text.pairs.captions import captions_in_json
-from dino_sparo.sources import IMAGE_EXTENSIONS, decode_image
+from dino_sparo.sources import IMAGE_EXTENSIONS, ImageLimits, decode_image
+from dino_sparo.sources.decode import DEFAULT_LIMITS, refuse_large_file
 from dino_sparo.sources.tars import find_shards
 
 try:
@@ -53,6 +54,7 @@ class PairStream:
         sampler: says epoch, step and size of the batches; its own order of pairs is not used.
         context_length: N, tokens.
         caption_key: key of the `.json` members; None takes the `.txt` members.
+        limits: larger images are refused.
 
     Attributes:
         left_out: nothing: what is no pair is noticed when it comes.
@@ -69,6 +71,7 @@ class PairStream:
         sampler: EpochSampler,
         context_length: int,
         caption_key: str | None = None,
+        limits: ImageLimits = DEFAULT_LIMITS,
     ) -> None:
         if webdataset is None:
             raise ValueError("--shards streamed needs webdataset; pip install -e '.[clip]'")
@@ -82,7 +85,7 @@ class PairStream:
         self.probabilities = sizes / sizes.sum()
         self.name, self.left_out = f"stream {data_path}", LeftOut()
         self.transform, self.sampler = transform, sampler
-        self.context_length, self.caption_key = context_length, caption_key
+        self.context_length, self.caption_key, self.limits = context_length, caption_key, limits
 
     def __len__(self) -> int:
         """Micro-batches that are left in the epoch."""
@@ -131,7 +134,8 @@ class PairStream:
         captions = [caption for caption in texts if caption.strip()]
         if not captions:
             raise CorruptImageError(location, "the caption is missing or empty")
-        return decode_image(sample[kind], location), captions
+        refuse_large_file(len(sample[kind]), location, self.limits)
+        return decode_image(sample[kind], location, self.limits), captions
 
     def _pairs(self, rng: np.random.Generator) -> Iterator[tuple[int, Sample]]:
         """Numbered samples without end, of shards drawn at random."""

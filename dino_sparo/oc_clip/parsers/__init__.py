@@ -1,4 +1,4 @@
-"""Caption -> scene graph. A parser is `Callable[[str], SceneGraph]`; the graph is as found, not yet normalised.
+"""Caption -> scene graph, as found, not yet normalised. The first two are `Callable[[str], SceneGraph]`.
 
     templates.py      closed word lists, no weights: exact on our scenes and on the phrasing of benchmarks
     spacy_rules.py    noun chunks and dependency paths of spaCy

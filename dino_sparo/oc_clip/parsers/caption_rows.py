@@ -71,7 +71,7 @@ def open_rows(
     if not os.path.isfile(path) or (ending != ".json" and ending not in (".txt", *TABLE_ENDINGS)):
         return _open_pairs(data_path, output_folder, caption_key, image_folder, split)
     if ending == ".txt":
-        return lambda: (Row(line.decode("utf-8", "replace").strip()) for _, _, line in read_lines(path))
+        return lambda: (Row(line.decode("utf-8-sig", "replace").strip()) for _, _, line in read_lines(path))
     keys = CAPTION_KEYS if caption_key is None else frozenset((caption_key,))
     if ending == ".json":
         return _open_json(path, keys, folder if image_folder else None)

@@ -121,7 +121,7 @@ class _Clause:
             self.joined = True
         elif word in WHICH and self.noun:
             self.close_noun()
-            self.current = [len(self.phrases) - 1]
+            self.current = [len(self.phrases) - 1] if self.phrases else []
             self.last = ""
         elif length := self.relation_length(words, position):
             self.begin_relation(words[position : position + length], words[position + length : position + length + 2])
