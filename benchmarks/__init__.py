@@ -5,7 +5,7 @@
 
 `--reference` is a checkout of facebookresearch/dino; without it each script measures this project alone. Ours and the
 reference run in turns within one process, and what counts is the ratio within a round, so that a machine that is busy
-for a while slows both. Every script has `measure(args, reference) -> report.Section` and `main(argv)`.
+for a while slows both. All but start.py have `measure(args, reference) -> report.Section` and `main(argv)`.
 
     timing.py            variants in turns -> seconds, ratios, peak memory; what machine this is
     report.py            options, tables, equality checks and bars -> Markdown and JSON
@@ -19,5 +19,6 @@ for a while slows both. Every script has `measure(args, reference) -> report.Sec
     knn.py               k-NN classification
     linear.py            linear probes, and what comes before any evaluation: features of images
     scaling.py           several processes measured, many GPUs on paper
+    start.py             how long many processes take to open shards, and in how much memory
     gpu/                 all that needs a GPU, in parts: `make gpu`
 """

@@ -72,7 +72,7 @@ class Stepper:
     Attributes:
         step: takes one; returns the loss, on the device.
         parts: the same in parts: name -> what to call, in order.
-        parameters: of the student, then of the teacher.
+        networks: the student, then the teacher.
     """
 
     step: Callable[[], Tensor]

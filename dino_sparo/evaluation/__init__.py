@@ -19,7 +19,8 @@ tables and write files.
     page.py        words, pictures and panels -> one sheet; words are measured
     pictures.py    attention maps -> labelled figures of an image, of many images, of two models
     atlas.py       images -> for each slot those that light it up most, with its maps on them
-    atlas_html.py  slot atlas -> one HTML page that opens from disk
+    atlas_html.py  slot atlas -> one HTML page that opens from disk; html_page.py: what such pages share
+    plots.py       the look of plots
     objects/       maps and true masks -> how well maps find objects: a command of its own
 
 Letters are those of `dino_sparo`. Numbers of images, classes and probes are spelled out.

@@ -1,4 +1,4 @@
-"""Slot atlas -> one HTML page; stage 7 of the map, after `atlas.py`.
+"""Slot atlas -> one HTML page; after `atlas.py`.
 
 The slots can be sorted, and one of each group of slots shown alone.
 """

@@ -85,7 +85,7 @@ def knn_classify(
         test_labels: (test,).
         k: number of neighbours, or several numbers: they share one search. More than there are training images means
             all of them, with a warning.
-        temperature: T.
+        temperature: tau.
 
     Returns:
         `KNNResult(top1, top5)` in percent; for several numbers a dict from each of them to its result.
@@ -127,7 +127,7 @@ class Voters:
         features: (train, F), of any scale; may be empty where other processes have some.
         labels: (train,).
         ks: numbers of neighbours.
-        temperature: T.
+        temperature: tau.
         num_train: training images of all processes.
         device: where the processes talk to each other; None: this process has all images.
 
@@ -195,7 +195,7 @@ def _rank_classes(
         labels: (m, k), of the neighbours, nearest first.
         similarities: (m, k).
         ks: ascending, the last is k.
-        temperature: T.
+        temperature: tau.
     """
     num_counters = max(labels.shape[1], TOP)
     # Relative to the nearest, so that no temperature overflows; a common factor changes no ranking.

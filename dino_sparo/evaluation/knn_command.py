@@ -8,7 +8,6 @@ says; the reference's checkpoints and raw ViT weights are read too. Options as i
 """
 
 import argparse
-import logging
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -32,8 +31,6 @@ from dino_sparo.evaluation.protocol import (
 )
 from dino_sparo.evaluation.slot_choice import with_slots
 from dino_sparo.runtime.distributed import Distributed
-
-logger = logging.getLogger(__name__)
 
 
 def evaluate_checkpoint(args: argparse.Namespace) -> dict[str, Any]:

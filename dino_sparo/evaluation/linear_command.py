@@ -9,7 +9,6 @@ facebookresearch/dino.
 """
 
 import argparse
-import logging
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -47,8 +46,6 @@ from dino_sparo.evaluation.slot_choice import with_slots
 from dino_sparo.runtime.distributed import Distributed, all_or_none, world_size
 from dino_sparo.runtime.precision import PRECISIONS
 from dino_sparo.sources import fingerprint_of
-
-logger = logging.getLogger(__name__)
 
 SELECTION = "the best learning rate was chosen on the validation images themselves, so its accuracy is optimistic"
 PROBE_SCALE = (0.08, 1.0)  # share of the image's area in a training crop

@@ -9,7 +9,6 @@ takes as --slots) and slot_study.png. `slot_study.py` says how the slots are ran
 """
 
 import argparse
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +42,6 @@ from dino_sparo.evaluation.slot_study import (
 )
 from dino_sparo.runtime.collectives import all_reduce_sum
 from dino_sparo.runtime.distributed import Distributed, all_or_none, is_main, world_size
-
-logger = logging.getLogger(__name__)
 
 TABLE_SLOTS = 10  # best slots that the table names
 

@@ -11,7 +11,6 @@ and appendix 0.C.1.
 """
 
 import argparse
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,6 @@ from dino_sparo.image_text.evaluation.sugarcrepe import averages, describe_pairs
 from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot
 from dino_sparo.image_text.prompts import open_templates
 from dino_sparo.runtime.distributed import is_main
-
-logger = logging.getLogger(__name__)
 
 MAX_BARS = 256  # more parts are drawn as an area
 

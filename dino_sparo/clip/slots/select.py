@@ -11,7 +11,6 @@ test of the choice: their curve is optimistic. Source: SPARO, section 5.1 and ta
 """
 
 import argparse
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,8 +36,6 @@ from dino_sparo.image_text.evaluation.zero_shot import count_hits
 from dino_sparo.image_text.prompts import open_templates
 from dino_sparo.runtime.collectives import all_reduce_sum
 from dino_sparo.runtime.distributed import is_main, rank, world_size
-
-logger = logging.getLogger(__name__)
 
 IMAGE_CHUNK = 512  # images whose similarities to all classes exist at a time
 TABLE_SLOTS = 10  # best slots that the table names

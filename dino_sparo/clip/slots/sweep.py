@@ -10,7 +10,6 @@ Source: SPARO, section 5.4 and figure 3.
 """
 
 import argparse
-import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -30,8 +29,6 @@ from dino_sparo.image_text.evaluation.protocol import OpenModel, report, result_
 from dino_sparo.runtime.distributed import is_main
 from dino_sparo.runtime.logs import setup_logging
 from dino_sparo.sources.limits import parse_json
-
-logger = logging.getLogger(__name__)
 
 # Where results differ in one of these, their accuracies cannot be compared.
 PROTOCOL = ("images", "prompts", "similarity")

@@ -9,7 +9,6 @@
 """
 
 import argparse
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +48,6 @@ from dino_sparo.runtime.records import versions
 from dino_sparo.sources.limits import ImageLimits
 from dino_sparo.sources.packed import FileSource
 
-logger = logging.getLogger(__name__)
-
 # Of few images any two slots look alike: linear CKA of two images is 1, of ten it is 0.43 for noise.
 MIN_MATCH_IMAGES = 20
 FEW_IMAGES = "half of them match slots, half compare them. Give more, or leave --match out"
@@ -62,7 +59,7 @@ def score_slots(args: argparse.Namespace) -> dict[str, Any] | None:
     """Score what the options name, write the result and the plots, print the table.
 
     Returns:
-        The content of slot_score.json; None on processes other than the first.
+        What slot_score.json holds, without versions; None on processes other than the first.
 
     Raises:
         ValueError: options, weights or images that do not fit; the message says what would.

@@ -96,7 +96,8 @@ def read_ids(path: Path) -> Int[np.ndarray, "H W"]:
     except Exception as error:  # Pillow raises anything for damaged files
         raise CorruptImageError(str(path), f"is no PNG that can be read ({error})") from error
     reason = f"has {size:,} pixels" if mode in MASK_MODES else f"has colours ({mode})"
-    raise CorruptImageError(str(path), f"{reason}; a mask is a PNG with one number per pixel, no larger than images")
+    largest = f"{DEFAULT_LIMITS.max_mpix:g} million pixels"
+    raise CorruptImageError(str(path), f"{reason}; a mask is a PNG with one number per pixel, of at most {largest}")
 
 
 def open_objects(data_path: str, masks: str | None = None) -> ObjectSource:

@@ -18,7 +18,6 @@ bags-of-words, and what to do about it?"; dataset_zoo/perturbations.py and retri
 
 import argparse
 import json
-import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -33,8 +32,6 @@ from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.extras import INSTALL, MissingPackageError, require
 from dino_sparo.runtime.logs import progress, setup_logging
 from dino_sparo.runtime.records import versions, write_json
-
-logger = logging.getLogger(__name__)
 
 NOUNS, ADJECTIVES = ("NN", "NNS", "NNP", "NNPS"), ("JJ", "JJR", "JJS")  # the Penn Treebank's tags
 GROUP = 3  # words that are shuffled among themselves, or together
