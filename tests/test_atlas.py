@@ -19,6 +19,7 @@ from dino_sparo.checkpoint import encoder_description
 from dino_sparo.checkpoint_folder import save_checkpoint
 from dino_sparo.data import IMAGENET_MEAN, IMAGENET_STD, open_source
 from dino_sparo.encoder import Encoder, create_encoder
+from dino_sparo.evaluation import atlas as atlas_module
 from dino_sparo.evaluation.atlas import Atlas, AtlasImage, AtlasSlot, build_atlas, draw_atlas, score_images
 from dino_sparo.evaluation.atlas_html import write_html
 from dino_sparo.evaluation.attention import attention_maps
@@ -133,6 +134,23 @@ def test_near_duplicates_share_group_and_letter(atlas: Atlas) -> None:
     assert [slot.rank for slot in atlas.slots] == [0, 1, 2, 3]
     patches = [slot.patches for slot in atlas.slots]
     assert patches == sorted(patches)
+
+
+def test_patches_class_token_share_and_groups_are_of_all_images(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(atlas_module, "GROUPING_IMAGES", 2)
+    view = SquareView([24], PATCH, IMAGENET_MEAN, IMAGENET_STD)
+    encoder, source = colour_encoder(), open_source(str(photos))
+    found = build_atlas(encoder, source, view, images_per_slot=1)
+    readable = [index for index in range(len(source)) if "broken" not in source.location(index)]
+    maps = np.concatenate([attention_maps(encoder, view(source.read(index))[0][None]) for index in readable])
+    for slot in found.slots:
+        masses = maps[:, slot.number].reshape(9, 9).astype(float)
+        entropies = [-sum(p * math.log(p) for p in mass / mass.sum() if p > 0) for mass in masses]
+        assert slot.patches == pytest.approx(math.exp(sum(entropies) / 9), rel=1e-5)
+        assert slot.class_token_share == pytest.approx(1 - masses.sum() / 9, abs=1e-6)
+    assert len({slot.class_token_share for slot in found.slots}) > 1
+    groups = list(dict.fromkeys(slot.group for slot in found.slots))
+    assert groups == list(range(len(groups)))  # numbered by their most peaked member on all images, not on two
 
 
 def test_heads_have_an_atlas_and_the_average_has_none(photos: Path) -> None:

@@ -3,19 +3,22 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from torch.nn import functional as F
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms import functional as TF
 
 import eval_knn
 import eval_linear
 from dino_sparo.checkpoint import encoder_description
-from dino_sparo.crops import EvalTransform
+from dino_sparo.crops import EvalTransform, sample_box
 from dino_sparo.encoder import create_encoder
-from dino_sparo.evaluation import linear_command
+from dino_sparo.evaluation import features, linear_command
 from dino_sparo.evaluation.features import Features, require_memory
 from dino_sparo.evaluation.linear import (
     LinearProbe,
@@ -165,6 +168,18 @@ def test_validation_is_as_rare_as_asked_but_never_misses_the_end():
     assert run.table()[0]["top1"] == run.history[-1]["test"][0]["top1"]
 
 
+def test_the_highest_accuracy_on_the_way_is_told_with_its_epoch():
+    run = run_probes((0.1,))
+    run.history = [
+        {"epoch": epoch, "test": [{"top1": top1, "top5": 90.0, "loss": 0.5}]}
+        for epoch, top1 in enumerate((10.0, 30.0, 20.0))
+    ]
+    (row,) = run.table()
+    assert (row["top1"], row["max_top1"], row["max_top1_epoch"]) == (20, 30, 1)
+    shown = linear_command.table({"results": [row], "best": row, "selection": "", "training": {}})
+    assert "30.00 (2)" in shown  # people count epochs from 1
+
+
 def test_probes_of_another_run_are_not_continued(tmp_path):
     train(run_probes(RATES, path=tmp_path / "linear.pth"))
     with pytest.raises(ValueError, match=r"another run: epochs 3 in the file, 9 now\. Give the same options"):
@@ -217,13 +232,35 @@ def test_live_and_cached_batches_take_the_images_in_the_same_order():
     assert math.isfinite(train_one_epoch(probe, ProbeSGD(probe, [0.1]), live(0), 1.0)[0])  # no inference tensors
 
 
-def test_a_probes_view_is_a_pure_function_of_the_image_and_its_random_numbers():
+def test_a_probes_view_is_a_random_box_resized_flipped_and_normalised():
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (31, 43, 3), dtype=np.uint8))
-    augmentation = linear_command.ProbeAugmentation(16, (0.0,) * 3, (1.0,) * 3)
-    views = [augmentation(image, np.random.default_rng(seed))[0] for seed in (1, 1, 2)]
-    assert views[0].shape == (3, 16, 16)
-    assert torch.equal(views[0], views[1])
-    assert not torch.equal(views[0], views[2])
+    mean, std = (0.4, 0.5, 0.6), (0.1, 0.2, 0.3)
+    augmentation = linear_command.ProbeAugmentation(16, mean, std)
+    for seed in range(7):
+        rng = np.random.default_rng(seed)
+        box = sample_box(rng, 31, 43, (0.08, 1.0))
+        crop = TF.resized_crop(image, *box, [16, 16], InterpolationMode.BILINEAR)
+        crop = TF.hflip(crop) if rng.random() < 0.5 else crop
+        (view,) = augmentation(image, np.random.default_rng(seed))
+        torch.testing.assert_close(view, TF.normalize(TF.to_tensor(crop), mean, std))
+
+
+def test_the_seed_changes_the_crops_and_not_only_their_order():
+    def draws(seed: int) -> list[float]:
+        live = live_batches(
+            torch.nn.Identity(),
+            lambda views: views,
+            Scenes(12, image_size=24),
+            lambda image, rng: [torch.full((1, 1, 1), rng.random())],
+            CPU,
+            batch_size=4,
+            seed=seed,
+        )
+        return sorted(float(draw) for views, _ in live(0) for draw in views)
+
+    assert len(draws(3)) == 12
+    assert draws(3) == draws(3)
+    assert not set(draws(3)) & set(draws(4))
 
 
 def test_half_of_the_probes_views_are_mirrored(monkeypatch):
@@ -244,9 +281,10 @@ def test_half_of_the_probes_views_are_mirrored(monkeypatch):
 def checkpoint(tmp_path) -> Path:
     torch.manual_seed(0)
     encoder = create_encoder("vit_micro", 8, "sparo", num_slots=5, slot_dim=3, key_dim=2, img_size=16)
+    description = encoder_description(encoder.config, (0.4, 0.5, 0.6), (0.1, 0.2, 0.3))
     path = tmp_path / "run" / "checkpoint.pth"
     path.parent.mkdir()
-    torch.save({"teacher": encoder.state_dict(), "epoch": 7, "encoder": encoder_description(encoder.config)}, path)
+    torch.save({"teacher": encoder.state_dict(), "epoch": 7, "encoder": description}, path)
     return path
 
 
@@ -275,6 +313,15 @@ def test_the_result_file_tells_the_whole_protocol(checkpoint, capsys):
     assert "chosen on the validation images" in capsys.readouterr().out
     log = [json.loads(line) for line in (checkpoint.parent / "linear_log.txt").read_text().splitlines()]
     assert [line["epoch"] for line in log] == [0, 1]
+
+
+def test_training_sees_the_encoders_colours_and_the_precision_and_seed_asked_for(checkpoint, monkeypatch):
+    asked = mock.Mock(wraps=live_batches)
+    monkeypatch.setattr(linear_command, "live_batches", asked)
+    probe(checkpoint, "--epochs", 1, "--lr", 0.1, "--precision", "bf16", "--seed", 3)
+    augmentation, given = asked.call_args.args[3], asked.call_args.kwargs
+    assert (augmentation.img_size, augmentation.mean, augmentation.std) == (16, (0.4, 0.5, 0.6), (0.1, 0.2, 0.3))
+    assert (given["dtype"], given["seed"], given["batch_size"]) == (torch.bfloat16, 3, 8)
 
 
 def test_the_same_command_gives_the_same_file_afresh_and_when_finished(checkpoint, tmp_path):
@@ -385,3 +432,7 @@ def test_features_that_do_not_fit_into_a_gpu_are_refused_before_they_are_extract
     with pytest.raises(ValueError, match=r"--probe: 1281167 features of 3000 numbers take 20\.4 GB on each GPU"):
         require_memory(1_281_167, 3_000, gpu, "--probe", "", more_rows=420_000)
     require_memory(1_281_167, 5_600, torch.device("cpu"), "--fast", "")
+    # Of all images, of an eighth of them, and twice 16,384 that travel: 4 * (1,281,167 * 9 / 8 + 32,768) * 4,000 bytes.
+    monkeypatch.setattr(features, "world_size", lambda: 8)
+    with pytest.raises(ValueError, match=r"take 23\.6 GB on each GPU, of which 20\.0 GB are free"):
+        require_memory(1_281_167, 4_000, gpu, "--fast", "")

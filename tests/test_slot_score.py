@@ -329,6 +329,8 @@ def test_images_and_masks_are_cut_alike_and_controls_score_what_they_say(monkeyp
     maps = [(entry["jaccard"], entry["best_for"], entry["class"], entry["lift"]) for entry in described["maps"]]
     assert maps == [(0.5, 0.5, "left", 0.5), (0.5, 0.5, "right", 0.5)]
     assert described["found_by_no_map"] == 0
+    classes = [(entry["class"], entry["best_maps"], entry["lift"]) for entry in described["classes"]]
+    assert classes == [("left", [0, 1], [0.5, -0.5]), ("right", [1, 0], [-0.5, 0.5])]
 
 
 def test_an_object_that_no_map_touches_is_found_by_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,6 +348,11 @@ def test_rare_classes_are_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
     described = command.describe_maps(result, BOXES, seed=0)
     assert "selectivity" not in described
     assert "class" not in described["maps"][0]
+
+
+def test_redundancy_is_averaged_over_images_and_not_over_batches() -> None:
+    seen = survey.Survey(redundancy={"model": {"maps": [(0.5, 16), (1.0, 4)], "values": []}})
+    assert seen.mean_redundancy() == {"model": {"maps": pytest.approx(0.6)}}
 
 
 def test_objects_beside_the_central_square_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -448,7 +455,8 @@ def test_the_command_scores_slots_and_heads_beside_their_controls(
     assert ("values" in result["redundancy"]["model"]) == (readout == "sparo")
     assert sum(entry["num_objects"] for entry in result["classes"]) == result["data"]["num_objects"]
     out = capsys.readouterr().out
-    assert "maps of another image" in out
+    for row in ("maps of another image", "minus maps of another image"):
+        assert re.search(f"^{row} ", out, flags=re.MULTILINE)
     several = result["measures"]["model"]["fg_ari"]["num_images"]  # images with two objects
     assert 0 < several < 20
     assert re.search(rf"^images +20 +20 +{several} +20 +20$", out, flags=re.MULTILINE)
@@ -473,6 +481,14 @@ def test_the_share_of_the_mass_changes_the_jaccard_index_alone(tmp_path: Path, u
     words = ("--pretrained_weights", checkpoint(tmp_path, "sparo"), "--data_path", "scenes:60:32", "--num_images", 8)
     little, much = (score(*words, "--share", share)["measures"]["model"] for share in (0.2, 0.9))
     assert {measure for measure in little if little[measure] != much[measure]} == {"jaccard"}
+
+
+def test_the_side_of_the_view_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = mock.Mock(side_effect=ValueError("nothing is surveyed"))
+    monkeypatch.setattr(command, "survey_objects", asked)
+    with pytest.raises(SystemExit):
+        score("--pretrained_weights", checkpoint(tmp_path, "cls"), "--data_path", "scenes:20:32", "--image_size", 32)
+    assert asked.call_args.args[3].size == [32]
 
 
 def test_the_table_shows_half_of_an_interval() -> None:
@@ -516,8 +532,8 @@ def with_slots_in_order(evaluated: EvaluatedEncoder, order: list[int]) -> Evalua
     return other
 
 
-def matched(own: np.ndarray, other: EvaluatedEncoder, source: ObjectSource) -> dict:
-    options = argparse.Namespace(seed=0, image_size=None)
+def matched(own: np.ndarray, other: EvaluatedEncoder, source: ObjectSource, image_size: int | None = None) -> dict:
+    options = argparse.Namespace(seed=0, image_size=image_size)
     seen = survey.Survey(values=[own], indices=list(range(len(own))))
     return command.match_models(seen, other, source, options, torch.device("cpu"))
 
@@ -534,15 +550,18 @@ def test_slots_in_another_order_are_matched_to_themselves_and_controls_are_clear
     assert result["mean_of_all_pairs"] < 0.95
 
 
-def test_each_of_two_matched_encoders_sees_its_own_view(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("image_size", "side"), [(None, 64), (48, 48)])
+def test_each_of_two_matched_encoders_sees_its_own_view(
+    monkeypatch: pytest.MonkeyPatch, image_size: int | None, side: int
+) -> None:
     own = np.random.default_rng(0).normal(size=(32, 5, 7)).astype(np.float32)
     coarse = create_encoder("vit_micro", 4, num_slots=5, slot_dim=7, key_dim=3, img_size=32).eval()
     asked = mock.Mock(return_value=own)
     monkeypatch.setattr(command, "slot_values", asked)
-    matched(own, EvaluatedEncoder(coarse, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), {}), BOXES)
+    matched(own, EvaluatedEncoder(coarse, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), {}), BOXES, image_size)
     views = [call.args[3] for call in asked.call_args_list]
     assert [(view.size, view.patch_size, view.mean, view.std) for view in views] == [
-        ([64], 4, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+        ([side], 4, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
     ] * 2
 
 
@@ -554,6 +573,15 @@ def test_a_matching_of_noise_is_no_better_than_all_pairs(monkeypatch: pytest.Mon
     for name in ("matched", "untrained", "shuffled_images"):
         assert result[name]["mean"] < 2 * result["mean_of_all_pairs"], name
     assert (result["matching_images"], result["num_images"]) == (20, 20)
+
+
+def test_images_that_read_the_same_backwards_are_shuffled_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = np.random.default_rng(0).normal(size=(20, 13, 1)).astype(np.float32)
+    own = np.concatenate([half, half[::-1]])
+    monkeypatch.setattr(command, "slot_values", mock.Mock(return_value=own))
+    result = matched(own, small_encoder(0), BOXES)
+    assert result["matched"]["mean"] == pytest.approx(1)
+    assert result["shuffled_images"]["mean"] < 0.3
 
 
 def test_a_matching_of_few_images_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

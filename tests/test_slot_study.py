@@ -15,7 +15,10 @@ from dino_sparo import create_encoder
 from dino_sparo.checkpoint import encoder_description
 from dino_sparo.data import ShardSampler
 from dino_sparo.evaluation import slot_study_command
+from dino_sparo.evaluation.feature_cache import load_features
 from dino_sparo.evaluation.features import Features
+from dino_sparo.evaluation.linear import LinearProbe
+from dino_sparo.evaluation.linear_run import ProbeRun, cached_batches
 from dino_sparo.evaluation.options import slot_study_parser
 from dino_sparo.evaluation.protocol import encoder_of_options
 from dino_sparo.evaluation.slot_choice import KeptSlots, SlotSelection, parse_slots
@@ -29,10 +32,12 @@ from dino_sparo.evaluation.slot_study import (
     probe_slots,
     random_orders,
     rank_slots,
+    slot_columns,
     spread,
 )
-from dino_sparo.evaluation.slot_study_command import describe, kept_numbers
+from dino_sparo.evaluation.slot_study_command import describe, kept_numbers, table
 from dino_sparo.runtime.distributed import shutdown
+from dino_sparo.runtime.records import file_sha256
 
 SLOTS, SLOT_DIM = 5, 3
 ON_CPU = ("--device", "cpu", "--num_workers", 0, "--batch_size_per_gpu", 16)
@@ -143,6 +148,8 @@ def test_results_of_some_slots_stand_beside_those_of_all(checkpoint: Path, tmp_p
     assert json.loads((tmp_path / "knn_slots.json").read_text()) == result
     assert result["feature"]["dim"] == 2 * SLOT_DIM
     assert result["encoder"]["slots"] == {"kind": "selection", "slots": [1, 4]}
+    for part in load_features(tmp_path / "cache")[:2]:
+        torch.testing.assert_close(part.features.norm(dim=1), torch.ones(40))
     cached = command("knn", "--load_features", tmp_path / "cache", "--nb_knn", 3, *folder, *ON_CPU)
     assert cached == result
     with pytest.raises(SystemExit):
@@ -183,11 +190,12 @@ def test_the_studys_file_is_a_choice_of_slots(study: dict[str, Any], checkpoint:
     assert json.loads(path.read_text()) == study
     result = knn_of(checkpoint, path, "--output_dir", tmp_path)
     assert result["results"][0]["top1"] == study["top1_selected"]
-    assert result["encoder"]["slots"]["slots"] == study["slots"]
+    origin = {"path": str(path), "sha256": file_sha256(path)}
+    assert result["encoder"]["slots"] == {**origin, "kind": "selection", "slots": study["slots"]}
     assert matplotlib.image.imread(path.with_suffix(".png")).shape[2] >= 3
 
 
-def test_the_study_says_what_it_measured(study: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_study_says_what_it_measured(study: dict[str, Any]) -> None:
     assert [row["num_kept"] for row in study["curve"]] == [2, 5]
     assert [row["num_kept"] for row in study["probe"]["curve"]] == [2, 5]
     images = study["images"]
@@ -199,6 +207,12 @@ def test_the_study_says_what_it_measured(study: dict[str, Any], capsys: pytest.C
         assert 0 <= row["random"]["mean"] <= 100
     last = study["curve"][-1]
     assert last["random"]["draws"] == [last["top1_held_out"]] * 2  # all slots are all slots, in any order
+
+
+def test_the_table_shows_the_curve_on_held_out_images(study: dict[str, Any]) -> None:
+    curve = [{**row, "top1_held_out": 12.25, "top1_choosing": 87.5} for row in study["curve"]]
+    lines = [line.split()[:2] for line in table({**study, "curve": curve}).splitlines()]
+    assert ["2", "12.25"] in lines
 
 
 @pytest.mark.slow
@@ -321,6 +335,18 @@ def test_probes_are_not_trained_on_the_images_that_choose() -> None:
     of_both = [probe_slots(one, [PARITY], settings) for one in (images, spoilt)]
     assert of_both[0]["top1_held_out"] == of_both[1]["top1_held_out"]
     assert of_both[0]["top1_choosing"] != of_both[1]["top1_choosing"]
+
+
+def test_a_probe_of_few_images_is_that_of_the_linear_evaluation() -> None:
+    images, settings = images_of_known_slots(), ProbeSettings(epochs=3, learning_rates=(0.3,), seed=2)
+    few = replace(images, chooses=images.chooses | (torch.arange(400) >= 100))
+    slots = [NOTHING, PARITY]
+    train = slot_columns(few.train, slots, few.num_slots, ~few.chooses)
+    run = ProbeRun(LinearProbe(6, CLASSES, 1, seed=2), (0.3,), len(train.features), 3, {})
+    batches = cached_batches(train, few.device, batch_size=len(train.features), seed=2)
+    run.train(batches, slot_columns(few.val, slots, few.num_slots))
+    assert len(train.features) < 100
+    assert probe_slots(few, slots, settings)["top1_held_out"] == run.table()[0]["top1"]
 
 
 def test_the_curve_keeps_the_first_slots_of_each_order() -> None:

@@ -11,12 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from dino_sparo.checkpoint import load_encoder
 from dino_sparo.runtime.cli import MendableError
+from studies import __main__ as script
 from studies import plans, report, runs, scores
 from studies.plans import CHOICE_SEED, STUDIES
 from studies.runs import Run
@@ -207,6 +209,29 @@ def test_several_machines_share_a_study(tmp_path: Path, monkeypatch: pytest.Monk
     assert [(run.variant, run.seed) for run in asked] == [("cls", 3), ("gap", 3), ("sparo", 3)]
 
 
+@pytest.mark.parametrize(
+    ("words", "done", "given"),
+    [
+        (["--jobs", "2", "--seeds", "0", "3"], "make_runs", (2, [0, 3])),
+        (["--add_scores"], "add_scores", ()),
+        (["--report"], None, ()),
+    ],
+)
+def test_the_command_does_what_its_options_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], done: str | None, given: tuple[object, ...]
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    commands = {name: mock.Mock() for name in ("make_runs", "add_scores", "draw")}
+    for name, function in commands.items():
+        monkeypatch.setattr(script, name, function)
+    out, results = tmp_path / "out", tmp_path / "results"
+    folders = ["--data_path", "photos", "--output_dir", str(out), "--results", str(results)]
+    script.main(["cifar10", *folders, *words])
+    asked = {name: [call.args for call in function.call_args_list] for name, function in commands.items()}
+    expected = {name: [("cifar10", "photos", out, results, *given)] * (name == done) for name in commands}
+    assert asked == expected | {"draw": [("cifar10", results, out / "cifar10.png")]}
+
+
 def test_a_folder_with_a_run_of_another_recipe_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", lambda *args, **kwargs: None)
     one = Run("scenes", "cls", 0.004, 0)
@@ -225,6 +250,13 @@ def test_the_plot_is_drawn(tmp_path: Path) -> None:
     write_all(tmp_path, {"cls": 0.0, "gap": 1.0, "sparo": 2.0})
     report.draw("scenes", tmp_path, tmp_path / "scenes.png")
     assert (tmp_path / "scenes.png").stat().st_size > 10_000
+
+
+def test_untrained_encoders_are_drawn_hollow_and_trained_ones_filled() -> None:
+    axis, run = mock.Mock(), {"scores": {"untrained": {"20-NN": 50.0}, "trained": {"20-NN": 60.0}}}
+    report._draw_score(axis, {0: run}, "20-NN", "red", height=0)
+    marks = [call for call in axis.plot.call_args_list if "o" in call.args]
+    assert [(call.args[0], call.kwargs["markerfacecolor"]) for call in marks] == [([50.0], "none"), ([60.0], "red")]
 
 
 def test_a_study_of_photographs_asks_for_them(tmp_path: Path) -> None:
@@ -295,6 +327,37 @@ def test_a_clip_is_scored_on_held_out_scenes_and_captions_that_are_written_once(
     scores = plans.clip_scores(plans.Trained(tmp_path, "sparo", 0, evaluated), run)
     assert scores == {"trained": {"zero-shot shape": 37.0, "swapped objects": 51.0, "swapped attributes": 60.0}}
     assert asked == ["scene-pairs", "zero-shot", "sugarcrepe"]
+
+
+def test_every_column_is_measured_by_its_own_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scores, "with_random_slots", lambda trained, less=False: Path("shallow" if less else "random"))
+    asked: list[tuple[str, ...]] = []
+
+    def run(name: str, words: list[str]) -> dict:
+        path = Path(words[words.index("--pretrained_weights") + 1]).stem
+        blocks = words[words.index("--n_last_blocks") + 1] if "--n_last_blocks" in words else "default"
+        asked.append((name, path, "untrained" if "--untrained" in words else "trained", blocks))
+        row = {"top1": len(asked) - 1}
+        return {"results": [row]} if name == "knn" else {"best": row}
+
+    found = scores.dino_scores(plans.Trained(tmp_path, "cls", 0, "scenes"), run)
+    commands = {state: {column: asked[int(number)] for column, number in own.items()} for state, own in found.items()}
+    of_both = {
+        state: {
+            "20-NN": ("knn", "checkpoint", state, "default"),
+            "linear probe": ("linear", "checkpoint", state, "default"),
+            "linear probe, encoding alone": ("linear", "checkpoint", state, "1"),
+            "20-NN, 4 blocks": ("knn", "checkpoint", state, "4"),
+        }
+        for state in ("untrained", "trained")
+    }
+    random_slots = {
+        "20-NN, random slots": ("knn", "random", "trained", "default"),
+        "linear probe, random slots": ("linear", "random", "trained", "1"),
+        "20-NN, random slots, one block less": ("knn", "shallow", "trained", "default"),
+        "linear probe, random slots, one block less": ("linear", "shallow", "trained", "1"),
+    }
+    assert commands == of_both | {"trained": of_both["trained"] | random_slots}
 
 
 def test_known_scores_are_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

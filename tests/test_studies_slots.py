@@ -69,6 +69,8 @@ def test_the_chosen_encoders_with_maps_are_measured_once(results: Path) -> None:
     assert sorted(scored) == [f"{row}_seed{seed}" for row in rows for seed in range(3)]
     studied = [(options["--seed"], untrained) for name, options, untrained in asked if name == "slot-study"]
     assert sorted(studied) == [(str(seed), state) for seed in range(3) for state in (False, True)]
+    data = {(name, own["--data_path"], own.get("--maps"), own.get("--img_size")) for name, own, _ in asked}
+    assert data == {("slot-score", "scenes:2000:64", "4", None), ("slot-study", "scenes:4000:48", None, "32")}
     assert asked_of(results) == []
 
 
