@@ -176,7 +176,8 @@ def test_the_highest_accuracy_on_the_way_is_told_with_its_epoch():
     ]
     (row,) = run.table()
     assert (row["top1"], row["max_top1"], row["max_top1_epoch"]) == (20, 30, 1)
-    shown = linear_command.table({"results": [row], "best": row, "selection": "", "training": {}})
+    training = {"mode": "none: saved probes"}
+    shown = linear_command.table({"results": [row], "best": row, "selection": "", "training": training})
     assert "30.00 (2)" in shown  # people count epochs from 1
 
 
