@@ -222,6 +222,7 @@ STUDIES = {
         command="train-clip",
         variants={name: {"readout": name} for name in ("cls", "gap_image", "sparo")},
         baseline="cls",
+        differences=(("gap_image", "cls"), ("sparo", "cls"), ("sparo", "gap_image")),
         recipe=CLIP_RECIPE,
         seeds=range(3),
         learning_rates=(0.00075, 0.0015, 0.003),

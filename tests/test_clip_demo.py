@@ -32,6 +32,8 @@ def test_the_short_demo_ends_in_its_table(
     folder = Path(run["folder"])
     assert {"checkpoint.pth", "zero_shot.json", "sugarcrepe.json"} <= {path.name for path in folder.iterdir()}
     assert (folder / "pictures.png").is_file() == (readout == "sparo")
+    if readout == "sparo":
+        assert json.loads((folder / "pictures.json").read_text())["image_size"] == 96
     last = capsys.readouterr().out.splitlines()
     assert last[-1].split() == ["guessing", "10.0", "%", "50.0", "%", "50.0", "%"]
 

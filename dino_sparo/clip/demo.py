@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dino_sparo.clip.config import towers_of
-from dino_sparo.image_text.demos import draw_run, evaluation_data, scene_scores, score_table
+from dino_sparo.image_text.demos import IMAGE_SIZE, draw_run, evaluation_data, scene_scores, score_table
 from dino_sparo.image_text.scene_recipe import CLIP_READOUTS, OPTIMISATION, SCENE_TOWERS
 from dino_sparo.readout_table import readout_kind
 from dino_sparo.runtime.demos import RunCommand, finish_demo, option_words, start_demo, timed_run
@@ -83,6 +83,7 @@ def demo(args: argparse.Namespace, run: RunCommand) -> list[dict[str, Any]]:
     ]
     for done in runs:
         if readout_kind(towers_of(done["readout"]).image).has_slots:
-            draw_run("pictures", done, args.device, run)
+            # A training image has 4 x 4 patches, too few for a picture.
+            draw_run("pictures", done, args.device, run, image_size=2 * IMAGE_SIZE)
     finish_demo(args, runs, words, score_table(runs))
     return runs

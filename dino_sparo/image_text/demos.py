@@ -25,9 +25,10 @@ def evaluation_data(args: argparse.Namespace, run: RunCommand) -> tuple[str, Pat
     return f"scenes:{num_images}:{IMAGE_SIZE}", pairs, words
 
 
-def draw_run(command: str, done: Mapping[str, Any], device: str, run: RunCommand) -> None:
+def draw_run(command: str, done: Mapping[str, Any], device: str, run: RunCommand, **options: Any) -> None:
     """Draw a run's model by a command."""
-    run(command, option_words({"pretrained_weights": Path(done["folder"]) / "checkpoint.pth", "device": device}))
+    model = {"pretrained_weights": Path(done["folder"]) / "checkpoint.pth", "device": device}
+    run(command, option_words({**model, **options}))
 
 
 def write_pairs(folder: Path, num_pairs: int, run: RunCommand) -> Path:
