@@ -280,6 +280,7 @@ def test_a_worker_that_ends_during_a_save_does_not_stop_it(tmp_path: Path, monke
         raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Alarm clock.")
 
     def slow_save(*arguments: Any) -> None:
+        assert callable(signal.getsignal(signal.SIGCHLD))  # else Python prints of a signal that came just before
         subprocess.run(["true"], check=True)  # a child that ends
         save(*arguments)
 

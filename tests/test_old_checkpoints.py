@@ -76,7 +76,8 @@ def test_an_old_run_goes_on_as_it_would_have_then(
     with caplog.at_level(logging.INFO):
         command(*words)
     assert "1 epochs, 12 steps done" in caplog.text
-    assert [line.getMessage() for line in caplog.records if line.levelno >= logging.WARNING] == []
+    warnings = [line.getMessage() for line in caplog.records if line.levelno >= logging.WARNING]
+    assert [line for line in warnings if not line.endswith("if only by rounding")] == []  # of Python, torch
     epochs = [json.loads(line) for line in (tmp_path / "log.txt").read_text().splitlines()]
     found = {str(epoch["epoch"]): epoch["train_loss"] for epoch in epochs}
     assert found == pytest.approx(record["losses"], rel=TOLERANCE)

@@ -144,14 +144,18 @@ def end_workers() -> None:
 @contextlib.contextmanager
 def ends_unnoticed() -> Iterator[None]:
     """Processes that load images may end meanwhile: torch's handler would raise an error wherever this process is."""
-    if threading.current_thread() is not threading.main_thread():  # which alone runs handlers
+    handler = signal.getsignal(signal.SIGCHLD)
+    # The main thread alone runs handlers.
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
         yield
         return
-    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # SIG_DFL would not do: of a signal that came just before, Python prints "ignored due to race condition".
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.siginterrupt(signal.SIGCHLD, False)
     try:
         yield
     finally:
-        signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
+        signal.signal(signal.SIGCHLD, handler)
 
 
 def positive_int(text: str) -> int:
