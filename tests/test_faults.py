@@ -205,10 +205,15 @@ def test_a_data_worker_that_is_stopped_ends_all_ranks_after_the_timeout(tmp_path
     changes = {"num_workers": 1, "dist_timeout_min": HANG_MIN, "data_path": "scenes:1000:32"}
     with Ranks(tmp_path, options(tmp_path, **changes)) as ranks:
         ranks.wait_for_save(tmp_path)
-        os.kill(children_of(ranks.pid(0))[0], signal.SIGSTOP)
-        seconds = assert_ended(
-            *(ranks, [FAULT, FAULT], time.monotonic(), "loads images|did not answer"), 60 * HANG_MIN + LIMIT
-        )
+        worker = children_of(ranks.pid(0))[0]
+        os.kill(worker, signal.SIGSTOP)
+        try:
+            seconds = assert_ended(
+                *(ranks, [FAULT, FAULT], time.monotonic(), "loads images|did not answer"), 60 * HANG_MIN + LIMIT
+            )
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # a stopped process does not notice that its parent ended
+                os.kill(worker, signal.SIGKILL)
     assert assert_whole_checkpoints(tmp_path) > 0
     record("a data worker is stopped", seconds=round(seconds, 2), timeout_s=60 * HANG_MIN)
 
