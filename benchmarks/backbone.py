@@ -2,8 +2,8 @@
 
     python -m benchmarks.backbone --reference dino
 
-A student's forward and backward pass on the crops of a batch, in the forms that `dino_sparo.backbone` offers, which
-give equal numbers, and the reference's backbone.
+A student's forward and backward pass on the crops of a batch, in the forms that
+`dino_sparo.models.backbone` offers, which give equal numbers, and the reference's backbone.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from benchmarks.reference import Reference
 from benchmarks.report import Section, measured_precisions, options, run
 from benchmarks.timing import interleave
-from dino_sparo.backbone import GRID_OFFSET, Backbone, create_backbone
+from dino_sparo.models.backbone import GRID_OFFSET, Backbone, create_backbone
 from dino_sparo.runtime.precision import PRECISIONS
 
 EQUAL = 1e-11  # float64, numbers around one

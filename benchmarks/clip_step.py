@@ -39,14 +39,14 @@ from dino_sparo.clip.options import check_options
 from dino_sparo.clip.options import get_args_parser as training_parser
 from dino_sparo.clip.step import CLIPTraining
 from dino_sparo.clip.train import build_training
-from dino_sparo.data import ImageDataset, to_device
+from dino_sparo.data.dataset import ImageDataset, to_device
+from dino_sparo.data.sources import ImageSource
 from dino_sparo.image_text.objective import param_groups
 from dino_sparo.image_text.pairs.batches import PairBatch, PairTransform
 from dino_sparo.image_text.step import train_step
 from dino_sparo.image_text.text import CONTEXT_LENGTH, VOCAB_SIZE, end_token_mask
 from dino_sparo.runtime.distributed import Distributed
 from dino_sparo.runtime.precision import PRECISIONS
-from dino_sparo.sources import ImageSource
 
 EQUAL = 2e-5  # of a loss of some nats, after some steps in fp32
 CHECKED_STEPS = 3

@@ -25,11 +25,11 @@ from torchvision.transforms import functional as TF
 from benchmarks.reference import Reference
 from benchmarks.report import Bar, Check, Section, options, run
 from benchmarks.timing import Timings, interleave
-from dino_sparo.crops import CropParameters, MultiCropAugmentation, apply_crop, cut_crop, sample_crop
-from dino_sparo.data import IMAGENET_MEAN, IMAGENET_STD, EpochSampler, ImageDataset, create_loader, image_rng
-from dino_sparo.distort import Distortions, channel_constant
-from dino_sparo.scenes import Scenes
-from dino_sparo.sources import ImageSource, open_source
+from dino_sparo.data.augment import Distortions, channel_constant
+from dino_sparo.data.crops import CropParameters, MultiCropAugmentation, apply_crop, cut_crop, sample_crop
+from dino_sparo.data.dataset import IMAGENET_MEAN, IMAGENET_STD, EpochSampler, ImageDataset, create_loader, image_rng
+from dino_sparo.data.scenes import Scenes
+from dino_sparo.data.sources import ImageSource, open_source
 
 # Bars: times the reference's speed per core, and levels of 255.
 DEFERRED_SPEEDUP, FINISHED_SPEEDUP, LEVELS_APART = 6.0, 1.2, 0.5

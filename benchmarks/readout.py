@@ -1,4 +1,4 @@
-"""SPARO in the order of `dino_sparo.readout` against the order of the paper's listing: time, memory, and how they grow.
+"""SPARO in the order of `dino_sparo.models.readout` against the paper's order: time, memory, growth.
 
     python -m benchmarks.readout
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from benchmarks.reference import Reference
 from benchmarks.report import Bar, Section, measured_precisions, options, run
 from benchmarks.timing import interleave, peak_memory
-from dino_sparo.readout import Sparo
+from dino_sparo.models.readout import Sparo
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 EQUAL = 1e-12  # float64, numbers around one

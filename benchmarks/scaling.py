@@ -26,11 +26,11 @@ import main_dino
 from benchmarks.reference import Reference
 from benchmarks.report import Section, options, run
 from benchmarks.timing import Spread
-from dino_sparo.data import Batch
+from dino_sparo.data.dataset import Batch
 from dino_sparo.dino.head import DINOHead, DINONetwork
 from dino_sparo.dino.step import DINOTraining, train_step
 from dino_sparo.dino.train import build_training
-from dino_sparo.encoder import create_encoder
+from dino_sparo.models.encoder import create_encoder
 from dino_sparo.runtime.distributed import barrier, init_distributed, shutdown
 
 EQUAL_LOSS = 1e-4  # nats

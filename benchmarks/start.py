@@ -45,7 +45,7 @@ def own_memory() -> int:
 
 def start(number: int, count: int, folder: str, timeout_min: float) -> tuple[int, float, int, float]:
     """One process of a start: its number, seconds, pairs, and bytes of its own memory per pair."""
-    from dino_sparo.data import open_together
+    from dino_sparo.data.dataset import open_together
     from dino_sparo.image_text.pairs.sources import index_pairs, open_pairs
     from dino_sparo.runtime.distributed import barrier, init_distributed, shutdown
 

@@ -30,17 +30,17 @@ from benchmarks.readout import ListedSparo
 from benchmarks.reference import Reference
 from benchmarks.report import Bar, Section, measured_precisions, options, run
 from benchmarks.timing import Spread, Timings, interleave, on_host, synchronize, with_cudnn_benchmark
-from dino_sparo.choices import ARCHITECTURES, IMAGENET_MEAN, IMAGENET_STD
-from dino_sparo.crops import MultiCropAugmentation, sample_crop
-from dino_sparo.data import Batch, to_device
+from dino_sparo.data.augment import Distortions
+from dino_sparo.data.crops import MultiCropAugmentation, sample_crop
+from dino_sparo.data.dataset import Batch, to_device
 from dino_sparo.dino.step import DINOTraining, train_step
 from dino_sparo.dino.teacher import ema_update_
 from dino_sparo.dino.train import build_schedules, build_training
-from dino_sparo.distort import Distortions
-from dino_sparo.readout import Sparo
+from dino_sparo.models.readout import Sparo
+from dino_sparo.runtime.choices import ARCHITECTURES, IMAGENET_MEAN, IMAGENET_STD
 from dino_sparo.runtime.distributed import Distributed
+from dino_sparo.training.compile import compile_networks, memory_report
 from dino_sparo.training.optim import clip_gradients_
-from dino_sparo.training.rehearsal import compile_networks, memory_report
 
 EQUAL = 2e-5  # of a loss of about 10 nats, after some steps in fp32
 CHECKED_STEPS = 3

@@ -1,19 +1,15 @@
 """dino_sparo: DINO and CLIP pretraining of a vision transformer that is read out as SPARO slots.
 
-The rooms of the house, in the order of the data flow:
+The rooms, in the order of the data flow; `docs/map.md` has a sentence on each:
 
-    images -> crops                sources/  scenes.py  data.py  crops.py  distort.py
-    crops -> tokens -> slots       backbone.py  readout.py (pooling.py, readout_table.py)  encoder.py
-    weights <-> files              checkpoint*.py  open_clip_names.py  initialize.py  export.py
+    images -> batches of crops     data/
+    crops -> tokens -> slots       models/
+    weights <-> files              weights/
     a run, for any objective       training/  runtime/
-    DINO                           dino/        head.py  loss.py  teacher.py  step.py
-    CLIP                           clip/        model.py  loss.py  step.py; slots/  pictures/
-    OC-CLIP                        oc_clip/     graphs.py  binding.py  scoring.py  pair_scores.py  loss.py
-    what an encoder is worth       evaluation/  k-NN, linear probe, attention, atlas
-    images with captions           image_text/  text.py  pairs/  evaluation/
+    objectives                     dino/  clip/  oc_clip/; image_text/ has what the last two share
+    what an encoder is worth       evaluation/
+    pictures                       draw/
     commands                       __main__.py  submit.py
-
-`docs/map.md` lists every file.
 
 One letter, one meaning, in every shape. Equations keep the letters of their papers and say what they mean.
 
@@ -31,12 +27,12 @@ from dino_sparo._version import __version__
 from dino_sparo.runtime.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from dino_sparo.checkpoint import CheckpointError, load_checkpoint, load_encoder
-    from dino_sparo.crops import EvalTransform, MultiCropAugmentation
+    from dino_sparo.data.crops import EvalTransform, MultiCropAugmentation
     from dino_sparo.dino.head import DINOHead, DINONetwork
     from dino_sparo.dino.loss import DINOLoss
-    from dino_sparo.encoder import Encoder, EncoderConfig, create_encoder
-    from dino_sparo.readout import ReadoutOutput, Sparo
+    from dino_sparo.models.encoder import Encoder, EncoderConfig, create_encoder
+    from dino_sparo.models.readout import ReadoutOutput, Sparo
+    from dino_sparo.weights.checkpoint import CheckpointError, load_checkpoint, load_encoder
 
 __all__ = [
     "CheckpointError",
@@ -59,11 +55,11 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "checkpoint": ("CheckpointError", "load_checkpoint", "load_encoder"),
-        "crops": ("EvalTransform", "MultiCropAugmentation"),
+        "weights.checkpoint": ("CheckpointError", "load_checkpoint", "load_encoder"),
+        "data.crops": ("EvalTransform", "MultiCropAugmentation"),
         "dino.head": ("DINOHead", "DINONetwork"),
         "dino.loss": ("DINOLoss",),
-        "encoder": ("Encoder", "EncoderConfig", "create_encoder"),
-        "readout": ("ReadoutOutput", "Sparo"),
+        "models.encoder": ("Encoder", "EncoderConfig", "create_encoder"),
+        "models.readout": ("ReadoutOutput", "Sparo"),
     },
 )

@@ -16,17 +16,17 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dino_sparo import choices
 from dino_sparo._version import __version__
 from dino_sparo.clip import choices as clip_choices
 from dino_sparo.oc_clip.choices import DEMO_MODELS
+from dino_sparo.runtime import choices
 from dino_sparo.runtime.cli import HelpFormatter, command_parser, errors_in_one_line, mistakes_in_one_line, say
 from dino_sparo.runtime.demos import demo_parser
 from dino_sparo.runtime.extras import require
 from dino_sparo.runtime.memory import full_memory_named
 
 if TYPE_CHECKING:
-    from dino_sparo.image_text.evaluation.scorer import Scorer
+    from dino_sparo.image_text.scoring.scorer import Scorer
     from dino_sparo.runtime.distributed import Distributed
 
 logger = logging.getLogger(__name__)
@@ -47,8 +47,8 @@ class Objective(NamedTuple):
 FOREIGN_OPTIONS = {"quick_gelu": False, "text_heads": None}  # what weights of others do not say of themselves
 # The entry of a checkpoint that says how its model is built -> its objective.
 OBJECTIVES = {
-    "clip": Objective("dino_sparo.clip.evaluated:open_clip_model", {"graphs": None, **FOREIGN_OPTIONS}),
-    "oc_clip": Objective("dino_sparo.oc_clip.evaluated:open_oc_clip_model", {"slots": None, **FOREIGN_OPTIONS}),
+    "clip": Objective("dino_sparo.clip.load:open_clip_model", {"graphs": None, **FOREIGN_OPTIONS}),
+    "oc_clip": Objective("dino_sparo.oc_clip.load:open_oc_clip_model", {"slots": None, **FOREIGN_OPTIONS}),
 }
 FOREIGN = Objective(OBJECTIVES["clip"].opener, {"graphs": None})  # open_clip's weights have no such entry
 
@@ -100,7 +100,7 @@ def open_model(
     Raises:
         ValueError: no checkpoint is named, it holds no image-text model, or the options do not fit it.
     """
-    from dino_sparo.checkpoint import load_checkpoint
+    from dino_sparo.weights.checkpoint import load_checkpoint
 
     require("open_clip", "captions")
     checkpoint = load_checkpoint(args.pretrained_weights) if args.pretrained_weights else {}
@@ -159,22 +159,22 @@ COMMANDS: dict[str, Command] = {
     "knn": Command(
         "A checkpoint and labelled images -> weighted k-NN accuracy.",
         options_of("evaluation.options", "knn_parser"),
-        "dino_sparo.evaluation.knn_command:evaluate_checkpoint",
+        "dino_sparo.evaluation.knn.command:evaluate_checkpoint",
     ),
     "linear": Command(
         "A checkpoint and labelled images -> linear probes, one per learning rate, and their accuracy.",
         options_of("evaluation.options", "linear_parser"),
-        "dino_sparo.evaluation.linear_command:probe_checkpoint",
+        "dino_sparo.evaluation.linear.command:probe_checkpoint",
     ),
     "slot-study": Command(
         "A checkpoint and labelled images -> what each slot alone knows, and accuracy against the number of slots.",
         options_of("evaluation.options", "slot_study_parser"),
-        "dino_sparo.evaluation.slot_study_command:study_slots",
+        "dino_sparo.evaluation.slots.command:study_slots",
     ),
     "attention": Command(
         "A checkpoint and images -> one attention map per slot or head; the slot atlas.",
         options_of("evaluation.options", "attention_parser"),
-        "dino_sparo.evaluation.attention_command:visualize",
+        "dino_sparo.evaluation.attention.command:visualize",
     ),
     "slot-score": Command(
         "A checkpoint and images with masks -> how well its slots or heads find objects, beside controls.",
@@ -184,7 +184,7 @@ COMMANDS: dict[str, Command] = {
     "export": Command(
         "A checkpoint -> safetensors, timm, Hugging Face, ONNX, OpenCLIP.",
         options_of("evaluation.options", "export_parser"),
-        "dino_sparo.export:export_checkpoint",
+        "dino_sparo.weights.export:export_checkpoint",
     ),
     "zero-shot": Command(
         "Images and the names of their classes -> accuracy of classification by captions.",
@@ -219,7 +219,7 @@ COMMANDS: dict[str, Command] = {
     "order-captions": Command(
         "Images with captions -> captions with shuffled words, ARO's order benchmarks, for compositional.",
         options_of("image_text.evaluation.options", "order_captions_parser"),
-        "dino_sparo.image_text.evaluation.compositional.word_order:write_order",
+        "dino_sparo.image_text.evaluation.compositional.sets.word_order:write_order",
     ),
     "clip-probe": Command(
         "Frozen image features -> accuracy of a linear probe, its weight decay chosen by a sweep.",

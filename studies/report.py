@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dino_sparo.evaluation.plots import FAINT, colour_of, panels
+from dino_sparo.draw.plots import FAINT, colour_of, panels
 from studies.plans import STUDIES, Study
 from studies.runs import Run, choosing_runs, chosen_rates, reported_rows, reported_runs
 

@@ -52,9 +52,9 @@ def with_random_slots(trained: Trained, one_block_less: bool = False) -> Path:
     Returns:
         A checkpoint in a folder of its own.
     """
-    from dino_sparo.checkpoint import encoder_description
-    from dino_sparo.checkpoint_folder import save_checkpoint
     from dino_sparo.evaluation.protocol import OTHER_SEED, trained_encoder, untrained_encoder
+    from dino_sparo.weights.checkpoint import encoder_description
+    from dino_sparo.weights.folder import save_checkpoint
 
     source = trained_encoder(str(trained.folder / "checkpoint.pth"))
     path = trained.folder / ("shallow_slots" if one_block_less else "random_slots") / "checkpoint.pth"

@@ -14,7 +14,7 @@ from typing import Any
 
 from dino_sparo.evaluation.objects.measures import MEASURES
 from dino_sparo.evaluation.objects.table import MEASURE_NAMES, ROW_NAMES
-from dino_sparo.readout_table import readout_kind
+from dino_sparo.models.readouts import readout_kind
 from dino_sparo.runtime.cli import HelpFormatter, say
 from dino_sparo.runtime.demos import RunCommand, option_words
 from dino_sparo.runtime.records import write_json

@@ -1,7 +1,7 @@
 """Mutation testing: change one thing in a module at a time, and see whether the module's own tests notice.
 
     make mutants                                        a seeded sample of every module's mutants
-    python tests/mutants.py dino/loss readout --sample 0  all mutants of two modules
+    python tests/mutants.py dino/loss models/readout --sample 0  all mutants of two modules
     python tests/mutants.py dino/loss --again           once more those that survived, after writing tests for them
 
 The mutants and the files of results are cosmic-ray's, so `cr-report` and `cr-html` read them. What differs is how a
@@ -52,21 +52,21 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # A module of the package -> its own tests.
 TESTS: dict[str, list[str]] = {
-    "readout": ["test_readout"],
-    "encoder": ["test_encoder"],
-    "backbone": ["test_backbone"],
+    "models/readout": ["test_readout"],
+    "models/encoder": ["test_encoder"],
+    "models/backbone": ["test_backbone"],
     "dino/head": ["test_head"],
     "dino/loss": ["test_loss", "test_collapse"],
     "training/optim": ["test_optim"],
     "dino/teacher": ["test_teacher"],
-    "crops": ["test_crops"],
-    "distort": ["test_distort"],
-    "checkpoint": ["test_checkpoint", "test_checkpoint_folder", "test_init_from"],
-    "checkpoint_file": ["test_checkpoint", "test_export"],
-    "checkpoint_folder": ["test_checkpoint", "test_checkpoint_folder"],
-    "initialize": ["test_init_from"],
-    "evaluation/knn": ["test_knn"],
-    "evaluation/neighbours": ["test_knn"],
+    "data/crops": ["test_crops"],
+    "data/augment": ["test_distort"],
+    "weights/checkpoint": ["test_checkpoint", "test_checkpoint_folder", "test_init_from"],
+    "weights/file": ["test_checkpoint", "test_export"],
+    "weights/folder": ["test_checkpoint", "test_checkpoint_folder"],
+    "weights/initialize": ["test_init_from"],
+    "evaluation/knn/classify": ["test_knn"],
+    "evaluation/knn/neighbours": ["test_knn"],
 }
 
 # One replacement for each operator of the language is enough: a test that sees + become - sees it become * as well.
@@ -269,7 +269,10 @@ class Runner:
 
     def __init__(self, module: str, folder: Path) -> None:
         self.module, self.path = f"dino_sparo.{module.replace('/', '.')}", ROOT / "dino_sparo" / f"{module}.py"
-        self.folder, self.files = folder, [str(ROOT / "tests" / f"{name}.py") for name in TESTS[module]]
+        self.folder, self.files = (
+            folder,
+            [str(path) for name in TESTS[module] for path in (ROOT / "tests").rglob(f"{name}.py")],
+        )
         texts = [Path(path).read_bytes() for path in (str(self.path), *self.files)]
         self.record = folder / f"baseline-{hashlib.sha256(b''.join(texts)).hexdigest()[:8]}.json"
         self.requests, served = multiprocessing.Pipe()

@@ -174,20 +174,6 @@ def test_the_legend_is_read_whole() -> None:
     assert set("BDKHWNLSPAVTCMFGERU") == LEGEND
 
 
-def test_the_changelogs_table_of_moved_modules_leads_to_modules() -> None:
-    rows = re.findall(r"^  \| (.*dino_sparo\..*) \| (.*) \|$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert len(rows) > 10
-    for before, now in rows:
-        names = re.findall(r"`([\w.]+)`", before if now.startswith("the same") else now)
-        target = re.findall(r"`([\w.]+)`", now)[-1] if now.startswith("the same") else ""
-        folder = target
-        for name in names:
-            if name.startswith("dino_sparo."):
-                folder = target or name.rpartition(".")[0]
-            module = f"{folder}.{name.rpartition('.')[2]}"
-            assert (ROOT / f"{module.replace('.', '/')}.py").is_file(), f"{before} -> {module}"
-
-
 def test_every_test_that_the_cluster_page_names_exists() -> None:
     tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
     names = re.findall(r"`(test_\w+)(?:\.\.\.)?`", (ROOT / "docs" / "slurm.md").read_text(encoding="utf-8"))

@@ -14,8 +14,8 @@ import torch
 from runs import ROOT, assert_same_state, epochs_of
 
 from dino_sparo import load_checkpoint, load_encoder
-from dino_sparo.readout_table import READOUTS
-from dino_sparo.sources import OPENERS
+from dino_sparo.data.sources import OPENERS
+from dino_sparo.models.readouts import READOUTS
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), flags=re.DOTALL)
 TINY = {

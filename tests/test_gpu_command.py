@@ -162,7 +162,7 @@ def test_the_page_in_the_docs_has_its_marks_names_every_part_and_only_tests_that
     text = (ROOT / "docs" / "gpu.md").read_text()
     assert text.count(page.END) == text.count("<!-- make gpu: ") == 3
     assert set(gpu.PARTS) <= set(re.findall(r"`(\w+)`", text))
-    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     named = re.findall(r"`(test_\w+)`", text)
     assert len(named) > 10
     assert [name for name in named if f"def {name}(" not in tests] == []

@@ -11,12 +11,12 @@ from test_cli import CHANGED
 from torch import nn
 
 from dino_sparo import create_encoder
-from dino_sparo.checkpoint import encoder_description
-from dino_sparo.checkpoint_folder import save_checkpoint
 from dino_sparo.dino.options import get_args_parser
 from dino_sparo.dino.train import DINOObjective, build_network
 from dino_sparo.runtime import preemption
 from dino_sparo.runtime.preemption import Agreement, StopSignals
+from dino_sparo.weights.checkpoint import encoder_description
+from dino_sparo.weights.folder import save_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"

@@ -16,8 +16,8 @@ from unittest import mock
 import pytest
 import torch
 
-from dino_sparo.checkpoint import load_encoder
 from dino_sparo.runtime.cli import MendableError
+from dino_sparo.weights.checkpoint import load_encoder
 from studies import __main__ as script
 from studies import plans, report, runs, scores
 from studies.plans import CHOICE_SEED, STUDIES

@@ -12,14 +12,14 @@ import torch
 
 from dino_sparo.clip.options import get_args_parser as clip_parser
 from dino_sparo.clip.train import CLIPObjective
-from dino_sparo.data import to_device
+from dino_sparo.data.dataset import to_device
 from dino_sparo.dino.options import get_args_parser as dino_parser
 from dino_sparo.dino.train import DINOObjective
 from dino_sparo.oc_clip.options import get_args_parser as oc_clip_parser
 from dino_sparo.oc_clip.train import OCCLIPObjective
 from dino_sparo.runtime.distributed import Distributed
+from dino_sparo.training.compile import compile_networks
 from dino_sparo.training.objective import Objective
-from dino_sparo.training.rehearsal import compile_networks
 
 logger = logging.getLogger(__name__)
 

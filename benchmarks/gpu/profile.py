@@ -18,7 +18,7 @@ from benchmarks.reference import Reference
 from benchmarks.report import Section, options, run
 from benchmarks.timing import on_host, synchronize
 from benchmarks.train_step import FLOOR_BATCH, FLOOR_MS, QUICK, Sizes, deferred_batch, our_training, ours
-from dino_sparo.training.rehearsal import compile_networks
+from dino_sparo.training.compile import compile_networks
 
 # Kind of a kernel -> words in its name, the first that fits.
 KINDS: dict[str, tuple[str, ...]] = {

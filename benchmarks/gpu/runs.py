@@ -55,7 +55,7 @@ def epochs_of(folder: Path) -> list[dict[str, Any]]:
 
 def measure_tests(section: Section, args: argparse.Namespace, folder: Path) -> None:
     """The tests with the marker `gpu`; without a GPU they skip themselves."""
-    files = [str(path) for path in sorted((ROOT / "tests").glob("test_*.py")) if "mark.gpu" in path.read_text()]
+    files = [str(path) for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text()]
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *files]
     # cuBLAS wants it wherever a test asks for deterministic algorithms, in older versions of torch with an error.
     environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}

@@ -7,7 +7,7 @@ class token.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dino_sparo.choices import CROSS_ATTENTION
+from dino_sparo.runtime.choices import CROSS_ATTENTION
 
 PER_SLOT, PER_DIMENSION = "slot", "dimension"  # parts of an encoding that a mask weighs
 MASK_SCALES = ("min", "max")  # bounds of the mask's inverse temperature

@@ -6,12 +6,12 @@ Every checkpoint holds the configuration, so that no command needs these options
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from dino_sparo.choices import KEY_DIM, NUM_SLOTS, SLOT_DIM
 from dino_sparo.clip.choices import NORM_FIRST, TOWERS, Towers
-from dino_sparo.encoder import EncoderConfig, refuse_unknown
 from dino_sparo.image_text.text import TextConfig
 from dino_sparo.image_text.towers import TowerSizes
-from dino_sparo.readout_table import READOUTS, readout_kind
+from dino_sparo.models.encoder import EncoderConfig, refuse_unknown
+from dino_sparo.models.readouts import READOUTS, readout_kind
+from dino_sparo.runtime.choices import KEY_DIM, NUM_SLOTS, SLOT_DIM
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Our weights <-> open_clip's: the same plain CLIP (read-out `cls`) under the names of either.
 
 Trained models of open_clip and of sparo-clip are read here, and ours are written for whatever reads theirs.
-`dino_sparo.open_clip_names` has the names of the weights.
+`dino_sparo.weights.foreign_names` has the names of the weights.
 """
 
 from collections.abc import Mapping
@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dino_sparo.checkpoint import CheckpointError, check_known_clip, infer_config
-from dino_sparo.choices import ARCHITECTURES
 from dino_sparo.clip.config import CLIPConfig, towers_of
 from dino_sparo.image_text.text import TextConfig
-from dino_sparo.open_clip_names import ENDS, from_open_clip_names, open_clip_settings, to_open_clip_names
+from dino_sparo.runtime.choices import ARCHITECTURES
+from dino_sparo.weights.checkpoint import CheckpointError, check_known_clip, infer_config
+from dino_sparo.weights.foreign_names import ENDS, from_open_clip_names, open_clip_settings, to_open_clip_names
 
 HEAD_WIDTH = 64  # of all of open_clip's text encoders
 # open_clip's activations by how they print: are they OpenAI's?

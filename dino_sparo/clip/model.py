@@ -15,7 +15,19 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dino_sparo.checkpoint import (
+from dino_sparo.clip.choices import FREEZABLE
+from dino_sparo.clip.config import CLIPConfig, CLIPSizes, towers_of
+from dino_sparo.clip.convert import infer_clip_config, read_open_clip_model
+from dino_sparo.image_text.contrastive import INITIAL_LOGIT_SCALE
+from dino_sparo.image_text.loaded import LoadedModel, refuse_foreign_options
+from dino_sparo.image_text.scoring.dot_product import DotProductScorer
+from dino_sparo.image_text.scoring.image_rows import ClipView
+from dino_sparo.image_text.text import TextEncoder, tokenize
+from dino_sparo.models.encoder import Encoder, encoder_from_config
+from dino_sparo.models.readout import ReadoutOutput
+from dino_sparo.models.readouts import ReadoutSizes, create_readout
+from dino_sparo.runtime.choices import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+from dino_sparo.weights.checkpoint import (
     CheckpointError,
     activation_of,
     clip_weights,
@@ -23,18 +35,6 @@ from dino_sparo.checkpoint import (
     load_checkpoint,
     load_strictly,
 )
-from dino_sparo.choices import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
-from dino_sparo.clip.choices import FREEZABLE
-from dino_sparo.clip.config import CLIPConfig, CLIPSizes, towers_of
-from dino_sparo.clip.convert import infer_clip_config, read_open_clip_model
-from dino_sparo.encoder import Encoder, encoder_from_config
-from dino_sparo.image_text.contrastive import INITIAL_LOGIT_SCALE
-from dino_sparo.image_text.evaluation.dot_product import DotProductScorer
-from dino_sparo.image_text.evaluation.image_rows import ClipView
-from dino_sparo.image_text.loaded import LoadedModel, refuse_foreign_options
-from dino_sparo.image_text.text import TextEncoder, tokenize
-from dino_sparo.readout import ReadoutOutput
-from dino_sparo.readout_table import ReadoutSizes, create_readout
 
 MAX_BATCH = 128  # images, or captions, that `LoadedClip.similarity` encodes at a time
 

@@ -5,7 +5,6 @@ Parsing is pure: it opens no file, touches no device, asks no network.
 
 import argparse
 
-from dino_sparo.choices import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from dino_sparo.clip.choices import FREEZABLE, PRODUCTS, TOWERS
 from dino_sparo.clip.presets import RECIPES
 from dino_sparo.image_text.options import (
@@ -17,6 +16,7 @@ from dino_sparo.image_text.options import (
     add_text_options,
     check_pair_options,
 )
+from dino_sparo.runtime.choices import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from dino_sparo.runtime.cli import (
     HelpFormatter,
     add_device_options,

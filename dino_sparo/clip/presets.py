@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from dino_sparo.choices import KEY_DIM, NUM_SLOTS, SLOT_DIM
 from dino_sparo.image_text.recipes import Preset, Recipes
+from dino_sparo.runtime.choices import KEY_DIM, NUM_SLOTS, SLOT_DIM
 
 # What holds without a preset, and where a preset says nothing. Towers, learning rate, betas, eps and weight decay are
 # OpenCLIP's defaults for a ViT-B; patch, batch and warm-up are ours, for some 10^5 pairs on one machine.

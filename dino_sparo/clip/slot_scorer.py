@@ -2,7 +2,7 @@
 
     S(image, caption) = sum over slots l of cosine_l / L,   so the lead of a caption is a sum over slots, too
 
-`evaluated.py` opens it. Source: SPARO, equation 2.
+`clip/load.py` opens it. Source: SPARO, equation 2.
 """
 
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ from torch.nn import functional as F
 
 from dino_sparo.clip.model import CLIP
 from dino_sparo.clip.pictures.words import Word, caption_words, word_attention
-from dino_sparo.evaluation.attention import heat
+from dino_sparo.draw.sheet import RAMP_ENDS
+from dino_sparo.draw.tiles import map_tile
+from dino_sparo.evaluation.attention.maps import heat
 from dino_sparo.evaluation.features import inference
-from dino_sparo.evaluation.page import RAMP_ENDS
-from dino_sparo.image_text.evaluation.dot_product import DotProductScorer
-from dino_sparo.image_text.evaluation.image_rows import ClipView
-from dino_sparo.image_text.evaluation.looking_scorer import CaptionLook, ImageLook
-from dino_sparo.image_text.map_tiles import map_tile
+from dino_sparo.image_text.scoring.dot_product import DotProductScorer
+from dino_sparo.image_text.scoring.explaining import CaptionLook, ImageLook
+from dino_sparo.image_text.scoring.image_rows import ClipView
 
 MAX_SLOTS = 5  # shown per caption
 EXPLANATION = (

@@ -20,16 +20,16 @@ import torch
 from torch import Tensor
 
 from dino_sparo.clip import options as clip_options
+from dino_sparo.clip.initialize import require_trained
 from dino_sparo.clip.loss import create_loss, require_products
 from dino_sparo.clip.model import CLIP, create_clip
 from dino_sparo.clip.options import get_args_parser
 from dino_sparo.clip.presets import RECIPES
-from dino_sparo.clip.start import require_trained
 from dino_sparo.clip.step import CLIPTraining
-from dino_sparo.image_text.evaluation.dot_product import DotProductScorer
 from dino_sparo.image_text.objective import ModelPart, PairObjective, shared_training, tower_options
 from dino_sparo.image_text.pairs.batches import PairBatch, collate_pairs
 from dino_sparo.image_text.pairs.run_data import BatchForm
+from dino_sparo.image_text.scoring.dot_product import DotProductScorer
 from dino_sparo.image_text.text import tokenize
 from dino_sparo.runtime.distributed import Distributed
 from dino_sparo.training import run

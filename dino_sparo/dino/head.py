@@ -13,8 +13,8 @@ from timm.layers import trunc_normal_
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dino_sparo.encoder import Encoder, encode_crops
-from dino_sparo.readout import require_positive
+from dino_sparo.models.encoder import Encoder, encode_crops
+from dino_sparo.models.readout import require_positive
 
 
 class WeightNormLinear(nn.Module):

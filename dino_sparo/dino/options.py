@@ -1,14 +1,14 @@
 """The options of DINO's training, in data-flow order, and their checks.
 
-Names and defaults are those of facebookresearch/dino; `CHANGED` in `tests/test_cli.py` lists the defaults that differ.
-No torch here: `--help` is answered before it is imported.
+Names and defaults are those of facebookresearch/dino; `CHANGED` in `tests/runtime/test_cli.py` lists the defaults
+that differ. No torch here: `--help` is answered before it is imported.
 """
 
 import argparse
 import logging
 from typing import Any
 
-from dino_sparo.choices import OPTIMIZERS
+from dino_sparo.runtime.choices import OPTIMIZERS
 from dino_sparo.runtime.cli import (
     HelpFormatter,
     add_architecture_options,

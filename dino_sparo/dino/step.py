@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dino_sparo.data import Batch
+from dino_sparo.data.dataset import Batch
 from dino_sparo.dino.head import DINONetwork
 from dino_sparo.dino.loss import NUM_TEACHER_CROPS, DINOLoss
 from dino_sparo.dino.teacher import ema_update_
-from dino_sparo.encoder import Encoder
+from dino_sparo.models.encoder import Encoder
 from dino_sparo.training.images import CropTraining
 from dino_sparo.training.objective import StepReport
 from dino_sparo.training.optim import clip_gradients_, drop_gradients

@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from dino_sparo.data import Batch
+from dino_sparo.data.dataset import Batch
 from dino_sparo.dino import options
 from dino_sparo.dino.head import DINOHead, DINONetwork
 from dino_sparo.dino.loss import NUM_TEACHER_CROPS, DINOLoss, diagnose_collapse
 from dino_sparo.dino.options import REFERENCE_BATCH, defaults_of
 from dino_sparo.dino.step import DINOTraining, train_step
-from dino_sparo.encoder import EncoderConfig, encoder_from_config
-from dino_sparo.evaluation.attention import crops_grid, slots_grid
+from dino_sparo.evaluation.attention.maps import crops_grid, slots_grid
 from dino_sparo.evaluation.features import effective_rank
+from dino_sparo.models.encoder import EncoderConfig, encoder_from_config
 from dino_sparo.runtime.distributed import Distributed, world_size, wrap_ddp
 from dino_sparo.runtime.logs import RunLog
 from dino_sparo.runtime.precision import use_fused_attention
@@ -29,7 +29,7 @@ from dino_sparo.training import run
 from dino_sparo.training.images import CropObjective, Examples, create_updater
 from dino_sparo.training.objective import EpochResult, StepReport
 from dino_sparo.training.optim import cosine_schedule
-from dino_sparo.training.updates import GroupSchedule
+from dino_sparo.training.updater import GroupSchedule
 
 __all__ = ["check_options", "train"]
 

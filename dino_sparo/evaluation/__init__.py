@@ -1,6 +1,6 @@
 """Checkpoint -> numbers and pictures: what a pretrained encoder is worth.
 
-`knn_command.py`, `linear_command.py`, `slot_study_command.py` and `attention_command.py` are the commands: they print
+`knn/command.py`, `linear/command.py`, `slots/command.py` and `attention/command.py` are the commands: they print
 tables and write files.
 `options.py` has their options, without torch. The other files compute:
 

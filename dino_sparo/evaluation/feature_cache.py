@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dino_sparo.checkpoint import read_torch_file
+from dino_sparo.data.sources.limits import parse_json
 from dino_sparo.evaluation.features import Features, gather_features
 from dino_sparo.runtime.distributed import all_or_none, is_main
 from dino_sparo.runtime.records import file_sha256, write_json
-from dino_sparo.sources.limits import parse_json
+from dino_sparo.weights.checkpoint import read_torch_file
 
 # The reference's names.
 CACHE_FILES = {

@@ -2,7 +2,7 @@
 
 import argparse
 
-from dino_sparo.choices import EXPORT_FORMATS, PRECISIONS
+from dino_sparo.runtime.choices import EXPORT_FORMATS, PRECISIONS
 from dino_sparo.runtime.cli import (
     HelpFormatter,
     add_checkpoint_options,
@@ -301,7 +301,7 @@ def slot_score_parser() -> argparse.ArgumentParser:
 
 
 def export_parser() -> argparse.ArgumentParser:
-    """The options of `dino_sparo.export`."""
+    """The options of `dino_sparo.weights.export`."""
     parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
     parser.add_argument("checkpoint", help="Ours, the reference's, or raw ViT weights.")
     parser.add_argument("out", help="Where to: a path without suffix; for huggingface a folder.")

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from dino_sparo.checkpoint import activation_of, encoder_of, load_checkpoint, network_name, normalization_of
-from dino_sparo.crops import EvalTransform
-from dino_sparo.data import (
+from dino_sparo.data.crops import EvalTransform
+from dino_sparo.data.dataset import (
     IMAGENET_MEAN,
     IMAGENET_STD,
     ImageSource,
@@ -26,13 +25,14 @@ from dino_sparo.data import (
     require_labels,
     require_same_source,
 )
-from dino_sparo.encoder import Encoder, EncoderConfig, encoder_from_config
+from dino_sparo.data.sources import ImageLimits, TableColumns
+from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_config
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.distributed import Distributed, init_distributed, is_main, rank_0_first
 from dino_sparo.runtime.logs import setup_logging
 from dino_sparo.runtime.precision import PRECISIONS, set_tf32
 from dino_sparo.runtime.records import file_sha256, versions, write_json
-from dino_sparo.sources import ImageLimits, TableColumns
+from dino_sparo.weights.checkpoint import activation_of, encoder_of, load_checkpoint, network_name, normalization_of
 
 logger = logging.getLogger(__name__)
 

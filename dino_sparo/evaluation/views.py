@@ -1,8 +1,8 @@
 """Image file -> the view of it that is looked at: a part in whole patches, for the encoder and for the eye.
 
-`attention.py` takes these views. The encoder sees the view at its own, small size; a picture shows the same part of the
-original at the picture's size. Both come from one box in the original's coordinates, so that a patch of the map lies
-exactly over the pixels it was made from.
+`attention/maps.py` takes these views. The encoder sees the view at its own, small size; a picture shows the same part
+of the original at the picture's size. Both come from one box in the original's coordinates, so that a patch of the
+map lies exactly over the pixels it was made from.
 """
 
 import os
@@ -16,12 +16,12 @@ from jaxtyping import Float, UInt8
 from PIL import Image
 from torch import Tensor
 
-from dino_sparo.data import ImageSource, open_source
-from dino_sparo.encoder import EncoderConfig
-from dino_sparo.scenes import Scenes
-from dino_sparo.sources import IMAGE_EXTENSIONS
-from dino_sparo.sources.decode import read_image
-from dino_sparo.sources.splits import ALL
+from dino_sparo.data.dataset import ImageSource, open_source
+from dino_sparo.data.scenes import Scenes
+from dino_sparo.data.sources import IMAGE_EXTENSIONS
+from dino_sparo.data.sources.decode import read_image
+from dino_sparo.data.sources.splits import ALL
+from dino_sparo.models.encoder import EncoderConfig
 
 # Self-attention among so many patches takes about 2 GB per image; more is usually a slip of --image_size.
 MAX_PATCHES = 8_192

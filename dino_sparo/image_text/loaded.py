@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dino_sparo.checkpoint import normalization_of
 from dino_sparo.runtime.records import file_sha256
+from dino_sparo.weights.checkpoint import normalization_of
 
 Loaded = TypeVar("Loaded", bound="LoadedModel")
 

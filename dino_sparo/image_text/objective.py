@@ -16,22 +16,22 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dino_sparo.checkpoint import CheckpointError, check_same_description
-from dino_sparo.image_text.evaluation.image_rows import ClipView
-from dino_sparo.image_text.evaluation.scorer import Scorer
 from dino_sparo.image_text.evaluation.validation import open_validation
 from dino_sparo.image_text.evaluation.zero_shot_probe import open_training_probe
+from dino_sparo.image_text.initialize import initialize_towers
 from dino_sparo.image_text.pairs.run_data import BatchForm, micro_batch_size, number_pairs, stream_pairs
-from dino_sparo.image_text.start import initialize_towers
+from dino_sparo.image_text.scoring.image_rows import ClipView
+from dino_sparo.image_text.scoring.scorer import Scorer
 from dino_sparo.image_text.step import ContrastiveTraining, train_step
-from dino_sparo.initialize import initialize_encoder
 from dino_sparo.runtime.distributed import Distributed, wrap_ddp
 from dino_sparo.runtime.extras import require
 from dino_sparo.runtime.logs import RunLog
 from dino_sparo.runtime.precision import choose_precision, use_fused_attention
 from dino_sparo.training.objective import AnyBatch, EpochResult, Objective, StepReport
 from dino_sparo.training.optim import cosine_schedule, create_optimizer
-from dino_sparo.training.updates import Updater
+from dino_sparo.training.updater import Updater
+from dino_sparo.weights.checkpoint import CheckpointError, check_same_description
+from dino_sparo.weights.initialize import initialize_encoder
 
 logger = logging.getLogger(__name__)
 

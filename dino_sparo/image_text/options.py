@@ -6,9 +6,9 @@ Parsing is pure: it opens no file, touches no device, asks no network.
 import argparse
 from collections.abc import Iterable
 
-from dino_sparo.choices import ARCHITECTURES
 from dino_sparo.image_text.choices import CROP_SCALE
 from dino_sparo.image_text.recipes import Recipes
+from dino_sparo.runtime.choices import ARCHITECTURES
 from dino_sparo.runtime.cli import add_training_data_options, bool_flag
 from dino_sparo.training.options import add_compute_options, add_run_options, check_ranges, check_whole_patches
 

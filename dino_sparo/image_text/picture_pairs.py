@@ -15,8 +15,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dino_sparo.data import CorruptImageError
-from dino_sparo.evaluation.page import require_matplotlib
+from dino_sparo.data.dataset import CorruptImageError
+from dino_sparo.data.sources import IMAGE_EXTENSIONS
+from dino_sparo.data.sources.packed import FileSource
+from dino_sparo.draw.sheet import require_matplotlib
 from dino_sparo.evaluation.protocol import result_folder
 from dino_sparo.evaluation.views import SquareView
 from dino_sparo.image_text.pairs.batches import LeftOut, PairSource
@@ -26,8 +28,6 @@ from dino_sparo.runtime.distributed import select_device
 from dino_sparo.runtime.extras import require
 from dino_sparo.runtime.logs import printable, progress, setup_logging
 from dino_sparo.runtime.records import versions, write_json
-from dino_sparo.sources import IMAGE_EXTENSIONS
-from dino_sparo.sources.packed import FileSource
 
 logger = logging.getLogger(__name__)
 

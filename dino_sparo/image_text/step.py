@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dino_sparo.runtime.distributed import without_reduction
 from dino_sparo.training.objective import AnyBatch, StepReport, Training
-from dino_sparo.training.updates import Updater
+from dino_sparo.training.updater import Updater
 
 # Features -> loss of this rank in nats, and what is logged beside it.
 Loss = Callable[[Sequence[Tensor]], tuple[Tensor, dict[str, Tensor]]]

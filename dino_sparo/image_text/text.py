@@ -1,6 +1,6 @@
 """Captions -> token ids -> tokens -> slots: CLIP's text encoder, with any read-out.
 
-It is the counterpart of `dino_sparo.encoder`. Ids come from open_clip's tokenizer, whose end token is
+It is the counterpart of `dino_sparo.models.encoder`. Ids come from open_clip's tokenizer, whose end token is
 the vocabulary's last: the encoder finds it as the largest id of a caption, as CLIP does, and lets no read-out see what
 follows it.
 """
@@ -17,9 +17,9 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dino_sparo.choices import KEY_DIM, NUM_SLOTS, SLOT_DIM
-from dino_sparo.readout import ReadoutOutput
-from dino_sparo.readout_table import readout_kind
+from dino_sparo.models.readout import ReadoutOutput
+from dino_sparo.models.readouts import readout_kind
+from dino_sparo.runtime.choices import KEY_DIM, NUM_SLOTS, SLOT_DIM
 from dino_sparo.runtime.extras import require
 
 CONTEXT_LENGTH = 77

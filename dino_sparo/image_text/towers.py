@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from dino_sparo.encoder import EncoderConfig
 from dino_sparo.image_text.text import CONTEXT_LENGTH, VOCAB_SIZE, TextConfig
+from dino_sparo.models.encoder import EncoderConfig
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from dino_sparo.runtime.lazy import lazy_names
 
 if TYPE_CHECKING:
     from dino_sparo.oc_clip.config import BindingConfig, OCCLIPConfig
-    from dino_sparo.oc_clip.graphs import Relation, SceneGraph
+    from dino_sparo.oc_clip.graphs.graph import Relation, SceneGraph
     from dino_sparo.oc_clip.model import OCCLIP, create_oc_clip, load_oc_clip
 
 __all__ = ["OCCLIP", "BindingConfig", "OCCLIPConfig", "Relation", "SceneGraph", "create_oc_clip", "load_oc_clip"]
@@ -36,7 +36,7 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "oc_clip.config": ("BindingConfig", "OCCLIPConfig"),
-        "oc_clip.graphs": ("Relation", "SceneGraph"),
+        "oc_clip.graphs.graph": ("Relation", "SceneGraph"),
         "oc_clip.model": ("OCCLIP", "create_oc_clip", "load_oc_clip"),
     },
 )

@@ -6,8 +6,8 @@ Every checkpoint holds the configuration, so that no command needs these options
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from dino_sparo.encoder import EncoderConfig, refuse_unknown
 from dino_sparo.image_text.text import TextConfig
+from dino_sparo.models.encoder import EncoderConfig, refuse_unknown
 from dino_sparo.oc_clip.choices import COMPETITIONS, RELATION_SCORES
 
 MIN_COEF = 1e-3  # of entities and of relations in a score

@@ -15,19 +15,19 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from dino_sparo.checkpoint import CheckpointError, load_checkpoint, load_strictly
-from dino_sparo.encoder import Encoder, encoder_from_config
 from dino_sparo.image_text.contrastive import INITIAL_LOGIT_SCALE
-from dino_sparo.image_text.evaluation.image_rows import require_both
 from dino_sparo.image_text.loaded import LoadedModel
+from dino_sparo.image_text.scoring.image_rows import require_both
 from dino_sparo.image_text.text import TextEncoder
 from dino_sparo.image_text.towers import TowerSizes
+from dino_sparo.models.encoder import Encoder, encoder_from_config
+from dino_sparo.models.readout import EndTokenReadout
 from dino_sparo.oc_clip.binding import Binding
 from dino_sparo.oc_clip.config import BindingConfig, OCCLIPConfig
-from dino_sparo.oc_clip.graph_batches import GraphBatch
+from dino_sparo.oc_clip.graphs.batches import GraphBatch
 from dino_sparo.oc_clip.pair_scores import EncodedGraphs
 from dino_sparo.oc_clip.scoring import Scoring
-from dino_sparo.readout import EndTokenReadout
+from dino_sparo.weights.checkpoint import CheckpointError, load_checkpoint, load_strictly
 
 
 class EncodedBatch(NamedTuple):
@@ -196,7 +196,7 @@ class LoadedOCCLIP(LoadedModel):
             ValueError: there are no images, or no captions, a caption has no words, or the parser is not known.
             TypeError: no lists, or paths in the place of images.
         """
-        from dino_sparo.oc_clip.evaluated import scorer_of  # imports this module
+        from dino_sparo.oc_clip.load import scorer_of  # imports this module
 
         require_both(images, captions)
         batch_size = min(max(len(images), len(captions)), MAX_BATCH)

@@ -5,7 +5,6 @@ Parsing is pure: it opens no file, touches no device, asks no network.
 
 import argparse
 
-from dino_sparo.choices import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from dino_sparo.image_text.options import (
     add_image_options,
     add_optimization_options,
@@ -16,8 +15,9 @@ from dino_sparo.image_text.options import (
     check_pair_options,
 )
 from dino_sparo.oc_clip.choices import COMPETITIONS, RELATION_NEGATIVES, RELATION_SCORES
-from dino_sparo.oc_clip.graphs import MAX_NODES, MAX_RELATIONS
+from dino_sparo.oc_clip.graphs.graph import MAX_NODES, MAX_RELATIONS
 from dino_sparo.oc_clip.presets import RECIPES
+from dino_sparo.runtime.choices import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from dino_sparo.runtime.cli import (
     HelpFormatter,
     add_device_options,

@@ -13,12 +13,12 @@ from jaxtyping import Bool, Int64, UInt8
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from dino_sparo.data import DeviceBatch, image_rng
+from dino_sparo.data.dataset import DeviceBatch, image_rng
 from dino_sparo.image_text.pairs.batches import PairDataset, PairItem, stack_images
 from dino_sparo.image_text.text import Tokens, tokenize
-from dino_sparo.oc_clip.graph_batches import GraphBatch, batch_graphs, join_graphs, join_rows, relation_ends
-from dino_sparo.oc_clip.graphs import LookupCounts, SceneGraph
-from dino_sparo.oc_clip.negatives import Negatives, draw_negatives
+from dino_sparo.oc_clip.graphs.batches import GraphBatch, batch_graphs, join_graphs, join_rows, relation_ends
+from dino_sparo.oc_clip.graphs.graph import LookupCounts, SceneGraph
+from dino_sparo.oc_clip.graphs.negatives import Negatives, draw_negatives
 
 # Added to the seed, so that false graphs have nothing to do with crops and captions.
 NEGATIVES_STREAM = 0x2545F4914F6CDD1D

@@ -15,21 +15,21 @@ from jaxtyping import Float, Int64
 from PIL import Image
 from torch import Tensor
 
-from dino_sparo.data import ImageSource
+from dino_sparo.data.dataset import ImageSource
 from dino_sparo.evaluation.features import Features, inference
-from dino_sparo.image_text.evaluation.image_rows import ImageRows
-from dino_sparo.image_text.evaluation.looking_scorer import CaptionLook, ImageLook
-from dino_sparo.image_text.evaluation.scorer import EncodedTexts
 from dino_sparo.image_text.picture_pairs import ViewedPair
 from dino_sparo.image_text.prompts import prompts
-from dino_sparo.oc_clip.canonical import canonical
-from dino_sparo.oc_clip.graph_batches import batch_graphs
-from dino_sparo.oc_clip.graph_files import CaptionGraphs
-from dino_sparo.oc_clip.graphs import LookupCounts, SceneGraph, normalize
+from dino_sparo.image_text.scoring.explaining import CaptionLook, ImageLook
+from dino_sparo.image_text.scoring.image_rows import ImageRows
+from dino_sparo.image_text.scoring.scorer import EncodedTexts
+from dino_sparo.oc_clip.graphs.batches import batch_graphs
+from dino_sparo.oc_clip.graphs.canonical import canonical
+from dino_sparo.oc_clip.graphs.files import CaptionGraphs
+from dino_sparo.oc_clip.graphs.graph import LookupCounts, SceneGraph, normalize
 from dino_sparo.oc_clip.model import OCCLIP, look_up
 from dino_sparo.oc_clip.pair_scores import EncodedGraphs, score_pairs, scores_of_slots
 from dino_sparo.oc_clip.pairs import tokenize_phrases
-from dino_sparo.oc_clip.pictures.looks import look_at
+from dino_sparo.oc_clip.pictures.explain import look_at
 from dino_sparo.oc_clip.pictures.tiles import tiles_of
 
 logger = logging.getLogger(__name__)

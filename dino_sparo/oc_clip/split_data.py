@@ -24,8 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from dino_sparo.oc_clip.split_design import Picture, Question, Split, Thing, choose, shuffled, stream
-from dino_sparo.scenes import (
+from dino_sparo.data.scenes import (
     BACKGROUNDS,
     COLOURS,
     RELATIONS,
@@ -39,6 +38,7 @@ from dino_sparo.scenes import (
     place_pair,
     turned_object,
 )
+from dino_sparo.oc_clip.split_design import Picture, Question, Split, Thing, choose, shuffled, stream
 
 logger = logging.getLogger(__name__)
 

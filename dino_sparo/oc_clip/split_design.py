@@ -33,8 +33,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from dino_sparo.oc_clip.graphs import Relation, SceneGraph
-from dino_sparo.scenes import COLOURS, OPPOSITES, SHAPES, with_article
+from dino_sparo.data.scenes import COLOURS, OPPOSITES, SHAPES, with_article
+from dino_sparo.oc_clip.graphs.graph import Relation, SceneGraph
 
 PAIRS: tuple[tuple[str, str], ...] = tuple(combinations(SHAPES, 2))
 AXES = ("left of", "above")

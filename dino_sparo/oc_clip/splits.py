@@ -21,8 +21,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from dino_sparo.checkpoint import load_checkpoint
-from dino_sparo.evaluation.page import require_matplotlib
+from dino_sparo.draw.sheet import require_matplotlib
 from dino_sparo.image_text.scene_recipe import OPTIMISATION, SCENE_TOWERS
 from dino_sparo.oc_clip.split_data import SplitSizes, write_split
 from dino_sparo.oc_clip.split_design import TESTS, Split
@@ -32,6 +31,7 @@ from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.demos import RunCommand, option_words, spread, start_demo
 from dino_sparo.runtime.logs import setup_logging
 from dino_sparo.runtime.records import versions, write_json
+from dino_sparo.weights.checkpoint import load_checkpoint
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from dino_sparo.evaluation.page import INK, PANEL, PAPER
-from dino_sparo.evaluation.plots import panels
+from dino_sparo.draw.plots import panels
+from dino_sparo.draw.sheet import INK, PANEL, PAPER
 from dino_sparo.oc_clip.split_design import TESTS
 
 # From "always wrong" over guessing to "always right".

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from dino_sparo.image_text.contrastive import MAX_LOGIT_SCALE, contrastive_loss
 from dino_sparo.image_text.step import ContrastiveTraining
-from dino_sparo.oc_clip.graph_batches import GraphBatch, join_graphs
+from dino_sparo.oc_clip.graphs.batches import GraphBatch, join_graphs
 from dino_sparo.oc_clip.loss import RelationLoss, relation_loss, total_loss
 from dino_sparo.oc_clip.model import OCCLIP, look_up
 from dino_sparo.oc_clip.pair_scores import EncodedGraphs, score_pairs, scores_of_slots

@@ -27,10 +27,10 @@ from dino_sparo.image_text.pairs.captions import TarCaptions
 from dino_sparo.image_text.pairs.run_data import BatchForm
 from dino_sparo.oc_clip import options as oc_clip_options
 from dino_sparo.oc_clip.config import BindingConfig
-from dino_sparo.oc_clip.graph_files import CaptionGraphs, graph_of, graphs_in_shards, open_graphs
-from dino_sparo.oc_clip.graphs import LookupCounts, SceneGraph
+from dino_sparo.oc_clip.graphs.files import CaptionGraphs, graph_of, graphs_in_shards, open_graphs
+from dino_sparo.oc_clip.graphs.graph import LookupCounts, SceneGraph
+from dino_sparo.oc_clip.graphs.negatives import read_symmetric
 from dino_sparo.oc_clip.model import OCCLIP, create_oc_clip
-from dino_sparo.oc_clip.negatives import read_symmetric
 from dino_sparo.oc_clip.options import DEFAULT_GRAPHS, get_args_parser
 from dino_sparo.oc_clip.pairs import GraphPairBatch, GraphPairDataset, collate_graph_pairs
 from dino_sparo.oc_clip.presets import RECIPES

@@ -17,7 +17,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
-from dino_sparo.choices import (
+from dino_sparo.runtime import FAULT_STATUS
+from dino_sparo.runtime.choices import (
     ARCHITECTURES,
     DINO_READOUTS,
     IMAGENET_MEAN,
@@ -29,7 +30,6 @@ from dino_sparo.choices import (
     NUM_SLOTS,
     SLOT_DIM,
 )
-from dino_sparo.runtime import FAULT_STATUS
 from dino_sparo.runtime.extras import MissingPackageError
 
 WORKER_END_SECONDS = 5.0  # a process that waits for a hung disk cannot be killed
@@ -199,7 +199,7 @@ def add_architecture_options(parser: argparse.ArgumentParser) -> None:
         "--readout",
         default="sparo",
         help=f"How tokens become the encoding, one of {', '.join(sorted(DINO_READOUTS))}, or another name of "
-        "dino_sparo/readout_table.py: sparo replaces the last block by slots, cls is the class token of vanilla DINO, "
+        "dino_sparo/models/readouts.py: sparo replaces the last block by slots, cls is vanilla DINO's class token, "
         "gap averages all tokens.",
     )
     add_slot_options(group, NUM_SLOTS, SLOT_DIM, KEY_DIM)

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from dino_sparo.checkpoint import check_same_model, encoder_description
-from dino_sparo.crops import EvalTransform, MultiCropAugmentation
-from dino_sparo.data import (
+from dino_sparo.data.augment import Distortions
+from dino_sparo.data.crops import EvalTransform, MultiCropAugmentation
+from dino_sparo.data.dataset import (
     Batch,
     EpochSampler,
     ImageDataset,
@@ -31,19 +31,19 @@ from dino_sparo.data import (
     require_labels,
     require_same_source,
 )
-from dino_sparo.distort import Distortions
-from dino_sparo.encoder import Encoder
+from dino_sparo.data.sources import ImageLimits, TableColumns, index_images
 from dino_sparo.evaluation.features import disjoint_subsets
-from dino_sparo.evaluation.knn import evaluate_knn
+from dino_sparo.evaluation.knn.classify import evaluate_knn
 from dino_sparo.evaluation.views import SquareView, of_different_classes, spread_out
-from dino_sparo.initialize import initialize_encoder
+from dino_sparo.models.encoder import Encoder
 from dino_sparo.runtime.distributed import Distributed, is_main, without_reduction
 from dino_sparo.runtime.logs import RunLog
 from dino_sparo.runtime.precision import choose_precision
-from dino_sparo.sources import ImageLimits, TableColumns, index_images
 from dino_sparo.training.objective import EpochResult, Objective, Training
 from dino_sparo.training.optim import create_optimizer, param_groups
-from dino_sparo.training.updates import GroupSchedule, Updater
+from dino_sparo.training.updater import GroupSchedule, Updater
+from dino_sparo.weights.checkpoint import check_same_model, encoder_description
+from dino_sparo.weights.initialize import initialize_encoder
 
 logger = logging.getLogger(__name__)
 

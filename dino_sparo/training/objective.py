@@ -15,11 +15,11 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from dino_sparo.data import EpochSampler
+from dino_sparo.data.dataset import EpochSampler
+from dino_sparo.data.sources import fingerprint_of
 from dino_sparo.runtime.distributed import Distributed
 from dino_sparo.runtime.logs import RunLog
-from dino_sparo.sources import fingerprint_of
-from dino_sparo.training.updates import Updater
+from dino_sparo.training.updater import Updater
 
 
 @runtime_checkable
@@ -228,7 +228,7 @@ class Objective(ABC, Generic[AnyBatch]):
 
     @abstractmethod
     def rehearsal_batch(self) -> AnyBatch:
-        """A batch as the loader gives them, for `rehearsal.py`."""
+        """A batch as the loader gives them, for `training/compile.py`."""
 
     def count(self, batch: AnyBatch) -> tuple[int, ...]:
         """How much of each of `counters` a batch holds."""

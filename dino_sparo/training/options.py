@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable, Iterable
 
-from dino_sparo.choices import PRECISIONS
+from dino_sparo.runtime.choices import PRECISIONS
 
 
 def add_compute_options(

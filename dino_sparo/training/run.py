@@ -14,9 +14,6 @@ from pathlib import Path
 from signal import Signals
 from typing import Any
 
-from dino_sparo.checkpoint import CheckpointError, load_checkpoint, load_strictly, random_state, restore_random_state
-from dino_sparo.checkpoint_file import contents_checksum
-from dino_sparo.checkpoint_folder import CheckpointFolder
 from dino_sparo.runtime.distributed import (
     FaultError,
     all_gather_object,
@@ -29,16 +26,25 @@ from dino_sparo.runtime.distributed import (
     rank,
     world_size,
 )
+from dino_sparo.runtime.lock import RunLock
 from dino_sparo.runtime.logs import RunLog, log_options, setup_logging
 from dino_sparo.runtime.memory import full_memory_named
 from dino_sparo.runtime.precision import set_tf32
 from dino_sparo.runtime.preemption import Agreement, StopSignals, hand_over
 from dino_sparo.runtime.records import git_hash, plain, versions
-from dino_sparo.runtime.run_lock import RunLock
 from dino_sparo.runtime.watchdog import Watchdog
+from dino_sparo.training.compile import prepare_step
 from dino_sparo.training.loop import Progress, train_one_epoch
 from dino_sparo.training.objective import Objective
-from dino_sparo.training.rehearsal import prepare_step
+from dino_sparo.weights.checkpoint import (
+    CheckpointError,
+    load_checkpoint,
+    load_strictly,
+    random_state,
+    restore_random_state,
+)
+from dino_sparo.weights.file import contents_checksum
+from dino_sparo.weights.folder import CheckpointFolder
 
 logger = logging.getLogger(__name__)
 

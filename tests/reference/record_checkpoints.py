@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 FOLDER = Path(__file__).resolve().parent
-sys.path.insert(1, str(FOLDER.parent))
+sys.path.insert(1, str(FOLDER.parent / "support"))
 import small_models as s  # noqa: E402
 
 EVALUATIONS = {
@@ -53,8 +53,8 @@ def epochs_of(folder: Path) -> list[dict]:
 
 def record(name: str, folder: Path) -> dict:
     """Train, keep, evaluate, go on."""
-    from dino_sparo.checkpoint import load_checkpoint
-    from dino_sparo.checkpoint_folder import CheckpointFolder
+    from dino_sparo.weights.checkpoint import load_checkpoint
+    from dino_sparo.weights.folder import CheckpointFolder
 
     command, options = RUNS[name]
     words = [*s.words_of(options), "--output_dir", "."]
@@ -92,7 +92,7 @@ def main() -> None:
     torch.set_num_threads(1)
     code = args.code.resolve()
     sys.path.insert(0, str(code))
-    from dino_sparo import backbone
+    from dino_sparo.models import backbone
 
     assert Path(backbone.__file__).is_relative_to(code), backbone.__file__
     backbone.ARCHITECTURES[s.SMALL_ARCH] = backbone.ViTSize(**s.SMALL_SIZE)

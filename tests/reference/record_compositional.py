@@ -26,7 +26,7 @@ from unittest import mock
 import numpy as np
 
 FOLDER = Path(__file__).resolve().parent
-sys.path.insert(0, str(FOLDER.parent))
+sys.path.insert(0, str(FOLDER.parent / "support"))
 import compositional_files as files  # noqa: E402
 
 

@@ -25,9 +25,9 @@ from dino_sparo.clip.pictures.concepts import Choice, Criteria, PairLook, choose
 from dino_sparo.clip.pictures.page import write_page
 from dino_sparo.clip.pictures.sheet import Gallery, draw_sheet
 from dino_sparo.clip.slots.subsets import check_fits, read_slots
-from dino_sparo.evaluation.attention import check_share, class_token_share, effective_patches
-from dino_sparo.evaluation.names import describe_model, run_names
-from dino_sparo.evaluation.slot_choice import SlotSelection
+from dino_sparo.draw.labels import describe_model, run_names
+from dino_sparo.evaluation.attention.maps import check_share, class_token_share, effective_patches
+from dino_sparo.evaluation.slots.choice import SlotSelection
 from dino_sparo.evaluation.views import SquareView, view_pixels
 from dino_sparo.image_text.picture_pairs import (
     PICTURE_HEIGHT,

@@ -13,8 +13,8 @@ from jaxtyping import UInt8
 
 from dino_sparo.clip.pictures.concepts import PairLook
 from dino_sparo.clip.pictures.sheet import MARK, TITLE, Gallery, mark_level
-from dino_sparo.evaluation.attention import effective_patches, overlay
-from dino_sparo.evaluation.html_page import FIGURES_STYLE, html_page, switchable_image
+from dino_sparo.draw.html import FIGURES_STYLE, html_page, switchable_image
+from dino_sparo.evaluation.attention.maps import effective_patches, overlay
 
 OWN_STYLE = f"""
 section {{ grid-template-columns: 110px 1fr; content-visibility: visible; }}

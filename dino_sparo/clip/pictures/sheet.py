@@ -1,6 +1,6 @@
 """Looks of chosen slots at chosen pairs -> one sheet: a row per slot, a column per pair, words marked in each caption.
 
-It looks like `evaluation/pictures.py`; `page.py` shows the same as a page.
+It looks like `draw/grids.py`; `page.py` shows the same as a page.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,8 +13,7 @@ from jaxtyping import UInt8
 
 from dino_sparo.clip.pictures.concepts import Criteria, PairLook
 from dino_sparo.clip.pictures.words import Word
-from dino_sparo.evaluation.attention import overlay
-from dino_sparo.evaluation.page import (
+from dino_sparo.draw.sheet import (
     GAP,
     LABEL_SIZE,
     MARGIN,
@@ -26,6 +25,7 @@ from dino_sparo.evaluation.page import (
     resized,
     text_width,
 )
+from dino_sparo.evaluation.attention.maps import overlay
 
 MARK = (252, 176, 78)  # behind a word that gets all of a slot's attention; the maps' bright orange
 # Rising quickly, as the maps' colours do: weak attention is to be seen too.

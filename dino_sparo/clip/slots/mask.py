@@ -16,19 +16,19 @@ from typing import Any
 
 from dino_sparo.clip.choices import PER_DIMENSION, PER_SLOT
 from dino_sparo.clip.config import CLIPConfig
-from dino_sparo.clip.evaluated import clip_scorer
+from dino_sparo.clip.load import clip_scorer
 from dino_sparo.clip.slots.mask_fit import BOUND, FitResult, FitSettings, fit_mask, masked_pairs
 from dino_sparo.clip.slots.subsets import SlotMask, whole_model, with_slots
-from dino_sparo.evaluation.page import INK, SOFT, require_matplotlib
-from dino_sparo.evaluation.plots import ACCENT, count_ticks, panels, ranked_bars
+from dino_sparo.draw.plots import ACCENT, count_ticks, panels, ranked_bars
+from dino_sparo.draw.sheet import INK, SOFT, require_matplotlib
 from dino_sparo.evaluation.protocol import start_evaluation
 from dino_sparo.image_text.classes import apply_classes, open_classes
-from dino_sparo.image_text.evaluation.dot_product import DotProductScorer
 from dino_sparo.image_text.evaluation.protocol import annotation_folders, open_evaluation_images, report, result_paths
 from dino_sparo.image_text.evaluation.questions import SplitResult, encode_questions
 from dino_sparo.image_text.evaluation.sugarcrepe import averages, describe_pairs, read_pairs, split_results
 from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot
 from dino_sparo.image_text.prompts import open_templates
+from dino_sparo.image_text.scoring.dot_product import DotProductScorer
 from dino_sparo.runtime.distributed import is_main
 
 MAX_BARS = 256  # more parts are drawn as an area

@@ -21,19 +21,19 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn import functional as F
 
-from dino_sparo.clip.evaluated import clip_scorer
+from dino_sparo.clip.load import clip_scorer
 from dino_sparo.clip.slots.subsets import check_has_slots, whole_model
-from dino_sparo.data import ImageSource
+from dino_sparo.data.dataset import ImageSource
+from dino_sparo.draw.plots import ACCENT, count_ticks, panels, ranked_bars
+from dino_sparo.draw.sheet import INK, SOFT, require_matplotlib
 from dino_sparo.evaluation.features import Features, disjoint_subsets
-from dino_sparo.evaluation.page import INK, SOFT, require_matplotlib
-from dino_sparo.evaluation.plots import ACCENT, count_ticks, panels, ranked_bars
 from dino_sparo.evaluation.protocol import start_evaluation
-from dino_sparo.evaluation.slot_choice import SlotSelection
+from dino_sparo.evaluation.slots.choice import SlotSelection
 from dino_sparo.image_text.classes import apply_classes, open_classes
-from dino_sparo.image_text.evaluation.dot_product import DotProductScorer
 from dino_sparo.image_text.evaluation.protocol import open_evaluation_images, report, result_paths
 from dino_sparo.image_text.evaluation.zero_shot import count_hits
 from dino_sparo.image_text.prompts import open_templates
+from dino_sparo.image_text.scoring.dot_product import DotProductScorer
 from dino_sparo.runtime.collectives import all_reduce_sum
 from dino_sparo.runtime.distributed import is_main, rank, world_size
 

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from dino_sparo.clip.config import CLIPConfig
 from dino_sparo.clip.model import CLIP, ClipOutput, LoadedClip, normalize_slots
-from dino_sparo.evaluation.slot_choice import (
+from dino_sparo.evaluation.slots.choice import (
     SlotSelection,
     check_same_checkpoint,
     keep_slots,
@@ -34,7 +34,7 @@ from dino_sparo.evaluation.slot_choice import (
     read_choice,
     selection_in,
 )
-from dino_sparo.readout import ReadoutOutput
+from dino_sparo.models.readout import ReadoutOutput
 
 FORMS = (
     '{"slots": [0, 3], "num_slots": 128, "weights_sha256": "..."} or '

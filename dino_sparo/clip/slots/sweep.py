@@ -21,14 +21,14 @@ import torch
 
 from dino_sparo.clip.config import CLIPConfig
 from dino_sparo.clip.model import CLIP, clip_from_config
-from dino_sparo.evaluation.page import require_matplotlib
-from dino_sparo.evaluation.plots import colour_of, panels, spaced
+from dino_sparo.data.sources.limits import parse_json
+from dino_sparo.draw.plots import colour_of, panels, spaced
+from dino_sparo.draw.sheet import require_matplotlib
 from dino_sparo.image_text.evaluation import zero_shot
 from dino_sparo.image_text.evaluation.options import zero_shot_parser
 from dino_sparo.image_text.evaluation.protocol import OpenModel, report, result_paths
 from dino_sparo.runtime.distributed import is_main
 from dino_sparo.runtime.logs import setup_logging
-from dino_sparo.sources.limits import parse_json
 
 # Where results differ in one of these, their accuracies cannot be compared.
 PROTOCOL = ("images", "prompts", "similarity")

@@ -10,5 +10,5 @@
     figures.py    results -> plots
     command.py    options -> table, slot_score.json and plots
 
-Maps are those of `attention.py`. `docs/slot_score.md` explains the measures and the controls.
+Maps are those of `evaluation/attention/maps.py`. `docs/slot_score.md` explains the measures and the controls.
 """

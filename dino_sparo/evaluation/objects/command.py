@@ -15,8 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from dino_sparo.evaluation.attention import check_share
-from dino_sparo.evaluation.names import describe_model, run_names
+from dino_sparo.data.sources.limits import ImageLimits
+from dino_sparo.data.sources.packed import FileSource
+from dino_sparo.draw.labels import describe_model, run_names
+from dino_sparo.draw.sheet import require_matplotlib
+from dino_sparo.evaluation.attention.maps import check_share
 from dino_sparo.evaluation.objects.figures import draw_classes, draw_matching, draw_measures
 from dino_sparo.evaluation.objects.layouts import open_objects
 from dino_sparo.evaluation.objects.masks import UNKNOWN, ObjectSource
@@ -29,7 +32,6 @@ from dino_sparo.evaluation.objects.slots import (
 )
 from dino_sparo.evaluation.objects.survey import MODEL, UNTRAINED, Survey, slot_values, survey_objects
 from dino_sparo.evaluation.objects.table import table
-from dino_sparo.evaluation.page import require_matplotlib
 from dino_sparo.evaluation.protocol import (
     OTHER_SEED,
     EvaluatedEncoder,
@@ -45,8 +47,6 @@ from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.distributed import is_only_a_peer, select_device
 from dino_sparo.runtime.logs import printable, setup_logging
 from dino_sparo.runtime.records import versions
-from dino_sparo.sources.limits import ImageLimits
-from dino_sparo.sources.packed import FileSource
 
 # Of few images any two slots look alike: linear CKA of two images is 1, of ten it is 0.43 for noise.
 MIN_MATCH_IMAGES = 20

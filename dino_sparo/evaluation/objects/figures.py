@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from dino_sparo.draw.plots import ACCENT, PANEL_HEIGHT, panels
+from dino_sparo.draw.sheet import INK, SOFT
 from dino_sparo.evaluation.objects.survey import MODEL, UNTRAINED
 from dino_sparo.evaluation.objects.table import MEASURE_NAMES, ROW_NAMES, scored_maps
-from dino_sparo.evaluation.page import INK, SOFT
-from dino_sparo.evaluation.plots import ACCENT, PANEL_HEIGHT, panels
 from dino_sparo.runtime.logs import printable
 
 AXIS_END = 116  # percent: a bar of 100 % and its number

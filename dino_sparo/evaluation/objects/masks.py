@@ -10,9 +10,9 @@ import numpy as np
 from jaxtyping import Bool, Int
 from PIL import Image
 
-from dino_sparo.data import CorruptImageError, ImageSource
+from dino_sparo.data.dataset import CorruptImageError, ImageSource
+from dino_sparo.data.sources.packed import FileSource, PackedStrings
 from dino_sparo.evaluation.views import View
-from dino_sparo.sources.packed import FileSource, PackedStrings
 
 UNKNOWN = -1  # class of an object whose class nobody says
 

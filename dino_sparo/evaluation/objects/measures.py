@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int, Shaped
 
-from dino_sparo.evaluation.attention import mass_mask
+from dino_sparo.evaluation.attention.maps import mass_mask
 
 MEASURES = ("jaccard", "mbo", "fg_ari", "pointing", "pointing_one_map")
 NUM_SUBSETS = 5  # of an encoder's maps, where not all are scored together

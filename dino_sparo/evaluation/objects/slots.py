@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from dino_sparo.evaluation.attention import map_similarity
+from dino_sparo.evaluation.attention.maps import map_similarity
 from dino_sparo.evaluation.objects.masks import UNKNOWN
 
 CLASS_SHUFFLES = 20  # of the objects' classes, for the control of selectivity

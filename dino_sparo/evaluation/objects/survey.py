@@ -14,9 +14,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dino_sparo.data import CorruptImageError
-from dino_sparo.encoder import Encoder
-from dino_sparo.evaluation.attention import maps_and_slots
+from dino_sparo.data.dataset import CorruptImageError
+from dino_sparo.evaluation.attention.maps import maps_and_slots
 from dino_sparo.evaluation.features import MAX_NAMED
 from dino_sparo.evaluation.objects.masks import ObjectSource, view_objects
 from dino_sparo.evaluation.objects.measures import (
@@ -32,6 +31,7 @@ from dino_sparo.evaluation.objects.measures import (
 )
 from dino_sparo.evaluation.objects.slots import map_redundancy, value_redundancy
 from dino_sparo.evaluation.views import SquareView
+from dino_sparo.models.encoder import Encoder
 from dino_sparo.runtime.logs import progress
 
 logger = logging.getLogger(__name__)

@@ -19,15 +19,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dino_sparo.data import CorruptImageError, ImageSource
-from dino_sparo.image_text.evaluation.image_files import file_of, open_named_images, require_few_missing
+from dino_sparo.data.dataset import CorruptImageError, ImageSource
+from dino_sparo.data.sources import IMAGE_EXTENSIONS
+from dino_sparo.data.sources.limits import parse_json
+from dino_sparo.data.sources.subset import Subset
 from dino_sparo.image_text.pairs.batches import LeftOut, PairSource
 from dino_sparo.image_text.pairs.captions import TarCaptions
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.pairs.tables import coco_captions
-from dino_sparo.sources import IMAGE_EXTENSIONS
-from dino_sparo.sources.limits import parse_json
-from dino_sparo.sources.subset import Subset
+from dino_sparo.image_text.scoring.image_files import file_of, open_named_images, require_few_missing
 
 logger = logging.getLogger(__name__)
 

@@ -6,9 +6,10 @@ Each command imports its parser from here and parses before it imports torch.
 import argparse
 from typing import Any
 
-from dino_sparo.choices import PRECISIONS
+from dino_sparo.data.scenes import DEFAULT_IMAGE_SIZE, SPLITS
 from dino_sparo.image_text.choices import AUTO, COMPOSITIONAL, PICTURE_SCENES, PROBE_BATCH_SIZE, WINOGROUND_EXAMPLES
 from dino_sparo.image_text.options import add_pair_key_options
+from dino_sparo.runtime.choices import PRECISIONS
 from dino_sparo.runtime.cli import (
     HelpFormatter,
     add_device_options,
@@ -17,7 +18,6 @@ from dino_sparo.runtime.cli import (
     bool_flag,
     positive_int,
 )
-from dino_sparo.scenes import DEFAULT_IMAGE_SIZE, SPLITS
 
 SPLIT_HELP = "Name of a split of the images; all takes everything. By default val where there is one, else everything."
 
@@ -264,7 +264,7 @@ def compositional_parser() -> argparse.ArgumentParser:
 
 
 def order_captions_parser() -> argparse.ArgumentParser:
-    """The options of `compositional/word_order.py`."""
+    """The options of `image_text/evaluation/compositional/sets/word_order.py`."""
     parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
     group = parser.add_argument_group("captions")
     group.add_argument(

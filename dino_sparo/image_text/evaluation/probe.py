@@ -28,15 +28,15 @@ from jaxtyping import Int64
 from torch import Tensor
 from torch.nn import functional as F
 
-from dino_sparo.data import EpochSampler, align_classes, require_labels
+from dino_sparo.data.dataset import EpochSampler, align_classes, require_labels
 from dino_sparo.evaluation.feature_cache import check_same_weights, load_features, save_features
 from dino_sparo.evaluation.features import Features
-from dino_sparo.evaluation.linear import LinearProbe, cosine_factor, probe_accuracy
+from dino_sparo.evaluation.linear.probe import LinearProbe, cosine_factor, probe_accuracy
 from dino_sparo.evaluation.protocol import start_evaluation
 from dino_sparo.image_text.choices import PROBE_BATCH_SIZE
 from dino_sparo.image_text.evaluation.protocol import open_evaluation_images, report
-from dino_sparo.image_text.evaluation.scorer import ImageFeatureModel
 from dino_sparo.image_text.evaluation.zero_shot import count_hits
+from dino_sparo.image_text.scoring.scorer import ImageFeatureModel
 from dino_sparo.runtime.collectives import all_reduce_sum
 from dino_sparo.runtime.distributed import Distributed, all_or_none, is_main, rank, world_size
 from dino_sparo.runtime.records import versions

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dino_sparo.data import ImageSource, open_source, require_same_source
+from dino_sparo.data.dataset import ImageSource, open_source, require_same_source
+from dino_sparo.data.scenes import INDEPENDENT, Scenes, names_scenes, parse_scenes_spec
 from dino_sparo.evaluation.protocol import write_result
-from dino_sparo.image_text.evaluation.scorer import Scorer
+from dino_sparo.image_text.scoring.scorer import Scorer
 from dino_sparo.runtime.distributed import rank_0_first
 from dino_sparo.runtime.records import file_sha256
-from dino_sparo.scenes import INDEPENDENT, Scenes, names_scenes, parse_scenes_spec
 
 # The options, the process among its peers, pixels cut off every side of an image -> the model.
 OpenModel = Callable[..., Scorer]

@@ -22,8 +22,8 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from dino_sparo.image_text.evaluation.image_files import ImageName, encode_named_images
-from dino_sparo.image_text.evaluation.scorer import EncodedTexts, Scorer
+from dino_sparo.image_text.scoring.image_files import ImageName, encode_named_images
+from dino_sparo.image_text.scoring.scorer import EncodedTexts, Scorer
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
+from dino_sparo.data.scenes import DEFAULT_IMAGE_SIZE, INDEPENDENT, SceneGraph, SceneObject, Scenes
 from dino_sparo.runtime.logs import setup_logging
-from dino_sparo.scenes import DEFAULT_IMAGE_SIZE, INDEPENDENT, SceneGraph, SceneObject, Scenes
 
 logger = logging.getLogger(__name__)
 

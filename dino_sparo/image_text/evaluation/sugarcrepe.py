@@ -15,6 +15,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from dino_sparo.data.sources.limits import parse_json
 from dino_sparo.evaluation.protocol import start_evaluation
 from dino_sparo.image_text.evaluation.protocol import OpenModel, annotation_folders, file_record, report
 from dino_sparo.image_text.evaluation.questions import (
@@ -28,8 +29,7 @@ from dino_sparo.image_text.evaluation.questions import (
     macro,
     micro,
 )
-from dino_sparo.image_text.evaluation.scorer import Scorer
-from dino_sparo.sources.limits import parse_json
+from dino_sparo.image_text.scoring.scorer import Scorer
 
 logger = logging.getLogger(__name__)
 

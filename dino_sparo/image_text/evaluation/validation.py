@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dino_sparo.data.sources.subset import Subset
 from dino_sparo.image_text.contrastive import contrastive_loss
-from dino_sparo.image_text.evaluation.image_files import require_few_missing
 from dino_sparo.image_text.evaluation.retrieval import recall
-from dino_sparo.image_text.evaluation.scorer import Scorer
 from dino_sparo.image_text.pairs.batches import Captions, PairSource
+from dino_sparo.image_text.scoring.image_files import require_few_missing
+from dino_sparo.image_text.scoring.scorer import Scorer
 from dino_sparo.runtime.logs import progress
-from dino_sparo.sources.subset import Subset
 
 MAX_PAIRS = 5000  # as many as COCO's usual test has; every image is compared with every caption
 

@@ -16,11 +16,11 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from dino_sparo.data.sources.limits import parse_json
 from dino_sparo.evaluation.protocol import start_evaluation
 from dino_sparo.image_text.choices import WINOGROUND_EXAMPLES
 from dino_sparo.image_text.evaluation.protocol import OpenModel, annotation_folders, file_record, report
 from dino_sparo.image_text.evaluation.questions import Answers, Question, answer, encode_questions
-from dino_sparo.sources.limits import parse_json
 
 TAG = "collapsed_tag"  # Object, Relation or Both: what changes its place in the caption
 SCORES = ("text", "image", "group")

@@ -21,12 +21,12 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from dino_sparo.data import ImageSource
+from dino_sparo.data.dataset import ImageSource
 from dino_sparo.evaluation.protocol import start_evaluation
 from dino_sparo.image_text.classes import ClassList, apply_classes, open_classes
 from dino_sparo.image_text.evaluation.protocol import OpenModel, open_evaluation_images, report
-from dino_sparo.image_text.evaluation.scorer import Scorer
 from dino_sparo.image_text.prompts import AUTO, open_templates
+from dino_sparo.image_text.scoring.scorer import Scorer
 from dino_sparo.runtime.collectives import all_reduce_sum
 
 TOP = 5

@@ -5,13 +5,13 @@ A trainer asks for it every few epochs.
 
 from dataclasses import dataclass
 
-from dino_sparo.data import ImageSource
+from dino_sparo.data.dataset import ImageSource
 from dino_sparo.evaluation.features import disjoint_subsets
 from dino_sparo.image_text.classes import apply_classes, open_classes
 from dino_sparo.image_text.evaluation.protocol import open_evaluation_images
-from dino_sparo.image_text.evaluation.scorer import Scorer
 from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot
 from dino_sparo.image_text.prompts import open_templates
+from dino_sparo.image_text.scoring.scorer import Scorer
 
 NUM_IMAGES = 4000
 

@@ -2,8 +2,8 @@
 
 A `PairSource` is a collection of images and, for every image, its captions; `sources.py` opens one. `PairDataset`
 cuts a crop of image i and draws one of its captions, a loader makes batches of them. All randomness is a
-pure function of (seed, epoch, index), as everywhere in `data.py`, whose sampler and substitution are used here too: a
-pair whose image cannot be read or whose caption is empty is replaced by the next one, named and counted.
+pure function of (seed, epoch, index), as everywhere in `data/dataset.py`, whose sampler and substitution are used
+here too: a pair whose image cannot be read or whose caption is empty is replaced by the next one, named and counted.
 """
 
 from collections import Counter
@@ -17,17 +17,17 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from dino_sparo.crops import cut_crop, cut_crop_fast, pixels_in_rows, sample_box
-from dino_sparo.data import (
+from dino_sparo.data.crops import cut_crop, cut_crop_fast, pixels_in_rows, sample_box
+from dino_sparo.data.dataset import (
     CorruptImageError,
     DeviceBatch,
     ImageSource,
     image_rng,
     read_next,
 )
+from dino_sparo.data.sources import fingerprint_of
 from dino_sparo.image_text.choices import CROP_SCALE
 from dino_sparo.image_text.text import tokenize
-from dino_sparo.sources import fingerprint_of
 
 # Added to the seed, so that which caption is drawn has nothing to do with how the image is cropped.
 CAPTION_STREAM = 0x9E3779B97F4A7C15

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64
 
-from dino_sparo.data import CorruptImageError, ImageSource, require_labels
+from dino_sparo.data.dataset import CorruptImageError, ImageSource, require_labels
+from dino_sparo.data.scenes import ATTRIBUTES, Scenes
+from dino_sparo.data.sources.limits import open_regular, parse_json
+from dino_sparo.data.sources.packed import PackedStrings
+from dino_sparo.data.sources.shard_index import ShardIndex
+from dino_sparo.data.sources.tar_headers import BLOCK_BYTES
 from dino_sparo.image_text.classes import ClassList
 from dino_sparo.image_text.prompts import prompts
-from dino_sparo.scenes import ATTRIBUTES, Scenes
-from dino_sparo.sources.limits import open_regular, parse_json
-from dino_sparo.sources.packed import PackedStrings
-from dino_sparo.sources.shard_index import ShardIndex
-from dino_sparo.sources.tar_headers import BLOCK_BYTES
 
 MAX_CAPTION_BYTES = 1 << 20
 

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, default_convert
 
-from dino_sparo.data import EpochSampler, create_loader, open_together, require_same_source
+from dino_sparo.data.dataset import EpochSampler, create_loader, open_together, require_same_source
+from dino_sparo.data.sources import ImageLimits
+from dino_sparo.data.sources.tars import TarSource
 from dino_sparo.image_text.evaluation.validation import hold_out
 from dino_sparo.image_text.pairs.batches import PairBatch, PairDataset, PairSource, PairTransform
 from dino_sparo.image_text.pairs.sources import index_pairs, open_pairs
 from dino_sparo.image_text.pairs.streams import PairStream, StreamDataset
 from dino_sparo.image_text.text import tokenize
 from dino_sparo.runtime.distributed import Distributed, all_or_none
-from dino_sparo.sources import ImageLimits
-from dino_sparo.sources.tars import TarSource
 
 logger = logging.getLogger(__name__)
 

@@ -18,21 +18,21 @@ import os
 import time
 from collections.abc import Sequence
 
-from dino_sparo.data import ImageSource, most_corrupt, open_source
+from dino_sparo.data.dataset import ImageSource, most_corrupt, open_source
+from dino_sparo.data.scenes import INDEPENDENT, Scenes, names_scenes, parse_scenes_spec
+from dino_sparo.data.sources import ImageLimits, TableColumns, refuse_remote
+from dino_sparo.data.sources.decode import DEFAULT_LIMITS
+from dino_sparo.data.sources.packed import FileSource
+from dino_sparo.data.sources.rows import TABLE_ENDINGS
+from dino_sparo.data.sources.shard_index import index_share
+from dino_sparo.data.sources.splits import ALL, find_split, split_of_folder
+from dino_sparo.data.sources.tars import IMAGES, TarSource, find_shards
 from dino_sparo.image_text.classes import open_classes
 from dino_sparo.image_text.pairs.batches import PairSource
 from dino_sparo.image_text.pairs.captions import ClassCaptions, SceneCaptions
 from dino_sparo.image_text.pairs.tables import open_coco_captions, open_pair_table
 from dino_sparo.image_text.pairs.tars import open_pair_shards, pairs_kind
 from dino_sparo.image_text.prompts import AUTO, open_templates
-from dino_sparo.scenes import INDEPENDENT, Scenes, names_scenes, parse_scenes_spec
-from dino_sparo.sources import ImageLimits, TableColumns, refuse_remote
-from dino_sparo.sources.decode import DEFAULT_LIMITS
-from dino_sparo.sources.packed import FileSource
-from dino_sparo.sources.rows import TABLE_ENDINGS
-from dino_sparo.sources.shard_index import index_share
-from dino_sparo.sources.splits import ALL, find_split, split_of_folder
-from dino_sparo.sources.tars import IMAGES, TarSource, find_shards
 
 logger = logging.getLogger(__name__)
 

@@ -12,13 +12,13 @@ from functools import partial
 
 import numpy as np
 
-from dino_sparo.data import CorruptImageError
+from dino_sparo.data.dataset import CorruptImageError
+from dino_sparo.data.sources.decode import IMAGE_ENDINGS
+from dino_sparo.data.sources.shard_index import Kind, Notes, Piece, blocks_of, open_index
+from dino_sparo.data.sources.tar_headers import Member, tar_members
+from dino_sparo.data.sources.tars import TarSource, lost_samples, shard_sizes
 from dino_sparo.image_text.pairs.batches import LeftOut, PairSource
 from dino_sparo.image_text.pairs.captions import TarCaptions
-from dino_sparo.sources.decode import IMAGE_ENDINGS
-from dino_sparo.sources.shard_index import Kind, Notes, Piece, blocks_of, open_index
-from dino_sparo.sources.tar_headers import Member, tar_members
-from dino_sparo.sources.tars import TarSource, lost_samples, shard_sizes
 
 logger = logging.getLogger(__name__)
 

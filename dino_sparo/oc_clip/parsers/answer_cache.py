@@ -5,8 +5,8 @@ import os
 import threading
 from pathlib import Path
 
-from dino_sparo.oc_clip.json_lines import JsonLines, read_lines
-from dino_sparo.sources.limits import parse_object
+from dino_sparo.data.sources.limits import parse_object
+from dino_sparo.oc_clip.graphs.json_lines import JsonLines, read_lines
 
 
 class AnswerCache:

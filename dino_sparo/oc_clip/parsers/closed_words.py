@@ -4,8 +4,8 @@ Gathered from the relations of Visual Genome and from the phrasing of ARO, What'
 it. A verb that is also a common noun ("building", "painting") is left out.
 """
 
-from dino_sparo.oc_clip.graphs import ARTICLES
-from dino_sparo.scenes import COLOURS, RELATIONS
+from dino_sparo.data.scenes import COLOURS, RELATIONS
+from dino_sparo.oc_clip.graphs.graph import ARTICLES
 
 
 def _words(text: str) -> frozenset[str]:

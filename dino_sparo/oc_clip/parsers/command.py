@@ -7,7 +7,7 @@
 
 Every caption is parsed once; where rows have images, every row is written, and the output is a table of pairs. The same
 command goes on where it was ended. Beside the output lie OUTPUT.summary.json, with all counts, and OUTPUT.errors.jsonl,
-with the captions that have no graph. `graph_files.py` reads the output.
+with the captions that have no graph. `oc_clip/graphs/files.py` reads the output.
 """
 
 import argparse
@@ -24,10 +24,11 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Bool, UInt64
 
-from dino_sparo.oc_clip.graph_files import graph_record
-from dino_sparo.oc_clip.graph_index import caption_bytes, hash_of
-from dino_sparo.oc_clip.graphs import LookupCounts, SceneGraph, normalize
-from dino_sparo.oc_clip.json_lines import JsonLines, read_lines
+from dino_sparo.data.sources.limits import parse_object
+from dino_sparo.oc_clip.graphs.files import graph_record
+from dino_sparo.oc_clip.graphs.graph import LookupCounts, SceneGraph, normalize
+from dino_sparo.oc_clip.graphs.index import caption_bytes, hash_of
+from dino_sparo.oc_clip.graphs.json_lines import JsonLines, read_lines
 from dino_sparo.oc_clip.parsers.annotated import DRAW, AnnotatedImages
 from dino_sparo.oc_clip.parsers.caption_rows import Row, Rows, open_rows
 from dino_sparo.oc_clip.parsers.llm import LanguageModelParser, LocalModel, Outcome, Server
@@ -36,7 +37,6 @@ from dino_sparo.oc_clip.parsers.templates import parse_caption
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.logs import printable, progress, setup_logging
 from dino_sparo.runtime.records import file_sha256, versions, write_json
-from dino_sparo.sources.limits import parse_object
 
 logger = logging.getLogger(__name__)
 

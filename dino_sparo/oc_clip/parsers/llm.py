@@ -20,11 +20,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dino_sparo.oc_clip.graphs import SceneGraph
+from dino_sparo.data.sources.limits import parse_json
+from dino_sparo.oc_clip.graphs.graph import SceneGraph
 from dino_sparo.oc_clip.parsers.answer_cache import AnswerCache
 from dino_sparo.runtime.cli import MendableError
 from dino_sparo.runtime.extras import require
-from dino_sparo.sources.limits import parse_json
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 import argparse
 
-from dino_sparo.oc_clip.graphs import MAX_NODES, MAX_RELATIONS
+from dino_sparo.oc_clip.graphs.graph import MAX_NODES, MAX_RELATIONS
 from dino_sparo.runtime.cli import HelpFormatter
 
 PARSER_NAMES = ("templates", "spacy", "llm", "vg", "gqa")

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from dino_sparo.image_text.spacy_model import SpacyModel
-from dino_sparo.oc_clip.graphs import Relation, SceneGraph
+from dino_sparo.oc_clip.graphs.graph import Relation, SceneGraph
 from dino_sparo.oc_clip.parsers.closed_words import COPULAS, PLACES
 
 NOUNS = ("NOUN", "PROPN")

@@ -17,7 +17,8 @@ import re
 from dataclasses import dataclass, field
 from itertools import product
 
-from dino_sparo.oc_clip.graphs import ARTICLES, Relation, SceneGraph
+from dino_sparo.data.scenes import BACKGROUNDS, RELATIONS
+from dino_sparo.oc_clip.graphs.graph import ARTICLES, Relation, SceneGraph
 from dino_sparo.oc_clip.parsers.closed_words import (
     ADJECTIVES,
     AND,
@@ -33,7 +34,6 @@ from dino_sparo.oc_clip.parsers.closed_words import (
     VERBS,
     WHICH,
 )
-from dino_sparo.scenes import BACKGROUNDS, RELATIONS
 
 _WORD = re.compile(r"[^\W_]+(?:['’.-][^\W_]+)*|[,;:.!?&]")
 _OPENING = re.compile(

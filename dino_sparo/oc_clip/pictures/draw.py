@@ -14,8 +14,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from dino_sparo.data import CorruptImageError
-from dino_sparo.evaluation.names import describe_model, run_names
+from dino_sparo.data.dataset import CorruptImageError
+from dino_sparo.draw.labels import describe_model, run_names
 from dino_sparo.evaluation.views import SquareView, spread_out, view_pixels
 from dino_sparo.image_text.pairs.batches import PairSource
 from dino_sparo.image_text.picture_pairs import (
@@ -25,10 +25,10 @@ from dino_sparo.image_text.picture_pairs import (
     view_pairs,
     write_pictures,
 )
-from dino_sparo.oc_clip.evaluated import DEFAULT_GRAPHS
-from dino_sparo.oc_clip.graph_files import CaptionGraphs, open_graphs
+from dino_sparo.oc_clip.graphs.files import CaptionGraphs, open_graphs
+from dino_sparo.oc_clip.load import DEFAULT_GRAPHS
 from dino_sparo.oc_clip.model import LoadedOCCLIP, load_oc_clip
-from dino_sparo.oc_clip.pictures.looks import look_at
+from dino_sparo.oc_clip.pictures.explain import look_at
 from dino_sparo.oc_clip.pictures.page import write_page
 from dino_sparo.oc_clip.pictures.sheet import Gallery, draw_sheet
 from dino_sparo.runtime.distributed import is_only_a_peer

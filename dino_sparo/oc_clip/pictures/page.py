@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import UInt8
 
-from dino_sparo.evaluation.html_page import FIGURES_STYLE, data_uri, html_page
-from dino_sparo.evaluation.names import short_name
-from dino_sparo.image_text.map_tiles import TILE_STYLE, tile_figure
-from dino_sparo.oc_clip.pictures.looks import GraphLook
+from dino_sparo.draw.html import FIGURES_STYLE, data_uri, html_page
+from dino_sparo.draw.labels import short_name
+from dino_sparo.draw.tiles import TILE_STYLE, tile_figure
+from dino_sparo.oc_clip.pictures.explain import GraphLook
 from dino_sparo.oc_clip.pictures.sheet import MAPS_PER_LINE, TITLE, Gallery
 from dino_sparo.oc_clip.pictures.tiles import tiles_of, without_map
 

@@ -1,6 +1,6 @@
 """Looks at pairs -> one sheet: a row per pair, its image first, then the tiles of `tiles.py`.
 
-It looks like `evaluation/pictures.py`; `page.py` shows the same as a page.
+It looks like `draw/grids.py`; `page.py` shows the same as a page.
 """
 
 import logging
@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import UInt8
 
-from dino_sparo.evaluation.page import GAP, LINE, MARGIN, NO_LETTER, SOFT, Heading, Page, drawable, resized, wrap
-from dino_sparo.image_text.map_tiles import Tile, draw_tiles, tiles_height, title_height
-from dino_sparo.oc_clip.pictures.looks import RELATIONS_LEGEND, GraphLook
+from dino_sparo.draw.sheet import GAP, LINE, MARGIN, NO_LETTER, SOFT, Heading, Page, drawable, resized, wrap
+from dino_sparo.draw.tiles import Tile, draw_tiles, tiles_height, title_height
+from dino_sparo.oc_clip.pictures.explain import RELATIONS_LEGEND, GraphLook
 from dino_sparo.oc_clip.pictures.tiles import tiles_of, without_map
 
 logger = logging.getLogger(__name__)

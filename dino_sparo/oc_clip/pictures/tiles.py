@@ -12,9 +12,9 @@ import numpy as np
 from jaxtyping import Float, Int
 from PIL import ImageColor
 
-from dino_sparo.evaluation.attention import enlarge
-from dino_sparo.image_text.map_tiles import Picture, Tile, map_tile
-from dino_sparo.oc_clip.pictures.looks import GraphLook
+from dino_sparo.draw.tiles import Picture, Tile, map_tile
+from dino_sparo.evaluation.attention.maps import enlarge
+from dino_sparo.oc_clip.pictures.explain import GraphLook
 
 # Colours of Okabe and Ito, which colour-blind eyes tell apart, and a violet.
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#f0e442", "#8a5fbf")

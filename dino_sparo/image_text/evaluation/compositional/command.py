@@ -14,17 +14,17 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from dino_sparo.evaluation.page import require_matplotlib
+from dino_sparo.draw.sheet import require_matplotlib
 from dino_sparo.evaluation.protocol import start_evaluation
-from dino_sparo.image_text.evaluation.compositional.asking import Answered, ask, counts_of, with_shuffled_images
+from dino_sparo.image_text.evaluation.compositional.discover import LocalBenchmark, find_benchmarks
 from dino_sparo.image_text.evaluation.compositional.failure_pages import write_failures
 from dino_sparo.image_text.evaluation.compositional.failures import MAX_FAILURES, Failures, clearest_failures
-from dino_sparo.image_text.evaluation.compositional.finding import LocalBenchmark, find_benchmarks
 from dino_sparo.image_text.evaluation.compositional.metrics import summarize, worth
 from dino_sparo.image_text.evaluation.compositional.papers import PAPERS
 from dino_sparo.image_text.evaluation.compositional.registry import BENCHMARKS
+from dino_sparo.image_text.evaluation.compositional.run import Answered, ask, counts_of, with_shuffled_images
 from dino_sparo.image_text.evaluation.protocol import OpenModel, file_record
-from dino_sparo.image_text.evaluation.scorer import Scorer
+from dino_sparo.image_text.scoring.scorer import Scorer
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.distributed import is_main
 from dino_sparo.runtime.records import write_json

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import UInt8
 
-from dino_sparo.evaluation.html_page import FIGURES_STYLE, data_uri, html_page
-from dino_sparo.evaluation.names import file_names, short_name
-from dino_sparo.evaluation.page import (
+from dino_sparo.draw.html import FIGURES_STYLE, data_uri, html_page
+from dino_sparo.draw.labels import file_names, short_name
+from dino_sparo.draw.sheet import (
     GAP,
     LINE,
     MARGIN,
@@ -31,14 +31,14 @@ from dino_sparo.evaluation.page import (
     text_width,
     wrap,
 )
+from dino_sparo.draw.tiles import TILE_STYLE, Tile, draw_tiles, tile_figure, tiles_height
 from dino_sparo.evaluation.views import view_pixels
-from dino_sparo.image_text.evaluation.compositional.asking import ROOT
 from dino_sparo.image_text.evaluation.compositional.failures import Failure, Failures
-from dino_sparo.image_text.evaluation.image_files import named_source
-from dino_sparo.image_text.evaluation.looking_scorer import CaptionLook, LookingScorer
-from dino_sparo.image_text.evaluation.scorer import Scorer
-from dino_sparo.image_text.map_tiles import TILE_STYLE, Tile, draw_tiles, tile_figure, tiles_height
+from dino_sparo.image_text.evaluation.compositional.run import ROOT
 from dino_sparo.image_text.picture_pairs import PICTURE_HEIGHT
+from dino_sparo.image_text.scoring.explaining import CaptionLook, LookingScorer
+from dino_sparo.image_text.scoring.image_files import named_source
+from dino_sparo.image_text.scoring.scorer import Scorer
 
 TITLE = "The clearest errors"
 SHEET_ROWS = 6  # errors on a sheet; the page has all

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dino_sparo.image_text.evaluation.compositional.asking import Answered
-from dino_sparo.image_text.evaluation.image_files import Crop, ImageName
+from dino_sparo.image_text.evaluation.compositional.run import Answered
 from dino_sparo.image_text.evaluation.questions import Question
+from dino_sparo.image_text.scoring.image_files import Crop, ImageName
 
 MAX_FAILURES = 50  # per benchmark: a page holds all its pictures, about 0.3 MB per error
 

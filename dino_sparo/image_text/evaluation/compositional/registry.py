@@ -3,8 +3,8 @@
 from functools import partial
 
 from dino_sparo.image_text.choices import WINOGROUND_EXAMPLES
-from dino_sparo.image_text.evaluation.compositional import aro, pair_files, pug_spar, vl_checklist, whatsup
 from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark, no_means
+from dino_sparo.image_text.evaluation.compositional.sets import aro, pair_files, pug_spar, vl_checklist, whatsup
 from dino_sparo.image_text.evaluation.sugarcrepe import GROUPS, read_pairs
 from dino_sparo.image_text.evaluation.winoground import read_examples
 

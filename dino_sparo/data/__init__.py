@@ -1,0 +1,1 @@
+"""Images -> batches of crops: scenes and sources (images by index), data set, samplers, loader, augmentation."""

@@ -1,0 +1,310 @@
+"""One image -> S crops: two global ones and S - 2 local ones, with DINO's distortions.
+
+The random parameters of a crop are drawn first (`sample_crop`), then the crop is cut out and distorted: what it looks
+like is a pure function of the image and of the generator it was drawn with. Where it is distorted is a choice: here, by
+`apply_crop`, or on the device, by `distort.Distortions` from the same parameters.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float, UInt8
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional as F
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms import functional as TF
+
+from dino_sparo.data.augment import DeferredViews, channel_constant, distort_crop, normalize_levels, pack_parameters
+from dino_sparo.data.dataset import IMAGENET_MEAN, IMAGENET_STD
+from dino_sparo.data.sources.decode import to_rgb
+
+# The distortions of DINO (facebookresearch/dino, main_dino.py, DataAugmentationDINO; BYOL, appendix B).
+FLIP_PROBABILITY = 0.5
+JITTER_PROBABILITY = 0.8
+JITTER_STRENGTH = {"brightness": 0.4, "contrast": 0.4, "saturation": 0.2, "hue": 0.1}
+GRAYSCALE_PROBABILITY = 0.2
+BLUR_RADIUS = (0.1, 2.0)  # pixels, of the resized crop
+ASPECT_RATIO = (3 / 4, 4 / 3)
+LOG_ASPECT_RATIO = tuple(np.log(ASPECT_RATIO).tolist())
+CROP_ATTEMPTS = 10
+
+# The evaluation protocol of ImageNet: the short side to 256, of which the central 224 are seen.
+RESIZE_RATIO = 256 / 224
+MAX_ASPECT = 20  # of what is resized for a view
+
+
+@dataclass(frozen=True)
+class CropRecipe:
+    """What is random about one kind of crop.
+
+    Attributes:
+        size: side of the crop in pixels.
+        scale: smallest and largest share of the image's area.
+        blur_probability: how often it is blurred.
+        solarize_probability: how often its bright pixels are inverted.
+    """
+
+    size: int
+    scale: tuple[float, float]
+    blur_probability: float
+    solarize_probability: float = 0.0
+
+
+@dataclass(frozen=True)
+class CropParameters:
+    """One draw from a `CropRecipe`, for one image; the distortions are listed in the order in which they are applied.
+
+    Attributes:
+        box: top, left, height, width in pixels of the image.
+        flip: mirror left and right.
+        jitter: (operation, factor) pairs in their random order; empty if the crop keeps its colours.
+        grayscale: drop the colours.
+        blur_radius: standard deviation of the blur in pixels, 0 for none.
+        solarize: invert bright pixels.
+    """
+
+    box: tuple[int, int, int, int]
+    flip: bool
+    jitter: tuple[tuple[str, float], ...]
+    grayscale: bool
+    blur_radius: float
+    solarize: bool
+
+    def packed(self) -> list[float]:
+        """The distortions as the numbers that `data/augment.py` computes with."""
+        return pack_parameters(self.flip, self.jitter, self.grayscale, self.blur_radius, self.solarize)
+
+
+def sample_box(
+    rng: np.random.Generator, height: int, width: int, scale: tuple[float, float]
+) -> tuple[int, int, int, int]:
+    """Draw a box of random area and aspect ratio, as torchvision's RandomResizedCrop does.
+
+    The area is uniform in `scale` times the image's, the aspect ratio log-uniform in 3/4 to 4/3; a box that does not
+    fit is drawn again, and after ten failures the largest central box of a valid aspect ratio is taken.
+
+    Args:
+        rng: generator to draw from.
+        height: of the image, pixels.
+        width: of the image, pixels.
+        scale: smallest and largest share of the area.
+
+    Returns:
+        Top, left, height and width in pixels.
+    """
+    for _ in range(CROP_ATTEMPTS):
+        area = height * width * _uniform(rng, *scale)
+        ratio = math.exp(_uniform(rng, *LOG_ASPECT_RATIO))
+        box_width, box_height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < box_width <= width and 0 < box_height <= height:
+            top = int(rng.integers(0, height - box_height, endpoint=True))
+            left = int(rng.integers(0, width - box_width, endpoint=True))
+            return top, left, box_height, box_width
+    ratio = min(max(width / height, ASPECT_RATIO[0]), ASPECT_RATIO[1])
+    box_width, box_height = min(width, round(height * ratio)), min(height, round(width / ratio))
+    return (height - box_height) // 2, (width - box_width) // 2, box_height, box_width
+
+
+def _uniform(rng: np.random.Generator, low: float, high: float) -> float:
+    """What `rng.uniform(low, high)` draws, in a quarter of its time."""
+    return low + (high - low) * rng.random()
+
+
+def sample_crop(rng: np.random.Generator, height: int, width: int, recipe: CropRecipe) -> CropParameters:
+    """Draw the parameters of one crop of an image of `height` x `width` pixels."""
+    box = sample_box(rng, height, width, recipe.scale)
+    flip = rng.random() < FLIP_PROBABILITY
+    jitter: tuple[tuple[str, float], ...] = ()
+    if rng.random() < JITTER_PROBABILITY:
+        # Hue turns by a share of the colour circle; the others scale by a factor around one.
+        factors = {
+            name: _uniform(rng, -strength, strength) + (name != "hue") for name, strength in JITTER_STRENGTH.items()
+        }
+        names = list(factors)
+        jitter = tuple((names[i], factors[names[i]]) for i in rng.permutation(len(names)).tolist())
+    grayscale = rng.random() < GRAYSCALE_PROBABILITY
+    blur_radius = _uniform(rng, *BLUR_RADIUS) if rng.random() < recipe.blur_probability else 0.0
+    solarize = rng.random() < recipe.solarize_probability
+    return CropParameters(box, flip, jitter, grayscale, blur_radius, solarize)
+
+
+def cut_crop(image: Image.Image, box: tuple[int, int, int, int], size: int) -> UInt8[np.ndarray, "3 size size"]:
+    """Cut out and resize (bicubic), pixel for pixel as torchvision does with PIL images."""
+    return pixels_of(TF.resized_crop(image, *box, [size, size], InterpolationMode.BICUBIC))
+
+
+def cut_crop_fast(
+    pixels: UInt8[Tensor, "3 H W"], box: tuple[int, int, int, int], size: int
+) -> UInt8[Tensor, "3 size size"]:
+    """The same by torch's resize, three times as fast and rounded differently: about a pixel in fifty is a level off.
+
+    At hard edges in boxes taller than wide it is more: Pillow takes their columns first.
+
+    Args:
+        pixels: of the image, a view of rows of pixels as `pixels_in_rows` gives it; any other layout is slow.
+        box: top, left, height, width in pixels of the image.
+        size: side of the result in pixels.
+    """
+    top, left, height, width = box
+    return _resize_fast(pixels[:, top : top + height, left : left + width], [size, size])
+
+
+def _resize_fast(pixels: UInt8[Tensor, "3 H W"], sides: list[int]) -> UInt8[Tensor, "3 _ _"]:
+    return F.interpolate(pixels[None], size=sides, mode="bicubic", antialias=True)[0]
+
+
+def pixels_of(image: Image.Image) -> UInt8[np.ndarray, "3 H W"]:
+    """RGB image -> its pixels, one channel after the other."""
+    return np.ascontiguousarray(np.asarray(image).transpose(2, 0, 1))
+
+
+def pixels_in_rows(image: Image.Image) -> UInt8[Tensor, "3 H W"]:
+    """RGB image -> a view of its pixels as they lie in a file: row by row, three channels side by side."""
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+def apply_crop(image: Image.Image, parameters: CropParameters, size: int) -> Float[np.ndarray, "3 size size"]:
+    """Cut, resize (bicubic) and distort, pixel for pixel as torchvision does with PIL images.
+
+    Args:
+        image: RGB, 8 bit.
+        parameters: from `sample_crop`.
+        size: side of the result in pixels.
+
+    Returns:
+        Integers from 0 to 255.
+    """
+    return distort_crop(cut_crop(image, parameters.box, size), parameters.packed())
+
+
+def normalized_tensor(image: Image.Image, mean: tuple[float, ...], std: tuple[float, ...]) -> Float[Tensor, "C H W"]:
+    """RGB image -> (C, H, W) floats, (pixel / 255 - mean) / std."""
+    return torch.from_numpy(normalize_levels(pixels_of(image), channel_constant(mean), channel_constant(std)))
+
+
+class MultiCropAugmentation:
+    """Image -> [global 1, global 2, local 1, ...]: the views that student and teacher compare.
+
+    The first global crop is always blurred, the second rarely blurred and sometimes solarised, local crops blurred half
+    of the time; all may be flipped, colour-jittered and turned grey. Source: DINO, section 3.2, implementation details.
+
+    Args:
+        global_crops_scale: smallest and largest share of the image's area in a global crop.
+        local_crops_scale: the same for a local crop.
+        local_crops_number: S - 2; 0 trains on the two global crops alone.
+        global_crops_size: side of a global crop in pixels.
+        local_crops_size: side of a local crop in pixels.
+        mean: per channel, of pixels in 0..1.
+        std: per channel.
+        defer_color: give 8-bit crops and the numbers by which `distort.Distortions` distorts them on the device, and
+            resize by torch. False gives finished crops, as torchvision's pipeline on PIL images gives them.
+
+    Raises:
+        ValueError: a scale that is no interval within (0, 1], or a size or number that cannot be.
+    """
+
+    def __init__(
+        self,
+        global_crops_scale: tuple[float, float] = (0.4, 1.0),
+        local_crops_scale: tuple[float, float] = (0.05, 0.4),
+        local_crops_number: int = 8,
+        global_crops_size: int = 224,
+        local_crops_size: int = 96,
+        mean: tuple[float, ...] = IMAGENET_MEAN,
+        std: tuple[float, ...] = IMAGENET_STD,
+        defer_color: bool = False,
+    ) -> None:
+        for name, scale in (("global_crops_scale", global_crops_scale), ("local_crops_scale", local_crops_scale)):
+            if len(scale) != 2 or not 0 < scale[0] <= scale[1] <= 1:
+                raise ValueError(
+                    f"{name}={tuple(scale)} is not a range of areas; give two numbers with 0 < smallest <= largest <= 1"
+                )
+        for name, size in (("global_crops_size", global_crops_size), ("local_crops_size", local_crops_size)):
+            if size < 1:
+                raise ValueError(f"{name}={size} px; give a positive number, a multiple of the patch size")
+        if local_crops_number < 0:
+            raise ValueError(f"local_crops_number={local_crops_number}; give 0 or more")
+        self.recipes = [
+            CropRecipe(global_crops_size, global_crops_scale, blur_probability=1.0),
+            CropRecipe(global_crops_size, global_crops_scale, blur_probability=0.1, solarize_probability=0.2),
+            *[CropRecipe(local_crops_size, local_crops_scale, blur_probability=0.5)] * local_crops_number,
+        ]
+        self.mean, self.std = channel_constant(mean), channel_constant(std)
+        self.defer_color = defer_color
+
+    def __call__(self, image: Image.Image, rng: np.random.Generator) -> list[Float[Tensor, "C _ _"]] | DeferredViews:
+        """The S crops of an RGB image, drawn with `rng`: normalised, or as they were cut, with their distortions."""
+        drawn = [sample_crop(rng, image.height, image.width, recipe) for recipe in self.recipes]
+        sizes = [recipe.size for recipe in self.recipes]
+        if self.defer_color:
+            pixels = pixels_in_rows(image)
+            crops = [cut_crop_fast(pixels, crop.box, size) for crop, size in zip(drawn, sizes, strict=True)]
+            parameters = np.array([crop.packed() for crop in drawn], dtype=np.float32)
+            return DeferredViews(crops, torch.from_numpy(parameters))
+        finished = [apply_crop(image, crop, size) for crop, size in zip(drawn, sizes, strict=True)]
+        return [torch.from_numpy(normalize_levels(levels, self.mean, self.std)) for levels in finished]
+
+
+def without_far_ends(image: Image.Image) -> Image.Image:
+    """The middle of an image whose long side is more than `MAX_ASPECT` times the short one.
+
+    A central square shows no more of it, and resized as a whole such an image may take all memory.
+    """
+    most = MAX_ASPECT * min(image.size)
+    if max(image.size) <= most:
+        return image
+    left, top = ((side - most) // 2 if side > most else 0 for side in image.size)
+    return image.crop((left, top, left + min(image.width, most), top + min(image.height, most)))
+
+
+class EvalTransform:
+    """Image -> one central view: the short side resized, the middle cut out, normalised.
+
+    Args:
+        img_size: side of the view in pixels; the short side is first resized to 256/224 of it (bicubic).
+        mean: per channel, of pixels in 0..1.
+        std: per channel.
+        exact: the pixels of torchvision's pipeline on PIL images; False resizes by torch, about twice as fast
+            (`benchmarks/README.md`), with another rounding: most pixels are equal or a level off, hard edges in
+            images taller than wide by more, since Pillow takes their columns first and torch the rows.
+    """
+
+    def __init__(
+        self,
+        img_size: int = 224,
+        mean: tuple[float, ...] = IMAGENET_MEAN,
+        std: tuple[float, ...] = IMAGENET_STD,
+        exact: bool = True,
+    ) -> None:
+        self.img_size, self.exact = img_size, exact
+        self.resize_size = round(img_size * RESIZE_RATIO)
+        self.mean, self.std = mean, std
+
+    def __call__(
+        self, image: Image.Image, rng: np.random.Generator | None = None
+    ) -> list[Float[Tensor, "C img_size img_size"]]:
+        """The view, in a list as training's crops are; nothing is drawn from `rng`."""
+        image = without_far_ends(image)
+        if self.exact:
+            pixels = pixels_of(
+                TF.center_crop(TF.resize(image, [self.resize_size], InterpolationMode.BICUBIC), [self.img_size])
+            )
+        else:
+            sides = [self.resize_size * side // min(image.height, image.width) for side in (image.height, image.width)]
+            pixels = TF.center_crop(_resize_fast(pixels_in_rows(image), sides), [self.img_size]).numpy()
+        return [torch.from_numpy(normalize_levels(pixels, channel_constant(self.mean), channel_constant(self.std)))]
+
+    def batch(self, images: Image.Image | Sequence[Image.Image]) -> Float[Tensor, "B C img_size img_size"]:
+        """The views of one image or of several, of any mode, as an encoder takes them.
+
+        Raises:
+            ValueError: there are no images.
+        """
+        images = [images] if isinstance(images, Image.Image) else images
+        if not images:
+            raise ValueError("no images: the list is empty; give one image or several")
+        return torch.stack([self(to_rgb(image))[0] for image in images])

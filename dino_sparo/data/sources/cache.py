@@ -1,0 +1,103 @@
+"""A folder or shards -> their index, from the user's cache if it is current, else built and kept there.
+
+The cache lies in $DINO_SPARO_CACHE, else $XDG_CACHE_HOME/dino_sparo, else ~/.cache/dino_sparo. If it is
+missing or damaged, the index is built again, and the log says so.
+"""
+
+import contextlib
+import hashlib
+import logging
+import os
+import secrets
+import time
+import zipfile
+import zlib
+from collections.abc import Callable
+
+import numpy as np
+
+from dino_sparo.data.sources.packed import Arrays
+
+_logger = logging.getLogger(__name__)
+
+_CACHE_VERSION = 3
+_SETTLE_S = 2.0  # a folder or shard changed so recently may still be growing within its time stamp's resolution
+
+
+def cache_folder() -> str:
+    """Where indexes are kept; it may not exist yet."""
+    return os.environ.get("DINO_SPARO_CACHE") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "dino_sparo"
+    )
+
+
+def cache_path(key: str, ending: str) -> str:
+    """The path in the cache of what is called `key`."""
+    return os.path.join(cache_folder(), hashlib.sha256(_versioned(key)).hexdigest()[:32] + ending)
+
+
+def is_settled(stamps_ns: np.ndarray, now_s: float) -> bool:
+    """Whether the last of these times of change is so long ago that a later change would have another."""
+    return bool(stamps_ns.max() < (now_s - _SETTLE_S) * 1e9)
+
+
+def load_or_index(key: str, build: Callable[[], Arrays], is_current: Callable[[Arrays], bool]) -> tuple[Arrays, str]:
+    """An index from the user's cache if it is current, else built and kept there.
+
+    Args:
+        key: what is indexed, with absolute paths.
+        build: lists the files; `stamps` among its arrays are their times of change (ns). If `num_others` is not 0, an
+            entry is left out that may be there next time, and the index is not kept.
+        is_current: whether a stored index still describes what lies on disk.
+
+    Returns:
+        The index, and the log's word for where it comes from.
+    """
+    arrays = load_index(key)
+    if arrays is not None and is_current(arrays):
+        return arrays, f"index read from {cache_path(key, '.npz')}"
+    started = time.time()
+    arrays = build()
+    is_whole = not arrays.pop("num_others", np.array(0))
+    if is_whole and is_settled(arrays["stamps"][0], started) and (problem := save_index(key, arrays)):
+        _logger.info("the index is not cached: %s", problem)
+    return arrays, "indexed"
+
+
+def load_index(key: str) -> Arrays | None:
+    """The index in the cache, whether it is current or not; None if there is none that can be read."""
+    path = cache_path(key, ".npz")
+    try:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as stored:
+            arrays = {name: stored[name] for name in stored.files}
+        return arrays if arrays["version"].tobytes() == _versioned(key) else None
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        _logger.info("ignoring the damaged index cache %s (%r)", path, error)
+        return None
+
+
+def save_index(key: str, arrays: Arrays) -> str:
+    """Write an index so that a reader sees all of it or nothing; returns what went wrong, empty if nothing did."""
+    path, temporary = cache_path(key, ".npz"), temporary_path()
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(temporary, "xb") as file:
+            np.savez(file, **arrays, version=np.frombuffer(_versioned(key), np.uint8))  # type: ignore[arg-type]
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.remove(temporary)
+        return str(error)
+    return ""
+
+
+def temporary_path() -> str:
+    """A path in the cache that is not taken. What is made there has the user's usual rights: a group may share a cache,
+    which files of `tempfile` would forbid."""
+    return os.path.join(cache_folder(), f"{secrets.token_hex(16)}.part")
+
+
+def _versioned(key: str) -> bytes:
+    return os.fsencode(f"{_CACHE_VERSION} {key}")

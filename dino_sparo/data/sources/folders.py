@@ -1,0 +1,172 @@
+"""A folder -> the source of the images in it and below it, its first-level subfolders being the classes where they are.
+
+Listing a million files takes minutes on a network disk, so folders are listed side by side and the list is cached.
+"""
+
+import logging
+import os
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+
+from dino_sparo.data.sources.cache import load_or_index
+from dino_sparo.data.sources.decode import IMAGE_ENDINGS, IMAGE_EXTENSIONS
+from dino_sparo.data.sources.packed import Arrays, FileSource, PackedStrings
+from dino_sparo.data.sources.splits import SPLIT_WORDS
+from dino_sparo.data.sources.tars import TarSource, find_shards, open_shards
+
+_logger = logging.getLogger(__name__)
+
+# Folders that link to one another are reached in exponentially many ways.
+_MAX_VISITS = 100
+FEW_IMAGES = 1000  # beside shards
+_SCAN_THREADS = 8  # listing a folder waits for the disk, above all for a network disk
+
+
+def open_folder(root: str, max_lost: float = 0.0) -> tuple[FileSource | TarSource, str]:
+    """A folder of images, or of tar shards; also the log's words for how it was opened.
+
+    Args:
+        root: the folder.
+        max_lost: of shards, see `open_shards`.
+
+    Raises:
+        ValueError: it holds neither.
+    """
+    absolute = os.path.abspath(root)
+    arrays, how = load_or_index(
+        f"folder {absolute}",
+        build=lambda: _index_folder(os.fsencode(absolute)),
+        is_current=lambda old: np.array_equal(old["stamps"], _folder_stamps(absolute, old)),
+    )
+    if not len(arrays["paths_ends"]):
+        if shards := find_shards(root):
+            return open_shards(shards, f"shards in {root}", max_lost)
+        holds = ", ".join(sorted(os.listdir(root))[:10])
+        raise ValueError(
+            f"data_path={root!r} holds no images: looked for files ending in {', '.join(IMAGE_EXTENSIONS)} in it and "
+            f"its subfolders, and for *.tar in it; it holds {holds or 'nothing'}"
+        )
+    if how == "indexed" and len(arrays["paths_ends"]) < FEW_IMAGES and (shards := find_shards(root)):
+        _logger.warning(
+            "%s holds %d images and, beside them, %d tar shards, which are left out; give '%s/*.tar' to read these",
+            *(root, len(arrays["paths_ends"]), len(shards), root),
+        )
+    paths, folders = (PackedStrings.from_arrays(arrays, name) for name in ("paths", "folders"))
+    classes, class_of_folder, note = _folder_classes(folders.to_list(), arrays["counts"])
+    labels = None if class_of_folder is None else np.repeat(class_of_folder, arrays["counts"])
+    return FileSource(f"folder {root}", root, paths, classes, labels), how + note
+
+
+def _folder_classes(folders: list[str], counts: np.ndarray) -> tuple[list[str] | None, np.ndarray | None, str]:
+    """Decide whether folders are classes.
+
+    Args:
+        folders: every folder below the root, relative to it ("" is the root itself).
+        counts: number of images directly in each.
+
+    Returns:
+        Class names, class of each folder (both None without labels), and a note for the log.
+    """
+    tops = [folder.split("/", 1)[0] for folder in folders]
+    names = sorted({top for top, count in zip(tops, counts, strict=True) if count})
+    if SPLIT_WORDS & set(names) and set(names) <= SPLIT_WORDS | {"unlabeled", "unlabelled"}:
+        if len(names) > 1:
+            _logger.warning(
+                "all of the folders %s are used together; give one of them to use it alone", ", ".join(names)
+            )
+        return None, None, " (its folders are splits, not classes)"
+    if names == [""]:
+        return None, None, " (flat folder)"
+    if "" in names:
+        return None, None, " (images lie both in the folder and in its subfolders, so these are not taken for classes)"
+    if len(names) == 1:
+        return None, None, f" (all in one subfolder, {names[0]!r}, which is not taken for a class)"
+    number = {name: i for i, name in enumerate(names)}
+    return names, np.array([number.get(top, -1) for top in tops], dtype=np.int64), ""
+
+
+class _Listing(NamedTuple):
+    identity: tuple[int, int]
+    stamp: int
+    images: list[bytes]
+    folders: list[bytes]
+    others: list[bytes]
+
+
+def _list_folder(path: bytes) -> _Listing:
+    """One folder's images and subfolders, by name; the stamp is taken first, so later changes are noticed."""
+    status = os.stat(path)
+    images, folders, others = list[bytes](), list[bytes](), list[bytes]()
+    with os.scandir(path) as entries:
+        for entry in entries:
+            name = entry.name
+            if name.startswith(b".") or name == b"__MACOSX":
+                continue
+            try:
+                if entry.is_dir():
+                    folders.append(name)
+                elif name.lower().endswith(IMAGE_ENDINGS):
+                    (images if entry.is_file() else others).append(name)
+                elif entry.is_symlink() and not entry.is_file():  # perhaps to a folder of a disk that is not there now
+                    others.append(name)
+            except OSError:  # a symbolic link to itself
+                others.append(name)
+    return _Listing((status.st_dev, status.st_ino), status.st_mtime_ns, sorted(images), folders, others)
+
+
+def _index_folder(root: bytes) -> Arrays:
+    """List a folder and everything below it, level by level; symbolic links are followed, loops of them are not.
+
+    Raises:
+        ValueError: links lead to one folder again and again.
+    """
+    listed: dict[bytes, _Listing] = {}
+    visits: Counter[tuple[int, int]] = Counter()
+    level: list[tuple[bytes, tuple[tuple[int, int], ...]]] = [(b"", ())]  # relative path, identities of its ancestors
+    with ThreadPoolExecutor(_SCAN_THREADS) as pool:
+        while level:
+            deeper = []
+            listings = pool.map(_list_folder, [os.path.join(root, relative) for relative, _ in level])
+            for (relative, ancestors), listing in zip(level, listings, strict=True):
+                if listing.identity in ancestors:
+                    continue
+                visits[listing.identity] += 1
+                if visits[listing.identity] > _MAX_VISITS:
+                    raise ValueError(
+                        f"data_path={os.fsdecode(root)!r}: symbolic links lead to one folder in more than "
+                        f"{_MAX_VISITS} ways, one is {os.fsdecode(relative)!r}; remove them"
+                    )
+                listed[relative] = listing
+                chain = (*ancestors, listing.identity)
+                deeper += [(os.path.join(relative, name), chain) for name in listing.folders]
+            level = deeper
+    others = [os.path.join(folder, name) for folder, listing in listed.items() for name in listing.others]
+    if others:
+        _logger.warning(
+            "%s: left out %d entries that are no regular files (broken links, pipes, devices), the first is %s",
+            os.fsdecode(root),
+            len(others),
+            os.fsdecode(others[0]),
+        )
+    # ImageFolder's order: by class, then by folder, then by name.
+    folders = sorted(listed, key=lambda relative: (relative.split(b"/", 1)[0], relative))
+    paths = PackedStrings.pack([os.path.join(folder, name) for folder in folders for name in listed[folder].images])
+    return {
+        **paths.to_arrays("paths"),
+        **PackedStrings.pack(folders).to_arrays("folders"),
+        "counts": np.array([len(listed[folder].images) for folder in folders]),
+        "stamps": np.array([[listed[folder].stamp for folder in folders]]),
+        "num_others": np.array(len(others)),
+    }
+
+
+def _folder_stamps(root: str, arrays: Arrays) -> np.ndarray:
+    """(1, folders), when each indexed folder was last changed (ns); empty when one has gone."""
+    folders = PackedStrings.from_arrays(arrays, "folders").to_list()
+    try:
+        return np.array([[os.stat(os.path.join(root, folder)).st_mtime_ns for folder in folders]])
+    except OSError:
+        return np.zeros((1, 0))

@@ -1,0 +1,282 @@
+"""Tar shards, webdataset's way -> the source of the images in them, read at their offsets.
+
+A shard's headers are walked once (`tar_headers.py`) and the places of its images kept (`shard_index.py`); nothing is
+ever extracted to disk. Members whose names are equal up to the file name's first dot belong together: `a.jpg` and its
+label `a.cls`.
+"""
+
+import glob
+import itertools
+import logging
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+from PIL import Image
+
+from dino_sparo.data.sources.decode import (
+    DEFAULT_LIMITS,
+    IMAGE_ENDINGS,
+    IMAGE_EXTENSIONS,
+    CorruptImageError,
+    read_image,
+)
+from dino_sparo.data.sources.limits import open_regular, parse_json
+from dino_sparo.data.sources.packed import encode_labels, hash_of
+from dino_sparo.data.sources.shard_index import Kind, Notes, Piece, ShardIndex, blocks_of, open_index
+from dino_sparo.data.sources.tar_headers import BLOCK_BYTES, member_name, tar_members
+
+_logger = logging.getLogger(__name__)
+
+_MAX_LABEL_BYTES = 1 << 16
+
+# First header and content of an image in blocks of the tar, bytes of its content, number of its label in the shard's
+# list of labels (0 for none). Names are read from the tar when they are asked for.
+IMAGE_RECORD = np.dtype([("start", "<u4"), ("block", "<u4"), ("size", "<u4"), ("label", "<u4")])
+
+ANYWHERE = -1  # the label of a key whose neighbours have none
+MAX_HASHED = 1 << 20  # images, spread over all, that a fingerprint looks at
+MAX_SHARDS = 1 << 20  # that braces may mean
+
+
+class TarSource:
+    """Images within tar shards, read at their offsets; nothing is ever extracted to disk.
+
+    Args:
+        name: what the log calls it.
+        index: records with `start`, `block` and `size` of every image.
+        classes: as in `ImageSource`.
+        labels: as in `ImageSource`.
+        num_left_out: images in damaged shards, about.
+
+    Attributes:
+        limits: larger images are refused; `open_source` sets it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        index: ShardIndex,
+        classes: list[str] | None = None,
+        labels: np.ndarray | None = None,
+        num_left_out: int = 0,
+    ) -> None:
+        self.name, self.index, self.classes, self.labels = name, index, classes, labels
+        self.num_left_out = num_left_out
+        self.limits = DEFAULT_LIMITS
+
+    @property
+    def shards(self) -> list[str]:
+        """Paths of the tar files."""
+        return self.index.shards
+
+    def __len__(self) -> int:
+        """Number of images."""
+        return len(self.index)
+
+    def location(self, index: int) -> str:
+        """`shard!member`; if the shard has gone, the byte where the member began."""
+        shard, start = self.index.shard_of(index), int(self.index.records[index]["start"]) * BLOCK_BYTES
+        try:
+            return f"{shard}!{os.fsdecode(member_name(shard, start))}"
+        except (OSError, ValueError, StopIteration):
+            return f"{shard}!byte {start:,}"
+
+    def fingerprint(self) -> str:
+        """A hash of the shards' names and of where some of their images lie; no shard is read."""
+        names = [os.fsencode(os.path.basename(shard)) for shard in self.shards]
+        step = max(len(self) // MAX_HASHED, 1)
+        return hash_of(np.array(names), self.index.counts, self.index.records[::step])
+
+    def read(self, index: int) -> Image.Image:
+        """Image `index` as 8-bit RGB; raises CorruptImageError."""
+        shard, record = self.index.shard_of(index), self.index.records[index]
+        offset, size = int(record["block"]) * BLOCK_BYTES, int(record["size"])
+        try:
+            return read_image(shard, shard, offset, size, self.limits)
+        except CorruptImageError as error:
+            raise CorruptImageError(self.location(index), error.reason) from error
+
+
+def open_shards(shards: list[str], name: str, max_lost: float = 0.0) -> tuple[TarSource, str]:
+    """Tar shards, and the log's words for how they were opened.
+
+    Args:
+        shards: paths.
+        name: what the log calls them.
+        max_lost: share of the images that may lie in damaged shards, which are left out.
+
+    Raises:
+        ValueError: too much is damaged or compressed, or there is no image.
+    """
+    index, notes, how = open_index(IMAGES, shards)
+    lost = lost_samples(shards, notes, index.counts)
+    total = sum(lost.values()) + len(index)
+    if sum(lost.values()) > max_lost * total:
+        raise ValueError(
+            f"{first_damage(notes)} ({len(lost)} of {len(shards)} shards, about {sum(lost.values()):,} of {total:,} "
+            f"images; at most {max_lost:.2%} may be lost)"
+            if max_lost
+            else first_damage(notes)
+        )
+    for shard, number in lost.items():
+        _logger.warning("%s; about %d images are left out", notes[shards.index(shard)]["damage"], number)
+    if not len(index):
+        raise ValueError(
+            f"{name}: no images in {len(shards)} shard(s); looked for members ending in {IMAGE_EXTENSIONS}"
+        )
+    classes, labels = _labels(index, notes)
+    return TarSource(name, index, classes, labels, sum(lost.values())), f"{len(shards)} shard(s) {how}"
+
+
+def lost_samples(shards: list[str], notes: list[Notes], counts: np.ndarray) -> dict[str, int]:
+    """The damaged shards, and how many samples each has lost: as `sizes.json` says, else the mean of the others.
+
+    Args:
+        shards: paths.
+        notes: of every shard.
+        counts: (shards,) samples of each; of damaged ones not used.
+
+    Raises:
+        ValueError: all shards are damaged, or `sizes.json` is of another form.
+    """
+    damaged = [number for number, note in enumerate(notes) if "damage" in note]
+    if not damaged:
+        return {}
+    if len(damaged) == len(shards):
+        raise ValueError(first_damage(notes))
+    sizes, mean = shard_sizes(shards), float(np.delete(counts, damaged).mean())
+    return {shards[number]: max(sizes.get(shards[number], round(mean)), 1) for number in damaged}
+
+
+def first_damage(notes: list[Notes]) -> str:
+    """What is wrong with the first damaged shard."""
+    return next(note["damage"] for note in notes if "damage" in note)
+
+
+def shard_sizes(shards: list[str]) -> dict[str, int]:
+    """Samples of each shard as `sizes.json` in its folder says, where there is one.
+
+    Raises:
+        ValueError: it is of another form.
+    """
+    written = dict[str, int]()
+    for folder in dict.fromkeys(os.path.dirname(shard) for shard in shards):
+        path = os.path.join(folder, "sizes.json")
+        if os.path.isfile(path):
+            try:
+                with open_regular(path) as file:
+                    written |= {os.path.join(folder, name): int(size) for name, size in parse_json(file.read()).items()}
+            except (ValueError, TypeError, AttributeError) as error:
+                raise ValueError(
+                    f"{path!r} is no JSON object of shard names and numbers of samples ({error})"
+                ) from error
+    return {shard: written[shard] for shard in shards if shard in written}
+
+
+def _index_images(shard: str, count: Callable[[], None]) -> Piece:
+    """Positions and labels of the images in one shard, in their order."""
+    keys, positions, label_of = [], [], dict[tuple[bytes, int], str]()
+    last_key, group = b"", 0  # neighbours with one key are a group; the key may come again, with another label
+    with open_regular(shard) as file:
+        for member in tar_members(shard):
+            count()
+            folder, slash, base = member.name.rpartition(b"/")
+            if base.startswith(b"."):
+                continue
+            key = folder + slash + base.split(b".", 1)[0]  # webdataset's: all before the file name's first dot
+            group += key != last_key
+            last_key = key
+            if base.lower().endswith(IMAGE_ENDINGS):
+                keys.append((key, group))
+                positions.append(blocks_of(member))
+            elif base.endswith(b".cls"):
+                text = os.pread(file.fileno(), min(member.size, _MAX_LABEL_BYTES), member.offset)
+                label_of[key, group] = label_of[key, ANYWHERE] = text.decode(errors="replace").strip()
+    labels = [label_of.get((key, group), label_of.get((key, ANYWHERE), "")) for key, group in keys]
+    words = ["", *dict.fromkeys(filter(None, labels))]
+    number_of = {word: number for number, word in enumerate(words)}
+    rows = [(*position, number_of[label]) for position, label in zip(positions, labels, strict=True)]
+    return Piece(np.array(rows, IMAGE_RECORD), {"labels": words})
+
+
+IMAGES = Kind("images", IMAGE_RECORD, _index_images)
+
+
+def _labels(index: ShardIndex, notes: list[Notes]) -> tuple[list[str] | None, np.ndarray | None]:
+    """Names of the classes, and the class of every image; None, None without labels."""
+    words = [note.get("labels", [""]) for note in notes]
+    classes, numbers = encode_labels([word for listed in words for word in listed])
+    if numbers is None:
+        return None, None
+    labels, start, first = np.empty(len(index), np.int64), 0, 0
+    for end, listed in zip(index.ends, words, strict=True):
+        labels[start:end] = numbers[first + index.records[start:end]["label"].astype(np.int64)]
+        start, first = int(end), first + len(listed)
+    return classes, labels
+
+
+def find_shards(path: str) -> list[str]:
+    """The tar shards that a path means: its pattern's, or those of a folder that holds them; else none."""
+    if os.path.isdir(path):
+        return sorted(glob.glob(os.path.join(glob.escape(path), "*.tar")))
+    is_pattern = not os.path.isfile(path) and re.search(r"::|[*?\[{]", path)
+    return expand_shards(path) if is_pattern or path.lower().endswith(".tar") else []
+
+
+def expand_shards(pattern: str) -> list[str]:
+    """Shard names: `a-{000..012}.tar`, `{x,y}.tar`, globs, several joined by `::`.
+
+    Names are made one after the other, so that a missing one is reported at once, however many would follow.
+
+    Raises:
+        ValueError: a shard is missing, or a glob matches nothing (names the first); the braces mean too many names.
+    """
+    shards: list[str] = []
+    for part in pattern.split("::"):
+        for name in _expand_braces(os.path.expanduser(part)):
+            matches = [name] if os.path.isfile(name) else sorted(glob.glob(name))
+            if not matches:
+                raise ValueError(f"data_path={pattern!r}: {name!r} does not exist (in {os.getcwd()})")
+            shards += matches
+    for shard in shards:
+        refuse_compressed(shard)
+        if not shard.endswith(".tar"):
+            raise ValueError(f"data_path={pattern!r} matches {shard!r}; several files at once must be .tar shards")
+        if not os.path.isfile(shard):
+            raise ValueError(f"data_path={pattern!r} matches {shard!r}, which is no regular file")
+    return shards
+
+
+def _expand_braces(pattern: str) -> Iterator[str]:
+    """`{003..011}` counts, keeping zeros in front; `{a,b}` lists; several multiply, the first varies slowest."""
+    parts, end = list[Sequence[str] | range](), 0
+    widths = list[int]()
+    for match in re.finditer(r"\{(?:(\d{1,18})\.\.(\d{1,18})|([^{}]*,[^{}]*))\}", pattern):
+        first, last, words = match.groups()
+        parts += [[pattern[end : match.start()]], words.split(",") if words else range(int(first), int(last) + 1)]
+        widths += [0, len(first or "")]
+        end = match.end()
+    count = math.prod(len(part) for part in parts)
+    if not 0 < count <= MAX_SHARDS:
+        raise ValueError(f"data_path={pattern!r} means {count:,} shards; give 1 to {MAX_SHARDS:,}")
+    for choice in itertools.product(*parts):
+        # A range gives numbers, which get zeros in front; a list gives words.
+        yield (
+            "".join(
+                word if isinstance(word, str) else f"{word:0{width}d}"
+                for word, width in zip(choice, widths, strict=True)
+            )
+            + pattern[end:]
+        )
+
+
+def refuse_compressed(path: str) -> None:
+    """ValueError if a file's ending says that it is compressed."""
+    if re.search(r"\.(tar\.\w+|tgz|tbz2?|txz|tzst|zip|7z|rar|gz|xz|bz2|zst)$", path.lower()):
+        raise ValueError(
+            f"data_path={path!r} is compressed, so its images cannot be read in random order; unpack it (a compressed "
+            "tar: decompress it to a plain .tar), which costs little since images are compressed already"
+        )

@@ -1,0 +1,1 @@
+"""All pictures: sheets, grids of maps, tiles, plots, HTML pages, labels."""

@@ -1,0 +1,98 @@
+"""A sheet of plots in the look of the other figures.
+
+Who has numbers to draw opens one with `panels`; the same numbers give the same bytes.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from dino_sparo.draw.sheet import DPI, INK, PAPER, SOFT, require_matplotlib
+from dino_sparo.evaluation.attention.maps import RAMP_COLOURS
+
+PANEL_WIDTH, PANEL_HEIGHT = 4.6, 3.5  # inches
+ACCENT = "#8a3fb5"
+FAINT = "#dcdbe4"
+MAX_NUMBERS, MAX_GAPS = 20, 40  # bars with numbers under them, and with gaps between them
+LABEL_SHARE = 0.13  # of a plot's width: room for a number of five digits under it
+
+
+# One per curve, dark to light as the maps' colours are, so that their order can be seen.
+CURVE_COLOURS = tuple("#{:02x}{:02x}{:02x}".format(*colour) for colour in RAMP_COLOURS[:4])
+
+
+def colour_of(position: int, count: int) -> str:
+    """The colour of curve `position` of `count`, dark to light."""
+    from matplotlib.colors import LinearSegmentedColormap, to_hex
+
+    shades = LinearSegmentedColormap.from_list("curves", CURVE_COLOURS)
+    return to_hex(shades(position / max(1, count - 1)))
+
+
+@contextmanager
+def panels(path: Path, rows: int, columns: int) -> Iterator[Any]:
+    """Plots side by side, saved at the end.
+
+    Args:
+        path: the PNG to write.
+        rows: of plots.
+        columns: likewise.
+
+    Yields:
+        The plots' axes, an array (rows, columns).
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    size = (PANEL_WIDTH * columns, PANEL_HEIGHT * rows)
+    figure = Figure(figsize=size, dpi=2 * DPI, layout="constrained", facecolor=PAPER)
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for axis in axes.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.spines[["left", "bottom"]].set_color(SOFT)
+        axis.tick_params(colors=SOFT, labelcolor=INK)
+        axis.title.set(color=INK)
+    yield axes
+    figure.savefig(path)
+
+
+def count_ticks(axis: Any) -> None:
+    """Whole numbers along x, for what is counted."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def spaced(ticks: Sequence[int]) -> list[int]:
+    """Those of some positive numbers, from the smallest, that have room for their labels on a logarithmic axis."""
+    shown: list[int] = []
+    gap = LABEL_SHARE * math.log(max(ticks) / min(ticks))
+    for tick in sorted(ticks):
+        if not shown or math.log(tick / shown[-1]) >= gap:
+            shown.append(tick)
+    return shown
+
+
+def ranked_bars(axis: Any, numbers: Sequence[int], heights: Sequence[float], marked: int) -> None:
+    """A bar for each of some parts, in the order given, under their numbers if these can be read.
+
+    Args:
+        axis: to draw on.
+        numbers: of the parts.
+        heights: of the bars.
+        marked: how many, from the first, are in colour.
+    """
+    positions = range(1, len(numbers) + 1)
+    colours = [ACCENT if position <= marked else FAINT for position in positions]
+    axis.bar(positions, heights, width=0.8 if len(numbers) <= MAX_GAPS else 1.0, color=colours)
+    if len(numbers) <= MAX_NUMBERS:
+        axis.set_xticks(positions, [str(number) for number in numbers])
+    else:
+        count_ticks(axis)

@@ -1,0 +1,328 @@
+"""A collection of images -> the slot atlas: for each slot the images that light it up most, with its maps on them.
+
+The maps are those of `maps.py`. The images are seen once to score them, the chosen ones once more to draw them, so
+that memory does not grow with the maps of the whole collection. `atlas_html.py` makes the page, `draw_atlas` the
+overview on one sheet.
+"""
+
+import logging
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int, UInt8
+
+from dino_sparo.data.dataset import ImageDataset, ImageSource, ShardSampler, create_loader
+from dino_sparo.draw.grids import letters_of_groups
+from dino_sparo.draw.sheet import GAP, MARGIN, Heading, Page, Tiles, resized
+from dino_sparo.evaluation.attention.maps import (
+    attention_maps,
+    class_token_share,
+    effective_patches,
+    group_near_duplicates,
+    maps_and_slots,
+    overlay,
+)
+from dino_sparo.evaluation.views import SquareView, view_pixels
+from dino_sparo.models.encoder import Encoder
+from dino_sparo.runtime.logs import printable, progress
+
+logger = logging.getLogger(__name__)
+
+PICTURE_HEIGHT = 168  # pixels, of a picture on the page
+THUMB_HEIGHT = 76  # pixels, on the sheet
+SHEET_ASPECT = 1.6  # width to height
+GROUPING_IMAGES = 64  # whose maps decide which slots are near-duplicates
+BATCH_SIZE = 16
+
+SHEET_WIDTH = 760  # pixels, the least: room for the heading
+# What the page and the README tell of `score_images`.
+SCORE_WORDS = (
+    "how far the slot's value lies from its mean over all images, times the attention it gives to patches rather than "
+    "to the class token, times how peaked that attention is (0 for a uniform map, 1 for a single patch)"
+)
+
+
+@dataclass(frozen=True)
+class AtlasImage:
+    """One image that lights a slot up.
+
+    Attributes:
+        name: where it comes from.
+        score: see `score_images`.
+        patches: how many patches the slot looks at here.
+        picture: (H, W, 3), the view.
+        map_picture: (H, W, 3), the slot's map over it.
+    """
+
+    name: str
+    score: float
+    patches: float
+    picture: UInt8[np.ndarray, "H W 3"]
+    map_picture: UInt8[np.ndarray, "H W 3"]
+
+
+@dataclass(frozen=True)
+class AtlasSlot:
+    """One slot (or head) and its images.
+
+    Attributes:
+        number: which slot.
+        rank: 0 for the most peaked.
+        group: near-duplicates share a number; groups are numbered by their most peaked member.
+        letter: of the group, empty where the slot has no near-duplicates.
+        patches: how many patches it looks at, geometric mean over all images.
+        class_token_share: attention it leaves to the class token, mean over all images.
+        images: best first.
+    """
+
+    number: int
+    rank: int
+    group: int
+    letter: str
+    patches: float
+    class_token_share: float
+    images: list[AtlasImage]
+
+
+@dataclass(frozen=True)
+class Atlas:
+    """All slots of an encoder with their images.
+
+    Attributes:
+        model: a line about the encoder.
+        kind: "slot" or "head".
+        source: a line about the images.
+        num_images: how many were looked at.
+        grid: rows and columns of a map.
+        slots: by peakedness.
+    """
+
+    model: str
+    kind: str
+    source: str
+    num_images: int
+    grid: tuple[int, int]
+    slots: list[AtlasSlot]
+
+    def record(self) -> dict[str, Any]:
+        """Plain values, without the pictures."""
+        slots = []
+        for slot in self.slots:
+            images = [{"name": i.name, "score": i.score, "effective_patches": i.patches} for i in slot.images]
+            slots.append({**asdict(slot), "images": images})
+        return {
+            "model": self.model,
+            "kind": self.kind,
+            "source": self.source,
+            "num_images": self.num_images,
+            "grid": list(self.grid),
+            "score": SCORE_WORDS,
+            "slots": slots,
+        }
+
+
+def patches_in_words(atlas: Atlas) -> str:
+    """What "21 patches" beside a slot means, with the numbers of the first slot."""
+    rows, columns = atlas.grid
+    first = atlas.slots[0]
+    number = f"{first.patches:.0f}"
+    return (
+        f"\u201c{number} patches\u201d: the attention of {atlas.kind} {first.number} is as wide as if it lay evenly "
+        f"on {number} of an image's {rows} x {columns} = {rows * columns} patches. "
+        "It is exp(entropy), the geometric mean over all images."
+    )
+
+
+@dataclass(frozen=True)
+class _Survey:
+    """What is kept of every image.
+
+    Attributes:
+        indices: (images,), places in the source.
+        patches: (images, maps), effective patches.
+        prefix: (images, maps), class-token shares.
+        slots: (I, L, V).
+        sample: (at most GROUPING_IMAGES, maps, h, w), some maps.
+    """
+
+    indices: Int[np.ndarray, " images"]
+    patches: Float[np.ndarray, "images maps"]
+    prefix: Float[np.ndarray, "images maps"]
+    slots: Float[np.ndarray, "images L V"]
+    sample: Float[np.ndarray, "_ maps h w"]
+
+
+def score_images(
+    patches: Float[np.ndarray, "images maps"],
+    prefix: Float[np.ndarray, "images maps"],
+    num_patches: int,
+    slots: Float[np.ndarray, "images maps V"] | None = None,
+) -> Float[np.ndarray, "images maps"]:
+    """How much each image lights up each slot.
+
+        score = (1 - c) * (1 - log(e) / log(h w)) * |s - mean s| / mean |s - mean s|
+
+    with c the attention left to the class token, e the effective patches, s the slot's value, and means over the
+    images. The first two factors ask that the slot looks at a place, and at a definite one; the third that it says
+    something about this image which it does not say about every image. A slot that looks nowhere in particular, or
+    always says the same, is lit up by nothing. This score is ours, not the paper's.
+
+    Args:
+        patches: e, (images, maps).
+        prefix: c, (images, maps).
+        num_patches: h * w.
+        slots: s, (images, maps, V); None leaves the third factor out (a head of `cls` has no value of its own).
+
+    Returns:
+        (images, maps), non-negative.
+    """
+    definite = (1 - prefix) * np.clip(1 - np.log(patches) / max(math.log(num_patches), 1e-12), 0, 1)
+    if slots is None:
+        return definite
+    departure = np.linalg.norm(slots - slots.mean(axis=0), axis=-1)
+    mean = departure.mean(axis=0)
+    return definite * departure / np.where(mean > 0, mean, 1)
+
+
+def build_atlas(
+    encoder: Encoder,
+    source: ImageSource,
+    view: SquareView,
+    *,
+    model: str = "",
+    name: str | None = None,
+    images_per_slot: int = 8,
+    num_workers: int = 0,
+) -> Atlas:
+    """Look at every image of a source and choose those that light up each slot most.
+
+    Args:
+        encoder: in eval mode, on its device; any but one that averages all tokens.
+        source: the images; those that cannot be read are left out.
+        view: what is seen of each.
+        model: a line about the encoder.
+        name: what the images are called; None: the source's name.
+        images_per_slot: how many to choose.
+        num_workers: processes that load images.
+
+    Raises:
+        ValueError: the encoder averages all tokens, or `images_per_slot` is not positive.
+    """
+    readout, kind = encoder.config.readout, encoder.config.kind.shows
+    if kind == "average":
+        raise ValueError(f"an atlas shows slots or heads; readout={readout!r} averages all tokens and has neither")
+    if images_per_slot < 1:
+        raise ValueError(f"atlas_images={images_per_slot}; give a positive number of images per slot")
+    survey = _survey(encoder, source, view, num_workers)
+    grid = survey.sample.shape[-2:]
+    values = survey.slots if kind == "slot" else None
+    scores = score_images(survey.patches, survey.prefix, grid[0] * grid[1], values)
+    best = np.argsort(-scores, axis=0, kind="stable")[:images_per_slot]  # (images per slot, maps)
+    shown = _draw_images(encoder, source, view, survey, best, scores)
+    patches = np.exp(np.log(survey.patches).mean(axis=0))
+    ranking = np.argsort(patches, kind="stable")
+    groups = _renumbered(group_near_duplicates(survey.sample), ranking)
+    letters = letters_of_groups(groups)
+    slots = [
+        AtlasSlot(
+            int(number), rank, int(groups[number]), letters[number], float(patches[number]),
+            float(survey.prefix[:, number].mean()), shown[number],
+        )
+        for rank, number in enumerate(ranking)
+    ]  # fmt: skip
+    return Atlas(model, kind, name or source.name, len(survey.indices), (int(grid[0]), int(grid[1])), slots)
+
+
+def _renumbered(groups: Int[np.ndarray, " maps"], ranking: Int[np.ndarray, " maps"]) -> Int[np.ndarray, " maps"]:
+    """The same groups, numbered by their first member in the ranking."""
+    numbers = {int(group): number for number, group in enumerate(dict.fromkeys(groups[ranking].tolist()))}
+    return np.array([numbers[int(group)] for group in groups])
+
+
+def _survey(encoder: Encoder, source: ImageSource, view: SquareView, num_workers: int) -> _Survey:
+    """See every image once."""
+    device = encoder.backbone.cls_token.device
+    dataset = ImageDataset(source, view)
+    loader = create_loader(dataset, ShardSampler(len(source), BATCH_SIZE), num_workers=num_workers)
+    parts: list[tuple[np.ndarray, ...]] = []
+    sample: list[np.ndarray] = []
+    stride = max(1, len(source) // GROUPING_IMAGES)
+    for batch in progress(loader, total=len(loader), desc="atlas"):
+        maps, slots = maps_and_slots(encoder, batch.views[0].to(device))
+        indices = batch.indices.numpy()
+        parts.append((indices, effective_patches(maps), class_token_share(maps), slots))
+        sample += [image_maps for index, image_maps in zip(indices, maps, strict=True) if index % stride == 0]
+        for location, reason in batch.corrupt:
+            logger.warning("atlas: left out %s (%s)", location, reason)
+    indices, patches, prefix, slots = (np.concatenate(column) for column in zip(*parts, strict=True))
+    # An unreadable image was replaced by its neighbour, which is to count once.
+    indices, first = np.unique(indices, return_index=True)
+    return _Survey(indices, patches[first], prefix[first], slots[first], np.stack(sample[:GROUPING_IMAGES]))
+
+
+def _draw_images(
+    encoder: Encoder,
+    source: ImageSource,
+    view: SquareView,
+    survey: _Survey,
+    best: Int[np.ndarray, "k maps"],
+    scores: Float[np.ndarray, "images maps"],
+) -> list[list[AtlasImage]]:
+    """See the chosen images once more; returns each map's images, best first."""
+    device = encoder.backbone.cls_token.device
+    shown: dict[tuple[int, int], AtlasImage] = {}
+    for row in progress(np.unique(best), desc="atlas pictures"):
+        image = source.read(int(survey.indices[row]))
+        picture = view_pixels(image, view.view(image), PICTURE_HEIGHT)
+        maps = attention_maps(encoder, view(image)[0][None].to(device))[0]
+        name = source.location(int(survey.indices[row]))
+        for number in np.flatnonzero((best == row).any(axis=0)):
+            score, patches = float(scores[row, number]), float(survey.patches[row, number])
+            shown[int(number), int(row)] = AtlasImage(name, score, patches, picture, overlay(picture, maps[number]))
+    return [[shown[number, int(row)] for row in best[:, number]] for number in range(best.shape[1])]
+
+
+def draw_atlas(atlas: Atlas, path: Path) -> None:
+    """The whole atlas on one sheet: a strip of maps per slot, by peakedness, down the columns.
+
+    Args:
+        atlas: what to draw.
+        path: the PNG to write.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    strips = [[resized(image.map_picture, THUMB_HEIGHT) for image in slot.images] for slot in atlas.slots]
+    labels = [
+        (f"{atlas.kind} {slot.number}", f"{slot.patches:.0f} patches" + (f"  ·  {slot.letter}" if slot.letter else ""))
+        for slot in atlas.slots
+    ]
+    step = strips[0][0].shape[1] + 3
+    tiles = Tiles.with_room(labels, 1, THUMB_HEIGHT, step * len(strips[0]) - 3)
+    width, height = tiles.cell, THUMB_HEIGHT + tiles.label + GAP
+    columns = max(1, round(math.sqrt(len(strips) * SHEET_ASPECT * height / (width + MARGIN))))
+    rows = -(-len(strips) // columns)
+    columns = -(-len(strips) // rows)
+    page_width = max(columns * (width + MARGIN) + MARGIN, SHEET_WIDTH)
+    lines = [f"{atlas.model}  ·  {atlas.num_images:,} images of {printable(atlas.source)}", _sheet_in_words(atlas)]
+    heading = Heading(page_width - 2 * MARGIN, f"What lights up each {atlas.kind}", lines)
+    top = MARGIN + heading.height + 24
+    page = Page(page_width, top + rows * height - GAP + MARGIN)
+    heading.draw(page, MARGIN, MARGIN)
+    for position, (label, strip) in enumerate(zip(labels, strips, strict=True)):
+        column, row = divmod(position, rows)
+        x, y = MARGIN + column * (width + MARGIN), top + row * height
+        tiles.draw_label(page, x, y, *label)
+        for i, thumb in enumerate(strip):
+            page.picture(x + i * step, y + tiles.label, thumb)
+    page.save(path)
+
+
+def _sheet_in_words(atlas: Atlas) -> str:
+    """How to read the sheet."""
+    words = f"Down the columns from the most peaked {atlas.kind} to the most spread; its images from left to right, "
+    words += f"those first that light it up most. {patches_in_words(atlas)}"
+    return words + f" A letter marks {atlas.kind}s that look alike." * any(slot.letter for slot in atlas.slots)

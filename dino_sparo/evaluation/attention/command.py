@@ -1,0 +1,269 @@
+"""Images -> attention maps: one per slot (sparo) or per head (cls), as numbers, overlays and a slot atlas.
+
+    python visualize_attention.py --pretrained_weights output/checkpoint.pth --output_dir maps
+    python visualize_attention.py --pretrained_weights output/checkpoint.pth --image_path cat.jpg --image_size 480
+    python visualize_attention.py --pretrained_weights sparo.pth --compare cls.pth --image_path photos
+    python visualize_attention.py --pretrained_weights output/checkpoint.pth --atlas data/imagenet/val
+
+Always writes attention.png (a labelled grid), attention.npy (the raw maps) and attention.json (which map is how peaked,
+and which look alike); further files as the options say. Options as in facebookresearch/dino.
+"""
+
+import argparse
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from dino_sparo.data.dataset import CorruptImageError, ImageSource, open_source
+from dino_sparo.draw.grids import MapSet, compare_page, grid_page, matrix_page, tile_picture
+from dino_sparo.draw.labels import describe_model, file_names, run_names, short_name
+from dino_sparo.draw.sheet import require_matplotlib
+from dino_sparo.evaluation.attention.atlas import build_atlas, draw_atlas
+from dino_sparo.evaluation.attention.atlas_html import write_html
+from dino_sparo.evaluation.attention.maps import (
+    attention_maps,
+    check_share,
+    class_token_share,
+    effective_patches,
+    mass_mask,
+    rank_by_peakedness,
+)
+from dino_sparo.evaluation.features import disjoint_subsets
+from dino_sparo.evaluation.protocol import EvaluatedEncoder, compared_encoder, encoder_of_options, result_folder
+from dino_sparo.evaluation.views import (
+    SquareView,
+    choose_view,
+    default_image_size,
+    open_images,
+    spread_out,
+    view_pixels,
+    view_tensor,
+)
+from dino_sparo.runtime.cli import say
+from dino_sparo.runtime.distributed import is_only_a_peer, select_device
+from dino_sparo.runtime.logs import printable, setup_logging
+from dino_sparo.runtime.records import versions, write_json
+
+logger = logging.getLogger(__name__)
+
+PICTURE_HEIGHT = 480  # pixels, of a view as figures and single files show it
+
+
+@dataclass(frozen=True)
+class Look:
+    """Some images as one encoder sees them.
+
+    Attributes:
+        names: where the images come from.
+        pictures: their views, large, (H, W, 3).
+        size: height and width of what the encoder saw, pixels.
+        map_set: the maps.
+    """
+
+    names: list[str]
+    pictures: list[np.ndarray]
+    size: tuple[int, int]
+    map_set: MapSet
+
+
+def visualize(args: argparse.Namespace) -> None:
+    """Draw what the options ask for.
+
+    Raises:
+        ValueError: options, weights or images that do not fit; the message says what would.
+        ImportError: matplotlib is not installed.
+    """
+    if is_only_a_peer():
+        return
+    setup_logging()
+    require_matplotlib()
+    if args.threshold is not None:
+        check_share("threshold", args.threshold)
+    for name in ("max_images", "max_maps", "atlas_images", "atlas_max_images"):
+        number = getattr(args, name)
+        if number is not None and number < 1:
+            raise ValueError(f"{name}={number}; give a positive number")
+    device = select_device(args.device)
+    evaluated = encoder_of_options(args)
+    folder = result_folder(args.output_dir, args.pretrained_weights)
+    images = read_images(open_images(args.image_path), args.max_images)
+    runs = run_names([args.pretrained_weights, args.compare] if args.compare else [args.pretrained_weights])
+    look = look_at(evaluated, runs[0], images, args.image_size, device)
+    written = [*write_numbers(evaluated, look, folder), *draw(look, folder, args)]
+    if args.compare:
+        compared = compared_encoder(args.compare, args)
+        other = look_at(compared, runs[1], images, args.image_size, device)
+        written.append(draw_comparison(look, other, folder, args.max_maps))
+    if args.atlas:
+        written += make_atlas(evaluated, runs[0], device, folder, args)
+    say("\n".join(printable(str(path)) for path in written))
+
+
+def read_images(source: ImageSource, max_images: int) -> list[tuple[str, Image.Image]]:
+    """At most `max_images` of a source, with their names; unreadable ones are left out.
+
+    Raises:
+        CorruptImageError: none of them can be read.
+    """
+    images: list[tuple[str, Image.Image]] = []
+    errors: list[CorruptImageError] = []
+    for index in spread_out(source, max_images):
+        try:
+            images.append((source.location(index), source.read(index)))
+        except CorruptImageError as error:
+            errors.append(error)
+            logger.warning("left out %s", error)
+    if not images:
+        raise errors[0]
+    return images
+
+
+def look_at(
+    evaluated: EvaluatedEncoder,
+    run: str,
+    images: list[tuple[str, Image.Image]],
+    image_size: Sequence[int] | None,
+    device: torch.device,
+) -> Look:
+    """Run an encoder over images, one by one: maps of large images take much memory.
+
+    Args:
+        evaluated: the encoder.
+        run: what figures call it.
+        images: names and RGB images.
+        image_size: as the option; None: `default_image_size`.
+        device: where to compute.
+    """
+    encoder = evaluated.encoder.to(device).eval()
+    config = encoder.config
+    size = image_size or [default_image_size(config)]
+    views = [choose_view(image.size, size, config.patch_size, square=len(images) > 1) for _, image in images]
+    maps, pictures = [], []
+    for (_, image), view in zip(images, views, strict=True):
+        tensor = view_tensor(image, view, evaluated.mean, evaluated.std)
+        maps.append(attention_maps(encoder, tensor[None].to(device)))
+        pictures.append(view_pixels(image, view, PICTURE_HEIGHT))
+    map_set = MapSet(name_of(evaluated, run), describe(evaluated), config.kind.shows, np.concatenate(maps))
+    if config.kind.shows == "average":
+        logger.warning("readout=%r averages all tokens: its one map is uniform on every image", config.readout)
+    return Look([name for name, _ in images], pictures, (views[0].height, views[0].width), map_set)
+
+
+def name_of(evaluated: EvaluatedEncoder, run: str) -> str:
+    """What figures call an encoder: its run, or that it has none."""
+    return "untrained" if evaluated.record["untrained"] else run
+
+
+def describe(evaluated: EvaluatedEncoder) -> str:
+    """How an encoder is built and how long it was trained, for figures."""
+    config = evaluated.encoder.config
+    return describe_model(evaluated.record, config, None, config.readout)
+
+
+def write_numbers(evaluated: EvaluatedEncoder, look: Look, folder: Path) -> list[Path]:
+    """Write attention.npy, (images, maps, h, w), and attention.json, what is known about each map."""
+    maps, map_set = look.map_set.maps, look.map_set
+    patches, prefix = effective_patches(maps), class_token_share(maps)
+    ranking = {int(number): rank for rank, number in enumerate(rank_by_peakedness(maps))}
+    described = [
+        {
+            "map": number,
+            "rank": ranking[number],
+            "group": int(map_set.groups[number]),
+            "effective_patches": patches[:, number].tolist(),
+            "class_token_share": prefix[:, number].tolist(),
+        }
+        for number in range(maps.shape[1])
+    ]
+    values: dict[str, Any] = {
+        "encoder": evaluated.record,
+        "kind": map_set.kind,
+        "images": look.names,
+        "image_size": list(look.size),
+        "grid": list(maps.shape[-2:]),
+        "maps": described,
+        "versions": versions(),
+    }
+    np.save(folder / "attention.npy", maps)
+    write_json(values, folder / "attention.json")
+    return [folder / "attention.npy", folder / "attention.json"]
+
+
+def draw(look: Look, folder: Path, args: argparse.Namespace) -> list[Path]:
+    """Draw the grids, the masks, and each map alone.
+
+    One image gives one grid, attention.png; of several, attention.png shows the same maps for all, and each gets a
+    grid of its own, attention-NAME.png.
+    """
+    written = [folder / "attention.png"]
+    several = len(look.names) > 1
+    if several:
+        matrix_page(written[0], f"{len(look.names)} images", look.pictures, look.map_set, args.max_maps)
+    views = zip(look.names, file_names(look.names), look.pictures, strict=True)
+    for index, (name, file_name, picture) in enumerate(views):
+        suffix = f"-{file_name}" if several else ""
+        grids = [(f"attention{suffix}.png", None)]
+        grids += [] if args.threshold is None else [(f"masks{suffix}.png", args.threshold)]
+        for grid_name, threshold in grids:
+            path = folder / grid_name
+            grid_page(path, short_name(name), picture, look.map_set, index, args.max_maps, threshold)
+            written += [path] if path not in written else []
+        if args.save_each:
+            written.append(draw_each(look, index, folder / f"maps{suffix}", args.threshold))
+    return written
+
+
+def draw_each(look: Look, index: int, folder: Path, threshold: float | None) -> Path:
+    """Write one image's view and each of its maps alone, under the reference's names; returns their folder."""
+    folder.mkdir(exist_ok=True)
+    picture, kind = look.pictures[index], look.map_set.kind
+    Image.fromarray(picture).save(folder / "img.png")
+    for number, heatmap in enumerate(look.map_set.maps[index]):
+        Image.fromarray(tile_picture(picture, heatmap)).save(folder / f"attn-{kind}{number}.png")
+        if threshold is not None:
+            masked = tile_picture(picture, heatmap, threshold)
+            Image.fromarray(masked).save(folder / f"mask_th{threshold:g}_{kind}{number}.png")
+    if threshold is not None:
+        masks = [mass_mask(heatmap, threshold) for heatmap in look.map_set.maps[index]]
+        np.save(folder / f"mask_th{threshold:g}.npy", np.stack(masks))
+    return folder
+
+
+def draw_comparison(look: Look, other: Look, folder: Path, max_maps: int | None) -> Path:
+    """Draw two encoders side by side."""
+    path = folder / "compare.png"
+    title = short_name(look.names[0]) if len(look.names) == 1 else f"{len(look.names)} images"
+    pictures = list(zip(look.pictures, other.pictures, strict=True))
+    compare_page(path, title, pictures, (look.map_set, other.map_set), max_maps)
+    return path
+
+
+def make_atlas(
+    evaluated: EvaluatedEncoder, run: str, device: torch.device, folder: Path, args: argparse.Namespace
+) -> list[Path]:
+    """Search images for those that light up each slot, and draw the atlas."""
+    encoder = evaluated.encoder.to(device).eval()
+    size = args.image_size or [default_image_size(encoder.config)]
+    view = SquareView(size, encoder.config.patch_size, evaluated.mean, evaluated.std)
+    source = open_source(args.atlas, "all")
+    [searched] = disjoint_subsets(source, [min(args.atlas_max_images, len(source))])
+    atlas = build_atlas(
+        encoder,
+        searched,
+        view,
+        model=f"{name_of(evaluated, run)}  ·  {describe(evaluated)}",
+        name=source.name,
+        images_per_slot=args.atlas_images,
+        num_workers=args.num_workers,
+    )
+    paths = [folder / f"atlas.{ending}" for ending in ("png", "html", "json")]
+    draw_atlas(atlas, paths[0])
+    write_html(atlas, paths[1])
+    write_json({"encoder": evaluated.record, **atlas.record(), "versions": versions()}, paths[2])
+    return paths

@@ -1,0 +1,144 @@
+"""Checkpoint -> encoder -> features -> weighted k-NN accuracy.
+
+    python eval_knn.py --pretrained_weights output/checkpoint.pth --data_path data/imagenet
+    torchrun --nproc_per_node=8 eval_knn.py --pretrained_weights output/checkpoint.pth --data_path data/imagenet
+
+Prints a table and writes knn.json, the accuracies with all that they depend on. The encoder is built as the checkpoint
+says; the reference's checkpoints and raw ViT weights are read too. Options as in facebookresearch/dino.
+"""
+
+import argparse
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from dino_sparo.evaluation.feature_cache import check_same_weights, dump_features, load_features
+from dino_sparo.evaluation.features import Features, extract_split, total_images
+from dino_sparo.evaluation.knn.classify import KNNResult, classify_shards
+from dino_sparo.evaluation.options import KNN_BLOCKS
+from dino_sparo.evaluation.protocol import (
+    encoder_of_options,
+    extraction_of_options,
+    images_record,
+    result_folder,
+    result_name,
+    splits_of_options,
+    start_evaluation,
+    storage_of_options,
+    transform_of_options,
+    write_result,
+)
+from dino_sparo.evaluation.slots.choice import with_slots
+from dino_sparo.runtime.distributed import Distributed
+
+
+def evaluate_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
+    """Evaluate what the options say, write the result, print the table.
+
+    Raises:
+        ValueError: options, files or data that do not fit; the message says what would.
+    """
+    process = start_evaluation(args)
+    folder = result_folder(args.output_dir or args.load_features, args.pretrained_weights)
+    if args.load_features:
+        train, val, record = load_features(Path(args.load_features))
+        check_beside_cache(args, record)
+        check_same_weights(record.get("encoder", {}).get("sha256"), args.pretrained_weights, args.load_features)
+        train, val = (part.share().to(storage_of_options(args, process.device)) for part in (train, val))
+    else:
+        train, val, record = extract(args, process)
+        if args.dump_features:
+            dump_features(Path(args.dump_features), train, val, record, process.device)
+    results = classify_shards(train, val, args.nb_knn, args.temperature, process.device)
+    totals = {split: total_images(part, process.device) for split, part in (("train", train), ("val", val))}
+    result = describe(results, totals, args.temperature, record)
+    layers = record.get("feature", {}).get("n_last_blocks", KNN_BLOCKS)
+    name = result_name("knn", record.get("encoder", {}), layers if layers != KNN_BLOCKS else None)
+    write_result(result, table(results), folder / f"{name}.json")
+    return result
+
+
+def check_beside_cache(args: argparse.Namespace, record: Mapping[str, Any]) -> None:
+    """Refuse options of other features than those in a cache.
+
+    Args:
+        args: the options.
+        record: of the cache.
+
+    Raises:
+        ValueError: names the option.
+    """
+    made = {
+        "data_path": record.get("images", {}).get("data_path"),
+        "n_last_blocks": record.get("feature", {}).get("n_last_blocks"),
+        "untrained": record.get("encoder", {}).get("untrained"),
+    }
+    for name in ("slots", "dump_features", "img_size", *made):
+        value = getattr(args, name)
+        if value and value not in (KNN_BLOCKS if name == "n_last_blocks" else None, made.get(name)):
+            raise ValueError(
+                f"--{name} {value} with --load_features: the features in {args.load_features} are as they were "
+                f"written; leave out one of the two"
+            )
+
+
+def extract(args: argparse.Namespace, process: Distributed) -> tuple[Features, Features, dict]:
+    """This process' share of the features of both splits, and the record of how they were made."""
+    evaluated = with_slots(encoder_of_options(args), args.slots)
+    sources = splits_of_options(args)
+    encoder = evaluated.encoder.to(process.device)
+    transform = transform_of_options(args, evaluated)
+    layers = args.n_last_blocks
+    options = {
+        **extraction_of_options(args, process.device),
+        "encode": None if layers == 1 else partial(encoder.probe_features, n_last_blocks=layers),
+    }
+    train, val = (
+        extract_split(encoder, source, transform, process.device, gather=False, **options).normalize_()
+        for source in sources
+    )
+    record = {
+        "encoder": evaluated.record,
+        "feature": {
+            "name": "encoding" if layers == 1 else f"class tokens of {layers} layers, the last of them the encoding",
+            "n_last_blocks": layers,
+            "dim": train.features.shape[1],
+            "precision": args.precision,
+        },
+        **images_record(args, len(sources[0].classes or []), transform, {}),
+    }
+    return train, val, record
+
+
+def describe(
+    results: Mapping[int, KNNResult], totals: Mapping[str, tuple[int, int]], temperature: float, record: dict[str, Any]
+) -> dict[str, Any]:
+    """Accuracies and protocol, as knn.json holds them: the same for every run of the same command.
+
+    Args:
+        results: for each k its accuracies.
+        totals: for each split the images with features, and those that could not be read.
+        temperature: of the vote.
+        record: of encoder and images.
+    """
+    num_train = totals["train"][0]
+    counts = {f"num_{split}": number for split, (number, _) in totals.items()}
+    counts |= {f"num_corrupt_{split}": number for split, (_, number) in totals.items()}
+    return {
+        "evaluation": "weighted k-NN",
+        "results": [
+            {"k": k, "neighbours": min(k, num_train), "top1": accuracy.top1, "top5": accuracy.top5}
+            for k, accuracy in results.items()
+        ],
+        "similarity": "cosine",
+        "temperature": temperature,
+        **record,
+        "images": {**record.get("images", {}), **counts},
+    }
+
+
+def table(results: Mapping[int, KNNResult]) -> str:
+    """Accuracies for people."""
+    rows = [f"{k:>6}  {accuracy.top1:>8.2f}  {accuracy.top5:>8.2f}" for k, accuracy in results.items()]
+    return "\n".join([f"{'k':>6}  {'top-1 %':>8}  {'top-5 %':>8}", *rows])

@@ -1,0 +1,286 @@
+"""Checkpoint -> encoder -> linear probes, one per learning rate, trained and tested.
+
+    python eval_linear.py --pretrained_weights output/checkpoint.pth --data_path data/imagenet --lr 0.001 0.01 0.1
+    python eval_linear.py --pretrained_weights output/checkpoint.pth --data_path data/imagenet --fast
+
+The encoder stays frozen and runs once for all learning rates. Prints a table and writes linear.json, the accuracies
+with all that they depend on; linear.pth holds the probes, and the same command goes on from it. Options as in
+facebookresearch/dino.
+"""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from PIL import Image
+from torch import Tensor
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms import functional as TF
+
+from dino_sparo.data.crops import FLIP_PROBABILITY, normalized_tensor, sample_box
+from dino_sparo.data.dataset import ImageSource
+from dino_sparo.data.sources import fingerprint_of
+from dino_sparo.evaluation.features import Features, extract_split, require_memory, total_images
+from dino_sparo.evaluation.linear.probe import MOMENTUM, REFERENCE_BATCH, Batches, LinearProbe, probe_accuracy
+from dino_sparo.evaluation.linear.run import ProbeRun, cached_batches, check_same_record, live_batches, load_heads
+from dino_sparo.evaluation.protocol import (
+    EvaluatedEncoder,
+    encoder_of_options,
+    extraction_of_options,
+    images_record,
+    result_folder,
+    result_name,
+    splits_of_options,
+    start_evaluation,
+    storage_of_options,
+    transform_of_options,
+    write_result,
+)
+from dino_sparo.evaluation.slots.choice import with_slots
+from dino_sparo.runtime.distributed import Distributed, all_or_none, world_size
+from dino_sparo.runtime.precision import PRECISIONS
+from dino_sparo.weights.checkpoint import load_strictly
+
+SELECTION = "the best learning rate was chosen on the validation images themselves, so its accuracy is optimistic"
+PROBE_SCALE = (0.08, 1.0)  # share of the image's area in a training crop
+
+
+class ProbeAugmentation:
+    """Image -> one view to train a probe on: a random box, resized (bilinear), flipped half of the time, normalised.
+
+    Args:
+        img_size: side of the view in pixels.
+        mean: per channel, of pixels in 0..1.
+        std: per channel.
+    """
+
+    def __init__(self, img_size: int, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+        self.img_size, self.mean, self.std = img_size, mean, std
+
+    def __call__(self, image: Image.Image, rng: np.random.Generator) -> list[Float[Tensor, "C img_size img_size"]]:
+        """The view, in a list, drawn with `rng`."""
+        box = sample_box(rng, image.height, image.width, PROBE_SCALE)
+        crop = TF.resized_crop(image, *box, [self.img_size, self.img_size], InterpolationMode.BILINEAR)
+        if rng.random() < FLIP_PROBABILITY:
+            crop = TF.hflip(crop)
+        return [normalized_tensor(crop, self.mean, self.std)]
+
+
+def probe_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
+    """Train and test, or only test, what the options say, write the result, print the table.
+
+    Raises:
+        ValueError: options, files or data that do not fit; the message says what would.
+    """
+    process = start_evaluation(args)
+    evaluated = with_slots(encoder_of_options(args), args.slots)
+    task = ProbeTask(args, process, evaluated, *splits_of_options(args))
+    folder = result_folder(args.output_dir, args.pretrained_weights)
+    name = result_name("linear", evaluated.record)
+    if args.evaluate:
+        rows, counts = evaluate_saved(task, folder / f"{name}.pth")
+    else:
+        rows, counts = train(task, folder / f"{name}.pth")
+    result = describe(task, rows, counts)
+    write_result(result, table(result), folder / f"{name}{'_evaluate' if args.evaluate else ''}.json")
+    return result
+
+
+class ProbeTask:
+    """What is probed, on which images: all that training and testing a probe have in common.
+
+    Args:
+        args: the options.
+        process: this process among its peers.
+        evaluated: the encoder.
+        train_source: labelled images to train on.
+        val_source: labelled images to test on, their classes numbered alike.
+
+    Attributes:
+        encode: images (B, C, H, W) -> the probe's features (B, F).
+        feature_dim: F.
+        num_classes: of the training images.
+        batch_size: training images per process and step.
+        global_batch_size: training images per step.
+        identity: plain values that tell whether saved probes belong to these features.
+
+    Raises:
+        ValueError: `--num_labels` is not the number of classes.
+    """
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        process: Distributed,
+        evaluated: EvaluatedEncoder,
+        train_source: ImageSource,
+        val_source: ImageSource,
+    ) -> None:
+        self.args, self.device, self.evaluated = args, process.device, evaluated
+        self.train_source, self.val_source = train_source, val_source
+        # With fewer images than a batch holds, an epoch is one step on all of them.
+        self.batch_size = max(min(args.batch_size_per_gpu, len(train_source) // process.world_size), 1)
+        self.global_batch_size = self.batch_size * process.world_size
+        self.num_classes = len(train_source.classes or [])
+        if args.num_labels not in (None, self.num_classes):
+            raise ValueError(
+                f"--num_labels {args.num_labels}, but {train_source.name} has {self.num_classes} classes; leave the "
+                f"option out"
+            )
+        self.encoder = evaluated.encoder.to(process.device)
+        self.transform = transform_of_options(args, evaluated)
+        self.encode: Callable[[Tensor], Tensor] = partial(
+            self.encoder.probe_features,
+            n_last_blocks=args.n_last_blocks,
+            avgpool_patchtokens=args.avgpool_patchtokens,
+        )
+        side = self.transform.img_size
+        blank = torch.zeros(1, self.encoder.config.in_chans, side, side, device=process.device)
+        with torch.inference_mode():
+            self.feature_dim = self.encode(blank).shape[1]
+        self.identity = {
+            "weights": evaluated.record["sha256"],
+            "checkpoint_key": evaluated.record["checkpoint_key"],
+            "encoder_seed": evaluated.record.get("seed"),
+            **{f"encoder {name}": value for name, value in asdict(self.encoder.config).items()},
+            "n_last_blocks": args.n_last_blocks,
+            "avgpool_patchtokens": args.avgpool_patchtokens,
+            "img_size": side,
+            "fast_views": args.fast_views,
+            "precision": args.precision,
+            "num_classes": self.num_classes,
+            # No entry means all slots, so that older saved probes can be resumed.
+            **({"slots": evaluated.record["slots"]["slots"]} if "slots" in evaluated.record else {}),
+        }
+
+    def features(self, source: ImageSource, gather: bool) -> Features:
+        """Un-augmented features of a split: of all processes, or this process' share."""
+        options = extraction_of_options(self.args, self.device)
+        return extract_split(
+            self.encoder, source, self.transform, self.device, encode=self.encode, gather=gather, **options
+        )
+
+
+def train(task: ProbeTask, path: Path) -> tuple[list[dict[str, float]], dict[str, int | None]]:
+    """Train the probes, or go on with those saved at `path`.
+
+    Returns:
+        The table's rows, and how many images were used and left out.
+    """
+    args = task.args
+    record = {
+        **task.identity,
+        # Names and fingerprints: as many images of other pixels give other probes.
+        "train_images": [task.train_source.name, fingerprint_of(task.train_source)],
+        "val_images": [task.val_source.name, fingerprint_of(task.val_source)],
+        "num_train": len(task.train_source),
+        "num_val": len(task.val_source),
+        "epochs": args.epochs,
+        "lr": list(args.lr),
+        "global_batch_size": task.global_batch_size,
+        "fast": args.fast,
+        "val_freq": args.val_freq,
+        "seed": args.seed,
+    }
+    probe = LinearProbe(task.feature_dim, task.num_classes, len(args.lr), args.seed).to(task.device)
+    run = ProbeRun(probe, args.lr, task.global_batch_size, args.epochs, record, path)
+    run.resume()
+    if run.epoch < args.epochs:
+        val = task.features(task.val_source, gather=False)
+        num_val, num_corrupt_val = total_images(val, task.device)
+        batches, num_train = training_batches(task)
+        run.counts = {**num_train, "num_val": num_val, "num_corrupt_val": num_corrupt_val}
+        run.train(batches, val, args.val_freq, path.with_name(f"{path.stem}_log.txt"))
+    return run.table(), run.counts
+
+
+def training_batches(task: ProbeTask) -> tuple[Callable[[int], Batches], dict[str, int | None]]:
+    """Batches of features for each epoch, cached with `--fast`, else of augmented images; and the number of images."""
+    args = task.args
+    if args.fast:
+        with all_or_none("finding memory for all features"):
+            remedy = "a smaller --n_last_blocks makes them smaller"
+            storage = storage_of_options(args, task.device)
+            require_memory(len(task.train_source), task.feature_dim, storage, "--fast", remedy)
+        train = task.features(task.train_source, gather=True)
+        # Unreadable images may leave fewer than a batch.
+        batch_size = max(min(task.batch_size, len(train.features) // world_size()), 1)
+        batches = cached_batches(train, task.device, batch_size=batch_size, seed=args.seed)
+        return batches, {"num_train": len(train.features), "num_corrupt_train": train.num_corrupt}
+    batches = live_batches(
+        task.encoder,
+        task.encode,
+        task.train_source,
+        ProbeAugmentation(task.transform.img_size, task.evaluated.mean, task.evaluated.std),
+        task.device,
+        batch_size=task.batch_size,
+        num_workers=args.num_workers,
+        dtype=PRECISIONS[args.precision],
+        seed=args.seed,
+    )
+    # Unreadable images are replaced as they come up, so their number is not known beforehand.
+    return batches, {"num_train": len(task.train_source), "num_corrupt_train": None}
+
+
+def evaluate_saved(task: ProbeTask, path: Path) -> tuple[list[dict[str, float]], dict[str, int | None]]:
+    """Test the probes saved at `path` on the validation images."""
+    state = load_heads(path)
+    check_same_record(state["record"], task.identity, path)
+    rates = state["learning_rates"]
+    probe = LinearProbe(task.feature_dim, task.num_classes, len(rates)).to(task.device)
+    load_strictly(probe, state["state_dict"], str(path))
+    val = task.features(task.val_source, gather=False)
+    num_val, num_corrupt_val = total_images(val, task.device)
+    accuracies = probe_accuracy(probe, val.features, val.labels)
+    rows = [{"lr": rate, **accuracy} for rate, accuracy in zip(rates, accuracies, strict=True)]
+    return rows, {"num_val": num_val, "num_corrupt_val": num_corrupt_val}
+
+
+def describe(task: ProbeTask, rows: list[dict[str, float]], counts: dict[str, int | None]) -> dict[str, Any]:
+    """Accuracies and protocol, as linear.json holds them: the same for every run of the same command."""
+    args = task.args
+    training = {
+        "mode": "fast: cached features of un-augmented images" if args.fast else "random resized crops and flips",
+        "epochs": args.epochs,
+        "optimizer": f"SGD, momentum {MOMENTUM}, no weight decay, cosine to 0",
+        "lr_scale": f"batch / {REFERENCE_BATCH}",
+        "global_batch_size": task.global_batch_size,
+        "seed": args.seed,
+    }
+    return {
+        "evaluation": "linear probe",
+        "best": max(rows, key=lambda row: row["top1"]),
+        "selection": SELECTION if len(rows) > 1 else "one learning rate: nothing was chosen",
+        "results": rows,
+        "training": {"mode": "none: saved probes"} if args.evaluate else training,
+        "encoder": task.evaluated.record,
+        "feature": {
+            "name": "class tokens of the last layers" if task.encoder.is_vanilla else "class tokens, then the encoding",
+            "n_last_blocks": args.n_last_blocks,
+            "avgpool_patchtokens": args.avgpool_patchtokens,
+            "dim": task.feature_dim,
+            "precision": args.precision,
+        },
+        **images_record(args, task.num_classes, task.transform, counts),
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """Accuracies for people."""
+    rows = result["results"]
+    head = f"{'lr':>8}  {'top-1 %':>8}  {'top-5 %':>8}  {'loss':>8}"
+    has_peaks = "max_top1" in rows[0]
+    lines = [head + ("  max top-1 % (epoch)" if has_peaks else "")]
+    for row in rows:
+        line = f"{row['lr']:>8g}  {row['top1']:>8.2f}  {row['top5']:>8.2f}  {row['loss']:>8.4f}"
+        lines.append(line + (f"  {row['max_top1']:>10.2f} ({row['max_top1_epoch'] + 1})" if has_peaks else ""))
+    best = result["best"]
+    lines.append(f"best: lr {best['lr']:g}, top-1 {best['top1']:.2f} % ({result['selection']})")
+    lines.append(f"training: {result['training']['mode']}")
+    return "\n".join(lines)

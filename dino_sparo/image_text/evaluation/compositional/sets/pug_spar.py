@@ -1,0 +1,52 @@
+"""PUG: SPAR: two animals in a rendered scene, exchanged in the false caption.
+
+    labels.csv   filename, world_name, character_name, character2_name, character_texture, character2_texture,
+                 character1_pos
+
+Asked are the authors' hard negatives about two different animals, without the background's name: their places (left and
+right, bottom and top; default texture) and their textures (blue and red, grass and stone). The authors let the true
+caption come first or second at random; a tie is then right half of the time. Their questions about single animals, and
+retrieval among all captions, are left out. Source: Bordes et al., "PUG: photorealistic and semantically controllable
+synthetic data for representation learning"; PUG_SPAR/run_eval_vlms_on_spar.py.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from dino_sparo.data.sources.rows import Column, TableRows
+from dino_sparo.data.sources.splits import ALL
+from dino_sparo.image_text.evaluation.questions import Question
+
+LABELS = "labels.csv"
+COLUMNS = ("filename", "character_name", "character2_name", "character_texture", "character2_texture", "character1_pos")
+OPPOSITE = {"left": "right", "bottom": "top"}
+TEXTURES = ("Blue", "Grass")
+NOBODY, PLAIN = "blank", "Default"
+
+
+def is_labels(folder: Path) -> bool:
+    """Whether a labels.csv is PUG's."""
+    with (folder / LABELS).open(encoding="utf-8", errors="replace") as file:
+        return set(COLUMNS) <= set(file.readline().strip().split(","))
+
+
+def read(folder: Path) -> Iterator[Question]:
+    """The questions, in the order of the table.
+
+    Raises:
+        ValueError: a row that cannot be read.
+    """
+    columns = [Column(name, "", (name,), name=name, is_required=True) for name in COLUMNS]
+    for _, (image, first, second, texture, second_texture, side) in TableRows(str(folder / LABELS), columns, split=ALL):
+        if NOBODY in (first, second) or first == second:
+            continue
+        if texture == PLAIN and side in OPPOSITE:
+            other = OPPOSITE[side]
+            parts = f"This is a photo of a {{}} on the {side} and a {{}} on the {other} of the picture"
+            split = f"{side}, {other}"
+        elif texture in TEXTURES:
+            parts = f"This is a photo of a {{}} textured with {texture} and a {{}} textured with {second_texture}"
+            split = texture
+        else:
+            continue
+        yield Question(split, (image,), (parts.format(first, second), parts.format(second, first)))

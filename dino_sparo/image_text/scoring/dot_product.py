@@ -1,0 +1,215 @@
+"""A model with one encoder per side + images or captions -> features of length one; the score is their dot product.
+
+    S(image, text) = x . y
+
+`DotProductScorer` is the `Scorer` of any such model: a `CLIP`, or a choice of its slots. Every image and every caption
+counts exactly once, whatever the number of processes, and captions of the same tokens have the same feature to the last
+bit, so that a tie is seen as one.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int64
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional as F
+
+from dino_sparo.data.dataset import ImageSource, ShardSampler
+from dino_sparo.evaluation.features import Features, gather_features, inference
+from dino_sparo.image_text.prompts import prompts
+from dino_sparo.image_text.scoring.image_rows import ImageRows, require_both
+from dino_sparo.image_text.scoring.scorer import EncodedTexts
+from dino_sparo.image_text.text import Tokens
+from dino_sparo.runtime.collectives import all_gather_ragged
+from dino_sparo.runtime.distributed import rank, world_size
+from dino_sparo.runtime.logs import progress
+
+logger = logging.getLogger(__name__)
+
+PAIR_CHUNK = 1024  # pairs whose features exist side by side
+CAPTION_BATCHES = 8  # batches of captions of classes whose features exist at a time
+
+
+@runtime_checkable
+class ImageTextModel(Protocol):
+    """What an evaluation asks of a model. With `normalize` the dot product of two features is their similarity."""
+
+    def encode_image(self, images: Tensor, normalize: bool = True) -> Tensor:
+        """Images (B, C, H, W) -> features (B, M)."""
+
+    def encode_text(self, token_ids: Tensor, normalize: bool = True) -> Tensor:
+        """Token ids (B, N) -> features (B, M)."""
+
+
+def pair_products(
+    images: Float[Tensor, "images M"],
+    image_of: Int64[Tensor, " pairs"],
+    texts: Float[Tensor, "captions M"],
+    text_of: Int64[Tensor, " pairs"],
+) -> Float[Tensor, " pairs"]:
+    """The cosine of each pair's image and caption; see `Scorer.score_pairs`.
+
+    Each is a sum of products by itself and not an entry of a matrix product, whose rounding might differ between two
+    captions that are the same.
+    """
+    chunks = zip(image_of.split(PAIR_CHUNK), text_of.split(PAIR_CHUNK), strict=True)
+    return torch.cat([(images[rows] * texts[captions]).sum(dim=1) for rows, captions in chunks])
+
+
+@dataclass(frozen=True)
+class DotProductScorer(ImageRows):
+    """A model, and all that its features depend on; a `scorer.Scorer` whose payloads are matrices of features.
+
+    Attributes:
+        model: on `device`, in eval mode.
+        tokenize: captions -> `Tokens`.
+        transform: (image, rng) -> [view].
+        device: where to compute.
+        batch_size: images, or captions, per process and step.
+        num_workers: processes that load images, per process.
+        dtype: fp32, or bf16 or fp16 for autocast; features are fp32 in any case.
+        record: what a result file says about the model.
+    """
+
+    measure: ClassVar[str] = "cosine"
+    default_templates: ClassVar[tuple[str, ...] | None] = None
+    ensemble: ClassVar[str] = "normalised features of the templates averaged, the mean normalised as a whole"
+
+    model: ImageTextModel
+    tokenize: Callable[[list[str]], Tokens]
+    transform: Callable[..., list[Tensor]]
+    device: torch.device
+    batch_size: int = 128
+    num_workers: int = 0
+    dtype: torch.dtype = torch.float32
+    record: dict[str, Any] = field(default_factory=dict)
+
+    def encode_image(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B M"]:
+        """Features of images, of length one in fp32 whatever the precision they were computed in."""
+        return F.normalize(self.model.encode_image(images, normalize=True).float(), dim=-1)
+
+    def encode_text(self, token_ids: Int64[Tensor, "B N"], desc: str = "captions") -> Float[Tensor, "B M"]:
+        """Features of any number of captions, likewise, in batches of equal size; (0, 0) if there are none."""
+        features = [torch.empty(0, 0, device=self.device)]
+        batches = token_ids.split(self.batch_size) if len(token_ids) else ()
+        with inference(self.module, self.device, self.dtype):
+            for ids in progress(batches, desc=desc):
+                # Filled up with the first caption, so that all products have one size, as in `encode_padded`.
+                padded = torch.cat((ids, ids[:1].expand(self.batch_size - len(ids), -1))).to(self.device)
+                encoded = self.model.encode_text(padded, normalize=True)[: len(ids)]
+                features.append(F.normalize(encoded.float(), dim=-1))
+        # Put together outside of inference mode, so that a mask can be trained on the features.
+        return torch.cat(features[1:] or features)
+
+    def image_features(self, source: ImageSource, storage: torch.device | None = None) -> Features:
+        """Features of all images of a source, on every process.
+
+        Args:
+            source: the images.
+            storage: where the features are kept; None: `device`.
+        """
+        return self._rows(source, self.encode_image, storage)
+
+    def expect_texts(self, captions: Sequence[str]) -> None:
+        """Any caption can be encoded."""
+
+    def encode_texts(self, captions: Sequence[str], desc: str = "captions") -> EncodedTexts:
+        """Features (captions, M), on every process; captions of the same tokens are encoded once.
+
+        Args:
+            captions: in words.
+            desc: what the log calls them.
+
+        Raises:
+            ValueError: there are no captions.
+        """
+        if not captions:
+            raise ValueError(f"{desc}: there are no captions to encode")
+        tokens = self.tokenize(list(captions))
+        if tokens.num_truncated or tokens.num_empty:
+            logger.warning(
+                "%s: of %d captions %d are longer than the context and cut off, %d are empty",
+                desc, len(captions), tokens.num_truncated, tokens.num_empty,
+            )  # fmt: skip
+        different, rows = torch.unique(without_padding(tokens.ids), dim=0, return_inverse=True)
+        own = ShardSampler(len(different), 1, rank=rank(), world_size=world_size())
+        indices = torch.arange(own.start, own.end, device=self.device)
+        features = self.encode_text(different[own.start : own.end], desc)
+        gathered = gather_features(Features(features, torch.zeros_like(indices), indices), self.device)
+        truncated = torch.zeros(len(captions), dtype=torch.bool)
+        truncated[list(tokens.truncated)] = True
+        payload = gathered.features[rows.to(self.device)]
+        return EncodedTexts(payload, tokens.num_truncated, rows, {"truncated": truncated})
+
+    def encode_classes(self, names: Sequence[str], templates: tuple[str, ...]) -> EncodedTexts:
+        """What a zero-shot classifier compares images with: one feature per class, on every process.
+
+            w_c = u_c / |u_c|,   u_c = mean over templates t of y(t, c)
+
+        with y(t, c) the normalised feature of the caption that template t makes of class c. Source: OpenCLIP,
+        `build_zero_shot_classifier`; CLIP, section 3.1.4. For SPARO it is applied to the whole encoding, as the paper's
+        authors do: each caption's slots have length one over sqrt(L), their means are shorter the less the templates
+        agree on them, and are not made equal again. So w_c . x is a weighted mean of the slots' cosines, in which a
+        slot that says more about the template than about the class counts less. With a single template it is equation
+        2 again.
+
+        Args:
+            names: of the classes.
+            templates: sentences with `{}`.
+
+        Returns:
+            (classes, M), of length one.
+        """
+        tokens = self.tokenize([text for name in names for text in prompts(templates, name)])
+        by_class = without_padding(tokens.ids).unflatten(0, (len(names), len(templates)))
+        own = by_class[len(names) * rank() // world_size() : len(names) * (rank() + 1) // world_size()]
+        features = [torch.empty(0, 0, device=self.device)]
+        # Some classes at a time, so that memory does not grow with their number.
+        for ids in own.split(max(1, CAPTION_BATCHES * self.batch_size // len(templates))) if len(own) else ():
+            encoded = self.encode_text(ids.flatten(0, 1)).unflatten(0, (len(ids), -1))
+            features.append(F.normalize(encoded.mean(dim=1), dim=-1))
+        part = torch.cat(features[1:] or features)
+        # A process without classes does not know the features' width.
+        width = int(all_gather_ragged(torch.tensor([part.shape[1]], device=part.device)).max())
+        return EncodedTexts(all_gather_ragged(part.reshape(-1, width)), tokens.num_truncated)
+
+    score_pairs = staticmethod(pair_products)
+
+    def score_block(
+        self, images: Float[Tensor, "images M"], texts: Float[Tensor, "captions M"]
+    ) -> Float[Tensor, "images captions"]:
+        """The cosine of every image and every caption: one matrix product, in float64 and rounded to fp32.
+
+        In fp32 some CPUs round a sum by its place in the matrix, so that equal images or captions would not tie.
+        """
+        return (images.double() @ texts.double().t()).float()
+
+    def similarity(
+        self, images: Sequence[Image.Image] | Tensor, captions: Sequence[str]
+    ) -> Float[Tensor, "images captions"]:
+        """The cosine of every image and every caption, in this process alone, for use outside of evaluations.
+
+        Args:
+            images: of any size and mode; or their views (images, C, H, W), normalised as `transform` does it.
+            captions: in words.
+
+        Returns:
+            (images, captions), fp32, on `device`.
+
+        Raises:
+            ValueError: there are no images, or no captions.
+        """
+        require_both(images, captions)
+        features = self.rows_of(images)
+        texts = self.encode_text(without_padding(self.tokenize(list(captions)).ids))
+        with torch.no_grad():
+            return self.score_block(features, texts)
+
+
+def without_padding(token_ids: Int64[Tensor, "B N"]) -> Int64[Tensor, "B _"]:
+    """Token ids (B, N) without the columns that lie after the end, the largest id, of all captions."""
+    return token_ids[:, : int(token_ids.argmax(dim=1).max()) + 1]

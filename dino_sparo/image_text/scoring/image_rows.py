@@ -1,0 +1,170 @@
+"""The image side of a scorer that keeps one row of numbers per image: views, batches, processes.
+
+Every image counts exactly once, whatever the number of processes.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from PIL import Image
+from torch import Tensor, nn
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms import functional as TF
+
+from dino_sparo.data.crops import normalized_tensor, without_far_ends
+from dino_sparo.data.dataset import ImageSource
+from dino_sparo.data.sources.decode import to_rgb
+from dino_sparo.evaluation.features import Features, encoded_batches, extract_split, inference, share_loader
+from dino_sparo.evaluation.views import View
+from dino_sparo.image_text.scoring.scorer import EncodedImages
+
+
+class ClipView:
+    """Image -> one central view: the short side resized to the view's (bicubic), the middle cut out, normalised.
+
+    CLIP's and OpenCLIP's view. DINO's, `crops.EvalTransform`, cuts it out of a larger image.
+
+    Args:
+        img_size: side of the view in pixels.
+        mean: per channel, of pixels in 0..1.
+        std: per channel.
+        border: pixels cut off every side of the image first.
+
+    Raises:
+        ValueError: a size is out of range.
+    """
+
+    def __init__(self, img_size: int, mean: tuple[float, ...], std: tuple[float, ...], border: int = 0) -> None:
+        if img_size < 1 or border < 0:
+            raise ValueError(f"img_size={img_size}, border={border}; give a positive size and a border of 0 or more")
+        self.img_size = self.resize_size = img_size
+        self.exact = True  # the pixels of torchvision's pipeline on PIL images
+        self.mean, self.std, self.border = mean, std, border
+
+    def __call__(
+        self, image: Image.Image, rng: np.random.Generator | None = None
+    ) -> list[Float[Tensor, "C img_size img_size"]]:
+        """The view, in a list as training's crops are; nothing is drawn from `rng`.
+
+        Raises:
+            ValueError: the border leaves nothing of the image.
+        """
+        if 2 * self.border >= min(image.size):
+            raise ValueError(
+                f"a border of {self.border} px on every side leaves nothing of an image of {image.width} x "
+                f"{image.height} px; give a smaller one"
+            )
+        if self.border:
+            box = (self.border, self.border, image.width - self.border, image.height - self.border)
+            image = image.crop(box)
+        resized = TF.resize(without_far_ends(image), [self.img_size], InterpolationMode.BICUBIC)
+        return [normalized_tensor(TF.center_crop(resized, [self.img_size]), self.mean, self.std)]
+
+    def seen(self, image: Image.Image, patch_size: int) -> View:
+        """The part of an image that whole patches of its view cover; to the eye, not to the pixel.
+
+        Args:
+            image: of any size.
+            patch_size: pixels of the view.
+        """
+        width, height = image.width - 2 * self.border, image.height - 2 * self.border
+        side = min(width, height)
+        left, top = self.border + (width - side) / 2, self.border + (height - side) / 2
+        seen = self.img_size // patch_size * patch_size
+        part = side * seen / self.img_size
+        return View((left, top, left + part, top + part), seen, seen)
+
+
+class ImageRows(ABC):
+    """A model, and the settings that determine its image features.
+
+    Attributes:
+        model: on `device`, in eval mode.
+        transform: (image, rng) -> [view].
+        device: where to compute.
+        batch_size: images, or texts, per process and step.
+        num_workers: processes that load images, per process.
+        dtype: fp32, or bf16 or fp16 for autocast; rows are fp32 in any case.
+    """
+
+    model: Any
+    transform: Callable[..., list[Tensor]]
+    device: torch.device
+    batch_size: int
+    num_workers: int
+    dtype: torch.dtype
+
+    @property
+    def module(self) -> nn.Module:
+        """The model as a module, whose train or eval mode can be switched; a stand-in if it is none."""
+        return self.model if isinstance(self.model, nn.Module) else nn.Identity()
+
+    @property
+    def storage(self) -> torch.device:
+        """Where the rows of all images are kept."""
+        return self.device
+
+    @abstractmethod
+    def encode_image(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B M"]:
+        """Rows of images, fp32 whatever the precision they were computed in."""
+
+    def encode_images(self, source: ImageSource) -> EncodedImages:
+        """Rows (images, M) of all images of a source, on every process."""
+        rows = self._rows(source, self.encode_image, self.storage)
+        return EncodedImages(rows.features, rows.labels, rows.indices, rows.num_corrupt)
+
+    def image_batches(self, source: ImageSource) -> Iterator[EncodedImages]:
+        """Rows of this process' share of the images, in order; nothing is kept."""
+        loader = share_loader(source, self.transform, self.device, self.batch_size, self.num_workers)
+        for features, batch, kept in encoded_batches(
+            self.module, loader, self.device, self.batch_size, self.encode_image, self.dtype, source.name
+        ):
+            labels = batch.labels[kept].to(self.device)
+            yield EncodedImages(features, labels, batch.indices[kept], len(batch.corrupt))
+
+    def _rows(self, source: ImageSource, encode: Callable[[Tensor], Tensor], storage: torch.device | None) -> Features:
+        return extract_split(
+            self.module,
+            source,
+            self.transform,
+            self.device,
+            batch_size=self.batch_size,
+            num_workers=self.num_workers,
+            encode=encode,
+            dtype=self.dtype,
+            storage=storage,
+        )
+
+    def views(self, images: Sequence[Image.Image] | Tensor) -> Float[Tensor, "images C H W"]:
+        """The views of images of any size and mode; views stay as they are."""
+        if isinstance(images, Tensor):
+            return images
+        return torch.stack([self.transform(to_rgb(image))[0] for image in images])
+
+    def rows_of(self, images: Sequence[Image.Image] | Tensor) -> Float[Tensor, "images M"]:
+        """Rows of images at hand, computed in this process alone."""
+        with inference(self.module, self.device, self.dtype):
+            return torch.cat(
+                [self.encode_image(part.to(self.device)) for part in self.views(images).split(self.batch_size)]
+            )
+
+
+def require_both(images: Any, captions: Any) -> None:
+    """Refuse to compare with nothing, and what is no list of images or of captions.
+
+    Raises:
+        ValueError: there are no images, or no captions.
+        TypeError: a single image or caption, or a path in the place of an image.
+    """
+    if isinstance(images, (Image.Image, str, Path)) or isinstance(captions, str):
+        raise TypeError("similarity takes a list of images and a list of captions, also of one")
+    for number, image in enumerate(images if isinstance(images, Sequence) else ()):
+        if not isinstance(image, Image.Image):
+            raise TypeError(f"image {number} is {image!r}; open files first: PIL.Image.open({str(image)!r})")
+    if not len(images) or not len(captions):
+        raise ValueError(f"{len(images)} images, {len(captions)} captions; give at least one of each")

@@ -1,0 +1,1 @@
+"""Crops -> tokens -> slots -> encoding: the backbone, the read-outs and the encoder that joins them."""

@@ -1,0 +1,339 @@
+"""Images -> tokens: the vision transformer of DINO, out of timm's blocks.
+
+`tokens = backbone(images)` turns images (B, C, H, W) of any size into tokens (B, N, D), class token first, patches
+after it row by row. Parameters carry the names of facebookresearch/dino's `vision_transformer.py`, so its weights load
+as they are.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from timm.layers import QuickGELU, trunc_normal_
+from timm.models.vision_transformer import Block
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from dino_sparo.runtime.choices import ARCHITECTURES, ViTSize
+
+# The reference adds this to the wanted grid size before it divides, so that rounding cannot lose a row
+# (facebookresearch/dino, discussion #8). It shifts the sampled positions a little, hence it must be the same here.
+GRID_OFFSET = 0.1
+
+# Of every LayerNorm: DINO's, and CLIP's (with `pre_norm`).
+LAYER_NORM_EPS, PRE_NORM_EPS = 1e-6, 1e-5
+
+
+class PatchEmbed(nn.Module):
+    """Cut images into patches and project each one linearly: (B, C, H, W) -> (B, H/P * W/P, D)."""
+
+    def __init__(self, patch_size: int, in_chans: int, embed_dim: int, bias: bool = True) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(in_chans, embed_dim, kernel_size=patch_size, stride=patch_size, bias=bias)
+
+    def forward(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B N D"]:
+        """Project patches; pixels beyond the last whole patch are left out, as the reference does."""
+        return self.proj(images).flatten(2).transpose(1, 2)
+
+
+class Backbone(nn.Module):
+    """A pre-norm vision transformer with a class token and learned position embeddings.
+
+        x_0 = [cls; patches W_E] + pos
+        x_i = x'_i + MLP(LN(x'_i)),  x'_i = x_{i-1} + MHSA(LN(x_{i-1}))
+        tokens = LN(x_depth)
+
+    LayerNorm eps 1e-6, qkv with bias, MLP ratio 4, GELU, truncated normal (std 0.02) for linear layers, class token and
+    position embedding, stochastic depth growing linearly from 0 to `drop_path_rate` over the blocks of the whole
+    architecture. Source: DINO, `vision_transformer.py`; ViT, section 3.1.
+
+    With `pre_norm` the vision transformer of CLIP: x_0 = LN(that sum), the patch projection has no bias, and the eps is
+    1e-5. Names of the weights are timm's then. Initialisation is OpenCLIP's: class token and positions normal with std
+    D^-1/2, query, key and value together Xavier-uniform, no bias in attention drawn, the rest as torch draws it.
+    Source: CLIP, section 2.4; OpenCLIP, `transformer.py`.
+
+    Args:
+        size: width, depth and heads.
+        patch_size: P, side of a patch in pixels.
+        img_size: side in pixels of the square image whose grid the position embedding stores.
+        in_chans: number of image channels.
+        drop_path_rate: stochastic depth rate of the last block of the architecture.
+        depth: number of blocks to build, if fewer than `size.depth` (SPARO takes the place of the last one).
+        pre_norm: normalise the tokens before the first block, as CLIP does.
+        quick_gelu: x sigmoid(1.702 x) instead of GELU, as OpenAI's CLIP was trained.
+        final_norm: end with a LayerNorm; False where the read-out takes tokens without (`readout_table.ReadoutKind`).
+
+    Raises:
+        ValueError: a size is out of range.
+    """
+
+    num_prefix_tokens = 1
+
+    def __init__(
+        self,
+        size: ViTSize,
+        patch_size: int = 16,
+        img_size: int = 224,
+        in_chans: int = 3,
+        drop_path_rate: float = 0.0,
+        depth: int | None = None,
+        pre_norm: bool = False,
+        quick_gelu: bool = False,
+        final_norm: bool = True,
+    ) -> None:
+        super().__init__()
+        _check_sizes(patch_size, img_size, in_chans, drop_path_rate)
+        self.embed_dim, self.num_heads = size.embed_dim, size.num_heads
+        self.depth = size.depth if depth is None else depth
+        self.patch_size, self.img_size, self.in_chans = patch_size, img_size, in_chans
+        grid_size = img_size // patch_size
+        self.grad_checkpointing = False
+        self._resampling: dict[tuple[int, torch.device], Tensor] = {}
+        self.patch_embed = PatchEmbed(patch_size, in_chans, self.embed_dim, bias=not pre_norm)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, self.embed_dim))
+        self.pos_embed = nn.Parameter(torch.zeros(1, grid_size**2 + 1, self.embed_dim))
+        norm_layer: Any = partial(nn.LayerNorm, eps=layer_norm_eps(pre_norm))
+        self.norm_pre = norm_layer(self.embed_dim) if pre_norm else nn.Identity()
+        act_layer: Any = QuickGELU if quick_gelu else nn.GELU
+        # The rates are those of the whole architecture: removing the last block changes no other block's rate.
+        drop_path_rates = np.linspace(0, drop_path_rate, size.depth).tolist()
+        self.blocks = nn.ModuleList(
+            Block(
+                self.embed_dim,
+                self.num_heads,
+                mlp_ratio=4.0,
+                qkv_bias=True,
+                drop_path=rate,
+                act_layer=act_layer,
+                norm_layer=norm_layer,
+            )
+            for rate in drop_path_rates[: self.depth]
+        )
+        self.norm = norm_layer(self.embed_dim) if final_norm else nn.Identity()
+        if pre_norm:
+            self._init_as_open_clip()
+        else:
+            trunc_normal_(self.pos_embed, std=0.02)
+            trunc_normal_(self.cls_token, std=0.02)
+            self.blocks.apply(_init_linear)
+
+    def _init_as_open_clip(self) -> None:
+        """What torch does not draw as `nn.MultiheadAttention` and OpenCLIP's vision transformer do."""
+        nn.init.normal_(self.pos_embed, std=self.embed_dim**-0.5)
+        nn.init.normal_(self.cls_token, std=self.embed_dim**-0.5)
+        block: Any
+        for block in self.blocks:
+            nn.init.xavier_uniform_(block.attn.qkv.weight)
+            nn.init.zeros_(block.attn.qkv.bias)
+            nn.init.zeros_(block.attn.proj.bias)
+
+    def forward(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B N D"]:
+        """Images -> tokens after the final LayerNorm.
+
+        Args:
+            images: (B, C, H, W), normalised; H and W at least one patch.
+
+        Returns:
+            (B, N, D), class token first, then the patches row by row.
+        """
+        return self.norm(self._run_blocks(self.embed(images), self.depth))
+
+    def embed(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B N D"]:
+        """Images -> tokens before the first block: patches and class token with their positions added, `pre_norm`ed.
+
+        Raises:
+            ValueError: the images are smaller than a patch or have another number of channels.
+        """
+        channels, height, width = images.shape[1:]
+        if channels != self.in_chans:
+            raise ValueError(f"images have {channels} channels; the backbone was built with in_chans={self.in_chans}")
+        if min(height, width) < self.patch_size:
+            raise ValueError(f"images of {height}x{width} px are smaller than one patch of {self.patch_size} px")
+        patches = self.patch_embed(images)
+        cls_tokens = self.cls_token.expand(len(images), -1, -1)
+        return self.norm_pre(torch.cat((cls_tokens, patches), dim=1) + self.position_embedding(height, width))
+
+    def position_embedding(self, height: int, width: int) -> Float[Tensor, "1 N D"]:
+        """The position embedding for images of `height` x `width` pixels.
+
+        For a square image that fills the stored grid the grid as it is, else the grid resampled bicubically, without
+        antialiasing, by the scale (wanted patches + 0.1) / stored patches per axis. (An oblong image that happens to
+        have the stored number of patches is resampled too, by 0.1 of a patch: so does the reference.)
+
+            pos[r, c] = sum_ij R[r, i] C[c, j] grid[i, j]
+
+        with one fixed matrix per axis: the backward pass is a matrix product too, and deterministic on every device.
+        """
+        grid_size = math.isqrt(self.pos_embed.shape[1] - 1)
+        rows, columns = height // self.patch_size, width // self.patch_size
+        if rows * columns == grid_size**2 and height == width:
+            return self.pos_embed
+        row_weights, column_weights = self._resampling_matrix(rows), self._resampling_matrix(columns)
+        # In double, which neither autocast nor TF32 touches: rounding here would shift every token.
+        grid = self.pos_embed[0, 1:].to(row_weights.dtype)
+        by_rows = (row_weights @ grid.view(grid_size, -1)).view(rows, grid_size, -1)
+        resampled = (column_weights @ by_rows).flatten(0, 1)[None].to(self.pos_embed.dtype)
+        return torch.cat((self.pos_embed[:, :1], resampled), dim=1)
+
+    def _resampling_matrix(self, length: int) -> Float[Tensor, "length grid_size"]:
+        """What each of `length` positions along an axis takes from the stored ones."""
+        device, grid_size = self.pos_embed.device, math.isqrt(self.pos_embed.shape[1] - 1)
+        matrix = self._resampling.get((length, device))
+        if matrix is None or matrix.shape[1] != grid_size:
+            # Training may follow on an evaluation, and its graph cannot hold tensors made in inference mode.
+            with torch.inference_mode(False):
+                matrix = _bicubic_matrix(grid_size, length)
+                matrix = (matrix.float() if device.type == "mps" else matrix).to(device)  # which has no double
+            # A compiled graph must not change what it was compiled with; there the matrix is a constant.
+            if not torch.compiler.is_compiling():
+                self._resampling[length, device] = matrix
+        return matrix
+
+    def class_tokens(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B D"]:
+        """`forward(images)[:, 0]` with less work: no other token leaves the last block.
+
+        Stochastic depth draws the same numbers as in `forward`.
+
+        Args:
+            images: (B, C, H, W), as in `forward`.
+
+        Returns:
+            (B, D), class tokens after the final LayerNorm.
+        """
+        tokens = self._run_blocks(self.embed(images), self.depth - 1)
+        return self.norm(self._call(_class_token_after, self.blocks[-1], tokens))[:, 0]
+
+    def intermediate_tokens(self, images: Float[Tensor, "B C H W"], n: int) -> list[Float[Tensor, "B N D"]]:
+        """The tokens after each of the last `n` blocks, in order, each through the final LayerNorm.
+
+        Raises:
+            ValueError: `n` is not between 1 and the number of blocks.
+        """
+        if not 1 <= n <= self.depth:
+            raise ValueError(f"n={n} intermediate layers asked of a backbone with {self.depth} blocks")
+        tokens = self._run_blocks(self.embed(images), self.depth - n)
+        outputs = []
+        for block in self.blocks[self.depth - n :]:
+            tokens = self._call(block, tokens)
+            outputs.append(self.norm(tokens))
+        return outputs
+
+    def last_self_attention(
+        self, images: Float[Tensor, "B C H W"], num_queries: int | None = None
+    ) -> Float[Tensor, "B heads queries N"]:
+        """The last block's self-attention, softmax(Q K^T / sqrt(D / heads)), summing to one over the last axis.
+
+        Computed beside the block from its own projection, so that the block keeps its fused attention.
+
+        Args:
+            images: (B, C, H, W), normalised.
+            num_queries: only of the first tokens; 1: of the class token. None: of all N.
+        """
+        block: Any = self.blocks[-1]
+        tokens = block.norm1(self._run_blocks(self.embed(images), self.depth - 1))
+        qkv = block.attn.qkv(tokens).unflatten(-1, (3, self.num_heads, -1))  # (B, N, 3, heads, D/heads)
+        queries, keys, _ = qkv.permute(2, 0, 3, 1, 4)
+        queries = queries[:, :, :num_queries]
+        return (queries @ keys.transpose(-2, -1) * queries.shape[-1] ** -0.5).softmax(dim=-1)
+
+    def use_fused_attention(self, fused: bool) -> None:
+        """Choose between torch's fused attention and plain matrix products; the results agree up to rounding.
+
+        Fused is the default, and the right choice on GPUs and in fp32. On a CPU in bf16 plain products are faster.
+        """
+        block: Any
+        for block in self.blocks:
+            block.attn.fused_attn = fused
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Keep the blocks' inputs alone for the backward pass and compute the rest again, with equal random numbers."""
+        self.grad_checkpointing = enable
+
+    def _run_blocks(self, tokens: Tensor, count: int) -> Tensor:
+        for block in self.blocks[:count]:
+            tokens = self._call(block, tokens)
+        return tokens
+
+    def _call(self, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        if self.grad_checkpointing and torch.is_grad_enabled():
+            return checkpoint(function, *arguments, use_reentrant=False)
+        return function(*arguments)
+
+
+def _class_token_after(block: Any, tokens: Float[Tensor, "B N D"]) -> Float[Tensor, "B 1 D"]:
+    """The class token that leaves `block`; the other tokens are needed as keys and values only."""
+    attn, width = block.attn, tokens.shape[-1]
+    class_token, normed = tokens[:, :1], block.norm1(tokens)
+    (query_weight, weight), (query_bias, bias) = (
+        parameter.split((width, 2 * width)) for parameter in (attn.qkv.weight, attn.qkv.bias)
+    )
+    queries = F.linear(normed[:, :1], query_weight, query_bias).unflatten(-1, (attn.num_heads, -1)).transpose(1, 2)
+    keys_values = F.linear(normed, weight, bias).unflatten(-1, (2, attn.num_heads, -1))
+    keys, values = keys_values.permute(2, 0, 3, 1, 4)  # (B, heads, N, D/heads) each
+    if attn.fused_attn:
+        attended = F.scaled_dot_product_attention(queries, keys, values)
+    else:
+        scores = (queries * queries.shape[-1] ** -0.5) @ keys.transpose(-2, -1)
+        attended = scores.softmax(dim=-1) @ values
+    class_token = class_token + block.drop_path1(attn.proj(attended.transpose(1, 2).flatten(2)))
+    return class_token + block.drop_path2(block.mlp(block.norm2(class_token)))
+
+
+def _bicubic_matrix(length: int, wanted: int) -> Float[Tensor, "wanted length"]:
+    """How torch resamples `length` numbers to `wanted`: what it makes of each unit vector, in double."""
+    units = torch.eye(length, dtype=torch.float64)[None, :, :, None]  # a batch of one, a channel for each
+    scale = (wanted + GRID_OFFSET) / length
+    return F.interpolate(units, scale_factor=(scale, 1.0), mode="bicubic")[0, :, :, 0].t()
+
+
+def create_backbone(
+    arch: str, patch_size: int = 16, img_size: int = 224, remove_blocks: int = 0, **settings: Any
+) -> Backbone:
+    """Build a backbone by the name of its architecture.
+
+    Args:
+        arch: a key of `ARCHITECTURES`.
+        patch_size: P, pixels.
+        img_size: side in pixels of the images whose grid the position embedding stores.
+        remove_blocks: number of blocks to leave out at the end; SPARO replaces one.
+        settings: the other arguments of `Backbone`: in_chans, drop_path_rate, pre_norm, quick_gelu, final_norm.
+
+    Raises:
+        ValueError: the name is unknown, or a size is out of range.
+    """
+    if arch not in ARCHITECTURES:
+        raise ValueError(f"unknown arch {arch!r}; choose one of {sorted(ARCHITECTURES)}")
+    size = ARCHITECTURES[arch]
+    return Backbone(size, patch_size, img_size, depth=size.depth - remove_blocks, **settings)
+
+
+def _check_sizes(patch_size: int, img_size: int, in_chans: int, drop_path_rate: float) -> None:
+    if patch_size < 1:
+        raise ValueError(f"patch_size={patch_size} px; give a positive number, usually 4 to 32")
+    if img_size < patch_size or img_size % patch_size:
+        nearest = max(img_size // patch_size, 1) * patch_size
+        raise ValueError(
+            f"img_size={img_size} px is not a multiple of patch_size={patch_size} px; the nearest that fits is "
+            f"{nearest}"
+        )
+    if in_chans < 1:
+        raise ValueError(f"in_chans={in_chans}; an image has at least one channel")
+    if not 0 <= drop_path_rate < 1:
+        raise ValueError(f"drop_path_rate={drop_path_rate} is not a rate; give one in [0, 1)")
+
+
+def layer_norm_eps(pre_norm: bool) -> float:
+    """Of every LayerNorm: DINO's, or CLIP's with `pre_norm`."""
+    return PRE_NORM_EPS if pre_norm else LAYER_NORM_EPS
+
+
+def _init_linear(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)

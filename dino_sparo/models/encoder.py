@@ -1,0 +1,291 @@
+"""Images -> encodings: a backbone and a read-out, for images of one size or of several.
+
+Training feeds the encoding to the head; evaluation measures it. The encoding is the concatenation of the read-out's
+slots, (B, L*V).
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from itertools import groupby
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from PIL import Image
+from torch import Tensor, nn
+
+from dino_sparo.models.backbone import Backbone, create_backbone, layer_norm_eps
+from dino_sparo.models.readout import ReadoutOutput
+from dino_sparo.models.readouts import ReadoutKind, ReadoutSizes, create_readout, readout_kind
+from dino_sparo.runtime.choices import KEY_DIM, NUM_SLOTS, SLOT_DIM
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """How an encoder is built. Every checkpoint holds it, so that no command needs these options again.
+
+    Attributes:
+        arch: a key of `backbone.ARCHITECTURES`.
+        patch_size: P, pixels.
+        readout: a key of `readout_table.READOUTS`.
+        num_slots: L, of a slotted read-out.
+        slot_dim: V, likewise.
+        key_dim: A, likewise.
+        group_size: G, for `sparo`.
+        img_size: side in pixels of the images whose grid the position embedding stores.
+        in_chans: number of image channels.
+        pre_norm: CLIP's vision transformer instead of DINO's; see `backbone.Backbone`.
+        replace_block: the read-out takes the place of the last block; None: as the read-out declares.
+        quick_gelu: OpenAI's activation; see `backbone.Backbone`.
+        num_codes: number of codes, for `fdt`.
+        code_dim: M, for `fdt`.
+    """
+
+    arch: str = "vit_small"
+    patch_size: int = 16
+    readout: str = "sparo"
+    num_slots: int = NUM_SLOTS
+    slot_dim: int = SLOT_DIM
+    key_dim: int = KEY_DIM
+    group_size: int = 1
+    img_size: int = 224
+    in_chans: int = 3
+    pre_norm: bool = False
+    replace_block: bool | None = None
+    quick_gelu: bool = False
+    num_codes: int = 0
+    code_dim: int = 0
+
+    @property
+    def kind(self) -> ReadoutKind:
+        """What the read-out declares; ValueError if its name is unknown."""
+        return readout_kind(self.readout)
+
+    @property
+    def replaces_block(self) -> bool:
+        """Whether the read-out takes the place of the last block."""
+        return self.kind.replaces_block if self.replace_block is None else self.replace_block
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "EncoderConfig":
+        """The configuration a checkpoint carries, beside the mean and std of its images.
+
+        Raises:
+            ValueError: it says something that this version does not know, or a value is of another type.
+        """
+        known: dict[str, Any] = {field.name: field.type for field in fields(cls)}
+        for name in known.keys() & values.keys():
+            if not isinstance(values[name], known[name]):
+                kind = getattr(known[name], "__name__", str(known[name]))
+                raise ValueError(f"the encoder was saved with {name} {values[name]!r}, which is no {kind}")
+        refuse_unknown("encoder", values.keys() - known - {"mean", "std"})
+        return cls(**{name: value for name, value in values.items() if name in known})
+
+
+def refuse_unknown(what: str, names: Iterable[str]) -> None:
+    """Refuse a configuration that says more than this version knows.
+
+    Args:
+        what: is built by it.
+        names: of what is not known.
+
+    Raises:
+        ValueError: there are some.
+    """
+    if unknown := sorted(names):
+        raise ValueError(f"the {what} was saved with {', '.join(unknown)}, which this version does not know; update")
+
+
+class Encoder(nn.Module):
+    """Backbone + read-out: images -> encoding (B, L*V).
+
+    Args:
+        backbone: images -> tokens.
+        readout: tokens -> `ReadoutOutput`.
+        config: how both were built.
+
+    Attributes:
+        transform: one PIL image or a list of them -> their views (B, 3, img_size, img_size), normalised as the images
+            of the training; only of an encoder that was loaded from a checkpoint.
+        is_vanilla: the encoding is the class token, so that there is no read-out beside the backbone.
+    """
+
+    transform: Callable[[Image.Image | Sequence[Image.Image]], Tensor]
+
+    def __init__(self, backbone: Backbone, readout: nn.Module, config: EncoderConfig) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.readout = readout
+        self.config = config
+        self.is_vanilla = config.kind.reads_class_token_only
+
+    @property
+    def encoding_dim(self) -> int:
+        """Width of the encoding: the read-out's, or D where the read-out has none."""
+        return getattr(self.readout, "encoding_dim", self.backbone.embed_dim)
+
+    @property
+    def summary(self) -> str:
+        """One line for the log: architecture and read-out, with the sizes that this read-out has."""
+        config, sizes = self.config, self.readout.extra_repr()
+        name = f"{config.arch}/{config.patch_size} at {config.img_size} px, {config.readout}"
+        return f"{name} ({sizes})" if sizes else name
+
+    def forward(
+        self, images: Float[Tensor, "B C H W"] | Sequence[Float[Tensor, "_ C _ _"]]
+    ) -> Float[Tensor, "B encoding_dim"]:
+        """Encode a batch, or the crops of a batch.
+
+        Args:
+            images: (B, C, H, W), or a list of such batches, whose sizes may differ.
+
+        Returns:
+            (B, L*V); for a list the encodings of its members one below the other, in the list's order.
+        """
+        return encode_crops(self.backbone, self.readout, images, self.is_vanilla)
+
+    def readout_output(self, images: Float[Tensor, "B C H W"]) -> ReadoutOutput:
+        """Slots (B, L, V) and their attention (B, L, N) over the tokens."""
+        return self.readout(self.backbone(images))
+
+    def get_intermediate_layers(self, images: Float[Tensor, "B C H W"], n: int) -> list[Float[Tensor, "B _"]]:
+        """The features a linear probe is trained on, earliest first.
+
+        The class tokens of the last `n` layers after the final LayerNorm. The read-out counts as the last layer: with
+        all but `cls` the last feature is the unnormalised encoding (SPARO, appendix 0.C.2).
+
+        Args:
+            images: (B, C, H, W).
+            n: number of layers, read-out included.
+
+        Returns:
+            n tensors (B, D); the last is (B, L*V).
+        """
+        return self._layers(images, n)[0]
+
+    def probe_features(
+        self, images: Float[Tensor, "B C H W"], n_last_blocks: int = 4, avgpool_patchtokens: bool = False
+    ) -> Float[Tensor, "B F"]:
+        """The linear probe's input: `get_intermediate_layers` side by side.
+
+        Args:
+            images: (B, C, H, W).
+            n_last_blocks: number of layers.
+            avgpool_patchtokens: also append the mean of the last block's normalised patch tokens.
+
+        Returns:
+            (B, F), F the sum of the features' widths.
+        """
+        layers, last_tokens = self._layers(images, n_last_blocks)
+        if avgpool_patchtokens:
+            layers.append(last_tokens[:, self.backbone.num_prefix_tokens :].mean(dim=1))
+        return torch.cat(layers, dim=-1)
+
+    def _layers(self, images: Tensor, n: int) -> tuple[list[Tensor], Tensor]:
+        """The probe's features, and the last block's normalised tokens (B, N, D)."""
+        if self.is_vanilla:
+            tokens = self.backbone.intermediate_tokens(images, n)
+            return [block_tokens[:, 0] for block_tokens in tokens], tokens[-1]
+        is_pooled = not self.config.replaces_block
+        most = self.backbone.depth + (not is_pooled)
+        if not 1 <= n <= most:
+            raise ValueError(f"n={n} layers asked of an encoder with {most}, read-out included")
+        # With sparo the read-out replaces the last block, so n - 1 blocks precede it. Where no block was removed, it
+        # pools the last block, and so the class token of that block is left out.
+        tokens = self.backbone.intermediate_tokens(images, max(n - 1 + is_pooled, 1))
+        class_tokens = [block_tokens[:, 0] for block_tokens in (tokens[:-1] if is_pooled else tokens)]
+        encoding = self.readout(tokens[-1]).slots.flatten(1)
+        return [*class_tokens[len(class_tokens) - (n - 1) :], encoding], tokens[-1]
+
+
+def encode_crops(
+    backbone: Backbone, readout: nn.Module, crops: Tensor | Sequence[Tensor], class_token_only: bool = False
+) -> Float[Tensor, "B encoding_dim"]:
+    """Encode one batch or several, running neighbours of equal size together.
+
+    Args:
+        backbone: images -> tokens.
+        readout: tokens -> slots.
+        crops: (B, C, H, W), or a non-empty list of such batches.
+        class_token_only: the encoding is the class token: no other token leaves the last block.
+
+    Returns:
+        Encodings (total number of images, L*V), in the order of the list.
+    """
+    if isinstance(crops, Tensor):
+        crops = [crops]
+    if not crops:
+        raise ValueError("no crops to encode: the list is empty")
+    groups = [torch.cat(list(group)) for _, group in groupby(crops, key=lambda crop: crop.shape[-2:])]
+    if class_token_only:
+        return torch.cat([backbone.class_tokens(images) for images in groups])
+    return torch.cat([readout(backbone(images)).slots.flatten(1) for images in groups])
+
+
+def create_encoder(
+    arch: str = "vit_small",
+    patch_size: int = 16,
+    readout: str = "sparo",
+    *,
+    drop_path_rate: float = 0.0,
+    **settings: Any,
+) -> Encoder:
+    """Build an encoder with random weights.
+
+    With `sparo` the architecture's last block is removed and the read-out takes its place (SPARO, section 3.4): 11
+    blocks for a ViT-S. `cls` (vanilla DINO) and `gap` keep all blocks.
+
+    Args:
+        arch: a key of `backbone.ARCHITECTURES`.
+        patch_size: P, pixels.
+        readout: a key of `readout_table.READOUTS`.
+        drop_path_rate: stochastic depth rate.
+        settings: the other fields of `EncoderConfig`: num_slots, slot_dim, key_dim, img_size, in_chans, ...
+
+    Raises:
+        ValueError: an unknown name, or a size that does not fit; the message lists what does.
+    """
+    return encoder_from_config(EncoderConfig(arch, patch_size, readout, **settings), drop_path_rate)
+
+
+def encoder_from_config(
+    config: EncoderConfig, drop_path_rate: float = 0.0, codebook: nn.Parameter | None = None
+) -> Encoder:
+    """Build the encoder a configuration describes, with random weights; see `create_encoder`.
+
+    Args:
+        config: how to build it.
+        drop_path_rate: stochastic depth rate.
+        codebook: (codes, M), for `fdt`, where it is shared with a text encoder; by default the encoder has its own.
+
+    Raises:
+        ValueError: an unknown name, or a size that does not fit.
+    """
+    kind = config.kind
+    if kind.reads_captions_only:
+        raise ValueError(f"readout {config.readout!r} reads captions only: an image has no end token; choose another")
+    if codebook is None and kind.needs_codes:
+        codebook = nn.Parameter(torch.randn(config.num_codes, config.code_dim))
+    backbone = create_backbone(
+        config.arch,
+        config.patch_size,
+        config.img_size,
+        remove_blocks=int(config.replaces_block),
+        in_chans=config.in_chans,
+        drop_path_rate=drop_path_rate,
+        pre_norm=config.pre_norm,
+        quick_gelu=config.quick_gelu,
+        final_norm=not kind.takes_raw_tokens,
+    )
+    sizes = ReadoutSizes(
+        backbone.embed_dim,
+        config.num_slots,
+        config.slot_dim,
+        config.key_dim,
+        config.group_size,
+        codebook,
+        backbone.num_prefix_tokens,
+        norm_eps=layer_norm_eps(config.pre_norm),
+    )
+    readout = create_readout(config.readout, sizes)
+    return Encoder(backbone, readout, config)

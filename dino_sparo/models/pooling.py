@@ -1,0 +1,175 @@
+"""Tokens -> slots, the ways that the paper compares SPARO with: attentional pooling, its ablations, codes.
+
+They are CLIP's in the paper and serve any encoder; every one turns tokens (B, N, D) and a mask (B, N) into
+`ReadoutOutput(slots (B, L, V), attention (B, L, N))`.
+"""
+
+import math
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from dino_sparo.models.readout import ReadoutOutput, require_positive
+from dino_sparo.runtime.choices import CrossAttentionKind
+from dino_sparo.runtime.extras import require
+
+
+class CrossAttentionReadout(nn.Module):
+    """Attentional pooling with L learned queries, and the steps that lead from it to SPARO.
+
+        z_l = (H U_l^T + c_l)^T softmax(H K_l^T q_l / sqrt(A))      L heads of width A
+        z   = O concat(z_1, ..., z_L) + b_O                          multi-head only: O mixes the heads
+        z   = LayerNorm(z)                                           of all L*A numbers, or slot by slot
+        y   = P z + b_P                                              L*A -> L*V, or slot by slot A -> V
+
+    with H (N, D) the tokens, q_l (A) the query, K_l and U_l (A, D) the key and value projections. Slot-wise operations
+    share their parameters between the slots. Against SPARO: values have a projection of their own, and LayerNorm is
+    added. Against multi-head attention as usual: the queries are learned as they are, not projected.
+    Source: SPARO, section 5.3 and table 6, whose numbers of parameters tell what the text leaves open (there is no code
+    for it); attentional pooling is Yu et al., CoCa, section 3.2.
+
+    As in `Sparo` the sums are taken in an order that forms no keys and values of all tokens. Keys have no bias: it
+    would add the same number to the score of every token, which the softmax ignores.
+
+    Initialisation as SPARO's: q standard normal, K, U and O Xavier-uniform, P as `nn.Linear` draws it, biases zero.
+
+    Args:
+        embed_dim: D, width of the tokens.
+        num_slots: L, queries and heads.
+        slot_dim: V.
+        key_dim: A, width of keys, queries and values.
+        kind: which of the steps are slot-wise.
+
+    Attributes:
+        encoding_dim: width of the slots side by side, L*V.
+
+    Raises:
+        ValueError: a size is not positive.
+    """
+
+    def __init__(self, embed_dim: int, num_slots: int, slot_dim: int, key_dim: int, kind: CrossAttentionKind) -> None:
+        super().__init__()
+        require_positive("a read-out", embed_dim=embed_dim, num_slots=num_slots, slot_dim=slot_dim, key_dim=key_dim)
+        self.num_slots, self.slot_dim, self.key_dim, self.kind = num_slots, slot_dim, key_dim, kind
+        self.encoding_dim, width = num_slots * slot_dim, num_slots * key_dim
+        self.queries = nn.Parameter(torch.empty(num_slots, key_dim))
+        self.key_proj = nn.Linear(embed_dim, width, bias=False)
+        self.value_proj = nn.Linear(embed_dim, width)
+        self.out_proj = nn.Identity() if kind.separate_heads else nn.Linear(width, width)
+        self.norm = nn.LayerNorm(key_dim if kind.slotwise_norm else width)
+        self.proj = nn.Linear(key_dim, slot_dim) if kind.slotwise_projection else nn.Linear(width, self.encoding_dim)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weights anew."""
+        nn.init.normal_(self.queries)
+        nn.init.xavier_uniform_(self.key_proj.weight)
+        for linear in (self.value_proj, self.out_proj):
+            if isinstance(linear, nn.Linear):
+                nn.init.xavier_uniform_(linear.weight)
+                nn.init.zeros_(linear.bias)
+        self.norm.reset_parameters()
+        self.proj.reset_parameters()
+        nn.init.zeros_(self.proj.bias)
+
+    def forward(self, tokens: Float[Tensor, "B N D"], mask: Bool[Tensor, "B N"] | None = None) -> ReadoutOutput:
+        """Read tokens out as slots.
+
+        Args:
+            tokens: (B, N, D), normalised.
+            mask: (B, N), True where a token may be attended.
+
+        Returns:
+            Slots (B, L, V) and attention (B, L, N).
+        """
+        # einsum letters: b image, l slot, a key width, d token width
+        keys = self.key_proj.weight.unflatten(0, (-1, self.key_dim))
+        token_queries = torch.einsum("la,lad->ld", self.queries * self.key_dim**-0.5, keys)
+        scores = (tokens @ token_queries.t()).transpose(1, 2)  # (B, L, N)
+        if mask is not None:
+            scores = scores.masked_fill(~mask[:, None, :], -math.inf)
+        attention = scores.softmax(dim=-1)
+        pooled = attention @ tokens  # (B, L, D)
+        values = self.value_proj.weight.unflatten(0, (-1, self.key_dim))
+        heads = torch.einsum("bld,lad->bla", pooled, values) + self.value_proj.bias.unflatten(0, (-1, self.key_dim))
+        mixed = self.out_proj(heads.flatten(1)).unflatten(1, (self.num_slots, self.key_dim))
+        normed = self.norm(mixed) if self.kind.slotwise_norm else self.norm(mixed.flatten(1)).view_as(mixed)
+        slots = self.proj(normed) if self.kind.slotwise_projection else self.proj(normed.flatten(1))
+        return ReadoutOutput(
+            slots=slots.unflatten(1, (self.num_slots, -1)) if slots.ndim == 2 else slots, attention=attention
+        )
+
+
+class CodebookReadout(nn.Module):
+    """Finite Discrete Tokens: a convex combination of the codes of a book that images and captions share.
+
+        r_k  = max_n f(h_n) . c_k / (sqrt(M) tau)      relevance of code k
+        w    = Sparsemax(r)                            most weights are zero once trained
+        slot = sum_k w_k c_k
+
+    with f = Linear GELU LayerNorm Linear on normalised tokens, c_k (M) the codes and tau a temperature. A token's
+    attention is the weight of the codes for which it was the most relevant one.
+    With a `context_length` the padding of a caption that is shorter competes too, each of its tokens with relevance 0,
+    and tokens are those before the tower's last LayerNorm. (A code that is relevant to padding alone counts in the
+    attention for the most relevant word.) Source: Chen et al., FDT, section 3; SPARO, appendix 0.B.2, and the authors'
+    code, `FDTQueryModel`, for tau, f, the padding and for leaving the class token out.
+
+    Args:
+        embed_dim: D, width of the tokens.
+        codebook: (codes, M), a parameter that both towers hold.
+        num_prefix_tokens: leading tokens that are left out: an image's class token.
+        context_length: tokens of a caption with its padding; None leaves padding out.
+    """
+
+    temperature = 1000.0
+
+    def __init__(
+        self, embed_dim: int, codebook: nn.Parameter, num_prefix_tokens: int = 0, context_length: int | None = None
+    ) -> None:
+        super().__init__()
+        self.encoding_dim = code_dim = codebook.shape[1]
+        self.num_prefix_tokens, self.context_length = num_prefix_tokens, context_length
+        self.codebook = codebook
+        self.query_map = nn.Sequential(
+            nn.LayerNorm(embed_dim),
+            nn.Linear(embed_dim, code_dim),
+            nn.GELU(),
+            nn.LayerNorm(code_dim),
+            nn.Linear(code_dim, code_dim),
+        )
+
+    def forward(self, tokens: Float[Tensor, "B N D"], mask: Bool[Tensor, "B N"] | None = None) -> ReadoutOutput:
+        """Read tokens out as one combination of codes.
+
+        Args:
+            tokens: (B, N, D).
+            mask: (B, N), True where a token may be attended.
+
+        Returns:
+            Slots (B, 1, M) and attention (B, 1, N).
+        """
+        allowed = torch.arange(tokens.shape[1], device=tokens.device) >= self.num_prefix_tokens
+        allowed = allowed.expand(len(tokens), -1) if mask is None else allowed & mask
+        relevance = self.query_map(tokens) @ self.codebook.t()  # (B, N, codes)
+        best, winner = relevance.masked_fill(~allowed[..., None], -math.inf).max(dim=1)
+        if self.context_length is not None and mask is not None:
+            is_padded = mask.sum(dim=1, keepdim=True) < self.context_length
+            best = torch.where(is_padded, best.clamp(min=0), best)
+        # Differences between logits are small against one: below fp32 Sparsemax would see none.
+        logits = best.to(torch.promote_types(best.dtype, torch.float32))
+        weights = sparsemax(logits / (math.sqrt(self.codebook.shape[1]) * self.temperature))
+        attention = weights.new_zeros(tokens.shape[:2]).scatter_add(1, winner, weights)
+        return ReadoutOutput(slots=(weights.to(tokens.dtype) @ self.codebook)[:, None], attention=attention[:, None])
+
+
+def sparsemax(logits: Float[Tensor, "B codes"]) -> Float[Tensor, "B codes"]:
+    """The projection onto the probability simplex, zeros included (Martins and Astudillo, 2016).
+
+    Raises:
+        MissingPackageError: the package `entmax` is missing.
+    """
+    require("entmax", "models with readout 'fdt'")
+    import entmax
+
+    return entmax.sparsemax(logits, dim=-1)

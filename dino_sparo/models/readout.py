@@ -1,0 +1,241 @@
+"""Tokens -> slots: SPARO, class token, end token and averages, all with one output type.
+
+They stand between `backbone.py` (images -> tokens) and `encoder.py` (slots -> encoding); `models/readouts.py` names
+them. Every read-out turns tokens (B, N, D) into `ReadoutOutput(slots (B, L, V), attention (B, L, N))`, so that
+training, evaluation and pictures do not depend on which one it is.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class ReadoutOutput:
+    """What every read-out returns.
+
+    Attributes:
+        slots: (B, L, V), the slots' values; their concatenation over L is the encoding.
+        attention: (B, L, N), the weight of each token in each slot, non-negative, summing to one over N.
+    """
+
+    slots: Float[Tensor, "B L V"]
+    attention: Float[Tensor, "B L N"]
+
+
+def require_positive(module: str, **sizes: int) -> None:
+    """Refuse sizes below one.
+
+    Args:
+        module: what is built with them.
+        sizes: by name.
+
+    Raises:
+        ValueError: names the first of them.
+    """
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name}={size} is not a valid size for {module}; give a positive integer")
+
+
+class Sparo(nn.Module):
+    """Separate-head attention read-out: L single-head attentions with learned queries.
+
+        slot_l = W K_l H^T softmax(H K_l^T q_l / sqrt(A))
+
+    with H (N, D) the tokens, q_l (A) the query, K_l (A, D) the key projection, W (V, A) the value projection shared by
+    all slots; both projections carry a bias. Slot l uses key l // group_size (multi-query attention).
+    Letters: our A is the paper's D, our D its d, our N its n; L, V, K_l, W and q_l are the paper's.
+    Source: SPARO, equation 1 in section 3.2 and the listing in appendix 0.A.
+
+    The listing forms all keys, a (N, L*A) tensor per image. The sums can be taken in another order with the same
+    result, because the key bias b_l adds the same number q_l . b_l to the score of every token, which the softmax
+    ignores, and because the attention's weights sum to one:
+
+        scores_l = H (K_l^T q_l) / sqrt(A)           (L, D) vectors, the same for all images of a call
+        pooled_l = softmax(scores_l)^T H             (D)
+        slot_l   = W (K_l pooled_l + b_l) + b_W      (V)
+
+    Initialisation as in the listing: q standard normal, keys Xavier-uniform with zero bias, W as `nn.Linear` draws it
+    with zero bias.
+
+    Args:
+        embed_dim: D, width of the tokens.
+        num_slots: L.
+        slot_dim: V, width of a slot.
+        key_dim: A, width of keys and queries.
+        group_size: G, number of neighbouring slots that share a key projection; divides L.
+
+    Attributes:
+        encoding_dim: width of the slots side by side, L*V.
+
+    Raises:
+        ValueError: a size is not positive, or `group_size` does not divide `num_slots`.
+    """
+
+    def __init__(self, embed_dim: int, num_slots: int, slot_dim: int, key_dim: int, group_size: int = 1) -> None:
+        super().__init__()
+        require_positive(
+            "SPARO", embed_dim=embed_dim, num_slots=num_slots, slot_dim=slot_dim, key_dim=key_dim, group_size=group_size
+        )
+        if num_slots % group_size:
+            divisors = [g for g in range(1, num_slots + 1) if num_slots % g == 0]
+            raise ValueError(
+                f"group_size={group_size} does not divide num_slots={num_slots}: slots share keys in equal groups; "
+                f"choose one of {divisors}"
+            )
+        self.embed_dim, self.num_slots, self.slot_dim = embed_dim, num_slots, slot_dim
+        self.key_dim, self.group_size = key_dim, group_size
+        self.encoding_dim = num_slots * slot_dim
+        self.queries = nn.Parameter(torch.empty(num_slots, key_dim))
+        self.key_proj = nn.Linear(embed_dim, num_slots // group_size * key_dim)
+        self.value_proj = nn.Linear(key_dim, slot_dim)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weights anew, as the paper's listing does (appendix 0.A)."""
+        nn.init.normal_(self.queries)
+        nn.init.xavier_uniform_(self.key_proj.weight)
+        nn.init.zeros_(self.key_proj.bias)
+        self.value_proj.reset_parameters()
+        nn.init.zeros_(self.value_proj.bias)
+
+    def extra_repr(self) -> str:
+        """The sizes, for the log."""
+        return f"{self.num_slots} slots of {self.slot_dim}, keys of {self.key_dim}, {self.group_size} slots per key"
+
+    def forward(self, tokens: Float[Tensor, "B N D"], mask: Bool[Tensor, "B N"] | None = None) -> ReadoutOutput:
+        """Read tokens out as slots.
+
+        Args:
+            tokens: (B, N, D), normalised tokens of the last kept block, class token included.
+            mask: (B, N), True where a token may be attended; every row needs at least one True (a row without any
+                gives NaN, since checking it would read the device).
+
+        Returns:
+            Slots (B, L, V) and attention (B, L, N).
+
+        Raises:
+            ValueError: the tokens' width is not `embed_dim`, or the mask is not a bool tensor of shape (B, N).
+        """
+        if tokens.ndim != 3 or tokens.shape[-1] != self.embed_dim:
+            raise ValueError(f"tokens have shape {tuple(tokens.shape)}; SPARO was built for (B, N, {self.embed_dim})")
+        # einsum letters: b image, d width, a key width, k key projection (L/G of them), g slot within its group
+        keys = self.key_proj.weight.unflatten(0, (-1, self.key_dim))  # (k, a, d)
+        queries = self.queries.unflatten(0, (-1, self.group_size)) * self.key_dim**-0.5  # (k, g, a)
+        token_queries = torch.einsum("kga,kad->kgd", queries, keys).flatten(0, 1)  # (L, D)
+        scores = (tokens @ token_queries.t()).transpose(1, 2)  # (B, L, N)
+        if mask is not None:
+            scores = scores.masked_fill(~_checked_mask(mask, tokens)[:, None, :], -math.inf)
+        # Under autocast the softmax runs in fp32 and the product below casts it back.
+        attention = scores.softmax(dim=-1)
+        pooled = (attention @ tokens).unflatten(1, (-1, self.group_size))  # (B, k, g, D)
+        bias = self.key_proj.bias.unflatten(0, (-1, self.key_dim))[:, None, :]  # (k, 1, a)
+        values = (torch.einsum("bkgd,kad->bkga", pooled, keys) + bias).flatten(1, 2)  # (B, L, A)
+        return ReadoutOutput(slots=self.value_proj(values), attention=attention)
+
+
+class ClassTokenReadout(nn.Module):
+    """The vanilla DINO read-out: one slot, the class token (token 0). It has no parameters.
+
+    slot = h_0,  attention = one-hot at token 0
+    """
+
+    def forward(self, tokens: Float[Tensor, "B N D"], mask: Bool[Tensor, "B N"] | None = None) -> ReadoutOutput:
+        """Take token 0; a mask has no effect and is only checked.
+
+        Returns:
+            Slots (B, 1, D) and the one-hot attention (B, 1, N).
+        """
+        if mask is not None:
+            _checked_mask(mask, tokens)
+        attention = torch.zeros_like(tokens[:, None, :, 0])
+        attention[:, :, 0] = 1
+        return ReadoutOutput(slots=tokens[:, :1], attention=attention)
+
+
+class EndTokenReadout(nn.Module):
+    """CLIP's read-out of a caption: one slot, the end token, the last one that may be attended. No parameters.
+
+    slot = h_end,  attention = one-hot at the end token
+    """
+
+    def forward(self, tokens: Float[Tensor, "B N D"], mask: Bool[Tensor, "B N"] | None = None) -> ReadoutOutput:
+        """Take the last token that the mask allows.
+
+        Args:
+            tokens: (B, N, D).
+            mask: (B, N), True up to and including the end token; without it the last token is the end token.
+
+        Returns:
+            Slots (B, 1, D) and the one-hot attention (B, 1, N).
+        """
+        number = tokens.shape[1]
+        end = tokens.new_full((len(tokens),), number, dtype=torch.long) if mask is None else mask.sum(dim=-1)
+        attention = F.one_hot(end - 1, number).to(tokens.dtype)[:, None, :]
+        return ReadoutOutput(
+            slots=tokens[torch.arange(len(tokens), device=tokens.device), end - 1, None], attention=attention
+        )
+
+
+class AveragePoolReadout(nn.Module):
+    """Global average pooling over all tokens, class token included: one slot, no parameters.
+
+    slot = sum_n w_n h_n,  w_n = 1 / (number of tokens that may be attended)
+    """
+
+    def forward(self, tokens: Float[Tensor, "B N D"], mask: Bool[Tensor, "B N"] | None = None) -> ReadoutOutput:
+        """Average the tokens that may be attended.
+
+        Returns:
+            Slots (B, 1, D) and the uniform attention (B, 1, N).
+        """
+        allowed = torch.ones_like(tokens[..., 0]) if mask is None else _checked_mask(mask, tokens).to(tokens.dtype)
+        attention = (allowed / allowed.sum(dim=-1, keepdim=True))[:, None, :]
+        return ReadoutOutput(slots=attention @ tokens, attention=attention)
+
+
+class AverageThenNormReadout(nn.Module):
+    """Global average pooling as CLIP+GAP has it: one slot, the LayerNorm of the average.
+
+    slot = LayerNorm(sum_n w_n h_n),  w_n = 1 / (number of tokens that may be attended)
+
+    `AveragePoolReadout` averages tokens that are normalised one by one; the two differ. The backbone ends without a
+    LayerNorm here: this one is its last. Source: the SPARO authors' code, `VisionTransformer.forward_output`.
+
+    Args:
+        embed_dim: D, width of the tokens.
+        eps: of the LayerNorm.
+    """
+
+    def __init__(self, embed_dim: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.average = AveragePoolReadout()
+        self.norm = nn.LayerNorm(embed_dim, eps=eps)
+
+    def forward(self, tokens: Float[Tensor, "B N D"], mask: Bool[Tensor, "B N"] | None = None) -> ReadoutOutput:
+        """Average the tokens that may be attended, then normalise.
+
+        Args:
+            tokens: (B, N, D), not normalised.
+            mask: (B, N), True where a token may be attended.
+
+        Returns:
+            Slots (B, 1, D) and the uniform attention (B, 1, N).
+        """
+        output = self.average(tokens, mask)
+        return ReadoutOutput(slots=self.norm(output.slots), attention=output.attention)
+
+
+def _checked_mask(mask: Tensor, tokens: Tensor) -> Tensor:
+    """The mask, if it is a bool tensor that fits the tokens."""
+    if mask.dtype != torch.bool or mask.shape != tokens.shape[:2]:
+        raise ValueError(
+            f"mask has dtype {mask.dtype} and shape {tuple(mask.shape)}; give a bool tensor of shape "
+            f"{tuple(tokens.shape[:2])}, True where a token may be attended"
+        )
+    return mask

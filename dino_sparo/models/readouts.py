@@ -1,0 +1,141 @@
+"""Name of a read-out -> how it is built, and what the rest of the code needs to know of it.
+
+It stands between the read-outs (`readout.py`, `pooling.py`) and `encoder.py`. A new read-out is one class and
+one entry of `READOUTS`, written here or added by a file outside of this package; docs/extending.md shows it. No other
+file tests a read-out's name.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from torch import nn
+
+from dino_sparo.models.pooling import CodebookReadout, CrossAttentionReadout
+from dino_sparo.models.readout import (
+    AveragePoolReadout,
+    AverageThenNormReadout,
+    ClassTokenReadout,
+    EndTokenReadout,
+    Sparo,
+)
+from dino_sparo.runtime.choices import CROSS_ATTENTION, KEY_DIM, NUM_SLOTS, SLOT_DIM, CrossAttentionKind
+
+
+@dataclass(frozen=True)
+class ReadoutSizes:
+    """What a read-out can be built from; each takes what it needs.
+
+    Attributes:
+        embed_dim: D, width of the tokens.
+        num_slots: L.
+        slot_dim: V.
+        key_dim: A.
+        group_size: G, slots that share a key.
+        codebook: (codes, M), where the read-out needs codes.
+        num_prefix_tokens: tokens before the first patch; 0 for captions.
+        context_length: the longest caption in tokens; None for images.
+        norm_eps: of the backbone's LayerNorms.
+    """
+
+    embed_dim: int
+    num_slots: int = NUM_SLOTS
+    slot_dim: int = SLOT_DIM
+    key_dim: int = KEY_DIM
+    group_size: int = 1
+    codebook: nn.Parameter | None = None
+    num_prefix_tokens: int = 0
+    context_length: int | None = None
+    norm_eps: float = 1e-5
+
+
+@dataclass(frozen=True)
+class ReadoutKind:
+    """How a read-out is built, and what others need to know of it.
+
+    The module that `build` returns takes tokens (B, N, D) and a mask (B, N), and returns a `ReadoutOutput`. Its
+    attribute `encoding_dim` is L*V; without it the encoding is as wide as the tokens.
+
+    Attributes:
+        build: makes the module.
+        replaces_block: it takes the place of the last block, unless the options say otherwise.
+        takes_raw_tokens: its tokens have not passed the last LayerNorm.
+        needs_codes: it takes a codebook.
+        has_slots: it gives L slots of width V; otherwise one slot.
+        normalized_per_slot: CLIP normalises every slot by itself, not the encoding as a whole.
+        reads_captions_only: it needs a caption's end token.
+        reads_class_token_only: the encoding is the class token, so the last block computes no other token.
+        shows: what one of its maps is: "slot", "head" (of the last block, where it has no attention of its own) or
+            "average" (the same map for every image).
+    """
+
+    build: Callable[[ReadoutSizes], nn.Module]
+    replaces_block: bool = False
+    takes_raw_tokens: bool = False
+    needs_codes: bool = False
+    has_slots: bool = False
+    normalized_per_slot: bool = False
+    reads_captions_only: bool = False
+    reads_class_token_only: bool = False
+    shows: str = "slot"
+
+
+def _sparo(sizes: ReadoutSizes) -> nn.Module:
+    return Sparo(sizes.embed_dim, sizes.num_slots, sizes.slot_dim, sizes.key_dim, sizes.group_size)
+
+
+def _cross_attention(kind: CrossAttentionKind, sizes: ReadoutSizes) -> nn.Module:
+    if sizes.group_size != 1:
+        raise ValueError(
+            f"group_size={sizes.group_size} with this readout: only 'sparo' shares keys between slots; leave it at 1"
+        )
+    return CrossAttentionReadout(sizes.embed_dim, sizes.num_slots, sizes.slot_dim, sizes.key_dim, kind)
+
+
+def _codes(sizes: ReadoutSizes, competes_with_padding: bool) -> nn.Module:
+    if sizes.codebook is None:
+        raise ValueError("readout 'fdt' needs a codebook; give the parameter (codes, M) that both towers share")
+    context_length = sizes.context_length if competes_with_padding else None
+    return CodebookReadout(sizes.embed_dim, sizes.codebook, sizes.num_prefix_tokens, context_length)
+
+
+READOUTS: dict[str, ReadoutKind] = {
+    "sparo": ReadoutKind(_sparo, replaces_block=True, has_slots=True, normalized_per_slot=True),
+    "cls": ReadoutKind(lambda sizes: ClassTokenReadout(), reads_class_token_only=True, shows="head"),
+    "gap": ReadoutKind(lambda sizes: AveragePoolReadout(), shows="average"),
+    "gap_then_norm": ReadoutKind(
+        lambda sizes: AverageThenNormReadout(sizes.embed_dim, sizes.norm_eps), takes_raw_tokens=True, shows="average"
+    ),
+    "fdt": ReadoutKind(partial(_codes, competes_with_padding=False), needs_codes=True),
+    "fdt_raw": ReadoutKind(partial(_codes, competes_with_padding=True), takes_raw_tokens=True, needs_codes=True),
+    # Attentional pooling is normalised as a whole, as CoCa's is. Its relatives in table 6 are variants of SPARO and are
+    # normalised as SPARO is, which the paper does not say.
+    **{
+        name: ReadoutKind(partial(_cross_attention, kind), has_slots=True, normalized_per_slot=name != "attpool")
+        for name, kind in CROSS_ATTENTION.items()
+    },
+    "eos": ReadoutKind(lambda sizes: EndTokenReadout(), reads_captions_only=True),
+}
+
+
+def readout_kind(name: str) -> ReadoutKind:
+    """What others need to know of a read-out.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    if name not in READOUTS:
+        raise ValueError(
+            f"unknown readout {name!r}; choose one of {sorted(READOUTS)}. If a file of yours registers it, run the "
+            f"command through that file: python YOUR_FILE.py COMMAND ..."
+        )
+    return READOUTS[name]
+
+
+def create_readout(name: str, sizes: ReadoutSizes) -> nn.Module:
+    """Build a read-out by name, with random weights.
+
+    Raises:
+        ValueError: the name is unknown, a size does not fit, or the codebook is missing.
+    """
+    return readout_kind(name).build(sizes)

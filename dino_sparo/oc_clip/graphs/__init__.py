@@ -1,0 +1,1 @@
+"""Scene graphs: files, canonical form, false graphs, batches."""

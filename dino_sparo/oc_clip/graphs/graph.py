@@ -1,0 +1,185 @@
+"""What a parser says of a caption -> a checked, normalised scene graph.
+
+Entities are phrases with their attributes ("large brown box"); relations are directed and join two entities. Needs no
+torch: parsers and files of graphs use it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from dino_sparo.data.scenes import Relation as Relation
+
+MAX_NODES = 16
+MAX_RELATIONS = 16
+
+ARTICLES = ("a", "an", "the")
+
+
+@dataclass(frozen=True)
+class SceneGraph:
+    """The entities of a caption and the relations between them.
+
+    Attributes:
+        entities: phrases. Two entities may have one phrase. There is none where a parser finds none; see `normalize`.
+        relations: (subject, predicate, object), with indices into the entities.
+
+    Raises:
+        ValueError: a phrase or predicate is blank, or a relation names an entity that does not exist.
+    """
+
+    entities: tuple[str, ...]
+    relations: tuple[Relation, ...] = ()
+
+    def __post_init__(self) -> None:
+        for number, phrase in enumerate(self.entities):
+            if not phrase.strip():
+                raise ValueError(f"entity {number} is {phrase!r}; give a phrase, such as 'red apple'")
+        for number, relation in enumerate(self.relations):
+            if not relation.predicate.strip():
+                raise ValueError(
+                    f"the predicate of relation {number} is {relation.predicate!r}; give words, such as 'left of'"
+                )
+            for role, index in (("subject", relation.subject), ("object", relation.object)):
+                if not 0 <= index < len(self.entities):
+                    raise ValueError(
+                        f"the {role} of relation {number} ({relation.predicate!r}) is {index}; give the index of one "
+                        f"of the {len(self.entities)} entities, counted from 0"
+                    )
+
+    def to_json(self) -> dict[str, Any]:
+        """The graph in the schema of the paper's parser; see `from_json`."""
+        relations = [
+            {"relationship": relation.predicate, "subject": relation.subject, "object": relation.object}
+            for relation in self.relations
+        ]
+        return {"entities": list(self.entities), "relationships": relations}
+
+    @classmethod
+    def from_json(cls, record: Any) -> "SceneGraph":
+        """Read a graph in the schema of the paper's parser.
+
+            {"entities": ["red apple", "car"],
+             "relationships": [{"relationship": "left of", "subject": 0, "object": 1}]}
+
+        Other keys, such as `caption`, are left alone. Source: OC-CLIP, appendix A.6.
+
+        Args:
+            record: decoded JSON.
+
+        Raises:
+            ValueError: the record has another form, or the graph is not valid.
+        """
+        entities, relationships = (_list_of(record, key) for key in ("entities", "relationships"))
+        for number, phrase in enumerate(entities):
+            if not isinstance(phrase, str):
+                raise ValueError(f"entity {number} is {phrase!r}; give a phrase in quotes")
+        relations = []
+        for number, entry in enumerate(relationships):
+            keys = ("subject", "relationship", "object")
+            subject, predicate, other = (entry.get(key) if isinstance(entry, Mapping) else None for key in keys)
+            # JSON's true is an int in Python.
+            if not isinstance(predicate, str) or type(subject) is not int or type(other) is not int:
+                raise ValueError(
+                    f"relationship {number} is {entry!r}; "
+                    'give {"relationship": words, "subject": index, "object": index}'
+                )
+            relations.append(Relation(subject, predicate, other))
+        return cls(tuple(entities), tuple(relations))
+
+
+def _list_of(record: Any, key: str) -> list[Any]:
+    if not isinstance(record, Mapping) or not isinstance(record.get(key), list):
+        raise ValueError(
+            f'a scene graph is {{"entities": [...], "relationships": [...]}}; there is no list {key!r} in {record!r}'
+        )
+    return record[key]
+
+
+class LookupCounts(NamedTuple):
+    """What happened when graphs were looked up; sums over captions.
+
+    Attributes:
+        captions: looked up.
+        missing: not in the file or the shard; such a caption became one entity.
+        whole_caption: all that became one entity: missing, or without an entity that the parser found.
+        nodes: entities beyond the cap, dropped.
+        dangling: relations dropped because one of their entities was.
+        loops: relations of an entity with itself, dropped.
+        relations: relations beyond the cap, dropped.
+    """
+
+    captions: int = 0
+    missing: int = 0
+    whole_caption: int = 0
+    nodes: int = 0
+    dangling: int = 0
+    loops: int = 0
+    relations: int = 0
+
+    def plus(self, other: "LookupCounts") -> "LookupCounts":
+        """The sums of both."""
+        return LookupCounts(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+    def __str__(self) -> str:
+        names = {
+            "missing": "missing",
+            "whole_caption": "as one entity",
+            "nodes": "entities beyond the cap",
+            "dangling": "relations of such entities",
+            "loops": "relations of an entity with itself",
+            "relations": "relations beyond the cap",
+        }
+        changed = [f"{getattr(self, field):,} {name}" for field, name in names.items() if getattr(self, field)]
+        return ", ".join([f"{self.captions:,} captions", *changed])
+
+
+def normalize(
+    graph: SceneGraph, caption: str, max_nodes: int = MAX_NODES, max_relations: int = MAX_RELATIONS
+) -> tuple[SceneGraph, LookupCounts]:
+    """Lower case, no leading articles, caps on the sizes, and at least one entity.
+
+    Words are separated by single blanks. The first entities and relations are kept; a relation of a dropped entity is
+    dropped, and so is one of an entity with itself, which no exchange of its ends changes. A graph without entities
+    becomes one entity, the whole caption. The paper does not say how phrases are written or graphs bounded.
+
+    Args:
+        graph: what the parser found.
+        caption: its text.
+        max_nodes: largest E.
+        max_relations: largest R.
+
+    Returns:
+        The graph, and what was changed in it; it counts as one caption.
+
+    Raises:
+        ValueError: a cap is out of range, or neither the graph nor the caption has words.
+    """
+    if max_nodes < 1 or max_relations < 0:
+        raise ValueError(f"max_nodes={max_nodes}, max_relations={max_relations}; give at least 1 node and 0 relations")
+    if not graph.entities and not caption.strip():
+        raise ValueError(f"a graph without entities becomes its caption, and the caption is {caption!r}; give its text")
+    entities = tuple(_without_article(phrase) for phrase in graph.entities or (caption,))[:max_nodes]
+    inside = [r for r in graph.relations if max(r.subject, r.object) < len(entities)]
+    proper = [r for r in inside if r.subject != r.object]
+    relations = tuple(Relation(r.subject, spaced(r.predicate), r.object) for r in proper[:max_relations])
+    counts = LookupCounts(
+        captions=1,
+        whole_caption=int(not graph.entities),
+        nodes=max(0, len(graph.entities) - max_nodes),
+        dangling=len(graph.relations) - len(inside),
+        loops=len(inside) - len(proper),
+        relations=len(proper) - len(relations),
+    )
+    return SceneGraph(entities, relations), counts
+
+
+def spaced(words: str) -> str:
+    """Lower case, words separated by single blanks."""
+    return " ".join(words.lower().split())
+
+
+def _without_article(phrase: str) -> str:
+    """The phrase in lower case, without its leading article if something follows."""
+    first, _, rest = spaced(phrase).partition(" ")
+    return rest if rest and first in ARTICLES else spaced(phrase)

@@ -1,0 +1,219 @@
+"""A model, an image and the graph of its caption -> the share of each patch that each entity takes, and all scores.
+
+Everything here is numbers; `sheet.py` and `page.py` draw them. Source: OC-CLIP, equations 1 to 3 and figure 8.
+
+h, w are rows and columns of the patch grid.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from dino_sparo.evaluation.attention.maps import MIN_CONTRAST, effective_patches
+from dino_sparo.image_text.picture_pairs import ViewedPair
+from dino_sparo.oc_clip.graphs.batches import batch_graphs
+from dino_sparo.oc_clip.graphs.graph import SceneGraph
+from dino_sparo.oc_clip.model import OCCLIP, look_up
+from dino_sparo.oc_clip.pair_scores import scores_of_slots
+from dino_sparo.oc_clip.pairs import tokenize_phrases
+
+logger = logging.getLogger(__name__)
+
+Maps = Float[np.ndarray, "maps h w"]
+
+
+class Reading(NamedTuple):
+    """How the maps of a model are to be read; what the softmax runs over decides it.
+
+    Attributes:
+        is_competition: whether entities compete for patches, so that each patch has a winner.
+        even_share: maps -> the share that all values would have if they were equal.
+        ends: words for the lowest and the highest colour.
+        summary: what the tiles show, for the sheet.
+        explanation: the same for the page, with the limits.
+        size: map -> how much of the image it takes, in words.
+    """
+
+    is_competition: bool
+    even_share: Callable[[Maps], float]
+    ends: tuple[str, str]
+    summary: str
+    explanation: str
+    size: Callable[[Float[np.ndarray, "h w"]], str]
+
+
+# `binding.Binding.competition` -> how to read the maps.
+READINGS: dict[str, Reading] = {
+    "queries": Reading(
+        True,
+        lambda maps: 1 / len(maps),
+        ("even share of a patch or less", "largest share of an entity in the row"),
+        "The entities of a caption and default tokens compete for each patch of the image. The first map shows which "
+        "entity wins each patch; patches that a default token wins stay grey. The framed maps show the share of each "
+        "patch that one entity takes, on one scale per row, which comes from the entities alone. In the panel "
+        '"default tokens" a veil covers what they take.',
+        "The entities of a caption and the default tokens compete for each patch: the shares of a patch add up to "
+        "100 % over all of them. The first map shows which entity has the largest share of each patch, in the colour "
+        "of the entity's frame; where a default token has it, the patch stays grey. The next maps show the share of "
+        "each patch that one entity takes. All maps of a row have one scale, which comes from its entities alone: "
+        "from an even share to the largest share that an entity has. Default tokens take what no entity names, and "
+        "nothing is computed from it; the veil is as thick as the share that they take together, from 0 to 100 %. "
+        "The share below a map is the mean over all patches, not an area. A large share says that this entity wins the "
+        "patch against the others, not that it is there: compare the cosines.",
+        lambda shares: f"share {100 * shares.mean():.0f} %",
+    ),
+    "keys": Reading(
+        False,
+        lambda maps: 1 / maps[0].size,
+        ("even share of attention or less", "largest share in the row"),
+        "A map shows how one entity shares its attention among the patches: each map adds up to 100 %. Entities do "
+        "not compete.",
+        "A map shows how one entity shares its attention among the patches: each map adds up to 100 %. Entities do "
+        "not compete. Below a map: its attention is as wide as if it lay evenly on so many patches, exp(entropy).",
+        lambda shares: f"{float(effective_patches(shares)):.1f} patches",
+    ),
+}
+RELATIONS_LEGEND = (
+    "The number behind a relation is its score f, from -1 to 1: how well the slots of subject and object fit it. In "
+    "brackets: f with subject and object exchanged; a model that reads the direction gives it a lower score."
+)
+
+
+@dataclass(frozen=True)
+class GraphLook:
+    """How a model sees one image with the graph of its caption.
+
+    Attributes:
+        pair: image and caption.
+        graph: of the caption.
+        score: S of image and graph.
+        cosines: (E,), of every entity and its slot.
+        relation_scores: (R,), f of every relation.
+        turned_scores: (R,), f of every relation with subject and object exchanged.
+        shares: (E, h, w), a of every entity.
+        default_shares: (num_default, h, w), of the default tokens.
+        reading: what the shares are.
+    """
+
+    pair: ViewedPair
+    graph: SceneGraph
+    score: float
+    cosines: Float[np.ndarray, " E"]
+    relation_scores: Float[np.ndarray, " R"]
+    turned_scores: Float[np.ndarray, " R"]
+    shares: Float[np.ndarray, "E h w"]
+    default_shares: Float[np.ndarray, "num_default h w"]
+    reading: Reading
+
+    @property
+    def maps(self) -> Maps:
+        """Of the entities, then of the default tokens."""
+        return np.concatenate([self.shares, self.default_shares])
+
+    @property
+    def levels(self) -> Maps:
+        """`maps` on one scale of colours: 0 for an even share or less, 1 for the largest share of an entity or more.
+
+        Where even the largest share is hardly above an even one, all levels stay low.
+        """
+        even = self.reading.even_share(self.maps)
+        times_even = self.maps / even
+        top = max(float(times_even[: len(self.shares)].max()), min(MIN_CONTRAST, 1 / even))
+        # A single entity without default tokens has all of every patch.
+        return np.clip((times_even - 1) / (top - 1), 0, 1) if top > 1 else np.zeros_like(times_even)
+
+    @property
+    def winners(self) -> Int[np.ndarray, "h w"]:
+        """The entity with the largest share of each patch; -1 where a default token has it."""
+        winner = self.maps.argmax(axis=0)
+        return np.where(winner < len(self.shares), winner, -1)
+
+    @property
+    def sentences(self) -> list[str]:
+        """The relations in words."""
+        phrases = self.graph.entities
+        return [f"{phrases[r.subject]} {r.predicate} {phrases[r.object]}" for r in self.graph.relations]
+
+    @property
+    def relations_in_words(self) -> list[str]:
+        """The relations and their scores."""
+        scores = zip(self.sentences, self.relation_scores, self.turned_scores, strict=True)
+        return [f"{sentence}: {score:.2f}, turned round {turned:.2f}" for sentence, score, turned in scores]
+
+    def to_json(self) -> dict[str, Any]:
+        """The numbers."""
+
+        def map_numbers(shares: Float[np.ndarray, "h w"]) -> dict[str, float]:
+            return {"mean_share": float(shares.mean()), "largest_share": float(shares.max())}
+
+        relations = self.graph.to_json()["relationships"]
+        won = [{"patches_won": int((self.winners == e).sum())} for e in range(len(self.shares))]
+        won = won if self.reading.is_competition else [{}] * len(won)
+        return {
+            "index": self.pair.index,
+            "image": self.pair.name,
+            "caption": self.pair.caption,
+            "score": self.score,
+            "entities": [
+                {"entity": phrase, "cosine": float(cosine), **map_numbers(shares), **patches}
+                for phrase, cosine, shares, patches in zip(
+                    self.graph.entities, self.cosines, self.shares, won, strict=True
+                )
+            ],
+            "relationships": [
+                {**relation, "score": float(score), "turned_round": float(turned)}
+                for relation, score, turned in zip(relations, self.relation_scores, self.turned_scores, strict=True)
+            ],
+            "default_tokens": [map_numbers(shares) for shares in self.default_shares],
+        }
+
+
+@torch.no_grad()
+def look_at(model: OCCLIP, pair: ViewedPair, graph: SceneGraph, device: torch.device) -> GraphLook:
+    """Bind a graph to its image, and score it.
+
+    Args:
+        model: in eval mode, on the device.
+        pair: an image of the size that the model was built for.
+        graph: of its caption, normalised.
+        device: where to compute.
+    """
+    batch, scoring, binding = batch_graphs([graph]), model.scoring, model.binding
+    tokens = tokenize_phrases(batch.phrases, model.config.text.context_length)
+    if tokens.num_truncated:
+        logger.warning("%s: %d phrases are longer than the context and cut off", pair.name, tokens.num_truncated)
+    keys, values, entities, relations = model(pair.image[None].to(device), tokens.ids.to(device))
+    graphs = look_up(batch, entities, relations)
+    slots = binding.bind_matched(graphs.entities, graphs.entity_mask, keys, values)[None]
+    ends = graphs.subjects, graphs.objects
+    score = scores_of_slots(scoring, graphs, slots)
+    cosines = F.cosine_similarity(graphs.entities.float(), slots[0].float(), dim=-1)
+    true, turned = (scoring.relation_scores(graphs.relations, *order, slots)[0, 0] for order in (ends, ends[::-1]))
+    shares, defaults = (
+        attention(graphs.entities, graphs.entity_mask, keys)[0, 0]
+        for attention in (binding.attention, binding.default_attention)
+    )
+    patch_size = model.image.backbone.patch_size
+    grid = tuple(side // patch_size for side in pair.image.shape[-2:])
+
+    def on_host(tensor: Tensor) -> np.ndarray:
+        return tensor.float().cpu().numpy()
+
+    return GraphLook(
+        pair,
+        graph,
+        float(score),
+        on_host(cosines[0]),
+        on_host(true),
+        on_host(turned),
+        on_host(shares).reshape(-1, *grid),
+        on_host(defaults).reshape(-1, *grid),
+        READINGS[binding.competition],
+    )

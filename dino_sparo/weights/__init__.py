@@ -1,0 +1,1 @@
+"""Weights <-> files: checkpoints of runs, foreign names, initialization, export."""

@@ -1,0 +1,529 @@
+"""Files -> weights: verified reading, strict loading, encoders rebuilt from what the checkpoint says.
+
+A checkpoint is a dict of plain values and tensors, read without running any code in it:
+
+    student, teacher       weights of DINO: `backbone.*`, `readout.*`, `head.*`
+    dino_loss              DINO's centre
+    encoder                how DINO's encoder was built (`EncoderConfig`), and the mean and std of its images
+    model                  CLIP and OC-CLIP instead: the weights of the whole model
+    clip, oc_clip          how CLIP, or OC-CLIP, was built, and the mean and std of its images
+    optimizer              its state
+    fp16_scaler            the scale of the gradients, with fp16 only
+    epoch, step            epochs whose steps are all taken, finished steps
+    unlogged_epoch         means of the last of these epochs if it is yet to be evaluated and logged, else None
+    data_hashes            what tells the data from as many others
+    num_corrupt            unreadable images or pairs in the running epoch
+    num_truncated          CLIP and OC-CLIP: captions cut off in it
+    num_missing_graphs     OC-CLIP: captions without a scene graph in it
+    num_whole_captions     OC-CLIP: captions in it whose graph is one entity, the caption itself
+    num_dropped_nodes      OC-CLIP: entities in it beyond --max_nodes
+    num_dropped_relations  OC-CLIP: relations in it beyond --max_relations
+    best_knn               DINO: the highest 20-NN accuracy so far
+    best_zero_shot         CLIP and OC-CLIP: the highest zero-shot accuracy so far
+    ranks                  per process: its random numbers, and its part of the running epoch's means
+    num_images, num_pairs  size of the data of DINO; of CLIP and OC-CLIP
+    global_batch           images or pairs per step over all processes
+    steps_per_epoch        what a step's number is counted in
+    args, versions         the options; versions of the packages
+
+`weights/file.py` reads these files, `weights/folder.py` writes them.
+
+The names are the reference's where it has one, so its scripts read our `--readout cls` checkpoints, and `load_encoder`
+reads the reference's: full checkpoints, and raw ViT weights. `export.py` writes an encoder as safetensors, which are
+read wherever a checkpoint is; `initialize.py` starts an encoder from another's weights. From a checkpoint of CLIP,
+ours, OpenCLIP's or sparo-clip's, they take the image tower.
+"""
+
+import logging
+import math
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dino_sparo.data.crops import EvalTransform
+from dino_sparo.data.sources.limits import parse_object
+from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_config
+from dino_sparo.models.readouts import readout_kind
+from dino_sparo.runtime.choices import ARCHITECTURES, IMAGENET_MEAN, IMAGENET_STD, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+from dino_sparo.runtime.records import differences
+from dino_sparo.weights.file import CheckpointError, read_safetensors, read_torch_file
+from dino_sparo.weights.foreign_names import Renamed, from_open_clip_names, is_open_clip
+
+logger = logging.getLogger(__name__)
+
+IMAGE_TEXT_KEYS = ("clip", "oc_clip")  # how an image-text model was built; `model` has its weights
+NETWORKS = ("teacher", "student")
+PUBLISHED = "published"  # what a file beside the weights of OpenCLIP or timm says of them
+NUM_NAMES_SHOWN = 8  # of the keys that do not match
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The states of the random number generators that a process could use, as plain values and tensors."""
+    numpy_name, numpy_keys, *numpy_rest = np.random.get_state()
+    version, internal, gauss = random.getstate()
+    state = {
+        "torch": torch.get_rng_state(),
+        "numpy": [str(numpy_name), torch.from_numpy(np.asarray(numpy_keys).astype(np.int64)), *numpy_rest],
+        "python": [version, list(internal), gauss],
+    }
+    return {**state, "cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else state
+
+
+def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Set the generators to what `random_state` returned."""
+    torch.set_rng_state(state["torch"])
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def load_checkpoint(path: str | Path, verify: bool = True) -> dict[str, Any]:
+    """Read a checkpoint to the CPU, compare it with its checksums, and run no code from it.
+
+    Checked are a .pth file's own checksums, which torch does not look at, and the one that our exports carry.
+    torch's files of before 2020 and safetensors of others have none.
+
+    Args:
+        path: a .pth file, or a .safetensors file, whose weights then stand at the top of the dict, as raw weights do,
+            beside what the .json file of the same name says (`encoder`, `epoch`, ...), if there is one.
+        verify: False if `verify_checkpoint` has read the file a moment ago.
+
+    Raises:
+        CheckpointError: no such file; a file that is damaged, compressed or no checkpoint; a pickle that asks for code
+            to run.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise CheckpointError(f"no checkpoint at {path}; give the path of a .pth file")
+    if path.suffix == ".safetensors":
+        return _with_published(read_safetensors(path), path)
+    checkpoint = read_torch_file(path, verify)
+    if not isinstance(checkpoint, dict):
+        kind = type(checkpoint).__name__
+        raise CheckpointError(f"{path} holds a {kind}, not a dict of weights; save a model's state_dict()")
+    return _with_published(checkpoint, path)
+
+
+def _with_published(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Foreign weights with what they were published with: `open_clip_config.json`, or timm's `config.json` beside them.
+
+    It says what weights cannot: mean and standard deviation of the images, and the activation. Without it GELU is
+    assumed, and the mean and standard deviation of ImageNet, or of OpenAI for a CLIP.
+
+    Raises:
+        CheckpointError: `open_clip_config.json` is damaged. (Any library may have written a `config.json`; one that is
+            not timm's is passed over.)
+    """
+    if any(key in checkpoint for key in (*IMAGE_TEXT_KEYS, *NETWORKS, "encoder")):
+        return checkpoint
+    is_clip = is_open_clip(_top_weights(checkpoint))
+    published = path.with_name("open_clip_config.json" if is_clip else "config.json")
+    whose = "OpenAI's" if has_clips_images(checkpoint) else "ImageNet's"
+    assumed = f"its images are taken as normalised like {whose}"
+    if not published.is_file():
+        logger.info("%s: no %s beside it; %s", path, published.name, assumed)
+        return checkpoint
+    try:
+        config = parse_object(published.read_bytes(), str(published))
+        if is_clip:
+            images, activation = config.get("preprocess_cfg", {}), bool(config.get("model_cfg", {}).get("quick_gelu"))
+        else:
+            images, activation = config["pretrained_cfg"], "quickgelu" in config["architecture"]
+        normalization = {name: tuple(map(float, images[name])) for name in ("mean", "std") if name in images}
+        resize_mode = images.get("resize_mode", "shortest")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        if not is_clip:
+            logger.info("%s: the %s beside it is not timm's; %s", path, published.name, assumed)
+            return checkpoint
+        raise CheckpointError(f"{published} does not describe the weights beside it ({error})") from error
+    logger.info("%s: %s, quick_gelu %s, as %s says", path, normalization, activation, published.name)
+    if resize_mode != "shortest":
+        logger.warning(
+            "%s was trained with images resized by %r; here the shorter side is resized and the centre is cut, which "
+            "changes its accuracy",
+            path,
+            resize_mode,
+        )
+    return {**checkpoint, PUBLISHED: {**normalization, "quick_gelu": activation}}
+
+
+def flat_weights(weights: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Weights under our names, whoever saved them.
+
+    Takes off DDP's `module.`, and puts a raw ViT's `blocks.*`, `cls_token`, ... below `backbone.`. LayerScale is
+    multiplied into the layer before it. Entries that are no tensors are dropped, and so is DINOv2's token for masked
+    patches.
+    """
+    plain = {name.removeprefix("module."): value for name, value in weights.items() if isinstance(value, Tensor)}
+    plain = _without_layer_scale(plain)
+    if any(name.startswith("backbone.") for name in plain):
+        return plain
+    return {name if name.startswith("head.") else f"backbone.{name}": value for name, value in plain.items()}
+
+
+def _without_layer_scale(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same ViT without LayerScale: gamma * (W x + b) = (gamma W) x + gamma b. DINOv2's have it."""
+    layers = {"ls1.gamma": "attn.proj", "ls2.gamma": "mlp.fc2"}
+    folded = {name: value for name, value in weights.items() if name.rpartition(".")[2] != "mask_token"}
+    for ending, layer in layers.items():
+        for name in [name for name in folded if name.endswith(f".{ending}")]:
+            stem = f"{name.removesuffix(ending)}{layer}"
+            if not {f"{stem}.weight", f"{stem}.bias"} <= folded.keys():
+                continue
+            gamma = folded.pop(name)
+            folded[f"{stem}.weight"] = gamma[:, None] * folded[f"{stem}.weight"]
+            folded[f"{stem}.bias"] = gamma * folded[f"{stem}.bias"]
+    return folded
+
+
+def load_strictly(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
+    """Load weights if every name and shape fits, else say what does not.
+
+    Raises:
+        CheckpointError: with the counts and the first names of missing, unexpected and differently shaped weights.
+    """
+    wanted = module.state_dict()
+    missing, unexpected = sorted(wanted.keys() - weights.keys()), sorted(weights.keys() - wanted.keys())
+    misshapen = [
+        f"{name} {tuple(weights[name].shape)} instead of {tuple(wanted[name].shape)}"
+        for name in sorted(wanted.keys() & weights.keys())
+        if weights[name].shape != wanted[name].shape
+    ]
+    problems = [
+        f"{len(names)} {kind}: {shortened(names)}"
+        for kind, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", misshapen))
+        if names
+    ]
+    if problems:
+        raise CheckpointError(f"the weights of {source} do not fit the model; " + "; ".join(problems))
+    module.load_state_dict(dict(weights))
+
+
+def shortened(names: list[str]) -> str:
+    """The first names of a list, and how many more there are, for messages."""
+    rest = len(names) - NUM_NAMES_SHOWN
+    return ", ".join(names[:NUM_NAMES_SHOWN]) + (f", ... and {rest} more" if rest > 0 else "")
+
+
+def encoder_description(
+    config: EncoderConfig, mean: Iterable[float] = IMAGENET_MEAN, std: Iterable[float] = IMAGENET_STD
+) -> dict[str, Any]:
+    """What a checkpoint carries under `encoder`."""
+    return {**asdict(config), "mean": list(mean), "std": list(std)}
+
+
+def infer_config(
+    weights: Mapping[str, Tensor], arch: str | None = None, patch_size: int | None = None
+) -> EncoderConfig:
+    """How an encoder was built, from the shapes of a foreign ViT's weights.
+
+    Args:
+        weights: under our names.
+        arch: overrides the architecture found from width and number of blocks.
+        patch_size: overrides the patch size found from the patch projection.
+
+    Raises:
+        CheckpointError: these are no ViT's weights, or of no known architecture.
+    """
+    embed_dim, in_chans, kernel, grid_size = patch_sizes(weights)
+    depth, queries = num_blocks(weights), weights.get("readout.queries")
+    # SPARO replaces the last block. If no architecture has that depth, it follows the last block.
+    depths = [depth] if queries is None else [depth + 1, depth]
+    names = {(size.embed_dim, size.depth): name for name, size in ARCHITECTURES.items()}
+    fitting = [names[embed_dim, depth] for depth in depths if (embed_dim, depth) in names]
+    if arch is None and not fitting:
+        known = ", ".join(f"{name} ({size.embed_dim}, {size.depth})" for name, size in ARCHITECTURES.items())
+        raise CheckpointError(
+            f"no architecture has width {embed_dim} and {depth} blocks; known are {known}. If blocks are missing from "
+            f"the file, give the whole file of such a model"
+        )
+    patch_size, arch = patch_size or kernel, arch or fitting[0]
+    slots: dict[str, Any] = {"readout": "cls"}
+    if queries is not None and "readout.key_proj.bias" in weights:
+        (num_slots, key_dim), num_keys = queries.shape, len(weights["readout.key_proj.bias"])
+        slots = {
+            "readout": "sparo",
+            "num_slots": num_slots,
+            "slot_dim": len(weights["readout.value_proj.bias"]),
+            "key_dim": key_dim,
+            "group_size": num_slots * key_dim // num_keys,
+            "replace_block": arch in ARCHITECTURES and ARCHITECTURES[arch].depth > depth,
+        }
+    return EncoderConfig(
+        arch=arch,
+        patch_size=patch_size,
+        **slots,
+        img_size=grid_size * patch_size,
+        in_chans=in_chans,
+        pre_norm="backbone.norm_pre.weight" in weights,
+    )
+
+
+def patch_sizes(weights: Mapping[str, Tensor]) -> tuple[int, int, int, int]:
+    """Width, channels, patch side in pixels and grid side in patches of a ViT, from its weights."""
+    projection, positions = weights.get("backbone.patch_embed.proj.weight"), weights.get("backbone.pos_embed")
+    if projection is None or positions is None or projection.ndim != 4:
+        raise CheckpointError(
+            "these are not the weights of a vision transformer: patch_embed.proj.weight or pos_embed is missing among "
+            + shortened(sorted(weights))
+        )
+    embed_dim, in_chans, _, kernel = projection.shape
+    return embed_dim, in_chans, kernel, math.isqrt(positions.shape[1] - 1)
+
+
+def num_blocks(weights: Iterable[str]) -> int:
+    """Blocks of a ViT, from the names of its weights."""
+    return 1 + max((block_of(name) for name in weights), default=-1)
+
+
+def block_of(name: str) -> int:
+    """The number of the block that a weight belongs to, -1 for those of none."""
+    return int(name.split(".")[2]) if name.startswith("backbone.blocks.") else -1
+
+
+def describe_encoder(
+    checkpoint: Mapping[str, Any], weights: Mapping[str, Tensor], arch: str | None = None, patch_size: int | None = None
+) -> dict[str, Any]:
+    """How the encoder in a checkpoint was built: as its entry says, or as the shapes of its weights show.
+
+    Returns:
+        The fields of `EncoderConfig`, and `mean` and `std` of its images.
+    """
+    pair = image_text_entry(checkpoint)
+    entry = encoder_entry(checkpoint) if pair is None else _image_tower(pair)
+    if entry is None:
+        config = replace(infer_config(weights, arch, patch_size), quick_gelu=bool(activation_of(checkpoint)))
+        return encoder_description(config, *normalization_of(checkpoint))
+    overrides = {key: value for key, value in (("arch", arch), ("patch_size", patch_size)) if value is not None}
+    return {**entry, **overrides}
+
+
+def encoder_entry(checkpoint: Mapping[str, Any], source: str = "the checkpoint") -> dict[str, Any] | None:
+    """What a checkpoint says about its encoder under `encoder`; None if it says nothing.
+
+    Args:
+        checkpoint: what was read.
+        source: its file, for messages.
+
+    Raises:
+        CheckpointError: the entry is not what `encoder_description` gives.
+    """
+    entry = checkpoint.get("encoder")
+    if entry is None:
+        return None
+    try:
+        if not isinstance(entry, dict):
+            raise ValueError(f"a {type(entry).__name__}, not a dict")
+        EncoderConfig.from_dict(entry)
+        for name in ("mean", "std"):
+            values = entry.get(name, IMAGENET_MEAN)
+            if not isinstance(values, (list, tuple)) or not all(isinstance(value, (int, float)) for value in values):
+                raise ValueError(f"{name} is {values!r}, not one number per channel")
+    except ValueError as error:
+        raise CheckpointError(
+            f"{source} does not say under `encoder` how its encoder was built ({error}); save it again with the "
+            f"version that wrote it, or give a file of weights alone"
+        ) from error
+    return entry
+
+
+def load_encoder(
+    path: str | Path,
+    which: str = "teacher",
+    arch: str | None = None,
+    patch_size: int | None = None,
+    quick_gelu: bool = False,
+) -> Encoder:
+    """The encoder of a checkpoint, built as the checkpoint says, in eval mode, on the CPU.
+
+    Its `transform` turns one PIL image, or a list of them, into the batch (B, 3, H, W) that it takes, with the mean and
+    standard deviation of the checkpoint.
+
+    Args:
+        path: one of our checkpoints, or a full checkpoint or raw ViT weights of the reference, of timm or OpenCLIP.
+        which: `teacher` or `student`, or another entry of the file that holds weights; raw weights have neither and are
+            taken as they are.
+        arch: overrides the architecture, for foreign weights.
+        patch_size: overrides the patch size, for foreign weights.
+        quick_gelu: of foreign weights, which do not say whether they were trained with OpenAI's activation.
+
+    Raises:
+        CheckpointError: the file cannot be read, has no such key, says of another activation, or its weights do not
+            fit.
+    """
+    return encoder_of(load_checkpoint(path), str(path), which, arch, patch_size, quick_gelu)
+
+
+def encoder_of(
+    checkpoint: Mapping[str, Any],
+    source: str,
+    which: str,
+    arch: str | None = None,
+    patch_size: int | None = None,
+    quick_gelu: bool = False,
+) -> Encoder:
+    """`load_encoder` for a checkpoint that has been read from `source` already."""
+    encoder_entry(checkpoint, source)
+    weights = network_weights(checkpoint, which, source)
+    weights = {name: value for name, value in weights.items() if not name.startswith("head.")}
+    description = describe_encoder(checkpoint, weights, arch, patch_size)
+    if quick_gelu:
+        if activation_of(checkpoint) is False:
+            raise CheckpointError(
+                f"--quick_gelu is for weights that do not say how they were trained, but {source} says: with GELU"
+            )
+        description = {**description, "quick_gelu": True}
+    encoder = encoder_from_config(EncoderConfig.from_dict(description))
+    network = network_name(checkpoint, which) or "encoder"
+    load_strictly(encoder, weights, f"{source} ({network})")
+    encoder.transform = EvalTransform(encoder.config.img_size, *normalization_of(checkpoint)).batch
+    logger.info("%s of %s: %s", network, source, encoder.summary)
+    return encoder.eval()
+
+
+def normalization_of(checkpoint: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and std of the images a checkpoint was trained on; ImageNet's where it does not say."""
+    entry = image_text_entry(checkpoint) or encoder_entry(checkpoint) or {}
+    is_foreign_clip = not entry and has_clips_images(checkpoint)
+    mean, std = (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD) if is_foreign_clip else (IMAGENET_MEAN, IMAGENET_STD)
+    entry = entry or checkpoint.get(PUBLISHED, {})
+    return tuple(entry.get("mean", mean)), tuple(entry.get("std", std))
+
+
+def has_clips_images(checkpoint: Mapping[str, Any]) -> bool:
+    """Whether foreign weights are OpenCLIP's, or those of a CLIP's image tower in timm, whose images are OpenAI's."""
+    weights = _top_weights(checkpoint)
+    return is_open_clip(weights) or "norm_pre.weight" in weights
+
+
+def activation_of(checkpoint: Mapping[str, Any]) -> bool | None:
+    """Whether a model was trained with `quick_gelu`, as its checkpoint or a file beside it says; None: neither does."""
+    entries = (image_text_entry(checkpoint), checkpoint.get("encoder"), checkpoint.get(PUBLISHED))
+    entry = next((entry for entry in entries if entry is not None), None)
+    return None if entry is None else bool({**entry.get("image", {}), **entry}.get("quick_gelu", False))
+
+
+def network_weights(checkpoint: Mapping[str, Any], which: str, source: str) -> dict[str, Tensor]:
+    """One network's weights under our names, the head's included; a file of raw weights is one network.
+
+    Of a CLIP the image tower is the network, whatever `which` says, without the projection behind it. Raw weights may
+    lie under `model` or `state_dict`, as others save them.
+
+    Raises:
+        CheckpointError: the checkpoint has networks, but not `which`; a CLIP that is not known.
+    """
+    clip = clip_weights(checkpoint, source)
+    if clip is not None:
+        return {name.removeprefix("image."): value for name, value in clip.items() if name.startswith("image.")}
+    if isinstance(checkpoint.get(which), Mapping):
+        return flat_weights(checkpoint[which])
+    networks = [key for key in NETWORKS if isinstance(checkpoint.get(key), Mapping)]
+    exported = checkpoint.get("checkpoint_key")  # an export has one network, and says which it was
+    is_other = which == "student" and exported == "teacher"  # not the reverse: teacher is what is asked for by default
+    if networks or which not in NETWORKS or is_other:
+        raise CheckpointError(f"{source} has no {which!r}; it has {', '.join(networks) or exported or 'raw weights'}")
+    return flat_weights(_top_weights(checkpoint))
+
+
+def network_name(checkpoint: Mapping[str, Any], which: str) -> str | None:
+    """Which network `network_weights` takes; None of a CLIP and of raw weights, which have no choice."""
+    return which if which in checkpoint else checkpoint.get("checkpoint_key")
+
+
+def image_text_entry(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What a checkpoint says of its image-text model, under a key of `IMAGE_TEXT_KEYS`; None if it holds none."""
+    return next((checkpoint[key] for key in IMAGE_TEXT_KEYS if key in checkpoint), None)
+
+
+def clip_weights(checkpoint: Mapping[str, Any], source: str) -> dict[str, Tensor] | None:
+    """All weights of a CLIP under our names, `image.*`, `text.*`, ..., whoever saved them; None if it is no CLIP.
+
+    Raises:
+        CheckpointError: it is OpenCLIP's, but has parts that are not known.
+    """
+    weights = _top_weights(checkpoint)
+    if image_text_entry(checkpoint) is not None:
+        return weights
+    return check_known_clip(from_open_clip_names(weights), source).weights if is_open_clip(weights) else None
+
+
+def check_known_clip(renamed: Renamed, source: str = "this one") -> Renamed:
+    """Refuse a foreign CLIP with parts that are not known.
+
+    Raises:
+        CheckpointError: with the counts and the first names of what is unknown or missing.
+    """
+    unknown, missing = renamed.unknown, renamed.missing
+    if unknown or missing:
+        raise CheckpointError(
+            f"only open_clip's plain CLIP with a vision transformer can be read, and sparo-clip's with SPARO or a "
+            f"linear bottleneck: of the weights of {source} {len(unknown)} are unknown ({', '.join(unknown[:4])}) and "
+            f"{len(missing)} missing ({', '.join(missing[:4])})"
+        )
+    return renamed
+
+
+def _top_weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
+    """A single network's weights: under `model` (our CLIP), under `state_dict` (OpenCLIP's training), or on top."""
+    parts = [part for part in (checkpoint.get("model"), checkpoint.get("state_dict")) if isinstance(part, Mapping)]
+    weights = parts[0] if parts else checkpoint
+    return {name.removeprefix("module."): value for name, value in weights.items() if isinstance(value, Tensor)}
+
+
+def _image_tower(description: Mapping[str, Any]) -> dict[str, Any]:
+    """How the image encoder of an image-text model was built, out of how the model was; mean and std of its images."""
+    image = dict(description["image"])
+    # Early checkpoints of CLIP say these of the whole model alone.
+    image |= {name: description[name] for name in ("replace_block", "quick_gelu") if name in description}
+    needs_codes = readout_kind(image["readout"]).needs_codes
+    image["num_codes"] = description["num_codes"] if needs_codes else 0
+    image["code_dim"] = description["embed_dim"] if needs_codes else 0
+    return {**image, "mean": description["mean"], "std": description["std"]}
+
+
+def check_same_model(checkpoint: Mapping[str, Any], config: EncoderConfig, source: str) -> None:
+    """Refuse to resume a checkpoint of another encoder.
+
+    Raises:
+        CheckpointError: names each field that differs.
+    """
+    entry = encoder_entry(checkpoint, source)
+    if entry is None:
+        raise CheckpointError(
+            f"{source} does not say how its encoder was built, so it cannot be resumed; choose another --output_dir"
+        )
+    check_same_description(asdict(EncoderConfig.from_dict(entry)), asdict(config), source)
+
+
+def check_same_description(saved: Mapping[str, Any], asked: Mapping[str, Any], source: str) -> None:
+    """Refuse to resume a checkpoint of another model.
+
+    Args:
+        saved: how the checkpoint's model is built, plain values.
+        asked: how the options' model is built.
+        source: the checkpoint's file, for messages.
+
+    Raises:
+        CheckpointError: names each value that differs.
+    """
+    if differing := differences(_flat(saved), _flat(asked), "in the checkpoint", "asked for"):
+        raise CheckpointError(
+            f"{source} holds another model: {'; '.join(differing)}. Give the same options, or another --output_dir"
+        )
+
+
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested values under dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= {f"{name}.{inner}": item for inner, item in value.items()} if isinstance(value, dict) else {name: value}
+    return flat

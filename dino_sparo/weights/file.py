@@ -1,0 +1,202 @@
+"""A file of weights -> what it holds, compared with its checksums, read without running any code in it.
+
+Files of torch (.pth) and safetensors. `checkpoint.py` says what is in them, `weights/folder.py` writes them.
+"""
+
+import argparse
+import pathlib
+import pickle
+import re
+import zipfile
+import zlib
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from dino_sparo.data.sources.limits import parse_json
+
+CHECKSUM_KEY = "dino_sparo.crc32"  # in the metadata of our .safetensors files: `weights_checksum`
+
+# The reference's checkpoints hold their options as a Namespace, whose output_dir is a Path if they were trained through
+# submitit, and numpy numbers in the optimizer. These types only hold values; everything else is refused.
+_numpy_scalar = np.float64(0).__reduce__()[0]
+PLAIN_TYPES = [
+    argparse.Namespace,
+    (pathlib.PosixPath, "pathlib.PosixPath"),
+    (pathlib.PosixPath, "pathlib._local.PosixPath"),
+    np.dtype,
+    type(np.dtype(np.float64)),
+    (_numpy_scalar, "numpy.core.multiarray.scalar"),
+    (_numpy_scalar, "numpy._core.multiarray.scalar"),
+]
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used: damaged, unsafe, or of another model."""
+
+
+def verify_checkpoint(path: Path) -> None:
+    """Compare a .pth file's bytes with the checksums in it, a CRC-32 of every part; `unzip -t` does the same.
+
+    Raises:
+        CheckpointError: the file is truncated, or bytes of it have changed.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            _require_stored(archive, path)
+            damaged = archive.testzip()
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged archive may raise any error
+        raise _unreadable(path, error) from error
+    if damaged is not None:
+        raise CheckpointError(f"{path} is damaged: the checksum of its part {damaged} is wrong")
+
+
+def contents_checksum(path: Path) -> int:
+    """CRC-32 of the checksums in a .pth file, without reading its weights.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return zlib.crc32(str([(part.filename, part.CRC) for part in archive.infolist()]).encode())
+    except Exception as error:  # as in `verify_checkpoint`
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    reason = (str(error).split("WeightsUnpickler error: ")[-1].splitlines() or [""])[0]
+    return CheckpointError(
+        f"{path} is truncated or no checkpoint ({path.stat().st_size} bytes; {type(error).__name__} {reason})"
+    )
+
+
+def _require_stored(archive: zipfile.ZipFile, path: Path) -> None:
+    """Refuse an archive whose parts are larger in memory than in the file, before any memory is taken for them."""
+    parts = archive.infolist()
+    packed = [part.filename for part in parts if part.compress_type != zipfile.ZIP_STORED]
+    if packed or sum(part.file_size for part in parts) > path.stat().st_size:
+        raise CheckpointError(
+            f"{path} is compressed ({packed[0] if packed else 'parts share their bytes'}), so what it holds may be a "
+            f"thousand times its size; unpack it and zip it again without compression (zip -0)"
+        )
+
+
+def read_torch_file(path: Path, verify: bool = True, mmap: bool = False) -> Any:
+    """What `torch.save` wrote, on the CPU, of any type, verified as in `load_checkpoint`.
+
+    Args:
+        path: the file.
+        verify: its checksums, if it has some.
+        mmap: leave tensors in the file until they are used, where its format allows that.
+
+    Raises:
+        CheckpointError: the file is damaged, compressed or not torch's, or reading it would run code.
+    """
+    if _is_torchscript(path):
+        raise CheckpointError(
+            f"{path} is a TorchScript archive, which holds code and is not read. OpenAI's CLIP comes so; take its "
+            f'weights out once: python -c "import open_clip, torch; torch.save(open_clip.load_openai_model('
+            f"'{path}', device='cpu').state_dict(), 'weights.pt')\", and give weights.pt with --quick_gelu true"
+        )
+    try:
+        checksums = _checksums(path)
+        map_location: Any = partial(_require_checksum, checksums, path) if verify and checksums else "cpu"
+        with torch.serialization.safe_globals(PLAIN_TYPES):  # type: ignore[arg-type]
+            is_mapped = mmap and zipfile.is_zipfile(path)
+            return torch.load(path, map_location=map_location, weights_only=True, mmap=is_mapped)
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged pickle may raise any error
+        unsafe = _unsafe_name(str(error)) if isinstance(error, pickle.UnpicklingError) else None
+        if unsafe is not None:
+            raise CheckpointError(
+                f"{path} was refused: reading it would run code ({unsafe}); only plain values and tensors are read"
+            ) from error
+        raise _unreadable(path, error) from error
+
+
+def _checksums(path: Path) -> set[tuple[int, int]]:
+    """Size in bytes and CRC-32 of the parts of a .pth file that hold tensors; the small other parts are verified here.
+
+    Empty for torch's format of before 2020, which has no checksums.
+    """
+    with path.open("rb") as file:
+        if file.read(4) != b"PK\x03\x04":  # as torch tells its formats apart
+            return set()
+    with zipfile.ZipFile(path) as archive:
+        _require_stored(archive, path)
+        for part in archive.infolist():
+            if "/data/" not in part.filename:
+                archive.read(part)  # raises if the checksum is wrong
+        return {(part.file_size, part.CRC) for part in archive.infolist()}
+
+
+def _require_checksum(
+    checksums: set[tuple[int, int]], path: Path, storage: torch.UntypedStorage, location: str
+) -> torch.UntypedStorage:
+    """Called by torch for the bytes of each tensor once they are in memory: so no byte is read twice."""
+    data: Any = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+    if (storage.nbytes(), zlib.crc32(data)) not in checksums:
+        raise CheckpointError(
+            f"{path} is damaged: a tensor of {storage.nbytes()} bytes is not what was saved; copy the file again, or "
+            f"take the checkpoint before it"
+        )
+    return storage
+
+
+def weights_checksum(weights: Mapping[str, Tensor]) -> str:
+    """CRC-32 of weights with their names, types and shapes, in the order of their names, as 8 hexadecimal digits."""
+    checksum = 0
+    for name, value in sorted(weights.items()):
+        checksum = zlib.crc32(f"{name} {value.dtype} {tuple(value.shape)}".encode(), checksum)
+        data: Any = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        checksum = zlib.crc32(data, checksum)
+    return f"{checksum:08x}"
+
+
+def _is_torchscript(path: Path) -> bool:
+    """Whether a file is what `torch.jit.save` writes: an archive with the constants of its code."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return any(name.endswith("/constants.pkl") for name in archive.namelist())
+    except (zipfile.BadZipFile, OSError):
+        return False
+
+
+def read_safetensors(path: Path) -> dict[str, Any]:
+    """Weights of a safetensors file, and what the JSON beside it says about them.
+
+    Raises:
+        CheckpointError: the file or the JSON is damaged.
+    """
+    description = path.with_suffix(".json")
+    try:
+        with safe_open(path, framework="pt") as file:
+            checksum = (file.metadata() or {}).get(CHECKSUM_KEY)
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is truncated or no safetensors file ({error})") from error
+    if checksum not in (None, actual := weights_checksum(weights)):
+        raise CheckpointError(
+            f"{path} is damaged: its weights have the checksum {actual}, not {checksum}; copy it again"
+        )
+    try:
+        entries = parse_json(description.read_bytes()) if description.is_file() else {}
+        return {**entries, **weights}
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{description} does not describe the weights beside it ({error})") from error
+
+
+def _unsafe_name(message: str) -> str | None:
+    """The name torch refused to load or call, out of its long message; None if it complains about something else."""
+    match = re.search(r"(?:GLOBAL |add_safe_globals`,? but got |unrecognized function )(<[^>]+>|[^\s,;]+)", message)
+    return match and match[1]

@@ -1,0 +1,189 @@
+"""The checkpoints of a run: each is written whole or not at all, the last few stay, the newest sound one is found.
+
+`checkpoint.py` says what a checkpoint holds, and reads it.
+"""
+
+import contextlib
+import errno
+import logging
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dino_sparo.runtime.cli import ends_unnoticed
+from dino_sparo.runtime.distributed import FaultError
+from dino_sparo.weights.file import CheckpointError, verify_checkpoint
+
+logger = logging.getLogger(__name__)
+
+# Errors of reading that say nothing about the file: no memory, no descriptors, or a file server that is away.
+PASSING = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ETIMEDOUT, errno.ESTALE)
+
+
+def save_checkpoint(
+    checkpoint: Mapping[str, Any], path: Path, previous: Sequence[Path] = (), copies: Sequence[Path] = ()
+) -> None:
+    """Write a checkpoint so that every name always holds a whole one, the old or the new.
+
+    All that can fail comes first, under temporary names: the new file is written, flushed to the disk and compared with
+    its checksums, and the other names are prepared as hard links. Only then are the temporary files renamed, `path`
+    first. So a save that fails changes nothing, and after a kill at any moment no two names hold one checkpoint.
+
+    Args:
+        checkpoint: what to write.
+        path: of the new file.
+        previous: what the files before are called from now on, the last of them first.
+        copies: further names for the new file.
+
+    Raises:
+        CheckpointError: the disk is full or the folder cannot be written; nothing has changed.
+    """
+    temporary = {name: name.with_name(f".{name.name}.tmp") for name in (path, *previous, *copies)}
+    try:
+        for name in temporary.values():
+            name.unlink(missing_ok=True)
+        with temporary[path].open("xb") as file:
+            torch.save(dict(checkpoint), file)
+            file.flush()
+            os.fsync(file.fileno())
+        verify_checkpoint(temporary[path])
+        sources = {}
+        for before, name in pairwise((path, *previous)):
+            if not before.is_file():
+                break  # a gap is filled, and what is behind it stays
+            sources[name] = before
+        sources |= dict.fromkeys(copies, temporary[path])
+        for name, source in sources.items():
+            _link(source, temporary[name])
+        os.replace(temporary[path], path)
+    except (OSError, RuntimeError, CheckpointError) as error:
+        kept = "the checkpoint before it is kept" if path.exists() else "there was none before it"
+        raise CheckpointError(f"could not write {path} ({_reason(error)}); {kept}; {_remedy(error)}") from error
+    else:
+        _rename({temporary[name]: name for name in sources}, path)
+    finally:
+        for name in temporary.values():
+            with contextlib.suppress(OSError):
+                name.unlink()
+    _sync_folder(path.parent)
+
+
+def _link(path: Path, link: Path) -> None:
+    """Give a file a second name, or copy it where the file system has no hard links."""
+    try:
+        os.link(path, link)
+    except OSError:
+        with path.open("rb") as source, link.open("xb") as copy:
+            shutil.copyfileobj(source, copy)
+            copy.flush()
+            os.fsync(copy.fileno())
+
+
+def _rename(names: Mapping[Path, Path], saved: Path) -> None:
+    """Give prepared files their names, up to the first that fails: behind it each would double the one before.
+
+    The checkpoint itself has its name already, so an error does not end the run.
+    """
+    try:
+        for temporary, name in names.items():
+            os.replace(temporary, name)
+    except OSError as error:
+        logger.error("%s is saved, but %s could not be replaced (%s)", saved, name, error)
+
+
+def _reason(error: Exception) -> object:
+    """Why a file could not be written; torch hides the system's error behind a RuntimeError of its own."""
+    is_hidden = isinstance(error, RuntimeError) and isinstance(error.__context__, OSError)
+    return error.__context__ if is_hidden else error
+
+
+def _remedy(error: Exception) -> str:
+    number = getattr(_reason(error), "errno", None)
+    if number is None or number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return "free some space and start again"
+    return "see that the folder is there and can be written, and start again"
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a renaming survive a power cut, where folders can be flushed."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+class CheckpointFolder:
+    """The checkpoints of a run: `checkpoint.pth`, the newest, and the ones before it, `checkpoint_previous1.pth`, ...
+
+    Args:
+        folder: an existing folder.
+        keep: how many there are, the newest included.
+    """
+
+    def __init__(self, folder: Path, keep: int = 3) -> None:
+        self.folder, self.keep = folder, keep
+        self.newest = folder / "checkpoint.pth"
+
+    def previous(self, number: int) -> Path:
+        """The path of the checkpoint `number` saves before the newest."""
+        return self.folder / f"checkpoint_previous{number}.pth" if number else self.newest
+
+    def save(self, checkpoint: Mapping[str, Any], copies: Iterable[str] = (), replaces_newest: bool = False) -> None:
+        """Write a checkpoint; the ones before it move one place back, and the oldest goes.
+
+        A save that fails changes nothing. One that is killed leaves `keep` different whole checkpoints if there were as
+        many before, `checkpoint.pth` among them.
+
+        Args:
+            checkpoint: what to write.
+            copies: names of files that later saves do not overwrite.
+            replaces_newest: it takes the newest one's place, and those before that stay; for a save of the same step.
+
+        Raises:
+            CheckpointError: the disk is full or the folder cannot be written; nothing has changed.
+        """
+        with contextlib.suppress(OSError):
+            for remains in self.folder.glob(".checkpoint*.tmp"):  # of a killed save; they take space
+                remains.unlink()
+        previous = [] if replaces_newest else [self.previous(number) for number in range(1, self.keep)]
+        # Workers end some time after SIGTERM, perhaps before a large file is written.
+        with ends_unnoticed():
+            save_checkpoint(checkpoint, self.newest, previous, [self.folder / copy for copy in copies])
+
+    def find(self) -> Path | None:
+        """The newest checkpoint whose bytes are those that were written; damaged ones are named and set aside.
+
+        Raises:
+            CheckpointError: there are checkpoints, but none of them is sound.
+            FaultError: the file server or the machine cannot read the newest one at the moment; it stays.
+        """
+        candidates = [path for number in range(max(self.keep, 1)) if (path := self.previous(number)).is_file()]
+        candidates += sorted(
+            set(self.folder.glob("checkpoint_previous*.pth")) - set(candidates),
+            key=lambda path: (len(path.name), path.name),  # 2 before 10
+        )
+        reasons = []
+        for path in candidates:
+            try:
+                verify_checkpoint(path)
+            except CheckpointError as error:
+                if getattr(error.__cause__, "errno", None) in PASSING:
+                    raise FaultError(f"{path} cannot be read now ({error.__cause__}); start again") from error
+                reasons.append((path, str(error)))
+                continue
+            # Renamed: otherwise the next save would drop a whole checkpoint and keep a damaged one.
+            for damaged, reason in reasons:
+                os.replace(damaged, damaged.with_name(f"{damaged.name}.damaged"))
+                logger.error("%s; it is %s.damaged now, and the run goes on from %s", reason, damaged.name, path)
+            return path
+        if reasons:
+            causes = "; ".join(reason for _, reason in reasons)
+            raise CheckpointError(f"{causes}; none is left to go on from. Choose another --output_dir")
+        return None

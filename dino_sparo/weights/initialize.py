@@ -1,0 +1,159 @@
+"""The weights of a trained vision transformer -> the start of an encoder, as far as the two have the same parts.
+
+Of an image-text model both towers are started by `image_text/initialize.py`.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from dino_sparo.models.backbone import Backbone
+from dino_sparo.models.encoder import Encoder
+from dino_sparo.runtime.choices import ARCHITECTURES
+from dino_sparo.weights.checkpoint import (
+    CheckpointError,
+    activation_of,
+    block_of,
+    load_checkpoint,
+    network_weights,
+    num_blocks,
+    patch_sizes,
+    shortened,
+)
+
+
+@dataclass(frozen=True)
+class InitReport:
+    """What `initialize_encoder` did, by names of weights.
+
+    Attributes:
+        source: the file.
+        taken: weights that come from it.
+        dropped: weights of it that have no place in the encoder.
+        new: weights of the encoder that keep their random values.
+        grids: sides in patches of the source's and of the encoder's position grid.
+    """
+
+    source: str
+    taken: tuple[str, ...]
+    dropped: tuple[str, ...]
+    new: tuple[str, ...]
+    grids: tuple[int, int]
+
+    def __str__(self) -> str:
+        before, after = self.grids
+        resampled = f"; position embedding resampled from {before}x{before} to {after}x{after} patches"
+        return (
+            f"weights of {self.source}: taken {_parts(self.taken)}; dropped {_parts(self.dropped)}; new "
+            f"{_parts(self.new)}{resampled if before != after else ''}"
+        )
+
+
+def _parts(names: Iterable[str]) -> str:
+    """What weights belong to: `pos_embed, blocks 0-10, head.*`."""
+    blocks = sorted({block_of(name) for name in names} - {-1})
+    text = f"blocks {blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else f"block {blocks[0]}" if blocks else ""
+    paths = [name.removeprefix("backbone.").split(".") for name in names]
+    parts = [text if first == "blocks" else f"{first}.*" if rest else first for first, *rest in paths]
+    return ", ".join(dict.fromkeys(parts)) or "nothing"
+
+
+def initialize_encoder(encoder: Encoder, path: str | Path, which: str = "teacher") -> InitReport:
+    """Start an encoder from the weights of another, in place.
+
+    The blocks that both have are taken, and a read-out of the same sizes. A ViT's last
+    block is dropped where `sparo` replaces it. Positions of another grid are resampled as the backbone does it
+    for images of another size.
+
+    Args:
+        encoder: what to start; it says width, patch size and channels.
+        path: one of our checkpoints, a DINO or timm ViT state dict, or the image tower of a CLIP: ours, OpenCLIP's or
+            sparo-clip's (.pth, .safetensors).
+        which: `teacher` or `student`, of a checkpoint that holds both.
+
+    Returns:
+        What was taken, what was dropped and what is new.
+
+    Raises:
+        CheckpointError: the file cannot be read, or holds no ViT, or one of another width, patch size or make.
+    """
+    checkpoint, config = load_checkpoint(path), encoder.config
+    check_same_activation(checkpoint, config.quick_gelu, str(path))
+    return start_encoder(encoder, network_weights(checkpoint, which, str(path)), str(path))
+
+
+def start_encoder(encoder: Encoder, weights: dict[str, Tensor], source: str) -> InitReport:
+    """`initialize_encoder` for weights under our names that have been read from `source` already; changes `weights`."""
+    config, own = encoder.config, encoder.state_dict()
+    if "backbone.norm.weight" not in own:  # the read-out has the last LayerNorm, or there is none
+        weights = {name.replace("backbone.norm.", "readout.norm."): value for name, value in weights.items()}
+    _check_same_make(weights, own, source)
+    grid_size = patch_sizes(weights)[-1]
+    # A backbone without blocks, of the source's grid: it knows how to resample its positions.
+    resampler = Backbone(
+        ARCHITECTURES[config.arch], config.patch_size, grid_size * config.patch_size, config.in_chans, depth=0
+    )
+    resampler.pos_embed = nn.Parameter(weights["backbone.pos_embed"].float())
+    weights["backbone.pos_embed"] = resampler.position_embedding(config.img_size, config.img_size).detach()
+    taken = [name for name in own if name in weights and weights[name].shape == own[name].shape]
+    # A read-out is taken whole or not at all: its queries were trained with its keys.
+    readout = {name for name in (*own, *weights) if name.startswith("readout.")}
+    if not readout <= set(taken):
+        taken = [name for name in taken if name not in readout]
+    encoder.load_state_dict({**own, **{name: weights[name] for name in taken}})
+    return InitReport(
+        source,
+        tuple(taken),
+        dropped=tuple(name for name in weights if name not in taken),
+        new=tuple(name for name in own if name not in taken),
+        grids=(grid_size, config.img_size // config.patch_size),
+    )
+
+
+def check_same_activation(checkpoint: Mapping[str, Any], quick_gelu: bool, source: str) -> None:
+    """Refuse to start from weights that were trained with another activation, where the file says which.
+
+    Raises:
+        CheckpointError: they were.
+    """
+    if activation_of(checkpoint) == (not quick_gelu):
+        raise CheckpointError(
+            f"{source} was trained with quick_gelu={not quick_gelu}, the model has quick_gelu={quick_gelu}; build it "
+            f"alike: --quick_gelu {str(not quick_gelu).lower()}"
+        )
+
+
+def _check_same_make(weights: Mapping[str, Tensor], own: Mapping[str, Tensor], source: str) -> None:
+    """Refuse weights that are not of the encoder's kind of ViT, up to its number of blocks and its grid."""
+    sizes, own_sizes = patch_sizes(weights), patch_sizes(own)
+    for what, actual, wanted in zip(
+        ("width", "number of channels", "patch size"), sizes[:3], own_sizes[:3], strict=True
+    ):
+        if actual != wanted:
+            raise CheckpointError(
+                f"{source} has {what} {actual}, the encoder {wanted}; choose other weights, or build the encoder alike "
+                f"(--arch, --patch_size)"
+            )
+    positions = tuple(weights["backbone.pos_embed"].shape)
+    if positions != (1, sizes[-1] ** 2 + 1, sizes[0]):
+        raise CheckpointError(
+            f"{source} has positions {positions}; a square grid and one class token are what an encoder starts from"
+        )
+    depth = min(num_blocks(weights), num_blocks(own))
+    their_names, own_names = (
+        {name for name in names if name.startswith("backbone.") and block_of(name) < depth} for names in (weights, own)
+    )
+    misshapen = {
+        name for name in (their_names & own_names) - {"backbone.pos_embed"} if weights[name].shape != own[name].shape
+    }
+    strange = sorted(misshapen | (their_names ^ own_names))
+    if strange:
+        is_clips, is_own_clips = ("backbone.norm_pre.weight" in names for names in (weights, own))
+        hint = f"; build the encoder alike: --pre_norm {str(is_clips).lower()}" if is_clips != is_own_clips else ""
+        raise CheckpointError(
+            f"{source} holds a ViT of another make: {len(strange)} weights are missing, unexpected or of another "
+            f"shape, {shortened(strange)}{hint}"
+        )

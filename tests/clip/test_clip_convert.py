@@ -1,0 +1,221 @@
+"""The same weights give the same encodings here and in open_clip, whichever way they went."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from dino_sparo.clip.convert import from_open_clip, open_clip_config, to_open_clip
+from dino_sparo.clip.model import CLIP, clip_from_open_clip, create_clip, load_clip
+from dino_sparo.weights.checkpoint import CheckpointError, load_checkpoint, load_encoder
+
+open_clip = pytest.importorskip("open_clip")
+
+B, N, VOCAB, M = 3, 9, 53, 11
+VISION = {"layers": 4, "width": 128, "head_width": 32, "patch_size": 8, "image_size": 32}
+TEXT = {"context_length": N, "vocab_size": VOCAB, "width": 24, "heads": 2, "layers": 3}
+
+
+def their_model(**changed: object) -> nn.Module:
+    """A small model of open_clip, every parameter away from what it starts with."""
+    torch.manual_seed(0)
+    model = open_clip.CLIP(**{"embed_dim": M, "vision_cfg": VISION, "text_cfg": TEXT, **changed})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model.eval()
+
+
+def our_model(readout: str = "cls", **changed: object) -> CLIP:
+    """Its counterpart, with other weights."""
+    torch.manual_seed(1)
+    sizes = {"img_size": 32, "embed_dim": M, "text_width": 24, "text_heads": 2, "text_layers": 3, "context_length": N}
+    model = create_clip("vit_micro", 8, readout, **{**sizes, "vocab_size": VOCAB, **changed})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model.eval()
+
+
+@torch.no_grad()
+def assert_equal_encodings(ours: CLIP, theirs: nn.Module) -> None:
+    torch.manual_seed(2)
+    images = torch.randn(B, 3, 32, 32)
+    ids = torch.randint(1, VOCAB - 1, (B, N))
+    for caption, end in enumerate((4, N - 1, 2)):
+        ids[caption, end:] = 0
+        ids[caption, end] = VOCAB - 1
+    for normalize in (False, True):
+        expected = theirs.encode_image(images, normalize=normalize)
+        torch.testing.assert_close(ours.encode_image(images, normalize), expected, rtol=1e-5, atol=1e-5)
+        expected = theirs.encode_text(ids, normalize=normalize)
+        torch.testing.assert_close(ours.encode_text(ids, normalize), expected, rtol=1e-5, atol=1e-5)
+    assert ours(images, ids).logit_scale == theirs.logit_scale.exp()
+    assert ours.encode_image(images).std() > 0.1
+    assert ours.encode_text(ids).std() > 0.1
+
+
+@pytest.mark.parametrize("quick_gelu", [False, True])
+def test_an_open_clip_model_and_ours_from_it_encode_alike(quick_gelu: bool) -> None:
+    theirs = their_model(quick_gelu=quick_gelu)
+    ours = clip_from_open_clip(theirs)
+    assert ours.config.quick_gelu == quick_gelu
+    assert not ours.training
+    assert_equal_encodings(ours, theirs)
+
+
+@pytest.mark.parametrize("changed", [{}, {"quick_gelu": True}, {"replace_block": True}], ids=str)
+def test_our_model_and_open_clips_from_it_encode_alike(changed: dict[str, bool]) -> None:
+    ours = our_model(**changed)
+    theirs = open_clip.CLIP(**open_clip_config(ours.config)).eval()
+    theirs.load_state_dict(to_open_clip(ours.config, ours.state_dict()), strict=True)
+    assert_equal_encodings(ours, theirs)
+
+
+def test_weights_that_went_to_open_clip_and_back_are_the_same() -> None:
+    ours = our_model()
+    _config, weights = from_open_clip(to_open_clip(ours.config, ours.state_dict()), text_heads=2)
+    assert weights.keys() == ours.state_dict().keys()
+    assert all(torch.equal(weights[name], value) for name, value in ours.state_dict().items())
+
+
+def test_vit_b_32_has_open_clips_weights_by_name_and_shape() -> None:
+    with torch.device("meta"):
+        ours = create_clip("vit_base", 32, "cls")
+        theirs = open_clip.CLIP(**open_clip.get_model_config("ViT-B-32"))
+    renamed = to_open_clip(ours.config, ours.state_dict())
+    assert {name: tuple(value.shape) for name, value in renamed.items()} == {
+        name: tuple(value.shape) for name, value in theirs.state_dict().items()
+    }
+    config, _weights = from_open_clip(theirs.state_dict())
+    assert (config.image.arch, config.image.patch_size, config.image.img_size) == ("vit_base", 32, 224)
+    assert (config.text.heads, config.text.layers, config.embed_dim) == (8, 12, 512)
+
+
+def test_an_untouched_model_of_open_clip_and_ours_start_with_the_same_spread() -> None:
+    torch.manual_seed(0)
+    sizes = {"text_width": 192, "text_heads": 3, "text_layers": 5, "vocab_size": VOCAB, "context_length": 40}
+    ours = create_clip("vit_micro", 8, "cls", img_size=32, embed_dim=64, **sizes)
+    theirs = open_clip.CLIP(**open_clip_config(ours.config)).state_dict()
+    started = to_open_clip(ours.config, ours.state_dict())
+    for name in (name for name in theirs if not name.startswith("visual.") or name == "visual.proj"):
+        if theirs[name].ndim:
+            spread = theirs[name].std().item()
+            assert started[name].std().item() == pytest.approx(spread, rel=0.15, abs=1e-6), name
+            assert started[name].mean().item() == pytest.approx(theirs[name].mean().item(), abs=0.02), name
+
+
+# Files.
+
+
+def other_names(weights: dict[str, torch.Tensor], form: str) -> dict[str, torch.Tensor]:
+    """open_clip's weights as other versions of it write them."""
+    if form == "text tower by itself":
+        return {
+            name if name.startswith(("visual", "logit")) else f"text.{name}": value for name, value in weights.items()
+        }
+    if form == "scale as a vector, buffers":
+        return {**weights, "logit_scale": weights["logit_scale"][None], "attn_mask": torch.zeros(N, N)}
+    return weights
+
+
+@pytest.mark.parametrize("form", ["as it is", "text tower by itself", "scale as a vector, buffers"])
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors", "training"])
+def test_files_of_open_clip_are_loaded(suffix: str, form: str, tmp_path: Path) -> None:
+    theirs = their_model()
+    weights = other_names(theirs.state_dict(), form)
+    path = tmp_path / ("epoch_1.pt" if suffix == "training" else f"weights{suffix}")
+    if suffix == ".safetensors":
+        save_file({name: value.contiguous() for name, value in weights.items()}, path)
+    elif suffix == ".pt":
+        torch.save(weights, path)
+    else:
+        named = {f"module.{name}": value for name, value in weights.items()}
+        torch.save({"epoch": 7, "name": "run", "state_dict": named, "optimizer": {}}, path)
+    loaded = load_clip(path, text_heads=2)
+    assert_equal_encodings(loaded.model, theirs)
+    assert loaded.mean == pytest.approx((0.48145466, 0.4578275, 0.40821073))
+    assert loaded.std == pytest.approx((0.26862954, 0.26130258, 0.27577711))
+    assert loaded.record["epoch"] == (7 if suffix == "training" else None)
+    assert len(loaded.record["sha256"]) == 64
+
+
+def test_quick_gelu_of_a_file_is_told_by_the_user(tmp_path: Path) -> None:
+    theirs = their_model(quick_gelu=True)
+    torch.save(theirs.state_dict(), tmp_path / "weights.pt")
+    assert_equal_encodings(load_clip(tmp_path / "weights.pt", text_heads=2, quick_gelu=True).model, theirs)
+
+
+def test_weights_are_read_as_they_were_published(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The bug: ViT-L-14 of LAION-2B, whose images have mean and deviation 0.5, was evaluated with OpenAI's."""
+    theirs, path = their_model(quick_gelu=True), tmp_path / "open_clip_model.safetensors"
+    save_file(theirs.state_dict(), path)
+    images = {"mean": [0.5, 0.25, 0.125], "std": [0.5, 0.5, 0.5], "resize_mode": "squash"}
+    config = {"model_cfg": {"quick_gelu": True}, "preprocess_cfg": images}
+    (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
+    loaded = load_clip(path, text_heads=2)
+    assert_equal_encodings(loaded.model, theirs)
+    assert (loaded.mean, loaded.std) == ((0.5, 0.25, 0.125), (0.5, 0.5, 0.5))
+    assert "was trained with images resized by 'squash'" in caplog.text
+    encoder = load_encoder(path)  # of the image tower, for k-NN and probes
+    assert encoder.config.quick_gelu
+    assert load_checkpoint(path)["published"]["quick_gelu"]
+    (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": {}, "preprocess_cfg": {}}))
+    with pytest.raises(ValueError, match=r"--quick_gelu is given, but .* was published without"):
+        load_clip(path, text_heads=2, quick_gelu=True)
+    assert load_clip(path, text_heads=2).mean == pytest.approx((0.48145466, 0.4578275, 0.40821073))
+    for text in ("[]", "{", '{"preprocess_cfg": {"mean": 3}}', '{"preprocess_cfg": {"mean": ["a"]}}'):
+        (tmp_path / "open_clip_config.json").write_text(text)
+        with pytest.raises(CheckpointError, match=r"open_clip_config.json does not describe the weights beside it"):
+            load_clip(path, text_heads=2)
+
+
+# What cannot be converted.
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"readout": "sparo", "num_slots": 5, "slot_dim": 7, "key_dim": 3}, "open_clip has no model.*'sparo'"),
+        ({"pre_norm": False}, "pre_norm=False"),
+        ({"in_chans": 1}, "in_chans=1"),
+    ],
+)
+def test_models_that_open_clip_does_not_have_are_refused(changed: dict, message: str) -> None:
+    ours = our_model(**changed)
+    with pytest.raises(ValueError, match=message):
+        to_open_clip(ours.config, ours.state_dict())
+    with pytest.raises(ValueError, match=message):
+        open_clip_config(ours.config)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"vision_cfg": {**VISION, "head_width": 64}}, "has 2 heads; vit_micro has 4"),
+        ({"vision_cfg": {**VISION, "layers": 3}}, "no architecture has width 128 and 3 blocks"),
+        ({"vision_cfg": {**VISION, "no_ln_pre": True}}, "do not fit"),
+        ({"vision_cfg": {**VISION, "ls_init_value": 0.1}}, r"8 are unknown \(visual.*ls_1"),
+        ({"text_cfg": {**TEXT, "proj_type": "none", "width": M * 2}, "embed_dim": M * 2}, "missing .*text_projection"),
+        ({"init_logit_bias": -10.0}, r"unknown \(logit_bias"),
+        ({"vision_cfg": {**VISION, "act_kwargs": {"approximate": "tanh"}}}, "approximate='tanh'"),
+    ],
+    ids=["heads", "depth", "no norm before", "layer scale", "no projection", "logit bias", "activation"],
+)
+def test_open_clip_models_of_another_make_are_refused(changed: dict, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        clip_from_open_clip(their_model(**changed))
+
+
+def test_a_resnet_is_refused(tmp_path: Path) -> None:
+    theirs = their_model(vision_cfg={"layers": [1, 1, 1, 1], "width": 16, "image_size": 32})
+    with pytest.raises(CheckpointError, match="plain CLIP with a vision transformer"):
+        from_open_clip(theirs.state_dict(), text_heads=2)
+
+
+def test_text_heads_that_cannot_be_told_are_asked_for() -> None:
+    with pytest.raises(CheckpointError, match=r"24 wide.*give text_heads"):
+        from_open_clip(their_model().state_dict())

@@ -1,0 +1,354 @@
+"""Learning a mask: its equation, its loss, the best epoch, relative changes, and the command."""
+
+import json
+import logging
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from clip_fakes import parser_of
+from torch.nn import functional as F
+
+from dino_sparo.__main__ import run as run_command
+
+pytest.importorskip("open_clip")
+
+from clip_fakes import evaluate, paint, small_checkpoint
+
+from dino_sparo.clip import create_clip
+from dino_sparo.clip.slots import mask, mask_fit
+from dino_sparo.clip.slots.mask import number_of_parts, relative_change
+from dino_sparo.clip.slots.mask_fit import (
+    FitSettings,
+    Mask,
+    fit_mask,
+    masked_pairs,
+    pair_loss,
+    part_products,
+)
+from dino_sparo.clip.slots.subsets import SlotMask, read_slots
+from dino_sparo.image_text.evaluation.questions import EncodedQuestions, Question, macro
+from dino_sparo.image_text.evaluation.scene_pairs import write_scene_pairs
+from dino_sparo.image_text.evaluation.sugarcrepe import split_results
+from dino_sparo.image_text.scoring.dot_product import pair_products
+
+PARTS, WIDTH = 5, 3
+NUM_PAIRS = 17
+
+
+def pairs_of(splits: list[str], images: torch.Tensor, texts: torch.Tensor) -> EncodedQuestions:
+    """Questions with these features: all true captions, then all false ones; images are used in turns."""
+    rows = torch.arange(len(splits))
+    questions = [Question(split, ("",), ("", "")) for split in splits]
+    text_of = torch.stack((rows, rows + len(rows)), dim=1)
+    return EncodedQuestions(questions, images, texts, (rows % len(images))[:, None], text_of, len(images))
+
+
+def random_pairs(seed: int = 0, num_images: int = 7) -> EncodedQuestions:
+    """Pairs of two splits with random features of length one."""
+    generator = torch.Generator().manual_seed(seed)
+    images, texts = (
+        F.normalize(torch.randn(n, PARTS * WIDTH, generator=generator), dim=1) for n in (num_images, 2 * NUM_PAIRS)
+    )
+    return pairs_of(["swap_obj" if i % 3 else "swap_att" for i in range(NUM_PAIRS)], images, texts)
+
+
+def run(*options: object) -> dict:
+    return evaluate("mask", *options)
+
+
+# --- the mask and its loss
+
+
+@pytest.mark.parametrize(("bound", "scales"), [("min", [1.0, 99.0, 100.0]), ("max", [100.0, 100.0, 250.0])])
+def test_the_mask_is_the_papers_sigmoid_with_either_bound(bound, scales):
+    network = Mask(3, bound)
+    with torch.no_grad():
+        network.theta.copy_(torch.tensor([-0.02, 0.0, 0.5]))
+        for alpha, scale in zip((0.0, math.log(99), math.log(250)), scales, strict=True):
+            network.alpha.fill_(alpha)
+            weights, found = network()
+            assert float(found) == pytest.approx(scale)
+            expected = [1 / (1 + math.exp(-scale / 4 * theta)) for theta in (-0.02, 0.0, 0.5)]
+            assert weights.tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("bound", "start"), [("min", 1 / 0.07), ("max", 100)])
+def test_the_mask_starts_where_it_changes_nothing_and_everything_learns(bound, start):
+    network = Mask(PARTS, bound)
+    features = random_pairs()
+    weights, scale = network()
+    assert weights.tolist() == [0.5] * PARTS
+    assert scale.item() == pytest.approx(start, rel=1e-5)
+    torch.testing.assert_close(masked_pairs(features, weights.detach()).images, features.images)
+    pair_loss(part_products(features, PARTS), weights, scale).backward()
+    assert network.theta.grad is not None
+    assert network.alpha.grad is not None
+    assert network.theta.grad.abs().min() > 0
+    assert network.alpha.grad.item() != 0
+
+
+def test_the_mask_learns_by_default_and_saturates_above_chance_with_the_bound_that_the_paper_prints():
+    """True and false captions that differ little, as SugarCrepe's do: half of the parts tell a little, half mislead."""
+    generator = torch.Generator().manual_seed(3)
+    number, parts, width = 400, 16, 8
+    images = F.normalize(torch.randn(number, parts, width, generator=generator), dim=2)
+    both = images + torch.randn(images.shape, generator=generator)
+    true, false = (both + 0.3 * torch.randn(images.shape, generator=generator) for _ in range(2))
+    tells = torch.tensor([0.1] * 8 + [-0.1] * 8)[None, :, None]
+    true, false = F.normalize(true + tells * images, dim=2), F.normalize(false, dim=2)
+    texts = torch.cat((true, false)).flatten(1) / parts**0.5
+    features = pairs_of(["swap_obj"] * number, images.flatten(1) / parts**0.5, texts)
+    found = {
+        bound: fit_mask(features, parts, FitSettings(epochs=10, batch_size=50, bound=bound)) for bound in ("min", "max")
+    }
+    assert found["min"].losses[-1] < math.log(2) < found["max"].losses[-1]
+    saturated = {bound: int(((each.weights - 0.5).abs() > 0.499).sum()) for bound, each in found.items()}
+    assert saturated["min"] == 0 < saturated["max"]
+    assert FitSettings().bound == "min"
+
+
+@pytest.mark.parametrize("num_parts", [PARTS, PARTS * WIDTH])
+def test_the_loss_follows_the_equation(num_parts):
+    features = random_pairs()
+    weights = torch.rand(num_parts, generator=torch.Generator().manual_seed(1))
+    losses = []
+    for pair in range(NUM_PAIRS):
+        image = features.images[features.image_of[pair, 0]].tolist()
+        masked = [value * float(weights[i * num_parts // len(image)]) for i, value in enumerate(image)]
+        logits = []
+        for number in features.text_of[pair]:
+            caption = features.texts[number].tolist()
+            dot = sum(a * b for a, b in zip(masked, caption, strict=True))
+            logits.append(130 * dot / (math.hypot(*masked) * math.hypot(*caption)))
+        losses.append(math.log(sum(math.exp(logit - logits[0]) for logit in logits)))
+    found = pair_loss(part_products(features, num_parts), weights, torch.tensor(130.0))
+    assert float(found) == pytest.approx(sum(losses) / NUM_PAIRS, rel=1e-4)
+
+
+def test_products_do_not_depend_on_chunks(monkeypatch):
+    expected = part_products(random_pairs(), PARTS)
+    monkeypatch.setattr(mask_fit, "PAIR_CHUNK", 4)
+    for ours, theirs in zip(part_products(random_pairs(), PARTS), expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+# --- the fit
+
+
+def test_one_step_is_that_of_sgd():
+    features = random_pairs()
+    network = Mask(PARTS)
+    pair_loss(part_products(features, PARTS), *network()).backward()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter -= 0.003 * parameter.grad
+    found = fit_mask(features, PARTS, FitSettings(epochs=1, lr=0.003, batch_size=NUM_PAIRS))
+    torch.testing.assert_close(found.weights, network()[0].detach(), rtol=1e-4, atol=1e-6)
+    assert (found.epoch, len(found.losses), len(found.accuracies)) == (1, 1, 1)
+
+
+def test_the_part_that_tells_is_kept_and_the_one_that_misleads_is_not():
+    """Part 0 is nearer to the true caption in every pair, part 1 to the false one and by more, part 2 to neither."""
+    generator = torch.Generator().manual_seed(0)
+    images = F.normalize(torch.rand(6, 3, 2, generator=generator) + 0.1, dim=2)
+    near = images + 0.05 * torch.rand(6, 3, 2, generator=generator)
+    far, farther = images + torch.tensor([0.0, -0.6]), images + torch.tensor([0.0, -0.9])
+    positive = F.normalize(torch.stack((near[:, 0], farther[:, 1], near[:, 2]), dim=1), dim=2)
+    negative = F.normalize(torch.stack((far[:, 0], near[:, 1], near[:, 2]), dim=1), dim=2)
+    texts = torch.cat((positive, negative)).flatten(1) / 3**0.5
+    features = pairs_of(["swap_obj"] * 6, images.flatten(1) / 3**0.5, texts)
+    assert macro(split_results(features, pair_products)) < 100
+    found = fit_mask(features, 3, FitSettings(epochs=20, batch_size=4))
+    assert found.accuracies[found.epoch - 1] == 100
+    assert found.weights[0] > 0.7
+    assert found.weights[1] < 0.3
+    assert found.losses[-1] < found.losses[0]
+
+
+def test_the_first_of_the_best_epochs_is_kept():
+    features = random_pairs(1)
+    settings = FitSettings(epochs=9, batch_size=5, seed=2)
+    found = fit_mask(features, PARTS, settings)
+    assert found.epoch == found.accuracies.index(max(found.accuracies)) + 1
+    assert macro(split_results(masked_pairs(features, found.weights), pair_products)) == max(found.accuracies)
+    again = fit_mask(features, PARTS, settings)
+    assert torch.equal(again.weights, found.weights)
+    assert again.losses == found.losses
+    other = fit_mask(features, PARTS, FitSettings(epochs=9, batch_size=5, seed=3))
+    assert other.losses != found.losses
+
+
+def test_a_mask_that_is_no_longer_finite_is_refused():
+    features = random_pairs()
+    features.images[2] = torch.nan
+    with pytest.raises(ValueError, match="mask of epoch 1 has no finite weight above 0; give a smaller --lr"):
+        fit_mask(features, PARTS, FitSettings(epochs=3))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"epochs": 0}, "epochs=0"),
+        ({"batch_size": 0}, "mask_batch_size=0"),
+        ({"lr": 0.0}, "lr=0.0"),
+        ({"bound": "clip"}, r"mask_scale='clip'; choose min, for min\(100, exp\(alpha\)\)"),
+        ({"momentum": 1.0}, r"momentum=1.0; give lr > 0 and a momentum in \[0, 1\)"),
+    ],
+)
+def test_settings_out_of_range_are_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        FitSettings(**values)
+
+
+def test_the_papers_settings_are_the_defaults():
+    settings = FitSettings()
+    assert (settings.epochs, settings.lr, settings.momentum) == (100, 0.02, 0.9)
+
+
+# --- changes elsewhere
+
+
+@pytest.mark.parametrize(
+    ("fit", "elsewhere", "expected"),
+    [
+        # Rows of table 5 (SugarCrepe, then VTAB or ImageNet), whose accuracies are rounded to three digits.
+        ((0.710, 0.764), (0.262, 0.272), 0.497),
+        ((0.692, 0.732), (0.343, 0.292), -2.598),
+        ((0.678, 0.771), (0.345, 0.250), -2.003),
+        ((0.710, 0.881), (0.370, 0.328), -0.465),
+    ],
+)
+def test_relative_changes_are_the_papers(fit, elsewhere, expected):
+    assert relative_change(*elsewhere, *fit) == pytest.approx(expected, abs=0.05)
+
+
+def test_there_is_no_relative_change_where_nothing_changed():
+    assert relative_change(10.0, 12.0, 50.0, 50.0) is None
+    assert relative_change(0.0, 12.0, 50.0, 60.0) is None
+    assert relative_change(10.0, 10.0, 50.0, 60.0) == 0
+
+
+@pytest.mark.parametrize(
+    ("readout", "parts", "expected"),
+    [
+        ("sparo", "slot", 5),
+        ("sparo", "dimension", 35),
+        ("attpool", "slot", 5),
+        ("gap", "dimension", 12),
+        ("gap", "4", 4),
+    ],
+)
+def test_parts_are_slots_dimensions_or_a_number(readout, parts, expected):
+    assert number_of_parts(parts, small_config(readout)) == expected
+
+
+@pytest.mark.parametrize(
+    ("readout", "parts", "message"),
+    [
+        ("gap", "slot", "parts=slot, but readout 'gap' has no slots"),
+        ("gap", "5", "parts='5': give slot, dimension, or a number that divides the encoding's 12 numbers"),
+        ("gap", "0", "parts='0'"),
+        ("sparo", "patch", "parts='patch'"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(readout, parts, message):
+    with pytest.raises(ValueError, match=message):
+        number_of_parts(parts, small_config(readout))
+
+
+def small_config(readout: str):
+    sizes = {"num_slots": 5, "slot_dim": 7, "key_dim": 3, "img_size": 32, "embed_dim": 12}
+    with torch.device("meta"):
+        return create_clip("vit_micro", 8, readout, text_width=24, text_heads=2, text_layers=3, **sizes).config
+
+
+# --- the command
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_scene_pairs(tmp_path_factory.mktemp("pairs"), num_pairs=13, image_size=32)
+
+
+@pytest.mark.slow
+def test_the_command_writes_a_mask_that_evaluations_take(pairs, tmp_path, capsys):
+    weights = small_checkpoint(tmp_path / "run" / "checkpoint.pth")
+    options = ["--pretrained_weights", weights, "--data_path", pairs]
+    for folder, colours in (("three", ("red", "green", "blue")), ("two", ("red", "cyan"))):
+        for colour in colours:
+            paint(tmp_path / folder / colour / "0.png", colour)
+    learn = [*options, "--epochs", 7, "--mask_batch_size", 11, "--evaluate", tmp_path / "three", tmp_path / "two"]
+    result = run(*learn)
+    out = capsys.readouterr().out
+    assert "mean of these" in out
+    assert f"epoch {result['fit']['best_epoch']}" in out
+    path = tmp_path / "run" / "mask.json"
+    assert json.loads(path.read_text()) == result
+    assert read_slots(path) == SlotMask(tuple(result["mask"]), 35, result["model"]["sha256"])
+    assert len(result["mask"]) == 5
+    assert result["accuracy"]["masked"] == max(result["fit"]["accuracies"])
+
+    here = [*options, "--output", tmp_path / "sugarcrepe.json"]
+    plain, masked = (evaluate("sugarcrepe", *here, *more) for more in ([], ["--slots", path]))
+    assert plain["macro_splits"] == result["accuracy"]["initial"]
+    assert masked["macro_splits"] == pytest.approx(result["accuracy"]["masked"])
+    there = [
+        "--pretrained_weights",
+        weights,
+        "--data_path",
+        tmp_path / "three",
+        "--output",
+        tmp_path / "zero_shot.json",
+    ]
+    for name, more in (("initial", []), ("masked", ["--slots", path])):
+        found = evaluate("zero-shot", *there, *more)
+        assert result["elsewhere"][0][name] == found["top1"]
+        mean = (result["elsewhere"][0][name] + result["elsewhere"][1][name]) / 2
+        assert result["mean_elsewhere"][name] == pytest.approx(mean)
+
+
+@pytest.mark.slow
+def test_the_same_command_writes_the_same_files(pairs, tmp_path):
+    weights = small_checkpoint(tmp_path / "checkpoint.pth", "gap")
+    options = ["--pretrained_weights", weights, "--data_path", pairs, "--images", pairs / "images"]
+    written = []
+    for _ in range(2):
+        run(*options, "--parts", "dimension", "--epochs", 3, "--output", tmp_path / "out" / "mask.json")
+        written.append([(tmp_path / "out" / f"mask.{ending}").read_bytes() for ending in ("json", "png")])
+    assert written[0] == written[1]
+    assert len(json.loads(written[0][0])["mask"]) == 11
+
+
+def test_wide_masks_are_drawn_as_an_area(tmp_path):
+    weights = torch.rand(400, generator=torch.Generator().manual_seed(0))
+    mask.draw_mask(mask_fit.FitResult(weights, 2, [0.7, 0.6], [50.0, 60.0]), 45.0, tmp_path / "mask.png")
+    assert (tmp_path / "mask.png").stat().st_size > 10_000
+
+
+def test_a_mistake_ends_in_one_line(pairs, tmp_path, caplog):
+    weights = small_checkpoint(tmp_path / "checkpoint.pth", "gap")
+    options = ["--pretrained_weights", str(weights), "--data_path", str(pairs), "--device", "cpu"]
+    with caplog.at_level(logging.ERROR), pytest.raises(SystemExit):
+        run_command("mask", options)
+    assert "readout 'gap' has no slots; give a number of contiguous equal parts" in caplog.text
+    with pytest.raises(ValueError, match="--data_path is empty"):
+        run("--pretrained_weights", weights)
+
+
+def test_the_options_are_known():
+    own = {
+        "data_path",
+        "images",
+        "parts",
+        "epochs",
+        "lr",
+        "momentum",
+        "mask_batch_size",
+        "mask_scale",
+        "seed",
+        "evaluate",
+        "download",
+    }
+    assert own <= vars(parser_of("mask").parse_args([])).keys()

@@ -1,0 +1,323 @@
+"""Pictures of slots: the pairs to look at, the sheet, the page and the command."""
+
+import csv
+import json
+import logging
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from clip_fakes import call, parser_of
+from PIL import Image
+
+from dino_sparo.__main__ import run as run_command
+
+pytest.importorskip("open_clip")
+
+from clip_fakes import paint, small_checkpoint
+from figures import assert_readable, drawn_words
+
+from dino_sparo.clip import load_clip, tokenize
+from dino_sparo.clip.pictures.concepts import Criteria, PairLook
+from dino_sparo.clip.pictures.page import write_page
+from dino_sparo.clip.pictures.sheet import Gallery, draw_sheet, mark_level, wrap_words
+from dino_sparo.clip.pictures.words import Word, WordAttention, caption_words
+from dino_sparo.clip.slots.subsets import SlotMask
+from dino_sparo.evaluation.slots.choice import SlotSelection
+from dino_sparo.image_text.picture_pairs import open_pair_folder, open_picture_pairs
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def run(*options: object) -> dict:
+    return call("pictures", [*options, "--device", "cpu"])
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_checkpoint(tmp_path_factory.mktemp("pictures") / "checkpoint.pth")
+
+
+# --- pairs to look at
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, colour, caption in (("b", "red", "A red <b>wall</b>"), ("a", "blue", "blue sky\n"), ("c", "green", "  ")):
+        paint(tmp_path / "pairs" / f"{name}.png", colour)
+        (tmp_path / "pairs" / f"{name}.txt").write_text(caption)
+    paint(tmp_path / "pairs" / "d.png", "cyan")
+    paint(tmp_path / "pairs" / "e.png", "broken")
+    (tmp_path / "pairs" / "e.txt").write_text("a broken file")
+    return tmp_path / "pairs"
+
+
+def test_a_folder_of_pairs_is_read_by_name(folder, caplog):
+    source = open_picture_pairs(str(folder))
+    assert [Path(source.location(i)).name for i in range(len(source))] == ["a.png", "b.png", "c.png", "e.png"]
+    assert source.captions_of(0) == ["blue sky"]
+    assert source.left_out.counts == {"without a .txt": 1}
+    assert "d.png" in caplog.text
+
+
+def test_a_folder_without_captions_is_refused(tmp_path):
+    paint(tmp_path / "a.png", "red")
+    (tmp_path / "b.txt").write_text("another name")
+    with pytest.raises(ValueError, match=r"holds 1 images, none with a \.txt file"):
+        open_pair_folder(tmp_path)
+
+
+def test_scenes_are_held_out_ones_with_their_captions():
+    source = open_picture_pairs("scenes:3:48")
+    assert "val" in source.name
+    assert " on " in source.captions_of(2)[0]
+
+
+def test_pairs_that_cannot_be_read_are_left_out_and_named(weights, folder, tmp_path, caplog):
+    found = run("--pretrained_weights", weights, "--data_path", folder, "--output_dir", tmp_path / "out")
+    assert [Path(pair["image"]).name for pair in found["slots"][0]["pairs"]] == ["a.png", "b.png"]
+    assert "c.png" in caplog.text
+    assert "e.png" in caplog.text
+    assert "left out 2 pairs" in caplog.text
+
+
+def test_captions_that_are_cut_off_are_counted(weights, tmp_path, caplog):
+    paint(tmp_path / "pairs" / "a.png", "red")
+    (tmp_path / "pairs" / "a.txt").write_text("word " * 99)
+    run("--pretrained_weights", weights, "--data_path", tmp_path / "pairs", "--output_dir", tmp_path)
+    assert "1 captions are longer than the context and cut off" in caplog.text
+
+
+def test_no_readable_pair_is_an_error(weights, tmp_path):
+    paint(tmp_path / "a.png", "broken")
+    (tmp_path / "a.txt").write_text("a broken file")
+    with pytest.raises(ValueError, match="none of 1 pairs can be read"):
+        run("--pretrained_weights", weights, "--data_path", tmp_path, "--output_dir", tmp_path)
+
+
+# --- sheet and page
+
+
+@pytest.fixture(scope="module")
+def gallery() -> Gallery:
+    rng = np.random.default_rng(0)
+    looks = []
+    for caption in ("A red star under <b>&</b> above a ring, twice", "sand"):
+        words = caption_words(caption, tokenize([caption]).ids[0])
+        shares = rng.dirichlet(np.full(len(words) + 2, 0.3), size=3)
+        text = WordAttention(shares[:, 2:], shares[:, 0], shares[:, 1])
+        maps = rng.dirichlet(np.full(12, 0.2), size=3).reshape(3, 3, 4)
+        looks.append(PairLook(0, "photos/a&b.png", caption, words, maps, text, rng.random(3)))
+    shown = [rng.integers(0, 255, (90, 120, 3), dtype=np.uint8) for _ in looks]
+    return Gallery("a <model>", "2 of 7 pairs", "Slots & rules.", Criteria(), [2, 0], looks, shown)
+
+
+def test_the_sheet_shows_maps_and_marks(gallery, tmp_path):
+    draw_sheet(gallery, tmp_path / "sheet.png")
+    pixels = np.asarray(Image.open(tmp_path / "sheet.png").convert("RGB")).astype(int)
+    assert (pixels[:3] == 255).all()
+    assert (pixels[-3:] == 255).all()
+    strongest = max(gallery.looks[0].text.words[2])
+    mixed = 255 + mark_level(strongest) * (np.array([252, 176, 78]) - 255)
+    assert (abs(pixels - mixed.round()) <= 1).all(axis=-1).sum() > 100
+    written = (tmp_path / "sheet.png").read_bytes()
+    draw_sheet(gallery, tmp_path / "sheet.png")
+    assert written == (tmp_path / "sheet.png").read_bytes()
+
+
+@pytest.mark.parametrize("columns", [1, 2, 5])
+def test_all_words_of_the_sheet_can_be_read(columns, gallery, tmp_path):
+    looks = [gallery.looks[i % 2] for i in range(columns)]
+    shown = [gallery.pictures[0]] * columns
+    long = replace(
+        gallery, source="pairs of " + "a_long_name_" * 20 + ".csv in words " * 20, looks=looks, pictures=shown
+    )
+    with drawn_words() as figures:
+        draw_sheet(long, tmp_path / "sheet.png")
+    assert_readable(figures)
+
+
+def test_marks_grow_with_the_share():
+    levels = [mark_level(share) for share in (0.0, 0.1, 0.5, 1.0)]
+    assert levels == sorted(levels)
+    assert (levels[0], levels[-1]) == (0.0, 1.0)
+
+
+def test_lines_break_at_spaces_and_within_what_is_longer_than_a_line():
+    texts = [("aa", False), ("bbb", True), ("cc", True), (",", False), ("dddddd", True), ("eeee", False)]
+    words = [Word(text, has_space, 0, 0) for text, has_space in texts]
+    lines = wrap_words(words, 8, lambda text: float(len(text)))
+    assert lines == [
+        [(0, 0.0, 2.0), (1, 3.0, 3.0)],
+        [(2, 0.0, 2.0), (3, 2.0, 1.0)],
+        [(4, 0.0, 6.0)],
+        [(5, 0.0, 4.0)],
+    ]
+
+
+class Checked(HTMLParser):
+    """Collects what a page refers to, and whether its tags are balanced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.references: list[str] = []
+        self.marks: list[tuple[str, str]] = []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in ("meta", "link", "img", "input"):
+            self.open.append(tag)
+        self.references += [value or "" for name, value in attrs if name in ("src", "href")]
+        if tag == "mark":
+            self.marks.append((dict(attrs)["title"] or "", ""))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] == "mark":
+            self.marks[-1] = (self.marks[-1][0], data)
+
+
+def test_the_page_is_whole_and_asks_for_nothing(gallery, tmp_path):
+    write_page(gallery, tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    page = Checked()
+    page.feed(text)
+    assert page.open == []
+    assert len(page.references) == 1 + 2 * 2 * 2
+    assert all(reference.startswith("data:") for reference in page.references)
+    assert not re.search(r"https?://|@import|url\(", text)
+    assert "a &lt;model&gt;" in text
+    assert "prefers-color-scheme: dark" in text
+    words = [word for look in gallery.looks for word in look.words]
+    assert [word for _, word in page.marks] == 2 * [word.text for word in words]
+    shares = [f"{100 * share:.0f}%" for look in gallery.looks for share in look.text.words[2]]
+    assert [title for title, _ in page.marks[: len(words)]] == shares
+
+
+ACTIONS = """<script>
+const found = [];
+const shots = [...document.querySelectorAll(".shot")];
+const state = () => shots.map((shot) => shot.getAttribute("aria-pressed")[0]).join("");
+found.push(state());
+shots[1].click();
+found.push(state());
+document.querySelector("#maps").click();
+found.push(state(), getComputedStyle(document.body).backgroundColor);
+document.title = found.join("|");
+</script></body>"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on PATH to open the page with")
+def test_the_page_switches_maps_in_a_browser(gallery, tmp_path):
+    path = tmp_path / "page.html"
+    write_page(gallery, path)
+    path.write_text(path.read_text(encoding="utf-8").replace("</body>", ACTIONS), encoding="utf-8")
+    assert BROWSER is not None
+    for scheme, colour in ((1, "rgb(250, 250, 252)"), (0, "rgb(18, 18, 23)")):
+        command = [
+            BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+            "--disable-background-networking", "--disable-component-update", "--disable-sync",
+            "--disable-dev-shm-usage", "--virtual-time-budget=1000", f"--user-data-dir={tmp_path / 'profile'}",
+            f"--blink-settings=preferredColorScheme={scheme}", "--dump-dom", path.as_uri(),
+        ]  # fmt: skip
+        text = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+        title = re.search(r"<title>(.*?)</title>", text, re.DOTALL)
+        assert title is not None
+        assert title.group(1).split("|") == ["tttt", "tftt", "ffff", colour]
+
+
+# --- the command
+
+
+def test_the_command_draws_chosen_slots(weights, tmp_path, capsys, caplog):
+    options = ["--pretrained_weights", weights, "--data_path", "scenes:40:48", "--max_pairs", 11]
+    written = []
+    for _ in range(2):
+        found = run(*options, "--max_slots", 2, "--max_columns", 3, "--output_dir", tmp_path / "out")
+        written.append([(tmp_path / "out" / f"pictures.{end}").read_bytes() for end in ("png", "html", "json")])
+    assert written[0] == written[1]
+    assert capsys.readouterr().out.split()[-3:] == [
+        str(tmp_path / "out" / f"pictures.{e}") for e in ("png", "html", "json")
+    ]
+    assert json.loads(written[0][2]) == found
+    assert [len(slot["pairs"]) for slot in found["slots"]] == [3, 3]
+    assert "of 2 slots shown meet the criteria" in caplog.text  # an untrained model's
+    for pair in found["slots"][0]["pairs"]:
+        shares = [word["share"] for word in pair["words"]]
+        assert sum(shares) + pair["start"] + pair["end"] == pytest.approx(1, abs=1e-4)
+        assert pair["meets_criteria"] == (pair["cosine"] > 0.75 and max(shares) >= 0.5)
+
+
+def test_slots_can_be_asked_for_by_number_or_by_file(weights, tmp_path):
+    with (tmp_path / "pairs.csv").open("w", newline="") as file:
+        paint(tmp_path / "a.png", "red")
+        csv.writer(file).writerows([["image", "caption"], ["a.png", "a red, even wall"]])
+    options = ["--pretrained_weights", weights, "--output_dir", tmp_path]
+    table = ["--data_path", tmp_path / "pairs.csv", "--image_key", "image"]
+    found = run(*options, *table, "--slots", 3, 1)
+    assert [slot["slot"] for slot in found["slots"]] == [3, 1]
+    assert "asked for" in found["rule"]
+    selection = SlotSelection((4, 2), 5, load_clip(weights).record["sha256"])
+    (tmp_path / "slots.json").write_text(json.dumps(selection.to_dict()))
+    found = run(*options, *table, "--slots", tmp_path / "slots.json", "--image_size", 64)
+    assert [slot["slot"] for slot in found["slots"]] == [4, 2]
+    assert found["image_size"] == 64
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--slots", 5], "slot 5, which does not exist: the model has num_slots=5, numbered 0 to 4"),
+        (["--slots", 1, 1], "slot 1 twice"),
+        (["--slots", "one"], "slots='one' does not exist; give a file of dino-sparo select"),
+        (["--slots", "nowhere.json"], "does not exist"),
+        (["--min_cosine", 0], r"min_cosine=0.0 is not a share; give a number in \(0, 1\]"),
+        (["--min_sharpness", 1.5], "min_sharpness=1.5 is not a share"),
+        (["--max_pairs", 0], "max_pairs=0; give a positive number"),
+        (["--max_columns", 0], "max_columns=0"),
+        (["--max_slots", -1], "max_slots=-1"),
+        (["--image_size", 5], "smaller than one patch"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options, message, weights, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        run("--pretrained_weights", weights, "--data_path", "scenes:3:48", "--output_dir", tmp_path, *options)
+
+
+def test_a_mask_names_no_slots_to_show(weights, tmp_path):
+    (tmp_path / "mask.json").write_text(json.dumps(SlotMask((0.5,) * 5).to_dict()))
+    with pytest.raises(ValueError, match="is a mask; give the selection"):
+        run("--pretrained_weights", weights, "--slots", tmp_path / "mask.json")
+
+
+def test_mistakes_end_in_one_line(tmp_path, caplog):
+    weights = small_checkpoint(tmp_path / "checkpoint.pth", "gap")
+    for options, message in (
+        (["--pretrained_weights", str(weights)], "readout 'gap' has no slots to show"),
+        ([], "--pretrained_weights is empty"),
+    ):
+        with caplog.at_level(logging.ERROR), pytest.raises(SystemExit) as stopped:
+            run_command("pictures", [*options, "--device", "cpu"])
+        assert stopped.value.code == 1
+        assert message in caplog.text
+
+
+def test_only_one_process_draws(monkeypatch):
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    run_command("pictures", [])
+
+
+def test_the_options_are_known():
+    assert vars(parser_of("pictures").parse_args([])).keys() == {
+        *("pretrained_weights", "data_path", "image_key", "caption_key", "image_folder", "max_pairs", "image_size"),
+        *("slots", "max_slots", "max_columns", "min_cosine", "min_sharpness", "output_dir", "device"),
+    }

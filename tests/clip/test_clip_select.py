@@ -1,0 +1,226 @@
+"""Selecting slots: the score of each alone, the curve of the best together, and the command."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from clip_fakes import parser_of
+from torch import nn
+from torch.nn import functional as F
+
+from dino_sparo.__main__ import run as run_command
+
+pytest.importorskip("open_clip")
+
+from clip_fakes import COLOURS, ColourClip, evaluate, paint, small_checkpoint
+from figures import assert_readable, drawn_words
+
+from dino_sparo.clip import load_clip, tokenize
+from dino_sparo.clip.slots import select
+from dino_sparo.clip.slots.select import SlotScores, draw_curve, score_slots
+from dino_sparo.clip.slots.subsets import open_slots, read_slots, with_slots
+from dino_sparo.data.dataset import open_source
+from dino_sparo.data.scenes import SHAPES
+from dino_sparo.evaluation.features import disjoint_subsets
+from dino_sparo.evaluation.slots.choice import SlotSelection
+from dino_sparo.image_text.evaluation.protocol import open_evaluation_images
+from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot
+from dino_sparo.image_text.prompts import TEMPLATES
+from dino_sparo.image_text.scoring.dot_product import DotProductScorer
+from dino_sparo.image_text.scoring.image_rows import ClipView
+
+SLOTS = 5
+TEMPLATES_USED = TEMPLATES["scenes"][:3]
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_checkpoint(tmp_path_factory.mktemp("select") / "checkpoint.pth")
+
+
+def small_encoder(weights: Path, choice: SlotSelection | None = None) -> DotProductScorer:
+    loaded = load_clip(weights)
+    model = loaded.model if choice is None else with_slots(loaded.model, choice)
+    return DotProductScorer(model, tokenize, ClipView(32, loaded.mean, loaded.std), torch.device("cpu"), batch_size=16)
+
+
+def run(*options: object) -> dict:
+    return evaluate("select", *options)
+
+
+# --- scores
+
+
+@pytest.fixture(scope="module")
+def scores(weights: Path) -> SlotScores:
+    source = open_evaluation_images("scenes:53:32")
+    return score_slots(small_encoder(weights), source, list(SHAPES), TEMPLATES_USED, SLOTS)
+
+
+def accuracy(weights: Path, slots: list[int]) -> float:
+    source = open_evaluation_images("scenes:53:32")
+    encoder = small_encoder(weights, SlotSelection(tuple(slots)))
+    return evaluate_zero_shot(encoder, source, list(SHAPES), TEMPLATES_USED).top1
+
+
+def test_a_slots_score_is_the_accuracy_of_the_model_reduced_to_it(weights, scores):
+    assert scores.alone == pytest.approx([accuracy(weights, [slot]) for slot in range(SLOTS)])
+    assert len(set(scores.alone)) > 1
+
+
+def test_the_curve_is_the_accuracy_of_the_model_reduced_to_the_best(weights, scores):
+    expected = [accuracy(weights, scores.ranking[:number]) for number in range(1, SLOTS + 1)]
+    assert scores.curve == pytest.approx(expected)
+    assert (scores.num_images, scores.num_corrupt, scores.num_classes) == (53, 0, len(SHAPES))
+
+
+def test_slots_are_ranked_by_score_and_of_equals_the_first_comes_first(scores):
+    assert scores.ranking == sorted(range(SLOTS), key=lambda slot: (-scores.alone[slot], slot))
+
+
+def test_chunks_change_nothing(weights, scores, monkeypatch):
+    monkeypatch.setattr(select, "IMAGE_CHUNK", 7)
+    source = open_evaluation_images("scenes:53:32")
+    assert score_slots(small_encoder(weights), source, list(SHAPES), TEMPLATES_USED, SLOTS) == scores
+
+
+def test_the_reported_accuracy_is_of_images_that_did_not_choose(weights, scores):
+    chosen, held_out = disjoint_subsets(open_evaluation_images("scenes:53:32"), (53, 53))
+    found = score_slots(small_encoder(weights), chosen, list(SHAPES), TEMPLATES_USED, SLOTS, held_out)
+    assert (found.num_images, found.num_held_out) == (26, 26)
+    best = SlotSelection(tuple(found.ranking[:2]))
+    alone = evaluate_zero_shot(small_encoder(weights, best), held_out, list(SHAPES), TEMPLATES_USED)
+    assert found.held_out_curve[1] == pytest.approx(alone.top1)
+    assert "on the 26 held-out images" in select.table(found, 2)
+    assert "on the 26 images that chose" in select.table(found, 2)
+
+
+def test_the_best_number_is_the_smallest_at_the_top():
+    found = SlotScores([1.0] * 4, [0, 1, 2, 3], [2.0, 9.0, 9.0, 4.0], 10, 0, 3, 0)
+    assert found.best_number == 2
+
+
+class TwoSlots(nn.Module):
+    """Slot 1 is the colour, slot 0 is the same for every image, and for captions anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.colour = ColourClip()
+
+    def encode_image(self, images: torch.Tensor, normalize: bool = True) -> torch.Tensor:
+        colour = self.colour.encode_image(images)
+        return torch.cat((F.normalize(torch.ones_like(colour), dim=1), colour), dim=1) / 2**0.5
+
+    def encode_text(self, token_ids: torch.Tensor, normalize: bool = True) -> torch.Tensor:
+        colour = self.colour.encode_text(token_ids)
+        return torch.cat((colour.roll(1, dims=1), colour), dim=1) / 2**0.5
+
+
+def test_the_slot_that_can_tell_is_found(tmp_path):
+    for colour in ("red", "green", "blue"):
+        paint(tmp_path / colour / "0.png", colour)
+        paint(tmp_path / colour / "1.png", colour)
+    paint(tmp_path / "red" / "2.png", "broken")
+    view = ClipView(4, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+    encoder = DotProductScorer(TwoSlots(), tokenize, view, torch.device("cpu"), 4)
+    source = open_source(str(tmp_path))
+    assert set(source.classes or []) <= set(COLOURS)
+    found = score_slots(encoder, source, source.classes or [], ("a {} thing",), 2)
+    assert found.alone == pytest.approx([100 / 3, 100])
+    assert found.ranking == [1, 0]
+    assert found.curve == [100, 100]
+    assert (found.best_number, found.num_images, found.num_corrupt) == (1, 6, 1)
+
+
+def test_features_that_are_not_finite_are_refused(tmp_path, monkeypatch):
+    paint(tmp_path / "red" / "0.png", "red")
+    model = TwoSlots()
+    monkeypatch.setattr(model, "encode_image", lambda images, normalize: torch.full((len(images), 6), torch.nan))
+    view = ClipView(4, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+    encoder = DotProductScorer(model, tokenize, view, torch.device("cpu"), 4)
+    with pytest.raises(ValueError, match="not finite"):
+        score_slots(encoder, open_source(str(tmp_path)), ["red"], ("{}",), 2)
+
+
+# --- the command
+
+
+def test_the_command_writes_a_selection_that_fits_its_checkpoint(weights, tmp_path, capsys):
+    options = ["--pretrained_weights", weights, "--data_path", "scenes:40:32", "--templates", "plain"]
+    result = run(*options, "--output", tmp_path / "slots.json", "--keep", 2)
+    assert "kept 2 of 5 slots" in capsys.readouterr().out
+    selection = read_slots(tmp_path / "slots.json")
+    assert selection == SlotSelection(
+        tuple(sorted(r["slot"] for r in result["ranking"][:2])), 5, result["model"]["sha256"]
+    )
+    assert open_slots(tmp_path / "slots.json", load_clip(weights))[0].encoding_dim == 14
+    assert [point["num_kept"] for point in result["curve"]] == [1, 2, 3, 4, 5]
+    assert result["top1_selected"] == result["curve"][1]["top1_held_out"]
+    assert result["top1_selected_on_choosing_images"] == result["curve"][1]["top1_choosing"]
+    assert result["top1_all"] == result["curve"][4]["top1_held_out"]
+    assert (result["images"]["num_images"], result["images"]["num_held_out"]) == (20, 20)
+    written = [(tmp_path / f"slots.{ending}").read_bytes() for ending in ("json", "png")]
+    run(*options, "--output", tmp_path / "slots.json", "--keep", 2)
+    assert written == [(tmp_path / f"slots.{ending}").read_bytes() for ending in ("json", "png")]
+    assert json.loads(written[0]) == result
+    zero = [*options, "--slots", tmp_path / "slots.json", "--output", tmp_path / "zero_shot.json"]
+    found = evaluate("zero-shot", *zero)
+    halves = (result["top1_selected"], result["top1_selected_on_choosing_images"])
+    assert found["top1"] == pytest.approx(sum(halves) / 2)  # the zero-shot evaluation sees both
+    with pytest.raises(ValueError, match="chosen among all slots of a model; leave out --slots"):
+        run(*options, "--slots", tmp_path / "slots.json")
+
+
+def test_without_a_number_the_best_is_kept_and_lies_beside_the_checkpoint(tmp_path):
+    weights = small_checkpoint(tmp_path / "run" / "checkpoint.pth", seed=3)
+    options = ["--pretrained_weights", weights, "--data_path", "scenes:40:32", "--templates", "plain"]
+    result = run(*options, "--max_images", 20)
+    accuracies = [point["top1_choosing"] for point in result["curve"]]
+    assert len(result["slots"]) == accuracies.index(max(accuracies)) + 1
+    assert (result["images"]["num_images"], result["images"]["num_held_out"]) == (10, 10)
+    assert (tmp_path / "run" / "slots.json").is_file()
+    assert (tmp_path / "run" / "slots.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--keep", 0], "keep=0 of num_slots=5"),
+        (["--keep", 6], "keep=6 of num_slots=5 slots; give a number from 1 to 5"),
+        (["--max_images", 0], "max_images=0; give a positive number"),
+        (["--output", "slots.png"], "names a picture"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(weights, options, message):
+    with pytest.raises(ValueError, match=message):
+        run("--pretrained_weights", weights, "--data_path", "scenes:40:32", *options)
+
+
+def test_a_model_without_slots_is_refused_in_one_line(tmp_path, caplog):
+    weights = small_checkpoint(tmp_path / "checkpoint.pth", "gap")
+    with caplog.at_level(logging.ERROR), pytest.raises(SystemExit) as stopped:
+        run_command("select", ["--pretrained_weights", str(weights), "--data_path", "scenes:40:32", "--device", "cpu"])
+    assert stopped.value.code == 1
+    assert "readout 'gap' has no slots to choose among" in caplog.text
+
+
+def test_the_options_are_known():
+    own = {"data_path", "split", "download", "max_images", "classnames", "templates", "keep"}
+    assert own <= vars(parser_of("select").parse_args([])).keys()
+
+
+@pytest.mark.parametrize(("num_slots", "num_classes"), [(1, 2), (5, 10), (64, 1000)])
+def test_chance_stands_beside_the_bars_and_all_words_can_be_read(num_slots, num_classes, tmp_path):
+    """It lay on the bars, whose heights it was near."""
+    chance = 100 / num_classes
+    alone = [chance * (2 - slot / num_slots) for slot in range(num_slots)]
+    scores = SlotScores(alone, list(range(num_slots)), alone, 100, 0, num_classes, 0, alone, 50)
+    with drawn_words() as figures:
+        draw_curve(scores, 1, tmp_path / "slots.png")
+    assert_readable(figures)
+    boxes = {words.words: words.box for words in figures[0]}
+    above = next(box for words, box in boxes.items() if words.startswith("chance"))
+    numbers = [box.y1 for words, box in boxes.items() if words.replace(".", "").isdecimal()]
+    assert above.y0 > max(numbers) - 10

@@ -1,0 +1,264 @@
+"""A choice among slots: selections and masks, the models they make, and their files."""
+
+import copy
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("open_clip")
+
+from clip_fakes import small_checkpoint
+from torch.nn import functional as F
+
+from dino_sparo.clip import CLIP, create_clip, load_clip, tokenize
+from dino_sparo.clip.slots.subsets import (
+    SlotMask,
+    check_has_slots,
+    mask_features,
+    open_slots,
+    read_slots,
+    whole_model,
+    with_slots,
+)
+from dino_sparo.evaluation.slots.choice import SlotSelection
+from dino_sparo.image_text.scoring.dot_product import ImageTextModel
+
+SLOTS, WIDTH, PROJECTED = 5, 7, 12
+
+
+def small_clip(readout: str = "sparo") -> CLIP:
+    torch.manual_seed(1)
+    sizes = {"num_slots": SLOTS, "slot_dim": WIDTH, "key_dim": 3, "img_size": 32, "embed_dim": PROJECTED}
+    text = {"text_width": 24, "text_heads": 2, "text_layers": 3}
+    return create_clip(arch="vit_micro", patch_size=8, readout=readout, **sizes, **text).eval()
+
+
+@pytest.fixture(scope="module")
+def model() -> CLIP:
+    return small_clip()
+
+
+@pytest.fixture(scope="module")
+def images() -> torch.Tensor:
+    return torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def token_ids() -> torch.Tensor:
+    return tokenize(["a red star", "two rings on sand"], 11).ids
+
+
+# --- selections
+
+
+@torch.no_grad()
+def test_the_cosine_is_the_mean_over_the_selected_slots_cosines(model, images, token_ids):
+    chosen = with_slots(model, SlotSelection((4, 0, 3)))
+    similarity = chosen.encode_image(images) @ chosen.encode_text(token_ids).t()
+    image_slots, text_slots = model.image_output(images).slots, model.text_output(token_ids).slots
+    for i in range(3):
+        for c in range(2):
+            cosines = [F.cosine_similarity(image_slots[i, slot], text_slots[c, slot], dim=0) for slot in (4, 0, 3)]
+            assert float(similarity[i, c]) == pytest.approx(sum(map(float, cosines)) / 3, abs=1e-6)
+
+
+@torch.no_grad()
+def test_features_are_the_kept_slots_over_the_root_of_their_number(model, images, token_ids):
+    chosen = with_slots(model, SlotSelection((1, 3)))
+    slots = model.image_output(images).slots
+    expected = torch.cat([slots[:, slot] / slots[:, slot].norm(dim=1, keepdim=True) for slot in (1, 3)], 1)
+    torch.testing.assert_close(chosen.encode_image(images), expected / math.sqrt(2))
+    torch.testing.assert_close(chosen.encode_image(images).norm(dim=1), torch.ones(3))
+    torch.testing.assert_close(
+        chosen.encode_text(token_ids, False), model.text_output(token_ids).slots[:, [1, 3]].flatten(1)
+    )
+    assert chosen.encode_image(images).shape == (3, chosen.encoding_dim) == (3, 2 * WIDTH)
+
+
+@torch.no_grad()
+def test_all_slots_are_the_model(model, images, token_ids):
+    chosen = with_slots(model, SlotSelection(tuple(range(SLOTS)), SLOTS))
+    found, expected = chosen(images, token_ids[:2].repeat(2, 1)[:3]), model(images, token_ids[:2].repeat(2, 1)[:3])
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@torch.no_grad()
+def test_attention_is_that_of_the_kept_slots(model, images, token_ids):
+    chosen = with_slots(model, SlotSelection((2,)))
+    assert torch.equal(chosen.image_output(images).attention, model.image_output(images).attention[:, 2:3])
+    assert torch.equal(chosen.text_output(token_ids).attention, model.text_output(token_ids).attention[:, 2:3])
+
+
+@pytest.mark.parametrize("choice", [SlotSelection((1, 2)), SlotMask((0.5,) * SLOTS)])
+def test_evaluations_take_the_reduced_model_as_a_model(model, choice):
+    chosen = with_slots(model, choice)
+    assert isinstance(chosen, ImageTextModel)
+    assert chosen.config is model.config
+    assert chosen.logit_scale is model.logit_scale
+    moved = copy.deepcopy(chosen).to("meta")
+    assert all(value.is_meta for value in (*moved.parameters(), *moved.buffers()))
+
+
+# --- masks
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("readout", ["sparo", "gap"])
+@pytest.mark.parametrize("per_dimension", [False, True])
+def test_masked_similarities_follow_the_equation(readout, per_dimension, images, token_ids):
+    """Parts of `gap`, which has no slots, are contiguous and equal."""
+    network = small_clip(readout)
+    width = network.config.embed_dim
+    parts = width if per_dimension else {"sparo": SLOTS, "gap": 4}[readout]
+    values = torch.rand(parts, generator=torch.Generator().manual_seed(2)).tolist()
+    masked = with_slots(network, SlotMask(tuple(values), width))
+    found = masked.encode_image(images) @ masked.encode_text(token_ids).t()
+    for i, image in enumerate(network.encode_image(images).tolist()):
+        weighed = [value * values[place * parts // width] for place, value in enumerate(image)]
+        for c, caption in enumerate(network.encode_text(token_ids).tolist()):
+            dot = sum(a * b for a, b in zip(weighed, caption, strict=True))
+            lengths = math.hypot(*weighed) * math.hypot(*caption)
+            assert float(found[i, c]) == pytest.approx(dot / lengths, abs=1e-5)
+
+
+@torch.no_grad()
+def test_captions_are_not_masked(model, images, token_ids):
+    masked = with_slots(model, SlotMask((0.0, 1.0, 0.25, 0.0, 0.5)))
+    assert torch.equal(masked.encode_text(token_ids), model.encode_text(token_ids))
+    assert torch.equal(masked.encode_text(token_ids, False), model.encode_text(token_ids, False))
+    whole = model.encode_image(images, False).unflatten(1, (SLOTS, WIDTH))
+    found = masked.encode_image(images, False).unflatten(1, (SLOTS, WIDTH))
+    torch.testing.assert_close(found, whole * torch.tensor([0.0, 1.0, 0.25, 0.0, 0.5])[:, None])
+    assert masked.encoding_dim == SLOTS * WIDTH
+    torch.testing.assert_close(masked(images[:2], token_ids).image_features, masked.encode_image(images[:2]))
+
+
+@torch.no_grad()
+def test_a_mask_that_is_even_changes_nothing(model, images):
+    for value in (0.5, 1.0):
+        masked = with_slots(model, SlotMask((value,) * SLOTS))
+        torch.testing.assert_close(masked.encode_image(images), model.encode_image(images))
+
+
+@torch.no_grad()
+def test_a_mask_of_zeros_and_ones_orders_captions_as_the_selection_does(model, images):
+    captions = tokenize([f"a {word} thing" for word in ("red", "blue", "small", "loud", "new", "far", "old")], 11).ids
+    selected, masked = with_slots(model, SlotSelection((0, 3))), with_slots(model, SlotMask((1.0, 0.0, 0.0, 1.0, 0.0)))
+    ours, theirs = (each.encode_image(images) @ each.encode_text(captions).t() for each in (selected, masked))
+    torch.testing.assert_close(theirs, ours * math.sqrt(2 / SLOTS))
+    assert torch.equal(ours.argsort(dim=1), theirs.argsort(dim=1))
+
+
+def test_masked_features_have_length_one():
+    features = F.normalize(torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), dim=1)
+    masked = mask_features(features, torch.tensor([0.1, 0.0, 1.0, 0.7]))
+    torch.testing.assert_close(masked.norm(dim=1), torch.ones(3))
+    assert not masked[:, 1].any()
+
+
+# --- files
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        SlotSelection((4, 1), 5, "abc"),
+        SlotSelection((2,)),
+        SlotMask((0.1, 0.25), 6, "abc"),
+        SlotMask((1.0, 0.0, 1e-30)),
+    ],
+)
+def test_a_choice_comes_back_from_its_file(choice, tmp_path):
+    path = tmp_path / "slots.json"
+    path.write_text(json.dumps({**choice.to_dict(), "evaluation": "whatever"}))
+    assert read_slots(path) == choice
+
+
+def test_a_choice_may_be_written_by_hand(tmp_path):
+    (tmp_path / "slots.json").write_text('{"slots": [3, 0]}')
+    (tmp_path / "mask.json").write_text('{"mask": [1, 0, 0, 1, 0]}')
+    assert read_slots(tmp_path / "slots.json") == SlotSelection((3, 0))
+    assert read_slots(str(tmp_path / "mask.json")) == SlotMask((1.0, 0.0, 0.0, 1.0, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nothing", "is no JSON"),
+        ("[1, 2]", "is no choice of slots; expected"),
+        ('{"slots": [1.5]}', "is no choice of slots"),
+        ('{"slots": [true]}', "is no choice of slots"),
+        ('{"mask": ["a"]}', "is no choice of slots"),
+        ('{"slots": []}', "keeps no slot"),
+        ('{"slots": [1, 2, 1]}', "slot 1 twice"),
+        (
+            '{"slots": [1, 5], "num_slots": 5}',
+            "slot 5, which does not exist: the model has num_slots=5, numbered 0 to 4",
+        ),
+        ('{"slots": [-1], "num_slots": 5}', "slot -1, which does not exist"),
+        ('{"slots": [1], "num_slots": "5"}', "slots.json: "),
+        ('{"mask": [0.5, 1.5]}', r"mask holds 1.5; give weights in \[0, 1\]"),
+        ('{"mask": [NaN]}', "mask holds nan"),
+        ('{"mask": [0, 0]}', "no weight above 0"),
+        ('{"mask": [0.5, 0.5, 0.5], "encoding_dim": 8}', "3 parts, which do not divide an encoding of 8"),
+    ],
+)
+def test_files_that_are_no_choice_are_refused(text, message, tmp_path):
+    (tmp_path / "slots.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_slots(tmp_path / "slots.json")
+
+
+def test_a_missing_file_is_named():
+    with pytest.raises(ValueError, match=r"slots='nowhere.json' does not exist"):
+        read_slots("nowhere.json")
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        (SlotSelection((0, 7)), "slot 7, which does not exist: the model has num_slots=5"),
+        (SlotSelection((0,), 8), "among num_slots=8, the model has 5"),
+        (SlotMask((0.5,) * 3), "3 parts, which do not divide an encoding of 35 numbers"),
+        (SlotMask((0.5,) * 3, 48), "for encodings of 48 numbers, the model's have 35"),
+    ],
+)
+def test_a_choice_that_does_not_fit_the_model_is_refused(choice, message, model):
+    with pytest.raises(ValueError, match=message):
+        with_slots(model, choice)
+
+
+@pytest.mark.parametrize("readout", ["gap", "cls", "attpool"])
+def test_models_without_slots_cannot_keep_some(readout):
+    network = small_clip(readout)
+    with pytest.raises(ValueError, match=f"readout '{readout}' has no slots to choose among"):
+        with_slots(network, SlotSelection((0,)))
+    check_has_slots(small_clip("separate_slotnorm_slotproj").config)
+
+
+def test_a_reduced_model_is_not_reduced_again(model):
+    assert whole_model(model) is model
+    with pytest.raises(ValueError, match="leave out --slots"):
+        whole_model(with_slots(model, SlotSelection((0,))))
+
+
+def test_a_checkpoint_is_opened_with_its_choice_and_no_other(tmp_path: Path):
+    loaded = load_clip(small_checkpoint(tmp_path / "checkpoint.pth"))
+    assert open_slots(None, loaded) == (loaded.model, None)
+    path = tmp_path / "slots.json"
+    path.write_text(json.dumps(SlotSelection((1, 4), 5, loaded.record["sha256"]).to_dict()))
+    chosen, said = open_slots(path, loaded)
+    assert chosen.encoding_dim == 2 * WIDTH
+    assert said is not None
+    assert (said["kind"], said["slots"], said["num_slots"], len(said["sha256"])) == ("selection", [1, 4], 5, 64)
+    path.write_text(json.dumps(SlotMask((0.5, 1.0, 0.0, 0.5, 0.5), 35, loaded.record["sha256"]).to_dict()))
+    _, said = open_slots(path, loaded)
+    assert said is not None
+    assert (said["kind"], said["num_parts"], said["mean_weight"]) == ("mask", 5, 0.5)
+    path.write_text(json.dumps(SlotSelection((1, 4), 5, "0" * 64).to_dict()))
+    with pytest.raises(ValueError, match=r"chosen in a checkpoint with SHA-256 0000.* remove weights_sha256"):
+        open_slots(path, loaded)

@@ -1,0 +1,414 @@
+"""CLIP's weights go in and out: sparo-clip's recorded features, starting from other weights, frozen parts, exports."""
+
+import json
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("open_clip")
+
+import open_clip
+from reference import weights as recorded
+from runs import assert_same_state, epochs_of
+from safetensors.torch import load_file
+from test_clip_train import assert_close_weights, checkpoint_of, options, run, run_on_two_ranks
+
+from dino_sparo import create_encoder, load_encoder
+from dino_sparo.__main__ import run as run_command
+from dino_sparo.clip import CLIP, clip_description, create_clip, load_clip
+from dino_sparo.clip.convert import from_open_clip, open_clip_config, to_open_clip
+from dino_sparo.image_text.initialize import initialize_towers
+from dino_sparo.runtime.choices import EXPORT_FORMATS
+from dino_sparo.weights.checkpoint import CheckpointError
+from dino_sparo.weights.export import CLIP_FORMATS, WRITERS, export
+from dino_sparo.weights.foreign_names import to_open_clip_names
+from dino_sparo.weights.initialize import initialize_encoder
+
+SIZES = {"img_size": 32, "text_width": 24, "text_heads": 2, "text_layers": 3, "context_length": 9, "vocab_size": 53}
+SLOTS = {"num_slots": 6, "slot_dim": 7, "key_dim": 5}
+
+
+def build(readout: str = "cls", seed: int = 0, **changes: Any) -> CLIP:
+    """A small model, every parameter away from what it starts with."""
+    torch.manual_seed(seed)
+    model = create_clip("vit_micro", 8, readout, **{**SIZES, **SLOTS, "embed_dim": 11, **changes})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model.eval()
+
+
+def saved(model: CLIP, path: Path) -> Path:
+    torch.save({"model": model.state_dict(), "clip": clip_description(model.config), "epoch": 3}, path)
+    return path
+
+
+# ---- sparo-clip
+
+
+@pytest.fixture
+def sparo_clip() -> tuple[dict[str, np.ndarray], dict[str, dict[str, torch.Tensor]]]:
+    """The recorded features, and the weights they come from."""
+    arrays = recorded.load("sparo_clip")
+    shapes = json.loads(str(arrays["shapes"]))
+    drawn = {case: recorded.sparo_clip_state(shapes[case]) for case in shapes}
+    return arrays, {
+        case: {name: torch.from_numpy(value) for name, value in state.items()} for case, state in drawn.items()
+    }
+
+
+@pytest.mark.parametrize("case", recorded.SPARO_CLIP_CASES)
+@torch.no_grad()
+def test_sparo_clips_weights_give_sparo_clips_features(tmp_path: Path, sparo_clip: Any, case: str) -> None:
+    arrays, states = sparo_clip
+    path = tmp_path / "epoch_1.pt"
+    torch.save({"epoch": 1, "state_dict": {f"module.{k}": v for k, v in states[case].items()}}, path)
+    model = load_clip(path, text_heads=2, quick_gelu=case == "quick_gelu").model
+    images = torch.from_numpy(recorded.images("sparo_clip", 3, 32, 32))
+    ids = torch.from_numpy(recorded.sparo_clip_ids())
+    for found, side in ((model.encode_image(images), "image"), (model.encode_text(ids), "text")):
+        np.testing.assert_allclose(found.numpy(), arrays[f"{case}/{side}"], rtol=1e-4, atol=1e-6)
+        assert found.std() > 0.05
+    expected_depth = 3 if model.config.readout == "sparo" else 4
+    assert (model.config.image.arch, model.image.backbone.depth) == ("vit_micro", expected_depth)
+    if case != "quick_gelu":  # of which the file says nothing
+        torch.testing.assert_close(load_encoder(path)(images), model.image(images))
+
+
+@pytest.mark.parametrize("case", recorded.SPARO_CLIP_CASES)
+def test_weights_that_went_through_ours_are_sparo_clips_again(sparo_clip: Any, case: str) -> None:
+    theirs = sparo_clip[1][case]
+    config, ours = from_open_clip(theirs, text_heads=2)
+    back = to_open_clip_names(ours, config.readout)
+    assert back.keys() == theirs.keys()
+    assert all(torch.equal(back[name], value) for name, value in theirs.items())
+
+
+def test_sparo_clips_values_of_their_own_are_refused(sparo_clip: Any) -> None:
+    theirs = sparo_clip[1]["sparo"]
+    theirs["visual.sparo.v.weight"] = theirs["visual.sparo.v.weight"] + 1
+    with pytest.raises(CheckpointError, match=r"1 are unknown \(visual\.sparo\.v\.weight\)"):
+        from_open_clip(theirs, text_heads=2)
+
+
+# ---- starting from other weights
+
+
+def foreign(folder: Path, kind: str, model: CLIP) -> Path:
+    if kind == "ours":
+        return saved(model, folder / "clip.pth")
+    torch.save(to_open_clip_names(model.state_dict(), model.config.readout), folder / "foreign.pt")
+    return folder / "foreign.pt"
+
+
+@pytest.mark.parametrize("readout", ["cls", "sparo"])
+@pytest.mark.parametrize("kind", ["ours", "theirs"])
+@torch.no_grad()
+def test_both_towers_start_from_a_clip(tmp_path: Path, kind: str, readout: str) -> None:
+    source, model = build(readout), build(readout, seed=1, context_length=7)
+    report = initialize_towers(model, foreign(tmp_path, kind, source))
+    assert report.new == ()
+    images, ids = torch.randn(2, 3, 32, 32), torch.tensor([[3, 4, 52, 0, 0, 0, 0], [9, 8, 7, 6, 5, 4, 52]])
+    assert torch.equal(model.encode_image(images), source.encode_image(images))
+    torch.testing.assert_close(model.encode_text(ids), source.encode_text(ids))
+    assert torch.equal(model.logit_scale, source.logit_scale)
+
+
+@torch.no_grad()
+def test_sparo_starts_behind_the_blocks_of_a_plain_clip(tmp_path: Path) -> None:
+    source, model = build("cls"), build("sparo", seed=1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    report = initialize_towers(model, foreign(tmp_path, "theirs", source))
+    assert set(report.new) == {name for name in before if ".readout." in name}
+    after, theirs = model.state_dict(), source.state_dict()
+    for name, value in after.items():
+        assert torch.equal(value, (before if name in report.new else theirs)[name]), name
+    assert "dropped block 3" in str(report)
+    assert str(report).endswith("of the rest new: text.readout")
+
+
+@torch.no_grad()
+def test_dinos_encoder_starts_from_the_image_tower_of_a_clip(tmp_path: Path) -> None:
+    source = build("cls")
+    encoder = create_encoder("vit_micro", 8, "cls", img_size=32, pre_norm=True).eval()
+    report = initialize_encoder(encoder, foreign(tmp_path, "theirs", source))
+    assert (report.dropped, report.new) == ((), ())
+    images = torch.randn(2, 3, 32, 32)
+    assert torch.equal(encoder(images), source.image(images))
+    with pytest.raises(CheckpointError, match=r"another make: .*norm_pre.*; build the encoder alike: --pre_norm true"):
+        initialize_encoder(create_encoder("vit_micro", 8, "cls", img_size=32), foreign(tmp_path, "ours", source))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"text_width": 48}, "text encoder of 53 token ids and width 24, the model one of 53 and 48; .*--text_width"),
+        ({"context_length": 13}, "captions of 9 tokens, the model is to read 13; give --context_length 9"),
+        ({"text_heads": 3}, "text encoder with 2 heads, the model 3; .*--text_heads"),
+        ({"quick_gelu": True}, "trained with quick_gelu=False, the model has quick_gelu=True; .*--quick_gelu false"),
+        ({"pre_norm": False}, "--pre_norm true"),
+    ],
+)
+def test_towers_of_another_make_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        initialize_towers(build(seed=1, **changes), saved(build(), tmp_path / "clip.pth"))
+
+
+def test_a_dino_checkpoint_starts_no_text_encoder(tmp_path: Path) -> None:
+    torch.save(create_encoder("vit_micro", 8, "cls", img_size=32).state_dict(), tmp_path / "vit.pth")
+    with pytest.raises(CheckpointError, match=r"holds no CLIP; --init_from starts the image encoder"):
+        initialize_towers(build(), tmp_path / "vit.pth")
+
+
+# ---- frozen parts
+
+
+@pytest.mark.parametrize(
+    ("part", "names"),
+    [
+        ("image", ("image.", "image_proj.")),
+        ("text", ("text.", "text_proj.")),
+        ("image_backbone", ("image.backbone.",)),
+        ("text_backbone", ("text.token_embed.", "text.pos_embed", "text.blocks.", "text.norm.")),
+    ],
+)
+@pytest.mark.parametrize("readout", ["sparo", "cls"])
+def test_a_frozen_part_gets_no_gradients_and_stays_in_eval_mode(
+    part: str, names: tuple[str, ...], readout: str
+) -> None:
+    model = build(readout, img_size=16)
+    model.freeze([part])
+    model.train()
+    assert {name for name, p in model.named_parameters() if not p.requires_grad} == {
+        name for name in model.state_dict() if name.startswith(names)
+    }
+    tower = model.image.backbone if part.startswith("image") else model.text.blocks
+    assert not any(module.training for module in tower.modules())
+    other = model.text.blocks if part.startswith("image") else model.image.backbone
+    assert all(module.training for module in other.modules())
+    output = model(torch.randn(2, 3, 16, 16), torch.tensor([[3, 52], [52, 0]]))
+    images, ids = torch.randn(2, 3, 16, 16), torch.tensor([[52]])
+    tokens = model.image.backbone(images) if part.startswith("image") else model.text(ids)
+    assert tokens.grad_fn is None
+    (output.image_features.sum() + output.text_features.sum()).backward()
+    assert {name for name, p in model.named_parameters() if p.grad is not None and name.startswith(names)} == set()
+
+
+def start(folder: Path, readout: str = "sparo") -> Path:
+    """A checkpoint of a short run, to start others from."""
+    run(folder / "start", epochs=1, max_steps=1, readout=readout)
+    return folder / "start" / "checkpoint.pth"
+
+
+@pytest.mark.parametrize(
+    "freeze", [pytest.param("image", marks=pytest.mark.slow), "text_backbone", "image_backbone,text"]
+)
+def test_a_frozen_part_is_the_files_to_the_last_bit_and_the_rest_moves(tmp_path: Path, freeze: str) -> None:
+    source = start(tmp_path)
+    run(tmp_path / "run", init_clip=source, freeze=freeze, epochs=1, grad_accum_steps=2)
+    before, after = checkpoint_of(tmp_path / "start")["model"], checkpoint_of(tmp_path / "run")["model"]
+    frozen = {
+        "image": ("image.",),
+        "text_backbone": ("text.blocks.", "text.token"),
+        "image_backbone,text": ("image.b", "text."),
+    }
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert not {name for name in moved if name.startswith(frozen[freeze])}
+    assert {name.split(".")[0] for name in moved} >= {"text" if freeze == "image" else "image", "logit_scale"}
+    in_optimizer = len(checkpoint_of(tmp_path / "run")["optimizer"]["state"])
+    assert in_optimizer < len(before)
+
+
+@pytest.mark.slow
+def test_a_run_with_a_frozen_tower_resumes_in_the_same_bits_without_the_file(tmp_path: Path) -> None:
+    source = start(tmp_path)
+    changes = {"init_clip": source, "freeze": "image", "epochs": 2}
+    run(tmp_path / "whole", **changes)
+    run(tmp_path / "parts", **changes, max_steps=3)
+    source.unlink()
+    run(tmp_path / "parts", **changes)
+    whole, parts = checkpoint_of(tmp_path / "whole"), checkpoint_of(tmp_path / "parts")
+    for key in ("model", "optimizer", "step"):
+        assert_same_state(whole[key], parts[key], key)
+    with pytest.raises(CheckpointError, match=r"--freeze was \['image'\] and is now None"):
+        run(tmp_path / "parts", epochs=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("freeze", "frozen"), [("image_backbone", "image.backbone."), ("image", "image."), ("text", "text.")]
+)
+def test_two_processes_with_a_frozen_tower_train_as_one_does(tmp_path: Path, freeze: str, frozen: str) -> None:
+    source = start(tmp_path)
+    changes = {"init_clip": source, "freeze": freeze, "epochs": 2}
+    run(tmp_path / "one", **changes)
+    run_on_two_ranks(tmp_path / "two", **changes)
+    assert_close_weights(tmp_path / "one", tmp_path / "two")
+    before, after = checkpoint_of(tmp_path / "start")["model"], checkpoint_of(tmp_path / "two")["model"]
+    kept = {name for name in before if torch.equal(before[name], after[name])}
+    assert {name for name in before if name.startswith(frozen)} <= kept
+    assert kept < before.keys()
+    losses = [[epoch["train_loss"] for epoch in epochs_of(tmp_path / name)] for name in ("one", "two")]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-4)
+
+
+def test_random_weights_are_not_frozen(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--freeze image would keep \d+ random weights .*--init_clip.*image_backbone"):
+        run(tmp_path / "a", freeze="image")
+    source = start(tmp_path, "cls")
+    with pytest.raises(ValueError, match=r"--freeze image would keep \d+ random weights \(image\.readout"):
+        run(tmp_path / "b", init_clip=source, freeze="image", readout="sparo")
+    run(tmp_path / "c", init_clip=source, freeze="image_backbone", readout="sparo", max_steps=1)
+
+
+def test_freezing_everything_is_refused_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR), pytest.raises(SystemExit):
+        run_command("train-clip", options(tmp_path, freeze="image,text"))
+    assert "leaves nothing to train but the temperature" in caplog.text
+
+
+# ---- OpenCLIP's larger models
+
+
+@pytest.mark.parametrize(
+    ("name", "arch", "patch_size"),
+    [
+        ("ViT-L-14", "vit_large", 14),
+        ("ViT-L-14-336", "vit_large", 14),
+        ("ViT-L-14-quickgelu", "vit_large", 14),
+        ("ViT-H-14", "vit_huge", 14),
+        ("ViT-B-16", "vit_base", 16),
+    ],
+)
+def test_open_clips_larger_models_are_ours_by_name_shape_heads_and_activation(
+    name: str, arch: str, patch_size: int
+) -> None:
+    settings = open_clip.get_model_config(name)
+    with torch.device("meta"):
+        theirs = open_clip.CLIP(**settings)
+        config, weights = from_open_clip(theirs.state_dict(), quick_gelu=settings.get("quick_gelu", False))
+        ours = create_clip(
+            arch,
+            patch_size,
+            "cls",
+            img_size=config.image.img_size,
+            embed_dim=settings["embed_dim"],
+            text_width=settings["text_cfg"]["width"],
+            text_heads=settings["text_cfg"]["heads"],
+            text_layers=settings["text_cfg"]["layers"],
+            quick_gelu=settings.get("quick_gelu", False),
+        )
+    assert (ours.config.image.img_size, ours.config.image.quick_gelu) == (config.image.img_size, config.quick_gelu)
+    assert ours.config.text.heads == config.text.heads
+    assert {n: v.shape for n, v in ours.state_dict().items()} == {n: v.shape for n, v in weights.items()}
+    assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in theirs.parameters())
+    described = open_clip_config(ours.config)
+    assert described["vision_cfg"]["head_width"] == settings["vision_cfg"].get("head_width", 64)
+    assert described["vision_cfg"]["layers"] == settings["vision_cfg"]["layers"]
+    assert {n: v.shape for n, v in to_open_clip(config, ours.state_dict()).items()} == {
+        n: v.shape for n, v in theirs.state_dict().items()
+    }
+
+
+# ---- out
+
+
+@pytest.mark.parametrize("readout", ["sparo", "cls", "attpool", "fdt", "linear", "gap_image"])
+@torch.no_grad()
+def test_a_clip_exported_as_safetensors_is_read_back(tmp_path: Path, readout: str) -> None:
+    model = build(readout, num_codes=17, quick_gelu=True)
+    written = export(saved(model, tmp_path / "clip.pth"), tmp_path / "out" / "clip")
+    loaded = load_clip(written)
+    images, ids = torch.randn(2, 3, 32, 32), torch.tensor([[3, 4, 52], [9, 52, 0]])
+    assert torch.equal(loaded.model.encode_image(images), model.encode_image(images))
+    assert torch.equal(loaded.model.encode_text(ids), model.encode_text(ids))
+    assert (loaded.mean, loaded.record["epoch"]) == (load_clip(tmp_path / "clip.pth").mean, 3)
+    torch.testing.assert_close(load_encoder(written)(images), model.image(images))
+
+
+@torch.no_grad()
+def test_open_clip_builds_and_loads_the_exported_folder(tmp_path: Path) -> None:
+    model = build("cls", quick_gelu=True)
+    folder = export(saved(model, tmp_path / "clip.pth"), tmp_path / "out", format="open_clip")
+    theirs, _, view = open_clip.create_model_and_transforms(f"local-dir:{folder}")
+    images, ids = torch.randn(2, 3, 32, 32), torch.tensor([[3, 4, 52, 0, 0, 0, 0, 0, 0], [9, 8, 7, 6, 5, 4, 3, 2, 52]])
+    theirs.eval()
+    for normalize in (False, True):
+        torch.testing.assert_close(model.encode_image(images, normalize), theirs.encode_image(images, normalize))
+        torch.testing.assert_close(model.encode_text(ids, normalize), theirs.encode_text(ids, normalize))
+    assert list(view.transforms[-1].mean) == list(load_clip(tmp_path / "clip.pth").mean)
+
+
+@pytest.mark.parametrize("case", ["sparo", "shared_keys", "linear"])
+def test_an_export_for_sparo_clip_has_its_weights_and_its_options(tmp_path: Path, sparo_clip: Any, case: str) -> None:
+    theirs = sparo_clip[1][case]
+    torch.save(theirs, tmp_path / "theirs.pt")
+    model = load_clip(tmp_path / "theirs.pt", text_heads=2).model
+    folder = export(saved(model, tmp_path / "clip.pth"), tmp_path / "out", format="sparo_clip")
+    weights = load_file(folder / "open_clip_model.safetensors")
+    assert weights.keys() == theirs.keys()
+    assert all(torch.equal(weights[name], value) for name, value in theirs.items())
+    settings = json.loads((folder / "open_clip_config.json").read_text())["model_cfg"]
+    # The recorded model's, with the blocks counted that are there.
+    expected = {**recorded.SPARO_CLIP, **recorded.SPARO_CLIP_CASES[case]}
+    fewer = expected.pop("reduce_depth", 0)
+    for tower in ("vision_cfg", "text_cfg"):
+        layers = expected[tower]["layers"] - fewer
+        assert settings[tower] == {**expected[tower], "layers": layers}
+    names = expected.keys() - {"vision_cfg", "text_cfg", "embed_dim"}
+    assert {name: settings[name] for name in names} == {name: expected[name] for name in names}
+
+
+def test_the_export_command_writes_a_clip_in_every_format_that_has_its_parts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert set(EXPORT_FORMATS) == {*WRITERS, *CLIP_FORMATS}
+    path = saved(build("cls"), tmp_path / "clip.pth")
+    for name in ("safetensors", *CLIP_FORMATS):
+        run_command("export", [str(path), str(tmp_path / name), "--format", name])
+    written = {file.relative_to(tmp_path).as_posix() for file in tmp_path.rglob("*.safetensors")}
+    assert written == {"safetensors.safetensors", *(f"{name}/open_clip_model.safetensors" for name in CLIP_FORMATS)}
+    run_command(
+        "export", [str(foreign(tmp_path, "theirs", build("cls"))), str(tmp_path / "image"), "--quick_gelu", "true"]
+    )
+    with caplog.at_level(logging.INFO):
+        assert load_encoder(tmp_path / "image.safetensors").config.quick_gelu
+        run_command("export", [str(path), str(tmp_path / "timm"), "--format", "timm"])
+    assert f"encoder of {path} as timm" in caplog.text
+    assert "teacher of" not in caplog.text  # which a CLIP does not have
+
+
+def test_exports_that_the_other_side_has_no_parts_for_are_refused(tmp_path: Path) -> None:
+    path = saved(build("sparo"), tmp_path / "clip.pth")
+    with pytest.raises(ValueError, match=r"open_clip has no 'sparo' read-out, only cls; .* exported as safetensors"):
+        export(path, tmp_path / "out", format="open_clip")
+    torch.save(create_encoder("vit_micro", 8, "cls", img_size=32).state_dict(), tmp_path / "vit.pth")
+    with pytest.raises(ValueError, match="is no CLIP of ours, which format 'open_clip' is for"):
+        export(tmp_path / "vit.pth", tmp_path / "out", format="open_clip")
+    with pytest.raises(ValueError, match="both towers of a CLIP are written as they are"):
+        export(path, tmp_path / "out", img_size=64)
+    with pytest.raises(ValueError, match="open_clip has no model with readout='cls', pre_norm=False"):
+        export(saved(build("cls", pre_norm=False), tmp_path / "dino.pth"), tmp_path / "out", format="open_clip")
+
+
+@torch.no_grad()
+def test_the_image_tower_of_openais_weights_is_exported_with_their_activation(tmp_path: Path) -> None:
+    model = build("cls", quick_gelu=True)
+    written = export(foreign(tmp_path, "theirs", model), tmp_path / "out", quick_gelu=True)
+    images = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(load_encoder(written)(images), model.image(images))
+
+
+def test_openais_archive_is_named_as_such_with_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "ViT-B-32.pt"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch would have TorchScript replaced
+        torch.jit.script(torch.nn.Linear(2, 3)).save(path)
+    for load in (load_clip, load_encoder):
+        with pytest.raises(CheckpointError, match=r"is a TorchScript archive.*load_openai_model\('.*--quick_gelu true"):
+            load(path)

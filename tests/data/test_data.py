@@ -1,0 +1,356 @@
+"""data.py: order, crops and batches are pure functions of their numbers, and bad images are replaced and named."""
+
+import logging
+import multiprocessing
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dino_sparo.data import dataset as data
+from dino_sparo.data.dataset import (
+    Batch,
+    CorruptImageError,
+    EpochSampler,
+    ImageDataset,
+    ShardSampler,
+    align_classes,
+    create_loader,
+    image_rng,
+    require_labels,
+)
+from dino_sparo.runtime import distributed
+
+
+@dataclass
+class NumberedImages:
+    """Images whose red value is their index; those in `corrupt` cannot be read."""
+
+    num_images: int
+    corrupt: set[int] = field(default_factory=set)
+    classes: list[str] | None = None
+    labels: np.ndarray | None = None
+    name: str = "numbered images"
+
+    def __len__(self) -> int:
+        return self.num_images
+
+    def read(self, index: int) -> Image.Image:
+        if index in self.corrupt:
+            raise CorruptImageError(self.location(index), "made so")
+        return Image.new("RGB", (3, 2), (index, 0, 0))
+
+    def location(self, index: int) -> str:
+        return f"image-{index}"
+
+
+def draw_views(image: Image.Image, rng: np.random.Generator) -> list[torch.Tensor]:
+    """Two crops of unequal size, the image's own value plus a random fraction."""
+    value = image.getpixel((0, 0))[0]
+    return [torch.full((3, size, size + 1), value + rng.random(), dtype=torch.float64) for size in (2, 5)]
+
+
+def crops_by_index(num_workers: int, batch_size: int, world_size: int, seed: int = 3) -> dict[int, list[float]]:
+    """What every image of epoch 4 looks like when the ranks read it in turn."""
+    crops = {}
+    for rank in range(world_size):
+        sampler = EpochSampler(24, batch_size, rank, world_size, seed=seed)
+        loader = create_loader(ImageDataset(NumberedImages(24), draw_views, seed), sampler, num_workers=num_workers)
+        sampler.set_epoch(4)
+        for batch in loader:
+            for row, index in enumerate(batch.indices.tolist()):
+                crops[index] = [view[row].flatten()[0].item() for view in batch.views]
+    return crops
+
+
+def test_crops_do_not_depend_on_workers_ranks_or_batch_size() -> None:
+    expected = {}
+    for index in range(24):
+        rng = image_rng(3, 4, index)
+        expected[index] = [index + rng.random(), index + rng.random()]
+    assert crops_by_index(num_workers=0, batch_size=6, world_size=1) == expected
+    assert crops_by_index(num_workers=2, batch_size=4, world_size=3) == expected
+
+
+def test_crops_differ_between_seeds_epochs_and_images() -> None:
+    keys = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (-1, 0, 0), (1 << 32, 0, 0), (-(1 << 63), 2, 5)]
+    assert len({image_rng(*key).random() for key in keys}) == len(keys)
+    assert image_rng(-1, 2, 3).random() == image_rng((1 << 64) - 1, 2, 3).random()
+    assert image_rng(5 + (1 << 64), 2, 3).random() == image_rng(5, 2, 3).random()
+
+
+def test_order_of_an_epoch_is_drawn_apart_from_the_crops_of_its_first_image() -> None:
+    assert data._epoch_rng(7, 2).random() != image_rng(7, 2, 0).random()
+
+
+@pytest.mark.parametrize("seed", [0, -5, 1 << 70])
+def test_epoch_order_is_a_function_of_seed_and_epoch(seed: int) -> None:
+    def order(epoch: int) -> list[int]:
+        sampler = EpochSampler(13, 1, seed=seed)
+        sampler.set_epoch(epoch)
+        return [index for batch in sampler for _, index in batch]
+
+    assert order(2) == order(2)
+    assert order(2) != order(3)
+    assert sorted(order(2)) == list(range(13))
+
+
+@pytest.mark.parametrize(("batch_size", "world_size", "accum_steps"), [(12, 1, 1), (6, 2, 1), (3, 4, 1), (2, 2, 3)])
+def test_global_batches_do_not_depend_on_ranks_and_accumulation(
+    batch_size: int, world_size: int, accum_steps: int
+) -> None:
+    one = EpochSampler(41, 12, seed=5)
+    one.set_epoch(2)
+    samplers = [EpochSampler(41, batch_size, rank, world_size, accum_steps, seed=5) for rank in range(world_size)]
+    for sampler in samplers:
+        sampler.set_epoch(2)
+        assert sampler.steps_per_epoch == 41 // 12
+        assert len(sampler) == 41 // 12 * accum_steps
+    micro_batches = [list(sampler) for sampler in samplers]
+    for step, expected in enumerate(one):
+        seen = []
+        for own in micro_batches:
+            for micro_batch in own[step * accum_steps : (step + 1) * accum_steps]:
+                assert len(micro_batch) == batch_size
+                seen += micro_batch
+        assert sorted(seen) == sorted(expected)
+        assert all(epoch == 2 for epoch, _ in seen)
+
+
+def test_resuming_within_an_epoch_yields_exactly_the_remaining_batches() -> None:
+    sampler = EpochSampler(41, 3, rank=1, world_size=2, accum_steps=2, seed=5)
+    sampler.set_epoch(1)
+    whole = list(sampler)
+    sampler.set_epoch(1, start_step=2)
+    assert list(sampler) == whole[2 * 2 :]
+    assert len(sampler) == len(whole) - 2 * 2
+    sampler.set_epoch(1, start_step=sampler.steps_per_epoch)
+    assert list(sampler) == []
+
+
+def test_persistent_workers_follow_set_epoch() -> None:
+    sampler = EpochSampler(7, 3, seed=1)
+    loader = create_loader(ImageDataset(NumberedImages(7), draw_views, 1), sampler, num_workers=1)
+    for epoch, start_step in ((0, 0), (5, 1)):
+        sampler.set_epoch(epoch, start_step)
+        expected = [[index for _, index in batch] for batch in sampler]
+        batches = list(loader)
+        assert [batch.indices.tolist() for batch in batches] == expected
+        index = expected[0][0]
+        assert batches[0].views[0][0, 0, 0, 0].item() == index + image_rng(1, epoch, index).random()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere workers start as Python's default says")
+def test_workers_are_forked_also_where_python_would_not() -> None:
+    source = NumberedImages(7)
+    source.read = lambda index: Image.new("RGB", (3, 2), (index, 0, 0))  # type: ignore[method-assign]  # no other process can be sent it
+    loader = create_loader(ImageDataset(source, draw_views, 1), ShardSampler(7, 3), num_workers=1)
+    default = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("forkserver", force=True)  # the default from Python 3.14 on
+    try:
+        assert [batch.indices.tolist() for batch in loader] == [[0, 1, 2], [3, 4, 5], [6]]
+    finally:
+        multiprocessing.set_start_method(default, force=True)
+
+
+def test_too_few_images_for_one_step_is_an_error() -> None:
+    with pytest.raises(
+        ValueError, match=r"23 images are too few .* 4 images .* 3 process.* 2 accumulation.* = 24; use a"
+    ):
+        EpochSampler(23, 4, world_size=3, accum_steps=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
+        ({"batch_size": 2, "rank": 3, "world_size": 3}, "rank=3 of world_size=3"),
+        ({"batch_size": 2, "accum_steps": 0}, "accum_steps=0 must be at least 1"),
+    ],
+)
+def test_impossible_shares_are_errors(arguments: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EpochSampler(30, **arguments)
+
+
+@pytest.mark.parametrize(("epoch", "start_step"), [(-1, 0), (0, -1), (0, 6)])
+def test_steps_that_do_not_exist_are_errors(epoch: int, start_step: int) -> None:
+    with pytest.raises(ValueError, match="epochs count from 0, steps from 0 to 5"):
+        EpochSampler(11, 2).set_epoch(epoch, start_step)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("num_images", [0, 1, 3, 13])
+def test_shards_cover_every_image_once_in_order(num_images: int, world_size: int) -> None:
+    samplers = [ShardSampler(num_images, 2, rank, world_size) for rank in range(world_size)]
+    batches = [list(sampler) for sampler in samplers]
+    assert [len(sampler) for sampler in samplers] == [len(own) for own in batches]
+    assert [index for own in batches for batch in own for index in batch] == list(range(num_images))
+    sizes = [sum(map(len, own)) for own in batches]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_hold_crops_labels_indices_and_corrupt_images(num_workers: int) -> None:
+    source = NumberedImages(5, corrupt={1}, classes=["a", "b"], labels=np.array([0, 1, 1, 0, 1]))
+    loader = create_loader(ImageDataset(source, draw_views, 0), ShardSampler(5, 3), num_workers=num_workers)
+    first, last = list(loader)
+    assert isinstance(first, Batch)
+    assert [tuple(view.shape) for view in first.views] == [(3, 3, 2, 3), (3, 3, 5, 6)]
+    assert first.labels.tolist() == [0, 1, 1]
+    assert first.indices.tolist() == [0, 2, 2]  # image 2 stands in for image 1
+    assert first.corrupt == [("image-1", "made so")]
+    assert last.indices.tolist() == [3, 4]
+    assert last.corrupt == []
+    moved = first.to("cpu")
+    assert torch.equal(moved.views[1], first.views[1])
+    assert moved.corrupt == first.corrupt
+
+
+def test_a_substitute_shows_other_crops_than_its_original() -> None:
+    dataset = ImageDataset(NumberedImages(4, corrupt={3, 0}), draw_views, 0)
+    item = dataset[(2, 3)]
+    assert (item.index, item.label) == (1, -1)  # after the last image comes the first
+    assert [location for location, _ in item.corrupt] == ["image-3"]  # image 0 is reported when it is asked for
+    assert torch.equal(item.views[0], dataset[(2, 3)].views[0])
+    assert not torch.equal(item.views[0], dataset[(2, 1)].views[0])
+
+
+def test_a_plain_index_is_epoch_zero() -> None:
+    dataset = ImageDataset(NumberedImages(4), draw_views, 6)
+    assert torch.equal(dataset[2].views[0], dataset[(0, 2)].views[0])
+    assert len(dataset) == 4
+
+
+@pytest.mark.parametrize("index", [-1, 4])
+def test_an_index_out_of_range_is_an_error(index: int) -> None:
+    with pytest.raises(IndexError, match=f"image {index} of numbered images, which has 4"):
+        ImageDataset(NumberedImages(4), draw_views)[index]
+
+
+def test_only_corrupt_images_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = ImageDataset(NumberedImages(7, corrupt=set(range(7))), draw_views)
+    with pytest.raises(ValueError, match=r"7 images in a row of numbered images cannot be read, .*image-2 \(made so\)"):
+        dataset[2]
+    monkeypatch.setattr(data, "MAX_CORRUPT_IN_A_ROW", 3)
+    with pytest.raises(ValueError, match="3 images in a row"):
+        dataset[5]
+
+
+def test_a_long_run_of_corrupt_images_does_not_end_a_run() -> None:
+    """The bug: a copy that was cut off left 64 empty files in a row, and every start ended there."""
+    dataset = ImageDataset(NumberedImages(1000, corrupt=set(range(100, 300))), draw_views)
+    found = [dataset[index].index for index in range(100, 300)]
+    assert not set(found) & set(range(100, 300))
+    assert len(set(found)) > 100  # not all of them the first behind the gap
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        ({"number": 5}, r"the number of images of numbered images: \[4, 5\], by rank"),
+        ({"fingerprint": "x"}, "the names of the images"),
+        ({"classes": ["b"]}, "the classes"),
+        ({"labels": np.array([0, 0, 0, 1])}, "the labels"),
+    ],
+)
+def test_ranks_that_have_opened_other_images_are_told(
+    monkeypatch: pytest.MonkeyPatch, other: dict[str, Any], what: str
+) -> None:
+    """The bug: an evaluation on two machines with different copies gave a wrong accuracy without a word."""
+
+    def source(number: int = 4, fingerprint: str = "y", **others: Any) -> NumberedImages:
+        images = NumberedImages(number)
+        images.classes, images.labels = ["a"], np.zeros(number, np.int64)
+        images.fingerprint = lambda: fingerprint
+        for name, value in others.items():
+            setattr(images, name, value)
+        return images
+
+    monkeypatch.setattr(data, "world_size", lambda: 2)
+    asked: list[list[Any]] = [[], []]
+    for values, images in zip(asked, (source(), source(**other)), strict=True):
+        monkeypatch.setattr(distributed, "all_gather_object", lambda value, kept=values: kept.append(value) or [value])
+        data.require_same_source(images)
+    pairs = iter(zip(*asked, strict=True))
+    monkeypatch.setattr(distributed, "all_gather_object", lambda value: list(next(pairs)))
+    with pytest.raises(ValueError, match=f"the processes disagree on {what}"):
+        data.require_same_source(source())
+
+
+def test_reading_batches_leaves_torchs_random_numbers_alone() -> None:
+    loader = create_loader(ImageDataset(NumberedImages(4), draw_views), ShardSampler(4, 3), num_workers=0)
+    before = torch.get_rng_state()
+    list(loader)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_workers_are_capped_at_the_processors(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(data.os, "sched_getaffinity", lambda pid: {0, 5}, raising=False)
+    with caplog.at_level(logging.INFO):
+        loader = create_loader(ImageDataset(NumberedImages(4), draw_views), ShardSampler(4, 3), num_workers=10)
+    assert loader.num_workers == 2
+    assert "num_workers: 2 instead of 10" in caplog.text
+
+
+def test_a_task_that_may_use_few_of_the_cores_is_warned_and_told_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(data.os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(data.os, "sched_getaffinity", lambda pid: {3}, raising=False)
+    loader = create_loader(ImageDataset(NumberedImages(4), draw_views), ShardSampler(4, 3), num_workers=10)
+    assert loader.num_workers == 1
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "1 instead of 10, since this process may use 1 of the machine's 64 cores" in record.message
+    assert "srun --cpus-per-task=10" in record.message
+    monkeypatch.setattr(data.os, "sched_getaffinity", lambda pid: set(range(64)), raising=False)
+    create_loader(ImageDataset(NumberedImages(4), draw_views), ShardSampler(4, 3), num_workers=100)
+    warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == 1, "a machine that has no more cores is no mistake"
+
+
+def test_negative_workers_are_an_error() -> None:
+    with pytest.raises(ValueError, match="num_workers=-1 must not be negative"):
+        create_loader(ImageDataset(NumberedImages(4), draw_views), ShardSampler(4, 3), num_workers=-1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_batches_are_pinned_and_reach_the_gpu() -> None:
+    loader = create_loader(
+        ImageDataset(NumberedImages(5), draw_views), ShardSampler(5, 3), num_workers=2, pin_memory=True
+    )
+    for batch in loader:
+        assert isinstance(batch, Batch)
+        assert all(tensor.is_pinned() for tensor in (*batch.views, batch.labels, batch.indices))
+        assert batch.to("cuda").views[1].device.type == "cuda"
+
+
+def test_missing_labels_are_an_error_that_tells_the_remedy() -> None:
+    with pytest.raises(ValueError, match=r"numbered images has no labels.*give class folders"):
+        require_labels(NumberedImages(3))
+    source = NumberedImages(4, classes=["a"], labels=np.array([0, -1, 0, -1]))
+    with pytest.raises(ValueError, match="2 of 4 images have no label, the first is image-1"):
+        require_labels(source)
+    source.labels = np.array([0, 0, 0, 0])
+    assert require_labels(source) is source.labels
+
+
+def test_classes_are_renumbered_as_in_training() -> None:
+    val = NumberedImages(3, classes=["cat", "fox"], labels=np.array([1, 0, 1]))
+    aligned = align_classes(val, ["ape", "cat", "dog", "fox"])
+    assert aligned.labels is not None
+    assert aligned.labels.tolist() == [3, 1, 3]
+    assert aligned.classes == ["ape", "cat", "dog", "fox"]
+    assert val.labels is not None
+    assert val.labels.tolist() == [1, 0, 1]
+    assert align_classes(val, ["cat", "fox"]) is val
+    with pytest.raises(ValueError, match="1 classes that the training images lack, the first is 'fox'"):
+        align_classes(val, ["cat", "dog"])

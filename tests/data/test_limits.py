@@ -1,0 +1,260 @@
+"""sources/limits.py and its users: files from strangers neither hang a run, nor fill memory, nor start programs."""
+
+import io
+import logging
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from dino_sparo.clip.slots.subsets import read_slots
+from dino_sparo.clip.slots.sweep import read_result
+from dino_sparo.data.scenes import Scenes
+from dino_sparo.data.sources import CorruptImageError, ImageLimits, decode_image, expand_shards, open_source
+from dino_sparo.data.sources.limits import IMAGE_FORMATS, open_regular, parse_json
+from dino_sparo.evaluation.feature_cache import load_features
+from dino_sparo.image_text.classes import open_classes
+from dino_sparo.image_text.pairs.sources import open_pairs
+from dino_sparo.image_text.prompts import read_words
+from dino_sparo.runtime.logs import setup_logging
+from dino_sparo.weights.checkpoint import load_checkpoint
+
+DEADLINE_S = 20
+
+
+@pytest.fixture(autouse=True)
+def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DINO_SPARO_CACHE", str(tmp_path / "the cache"))
+
+
+@pytest.fixture(autouse=True)
+def deadline() -> Iterator[None]:
+    """What hangs is interrupted."""
+
+    def hang(*_: object) -> None:
+        raise AssertionError(f"hangs for {DEADLINE_S} s")
+
+    before = signal.signal(signal.SIGALRM, hang)
+    signal.alarm(DEADLINE_S)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def encoded(image: Image.Image, kind: str) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind)
+    return buffer.getvalue()
+
+
+def write(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(encoded(Image.new("RGB", (3, 2)), "PNG"))
+    return path
+
+
+def test_postscript_named_jpg_starts_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    monkeypatch.setattr(subprocess, "check_call", lambda command, **_: started.append(command))
+    postscript = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n"
+    with pytest.raises(CorruptImageError, match="is none of BMP, GIF, JPEG, PNG, PPM, TIFF, WEBP"):
+        decode_image(postscript, "photo.jpg")
+    assert not started
+
+
+@pytest.mark.parametrize("kind", IMAGE_FORMATS)
+def test_every_format_of_the_list_is_read(kind: str) -> None:
+    assert decode_image(encoded(Image.new("RGB", (7, 5)), kind), "here").size == (7, 5)
+
+
+def test_an_image_of_many_pixels_is_refused_by_its_header() -> None:
+    content = encoded(Image.new("1", (9_000, 8_000)), "PNG")
+    assert len(content) < 20_000
+    with pytest.raises(CorruptImageError, match=r"9,000 x 8,000 pixels; at most 64 million are read \(--max_image_mp"):
+        decode_image(content, "here")
+    small = encoded(Image.new("RGB", (7, 5)), "PNG")
+    assert decode_image(small, "here", ImageLimits(max_mpix=35e-6)).size == (7, 5)
+    with pytest.raises(CorruptImageError, match="7 x 5 pixels"):
+        decode_image(small, "here", ImageLimits(max_mpix=34e-6))
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"max_mb": 0.0}, "--max_image_mb 0.0: give a positive number"),
+        ({"max_mb": float("nan")}, "--max_image_mb nan"),
+        ({"max_mpix": 0.0}, "--max_image_mpix 0.0: give a positive number, at most Pillow's own 178.9"),
+        ({"max_mpix": 500.0}, "--max_image_mpix 500.0"),
+    ],
+)
+def test_limits_that_cannot_be_are_named(limits: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ImageLimits(**limits)
+
+
+def test_limits_travel_to_folders_tables_and_shards(tmp_path: Path) -> None:
+    limits = ImageLimits(max_mpix=5e-6)
+    write(tmp_path / "images/a.png")
+    (tmp_path / "images/list.csv").write_text("path\na.png\n")
+    for path in ("images", "images/list.csv"):
+        with pytest.raises(CorruptImageError, match="3 x 2 pixels"):
+            open_source(str(tmp_path / path), limits=limits).read(0)
+
+
+# ---- files that are none
+
+
+def test_a_pipe_a_device_and_a_folder_in_a_list_are_corrupt_images_at_once(tmp_path: Path) -> None:
+    write(tmp_path / "a.png")
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "list.txt").write_text("a.png\n" * 8 + "pipe.png\n/dev/zero\n.\n" + "x" * 300 + ".png\n")
+    source = open_source(str(tmp_path / "list.txt"))
+    for index, reason in enumerate(
+        ("is a named pipe, not a regular", "is a device", "is a folder", "name too long"), 8
+    ):
+        with pytest.raises(CorruptImageError, match=reason):
+            source.read(index)
+
+
+def test_a_pipe_first_in_a_list_or_as_the_list_itself_is_an_error_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "list.txt").write_text("pipe.png\n")
+    with pytest.raises(ValueError, match=r"pipe.png' does not exist or is no regular file"):
+        open_source(str(tmp_path / "list.txt"))
+    os.mkfifo(tmp_path / "images.csv")
+    for path in (str(tmp_path / "images.csv"), "/dev/zero"):
+        with pytest.raises(ValueError, match="is neither a folder nor a regular file, but a pipe or a device"):
+            open_source(path)
+    with pytest.raises(OSError, match="is a named pipe, not a regular file"):
+        open_regular(tmp_path / "images.csv")
+
+
+def test_a_pipe_called_tar_is_a_shard_that_cannot_be_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.tar")
+    with pytest.raises(ValueError, match=r"x\.tar' cannot be read \(is a named pipe, not a regular file\)"):
+        open_source(str(tmp_path))
+    with pytest.raises(ValueError, match="is a named pipe, not a regular file"):
+        open_pairs(str(tmp_path))
+
+
+@pytest.mark.parametrize("data_path", ["pairs.tar", "coco.json"])
+def test_columns_of_pairs_that_are_no_table_are_refused_not_ignored(tmp_path: Path, data_path: str) -> None:
+    (tmp_path / data_path).touch()
+    with pytest.raises(ValueError, match=r"is no table, so it has no column of that name \(path 'a', split 'b'\)"):
+        open_pairs(str(tmp_path / data_path), image_key="a", split_column="b")
+
+
+def test_an_image_beyond_pillows_own_limit_is_named_once_without_pillows_warning() -> None:
+    big = encoded(Image.new("1", (10_000, 9_000)), "PNG")
+    with pytest.raises(CorruptImageError, match="10,000 x 9,000 pixels; at most 64 million are read"):
+        decode_image(big, "big.png")
+
+
+def test_a_path_with_a_null_byte_is_a_corrupt_image(tmp_path: Path) -> None:
+    write(tmp_path / "a.png")
+    rows = '{"path": "a.png"}\n' * 8 + '{"path": "b\\u0000.png"}\n'
+    (tmp_path / "list.jsonl").write_text(rows)
+    with pytest.raises(CorruptImageError, match=r"null (byte|character)"):
+        open_source(str(tmp_path / "list.jsonl")).read(8)
+
+
+def test_pipes_and_links_in_a_circle_are_left_out_of_a_folder_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "images"
+    write(root / "a.png")
+    os.mkfifo(root / "pipe.png")
+    (root / "self.png").symlink_to(root / "self.png")
+    (root / "loop").symlink_to(root)
+    assert len(open_source(str(root))) == 1
+    assert "left out 2 entries that are no regular files" in caplog.text
+
+
+def test_folders_that_link_to_one_another_are_an_error_not_an_endless_walk(tmp_path: Path) -> None:
+    count = 12
+    for i in range(count):
+        write(tmp_path / f"images/{i}/a.png")
+        for j in range(count):
+            (tmp_path / f"images/{i}/to{j}").symlink_to(tmp_path / f"images/{j}")
+    with pytest.raises(ValueError, match="symbolic links lead to one folder in more than 100 ways, one is"):
+        open_source(str(tmp_path / "images"))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("x-{0..9999999999}.tar", "means 10,000,000,000 shards; give 1 to 1,048,576"),
+        ("{0..9}" * 30 + ".tar", "shards; give 1 to"),
+        ("{5..1}.tar", "means 0 shards"),
+        ("x-{0..999999}.tar", r"x-0\.tar' does not exist"),
+        ("{a,b}" * 5 + "{0..0}" * 2000, "does not exist"),
+    ],
+)
+def test_braces_are_not_expanded_before_it_is_known_how_many_names_they_mean(pattern: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        expand_shards(pattern)
+
+
+# ---- JSON and names
+
+
+def test_deeply_nested_json_is_an_ordinary_error() -> None:
+    with pytest.raises(ValueError, match="nested too deeply"):
+        parse_json("[" * 200_000)
+
+
+def test_deeply_nested_json_is_an_ordinary_error_in_every_file_that_a_user_gives(tmp_path: Path) -> None:
+    nested = "[" * 100_000
+    for name in ("a.json", "features.json", "folder_to_objectnet_label.json", "objectnet_to_imagenet_1k.json"):
+        (tmp_path / name).write_text(nested)
+    save_file({"a": torch.zeros(1)}, tmp_path / "a.safetensors")
+    path = tmp_path / "a.json"
+    for read in (
+        lambda: read_slots(path),
+        lambda: read_words(str(path)),
+        lambda: read_result(path),
+        lambda: load_checkpoint(tmp_path / "a.safetensors"),
+        lambda: load_features(tmp_path),
+        lambda: open_classes(Scenes(3, 32), f"objectnet:{tmp_path}"),
+    ):
+        with pytest.raises(ValueError, match="nested too deeply"):
+            read()
+
+
+def test_the_log_file_takes_names_that_are_not_utf_8(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    root = tmp_path / "images"
+    root.mkdir()
+    (root / os.fsdecode(b"caf\xe9.png")).write_bytes(b"no image")
+    source = open_source(str(root))
+    try:
+        setup_logging(tmp_path)
+        with pytest.raises(CorruptImageError) as caught:
+            source.read(0)
+        logging.getLogger("dino_sparo").warning("skipped a corrupt image: %s", caught.value)
+    finally:
+        for handler in list(logging.getLogger().handlers):
+            if getattr(handler, "is_dino_sparo", False):
+                logging.getLogger().removeHandler(handler)
+                handler.close()
+    assert "caf\\udce9.png" in (tmp_path / "run.log").read_text()
+    assert "Logging error" not in capfd.readouterr().err
+
+
+def test_a_remote_path_is_said_to_be_one(tmp_path: Path) -> None:
+    for path in ("https://host/a.csv", "s3://bucket/{0..9}.tar", "pipe:curl https://host/a.tar", "a.tar::gs://b/c.tar"):
+        with pytest.raises(ValueError, match="is an address; download the files first"):
+            open_source(path)
+
+
+def test_gray_images_of_all_formats_keep_their_pixels() -> None:
+    values = np.arange(35, dtype=np.uint8).reshape(5, 7) * 7
+    for kind in ("BMP", "GIF", "PNG", "PPM", "TIFF"):
+        pixels = np.asarray(decode_image(encoded(Image.fromarray(values), kind), kind))
+        np.testing.assert_array_equal(pixels, np.repeat(values[..., None], 3, axis=2))

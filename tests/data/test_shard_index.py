@@ -1,0 +1,527 @@
+"""sources/shard_index.py and tar_headers.py: hostile shards, damaged ones, interrupted and repeated starts, memory."""
+
+import io
+import json
+import logging
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dino_sparo.data.dataset import EpochSampler, open_together
+from dino_sparo.data.sources import index_images, open_source, shard_index, tar_headers, tars
+from dino_sparo.data.sources.shard_index import Kind, Piece, index_share, open_index
+from dino_sparo.data.sources.tar_headers import DamagedShardError, Member, member_name, tar_members
+from dino_sparo.runtime.distributed import FaultError, init_distributed
+
+ROOT = Path(__file__).resolve().parents[2]
+OLD = (1e9, 1e9)  # a time stamp that no writing process can still be at
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "the cache"
+    monkeypatch.setenv("DINO_SPARO_CACHE", str(folder))
+    return folder
+
+
+def write_tar(path: Path, members: list[tuple[str, bytes]], tar_format: int = tarfile.GNU_FORMAT) -> Path:
+    with tarfile.open(path, "w", format=tar_format) as tar:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    os.utime(path, OLD)
+    return path
+
+
+def write_shards(folder: Path, counts: list[int]) -> list[str]:
+    """Shards of so many pairs each; contents are no images, since only their places matter here."""
+    return [
+        str(
+            write_tar(
+                folder / f"s-{number:03}.tar",
+                [(f"{i:03}.{end}", f"{number} {i} {end}".encode()) for i in range(count) for end in ("jpg", "txt")],
+            )
+        )
+        for number, count in enumerate(counts)
+    ]
+
+
+def header(name: bytes, size: bytes, kind: bytes) -> bytes:
+    """A tar header with a valid checksum; `size` is its field of 12 bytes."""
+    block = bytearray(512)
+    block[: len(name)], block[124:136], block[156:157], block[257:265] = name, size, kind, b"ustar\x0000"
+    block[148:156] = b"%06o\0 " % (sum(block) + 8 * 32)
+    return bytes(block)
+
+
+def octal(size: int) -> bytes:
+    return b"%011o\0" % size
+
+
+def binary(size: int) -> bytes:
+    return b"\x80" + size.to_bytes(11, "big")
+
+
+def blocks(content: bytes) -> bytes:
+    return content + bytes(-len(content) % 512)
+
+
+def pax(record: bytes) -> bytes:
+    return header(b"x", octal(len(record)), b"x") + blocks(record)
+
+
+MEMBER = header(b"a.jpg", octal(3), b"0") + blocks(b"abc") + header(b"a.txt", octal(3), b"0") + blocks(b"abc")
+GIGABYTES = 5 << 29
+
+# What the shard begins with, up to which size it is a hole, and what is said of it.
+HOSTILE = {
+    "long_name_of_gigabytes": (header(b"n", binary(GIGABYTES), b"L"), GIGABYTES, "extended header of 2,684,354,560"),
+    "pax_header_of_gigabytes": (header(b"n", binary(GIGABYTES), b"x"), GIGABYTES, "extended header of 2,684,354,560"),
+    "global_header_of_gigabytes": (header(b"n", binary(GIGABYTES), b"g"), GIGABYTES, "extended header of 2,684"),
+    "chain_of_long_names": (5000 * (header(b"n", octal(1), b"L") + blocks(b"n")), 0, "more than 16 extended headers"),
+    "chain_of_pax_headers": (5000 * pax(b"9 a=bcdef"[:8] + b"\n"), 0, "more than 16 extended headers"),
+    "size_of_2_to_60": (header(b"a.jpg", binary(1 << 60), b"0"), 0, "is truncated within 'a.jpg'"),
+    "name_of_2_to_60": (header(b"n", binary(1 << 60), b"L"), 0, "is truncated within 'n'"),
+    "size_of_2_to_87": (header(b"a.jpg", binary((1 << 87) - 1), b"0"), 0, "is truncated within 'a.jpg'"),
+    "pax_size_of_2_to_60": (pax(b"28 size=%d\n" % (1 << 60)) + MEMBER, 0, "is truncated within 'a.jpg'"),
+    "pax_header_of_nothing": (MEMBER + pax(b"14 path=b.jpg\n"), 0, "behind the extended header at byte 2,048"),
+    "long_name_of_nothing": (MEMBER + header(b"n", octal(1), b"L") + b"n", 0, "truncated behind the extended header"),
+    "pax_size_of_5000_digits": (pax(b"5011 size=" + b"9" * 5000 + b"\n") + MEMBER, 0, "no valid header at byte"),
+    "pax_size_that_is_negative": (pax(b"11 size=-9\n") + MEMBER, 0, "no valid header at byte 1,024"),
+    "pax_length_of_5000_digits": (pax(b"9" * 5000 + b" path=a\n") + MEMBER, 0, "no valid extended header at byte 512"),
+    "pax_length_of_nothing": (pax(b"0 path=a\n") + MEMBER, 0, "no valid extended header at byte 512"),
+    "pax_length_beyond_the_header": (pax(b"600 path=a\n") + MEMBER, 0, "no valid extended header at byte 512"),
+    "zeros_of_a_failed_download": (b"", 1 << 20, "is no plain tar file"),
+    "flipped_bit": (MEMBER[:130] + b"\1" + MEMBER[131:], 0, "is no plain tar file"),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_hostile_shard_is_refused_in_one_line_that_names_it_and_takes_no_memory(what: str, tmp_path: Path) -> None:
+    content, hole, message = HOSTILE[what]
+    path = tmp_path / "evil.tar"
+    path.write_bytes(content)
+    if hole:
+        os.truncate(path, len(content) + hole)
+    pair_sources = pytest.importorskip("dino_sparo.image_text.pairs.sources")
+    for open_it in (open_source, pair_sources.open_pairs):
+        tracemalloc.start()
+        with pytest.raises(ValueError, match="tar shard .*evil.tar.*" + message) as caught:
+            open_it(str(path))
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert "\n" not in str(caught.value)
+        assert peak < 10 << 20
+
+
+def test_a_tar_larger_than_its_index_can_count_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tar_headers, "MAX_TAR_BYTES", 5000)
+    with pytest.raises(DamagedShardError, match="has 10,240 bytes; at most 5,000 are read"):
+        list(tar_members(str(write_tar(tmp_path / "a.tar", [("a.jpg", b"a")]))))
+
+
+def test_an_empty_tar_has_no_members_and_is_not_damaged(tmp_path: Path) -> None:
+    assert list(tar_members(str(write_tar(tmp_path / "a.tar", [])))) == []
+
+
+@pytest.mark.parametrize("tar_format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_members_are_those_that_tarfile_finds_and_each_can_be_named_from_its_place(
+    tmp_path: Path, tar_format: int
+) -> None:
+    names = ["a.jpg", "x" * 90 + "/" + "y" * 90 + ".png", "b/c.txt"]
+    names += [] if tar_format == tarfile.USTAR_FORMAT else ["ü" * 300 + ".jpg", "z" * 100]
+    shard = str(write_tar(tmp_path / "a.tar", [(name, b"x" * 700 * i) for i, name in enumerate(names)], tar_format))
+    with tarfile.open(shard) as tar:
+        expected = [(os.fsencode(info.name), info.offset_data, info.size) for info in tar]
+    members = list(tar_members(shard))
+    assert [(member.name, member.offset, member.size) for member in members] == expected
+    assert [member_name(shard, member.start) for member in members] == [os.fsencode(name) for name in names]
+
+
+# ---- order
+
+
+def pairs_by_tarfile(shards: list[str]) -> list[tuple[str, int, int, int, int]]:
+    """The pairs in the order that runs begun with `tarfile`'s index count on: a loop over its members."""
+    found = []
+    for shard in shards:
+        samples: list[tuple[str, dict[str, tarfile.TarInfo]]] = []
+        with tarfile.open(shard) as tar:
+            for info in filter(tarfile.TarInfo.isreg, tar):
+                folder, slash, base = info.name.rpartition("/")
+                stem, dot, ending = base.partition(".")
+                if not stem:
+                    continue
+                if not samples or samples[-1][0] != folder + slash + stem or dot + ending.lower() in samples[-1][1]:
+                    samples.append((folder + slash + stem, {}))
+                samples[-1][1][dot + ending.lower()] = info
+        for _, members in samples:
+            image = next((info for ending, info in members.items() if ending.endswith((".jpg", ".png"))), None)
+            if image is not None and ".txt" in members:
+                text = members[".txt"]
+                found.append((f"{shard}!{image.name}", image.offset_data, image.size, text.offset_data, text.size))
+    return found
+
+
+def test_pairs_come_in_the_order_that_older_runs_count_on(tmp_path: Path) -> None:
+    pair_sources = pytest.importorskip("dino_sparo.image_text.pairs.sources")
+    rng = np.random.default_rng(3)
+    names = [
+        f"{folder}{i}{end}" for folder in ("", "d/", "d.e/") for i in range(9) for end in (".JPG", ".txt", ".x.png")
+    ]
+    names += [".hidden.jpg", "lone.jpg", "lone.json", "7", "7.txt.gz"]
+    shards = []
+    for number in range(4):
+        order = sorted(rng.integers(len(names), size=300) // 3 * 3) if number % 2 else range(len(names))
+        drawn = (i + int(rng.integers(3)) for i in order)
+        members = [(names[i % len(names)], b"x" * int(rng.integers(900))) for i in drawn]
+        shards.append(str(write_tar(tmp_path / f"s-{number}.tar", members, tarfile.PAX_FORMAT)))
+    source = pair_sources.open_pairs("::".join(shards), max_left_out=1.0)
+    records = source.captions.index.records
+    found = [
+        (source.location(i), *(512 * int(row["block"]), int(row["size"])), 512 * int(row["caption_block"]),
+         int(row["caption_size"]))
+        for i, row in enumerate(records)
+    ]  # fmt: skip
+    assert found == pairs_by_tarfile(shards)
+    assert len(found) > 50
+
+
+@pytest.mark.parametrize("count", [1, 7, 1000, 70_000])
+def test_an_epochs_order_is_that_of_64_bit_numbers(count: int) -> None:
+    order = [index for batch in EpochSampler(count, 1, seed=11) for _, index in batch]
+    from dino_sparo.data.dataset import _epoch_rng
+
+    assert order == _epoch_rng(11, 0).permutation(count).tolist()
+
+
+# ---- the cache
+
+
+@pytest.fixture
+def indexed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the shards whose headers are read, as it happens."""
+    seen: list[str] = []
+
+    def watched(shard: str, position: int = 0) -> Iterator[Member]:
+        seen.append(os.path.basename(shard))
+        yield from tar_members(shard, position)
+
+    monkeypatch.setattr(tars, "tar_members", watched)
+    return seen
+
+
+def test_a_start_that_was_killed_goes_on_without_the_finished_shards(tmp_path: Path, indexed: list[str]) -> None:
+    shards = write_shards(tmp_path, [2, 3, 5])
+
+    def stop(text: str) -> None:
+        if text.startswith("2 of 3"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        open_index(tars.IMAGES, shards, stop)
+    assert indexed == ["s-000.tar", "s-001.tar"]
+    index, _, _ = open_index(tars.IMAGES, shards)
+    assert indexed == ["s-000.tar", "s-001.tar", "s-002.tar"]
+    assert index.counts.tolist() == [2, 3, 5]
+    _, _, how = open_index(tars.IMAGES, shards)
+    assert "index read from" in how
+
+
+@pytest.mark.parametrize("change", ["size", "time"])
+def test_a_shard_that_changed_is_indexed_anew_alone(tmp_path: Path, indexed: list[str], change: str) -> None:
+    shards = write_shards(tmp_path, [2, 3, 5])
+    open_index(tars.IMAGES, shards)
+    indexed.clear()
+    if change == "size":
+        write_tar(Path(shards[1]), [(f"{i}.jpg", b"new") for i in range(40)])
+    else:
+        os.utime(shards[1], (2e9 / 2 + 1, 1e9 + 1))
+    index, _, _ = open_index(tars.IMAGES, shards)
+    assert indexed == ["s-001.tar"]
+    assert index.counts.tolist() == [2, 40 if change == "size" else 3, 5]
+
+
+def test_starts_at_once_end_with_the_same_index_and_leave_nothing_behind(tmp_path: Path, cache: Path) -> None:
+    shards, barrier = write_shards(tmp_path, [2, 3, 5]), threading.Barrier(4)
+
+    def start(_: int) -> list:
+        barrier.wait()
+        return open_index(tars.IMAGES, shards)[0].records.tolist()
+
+    with ThreadPoolExecutor(4) as threads:
+        first, *others = threads.map(start, range(4))
+    assert others == [first] * 3
+    assert len(first) == 10
+    assert not list(cache.glob("*.part"))
+    assert len(list(cache.glob("*.shards"))) == 1
+
+
+def test_shares_of_the_shards_are_the_whole(tmp_path: Path, indexed: list[str]) -> None:
+    shards = write_shards(tmp_path, [1] * 7)
+    for number in range(3):
+        index_share(tars.IMAGES, shards, number, 3)
+    assert sorted(indexed) == sorted(map(os.path.basename, shards))
+    open_index(tars.IMAGES, shards)
+    assert len(indexed) == 7
+
+
+def test_a_cache_that_cannot_be_written_is_said_once_and_the_index_is_held_in_memory(
+    tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache.write_text("a file where the folder should be")
+    index, _, _ = open_index(tars.IMAGES, write_shards(tmp_path, [2, 3, 5]))
+    assert len(index.records) == 10
+    assert caplog.text.count("every process holds it in its own memory, and the next start indexes again") == 1
+
+
+@pytest.mark.parametrize("name", ["records.bin", "shards.json"])
+@pytest.mark.parametrize("damage", [b"", b"garbage", None])
+def test_a_damaged_index_is_made_anew(tmp_path: Path, cache: Path, name: str, damage: bytes | None) -> None:
+    shards = write_shards(tmp_path, [2, 3, 5])
+    before = open_index(tars.IMAGES, shards)[0].records.tolist()
+    (folder,) = cache.glob("*.shards")
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[: len(content) // 2] if damage is None else damage)
+    assert open_index(tars.IMAGES, shards)[0].records.tolist() == before
+    assert (folder / name).read_bytes() == content
+
+
+def test_another_process_gets_a_mapped_index_by_its_path(tmp_path: Path) -> None:
+    index, _, _ = open_index(tars.IMAGES, write_shards(tmp_path, [200] * 3))
+    content = pickle.dumps(index)
+    assert len(content) < 2000
+    copy = pickle.loads(content)
+    assert isinstance(copy.records, np.memmap)
+    assert copy.records.tolist() == index.records.tolist()
+    assert [copy.shard_of(i)[-7:-4] for i in (0, 199, 200, 599)] == ["000", "000", "001", "002"]
+    with pytest.raises(IndexError, match="index 600 of 600"):
+        copy.shard_of(600)
+
+
+# ---- damage
+
+
+def damage_shard(shard: str) -> None:
+    content = Path(shard).read_bytes()
+    Path(shard).write_bytes(content[: 7 * 1024 + 514])  # within the eighth member
+    os.utime(shard, OLD)
+
+
+@pytest.mark.parametrize(("sizes", "lost"), [(None, 4), ({"s-001.tar": 9}, 9)])
+def test_a_truncated_shard_is_named_and_left_out_within_max_corrupt(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, sizes: dict[str, int] | None, lost: int, indexed: list[str]
+) -> None:
+    pair_sources = pytest.importorskip("dino_sparo.image_text.pairs.sources")
+    shards = write_shards(tmp_path, [3, 7, 5])
+    damage_shard(shards[1])
+    if sizes is not None:
+        (tmp_path / "sizes.json").write_text(json.dumps(sizes))
+    pairs = pair_sources.open_pairs(str(tmp_path), max_left_out=0.6)
+    assert [pairs.location(i)[-16:] for i in (0, 3)] == ["-000.tar!000.jpg", "-002.tar!000.jpg"]
+    assert (len(pairs), pairs.left_out.total) == (8, lost)
+    assert "s-001.tar' is truncated within" in caplog.text
+    with pytest.raises(ValueError, match=r"s-001.tar' is truncated.*--max_corrupt"):
+        pair_sources.open_pairs(str(tmp_path), max_left_out=0.0)
+    images = open_source(str(tmp_path), max_corrupt=0.6)
+    assert (len(images), getattr(images, "num_left_out", None)) == (8, lost)
+    with pytest.raises(ValueError, match=rf"s-001.tar' is truncated .*about {lost} of {8 + lost} images; at most 20"):
+        open_source(str(tmp_path), max_corrupt=0.2)
+    with pytest.raises(ValueError, match=r"s-001.tar' is truncated within '.*'; fetch or write it anew$"):
+        open_source(str(tmp_path))
+    assert indexed.count("s-001.tar") == 1  # its damage is remembered too
+
+
+def test_a_shard_that_cannot_be_read_now_is_tried_again_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = write_shards(tmp_path, [3, 7, 5])
+
+    def fail(shard: str, position: int = 0) -> Iterator[Member]:
+        if shard == shards[1]:
+            raise OSError(5, "Input/output error")
+        yield from tar_members(shard, position)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tars, "tar_members", fail)
+        with pytest.raises(ValueError, match=r"s-001.tar' cannot be read \(Input/output error\)"):
+            open_source(str(tmp_path))
+        assert len(open_source(str(tmp_path), max_corrupt=0.5)) == 8
+    assert len(open_source(str(tmp_path))) == 15
+
+
+# ---- memory
+
+MEASURE = """
+import sys
+from pathlib import Path
+import numpy as np
+from dino_sparo.data.sources.shard_index import Kind, ShardIndex, open_index
+
+def anonymous():
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("RssAnon"))
+
+def refuse(shard, count):
+    raise AssertionError("indexed again")
+
+shards = sorted(map(str, Path(sys.argv[1]).glob("*.tar")))
+kind = Kind("synthetic", np.dtype(eval(sys.argv[2])), refuse)
+open_index(kind, shards)  # what Python allocates once
+before = anonymous()
+index, _, how = open_index(kind, shards)
+total = int(np.add.reduce(index.records["start"][::7], dtype=np.int64))  # touches every page
+print(anonymous() - before, len(index), total, index.records.nbytes)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux for the memory of a process")
+def test_a_mapped_index_takes_less_than_a_byte_per_sample_of_a_process_own_memory(tmp_path: Path) -> None:
+    pair_tars = pytest.importorskip("dino_sparo.image_text.pairs.tars")
+    for number in range(20):
+        write_tar(tmp_path / f"{number:02}.tar", [])
+
+    def synthetic(shard: str, count: Callable[[], None]) -> Piece:
+        return Piece(np.ones(10_000, pair_tars.PAIR_RECORD), {"samples": 10_000})
+
+    open_index(Kind("synthetic", pair_tars.PAIR_RECORD, synthetic), sorted(map(str, tmp_path.glob("*.tar"))))
+    words = [sys.executable, "-c", MEASURE, str(tmp_path), repr(pair_tars.PAIR_RECORD.descr)]
+    output = subprocess.run(words, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, check=True).stdout
+    own, count, _, mapped = map(int, output.split())
+    assert count == 200_000
+    assert mapped == 20 * count
+    assert own < count
+
+
+# ---- several processes
+
+TIMEOUT_S = 3.0
+
+
+def slow_peer(number: int, folder: str, slow_s: float, fate: str, results: "multiprocessing.Queue") -> None:
+    """One of two ranks that open shards of which each takes `slow_s` to index; rank 1 may die or hang at its second."""
+    os.environ.update(RANK=str(number), WORLD_SIZE="2", LOCAL_RANK=str(number))
+    place = init_distributed("cpu", dist_url=f"file://{folder}/rendezvous", timeout_min=TIMEOUT_S / 60)
+    done: list[str] = []
+
+    def slow(shard: str, position: int = 0) -> Iterator[Member]:
+        if number == 1 and done and fate == "dies":
+            os._exit(9)
+        time.sleep(3600 if number == 1 and done and fate == "hangs" else slow_s)
+        done.append(os.path.basename(shard))
+        yield from tar_members(shard, position)
+
+    tars.tar_members = slow  # type: ignore[assignment]
+    begin = time.monotonic()
+    try:
+        source = open_together(
+            lambda: open_source(f"{folder}/shards"),
+            partial(index_images, f"{folder}/shards"),
+            "opening",
+        )
+        results.put((place.rank, done, len(source), time.monotonic() - begin))
+    except FaultError as error:
+        results.put((place.rank, done, str(error), time.monotonic() - begin))
+    time.sleep(1)  # rank 0 may hold what the other reads last
+
+
+def run_peers(tmp_path: Path, slow_s: float, fate: str, answers: int) -> list[tuple]:
+    (tmp_path / "shards").mkdir()
+    write_shards(tmp_path / "shards", [2] * 10)
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    peers = [context.Process(target=slow_peer, args=(n, str(tmp_path), slow_s, fate, results)) for n in range(2)]
+    for peer in peers:
+        peer.start()
+    found = sorted(results.get(timeout=120) for _ in range(answers))
+    for peer in peers:
+        if fate == "hangs":
+            peer.join(2)
+            peer.kill()
+        peer.join(timeout=60)
+    return found
+
+
+@pytest.mark.slow
+def test_indexing_may_take_longer_than_a_collective_waits_and_is_shared(tmp_path: Path) -> None:
+    first, second = run_peers(tmp_path, slow_s=1.2, fate="lives", answers=2)
+    assert first[2] == second[2] == 20
+    assert first[1] == [f"s-{number:03}.tar" for number in range(0, 10, 2)]
+    assert second[1] == [f"s-{number:03}.tar" for number in range(1, 10, 2)]
+    assert min(first[3], second[3]) > 1.9 * TIMEOUT_S
+
+
+def index_slowly(folder: str, name: str, slow_s: float) -> None:
+    """Open shards, each of which takes `slow_s`; their names go to a file."""
+
+    def slow(shard: str, position: int = 0) -> Iterator[Member]:
+        with open(f"{folder}/{name}", "a") as log:
+            log.write(os.path.basename(shard) + " ")
+        time.sleep(slow_s)
+        yield from tar_members(shard, position)
+
+    tars.tar_members = slow  # type: ignore[assignment]
+    open_source(f"{folder}/shards")
+
+
+@pytest.mark.slow
+def test_a_process_killed_while_indexing_has_left_what_was_finished(tmp_path: Path) -> None:
+    (tmp_path / "shards").mkdir()
+    write_shards(tmp_path / "shards", [2] * 8)
+    context = multiprocessing.get_context("spawn")
+    first = context.Process(target=index_slowly, args=(str(tmp_path), "first", 1.0))
+    first.start()
+    while (
+        first.is_alive() and len((tmp_path / "first").read_text().split() if (tmp_path / "first").exists() else "") < 4
+    ):
+        time.sleep(0.05)
+    first.kill()
+    first.join(timeout=60)
+    second = context.Process(target=index_slowly, args=(str(tmp_path), "second", 0.0))
+    second.start()
+    second.join(timeout=120)
+    assert second.exitcode == 0
+    assert (tmp_path / "first").read_text().split() == [f"s-{number:03}.tar" for number in range(4)]
+    assert (tmp_path / "second").read_text().split() == [f"s-{number:03}.tar" for number in range(3, 8)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fate", "message"), [("dies", "process 1 of 2 died"), ("hangs", "has not moved on from")])
+def test_a_process_that_dies_or_hangs_while_indexing_ends_the_others(tmp_path: Path, fate: str, message: str) -> None:
+    (found,) = run_peers(tmp_path, slow_s=0.3, fate=fate, answers=1)
+    assert found[0] == 0
+    assert message in found[2]
+    assert found[3] < 5 * 0.3 + 3 * TIMEOUT_S
+
+
+def test_progress_is_logged_and_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shard_index, "LOG_SECONDS", 0.0)
+    monkeypatch.setattr(shard_index, "REPORT_MEMBERS", 3)
+    reports: list[str] = []
+    with caplog.at_level(logging.INFO):
+        open_index(tars.IMAGES, write_shards(tmp_path, [2, 3]), reports.append)
+    assert reports == [
+        "0 of 2 shards, 3 new members",
+        "1 of 2 shards, 4 new members",
+        "1 of 2 shards, 6 new members",
+        "1 of 2 shards, 9 new members",
+        "2 of 2 shards, 10 new members",
+        "",
+    ]
+    assert "indexing: 1 of 2 shards, 4 new members in 0 s, 0 s left" in caplog.text

@@ -1,0 +1,749 @@
+"""main_dino.py from the outside: a run, its files, resuming, and what it says about bad input."""
+
+import copy
+import importlib
+import json
+import logging
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import main_dino
+from dino_sparo import load_checkpoint, load_encoder
+from dino_sparo.data.crops import MultiCropAugmentation
+from dino_sparo.data.dataset import CorruptImageError, open_source
+from dino_sparo.dino import step as dino_step
+from dino_sparo.dino import train as dino_train
+from dino_sparo.dino.step import DINOTraining
+from dino_sparo.evaluation.attention.maps import to_pixels
+from dino_sparo.runtime import preemption
+from dino_sparo.runtime.distributed import Distributed
+from dino_sparo.runtime.preemption import RunStopped
+from dino_sparo.training import images
+from dino_sparo.training import run as training_run
+from dino_sparo.training.images import draw_examples
+from dino_sparo.training.loop import NonFiniteLossError, TooManyCorruptError
+from dino_sparo.training.objective import StepReport
+from dino_sparo.weights.checkpoint import CheckpointError
+from dino_sparo.weights.folder import CheckpointFolder
+from main_dino import check_options, get_args_parser, main, train_dino
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = {
+    "data_path": "scenes:26:32",
+    "arch": "vit_micro",
+    "patch_size": "8",
+    "global_crops_size": "16",
+    "local_crops_size": "8",
+    "local_crops_number": "2",
+    "out_dim": "33",
+    "head_hidden_dim": "37",
+    "batch_size_per_gpu": "6",
+    "epochs": "3",
+    "warmup_epochs": "1",
+    "sparo_slots": "3",
+    "sparo_slot_dim": "5",
+    "sparo_key_dim": "7",
+    "num_workers": "0",
+    "device": "cpu",
+    "precision": "fp32",
+    "saveckp_freq": "0",
+}
+
+
+def options(output_dir: Path, **changes: object) -> list[str]:
+    values = {**TINY, "output_dir": str(output_dir), **{name: str(value) for name, value in changes.items()}}
+    return [word for name, value in values.items() for word in (f"--{name}", *value.split(","))]
+
+
+def run(output_dir: Path, **changes: object) -> Path:
+    train_dino(get_args_parser().parse_args(options(output_dir, **changes)))
+    return output_dir
+
+
+def epochs_of(output_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (output_dir / "log.txt").read_text().splitlines()]
+
+
+def assert_same_state(first: object, second: object, where: str = "checkpoint") -> None:
+    """Equal bit for bit, whatever the nesting."""
+    if isinstance(first, torch.Tensor):
+        assert torch.equal(first, second), where
+    elif isinstance(first, dict):
+        assert first.keys() == second.keys(), where
+        for key in first:
+            assert_same_state(first[key], second[key], f"{where}.{key}")
+    elif isinstance(first, list):
+        assert len(first) == len(second), where
+        for index, pair in enumerate(zip(first, second, strict=True)):
+            assert_same_state(*pair, f"{where}[{index}]")
+    else:
+        assert first == second, where
+
+
+def test_a_run_leaves_log_checkpoints_and_tensorboard(tmp_path: Path) -> None:
+    run(tmp_path, saveckp_freq=2, knn_freq=3)
+    epochs = epochs_of(tmp_path)
+    assert [epoch["epoch"] for epoch in epochs] == [0, 1, 2]
+    wanted = {"train_loss", "train_lr", "train_wd", "train_teacher_entropy", "train_kl", "feature_rank", "step"}
+    assert wanted <= epochs[0].keys()
+    assert epochs[-1]["step"] == 3 * (26 // 6)
+    assert 0 <= epochs[-1]["knn_20"] <= 100
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"checkpoint.pth", "checkpoint0000.pth", "checkpoint0002.pth", "log.txt", "run.log"} <= names
+    assert "checkpoint0001.pth" not in names
+    assert list((tmp_path / "tensorboard").glob("events*"))
+    checkpoint = load_checkpoint(tmp_path / "checkpoint.pth")
+    assert {"student", "teacher", "optimizer", "epoch", "args", "dino_loss", "encoder", "step"} <= checkpoint.keys()
+    assert checkpoint["epoch"] == 3
+    assert {name.split(".")[0] for name in checkpoint["student"]} == {"backbone", "readout", "head"}
+    assert load_encoder(tmp_path / "checkpoint.pth").encoding_dim == 15
+
+
+@pytest.mark.slow
+def test_tensorboard_gets_the_gradients_norm_the_options_and_unaugmented_images_of_different_classes(
+    tmp_path: Path,
+) -> None:
+    """The first images of a folder are of one class, and were shown augmented."""
+    for label in range(5):
+        (tmp_path / "images" / str(label)).mkdir(parents=True)
+        for number in range(7):
+            Image.new("RGB", (40, 30), (50 * label, 10, 10)).save(tmp_path / "images" / str(label) / f"{number}.png")
+    run(tmp_path, data_path=str(tmp_path / "images"), epochs=1)
+    found = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    norms = [event.value for event in found.Scalars("train/grad_norm")]
+    assert len(norms) == len(found.Scalars("train/loss"))
+    assert min(norms) > 0
+    assert "_hparams_/session_start_info" in found.summary_metadata
+    source = open_source(str(tmp_path / "images"))
+    args = get_args_parser().parse_args(options(tmp_path))
+    examples = draw_examples(args, source, MultiCropAugmentation())
+    shown = to_pixels(examples.views, args.norm_mean, args.norm_std)
+    assert [int(view[0, 0, 0]) for view in shown] == [0, 50, 100, 150]
+    assert (shown == shown[:, :1, :1]).all()
+
+
+def test_the_teacher_is_the_moving_average_and_the_last_layer_waits(tmp_path: Path) -> None:
+    run(tmp_path, max_steps=1, warmup_epochs=0, momentum_teacher=0.9)
+    checkpoint = load_checkpoint(tmp_path / "checkpoint.pth")
+    run(tmp_path / "fresh", max_steps=1, warmup_epochs=0, lr=0, min_lr=0)  # its weights are the initial ones
+    initial = load_checkpoint(tmp_path / "fresh" / "checkpoint.pth")["student"]
+    for name, value in checkpoint["student"].items():
+        expected = 0.9 * initial[name] + 0.1 * value
+        assert torch.allclose(checkpoint["teacher"][name], expected, atol=1e-6), name
+    assert torch.equal(checkpoint["student"]["head.last_layer.weight_v"], initial["head.last_layer.weight_v"])
+    assert not torch.equal(checkpoint["student"]["head.mlp.0.weight"], initial["head.mlp.0.weight"])
+
+
+@pytest.mark.parametrize("stop", [pytest.param(4, marks=pytest.mark.slow), 6])  # at an epoch's end, in its middle
+def test_an_interrupted_run_ends_in_the_same_bits(tmp_path: Path, stop: int) -> None:
+    run(tmp_path / "whole", drop_path_rate=0.3)
+    run(tmp_path / "parts", drop_path_rate=0.3, max_steps=stop)
+    assert load_checkpoint(tmp_path / "parts" / "checkpoint.pth")["step"] == stop
+    run(tmp_path / "parts", drop_path_rate=0.3, num_workers=1)
+    whole, parts = (load_checkpoint(tmp_path / name / "checkpoint.pth") for name in ("whole", "parts"))
+    for key in ("student", "teacher", "optimizer", "dino_loss", "step", "epoch"):
+        assert_same_state(whole[key], parts[key], key)
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_in_fp16_ends_in_the_same_bits_and_scale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commands refuse fp16 on a CPU, where it is slow; its scaler works there as on a GPU."""
+    monkeypatch.setattr("dino_sparo.training.images.choose_precision", lambda *_: torch.float16)
+    init = torch.amp.GradScaler.__init__
+    small = {"init_scale": 2.0**7, "growth_interval": 3}
+    monkeypatch.setattr(torch.amp.GradScaler, "__init__", lambda self, device: init(self, device, **small))
+    run(tmp_path / "whole")
+    run(tmp_path / "parts", max_steps=5)
+    saved = load_checkpoint(tmp_path / "parts" / "checkpoint.pth")["fp16_scaler"]
+    assert (saved["scale"], saved["_growth_tracker"]) == (2.0**8, 2)  # doubled after three steps, and two since
+    run(tmp_path / "parts")
+    whole, parts = (load_checkpoint(tmp_path / name / "checkpoint.pth") for name in ("whole", "parts"))
+    for key in ("student", "teacher", "optimizer", "dino_loss", "fp16_scaler", "step"):
+        assert_same_state(whole[key], parts[key], key)
+
+
+LINES_OF_TIME = ("train_images_per_s", "train_data_wait")
+
+
+def untimed_epochs(output_dir: Path) -> list[dict]:
+    return [{name: v for name, v in line.items() if name not in LINES_OF_TIME} for line in epochs_of(output_dir)]
+
+
+@pytest.mark.slow
+def test_a_run_stopped_by_a_signal_saves_between_two_steps_and_ends_in_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped again and again, each time after one more step, it still writes the very same log."""
+    run(tmp_path / "whole", drop_path_rate=0.3)
+    take, stops = dino_train.train_step, 0
+
+    def take_and_be_stopped(*arguments: object, **options: object) -> StepReport:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return take(*arguments, **options)
+
+    monkeypatch.setattr(dino_train, "train_step", take_and_be_stopped)
+    for stops in range(1, 12):
+        with pytest.raises(RunStopped, match=f"SIGTERM after step {stops}, which is saved"):
+            run(tmp_path / "parts", drop_path_rate=0.3, num_workers=stops % 2)
+    monkeypatch.undo()
+    run(tmp_path / "parts", drop_path_rate=0.3)
+    whole, parts = (load_checkpoint(tmp_path / name / "checkpoint.pth") for name in ("whole", "parts"))
+    for key in ("student", "teacher", "optimizer", "dino_loss", "step", "epoch"):
+        assert_same_state(whole[key], parts[key], key)
+    assert untimed_epochs(tmp_path / "parts") == untimed_epochs(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["the last step", "the save", "the evaluation", "later"])
+def test_an_epoch_that_ends_before_its_evaluation_is_evaluated_when_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """The bug: a signal in an epoch's last step waited for the evaluation, and a kill in that lost the epoch's end."""
+    monkeypatch.setattr(preemption, "MAX_STEPS_BETWEEN", 1)
+    monkeypatch.setattr(training_run, "MUCH_TO_LOSE_S", 0.0)
+    take, evaluate, save = dino_train.train_step, images.evaluate_knn, training_run.save
+    steps, evaluations, saves = 0, 0, 0
+
+    def be_stopped(it_is_time: bool) -> None:
+        if it_is_time:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def take_and_be_stopped(*arguments: object, **options: object) -> StepReport:
+        nonlocal steps
+        steps += 1
+        be_stopped(moment == "the last step" and steps == 4)
+        return take(*arguments, **options)
+
+    def save_and_be_stopped(*arguments: object) -> None:
+        nonlocal saves
+        saves += 1
+        be_stopped(moment == "the save" and saves == 1)
+        save(*arguments)
+
+    def evaluate_or_die(*arguments: object, **options: object) -> object:
+        nonlocal evaluations
+        evaluations += 1
+        if moment == "the evaluation" and evaluations == 1:
+            raise KeyboardInterrupt
+        be_stopped(moment == "later" and evaluations == 1)
+        return evaluate(*arguments, **options)
+
+    changes = {"knn_freq": 1, "epochs": 2, "data_path": "scenes:104:32", "batch_size_per_gpu": 24, "saveckp_freq": 1}
+    run(tmp_path / "whole", **changes)
+    monkeypatch.setattr(dino_train, "train_step", take_and_be_stopped)
+    monkeypatch.setattr(training_run, "save", save_and_be_stopped)
+    monkeypatch.setattr(images, "evaluate_knn", evaluate_or_die)
+    with pytest.raises(KeyboardInterrupt if moment == "the evaluation" else RunStopped):
+        run(tmp_path / "parts", **changes)
+    saved = load_checkpoint(tmp_path / "parts" / "checkpoint.pth")
+    assert (saved["step"], saved["epoch"], steps) == (4, 1, 4)
+    if moment == "later":
+        assert saved["unlogged_epoch"] is None
+    else:
+        assert saved["unlogged_epoch"]["loss"] > 0
+        assert not (tmp_path / "parts" / "log.txt").exists()
+    run(tmp_path / "parts", **changes)
+    assert (steps, evaluations) == (8, 3 if moment == "the evaluation" else 2)  # no step twice
+    whole, parts = (load_checkpoint(tmp_path / name / "checkpoint.pth") for name in ("whole", "parts"))
+    for key in ("student", "teacher", "optimizer", "dino_loss", "step", "epoch", "best_knn", "unlogged_epoch"):
+        assert_same_state(whole[key], parts[key], key)
+    assert whole["best_knn"] > 0
+    assert untimed_epochs(tmp_path / "parts") == untimed_epochs(tmp_path / "whole")
+    # The save after an evaluation takes the place of the one before it, and the copies are of the same steps.
+    kept = [
+        {path.name: load_checkpoint(path)["step"] for path in (tmp_path / name).glob("checkpoint*.pth")}
+        for name in ("whole", "parts")
+    ]
+    assert kept[0] == kept[1]
+    assert {"checkpoint_best.pth", "checkpoint0000.pth", "checkpoint_previous1.pth"} <= kept[0].keys()
+
+
+@pytest.mark.slow
+def test_the_clock_saves_within_an_epoch_and_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
+    run(tmp_path, saveckp_minutes=1e-9, keep_checkpoints=3, max_steps=7)
+    names = ("checkpoint.pth", "checkpoint_previous1.pth", "checkpoint_previous2.pth")
+    assert sorted(path.name for path in tmp_path.glob("checkpoint*")) == sorted(names)
+    steps = [load_checkpoint(tmp_path / name)["step"] for name in names]
+    assert steps[0] == 7
+    assert steps == sorted(set(steps), reverse=True)
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(tmp_path / "whole")
+    run(tmp_path / "parts", max_steps=8)
+    path = tmp_path / "parts" / "checkpoint.pth"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1  # one bit, which torch would read as another weight
+    path.write_bytes(content)
+    with caplog.at_level(logging.INFO):
+        run(tmp_path / "parts")
+    assert "checkpoint.pth is damaged: the checksum of its part" in caplog.text
+    assert "the run goes on from" in caplog.text
+    assert "resumed" in caplog.text
+    assert "1 epochs, 4 steps done" in caplog.text
+    assert (tmp_path / "parts" / "checkpoint.pth.damaged").read_bytes() == content
+    whole, parts = (load_checkpoint(tmp_path / name / "checkpoint.pth") for name in ("whole", "parts"))
+    assert_same_state(whole["teacher"], parts["teacher"])
+    assert untimed_epochs(tmp_path / "parts") == untimed_epochs(tmp_path / "whole")
+
+
+def test_a_checkpoint_says_what_is_needed_to_go_on(tmp_path: Path) -> None:
+    run(tmp_path, max_steps=6)
+    checkpoint = load_checkpoint(tmp_path / "checkpoint.pth")
+    assert {"git", "torch", "dino_sparo"} <= checkpoint["versions"].keys()
+    assert (checkpoint["epoch"], checkpoint["step"], checkpoint["global_batch"]) == (1, 6, 6)
+    (rank,) = checkpoint["ranks"]
+    assert {"torch", "numpy", "python"} == rank["rng"].keys()
+    assert rank["meters"]["loss"][1] == 2  # steps of the epoch under way
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("batch", "step"), [(3, 12), (12, 3), (4, 9)])
+def test_another_batch_goes_on_from_the_images_seen_if_that_is_allowed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, batch: int, step: int
+) -> None:
+    run(tmp_path, max_steps=6)  # one epoch of four steps and two steps, 12 images of the second
+    with pytest.raises(CheckpointError, match=r"global_batch was 6 and is now .* or --allow_rescale"):
+        run(tmp_path, batch_size_per_gpu=batch)
+    arguments = options(tmp_path, batch_size_per_gpu=batch)
+    with caplog.at_level(logging.WARNING):
+        train_dino(get_args_parser().parse_args([*arguments, "--allow_rescale"]))
+    steps_per_epoch = 26 // batch
+    expected = steps_per_epoch + 12 // batch
+    assert f"step 6 with batches of 6 images is step {expected} with {batch}" in caplog.text
+    assert expected == step
+    lines = epochs_of(tmp_path)
+    assert [line["epoch"] for line in lines] == [0, 1, 2]
+    assert [line["step"] for line in lines] == [4, 2 * steps_per_epoch, 3 * steps_per_epoch]
+    # The schedules are those of a run that had this batch from the start.
+    run(tmp_path / "from_start", batch_size_per_gpu=batch)
+    assert lines[2]["train_lr"] == epochs_of(tmp_path / "from_start")[2]["train_lr"]
+
+
+def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:
+    run(tmp_path, epochs=1)
+    before = (tmp_path / "checkpoint.pth").read_bytes()
+    run(tmp_path, epochs=1)
+    assert (tmp_path / "checkpoint.pth").read_bytes() == before
+    assert len(epochs_of(tmp_path)) == 1
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_losses_of_one_with_twice_the_batch(tmp_path: Path) -> None:
+    run(tmp_path / "one", batch_size_per_gpu=6, drop_path_rate=0)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "main_dino.py"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    arguments = options(tmp_path / "two", batch_size_per_gpu=3, drop_path_rate=0)
+    done = subprocess.run(
+        [*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    one, two = epochs_of(tmp_path / "one"), epochs_of(tmp_path / "two")
+    assert len(two) == 3
+    assert [epoch["train_loss"] for epoch in two] == pytest.approx([epoch["train_loss"] for epoch in one], abs=1e-5)
+    weights = [load_checkpoint(tmp_path / name / "checkpoint.pth")["teacher"] for name in ("one", "two")]
+    for name, value in weights[0].items():
+        assert torch.allclose(value, weights[1][name], atol=1e-5), name
+
+
+@pytest.mark.slow
+def test_accumulated_gradients_are_those_of_the_large_batch(tmp_path: Path) -> None:
+    run(tmp_path / "large", batch_size_per_gpu=6, drop_path_rate=0)
+    run(tmp_path / "parts", batch_size_per_gpu=2, grad_accum_steps=3, drop_path_rate=0)
+    large, parts = (load_checkpoint(tmp_path / name / "checkpoint.pth") for name in ("large", "parts"))
+    for name, value in large["student"].items():
+        assert torch.allclose(value, parts["student"][name], atol=2e-5), name
+    assert torch.allclose(large["dino_loss"]["center"], parts["dino_loss"]["center"], atol=1e-6)
+
+
+@pytest.mark.parametrize("changes", [{"readout": "cls"}, {"readout": "gap"}, {"precision": "bf16"}])
+def test_other_readouts_and_precisions_train(tmp_path: Path, changes: dict[str, str]) -> None:
+    run(tmp_path, epochs=1, warmup_epochs=0, **changes)
+    assert math.isfinite(epochs_of(tmp_path)[0]["train_loss"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["sgd", "lars"])
+def test_other_optimizers_train_and_resume(tmp_path: Path, optimizer: str) -> None:
+    run(tmp_path, epochs=2, max_steps=4, optimizer=optimizer)
+    run(tmp_path, epochs=2, optimizer=optimizer)
+    assert len(epochs_of(tmp_path)) == 2
+
+
+def test_changed_options_are_named_when_resuming(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run(tmp_path, max_steps=4)
+    with caplog.at_level(logging.WARNING):
+        run(tmp_path, max_steps=8, clip_grad=0.5)
+    assert "--clip_grad was 3.0 and is now 0.5" in caplog.text
+    assert caplog.text.count("the rest of the run differs from its beginning") == 1
+
+
+def test_other_images_of_the_same_number_and_other_versions_are_named_when_resuming(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder := tmp_path / "before" / "images").mkdir(parents=True)
+    for index in range(12):
+        Image.new("RGB", (32, 32), (9 * index, 80, 200)).save(folder / f"{index:02}.png")
+    run(tmp_path / "out", data_path=str(folder), epochs=1)
+    shutil.move(tmp_path / "before", tmp_path / "after")
+    folder = tmp_path / "after" / "images"
+    run(tmp_path / "out", data_path=str(folder), epochs=2)
+    assert "--data_path was" in caplog.text
+    assert "are not those of" not in caplog.text  # they have moved together
+    (folder / "03.png").rename(folder / "033.png")
+    monkeypatch.setattr("dino_sparo.training.run.versions", lambda: {"torch": "1.0"})
+    run(tmp_path / "out", data_path=str(folder), epochs=3)
+    assert "the images, or their order, are not those of" in caplog.text
+    assert "and is now 1.0: the rest of the run differs from its beginning, if only by rounding" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_checkpoint_with_an_option_that_was_deleted_since_is_resumed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(tmp_path / "as_now", max_steps=4)
+    shutil.copytree(tmp_path / "as_now", tmp_path / "before")
+    saved = load_checkpoint(tmp_path / "before" / "checkpoint.pth")
+    saved["args"]["packed_crops"] = True
+    CheckpointFolder(tmp_path / "before", keep=1).save(saved)
+    with caplog.at_level(logging.WARNING):
+        run(tmp_path / "before", max_steps=6)
+        run(tmp_path / "as_now", max_steps=6)
+    assert "packed_crops" not in caplog.text
+    resumed, other = (load_checkpoint(tmp_path / name / "checkpoint.pth") for name in ("before", "as_now"))
+    assert resumed["step"] == 6
+    assert "packed_crops" not in resumed["args"]
+    assert_same_state(resumed["teacher"], other["teacher"], "teacher")
+
+
+def test_another_architecture_is_not_resumed(tmp_path: Path) -> None:
+    run(tmp_path, epochs=1)
+    before = (tmp_path / "checkpoint.pth").read_bytes()
+    with pytest.raises(CheckpointError, match="num_slots 3 in the checkpoint, 4 asked for"):
+        run(tmp_path, epochs=1, sparo_slots=4)
+    assert (tmp_path / "checkpoint.pth").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimizer": "sgd"}, "--optimizer was adamw and is now sgd"),
+        ({"out_dim": 32}, "--out_dim was 33 and is now 32"),
+        ({"norm_last_layer": "false"}, "--norm_last_layer was True and is now False"),
+        ({"batch_size_per_gpu": 5}, "global_batch was 6 and is now 5, steps_per_epoch was 4 and is now 5"),
+        ({"data_path": "scenes:25:32"}, "num_images was 26 and is now 25"),
+    ],
+)
+def test_a_run_whose_steps_mean_something_else_is_not_resumed(
+    tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    run(tmp_path, max_steps=4)
+    before = (tmp_path / "checkpoint.pth").read_bytes()
+    with pytest.raises(CheckpointError, match=message):
+        run(tmp_path, **changes)
+    assert (tmp_path / "checkpoint.pth").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_an_epoch_cut_short_changes_no_kept_checkpoint_and_is_logged_once(tmp_path: Path) -> None:
+    run(tmp_path, max_steps=6, saveckp_freq=1)
+    assert load_checkpoint(tmp_path / "checkpoint0000.pth")["step"] == 4
+    assert load_checkpoint(tmp_path / "checkpoint.pth")["step"] == 6
+    run(tmp_path, saveckp_freq=1)
+    assert [epoch["epoch"] for epoch in epochs_of(tmp_path)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["adamw", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sgd", "lars"))]
+)
+def test_after_gradients_that_are_not_finite_student_optimizer_and_centre_stay_and_the_teacher_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
+) -> None:
+    found: list[DINOTraining] = []
+
+    def spoil(training: DINOTraining, loss: torch.Tensor, epoch: int) -> torch.Tensor:
+        if training.updater.step == 6:
+            found.append(training)
+            before.update(copy.deepcopy({"student": training.student.state_dict(), "loss": training.loss.state_dict()}))
+            before.update(teacher=copy.deepcopy(training.teacher.state_dict()))
+            before.update(optimizer=copy.deepcopy(training.updater.optimizer.state_dict()["state"]))
+            training.network.head.mlp[0].bias.grad[0] = math.inf
+        return update(training, loss, epoch)
+
+    run(tmp_path, max_steps=4, optimizer=optimizer, momentum_teacher=0.5)
+    saved, before = (tmp_path / "checkpoint.pth").read_bytes(), {}
+    update = dino_step.update_student
+    monkeypatch.setattr(dino_step, "update_student", spoil)
+    monkeypatch.setattr(preemption, "MAX_STEPS_BETWEEN", 16)
+    with pytest.raises(NonFiniteLossError, match=r"gradients are not finite at step 6 .* finite on every rank"):
+        run(tmp_path, optimizer=optimizer, momentum_teacher=0.5)
+    assert (tmp_path / "checkpoint.pth").read_bytes() == saved
+    (training,) = found
+    assert_same_state(before["student"], training.student.state_dict(), "student")
+    assert_same_state(before["loss"], training.loss.state_dict(), "loss")
+    assert_same_state(before["optimizer"], training.updater.optimizer.state_dict()["state"], "optimizer")
+    moved = training.teacher.state_dict()
+    assert any(not torch.equal(value, moved[name]) for name, value in before["teacher"].items())
+
+
+@pytest.mark.slow
+def test_another_number_of_prototypes_is_not_resumed(tmp_path: Path) -> None:
+    run(tmp_path, epochs=1)
+    with pytest.raises(CheckpointError, match=r"--out_dim was 33 and is now 34"):
+        run(tmp_path, epochs=1, out_dim=34)
+
+
+def test_a_truncated_checkpoint_stops_the_run_and_stays(tmp_path: Path) -> None:
+    run(tmp_path, epochs=1)
+    path = tmp_path / "checkpoint.pth"
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(CheckpointError, match="truncated or no checkpoint"):
+        run(tmp_path, epochs=1)
+    assert path.stat().st_size == 5000
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_images(tmp_path: Path) -> None:
+    run(tmp_path, max_steps=4)
+    with pytest.raises(
+        NonFiniteLossError,
+        match=r"not finite at step [4-9] \(epoch \d\), lr .*scenes\[\d+\].*The optimizer changed no weights",
+    ):
+        run(tmp_path, lr=1e30, clip_grad=0)
+    last = load_checkpoint(tmp_path / "checkpoint.pth")
+    assert last["step"] >= 4  # the last good one, whole
+
+
+def image_folder(folder: Path, count: int, broken: int) -> Path:
+    folder.mkdir(parents=True)
+    for index in range(count):
+        Image.new("RGB", (20 + index, 24), (9 * index, 80, 200 - 5 * index)).save(folder / f"{index:02}.png")
+    for index in range(broken):
+        (folder / f"{index:02}.png").write_bytes(b"")
+    return folder
+
+
+def test_a_corrupt_image_is_skipped_counted_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    images = image_folder(tmp_path / "images", count=12, broken=1)
+    with caplog.at_level(logging.WARNING):
+        run(tmp_path / "run", data_path=images, epochs=1, warmup_epochs=0, max_corrupt=0.1)
+    assert "00.png" in caplog.text
+    assert epochs_of(tmp_path / "run")[0]["train_corrupt_images"] == 1
+
+
+def test_too_many_corrupt_images_stop_the_run(tmp_path: Path) -> None:
+    images = image_folder(tmp_path / "images", count=12, broken=6)
+    with pytest.raises(TooManyCorruptError, match=r"6 of 12 images .* more than the 5 that --max_corrupt 0.1"):
+        run(tmp_path / "run", data_path=images, epochs=1, warmup_epochs=0, max_corrupt=0.1)
+
+
+def test_images_in_damaged_shards_count_as_corrupt(tmp_path: Path) -> None:
+    """The bug: --max_corrupt allowed its share twice, once in damaged shards and once among the images left."""
+    for number, broken in enumerate((2, 0, 0)):
+        folder = image_folder(tmp_path / f"{number}", count=6, broken=broken)
+        with tarfile.open(tmp_path / f"{number}.tar", "w") as tar:
+            for path in sorted(folder.iterdir()):
+                tar.add(path, arcname=path.name)
+    os.truncate(tmp_path / "2.tar", 3100)  # within its second image
+    with pytest.raises(TooManyCorruptError, match=r"8 of 18 images .* more than the 7 that --max_corrupt 0.4"):
+        run(tmp_path / "run", data_path=tmp_path / "{0..2}.tar", epochs=1, warmup_epochs=0, max_corrupt=0.4)
+
+
+@pytest.mark.slow
+def test_a_handful_of_corrupt_images_never_ends_a_run_on_few_images(tmp_path: Path) -> None:
+    images = image_folder(tmp_path / "images", count=12, broken=2)
+    run(tmp_path / "run", data_path=images, epochs=1, warmup_epochs=0, max_corrupt=0.01)
+    assert epochs_of(tmp_path / "run")[0]["train_corrupt_images"] == 2
+    with pytest.raises(TooManyCorruptError, match=r"more than the 0 that --max_corrupt 0.0 allows"):
+        run(tmp_path / "strict", data_path=images, epochs=1, warmup_epochs=0, max_corrupt=0)
+
+
+def test_a_first_trial_of_few_epochs_shortens_the_warm_up_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    arguments = options(tmp_path, epochs=1, max_steps=1)
+    at = arguments.index("--warmup_epochs")
+    with caplog.at_level(logging.INFO):
+        main_dino.train_dino(main_dino.get_args_parser().parse_args(arguments[:at] + arguments[at + 2 :]))
+    assert "--warmup_epochs 0: the default of 10 does not fit a run of 1 epochs" in caplog.text
+    assert "--freeze_last_layer 0: the default of 1 does not fit a run of 1 epochs" in caplog.text
+    assert load_checkpoint(tmp_path / "checkpoint.pth")["args"]["warmup_epochs"] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "warmup", "freeze"),
+    [
+        ([], 10, 1),
+        (["--epochs", "10"], 10, 1),
+        (["--epochs", "9"], 1, 1),
+        (["--epochs", "1"], 0, 0),
+        (["--epochs", "5", "--warmup_epochs", "5", "--freeze_last_layer", "3"], 5, 3),
+    ],
+)
+def test_defaults_are_the_references_wherever_they_fit_the_run(words: list[str], warmup: int, freeze: int) -> None:
+    args = main_dino.get_args_parser().parse_args(words)
+    main_dino.check_options(args)
+    main_dino.fill_in_defaults(args)
+    assert (args.warmup_epochs, args.freeze_last_layer) == (warmup, freeze)
+
+
+def test_the_log_begins_with_the_options_that_differ_from_their_defaults(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path, max_steps=1, readout="cls", seed=3)
+    terminal = capsys.readouterr().err
+    (line,) = [line for line in terminal.splitlines() if "options:" in line]
+    assert "readout=cls" in line
+    assert "seed=3" in line
+    assert "teacher_temp" not in terminal  # has its default
+    assert '"teacher_temp": 0.04' in (tmp_path / "run.log").read_text()
+
+
+@pytest.mark.slow
+def test_no_slots_are_named_for_a_model_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path / "cls", max_steps=1, readout="cls")
+    assert "vit_micro/8 at 16 px, cls, " in (terminal := capsys.readouterr().err)
+    assert "slots of" not in terminal
+    run(tmp_path / "sparo", max_steps=1)
+    assert "sparo (3 slots of 5, keys of 7" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data_path": "nowhere/at/all"}, "nowhere/at/all"),
+        ({"batch_size_per_gpu": 27}, "26 images"),
+        ({"arch": "vit_giant"}, "unknown arch 'vit_giant'; choose one of .*vit_small"),
+        ({"readout": "max"}, r"unknown readout 'max'; choose one of .*'sparo'"),
+        ({"global_crops_size": 20}, "global_crops_size 20 px is not a multiple of --patch_size 8 px.*nearest .* 16"),
+        ({"local_crops_size": 4}, "local_crops_size 4 px is not a multiple"),
+        ({"sparo_group_size": 2}, "group_size=2 does not divide num_slots=3"),
+        ({"batch_size_per_gpu": 0}, "batch_size_per_gpu 0"),
+        ({"warmup_epochs": 4}, "warmup_epochs 4 is longer than the run of 3 epochs"),
+        ({"warmup_teacher_temp_epochs": 4}, "warmup_teacher_temp_epochs=4 does not fit a run of 3"),
+        ({"teacher_temp": 0}, "teacher_temp=0.0 is not a temperature"),
+        ({"global_crops_scale": "0.9,0.4"}, r"global_crops_scale=\(0.9, 0.4\) is not a range"),
+        ({"precision": "fp16"}, "fp16 needs a CUDA device"),
+        ({"use_fp16": "true"}, "means fp16, but --precision says fp32"),
+        ({"device": "warp"}, "unknown device 'warp'"),
+        ({"momentum_teacher": 1.5}, "momentum_teacher 1.5: give a number from 0 to 1"),
+        ({"patch_size": 0}, "patch_size 0: give a positive number"),
+        ({"max_steps": 0}, "max_steps 0: give a positive number"),
+        ({"lr": -1}, "lr -1.0: give 0 or more"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path, **changes)
+    assert not (tmp_path / "checkpoint.pth").exists()
+
+
+def test_a_probe_needs_labels(tmp_path: Path) -> None:
+    images = image_folder(tmp_path / "images", count=12, broken=0)
+    with pytest.raises(ValueError, match="no labels"):
+        run(tmp_path / "run", data_path=images, knn_freq=1)
+
+
+def test_a_mistake_ends_in_one_line_and_a_failure_status(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(options(tmp_path, arch="vit_giant"))
+    assert stopped.value.code == 1
+    assert "unknown arch" in caplog.text
+
+
+def test_the_defaults_are_options_that_fit() -> None:
+    check_options(get_args_parser().parse_args([]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [{"grad_checkpointing": None}, {"loss_chunk": 7}, {"memory_report": None}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_options_that_save_time_or_memory_change_no_result(
+    tmp_path: Path, changes: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    run(tmp_path / "plain", drop_path_rate=0.3, epochs=2)
+    words = [
+        word for name, value in changes.items() for word in (f"--{name}", *([] if value is None else [str(value)]))
+    ]
+    with caplog.at_level(logging.INFO):
+        arguments = options(tmp_path / "other", drop_path_rate=0.3, epochs=2)
+        train_dino(get_args_parser().parse_args([*arguments, *words]))
+    plain, other = (load_checkpoint(tmp_path / name / "checkpoint.pth")["teacher"] for name in ("plain", "other"))
+    for name, value in plain.items():
+        assert torch.allclose(value, other[name], atol=1e-6), name
+    assert ("memory of a step: activations" in caplog.text) == ("memory_report" in changes)
+
+
+@pytest.mark.slow
+def test_crops_distorted_on_the_device_are_those_of_the_processes_that_load_them(tmp_path: Path) -> None:
+    run(tmp_path / "cpu", epochs=1, warmup_epochs=0)
+    run(tmp_path / "device", epochs=1, warmup_epochs=0, distort_on="device", num_workers=1)
+    losses = [epochs_of(tmp_path / name)[0]["train_loss"] for name in ("cpu", "device")]
+    assert losses[0] == pytest.approx(losses[1], abs=2e-3)  # the device resizes with another rounding
+
+
+@pytest.mark.slow
+def test_a_compiled_run_gives_the_losses_of_a_plain_one(tmp_path: Path) -> None:
+    run(tmp_path / "plain", epochs=1, warmup_epochs=0, local_crops_number=0)
+    # In another process: here all annotations are checked at run time, which does not compile.
+    arguments = options(tmp_path / "compiled", epochs=1, warmup_epochs=0, local_crops_number=0, compile="on")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "main_dino.py", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "compiled in" in done.stderr
+    losses = [epochs_of(tmp_path / name)[0]["train_loss"] for name in ("plain", "compiled")]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_what_cannot_be_compiled_runs_uncompiled_after_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: object, **options: object) -> None:
+        raise RuntimeError("no compiler here")
+
+    run(tmp_path / "plain", epochs=1, warmup_epochs=0)
+    monkeypatch.setattr(importlib.import_module("torch._inductor.compile_fx"), "compile_fx", broken)
+    torch._dynamo.reset()
+    run(tmp_path / "fallen_back", epochs=1, warmup_epochs=0, compile="on")
+    assert caplog.text.count("the networks run uncompiled") == 1
+    plain, other = (load_checkpoint(tmp_path / n / "checkpoint.pth")["teacher"] for n in ("plain", "fallen_back"))
+    assert_same_state(plain, other)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [("", [0, 2]), ("--split val", [1]), ("--split all", [0, 1, 2]), ("--split_column fold", [1])],
+)
+def test_a_table_with_splits_trains_on_its_train_rows(
+    words: str, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for i in range(3):
+        Image.new("RGB", (8, 8)).save(tmp_path / f"{i}.png")
+    (tmp_path / "set.csv").write_text("path,split,fold\n0.png,train,a\n1.png,val,train\n2.png,train,b\n")
+    options = ["--data_path", str(tmp_path / "set.csv"), "--max_image_mpix", "5e-5", *words.split()]
+    args = main_dino.get_args_parser().parse_args([*options, "--batch_size_per_gpu", "1"])
+    monkeypatch.setattr(images, "draw_examples", lambda *_: None)
+    source = images.open_crops(args, Distributed(0, 1, 0, torch.device("cpu"))).source
+    assert [int(Path(source.location(i)).stem) for i in range(len(source))] == expected
+    with pytest.raises(CorruptImageError, match="8 x 8 pixels; at most 5e-05 million"):
+        source.read(0)

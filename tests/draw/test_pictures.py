@@ -1,0 +1,150 @@
+"""Figures of maps: whatever the pictures' shape, all words can be read."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from figures import assert_readable, drawn_words
+
+from dino_sparo.draw.grids import MapSet, compare_page, grid_page, matrix_page
+from dino_sparo.draw.labels import file_names, run_names, short_name
+from dino_sparo.draw.sheet import Page, shorten, text_width, wrap
+from dino_sparo.evaluation.attention.atlas import Atlas, AtlasImage, AtlasSlot, draw_atlas
+
+SHAPES = {"portrait": (60, 25), "sliver": (90, 9), "landscape": (25, 60), "panorama": (9, 90), "square": (40, 40)}
+LONG = "a_photograph_of_a_bird_on_a_branch_in_the_evening_light_of_a_long_day_" * 3 + "$x$.jpg"
+
+
+def maps_of(num_maps: int, num_images: int = 1, kind: str = "slot", alike: int = 0) -> MapSet:
+    """Random maps, the first `alike` of which look alike; numbers of three digits, so that labels are long."""
+    maps = np.random.default_rng(0).dirichlet(np.full(15 * 16, 0.9), size=(num_images, num_maps))
+    maps = maps.reshape(num_images, num_maps, 15, 16).astype(np.float32)
+    maps[:, :alike] = maps[:, :1]
+    return MapSet("runs/a_run/checkpoint.pth", "vit_micro/8  ·  sparo  ·  epoch 100", kind, maps)
+
+
+def picture(shape: str) -> np.ndarray:
+    return np.full((*SHAPES[shape], 3), 99, dtype=np.uint8)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("num_maps", [1, 3, pytest.param(16, marks=pytest.mark.slow)])
+def test_all_words_of_a_grid_can_be_read(shape: str, num_maps: int, tmp_path: Path) -> None:
+    """A portrait with three columns lost the end of its explanation."""
+    looked = maps_of(num_maps, alike=2)
+    with drawn_words() as figures:
+        grid_page(tmp_path / "grid.png", LONG, picture(shape), looked)
+        grid_page(tmp_path / "masks.png", "a", picture(shape), looked, threshold=0.6)
+    assert_readable(figures)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("num_maps", [1, 5])
+def test_all_words_of_several_images_can_be_read(shape: str, num_maps: int, tmp_path: Path) -> None:
+    with drawn_words() as figures:
+        matrix_page(tmp_path / "matrix.png", "3 images", [picture(shape)] * 3, maps_of(num_maps, 3, alike=2))
+    assert_readable(figures)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("ours", "theirs"), [(1, 3), (4, 16)])
+def test_all_words_of_a_comparison_can_be_read(shape: str, ours: int, theirs: int, tmp_path: Path) -> None:
+    """Labels of portraits lay over one another."""
+    sides = maps_of(ours, 2, alike=3), maps_of(theirs, 2, "head", alike=2)
+    with drawn_words() as figures:
+        compare_page(tmp_path / "compare.png", LONG, [(picture(shape), picture(shape))] * 2, sides)
+    assert_readable(figures)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("num_slots", "num_images"), [(1, 1), (17, 2)])
+def test_all_words_of_an_atlas_can_be_read_and_patches_are_explained(
+    shape: str, num_slots: int, num_images: int, tmp_path: Path
+) -> None:
+    image = AtlasImage(LONG, 1.0, 21.0, picture(shape), picture(shape))
+    slots = [AtlasSlot(100 + i, i, 0, "AB", 121.4, 0.1, [image] * num_images) for i in range(num_slots)]
+    atlas = Atlas("run/checkpoint.pth", "slot", f"folder /data/{LONG}", 2000, (14, 15), slots)
+    with drawn_words() as figures:
+        draw_atlas(atlas, tmp_path / "atlas.png")
+    assert_readable(figures)
+    text = " ".join(words.words for words in figures[0])
+    assert "“121 patches”: the attention of slot 100" in text
+    assert "14 x 15 = 210 patches" in text
+    assert "even share of attention or less" in text  # the colour bar
+
+
+@pytest.mark.slow
+def test_all_words_can_be_read_where_there_are_many_maps(tmp_path: Path) -> None:
+    looked = maps_of(64, 2, alike=3)
+    with drawn_words() as figures:
+        grid_page(tmp_path / "grid.png", LONG, picture("portrait"), looked)
+        matrix_page(tmp_path / "matrix.png", "2 images", [picture("portrait")] * 2, looked, max_maps=64)
+    assert_readable(figures)
+
+
+def test_an_order_that_several_images_share_is_not_called_that_of_one(tmp_path: Path) -> None:
+    """Every grid said "from the most peaked", though the order was by the mean over all images."""
+    for num_images, expected in ((1, "From the most peaked slot"), (3, "most peaked on average over 3 images")):
+        with drawn_words() as figures:
+            grid_page(tmp_path / "grid.png", "a", picture("square"), maps_of(5, num_images))
+        assert expected in " ".join(words.words for words in figures[0])
+
+
+def test_a_comparison_names_the_runs(tmp_path: Path) -> None:
+    """Both were called checkpoint.pth."""
+    maps = maps_of(2).maps
+    names = run_names(["runs/sparo/checkpoint.pth", "runs/cls/checkpoint.pth"])
+    ours, theirs = (MapSet(name, "vit", "slot", maps) for name in names)
+    with drawn_words() as figures:
+        compare_page(tmp_path / "compare.png", "a", [(picture("square"), picture("square"))], (ours, theirs))
+    shown = {words.words for words in figures[0]}
+    assert {"sparo/checkpoint.pth", "cls/checkpoint.pth"} <= shown
+
+
+def test_views_of_two_encoders_do_not_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bug: tiles were as large as the first encoder's view, and wider ones lay over their neighbours."""
+    boxes: list[tuple[int, int, int, int]] = []
+    monkeypatch.setattr(Page, "picture", lambda self, x, y, pixels: boxes.append((x, y, *pixels.shape[1::-1])))
+    views = tuple(np.zeros((60, width, 3), np.uint8) for width in (64, 96))
+    sides = (MapSet("a", "vit", "slot", maps_of(6).maps), MapSet("b", "vit", "slot", maps_of(6).maps))
+    compare_page(tmp_path / "compare.png", "a", [views], sides)
+    for number, (x, y, width, height) in enumerate(boxes):
+        for other_x, other_y, other_width, other_height in boxes[:number]:
+            is_beside = x >= other_x + other_width or other_x >= x + width
+            assert is_beside or y >= other_y + other_height or other_y >= y + height
+
+
+def test_runs_get_as_many_folders_as_tell_them_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert run_names(["/a/seed0/checkpoint.pth", "/b/seed0/checkpoint.pth"]) == [
+        "a/seed0/checkpoint.pth",
+        "b/seed0/checkpoint.pth",
+    ]
+    assert run_names(["/a/checkpoint.pth"] * 2) == ["a/checkpoint.pth"] * 2
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path / "run")
+    assert run_names(["checkpoint.pth"]) == ["run/checkpoint.pth"]
+
+
+def test_files_are_named_after_their_photographs() -> None:
+    """They were numbered, so that nobody knew which was which."""
+    locations = ["a/cat.jpg", "b/Cat.png", "x.tar/some dir/a $5 (copy).jpeg", "caf\udce9.jpg", "..", "f" * 300 + ".jpg"]
+    assert file_names(locations) == ["cat", "Cat-2", "a_5_copy", "caf", "image", "f" * 80]
+
+
+def test_names_that_are_no_utf8_and_line_breaks_are_shown_escaped() -> None:
+    assert short_name("photos/caf\udce9\n.jpg") == r"photos/caf\udce9\n.jpg"
+
+
+def test_words_that_are_too_long_lose_their_middle_and_lines_break_at_spaces() -> None:
+    width = 100
+    short = shorten(LONG, width)
+    assert short.startswith("a_ph")
+    assert short.endswith(".jpg")
+    assert text_width(short) <= width
+    lines = wrap(f"one two {LONG} three", width)
+    assert lines[0] == "one two"
+    assert lines[-1] == "three"
+    assert all(text_width(line) <= width for line in lines)

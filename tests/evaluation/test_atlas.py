@@ -1,0 +1,307 @@
+"""The slot atlas: which images light a slot up, the sheet, and the page in a browser."""
+
+import json
+import math
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import visualize_attention
+from dino_sparo.data.dataset import IMAGENET_MEAN, IMAGENET_STD, open_source
+from dino_sparo.draw.labels import short_name
+from dino_sparo.evaluation.attention import atlas as atlas_module
+from dino_sparo.evaluation.attention.atlas import Atlas, AtlasImage, AtlasSlot, build_atlas, draw_atlas, score_images
+from dino_sparo.evaluation.attention.atlas_html import write_html
+from dino_sparo.evaluation.attention.maps import attention_maps
+from dino_sparo.evaluation.views import SquareView
+from dino_sparo.models.encoder import Encoder, create_encoder
+from dino_sparo.runtime.records import write_json
+from dino_sparo.weights.checkpoint import encoder_description
+from dino_sparo.weights.folder import save_checkpoint
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+PATCH = 8
+
+
+def colour_encoder(readout: str = "sparo") -> Encoder:
+    """An encoder whose blocks do nothing; slots 0, 1, 2 look at red, green and blue patches, slot 3 as slot 0."""
+    torch.manual_seed(0)
+    encoder = create_encoder("vit_micro", PATCH, readout, num_slots=4, slot_dim=5, key_dim=3, img_size=24).eval()
+    if readout != "sparo":
+        return encoder
+    with torch.no_grad():
+        for block in encoder.backbone.blocks:
+            block.attn.proj.weight.zero_()
+            block.mlp.fc2.weight.zero_()
+        backbone, sparo = encoder.backbone, encoder.readout
+        backbone.pos_embed.zero_()
+        backbone.cls_token.zero_()
+        backbone.patch_embed.proj.weight.zero_()
+        backbone.patch_embed.proj.bias.zero_()
+        sparo.key_proj.weight.zero_()
+        for channel in range(3):
+            backbone.patch_embed.proj.weight[channel, channel] = 1 / PATCH**2
+        for slot, channel in enumerate((0, 1, 2, 0)):
+            sparo.key_proj.weight[slot * 3 : slot * 3 + 3, :3] = torch.eye(3)
+            sparo.queries[slot] = 4 * (2 * torch.eye(3)[channel] - 1)
+    return encoder
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Grey images with one patch in red, green or blue, and plain grey ones."""
+    folder = tmp_path_factory.mktemp("photos")
+    for index in range(9):
+        pixels = np.full((24, 24, 3), 110, dtype=np.uint8)
+        if index < 6:
+            row, column = divmod(index, 3)
+            pixels[row * 8 : row * 8 + 8, column * 8 : column * 8 + 8] = [0, 0, 0]
+            pixels[row * 8 : row * 8 + 8, column * 8 : column * 8 + 8, index % 3] = 255
+        name = f"{index}-{['red', 'green', 'blue'][index % 3] if index < 6 else 'grey'}.png"
+        Image.fromarray(pixels).save(folder / name)
+    (folder / "broken.png").write_bytes(b"no image")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def atlas(photos: Path) -> Atlas:
+    view = SquareView([24], PATCH, IMAGENET_MEAN, IMAGENET_STD)
+    return build_atlas(colour_encoder(), open_source(str(photos)), view, model="a <model>", images_per_slot=2)
+
+
+# ---- scores
+
+
+def test_scores_follow_the_equation() -> None:
+    rng = np.random.default_rng(0)
+    patches, prefix = 1 + 14 * rng.random((5, 3)), rng.random((5, 3))
+    slots = rng.normal(size=(5, 3, 7))
+    scores = score_images(patches, prefix, 15, slots)
+    for slot in range(3):
+        departures = [math.dist(slots[i, slot], slots[:, slot].mean(axis=0)) for i in range(5)]
+        for i in range(5):
+            definite = (1 - prefix[i, slot]) * (1 - math.log(patches[i, slot]) / math.log(15))
+            expected = definite * departures[i] / (sum(departures) / 5)
+            assert scores[i, slot] == pytest.approx(expected)
+    np.testing.assert_allclose(score_images(patches, prefix, 15)[2, 1], scores[2, 1] * 0 + definite_of(patches, prefix))
+
+
+def definite_of(patches: np.ndarray, prefix: np.ndarray) -> float:
+    return (1 - prefix[2, 1]) * (1 - math.log(patches[2, 1]) / math.log(15))
+
+
+def test_a_slot_that_looks_nowhere_or_always_says_the_same_is_lit_up_by_nothing() -> None:
+    patches, prefix = np.array([[15.0, 2.0], [15.0, 3.0]]), np.zeros((2, 2))
+    slots = np.stack([np.random.default_rng(0).normal(size=(2, 7)), np.ones((2, 7))], axis=1)
+    np.testing.assert_allclose(score_images(patches, prefix, 15, slots), 0, atol=1e-12)
+
+
+def test_slots_find_the_images_with_their_colour(atlas: Atlas) -> None:
+    for slot in atlas.slots:
+        colour = ["red", "green", "blue", "red"][slot.number]
+        assert [colour in image.name for image in slot.images] == [True, True]
+        assert slot.images[0].score >= slot.images[1].score > 0
+
+
+def test_maps_lie_where_the_colour_is(atlas: Atlas) -> None:
+    slot = next(slot for slot in atlas.slots if slot.number == 1)
+    image = next(image for image in slot.images if "4-green" in image.name)  # row 1, column 1
+    middle = image.map_picture.shape[0] // 2
+    glow = image.map_picture.astype(int).sum(axis=-1)
+    assert glow[middle, middle] > glow[middle // 3, middle // 3] + 100
+
+
+def test_unreadable_images_are_left_out_and_none_counts_twice(atlas: Atlas) -> None:
+    assert atlas.num_images == 9
+    names = [image.name for slot in atlas.slots for image in slot.images]
+    assert not any("broken" in name for name in names)
+    for slot in atlas.slots:
+        assert len({image.name for image in slot.images}) == len(slot.images)
+
+
+def test_near_duplicates_share_group_and_letter(atlas: Atlas) -> None:
+    slots = {slot.number: slot for slot in atlas.slots}
+    assert slots[0].group == slots[3].group
+    assert (slots[0].letter, slots[3].letter, slots[1].letter) == ("A", "A", "")
+    assert [slot.rank for slot in atlas.slots] == [0, 1, 2, 3]
+    patches = [slot.patches for slot in atlas.slots]
+    assert patches == sorted(patches)
+
+
+def test_patches_class_token_share_and_groups_are_of_all_images(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(atlas_module, "GROUPING_IMAGES", 2)
+    view = SquareView([24], PATCH, IMAGENET_MEAN, IMAGENET_STD)
+    encoder, source = colour_encoder(), open_source(str(photos))
+    found = build_atlas(encoder, source, view, images_per_slot=1)
+    readable = [index for index in range(len(source)) if "broken" not in source.location(index)]
+    maps = np.concatenate([attention_maps(encoder, view(source.read(index))[0][None]) for index in readable])
+    for slot in found.slots:
+        masses = maps[:, slot.number].reshape(9, 9).astype(float)
+        entropies = [-sum(p * math.log(p) for p in mass / mass.sum() if p > 0) for mass in masses]
+        assert slot.patches == pytest.approx(math.exp(sum(entropies) / 9), rel=1e-5)
+        assert slot.class_token_share == pytest.approx(1 - masses.sum() / 9, abs=1e-6)
+    assert len({slot.class_token_share for slot in found.slots}) > 1
+    groups = list(dict.fromkeys(slot.group for slot in found.slots))
+    assert groups == list(range(len(groups)))  # numbered by their most peaked member on all images, not on two
+
+
+def test_heads_have_an_atlas_and_the_average_has_none(photos: Path) -> None:
+    view = SquareView([24], PATCH, IMAGENET_MEAN, IMAGENET_STD)
+    source = open_source(str(photos))
+    heads = build_atlas(colour_encoder("cls"), source, view, images_per_slot=3)
+    assert (heads.kind, len(heads.slots), len(heads.slots[0].images)) == ("head", 4, 3)
+    with pytest.raises(ValueError, match="readout='gap' averages all tokens and has neither"):
+        build_atlas(colour_encoder("gap"), source, view)
+    with pytest.raises(ValueError, match="atlas_images=0; give a positive number"):
+        build_atlas(colour_encoder(), source, view, images_per_slot=0)
+
+
+def test_more_images_than_there_are_shows_all(photos: Path) -> None:
+    view = SquareView([24], PATCH, IMAGENET_MEAN, IMAGENET_STD)
+    found = build_atlas(colour_encoder(), open_source(str(photos)), view, images_per_slot=50)
+    assert {len(slot.images) for slot in found.slots} == {9}
+
+
+# ---- the sheet and the page
+
+
+def test_the_sheet_is_drawn(atlas: Atlas, tmp_path: Path) -> None:
+    draw_atlas(atlas, tmp_path / "atlas.png")
+    with Image.open(tmp_path / "atlas.png") as sheet:
+        assert min(sheet.size) > 200
+
+
+class _Links(HTMLParser):
+    """Every address in a page, every image's words, and every text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.alts: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        self.links += [values[name] or "" for name in ("src", "href") if name in values]
+        if tag == "img":
+            self.alts.append(values.get("alt") or "")
+
+
+def test_the_page_holds_all_it_shows_and_says_it_in_words(atlas: Atlas, tmp_path: Path) -> None:
+    write_html(atlas, tmp_path / "atlas.html")
+    text = (tmp_path / "atlas.html").read_text(encoding="utf-8")
+    page = _Links()
+    page.feed(text)
+    assert page.links
+    assert all(link.startswith("data:") for link in page.links)
+    assert not re.search(r"https?://|url\(|@import", text)
+    assert len(page.alts) == 2 * sum(len(slot.images) for slot in atlas.slots)
+    assert all(page.alts)
+    assert any(alt.startswith("Attention of slot 3 on ") for alt in page.alts)
+    assert "prefers-color-scheme: dark" in text
+
+
+def test_names_in_the_page_are_escaped(atlas: Atlas, tmp_path: Path) -> None:
+    pixels = np.zeros((8, 8, 3), dtype=np.uint8)
+    image = AtlasImage('"><script>alert(1)</script>.png', 1.0, 2.0, pixels, pixels)
+    slot = AtlasSlot(0, 0, 0, "", 2.0, 0.0, [image])
+    write_html(Atlas("a <model>", "slot", "<folder>", 1, (3, 3), [slot]), tmp_path / "atlas.html")
+    text = (tmp_path / "atlas.html").read_text(encoding="utf-8")
+    assert "<script>alert" not in text
+    assert "a &lt;model&gt;" in text
+    assert "&lt;folder&gt;" in text
+
+
+def test_names_that_are_no_utf8_do_not_break_the_page(atlas: Atlas, tmp_path: Path) -> None:
+    """The whole page was lost to a UnicodeEncodeError."""
+    image = replace(atlas.slots[0].images[0], name="photos/caf\udce9.jpg")
+    named = replace(atlas, source="folder caf\udce9", slots=[replace(atlas.slots[0], images=[image])])
+    write_html(named, tmp_path / "atlas.html")
+    draw_atlas(named, tmp_path / "atlas.png")
+    write_json(named.record(), tmp_path / "atlas.json")
+    page = (tmp_path / "atlas.html").read_text(encoding="utf-8")
+    assert r"photos/caf\udce9.jpg" in page
+    assert "is as wide as if it lay evenly on" in page
+    assert "linear-gradient" in page  # the colour bar
+    assert json.loads((tmp_path / "atlas.json").read_text())["slots"][0]["images"][0]["name"] == image.name
+
+
+def test_names_are_the_last_two_parts_of_a_path() -> None:
+    assert short_name("data/imagenet/val/n01/7.jpg") == "n01/7.jpg"
+    assert short_name("scenes[17]") == "scenes[17]"
+
+
+# Acts on the page as a reader would, and writes what it finds into the title.
+ACTIONS = """<script>
+const order = () => [...document.querySelectorAll("section:not([hidden])")].map((s) => s.dataset.number).join("");
+const press = (query) => document.querySelector(query).click();
+const found = [order()];
+press("input[value=number]"); found.push(order());
+press("input[value=group]"); found.push(order());
+press("#distinct"); found.push(order());
+const shot = document.querySelector("section:not([hidden]) .shot");
+const seen = () => [...shot.querySelectorAll("img")].map((i) => getComputedStyle(i).visibility[0]).join("");
+found.push(seen()); shot.click(); found.push(seen());
+found.push([...document.images].every((i) => i.complete && i.naturalWidth > 100));
+found.push(matchMedia("(prefers-color-scheme: dark)").matches + getComputedStyle(document.body).backgroundColor);
+document.title = found.join("|");
+</script></body>"""
+
+
+def browse(page: Path, profile: Path, *options: str) -> str:
+    """The page's title after its scripts have run, in a browser that may reach nothing."""
+    assert BROWSER is not None
+    command = [
+        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+        "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",
+        "--virtual-time-budget=2000", f"--user-data-dir={profile}", *options, "--dump-dom", page.as_uri(),
+    ]  # fmt: skip
+    text = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    title = re.search(r"<title>(.*?)</title>", text, re.DOTALL)
+    assert title is not None
+    return title.group(1)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on PATH to open the page with")
+def test_the_page_sorts_filters_and_toggles_in_a_browser(atlas: Atlas, tmp_path: Path) -> None:
+    path = tmp_path / "atlas.html"
+    write_html(atlas, path)
+    path.write_text(path.read_text(encoding="utf-8").replace("</body>", ACTIONS), encoding="utf-8")
+    by_rank = "".join(str(slot.number) for slot in atlas.slots)
+    by_group = "".join(str(s.number) for s in sorted(atlas.slots, key=lambda s: (s.group, s.rank)))
+    distinct = by_group.replace("3" if by_rank.index("0") < by_rank.index("3") else "0", "")
+    expected = [by_rank, "0123", by_group, distinct, "hv", "vh", "true"]
+    light = browse(path, tmp_path / "light", "--blink-settings=preferredColorScheme=1").split("|")
+    assert light[:-1] == expected
+    assert light[-1] == "falsergb(250, 250, 252)"
+    dark = browse(path, tmp_path / "dark", "--blink-settings=preferredColorScheme=0").split("|")
+    assert dark == [*expected, "truergb(18, 18, 23)"]
+
+
+def test_the_script_writes_the_atlas(photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    encoder = colour_encoder()
+    checkpoint = {"teacher": encoder.state_dict(), "encoder": encoder_description(encoder.config)}
+    save_checkpoint(checkpoint, tmp_path / "checkpoint.pth")
+    options = ["--pretrained_weights", tmp_path / "checkpoint.pth", "--atlas", photos, "--atlas_images", 3]
+    options += ["--image_size", 24, "--output_dir", tmp_path, "--device", "cpu", "--num_workers", 0]
+    visualize_attention.main([str(option) for option in options])
+    written = {Path(line).name for line in capsys.readouterr().out.split()}
+    assert {"atlas.png", "atlas.html", "atlas.json", "attention.png"} <= written
+    said = json.loads((tmp_path / "atlas.json").read_text())
+    assert [len(slot["images"]) for slot in said["slots"]] == [3] * 4
+    assert said["encoder"]["num_slots"] == 4
+
+
+def test_the_colour_encoder_looks_at_colours() -> None:
+    """The tests above rest on it."""
+    images = torch.zeros(1, 3, 24, 24)
+    images[0, 1, 8:16, 16:] = 2
+    maps = attention_maps(colour_encoder(), images)
+    assert np.unravel_index(maps[0, 1].argmax(), (3, 3)) == (1, 2)

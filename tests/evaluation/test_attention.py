@@ -1,0 +1,486 @@
+"""Attention maps, their pictures, and the script that writes them."""
+
+import importlib.util
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import visualize_attention
+from dino_sparo.data.dataset import IMAGENET_MEAN, IMAGENET_STD, CorruptImageError
+from dino_sparo.draw import sheet as page
+from dino_sparo.evaluation.attention import command as attention_command
+from dino_sparo.evaluation.attention.maps import (
+    attention_maps,
+    class_token_share,
+    crops_grid,
+    display_order,
+    effective_patches,
+    group_near_duplicates,
+    heat,
+    mask_overlay,
+    mass_mask,
+    overlay,
+    rank_by_peakedness,
+    slots_grid,
+    to_pixels,
+)
+from dino_sparo.evaluation.protocol import compared_encoder
+from dino_sparo.evaluation.views import choose_view, open_images, view_pixels, view_tensor
+from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_config
+from dino_sparo.runtime.extras import MissingPackageError
+from dino_sparo.weights.checkpoint import encoder_description
+from dino_sparo.weights.folder import save_checkpoint
+
+CONFIG = EncoderConfig(arch="vit_micro", patch_size=5, num_slots=7, slot_dim=11, key_dim=13, img_size=25)
+
+
+def small_encoder(readout: str = "sparo", seed: int = 0) -> Encoder:
+    torch.manual_seed(seed)
+    return encoder_from_config(replace(CONFIG, readout=readout)).eval()
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint with random weights per read-out; sparo's queries are long, so that its maps are peaked."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for readout in ("sparo", "cls", "gap"):
+        encoder = small_encoder(readout)
+        if readout == "sparo":
+            with torch.no_grad():
+                encoder.readout.queries.mul_(20)
+        description = encoder_description(encoder.config)
+        checkpoint = {
+            "teacher": encoder.state_dict(),
+            "student": encoder.state_dict(),
+            "encoder": description,
+            "epoch": 3,
+        }
+        save_checkpoint(checkpoint, folder / f"{readout}.pth")
+    return {readout: folder / f"{readout}.pth" for readout in ("sparo", "cls", "gap")}
+
+
+def photo(path: Path, width: int = 61, height: int = 47, seed: int = 0) -> Path:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height // 8 + 1, width // 8 + 1, 3), dtype=np.uint8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels).resize((width, height)).save(path)
+    return path
+
+
+# ---- maps
+
+
+def test_sparo_maps_are_the_slots_attention_over_the_patches_row_by_row() -> None:
+    encoder, images = small_encoder(), torch.randn(2, 3, 15, 33)
+    with torch.no_grad():
+        attention = encoder.readout_output(images).attention
+    maps = attention_maps(encoder, images)
+    assert maps.shape == (2, 7, 3, 6)
+    for row in range(3):
+        for column in range(6):
+            np.testing.assert_allclose(maps[:, :, row, column], attention[:, :, 1 + row * 6 + column], rtol=1e-6)
+    np.testing.assert_allclose(class_token_share(maps), attention[:, :, 0], atol=1e-6)
+
+
+def test_cls_maps_are_the_class_tokens_row_of_each_head() -> None:
+    encoder, images = small_encoder("cls"), torch.randn(2, 3, 15, 20)
+    maps = attention_maps(encoder, images)
+    with torch.no_grad():
+        expected = encoder.backbone.last_self_attention(images)[:, :, 0, 1:].reshape(2, 4, 3, 4)
+    np.testing.assert_allclose(maps, expected, rtol=1e-6)
+
+
+def test_gap_has_one_uniform_map() -> None:
+    maps = attention_maps(small_encoder("gap"), torch.randn(2, 3, 15, 20))
+    np.testing.assert_allclose(maps, np.full((2, 1, 3, 4), 1 / 13), rtol=1e-6)
+
+
+def test_maps_of_reduced_precision_are_fp32() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        maps = attention_maps(small_encoder(), torch.randn(2, 3, 15, 20))
+    assert maps.dtype == np.float32
+
+
+def test_images_smaller_than_a_patch_are_refused() -> None:
+    with pytest.raises(ValueError, match="smaller than one patch of 5 px"):
+        attention_maps(small_encoder(), torch.randn(2, 3, 4, 20))
+
+
+# ---- numbers about maps
+
+
+@pytest.mark.parametrize("count", [1, 4, 15])
+def test_k_patches_alike_count_as_k(count: int) -> None:
+    heatmap = np.zeros(15, dtype=np.float32)
+    heatmap[:count] = 0.3
+    assert effective_patches(heatmap.reshape(3, 5)) == pytest.approx(count, rel=1e-5)
+
+
+def test_effective_patches_follow_the_entropy_and_ignore_the_sum() -> None:
+    maps = np.random.default_rng(0).random((2, 7, 3, 5)).astype(np.float32)
+    shares = maps[1, 4].ravel() / maps[1, 4].sum()
+    expected = math.exp(-sum(p * math.log(p) for p in shares.tolist()))
+    assert effective_patches(maps)[1, 4] == pytest.approx(expected, rel=1e-5)
+    np.testing.assert_allclose(effective_patches(maps * 0.01), effective_patches(maps), rtol=1e-5)
+
+
+def test_an_empty_map_looks_nowhere_in_particular() -> None:
+    assert effective_patches(np.zeros((3, 5), dtype=np.float32)) == pytest.approx(15)
+
+
+def bumps(centres: list[float], widths: list[float], images: int = 2) -> np.ndarray:
+    """Maps (images, M, 3, 11): a bump per map along the columns, a little lower in every next image."""
+    columns = np.arange(11)
+    maps = [np.exp(-((columns - c) ** 2) / (2 * w**2)) for c, w in zip(centres, widths, strict=True)]
+    stacked = np.repeat(np.stack(maps)[:, None], 3, axis=1)
+    return np.stack([stacked * 0.9**i for i in range(images)]).astype(np.float32)
+
+
+def test_peaked_maps_come_first_and_ties_keep_their_order() -> None:
+    maps = bumps([5, 5, 5, 5], [3.0, 0.5, 1.0, 0.5])
+    assert rank_by_peakedness(maps).tolist() == [1, 3, 2, 0]
+
+
+def test_near_duplicates_share_a_group_numbered_by_its_most_peaked_member() -> None:
+    maps = bumps([8, 2, 2.1, 8], [2.0, 1.1, 1.0, 2.05])
+    assert group_near_duplicates(maps).tolist() == [1, 0, 0, 1]
+
+
+def test_maps_that_differ_on_one_image_are_no_duplicates() -> None:
+    maps = bumps([2, 2, 2], [1, 1, 1])
+    maps[1, 2] = maps[1, 2, :, ::-1]
+    assert group_near_duplicates(maps).tolist() == [0, 0, 1]
+
+
+def test_a_chain_of_small_steps_is_not_one_group() -> None:
+    maps = bumps([2, 2.5, 3, 3.5, 4], [1.0, 1.001, 1.002, 1.003, 1.004])
+    groups = group_near_duplicates(maps, threshold=0.9)
+    assert groups[0] == groups[1] != groups[4]
+
+
+def test_a_map_and_its_copy_are_together_at_threshold_one() -> None:
+    maps = np.random.default_rng(0).random((2, 3, 3, 5)).astype(np.float32)
+    maps = np.concatenate([maps, maps[:, 1:2]], axis=1)
+    groups = group_near_duplicates(maps, threshold=1.0)
+    assert groups[3] == groups[1]
+    assert len(set(groups.tolist())) == 3
+
+
+def test_near_duplicates_are_shown_behind_the_first_and_left_out_of_short_lists() -> None:
+    maps = bumps([8, 2, 5, 2.02], [1.0, 0.8, 0.9, 1.1])
+    groups = group_near_duplicates(maps)
+    assert display_order(maps, groups).tolist() == [1, 3, 2, 0]
+    assert display_order(maps, groups, max_maps=2).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.83, 1.0])
+def test_masks_are_the_smallest_that_hold_the_share(share: float) -> None:
+    heatmap = np.random.default_rng(3).random((3, 5)).astype(np.float32)
+    heatmap[1, 2] = 0
+    mask = mass_mask(heatmap, share)
+    total = heatmap.astype(float).sum()
+    assert heatmap[mask].astype(float).sum() >= share * total - 1e-9
+    assert heatmap[mask].astype(float).sum() - heatmap[mask].min() < share * total
+    assert heatmap[mask].min() >= heatmap[~mask].max()
+    assert not mask[1, 2]
+
+
+@pytest.mark.parametrize("share", [0.0, -0.1, 1.01, math.nan])
+def test_shares_outside_0_to_1_are_refused(share: float) -> None:
+    with pytest.raises(ValueError, match=r"is not a share; give a number in \(0, 1\]"):
+        mass_mask(np.ones((3, 5), dtype=np.float32), share)
+
+
+# ---- pixels
+
+
+def test_heat_is_zero_at_an_even_share_and_one_at_the_maximum() -> None:
+    heatmap = np.array([[1, 1, 1], [1, 1, 13]], dtype=np.float32)
+    np.testing.assert_allclose(heat(heatmap), [[0, 0, 0], [0, 0, 1]])
+    assert heat(np.full((2, 3), 0.2, dtype=np.float32)).max() == 0
+    nearly_even = np.array([[1.0, 1.1, 0.9]], dtype=np.float32)
+    assert heat(nearly_even).max() < 0.1
+
+
+def test_overlays_glow_where_attention_is_and_dim_the_rest() -> None:
+    image = np.full((24, 30, 3), 120, dtype=np.uint8)
+    heatmap = np.zeros((4, 5), dtype=np.float32)
+    heatmap[1, 3] = 1
+    shown = overlay(image, heatmap, smooth=False).astype(int)
+    assert shown.shape == (24, 30, 3)
+    assert (shown[6:12, 18:24, 0] > 150).all()
+    assert (shown[:6] < 120).all()
+    assert np.array_equal(overlay(image / 255, heatmap, smooth=False), shown.astype(np.uint8))
+    smooth = overlay(image, heatmap).astype(int)
+    assert smooth[9, 21, 0] > smooth[9, 17, 0] > smooth[9, 3, 0]
+
+
+def test_pixels_undo_the_normalisation() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)
+    image = Image.fromarray(pixels)
+    tensor = view_tensor(image, choose_view(image.size, [5], 1), IMAGENET_MEAN, IMAGENET_STD)
+    assert np.array_equal(to_pixels(tensor[None], IMAGENET_MEAN, IMAGENET_STD)[0], pixels)
+
+
+def test_a_grid_of_crops_has_a_row_per_image_and_one_height() -> None:
+    views = [torch.zeros(3, 3, 140, 140), torch.zeros(3, 3, 140, 140), torch.zeros(3, 3, 60, 60)]
+    grid = crops_grid(views, IMAGENET_MEAN, IMAGENET_STD, num_images=2)
+    assert grid.shape == (2 * (140 + 4) + 4, 3 * (140 + 4) + 4, 3)
+    assert grid.dtype == np.uint8
+
+
+def test_a_grid_of_slots_shows_the_image_and_all_maps_under_their_numbers() -> None:
+    """Only the most peaked were shown, unnumbered, at other places after each epoch."""
+    encoder = small_encoder()
+    with torch.no_grad():
+        encoder.readout.queries.mul_(30)
+    images = torch.randn(2, 3, 25, 25)
+    maps = attention_maps(encoder, images)
+    grid = slots_grid(encoder, images, IMAGENET_MEAN, IMAGENET_STD)
+    step_y, step_x = 12 + 128 + 4, 128 + 4
+    assert grid.shape == (2 * step_y + 4, (1 + 7) * step_x + 4, 3)
+    shown = np.asarray(
+        Image.fromarray(to_pixels(images[1:], IMAGENET_MEAN, IMAGENET_STD)[0]).resize(
+            (128, 128), Image.Resampling.BICUBIC
+        )
+    )
+    second_row = grid[4 + step_y :]
+    assert np.array_equal(second_row[12 : 12 + 128, 4 : 4 + 128], shown)
+    lines = set()
+    for number in range(7):
+        left = 4 + (1 + number) * step_x
+        assert np.array_equal(second_row[12 : 12 + 128, left : left + 128], overlay(shown, maps[1, number]))
+        lines.add(second_row[:12, left : left + 128].tobytes())
+    assert len(lines) == 7  # numbers, all different
+
+
+def test_a_grid_of_many_slots_goes_on_in_further_rows() -> None:
+    torch.manual_seed(0)
+    encoder = encoder_from_config(replace(CONFIG, num_slots=35)).eval()
+    grid = slots_grid(encoder, torch.randn(2, 3, 25, 25), IMAGENET_MEAN, IMAGENET_STD)
+    assert grid.shape == (2 * 3 * (12 + 72 + 4) + 4, 17 * (72 + 4) + 4, 3)
+
+
+# ---- views
+
+
+def test_one_size_is_the_short_side_and_keeps_the_aspect_in_whole_patches() -> None:
+    view = choose_view((64, 30), [15], 5)
+    assert (view.height, view.width) == (15, 30)  # 32 px wide, of which 30 are whole patches
+    assert view.box == pytest.approx((2, 0, 62, 30))
+
+
+def test_two_sizes_are_height_and_width() -> None:
+    view = choose_view((60, 40), [15, 24], 5)
+    assert (view.height, view.width) == (15, 20)
+    assert view.box == pytest.approx((5, 0, 55, 40))
+
+
+def test_square_views_are_central() -> None:
+    view = choose_view((60, 40), [20], 5, square=True)
+    assert (view.height, view.width) == (20, 20)
+    assert view.box == pytest.approx((10, 0, 50, 40))
+
+
+def test_the_picture_shows_what_the_encoder_sees() -> None:
+    pixels = np.zeros((40, 60, 3), dtype=np.uint8)
+    pixels[:, 30:] = 255
+    image = Image.fromarray(pixels)
+    view = choose_view(image.size, [20], 10, square=True)
+    seen = view_tensor(image, view, (0.0,) * 3, (1.0,) * 3)[0].numpy()
+    shown = view_pixels(image, view, 20)[..., 0] / 255
+    assert np.abs(seen - shown).max() < 0.2
+    assert seen[0, :8].max() < 0.01
+    assert seen[0, -8:].min() > 0.99
+
+
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        ([3], "is smaller than one patch of 5 px; give at least 5"),
+        ([50, 2], "is smaller than one patch of 5 px"),
+        ([5, 5, 5], r"has 3 numbers; give one \(the short side\) or two"),
+        ([2000], "at most 8192 can be looked at, give a smaller size"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(size: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        choose_view((60, 40), size, 5)
+
+
+# ---- the script
+
+
+def run(capsys: pytest.CaptureFixture[str], *options: object) -> list[str]:
+    visualize_attention.main([str(option) for option in options] + ["--device", "cpu", "--num_workers", "0"])
+    return capsys.readouterr().out.split()
+
+
+def width_of(path: Path) -> int:
+    with Image.open(path) as image:
+        return image.width
+
+
+@pytest.mark.slow
+def test_one_image_gives_a_grid_raw_maps_and_their_description(
+    checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    image = photo(tmp_path / "cat.png")
+    out = tmp_path / "out"
+    written = run(
+        capsys, "--pretrained_weights", checkpoints["sparo"], "--image_path", image, "--output_dir", out,
+        "--threshold", 0.6, "--save_each",
+    )  # fmt: skip
+    maps = np.load(out / "attention.npy")
+    assert maps.shape == (1, 7, 10, 13)  # 50 px, twice the 25 of training; 61 x 47 px become 65 x 50
+    said = json.loads((out / "attention.json").read_text())
+    assert said["images"] == [str(image)]
+    assert (said["image_size"], said["grid"], said["kind"]) == ([50, 65], [10, 13], "slot")
+    assert sorted(entry["rank"] for entry in said["maps"]) == list(range(7))
+    patches = [entry["effective_patches"][0] for entry in sorted(said["maps"], key=lambda entry: entry["rank"])]
+    assert patches == sorted(patches)
+    assert said["maps"][2]["class_token_share"][0] == pytest.approx(1 - maps[0, 2].sum(), abs=1e-6)
+    assert {Path(path).name for path in written} == {
+        "attention.png", "attention.npy", "attention.json", "masks.png", "maps",
+    }  # fmt: skip
+    each = {path.name for path in (out / "maps").iterdir()}
+    assert {"img.png", "attn-slot6.png", "mask_th0.6_slot0.png", "mask_th0.6.npy"} <= each
+    assert np.load(out / "maps" / "mask_th0.6.npy").shape == (7, 10, 13)
+    assert width_of(out / "attention.png") > 600
+
+
+def test_without_an_image_a_built_in_scene_is_drawn(
+    checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(capsys, "--pretrained_weights", checkpoints["cls"], "--output_dir", tmp_path, "--image_size", 30)
+    assert np.load(tmp_path / "attention.npy").shape == (1, 4, 6, 6)
+    [name] = json.loads((tmp_path / "attention.json").read_text())["images"]
+    assert name == "scenes-val[23]: a green zigzag star right of a white speckled crescent on sand"
+
+
+def test_a_folder_gives_one_array_and_leaves_out_what_cannot_be_read(
+    checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for index, size in enumerate([(61, 47), (30, 90), (40, 40)]):
+        photo(tmp_path / "photos" / f"{index}.png", *size, seed=index)
+    (tmp_path / "photos" / "3.png").write_bytes(b"no image")
+    out = tmp_path / "out"
+    written = run(
+        capsys, "--pretrained_weights", checkpoints["gap"], "--image_path", tmp_path / "photos", "--output_dir", out
+    )
+    assert np.load(out / "attention.npy").shape == (3, 1, 10, 10)
+    assert {f"attention-{i}.png" for i in range(3)} <= {Path(path).name for path in written}
+
+
+def test_two_encoders_are_drawn_side_by_side(
+    checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--pretrained_weights", checkpoints["cls"], "--compare", checkpoints["sparo"], "--max_maps", 2]
+    written = run(capsys, *options, "--output_dir", tmp_path, "--image_size", 20, 35)
+    assert str(tmp_path / "compare.png") in written
+    assert width_of(tmp_path / "compare.png") > 500
+
+
+def test_options_of_foreign_weights_are_for_both_encoders_if_both_are_foreign(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """The bug: beside itself the same file was another network, without its activation."""
+    torch.save(small_encoder("cls").state_dict(), tmp_path / "raw.pth")
+    words = ["--pretrained_weights", str(tmp_path / "raw.pth"), "--quick_gelu", "true"]
+    args = visualize_attention.get_args_parser().parse_args(words)
+    assert compared_encoder(str(tmp_path / "raw.pth"), args).encoder.config.quick_gelu
+    assert not compared_encoder(str(checkpoints["cls"]), args).encoder.config.quick_gelu
+
+
+def test_two_runs_of_one_command_write_the_same(
+    checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    contents = []
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        run(capsys, "--pretrained_weights", checkpoints["sparo"], "--output_dir", folder, "--image_size", 20)
+        contents.append([(folder / name).read_bytes() for name in ("attention.json", "attention.npy", "attention.png")])
+    assert contents[0] == contents[1]
+
+
+def test_only_the_first_of_several_processes_draws(
+    checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    visualize_attention.main(["--pretrained_weights", str(checkpoints["cls"]), "--output_dir", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--image_path", "nowhere.jpg"],
+            "give an image or a folder of images, or leave the option out",
+        ),
+        (["--image_path", "clip.MP4"], "--image_path clip.MP4 is a video; write some of its frames as images"),
+        (["--image_path", "broken.png"], "broken.png: "),
+        (["--checkpoint_key", "ema"], "has no 'ema'; it has teacher, student"),
+        (["--image_size", "4"], "smaller than one patch of 5 px"),
+        (["--threshold", "1.5"], r"threshold=1.5 is not a share"),
+        (["--max_maps", "0"], "max_maps=0; give a positive number"),
+        (["--pretrained_weights", ""], "--pretrained_weights is empty"),
+        (["--pretrained_weights", "none.pth"], "no checkpoint at none.pth"),
+    ],
+)
+def test_mistakes_end_with_one_line(
+    options: list[str],
+    message: str,
+    checkpoints: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("broken.png").write_bytes(b"no image")
+    with pytest.raises(SystemExit, match="1"):
+        visualize_attention.main(["--pretrained_weights", str(checkpoints["cls"]), *options])
+    assert message.replace("\\", "") in caplog.text
+
+
+def test_an_unreadable_image_is_named(tmp_path: Path) -> None:
+    (tmp_path / "empty.png").touch()
+    with pytest.raises(CorruptImageError, match=r"empty.png: the file is empty"):
+        attention_command.read_images(open_images(str(tmp_path / "empty.png")), 1)
+
+
+def test_missing_matplotlib_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingPackageError, match=r"pip install 'dino_sparo\[plots\]'"):
+        page.require_matplotlib()
+
+
+def test_the_options_are_the_documented_ones() -> None:
+    options = {flag for action in visualize_attention.get_args_parser()._actions for flag in action.option_strings}
+    assert options == {
+        "-h", "--help", "--pretrained_weights", "--checkpoint_key", "--untrained", "--arch", "--patch_size",
+        "--quick_gelu", "--image_path", "--image_size", "--max_images", "--output_dir", "--threshold", "--save_each",
+        "--max_maps", "--compare", "--atlas", "--atlas_images", "--atlas_max_images", "--device", "--num_workers",
+        "--dist_url", "--dist_timeout_min", "--local_rank", "--local-rank",
+    }  # fmt: skip
+
+
+def test_masks_show_kept_patches_within_an_outline_and_dim_the_rest() -> None:
+    image = np.full((24, 30, 3), 120, dtype=np.uint8)
+    mask = np.zeros((4, 5), dtype=bool)
+    mask[1:3, 3] = True
+    shown = mask_overlay(image, mask)
+    assert (shown[7:17, 19:23] == 120).all()
+    assert (shown[6, 18:24] == (252, 176, 78)).all()
+    assert (shown[:6] < 120).all()
+
+
+def test_grey_images_become_grey_pixels() -> None:
+    pixels = to_pixels(torch.zeros(2, 1, 3, 5), (0.5,), (0.25,))
+    assert pixels.shape == (2, 3, 5, 3)
+    assert (pixels == 128).all()

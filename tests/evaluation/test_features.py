@@ -1,0 +1,266 @@
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+import eval_knn
+import eval_linear
+from dino_sparo.__main__ import run
+from dino_sparo.data.crops import EvalTransform
+from dino_sparo.data.dataset import CorruptImageError, ImageDataset, ShardSampler, create_loader
+from dino_sparo.evaluation.feature_cache import load_features, save_features
+from dino_sparo.evaluation.features import (
+    Features,
+    disjoint_subsets,
+    extract_features,
+    extract_split,
+    inference,
+)
+from dino_sparo.models.encoder import create_encoder
+
+CPU = torch.device("cpu")
+TRANSFORM = EvalTransform(16)
+
+
+class Noise:
+    """Images of noise, some of which cannot be read."""
+
+    name = "noise"
+
+    def __init__(self, size: int, corrupt: tuple[int, ...] = ()) -> None:
+        self.size, self.corrupt = size, corrupt
+        self.classes = ["even", "odd"]
+        self.labels = np.arange(size) % 2
+
+    def __len__(self) -> int:
+        return self.size
+
+    def read(self, index: int) -> Image.Image:
+        if index in self.corrupt:
+            raise CorruptImageError(self.location(index), "torn")
+        pixels = np.random.default_rng(index).integers(0, 256, (19, 23, 3), dtype=np.uint8)
+        return Image.fromarray(pixels)
+
+    def location(self, index: int) -> str:
+        return f"noise[{index}]"
+
+
+def test_what_was_compiled_for_training_is_not_compiled_anew() -> None:
+    """The bug: the first evaluation of an OC-CLIP compiled its backbone twice more, in every run."""
+    network, graphs = nn.Linear(3, 2), list[object]()
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
+        graphs.append(inputs)
+        return graph.forward
+
+    network.compile(backend=backend)
+    expected = network(torch.ones(4, 3)).detach()
+    assert len(graphs) == 1
+    with inference(network, CPU, torch.float32):
+        assert torch.equal(network(torch.ones(5, 3))[:4], expected)
+    assert len(graphs) == 1
+    network(torch.ones(4, 3))
+    assert len(graphs) == 1
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def encoder() -> nn.Module:
+    torch.manual_seed(0)
+    return create_encoder("vit_micro", 8, num_slots=5, slot_dim=3, key_dim=2, img_size=16, drop_path_rate=0.5)
+
+
+def shard(encoder: nn.Module, source: Noise, rank: int, world_size: int, batch_size: int) -> Features:
+    loader = create_loader(
+        ImageDataset(source, TRANSFORM), ShardSampler(len(source), batch_size, rank, world_size), num_workers=0
+    )
+    return extract_features(encoder, loader, CPU, gather=False)
+
+
+def test_features_equal_the_encoding_of_each_image_alone(encoder):
+    source = Noise(11)
+    found = extract_split(encoder, source, TRANSFORM, CPU, batch_size=4)
+    with torch.no_grad():
+        alone = torch.cat([encoder.eval()(TRANSFORM(source.read(i))[0][None]) for i in range(11)])
+    torch.testing.assert_close(found.features, alone, rtol=1e-5, atol=1e-6)
+    assert found.labels.tolist() == [i % 2 for i in range(11)]
+    assert found.indices.tolist() == list(range(11))
+    assert not found.features.is_inference()
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 13])
+def test_every_image_has_the_same_bits_however_many_processes_share_the_work(encoder, world_size):
+    source = Noise(11)
+    one = shard(encoder, source, 0, 1, batch_size=4)
+    parts = [shard(encoder, source, rank, world_size, batch_size=4) for rank in range(world_size)]
+    assert torch.equal(torch.cat([part.features for part in parts if len(part.features)]), one.features)
+    assert torch.equal(torch.cat([part.indices for part in parts]), one.indices)
+
+
+def test_the_encoder_is_evaluated_and_left_as_it_was(encoder):
+    source = Noise(5)
+    encoder.train()
+    first = extract_split(encoder, source, TRANSFORM, CPU, batch_size=2)
+    second = extract_split(encoder, source, TRANSFORM, CPU, batch_size=2)
+    assert torch.equal(first.features, second.features)  # stochastic depth would differ
+    assert encoder.training
+
+
+def test_unreadable_images_are_left_out_counted_and_named(encoder, caplog):
+    whole = extract_split(encoder, Noise(11), TRANSFORM, CPU, batch_size=4)
+    found = extract_split(encoder, Noise(11, corrupt=(2, 3, 10)), TRANSFORM, CPU, batch_size=4)
+    kept = [0, 1, 4, 5, 6, 7, 8, 9]
+    assert found.num_corrupt == 3
+    assert found.indices.tolist() == kept
+    assert torch.equal(found.features, whole.features[kept])
+    assert "left out 3 images" in caplog.text
+    assert "noise[10] (torn)" in caplog.text
+
+
+def test_an_image_that_comes_twice_is_refused(encoder):
+    class PaddedSampler(ShardSampler):
+        """As torch's DistributedSampler: the last batch is filled up from the start."""
+
+        def __iter__(self):
+            yield from ([0, 1, 2], [3, 4, 0])
+
+    loader = create_loader(ImageDataset(Noise(5), TRANSFORM), PaddedSampler(5, 3), num_workers=0)
+    with pytest.raises(ValueError, match="image 0 was encoded twice"):
+        extract_features(encoder, loader, CPU)
+
+
+def test_an_image_that_two_processes_encode_is_refused_on_both(encoder, monkeypatch):
+    other = ([0, 4], [])  # first and last image of rank 0, none of them twice
+    monkeypatch.setattr("dino_sparo.evaluation.features.all_gather_object", lambda own: [other, own])
+    loader = create_loader(ImageDataset(Noise(8), TRANSFORM), ShardSampler(8, 4, rank=1, world_size=2), num_workers=0)
+    with pytest.raises(ValueError, match="image 4 was encoded twice"):
+        extract_features(encoder, loader, CPU, gather=False)
+
+
+def test_lower_precision_stays_close(encoder):
+    exact = extract_split(encoder, Noise(5), TRANSFORM, CPU, batch_size=5)
+    rough = extract_split(encoder, Noise(5), TRANSFORM, CPU, batch_size=5, dtype=torch.bfloat16)
+    assert rough.features.dtype == torch.float32
+    assert not torch.equal(rough.features, exact.features)
+    torch.testing.assert_close(rough.features, exact.features, rtol=0, atol=0.05 * float(exact.features.abs().max()))
+
+
+def test_subsets_share_no_image_and_never_change():
+    source = Noise(30)
+    large, small = disjoint_subsets(source, (20, 7))
+    again, _ = disjoint_subsets(source, (20, 7))
+    places = [subset.location(i) for subset in (large, small) for i in range(len(subset))]
+    assert (len(large), len(small), len(set(places))) == (20, 7, 27)
+    assert [again.location(i) for i in range(20)] == places[:20]
+    assert set(large.labels.tolist()) == {0, 1}
+    assert [len(subset) for subset in disjoint_subsets(source, (80, 40))] == [20, 10]
+    with pytest.raises(ValueError, match="too few to split"):
+        disjoint_subsets(Noise(3), (100, 1))
+
+
+def test_cached_features_come_back_as_they_were(tmp_path):
+    train = Features(torch.randn(7, 3), torch.arange(7), torch.arange(7), num_corrupt=2).normalize_()
+    val = Features(torch.randn(5, 3), torch.arange(5), torch.arange(5)).normalize_()
+    save_features(tmp_path / "cache", train, val, {"encoder": {"epoch": 3}})
+    loaded_train, loaded_val, record = load_features(tmp_path / "cache")
+    assert torch.equal(loaded_train.features, train.features)
+    assert torch.equal(loaded_val.labels, val.labels)
+    assert (loaded_train.num_corrupt, loaded_val.num_corrupt) == (2, 0)
+    assert record == {"encoder": {"epoch": 3}}
+    # The reference's script reads the same files, and takes the features as they are.
+    saved = torch.load(tmp_path / "cache" / "trainfeat.pth", weights_only=True)
+    torch.testing.assert_close(saved.norm(dim=1), torch.ones(7))
+
+    (tmp_path / "cache" / "features.json").unlink()  # the reference writes none
+    assert load_features(tmp_path / "cache")[2] == {}
+
+
+def test_a_cache_that_cannot_be_used_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="no cached features at"):
+        load_features(tmp_path)
+    features = Features(torch.ones(7, 3), torch.arange(7), torch.arange(7))
+    save_features(tmp_path, features, features, {})
+    torch.save(torch.arange(5), tmp_path / "testlabels.pth")
+    with pytest.raises(ValueError, match=r"shape \(7, 3\) and testlabels.pth \(5,\)"):
+        load_features(tmp_path)
+    (tmp_path / "trainfeat.pth").write_bytes(b"nothing of the kind")
+    with pytest.raises(ValueError, match=r"trainfeat\.pth is truncated or no checkpoint"):
+        load_features(tmp_path)
+    torch.save({"a": 1}, tmp_path / "trainfeat.pth")
+    with pytest.raises(ValueError, match="holds a dict, not a tensor"):
+        load_features(tmp_path)
+    (tmp_path / "testfeat.pth").unlink()
+    (tmp_path / "testfeat.pth").mkdir()
+    with pytest.raises(ValueError, match="could not write"):
+        save_features(tmp_path, features, features, {})
+
+
+# --- two processes
+
+
+def evaluate_scenes(folder: str, batch_size: int) -> None:
+    """20-NN and both kinds of probe, as a user would start them, into `folder`."""
+    torch.set_num_threads(1)
+    common = ["--untrained", "--arch", "vit_micro", "--patch_size", "8", "--img_size", "32"]
+    common += ["--data_path", "scenes:45:32", "--device", "cpu", "--num_workers", "0", "--dist_url"]
+    knn = ["--nb_knn", "3", "10", "--batch_size_per_gpu", "6", "--output_dir", folder]
+    cache = f"{folder}/cache"
+    eval_knn.main([*common, f"file://{folder}/knn", *knn, "--dump_features", cache])
+    cached = ["--load_features", cache, *knn[:-1], f"{folder}/cached"]
+    eval_knn.main(["--device", "cpu", "--dist_url", f"file://{folder}/cached_knn", *cached])
+    slots = ["--numbers", "4", "--draws", "2", "--nb_knn", "3", "--batch_size_per_gpu", "6", "--output_dir", folder]
+    run("slot-study", [*common, f"file://{folder}/slots", *slots])
+    for mode in ("--live", "--fast"):
+        probe = ["--epochs", "2", "--lr", "0.5", "2", "--n_last_blocks", "2", "--batch_size_per_gpu", str(batch_size)]
+        probe += ["--output_dir", folder + "/" + mode.removeprefix("--"), *(["--fast"] if mode == "--fast" else [])]
+        eval_linear.main([*common, f"file://{folder}/{mode}", *probe])
+
+
+def start(folder: Path, rank: int) -> subprocess.Popen:
+    """One of two processes, found in the environment as torchrun leaves it."""
+    root, tests = str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "support")
+    place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    environment = {**os.environ, **place, "PYTHONPATH": os.pathsep.join((root, tests)), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", f"import test_features; test_features.evaluate_scenes({str(folder)!r}, 5)"]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.mark.slow
+def test_two_processes_find_what_one_finds(tmp_path, one_thread):
+    """k-NN to the last digit; probes, whose gradients are summed in another order, to rounding."""
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    processes = [start(tmp_path / "two", rank) for rank in (0, 1)]
+    evaluate_scenes(str(tmp_path / "one"), 10)
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    assert "top-1" in outputs[0]
+    assert "top-1" not in outputs[1]  # rank 1 prints no table
+
+    results = ("knn_untrained.json", "cached/knn_untrained.json", "slot_study_untrained.json", "cache/trainfeat.pth")
+    for result in results:
+        one, two = ((tmp_path / name / result).read_bytes() for name in ("one", "two"))
+        assert one == two, result
+    for mode in ("live", "fast"):
+        files = [tmp_path / name / mode / "linear_untrained.json" for name in ("one", "two")]
+        one, two = (json.loads(file.read_text()) for file in files)
+        assert one["images"] == two["images"]
+        assert one["training"] == two["training"]
+        states = [torch.load(file.with_suffix(".pth"), weights_only=True)["state_dict"] for file in files]
+        torch.testing.assert_close(states[0]["weight"], states[1]["weight"], rtol=1e-3, atol=1e-5)
+        for row_one, row_two in zip(one["results"], two["results"], strict=True):
+            assert row_one["loss"] == pytest.approx(row_two["loss"], rel=1e-4)

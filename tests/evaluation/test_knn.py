@@ -1,0 +1,561 @@
+import inspect
+import json
+import logging
+import math
+import multiprocessing
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import eval_knn
+from dino_sparo.data.scenes import Scenes
+from dino_sparo.evaluation import features
+from dino_sparo.evaluation.features import Features
+from dino_sparo.evaluation.knn import classify as knn
+from dino_sparo.evaluation.knn import command as knn_command
+from dino_sparo.evaluation.knn import neighbours
+from dino_sparo.evaluation.knn.classify import KNNResult, knn_classify, knn_predict
+from dino_sparo.models.encoder import create_encoder
+from dino_sparo.runtime.distributed import init_distributed, shutdown
+from dino_sparo.weights.checkpoint import encoder_description
+
+TRAIN, TEST, WIDTH = 61, 13, 7
+LABELS = (0, 2, 3, 11, 10**9)  # with gaps, as labels may have
+
+
+def clusters(seed: int = 0, labels: tuple[int, ...] = LABELS, train: int = TRAIN) -> tuple[torch.Tensor, ...]:
+    """Overlapping classes, so that some votes are right and some are wrong."""
+    generator = torch.Generator().manual_seed(seed)
+    centres = torch.randn(len(labels), WIDTH, generator=generator)
+    sets = []
+    for size in (train, TEST):
+        which = torch.randint(len(labels), (size,), generator=generator)
+        scale = 0.1 + 10 * torch.rand(size, 1, generator=generator)
+        sets += [(centres[which] + torch.randn(size, WIDTH, generator=generator)) * scale, torch.tensor(labels)[which]]
+    return sets[0], sets[1], sets[2], sets[3]
+
+
+def votes_by_loop(train, train_labels, image, k, temperature) -> list[int]:
+    """Classes by their votes, written from the equation, in double precision."""
+    similarities = []
+    for other, label in zip(train.double(), train_labels.tolist(), strict=True):
+        cosine = float(image.double() @ other) / float(image.double().norm() * other.norm())
+        similarities.append((cosine, label))
+    votes: dict[int, float] = {}
+    for cosine, label in sorted(similarities, reverse=True)[:k]:
+        votes[label] = votes.get(label, 0.0) + math.exp(cosine / temperature)
+    return sorted(votes, key=lambda label: -votes[label])
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5, 17, TRAIN])
+def test_votes_and_accuracies_equal_a_loop_over_the_equation(k):
+    train, train_labels, test, test_labels = clusters()
+    rankings = [votes_by_loop(train, train_labels, image, k, 0.07) for image in test]
+    pairs = list(zip(rankings, test_labels.tolist(), strict=True))
+    top1 = 100 * sum(ranking[0] == label for ranking, label in pairs) / TEST
+    top5 = 100 * sum(label in ranking[:5] for ranking, label in pairs) / TEST
+
+    result = knn_classify(train, train_labels, test, test_labels, k, 0.07)
+
+    assert result == pytest.approx((top1, top5), abs=1e-9)
+    predicted = [[label for label in row if label >= 0] for row in knn_predict(train, train_labels, test, k).tolist()]
+    assert predicted == [ranking[:5] for ranking in rankings]
+
+
+def test_several_k_in_one_search_equal_one_search_each():
+    sets = clusters(1)
+    together = knn_classify(*sets, [17, 1, 5], 0.1)
+    assert list(together) == [17, 1, 5]
+    assert together == {k: knn_classify(*sets, k, 0.1) for k in (17, 1, 5)}
+
+
+def test_the_size_of_the_blocks_changes_nothing(monkeypatch):
+    sets = clusters(2)
+    whole = knn_classify(*sets, [1, 3, 20], 0.07)
+    monkeypatch.setattr(knn, "TEST_CHUNK", 3)
+    monkeypatch.setattr(neighbours, "TRAIN_CHUNK", 5)
+    assert knn_classify(*sets, [1, 3, 20], 0.07) == whole
+
+
+@pytest.mark.parametrize("k", [1, 3, TRAIN])
+def test_what_stands_before_a_block_keeps_its_place_among_equals(monkeypatch, k):
+    """Similarities that fall, rise or repeat from block to block; a stable oracle for all but the last of equals."""
+    monkeypatch.setattr(neighbours, "TRAIN_CHUNK", 7)
+    for cosines in (torch.linspace(1, -1, TRAIN), torch.linspace(-1, 1, TRAIN), torch.full((TRAIN,), -0.5)):
+        train = torch.stack([cosines, (1 - cosines**2).sqrt()], dim=1)
+        found, indices = neighbours.nearest(neighbours.TrainSet(train), torch.tensor([[1.0, 0.0]]), k)
+        torch.testing.assert_close(found[0], cosines.sort(descending=True).values[:k], rtol=0, atol=1e-6)
+        torch.testing.assert_close(cosines[indices[0]], found[0], rtol=0, atol=1e-6)
+        assert len(set(indices[0].tolist())) == k
+
+
+def test_no_intermediate_is_larger_than_a_block(monkeypatch):
+    monkeypatch.setattr(knn, "TEST_CHUNK", 3)
+    monkeypatch.setattr(neighbours, "TRAIN_CHUNK", 5)
+    largest = 0
+    topk = torch.Tensor.topk
+
+    def measuring_topk(tensor, k):
+        nonlocal largest
+        largest = max(largest, tensor.numel())
+        return topk(tensor, k)
+
+    monkeypatch.setattr(torch.Tensor, "topk", measuring_topk)
+    knn_classify(*clusters(), 2, 0.07)
+    assert 0 < largest <= 3 * (5 + 2)
+
+
+def test_one_image_on_each_side_is_enough():
+    feature = torch.randn(1, WIDTH)
+    assert knn_classify(feature, torch.tensor([4]), 3 * feature, torch.tensor([4]), 1, 0.07) == KNNResult(100, 100)
+    assert knn_classify(feature, torch.tensor([4]), 3 * feature, torch.tensor([0]), 1, 0.07) == KNNResult(0, 0)
+
+
+def test_a_class_without_votes_is_no_hit_among_the_five():
+    """The reference fills the first five up with classes that nobody voted for."""
+    features = torch.eye(3, WIDTH)
+    assert knn_classify(features, torch.tensor([1, 1, 1]), features[:1], torch.tensor([0]), 3, 0.07).top5 == 0
+
+
+def test_more_neighbours_than_training_images_means_all_of_them(caplog):
+    sets = clusters()
+    with caplog.at_level(logging.WARNING):
+        result = knn_classify(*sets, [200], 0.07)
+    assert result[200] == knn_classify(*sets, TRAIN, 0.07)
+    assert "k=[200] is more than the 61 training images" in caplog.text
+
+
+def test_as_many_neighbours_as_training_images_need_no_warning(caplog):
+    sets = clusters()
+    with caplog.at_level(logging.WARNING):
+        knn_classify(*sets, [TRAIN], 0.07)
+        assert caplog.text == ""
+        knn_classify(*sets, [3, TRAIN, TRAIN + 1], 0.07)
+    assert f"k=[{TRAIN + 1}] is more than" in caplog.text
+
+
+def test_of_equal_votes_the_smaller_label_comes_first_and_six_classes_give_five():
+    train = torch.ones(6, WIDTH)  # all equally similar
+    found = knn_predict(train, torch.tensor([11, 3, 7, 0, 5, 2]), train[:1], 6)
+    assert found.tolist() == [[0, 2, 3, 5, 7]]
+    assert knn_predict(train[:2], torch.tensor([4, 1]), train[:1], 2).tolist() == [[1, 4, -1, -1, -1]]
+
+
+def test_of_many_equal_votes_the_smallest_labels_come_first():
+    """A sort that is not stable shows above sixteen or so."""
+    train, labels = torch.ones(61, WIDTH), torch.arange(61).roll(17)
+    assert knn_predict(train, labels, train[:1], 61).tolist() == [[0, 1, 2, 3, 4]]
+
+
+def test_a_vote_that_underflows_is_still_a_vote():
+    train = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
+    assert knn_predict(train, torch.tensor([6, 2]), train[:1], 2, 1e-6).tolist() == [[6, 2, -1, -1, -1]]
+
+
+def test_votes_far_below_the_nearests_still_rank_their_classes():
+    cosines = torch.tensor([1.0, 0.6, 0.0])  # votes of 1, 4e-18 and 4e-44
+    train = torch.stack([cosines, (1 - cosines**2).sqrt()], dim=1)
+    assert knn_predict(train, torch.tensor([6, 9, 2]), train[:1], 3, 0.01).tolist() == [[6, 9, 2, -1, -1]]
+
+
+def test_a_feature_of_zeros_is_similar_to_none():
+    train = torch.tensor([[0.0, 0.0], [-1.0, 0.0], [0.6, 0.8]])
+    images = torch.tensor([[1.0, 0.0]])
+    similarities, indices = neighbours.nearest(neighbours.TrainSet(train), images, 3)
+    torch.testing.assert_close(similarities, torch.tensor([[0.6, 0.0, -1.0]]))
+    assert indices.tolist() == [[2, 0, 1]]
+
+
+def test_the_scale_of_the_features_changes_nothing():
+    train, train_labels, test, test_labels = clusters()
+    scaled = knn_classify(2**-30 * train, train_labels, 2**30 * test, test_labels, [1, 5], 0.07)
+    assert scaled == knn_classify(train, train_labels, test, test_labels, [1, 5], 0.07)
+
+
+def test_neighbours_of_features_with_a_graph_have_none():
+    train, _, test, _ = clusters()
+    images = torch.nn.functional.normalize(test, dim=1).requires_grad_()
+    similarities, _ = neighbours.nearest(neighbours.TrainSet(train.requires_grad_()), images, 3)
+    assert not similarities.requires_grad
+
+
+def test_twenty_neighbours_and_a_temperature_of_007_are_the_defaults():
+    sets = clusters()
+    assert knn_classify(*sets) == knn_classify(*sets, 20, 0.07)
+    for function, k in ((knn_classify, 20), (knn_predict, 20), (knn.evaluate_knn, (20,))):
+        parameters = inspect.signature(function).parameters
+        assert [parameters[name].default for name in ("k", "temperature")] == [k, 0.07]
+
+
+def test_all_images_that_could_not_be_read_are_counted(monkeypatch):
+    train, train_labels, test, test_labels = clusters()
+    splits = {
+        "train": Features(train, train_labels, torch.arange(TRAIN), num_corrupt=5),
+        "val": Features(test, test_labels, torch.arange(TEST), num_corrupt=2),
+    }
+    sources = (Scenes(5, split=split) for split in splits)
+    monkeypatch.setattr(knn, "extract_split", lambda encoder, source, *_, **options: splits[source.split])
+    found = inspect.unwrap(knn.evaluate_knn)(None, *sources, None, torch.device("cpu"), k=(3, 7))
+    assert (found.num_train, found.num_val, found.num_corrupt) == (TRAIN, TEST, 7)
+    assert found.results == knn_classify(train, train_labels, test, test_labels, [3, 7], 0.07)
+    with pytest.raises(AttributeError):
+        found.num_train = 0
+
+
+def test_no_temperature_overflows():
+    sets = clusters()
+    # So cold a vote is the nearest neighbour's alone.
+    assert knn_classify(*sets, 20, 1e-4).top1 == knn_classify(*sets, 1, 0.07).top1
+    assert knn_classify(*sets, 20, 1e6).top1 > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train_features": torch.empty(0, WIDTH), "train_labels": torch.empty(0).long()}, "train_features are empty"),
+        ({"test_features": torch.empty(0, WIDTH), "test_labels": torch.empty(0).long()}, "test_features are empty"),
+        ({"test_features": torch.ones(TEST, WIDTH + 1)}, "7 numbers per image and test_features 8"),
+        ({"train_labels": torch.zeros(TRAIN - 1).long()}, "61 train_features but 60 train_labels"),
+        ({"test_labels": torch.zeros(TEST + 1).long()}, "13 test_features but 14 test_labels"),
+        ({"train_labels": torch.full((TRAIN,), -3)}, "train_labels hold -3; labels are non-negative"),
+        ({"train_features": torch.full((TRAIN, WIDTH), math.inf)}, "train_features of image 0 are not finite"),
+        ({"k": [3, -1]}, r"k=\[3, -1\]; give one or more numbers"),
+        ({"temperature": -0.5}, "temperature=-0.5; give a positive"),
+        ({"test_labels": torch.full((TEST,), -1)}, "test_labels hold -1"),
+        (
+            {"test_features": torch.ones(TEST, WIDTH).index_fill(0, torch.tensor(4), torch.nan)},
+            "of image 4 are not fin",
+        ),
+        ({"k": 0}, r"k=\[0\]; give one or more numbers"),
+        ({"k": []}, r"k=\[\]; give one or more numbers"),
+        ({"temperature": 0.0}, "temperature=0.0; give a positive"),
+    ],
+)
+def test_bad_input_is_refused(changes, message):
+    names = ("train_features", "train_labels", "test_features", "test_labels")
+    arguments = dict(zip(names, clusters(), strict=True)) | {"k": 3, "temperature": 0.07}
+    with pytest.raises(ValueError, match=message):
+        knn_classify(**(arguments | changes))
+
+
+# --- several processes
+
+
+def tied_sets() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Many equal similarities: 150 training images are copies of 12, in classes that copies do not share."""
+    generator = torch.Generator().manual_seed(3)
+    kinds = torch.randn(12, 1000, generator=generator)
+    train = kinds[torch.randint(12, (150,), generator=generator)]
+    train_labels = torch.randint(7, (150,), generator=generator)
+    test = kinds[torch.randint(12, (29,), generator=generator)] + 0.5 * torch.randn(29, 1000, generator=generator)
+    return train, train_labels, test, torch.randint(7, (29,), generator=generator)
+
+
+def uneven_share(features: torch.Tensor, labels: torch.Tensor, rank: int, ranks: int) -> Features:
+    """A contiguous part, the first the smallest; of three ranks the second has nothing."""
+    ends = {1: [0, len(labels)], 2: [0, 5, len(labels)], 3: [0, 11, 11, len(labels)]}[ranks]
+    rows = slice(ends[rank], ends[rank + 1])
+    own = features[rows] if len(labels[rows]) else torch.empty(0, 0)
+    return Features(own, labels[rows], torch.arange(len(labels))[rows], num_corrupt=rank)
+
+
+def classify_share(rank: int, ranks: int) -> dict[int, KNNResult]:
+    train, train_labels, test, test_labels = tied_sets()
+    shares = uneven_share(train, train_labels, rank, ranks), uneven_share(test, test_labels, rank, ranks)
+    return knn.classify_shards(*shares, [1, 3, 20, 140], 0.07, torch.device("cpu"))
+
+
+class ThreadRanks:
+    """Collectives among threads, each of which is a rank."""
+
+    def __init__(self, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ranks, self.barrier = ranks, threading.Barrier(ranks, timeout=30)
+        self.own = threading.local()
+        self.tensors: list[torch.Tensor] = [torch.empty(0)] * ranks
+        for module in (knn, neighbours):
+            monkeypatch.setattr(module, "world_size", lambda: ranks)
+            monkeypatch.setattr(module, "all_gather_ragged", lambda tensor: torch.cat(self.exchange(tensor)))
+        monkeypatch.setattr(features, "all_reduce_sum", lambda tensor: torch.stack(self.exchange(tensor)).sum(dim=0))
+
+    def exchange(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        self.tensors[self.own.rank] = tensor
+        self.barrier.wait()
+        tensors = list(self.tensors)
+        self.barrier.wait()
+        return tensors
+
+    def run(self, function: Callable[[int, int], Any]) -> list[Any]:
+        def rank_of(rank: int) -> Any:
+            self.own.rank = rank
+            return function(rank, self.ranks)
+
+        with ThreadPoolExecutor(self.ranks) as pool:
+            return list(pool.map(rank_of, range(self.ranks)))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_uneven_shards_with_many_ties_find_what_one_process_finds(ranks, monkeypatch):
+    expected = knn_classify(*tied_sets(), [1, 3, 20, 140], 0.07)
+    assert len({result.top1 for result in expected.values()}) > 1
+    monkeypatch.setattr(neighbours, "TRAIN_CHUNK", 50)
+    assert ThreadRanks(ranks, monkeypatch).run(classify_share) == [expected] * ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_merged_neighbours_are_the_same_images_with_the_same_bits(ranks, monkeypatch):
+    train, _, test, _ = tied_sets()
+    images = torch.nn.functional.normalize(test, dim=1)
+    similarities, indices = neighbours.nearest(neighbours.TrainSet(train), images, 37)
+
+    def search(rank: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        share = uneven_share(train, torch.arange(len(train)), rank, count)
+        own = share.features if len(share.labels) else torch.empty(0, train.shape[1])
+        found, rows = neighbours.nearest(neighbours.TrainSet(own), images, min(37, len(own)))
+        return neighbours.merge_ranks(found, share.labels[rows], 37, torch.device("cpu"))
+
+    for merged, labels in ThreadRanks(ranks, monkeypatch).run(search):
+        assert torch.equal(merged, similarities)
+        assert torch.equal(labels, indices)
+
+
+def test_of_equally_similar_images_the_first_are_the_nearest(monkeypatch):
+    """torch's topk takes any of them."""
+    monkeypatch.setattr(neighbours, "TRAIN_CHUNK", 64)
+    train = torch.eye(2, WIDTH)[torch.arange(400) % 3 % 2]  # rows 1, 4, 7, ... are the second unit vector
+    _, indices = neighbours.nearest(neighbours.TrainSet(train), torch.eye(2, WIDTH), 9)
+    assert indices.tolist() == [[0, 2, 3, 5, 6, 8, 9, 11, 12], [1, 4, 7, 10, 13, 16, 19, 22, 25]]
+
+
+@pytest.mark.parametrize("kinds", [1, 3, 40, 10**6])
+@pytest.mark.parametrize("k", [1, 7, 53])
+def test_the_largest_of_many_equal_values_are_those_of_a_stable_sort(kinds, k):
+    values = torch.randint(kinds, (11, 53), generator=torch.Generator().manual_seed(k)).float()
+    values[::2, :20] = -math.inf
+    expected = values.sort(dim=1, descending=True, stable=True)
+    largest, positions = neighbours.first_largest(values, k)
+    assert torch.equal(largest, expected.values[:, :k])
+    assert torch.equal(positions, expected.indices[:, :k])
+
+
+def test_a_similarity_has_the_same_bits_in_a_small_block():
+    train = torch.randn(131, 1000, generator=torch.Generator().manual_seed(0))
+    images = torch.nn.functional.normalize(train[:29], dim=1)
+    whole, order = neighbours.nearest(neighbours.TrainSet(train), images, 131)
+    part, own_order = neighbours.nearest(neighbours.TrainSet(train[17:30]), images[3:8], 13)
+    by_place = torch.empty_like(whole).scatter_(1, order, whole)
+    assert torch.equal(by_place[3:8, 17:30], torch.empty_like(part).scatter_(1, own_order, part))
+
+
+def _peer(rank: int, ranks: int, folder: str, results: "multiprocessing.Queue") -> None:
+    environment = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    init_distributed("cpu", dist_url=f"file://{folder}/rendezvous")
+    broken = uneven_share(torch.full((9, 2), torch.nan), torch.zeros(9).long(), rank, ranks)
+    try:
+        knn.classify_shards(broken, broken, [1], 0.07, torch.device("cpu"))
+        error = ""
+    except ValueError as raised:
+        error = str(raised)
+    results.put((rank, classify_share(rank, ranks), error))
+    shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_gloo_ranks_find_what_one_process_finds_and_fail_together(ranks, tmp_path):
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    peers = [context.Process(target=_peer, args=(rank, ranks, str(tmp_path), results)) for rank in range(ranks)]
+    for peer in peers:
+        peer.start()
+    found = sorted(results.get(timeout=120) for _ in peers)
+    for peer in peers:
+        peer.join(timeout=60)
+    expected = knn_classify(*tied_sets(), [1, 3, 20, 140], 0.07)
+    assert [(rank, result) for rank, result, _ in found] == [(rank, expected) for rank in range(ranks)]
+    assert all("not finite" in error for _, _, error in found)
+
+
+# --- the script
+
+
+@pytest.fixture
+def folders(tmp_path) -> Path:
+    """Class folders: 3 classes told apart by their brightness, 5 + 2 images each, of unequal sizes."""
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 5), ("val", 2)):
+        for number, name in enumerate(("ape", "bee", "cow")):
+            folder = tmp_path / "data" / split / name
+            folder.mkdir(parents=True)
+            for image in range(count):
+                pixels = rng.integers(80 * number, 80 * number + 40, (19 + image, 23, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / f"{image}.png")
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def checkpoint(tmp_path) -> Path:
+    """An untrained encoder in one of our checkpoints."""
+    torch.manual_seed(0)
+    encoder = create_encoder("vit_micro", 8, "sparo", num_slots=5, slot_dim=3, key_dim=2, img_size=16)
+    weights = encoder.state_dict() | {"head.last_layer.weight_g": torch.ones(3)}
+    description = encoder_description(encoder.config, (0.4, 0.5, 0.6), (0.1, 0.2, 0.3))
+    path = tmp_path / "run" / "checkpoint.pth"
+    path.parent.mkdir()
+    torch.save({"student": weights, "teacher": weights, "epoch": 7, "encoder": description}, path)
+    return path
+
+
+def evaluate(*options: object) -> dict:
+    arguments = [*map(str, options), "--device", "cpu", "--num_workers", "0", "--batch_size_per_gpu", "4"]
+    try:
+        return knn_command.evaluate_checkpoint(eval_knn.get_args_parser().parse_args(arguments))
+    finally:
+        shutdown()
+
+
+def test_more_layers_are_searched_side_by_side(folders, checkpoint):
+    options = ("--pretrained_weights", checkpoint, "--data_path", folders, "--nb_knn", 3)
+    one, three = (evaluate(*options, "--n_last_blocks", n) for n in (1, 3))
+    assert one["feature"] == {"name": "encoding", "n_last_blocks": 1, "dim": 5 * 3, "precision": "fp32"}
+    results = {path.name: json.loads(path.read_text()) for path in checkpoint.parent.glob("knn*.json")}
+    assert results == {"knn.json": one, "knn_3blocks.json": three}
+    assert three["feature"]["name"] == "class tokens of 3 layers, the last of them the encoding"
+    assert three["feature"]["dim"] == 2 * 128 + 5 * 3
+    with pytest.raises(ValueError, match="n=9 layers asked"):
+        evaluate(*options, "--n_last_blocks", 9)
+
+
+def test_the_result_file_tells_the_whole_protocol(folders, checkpoint, capsys):
+    result = evaluate("--pretrained_weights", checkpoint, "--data_path", folders, "--nb_knn", 2, 100)
+
+    assert json.loads((checkpoint.parent / "knn.json").read_text()) == result
+    assert [(row["k"], row["neighbours"]) for row in result["results"]] == [(2, 2), (100, 15)]
+    assert result["results"][0]["top1"] == 100.0  # brightness survives any encoder
+    assert result["temperature"] == 0.07
+    assert result["encoder"]["epoch"] == 7
+    assert result["encoder"]["checkpoint_key"] == "teacher"
+    assert len(result["encoder"]["sha256"]) == 64
+    assert (result["encoder"]["arch"], result["encoder"]["readout"]) == ("vit_micro", "sparo")
+    assert result["feature"] == {"name": "encoding", "n_last_blocks": 1, "dim": 15, "precision": "fp32"}
+    assert (result["view"]["resize"], result["view"]["crop"], result["view"]["interpolation"]) == (18, 16, "bicubic")
+    assert result["view"]["mean"] == [0.4, 0.5, 0.6]
+    images = result["images"]
+    assert (images["num_train"], images["num_val"], images["num_classes"]) == (15, 6, 3)
+    assert {"torch", "torchvision", "timm", "dino_sparo"} <= result["versions"].keys()
+    printed = capsys.readouterr().out
+    assert "100.00" in printed
+    assert "knn.json" in printed
+
+
+def test_the_same_command_and_cached_features_give_the_same_file(folders, checkpoint, tmp_path):
+    options = ("--nb_knn", 1, 3, "--output_dir")
+    model = ("--pretrained_weights", checkpoint, "--data_path", folders)
+    evaluate(*model, *options, tmp_path / "one")
+    evaluate(*model, *options, tmp_path / "two", "--dump_features", tmp_path / "cache")
+    evaluate("--load_features", tmp_path / "cache", *options, tmp_path / "three")
+    one, two, three = ((tmp_path / name / "knn.json").read_bytes() for name in ("one", "two", "three"))
+    assert one == two == three
+
+    cached = ("--load_features", tmp_path / "cache", *options, tmp_path / "three")
+    evaluate(*cached, "--data_path", folders)
+    others = [("--data_path", "nowhere"), ("--n_last_blocks", 3), ("--untrained",), ("--img_size", 32)]
+    for words in (*others, ("--slots", 0), ("--dump_features", tmp_path / "again")):
+        with pytest.raises(ValueError, match=rf"{words[0]} .* with --load_features: .* leave out one of the two"):
+            evaluate(*cached, *words)
+
+    torch.save({"teacher": {}}, tmp_path / "other.pth")
+    with pytest.raises(ValueError, match="were not made with"):
+        evaluate("--load_features", tmp_path / "cache", "--pretrained_weights", tmp_path / "other.pth")
+
+
+@pytest.mark.parametrize(("precision", "products"), [("fp32", "highest"), ("tf32", "high")])
+def test_fp32_is_exact_where_the_environment_allows_tf32(folders, checkpoint, tmp_path, precision, products):
+    """As NVIDIA's containers do; nothing had set it."""
+    model = ("--pretrained_weights", checkpoint, "--data_path", folders, "--nb_knn", 1, "--output_dir", tmp_path)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        result = evaluate(*model, "--precision", precision)
+        assert torch.get_float32_matmul_precision() == products
+        assert torch.backends.cudnn.allow_tf32 is (precision == "tf32")
+        assert result["feature"]["precision"] == precision
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_faster_views_are_named_in_the_file(folders, checkpoint, tmp_path):
+    options = ("--nb_knn", 1, 3, "--pretrained_weights", checkpoint, "--data_path", folders, "--output_dir")
+    exact = evaluate(*options, tmp_path / "exact")
+    fast = evaluate(*options, tmp_path / "fast", "--fast_views")
+    assert (exact["view"]["exact"], fast["view"]["exact"]) == (True, False)
+    assert fast["results"] == exact["results"]
+
+
+def test_classes_are_matched_by_name_and_not_by_number(folders, checkpoint):
+    shutil.rmtree(folders / "val" / "ape")  # bee and cow move up in the validation images' own numbering
+    result = evaluate("--pretrained_weights", checkpoint, "--data_path", folders, "--nb_knn", 2)
+    assert result["results"][0]["top1"] == 100.0
+
+    shutil.rmtree(folders / "train" / "bee")
+    with pytest.raises(ValueError, match="'bee'"):
+        evaluate("--pretrained_weights", checkpoint, "--data_path", folders)
+
+
+def test_an_untrained_encoder_is_asked_for_by_name_and_kept_apart(folders, checkpoint):
+    model = ("--data_path", folders, "--nb_knn", 2, "--pretrained_weights")
+    trained = evaluate(*model, checkpoint)
+    untrained = evaluate(*model, checkpoint, "--untrained", "--seed", 3)
+    assert untrained["encoder"]["untrained"]
+    assert untrained["encoder"]["arch"] == "vit_micro"
+    assert untrained["view"] == trained["view"]
+    assert json.loads((checkpoint.parent / "knn.json").read_text()) == trained
+    assert json.loads((checkpoint.parent / "knn_untrained.json").read_text()) == untrained
+
+    built = ("--arch", "vit_micro", "--patch_size", 8, "--readout", "gap", "--img_size", 16)
+    folder = ("--output_dir", checkpoint.parent)
+    assert evaluate("--data_path", folders, "--untrained", *built, *folder)["feature"]["dim"] == 128
+    with pytest.raises(ValueError, match="--readout gap beside --pretrained_weights: a checkpoint has a read-out"):
+        evaluate(*model, checkpoint, "--readout", "gap")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_features_of_any_precision_are_classified(dtype: torch.dtype) -> None:
+    features = torch.randn(30, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
+    labels = torch.arange(30) % 3
+    assert knn_classify(features, labels, features, labels, k=1) == KNNResult(100.0, 100.0)
+
+
+def test_nothing_is_evaluated_without_weights_or_images(folders, checkpoint):
+    with pytest.raises(ValueError, match="--pretrained_weights is empty"):
+        evaluate("--data_path", folders)
+    with pytest.raises(ValueError, match="--data_path is empty"):
+        evaluate("--pretrained_weights", checkpoint)
+    for split in ("train", "val"):
+        (folders / "flat" / split).mkdir(parents=True)
+        shutil.copy(folders / "train" / "ape" / "0.png", folders / "flat" / split / "0.png")
+    with pytest.raises(ValueError, match="has no labels"):
+        evaluate("--pretrained_weights", checkpoint, "--data_path", folders / "flat")
+
+
+def test_a_mistake_ends_the_script_with_one_line(folders, caplog):
+    with pytest.raises(SystemExit, match="1"):
+        eval_knn.main(["--data_path", str(folders), "--device", "cpu"])
+    assert "--pretrained_weights is empty" in caplog.text
+
+
+def test_weights_that_do_not_fit_stop_the_script(folders, checkpoint):
+    saved = torch.load(checkpoint, weights_only=True)
+    del saved["teacher"]["readout.queries"]
+    torch.save(saved, checkpoint)
+    with pytest.raises(ValueError, match=r"1 missing: readout\.queries"):
+        evaluate("--pretrained_weights", checkpoint, "--data_path", folders)

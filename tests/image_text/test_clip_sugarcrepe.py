@@ -1,0 +1,247 @@
+"""SugarCrepe: strict comparison, averages, what is missing; hard negatives of the built-in scenes; the command."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from clip_fakes import parser_of
+
+from dino_sparo.__main__ import run as run_command
+
+pytest.importorskip("open_clip")
+
+from clip_fakes import DEVICE_OPTIONS, colour_encoder, evaluate, paint, small_checkpoint
+
+from dino_sparo.data.scenes import Scenes, Ties
+from dino_sparo.image_text.evaluation import scene_pairs
+from dino_sparo.image_text.evaluation.questions import EncodedQuestions, Question, SplitResult, encode_questions
+from dino_sparo.image_text.evaluation.scene_pairs import swapped_attribute, swapped_objects, write_scene_pairs
+from dino_sparo.image_text.evaluation.sugarcrepe import averages, read_pairs, split_results, table
+from dino_sparo.image_text.scoring import dot_product, image_files
+from dino_sparo.image_text.scoring.dot_product import pair_products
+
+
+def run(*options: object) -> dict:
+    return evaluate("sugarcrepe", *options)
+
+
+def write_split(folder: Path, split: str, rows: list[tuple[str, str, str]]) -> None:
+    """Numbered with gaps, as some of SugarCrepe's files are."""
+    folder.mkdir(parents=True, exist_ok=True)
+    entries = {
+        str(3 * number): {"filename": f"{image}.png", "caption": positive, "negative_caption": negative}
+        for number, (image, positive, negative) in enumerate(rows)
+    }
+    (folder / f"{split}.json").write_text(json.dumps(entries))
+
+
+@pytest.fixture
+def crepe(tmp_path: Path) -> Path:
+    """Two splits: replaced colours, of which one caption is no better, and swapped words, which are always ties."""
+    for colour in ("red", "green", "blue"):
+        paint(tmp_path / "images" / f"{colour}.png", colour)
+    replaced = [("red", "a red one", "a green one"), ("blue", "blue", "red"), ("red", "a blue one", "a red one")]
+    write_split(tmp_path, "replace_att", [*replaced, ("green", "A thing.", "a thing .")])
+    write_split(tmp_path, "swap_obj", [("green", "green in red", "red in green")])
+    return tmp_path
+
+
+# --- scores
+
+
+def test_the_true_caption_must_be_strictly_nearer_and_ties_count_as_wrong(crepe):
+    pairs = encode_questions(colour_encoder(), read_pairs(crepe), crepe / "images")
+    assert split_results(pairs, pair_products) == {
+        "replace_att": SplitResult(50.0, 4, 1),
+        "swap_obj": SplitResult(0.0, 1, 1),
+    }
+    assert (pairs.num_empty, pairs.num_without_image) == (0, 0)
+
+
+def test_images_and_captions_are_encoded_once(crepe, monkeypatch):
+    encoder = colour_encoder()
+    seen = []
+    encode_text = encoder.model.encode_text
+    monkeypatch.setattr(
+        encoder.model, "encode_text", lambda ids, normalize: (seen.append(len(ids)), encode_text(ids, normalize))[1]
+    )
+    pairs = read_pairs(crepe)
+    encoded = encode_questions(encoder, [*pairs, *pairs], crepe / "images")
+    assert len(encoded.images) == encoded.num_images == 3
+    assert len(encoded.texts) == 9
+    assert sum(seen) == 9  # 8 texts, since the two about a thing have the same tokens; the last batch is filled up
+
+
+def test_one_step_of_fp32_decides_and_less_is_a_tie(monkeypatch):
+    """However many pairs are compared at a time; in bf16 all of these would be ties."""
+    monkeypatch.setattr(dot_product, "PAIR_CHUNK", 2)
+    texts = torch.tensor([[0.5, 0.1], [0.5 + 2**-24, 0.7], [0.5 + 2**-26, 0.2]])
+    questions = [Question("swap_att", ("i",), ("", ""))] * 5
+    text_of, image_of = torch.tensor([[1, 0], [0, 1], [2, 0], [1, 2], [0, 2]]), torch.zeros(5, 1, dtype=torch.int64)
+    pairs = EncodedQuestions(questions, torch.tensor([[1.0, 0.0]]), texts, image_of, text_of, 1)
+    assert split_results(pairs, pair_products) == {"swap_att": SplitResult(40.0, 5, 2)}
+
+
+def test_averages_by_hand():
+    """SPARO's table 4, CC15M with all slots: what it calls average is the mean over splits."""
+    accuracies = {
+        "replace_obj": 89.6, "replace_att": 79.8, "replace_rel": 66.6, "swap_obj": 59.3, "swap_att": 70.0,
+        "add_obj": 77.9, "add_att": 67.9,
+    }  # fmt: skip
+    numbers = dict(zip(accuracies, (1652, 788, 1406, 245, 666, 2062, 692), strict=True))
+    found = averages({split: SplitResult(accuracies[split], numbers[split], 0) for split in accuracies})
+    assert found["macro_splits"] == pytest.approx(73.0, abs=0.05)
+    assert found["groups"] == pytest.approx({"replace": 236 / 3, "swap": 129.3 / 2, "add": 145.8 / 2})
+    assert found["macro_groups"] == pytest.approx((236 / 3 + 129.3 / 2 + 145.8 / 2) / 3)
+    assert found["micro"] == pytest.approx(sum(accuracies[s] * numbers[s] for s in accuracies) / sum(numbers.values()))
+
+
+def test_features_that_are_not_finite_are_refused(crepe):
+    pairs = encode_questions(colour_encoder(), read_pairs(crepe), crepe / "images")
+    pairs.images[1] = torch.nan
+    with pytest.raises(ValueError, match="not finite"):
+        split_results(pairs, pair_products)
+
+
+# --- what is missing
+
+
+def test_a_few_missing_and_unreadable_images_are_counted_and_more_are_an_error(crepe, monkeypatch, caplog):
+    write_split(crepe, "swap_att", [("gone", "a", "b"), ("broken", "c", "d"), ("red", "red", "green")])
+    paint(crepe / "images" / "broken.png", "broken")
+    pairs = read_pairs(crepe)
+    with pytest.raises(ValueError, match=r"1 of 5 images in .* missing or cannot be read, the first is .*gone.png"):
+        encode_questions(colour_encoder(), pairs, crepe / "images")
+    monkeypatch.setattr(image_files, "MAX_MISSING", 0.2)
+    with pytest.raises(ValueError, match="2 of 5 images in"):
+        encode_questions(colour_encoder(), pairs, crepe / "images")
+    monkeypatch.setattr(image_files, "MAX_MISSING", 0.4)
+    encoded = encode_questions(colour_encoder(), pairs, crepe / "images")
+    assert (encoded.num_empty, encoded.num_without_image) == (0, 2)
+    assert split_results(encoded, pair_products)["swap_att"] == SplitResult(100.0, 1, 0)
+    assert "left out 2 of 8 questions: 0 have an empty caption, 2 lack an image" in caplog.text
+
+
+def test_empty_captions_are_left_out_and_counted(crepe, caplog):
+    write_split(crepe, "add_att", [("red", " ", "b"), ("red", "a", ""), ("red", "a", "b")])
+    pairs = encode_questions(colour_encoder(), read_pairs(crepe), crepe / "images")
+    assert (pairs.num_empty, pairs.num_without_image) == (2, 0)
+    assert [pair.split for pair in pairs.questions].count("add_att") == 1
+    assert "left out 2 of 8 questions: 2 have an empty caption, 0 lack an image" in caplog.text
+    assert "has 3 of SugarCrepe's 7 files: replace_att, swap_obj, add_att" in caplog.text
+
+
+def test_files_of_other_names_are_splits_where_none_of_sugarcrepes_is_there(crepe, tmp_path, caplog):
+    other = tmp_path / "other"
+    other.mkdir()
+    (crepe / "replace_att.json").rename(other / "unseen.json")
+    (crepe / "swap_obj.json").rename(other / "seen.json")
+    pairs = encode_questions(colour_encoder(), read_pairs(other), crepe / "images")
+    results = split_results(pairs, pair_products)
+    assert results == {"seen": SplitResult(0.0, 1, 1), "unseen": SplitResult(50.0, 4, 1)}
+    assert averages(results) == {"groups": {}, "macro_splits": 25.0, "micro": 40.0}
+    assert [line.split()[0] for line in table(results).splitlines()[1:]] == ["seen", "unseen", "macro_splits", "micro"]
+    assert "of SugarCrepe's" not in caplog.text
+
+
+def test_what_is_not_sugarcrepe_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"holds none of replace_obj\.json, replace_att\.json"):
+        read_pairs(tmp_path)
+    for content in ("{", '{"0": {"filename": "a.jpg", "caption": "b"}}', "[3]", "3"):
+        (tmp_path / "add_obj.json").write_text(content)
+        with pytest.raises(ValueError, match=r"add_obj\.json is not SugarCrepe's: expected an object of filename"):
+            read_pairs(tmp_path)
+
+
+# --- the built-in scenes
+
+
+def test_negatives_have_the_same_words_and_describe_another_scene(tmp_path):
+    folder = write_scene_pairs(tmp_path / "pairs", 17, 24)
+    scenes = Scenes(200, 24, "val", ties=Ties(0.0, 0.0, 0.0))
+    swapped = []
+    for split in ("swap_obj", "swap_att"):
+        entries = json.loads((folder / f"{split}.json").read_text())
+        assert len(entries) == 17
+        for entry in entries.values():
+            graph = scenes.scene_graph(int(entry["filename"].removesuffix(".png")))
+            assert entry["caption"] == graph.caption
+            assert entry["negative_caption"] != graph.caption
+            assert sorted(entry["negative_caption"].split()) == sorted(graph.caption.split())
+            assert (folder / "images" / entry["filename"]).is_file()
+            swapped.append(entry.get("swapped"))
+    assert {swapped.count(attribute) for attribute in ("colour", "texture")} <= {7, 8, 9, 10}
+    assert {pair.split for pair in read_pairs(folder)} == {"swap_obj", "swap_att"}
+
+
+def test_swaps_by_hand():
+    graph = next(graph for graph in map(Scenes(50).scene_graph, range(50)) if graph.relations)
+    relation = graph.relations[0]
+    subject, other = graph.objects[relation.subject], graph.objects[relation.object]
+    ending = f"{relation.predicate} {{}} on {graph.background}"
+    assert swapped_objects(graph).caption == f"{other.phrase} {ending.format(subject.phrase)}"
+    exchanged = swapped_attribute(graph, "colour")
+    assert [thing.colour for thing in exchanged.objects] == [thing.colour for thing in reversed(graph.objects)]
+    assert [thing.shape for thing in exchanged.objects] == [thing.shape for thing in graph.objects]
+    assert exchanged.relations == graph.relations
+
+
+def test_the_same_options_write_the_same_files(tmp_path):
+    for name in ("one", "two"):
+        run_command("scene-pairs", ["--output_dir", str(tmp_path / name), "--num_pairs", "3", "--image_size", "24"])
+    files = [sorted(p.relative_to(tmp_path / name) for p in (tmp_path / name).rglob("*.*")) for name in ("one", "two")]
+    assert files[0] == files[1]
+    assert len(files[0]) == 5
+    for file in files[0]:
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
+
+
+def test_numbers_of_pairs_that_cannot_be_are_refused(tmp_path, caplog):
+    with pytest.raises(ValueError, match="num_pairs=0; give a positive"):
+        write_scene_pairs(tmp_path, 0)
+    with pytest.raises(ValueError, match=r"num_pairs=11, but only \d of 3 scenes have two objects"):
+        scene_pairs.scene_pairs(Scenes(3), 11)
+    with pytest.raises(SystemExit, match="1"):
+        run_command("scene-pairs", ["--output_dir", str(tmp_path), "--num_pairs", "0"])
+    assert "num_pairs=0" in caplog.text
+
+
+# --- the command
+
+
+def test_the_result_file_tells_the_whole_protocol_and_is_the_same_every_time(crepe, capsys):
+    weights = small_checkpoint(crepe / "run" / "checkpoint.pth")
+    options = ("--pretrained_weights", weights, "--data_path", crepe)
+    result = run(*options)
+    path = weights.parent / "sugarcrepe.json"
+    assert json.loads(path.read_text()) == result
+    assert result["splits"].keys() == {"replace_att", "swap_obj"}
+    assert result["splits"]["replace_att"]["num_ties"] == 1  # the same tokens
+    assert result["groups"].keys() == {"replace", "swap"}
+    pairs = result["pairs"]
+    assert (pairs["num_pairs"], pairs["num_images"], pairs["num_without_image"]) == (5, 3, 0)
+    assert all(len(record["sha256"]) == 64 for record in pairs["files"].values())
+    printed = capsys.readouterr().out
+    assert "replace_att" in printed
+    assert "macro_splits" in printed
+
+    run(*options, "--images", crepe / "images", "--output", crepe / "again.json")
+    assert (crepe / "again.json").read_bytes() == path.read_bytes()
+    with pytest.raises(ValueError, match="--data_path is empty"):
+        run("--pretrained_weights", weights)
+
+
+def test_a_mistake_ends_the_script_with_one_line(crepe, caplog):
+    with pytest.raises(SystemExit, match="1"):
+        run_command("sugarcrepe", ["--data_path", str(crepe), "--device", "cpu"])
+    assert "--pretrained_weights is empty" in caplog.text
+
+
+def test_the_options_are_frozen():
+    own = {"pretrained_weights", "quick_gelu", "text_heads", "slots", "graphs", "max_missing_graphs"}
+    own |= {"data_path", "images"}
+    own |= {"img_size", "batch_size_per_gpu", "precision", "output"}
+    assert vars(parser_of("sugarcrepe").parse_args([])).keys() - DEVICE_OPTIONS == own
+    pictures = {"output_dir", "num_pairs", "image_size", "split", "seed"}
+    assert vars(parser_of("scene-pairs").parse_args(["--output_dir", "a"])).keys() == pictures

@@ -1,0 +1,158 @@
+"""Winoground: text, image and group score, its files, the command."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from clip_fakes import parser_of
+
+from dino_sparo.__main__ import run as run_command
+
+pytest.importorskip("open_clip")
+
+from clip_fakes import DEVICE_OPTIONS, colour_encoder, evaluate, paint, small_checkpoint
+
+from dino_sparo.image_text.evaluation.questions import answer, encode_questions, judge
+from dino_sparo.image_text.evaluation.winoground import read_examples, scores_of
+from dino_sparo.image_text.scoring import image_files
+
+
+def write(folder: Path, rows: list[tuple[str, str, str, str, str]]) -> Path:
+    """Rows of image 0, image 1, caption 0, caption 1 and tag."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = ("image_0", "image_1", "caption_0", "caption_1", "collapsed_tag")
+    lines = [json.dumps({"id": number, **dict(zip(names, row, strict=True))}) for number, row in enumerate(rows)]
+    (folder / "examples.jsonl").write_text("\n".join(lines) + "\n\n")
+    return folder
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    for colour in ("red", "green", "yellow"):
+        paint(tmp_path / "images" / f"{colour}.png", colour)
+    rows = [
+        ("red", "green", "a red thing", "a green thing", "Object"),  # all right
+        ("red", "green", "a green thing", "a red thing", "Object"),  # all wrong
+        ("red", "yellow", "red", "yellow red", "Relation"),  # see below
+        ("red", "green", "green and red", "red and green", "Relation"),  # captions that are tied
+    ]
+    return write(tmp_path, rows)
+
+
+def run(*options: object) -> dict:
+    return evaluate("winoground", *options)
+
+
+def test_scores_by_hand():
+    """Entry [i, c] is the similarity of image i and caption c."""
+    scores = torch.tensor(
+        [
+            [[0.9, 0.1], [0.2, 0.8]],  # everything right
+            [[0.9, 0.8], [0.1, 0.2]],  # each image prefers its caption, caption 1 prefers image 0
+            [[0.9, 0.1], [0.8, 0.2]],  # image 1 prefers caption 0, each caption prefers its image
+            [[0.1, 0.9], [0.8, 0.2]],  # everything wrong
+            [[0.5, 0.5], [0.1, 0.8]],  # image 0 cannot tell its captions: a tie is no win
+            [[0.5, 0.1], [0.5, 0.8]],  # caption 0 cannot tell its images
+            [[0.5, 0.1], [0.1, 0.5]],  # equal numbers that are not compared are no tie
+        ]
+    )
+    answers = judge(scores, torch.tensor([[0, 1]] * 7))
+    assert scores_of(answers).tolist() == [
+        [True, True, True], [True, False, False], [False, True, False], [False, False, False],
+        [False, True, False], [True, False, False], [True, True, True],
+    ]  # fmt: skip
+    assert (int(answers.text_tied.sum()), int(answers.image_tied.sum())) == (1, 1)
+
+
+def test_a_model_with_random_scores_is_at_the_papers_chance():
+    scores = torch.rand(60_000, 2, 2, generator=torch.Generator().manual_seed(0))
+    answers = judge(scores, torch.tensor([0, 1]).expand(60_000, 2))
+    assert scores_of(answers).double().mean(dim=0).tolist() == pytest.approx([1 / 4, 1 / 4, 1 / 6], abs=0.006)
+    assert (answers.text_tied | answers.image_tied).sum() < 60
+
+
+def test_examples_are_scored(data):
+    """In the third, cosines are 1 and 2/sqrt 5 for red, 1/sqrt 2 and 3/sqrt 10 for yellow: all as it should be."""
+    examples = read_examples(data / "examples.jsonl")
+    encoder = colour_encoder()
+    encoded = encode_questions(encoder, examples, data / "images")
+    answers = answer(encoded, encoder.score_pairs)
+    assert scores_of(answers).tolist() == [[True] * 3, [False] * 3, [True] * 3, [False] * 3]
+    assert (answers.text_tied | answers.image_tied).tolist() == [False, False, False, True]
+    assert (encoded.num_empty, encoded.num_without_image, encoded.num_truncated) == (0, 0, 0)
+    assert [example.split for example in encoded.questions] == ["Object", "Object", "Relation", "Relation"]
+
+
+def test_examples_without_image_or_caption_are_left_out_and_many_missing_images_are_an_error(
+    tmp_path, monkeypatch, caplog
+):
+    for colour in ("red", "green", "blue"):
+        paint(tmp_path / "images" / f"{colour}.png", colour)
+    paint(tmp_path / "images" / "bad.png", "broken")
+    rows = [("red", "green", "red", "green", ""), ("red", "blue", "red", " ", ""), ("red", "bad", "red", "blue", "")]
+    write(tmp_path, [*rows, ("red", "gone", "red", "blue", "")])
+    examples = read_examples(tmp_path / "examples.jsonl")
+    with pytest.raises(ValueError, match=r"1 of 5 images in .* the first is .*gone"):
+        encode_questions(colour_encoder(), examples, tmp_path / "images")
+    monkeypatch.setattr(image_files, "MAX_MISSING", 0.4)
+    encoder = colour_encoder()
+    encoded = encode_questions(encoder, examples, tmp_path / "images")
+    assert scores_of(answer(encoded, encoder.score_pairs)).tolist() == [[True] * 3]
+    assert (encoded.num_empty, encoded.num_without_image) == (1, 2)
+    assert "left out 3 of 4 questions: 1 have an empty caption, 2 lack an image" in caplog.text
+    with pytest.raises(ValueError, match="none of 1 questions has its captions, and its images in"):
+        encode_questions(encoder, examples[1:2], tmp_path / "images")
+
+
+def test_features_that_are_not_finite_are_refused(data, monkeypatch):
+    encoder = colour_encoder()
+    monkeypatch.setattr(
+        encoder.model, "encode_image", lambda images, normalize: torch.full((len(images), 3), torch.nan)
+    )
+    encoded = encode_questions(encoder, read_examples(data / "examples.jsonl"), data / "images")
+    with pytest.raises(ValueError, match="not finite"):
+        answer(encoded, encoder.score_pairs)
+
+
+def test_what_is_not_winoground_is_refused(tmp_path):
+    path = tmp_path / "examples.jsonl"
+    with pytest.raises(ValueError, match=r"does not exist; give the folder with Winoground's examples\.jsonl"):
+        read_examples(path)
+    path.write_text("\n")
+    with pytest.raises(ValueError, match="is empty"):
+        read_examples(path)
+    for line in ("{", "[1]", '{"image_0": "a"}', "3"):
+        path.write_text(f"\n{line}\n")
+        with pytest.raises(ValueError, match=r"line 2 is not Winoground's: expected an object with image_0"):
+            read_examples(path)
+
+
+def test_the_result_file_tells_scores_by_tag_and_is_the_same_every_time(data, capsys):
+    weights = small_checkpoint(data / "run" / "checkpoint.pth", "cls")
+    options = ("--pretrained_weights", weights, "--data_path", data)
+    result = run(*options)
+    path = weights.parent / "winoground.json"
+    assert json.loads(path.read_text()) == result
+    assert result["num_examples"] == 4
+    assert result["by_tag"].keys() == {"Object", "Relation"}
+    assert result["text"] == (result["by_tag"]["Object"]["text"] + result["by_tag"]["Relation"]["text"]) / 2
+    assert len(result["examples"]["sha256"]) == 64
+    assert "Relation" in capsys.readouterr().out
+    run(*options, "--images", data / "images", "--output", data / "again.json")
+    assert (data / "again.json").read_bytes() == path.read_bytes()
+    with pytest.raises(ValueError, match="--data_path is empty"):
+        run("--pretrained_weights", weights)
+
+
+def test_a_mistake_ends_the_script_with_one_line(data, caplog):
+    with pytest.raises(SystemExit, match="1"):
+        run_command("winoground", ["--data_path", str(data), "--device", "cpu"])
+    assert "--pretrained_weights is empty" in caplog.text
+
+
+def test_the_options_are_frozen():
+    own = {"pretrained_weights", "quick_gelu", "text_heads", "slots", "graphs", "max_missing_graphs"}
+    own |= {"data_path", "images"}
+    own |= {"img_size", "batch_size_per_gpu", "precision", "output"}
+    assert vars(parser_of("winoground").parse_args([])).keys() - DEVICE_OPTIONS == own

@@ -1,0 +1,549 @@
+"""Zero-shot classification: class features, hits and ties, names of classes, templates, and the command."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from clip_fakes import parser_of
+
+from dino_sparo.__main__ import run as run_command
+
+open_clip = pytest.importorskip("open_clip")
+
+from clip_fakes import DEVICE_OPTIONS, colour_encoder, evaluate, paint, small_checkpoint  # noqa: E402
+
+from dino_sparo.clip import load_clip, tokenize  # noqa: E402
+from dino_sparo.clip.slots.subsets import with_slots  # noqa: E402
+from dino_sparo.data.dataset import open_source  # noqa: E402
+from dino_sparo.data.scenes import COLOURS, SHAPES, TEXTURES, Scenes  # noqa: E402
+from dino_sparo.data.sources.subset import Subset  # noqa: E402
+from dino_sparo.evaluation.slots.choice import SlotSelection  # noqa: E402
+from dino_sparo.image_text.classes import apply_classes, open_classes, wordnet_ids  # noqa: E402
+from dino_sparo.image_text.evaluation import zero_shot  # noqa: E402
+from dino_sparo.image_text.evaluation.scene_pairs import write_scene_pairs  # noqa: E402
+from dino_sparo.image_text.evaluation.zero_shot import count_hits, evaluate_zero_shot  # noqa: E402
+from dino_sparo.image_text.pairs.sources import INDEPENDENT  # noqa: E402
+from dino_sparo.image_text.prompts import TEMPLATES, open_templates, prompts, scene_templates  # noqa: E402
+from dino_sparo.image_text.scoring.dot_product import DotProductScorer, without_padding  # noqa: E402
+from dino_sparo.image_text.scoring.image_rows import ClipView  # noqa: E402
+
+SLOTS, WIDTH = 5, 7
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    return small_checkpoint(tmp_path / "run" / "checkpoint.pth")
+
+
+def small_encoder(weights: Path, batch_size: int = 6) -> DotProductScorer:
+    loaded = load_clip(weights)
+    view = ClipView(32, loaded.mean, loaded.std)
+    return DotProductScorer(loaded.model, tokenize, view, torch.device("cpu"), batch_size)
+
+
+def run(*options: object) -> dict:
+    return evaluate("zero-shot", *options)
+
+
+# --- class features
+
+
+@pytest.mark.parametrize("num_templates", [1, 3])
+def test_class_features_are_open_clips(weights, num_templates):
+    templates = TEMPLATES["simple"][:num_templates]
+    names = ["heart", "ring", "star", "cross"]
+    encoder = small_encoder(weights)
+    expected = open_clip.build_zero_shot_classifier(
+        encoder.model, lambda texts: tokenize(texts).ids, names, templates, num_classes_per_batch=3
+    )
+    found = encoder.encode_classes(names, templates)
+    torch.testing.assert_close(found.payload, expected.t(), rtol=1e-5, atol=1e-6)
+    assert found.num_truncated == 0
+
+
+def test_averaging_templates_weakens_the_slots_they_disagree_on(weights):
+    encoder = small_encoder(weights)
+    one, many = (encoder.encode_classes(["ring"], TEMPLATES["simple"][:n]).payload for n in (1, 7))
+    lengths = [features.unflatten(1, (SLOTS, WIDTH)).norm(dim=2) for features in (one, many)]
+    torch.testing.assert_close(lengths[0], torch.full((1, SLOTS), SLOTS**-0.5))  # equation 2
+    torch.testing.assert_close(many.norm(dim=1), torch.ones(1))
+    rows = encoder.encode_text(tokenize(prompts(TEMPLATES["simple"], "ring")).ids).unflatten(1, (SLOTS, WIDTH))
+    agreement = rows.mean(dim=0).norm(dim=1)  # of the templates, slot by slot
+    torch.testing.assert_close(lengths[1][0], agreement / agreement.norm())
+    assert agreement.max() > 1.0001 * agreement.min()
+
+
+def test_the_size_of_batches_changes_nothing_but_rounding(weights):
+    names = [f"{colour} thing" for colour in COLOURS]
+    small, large = (
+        small_encoder(weights, size).encode_classes(names, scene_templates()[:11]).payload for size in (3, 64)
+    )
+    torch.testing.assert_close(small, large, rtol=1e-5, atol=1e-6)
+
+
+def test_padding_is_cut_off_after_the_longest_caption():
+    ids = tokenize(["a!", "a b c !"]).ids
+    short = without_padding(ids)
+    assert short.shape == (2, 6)  # start, a, b, c, !, end; the id of ! is that of padding
+    assert not ids[:, 6:].any()
+    assert short[0].tolist() == ids[0, :6].tolist()
+
+
+# --- hits
+
+
+def test_hits_equal_a_loop_and_of_equal_classes_the_first_comes_first():
+    scores = torch.randint(0, 4, (61, 7), generator=torch.Generator().manual_seed(0)).float()
+    labels = torch.randint(0, 7, (61,), generator=torch.Generator().manual_seed(1))
+    for row, label, (top1, top5, tie) in zip(
+        scores.tolist(), labels.tolist(), count_hits(scores, labels).tolist(), strict=True
+    ):
+        ranking = sorted(range(7), key=lambda c: (-row[c], c))
+        assert top1 == (ranking[0] == label)
+        assert top5 == (label in ranking[:5])
+        assert tie == (row.count(max(row)) > 1)
+
+
+def test_accuracies_by_hand(tmp_path, caplog):
+    """Two of three reds and the one green are right; the fourth red is no image and does not count."""
+    for name, colour in (
+        ("red/0", "red"),
+        ("red/1", "red"),
+        ("red/2", "blue"),
+        ("red/3", "broken"),
+        ("green/0", "green"),
+    ):
+        paint(tmp_path / f"{name}.png", colour)
+    paint(tmp_path / "blue" / "0.png", "broken")
+    source = open_source(str(tmp_path))
+    found = evaluate_zero_shot(colour_encoder(), source, ["blue", "green", "red"], ("a {} thing",))
+    assert found.top1 == 75.0
+    assert found.mean_per_class == pytest.approx(100 * (2 / 3 + 1) / 2)  # blue has no image
+    assert found.per_class == [(0, 0), (1, 1), (3, 2)]
+    assert (found.num_images, found.num_corrupt, found.num_ties, found.top5) == (4, 2, 0, 100.0)
+    assert "left out 2 images that cannot be read" in caplog.text
+
+
+def test_a_model_that_cannot_tell_is_at_chance_and_its_ties_are_counted(tmp_path):
+    for name in ("a", "b", "c", "d"):
+        paint(tmp_path / name / "0.png", "red")
+    found = evaluate_zero_shot(colour_encoder(), open_source(str(tmp_path)), list("abcd"), ("{}",))
+    assert (found.top1, found.num_ties) == (25.0, 4)
+
+
+def test_features_that_are_not_finite_are_refused(tmp_path, monkeypatch):
+    paint(tmp_path / "red" / "0.png", "red")
+    paint(tmp_path / "blue" / "0.png", "blue")
+    encoder = colour_encoder()
+    monkeypatch.setattr(
+        encoder.model, "encode_image", lambda images, normalize: torch.full((len(images), 3), torch.nan)
+    )
+    with pytest.raises(ValueError, match="not finite"):
+        evaluate_zero_shot(encoder, open_source(str(tmp_path)), ["blue", "red"], ("{}",))
+
+
+def test_no_readable_image_is_an_error(tmp_path):
+    counts = torch.zeros(2, 4, dtype=torch.int64)
+    with pytest.raises(ValueError, match="none of 3 images can be read"):
+        zero_shot._summary(counts, 3, 0)
+
+
+# --- classes
+
+
+def named_images(classes: list[str]) -> Subset:
+    """One image of each class."""
+    numbers = np.arange(len(classes))
+    return Subset(Scenes(len(classes)), numbers, numbers, classes)
+
+
+def folders(root: Path, names: list[str]) -> str:
+    for name in names:
+        paint(root / name / "0.png", "red")
+    return str(root)
+
+
+def test_ids_of_timm_and_names_of_open_clip_are_in_the_same_order():
+    from timm.data import ImageNetInfo
+
+    described = [text.lower().split(", ") for text in ImageNetInfo().label_descriptions()]
+    agreeing = sum(name.lower() in words for name, words in zip(open_clip.IMAGENET_CLASSNAMES, described, strict=True))
+    shifted = sum(
+        name.lower() in words for name, words in zip(open_clip.IMAGENET_CLASSNAMES[1:], described, strict=False)
+    )
+    assert len(wordnet_ids()) == 1000
+    assert agreeing > 700  # the others are spelled otherwise
+    assert shifted < 10
+
+
+def test_wordnet_folders_are_a_choice_among_imagenets_names(tmp_path):
+    """As in ImageNet-A and -R: 200 folders are 200 classes, whatever their numbers among the 1000."""
+    path = folders(tmp_path, ["n01440764", "n02123045", "n04254680"])
+    classes = open_classes(open_source(path), data_path=path)
+    assert classes.names == ["tench", "tabby cat", "soccer ball"]
+    assert classes.class_of.tolist() == [0, 1, 2]
+    everything = open_classes(open_source(path), "imagenet")
+    assert len(everything.names) == 1000
+    assert [everything.names[number] for number in everything.class_of] == classes.names
+
+
+def test_numbered_folders_are_imagenets_numbers_and_not_their_alphabetical_order(tmp_path):
+    """As in ImageNet V2, where folder 10 sorts before folder 2."""
+    path = folders(tmp_path, ["0", "2", "10", "805"])
+    source = open_source(path)
+    with pytest.raises(ValueError, match="says nothing to a model; give their names with --classnames: imagenet"):
+        open_classes(source, data_path=path)
+    classes = open_classes(source, "imagenet")
+    assert source.classes == ["0", "10", "2", "805"]
+    assert classes.class_of.tolist() == [0, 10, 2, 805]
+    relabelled = apply_classes(source, classes)
+    assert [classes.names[label] for label in relabelled.labels] == [
+        "tench",
+        "brambling",
+        "great white shark",
+        "soccer ball",
+    ]
+
+
+def test_two_classes_of_one_name_are_told(caplog):
+    open_classes(named_images(list(map(str, range(1000)))), "imagenet")
+    assert "several classes are called missile, sunglasses" in caplog.text
+
+
+def test_objectnet_is_cut_down_to_the_classes_it_shares(tmp_path):
+    path = folders(tmp_path / "images", ["air_freshener", "alarm_clock", "basket"])
+    mappings = tmp_path / "mappings"
+    mappings.mkdir()
+    names = {"air_freshener": "Air freshener", "alarm_clock": "Alarm clock", "basket": "Basket"}
+    (mappings / "folder_to_objectnet_label.json").write_text(json.dumps(names))
+    shared = {"Alarm clock": "analog clock; digital clock", "Basket": "shopping basket"}
+    (mappings / "objectnet_to_imagenet_1k.json").write_text(json.dumps(shared))
+    source = open_source(path)
+    classes = open_classes(source, f"objectnet:{mappings}")
+    assert classes.names == ["alarm clock", "basket"]
+    chosen = apply_classes(source, classes)
+    assert [chosen.location(i).split("/")[-2] for i in range(len(chosen))] == ["alarm_clock", "basket"]
+    assert chosen.labels.tolist() == [0, 1]
+    with pytest.raises(ValueError, match="come with ObjectNet in its folder `mappings`"):
+        open_classes(source, "objectnet")
+    (mappings / "objectnet_to_imagenet_1k.json").write_text(json.dumps({**shared, "Banana": "banana"}))
+    with pytest.raises(ValueError, match=r"1 of the 3 classes that ObjectNet shares .* the first is 'Banana'"):
+        open_classes(source, f"objectnet:{mappings}")
+
+
+def test_names_come_from_files(tmp_path):
+    source = open_source(folders(tmp_path / "images", ["b_c", "a"]))
+    write(tmp_path / "list.txt", "one\n\n two words \n")
+    write(tmp_path / "map.json", json.dumps({"b_c": "bee", "a": "ay", "z": "zed"}))
+    write(tmp_path / "sets.json", json.dumps({"ours": ["one", "two"], "theirs": ["x"]}))
+    assert open_classes(source, "folders").names == ["a", "b c"]
+    assert open_classes(source, str(tmp_path / "list.txt")).names == ["one", "two words"]
+    assert open_classes(source, str(tmp_path / "map.json")).names == ["ay", "bee"]
+    assert open_classes(source, f"{tmp_path}/sets.json:ours").names == ["one", "two"]
+
+
+def test_classes_that_are_numbers_are_places_in_a_list(tmp_path):
+    """As in tar shards: a class without images still has its line."""
+    source = open_source(folders(tmp_path / "images", ["0", "10", "2"]))
+    write(tmp_path / "names.txt", "\n".join(f"name {i}" for i in range(11)))
+    classes = open_classes(source, str(tmp_path / "names.txt"))
+    assert [classes.names[number] for number in classes.class_of] == ["name 0", "name 10", "name 2"]
+
+
+@pytest.mark.parametrize(
+    ("classnames", "content", "message"),
+    [
+        ("nowhere.txt", None, "neither a file nor one of auto, imagenet"),
+        ("names.txt", "one\ntwo\nthree\n", "has 3 names, the images have 2 classes: a, b"),
+        ("names.txt", "\n", "is empty; give a list"),
+        ("names.json", "{", "is no JSON"),
+        ("names.json", '{"a": "x"}', "names no class 'b'"),
+        ("names.json", '{"s": ["x", "y"]}', "holds several lists; say which with .*names.json:KEY, one of s"),
+        ("names.json:t", '{"s": ["x", "y"]}', "has no key 't'; its keys are s"),
+        ("imagenet", None, "2 of the 2 classes are neither WordNet ids of ImageNet nor numbers up to 999"),
+    ],
+)
+def test_names_that_do_not_fit_are_refused(tmp_path, monkeypatch, classnames, content, message):
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        write(tmp_path / classnames.split(":")[0], content)
+    with pytest.raises(ValueError, match=message):
+        open_classes(open_source(folders(tmp_path / "images", ["a", "b"])), classnames)
+
+
+def test_sets_whose_classes_have_no_words_ask_for_them():
+    with pytest.raises(ValueError, match="gtsrb brings no names in words for its 2 classes"):
+        open_classes(named_images(["0", "1"]), data_path="gtsrb:data")
+    assert open_classes(named_images(["0", "1"]), data_path="mnist:data").names[:2] == ["zero", "one"]
+
+
+def test_images_of_none_of_the_classes_are_refused(tmp_path):
+    source = open_source(folders(tmp_path, ["a", "b"]))
+    classes = open_classes(source)
+    with pytest.raises(ValueError, match="no image belongs to any of the 2 classes"):
+        apply_classes(source, zero_shot.ClassList(classes.names, np.array([-1, -1]), ""))
+
+
+def write(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
+# --- templates
+
+
+def test_imagenets_templates_are_open_clips():
+    assert len(TEMPLATES["openai"]) == 80
+    expected = [template("tench") for template in open_clip.OPENAI_IMAGENET_TEMPLATES]
+    assert prompts(TEMPLATES["openai"], "tench") == expected
+    assert open_templates("auto", "data/imagenet") == TEMPLATES["openai"]
+    assert open_templates("auto", "dtd:data") == TEMPLATES["dtd"]
+
+
+def test_every_template_has_a_place_for_the_name():
+    for name, templates in TEMPLATES.items():
+        assert templates, name
+        assert all(template.count("{}") == 1 for template in templates), name
+
+
+def test_templates_of_scenes_speak_the_scenes_language_and_favour_nothing():
+    templates = scene_templates()
+    words = [template.replace("an ", "a ").split() for template in templates]
+    for position, choices in ((1, COLOURS), (2, TEXTURES)):
+        counts = [sum(word[position] == choice for word in words) for choice in choices]
+        assert set(counts) == {len(templates) // len(choices)}
+    assert prompts(templates, SHAPES[3])[0] == "a red dotted star on sand"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("a photo\n", "'a photo' in .* has no place for the class name"),
+        (None, "neither a file nor a known list; choose"),
+    ],
+)
+def test_templates_that_do_not_fit_are_refused(tmp_path, content, message):
+    path = tmp_path / "templates.txt"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        open_templates(str(path))
+
+
+def test_templates_of_clip_benchmark_are_read(tmp_path):
+    (tmp_path / "templates.txt").write_text("a photo of {c}.\nthe {c}\n")
+    assert open_templates(str(tmp_path / "templates.txt")) == ("a photo of {}.", "the {}")
+
+
+# --- the view
+
+
+def test_the_view_is_the_middle_at_full_height_and_a_border_is_cut_off(tmp_path):
+    from PIL import Image
+
+    image = Image.new("RGB", (14, 10), (255, 0, 0))
+    image.paste((0, 255, 0), (1, 1, 13, 9))
+    view = ClipView(8, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0), border=1)(image)[0]
+    assert view.shape == (3, 8, 8)
+    assert view[1].min() == 1.0
+    assert view[0].max() == 0.0
+    with pytest.raises(ValueError, match="border=-1"):
+        ClipView(8, (0.0,) * 3, (1.0,) * 3, border=-1)
+    with pytest.raises(ValueError, match="a border of 5 px on every side leaves nothing of an image of 14 x 10 px"):
+        ClipView(8, (0.0,) * 3, (1.0,) * 3, border=5)(image)
+
+
+# --- the command
+
+
+def test_the_result_file_tells_the_whole_protocol_and_is_the_same_every_time(weights, tmp_path, capsys):
+    options = ("--pretrained_weights", weights, "--data_path", "scenes:23:32")
+    result = run(*options)
+    path = weights.parent / "zero_shot.json"
+    assert json.loads(path.read_text()) == result
+    assert result["model"]["epoch"] == 3
+    assert len(result["model"]["sha256"]) == 64
+    assert result["feature"] == {"name": "normalised encoding", "dim": 35, "precision": "fp32"}
+    assert (result["view"]["resize"], result["view"]["crop"]) == (32, 32)
+    assert {"open_clip", "torch", "dino_sparo"} <= result["versions"].keys()
+    assert result["images"] == {
+        "data_path": "scenes:23:32", "split": None, "num_images": 23, "num_corrupt": 0, "num_left_out": 0
+    }  # fmt: skip
+    assert result["prompts"]["templates"] == list(scene_templates())
+    assert [row["name"] for row in result["per_class"]] == list(SHAPES)
+    assert sum(row["num_images"] for row in result["per_class"]) == 23
+    printed = capsys.readouterr().out
+    assert "zero_shot.json" in printed
+    assert f"{result['top1']:.2f}" in printed
+
+    run(*options, "--output", tmp_path / "again" / "result.json")
+    assert (tmp_path / "again" / "result.json").read_bytes() == path.read_bytes()
+
+
+def test_half_precision_and_another_view_run(weights):
+    options = ("--pretrained_weights", weights, "--data_path", "scenes:11:32", "--templates", "plain")
+    result = run(*options, "--precision", "bf16", "--img_size", 24)
+    assert result["view"]["crop"] == 24
+    assert 0 <= result["top1"] <= result["top5"] <= 100
+
+
+def test_a_folder_of_splits_shows_its_validation_images(weights, tmp_path):
+    for split, colour in (("train", "red"), ("val", "blue")):
+        for name in ("a", "b"):
+            paint(tmp_path / "data" / split / name / "0.png", colour)
+    paint(tmp_path / "data" / "train" / "a" / "1.png", "red")
+    options = ("--pretrained_weights", weights, "--data_path", tmp_path / "data", "--templates", "plain")
+    assert run(*options)["images"]["num_images"] == 2
+    assert run(*options, "--split", "train")["images"]["num_images"] == 3
+
+
+def test_any_split_can_be_evaluated_by_its_name_and_all_of_a_table(weights, tmp_path):
+    for split, number in (("val", 1), ("test", 2), ("v2", 3)):
+        for name in ("a", "b"):
+            for index in range(number):
+                paint(tmp_path / "data" / split / name / f"{index}.png", "blue")
+    rows = [f"{split}/{name}/0.png,{name},{split}" for split in ("val", "test") for name in ("a", "b")]
+    (tmp_path / "data" / "images.csv").write_text("\n".join(["path,label,split", *rows]))
+    options = ("--pretrained_weights", weights, "--templates", "plain", "--data_path")
+    for split, number in (("val", 2), ("test", 4), ("v2", 6)):
+        assert run(*options, tmp_path / "data", "--split", split)["images"]["num_images"] == number
+    assert run(*options, tmp_path / "data" / "images.csv", "--split", "all")["images"]["num_images"] == 4
+
+
+def test_shards_of_clip_benchmark_are_evaluated_with_its_names_and_templates(weights, tmp_path):
+    """The layout in which it publishes VTAB's sets; class 1 has no image."""
+    root = tmp_path / "wds"
+    (root / "test").mkdir(parents=True)
+    (root / "test" / "nshards.txt").write_text("1")
+    with tarfile.open(root / "test" / "0.tar", "w") as shard:
+        for number, (colour, label) in enumerate((("red", "0"), ("blue", "2"), ("green", "0"))):
+            paint(tmp_path / f"{number}.webp", colour)
+            (tmp_path / f"{number}.cls").write_text(label)
+            for ending in ("webp", "cls"):
+                shard.add(tmp_path / f"{number}.{ending}", f"s{number:07d}.{ending}")
+    (root / "classnames.txt").write_text("red\nwhite\ndark blue\n")
+    (root / "zeroshot_classification_templates.txt").write_text("a photo of {c}.\n{c}!")
+    words = ("--classnames", root / "classnames.txt", "--templates", root / "zeroshot_classification_templates.txt")
+    result = run("--pretrained_weights", weights, "--data_path", root, *words)
+    found = [(row["name"], row["num_images"]) for row in result["per_class"]]
+    assert found == [("red", 2), ("white", 0), ("dark blue", 1)]
+    assert result["prompts"]["templates"] == ["a photo of {}.", "{}!"]
+
+
+def test_captions_that_are_too_long_are_counted(weights, tmp_path):
+    (tmp_path / "templates.txt").write_text("{}\n" + "very " * 90 + "{}\n")
+    options = ("--data_path", "scenes:10:32", "--templates", tmp_path / "templates.txt")
+    assert run("--pretrained_weights", weights, *options)["prompts"]["num_truncated"] == len(SHAPES)
+
+
+def test_nothing_is_evaluated_without_weights_images_or_labels(weights, tmp_path, caplog):
+    with pytest.raises(ValueError, match="--pretrained_weights is empty"):
+        run("--data_path", "scenes:10:32")
+    with pytest.raises(ValueError, match="--data_path is empty"):
+        run("--pretrained_weights", weights)
+    torch.save({"teacher": {}, "epoch": 1}, tmp_path / "other.pth")
+    with pytest.raises(ValueError, match="holds no CLIP"):
+        run("--pretrained_weights", tmp_path / "other.pth", "--data_path", "scenes:10:32")
+    paint(tmp_path / "flat" / "0.png", "red")
+    with pytest.raises(ValueError, match="has no labels"):
+        run("--pretrained_weights", weights, "--data_path", tmp_path / "flat")
+    with pytest.raises(SystemExit, match="1"):
+        run_command("zero-shot", ["--data_path", "scenes:10:32", "--device", "cpu"])
+    assert "--pretrained_weights is empty" in caplog.text
+
+
+def test_the_options_are_frozen():
+    own = {
+        "pretrained_weights",
+        "quick_gelu",
+        "text_heads",
+        "slots",
+        "graphs",
+        "max_missing_graphs",
+        "data_path",
+        "split",
+        "download",
+        "crop_border",
+    }
+    own |= {"classnames", "templates", "img_size", "batch_size_per_gpu", "precision", "output"}
+    assert vars(parser_of("zero-shot").parse_args([])).keys() - DEVICE_OPTIONS == own
+
+
+def test_slots_are_evaluated_alone(weights, tmp_path):
+    """The kept slots' own features, and a record of which they were."""
+    path = tmp_path / "slots.json"
+    path.write_text('{"slots": [3, 1]}')
+    options = ("--pretrained_weights", weights, "--data_path", "scenes:23:32", "--slots", path)
+    result = run(*options, "--output", tmp_path / "slots-result.json")
+    assert result["feature"]["dim"] == 2 * WIDTH
+    assert result["slots"]["slots"] == [3, 1]
+    encoder = small_encoder(weights)
+    chosen = dataclasses.replace(encoder, model=with_slots(encoder.model, SlotSelection((3, 1))))
+    found = evaluate_zero_shot(chosen, Scenes(23, 32, "val", ties=INDEPENDENT), list(SHAPES), scene_templates())
+    assert found.top1 == result["top1"]
+    by_number = run(*options[:-1], "3,1", "--output", tmp_path / "by-number.json")
+    assert by_number.pop("slots") == {key: result["slots"][key] for key in ("kind", "slots", "num_slots", "rule")}
+    assert by_number == {key: value for key, value in result.items() if key != "slots"}
+    path.write_text('{"slots": [5]}')
+    for choice in (path, "5"):
+        with pytest.raises(ValueError, match="name slot 5, which does not exist"):
+            run(*options[:-1], choice)
+
+
+# --- two processes
+
+
+def evaluate_everything(folder: str, weights: str, pairs: str) -> None:
+    """Every evaluation of features, into `folder`; retrieval in blocks of which each process has some."""
+    torch.set_num_threads(1)
+    scenes = ("--data_path", "scenes:23:32")
+    trained = (*scenes, "--weight_decay", "0.01", "--epochs", "2", "--probe_batch_size", "6")
+    commands = {"zero-shot": scenes, "retrieval": scenes, "sugarcrepe": ("--data_path", pairs), "clip-probe": trained}
+    for name, options in commands.items():
+        place = (
+            "--dist_url",
+            f"file://{folder}/{name}",
+            "--dist_timeout_min",
+            "1",
+            "--output",
+            f"{folder}/{name}.json",
+        )
+        with mock.patch("dino_sparo.image_text.evaluation.retrieval.IMAGE_CHUNK", 7):
+            evaluate(name, *options, "--pretrained_weights", weights, *place)
+
+
+@pytest.mark.slow
+def test_two_processes_find_what_one_finds(weights, tmp_path, monkeypatch):
+    """To the last digit: every image and caption is encoded once, in products of the same size."""
+    pairs = write_scene_pairs(tmp_path / "pairs", 13, 32)
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    arguments = (str(weights), str(pairs))
+    evaluate_everything(str(tmp_path / "one"), *arguments)
+
+    # This process is rank 0; the other is found in its environment as torchrun leaves it.
+    place = {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    root, tests = str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "support")
+    peer = {**os.environ, **place, "RANK": "1", "LOCAL_RANK": "1", "PYTHONPATH": os.pathsep.join((root, tests))}
+    call = f"test_clip_zero_shot.evaluate_everything{(str(tmp_path / 'two'), *arguments)!r}"
+    command = [sys.executable, "-c", f"import test_clip_zero_shot; {call}"]
+    with subprocess.Popen(command, env=peer, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        for name, value in {**place, "RANK": "0", "LOCAL_RANK": "0"}.items():
+            monkeypatch.setenv(name, value)
+        evaluate_everything(str(tmp_path / "two"), *arguments)
+        output = process.communicate(timeout=60)[0]
+    assert process.returncode == 0, output
+    assert "top-1" not in output  # rank 1 shows no table
+    for name in ("zero-shot", "retrieval", "sugarcrepe"):
+        one, two = ((tmp_path / folder / f"{name}.json").read_text() for folder in ("one", "two"))
+        assert one == two, name
+    one, two = (json.loads((tmp_path / folder / "clip-probe.json").read_text()) for folder in ("one", "two"))
+    assert one["images"] == two["images"]
+    assert one["top5"] == pytest.approx(two["top5"], abs=5)  # gradients are summed in another order

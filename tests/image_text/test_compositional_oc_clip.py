@@ -1,0 +1,144 @@
+"""OC-CLIP among the compositional benchmarks: alike graphs are ties and are counted, beside a CLIP in one table."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from clip_fakes import evaluate, paint, small_checkpoint
+from compositional_files import write_json
+from oc_clip_fakes import oc_clip_description
+
+from dino_sparo.__main__ import OBJECTIVES
+from dino_sparo.image_text.evaluation.compositional.run import ask
+from dino_sparo.image_text.evaluation.questions import Question
+from dino_sparo.weights.checkpoint import IMAGE_TEXT_KEYS
+
+pytest.importorskip("open_clip")
+
+from dino_sparo.oc_clip.config import BindingConfig
+from dino_sparo.oc_clip.graphs.graph import Relation, SceneGraph
+from dino_sparo.oc_clip.load import scorer_of
+from dino_sparo.oc_clip.model import create_oc_clip, load_oc_clip
+from dino_sparo.oc_clip.parsers.templates import parse_caption
+from dino_sparo.oc_clip.scorer import GraphScorer
+
+
+def oc_checkpoint(path: Path) -> Path:
+    """An untrained model in a checkpoint of OC-CLIP training."""
+    torch.manual_seed(0)
+    sizes = {"img_size": 32, "patch_size": 8, "text_width": 24, "text_heads": 2, "text_layers": 2, "context_length": 7}
+    model = create_oc_clip(
+        arch="vit_micro", binding=BindingConfig(dim=12, num_heads=2, num_layers=1, rel_dim=5), **sizes
+    )
+    description = oc_clip_description(model.config)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"model": model.state_dict(), "oc_clip": description, "epoch": 1}, path)
+    return path
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """COCO-spatial's layout: pictures, and captions of one and of two objects."""
+    root = tmp_path / "data"
+    for number, colour in enumerate(("red", "green", "blue")):
+        paint(root / "val2017" / f"{number:012d}.jpg", colour)
+    one = [[0, "a bench on the left", "a bench on the right"], [1, "a cup and a dog", "a dog and a cup"]]
+    two = [[2, "a cup left of a dog", "a dog right of a cup"], [1, "a cup left of a dog", "a dog left of a cup"]]
+    write_json(root / "coco_qa_one_obj.json", one)
+    write_json(root / "coco_qa_two_obj.json", two)
+    return root
+
+
+def run(*options: Any) -> Any:
+    return evaluate("compositional", *options)
+
+
+def test_questions_whose_captions_have_one_graph_are_ties_and_counted_per_split(data, tmp_path):
+    """As are captions without an entity that the parser finds, and truncated phrases."""
+    weights = oc_checkpoint(tmp_path / "oc" / "checkpoint.pth")
+    clip = small_checkpoint(tmp_path / "clip" / "checkpoint.pth")
+    results = run("--pretrained_weights", weights, clip, "--data_root", data, "--graphs", "templates")
+    ours, other = (result["benchmarks"]["COCO-spatial"]["splits"] for result in results)
+    assert [ours[split]["num_alike"] for split in ours] == [1, 0]  # "a cup and a dog" in both orders
+    assert ours["one object"]["num_ties"] == 1
+    assert [ours[split]["num_one_entity"] for split in ours] == [0, 0]
+    assert [other[split]["num_alike"] for split in other] == [0, 0]
+    assert "num_one_entity" not in other["one object"]
+    assert results[0]["graphs"]["parser"] == "templates"
+    assert "graphs" not in results[1]
+
+
+def test_marks_of_captions_without_a_graph_and_with_long_phrases(tmp_path):
+    """The parser of this test finds nothing in one caption, and two isomorphic graphs in others."""
+    pair = SceneGraph(("cup", "dog"), (Relation(0, "by", 1),))
+    turned = SceneGraph(("dog", "cup"), (Relation(1, "by", 0),))
+    long = SceneGraph(("cup " * 20, "dog"))
+    graphs = {"a": pair, "b": turned, "nothing": SceneGraph(()), "long": long}
+    scorer = scorer_of(load_oc_clip(oc_checkpoint(tmp_path / "checkpoint.pth")), graphs.__getitem__)
+    paint(tmp_path / "red.png", "red")
+    texts = [("a", "b"), ("nothing", "a"), ("long", "a"), ("b", "long")]
+    questions = [Question("s", (str(tmp_path / "red.png"),), text) for text in texts]
+    found = ask(scorer, questions, 10)
+    assert found.marks["alike"].tolist() == found.answers.text_tied.tolist() == [True, False, False, False]
+    assert found.marks["one_entity"].tolist() == [False, True, False, False]
+    assert found.marks["truncated"].tolist() == [False, False, True, True]
+    assert scorer.encode_texts(["long", "a", "long"]).num_truncated == 2, "captions, asked before or not"
+
+
+def test_a_caption_of_several_parts_is_looked_up_and_counted_once(tmp_path):
+    """The bug: counts depended on --chunk_images, and missing captions of later parts ended a run that had begun."""
+    scorers = []
+    for colour in ("red", "green", "blue"):
+        paint(tmp_path / f"{colour}.png", colour)
+    questions = [Question("s", (str(tmp_path / f"{c}.png"),), ("a cup", "a dog")) for c in ("red", "green", "blue")]
+    for chunk_images in (1, 100):
+        scorers.append(scorer_of(load_oc_clip(oc_checkpoint(tmp_path / "checkpoint.pth")), parse_caption))
+        ask(scorers[-1], questions, chunk_images)
+    assert scorers[0].graphs.counts == scorers[1].graphs.counts
+    assert scorers[0].graphs.counts.captions == 2
+
+
+def test_graphs_from_a_file_that_parse_made_of_the_written_captions(data, tmp_path):
+    from dino_sparo.__main__ import run as run_command
+
+    captions, graphs = tmp_path / "captions.txt", tmp_path / "graphs.jsonl"
+    # COCO has captions with two blanks in a row.
+    write_json(data / "coco_qa_two_obj.json", [[2, "a cup  left of a dog", "a dog left of a cup"]])
+    run("--data_root", data, "--write_captions", captions)
+    run_command("parse", ["--captions", str(captions), "--output", str(graphs)])
+    weights = oc_checkpoint(tmp_path / "oc" / "checkpoint.pth")
+    (by_file,) = run("--pretrained_weights", weights, "--data_root", data, "--graphs", graphs)
+    (by_parser,) = run("--pretrained_weights", weights, "--data_root", data)
+    assert by_file["benchmarks"] == by_parser["benchmarks"]
+    assert by_file["graphs"]["counts"]["missing"] == 0
+    assert json.loads((weights.parent / "compositional.json").read_text()) == by_parser
+
+
+def test_missing_graphs_are_named_before_the_first_image_is_encoded(data, tmp_path, monkeypatch):
+    graphs = tmp_path / "graphs.jsonl"
+    graphs.write_text('{"caption": "a cat", "entities": ["cat"], "relationships": []}\n')
+    weights = oc_checkpoint(tmp_path / "checkpoint.pth")
+    monkeypatch.setattr(GraphScorer, "encode_images", lambda self, source: pytest.fail("too early"))
+    options = ("--pretrained_weights", weights, "--data_root", data, "--max_missing_graphs", 0)
+    with pytest.raises(ValueError, match="7 of 7 captions have no graph"):
+        run(*options, "--graphs", graphs)
+
+
+def test_graphs_for_clip_models_alone_are_named_as_unused(data, tmp_path, caplog):
+    run("--pretrained_weights", small_checkpoint(tmp_path / "a.pth"), "--data_root", data, "--graphs", "templates")
+    assert "--graphs templates: none of the models is an OC-CLIP" in caplog.text
+
+
+def test_every_checkpoint_is_read_once(data, tmp_path, monkeypatch):
+    """Regression: it was read and verified once more to find out of which objective it is, and of several again."""
+    weights = [oc_checkpoint(tmp_path / "oc.pth"), small_checkpoint(tmp_path / "clip.pth")]
+    read, load = [], torch.load
+    monkeypatch.setattr(torch, "load", lambda path, **options: read.append(Path(path)) or load(path, **options))
+    run("--pretrained_weights", *weights, "--data_root", data)
+    assert read == weights
+
+
+def test_the_objectives_with_models_to_evaluate_are_those_whose_checkpoints_are_known():
+    assert tuple(OBJECTIVES) == IMAGE_TEXT_KEYS

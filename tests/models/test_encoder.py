@@ -1,0 +1,434 @@
+"""Crops in, encodings out: grouping, order, sizes, the probe's features, keys, and refused settings."""
+
+import copy
+import math
+
+import pytest
+import torch
+from reference import weights as recorded
+from torch import nn
+
+import dino_sparo
+from dino_sparo.models.encoder import EncoderConfig, encoder_from_config
+from dino_sparo.models.readouts import READOUTS, ReadoutKind
+from dino_sparo.runtime import choices
+
+
+def build_network(encoder: nn.Module, head: nn.Module) -> nn.Module:
+    """Encoder and head as trained together, with flat keys."""
+    return dino_sparo.DINONetwork(encoder, head)
+
+
+def small(readout: str = "sparo", **changed: object) -> nn.Module:
+    """Four blocks, the last of them a read-out of 6 slots of 10 numbers if the read-out is sparo."""
+    settings = {"num_slots": 6, "slot_dim": 10, "key_dim": 7, "group_size": 2, "patch_size": 8, "img_size": 32}
+    return dino_sparo.create_encoder("vit_micro", readout=readout, **{**settings, **changed}).eval()
+
+
+@pytest.fixture(scope="module", params=["sparo", "cls", "gap"])
+def encoder(request: pytest.FixtureRequest) -> nn.Module:
+    torch.manual_seed(0)
+    return small(request.param)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [(32, 32), (32, 32), (16, 16), (16, 16), (16, 16)],
+        [(16, 16), (32, 32), (16, 16), (24, 24), (32, 32)],
+        [(32, 24), (24, 32), (16, 24), (32, 24)],
+        [(24, 16)],
+    ],
+    ids=["globals then locals", "sizes interleaved", "equal widths, unequal heights", "one crop"],
+)
+def test_crops_run_together_equal_crops_run_one_by_one_in_the_same_order(encoder, sizes: list[tuple[int, int]]) -> None:
+    crops = [torch.randn(3, 3, height, width) for height, width in sizes]
+    together = encoder(crops)
+    one_by_one = torch.cat([encoder(crop) for crop in crops])
+    assert together.shape == (3 * len(crops), encoder.encoding_dim)
+    torch.testing.assert_close(together, one_by_one, rtol=1e-4, atol=1e-5)
+    # Crops differ, so a wrong order could not pass.
+    assert torch.cdist(one_by_one, one_by_one).add(torch.eye(len(one_by_one))).min() > 1e-3
+
+
+@torch.no_grad()
+def test_crops_of_a_batch_may_hold_different_numbers_of_images(encoder) -> None:
+    crops = [torch.randn(2, 3, 32, 32), torch.randn(1, 3, 32, 32), torch.randn(3, 3, 16, 16)]
+    torch.testing.assert_close(encoder(crops), torch.cat([encoder(crop) for crop in crops]), rtol=1e-4, atol=1e-5)
+
+
+def test_equal_crops_take_one_pass_through_the_backbone(encoder) -> None:
+    passes: list[int] = []
+    handle = encoder.backbone.blocks[0].register_forward_hook(
+        lambda _module, inputs, _output: passes.append(len(inputs[0]))
+    )
+    encoder([torch.randn(2, 3, size, size) for size in (32, 32, 16, 16, 16)])
+    handle.remove()
+    assert passes == [4, 6]
+
+
+@torch.no_grad()
+def test_encoding_is_the_slots_one_after_another(encoder) -> None:
+    images = torch.randn(2, 3, 32, 24)
+    slots = encoder.readout_output(images).slots
+    expected = torch.cat([slots[:, slot] for slot in range(slots.shape[1])], dim=1)
+    torch.testing.assert_close(encoder(images), expected)
+    assert encoder.encoding_dim == expected.shape[1]
+
+
+@pytest.mark.parametrize(
+    ("arch", "readout", "blocks", "encoding_dim"),
+    [
+        ("vit_small", "sparo", 11, 4096),
+        ("vit_small", "cls", 12, 384),
+        ("vit_small", "gap", 12, 384),
+        ("vit_base", "sparo", 11, 4096),
+        ("vit_tiny", "sparo", 11, 4096),
+        ("vit_micro", "sparo", 3, 4096),
+    ],
+)
+def test_sparo_replaces_the_last_block(arch: str, readout: str, blocks: int, encoding_dim: int) -> None:
+    with recorded.SkipInitialisation():
+        encoder = dino_sparo.create_encoder(arch, readout=readout)
+    assert len(encoder.backbone.blocks) == blocks
+    assert encoder.encoding_dim == encoding_dim
+    assert [name for name in encoder.state_dict() if name.startswith("readout.")] == (
+        ["readout.queries"] + [f"readout.{p}_proj.{w}" for p in ("key", "value") for w in ("weight", "bias")]
+        if readout == "sparo"
+        else []
+    )
+
+
+def test_the_default_encoder_is_the_papers() -> None:
+    with recorded.SkipInitialisation():
+        encoder = dino_sparo.create_encoder()
+    assert (encoder.config.arch, encoder.config.patch_size, encoder.config.readout) == ("vit_small", 16, "sparo")
+    assert encoder.readout.queries.shape == (64, 64)
+    assert encoder.readout.key_proj.weight.shape == (64 * 64, 384)
+    assert encoder.readout.value_proj.weight.shape == (64, 64)
+    assert encoder.backbone.pos_embed.shape == (1, 1 + 14 * 14, 384)
+
+
+def test_the_vits_initialisation_does_not_overwrite_sparos() -> None:
+    torch.manual_seed(0)
+    readout = dino_sparo.create_encoder("vit_tiny").readout
+    assert readout.queries.std().item() == pytest.approx(1, abs=0.05)
+    xavier = math.sqrt(2 / (192 + 64 * 64))
+    assert readout.key_proj.weight.std().item() == pytest.approx(xavier, rel=0.02)
+    assert readout.value_proj.weight.std().item() == pytest.approx(1 / math.sqrt(3 * 64), rel=0.05)
+    assert not readout.key_proj.bias.any()
+    assert not readout.value_proj.bias.any()
+
+
+@torch.no_grad()
+def test_sparo_reads_the_final_layer_norms_output() -> None:
+    torch.manual_seed(1)
+    encoder = small()
+    normalised: list[torch.Tensor] = []
+    handle = encoder.backbone.norm.register_forward_hook(lambda _module, _inputs, output: normalised.append(output))
+    encoding = encoder(torch.randn(2, 3, 32, 32))
+    handle.remove()
+    assert normalised[-1].shape == (2, 17, 128)
+    torch.testing.assert_close(encoding, encoder.readout(normalised[-1]).slots.flatten(1))
+
+
+def class_tokens_by_hand(encoder: nn.Module, images: torch.Tensor) -> list[torch.Tensor]:
+    """The normalised class token after each block."""
+    outputs: list[torch.Tensor] = []
+    handles = [
+        block.register_forward_hook(lambda _m, _i, output: outputs.append(output)) for block in encoder.backbone.blocks
+    ]
+    encoder.backbone(images)
+    for handle in handles:
+        handle.remove()
+    return [encoder.backbone.norm(tokens)[:, 0] for tokens in outputs]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_probe_features_are_the_last_class_tokens_and_with_a_readout_its_raw_encoding(encoder, n: int) -> None:
+    with torch.random.fork_rng():
+        randomised = copy.deepcopy(encoder)
+        for parameter in randomised.backbone.norm.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    images = torch.randn(2, 3, 32, 16)
+    features = list(randomised.get_intermediate_layers(images, n))
+    tokens = class_tokens_by_hand(randomised, images)
+    kind = randomised.config.readout
+    # The last feature stands for the last block: sparo replaces it, gap reads it.
+    if kind == "cls":
+        expected = tokens[-n:]
+    elif kind == "gap":
+        expected = [*tokens[len(tokens) - n : -1], randomised(images)]
+    else:
+        expected = [*tokens[len(tokens) - n + 1 :], randomised(images)]
+    assert len(features) == n
+    for feature, wanted in zip(features, expected, strict=True):
+        torch.testing.assert_close(feature, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("n", [0, 5])
+def test_more_features_than_blocks_are_refused(encoder, n: int) -> None:
+    with pytest.raises(ValueError, match=rf"n={n} .*with 4( blocks|, read-out included)$"):
+        encoder.get_intermediate_layers(torch.randn(1, 3, 32, 32), n)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("readout", "passes"), [("sparo", [1, 1, 2, 3]), ("gap", [1, 2, 3, 4]), ("cls", [1, 2, 3, 4])])
+def test_only_the_layers_that_are_asked_for_are_normalised(readout: str, passes: list[int]) -> None:
+    encoder, calls = small(readout), []
+    encoder.backbone.norm.register_forward_hook(lambda *_: calls.append(1))
+    for n, expected in enumerate(passes, start=1):
+        calls.clear()
+        encoder.get_intermediate_layers(torch.randn(1, 3, 16, 16), n)
+        assert len(calls) == expected
+
+
+@torch.no_grad()
+def test_the_probe_is_given_four_layers_side_by_side_and_on_request_the_mean_patch(encoder) -> None:
+    images = torch.randn(2, 3, 32, 16)
+    layers = encoder.get_intermediate_layers(images, 4)
+    torch.testing.assert_close(encoder.probe_features(images), torch.cat(layers, dim=1))
+    pooled = encoder.probe_features(images, n_last_blocks=3, avgpool_patchtokens=True)
+    patches = encoder.backbone(images)[:, 1:]
+    mean = sum(patches[:, n] for n in range(8)) / 8
+    torch.testing.assert_close(pooled, torch.cat([*layers[-3:], mean], dim=1), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_vanilla_encoder_takes_the_references_keys_strictly() -> None:
+    shapes = {
+        name.removeprefix("backbone."): shape
+        for name, shape in recorded.load_keys()["checkpoint"]["teacher"].items()
+        if name.startswith("backbone.")
+    }
+    with recorded.SkipInitialisation():
+        encoder = dino_sparo.create_encoder("vit_tiny", patch_size=16, readout="cls", img_size=32)
+    state = {name: torch.from_numpy(value) for name, value in recorded.state(shapes).items()}
+    encoder.backbone.load_state_dict(state, strict=True)
+    encoder.load_state_dict({f"backbone.{name}": value for name, value in state.items()}, strict=True)
+    assert torch.equal(encoder.state_dict()["backbone.blocks.11.attn.qkv.weight"], state["blocks.11.attn.qkv.weight"])
+
+
+@pytest.mark.parametrize("which", ["student", "teacher"])
+def test_a_vanilla_networks_keys_and_shapes_are_the_references(which: str) -> None:
+    reference = recorded.load_keys()["checkpoint"][which]
+    shapes = {name.removeprefix("module."): tuple(shape) for name, shape in reference.items()}
+    with recorded.SkipInitialisation():
+        encoder = dino_sparo.create_encoder("vit_tiny", patch_size=16, readout="cls", img_size=32)
+        network = build_network(encoder, dino_sparo.DINOHead(192, recorded.STEPS["out_dim"]))
+    assert {name: tuple(value.shape) for name, value in network.state_dict().items()} == shapes
+
+
+def test_a_sparo_networks_keys_lie_below_backbone_readout_and_head() -> None:
+    encoder = small()
+    network = build_network(encoder, dino_sparo.DINOHead(encoder.encoding_dim, 5, hidden_dim=7, bottleneck_dim=3))
+    assert {name.split(".")[0] for name in network.state_dict()} == {"backbone", "readout", "head"}
+    assert "head.last_layer.weight_v" in network.state_dict()
+
+
+@torch.no_grad()
+def test_the_network_is_the_head_on_the_encodings_of_all_crops() -> None:
+    encoder = small()
+    head = dino_sparo.DINOHead(encoder.encoding_dim, 5, hidden_dim=7, bottleneck_dim=3)
+    crops = [torch.randn(2, 3, size, size) for size in (32, 32, 16)]
+    logits = build_network(encoder, head).eval()(crops)
+    torch.testing.assert_close(logits, head(torch.cat([encoder(crop) for crop in crops])), rtol=1e-4, atol=1e-5)
+
+
+def test_every_parameter_of_the_encoder_gets_a_gradient(encoder) -> None:
+    encoder.zero_grad()
+    encoder([torch.randn(2, 3, 32, 32), torch.randn(2, 3, 16, 16)]).square().sum().backward()
+    without = [name for name, parameter in encoder.named_parameters() if parameter.grad is None]
+    encoder.zero_grad()
+    assert without == []
+
+
+def test_an_unknown_architecture_is_refused_with_the_list_of_valid_ones() -> None:
+    with pytest.raises(ValueError, match="vit_smal") as error:
+        dino_sparo.create_encoder("vit_smal")
+    for valid in ("vit_micro", "vit_tiny", "vit_small", "vit_base"):
+        assert valid in str(error.value)
+
+
+def test_an_unknown_readout_is_refused_with_the_list_of_valid_ones() -> None:
+    with pytest.raises(ValueError, match="slotty") as error:
+        dino_sparo.create_encoder("vit_micro", readout="slotty")
+    for valid in ("sparo", "cls", "gap"):
+        assert valid in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"img_size": 30, "patch_size": 8}, r"30[\s\S]*8|8[\s\S]*30"),
+        ({"img_size": 0}, "img_size"),
+        ({"patch_size": 0}, "patch_size"),
+        ({"in_chans": 0}, "in_chans"),
+        ({"num_slots": 7, "group_size": 3}, "group_size"),
+        ({"num_slots": 0}, "num_slots"),
+        ({"drop_path_rate": 1.0}, "drop_path_rate"),
+        ({"drop_path_rate": -0.1}, "drop_path_rate"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_by_name(changed: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        small(**changed)
+
+
+@pytest.mark.parametrize(("height", "width"), [(4, 32), (32, 7)])
+def test_crops_smaller_than_a_patch_are_refused(encoder, height: int, width: int) -> None:
+    with pytest.raises(ValueError, match=rf"{height}x{width}.*patch.*8"):
+        encoder(torch.randn(2, 3, height, width))
+
+
+@torch.no_grad()
+def test_pixels_beyond_the_last_whole_patch_are_left_out(encoder) -> None:
+    crops = torch.randn(2, 3, 30, 21)
+    torch.testing.assert_close(encoder(crops), encoder(crops[:, :, :24, :16]))
+
+
+def test_images_with_another_number_of_channels_are_refused(encoder) -> None:
+    with pytest.raises(ValueError, match=r"1 channel.*in_chans=3"):
+        encoder(torch.randn(2, 1, 32, 32))
+
+
+def test_an_empty_list_of_crops_is_refused(encoder) -> None:
+    with pytest.raises(ValueError, match="crop"):
+        encoder([])
+
+
+def test_the_config_says_how_to_build_the_encoder_again() -> None:
+    config = small(img_size=48).config
+    kept = (config.num_slots, config.slot_dim, config.key_dim, config.group_size, config.img_size, config.in_chans)
+    assert kept == (6, 10, 7, 2, 48, 3)
+    again = dino_sparo.create_encoder(**vars(config))
+    assert again.state_dict().keys() == small(img_size=48).state_dict().keys()
+    assert again.config == config
+
+
+def test_a_config_of_a_newer_version_is_refused_by_the_names_of_what_it_adds() -> None:
+    with pytest.raises(ValueError, match="saved with depth, register_tokens, which this version does not know; update"):
+        EncoderConfig.from_dict({"arch": "vit_tiny", "register_tokens": 4, "depth": 3})
+
+
+def test_a_config_leaves_the_images_mean_and_std_to_others_and_cannot_be_changed() -> None:
+    config = EncoderConfig.from_dict({"arch": "vit_tiny", "group_size": 2, "mean": (0.5,), "std": (0.2,)})
+    assert config == EncoderConfig(arch="vit_tiny", group_size=2)
+    with pytest.raises(AttributeError):
+        config.arch = "vit_base"
+
+
+def test_the_defaults_of_config_and_builder_are_the_same() -> None:
+    with recorded.SkipInitialisation():
+        encoder = dino_sparo.create_encoder()
+    assert encoder.config == EncoderConfig()
+    assert all(isinstance(block.drop_path1, nn.Identity) for block in encoder.backbone.blocks)
+    assert vars(EncoderConfig()) == {
+        "arch": "vit_small",
+        "patch_size": 16,
+        "readout": "sparo",
+        "num_slots": 64,
+        "slot_dim": 64,
+        "key_dim": 64,
+        "group_size": 1,
+        "img_size": 224,
+        "in_chans": 3,
+        "pre_norm": False,
+        "replace_block": None,
+        "quick_gelu": False,
+        "num_codes": 0,
+        "code_dim": 0,
+    }
+
+
+def test_an_encoder_built_from_a_config_drops_no_branch_unless_asked() -> None:
+    config = small().config
+    rates = [
+        [getattr(block.drop_path1, "drop_prob", 0.0) for block in encoder_from_config(config, *rate).backbone.blocks]
+        for rate in ((), (0.3,))
+    ]
+    assert rates == [[0, 0, 0], pytest.approx([0, 0.1, 0.2])]
+
+
+def tokens_normalised(encoder: nn.Module) -> list[int]:
+    """How many tokens of two images pass the last LayerNorm."""
+    normalised: list[int] = []
+    handle = encoder.backbone.norm.register_forward_hook(lambda *given: normalised.append(given[2].numel() // 128))
+    encoder(torch.randn(2, 3, 32, 32))
+    handle.remove()
+    return normalised
+
+
+def test_only_the_class_token_leaves_the_last_block_where_it_is_the_encoding(encoder) -> None:
+    assert tokens_normalised(encoder) == [2 if encoder.config.readout == "cls" else 2 * 17]
+
+
+# Any read-out of the table, and those of others.
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", sorted(name for name, kind in READOUTS.items() if not kind.reads_captions_only))
+def test_every_read_out_says_the_width_of_its_encoding(name: str) -> None:
+    if READOUTS[name].needs_codes:
+        pytest.importorskip("entmax")
+    encoder = small(name, group_size=1, num_codes=17, code_dim=3)
+    assert encoder(torch.rand(2, 3, 32, 32)).shape == (2, encoder.encoding_dim)
+
+
+def test_the_readouts_that_help_names_stand_in_the_table() -> None:
+    assert set(choices.DINO_READOUTS) <= READOUTS.keys()
+
+
+def test_a_read_out_of_captions_is_refused_for_images() -> None:
+    with pytest.raises(ValueError, match="'eos' reads captions only"):
+        small("eos")
+
+
+def test_an_unknown_read_out_says_how_to_run_a_command_with_a_registered_one() -> None:
+    with pytest.raises(ValueError, match=r"unknown readout 'mine'.*python YOUR_FILE.py COMMAND"):
+        small("mine")
+
+
+class HalfMean(nn.Module):
+    """A read-out of another project: the mean of the first half of the tokens' numbers."""
+
+    def __init__(self, embed_dim: int) -> None:
+        super().__init__()
+        self.encoding_dim = embed_dim // 2
+
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> dino_sparo.ReadoutOutput:
+        attention = torch.full_like(tokens[:, None, :, 0], 1 / tokens.shape[1])
+        return dino_sparo.ReadoutOutput((attention @ tokens)[..., : self.encoding_dim], attention)
+
+
+@torch.no_grad()
+def test_a_new_entry_of_the_table_declares_all_that_others_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = ReadoutKind(lambda sizes: HalfMean(sizes.embed_dim), replaces_block=True, takes_raw_tokens=True)
+    monkeypatch.setitem(READOUTS, "half", kind)
+    encoder = small("half")
+    assert encoder.encoding_dim == 64
+    assert (len(encoder.backbone.blocks), type(encoder.backbone.norm)) == (3, nn.Identity)
+    images = torch.rand(2, 3, 32, 32)
+    torch.testing.assert_close(encoder(images), encoder.backbone(images).mean(dim=1)[:, :64])
+
+
+class FirstToken(nn.Module):
+    """The class token, read by a class that this package does not know."""
+
+    def forward(self, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> dino_sparo.ReadoutOutput:
+        return dino_sparo.ReadoutOutput(tokens[:, :1], torch.ones_like(tokens[:, :1, :, 0]))
+
+
+@torch.no_grad()
+def test_a_read_out_of_the_class_token_is_known_by_what_it_declares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bug: the encoder asked for one class of read-out, so that any other computed all tokens of the last block."""
+    kind = ReadoutKind(lambda sizes: FirstToken(), reads_class_token_only=True, shows="head")
+    monkeypatch.setitem(READOUTS, "first", kind)
+    ours, first = small("cls"), small("first")
+    first.load_state_dict(ours.state_dict())
+    images = torch.rand(2, 3, 32, 32)
+    assert torch.equal(first(images), ours(images))
+    assert torch.equal(first.probe_features(images), ours.probe_features(images))
+    assert tokens_normalised(first) == [2]

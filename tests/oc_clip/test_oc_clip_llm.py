@@ -1,0 +1,389 @@
+"""The parser by a language model: its answers, a real client on a server that fails, a cache that resumes."""
+
+import json
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from dino_sparo.__main__ import main
+from dino_sparo.oc_clip.graphs.graph import Relation, SceneGraph
+from dino_sparo.oc_clip.parsers import llm
+from dino_sparo.oc_clip.parsers.answer_cache import AnswerCache
+from dino_sparo.oc_clip.parsers.caption_rows import Row
+from dino_sparo.oc_clip.parsers.command import Report, parse_rows
+from dino_sparo.oc_clip.parsers.llm import LanguageModelParser, LocalModel, Message, read_answer
+from dino_sparo.runtime.extras import MissingPackageError
+
+GRAPH = {"entities": ["dog", "mat"], "relationships": [{"relationship": "on", "subject": 0, "object": 1}]}
+DOG = SceneGraph(("dog", "mat"), (Relation(0, "on", 1),))
+
+
+def wrapped(record: Any) -> str:
+    return f"[ANS]{json.dumps(record)}[/ANS]"
+
+
+# Answers.
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        wrapped(GRAPH),
+        f"Here it is:\n[ANS]\n```json\n{json.dumps(GRAPH, indent=1)}\n```\n[/ANS] I hope this helps.",
+        f"I write [ANS] first. No: {wrapped({'entities': []})} {wrapped(GRAPH)}",
+    ],
+)
+def test_the_graph_between_the_last_delimiters_is_read(text: str) -> None:
+    assert read_answer(text) == (DOG, 0)
+
+
+def test_unary_relations_and_and_are_dropped_and_counted() -> None:
+    bad = [
+        {"relationship": "running", "subject": 0, "object": None},
+        {"relationship": "running", "subject": 0},
+        {"relationship": "each other", "subject": 1, "object": 1},
+        {"relationship": "AND ", "subject": 0, "object": 1},
+    ]
+    answer = {**GRAPH, "relationships": [*bad[:2], *GRAPH["relationships"], *bad[2:]]}
+    assert read_answer(wrapped(answer)) == (DOG, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "there is no JSON between"),
+        (json.dumps(GRAPH), "there is no JSON between"),
+        (wrapped(GRAPH)[:-10], "there is no JSON between"),
+        ("[ANS]{'entities'}[/ANS]", "is no JSON"),
+        (wrapped(["dog"]), "a scene graph is"),
+        (wrapped({"entities": ["dog"]}), "there is no list 'relationships'"),
+        (wrapped({**GRAPH, "entities": ["dog"]}), "the object of relation 0"),
+        (wrapped({**GRAPH, "relationships": [{"relationship": "on", "subject": "0", "object": 1}]}), "relationship 0"),
+        (wrapped({**GRAPH, "relationships": ["on"]}), "relationship 0 is 'on'"),
+    ],
+)
+def test_an_answer_without_a_graph_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_answer(text)
+
+
+def test_the_examples_of_the_prompt_follow_its_rules() -> None:
+    examples = llm.PROMPT.split("Caption: ")[1:]
+    for example in examples:
+        graph, dropped = read_answer(example)
+        caption = example.splitlines()[0].lower()
+        assert dropped == 0
+        assert all(phrase in caption for phrase in graph.entities)
+    assert len(examples) == 3
+
+
+# One caption after the other, without a server.
+
+
+class Model:
+    """Answers in turn; remembers what it was asked."""
+
+    def __init__(self, *answers: str | Exception) -> None:
+        self.answers, self.asked = list(answers), list[list[Message]]()
+
+    def __call__(self, messages: list[Message]) -> str:
+        self.asked.append(messages)
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def parsed(model: Model, folder: Path, *captions: str) -> list[llm.Outcome]:
+    return list(LanguageModelParser(model, "m", folder / "cache.jsonl").parse_all(iter(captions)))
+
+
+def test_an_answer_that_cannot_be_read_is_asked_for_once_more(tmp_path: Path) -> None:
+    model = Model("garbage", wrapped(GRAPH))
+    assert parsed(model, tmp_path, "a dog on a mat") == [llm.Outcome(DOG)]
+    assert [len(messages) for messages in model.asked] == [2, 4]
+    assert model.asked[1][2] == {"role": "assistant", "content": "garbage"}
+    assert "there is no JSON between" in model.asked[1][3]["content"]
+
+
+def test_after_two_such_answers_the_caption_has_no_graph(tmp_path: Path) -> None:
+    model = Model("garbage")
+    (outcome,) = parsed(model, tmp_path, "a dog on a mat")
+    assert outcome == llm.Outcome(None, "there is no JSON between [ANS] and [/ANS]")
+    assert len(model.asked) == 2
+    assert (tmp_path / "cache.jsonl").read_text() == ""
+
+
+def test_a_cached_answer_is_not_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model(wrapped(GRAPH))
+    assert parsed(model, tmp_path, "a", "b", "a") == [llm.Outcome(DOG)] * 3
+    with (tmp_path / "cache.jsonl").open("a") as file:
+        file.write('{"key": "torn')
+    assert parsed(model, tmp_path, "b", "c") == [llm.Outcome(DOG)] * 2
+    asked = [messages[1]["content"] for messages in model.asked]
+    assert asked == ["Caption: a", "Caption: b", "Caption: c"]
+    monkeypatch.setattr(llm, "PROMPT_VERSION", "another")
+    parsed(model, tmp_path, "b")
+    assert len(model.asked) == 4
+
+
+def test_one_caption_is_parsed_without_a_file(tmp_path: Path) -> None:
+    """The bug: an AttributeError, since nothing had opened the cache."""
+    parser = LanguageModelParser(Model(wrapped(GRAPH)), "m", tmp_path / "cache.jsonl")
+    assert parser.parse("a dog on a mat") == llm.Outcome(DOG)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_same_caption_has_other_answers_by_another_model(tmp_path: Path) -> None:
+    keys = {LanguageModelParser(Model(""), name, tmp_path / "c").key("a dog") for name in ("m", "n")}
+    assert len(keys) == 2
+
+
+def test_a_server_that_is_gone_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm, "MAX_UNDONE_IN_A_ROW", 3)
+    model = Model(llm.UnansweredError("connection refused"))
+    with pytest.raises(llm.MendableError, match=r"the last 3 captions got no answer \(connection refused\)"):
+        parsed(model, tmp_path, *map(str, range(100)))
+    assert len(model.asked) < 20
+
+
+def test_a_server_that_goes_away_is_named_once_and_only_answers_are_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("dino_sparo.runtime.logs.PROGRESS_SECONDS", -1.0)
+    answers = [wrapped(GRAPH), *[llm.UnansweredError("connection refused")] * 3, wrapped(GRAPH)]
+    parser = LanguageModelParser(Model(*answers), "m", tmp_path / "cache.jsonl")
+    rows = [Row(f"a dog on mat {number}") for number in range(5)]
+    with caplog.at_level("INFO"):
+        parse_rows(lambda: iter(rows), parser, tmp_path / "g.jsonl", Report(16, 16))
+    assert caplog.text.count("the server gives no answer (connection refused)") == 1
+    done = [record.message.split(",")[0] for record in caplog.records if record.message.startswith("parsing: ")]
+    assert done == ["parsing: 0 of 5", "parsing: 1 of 5"]
+
+
+def test_answers_of_many_threads_are_all_kept(tmp_path: Path) -> None:
+    with AnswerCache(tmp_path / "c.jsonl") as cache:
+        keys = [f"{number:064x}" for number in range(64)]
+        threads = [threading.Thread(target=cache.add, args=(key, "a", key * 100)) for key in keys]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [cache.get(key) for key in keys] == [key * 100 for key in keys]
+    with AnswerCache(tmp_path / "c.jsonl") as cache:
+        assert [cache.get(key) for key in keys] == [key * 100 for key in keys]
+
+
+def test_a_local_model_answers_greedily(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {}
+
+    def pipeline(task: str, **_: Any) -> Any:
+        def generate(messages: list[Message], **given: Any) -> Any:
+            options.update(given)
+            return [{"generated_text": [*messages, {"role": "assistant", "content": wrapped(GRAPH)}]}]
+
+        return generate
+
+    transformers = ModuleType("transformers")
+    transformers.__spec__ = ModuleSpec("transformers", None)
+    transformers.pipeline = pipeline  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "transformers", transformers)
+    assert read_answer(LocalModel("folder")([{"role": "user", "content": "Caption: a"}])) == (DOG, 0)
+    assert options["do_sample"] is False
+
+
+def test_without_the_client_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: None)
+    with pytest.raises(MissingPackageError, match=r"pip install 'dino_sparo\[parse-llm\]'"):
+        llm.Server("http://localhost:1/v1", "m")
+
+
+# The real client and a real server.
+
+NUMBER = 24
+
+
+class FakeServer(ThreadingHTTPServer):
+    """Answers about `thing N`. What fails for which N is a table; every failure of a status happens `times` times.
+
+    Attributes:
+        failures: caption -> list of statuses and texts that come first.
+        asked: captions in the order of the requests.
+    """
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.failures: dict[str, list[int | str]] = {}
+        self.asked: list[str] = []
+        self.lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: FakeServer
+
+    def do_GET(self) -> None:
+        assert self.path == "/v1/models"
+        self.answer(200, b"<html>This server has a page here.</html>")
+
+    def do_POST(self) -> None:
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert request["temperature"] == 0
+        caption = request["messages"][1]["content"].removeprefix("Caption: ")
+        with self.server.lock:
+            self.server.asked.append(caption)
+            failures = self.server.failures.get(caption, [])
+            failure = failures.pop(0) if failures else None
+        if isinstance(failure, int):
+            self.answer(failure, {"error": {"message": f"status {failure}"}})
+            return
+        if failure == "page":
+            self.answer(200, b"<html>Welcome</html>")
+            return
+        entity = caption.removeprefix("a ")
+        good = wrapped({"entities": [entity], "relationships": []})
+        text = {"cut": good[:-8], "garbage": "I am sorry."}.get(failure, failure) if failure else good
+        message = {"role": "assistant", "content": text}
+        choice = {"index": 0, "finish_reason": "stop", "message": message}
+        self.answer(200, {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]})
+
+    def answer(self, status: int, content: dict[str, Any] | bytes) -> None:
+        is_page = isinstance(content, bytes)
+        body = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "text/html" if is_page else "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("retry-after-ms", "1")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    pytest.importorskip("openai", reason="pip install 'dino_sparo[test]'")
+    fake = FakeServer()
+    thread = threading.Thread(target=fake.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield fake
+    fake.shutdown()
+    thread.join()
+    fake.server_close()
+
+
+def run(server: FakeServer, folder: Path, name: str = "g") -> dict[str, Any]:
+    (folder / "c.txt").write_text("".join(f"a thing {number}\n" for number in range(NUMBER)))
+    words = ["parse", "--captions", str(folder / "c.txt"), "--output", str(folder / f"{name}.jsonl"), "--parser", "llm"]
+    summary: dict[str, Any] = main([*words, "--server", server.url, "--model", "m", "--concurrency", "3"])
+    return summary
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_server_that_was_never_there_ends_the_run_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("openai", reason="pip install 'dino_sparo[test]'")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
+    (tmp_path / "c.txt").write_text("".join(f"a thing {number}\n" for number in range(NUMBER)))
+    words = ["parse", "--captions", str(tmp_path / "c.txt"), "--output", str(tmp_path / "g.jsonl"), "--parser", "llm"]
+    start = time.monotonic()
+    with pytest.raises(SystemExit, match="1"):
+        main([*words, "--server", url, "--model", "m"])
+    assert f"--server {url} cannot be reached" in caplog.messages[-1]
+    assert "start the server, or correct the address" in caplog.messages[-1]
+    assert time.monotonic() - start < 10
+    assert not (tmp_path / "g.jsonl.errors.jsonl").exists()
+
+
+def test_a_server_that_fails_now_and_then_gives_every_graph(server: FakeServer, tmp_path: Path) -> None:
+    server.failures = {
+        "a thing 1": [429],
+        "a thing 3": [500, 503, 429, 500, 502],
+        "a thing 5": ["garbage"],
+        "a thing 7": [
+            "cut",
+        ],
+    }
+    summary = run(server, tmp_path)
+    assert summary["complete"]
+    assert [line["caption"] for line in lines_of(tmp_path / "g.jsonl")] == [f"a thing {n}" for n in range(NUMBER)]
+    assert [line["entities"] for line in lines_of(tmp_path / "g.jsonl")] == [[f"thing {n}"] for n in range(NUMBER)]
+    assert server.asked.count("a thing 3") == 1 + llm.BACK_OFFS
+    assert summary["parser"] == {"parser": "llm", "model": "m", "prompt": llm.PROMPT_VERSION}
+
+
+def test_what_is_left_undone_is_listed_and_asked_again_by_the_next_run(server: FakeServer, tmp_path: Path) -> None:
+    server.failures = {"a thing 2": [500] * 6, "a thing 4": ["garbage", "cut"], "a thing 6": [400, 400]}
+    summary = run(server, tmp_path)
+    assert not summary["complete"]
+    assert {key: summary["this_run"][key] for key in ("parsed", "undone", "unreadable")} == {
+        **{"parsed": NUMBER - 3, "undone": 1, "unreadable": 2}
+    }
+    errors = lines_of(tmp_path / "g.jsonl.errors.jsonl")
+    assert [(line["caption"], line["undone"]) for line in errors] == [
+        ("a thing 2", True),
+        ("a thing 4", False),
+        ("a thing 6", False),
+    ]
+    assert "no JSON between" in errors[1]["problem"]
+    asked = len(server.asked)
+    summary = run(server, tmp_path)
+    assert summary["complete"]
+    assert summary["counts"]["captions"] == NUMBER
+    assert len(server.asked) == asked + 3
+    assert not (tmp_path / "g.jsonl.errors.jsonl").exists()
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_a_refused_key_or_an_unknown_model_ends_the_run_in_one_line(
+    server: FakeServer, tmp_path: Path, caplog: pytest.LogCaptureFixture, status: int
+) -> None:
+    server.failures = {f"a thing {number}": [status] for number in range(NUMBER)}
+    with pytest.raises(SystemExit, match="1"):
+        run(server, tmp_path)
+    assert f"answers {status} for model 'm'" in caplog.messages[-1]
+    assert "check --server, --model and the environment variable OPENAI_API_KEY" in caplog.messages[-1]
+    assert len(server.asked) < NUMBER
+
+
+def test_a_page_instead_of_an_answer_ends_the_run_in_one_line(
+    server: FakeServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.failures = {f"a thing {number}": ["page"] for number in range(NUMBER)}
+    with pytest.raises(SystemExit, match="1"):
+        run(server, tmp_path)
+    assert f"{server.url} answers, but not as OpenAI's protocol does" in caplog.messages[-1]
+
+
+def test_a_run_that_was_ended_goes_on_to_the_same_file_and_asks_nothing_twice(
+    server: FakeServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(server, tmp_path, "whole")
+    server.asked.clear()
+    server.failures = {"a thing 17": [401]}
+    with pytest.raises(SystemExit):
+        run(server, tmp_path)
+    assert 0 < len((tmp_path / "g.jsonl").read_text().splitlines()) <= 17
+    with (tmp_path / "g.jsonl").open("a") as file:
+        file.write('{"caption": "a thi')
+    run(server, tmp_path)
+    assert (tmp_path / "g.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert sorted(server.asked) == sorted([*(f"a thing {n}" for n in range(NUMBER)), "a thing 17"])

@@ -1,0 +1,364 @@
+"""Pictures of entities: the numbers are the module's, and sheet, page and command show them."""
+
+import csv
+import json
+import logging
+import re
+import warnings
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from clip_fakes import call, paint, parser_of
+from PIL import Image, ImageColor
+
+from dino_sparo.__main__ import run as run_command
+
+pytest.importorskip("open_clip")
+
+from clip_fakes import small_checkpoint
+from figures import assert_readable, drawn_words
+from oc_clip_fakes import oc_clip_description
+
+from dino_sparo.draw.tiles import framed
+from dino_sparo.evaluation.views import SquareView
+from dino_sparo.image_text.picture_pairs import ViewedPair, open_picture_pairs, view_pairs
+from dino_sparo.oc_clip.config import BindingConfig
+from dino_sparo.oc_clip.graphs.batches import batch_graphs
+from dino_sparo.oc_clip.graphs.files import open_graphs
+from dino_sparo.oc_clip.graphs.graph import Relation, SceneGraph
+from dino_sparo.oc_clip.load import scorer_of
+from dino_sparo.oc_clip.model import create_oc_clip, load_oc_clip
+from dino_sparo.oc_clip.pairs import tokenize_phrases
+from dino_sparo.oc_clip.pictures.draw import choose_pairs
+from dino_sparo.oc_clip.pictures.explain import READINGS, GraphLook, look_at
+from dino_sparo.oc_clip.pictures.page import write_page
+from dino_sparo.oc_clip.pictures.sheet import Gallery, draw_sheet
+from dino_sparo.oc_clip.pictures.tiles import MAX_ENTITIES, shown_entities, tiles_of, without_map
+
+NUM_DEFAULT, SIZE = 3, 32
+CPU = torch.device("cpu")
+CAPTION = "a red striped star left of a blue plain ring on sand"
+
+
+def oc_checkpoint(path: Path, competition: str = "queries") -> Path:
+    """An untrained model whose slots differ from one another."""
+    torch.manual_seed(0)
+    sizes = BindingConfig(
+        dim=12, num_default=NUM_DEFAULT * (competition == "queries"), num_layers=1, num_heads=2, rel_dim=5,
+        competition=competition,
+    )  # fmt: skip
+    text = {"text_width": 24, "text_heads": 2, "text_layers": 2}
+    model = create_oc_clip("vit_micro", 8, SIZE, **text, binding=sizes)
+    with torch.no_grad():
+        for parameter in model.binding.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.5)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    description = oc_clip_description(model.config)
+    torch.save({"model": model.state_dict(), "oc_clip": description, "epoch": 3}, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return oc_checkpoint(tmp_path_factory.mktemp("oc_pictures") / "checkpoint.pth")
+
+
+def run(*options: object) -> dict:
+    return call("oc-pictures", [*options, "--device", "cpu"])
+
+
+def test_the_written_numbers_are_those_of_binding_and_scoring(weights, tmp_path):
+    found = run(
+        "--pretrained_weights", weights, "--data_path", "scenes:9:48", "--pairs", 4, 8, "--output_dir", tmp_path
+    )
+    assert [pair["index"] for pair in found["pairs"]] == [4, 8]
+    loaded = load_oc_clip(weights)
+    model = loaded.model
+    source = open_picture_pairs("scenes:9:48")
+    view = SquareView([SIZE], 8, loaded.mean, loaded.std)
+    for pair, viewed in zip(found["pairs"], view_pairs(source, [4, 8], view), strict=True):
+        graph = open_graphs("templates")(viewed.caption)
+        batch = batch_graphs([graph])
+        assert [entity["entity"] for entity in pair["entities"]] == list(graph.entities)
+        with torch.no_grad():
+            keys, values, phrases, predicates = model(viewed.image[None], tokenize_phrases(batch.phrases, 20).ids)
+            entities, relations = phrases[batch.entities], predicates[batch.predicates]
+            slots = model.binding.bind(entities, batch.entity_mask, keys, values)
+            shares = model.binding.attention(entities, batch.entity_mask, keys)[0, 0]
+            defaults = model.binding.default_attention(entities, batch.entity_mask, keys)[0, 0]
+            fits = model.scoring.relation_scores(relations, batch.subjects, batch.objects, slots)[0, 0]
+            turned = model.scoring.relation_scores(relations, batch.objects, batch.subjects, slots)[0, 0]
+            scorer = scorer_of(loaded, "templates", CPU)
+            score = scorer.similarity([source.read(viewed.index)], [viewed.caption])
+        for entity, embedding, slot, share in zip(pair["entities"], entities[0], slots[0, 0], shares, strict=True):
+            cosine = embedding @ slot / embedding.norm() / slot.norm()
+            assert entity["cosine"] == pytest.approx(float(cosine), abs=1e-5)
+            assert entity["mean_share"] == pytest.approx(float(share.mean()), abs=1e-6)
+            assert entity["largest_share"] == pytest.approx(float(share.max()), abs=1e-6)
+        winners = np.concatenate([shares, defaults]).argmax(axis=0)
+        assert [entity["patches_won"] for entity in pair["entities"]] == [
+            (winners == number).sum() for number in range(len(shares))
+        ]
+        for token, share in zip(pair["default_tokens"], defaults, strict=True):
+            assert token["mean_share"] == pytest.approx(float(share.mean()), abs=1e-6)
+        assert [r["score"] for r in pair["relationships"]] == pytest.approx(fits.tolist(), abs=1e-5)
+        assert [r["turned_round"] for r in pair["relationships"]] == pytest.approx(turned.tolist(), abs=1e-5)
+        parts = [*pair["entities"], *pair["default_tokens"]]
+        assert sum(part["mean_share"] for part in parts) == pytest.approx(1, abs=1e-5)
+        # The evaluations resize by another filter: `SquareView` and `ClipView` differ by less than this.
+        assert pair["score"] == pytest.approx(float(score), abs=0.05)
+
+
+def look(entities: int = 2, competition: str = "queries", caption: str = "a <red> star & more") -> GraphLook:
+    rng = np.random.default_rng(0)
+    phrases = tuple(f"phrase {number} of some length" for number in range(entities))
+    relations = (Relation(0, "left of", 1),) if entities > 1 else ()
+    number = entities + NUM_DEFAULT * (competition == "queries")
+    maps = rng.dirichlet(np.full(number, 0.3), size=12).T.reshape(number, 3, 4)
+    if competition == "keys":
+        maps = maps / maps.sum(axis=(1, 2), keepdims=True)
+    pair = ViewedPair(0, "photos/a&b.png", caption, torch.zeros(3, 24, 32))
+    scores = rng.random(len(relations))
+    return GraphLook(
+        pair, SceneGraph(phrases, relations), 0.5, rng.random(entities), scores, -scores, maps[:entities],
+        maps[entities:], READINGS[competition],
+    )  # fmt: skip
+
+
+def test_a_row_has_one_scale_from_an_even_share_to_the_largest_of_an_entity():
+    shown = look()
+    even = 1 / (2 + NUM_DEFAULT)
+    assert shown.levels.shape == (2 + NUM_DEFAULT, 3, 4)
+    assert (shown.levels[shown.maps <= even] == 0).all()
+    assert shown.levels[:2].max() == 1
+    assert shown.levels[:2].argmax() == shown.shares.argmax()
+    # A default token that takes nearly everything leaves the entities' colours as they are.
+    shares = np.full((2, 3, 4), 0.01)
+    shares[0, 0, 0] = 0.9
+    greedy = (1 - shares.sum(axis=0, keepdims=True)) * np.array([1, 0, 0])[:, None, None]
+    assert replace(shown, shares=shares, default_shares=greedy).levels[0, 0, 0] == 1
+    flat = replace(shown, shares=np.full((2, 3, 4), 0.2), default_shares=np.full((3, 3, 4), 0.2))
+    assert np.allclose(flat.levels, 0)
+    alone = replace(look(1), shares=np.ones((1, 3, 4)), default_shares=np.zeros((0, 3, 4)))
+    assert (alone.levels == 0).all()
+
+
+def two_by_two() -> GraphLook:
+    """Entity 0 wins the first patch, entity 1 the second, default tokens the lower two."""
+    shares = np.array([[[0.7, 0.2], [0.1, 0.0]], [[0.1, 0.6], [0.2, 0.0]]])
+    rest = 1 - shares.sum(axis=0)
+    return replace(look(), shares=shares, default_shares=np.stack([rest, 0 * rest, 0 * rest]))
+
+
+def test_the_first_panel_paints_each_patch_in_the_colour_of_the_entity_that_wins_it():
+    picture = np.full((40, 40, 3), 200, dtype=np.uint8)
+    shown = two_by_two()
+    assert shown.winners.tolist() == [[0, 1], [-1, -1]]
+    winner, first, second, rest = tiles_of(shown)
+    assert [tile.is_soft for tile in (winner, first, second, rest)] == [False, False, False, True]
+    assert winner.notes == ("", "2 of 4 patches won")
+    painted = winner.paint(picture)[[0, 0, -1, -1], [0, -1, 0, -1]].astype(int)
+    for pixel, tile in zip(painted, (first, second), strict=False):
+        colour = np.array(ImageColor.getrgb(tile.frame))
+        assert (np.abs(pixel - (0.38 * 170 + 0.62 * colour)) <= 1).all()
+        shown_map = tile.paint(picture)
+        assert (framed(shown_map, tile.frame)[0] == colour).all()
+        assert (framed(shown_map, tile.frame)[5, 5] == shown_map[5, 5]).all()
+    assert (painted[2:] == 170).all()  # grey, not painted
+    # The patches of a map are seen as they are: one value each.
+    assert len(np.unique(first.paint(picture).reshape(-1, 3), axis=0)) <= 4
+    assert rest.notes == ("", "share 52 %")
+    assert (
+        np.abs(rest.paint(picture)[-1, -1].astype(int) - ImageColor.getrgb("#ece8f6")).max() <= 1
+    )  # all of this patch
+
+
+def test_default_tokens_have_maps_only_where_they_are_asked_for():
+    assert [tile.title for tile in tiles_of(look())][3:] == ["default tokens"]
+    titles = [tile.title for tile in tiles_of(look(), default_tokens=True)]
+    assert titles[4:] == ["default token 1", "default token 2", "default token 3"]
+    assert [tile.frame for tile in tiles_of(look(2, "keys"))] == ["#0072b2", "#e69f00"]
+
+
+def test_of_too_many_entities_those_that_win_patches_have_maps():
+    shown = look(11)
+    numbers = shown_entities(shown)
+    assert len(numbers) == MAX_ENTITIES
+    won = np.bincount(shown.winners[shown.winners >= 0], minlength=11)
+    assert won[numbers].sum() == won.sum() - sum(sorted(won)[: 11 - MAX_ENTITIES])
+    assert without_map(shown) == "3 more entities have no map; patches that they win are white"
+    assert without_map(look()) == ""
+
+
+def test_letters_that_the_font_lacks_are_named_once_and_never_warned_of(tmp_path, caplog):
+    shown = look(2, caption="日本語 plane\n🐶")
+    shown = replace(shown, graph=SceneGraph(("日本語 plane", "🐶"), (Relation(0, "語", 1),)))
+    picture = np.zeros((90, 90, 3), dtype=np.uint8)
+    with drawn_words() as figures, caplog.at_level(logging.INFO), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        draw_sheet(Gallery("m", "s", "w", [shown], [picture]), tmp_path / "sheet.png")
+    assert caplog.text.count("the font of the sheet has no 日 本 語 🐶") == 1
+    assert "▯▯▯ plane ▯" in [words.words for words in figures[0]]
+
+
+@pytest.fixture(params=["queries", "keys"])
+def gallery(request: pytest.FixtureRequest) -> Gallery:
+    looks = [look(2, request.param), look(1, request.param, "sand"), look(11, request.param, "many words " * 30)]
+    pictures = [np.random.default_rng(1).integers(0, 255, (90, 90, 3), dtype=np.uint8) for _ in looks]
+    return Gallery("a <model>", "3 of 7 pairs of " + "a_long_name_" * 20, "How a score is made.", looks, pictures)
+
+
+def test_all_words_of_the_sheet_can_be_read(gallery, tmp_path):
+    with drawn_words() as figures:
+        draw_sheet(gallery, tmp_path / "sheet.png")
+    assert_readable(figures)
+    draw_sheet(gallery, tmp_path / "sheet.png")
+    pixels = np.asarray(Image.open(tmp_path / "sheet.png").convert("RGB"))
+    assert (pixels[:3] == 255).all()
+    assert (pixels[-3:] == 255).all()
+
+
+class Checked(HTMLParser):
+    """Collects what a page shows and refers to, and whether its tags are balanced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.references: list[str] = []
+        self.pressed: list[str | None] = []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in ("meta", "link", "img", "input"):
+            self.open.append(tag)
+        self.references += [value or "" for name, value in attrs if name in ("src", "href")]
+        self.pressed += [dict(attrs)["aria-pressed"]] if dict(attrs).get("class") == "shot" else []
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_page_shows_every_map_without_javascript_and_asks_for_nothing(gallery, tmp_path):
+    write_page(gallery, tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    page = Checked()
+    page.feed(text)
+    assert page.open == []
+    num_maps = sum(len(tiles_of(shown)) for shown in gallery.looks)
+    assert page.pressed == ["true"] * num_maps  # the style shows the maps of these, with and without script
+    assert len(page.references) == 1 + 2 * num_maps + len(gallery.looks)
+    assert all(reference.startswith("data:") for reference in page.references)
+    assert not re.search(r"https?://|@import|url\(", text)
+    assert "a &lt;red&gt; star &amp; more" in text
+    for cosine in gallery.looks[0].cosines:
+        assert f"<dd>cosine {cosine:.2f}</dd>" in text
+    assert f"<td>{gallery.looks[0].relation_scores[0]:.2f}</td>" in text
+    assert (" add up to 100 % over all of them" in text) == (gallery.looks[0].reading is READINGS["queries"])
+
+
+def test_own_photographs_are_drawn_with_graphs_of_a_file(weights, tmp_path, capsys, caplog):
+    rows = []
+    for name, caption in (("a", CAPTION), ("b", "a wall"), ("c", "a broken file")):
+        paint(tmp_path / f"{name}.png", {"a": "red", "b": "blue"}.get(name, "broken"))
+        graph = {"entities": ["wall"], "relationships": []} if name == "b" else {}
+        rows.append({"image": f"{name}.png", "caption": caption, **(graph or {"entities": ["x"], "relationships": []})})
+    (tmp_path / "graphs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with (tmp_path / "photos.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["image", "caption"], *([row["image"], row["caption"]] for row in rows)])
+    options = ["--pretrained_weights", weights, "--output_dir", tmp_path / "out"]
+    found = run(*options, "--data_path", tmp_path / "photos.csv")
+    assert [pair["caption"] for pair in found["pairs"]] == [CAPTION, "a wall"]
+    assert [entity["entity"] for entity in found["pairs"][0]["entities"]] == [
+        "red striped star", "blue plain ring", "sand",
+    ]  # fmt: skip
+    assert "left out 1 pairs" in caplog.text
+    paths = [tmp_path / "out" / f"oc_pictures.{ending}" for ending in ("png", "html", "json")]
+    assert capsys.readouterr().out.split()[-3:] == [str(path) for path in paths]
+    assert json.loads(paths[2].read_text()) == found
+    table = tmp_path / "graphs.jsonl"
+    found = run(*options, "--data_path", table, "--graphs", table, "--pairs", 1, 1)
+    assert [pair["entities"][0]["entity"] for pair in found["pairs"]] == ["wall"]
+    assert found["graphs"]["counts"]["captions"] == 1
+
+
+def test_captions_without_a_graph_and_phrases_that_are_cut_off_are_named(weights, tmp_path, caplog):
+    paint(tmp_path / "pairs" / "a.png", "red")
+    (tmp_path / "pairs" / "a.txt").write_text("word " * 99)
+    (tmp_path / "graphs.jsonl").write_text('{"caption": "another", "entities": ["x"], "relationships": []}\n')
+    options = ["--graphs", tmp_path / "graphs.jsonl", "--output_dir", tmp_path]
+    found = run("--pretrained_weights", weights, "--data_path", tmp_path / "pairs", *options)
+    assert found["graphs"]["counts"]["missing"] == 1
+    assert "1 phrases are longer than the context and cut off" in caplog.text
+    assert "1 captions, 1 missing, 1 as one entity" in caplog.text
+
+
+def test_pairs_with_relations_are_chosen_whatever_they_score():
+    source, graphs = open_picture_pairs("scenes:40:48"), open_graphs("templates")
+    chosen = choose_pairs(source, graphs, 40, 5)
+    assert len(chosen) == 5
+    assert chosen == sorted(chosen)
+    assert all(len(graphs(source.captions_of(index)[0]).relations) >= 2 for index in chosen)
+    assert choose_pairs(source, graphs, 40, 30) == [i * 40 // 30 for i in range(30)]  # each caption has one relation
+
+
+def test_without_competition_maps_of_entities_stand_alone(tmp_path):
+    found = run(
+        "--pretrained_weights", oc_checkpoint(tmp_path / "checkpoint.pth", "keys"), "--data_path", "scenes:3:48",
+        "--output_dir", tmp_path,
+    )  # fmt: skip
+    assert found["competition"] == "keys"
+    assert [pair["default_tokens"] for pair in found["pairs"]] == [[]] * 3
+    shares = [entity["mean_share"] for pair in found["pairs"] for entity in pair["entities"]]
+    assert shares == pytest.approx([1 / 16] * len(shares))
+
+
+def test_a_look_takes_the_image_as_the_model_sees_it(weights):
+    loaded = load_oc_clip(weights)
+    pair = ViewedPair(0, "x", CAPTION, torch.randn(3, SIZE, SIZE))
+    seen = look_at(loaded.model, pair, open_graphs("templates")(CAPTION), CPU)
+    assert seen.shares.shape == (3, 4, 4)
+    assert np.allclose(seen.maps.sum(axis=0), 1, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--pairs", 3], "--pairs 3: .* has 3 pairs, numbered from 0 to 2"),
+        (["--pairs", 0, -1], "--pairs -1: "),
+        (["--max_rows", 0], "max_rows=0; give a positive number"),
+        (["--max_pairs", 0], "max_pairs=0"),
+        (["--graphs", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--graphs", "nobody"], "nobody"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options, message, weights, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        run("--pretrained_weights", weights, "--data_path", "scenes:3:48", "--output_dir", tmp_path, *options)
+
+
+def test_mistakes_end_in_one_line(tmp_path, caplog):
+    clip = small_checkpoint(tmp_path / "checkpoint.pth")
+    for options, message in (
+        (["--pretrained_weights", str(clip)], "holds no OC-CLIP"),
+        ([], "--pretrained_weights is empty"),
+    ):
+        with caplog.at_level(logging.ERROR), pytest.raises(SystemExit) as stopped:
+            run_command("oc-pictures", [*options, "--device", "cpu"])
+        assert stopped.value.code == 1
+        assert message in caplog.text
+
+
+def test_only_one_process_draws(monkeypatch):
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    assert run_command("oc-pictures", []) == {}
+
+
+def test_the_options_are_known():
+    assert vars(parser_of("oc-pictures").parse_args([])).keys() == {
+        *("pretrained_weights", "data_path", "image_key", "caption_key", "image_folder", "graphs"),
+        *("pairs", "max_rows", "max_pairs", "default_tokens", "output_dir", "device"),
+    }

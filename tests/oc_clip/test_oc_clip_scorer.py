@@ -1,0 +1,423 @@
+"""OC-CLIP in the evaluations: scores are the equations', isomorphic graphs tie, result files, refusals."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("open_clip")
+
+import clip_fakes
+from clip_fakes import call, evaluate, paint
+from oc_clip_fakes import PHRASES, small_checkpoint, some_graphs, write_graphs
+from PIL import Image
+from runs import PATIENCE, context, free_port
+from test_clip_winoground import write as write_winoground
+
+import eval_knn
+import eval_linear
+import visualize_attention
+from dino_sparo import load_encoder
+from dino_sparo.__main__ import run as run_command
+from dino_sparo.clip.adapter import load_for_benchmark
+from dino_sparo.data.dataset import open_source
+from dino_sparo.image_text.evaluation.sugarcrepe import GROUPS
+from dino_sparo.image_text.scoring.image_rows import require_both
+from dino_sparo.oc_clip import scorer as scorer_module
+from dino_sparo.oc_clip.graphs.graph import Relation, SceneGraph
+from dino_sparo.oc_clip.load import scorer_of
+from dino_sparo.oc_clip.model import load_oc_clip
+from dino_sparo.oc_clip.parsers.templates import parse_caption
+from dino_sparo.oc_clip.scorer import GraphScorer
+from dino_sparo.runtime.distributed import shutdown
+from dino_sparo.weights.checkpoint import CheckpointError
+
+SPLITS = [split for group in GROUPS.values() for split in group]
+GRAPHS = {f"caption {number}": graph for number, graph in enumerate(some_graphs())}
+ISOMORPHIC = {
+    "a": SceneGraph(("red star", "dot", "tall box"), (Relation(0, "on", 1), Relation(1, "above", 2))),
+    "b": SceneGraph(("tall box", "red star", "dot"), (Relation(2, "above", 0), Relation(1, "on", 2))),
+    "other": SceneGraph(("tall box", "red star", "dot"), (Relation(0, "above", 2), Relation(1, "on", 2))),
+}
+
+
+def small_scorer(folder: Path, batch_size: int = 3, **binding: Any) -> GraphScorer:
+    loaded = load_oc_clip(small_checkpoint(folder / "oc.pth", **binding))
+    return scorer_of(loaded, {**GRAPHS, **ISOMORPHIC}.__getitem__, batch_size=batch_size)
+
+
+@torch.no_grad()
+def expected_score(scorer: GraphScorer, view: Tensor, graph: SceneGraph) -> float:
+    """Equation 2 of one image and one graph, slot by slot."""
+    model = scorer.model.double()
+    keys, values = model.encode_images(view[None].double())
+
+    def embedded(phrase: str) -> tuple[Tensor, Tensor]:
+        entity, relation = model.encode_phrases(scorer_module.tokenize_phrases([phrase], 20).ids)
+        return entity[0], relation[0]
+
+    nodes = [embedded(phrase)[0] for phrase in graph.entities]
+    binding, scoring = model.binding, model.scoring
+    mask = torch.ones(1, len(nodes), dtype=torch.bool)
+    slots = binding.bind(torch.stack(nodes)[None], mask, keys, values)[0, 0]
+    cosine = torch.nn.functional.cosine_similarity
+    total = sum(scoring.ent_coef * cosine(node, slot, dim=0) for node, slot in zip(nodes, slots, strict=True))
+    for relation in graph.relations:
+        predicate = embedded(relation.predicate)[1]
+        subject = scoring.subject(torch.cat([predicate, slots[relation.subject]]))
+        total += scoring.rel_coef * cosine(
+            predicate, subject + scoring.object(torch.cat([predicate, slots[relation.object]])), dim=0
+        )
+    weight = scoring.ent_coef * len(nodes) + scoring.rel_coef * len(graph.relations)
+    score = float(total / weight)
+    model.float()
+    return score
+
+
+def images_of(count: int, size: int = 30) -> list[Image.Image]:
+    source = open_source(f"scenes:{count}:{size}")
+    return [source.read(index) for index in range(count)]
+
+
+# ---- scores
+
+
+def test_pairs_blocks_and_similarity_are_the_equations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scorer_module, "PAIR_CHUNK", 5)
+    monkeypatch.setattr(scorer_module, "IMAGE_CHUNK", 2)
+    scorer = small_scorer(tmp_path)
+    source, captions = open_source("scenes:5:30"), list(GRAPHS)
+    encoded, texts = scorer.encode_images(source).payload, scorer.encode_texts(captions).payload
+    block = scorer.score_block(encoded, texts)
+    assert (block.shape, block.dtype) == ((5, 12), torch.float32)
+    assert block.abs().max() <= 1
+    image_of, text_of = (grid.flatten() for grid in torch.meshgrid(torch.arange(5), torch.arange(12), indexing="ij"))
+    pairs = scorer.score_pairs(encoded, image_of, texts, text_of)
+    torch.testing.assert_close(pairs.view(5, 12), block)
+    torch.testing.assert_close(scorer.similarity(images_of(5), captions), block)
+    loaded = load_oc_clip(tmp_path / "oc.pth")
+    torch.testing.assert_close(loaded.similarity(images_of(5), captions, GRAPHS.__getitem__), block)
+    views = scorer.views(images_of(5))
+    expected = [[expected_score(scorer, views[i], GRAPHS[caption]) for caption in captions] for i in (0, 3)]
+    torch.testing.assert_close(block[[0, 3]].double(), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("binding", [{}, {"competition": "keys", "num_default": 0}, {"relation": "mlp"}], ids=str)
+def test_isomorphic_graphs_tie_to_the_bit_in_whatever_chunks_they_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, binding: dict[str, Any]
+) -> None:
+    scorer, source = small_scorer(tmp_path, **binding), open_source("scenes:4:30")
+    encoded, captions = scorer.encode_images(source).payload, [*GRAPHS, "a", *list(GRAPHS)[:5], "b", "other"]
+    first, second, other = captions.index("a"), captions.index("b"), captions.index("other")
+    text_of = torch.arange(len(captions)).repeat(4)
+    image_of = torch.arange(4).repeat_interleave(len(captions))
+    for pair_chunk, image_chunk, chunk_mb in ((128, 16, 256), (7, 3, 1e-6)):
+        monkeypatch.setattr(scorer_module, "PAIR_CHUNK", pair_chunk)
+        monkeypatch.setattr(scorer_module, "IMAGE_CHUNK", image_chunk)
+        scorer.model.binding.chunk_mb = chunk_mb
+        texts = scorer.encode_texts(captions).payload
+        for scores in (
+            scorer.score_block(encoded, texts),
+            scorer.score_pairs(encoded, image_of, texts, text_of).view(4, len(captions)),
+        ):
+            assert torch.equal(scores[:, first], scores[:, second])
+            assert not (scores[:, first] == scores[:, other]).any()
+
+
+def test_templates_are_averaged_and_a_class_is_one_entity(tmp_path: Path) -> None:
+    scorer = small_scorer(tmp_path)
+    encoded, templates = scorer.encode_images(open_source("scenes:4:30")).payload, ("a photo of a {}", "the {}", "{}s")
+    found = scorer.score_block(encoded, scorer.encode_classes(["red star", "Dot"], templates).payload)
+    phrases = [["photo of a red star", "red star", "red stars"], ["photo of a dot", "dot", "dots"]]
+    views = scorer.views(images_of(4))
+    for number, own in enumerate(phrases):
+        expected = sum(expected_score(scorer, views[1], SceneGraph((phrase,))) for phrase in own) / 3
+        assert found[1, number].item() == pytest.approx(expected, abs=2e-6)
+    bare = scorer.encode_classes(["red star", "Dot"], scorer.default_templates).payload
+    assert bare.graphs == (SceneGraph(("red star",)), SceneGraph(("dot",)))
+    pairs = scorer.score_pairs(encoded, torch.tensor([3, 0]), scorer.encode_classes(["red star"], templates).payload,
+                               torch.tensor([0, 0]))  # fmt: skip
+    torch.testing.assert_close(pairs, found[[3, 0], 0])
+
+
+def test_similarity_of_nothing_is_refused_and_an_unknown_parser_named(tmp_path: Path) -> None:
+    loaded = load_oc_clip(small_checkpoint(tmp_path / "oc.pth"))
+    with pytest.raises(ValueError, match="0 images, 1 captions; give at least one of each"):
+        loaded.similarity([], ["a dot"])
+    with pytest.raises(ValueError, match="1 images, 0 captions; give at least one of each"):
+        loaded.similarity(images_of(1), [])
+    with pytest.raises(ValueError, match="graphs='guess' is no file of graphs; give templates, spacy, or"):
+        loaded.similarity(images_of(1), ["a dot"], "guess")
+    found = loaded.similarity(images_of(2), ["a red star left of a blue ring", "a dot"])
+    by_hand = loaded.similarity(images_of(2), ["a red star left of a blue ring", "a dot"], parse_caption)
+    assert torch.equal(found, by_hand)
+    assert not found.requires_grad
+
+
+# ---- commands
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    return small_checkpoint(tmp_path / "run" / "checkpoint.pth")
+
+
+@pytest.fixture
+def crepe(tmp_path: Path) -> Path:
+    """Three images, two splits of SugarCrepe and two examples of Winoground; `a` and `b` are one graph."""
+    questions = {
+        SPLITS[0]: [("red", "caption 0", "caption 2"), ("blue", "a", "b")],
+        SPLITS[3]: [("green", "caption 3", "caption 3 swapped"), ("red", "a", "other"), ("red", "caption 4", "lost")],
+    }
+    for split, entries in questions.items():
+        content = {
+            str(number): {"filename": f"{image}.png", "caption": true, "negative_caption": false}
+            for number, (image, true, false) in enumerate(entries)
+        }
+        (tmp_path / f"{split}.json").write_text(json.dumps(content))
+    for colour in ("red", "green", "blue"):
+        paint(tmp_path / "images" / f"{colour}.png", colour)
+    swapped = {"caption 3 swapped": SceneGraph(PHRASES[3:5], (Relation(1, "left of", 0),))}
+    rows = {**GRAPHS, **ISOMORPHIC, **swapped}
+    write_winoground(tmp_path, [("red", "green", "a", "b", "Object"), ("red", "blue", "a", "other", "Object")])
+    write_graphs(tmp_path / "graphs.jsonl", [(caption, graph, None) for caption, graph in rows.items()])
+    return tmp_path
+
+
+def test_a_result_file_says_where_its_graphs_come_from_and_what_was_changed(weights: Path, crepe: Path) -> None:
+    options = ("--pretrained_weights", weights, "--data_path", crepe, "--graphs", crepe / "graphs.jsonl")
+    result = evaluate("sugarcrepe", *options)
+    path = weights.parent / "sugarcrepe.json"
+    assert json.loads(path.read_text()) == result
+    graphs = result["graphs"]
+    assert (graphs["file"], len(graphs["sha256"]), graphs["captions"]) == (str(crepe / "graphs.jsonl"), 64, 16)
+    assert graphs["counts"]["captions"] > 0
+    assert (graphs["counts"]["missing"], graphs["counts"]["whole_caption"]) == (1, 1)
+    assert result["splits"][SPLITS[0]]["num_ties"] == 1  # a tie is wrong
+    assert result["model"]["trained_on_graphs"] == {"parser": "templates"}
+    assert len(result["model"]["sha256"]) == 64
+    evaluate("sugarcrepe", *options, "--output", crepe / "again.json")
+    assert (crepe / "again.json").read_bytes() == path.read_bytes()
+    assert evaluate("sugarcrepe", *options[:4])["graphs"]["parser"] == "templates"
+    pairs = evaluate("winoground", *options)
+    assert pairs["graphs"]["sha256"] == graphs["sha256"]
+    assert pairs["by_tag"]["Object"]["text"] <= 50  # a tie is wrong
+
+
+def test_every_evaluation_of_pairs_takes_an_oc_clip_checkpoint(weights: Path, tmp_path: Path) -> None:
+    common = ("--pretrained_weights", weights)
+    found = evaluate("zero-shot", *common, "--data_path", "scenes:13:32")
+    assert found["prompts"]["ensemble"] == GraphScorer.ensemble
+    assert found["similarity"].startswith(GraphScorer.measure)
+    found = evaluate("retrieval", *common, "--data_path", "scenes:13:32")
+    assert found["graphs"]["parser"] == "templates"
+    evaluate("clip-probe", *common, "--data_path", "scenes:24:32")
+    assert {"zero_shot.json", "retrieval.json"} <= {path.name for path in weights.parent.iterdir()}
+
+
+@pytest.mark.parametrize("name", ["retrieval", "sugarcrepe", "winoground"])
+def test_missing_graphs_are_named_before_the_first_image_is_encoded(
+    name: str, weights: Path, crepe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs = crepe / "other.jsonl"
+    graphs.write_text((crepe / "graphs.jsonl").read_text().splitlines()[0] + "\n")
+    monkeypatch.setattr(GraphScorer, "encode_images", lambda self, source: pytest.fail("too early"))
+    data = "scenes:13:32" if name == "retrieval" else crepe
+    options = ("--pretrained_weights", weights, "--data_path", data, "--graphs", graphs, "--max_missing_graphs", 0)
+    with pytest.raises(ValueError, match=r"captions have no graph in .*other\.jsonl"):
+        evaluate(name, *options)
+
+
+def test_the_image_tower_is_an_encoder_that_averages_what_the_losses_train(weights: Path) -> None:
+    """Nothing trains the class token in the last block."""
+    images, tower = torch.randn(2, 3, 24, 24), load_oc_clip(weights).model.image
+    torch.testing.assert_close(load_encoder(weights)(images), tower.backbone(images).mean(dim=1))
+
+
+def test_features_of_images_are_means_of_patches_of_length_one(weights: Path) -> None:
+    scorer, source = scorer_of(load_oc_clip(weights), GRAPHS.__getitem__), open_source("scenes:5:30")
+    with torch.no_grad():
+        patches = scorer.model.image.backbone(scorer.views(images_of(5)))[:, 1:]
+    means = patches.mean(dim=1)
+    torch.testing.assert_close(scorer.image_features(source).features, means / means.norm(dim=1, keepdim=True))
+
+
+def test_graphs_of_other_captions_end_an_evaluation(
+    weights: Path, crepe: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_graphs(crepe / "others.jsonl", [("another caption", SceneGraph(("dot",)), None)])
+    words = (
+        "--pretrained_weights",
+        weights,
+        "--data_path",
+        crepe,
+        "--device",
+        "cpu",
+        "--graphs",
+        crepe / "others.jsonl",
+    )
+    refused("sugarcrepe", *words)
+    message = error_line(caplog)
+    assert "others.jsonl; at most 0.01 of them may be missing. Parse these captions" in message
+    assert "or raise --max_missing_graphs" in message
+    assert not (weights.parent / "sugarcrepe.json").exists()
+    evaluate("sugarcrepe", *words, "--max_missing_graphs", 1)
+
+
+def test_classes_need_no_graphs_and_that_is_said(
+    weights: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_graphs(tmp_path / "g.jsonl", [("a dot", SceneGraph(("dot",)), None)])
+    evaluate(
+        "zero-shot", "--pretrained_weights", weights, "--data_path", "scenes:4:32", "--graphs", tmp_path / "g.jsonl"
+    )
+    assert "classes are one entity each: the graphs of" in caplog.text
+
+
+def test_similarity_names_what_is_no_image_and_no_caption(tmp_path: Path) -> None:
+    loaded = load_oc_clip(small_checkpoint(tmp_path / "oc.pth"))
+    assert "Linear" not in repr(loaded)
+    for images, captions in ((images_of(1)[0], ["a dot"]), (images_of(1), "a dot"), ("a.png", ["a dot"])):
+        with pytest.raises(TypeError, match="takes a list of images and a list of captions, also of one"):
+            require_both(images, captions)
+    with pytest.raises(TypeError, match=r"image 0 is 'a\.png'; open files first: PIL\.Image\.open"):
+        loaded.similarity(["a.png"], ["a dot"])
+    with pytest.raises(ValueError, match="captions, number 1: a graph without entities becomes its caption"):
+        loaded.similarity(images_of(1), ["a dot", " "])
+
+
+@pytest.mark.slow
+def test_every_evaluation_of_encoders_takes_the_image_tower(
+    weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "images"
+    for number in range(12):
+        path = data / ("val" if number % 3 == 0 else "train") / f"class{number % 2}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.effect_noise((32, 32), 10 + 20 * number).convert("RGB").save(path)
+    common = ["--pretrained_weights", str(weights), "--output_dir", str(tmp_path)]
+    evaluation = [*common, "--data_path", str(data), "--device", "cpu", "--num_workers", "0"]
+    eval_knn.main([*evaluation, "--nb_knn", "2"])
+    eval_linear.main([*evaluation, "--epochs", "1", "--fast", "--n_last_blocks", "2"])
+    visualize_attention.main([*common, "--image_path", str(data / "val"), "--device", "cpu"])
+    written = capsys.readouterr().out
+    assert all(name in written or (tmp_path / name).is_file() for name in ("knn.json", "linear.json"))
+
+
+# ---- refusals: one clear line each
+
+EVALUATIONS = ("zero-shot", "retrieval", "sugarcrepe", "winoground", "clip-probe")
+
+
+def refused(name: str, *words: object) -> None:
+    """Run a command as a user does; it has to end with status 1."""
+    try:
+        with pytest.raises(SystemExit) as stopped:
+            run_command(name, [str(word) for word in words])
+    finally:
+        shutdown()
+    assert stopped.value.code == 1
+
+
+def error_line(caplog: pytest.LogCaptureFixture) -> str:
+    (message,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert "\n" not in message
+    assert not any(record.exc_info for record in caplog.records)
+    return message
+
+
+@pytest.mark.parametrize("name", EVALUATIONS)
+def test_slots_and_sizes_that_oc_clip_has_no_use_for_are_refused(
+    weights: Path, crepe: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    common = ("--pretrained_weights", weights, "--data_path", crepe, "--device", "cpu")
+    refused(name, *common, "--slots", "slots.json")
+    assert "--slots with an OC-CLIP: its score is no dot product" in error_line(caplog)
+    caplog.clear()
+    refused(name, *common, "--img_size", 32)
+    assert "--img_size 32: the binding was trained for images of 24 px" in error_line(caplog)
+
+
+@pytest.mark.parametrize("name", EVALUATIONS)
+def test_graphs_with_a_clip_checkpoint_are_refused(crepe: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
+    clip = clip_fakes.small_checkpoint(crepe / "clip.pth")
+    refused(name, "--pretrained_weights", clip, "--data_path", crepe, "--device", "cpu", "--graphs", "templates")
+    assert "--graphs templates with a CLIP" in error_line(caplog)
+
+
+@pytest.mark.parametrize("option", [("--quick_gelu", "true"), ("--text_heads", 2)], ids=str)
+@pytest.mark.parametrize("kind", ["clip", "oc_clip"])
+def test_options_of_foreign_weights_are_refused_for_checkpoints_of_ours(
+    weights: Path, crepe: Path, caplog: pytest.LogCaptureFixture, kind: str, option: tuple[str, object]
+) -> None:
+    """Regression: they were parsed and had no effect."""
+    path = weights if kind == "oc_clip" else clip_fakes.small_checkpoint(crepe / "clip.pth")
+    refused("sugarcrepe", "--pretrained_weights", path, "--data_path", crepe, "--device", "cpu", *option)
+    assert f"{option[0]} is for open_clip's weights" in error_line(caplog)
+
+
+@pytest.mark.parametrize("name", ["select", "mask", "pictures"])
+def test_commands_on_slots_refuse_an_oc_clip(
+    weights: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    data = ("--output_dir", tmp_path / "o") if name == "pictures" else ("--output", tmp_path / "o.json")
+    path = tmp_path if name == "mask" else "scenes:12:32"
+    refused(name, "--pretrained_weights", weights, "--data_path", path, "--device", "cpu", *data)
+    assert "holds another image-text model than a CLIP" in error_line(caplog)
+
+
+@pytest.mark.parametrize("format", ["open_clip", "sparo_clip"])
+def test_both_towers_are_not_exported_as_a_clip(
+    weights: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, format: str
+) -> None:
+    refused("export", weights, tmp_path / "out", "--format", format)
+    assert f"is no CLIP of ours, which format {format!r} is for" in error_line(caplog)
+
+
+def test_the_image_tower_is_exported_as_any_encoder(weights: Path, tmp_path: Path) -> None:
+    call("export", [weights, tmp_path / "out", "--format", "safetensors"])
+    assert (tmp_path / "out.safetensors").is_file()
+
+
+def test_laions_benchmark_refuses_an_oc_clip(weights: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds another image-text model than a CLIP"):
+        load_for_benchmark("normalized", str(weights), device="cpu")
+
+
+# ---- processes
+
+
+COMMANDS = ("retrieval", "zero-shot", "sugarcrepe")
+
+
+def _rank(number: int, ports: list[int], words: dict[str, list[str]]) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(number), WORLD_SIZE="2", LOCAL_RANK=str(number))
+    # A command each: one that is ahead must not meet the store that another is about to close.
+    for name, port in zip(COMMANDS, ports, strict=True):
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        run_command(name, words[name])
+
+
+@pytest.mark.slow
+def test_two_processes_find_what_one_finds(weights: Path, crepe: Path) -> None:
+    data = {"retrieval": "scenes:13:32", "zero-shot": "scenes:13:32", "sugarcrepe": str(crepe)}
+    one = {name: evaluate(name, "--pretrained_weights", weights, "--data_path", data[name]) for name in COMMANDS}
+    words = {}
+    for name in COMMANDS:
+        common = ["--pretrained_weights", str(weights), "--data_path", data[name], "--device", "cpu"]
+        sizes = ["--num_workers", "0", "--batch_size_per_gpu", "6"]
+        words[name] = [*common, *sizes, "--output", str(crepe / f"{name}.json")]
+    ports = [free_port() for _ in COMMANDS]
+    ranks = [context.Process(target=_rank, args=(number, ports, words)) for number in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(timeout=PATIENCE)
+    assert [rank.exitcode for rank in ranks] == [0, 0]
+    for name in COMMANDS:
+        assert json.loads((crepe / f"{name}.json").read_text()) == one[name], name

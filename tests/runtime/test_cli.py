@@ -1,0 +1,444 @@
+"""Options: their names and defaults, frozen here; parsing that touches nothing; none that is parsed and ignored."""
+
+import argparse
+import builtins
+import importlib
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from options_read import options_read
+
+import dino_sparo.clip
+import main_dino
+from dino_sparo import submit
+from dino_sparo.__main__ import COMMANDS, main, open_model
+from dino_sparo.__main__ import run as run_command
+from dino_sparo.runtime import choices
+from dino_sparo.runtime.cli import HelpFormatter, add_device_options, add_foreign_weights_options, bool_flag
+from dino_sparo.runtime.precision import PRECISIONS
+from dino_sparo.training.optim import OPTIMIZERS
+from dino_sparo.weights.export import CLIP_FORMATS, WRITERS
+
+# The options of facebookresearch/dino's main_dino.py with its defaults: commands written for it must go on working.
+REFERENCE: dict[str, Any] = {
+    "arch": "vit_small",
+    "patch_size": 16,
+    "out_dim": 65536,
+    "norm_last_layer": True,
+    "momentum_teacher": 0.996,
+    "use_bn_in_head": False,
+    "warmup_teacher_temp": 0.04,
+    "teacher_temp": 0.04,
+    "warmup_teacher_temp_epochs": 0,
+    "use_fp16": True,
+    "weight_decay": 0.04,
+    "weight_decay_end": 0.4,
+    "clip_grad": 3.0,
+    "batch_size_per_gpu": 64,
+    "epochs": 100,
+    "freeze_last_layer": 1,
+    "lr": 0.0005,
+    "warmup_epochs": 10,
+    "min_lr": 1e-6,
+    "optimizer": "adamw",
+    "drop_path_rate": 0.1,
+    "global_crops_scale": (0.4, 1.0),
+    "local_crops_number": 8,
+    "local_crops_scale": (0.05, 0.4),
+    "data_path": "/path/to/imagenet/train/",
+    "output_dir": ".",
+    "saveckp_freq": 20,
+    "seed": 0,
+    "num_workers": 10,
+    "dist_url": "env://",
+    "local_rank": 0,
+}
+
+# Defaults that differ from the reference's on purpose.
+CHANGED: dict[str, Any] = {
+    "warmup_epochs": None,  # 10 wherever that fits the run
+    "freeze_last_layer": None,  # 1, likewise
+    "use_fp16": None,  # --precision auto decides: bf16 where the device computes in it
+    "data_path": "scenes",  # the built-in images, so that the plain command runs
+}
+
+NEW: dict[str, Any] = {
+    "readout": "sparo",
+    "sparo_slots": 64,
+    "sparo_slot_dim": 64,
+    "sparo_key_dim": 64,
+    "sparo_group_size": 1,
+    "init_from": None,
+    "pre_norm": False,
+    "quick_gelu": False,
+    "head_hidden_dim": 2048,
+    "precision": "auto",
+    "grad_accum_steps": 1,
+    "max_steps": None,
+    "knn_freq": 0,
+    "device": "auto",
+    "global_crops_size": 224,
+    "local_crops_size": 96,
+    "norm_mean": (0.485, 0.456, 0.406),
+    "norm_std": (0.229, 0.224, 0.225),
+    "download": False,
+    "max_corrupt": 0.01,
+    "split": None,
+    "path_column": None,
+    "label_column": None,
+    "split_column": None,
+    "max_image_mb": 256.0,
+    "max_image_mpix": 64.0,
+    "saveckp_minutes": 30.0,
+    "keep_checkpoints": 3,
+    "allow_rescale": False,
+    "dist_timeout_min": 10.0,
+    "distort_on": "auto",
+    "compile": "auto",
+    "grad_checkpointing": False,
+    "loss_chunk": 0,
+    "memory_report": False,
+}
+
+# Accepted and ignored on purpose: launchers of old pass it, the environment says what counts.
+IGNORED = {"local_rank"}
+# Of commands whose first process does all: launchers start them like others.
+OF_PEERS = {"dist_url", "dist_timeout_min"}
+
+ROOT = Path(main_dino.__file__).parent
+SCRIPTS = ("main_dino.py", "run_with_submitit.py", "eval_knn.py", "eval_linear.py", "visualize_attention.py")
+PARSERS = {name: command.parser for name, command in COMMANDS.items() if command.parser is not None}
+
+
+def options(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    return [action for action in parser._actions if action.dest != "help"]
+
+
+def parse(command_line: str = "") -> argparse.Namespace:
+    return main_dino.get_args_parser().parse_args(shlex.split(command_line))
+
+
+# Names and defaults.
+
+
+def test_the_options_of_training_and_their_defaults_are_frozen() -> None:
+    assert vars(parse()) == {**REFERENCE, **CHANGED, **NEW}
+
+
+def test_no_option_is_both_the_references_and_new_and_every_change_is_a_change() -> None:
+    assert not REFERENCE.keys() & NEW.keys()
+    assert all(REFERENCE[name] != default for name, default in CHANGED.items())
+
+
+def test_every_option_is_spelled_as_its_name_and_only_local_rank_has_a_second_spelling() -> None:
+    for action in options(main_dino.get_args_parser()):
+        expected = [f"--{action.dest}"] + ["--local-rank"] * (action.dest == "local_rank")
+        assert action.option_strings == expected
+
+
+def test_defaults_have_the_type_that_parsing_gives() -> None:
+    for action in options(main_dino.get_args_parser()):
+        if action.default is None or action.nargs == 0:
+            continue
+        values = action.default if isinstance(action.default, tuple) else (action.default,)
+        parsed = getattr(parse(f"--{action.dest} {' '.join(map(str, values))}"), action.dest)
+        parsed = tuple(parsed) if isinstance(parsed, list) else (parsed,)
+        assert parsed == values
+        assert [type(value) for value in parsed] == [type(value) for value in values], action.dest
+
+
+def test_a_command_line_of_the_reference_is_understood() -> None:
+    args = parse(
+        "--arch deit_small --patch_size 8 --out_dim 1024 --norm_last_layer false --use_fp16 False --lr 5e-4 "
+        "--global_crops_scale 0.14 1. --local_crops_scale 0.05 0.14 --local_crops_number 0 --clip_grad 0 "
+        "--data_path some/where --output_dir runs --use_bn_in_head on --optimizer lars --warmup_epochs 0"
+    )
+    assert (args.arch, args.patch_size, args.norm_last_layer, args.use_fp16) == ("deit_small", 8, False, False)
+    assert (list(args.global_crops_scale), args.local_crops_number) == ([0.14, 1.0], 0)
+    assert (args.use_bn_in_head, args.optimizer, args.clip_grad) == (True, "lars", 0.0)
+
+
+@pytest.mark.parametrize("spelling", ["--local_rank", "--local-rank"])
+@pytest.mark.parametrize("glue", [" ", "="])
+def test_both_spellings_of_local_rank_are_taken(spelling: str, glue: str) -> None:
+    assert parse(f"{spelling}{glue}3").local_rank == 3
+    parser = argparse.ArgumentParser()
+    add_device_options(parser)
+    assert parser.parse_args(f"{spelling}{glue}5".split()).local_rank == 5
+
+
+def test_shared_device_options_take_their_own_number_of_workers() -> None:
+    parser = argparse.ArgumentParser()
+    add_device_options(parser, num_workers=4)
+    expected = {"device": "auto", "num_workers": 4, "dist_url": "env://", "dist_timeout_min": 10.0, "local_rank": 0}
+    assert vars(parser.parse_args([])) == expected
+
+
+def test_overrides_for_foreign_weights_are_off_unless_given() -> None:
+    parser = argparse.ArgumentParser()
+    add_foreign_weights_options(parser)
+    assert vars(parser.parse_args([])) == {"arch": None, "patch_size": None, "quick_gelu": False}
+    given = parser.parse_args(["--arch", "vit_base", "--patch_size", "8", "--quick_gelu", "true"])
+    assert vars(given) == {"arch": "vit_base", "patch_size": 8, "quick_gelu": True}
+
+
+# Values.
+
+
+@pytest.mark.parametrize("word", ["true", "True", "TRUE", "on", "ON", "1"])
+def test_words_for_true(word: str) -> None:
+    assert bool_flag(word) is True
+
+
+@pytest.mark.parametrize("word", ["false", "False", "off", "Off", "0"])
+def test_words_for_false(word: str) -> None:
+    assert bool_flag(word) is False
+
+
+@pytest.mark.parametrize("word", ["", "yes", "2", "None", " true"])
+def test_other_words_are_neither_true_nor_false(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=f"'{word}' is neither true nor false"):
+        bool_flag(word)
+    with pytest.raises(SystemExit):
+        parse(f"--norm_last_layer {shlex.quote(word)}")
+    assert f"argument --norm_last_layer: '{word}' is neither true nor false" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--optimizer adam", r"--optimizer: invalid choice: 'adam'"),
+        ("--precision fp8", r"--precision: invalid choice: 'fp8'"),
+        ("--lr fast", r"--lr: invalid float value: 'fast'"),
+        ("--global_crops_scale 0.4", r"--global_crops_scale: expected 2 arguments"),
+        ("--norm_mean 0.5", r"--norm_mean: expected 3 arguments"),
+        ("--epoch_s 3", r"unrecognized arguments: --epoch_s 3"),
+    ],
+)
+def test_what_cannot_be_parsed_is_named(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(words)
+    assert message in capsys.readouterr().err
+
+
+def test_options_are_plain_values_that_a_checkpoint_can_hold() -> None:
+    assert json.loads(json.dumps(vars(parse())))["global_crops_scale"] == [0.4, 1.0]
+
+
+# Help.
+
+
+@pytest.mark.parametrize("name", sorted(PARSERS))
+def test_every_option_has_help_that_can_be_printed(name: str) -> None:
+    parser = PARSERS[name]()
+    text = parser.format_help()
+    for action in options(parser):
+        assert action.help, action.dest
+        assert (action.option_strings or [action.metavar or action.dest])[0] in text
+
+
+def test_the_options_of_training_stand_in_groups() -> None:
+    text = main_dino.get_args_parser().format_help()
+    titles = [line for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert len(titles) > 5
+    assert not {"options:", "optional arguments:"} & set(titles)
+
+
+def test_help_prints_defaults_unless_there_is_none() -> None:
+    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    parser.add_argument("--rate", default=0.5, help="A rate.")
+    parser.add_argument("--steps", default=None, help="Some steps.")
+    parser.add_argument("--name", default="", help="A name.")
+    text = " ".join(parser.format_help().split())
+    assert "A rate. (default: 0.5)" in text
+    assert text.count("(default") == 1
+    training = " ".join(main_dino.get_args_parser().format_help().split())
+    assert "(default: 65536)" in training
+    assert "default: None" not in training
+
+
+def test_help_does_not_repeat_a_default() -> None:
+    for action in options(main_dino.get_args_parser()):
+        if action.default is not None:  # else the help says what the default depends on
+            assert "default" not in str(action.help).lower(), action.dest
+
+
+@pytest.mark.parametrize("command", [*PARSERS, "submit"])
+def test_help_begins_with_what_the_command_turns_into_what(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    """The bug: submit's began otherwise, and with the name of a script, whatever had been called."""
+    with pytest.raises(SystemExit, match="0"):
+        run_command(command, ["--help"])
+    usage, description, *_ = capsys.readouterr().out.split("\n\n")
+    assert usage.startswith(f"usage: dino-sparo {command} ")
+    assert description == COMMANDS[command].summary
+    assert re.fullmatch(r"[A-Z][^>]+ -> [^>]+\.", description)
+
+
+def test_submit_shows_the_command_that_was_called() -> None:
+    for prog, other in (("dino-sparo submit", "run_with_submitit"), ("run_with_submitit.py", "dino-sparo")):
+        description = str(submit.get_submission_parser(prog=prog).description)
+        assert f"{prog} --nodes" in description
+        assert other not in description
+
+
+# Speed: the seconds that torch takes to import are not worth waiting for.
+
+
+@pytest.mark.parametrize("command", [*(f"dino_sparo {name}" for name in PARSERS), "dino_sparo submit", *SCRIPTS])
+def test_help_and_mistakes_are_answered_before_torch_is_imported(command: str) -> None:
+    answer = """
+import runpy, sys
+module, *name = sys.argv[1:]
+start = runpy.run_path if module.endswith(".py") else runpy.run_module
+for words, status in ((["--help"], 0), (["--no_such_option"], 2)):
+    sys.argv = [module, *name, *words]
+    try:
+        start(module, run_name="__main__")
+    except SystemExit as end:
+        assert end.code == status, (words, end.code)
+assert "torch" not in sys.modules
+"""
+    words = [sys.executable, "-c", answer, *command.split()]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "--help" in done.stdout
+    assert done.stdout.startswith(f"usage: {command.replace('dino_sparo', 'dino-sparo')} ")
+    assert "--no_such_option" in done.stderr or "required" in done.stderr
+
+
+def test_a_mistyped_option_is_answered_in_one_line_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, expected in (
+        (["train-clip", "--batchsize", "32"], "unrecognized arguments: --batchsize 32; did you mean --batch_size?"),
+        (["knn", "--arch", "vit_micro", "--nb_knn", "many"], "argument --nb_knn: invalid int value: 'many'"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(words)
+        assert capsys.readouterr().err == f"dino-sparo {words[0]}: {expected}; --help lists the options\n"
+
+
+# The one command.
+
+
+def test_every_command_is_listed_with_what_it_turns_into_what(capsys: pytest.CaptureFixture[str]) -> None:
+    main([])
+    lines = capsys.readouterr().out.splitlines()
+    for name, command in COMMANDS.items():
+        assert any(line.split() == [name, *command.summary.split()] for line in lines), name
+        assert "->" in command.summary
+
+
+def test_a_command_that_does_not_exist_is_named_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["zeroshot", "--data_path", "x"])
+    assert "there is no command 'zeroshot'; did you mean zero-shot?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_every_commands_body_exists(name: str) -> None:
+    module, _, function = COMMANDS[name].body.partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_the_installed_script_and_the_module_are_the_same_command() -> None:
+    version = f"dino_sparo {dino_sparo.__version__}\n"
+    for words in ([str(Path(sys.executable).with_name("dino-sparo"))], [sys.executable, "-m", "dino_sparo"]):
+        assert subprocess.run([*words, "--version"], capture_output=True, text=True, timeout=100).stdout == version
+
+
+@pytest.mark.parametrize("package", [dino_sparo, dino_sparo.clip])
+def test_what_a_package_offers_is_imported_when_it_is_used(package: ModuleType) -> None:
+    imported_when_used = set(dir(package)) - vars(package).keys()
+    assert set(package.__all__) == imported_when_used | ({"__version__"} & vars(package).keys())
+    assert all(getattr(package, name) is not None for name in package.__all__)
+    assert set(package.__all__) <= set(dir(package))
+    with pytest.raises(AttributeError, match="has no attribute 'no_such_name'"):
+        _ = package.no_such_name
+
+
+def test_importing_the_package_imports_no_torch() -> None:
+    program = "import sys, dino_sparo, dino_sparo.clip; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=100)
+
+
+@pytest.mark.parametrize(
+    ("names", "table"),
+    [
+        (choices.OPTIMIZERS, OPTIMIZERS),
+        (choices.PRECISIONS, PRECISIONS),
+        (choices.EXPORT_FORMATS, WRITERS | CLIP_FORMATS),
+    ],
+)
+def test_the_names_to_choose_from_are_those_that_can_be_built(names: tuple[str, ...], table: dict[str, Any]) -> None:
+    assert set(names) == set(table)
+
+
+# Purity.
+
+
+def test_parsing_opens_nothing_and_asks_no_device_or_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: Any, **__: Any) -> NoReturn:
+        raise AssertionError("parsing is pure")
+
+    for owner, name in [
+        (builtins, "open"),
+        (os, "open"),
+        (os, "makedirs"),
+        (os, "mkdir"),
+        (os, "listdir"),
+        (os, "scandir"),
+        (socket, "socket"),
+        (subprocess, "Popen"),
+        (torch.cuda, "is_available"),
+        (torch.cuda, "device_count"),
+        (torch.cuda, "init"),
+        (torch.hub, "list"),
+        (torch.hub, "load"),
+    ]:
+        monkeypatch.setattr(owner, name, forbidden)
+    args = parse("--data_path no/such/folder --output_dir no/such/runs --device cuda:7 --arch what")
+    monkeypatch.undo()
+    assert (args.data_path, args.device, args.arch) == ("no/such/folder", "cuda:7", "what")
+
+
+def test_parsing_does_not_depend_on_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = parse()
+    for name, value in {"RANK": "3", "WORLD_SIZE": "7", "LOCAL_RANK": "2", "SLURM_PROCID": "5"}.items():
+        monkeypatch.setenv(name, value)
+    assert parse() == before
+
+
+# Use.
+
+
+def definition(body: str) -> tuple[str, str]:
+    module, _, name = body.partition(":")
+    return module, name
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_every_option_of_a_command_is_read_by_its_code(name: str) -> None:
+    """Regression: `select` and `mask` parsed --max_missing_graphs, and no code of theirs asked for it."""
+    command = COMMANDS[name]
+    begin = [definition(command.body)]
+    if command.helper not in (None, run_command):  # which runs other commands, with options of their own
+        begin.append((open_model.__module__, open_model.__name__))
+    parsed = {action.dest for action in options(PARSERS[name]())}
+    ignored = IGNORED | (OF_PEERS if name in ("attention", "slot-score") else set())
+    assert parsed - options_read(*begin) <= ignored, "parsed but never used"
+
+
+@pytest.mark.parametrize("name", ["train", "train-clip", "knn", "linear", "attention", "zero-shot", "compositional"])
+def test_no_code_of_a_command_reads_an_option_that_it_has_not(name: str) -> None:
+    helper = [] if COMMANDS[name].helper is None else [(open_model.__module__, open_model.__name__)]
+    read = options_read(definition(COMMANDS[name].body), *helper, texts=False)
+    assert read <= {action.dest for action in options(PARSERS[name]())}, "used but never parsed"

@@ -1,0 +1,91 @@
+"""For tests of evaluations: a CLIP model whose features are known, a real one that is small, images of one colour."""
+
+import argparse
+import importlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from open_clip.tokenizer import SimpleTokenizer
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dino_sparo.__main__ import COMMANDS
+from dino_sparo.clip import clip_description, create_clip, tokenize
+from dino_sparo.image_text.scoring.dot_product import DotProductScorer
+from dino_sparo.image_text.scoring.image_rows import ClipView
+from dino_sparo.runtime.distributed import shutdown
+
+COLOURS = {"red": (1, 0, 0), "green": (0, 1, 0), "blue": (0, 0, 1), "yellow": (1, 1, 0), "cyan": (0, 1, 1)}
+TOKENIZER = SimpleTokenizer()
+# Those that every evaluation shares with all scripts.
+DEVICE_OPTIONS = {"device", "num_workers", "dist_url", "dist_timeout_min", "local_rank"}
+
+
+class ColourClip(nn.Module):
+    """An image's feature is its mean colour, a caption's the sum of the colours it names, white if it names none."""
+
+    def encode_image(self, images: Tensor, normalize: bool = True) -> Tensor:
+        features = images.mean(dim=(2, 3))
+        return F.normalize(features, dim=1) if normalize else features
+
+    def encode_text(self, token_ids: Tensor, normalize: bool = True) -> Tensor:
+        rows = []
+        for ids in token_ids.tolist():
+            words = TOKENIZER.decode(ids).replace(">", "> ").replace("<", " <").split()
+            named = [COLOURS[word] for word in words if word in COLOURS] or [(1, 1, 1)]
+            rows.append(torch.tensor(named).float().sum(dim=0))
+        features = torch.stack(rows)
+        return F.normalize(features, dim=1) if normalize else features
+
+
+def colour_encoder(batch_size: int = 3) -> DotProductScorer:
+    """`ColourClip` with pixels from 0 to 1."""
+    view = ClipView(4, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+    return DotProductScorer(ColourClip(), tokenize, view, torch.device("cpu"), batch_size)
+
+
+def paint(path: Path, colour: str) -> None:
+    """An image of one colour; without a known one, a file that is no image."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if colour in COLOURS:
+        Image.new("RGB", (7, 5), tuple(255 * value for value in COLOURS[colour])).save(path)  # type: ignore[arg-type]
+    else:
+        path.write_bytes(b"no image")
+
+
+def small_checkpoint(path: Path, readout: str = "sparo", seed: int = 0) -> Path:
+    """An untrained model in a checkpoint of CLIP training."""
+    torch.manual_seed(seed)
+    sizes = {"num_slots": 5, "slot_dim": 7, "key_dim": 3, "img_size": 32, "embed_dim": 11}
+    text = {"text_width": 24, "text_heads": 2, "text_layers": 3}
+    model = create_clip(arch="vit_micro", patch_size=8, readout=readout, **sizes, **text)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"model": model.state_dict(), "clip": clip_description(model.config), "epoch": 3}, path)
+    return path
+
+
+def parser_of(name: str) -> argparse.ArgumentParser:
+    """The options of a command."""
+    parser = COMMANDS[name].parser
+    assert parser is not None
+    return parser()
+
+
+def call(name: str, words: Iterable[object]) -> dict[str, Any]:
+    """Run a command without its catching of errors."""
+    command = COMMANDS[name]
+    module, _, function = command.body.partition(":")
+    body = getattr(importlib.import_module(module), function)
+    args = parser_of(name).parse_args([*map(str, words)])
+    return body(args) if command.helper is None else body(args, command.helper)
+
+
+def evaluate(name: str, *options: Any) -> dict[str, Any]:
+    """Run an evaluation in this process, on few images at a time, without its catching of errors."""
+    try:
+        return call(name, [*options, "--device", "cpu", "--num_workers", "0", "--batch_size_per_gpu", "6"])
+    finally:
+        shutdown()

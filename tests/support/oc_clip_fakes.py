@@ -1,0 +1,121 @@
+"""For tests of OC-CLIP: a small model, graphs of unequal sizes in batches, an untrained checkpoint, a short run."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from runs import options
+from torch import nn
+
+from dino_sparo.image_text.objective import param_groups
+from dino_sparo.image_text.pairs.batches import PairItem
+from dino_sparo.oc_clip.config import BindingConfig, OCCLIPConfig
+from dino_sparo.oc_clip.graphs.files import graph_record
+from dino_sparo.oc_clip.graphs.graph import LookupCounts, Relation, SceneGraph
+from dino_sparo.oc_clip.graphs.json_lines import JsonLines
+from dino_sparo.oc_clip.graphs.negatives import draw_negatives
+from dino_sparo.oc_clip.model import OCCLIP, create_oc_clip
+from dino_sparo.oc_clip.options import get_args_parser
+from dino_sparo.oc_clip.pairs import GraphItem, GraphPairBatch, collate_graph_pairs
+from dino_sparo.oc_clip.step import OCTraining
+from dino_sparo.oc_clip.train import train
+from dino_sparo.runtime.choices import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+from dino_sparo.runtime.distributed import wrap_ddp
+from dino_sparo.training.optim import create_optimizer
+from dino_sparo.training.updater import Updater
+
+COMMAND = "train-oc-clip"
+IMG_SIZE, CONTEXT = 24, 9  # nine patches
+PHRASES = ("red star", "blue ring", "green cross", "tall box", "dot")
+PREDICATES = ("left of", "above", "on")
+# Entities and relations of twelve graphs; the first six have other sums than the last six, and so have thirds.
+SIZES = ((3, 2), (1, 0), (5, 4), (2, 1), (4, 0), (2, 2), (1, 0), (3, 3), (5, 1), (2, 0), (4, 2), (3, 1))
+# A run of six steps.
+TINY: dict[str, object] = {
+    **{"data_path": "scenes:20:32", "img_size": 16, "text_layers": 2, "bind_dim": 12, "bind_heads": 2, "rel_dim": 7},
+    **{"bind_layers": 1, "batch_size": 6, "epochs": 2, "warmup_steps": 2, "saveckp_minutes": 30.0},
+}
+
+
+def run(output_dir: Path, **changes: object) -> Path:
+    """Train in this process; options without a value are given as ""."""
+    train(get_args_parser().parse_args(options(output_dir, COMMAND, **{**TINY, **changes})))
+    return output_dir
+
+
+def small_model(seed: int = 0, context: int = CONTEXT, **binding: Any) -> OCCLIP:
+    """No two sizes alike, and every parameter away from what it starts with."""
+    torch.manual_seed(seed)
+    sizes = {"dim": 12, "num_default": 3, "num_layers": 1, "num_heads": 2, "rel_dim": 7, **binding}
+    text = {"text_width": 24, "text_heads": 2, "text_layers": 2, "context_length": context}
+    model = create_oc_clip("vit_micro", 8, IMG_SIZE, binding=BindingConfig(**sizes), **text)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "coef" not in name and name != "logit_scale":
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+def small_checkpoint(path: Path, seed: int = 0, **binding: Any) -> Path:
+    """An untrained model in a checkpoint of OC-CLIP's training."""
+    model = small_model(seed, context=20, **binding)
+    description = oc_clip_description(model.config)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"model": model.state_dict(), "oc_clip": description, "epoch": 3}, path)
+    return path
+
+
+def write_graphs(path: Path, rows: Iterable[tuple[str, SceneGraph, str | None]]) -> None:
+    """A file of graphs, of captions, graphs and images."""
+    with JsonLines(path) as file:
+        for caption, graph, image in rows:
+            file.write(graph_record(caption, graph, image))
+
+
+def oc_clip_description(config: OCCLIPConfig) -> dict[str, Any]:
+    """What a checkpoint carries under `oc_clip`."""
+    statistics = {"mean": list(OPENAI_CLIP_MEAN), "std": list(OPENAI_CLIP_STD)}
+    return {**config.to_dict(), "graphs": {"parser": "templates"}, **statistics}
+
+
+def graph_of_size(number: int, num_entities: int, num_relations: int) -> SceneGraph:
+    """Phrases in another order in every graph."""
+    entities = tuple(PHRASES[(number + m) % len(PHRASES)] for m in range(num_entities))
+    relations = tuple(
+        Relation(p % num_entities, PREDICATES[(number + p) % len(PREDICATES)], (p + 1) % num_entities)
+        for p in range(num_relations)
+    )
+    return SceneGraph(entities, relations)
+
+
+def some_graphs(without_relations: Sequence[int] = ()) -> list[SceneGraph]:
+    """Twelve graphs; those that are named have no relations."""
+    return [graph_of_size(i, e, 0 if i in without_relations else r) for i, (e, r) in enumerate(SIZES)]
+
+
+def batch_of(graphs: Sequence[SceneGraph], numbers: Sequence[int]) -> GraphPairBatch:
+    """Some of the graphs with their images; what an image and a false graph are depends on the number alone."""
+    items = []
+    for number in numbers:
+        rng = np.random.default_rng(number)
+        image = torch.from_numpy(rng.integers(256, size=(3, IMG_SIZE, IMG_SIZE), dtype=np.uint8))
+        pair = PairItem(image, "words", number)
+        negatives = draw_negatives(graphs[number], rng)
+        items.append(GraphItem(pair, graphs[number], negatives, LookupCounts(captions=1)))
+    return collate_graph_pairs(items, CONTEXT)
+
+
+def training_of(model: nn.Module, rel_loss_weight: float = 1.0) -> OCTraining:
+    """What a step takes, inside DDP where there are several processes, in the model's precision."""
+    device, dtype = torch.device("cpu"), next(model.parameters()).dtype
+    optimizer = create_optimizer("adamw", param_groups(dict(model.named_parameters()), 0.2, (0.9, 0.98), 1e-6))
+    updater = Updater(optimizer, [{"lr": np.full(100, 1e-3)}] * 2, list(model.parameters()), device)
+    return OCTraining(
+        model=wrap_ddp(model, device),
+        updater=updater,
+        mean=torch.full((1, 3, 1, 1), 0.4, dtype=dtype),
+        std=torch.full((1, 3, 1, 1), 0.3, dtype=dtype),
+        rel_loss_weight=rel_loss_weight,
+    )

@@ -1,0 +1,77 @@
+"""Recorded checkpoints, the command lines that wrote them, and how a test calls a command.
+
+`reference/checkpoints/` holds three files: `dino` and `clip`, runs of an earlier commit within their second epoch, and
+`evaluated`, the CLIP model that every evaluation was recorded with. All are of `SMALL_ARCH`, so each takes less than
+200 kB. A gzipped file has the bytes of the checkpoint that was written.
+"""
+
+import gzip
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dino_sparo.__main__ import run
+
+REFERENCE = Path(__file__).resolve().parents[1] / "reference"
+
+# Smaller than any architecture of the package. Tests add it to the table under this name, which is in the checkpoints.
+SMALL_ARCH, SMALL_SIZE = "vit_recorded", {"embed_dim": 12, "depth": 3, "num_heads": 2}
+
+SHARED: dict[str, object] = {
+    "arch": SMALL_ARCH,
+    "patch_size": 8,
+    "sparo_slots": 5,
+    "sparo_slot_dim": 7,
+    "sparo_key_dim": 3,
+    "num_workers": 0,
+    "device": "cpu",
+    "precision": "fp32",
+}
+TEXT = {"text_width": 10, "text_heads": 2, "text_layers": 2, "context_length": 40, "embed_dim": 35, "img_size": 32}
+DINO_RUN = {
+    **SHARED,
+    "data_path": "scenes:64:32",
+    "global_crops_size": 32,
+    "local_crops_size": 16,
+    "local_crops_number": 2,
+    "out_dim": 9,
+    "head_hidden_dim": 6,
+    "batch_size_per_gpu": 8,
+    "epochs": 4,
+    "warmup_epochs": 1,
+    "freeze_last_layer": 1,
+    "lr": 0.01,
+}
+CLIP_RUN = {
+    **SHARED,
+    **TEXT,
+    "data_path": "scenes:64:32",
+    "batch_size": 8,
+    "epochs": 4,
+    "warmup_steps": 4,
+    "lr": 0.01,
+}
+
+
+def command(name: str, *words: object) -> Any:
+    """Run a command in this process. Nothing else in the tests of records knows how a command is called."""
+    return run(name, [str(word) for word in words])
+
+
+def words_of(options: Mapping[str, object]) -> list[str]:
+    """The words of a command line."""
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+
+
+def unpack(name: str, folder: Path) -> Path:
+    """Write a recorded checkpoint to `checkpoint.pth` in a folder, which is created if need be."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "checkpoint.pth"
+    path.write_bytes(gzip.decompress((REFERENCE / "checkpoints" / f"{name}.pth.gz").read_bytes()))
+    return path
+
+
+def record_of(folder: str, name: str) -> dict[str, Any]:
+    """What was recorded."""
+    return json.loads((REFERENCE / folder / f"{name}.json").read_text())

@@ -1,0 +1,871 @@
+"""Files that hold weights: whole or not there, read without running them, and strict about what they fit."""
+
+import argparse
+import contextlib
+import errno
+import importlib
+import inspect
+import io
+import json
+import logging
+import math
+import os
+import pickle
+import random
+import re
+import shlex
+import zipfile
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from runs import options
+from safetensors.torch import save_file
+from torch import nn
+
+from dino_sparo import CheckpointError, Encoder, EncoderConfig, create_encoder, load_checkpoint, load_encoder
+from dino_sparo.__main__ import run as run_command
+from dino_sparo.data.dataset import IMAGENET_MEAN, IMAGENET_STD
+from dino_sparo.evaluation.protocol import trained_encoder
+from dino_sparo.runtime.choices import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+from dino_sparo.training.objective import Objective
+from dino_sparo.weights import checkpoint as checkpoint_module
+from dino_sparo.weights import file as checkpoint_file
+from dino_sparo.weights.checkpoint import (
+    check_known_clip,
+    check_same_model,
+    describe_encoder,
+    encoder_description,
+    flat_weights,
+    infer_config,
+    load_strictly,
+    normalization_of,
+    random_state,
+    restore_random_state,
+)
+from dino_sparo.weights.export import export
+from dino_sparo.weights.file import weights_checksum
+from dino_sparo.weights.folder import save_checkpoint
+from dino_sparo.weights.foreign_names import Renamed
+from dino_sparo.weights.initialize import check_same_activation
+
+SMALL: dict[str, Any] = {"arch": "vit_micro", "patch_size": 8, "img_size": 24}
+SPARO: dict[str, Any] = {"readout": "sparo", "num_slots": 6, "slot_dim": 7, "key_dim": 5, "group_size": 2}
+
+
+def build(seed: int = 0, **settings: Any) -> Encoder:
+    torch.manual_seed(seed)
+    return create_encoder(**{**SMALL, **settings})
+
+
+def contents() -> dict[str, Any]:
+    """Something of every kind that a checkpoint holds."""
+    return {
+        "student": {"backbone.w": torch.randn(3, 5), "backbone.n": torch.arange(7)},
+        "epoch": 2,
+        "args": {"lr": 5e-4, "scale": [0.4, 1.0], "device": "auto", "max_steps": None, "norm_last_layer": True},
+        "dino_loss": {"center": torch.randn(1, 11).bfloat16()},
+    }
+
+
+def assert_equal(left: Any, right: Any) -> None:
+    assert type(left) is type(right)
+    if isinstance(left, dict):
+        assert list(left) == list(right)
+        for name in left:
+            assert_equal(left[name], right[name])
+    elif isinstance(left, torch.Tensor):
+        assert left.dtype == right.dtype
+        assert torch.equal(left, right)
+    else:
+        assert left == right
+
+
+# Saving.
+
+
+def test_what_was_saved_is_loaded_and_nothing_else_lies_in_the_folder(tmp_path: Path) -> None:
+    saved, path = contents(), tmp_path / "checkpoint.pth"
+    save_checkpoint({"epoch": 1}, path)
+    save_checkpoint(saved, path)
+    assert_equal(load_checkpoint(path), saved)
+    assert [file.name for file in tmp_path.iterdir()] == ["checkpoint.pth"]
+
+
+def test_the_old_file_stays_until_the_new_one_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, happened = tmp_path / "checkpoint.pth", []
+    save_checkpoint({"epoch": 1}, path)
+    fsync, move = os.fsync, os.replace
+
+    def watched_fsync(descriptor: int) -> None:
+        happened.append(("fsync", load_checkpoint(path)["epoch"]))
+        fsync(descriptor)
+
+    def watched_move(source: Path, target: Path) -> None:
+        happened.append(("replace", load_checkpoint(path)["epoch"]))
+        assert load_checkpoint(source)["epoch"] == 2
+        move(source, target)
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(os, "replace", watched_move)
+    save_checkpoint({"epoch": 2}, path)
+    assert happened[:2] == [("fsync", 1), ("replace", 1)]
+    assert load_checkpoint(path)["epoch"] == 2
+
+
+def full_disk(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def full_after_some_bytes(_: Any, file: io.BufferedWriter) -> None:
+    """What torch.save does on a full disk: some bytes, then a RuntimeError."""
+    file.write(b"PK\x03\x04" + bytes(1000))
+    raise RuntimeError("[enforce fail at inline_container.cc:626] . unexpected pos 64 vs 0: No space left on device")
+
+
+FAILURES: dict[str, tuple[Any, str, Callable]] = {
+    "torch.save raises OSError": (torch, "save", full_disk),
+    "torch.save raises RuntimeError": (torch, "save", full_after_some_bytes),
+    "os.fsync": (os, "fsync", full_disk),
+    "os.replace": (os, "replace", full_disk),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_save_that_fails_leaves_the_old_file_and_says_so(
+    failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "checkpoint.pth"
+    save_checkpoint(contents(), path)
+    before = path.read_bytes()
+    monkeypatch.setattr(*FAILURES[failure])
+    with pytest.raises(
+        CheckpointError, match=r"could not write .*checkpoint\.pth \(.*No space left.*\); .*before it is kept"
+    ):
+        save_checkpoint({"epoch": 3}, path)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["checkpoint.pth"]
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_first_save_that_fails_leaves_nothing(failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*FAILURES[failure])
+    with pytest.raises(CheckpointError, match=r"could not write .*; there was none before it"):
+        save_checkpoint({"epoch": 3}, tmp_path / "checkpoint.pth")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "free some space and start again"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "free some space and start again"),
+        (OSError(errno.EFBIG, "File too large"), "free some space and start again"),
+        (RuntimeError("unexpected pos 64 vs 0"), "free some space and start again"),
+        (OSError(errno.EACCES, "Permission denied"), "see that the folder is there and can be written"),
+        (OSError(errno.ENOENT, "No such file or directory"), "see that the folder is there and can be written"),
+    ],
+    ids=["space", "quota", "file size", "torch's", "permission", "folder"],
+)
+def test_a_save_that_fails_says_what_to_do(
+    error: Exception, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(CheckpointError, match=rf"\({re.escape(str(error))}\); there was none before it; {remedy}"):
+        save_checkpoint({"epoch": 3}, tmp_path / "checkpoint.pth")
+
+
+def test_random_numbers_go_on_where_they_were_saved(tmp_path: Path) -> None:
+    def draw() -> list[float]:
+        return [float(torch.rand(())), float(np.random.randn()), random.gauss(0, 1)]
+
+    draw()  # numpy and Python draw normal numbers in pairs, and keep the second: it belongs to the state
+    state = random_state(torch.device("cpu"))
+    expected = [draw() for _ in range(3)]  # now: the checks of types in tests draw from Python's generator
+    save_checkpoint({"ranks": [state]}, tmp_path / "checkpoint.pth")
+    for module in (torch, np.random, random):
+        (module.manual_seed if module is torch else module.seed)(7)
+    assert draw() != expected[0]
+    loaded = load_checkpoint(tmp_path / "checkpoint.pth")["ranks"][0]
+    restore_random_state(loaded, torch.device("cpu"))
+    assert [draw() for _ in range(3)] == expected
+
+
+def test_saving_where_there_is_no_folder_names_the_path(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"could not write .*nowhere.*checkpoint\.pth"):
+        save_checkpoint({"epoch": 3}, tmp_path / "nowhere" / "checkpoint.pth")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"could not write .*checkpoint\.pth"):
+        save_checkpoint({"epoch": 3}, tmp_path / "file" / "checkpoint.pth")
+
+
+# Files that are no checkpoints.
+
+
+def saved_bytes(checkpoint: Any, in_zip: bool = True) -> bytes:
+    """What torch.save writes, in today's format or in that of the years before it."""
+    buffer = io.BytesIO()
+    torch.save(checkpoint, buffer, _use_new_zipfile_serialization=in_zip)
+    return buffer.getvalue()
+
+
+def assert_no_checkpoint(path: Path, data: bytes) -> None:
+    """Refused as damaged, by path, and not accused of wanting to run code."""
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"(truncated|damaged) or no checkpoint") as caught:
+        load_checkpoint(path)
+    assert str(path) in str(caught.value)
+    assert "run code" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("share", [0.001, 0.01, 0.1, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("in_zip", [True, False])
+def test_a_truncated_checkpoint_is_called_so(in_zip: bool, share: float, tmp_path: Path) -> None:
+    whole = saved_bytes({"student": {"w": torch.randn(31, 37)}, "epoch": 3}, in_zip)
+    assert_no_checkpoint(tmp_path / "cut.pth", whole[: math.ceil(share * len(whole))])
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 3, 4, 5, 17, 64])
+@pytest.mark.parametrize("in_zip", [True, False])
+def test_the_first_bytes_of_a_checkpoint_are_no_checkpoint(in_zip: bool, length: int, tmp_path: Path) -> None:
+    assert_no_checkpoint(tmp_path / "cut.pth", saved_bytes(contents(), in_zip)[:length])
+
+
+def test_the_message_counts_the_bytes_that_are_there(tmp_path: Path) -> None:
+    path = tmp_path / "cut.pth"
+    path.write_bytes(saved_bytes(contents())[:1234])
+    with pytest.raises(CheckpointError, match=r"1234 bytes"):
+        load_checkpoint(path)
+
+
+def zip_of_something_else() -> bytes:
+    buffer = io.BytesIO()
+    np.savez(buffer, a=np.zeros(3))
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"hello, I am a text\n",
+        b"Not found\n",
+        b"<!DOCTYPE html><html><body>404</body></html>",
+        b'{"epoch": 3}',
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 3\n",
+        "Füße".encode(),
+        bytes(100),
+        b"\xff" * 100,
+        pickle.dumps({"epoch": 3}, protocol=2),
+        zip_of_something_else(),
+    ],
+    ids=["text", "404", "html", "json", "lfs", "umlauts", "zeros", "ones", "pickle", "npz"],
+)
+def test_other_files_are_no_checkpoints(data: bytes, tmp_path: Path) -> None:
+    assert_no_checkpoint(tmp_path / "other.pth", data)
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_whatever_the_bytes_the_error_is_ours(tmp_path: Path) -> None:
+    rng, path = random.Random(0), tmp_path / "noise.pth"
+    originals = [saved_bytes({"w": torch.zeros(3, 5), "epoch": 3}, in_zip) for in_zip in (True, False)]
+    for trial in range(300):
+        if trial % 3 == 2:
+            data = rng.randbytes(rng.choice((3, 30, 300)))
+        else:
+            damaged = bytearray(originals[trial % 3])
+            for _ in range(3):
+                damaged[rng.randrange(min(len(damaged), 600))] = rng.randrange(256)
+            data = bytes(damaged)
+        path.write_bytes(data)
+        with contextlib.suppress(CheckpointError):  # now and then the damage is harmless
+            load_checkpoint(path)
+
+
+def test_a_path_without_a_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no checkpoint at .*nothing\.pth; give the path"):
+        load_checkpoint(tmp_path / "nothing.pth")
+    with pytest.raises(CheckpointError, match=r"no checkpoint at "):
+        load_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize(("value", "kind"), [([1, 2], "list"), (torch.zeros(3), "Tensor"), (3.5, "float")])
+def test_a_file_that_holds_no_dict_is_refused(value: Any, kind: str, tmp_path: Path) -> None:
+    (tmp_path / "value.pth").write_bytes(saved_bytes(value))
+    with pytest.raises(CheckpointError, match=rf"value\.pth holds a {kind}, not a dict of weights"):
+        load_checkpoint(tmp_path / "value.pth")
+
+
+def flipped(data: bytes, position: int) -> bytes:
+    """The same bytes but for one bit."""
+    return data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_a_flipped_bit_in_the_weights_is_noticed_by_every_reader_not_only_on_resuming(
+    suffix: str, tmp_path: Path
+) -> None:
+    encoder, path, rng = build(**SPARO), tmp_path / f"weights{suffix}", random.Random(0)
+    save_encoder(encoder, tmp_path / "whole.pth")
+    path.write_bytes((tmp_path / "whole.pth").read_bytes())
+    if suffix == ".safetensors":
+        export(tmp_path / "whole.pth", path)
+    whole, content, noticed = path.read_bytes(), load_checkpoint(path), 0
+    for _ in range(150):
+        path.write_bytes(flipped(whole, rng.randrange(len(whole))))
+        try:
+            assert_equal(load_checkpoint(path), content)  # between the parts of a file lie bytes that say nothing
+        except CheckpointError:
+            noticed += 1
+    assert noticed > 140
+    path.write_bytes(
+        flipped(whole, whole.index((encoder.state_dict()["readout.queries"] + 0.01).numpy().tobytes()) + 1)
+    )
+    for read in (load_checkpoint, load_encoder):
+        with pytest.raises(CheckpointError, match=rf"weights\{suffix} is damaged: .* copy (it|the file) again"):
+            read(path)
+
+
+def test_a_checkpoint_that_was_verified_a_moment_ago_is_not_verified_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(contents(), tmp_path / "checkpoint.pth")
+    monkeypatch.setattr(checkpoint_file, "_require_checksum", lambda *_: pytest.fail("verified again"))
+    load_checkpoint(tmp_path / "checkpoint.pth", verify=False)
+
+
+def test_a_safetensors_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
+    (tmp_path / "cut.safetensors").write_bytes(b"\x08\x00\x00")
+    with pytest.raises(
+        CheckpointError, match=r"cut\.safetensors is truncated or no safetensors file \(.*[Hh]eader.*\)"
+    ):
+        load_checkpoint(tmp_path / "cut.safetensors")
+
+
+def test_weights_of_others_without_a_checksum_load(tmp_path: Path) -> None:
+    save_file({"w": torch.arange(5)}, tmp_path / "theirs.safetensors")
+    assert torch.equal(load_checkpoint(tmp_path / "theirs.safetensors")["w"], torch.arange(5))
+
+
+def test_a_checksum_of_weights_is_of_names_types_shapes_and_values_in_any_order() -> None:
+    weights = {"b": torch.arange(6).view(2, 3), "a": torch.ones(5).bfloat16()}
+    checksum = weights_checksum(weights)
+    assert re.fullmatch("[0-9a-f]{8}", checksum)
+    assert weights_checksum(dict(reversed(weights.items()))) == checksum
+    assert weights_checksum({**weights, "b": weights["b"].t().contiguous().t()}) == checksum  # another layout
+    others = [
+        {"c": weights["b"], "a": weights["a"]},
+        {**weights, "b": weights["b"].view(3, 2)},
+        {**weights, "a": weights["a"].view(torch.float16)},
+        {**weights, "a": torch.ones(5).bfloat16().index_fill(0, torch.tensor(4), 1.25)},
+    ]
+    assert len({checksum, *map(weights_checksum, others)}) == 5
+
+
+# Files that would run code.
+
+
+class RunsCommand:
+    """Unpickled carelessly, this runs a command in the shell."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple:
+        return os.system, (self.command,)
+
+
+class CallsPython:
+    """Unpickled carelessly, this evaluates an expression."""
+
+    def __init__(self, expression: str) -> None:
+        self.expression = expression
+
+    def __reduce__(self) -> tuple:
+        return eval, (self.expression,)
+
+
+@pytest.mark.parametrize("in_zip", [True, False])
+def test_a_pickle_that_runs_a_command_is_refused_by_name_and_not_run(in_zip: bool, tmp_path: Path) -> None:
+    marker, path = tmp_path / "marker", tmp_path / "evil.pth"
+    command = RunsCommand(f"touch {shlex.quote(str(marker))}")
+    path.write_bytes(saved_bytes({"student": {"w": torch.zeros(3)}, "args": command}, in_zip))
+    name = re.escape(f"{os.system.__module__}.system")
+    with pytest.raises(CheckpointError, match=rf"evil\.pth was refused: reading it would run code \({name}\)"):
+        load_checkpoint(path)
+    assert not marker.exists()
+    with pytest.raises(CheckpointError, match="was refused"):
+        load_encoder(path)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("in_zip", [True, False])
+def test_a_pickle_that_evaluates_python_is_refused_by_name_and_not_run(in_zip: bool, tmp_path: Path) -> None:
+    marker, path = tmp_path / "marker", tmp_path / "evil.pth"
+    path.write_bytes(saved_bytes({"epoch": CallsPython(f"open({str(marker)!r}, 'w').close()")}, in_zip))
+    with pytest.raises(CheckpointError, match=r"reading it would run code \((\w+\.)?eval\)"):
+        load_checkpoint(path)
+    assert not marker.exists()
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_a_bare_pickle_that_runs_a_command_is_not_run(protocol: int, tmp_path: Path) -> None:
+    marker, path = tmp_path / "marker", tmp_path / "evil.pth"
+    path.write_bytes(pickle.dumps(RunsCommand(f"touch {shlex.quote(str(marker))}"), protocol))
+    with pytest.raises(CheckpointError, match=r"evil\.pth"):
+        load_checkpoint(path)
+    assert not marker.exists()
+
+
+def test_a_whole_module_is_refused_by_its_class(tmp_path: Path) -> None:
+    (tmp_path / "module.pth").write_bytes(saved_bytes({"model": nn.Linear(2, 3)}))
+    with pytest.raises(CheckpointError, match=r"would run code \(torch\.nn\.modules\.linear\.Linear\)"):
+        load_checkpoint(tmp_path / "module.pth")
+
+
+def test_reading_a_checkpoint_does_not_change_what_torch_considers_safe(tmp_path: Path) -> None:
+    before = set(torch.serialization.get_safe_globals())
+    save_checkpoint(contents(), tmp_path / "checkpoint.pth")
+    load_checkpoint(tmp_path / "checkpoint.pth")
+    assert set(torch.serialization.get_safe_globals()) == before
+
+
+# The reference's checkpoints.
+
+
+def reference_checkpoint(encoder: Encoder) -> dict[str, Any]:
+    """As facebookresearch/dino saves it: a Namespace with a Path, numpy numbers in the optimizer, DDP's names."""
+    weights = {
+        **encoder.state_dict(),
+        "head.mlp.0.weight": torch.randn(3, 192),
+        "head.last_layer.weight_g": torch.ones(2),
+    }
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(3))])
+    optimizer.param_groups[0].update(lr=np.float64(0.0005), weight_decay=np.linspace(0.04, 0.4, 5)[3])
+    return {
+        "student": {f"module.{name}": value for name, value in weights.items()},
+        "teacher": {name: value + 0.01 for name, value in weights.items()},
+        "optimizer": optimizer.state_dict(),
+        "epoch": 101,
+        "args": argparse.Namespace(arch="vit_small", output_dir=Path("runs/first"), global_crops_scale=(0.4, 1.0)),
+        "dino_loss": {"center": torch.zeros(1, 5)},
+        "fp16_scaler": {"scale": 65536.0, "growth_factor": 2.0, "_growth_tracker": 7},
+    }
+
+
+def rename_globals(path: Path, pattern: bytes, name: bytes) -> None:
+    """Rewrite the names of classes and functions in a checkpoint, as other versions of their packages write them."""
+    with zipfile.ZipFile(path) as archive:
+        entries = {entry: archive.read(entry) for entry in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for entry, data in entries.items():
+            if entry.endswith("data.pkl"):
+                data, count = re.subn(pattern, name, data)
+                assert count > 0
+            archive.writestr(entry, data)
+
+
+@pytest.mark.parametrize("in_zip", [True, False])
+def test_the_references_full_checkpoint_loads(in_zip: bool, tmp_path: Path) -> None:
+    encoder, path = build(readout="cls"), tmp_path / "reference.pth"
+    path.write_bytes(saved_bytes(reference_checkpoint(encoder), in_zip))
+    checkpoint = load_checkpoint(path)
+    assert checkpoint["args"].output_dir == Path("runs/first")
+    group = checkpoint["optimizer"]["param_groups"][0]
+    assert group["lr"] == 0.0005
+    assert group["weight_decay"] == pytest.approx(0.31)
+    images = torch.randn(2, 3, 24, 32)
+    for which, shift in [("student", 0.0), ("teacher", 0.01)]:
+        loaded = load_encoder(path, which)
+        for name, value in loaded.state_dict().items():
+            assert torch.equal(value, encoder.state_dict()[name] + shift)
+        assert loaded.config == encoder.config == EncoderConfig(**SMALL, readout="cls")
+        assert loaded(images).shape == (2, 128)
+
+
+@pytest.mark.parametrize("name", [b"numpy.core.multiarray", b"numpy._core.multiarray"])
+def test_numpy_numbers_load_under_the_names_of_numpy_1_and_2(name: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "reference.pth"
+    save_checkpoint(reference_checkpoint(build(readout="cls")), path)
+    rename_globals(path, rb"cnumpy\._?core\.multiarray\nscalar\n", b"c" + name + b"\nscalar\n")
+    assert load_checkpoint(path)["optimizer"]["param_groups"][0]["lr"] == 0.0005
+
+
+@pytest.mark.parametrize("name", [b"pathlib", b"pathlib._local"])
+def test_paths_load_under_the_names_of_all_pythons(name: bytes, tmp_path: Path) -> None:
+    # Python 3.13 moved the class to pathlib._local, and pickles it under that name.
+    path = tmp_path / "reference.pth"
+    save_checkpoint(reference_checkpoint(build(readout="cls")), path)
+    rename_globals(path, rb"cpathlib(\._local)?\nPosixPath\n", b"c" + name + b"\nPosixPath\n")
+    assert load_checkpoint(path)["args"].output_dir == Path("runs/first")
+
+
+@pytest.mark.parametrize(("patch_size", "img_size", "in_chans"), [(8, 24, 3), (4, 28, 1)])
+def test_raw_vit_weights_tell_how_the_vit_was_built(
+    patch_size: int, img_size: int, in_chans: int, tmp_path: Path
+) -> None:
+    encoder = create_encoder("vit_tiny", patch_size, "cls", img_size=img_size, in_chans=in_chans)
+    weights = dict(encoder.backbone.state_dict())
+    weights["head.weight"] = torch.zeros(1000, 192)  # timm's classifier
+    torch.save(weights, tmp_path / "vit.pth")
+    loaded = load_encoder(tmp_path / "vit.pth")
+    expected = EncoderConfig("vit_tiny", patch_size, "cls", img_size=img_size, in_chans=in_chans)
+    assert loaded.config == expected
+    images = torch.randn(2, in_chans, 32, 20)
+    with torch.no_grad():
+        assert torch.equal(loaded(images), encoder.eval()(images))
+
+
+@pytest.mark.parametrize("prefix", ["", "backbone.", "module.", "module.backbone."])
+def test_weights_come_under_our_names_whoever_saved_them(prefix: str) -> None:
+    weights = {f"{prefix}cls_token": torch.ones(1), f"{prefix}blocks.0.norm1.weight": torch.zeros(2), "epoch": 3}
+    assert list(flat_weights(weights)) == ["backbone.cls_token", "backbone.blocks.0.norm1.weight"]
+
+
+def test_weights_of_no_vision_transformer_are_refused_with_some_of_their_names(tmp_path: Path) -> None:
+    torch.save({"layer1.0.conv1.weight": torch.zeros(3, 3)}, tmp_path / "resnet.pth")
+    with pytest.raises(CheckpointError, match=r"not the weights of a vision transformer.*layer1\.0\.conv1\.weight"):
+        load_encoder(tmp_path / "resnet.pth")
+    torch.save({"epoch": 3}, tmp_path / "nothing.pth")
+    with pytest.raises(CheckpointError, match="not the weights of a vision transformer"):
+        load_encoder(tmp_path / "nothing.pth")
+
+
+def test_a_vit_of_no_known_size_lists_the_known_ones(tmp_path: Path) -> None:
+    weights = build(readout="cls").backbone.state_dict()
+    without_block = {name: value for name, value in weights.items() if not name.startswith("blocks.3.")}
+    torch.save(without_block, tmp_path / "vit.pth")
+    with pytest.raises(
+        CheckpointError, match=r"width 128 and 3 blocks; known are vit_micro \(128, 4\).*vit_base \(768, 12\).*whole"
+    ):
+        load_encoder(tmp_path / "vit.pth")
+    with pytest.raises(CheckpointError, match=r"vit\.pth \(encoder\) do not fit the model; 12 missing: .*blocks\.3\."):
+        load_encoder(tmp_path / "vit.pth", arch="vit_micro")
+
+
+def test_an_override_that_does_not_fit_says_which_weights(tmp_path: Path) -> None:
+    torch.save(build(readout="cls").backbone.state_dict(), tmp_path / "vit.pth")
+    with pytest.raises(
+        CheckpointError, match=r"96 missing: .*blocks\.0\.attn\.proj\.bias \(128,\) instead of \(384,\)"
+    ):
+        load_encoder(tmp_path / "vit.pth", arch="vit_small")
+    with pytest.raises(
+        CheckpointError, match=r"patch_embed\.proj\.weight \(128, 3, 8, 8\) instead of \(128, 3, 4, 4\)"
+    ):
+        load_encoder(tmp_path / "vit.pth", patch_size=4)
+    with pytest.raises(ValueError, match=r"vit_giant.*vit_small"):
+        load_encoder(tmp_path / "vit.pth", arch="vit_giant")
+
+
+@pytest.mark.parametrize("replace_block", [True, False], ids=["in a block's place", "behind all blocks"])
+def test_weights_with_sparo_tell_how_it_was_built(replace_block: bool) -> None:
+    encoder = build(**SPARO, replace_block=replace_block)
+    assert infer_config(encoder.state_dict()) == replace(encoder.config, replace_block=replace_block)
+
+
+def test_weights_of_a_read_out_that_their_shapes_do_not_show_are_refused(tmp_path: Path) -> None:
+    torch.save(build(readout="attpool", num_slots=2, slot_dim=3, key_dim=4).state_dict(), tmp_path / "vit.pth")
+    with pytest.raises(CheckpointError, match=r"do not fit the model; .*unexpected: readout\."):
+        load_encoder(tmp_path / "vit.pth")
+
+
+def test_weights_with_clips_first_layer_norm_tell_so() -> None:
+    assert infer_config(build(readout="cls", pre_norm=True).state_dict()).pre_norm
+    assert not infer_config(build(readout="cls").state_dict()).pre_norm
+
+
+def test_parts_of_a_clip_that_are_not_known_are_counted_and_the_first_four_named() -> None:
+    known = Renamed({}, "cls", unknown=[], missing=[])
+    assert check_known_clip(known) is known
+    lists = [f"visual.x{number}" for number in range(5)], [f"text.y{number}" for number in range(6)]
+    with pytest.raises(CheckpointError) as caught:
+        check_known_clip(Renamed({}, "cls", *lists), "clip.pt")
+    assert str(caught.value).endswith(
+        "of the weights of clip.pt 5 are unknown (visual.x0, visual.x1, visual.x2, visual.x3) and 6 missing (text.y0, "
+        "text.y1, text.y2, text.y3)"
+    )
+    for unknown, missing in ((["visual.x"], []), ([], ["text.y"])):
+        with pytest.raises(CheckpointError, match=rf"{len(unknown)} are unknown .* {len(missing)} missing"):
+            check_known_clip(Renamed({}, "cls", unknown, missing))
+
+
+@pytest.mark.parametrize(("readout", "codes"), [("cls", (0, 0)), ("fdt", (7, 11))])
+def test_a_clips_image_tower_has_codes_only_where_its_readout_needs_them(readout: str, codes: tuple[int, int]) -> None:
+    images = {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}
+    clip = {"image": {"readout": readout}, "replace_block": None, "quick_gelu": True, "num_codes": 7, "embed_dim": 11}
+    description = describe_encoder({"clip": {**clip, **images}}, {})
+    expected = {"readout": readout, "replace_block": None, "quick_gelu": True, **images}
+    assert description == {**expected, "num_codes": codes[0], "code_dim": codes[1]}
+
+
+@pytest.mark.parametrize("key", ["clip", "encoder", "published"])
+@pytest.mark.parametrize("saved", [True, False])
+def test_weights_trained_with_another_activation_start_nothing(key: str, saved: bool) -> None:
+    check_same_activation({key: {"quick_gelu": saved}}, saved, "clip.pt")
+    message = rf"clip\.pt was trained with quick_gelu={saved}, the model has quick_gelu={not saved}; "
+    with pytest.raises(CheckpointError, match=rf"{message}.*--quick_gelu {str(saved).lower()}$"):
+        check_same_activation({key: {"quick_gelu": saved}}, not saved, "clip.pt")
+
+
+def test_weights_that_do_not_say_their_activation_may_start_any_if_foreign_and_gelu_if_ours() -> None:
+    for quick_gelu in (True, False):
+        check_same_activation({"state_dict": {}}, quick_gelu, "clip.pt")
+    check_same_activation({"encoder": {}}, False, "checkpoint.pth")
+    with pytest.raises(CheckpointError, match="quick_gelu=False, the model has quick_gelu=True"):
+        check_same_activation({"encoder": {}}, True, "checkpoint.pth")
+
+
+# Our checkpoints.
+
+ROUND_TRIPS: dict[str, dict[str, Any]] = {
+    "sparo": SPARO,
+    "sparo, one key per slot": {**SPARO, "num_slots": 5, "group_size": 1, "key_dim": 11},
+    "sparo, grey images": {**SPARO, "in_chans": 1},
+    "cls": {"readout": "cls"},
+    "gap": {"readout": "gap", "patch_size": 4},
+}
+
+
+def save_encoder(encoder: Encoder, path: Path, **more: Any) -> dict[str, Any]:
+    """One of our checkpoints; the teacher's weights are the student's plus one hundredth."""
+    weights = {**encoder.state_dict(), "head.mlp.0.weight": torch.zeros(3, encoder.encoding_dim)}
+    checkpoint = {
+        "student": weights,
+        "teacher": {name: value + 0.01 for name, value in weights.items()},
+        "encoder": encoder_description(encoder.config, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)),
+        **more,
+    }
+    save_checkpoint(checkpoint, path)
+    return checkpoint
+
+
+def test_a_loaded_encoder_prepares_images_as_its_checkpoint_says(tmp_path: Path) -> None:
+    save_encoder(build(), tmp_path / "sparo.pth")
+    encoder = load_encoder(tmp_path / "sparo.pth")
+    grey, colour = Image.new("L", (40, 30), 51), Image.new("RGB", (30, 50), (255, 0, 51))
+    batch = encoder.transform([grey, colour])
+    assert batch.shape == (2, 3, 24, 24)
+    expected = [[(0.2 - 0.1) / 0.4, 0, (0.2 - 0.3) / 0.6], [0.9 / 0.4, -0.2 / 0.5, (0.2 - 0.3) / 0.6]]
+    assert torch.allclose(batch.mean(dim=(2, 3)), torch.tensor(expected), atol=1e-5)
+    assert torch.equal(encoder.transform(grey), batch[:1])
+    assert encoder(batch).shape == (2, encoder.encoding_dim)
+    deep = Image.fromarray(np.full((30, 40), 51 * 257, np.uint16))  # 16 bit, which Pillow's conversion turns white
+    assert torch.equal(encoder.transform(deep), batch[:1])
+    with pytest.raises(ValueError, match="no images: the list is empty"):
+        encoder.transform([])
+
+
+@pytest.mark.parametrize("case", ROUND_TRIPS)
+def test_a_loaded_encoder_is_the_saved_one_bit_for_bit(case: str, tmp_path: Path) -> None:
+    encoder, path = build(**ROUND_TRIPS[case]), tmp_path / "checkpoint.pth"
+    save_encoder(encoder, path)
+    loaded = load_encoder(path, "student")
+    assert loaded.config == encoder.config
+    assert not any(module.training for module in loaded.modules())
+    images = [torch.randn(2, encoder.config.in_chans, size, 32) for size in (24, 16)]
+    encoder.eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(images), encoder(images))
+        ours, theirs = loaded.readout_output(images[0]), encoder.readout_output(images[0])
+    assert torch.equal(ours.slots, theirs.slots)
+    assert torch.equal(ours.attention, theirs.attention)
+
+
+def test_the_teacher_is_loaded_unless_the_student_is_asked_for(tmp_path: Path) -> None:
+    encoder, path = build(**SPARO), tmp_path / "checkpoint.pth"
+    save_encoder(encoder, path)
+    student = encoder.state_dict()["readout.queries"]
+    assert torch.equal(load_encoder(path).state_dict()["readout.queries"], student + 0.01)
+    assert torch.equal(load_encoder(path, "teacher").state_dict()["readout.queries"], student + 0.01)
+    assert torch.equal(load_encoder(path, "student").state_dict()["readout.queries"], student)
+
+
+@pytest.mark.parametrize("which", ["ema", "Teacher", ""])
+def test_a_network_that_is_not_there_is_refused_with_those_that_are(which: str, tmp_path: Path) -> None:
+    save_encoder(build(**SPARO), tmp_path / "checkpoint.pth")
+    with pytest.raises(CheckpointError, match=rf"checkpoint\.pth has no '{which}'; it has teacher, student"):
+        load_encoder(tmp_path / "checkpoint.pth", which)
+    save_checkpoint({"student": {}, "epoch": 1}, tmp_path / "half.pth")
+    with pytest.raises(CheckpointError, match=r"half\.pth has no 'teacher'; it has student"):
+        load_encoder(tmp_path / "half.pth")
+
+
+def test_weights_that_do_not_fit_are_counted_and_named(tmp_path: Path) -> None:
+    encoder, path = build(**SPARO), tmp_path / "checkpoint.pth"
+    checkpoint = save_encoder(encoder, path)
+    weights = checkpoint["teacher"]
+    del weights["readout.queries"], weights["backbone.norm.bias"]
+    weights["readout.temperature"] = torch.zeros(1)
+    weights["backbone.cls_token"] = torch.zeros(1, 1, 190)
+    save_checkpoint(checkpoint, path)
+    with pytest.raises(CheckpointError) as caught:
+        load_encoder(path)
+    assert str(caught.value) == (
+        f"the weights of {path} (teacher) do not fit the model; "
+        "2 missing: backbone.norm.bias, readout.queries; "
+        "1 unexpected: readout.temperature; "
+        "1 of another shape: backbone.cls_token (1, 1, 190) instead of (1, 1, 128)"
+    )
+
+
+def test_of_many_names_the_first_are_shown_and_the_rest_counted() -> None:
+    module = nn.Sequential(*[nn.Linear(1, 1) for _ in range(9)])
+    with pytest.raises(CheckpointError, match=r"18 missing: 0\.bias, 0\.weight, .*3\.weight, \.\.\. and 10 more"):
+        load_strictly(module, {}, "nothing")
+    all_shown = nn.Sequential(*[nn.Linear(1, 1) for _ in range(4)])
+    with pytest.raises(CheckpointError, match=r"8 missing: .*3\.weight$"):
+        load_strictly(all_shown, {}, "nothing")
+
+
+def test_weights_that_do_not_fit_change_nothing() -> None:
+    module = nn.Linear(3, 5)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with pytest.raises(CheckpointError, match=r"1 missing: bias"):
+        load_strictly(module, {"weight": torch.zeros(5, 3)}, "half")
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+def test_a_checkpoint_of_another_readout_does_not_load_as_this_one(tmp_path: Path) -> None:
+    checkpoint = save_encoder(build(**SPARO), tmp_path / "checkpoint.pth")
+    checkpoint["encoder"]["readout"] = "cls"
+    save_checkpoint(checkpoint, tmp_path / "checkpoint.pth")
+    with pytest.raises(CheckpointError, match=r"12 missing: backbone\.blocks\.3\..*; \d+ unexpected: readout\."):
+        load_encoder(tmp_path / "checkpoint.pth")
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (3, "a int, not a dict"),
+        ("vit_small", "a str, not a dict"),
+        ([1, 2], "a list, not a dict"),
+        ({"arch": 5}, "arch 5, which is no str"),
+        ({"num_slots": "many"}, "num_slots 'many', which is no int"),
+        ({"img_size": None}, "img_size None, which is no int"),
+        ({"blocks": 3}, "blocks, which this version does not know"),
+        ({"mean": 0.5}, r"mean is 0\.5, not one number per channel"),
+        ({"std": ["a"]}, r"std is \['a'\], not one number per channel"),
+    ],
+)
+def test_an_encoder_entry_of_another_type_is_one_line_with_the_file_and_what_is_wrong(
+    entry: Any, message: str, tmp_path: Path
+) -> None:
+    checkpoint = save_encoder(build(**SPARO), tmp_path / "checkpoint.pth")
+    checkpoint["encoder"] = {**checkpoint["encoder"], **entry} if isinstance(entry, dict) else entry
+    save_checkpoint(checkpoint, tmp_path / "checkpoint.pth")
+    for read in (
+        load_encoder,
+        trained_encoder,
+        lambda path: check_same_model(load_checkpoint(path), EncoderConfig(), str(path)),
+        lambda path: export(path, tmp_path / "out"),
+    ):
+        with pytest.raises(
+            CheckpointError, match=rf"checkpoint\.pth does not say under `encoder` .*{message}"
+        ) as caught:
+            read(str(tmp_path / "checkpoint.pth"))
+        assert "\n" not in str(caught.value)
+
+
+def test_the_images_statistics_travel_with_the_weights(tmp_path: Path) -> None:
+    save_encoder(build(**SPARO), tmp_path / "ours.pth")
+    assert normalization_of(load_checkpoint(tmp_path / "ours.pth")) == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+    torch.save(build(readout="cls").backbone.state_dict(), tmp_path / "foreign.pth")
+    assert normalization_of(load_checkpoint(tmp_path / "foreign.pth")) == (IMAGENET_MEAN, IMAGENET_STD)
+
+
+def test_timms_weights_are_read_as_they_were_published(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The bug: mean and deviation of 0.5, OpenAI's of a CLIP's image tower, and its activation, were not known."""
+    path = tmp_path / "vit.pth"
+    torch.save(build(readout="cls", pre_norm=True, quick_gelu=True).backbone.state_dict(), path)
+    with caplog.at_level(logging.INFO):
+        assert normalization_of(load_checkpoint(path)) == (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD)
+    assert "no config.json beside it; its images are taken as normalised like OpenAI's" in caplog.text
+    assert not load_encoder(path).config.quick_gelu
+    assert load_encoder(path, quick_gelu=True).config.quick_gelu
+    images = {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.25]}
+    published = {"architecture": "vit_base_patch32_clip_quickgelu_224", "pretrained_cfg": images}
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    assert normalization_of(load_checkpoint(path)) == ((0.5, 0.5, 0.5), (0.5, 0.5, 0.25))
+    assert load_encoder(path).config.quick_gelu
+    (tmp_path / "config.json").write_text(json.dumps({**published, "architecture": "vit_base_patch16_224"}))
+    with pytest.raises(CheckpointError, match=r"but .* says: with GELU"):
+        load_encoder(path, quick_gelu=True)
+    for text in ('{"model_type": "of another library"}', "[1]", "no JSON", '{"pretrained_cfg": 3, "architecture": ""}'):
+        (tmp_path / "config.json").write_text(text)
+        assert normalization_of(load_checkpoint(path)) == (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD)
+
+
+@pytest.mark.parametrize("key", ["model", "state_dict"])
+def test_weights_that_others_wrapped_are_found(key: str, tmp_path: Path) -> None:
+    encoder = build(readout="cls")
+    torch.save({key: encoder.backbone.state_dict(), "epoch": 3}, tmp_path / "vit.pth")
+    assert torch.equal(
+        load_encoder(tmp_path / "vit.pth").state_dict()["backbone.cls_token"], encoder.backbone.cls_token
+    )
+    assert load_encoder(tmp_path / "vit.pth", key).config == encoder.config
+    with pytest.raises(CheckpointError, match="has no 'ema'; it has raw weights"):
+        load_encoder(tmp_path / "vit.pth", "ema")
+
+
+def test_a_checkpoint_of_the_same_model_may_be_resumed() -> None:
+    config = build(**SPARO).config
+    check_same_model({"encoder": encoder_description(config)}, config, "checkpoint.pth")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"arch": "vit_tiny"}, r"arch 'vit_micro' in the checkpoint, 'vit_tiny' asked for\. Give the same"),
+        ({"num_slots": 8, "key_dim": 3}, r"num_slots 6 in the checkpoint, 8 asked for; key_dim 5 .*, 3 asked for\."),
+        ({"readout": "cls"}, r"readout 'sparo' in the checkpoint, 'cls' asked for"),
+    ],
+)
+def test_resuming_another_model_is_refused_with_what_differs(changed: dict[str, Any], message: str) -> None:
+    config = build(**SPARO).config
+    with pytest.raises(CheckpointError, match=rf"^run/checkpoint\.pth holds another model: {message}") as caught:
+        check_same_model({"encoder": encoder_description(config)}, replace(config, **changed), "run/checkpoint.pth")
+    unchanged = asdict(config).keys() - changed.keys()
+    assert not any(re.search(rf"\b{name}\b", str(caught.value)) for name in unchanged)
+
+
+def test_resuming_foreign_weights_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"does not say how its encoder was built.*another --output_dir"):
+        check_same_model({"student": {}}, EncoderConfig(), "vit.pth")
+
+
+# The keys that checkpoint.py lists.
+
+
+def keys_in_the_list() -> set[str]:
+    lines = re.findall(r"^    (\w+(?:, \w+)*)  +\S", str(checkpoint_module.__doc__), flags=re.MULTILINE)
+    return {key for line in lines for key in line.split(", ")}
+
+
+@pytest.mark.parametrize("name", ["dino", "clip", "oc_clip"])
+def test_the_list_of_keys_names_all_that_an_objective_writes(name: str) -> None:
+    """The bug: OC-CLIP's own entry and its counts were missing."""
+    pytest.importorskip("open_clip" if name != "dino" else "torch")
+    module = importlib.import_module(f"dino_sparo.{name}.train")
+    (objective,) = (
+        kind
+        for kind in vars(module).values()
+        if inspect.isclass(kind) and issubclass(kind, Objective) and kind.__module__ == module.__name__
+    )
+    written = {*objective.counters, objective.score_name, f"num_{objective.noun}s"}
+    assert written | {getattr(objective, "model_key", "encoder")} <= keys_in_the_list()
+
+
+@pytest.mark.parametrize("command", ["train", pytest.param("train-oc-clip", marks=pytest.mark.slow)])
+def test_the_list_of_keys_names_all_that_a_checkpoint_holds(tmp_path: Path, command: str) -> None:
+    run_command(command, options(tmp_path, command, max_steps=1))
+    assert load_checkpoint(tmp_path / "checkpoint.pth").keys() <= keys_in_the_list()

@@ -1,0 +1,434 @@
+"""Exports: equal outputs wherever they are read, a record of where they come from, and clear refusals."""
+
+import hashlib
+import importlib
+import json
+import logging
+import os
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from timm.models.vision_transformer import VisionTransformer
+
+import hubconf
+from dino_sparo import CheckpointError, Encoder, EvalTransform, create_encoder, load_checkpoint, load_encoder
+from dino_sparo.__main__ import run as run_command
+from dino_sparo.evaluation.protocol import trained_encoder
+from dino_sparo.runtime.extras import MissingPackageError
+from dino_sparo.weights.checkpoint import encoder_description, normalization_of
+from dino_sparo.weights.export import WRITERS, export, resized
+from dino_sparo.weights.folder import save_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL: dict[str, Any] = {"arch": "vit_micro", "patch_size": 8, "img_size": 24}
+SPARO: dict[str, Any] = {"readout": "sparo", "num_slots": 6, "slot_dim": 7, "key_dim": 5, "group_size": 2}
+READOUTS: list[dict[str, Any]] = [SPARO, {"readout": "cls"}, {"readout": "gap"}]
+MEAN, STD = (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)
+
+
+def build(seed: int = 0, **settings: Any) -> Encoder:
+    torch.manual_seed(seed)
+    encoder = create_encoder(**{**SMALL, **settings}).eval()
+    with torch.no_grad():  # as after training: no bias is zero and no LayerNorm the identity
+        for parameter in encoder.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return encoder
+
+
+def save(folder: Path, encoder: Encoder, name: str = "checkpoint.pth") -> Path:
+    """A checkpoint whose student differs from its teacher, with a head."""
+    head = {"head.mlp.weight": torch.randn(2, 3)}
+    teacher = encoder.state_dict()
+    student = {key: value + 1 for key, value in teacher.items()}
+    content = {
+        "student": {**student, **head},
+        "teacher": {**teacher, **head},
+        "encoder": encoder_description(encoder.config, MEAN, STD),
+        "epoch": 5,
+        "step": 35,
+    }
+    save_checkpoint(content, folder / name)
+    return folder / name
+
+
+def images(count: int = 3, size: int = 24) -> torch.Tensor:
+    return torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(11))
+
+
+# Safetensors.
+
+
+@pytest.mark.parametrize("settings", READOUTS, ids=lambda settings: settings["readout"])
+def test_a_safetensors_export_gives_the_same_encoder(tmp_path: Path, settings: dict[str, Any]) -> None:
+    encoder = build(**settings)
+    written = export(save(tmp_path, encoder), tmp_path / "deep" / "vit.v1")
+    assert written == tmp_path / "deep" / "vit.v1.safetensors"
+    assert sorted(path.name for path in written.parent.iterdir()) == ["vit.v1.json", "vit.v1.safetensors"]
+    assert load_file(written).keys() == encoder.state_dict().keys()
+    read = load_encoder(written)
+    assert read.config == encoder.config
+    assert not read.training
+    assert torch.equal(read(images()), encoder(images()))
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o007, 0o660)])
+@pytest.mark.parametrize("format", ["safetensors", "timm", "huggingface"])
+def test_all_that_the_umask_allows_may_read_a_checkpoint_and_an_export(
+    tmp_path: Path, format: str, umask: int, mode: int
+) -> None:
+    before = os.umask(umask)
+    try:
+        export(save(tmp_path, build(readout="cls")), tmp_path / "out", format=format)
+    finally:
+        os.umask(before)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) >= 3
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in files} == {path.name: oct(mode) for path in files}
+
+
+def test_the_json_says_how_it_was_built_and_where_it_comes_from(tmp_path: Path) -> None:
+    encoder = build(**SPARO)
+    checkpoint = save(tmp_path, encoder)
+    said = json.loads(export(checkpoint, tmp_path / "out", "student").with_suffix(".json").read_text())
+    assert said["encoder"] == {**asdict(encoder.config), "mean": list(MEAN), "std": list(STD)}
+    assert (said["epoch"], said["step"], said["checkpoint_key"]) == (5, 35, "student")
+    assert said["checkpoint"] == "checkpoint.pth"
+    assert said["sha256"] == hashlib.sha256(checkpoint.read_bytes()).hexdigest()
+    assert said["versions"]["torch"] == str(torch.__version__)
+    student = load_checkpoint(checkpoint)["student"]
+    assert torch.equal(
+        load_encoder(tmp_path / "out.safetensors").state_dict()["readout.queries"], student["readout.queries"]
+    )
+
+
+def test_an_export_is_evaluated_like_its_checkpoint(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, build(**SPARO))
+    exported = export(checkpoint, tmp_path / "out")
+    assert normalization_of(load_checkpoint(exported)) == (MEAN, STD)
+    ours, theirs = trained_encoder(str(exported)), trained_encoder(str(checkpoint))
+    assert torch.equal(ours.encoder(images()), theirs.encoder(images()))
+    assert (ours.mean, ours.std, ours.record["epoch"]) == (theirs.mean, theirs.std, 5)
+    assert ours.record["checkpoint_key"] == "teacher"
+    # An export holds one network: teacher is what is asked for by default, so that a student's opens too.
+    for which in ("student", "ema"):
+        with pytest.raises(CheckpointError, match=f"has no '{which}'; it has teacher"):
+            load_encoder(exported, which)
+    student = export(checkpoint, tmp_path / "student", "student")
+    assert torch.equal(load_encoder(student)(images()), load_encoder(checkpoint, "student")(images()))
+
+
+def test_an_export_is_exported_again_also_onto_itself(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, build(**SPARO))
+    once = export(checkpoint, tmp_path / "out", "student")
+    before, said = load_file(once), json.loads(once.with_suffix(".json").read_text())
+    before = {name: value.clone() for name, value in before.items()}
+    assert export(once, tmp_path / "out.safetensors") == once
+    after, again = load_file(once), json.loads(once.with_suffix(".json").read_text())
+    assert all(torch.equal(before[name], after[name]) for name in before | after)
+    assert (again["checkpoint_key"], again["epoch"], again["encoder"]) == ("student", 5, said["encoder"])
+
+
+def test_raw_weights_of_the_reference_are_exported(tmp_path: Path) -> None:
+    encoder = build(readout="cls")
+    torch.save(encoder.backbone.state_dict(), tmp_path / "raw.pth")
+    exported = export(tmp_path / "raw.pth", tmp_path / "out")
+    assert torch.equal(load_encoder(exported)(images()), encoder(images()))
+    said = json.loads(exported.with_suffix(".json").read_text())
+    assert (said["epoch"], said["step"], said["checkpoint_key"]) == (None, None, None)
+
+
+@pytest.mark.parametrize("settings", READOUTS, ids=lambda settings: settings["readout"])
+def test_another_image_size_is_stored_and_changes_no_output_at_it(tmp_path: Path, settings: dict[str, Any]) -> None:
+    encoder = build(**settings)
+    exported = load_encoder(export(save(tmp_path, encoder), tmp_path / "out", img_size=40))
+    assert exported.config.img_size == 40
+    assert exported.backbone.pos_embed.shape[1] == 1 + 5 * 5
+    torch.testing.assert_close(exported(images(size=40)), encoder(images(size=40)), rtol=0, atol=0)
+
+
+def test_an_image_size_that_does_not_fit_the_patches_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"img_size=41 px is not a multiple of patch_size=8 px; .* 40"):
+        resized(build(**SPARO), 41)
+
+
+def test_what_a_checkpoint_says_of_itself_is_not_overruled(tmp_path: Path) -> None:
+    """The bug: --quick_gelu gave an encoder with other outputs, without a word."""
+    path = save(tmp_path, build(**SPARO))
+    with pytest.raises(ValueError, match=r"--quick_gelu is for weights that do not say .*, but .* says: with GELU"):
+        export(path, tmp_path / "out", quick_gelu=True)
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+    exported = export(save(tmp_path, build(**SPARO)), tmp_path / "out")
+    description = exported.with_suffix(".json")
+    text = description.read_text()
+    description.write_text("[1]")
+    with pytest.raises(CheckpointError, match=r"out\.json does not describe the weights beside it"):
+        load_encoder(exported)
+    description.write_text(text.replace('"num_slots": 6', '"num_slots": 8'))
+    with pytest.raises(CheckpointError, match="of another shape: readout"):
+        load_encoder(exported)
+    description.write_text(text)
+    exported.write_bytes(exported.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"out\.safetensors is truncated or no safetensors file"):
+        load_encoder(exported)
+
+
+# timm.
+
+
+def test_vanilla_encoders_are_timms_vit_of_that_name(tmp_path: Path) -> None:
+    encoder = build(arch="vit_tiny", readout="cls")
+    exported = export(save(tmp_path, encoder), tmp_path / "out", format="timm")
+    said = json.loads(exported.with_suffix(".json").read_text())["timm"]
+    model = timm.create_model(said["architecture"], **said["model_args"]).eval()
+    model.load_state_dict(load_file(exported), strict=True)
+    assert isinstance(model, VisionTransformer)
+    torch.testing.assert_close(model(images()), encoder(images()), rtol=0, atol=1e-5)
+    torch.testing.assert_close(model.forward_features(images()), encoder.backbone(images()), rtol=0, atol=1e-5)
+    assert (said["pretrained_cfg"]["mean"], said["pretrained_cfg"]["input_size"]) == (list(MEAN), [3, 24, 24])
+
+
+def test_names_and_sizes_of_the_plain_command_for_timm(tmp_path: Path) -> None:
+    ours = create_encoder("vit_small", 16, "cls").backbone.state_dict()
+    theirs = timm.create_model("vit_small_patch16_224", num_classes=0).state_dict()
+    assert {name: value.shape for name, value in ours.items()} == {name: value.shape for name, value in theirs.items()}
+    encoder = build(arch="vit_tiny", patch_size=16, img_size=224, readout="cls")
+    exported = export(save(tmp_path, encoder), tmp_path / "out", format="timm")
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=0, checkpoint_path=str(exported)).eval()
+    torch.testing.assert_close(model(images(2, 224)), encoder(images(2, 224)), rtol=0, atol=1e-5)
+
+
+def test_architectures_that_timm_has_no_name_for_are_built_from_their_arguments(tmp_path: Path) -> None:
+    encoder = build(readout="cls")
+    exported = export(save(tmp_path, encoder), tmp_path / "out", format="timm")
+    said = json.loads(exported.with_suffix(".json").read_text())["timm"]
+    assert said["architecture"] == "timm.models.vision_transformer.VisionTransformer"
+    model = VisionTransformer(**said["model_args"]).eval()
+    model.load_state_dict(load_file(exported), strict=True)
+    torch.testing.assert_close(model(images()), encoder(images()), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arch", "quick_gelu", "pre_norm"),
+    [("vit_micro", False, True), ("vit_tiny", True, True), ("vit_tiny", True, False)],
+)
+def test_clips_vision_transformer_is_timms(tmp_path: Path, arch: str, quick_gelu: bool, pre_norm: bool) -> None:
+    encoder = build(arch=arch, readout="cls", pre_norm=pre_norm, quick_gelu=quick_gelu)
+    exported = export(save(tmp_path, encoder), tmp_path / "out", format="timm")
+    said = json.loads(exported.with_suffix(".json").read_text())["timm"]
+    model = timm.create_model(said["architecture"], **said["model_args"]).eval()
+    model.load_state_dict(load_file(exported), strict=True)
+    torch.testing.assert_close(model(images()), encoder(images()), rtol=0, atol=1e-5)
+    assert torch.equal(load_encoder(exported)(images()), encoder(images()))
+
+
+def test_clips_vision_transformer_has_no_place_in_transformers(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no LayerNorm before its blocks, which pre_norm asks for"):
+        export(save(tmp_path, build(readout="cls", pre_norm=True)), tmp_path / "out", format="huggingface")
+
+
+def test_timm_files_are_read_back(tmp_path: Path) -> None:
+    encoder = build(readout="cls")
+    exported = export(save(tmp_path, encoder), tmp_path / "out", format="timm")
+    assert torch.equal(load_encoder(exported)(images()), encoder(images()))
+    save_file(load_file(exported), tmp_path / "foreign.safetensors")  # without a description: told by the shapes
+    assert torch.equal(load_encoder(tmp_path / "foreign.safetensors")(images()), encoder(images()))
+
+
+@pytest.mark.parametrize("format", ["timm", "huggingface"])
+@pytest.mark.parametrize("settings", [SPARO, {"readout": "gap"}], ids=lambda settings: settings["readout"])
+def test_read_outs_that_others_do_not_have_are_refused(tmp_path: Path, format: str, settings: dict[str, Any]) -> None:
+    message = f"{format} has no '{settings['readout']}' read-out, .*exported as safetensors or onnx"
+    with pytest.raises(ValueError, match=message):
+        export(save(tmp_path, build(**settings)), tmp_path / "out", format=format)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pth"]
+
+
+# Hugging Face.
+
+
+def test_the_huggingface_folder_is_plain_files_with_every_weight(tmp_path: Path) -> None:
+    encoder = build(readout="cls")
+    folder = export(save(tmp_path, encoder), tmp_path / "out", format="huggingface")
+    names = ["config.json", "dino_sparo.json", "model.safetensors", "preprocessor_config.json"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    weights = load_file(folder / "model.safetensors")
+    pooler = sum(weights.pop(f"pooler.dense.{name}").numel() for name in ("weight", "bias"))
+    assert pooler == 128 * 128 + 128
+    assert sum(value.numel() for value in weights.values()) == sum(p.numel() for p in encoder.parameters())
+    qkv = encoder.backbone.state_dict()["blocks.2.attn.qkv.weight"]
+    layer = "encoder.layer.2.attention.attention"
+    pieces = [weights[f"{layer}.{projection}.weight"] for projection in ("query", "key", "value")]
+    assert torch.equal(torch.cat(pieces), qkv)
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]) == (128, 4, 4)
+    assert json.loads((folder / "dino_sparo.json").read_text())["epoch"] == 5
+
+
+def test_transformers_gives_the_same_tokens(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="Hugging Face's package is not installed")
+    encoder = build(readout="cls")
+    folder = export(save(tmp_path, encoder), tmp_path / "out", format="huggingface")
+    model, report = transformers.AutoModel.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    with torch.no_grad():
+        output = model.eval()(images())
+    tokens = output.last_hidden_state
+    torch.testing.assert_close(tokens, encoder.backbone(images()), rtol=0, atol=1e-5)
+    torch.testing.assert_close(tokens[:, 0], encoder(images()), rtol=0, atol=1e-5)
+
+
+def test_the_huggingface_folder_names_the_activation(tmp_path: Path) -> None:
+    """The bug: it was always GELU."""
+    for quick_gelu, name in ((False, "gelu"), (True, "quick_gelu")):
+        encoder = build(readout="cls", quick_gelu=quick_gelu)
+        folder = export(save(tmp_path, encoder), tmp_path / name, format="huggingface")
+        assert json.loads((folder / "config.json").read_text())["hidden_act"] == name
+
+
+def test_no_weight_of_a_huggingface_model_is_drawn_at_random(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="Hugging Face's package is not installed")
+    encoder = build(readout="cls")
+    folder = export(save(tmp_path, encoder), tmp_path / "out", format="huggingface")
+    with torch.no_grad():
+        pooled = transformers.AutoModel.from_pretrained(folder).eval()(images()).pooler_output
+    torch.testing.assert_close(pooled, encoder(images()), rtol=0, atol=1e-5)
+
+
+def test_transformers_prepares_images_as_evaluation_does(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="Hugging Face's package is not installed")
+    folder = export(save(tmp_path, build(readout="cls")), tmp_path / "out", format="huggingface", img_size=56)
+    processor = transformers.AutoImageProcessor.from_pretrained(folder)
+    pixels = np.random.default_rng(7).integers(0, 256, (5, 5, 3), dtype=np.uint8)
+    # A square: where the margin of the crop is odd, they round it to the other side.
+    image = Image.fromarray(pixels).resize((71, 71), Image.Resampling.BICUBIC)
+    theirs = processor(images=image, return_tensors="pt")["pixel_values"]
+    ours = EvalTransform(56, MEAN, STD)(image)[0]
+    assert theirs.shape == (1, 3, 56, 56)
+    # They may round after resizing in another order: a few grey levels of 255.
+    assert (theirs[0] - ours).abs().max() < 3 / 255 / min(STD)
+
+
+# ONNX.
+
+
+def onnx_session(path: Path) -> Any:
+    runtime = pytest.importorskip("onnxruntime", reason="the extra `export` is not installed")
+    return runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [*READOUTS, {"readout": "gap", "pre_norm": True}], ids=str)
+def test_onnx_gives_the_same_encoding_and_attention_for_any_batch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, settings: dict[str, Any]
+) -> None:
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package, reason="the extra `export` is not installed")
+    encoder = build(**settings)
+    path = tmp_path / "out.onnx"
+    run_command("export", [str(save(tmp_path, encoder)), str(path), "--format", "onnx", "--img_size", "40"])
+    ours = [record for record in caplog.records if record.levelno >= logging.INFO]
+    assert {record.name.split(".")[0] for record in ours} == {"dino_sparo"}, "the exporter's own lines drown ours"
+    session = onnx_session(path)
+    names = ["encoding", "attention"][: 1 + (settings["readout"] == "sparo")]
+    assert [output.name for output in session.get_outputs()] == names
+    for count in (1, 5):
+        batch = images(count, 40)
+        found = dict(zip(names, session.run(None, {"images": batch.numpy()}), strict=True))
+        expected = encoder.readout_output(batch)
+        np.testing.assert_allclose(found["encoding"], expected.slots.flatten(1).detach(), rtol=0, atol=1e-4)
+        if "attention" in found:
+            np.testing.assert_allclose(found["attention"], expected.attention.detach(), rtol=0, atol=1e-4)
+    said = json.loads((tmp_path / "out.onnx.json").read_text())
+    assert said["onnx"] == {"inputs": {"images": ["batch", 3, 40, 40]}, "outputs": names}
+    assert said["encoder"]["img_size"] == 40
+
+
+@pytest.mark.slow
+def test_a_read_out_that_onnx_takes_in_twos_only_is_refused(tmp_path: Path) -> None:
+    """The bug: the file was written, and refused every other number of images."""
+    for package in ("onnx", "onnxscript"):
+        pytest.importorskip(package, reason="the extra `export` is not installed")
+    checkpoint = save(tmp_path, build(readout="fdt_raw", num_codes=7, code_dim=16))
+    with pytest.raises(ValueError, match="cannot write 'fdt_raw' for any number of images, only for 2"):
+        export(checkpoint, tmp_path / "out", format="onnx")
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pth"]
+
+
+@pytest.mark.parametrize("package", ["onnx", "onnxscript"])
+def test_a_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find("json"))
+    with pytest.raises(MissingPackageError, match=rf"need the package {package}; .*pip install 'dino_sparo\[export\]'"):
+        export(save(tmp_path, build(**SPARO)), tmp_path / "out", format="onnx")
+
+
+# The command.
+
+
+def test_the_command_writes_what_it_is_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    encoder = build(readout="cls")
+    checkpoint = save(tmp_path, encoder)
+    with caplog.at_level(logging.INFO):
+        run_command(
+            "export", [str(checkpoint), str(tmp_path / "out"), "--checkpoint_key", "student", "--img_size", "40"]
+        )
+    assert "student of" in caplog.text
+    assert load_encoder(tmp_path / "out.safetensors").config.img_size == 40
+    torch.save(
+        {"backbone." + name: value for name, value in encoder.backbone.state_dict().items()}, tmp_path / "raw.pth"
+    )
+    words = ["--format", "timm", "--arch", "vit_micro", "--patch_size", "8"]
+    run_command("export", [str(tmp_path / "raw.pth"), str(tmp_path / "timm"), *words])
+    assert torch.equal(load_encoder(tmp_path / "timm.safetensors")(images()), encoder(images()))
+
+
+def test_the_command_ends_with_one_line_on_a_mistake(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        run_command("export", [str(tmp_path / "none.pth"), str(tmp_path / "out")])
+    assert re.search(r"no checkpoint at .*none\.pth", caplog.text)
+    with pytest.raises(ValueError, match=r"unknown export format 'tflite'; choose one of \['huggingface', 'onnx'"):
+        export(tmp_path / "none.pth", tmp_path / "out", format="tflite")
+    assert set(WRITERS) == {"safetensors", "timm", "huggingface", "onnx"}
+
+
+# torch.hub.
+
+
+def test_the_hub_loads_checkpoints_and_exports(tmp_path: Path) -> None:
+    encoder = build(**SPARO)
+    checkpoint = save(tmp_path, encoder)
+    student = load_encoder(checkpoint, "student")
+    for path, which, expected in [
+        (checkpoint, "teacher", encoder),
+        (checkpoint, "student", student),
+        (export(checkpoint, tmp_path / "out"), "teacher", encoder),
+    ]:
+        found = torch.hub.load(str(ROOT), "dino_sparo_encoder", str(path), which=which, source="local")
+        assert torch.equal(found(images()), expected(images()))
+
+
+def test_the_hub_builds_encoders_with_random_weights() -> None:
+    found = torch.hub.load(
+        str(ROOT), "encoder", arch="vit_micro", readout="gap", patch_size=8, img_size=24, source="local"
+    )
+    assert found(images()).shape == (3, 128)
+    assert "random weights" in hubconf.encoder.__doc__
+
+
+def test_the_hub_lists_the_two_entries_and_needs_only_what_is_installed() -> None:
+    entries = {name for name in dir(hubconf) if callable(getattr(hubconf, name)) and not name.startswith("_")}
+    assert entries == {"dino_sparo_encoder", "encoder"}
+    assert all(importlib.util.find_spec(name) for name in hubconf.dependencies)

@@ -1,0 +1,261 @@
+"""Starting from other weights: what is taken, dropped and new, and what is refused, by name."""
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+
+import main_dino
+from dino_sparo import CheckpointError, Encoder, create_encoder, load_checkpoint
+from dino_sparo.weights.checkpoint import encoder_description, load_encoder
+from dino_sparo.weights.folder import save_checkpoint
+from dino_sparo.weights.initialize import initialize_encoder
+
+SMALL: dict[str, Any] = {"arch": "vit_micro", "patch_size": 8, "img_size": 24}
+SPARO: dict[str, Any] = {"readout": "sparo", "num_slots": 6, "slot_dim": 7, "key_dim": 5, "group_size": 2}
+TRAINING = (
+    "--data_path scenes:14:32 --arch vit_micro --patch_size 8 --global_crops_size 24 --local_crops_size 8 "
+    "--local_crops_number 1 --out_dim 33 --head_hidden_dim 37 --batch_size_per_gpu 7 --epochs 2 --warmup_epochs 0 "
+    "--sparo_slots 3 --sparo_slot_dim 5 --sparo_key_dim 7 --num_workers 0 --device cpu --precision fp32 "
+    "--saveckp_freq 0"
+)
+
+
+def build(seed: int = 0, **settings: Any) -> Encoder:
+    torch.manual_seed(seed)
+    return create_encoder(**{**SMALL, **settings}).eval()
+
+
+def raw(folder: Path, encoder: Encoder, **extra: torch.Tensor) -> Path:
+    """A state dict as DINO and timm save it."""
+    torch.save({**encoder.backbone.state_dict(), **extra}, folder / "vit.pth")
+    return folder / "vit.pth"
+
+
+def full(folder: Path, encoder: Encoder) -> Path:
+    teacher = {**encoder.state_dict(), "head.mlp.weight": torch.zeros(2, 3)}
+    student = {name: torch.zeros_like(value) for name, value in teacher.items()}
+    content = {"student": student, "teacher": teacher, "encoder": encoder_description(encoder.config)}
+    save_checkpoint(content, folder / "checkpoint.pth")
+    return folder / "checkpoint.pth"
+
+
+def assert_from(encoder: Encoder, source: Encoder, names: tuple[str, ...]) -> None:
+    own, other = encoder.state_dict(), source.state_dict()
+    for name in names:
+        assert torch.equal(own[name], other[name]), name
+
+
+# What is taken.
+
+
+def test_a_vanilla_vit_starts_sparo_without_its_last_block_and_its_head(tmp_path: Path) -> None:
+    vanilla, encoder = build(readout="cls"), build(1, **SPARO)
+    before = {name: value.clone() for name, value in encoder.state_dict().items()}
+    report = initialize_encoder(encoder, raw(tmp_path, vanilla, **{"head.weight": torch.ones(5, 128)}))
+    assert set(report.taken) == {name for name in before if name.startswith("backbone.")}
+    assert_from(encoder, vanilla, report.taken)
+    block = [f"backbone.{name}" for name in vanilla.backbone.state_dict() if name.startswith("blocks.3.")]
+    assert set(report.dropped) == {*block, "head.weight"}
+    assert set(report.new) == {name for name in before if name.startswith("readout.")}
+    assert all(torch.equal(before[name], encoder.state_dict()[name]) for name in report.new)
+    assert report.grids == (3, 3)
+    assert str(report) == (
+        f"weights of {tmp_path / 'vit.pth'}: taken cls_token, pos_embed, patch_embed.*, blocks 0-2, norm.*; "
+        "dropped block 3, head.*; new readout.*"
+    )
+
+
+def test_the_tokens_before_the_dropped_block_are_the_sources(tmp_path: Path) -> None:
+    vanilla, encoder = build(readout="cls"), build(1, **SPARO)
+    initialize_encoder(encoder, raw(tmp_path, vanilla))
+    images = torch.randn(2, 3, 24, 24)
+    expected = vanilla.backbone.intermediate_tokens(images, 2)[0]
+    torch.testing.assert_close(encoder.backbone(images), expected, rtol=0, atol=1e-6)
+
+
+def test_timms_vit_small_starts_eleven_blocks_and_sparo(tmp_path: Path) -> None:
+    model = timm.create_model("vit_small_patch16_224")
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    encoder = create_encoder("vit_small", 16, img_size=224)
+    report = initialize_encoder(encoder, tmp_path / "model.safetensors")
+    assert "taken cls_token, pos_embed, patch_embed.*, blocks 0-10, norm.*; dropped block 11, head.*; " in str(report)
+    weights = {f"backbone.{name}": value for name, value in model.state_dict().items()}
+    assert all(torch.equal(encoder.state_dict()[name], weights[name]) for name in report.taken)
+
+
+def test_a_vanilla_vit_starts_a_vanilla_encoder_whole(tmp_path: Path) -> None:
+    vanilla, encoder = build(readout="cls"), build(1, readout="cls")
+    report = initialize_encoder(encoder, raw(tmp_path, vanilla))
+    assert (report.dropped, report.new) == ((), ())
+    assert str(report).endswith("dropped nothing; new nothing")
+    images = torch.randn(2, 3, 24, 24)
+    assert torch.equal(encoder(images), vanilla(images))
+
+
+def test_our_checkpoints_bring_their_read_out_where_its_sizes_are_the_same(tmp_path: Path) -> None:
+    source, encoder = build(**SPARO), build(1, **SPARO)
+    report = initialize_encoder(encoder, full(tmp_path, source))
+    assert (report.dropped, report.new) == (("head.mlp.weight",), ())
+    assert_from(encoder, source, tuple(source.state_dict()))
+
+
+def test_a_read_out_of_other_sizes_is_new_as_a_whole(tmp_path: Path) -> None:
+    source, encoder = build(**SPARO), build(1, **{**SPARO, "num_slots": 8})
+    before = {name: value.clone() for name, value in encoder.readout.state_dict().items()}
+    report = initialize_encoder(encoder, full(tmp_path, source))
+    # The value projection would fit.
+    assert {name for name in report.new if not name.startswith("readout.")} == set()
+    assert len(report.new) == len(before)
+    assert all(torch.equal(before[name], value) for name, value in encoder.readout.state_dict().items())
+
+
+def test_the_block_that_sparo_lacks_is_new_in_a_vanilla_encoder(tmp_path: Path) -> None:
+    source, encoder = build(**SPARO), build(1, readout="cls")
+    report = initialize_encoder(encoder, full(tmp_path, source))
+    assert str(report).endswith("dropped readout.*, head.*; new block 3")
+    assert_from(encoder, source, report.taken)
+
+
+def test_the_network_is_chosen(tmp_path: Path) -> None:
+    encoder = build(1, **SPARO)
+    initialize_encoder(encoder, full(tmp_path, build(**SPARO)), which="student")
+    assert not any(parameter.any() for parameter in encoder.parameters())
+
+
+@pytest.mark.parametrize("side", [5, 2])
+def test_positions_of_another_image_size_are_resampled_as_the_backbone_does_it(tmp_path: Path, side: int) -> None:
+    # A grid of 4, not of 3: that is the number of channels.
+    vanilla, encoder = build(readout="cls", img_size=32), build(1, **{**SPARO, "img_size": 8 * side})
+    report = initialize_encoder(encoder, raw(tmp_path, vanilla))
+    expected = vanilla.backbone.position_embedding(8 * side, 8 * side)
+    assert torch.equal(encoder.backbone.pos_embed, expected)
+    assert encoder.backbone.pos_embed.shape == (1, 1 + side * side, 128)
+    assert report.grids == (4, side)
+    assert str(report).endswith(f"; position embedding resampled from 4x4 to {side}x{side} patches")
+
+
+def test_parameters_stay_the_same_objects(tmp_path: Path) -> None:
+    encoder = build(1, **SPARO)
+    before = list(encoder.parameters())
+    initialize_encoder(encoder, raw(tmp_path, build(readout="cls")))
+    assert all(old is new for old, new in zip(before, encoder.parameters(), strict=True))
+    assert all(parameter.requires_grad for parameter in before)
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"arch": "vit_tiny"}, "has width 192, the encoder 128; .*--arch"),
+        ({"patch_size": 12}, "has patch size 12, the encoder 8; .*--patch_size"),
+        ({"in_chans": 1}, "has number of channels 1, the encoder 3"),
+    ],
+)
+def test_another_width_patch_size_or_number_of_channels_is_refused(
+    tmp_path: Path, other: dict[str, Any], message: str
+) -> None:
+    encoder = build(1, **SPARO)
+    before = {name: value.clone() for name, value in encoder.state_dict().items()}
+    with pytest.raises(CheckpointError, match=message):
+        initialize_encoder(encoder, raw(tmp_path, build(readout="cls", **other)))
+    assert all(torch.equal(before[name], value) for name, value in encoder.state_dict().items())
+
+
+def test_a_vit_of_another_make_is_refused(tmp_path: Path) -> None:
+    vanilla, encoder = build(readout="cls"), build(1, **SPARO)
+    with pytest.raises(CheckpointError, match=r"another make: 1 weights .*backbone\.blocks\.0\.attn\.q_norm\.weight$"):
+        initialize_encoder(encoder, raw(tmp_path, vanilla, **{"blocks.0.attn.q_norm.weight": torch.ones(128)}))
+    with pytest.raises(CheckpointError, match=r"another make: 1 weights .*backbone\.blocks\.2\.mlp\.fc1\.bias"):
+        initialize_encoder(encoder, raw(tmp_path, vanilla, **{"blocks.2.mlp.fc1.bias": torch.ones(7)}))
+    with pytest.raises(CheckpointError, match=r"has positions \(1, 9, 128\); a square grid and one class token"):
+        initialize_encoder(encoder, raw(tmp_path, vanilla, pos_embed=torch.ones(1, 9, 128)))
+    torch.save({"conv1.weight": torch.ones(2, 3)}, tmp_path / "resnet.pth")
+    with pytest.raises(CheckpointError, match="not the weights of a vision transformer"):
+        initialize_encoder(encoder, tmp_path / "resnet.pth")
+
+
+@pytest.mark.parametrize("is_clips", [True, False])
+def test_of_dinos_and_clips_vits_the_option_that_tells_them_apart_is_named(tmp_path: Path, is_clips: bool) -> None:
+    path = raw(tmp_path, build(readout="cls", pre_norm=is_clips))
+    with pytest.raises(CheckpointError, match=f"build the encoder alike: --pre_norm {str(is_clips).lower()}$"):
+        initialize_encoder(build(1, **SPARO, pre_norm=not is_clips), path)
+
+
+# In a run.
+
+
+def train(folder: Path, *words: str) -> Path:
+    main_dino.train_dino(
+        main_dino.get_args_parser().parse_args([*TRAINING.split(), "--output_dir", str(folder), *words])
+    )
+    return folder / "checkpoint.pth"
+
+
+def test_a_run_starts_student_and_teacher_from_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    vanilla = build(readout="cls")
+    source = str(raw(tmp_path, vanilla))
+    with caplog.at_level(logging.INFO):
+        # No step is small enough to see the start; a learning rate of nothing is, and a teacher that stays.
+        checkpoint = load_checkpoint(
+            train(tmp_path / "run", "--init_from", source, "--lr", "0", "--min_lr", "0", "--max_steps", "1")
+        )
+    said = re.search(r"start from weights of .*", caplog.text)
+    assert said
+    assert "dropped block 3; new readout.*; the head is new" in said[0]
+    for network in ("student", "teacher"):
+        for name, value in vanilla.backbone.state_dict().items():
+            if not name.startswith("blocks.3."):
+                torch.testing.assert_close(checkpoint[network][f"backbone.{name}"], value, rtol=0, atol=1e-7)
+    assert checkpoint["args"]["init_from"] == source
+
+
+@pytest.mark.slow
+def test_a_resumed_run_takes_its_own_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = str(raw(tmp_path, build(readout="cls")))
+    train(tmp_path / "whole", "--init_from", source)
+    train(tmp_path / "parts", "--init_from", source, "--max_steps", "1")
+    with caplog.at_level(logging.INFO):
+        train(tmp_path / "parts", "--init_from", str(tmp_path / "gone.pth"))
+    assert re.search(r"--init_from .*gone\.pth is ignored: .*checkpoint\.pth goes on", caplog.text)
+    assert "the rest of the run differs from its beginning" not in caplog.text
+    whole, parts = (load_checkpoint(tmp_path / name / "checkpoint.pth")["student"] for name in ("whole", "parts"))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_weights_that_do_not_fit_end_the_command_with_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = raw(tmp_path, build(readout="cls", arch="vit_tiny"))
+    with pytest.raises(SystemExit):
+        main_dino.main([*TRAINING.split(), "--output_dir", str(tmp_path / "run"), "--init_from", str(source)])
+    assert "has width 192, the encoder 128" in caplog.text
+    assert not (tmp_path / "run" / "checkpoint.pth").exists()
+
+
+def test_dinov2_weights_are_read_with_layer_scale_multiplied_in(tmp_path: Path) -> None:
+    """A ViT as DINOv2's: LayerScale after each branch, patches of 14 px, a token for masked patches."""
+    torch.manual_seed(0)
+    theirs = timm.models.VisionTransformer(
+        img_size=42, patch_size=14, embed_dim=128, depth=4, num_heads=4, num_classes=0, init_values=1.0, global_pool=""
+    )
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if name.endswith("gamma"):
+                parameter.uniform_(-1, 1)
+    torch.save({**theirs.state_dict(), "mask_token": torch.ones(1, 128)}, tmp_path / "dinov2.pth")
+    encoder = create_encoder("vit_micro", 14, "cls", img_size=42)
+    report = initialize_encoder(encoder, tmp_path / "dinov2.pth")
+    assert (report.dropped, report.new) == ((), ())
+    images = torch.randn(2, 3, 42, 42)
+    with torch.no_grad():
+        expected = theirs.eval().forward_features(images)
+        assert torch.allclose(encoder.eval().backbone(images), expected, atol=1e-5)
+        assert torch.allclose(load_encoder(tmp_path / "dinov2.pth").backbone(images), expected, atol=1e-5)
