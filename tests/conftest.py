@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from two_ranks import TwoRanks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
 torch.set_num_threads(1)
@@ -24,6 +25,14 @@ def _log_files_end_with_their_test() -> Generator[None, None, None]:
     for handler in [handler for handler in root.handlers if isinstance(handler, logging.FileHandler)]:
         root.removeHandler(handler)
         handler.close()
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Generator[TwoRanks, None, None]:
+    """Two ranks of one process group, for all tests; see `support/two_ranks.py`."""
+    ranks = TwoRanks()
+    yield ranks
+    ranks.end()
 
 
 @pytest.hookimpl(wrapper=True)
