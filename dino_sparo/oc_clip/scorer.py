@@ -23,7 +23,7 @@ from dino_sparo.image_text.scoring.explaining import CaptionLook, ImageLook
 from dino_sparo.image_text.scoring.image_rows import ImageRows
 from dino_sparo.image_text.scoring.scorer import EncodedTexts
 from dino_sparo.oc_clip.graphs.batches import batch_graphs
-from dino_sparo.oc_clip.graphs.canonical import canonical
+from dino_sparo.oc_clip.graphs.canonical import canonical_form
 from dino_sparo.oc_clip.graphs.files import CaptionGraphs
 from dino_sparo.oc_clip.graphs.graph import LookupCounts, SceneGraph, normalize
 from dino_sparo.oc_clip.model import OCCLIP, look_up
@@ -94,7 +94,7 @@ class GraphScorer(ImageRows):
     @property
     def record(self) -> dict[str, Any]:
         """The model's, and the graphs' with what was changed in them so far."""
-        return {**self.model_record, "graphs": {**self.graphs.record, "counts": self.graphs.counts._asdict()}}
+        return {**self.model_record, "graphs": {**self.graphs.record, "counts": self.graphs.counts.to_json()}}
 
     @property
     def storage(self) -> torch.device:
@@ -137,10 +137,10 @@ class GraphScorer(ImageRows):
         lookups = [self.lookups[caption] for caption in captions]
         counts = reduce(LookupCounts.plus, (own for _, own in new.values()), LookupCounts())
         self.graphs.counts = self.graphs.counts.plus(counts)
-        if counts.whole_caption or counts.nodes or counts.relations:
+        if counts.whole_caption or counts.nodes or counts.relations or counts.not_canonical:
             logger.warning("%s: %s", desc, counts)
         self.graphs.check()
-        encoded = self._encoded([[canonical(graph)] for graph, _ in lookups])
+        encoded = self._encoded([[graph] for graph, _ in lookups])
         marks = {
             "truncated": self._is_cut(encoded)[encoded.rows[:, 0]],
             "one_entity": torch.tensor([own.whole_caption > 0 for _, own in lookups]),
@@ -148,10 +148,13 @@ class GraphScorer(ImageRows):
         return EncodedTexts(encoded, int(marks["truncated"].sum()), encoded.rows[:, 0], marks)
 
     def _lookup(self, number: int, caption: str, desc: str) -> tuple[SceneGraph, LookupCounts]:
+        """The canonical graph of a caption, and what was changed in it."""
         try:
-            return self.graphs.lookup(caption)
+            graph, counts = self.graphs.lookup(caption)
         except ValueError as error:
             raise ValueError(f"{desc}, number {number}: {error}") from error
+        form, is_exact = canonical_form(graph)
+        return form, counts._replace(not_canonical=int(not is_exact))
 
     def encode_classes(self, names: Sequence[str], templates: tuple[str, ...]) -> EncodedTexts:
         """One row per class: the names, or the sentences that templates make of them, as one entity each.

@@ -15,13 +15,14 @@ from dino_sparo.data.scenes import Scenes
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.oc_clip.graphs.files import (
     CaptionGraphs,
+    JsonLines,
     graph_of,
     graph_record,
+    open_graph_file,
     open_graphs,
+    read_lines,
 )
 from dino_sparo.oc_clip.graphs.graph import LookupCounts, Relation, SceneGraph
-from dino_sparo.oc_clip.graphs.index import open_graph_file
-from dino_sparo.oc_clip.graphs.json_lines import JsonLines, read_lines
 
 DOG = SceneGraph(("dog", "mat"), (Relation(0, "on", 1),))
 TURNED = SceneGraph(("mat", "dog"), (Relation(1, "on", 0),))
@@ -54,7 +55,7 @@ def test_every_caption_gives_its_own_graph(tmp_path: Path) -> None:
 
 def test_a_file_without_a_line_is_refused(tmp_path: Path) -> None:
     (tmp_path / "g.jsonl").touch()
-    with pytest.raises(ValueError, match=r"g\.jsonl' has no line; run the dino-sparo parse"):
+    with pytest.raises(ValueError, match=r"g\.jsonl' has no line; run dino-sparo parse again"):
         opened(tmp_path / "g.jsonl")
 
 
@@ -83,7 +84,7 @@ def test_the_same_caption_twice_with_the_same_graph_is_one(tmp_path: Path) -> No
 
 
 def test_captions_whose_hashes_are_equal_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dino_sparo.oc_clip.graphs.index.hash_of", lambda *texts: 7)
+    monkeypatch.setattr("dino_sparo.oc_clip.graphs.files.hash_of", lambda *texts: 7)
     rows = [(f"caption {number}", SceneGraph((f"thing {number}",))) for number in range(5)]
     graphs = opened(written(tmp_path / "g.jsonl", *rows, rows[2], rows[1]))
     assert [graphs(caption) for caption, _ in rows] == [graph for _, graph in rows]
@@ -142,11 +143,24 @@ def test_the_index_is_kept_until_the_file_changes(tmp_path: Path, monkeypatch: p
     path = written(tmp_path / "g.jsonl", ("a dog on a mat", DOG))
     os.utime(path, ns=(10**18, 10**18))
     opened(path)
-    monkeypatch.setattr("dino_sparo.oc_clip.graphs.index._index", lambda *_: pytest.fail("indexed again"))
+    monkeypatch.setattr("dino_sparo.oc_clip.graphs.files._index", lambda *_: pytest.fail("indexed again"))
     assert opened(path)("a dog on a mat") == DOG
     written(path, ("another", TURNED))
     with pytest.raises(pytest.fail.Exception, match="indexed again"):
         opened(path)
+
+
+def test_a_file_that_changed_but_kept_its_time_and_size_is_read_anew(tmp_path: Path) -> None:
+    """The bug: results named the hash of the old content."""
+    path = written(tmp_path / "g.jsonl", ("a dog on a mat", DOG))
+    times = (10**18, 10**18)
+    os.utime(path, ns=times)
+    before = opened(path).record["sha256"]
+    path.write_text(path.read_text().replace("mat", "rug"))
+    os.utime(path, ns=times)
+    graphs = opened(path)
+    assert graphs.record["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest() != before
+    assert graphs.lookup("a dog on a rug")[1].missing == 0
 
 
 # Mistakes.

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dino_sparo.oc_clip.graphs.batches import batch_graphs, relation_ends
-from dino_sparo.oc_clip.graphs.canonical import canonical
+from dino_sparo.oc_clip.graphs.canonical import canonical, canonical_form
 from dino_sparo.oc_clip.graphs.graph import LookupCounts, Relation, SceneGraph, normalize
 from dino_sparo.oc_clip.graphs.negatives import draw_negatives, read_symmetric, shuffled_choices
 
@@ -177,6 +177,17 @@ def test_the_most_symmetric_graphs_have_one_form_too_and_soon(name: str) -> None
     orders = [rng.sample(range(len(graph.entities)), len(graph.entities)) for _ in range(5)]
     assert len({canonical(renumbered(graph, order, rng)) for order in orders}) == 1
     assert time.process_time() - start < 5
+
+
+@pytest.mark.parametrize(("entities", "is_exact"), [(5, True), (10, False), (40, False)])
+def test_the_search_for_a_form_is_bounded_and_says_so(entities: int, is_exact: bool) -> None:
+    """The bug: 20 seconds and more for ten entities that are all next to one another."""
+    ends = itertools.permutations(range(entities), 2)
+    graph, start = graph_of(" ".join(["dog"] * entities), *((s, "on", o) for s, o in ends)), time.process_time()
+    form, was_complete = canonical_form(graph)
+    assert time.process_time() - start < 5
+    assert was_complete is is_exact
+    assert sorted(form.relations) == sorted(graph.relations)
 
 
 def test_rings_of_other_lengths_differ_though_every_entity_sees_the_same() -> None:

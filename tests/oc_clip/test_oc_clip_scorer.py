@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from dino_sparo.data.dataset import open_source
 from dino_sparo.image_text.evaluation.sugarcrepe import GROUPS
 from dino_sparo.image_text.scoring.image_rows import require_both
 from dino_sparo.oc_clip import scorer as scorer_module
+from dino_sparo.oc_clip.graphs.files import CaptionGraphs
 from dino_sparo.oc_clip.graphs.graph import Relation, SceneGraph
 from dino_sparo.oc_clip.load import scorer_of
 from dino_sparo.oc_clip.model import load_oc_clip
@@ -156,6 +158,19 @@ def test_similarity_of_nothing_is_refused_and_an_unknown_parser_named(tmp_path: 
     by_hand = loaded.similarity(images_of(2), ["a red star left of a blue ring", "a dot"], parse_caption)
     assert torch.equal(found, by_hand)
     assert not found.requires_grad
+
+
+def test_graphs_without_a_canonical_form_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    relations = tuple(Relation(i, "on", j) for i in range(10) for j in range(10) if i != j)
+    everyone = SceneGraph(("dot",) * 10, relations)
+    loaded = load_oc_clip(small_checkpoint(tmp_path / "oc.pth"))
+    scorer = scorer_of(loaded, {"ten dots": everyone, "a dot": SceneGraph(("dot",))}.__getitem__)
+    scorer = replace(scorer, graphs=CaptionGraphs(scorer.graphs.find, {}, max_relations=90))
+    scorer.encode_texts(["a dot"])
+    assert "not_canonical" not in scorer.record["graphs"]["counts"]
+    scorer.encode_texts(["ten dots", "ten dots"])
+    assert scorer.record["graphs"]["counts"]["not_canonical"] == 1
+    assert "1 graphs too symmetric for a canonical form" in caplog.text
 
 
 # ---- commands

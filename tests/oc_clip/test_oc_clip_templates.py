@@ -129,6 +129,8 @@ def test_the_order_of_a_sentence_does_not_hide_who_is_where() -> None:
             "A man riding a wave on top of a surfboard.",
             "man, wave, surfboard | riding(man, wave) | on top of(man, surfboard)",
         ),
+        ("a cup on a table and next to a plate", "cup, table, plate | on(cup, table) | next to(cup, plate)"),
+        ("a cup on a table next to a plate", "cup, table, plate | on(cup, table) | next to(table, plate)"),
         ("a mug on a table in a kitchen", "mug, table, kitchen | on(mug, table) | in(table, kitchen)"),
         ("a dog and a cat on a mat", "dog, cat, mat | on(dog, mat) | on(cat, mat)"),
         ("a dog on a mat and a cat on a rug", "dog, mat, cat, rug | on(dog, mat) | on(cat, rug)"),

@@ -1,34 +1,48 @@
 """Scene graph -> its canonical form: the same for all graphs that differ only in the order of entities and relations.
 
-A parser that loses the difference between a true and a false caption then gives one graph for both, and an exact tie.
+If a parser loses the difference between a true and a false caption, both have one canonical graph and an exact tie.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from dino_sparo.oc_clip.graphs.graph import Relation, SceneGraph
+
+# Bounds the search: trials times the size of the graph. 16 entities with 16 relations never reach the bound.
+MAX_WORK = 100_000
 
 # The colour of an entity is a number that does not depend on the order of the entities.
 Colours = dict[int, int]
 
 
 def canonical(graph: SceneGraph) -> SceneGraph:
+    """The canonical form alone; see `canonical_form`."""
+    return canonical_form(graph)[0]
+
+
+def canonical_form(graph: SceneGraph) -> tuple[SceneGraph, bool]:
     """Entities sorted by (phrase, incident relations), relations renumbered and sorted.
 
     Two graphs have one canonical form if and only if they are isomorphic: phrases, predicates and directions agree
     under some matching of the entities.
 
-    Entities begin with the rank of their phrase as colour. Colours are refined by those of the entities around them
-    until no colour is split further. An entity with a colour of its own has its position. What remains falls apart into
-    connected parts, which are ordered each by itself; where all colours of a part are shared, each entity of one colour
-    is tried as its first, and the smallest encoding is kept. Graphs of 16 entities and 16 relations need few trials.
+    Entities begin with the rank of their phrase as colour. Colours are refined by the colours of the entities around
+    them until no colour is split further. An entity with a colour of its own has its position. The remaining entities
+    fall apart into connected parts, which are ordered one by one. Where all colours of a part are shared, each entity
+    of one colour is tried as the first of the part, and the smallest encoding is taken.
+
+    Returns:
+        The form, and whether the search was complete. A graph of extreme symmetry (ten entities that are all related
+        to one another) exceeds `MAX_WORK`; its form then still depends on the order of the entities.
     """
     phrases = sorted(set(graph.entities))
     colours = {entity: phrases.index(phrase) for entity, phrase in enumerate(graph.entities)}
     refined = _refined(colours, graph.relations)
-    order = sorted(_ordered(refined, graph.relations), key=refined.__getitem__)
-    return SceneGraph(tuple(graph.entities[entity] for entity in order), tuple(_renumbered(order, graph.relations)))
+    budget = iter(range(1 + MAX_WORK // (1 + len(graph.entities) + len(graph.relations))))
+    order = sorted(_ordered(refined, graph.relations, budget), key=refined.__getitem__)
+    form = SceneGraph(tuple(graph.entities[entity] for entity in order), tuple(_renumbered(order, graph.relations)))
+    return form, next(budget, None) is not None
 
 
 def _renumbered(order: Sequence[int], relations: Iterable[Relation]) -> list[Relation]:
@@ -39,12 +53,12 @@ def _renumbered(order: Sequence[int], relations: Iterable[Relation]) -> list[Rel
 
 
 def _encoding(order: Sequence[int], colours: Colours, relations: Iterable[Relation]) -> Any:
-    """What is equal for two parts if and only if one can take the other's place, entity by entity."""
+    """Equal for two parts if and only if one can take the other's place, entity by entity."""
     return [colours[entity] for entity in order], _renumbered(order, relations)
 
 
 def _refined(colours: Colours, relations: Sequence[Relation]) -> Colours:
-    """Colours told apart by the colours around them, as often as that makes a difference; their order is kept."""
+    """Colours split by the colours around them until nothing changes; the order of the colours stays."""
     while True:
         around: dict[int, list[tuple[bool, str, int]]] = {entity: [] for entity in colours}
         for relation in relations:
@@ -61,8 +75,11 @@ def _refined(colours: Colours, relations: Sequence[Relation]) -> Colours:
         colours = {entity: ranks.index(signature) for entity, signature in signatures.items()}
 
 
-def _ordered(colours: Colours, relations: Sequence[Relation]) -> list[int]:
-    """The entities that have a colour, in an order that depends on the colours and relations among them alone."""
+def _ordered(colours: Colours, relations: Sequence[Relation], budget: Iterator[int]) -> list[int]:
+    """The entities that have a colour, in an order that depends on the colours and relations among them alone.
+
+    `budget` has an item per trial; without items the first entity is taken untried.
+    """
     colours = _refined(colours, relations)
     sizes = Counter(colours.values())
     order = sorted((entity for entity, colour in colours.items() if sizes[colour] == 1), key=colours.__getitem__)
@@ -73,11 +90,15 @@ def _ordered(colours: Colours, relations: Sequence[Relation]) -> list[int]:
         if len(part) == 1:
             entities = part
         elif len(part) < len(colours):
-            entities = _ordered(inside, relations)
+            entities = _ordered(inside, relations, budget)
         else:
             shared = min((sizes[colour], colour) for colour in set(inside.values()))[1]
             first = [entity for entity in part if inside[entity] == shared]
-            trials = [_ordered({**inside, entity: -1}, relations) for entity in first]
+            trials = [
+                _ordered({**inside, entity: -1}, relations, budget)
+                for entity in first
+                if entity == first[0] or next(budget, None) is not None
+            ]
             entities = min(trials, key=lambda trial: _encoding(trial, inside, relations))
         parts.append(entities)
     # Parts of one encoding can be exchanged without a difference.

@@ -5,26 +5,41 @@ A file has one JSON object per line, as `dino-sparo parse` writes it and as tabl
     {"caption": "a dog on a mat", "entities": ["dog", "mat"],
      "relationships": [{"relationship": "on", "subject": 0, "object": 1}], "image": "7.jpg"}
 
-`image` is optional. Every line is checked when the file is opened (`index.py`). Compressed files are refused.
+`image` is optional. Every line is checked when the file is opened. Only the place of each line and a hash of its
+caption are kept, 20 bytes, so that loader workers share the graphs of 10^7 captions. Compressed files are refused.
 """
 
 import copy
+import hashlib
+import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import mmap
+import os
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from jaxtyping import Int32, Int64, UInt64
+
 from dino_sparo.data.dataset import most_corrupt
+from dino_sparo.data.sources.cache import load_or_index
+from dino_sparo.data.sources.limits import open_regular, parse_object
+from dino_sparo.data.sources.packed import Arrays
+from dino_sparo.oc_clip.graphs.canonical import canonical
 from dino_sparo.oc_clip.graphs.graph import MAX_NODES, MAX_RELATIONS, LookupCounts, SceneGraph, normalize
-from dino_sparo.oc_clip.graphs.index import open_graph_file
 from dino_sparo.oc_clip.parsers.spacy_rules import SpacyParser
 from dino_sparo.oc_clip.parsers.templates import parse_caption
+from dino_sparo.runtime.logs import progress
+from dino_sparo.runtime.records import file_sha256
 
 logger = logging.getLogger(__name__)
 
 Find = Callable[[str], SceneGraph | None]
 
-# Name -> a parser; built when it is asked for.
+# Name -> builder of a parser.
 PARSERS: dict[str, Callable[[], Find]] = {"templates": lambda: parse_caption, "spacy": SpacyParser}
 MAX_MISSING = 0.01
 
@@ -33,17 +48,16 @@ class CaptionGraphs:
     """The graph of any caption, normalised.
 
     Args:
-        find: caption -> graph as found; None where there is none.
-        record: what a result file says of the graphs: parser, or file and hash.
-        max_nodes: as in `graphs.normalize`.
-        max_relations: likewise.
+        find: caption -> graph as found; None if the caption has none.
+        record: description of the graphs for result files: the parser, or file and hash.
+        max_nodes: largest number of entities.
+        max_relations: largest number of relations.
         max_missing: share of captions without a graph that `check` tolerates.
-        option: of the command, that sets this share; for messages.
+        option: name of the command's option for `max_missing`, for messages.
 
     Attributes:
-        counts: sums over all calls of this object in this process. Workers of a loader have copies of it: they pass on
-            what `lookup` returns.
-        record: the same with both caps.
+        counts: sums over all calls in this process. Workers of a loader have copies of this object: they return their
+            counts from `lookup`.
         num_expected: captions that will be looked up, of which `max_missing` is a share; 0: not known.
     """
 
@@ -63,59 +77,41 @@ class CaptionGraphs:
         self.num_expected = 0
 
     def uncounted(self) -> "CaptionGraphs":
-        """The same graphs, with counts of their own that begin at zero."""
+        """The same graphs with new counts."""
         graphs = copy.copy(self)
         graphs.counts, graphs.num_expected = LookupCounts(), 0
         return graphs
 
     def __call__(self, caption: str) -> SceneGraph:
-        """The caption's graph; one entity, the whole caption, where there is none."""
+        """The graph of a caption; a caption without a graph becomes one entity."""
         graph, counts = self.lookup(caption)
         self.counts = self.counts.plus(counts)
         return graph
 
     def lookup(self, caption: str) -> tuple[SceneGraph, LookupCounts]:
-        """The same, and what happened; `counts` of this object stay as they are.
-
-        Raises:
-            ValueError: the caption has no words, or its line in the file is not what it was.
-        """
+        """The graph of a caption and the counts of this lookup, which are not added to `counts`."""
         return self.normalized(self.find(caption), caption)
 
     def normalized(self, graph: SceneGraph | None, caption: str) -> tuple[SceneGraph, LookupCounts]:
-        """A graph that was read elsewhere, such as in a shard, within the same caps; None where there is none."""
+        """A graph from elsewhere, such as a shard, within the same caps; None if the caption has none."""
         normalised, counts = normalize(graph or SceneGraph(()), caption, self.max_nodes, self.max_relations)
         return normalised, counts._replace(missing=int(graph is None))
 
     def expect(self, captions: Sequence[str]) -> None:
-        """Refuse a file that lacks too many of these captions before the work begins.
-
-        A parser is not asked: it may need minutes.
-
-        Args:
-            captions: all that will be looked up, beside those that were.
-
-        Raises:
-            ValueError: more of them are missing than `max_missing` allows.
-        """
+        """Refuse a file that lacks too many of the captions to come. Parsers are not run: they may take minutes."""
         self.num_expected = self.counts.captions + len(captions)
         if "file" in self.record:
             self.check(LookupCounts(len(captions), sum(self.find(caption) is None for caption in captions)))
 
     def check(self, counts: LookupCounts | None = None) -> None:
-        """Refuse to go on where too many captions have no graph.
+        """Raise ValueError if more captions have no graph than `max_missing` allows.
 
         Args:
-            counts: of the captions seen, from all workers; None: those of this object.
-
-        Raises:
-            ValueError: more of them are missing than `max_missing` allows.
+            counts: sums over all workers; None: those of this object.
         """
         counts = self.counts if counts is None else counts
         if counts.missing > most_corrupt(self.max_missing, max(counts.captions, self.num_expected)):
-            source = next(
-                (str(self.record[key]) for key in ("file", "shards", "parser") if key in self.record), "memory"
-            )
+            source = next((self.record[key] for key in ("file", "shards", "parser") if key in self.record), "memory")
             key = f" under the key {self.record['graph_key']!r}" if "graph_key" in self.record else ""
             raise ValueError(
                 f"{counts.missing:,} of {counts.captions:,} captions have no graph in {source}{key}; at most "
@@ -127,10 +123,10 @@ class CaptionGraphs:
 def open_graphs(
     spec: str, max_nodes: int = MAX_NODES, max_relations: int = MAX_RELATIONS, **tolerance: Any
 ) -> CaptionGraphs:
-    """Graphs by the name of a parser or by a file.
+    """Graphs of a parser or of a file.
 
     Args:
-        spec: a key of `PARSERS`, or a file with one JSON object per line.
+        spec: a key of `PARSERS`, or the path of a file.
         max_nodes: largest number of entities.
         max_relations: largest number of relations.
         tolerance: `max_missing` and `option` of `CaptionGraphs`.
@@ -138,12 +134,10 @@ def open_graphs(
     Raises:
         ValueError: there is no such parser or file; the file has no line; a line has no caption or is no graph
             (`file:line`); or a caption stands there twice with different graphs.
-        MissingPackageError: spaCy is not installed.
     """
     if spec in PARSERS:
         find = PARSERS[spec]()
-        record = getattr(find, "record", {"parser": spec})
-        return CaptionGraphs(find, record, max_nodes, max_relations, **tolerance)
+        return CaptionGraphs(find, getattr(find, "record", {"parser": spec}), max_nodes, max_relations, **tolerance)
     path = Path(spec).expanduser()
     if not path.is_file() or path.suffix == ".gz":
         raise ValueError(
@@ -152,36 +146,20 @@ def open_graphs(
         )
     file = open_graph_file(path, max_nodes, max_relations)
     if not len(file):
-        raise ValueError(
-            f"graphs={spec!r} has no line; run the dino-sparo parse that was to write it again, and see why it ended"
-        )
+        raise ValueError(f"graphs={spec!r} has no line; run dino-sparo parse again to write the file")
     record = {"file": str(path), "sha256": file.sha256, "captions": len(file)}
     logger.info("%s: graphs of %d captions", path, len(file))
     return CaptionGraphs(file, record, max_nodes, max_relations, **tolerance)
 
 
 def graphs_in_shards(path: str, key: str, **caps: Any) -> CaptionGraphs:
-    """Where the graphs of shards come from, and their caps; `graph_of` reads one, `CaptionGraphs.normalized` bounds it.
-
-    Args:
-        path: of the shards.
-        key: `--graph_key`.
-        caps: those of `CaptionGraphs`.
-    """
-    # Nothing is found by a caption alone: it does not say in which shard it stands.
+    """Source and caps of graphs in webdataset shards; `graph_of` reads one, `CaptionGraphs.normalized` bounds it."""
+    # A caption alone does not say in which shard it stands.
     return CaptionGraphs(dict[str, SceneGraph]().get, {"shards": path, "graph_key": key}, **caps)
 
 
 def graph_of(content: Mapping[str, Any], key: str) -> SceneGraph | None:
-    """The graph under a key of the `.json` member of a webdataset shard, None without it; see `TarCaptions.json_of`.
-
-    Args:
-        content: the member.
-        key: where the graph stands in it, as the option graph_key names it.
-
-    Raises:
-        ValueError: what stands there is no graph.
-    """
+    """The graph under a key of the `.json` member of a shard; None without this key."""
     return SceneGraph.from_json(content[key]) if key in content else None
 
 
@@ -189,3 +167,192 @@ def graph_record(caption: str, graph: SceneGraph, image: str | None = None) -> d
     """A line of a file of graphs."""
     picture = {} if image is None else {"image": image}
     return {**picture, "caption": caption, **graph.to_json()}
+
+
+# The index of a file.
+
+
+def caption_bytes(caption: str) -> bytes:
+    """A caption without blanks around it; captions are compared in this form."""
+    return caption.strip().encode("utf-8", "replace")
+
+
+def hash_of(*texts: bytes) -> int:
+    """64 bits of texts."""
+    return int.from_bytes(hashlib.blake2b(b"\0".join(texts), digest_size=8).digest(), "little")
+
+
+@dataclass(eq=False)
+class GraphFile:
+    """Caption -> graph, read at its place in a file.
+
+    Attributes:
+        hashes: (U,), of the different captions, sorted.
+        offsets: (U,), first byte of each line.
+        sizes: (U,), bytes of each line.
+        sha256: of the file.
+    """
+
+    path: Path
+    hashes: UInt64[np.ndarray, " U"]
+    offsets: Int64[np.ndarray, " U"]
+    sizes: Int32[np.ndarray, " U"]
+    sha256: str
+    _descriptor: int | None = field(default=None, init=False, repr=False)
+
+    def __len__(self) -> int:
+        """Number of different captions."""
+        return len(self.hashes)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_descriptor": None}
+
+    def __del__(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+
+    def __call__(self, caption: str) -> SceneGraph | None:
+        """The graph as it stands in the file; None if the caption is not there."""
+        wanted = caption_bytes(caption)
+        number = int(np.searchsorted(self.hashes, np.uint64(value := hash_of(wanted))))
+        while number < len(self) and int(self.hashes[number]) == value:
+            text, graph = self.read(number)
+            if caption_bytes(text) == wanted:
+                return graph
+            number += 1
+        return None
+
+    def read(self, number: int) -> tuple[str, SceneGraph]:
+        """Caption and graph of line `number` in the order of the hashes; ValueError if the file changed."""
+        if self._descriptor is None:
+            self._descriptor = os.open(self.path, os.O_RDONLY)
+        # Forked processes share a file's position; `pread` does not use it.
+        line = os.pread(self._descriptor, int(self.sizes[number]), int(self.offsets[number]))
+        return _caption_and_graph(line, f"{self.path}, changed since it was opened, at byte {self.offsets[number]}")
+
+
+def open_graph_file(path: Path, max_nodes: int = MAX_NODES, max_relations: int = MAX_RELATIONS) -> GraphFile:
+    """Check all lines of a file, or take its index from the user's cache.
+
+    The index belongs to the content of the file, not to its time and size: two graphs of one caption are compared
+    within the caps, and the hash stands in result files.
+
+    Raises:
+        ValueError: see `open_graphs`.
+    """
+    path = path.absolute()
+    sha256 = file_sha256(path)
+    # An index that belongs to a content never gets old.
+    marks = {"sha256": np.frombuffer(bytes.fromhex(sha256), np.uint8), "stamps": np.zeros((1, 1), np.int64)}
+
+    def comparable(caption: str, graph: SceneGraph) -> SceneGraph:
+        return canonical(normalize(graph, caption, max_nodes, max_relations)[0])
+
+    arrays, _ = load_or_index(
+        f"graphs {path} {max_nodes} {max_relations}",
+        lambda: {**_index(path, comparable), **marks},
+        lambda stored: np.array_equal(stored["sha256"], marks["sha256"]),
+    )
+    return GraphFile(path, arrays["hashes"], arrays["offsets"], arrays["sizes"], sha256)
+
+
+def _caption_and_graph(line: bytes, location: str) -> tuple[str, SceneGraph]:
+    record = parse_object(line, location)
+    caption = record.get("caption")
+    if not isinstance(caption, str) or not caption.strip():
+        raise ValueError(f"{location}: 'caption' is {caption!r}; give the caption's text")
+    try:
+        return caption, SceneGraph.from_json(record)
+    except ValueError as error:
+        raise ValueError(f"{location}: {error}") from error
+
+
+def _index(path: Path, comparable: Callable[[str, SceneGraph], SceneGraph]) -> Arrays:
+    """Where every different caption lies, by hash; all lines are checked."""
+    hashes, offsets, sizes, numbers = array("Q"), array("q"), array("i"), array("q")
+    for number, offset, line in progress(read_lines(path), desc=f"checking the graphs of {path}"):
+        caption, _ = _caption_and_graph(line, f"{path}:{number}")
+        hashes.append(hash_of(caption_bytes(caption)))
+        offsets.append(offset)
+        sizes.append(len(line))
+        numbers.append(number)
+    order = np.argsort(np.array(hashes, dtype=np.uint64), kind="stable")
+    file = GraphFile(
+        path,
+        np.array(hashes, dtype=np.uint64)[order],
+        np.array(offsets, dtype=np.int64)[order],
+        np.array(sizes, dtype=np.int32)[order],
+        "",
+    )
+    first = _first_lines(file, np.array(numbers, dtype=np.int64)[order], comparable)
+    return {"hashes": file.hashes[first], "offsets": file.offsets[first], "sizes": file.sizes[first]}
+
+
+def _first_lines(
+    file: GraphFile, lines: Int64[np.ndarray, " U"], comparable: Callable[[str, SceneGraph], SceneGraph]
+) -> np.ndarray:
+    """(U,), True for the first line of every caption; ValueError if a later line has a different graph."""
+    is_first = np.ones(len(file), dtype=bool)
+    seen: dict[bytes, tuple[SceneGraph, int]] = {}
+    for number in (np.flatnonzero(file.hashes[1:] == file.hashes[:-1]) + 1).tolist():
+        if number < 2 or file.hashes[number - 2] != file.hashes[number]:
+            caption, graph = file.read(number - 1)
+            seen = {caption_bytes(caption): (comparable(caption, graph), int(lines[number - 1]))}
+        caption, graph = file.read(number)
+        form = comparable(caption, graph)
+        first, line = seen.setdefault(caption_bytes(caption), (form, int(lines[number])))
+        if form != first:
+            raise ValueError(
+                f"{file.path}:{lines[number]}: {caption!r} has another graph than in line {line}; a caption has one "
+                "graph, so remove one of the two"
+            )
+        is_first[number] = line == lines[number]
+    return is_first
+
+
+# Lines.
+
+
+class JsonLines:
+    """A file to which JSON objects are appended, one per line, each with one call of the system.
+
+    A process that is killed, or a full disk, may leave part of a line at the end. Opening the file cuts that part off.
+
+    Args:
+        path: created if need be.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.file = path, path.open("ab", buffering=0)
+        self.file.truncate(_end_of_last_line(path))
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append a record."""
+        line = json.dumps(record).encode() + b"\n"
+        while line:
+            line = line[self.file.write(line) :]
+
+    def __enter__(self) -> "JsonLines":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.file.close()
+
+
+def _end_of_last_line(path: Path) -> int:
+    """Bytes up to and including the last line feed."""
+    with open_regular(path) as file:
+        if not os.fstat(file.fileno()).st_size:  # cannot be mapped
+            return 0
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            return content.rfind(b"\n") + 1
+
+
+def read_lines(path: Path | str) -> Iterator[tuple[int, int, bytes]]:
+    """Number from 1, first byte, and bytes of every line that is not blank."""
+    offset = 0
+    with open_regular(path) as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield number, offset, line
+            offset += len(line)

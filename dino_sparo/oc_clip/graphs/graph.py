@@ -107,6 +107,8 @@ class LookupCounts(NamedTuple):
         dangling: relations dropped because one of their entities was.
         loops: relations of an entity with itself, dropped.
         relations: relations beyond the cap, dropped.
+        not_canonical: graphs too symmetric for a canonical form; a tie of such a graph with another order of its
+            entities may go unnoticed.
     """
 
     captions: int = 0
@@ -116,10 +118,15 @@ class LookupCounts(NamedTuple):
     dangling: int = 0
     loops: int = 0
     relations: int = 0
+    not_canonical: int = 0
 
     def plus(self, other: "LookupCounts") -> "LookupCounts":
         """The sums of both."""
         return LookupCounts(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+    def to_json(self) -> dict[str, int]:
+        """For result files; `not_canonical` is there only if it is not 0."""
+        return {name: number for name, number in self._asdict().items() if number or name != "not_canonical"}
 
     def __str__(self) -> str:
         names = {
@@ -129,6 +136,7 @@ class LookupCounts(NamedTuple):
             "dangling": "relations of such entities",
             "loops": "relations of an entity with itself",
             "relations": "relations beyond the cap",
+            "not_canonical": "graphs too symmetric for a canonical form",
         }
         changed = [f"{getattr(self, field):,} {name}" for field, name in names.items() if getattr(self, field)]
         return ", ".join([f"{self.captions:,} captions", *changed])

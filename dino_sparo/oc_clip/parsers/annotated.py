@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from dino_sparo.oc_clip.graphs.canonical import canonical
+from dino_sparo.oc_clip.graphs.files import hash_of
 from dino_sparo.oc_clip.graphs.graph import ARTICLES, Relation, SceneGraph, normalize, spaced
-from dino_sparo.oc_clip.graphs.index import hash_of
 from dino_sparo.oc_clip.parsers.caption_rows import Row, seen_from
 from dino_sparo.oc_clip.parsers.llm import Outcome
 from dino_sparo.oc_clip.parsers.templates import parse_caption

@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 from dino_sparo.data.sources.limits import parse_object
-from dino_sparo.oc_clip.graphs.json_lines import JsonLines, read_lines
+from dino_sparo.oc_clip.graphs.files import JsonLines, read_lines
 
 
 class AnswerCache:

@@ -21,7 +21,7 @@ from dino_sparo.data.sources.rows import TABLE_ENDINGS, TableRows
 from dino_sparo.data.sources.splits import ALL
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.pairs.tables import CAPTIONS, IMAGES, read_coco
-from dino_sparo.oc_clip.graphs.json_lines import read_lines
+from dino_sparo.oc_clip.graphs.files import read_lines
 
 # Of JSON that is no table. "description" and "title", usual names of columns, describe whole files there.
 CAPTION_KEYS = frozenset(

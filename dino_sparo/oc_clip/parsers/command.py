@@ -25,10 +25,8 @@ import numpy as np
 from jaxtyping import Bool, UInt64
 
 from dino_sparo.data.sources.limits import parse_object
-from dino_sparo.oc_clip.graphs.files import graph_record
+from dino_sparo.oc_clip.graphs.files import JsonLines, caption_bytes, graph_record, hash_of, read_lines
 from dino_sparo.oc_clip.graphs.graph import LookupCounts, SceneGraph, normalize
-from dino_sparo.oc_clip.graphs.index import caption_bytes, hash_of
-from dino_sparo.oc_clip.graphs.json_lines import JsonLines, read_lines
 from dino_sparo.oc_clip.parsers.annotated import DRAW, AnnotatedImages
 from dino_sparo.oc_clip.parsers.caption_rows import Row, Rows, open_rows
 from dino_sparo.oc_clip.parsers.llm import LanguageModelParser, LocalModel, Outcome, Server
@@ -271,7 +269,7 @@ def _parsed(
 
 def _state(parser: BulkParser, report: Report, run: Counter[str]) -> dict[str, Any]:
     # Captions are missing where graphs are looked up, not here.
-    whole_file = {name: number for name, number in report.counts._asdict().items() if name != "missing"}
+    whole_file = {name: number for name, number in report.counts.to_json().items() if name != "missing"}
     whole_file["without_relation"] = report.without_relation
     return {"parser": parser.record, "counts": whole_file, "this_run": dict(run), "versions": versions()}
 
