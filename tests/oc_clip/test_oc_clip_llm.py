@@ -1,6 +1,7 @@
 """The parser by a language model: its answers, a real client on a server that fails, a cache that resumes."""
 
 import json
+import random
 import socket
 import sys
 import threading
@@ -17,10 +18,9 @@ import pytest
 from dino_sparo.__main__ import main
 from dino_sparo.oc_clip.graphs.graph import Relation, SceneGraph
 from dino_sparo.oc_clip.parsers import llm
-from dino_sparo.oc_clip.parsers.answer_cache import AnswerCache
 from dino_sparo.oc_clip.parsers.caption_rows import Row
 from dino_sparo.oc_clip.parsers.command import Report, parse_rows
-from dino_sparo.oc_clip.parsers.llm import LanguageModelParser, LocalModel, Message, read_answer
+from dino_sparo.oc_clip.parsers.llm import AnswerCache, LanguageModelParser, LocalModel, Message, read_answer
 from dino_sparo.runtime.extras import MissingPackageError
 
 GRAPH = {"entities": ["dog", "mat"], "relationships": [{"relationship": "on", "subject": 0, "object": 1}]}
@@ -104,7 +104,7 @@ class Model:
 
 
 def parsed(model: Model, folder: Path, *captions: str) -> list[llm.Outcome]:
-    return list(LanguageModelParser(model, "m", folder / "cache.jsonl").parse_all(iter(captions)))
+    return list(LanguageModelParser(model, "m", folder / "cache.sqlite").parse_all(iter(captions)))
 
 
 def test_an_answer_that_cannot_be_read_is_asked_for_once_more(tmp_path: Path) -> None:
@@ -120,14 +120,13 @@ def test_after_two_such_answers_the_caption_has_no_graph(tmp_path: Path) -> None
     (outcome,) = parsed(model, tmp_path, "a dog on a mat")
     assert outcome == llm.Outcome(None, "there is no JSON between [ANS] and [/ANS]")
     assert len(model.asked) == 2
-    assert (tmp_path / "cache.jsonl").read_text() == ""
+    parsed(model, tmp_path, "a dog on a mat")
+    assert len(model.asked) == 4
 
 
 def test_a_cached_answer_is_not_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model(wrapped(GRAPH))
     assert parsed(model, tmp_path, "a", "b", "a") == [llm.Outcome(DOG)] * 3
-    with (tmp_path / "cache.jsonl").open("a") as file:
-        file.write('{"key": "torn')
     assert parsed(model, tmp_path, "b", "c") == [llm.Outcome(DOG)] * 2
     asked = [messages[1]["content"] for messages in model.asked]
     assert asked == ["Caption: a", "Caption: b", "Caption: c"]
@@ -138,7 +137,7 @@ def test_a_cached_answer_is_not_asked_for_again(tmp_path: Path, monkeypatch: pyt
 
 def test_one_caption_is_parsed_without_a_file(tmp_path: Path) -> None:
     """The bug: an AttributeError, since nothing had opened the cache."""
-    parser = LanguageModelParser(Model(wrapped(GRAPH)), "m", tmp_path / "cache.jsonl")
+    parser = LanguageModelParser(Model(wrapped(GRAPH)), "m", tmp_path / "cache.sqlite")
     assert parser.parse("a dog on a mat") == llm.Outcome(DOG)
     assert not list(tmp_path.iterdir())
 
@@ -161,7 +160,7 @@ def test_a_server_that_goes_away_is_named_once_and_only_answers_are_progress(
 ) -> None:
     monkeypatch.setattr("dino_sparo.runtime.logs.PROGRESS_SECONDS", -1.0)
     answers = [wrapped(GRAPH), *[llm.UnansweredError("connection refused")] * 3, wrapped(GRAPH)]
-    parser = LanguageModelParser(Model(*answers), "m", tmp_path / "cache.jsonl")
+    parser = LanguageModelParser(Model(*answers), "m", tmp_path / "cache.sqlite")
     rows = [Row(f"a dog on mat {number}") for number in range(5)]
     with caplog.at_level("INFO"):
         parse_rows(lambda: iter(rows), parser, tmp_path / "g.jsonl", Report(16, 16))
@@ -171,16 +170,56 @@ def test_a_server_that_goes_away_is_named_once_and_only_answers_are_progress(
 
 
 def test_answers_of_many_threads_are_all_kept(tmp_path: Path) -> None:
-    with AnswerCache(tmp_path / "c.jsonl") as cache:
+    with AnswerCache(tmp_path / "c.sqlite") as cache:
         keys = [f"{number:064x}" for number in range(64)]
-        threads = [threading.Thread(target=cache.add, args=(key, "a", key * 100)) for key in keys]
+        threads = [threading.Thread(target=cache.add, args=(key, key * 100)) for key in keys]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         assert [cache.get(key) for key in keys] == [key * 100 for key in keys]
-    with AnswerCache(tmp_path / "c.jsonl") as cache:
+    with AnswerCache(tmp_path / "c.sqlite") as cache:
         assert [cache.get(key) for key in keys] == [key * 100 for key in keys]
+
+
+def test_a_flipped_bit_never_changes_an_answer(tmp_path: Path) -> None:
+    """The bug: a damaged answer was taken as it stood."""
+    path, rng = tmp_path / "c.sqlite", random.Random(0)
+    answers = {f"{number:064x}": wrapped({**GRAPH, "entities": [f"thing {number}", "mat"]}) for number in range(40)}
+    with AnswerCache(path) as cache:
+        for key, answer in answers.items():
+            cache.add(key, answer)
+    whole, lost, refused = path.read_bytes(), 0, 0
+    for _ in range(300):
+        damaged = bytearray(whole)
+        damaged[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            with AnswerCache(path) as cache:
+                found = {key: cache.get(key) for key in answers}
+        except llm.MendableError:
+            refused += 1
+            continue
+        lost += None in found.values()
+        assert all(answer in (answers[key], None) for key, answer in found.items())
+    assert lost > 50
+    assert refused < 50
+
+
+def test_a_cache_that_is_no_database_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "cache.sqlite").write_text('{"key": "00"}\n' * 100)
+    with pytest.raises(llm.MendableError, match=r"cache\.sqlite cannot be read .*move it away or give another --cache"):
+        parsed(Model(wrapped(GRAPH)), tmp_path, "a dog")
+
+
+def test_a_damaged_answer_is_asked_for_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = Model(wrapped(GRAPH))
+    parsed(model, tmp_path, "a", "b")
+    path = tmp_path / "cache.sqlite"
+    path.write_bytes(path.read_bytes().replace(b"dog", b"dig", 1))
+    assert parsed(model, tmp_path, "a", "b") == [llm.Outcome(DOG)] * 2
+    assert len(model.asked) == 3
+    assert caplog.text.count("an answer is damaged") == 1
 
 
 def test_a_local_model_answers_greedily(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -243,7 +243,7 @@ def open_graph_file(path: Path, max_nodes: int = MAX_NODES, max_relations: int =
     path = path.absolute()
     sha256 = file_sha256(path)
     # An index that belongs to a content never gets old.
-    marks = {"sha256": np.frombuffer(bytes.fromhex(sha256), np.uint8), "stamps": np.zeros((1, 1), np.int64)}
+    marks: Arrays = {"sha256": np.frombuffer(bytes.fromhex(sha256), np.uint8), "stamps": np.zeros((1, 1), np.int64)}
 
     def comparable(caption: str, graph: SceneGraph) -> SceneGraph:
         return canonical(normalize(graph, caption, max_nodes, max_relations)[0])

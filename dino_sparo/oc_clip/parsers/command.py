@@ -234,7 +234,7 @@ def _open_parser(args: argparse.Namespace, output: Path) -> BulkParser:
             "either --server URL or --local"
         )
     complete = LocalModel(args.model) if args.local else Server(args.server, args.model, args.timeout_s)
-    cache = Path(args.cache) if args.cache else output.with_name(output.name + ".cache.jsonl")
+    cache = Path(args.cache) if args.cache else output.with_name(output.name + ".cache.sqlite")
     return LanguageModelParser(complete, args.model, cache, 1 if args.local else args.concurrency)
 
 

@@ -13,6 +13,7 @@ import hashlib
 import logging
 import os
 import re
+import sqlite3
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -22,7 +23,6 @@ from typing import Any, NamedTuple
 
 from dino_sparo.data.sources.limits import parse_json
 from dino_sparo.oc_clip.graphs.graph import SceneGraph
-from dino_sparo.oc_clip.parsers.answer_cache import AnswerCache
 from dino_sparo.runtime.cli import MendableError
 from dino_sparo.runtime.extras import require
 
@@ -240,6 +240,65 @@ class LocalModel:
         return str(written[0]["generated_text"][-1]["content"])
 
 
+class AnswerCache:
+    """Answers in an SQLite database, so that no caption is asked about twice. Runs and threads may share one.
+
+    SQLite does not notice a flipped bit, so every row has a checksum: a damaged answer is asked for again. Used within
+    `with`; without `with` nothing is stored.
+
+    Args:
+        path: created if need be.
+    """
+
+    database: sqlite3.Connection | None = None
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.lock = path, threading.Lock()
+
+    def __enter__(self) -> "AnswerCache":
+        self.database = sqlite3.connect(self.path, timeout=60, isolation_level=None, check_same_thread=False)
+        self._execute("PRAGMA synchronous = NORMAL")
+        self._execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer BLOB, checksum BLOB)")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.database is not None:
+            self.database.close()
+            self.database = None
+
+    def get(self, key: str) -> str | None:
+        """The answer, if there is an intact one."""
+        row = self._execute("SELECT answer, checksum FROM answers WHERE key = ?", key)
+        if row is None:
+            return None
+        if row[1] != _checksum(key, row[0]):
+            logger.warning("%s: an answer is damaged; its caption is asked about again", self.path)
+            return None
+        return str(row[0].decode("utf-8", "surrogatepass"))
+
+    def add(self, key: str, answer: str) -> None:
+        """Store an answer at once."""
+        content = answer.encode("utf-8", "surrogatepass")
+        self._execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?)", key, content, _checksum(key, content))
+
+    def _execute(self, statement: str, *values: Any) -> Any:
+        """The first row of the result; None without a row, or outside of `with`."""
+        if self.database is None:
+            return None
+        try:
+            with self.lock:
+                return self.database.execute(statement, values).fetchone()
+        except sqlite3.DatabaseError as error:
+            raise MendableError(
+                f"the answers in {self.path} cannot be read or written ({error}); free some space if its disk is full; "
+                "if the file is damaged, move it away or give another --cache"
+            ) from error
+
+
+def _checksum(key: str, answer: Any) -> bytes:
+    return hashlib.sha256(key.encode() + (answer if isinstance(answer, bytes) else repr(answer).encode())).digest()
+
+
 class LanguageModelParser:
     """Captions -> graphs, several at a time.
 
@@ -322,7 +381,7 @@ class LanguageModelParser:
                     {"role": "user", "content": again},
                 ]
                 continue
-            self.answers.add(key, caption, text)
+            self.answers.add(key, text)
             return Outcome(graph, dropped=dropped)
         return Outcome(None, problem)
 

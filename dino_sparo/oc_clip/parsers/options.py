@@ -73,5 +73,7 @@ def _add_language_model_options(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--timeout_s", type=float, default=120.0, help="Of llm: seconds that a request may take.")
     group.add_argument(
-        "--cache", default=None, help="Of llm: file of all answers; by default OUTPUT.cache.jsonl. Runs may share it."
+        "--cache",
+        default=None,
+        help="Of llm: database of all answers; by default OUTPUT.cache.sqlite. Runs may share it.",
     )
