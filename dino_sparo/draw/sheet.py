@@ -260,14 +260,20 @@ def shorten(words: str, width: int, size: float = TEXT_SIZE, weight: str = "norm
     """Words that fit a width: where they are too long, an ellipsis stands for their middle."""
     if text_width(words, size, weight) <= width:
         return words
-    kept = len(words) - 1
-    while kept > 1 and text_width(_without_middle(words, kept), size, weight) > width:
-        kept -= 1
-    return _without_middle(words, kept)
+    # Bisected: a word of thousands of letters is measured a dozen times, not once per letter.
+    fits, too_many = 1, len(words)
+    while too_many - fits > 1:
+        letters = (fits + too_many) // 2
+        if text_width(_without_middle(words, letters), size, weight) <= width:
+            fits = letters
+        else:
+            too_many = letters
+    return _without_middle(words, fits)
 
 
-def _without_middle(words: str, kept: int) -> str:
-    return words[: kept - kept // 2] + ELLIPSIS + words[len(words) - kept // 2 :]
+def _without_middle(words: str, letters: int) -> str:
+    """The first and last letters of words, `letters` in all, around an ellipsis."""
+    return words[: letters - letters // 2] + ELLIPSIS + words[len(words) - letters // 2 :]
 
 
 def wrap(words: str, width: int, size: float = TEXT_SIZE, weight: str = "normal") -> list[str]:

@@ -9,6 +9,7 @@ pytest.importorskip("matplotlib")
 
 from figures import assert_readable, drawn_words
 
+from dino_sparo.draw import sheet
 from dino_sparo.draw.grids import MapSet, compare_page, grid_page, matrix_page
 from dino_sparo.draw.labels import file_names, run_names, short_name
 from dino_sparo.draw.sheet import Page, shorten, text_width, wrap
@@ -144,7 +145,21 @@ def test_words_that_are_too_long_lose_their_middle_and_lines_break_at_spaces() -
     assert short.startswith("a_ph")
     assert short.endswith(".jpg")
     assert text_width(short) <= width
+    assert text_width(shorten(LONG, width + 40)) > width + 20  # as many letters as fit
     lines = wrap(f"one two {LONG} three", width)
     assert lines[0] == "one two"
     assert lines[-1] == "three"
     assert all(text_width(line) <= width for line in lines)
+
+
+def test_a_word_of_thousands_of_letters_is_measured_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bug: one letter at a time was dropped and every try was measured, which took minutes."""
+    measured: list[str] = []
+
+    def width_of(words: str, *font: object) -> float:
+        measured.append(words)
+        return float(len(words))
+
+    monkeypatch.setattr(sheet, "text_width", width_of)
+    assert sheet.shorten("abcdefghij" * 300, 12) == "abcdef…fghij"
+    assert len(measured) < 20
