@@ -27,7 +27,8 @@ from dino_sparo._version import __version__
 from dino_sparo.runtime.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from dino_sparo.data.crops import EvalTransform, MultiCropAugmentation
+    from dino_sparo.data.crops import MultiCropAugmentation
+    from dino_sparo.data.views import EvalTransform
     from dino_sparo.dino.head import DINOHead, DINONetwork
     from dino_sparo.dino.loss import DINOLoss
     from dino_sparo.models.encoder import Encoder, EncoderConfig, create_encoder
@@ -56,7 +57,8 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "weights.checkpoint": ("CheckpointError", "load_checkpoint", "load_encoder"),
-        "data.crops": ("EvalTransform", "MultiCropAugmentation"),
+        "data.crops": ("MultiCropAugmentation",),
+        "data.views": ("EvalTransform",),
         "dino.head": ("DINOHead", "DINONetwork"),
         "dino.loss": ("DINOLoss",),
         "models.encoder": ("Encoder", "EncoderConfig", "create_encoder"),

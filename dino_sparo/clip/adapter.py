@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from dino_sparo.clip.model import load_clip
 from dino_sparo.clip.slots.subsets import open_slots
 from dino_sparo.data.sources.decode import to_rgb
+from dino_sparo.data.views import ClipView
 from dino_sparo.image_text.scoring.dot_product import ImageTextModel
-from dino_sparo.image_text.scoring.image_rows import ClipView
 from dino_sparo.image_text.text import tokenize
 from dino_sparo.runtime.cli import errors_in_one_line
 from dino_sparo.runtime.extras import require

@@ -16,13 +16,13 @@ from torch.nn import functional as F
 
 from dino_sparo.clip.model import CLIP
 from dino_sparo.clip.pictures.words import Word, caption_words, word_attention
+from dino_sparo.data.views import ClipView
 from dino_sparo.draw.sheet import RAMP_ENDS
 from dino_sparo.draw.tiles import map_tile
 from dino_sparo.evaluation.attention.maps import heat
 from dino_sparo.evaluation.features import inference
 from dino_sparo.image_text.scoring.dot_product import DotProductScorer
 from dino_sparo.image_text.scoring.explaining import CaptionLook, ImageLook
-from dino_sparo.image_text.scoring.image_rows import ClipView
 
 MAX_SLOTS = 5  # shown per caption
 EXPLANATION = (
@@ -48,7 +48,7 @@ class SlotScorer(DotProductScorer):
             read = self.model.text_output(ids.to(self.device))
             leads = slot_leads(F.cosine_similarity(seen.slots.float(), read.slots.float(), dim=-1)).cpu().numpy()
         backbone = self.model.image.backbone
-        view = self.transform.seen(image, backbone.patch_size)
+        view = self.transform.view(image, backbone.patch_size)
         grid = view.height // backbone.patch_size, view.width // backbone.patch_size
         maps = seen.attention[0, :, backbone.num_prefix_tokens :].float().cpu().numpy().reshape(-1, *grid)
         attention = read.attention.float().cpu().numpy()

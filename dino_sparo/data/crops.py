@@ -6,7 +6,6 @@ like is a pure function of the image and of the generator it was drawn with. Whe
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +19,6 @@ from torchvision.transforms import functional as TF
 
 from dino_sparo.data.augment import DeferredViews, channel_constant, distort_crop, normalize_levels, pack_parameters
 from dino_sparo.data.dataset import IMAGENET_MEAN, IMAGENET_STD
-from dino_sparo.data.sources.decode import to_rgb
 
 # The distortions of DINO (facebookresearch/dino, main_dino.py, DataAugmentationDINO; BYOL, appendix B).
 FLIP_PROBABILITY = 0.5
@@ -31,10 +29,6 @@ BLUR_RADIUS = (0.1, 2.0)  # pixels, of the resized crop
 ASPECT_RATIO = (3 / 4, 4 / 3)
 LOG_ASPECT_RATIO = tuple(np.log(ASPECT_RATIO).tolist())
 CROP_ATTEMPTS = 10
-
-# The evaluation protocol of ImageNet: the short side to 256, of which the central 224 are seen.
-RESIZE_RATIO = 256 / 224
-MAX_ASPECT = 20  # of what is resized for a view
 
 
 @dataclass(frozen=True)
@@ -150,10 +144,11 @@ def cut_crop_fast(
         size: side of the result in pixels.
     """
     top, left, height, width = box
-    return _resize_fast(pixels[:, top : top + height, left : left + width], [size, size])
+    return resize_fast(pixels[:, top : top + height, left : left + width], [size, size])
 
 
-def _resize_fast(pixels: UInt8[Tensor, "3 H W"], sides: list[int]) -> UInt8[Tensor, "3 _ _"]:
+def resize_fast(pixels: UInt8[Tensor, "3 H W"], sides: list[int]) -> UInt8[Tensor, "3 _ _"]:
+    """Bicubic, by torch; see `cut_crop_fast`."""
     return F.interpolate(pixels[None], size=sides, mode="bicubic", antialias=True)[0]
 
 
@@ -247,64 +242,3 @@ class MultiCropAugmentation:
             return DeferredViews(crops, torch.from_numpy(parameters))
         finished = [apply_crop(image, crop, size) for crop, size in zip(drawn, sizes, strict=True)]
         return [torch.from_numpy(normalize_levels(levels, self.mean, self.std)) for levels in finished]
-
-
-def without_far_ends(image: Image.Image) -> Image.Image:
-    """The middle of an image whose long side is more than `MAX_ASPECT` times the short one.
-
-    A central square shows no more of it, and resized as a whole such an image may take all memory.
-    """
-    most = MAX_ASPECT * min(image.size)
-    if max(image.size) <= most:
-        return image
-    left, top = ((side - most) // 2 if side > most else 0 for side in image.size)
-    return image.crop((left, top, left + min(image.width, most), top + min(image.height, most)))
-
-
-class EvalTransform:
-    """Image -> one central view: the short side resized, the middle cut out, normalised.
-
-    Args:
-        img_size: side of the view in pixels; the short side is first resized to 256/224 of it (bicubic).
-        mean: per channel, of pixels in 0..1.
-        std: per channel.
-        exact: the pixels of torchvision's pipeline on PIL images; False resizes by torch, about twice as fast
-            (`benchmarks/README.md`), with another rounding: most pixels are equal or a level off, hard edges in
-            images taller than wide by more, since Pillow takes their columns first and torch the rows.
-    """
-
-    def __init__(
-        self,
-        img_size: int = 224,
-        mean: tuple[float, ...] = IMAGENET_MEAN,
-        std: tuple[float, ...] = IMAGENET_STD,
-        exact: bool = True,
-    ) -> None:
-        self.img_size, self.exact = img_size, exact
-        self.resize_size = round(img_size * RESIZE_RATIO)
-        self.mean, self.std = mean, std
-
-    def __call__(
-        self, image: Image.Image, rng: np.random.Generator | None = None
-    ) -> list[Float[Tensor, "C img_size img_size"]]:
-        """The view, in a list as training's crops are; nothing is drawn from `rng`."""
-        image = without_far_ends(image)
-        if self.exact:
-            pixels = pixels_of(
-                TF.center_crop(TF.resize(image, [self.resize_size], InterpolationMode.BICUBIC), [self.img_size])
-            )
-        else:
-            sides = [self.resize_size * side // min(image.height, image.width) for side in (image.height, image.width)]
-            pixels = TF.center_crop(_resize_fast(pixels_in_rows(image), sides), [self.img_size]).numpy()
-        return [torch.from_numpy(normalize_levels(pixels, channel_constant(self.mean), channel_constant(self.std)))]
-
-    def batch(self, images: Image.Image | Sequence[Image.Image]) -> Float[Tensor, "B C img_size img_size"]:
-        """The views of one image or of several, of any mode, as an encoder takes them.
-
-        Raises:
-            ValueError: there are no images.
-        """
-        images = [images] if isinstance(images, Image.Image) else images
-        if not images:
-            raise ValueError("no images: the list is empty; give one image or several")
-        return torch.stack([self(to_rgb(image))[0] for image in images])

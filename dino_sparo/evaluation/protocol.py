@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from dino_sparo.data.crops import EvalTransform
 from dino_sparo.data.dataset import (
     IMAGENET_MEAN,
     IMAGENET_STD,
@@ -26,6 +25,7 @@ from dino_sparo.data.dataset import (
     require_same_source,
 )
 from dino_sparo.data.sources import ImageLimits, TableColumns
+from dino_sparo.data.views import EvalTransform
 from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_config
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.distributed import Distributed, init_distributed, is_main, rank_0_first
@@ -228,7 +228,7 @@ def images_record(
 
 
 def view_record(transform: Any) -> dict[str, Any]:
-    """What `crops.EvalTransform` does to an image: sizes in pixels, interpolation, rounding, normalisation."""
+    """What `EvalTransform` does to an image: sizes in pixels, interpolation, rounding, normalisation."""
     return {
         "resize": transform.resize_size,
         "crop": transform.img_size,

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dino_sparo.data.views import ClipView
 from dino_sparo.image_text.evaluation.validation import open_validation
 from dino_sparo.image_text.evaluation.zero_shot_probe import open_training_probe
 from dino_sparo.image_text.initialize import initialize_towers
 from dino_sparo.image_text.pairs.run_data import BatchForm, micro_batch_size, number_pairs, stream_pairs
-from dino_sparo.image_text.scoring.image_rows import ClipView
 from dino_sparo.image_text.scoring.scorer import Scorer
 from dino_sparo.image_text.step import ContrastiveTraining, train_step
 from dino_sparo.runtime.distributed import Distributed, wrap_ddp

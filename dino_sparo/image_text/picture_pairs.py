@@ -18,9 +18,9 @@ from torch import Tensor
 from dino_sparo.data.dataset import CorruptImageError
 from dino_sparo.data.sources import IMAGE_EXTENSIONS
 from dino_sparo.data.sources.packed import FileSource
+from dino_sparo.data.views import PatchView
 from dino_sparo.draw.sheet import require_matplotlib
 from dino_sparo.evaluation.protocol import result_folder
-from dino_sparo.evaluation.views import SquareView
 from dino_sparo.image_text.pairs.batches import LeftOut, PairSource
 from dino_sparo.image_text.pairs.captions import ListedCaptions, PackedTexts
 from dino_sparo.image_text.pairs.sources import open_pairs
@@ -146,7 +146,7 @@ def open_pair_folder(folder: Path) -> PairSource:
     return PairSource(files, ListedCaptions(captions.packed()), left_out)
 
 
-def view_pairs(source: PairSource, indices: Sequence[int], view: SquareView) -> Iterator[ViewedPair]:
+def view_pairs(source: PairSource, indices: Sequence[int], view: PatchView) -> Iterator[ViewedPair]:
     """The pairs of some indices; those that cannot be read are left out, named and counted.
 
     Args:

@@ -244,7 +244,7 @@ class GraphScorer(ImageRows):
             looks = [look_at(self.model, pair, self.graphs.lookup(pair.caption)[0], self.device) for pair in pairs]
         captioned = [CaptionLook("  ·  ".join(look.relations_in_words), tiles_of(look)) for look in looks]
         reading = looks[0].reading
-        seen = self.transform.seen(image, self.model.image.backbone.patch_size)
+        seen = self.transform.view(image, self.model.image.backbone.patch_size)
         return ImageLook(seen, captioned, reading.explanation, reading.ends)
 
 

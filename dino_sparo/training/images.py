@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from dino_sparo.data.augment import Distortions
-from dino_sparo.data.crops import EvalTransform, MultiCropAugmentation
+from dino_sparo.data.crops import MultiCropAugmentation
 from dino_sparo.data.dataset import (
     Batch,
     EpochSampler,
@@ -32,9 +32,10 @@ from dino_sparo.data.dataset import (
     require_same_source,
 )
 from dino_sparo.data.sources import ImageLimits, TableColumns, index_images
+from dino_sparo.data.sources.subset import of_different_classes, spread_out
+from dino_sparo.data.views import EvalTransform, PatchView
 from dino_sparo.evaluation.features import disjoint_subsets
 from dino_sparo.evaluation.knn.classify import evaluate_knn
-from dino_sparo.evaluation.views import SquareView, of_different_classes, spread_out
 from dino_sparo.models.encoder import Encoder
 from dino_sparo.runtime.distributed import Distributed, is_main, without_reduction
 from dino_sparo.runtime.logs import RunLog
@@ -146,7 +147,7 @@ def draw_examples(args: argparse.Namespace, source: ImageSource, augmentation: M
     indices = [*few, *(index for index in spread_out(source, LOOK_IMAGES) if index not in few)][:LOOK_IMAGES]
     cropped = ImageDataset(source, augmentation, args.seed)
     crops = zip(*(cropped[index].views for index in indices), strict=True)
-    square = SquareView([args.global_crops_size], args.patch_size, args.norm_mean, args.norm_std)
+    square = PatchView([args.global_crops_size], args.patch_size, args.norm_mean, args.norm_std)
     whole = ImageDataset(source, square, args.seed)
     shown = [whole[index].views[0] for index in few]
     return Examples([torch.stack(view) for view in crops], torch.stack(shown))

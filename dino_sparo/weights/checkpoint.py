@@ -46,8 +46,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dino_sparo.data.crops import EvalTransform
 from dino_sparo.data.sources.limits import parse_object
+from dino_sparo.data.views import EvalTransform
 from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_config
 from dino_sparo.models.readouts import readout_kind
 from dino_sparo.runtime.choices import ARCHITECTURES, IMAGENET_MEAN, IMAGENET_STD, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from dino_sparo.data.crops import EvalTransform
+from dino_sparo.data.views import EvalTransform
 from dino_sparo.models.backbone import LAYER_NORM_EPS
 from dino_sparo.models.encoder import Encoder, encoder_from_config
 from dino_sparo.runtime.choices import ARCHITECTURES

@@ -15,7 +15,7 @@ from clip_fakes import small_checkpoint
 from dino_sparo.clip import load_clip, tokenize
 from dino_sparo.clip.pictures.concepts import Choice, Criteria, PairLook, choose, choose_pairs, fits, look_at_pairs
 from dino_sparo.clip.pictures.words import Word, WordAttention, caption_words, word_attention
-from dino_sparo.evaluation.views import SquareView
+from dino_sparo.data.views import PatchView
 from dino_sparo.image_text.picture_pairs import open_picture_pairs
 
 SLOTS = 5
@@ -89,7 +89,7 @@ def test_shares_are_sums_over_a_words_tokens_and_sum_to_one():
 def test_a_look_is_what_the_model_attends_to(weights):
     loaded = load_clip(weights)
     source = open_picture_pairs("scenes:19:48")
-    view = SquareView([32], 8, loaded.mean, loaded.std)
+    view = PatchView([32], 8, loaded.mean, loaded.std)
     looks = look_at_pairs(loaded.model, source, view, tokenize, torch.device("cpu"), max_pairs=18)
     assert len(looks) == 18
     look = looks[17]

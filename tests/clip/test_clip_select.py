@@ -23,13 +23,13 @@ from dino_sparo.clip.slots.select import SlotScores, draw_curve, score_slots
 from dino_sparo.clip.slots.subsets import open_slots, read_slots, with_slots
 from dino_sparo.data.dataset import open_source
 from dino_sparo.data.scenes import SHAPES
+from dino_sparo.data.views import ClipView
 from dino_sparo.evaluation.features import disjoint_subsets
 from dino_sparo.evaluation.slots.choice import SlotSelection
 from dino_sparo.image_text.evaluation.protocol import open_evaluation_images
 from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot
 from dino_sparo.image_text.prompts import TEMPLATES
 from dino_sparo.image_text.scoring.dot_product import DotProductScorer
-from dino_sparo.image_text.scoring.image_rows import ClipView
 
 SLOTS = 5
 TEMPLATES_USED = TEMPLATES["scenes"][:3]

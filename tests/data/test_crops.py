@@ -19,7 +19,6 @@ from dino_sparo.data.augment import NUM_PARAMETERS, DeferredViews, Distortions
 from dino_sparo.data.crops import (
     CropParameters,
     CropRecipe,
-    EvalTransform,
     MultiCropAugmentation,
     apply_crop,
     cut_crop,
@@ -33,6 +32,7 @@ from dino_sparo.data.dataset import IMAGENET_MEAN as MEAN
 from dino_sparo.data.dataset import IMAGENET_STD as STD
 from dino_sparo.data.dataset import EpochSampler, ImageDataset, create_loader, image_rng
 from dino_sparo.data.scenes import Scenes
+from dino_sparo.data.views import EvalTransform
 
 # What facebookresearch/dino's DataAugmentationDINO asks of torchvision and Pillow, written out here once more.
 RATIO = (3 / 4, 4 / 3)

@@ -16,12 +16,12 @@ from PIL import Image
 
 import visualize_attention
 from dino_sparo.data.dataset import IMAGENET_MEAN, IMAGENET_STD, open_source
+from dino_sparo.data.views import PatchView
 from dino_sparo.draw.labels import short_name
 from dino_sparo.evaluation.attention import atlas as atlas_module
 from dino_sparo.evaluation.attention.atlas import Atlas, AtlasImage, AtlasSlot, build_atlas, draw_atlas, score_images
 from dino_sparo.evaluation.attention.atlas_html import write_html
 from dino_sparo.evaluation.attention.maps import attention_maps
-from dino_sparo.evaluation.views import SquareView
 from dino_sparo.models.encoder import Encoder, create_encoder
 from dino_sparo.runtime.records import write_json
 from dino_sparo.weights.checkpoint import encoder_description
@@ -73,7 +73,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def atlas(photos: Path) -> Atlas:
-    view = SquareView([24], PATCH, IMAGENET_MEAN, IMAGENET_STD)
+    view = PatchView([24], PATCH, IMAGENET_MEAN, IMAGENET_STD)
     return build_atlas(colour_encoder(), open_source(str(photos)), view, model="a <model>", images_per_slot=2)
 
 
@@ -138,7 +138,7 @@ def test_near_duplicates_share_group_and_letter(atlas: Atlas) -> None:
 
 def test_patches_class_token_share_and_groups_are_of_all_images(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(atlas_module, "GROUPING_IMAGES", 2)
-    view = SquareView([24], PATCH, IMAGENET_MEAN, IMAGENET_STD)
+    view = PatchView([24], PATCH, IMAGENET_MEAN, IMAGENET_STD)
     encoder, source = colour_encoder(), open_source(str(photos))
     found = build_atlas(encoder, source, view, images_per_slot=1)
     readable = [index for index in range(len(source)) if "broken" not in source.location(index)]
@@ -154,7 +154,7 @@ def test_patches_class_token_share_and_groups_are_of_all_images(photos: Path, mo
 
 
 def test_heads_have_an_atlas_and_the_average_has_none(photos: Path) -> None:
-    view = SquareView([24], PATCH, IMAGENET_MEAN, IMAGENET_STD)
+    view = PatchView([24], PATCH, IMAGENET_MEAN, IMAGENET_STD)
     source = open_source(str(photos))
     heads = build_atlas(colour_encoder("cls"), source, view, images_per_slot=3)
     assert (heads.kind, len(heads.slots), len(heads.slots[0].images)) == ("head", 4, 3)
@@ -165,7 +165,7 @@ def test_heads_have_an_atlas_and_the_average_has_none(photos: Path) -> None:
 
 
 def test_more_images_than_there_are_shows_all(photos: Path) -> None:
-    view = SquareView([24], PATCH, IMAGENET_MEAN, IMAGENET_STD)
+    view = PatchView([24], PATCH, IMAGENET_MEAN, IMAGENET_STD)
     found = build_atlas(colour_encoder(), open_source(str(photos)), view, images_per_slot=50)
     assert {len(slot.images) for slot in found.slots} == {9}
 

@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torchvision import transforms
 
 import visualize_attention
+from dino_sparo.data.crops import normalized_tensor
 from dino_sparo.data.dataset import IMAGENET_MEAN, IMAGENET_STD, CorruptImageError
 from dino_sparo.draw import sheet as page
 from dino_sparo.evaluation.attention import command as attention_command
+from dino_sparo.evaluation.attention.images import open_images
 from dino_sparo.evaluation.attention.maps import (
     attention_maps,
     class_token_share,
@@ -31,7 +34,6 @@ from dino_sparo.evaluation.attention.maps import (
     to_pixels,
 )
 from dino_sparo.evaluation.protocol import compared_encoder
-from dino_sparo.evaluation.views import choose_view, open_images, view_pixels, view_tensor
 from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_config
 from dino_sparo.runtime.extras import MissingPackageError
 from dino_sparo.weights.checkpoint import encoder_description
@@ -222,8 +224,7 @@ def test_overlays_glow_where_attention_is_and_dim_the_rest() -> None:
 
 def test_pixels_undo_the_normalisation() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)
-    image = Image.fromarray(pixels)
-    tensor = view_tensor(image, choose_view(image.size, [5], 1), IMAGENET_MEAN, IMAGENET_STD)
+    tensor = normalized_tensor(Image.fromarray(pixels), IMAGENET_MEAN, IMAGENET_STD)
     assert np.array_equal(to_pixels(tensor[None], IMAGENET_MEAN, IMAGENET_STD)[0], pixels)
 
 
@@ -266,53 +267,6 @@ def test_a_grid_of_many_slots_goes_on_in_further_rows() -> None:
     assert grid.shape == (2 * 3 * (12 + 72 + 4) + 4, 17 * (72 + 4) + 4, 3)
 
 
-# ---- views
-
-
-def test_one_size_is_the_short_side_and_keeps_the_aspect_in_whole_patches() -> None:
-    view = choose_view((64, 30), [15], 5)
-    assert (view.height, view.width) == (15, 30)  # 32 px wide, of which 30 are whole patches
-    assert view.box == pytest.approx((2, 0, 62, 30))
-
-
-def test_two_sizes_are_height_and_width() -> None:
-    view = choose_view((60, 40), [15, 24], 5)
-    assert (view.height, view.width) == (15, 20)
-    assert view.box == pytest.approx((5, 0, 55, 40))
-
-
-def test_square_views_are_central() -> None:
-    view = choose_view((60, 40), [20], 5, square=True)
-    assert (view.height, view.width) == (20, 20)
-    assert view.box == pytest.approx((10, 0, 50, 40))
-
-
-def test_the_picture_shows_what_the_encoder_sees() -> None:
-    pixels = np.zeros((40, 60, 3), dtype=np.uint8)
-    pixels[:, 30:] = 255
-    image = Image.fromarray(pixels)
-    view = choose_view(image.size, [20], 10, square=True)
-    seen = view_tensor(image, view, (0.0,) * 3, (1.0,) * 3)[0].numpy()
-    shown = view_pixels(image, view, 20)[..., 0] / 255
-    assert np.abs(seen - shown).max() < 0.2
-    assert seen[0, :8].max() < 0.01
-    assert seen[0, -8:].min() > 0.99
-
-
-@pytest.mark.parametrize(
-    ("size", "message"),
-    [
-        ([3], "is smaller than one patch of 5 px; give at least 5"),
-        ([50, 2], "is smaller than one patch of 5 px"),
-        ([5, 5, 5], r"has 3 numbers; give one \(the short side\) or two"),
-        ([2000], "at most 8192 can be looked at, give a smaller size"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(size: list[int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        choose_view((60, 40), size, 5)
-
-
 # ---- the script
 
 
@@ -352,6 +306,26 @@ def test_one_image_gives_a_grid_raw_maps_and_their_description(
     assert {"img.png", "attn-slot6.png", "mask_th0.6_slot0.png", "mask_th0.6.npy"} <= each
     assert np.load(out / "maps" / "mask_th0.6.npy").shape == (7, 10, 13)
     assert width_of(out / "attention.png") > 600
+
+
+@pytest.mark.parametrize("size", [[33], [21, 38]])
+def test_the_maps_are_those_of_the_pixels_that_the_reference_shows(
+    size: list[int], checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The bug: images were resized bicubically and cropped around the centre.
+
+    visualize_attention.py of facebookresearch/dino: Resize, ToTensor, Normalize, then the sides less their remainder.
+    """
+    image = photo(tmp_path / "cat.png")
+    reference = transforms.Compose(
+        [transforms.Resize(size), transforms.ToTensor(), transforms.Normalize(IMAGENET_MEAN, IMAGENET_STD)]
+    )
+    pixels = reference(Image.open(image).convert("RGB"))
+    height, width = pixels.shape[1] - pixels.shape[1] % 5, pixels.shape[2] - pixels.shape[2] % 5
+    expected = attention_maps(small_encoder("cls"), pixels[None, :, :height, :width])
+    options = ["--pretrained_weights", checkpoints["cls"], "--image_path", image, "--output_dir", tmp_path / "out"]
+    run(capsys, *options, "--image_size", *size)
+    np.testing.assert_allclose(np.load(tmp_path / "out" / "attention.npy"), expected, atol=1e-6)
 
 
 def test_without_an_image_a_built_in_scene_is_drawn(

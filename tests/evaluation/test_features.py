@@ -14,8 +14,8 @@ from torch import nn
 import eval_knn
 import eval_linear
 from dino_sparo.__main__ import run
-from dino_sparo.data.crops import EvalTransform
 from dino_sparo.data.dataset import CorruptImageError, ImageDataset, ShardSampler, create_loader
+from dino_sparo.data.views import EvalTransform
 from dino_sparo.evaluation.feature_cache import load_features, save_features
 from dino_sparo.evaluation.features import (
     Features,

@@ -15,8 +15,9 @@ from torchvision.transforms import functional as TF
 
 import eval_knn
 import eval_linear
-from dino_sparo.data.crops import EvalTransform, sample_box
+from dino_sparo.data.crops import sample_box
 from dino_sparo.data.scenes import Scenes
+from dino_sparo.data.views import EvalTransform
 from dino_sparo.evaluation import features
 from dino_sparo.evaluation.features import Features, require_memory
 from dino_sparo.evaluation.linear import command as linear_command

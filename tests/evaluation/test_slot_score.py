@@ -20,6 +20,7 @@ from small_models import SMALL_ARCH, SMALL_SIZE, unpack
 from dino_sparo.__main__ import run
 from dino_sparo.data.dataset import IMAGENET_MEAN, IMAGENET_STD, CorruptImageError
 from dino_sparo.data.scenes import INDEPENDENT, SHAPES, SceneGraph, SceneObject, Scenes, draw_scene, object_masks
+from dino_sparo.data.views import PatchView, View
 from dino_sparo.draw.plots import panels
 from dino_sparo.evaluation.objects import command, survey
 from dino_sparo.evaluation.objects.coco import polygon_mask, run_length_mask
@@ -29,7 +30,6 @@ from dino_sparo.evaluation.objects.masks import ObjectMasks, ObjectSource, view_
 from dino_sparo.evaluation.objects.survey import ROWS
 from dino_sparo.evaluation.objects.table import percent, redundancy_words
 from dino_sparo.evaluation.protocol import EvaluatedEncoder
-from dino_sparo.evaluation.views import SquareView, choose_view
 from dino_sparo.models.backbone import ARCHITECTURES, ViTSize
 from dino_sparo.models.encoder import Encoder, create_encoder
 from dino_sparo.weights.checkpoint import encoder_description
@@ -84,6 +84,11 @@ def test_scenes_give_masks_and_classes_that_belong_to_the_picture() -> None:
 # Views of masks.
 
 
+def view_of(width: int, height: int) -> View:
+    """The central square of an image, 4 px high."""
+    return PatchView([4], 2, IMAGENET_MEAN, IMAGENET_STD).view(Image.new("RGB", (width, height)))
+
+
 def test_masks_are_cut_and_resized_as_images_are() -> None:
     # 12 x 8 pixels, the central square is columns 2 to 9; seen at 4 x 4, one pixel of two.
     masks = np.zeros((3, 8, 12), dtype=bool)
@@ -92,7 +97,7 @@ def test_masks_are_cut_and_resized_as_images_are() -> None:
     masks[2, 6:8, 8:10] = True
     void = np.zeros((8, 12), dtype=bool)
     void[0:2, 2:4] = True
-    view = choose_view((12, 8), [4], 2, square=True)
+    view = view_of(12, 8)
     seen = view_objects(ObjectMasks(masks, np.array([5, 6, 7]), void), view, "x.png", (12, 8))
     assert seen.classes.tolist() == [5, 7]
     expected = np.zeros((2, 4, 4), dtype=bool)
@@ -106,13 +111,13 @@ def test_masks_are_cut_and_resized_as_images_are() -> None:
 def test_masks_of_the_picture_before_it_was_turned_are_refused_with_the_likely_cause() -> None:
     masks = ObjectMasks(np.zeros((0, 8, 12), dtype=bool), np.zeros(0, dtype=np.int64), np.zeros((8, 12), dtype=bool))
     with pytest.raises(CorruptImageError, match="but its masks have 12 x 8; the image may have an EXIF orientation"):
-        view_objects(masks, choose_view((8, 12), [4], 2), "x.png", (8, 12))
+        view_objects(masks, view_of(8, 12), "x.png", (8, 12))
 
 
 def test_masks_of_another_size_than_the_image_are_refused() -> None:
     masks = ObjectMasks(np.zeros((0, 8, 12), dtype=bool), np.zeros(0, dtype=np.int64), np.zeros((8, 12), dtype=bool))
     with pytest.raises(CorruptImageError, match=r"x.png: has 13 x 8 pixels, but its masks have 12 x 8"):
-        view_objects(masks, choose_view((13, 8), [4], 2), "x.png", (13, 8))
+        view_objects(masks, view_of(13, 8), "x.png", (13, 8))
 
 
 # Layouts.
@@ -303,7 +308,7 @@ def survey_boxes(
     monkeypatch.setattr(survey, "maps_and_slots", look)
     monkeypatch.setattr(survey, "BATCH_SIZE", 2)
     monkeypatch.setattr(command, "MIN_OBJECTS", 1)
-    view = SquareView([32], 8, IMAGENET_MEAN, IMAGENET_STD)
+    view = PatchView([32], 8, IMAGENET_MEAN, IMAGENET_STD)
     encoders = {survey.MODEL: own, survey.UNTRAINED: untrained}
     return survey.survey_objects(encoders, BOXES, range(5), view, share=0.6, seed=0, maps=maps)
 

@@ -18,6 +18,7 @@ from dino_sparo.clip import load_clip, tokenize
 from dino_sparo.data.dataset import ImageSource, open_source
 from dino_sparo.data.scenes import COLOURS as SCENE_COLOURS
 from dino_sparo.data.scenes import SHAPES
+from dino_sparo.data.views import ClipView
 from dino_sparo.image_text.evaluation import retrieval, sugarcrepe, winoground, zero_shot
 from dino_sparo.image_text.evaluation.caption_sets import open_caption_set
 from dino_sparo.image_text.evaluation.questions import Question, judge
@@ -27,7 +28,6 @@ from dino_sparo.image_text.evaluation.zero_shot_probe import ZeroShotProbe
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.prompts import prompts
 from dino_sparo.image_text.scoring.dot_product import DotProductScorer
-from dino_sparo.image_text.scoring.image_rows import ClipView
 from dino_sparo.image_text.scoring.scorer import EncodedImages, EncodedTexts, Scorer
 from dino_sparo.runtime.distributed import shutdown
 

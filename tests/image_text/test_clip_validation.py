@@ -15,11 +15,11 @@ from test_clip_train import checkpoint_of, run
 
 from dino_sparo.clip import load_clip, tokenize
 from dino_sparo.clip.options import get_args_parser
+from dino_sparo.data.views import ClipView
 from dino_sparo.image_text.evaluation.validation import MAX_PAIRS, hold_out, open_validation, validation_loss
 from dino_sparo.image_text.pairs import run_data
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.scoring.dot_product import DotProductScorer
-from dino_sparo.image_text.scoring.image_rows import ClipView
 from dino_sparo.weights.checkpoint import CheckpointError
 
 CPU = torch.device("cpu")

@@ -25,6 +25,7 @@ from dino_sparo.clip.slots.subsets import with_slots  # noqa: E402
 from dino_sparo.data.dataset import open_source  # noqa: E402
 from dino_sparo.data.scenes import COLOURS, SHAPES, TEXTURES, Scenes  # noqa: E402
 from dino_sparo.data.sources.subset import Subset  # noqa: E402
+from dino_sparo.data.views import ClipView  # noqa: E402
 from dino_sparo.evaluation.slots.choice import SlotSelection  # noqa: E402
 from dino_sparo.image_text.classes import apply_classes, open_classes, wordnet_ids  # noqa: E402
 from dino_sparo.image_text.evaluation import zero_shot  # noqa: E402
@@ -33,7 +34,6 @@ from dino_sparo.image_text.evaluation.zero_shot import count_hits, evaluate_zero
 from dino_sparo.image_text.pairs.sources import INDEPENDENT  # noqa: E402
 from dino_sparo.image_text.prompts import TEMPLATES, open_templates, prompts, scene_templates  # noqa: E402
 from dino_sparo.image_text.scoring.dot_product import DotProductScorer, without_padding  # noqa: E402
-from dino_sparo.image_text.scoring.image_rows import ClipView  # noqa: E402
 
 SLOTS, WIDTH = 5, 7
 

@@ -20,6 +20,7 @@ from oc_clip_fakes import small_checkpoint as small_oc_checkpoint
 
 from dino_sparo.clip import load_clip
 from dino_sparo.clip.slot_scorer import best_slots, slot_leads
+from dino_sparo.data.views import ClipView
 from dino_sparo.draw.tiles import map_tile
 from dino_sparo.image_text.evaluation.compositional.failure_pages import (
     Gallery,
@@ -35,7 +36,6 @@ from dino_sparo.image_text.evaluation.compositional.run import Answered, ask
 from dino_sparo.image_text.evaluation.questions import Answers, Confusions, Question, confusions
 from dino_sparo.image_text.scoring.explaining import CaptionLook, LookingScorer
 from dino_sparo.image_text.scoring.image_files import Crop
-from dino_sparo.image_text.scoring.image_rows import ClipView
 from dino_sparo.oc_clip.load import scorer_of
 from dino_sparo.oc_clip.model import load_oc_clip
 
@@ -123,7 +123,7 @@ def test_the_part_that_the_maps_cover_is_what_clips_view_shows():
     image = Image.fromarray(rng.integers(0, 255, (5, 8, 3), dtype=np.uint8)).resize((106, 66), Image.Resampling.BICUBIC)
     for size, seen_size in ((32, 32), (39, 32)):
         view = ClipView(size, (0.0,) * 3, (1.0,) * 3, border=1)
-        seen = view.seen(image, 8)
+        seen = view.view(image, 8)
         assert (seen.height, seen.width) == (seen_size, seen_size)
         assert seen.box == pytest.approx((21.0, 1.0, 21 + 64 * seen_size / size, 1 + 64 * seen_size / size))
         cut = np.asarray(image.resize((seen_size, seen_size), Image.Resampling.BICUBIC, box=seen.box), dtype=np.float32)

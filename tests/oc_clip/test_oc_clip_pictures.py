@@ -23,8 +23,8 @@ from clip_fakes import small_checkpoint
 from figures import assert_readable, drawn_words
 from oc_clip_fakes import oc_clip_description
 
+from dino_sparo.data.views import PatchView
 from dino_sparo.draw.tiles import framed
-from dino_sparo.evaluation.views import SquareView
 from dino_sparo.image_text.picture_pairs import ViewedPair, open_picture_pairs, view_pairs
 from dino_sparo.oc_clip.config import BindingConfig
 from dino_sparo.oc_clip.graphs.batches import batch_graphs
@@ -79,7 +79,7 @@ def test_the_written_numbers_are_those_of_binding_and_scoring(weights, tmp_path)
     loaded = load_oc_clip(weights)
     model = loaded.model
     source = open_picture_pairs("scenes:9:48")
-    view = SquareView([SIZE], 8, loaded.mean, loaded.std)
+    view = PatchView([SIZE], 8, loaded.mean, loaded.std)
     for pair, viewed in zip(found["pairs"], view_pairs(source, [4, 8], view), strict=True):
         graph = open_graphs("templates")(viewed.caption)
         batch = batch_graphs([graph])
@@ -109,7 +109,7 @@ def test_the_written_numbers_are_those_of_binding_and_scoring(weights, tmp_path)
         assert [r["turned_round"] for r in pair["relationships"]] == pytest.approx(turned.tolist(), abs=1e-5)
         parts = [*pair["entities"], *pair["default_tokens"]]
         assert sum(part["mean_share"] for part in parts) == pytest.approx(1, abs=1e-5)
-        # The evaluations resize by another filter: `SquareView` and `ClipView` differ by less than this.
+        # The evaluations resize by another filter: `PatchView` and `ClipView` differ by less than this.
         assert pair["score"] == pytest.approx(float(score), abs=0.05)
 
 

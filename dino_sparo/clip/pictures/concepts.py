@@ -21,8 +21,9 @@ from torch.nn import functional as F
 from dino_sparo.clip.choices import Criteria
 from dino_sparo.clip.model import CLIP
 from dino_sparo.clip.pictures.words import Word, WordAttention, caption_words, word_attention
+from dino_sparo.data.sources.subset import spread_out
+from dino_sparo.data.views import PatchView
 from dino_sparo.evaluation.attention.maps import mass_mask
-from dino_sparo.evaluation.views import SquareView, spread_out
 from dino_sparo.image_text.pairs.batches import PairSource
 from dino_sparo.image_text.picture_pairs import view_pairs
 from dino_sparo.image_text.text import Tokens
@@ -87,7 +88,7 @@ class Choice(NamedTuple):
 def look_at_pairs(
     model: CLIP,
     source: PairSource,
-    view: SquareView,
+    view: PatchView,
     tokenize: Callable[[list[str]], Tokens],
     device: torch.device,
     max_pairs: int,

@@ -25,10 +25,10 @@ from dino_sparo.clip.pictures.concepts import Choice, Criteria, PairLook, choose
 from dino_sparo.clip.pictures.page import write_page
 from dino_sparo.clip.pictures.sheet import Gallery, draw_sheet
 from dino_sparo.clip.slots.subsets import check_fits, read_slots
+from dino_sparo.data.views import PatchView, view_pixels
 from dino_sparo.draw.labels import describe_model, run_names
 from dino_sparo.evaluation.attention.maps import check_share, class_token_share, effective_patches
 from dino_sparo.evaluation.slots.choice import SlotSelection
-from dino_sparo.evaluation.views import SquareView, view_pixels
 from dino_sparo.image_text.picture_pairs import (
     PICTURE_HEIGHT,
     begin_pictures,
@@ -61,7 +61,7 @@ def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"readout {config.readout!r} has no slots to show; sparo has")
     asked = asked_slots(args.slots, loaded)
     image_size = args.image_size or config.image.img_size
-    view = SquareView([image_size], config.image.patch_size, loaded.mean, loaded.std)
+    view = PatchView([image_size], config.image.patch_size, loaded.mean, loaded.std)
     source = open_picture_pairs(args.data_path, args.image_key, args.caption_key, args.image_folder)
     tokens = partial(tokenize, context_length=config.text.context_length)
     looks = look_at_pairs(loaded.model.to(device), source, view, tokens, device, args.max_pairs)

@@ -1,4 +1,4 @@
-"""Some images of a source, as a source."""
+"""Some images of a source: as a source of their own, and which to take where a few are shown."""
 
 import numpy as np
 from jaxtyping import Int64
@@ -46,3 +46,17 @@ class Subset:
         """A hash of the source's and of the indices; None if the source has none."""
         whole = fingerprint_of(self.source)
         return None if whole is None else f"{whole} {hash_of(self.indices)}"
+
+
+def spread_out(source: ImageSource, max_images: int) -> list[int]:
+    """At most `max_images` indices, evenly spaced: folders are sorted by class, so the first would be of one class."""
+    count = min(max_images, len(source))
+    return [i * len(source) // count for i in range(count)]
+
+
+def of_different_classes(source: ImageSource, max_images: int) -> list[int]:
+    """At most `max_images` indices: of as many classes, where there are labels for so many, else evenly spaced."""
+    firsts = [] if source.labels is None else np.unique(source.labels, return_index=True)[1].tolist()
+    if len(firsts) < max_images:
+        return spread_out(source, max_images)
+    return [firsts[i * len(firsts) // max_images] for i in range(max_images)]

@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Float, Int, UInt8
 
 from dino_sparo.data.dataset import ImageDataset, ImageSource, ShardSampler, create_loader
+from dino_sparo.data.views import PatchView, view_pixels
 from dino_sparo.draw.grids import letters_of_groups
 from dino_sparo.draw.sheet import GAP, MARGIN, Heading, Page, Tiles, resized
 from dino_sparo.evaluation.attention.maps import (
@@ -25,7 +26,6 @@ from dino_sparo.evaluation.attention.maps import (
     maps_and_slots,
     overlay,
 )
-from dino_sparo.evaluation.views import SquareView, view_pixels
 from dino_sparo.models.encoder import Encoder
 from dino_sparo.runtime.logs import printable, progress
 
@@ -190,7 +190,7 @@ def score_images(
 def build_atlas(
     encoder: Encoder,
     source: ImageSource,
-    view: SquareView,
+    view: PatchView,
     *,
     model: str = "",
     name: str | None = None,
@@ -242,7 +242,7 @@ def _renumbered(groups: Int[np.ndarray, " maps"], ranking: Int[np.ndarray, " map
     return np.array([numbers[int(group)] for group in groups])
 
 
-def _survey(encoder: Encoder, source: ImageSource, view: SquareView, num_workers: int) -> _Survey:
+def _survey(encoder: Encoder, source: ImageSource, view: PatchView, num_workers: int) -> _Survey:
     """See every image once."""
     device = encoder.backbone.cls_token.device
     dataset = ImageDataset(source, view)
@@ -266,7 +266,7 @@ def _survey(encoder: Encoder, source: ImageSource, view: SquareView, num_workers
 def _draw_images(
     encoder: Encoder,
     source: ImageSource,
-    view: SquareView,
+    view: PatchView,
     survey: _Survey,
     best: Int[np.ndarray, "k maps"],
     scores: Float[np.ndarray, "images maps"],

@@ -21,11 +21,14 @@ import torch
 from PIL import Image
 
 from dino_sparo.data.dataset import CorruptImageError, ImageSource, open_source
+from dino_sparo.data.sources.subset import spread_out
+from dino_sparo.data.views import PatchView, view_pixels
 from dino_sparo.draw.grids import MapSet, compare_page, grid_page, matrix_page, tile_picture
 from dino_sparo.draw.labels import describe_model, file_names, run_names, short_name
 from dino_sparo.draw.sheet import require_matplotlib
 from dino_sparo.evaluation.attention.atlas import build_atlas, draw_atlas
 from dino_sparo.evaluation.attention.atlas_html import write_html
+from dino_sparo.evaluation.attention.images import default_image_size, open_images
 from dino_sparo.evaluation.attention.maps import (
     attention_maps,
     check_share,
@@ -36,15 +39,6 @@ from dino_sparo.evaluation.attention.maps import (
 )
 from dino_sparo.evaluation.features import disjoint_subsets
 from dino_sparo.evaluation.protocol import EvaluatedEncoder, compared_encoder, encoder_of_options, result_folder
-from dino_sparo.evaluation.views import (
-    SquareView,
-    choose_view,
-    default_image_size,
-    open_images,
-    spread_out,
-    view_pixels,
-    view_tensor,
-)
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.distributed import is_only_a_peer, select_device
 from dino_sparo.runtime.logs import printable, setup_logging
@@ -142,17 +136,22 @@ def look_at(
     """
     encoder = evaluated.encoder.to(device).eval()
     config = encoder.config
-    size = image_size or [default_image_size(config)]
-    views = [choose_view(image.size, size, config.patch_size, square=len(images) > 1) for _, image in images]
-    maps, pictures = [], []
-    for (_, image), view in zip(images, views, strict=True):
-        tensor = view_tensor(image, view, evaluated.mean, evaluated.std)
-        maps.append(attention_maps(encoder, tensor[None].to(device)))
-        pictures.append(view_pixels(image, view, PICTURE_HEIGHT))
+    transform = patch_view(evaluated, image_size, square=len(images) > 1)
+    views = [transform.view(image) for _, image in images]
+    pictures = [view_pixels(image, view, PICTURE_HEIGHT) for (_, image), view in zip(images, views, strict=True)]
+    maps = [attention_maps(encoder, transform(image)[0][None].to(device)) for _, image in images]
     map_set = MapSet(name_of(evaluated, run), describe(evaluated), config.kind.shows, np.concatenate(maps))
     if config.kind.shows == "average":
         logger.warning("readout=%r averages all tokens: its one map is uniform on every image", config.readout)
     return Look([name for name, _ in images], pictures, (views[0].height, views[0].width), map_set)
+
+
+def patch_view(evaluated: EvaluatedEncoder, image_size: Sequence[int] | None, square: bool) -> PatchView:
+    """The pixels that the reference's script shows an encoder; `image_size` None: `default_image_size`."""
+    config = evaluated.encoder.config
+    size = image_size or [default_image_size(config)]
+    bilinear = Image.Resampling.BILINEAR
+    return PatchView(size, config.patch_size, evaluated.mean, evaluated.std, square, bilinear)
 
 
 def name_of(evaluated: EvaluatedEncoder, run: str) -> str:
@@ -249,8 +248,7 @@ def make_atlas(
 ) -> list[Path]:
     """Search images for those that light up each slot, and draw the atlas."""
     encoder = evaluated.encoder.to(device).eval()
-    size = args.image_size or [default_image_size(encoder.config)]
-    view = SquareView(size, encoder.config.patch_size, evaluated.mean, evaluated.std)
+    view = patch_view(evaluated, args.image_size, square=True)
     source = open_source(args.atlas, "all")
     [searched] = disjoint_subsets(source, [min(args.atlas_max_images, len(source))])
     atlas = build_atlas(

@@ -17,8 +17,10 @@ import torch
 
 from dino_sparo.data.sources.limits import ImageLimits
 from dino_sparo.data.sources.packed import FileSource
+from dino_sparo.data.views import PatchView
 from dino_sparo.draw.labels import describe_model, run_names
 from dino_sparo.draw.sheet import require_matplotlib
+from dino_sparo.evaluation.attention.images import default_image_size
 from dino_sparo.evaluation.attention.maps import check_share
 from dino_sparo.evaluation.objects.figures import draw_classes, draw_matching, draw_measures
 from dino_sparo.evaluation.objects.layouts import open_objects
@@ -42,7 +44,6 @@ from dino_sparo.evaluation.protocol import (
     untrained_encoder,
     write_result,
 )
-from dino_sparo.evaluation.views import SquareView, default_image_size
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.distributed import is_only_a_peer, select_device
 from dino_sparo.runtime.logs import printable, setup_logging
@@ -148,15 +149,15 @@ def choose_images(count: int, num_images: int) -> list[int]:
     return np.random.default_rng(0).permutation(count)[:num_images].tolist()
 
 
-def view_of(evaluated: EvaluatedEncoder, image_size: int | None) -> SquareView:
+def view_of(evaluated: EvaluatedEncoder, image_size: int | None) -> PatchView:
     """The central square that an encoder sees, at this side or at its default, pixels."""
     config = evaluated.encoder.config
     size = default_image_size(config) if image_size is None else image_size
-    return SquareView([size], config.patch_size, evaluated.mean, evaluated.std)
+    return PatchView([size], config.patch_size, evaluated.mean, evaluated.std)
 
 
 def describe_run(
-    evaluated: EvaluatedEncoder, source: ObjectSource, survey: Survey, view: SquareView, args: argparse.Namespace
+    evaluated: EvaluatedEncoder, source: ObjectSource, survey: Survey, view: PatchView, args: argparse.Namespace
 ) -> dict[str, Any]:
     """What the numbers depend on."""
     config = evaluated.encoder.config

@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dino_sparo.data.dataset import CorruptImageError
+from dino_sparo.data.views import PatchView
 from dino_sparo.evaluation.attention.maps import maps_and_slots
 from dino_sparo.evaluation.features import MAX_NAMED
 from dino_sparo.evaluation.objects.masks import ObjectSource, view_objects
@@ -30,7 +31,6 @@ from dino_sparo.evaluation.objects.measures import (
     summarize,
 )
 from dino_sparo.evaluation.objects.slots import map_redundancy, value_redundancy
-from dino_sparo.evaluation.views import SquareView
 from dino_sparo.models.encoder import Encoder
 from dino_sparo.runtime.logs import progress
 
@@ -122,7 +122,7 @@ def survey_objects(
     encoders: dict[str, Encoder],
     source: ObjectSource,
     indices: Sequence[int],
-    view: SquareView,
+    view: PatchView,
     share: float,
     seed: int,
     num_workers: int = 0,
@@ -172,7 +172,7 @@ def survey_objects(
 
 
 def _batches(
-    survey: Survey, source: ObjectSource, indices: Sequence[int], view: SquareView, num_workers: int
+    survey: Survey, source: ObjectSource, indices: Sequence[int], view: PatchView, num_workers: int
 ) -> Iterator[list[SeenImage]]:
     """Read the images; what cannot be read is noted."""
 
@@ -225,7 +225,7 @@ def _check(survey: Survey, source: ObjectSource) -> None:
 
 
 def slot_values(
-    encoder: Encoder, source: ObjectSource, indices: Sequence[int], view: SquareView
+    encoder: Encoder, source: ObjectSource, indices: Sequence[int], view: PatchView
 ) -> Float[np.ndarray, "images L V"]:
     """The slots of an encoder on some images, in their order; the images have been read before.
 

@@ -10,8 +10,8 @@ from typing import Protocol, runtime_checkable
 
 from PIL import Image
 
+from dino_sparo.data.views import View
 from dino_sparo.draw.tiles import Tile
-from dino_sparo.evaluation.views import View
 
 
 @dataclass(frozen=True)

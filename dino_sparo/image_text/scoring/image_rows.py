@@ -8,76 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from PIL import Image
 from torch import Tensor, nn
-from torchvision.transforms import InterpolationMode
-from torchvision.transforms import functional as TF
 
-from dino_sparo.data.crops import normalized_tensor, without_far_ends
 from dino_sparo.data.dataset import ImageSource
 from dino_sparo.data.sources.decode import to_rgb
 from dino_sparo.evaluation.features import Features, encoded_batches, extract_split, inference, share_loader
-from dino_sparo.evaluation.views import View
 from dino_sparo.image_text.scoring.scorer import EncodedImages
-
-
-class ClipView:
-    """Image -> one central view: the short side resized to the view's (bicubic), the middle cut out, normalised.
-
-    CLIP's and OpenCLIP's view. DINO's, `crops.EvalTransform`, cuts it out of a larger image.
-
-    Args:
-        img_size: side of the view in pixels.
-        mean: per channel, of pixels in 0..1.
-        std: per channel.
-        border: pixels cut off every side of the image first.
-
-    Raises:
-        ValueError: a size is out of range.
-    """
-
-    def __init__(self, img_size: int, mean: tuple[float, ...], std: tuple[float, ...], border: int = 0) -> None:
-        if img_size < 1 or border < 0:
-            raise ValueError(f"img_size={img_size}, border={border}; give a positive size and a border of 0 or more")
-        self.img_size = self.resize_size = img_size
-        self.exact = True  # the pixels of torchvision's pipeline on PIL images
-        self.mean, self.std, self.border = mean, std, border
-
-    def __call__(
-        self, image: Image.Image, rng: np.random.Generator | None = None
-    ) -> list[Float[Tensor, "C img_size img_size"]]:
-        """The view, in a list as training's crops are; nothing is drawn from `rng`.
-
-        Raises:
-            ValueError: the border leaves nothing of the image.
-        """
-        if 2 * self.border >= min(image.size):
-            raise ValueError(
-                f"a border of {self.border} px on every side leaves nothing of an image of {image.width} x "
-                f"{image.height} px; give a smaller one"
-            )
-        if self.border:
-            box = (self.border, self.border, image.width - self.border, image.height - self.border)
-            image = image.crop(box)
-        resized = TF.resize(without_far_ends(image), [self.img_size], InterpolationMode.BICUBIC)
-        return [normalized_tensor(TF.center_crop(resized, [self.img_size]), self.mean, self.std)]
-
-    def seen(self, image: Image.Image, patch_size: int) -> View:
-        """The part of an image that whole patches of its view cover; to the eye, not to the pixel.
-
-        Args:
-            image: of any size.
-            patch_size: pixels of the view.
-        """
-        width, height = image.width - 2 * self.border, image.height - 2 * self.border
-        side = min(width, height)
-        left, top = self.border + (width - side) / 2, self.border + (height - side) / 2
-        seen = self.img_size // patch_size * patch_size
-        part = side * seen / self.img_size
-        return View((left, top, left + part, top + part), seen, seen)
 
 
 class ImageRows(ABC):

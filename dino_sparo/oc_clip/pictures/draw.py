@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from dino_sparo.data.dataset import CorruptImageError
+from dino_sparo.data.sources.subset import spread_out
+from dino_sparo.data.views import PatchView, view_pixels
 from dino_sparo.draw.labels import describe_model, run_names
-from dino_sparo.evaluation.views import SquareView, spread_out, view_pixels
 from dino_sparo.image_text.pairs.batches import PairSource
 from dino_sparo.image_text.picture_pairs import (
     PICTURE_HEIGHT,
@@ -52,7 +53,7 @@ def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
     config = loaded.model.config
     source = open_picture_pairs(args.data_path, args.image_key, args.caption_key, args.image_folder)
     chosen = check_pairs(args.pairs, source) or choose_pairs(source, graphs, args.max_pairs, args.max_rows)
-    view = SquareView([config.image.img_size], config.image.patch_size, loaded.mean, loaded.std)
+    view = PatchView([config.image.img_size], config.image.patch_size, loaded.mean, loaded.std)
     model = loaded.model.to(device)
     looks = [look_at(model, pair, graphs(pair.caption), device) for pair in view_pairs(source, chosen, view)]
     if graphs.counts.whole_caption or graphs.counts.nodes or graphs.counts.relations:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import UInt8
 
+from dino_sparo.data.views import view_pixels
 from dino_sparo.draw.html import FIGURES_STYLE, data_uri, html_page
 from dino_sparo.draw.labels import file_names, short_name
 from dino_sparo.draw.sheet import (
@@ -32,7 +33,6 @@ from dino_sparo.draw.sheet import (
     wrap,
 )
 from dino_sparo.draw.tiles import TILE_STYLE, Tile, draw_tiles, tile_figure, tiles_height
-from dino_sparo.evaluation.views import view_pixels
 from dino_sparo.image_text.evaluation.compositional.failures import Failure, Failures
 from dino_sparo.image_text.evaluation.compositional.run import ROOT
 from dino_sparo.image_text.picture_pairs import PICTURE_HEIGHT
