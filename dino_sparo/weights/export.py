@@ -1,19 +1,22 @@
-"""Checkpoint -> files for others: safetensors, timm, Hugging Face, ONNX; of CLIP also OpenCLIP's and sparo-clip's.
+"""Checkpoint -> files for other software: safetensors, timm, Hugging Face, ONNX; for CLIP also OpenCLIP and sparo-clip.
 
     dino-sparo export runs/vits16/checkpoint.pth vits16
     dino-sparo export runs/vits16/checkpoint.pth vits16 --format onnx --img_size 224
     dino-sparo export runs/clip/checkpoint.pth clip --format open_clip
 
-An export is one network's encoder, without head and optimizer, beside a JSON file of how it was built, what its images
-are normalised with, and where it comes from. Of a CLIP `safetensors` holds both towers, for any read-out, `open_clip`
-and `sparo_clip` what these have; the other formats hold its image tower.
+An export holds one encoder without head and optimizer. JSON files beside its weights say how the encoder was built, how
+its images are normalised and which checkpoint it comes from. The file of weights repeats these JSON files in its
+metadata, so that `file.read_safetensors` detects files that do not belong together. For a CLIP, `safetensors`,
+`open_clip` and `sparo_clip` hold both towers; the other formats hold the image tower.
 """
 
 import argparse
+import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +27,11 @@ from torch import Tensor, nn
 
 from dino_sparo.data.views import EvalTransform
 from dino_sparo.models.backbone import LAYER_NORM_EPS
-from dino_sparo.models.encoder import Encoder, encoder_from_config
+from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_config
 from dino_sparo.runtime.choices import ARCHITECTURES
 from dino_sparo.runtime.extras import require
 from dino_sparo.runtime.logs import setup_logging
-from dino_sparo.runtime.records import file_sha256, versions, write_json
+from dino_sparo.runtime.records import file_sha256, plain, versions
 from dino_sparo.weights.checkpoint import (
     CheckpointError,
     clip_weights,
@@ -39,7 +42,7 @@ from dino_sparo.weights.checkpoint import (
     network_name,
     normalization_of,
 )
-from dino_sparo.weights.file import CHECKSUM_KEY, weights_checksum
+from dino_sparo.weights.file import CHECKSUM_KEY, DOCUMENTS_KEY, document_path, weights_checksum
 from dino_sparo.weights.foreign_names import CLIP_FORMATS, open_clip_settings, to_open_clip_names
 
 logger = logging.getLogger(__name__)
@@ -85,30 +88,26 @@ def export(
     patch_size: int | None = None,
     quick_gelu: bool = False,
 ) -> Path:
-    """Write the encoder of a checkpoint, or both towers of a CLIP, for others to use.
+    """Write the encoder of a checkpoint, or both towers of a CLIP, for other software.
 
     Args:
-        checkpoint: ours, the reference's, or an export.
-        out: path without suffix; for `huggingface` a folder.
+        checkpoint: one of ours, of the reference, or an export.
+        out: path without suffix; a folder for `huggingface`, `open_clip` and `sparo_clip`.
         which: `teacher` or `student`.
-        format: a key of `WRITERS`, or of `CLIP_FORMATS`.
-        img_size: side of the images in pixels; the position embedding is resampled to it. By default the size the
-            encoder was trained at.
-        arch: override for foreign weights.
-        patch_size: override for foreign weights, pixels.
-        quick_gelu: of OpenCLIP's weights, which do not say whether they were trained with OpenAI's activation.
+        format: a key of `WRITERS` or of `CLIP_FORMATS`.
+        img_size: image side in pixels, to which the position embedding is resampled; None: as trained.
+        arch: architecture of foreign weights; None: inferred from the shapes.
+        patch_size: patch side of foreign weights in pixels; None: inferred.
+        quick_gelu: foreign weights were trained with OpenAI's activation.
 
     Returns:
-        The path of the weights, or of the folder.
+        The file of weights, or the folder.
 
     Raises:
-        ValueError: an unknown format, or one that cannot hold this read-out.
-        MissingPackageError: the package of this format is not installed.
-        CheckpointError: the checkpoint cannot be used.
+        ValueError: unknown format, or one that cannot hold this read-out.
     """
     if format not in WRITERS | CLIP_FORMATS:
         raise ValueError(f"unknown export format {format!r}; choose one of {sorted(WRITERS | CLIP_FORMATS)}")
-    Path(out).parent.mkdir(parents=True, exist_ok=True)
     content = load_checkpoint(checkpoint)
     if format in CLIP_FORMATS or (format == "safetensors" and "clip" in content):
         if img_size is not None:
@@ -117,24 +116,23 @@ def export(
             raise ValueError(
                 f"--arch, --patch_size and --quick_gelu are for foreign weights, but {checkpoint} says how it was built"
             )
-        written = _write_clip(content, Path(checkpoint), str(out), format)
-        logger.info("both towers of %s as %s: %s", checkpoint, format, written)
-        return written
-    encoder = encoder_of(content, str(checkpoint), which, arch, patch_size, quick_gelu)
-    if img_size is not None:
-        encoder = resized(encoder, img_size)
-    record = {
-        "encoder": encoder_description(encoder.config, *normalization_of(content)),
-        **_origin(content, Path(checkpoint)),
-        "checkpoint_key": network_name(content, which),
-    }
-    written = WRITERS[format](encoder, str(out), record)
-    logger.info("%s of %s as %s: %s", record["checkpoint_key"] or "encoder", checkpoint, format, written)
-    return written
+        path, network = _write_clip(content, Path(checkpoint), str(out), format), "both towers"
+    else:
+        encoder = encoder_of(content, str(checkpoint), which, arch, patch_size, quick_gelu)
+        encoder = encoder if img_size is None else resized(encoder, img_size)
+        key = network_name(content, which)
+        record = {
+            "encoder": encoder_description(encoder.config, *normalization_of(content)),
+            **_origin(content, Path(checkpoint)),
+            "checkpoint_key": key,
+        }
+        path, network = WRITERS[format](encoder, str(out), record), key or "encoder"
+    logger.info("%s of %s as %s: %s", network, checkpoint, format, path)
+    return path
 
 
 def resized(encoder: Encoder, img_size: int) -> Encoder:
-    """The same encoder with its positions resampled once and for all to images of `img_size` pixels.
+    """The same encoder, its position embedding resampled to images of `img_size` pixels.
 
     Raises:
         ValueError: `img_size` is not a multiple of the patch size.
@@ -158,14 +156,11 @@ def _origin(content: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
 
 def _write_safetensors(encoder: Encoder, out: str, record: dict[str, Any]) -> Path:
     """OUT.safetensors with our names, and OUT.json."""
-    return _write_weights(encoder.state_dict(), _with_suffix(out, ".safetensors"), record)
+    return _write_safe(encoder.state_dict(), _with_suffix(out, ".safetensors"), {".json": record})
 
 
 def _write_timm(encoder: Encoder, out: str, record: dict[str, Any]) -> Path:
-    """OUT.safetensors with timm's names, and OUT.json, whose entry `timm` says how to build the model.
-
-    The names are ours below `backbone.`; the model's LayerNorm eps and pooled class token are timm's defaults.
-    """
+    """OUT.safetensors with timm's names (ours below `backbone.`), and OUT.json, whose `timm` builds the model."""
     _require_vanilla(encoder, "timm")
     config, size = encoder.config, ARCHITECTURES[encoder.config.arch]
     arguments = {
@@ -190,15 +185,15 @@ def _write_timm(encoder: Encoder, out: str, record: dict[str, Any]) -> Path:
         },
     }
     path = _with_suffix(out, ".safetensors")
-    return _write_weights(encoder.backbone.state_dict(), path, {**record, "timm": timm_model})
+    return _write_safe(encoder.backbone.state_dict(), path, {".json": {**record, "timm": timm_model}})
 
 
 def _write_huggingface(encoder: Encoder, out: str, record: dict[str, Any]) -> Path:
     """A folder for `transformers.AutoModel.from_pretrained(OUT)`.
 
-    `last_hidden_state` are our tokens, for images of the stored size; its first token is the encoding, and so is
-    `pooler_output`: transformers builds a pooler by default and would draw its weights at random, hence it is written
-    as the identity. Versions of transformers that do not read `pooler_act` return the encoding's tanh there.
+    `last_hidden_state` holds our tokens for images of the stored size; its first token is the encoding. transformers
+    builds a pooler by default and would initialize it randomly, so the pooler is written as the identity.
+    `pooler_output` is therefore the encoding; versions of transformers that ignore `pooler_act` return its tanh.
     """
     _require_vanilla(encoder, "huggingface")
     if encoder.config.pre_norm:
@@ -206,9 +201,21 @@ def _write_huggingface(encoder: Encoder, out: str, record: dict[str, Any]) -> Pa
             "transformers' ViTModel has no LayerNorm before its blocks, which pre_norm asks for; this encoder can be "
             "exported as timm, safetensors or onnx"
         )
-    folder, size, config = Path(out), ARCHITECTURES[encoder.config.arch], encoder.config
-    folder.mkdir(parents=True, exist_ok=True)
-    model = {
+    documents = {
+        "config.json": _huggingface_model(encoder.config),
+        "preprocessor_config.json": _huggingface_images(encoder.config.img_size, record["encoder"]),
+        "dino_sparo.json": record,
+    }
+    width = encoder.backbone.embed_dim
+    pooler = {"pooler.dense.weight": torch.eye(width), "pooler.dense.bias": torch.zeros(width)}
+    weights = {**huggingface_weights(encoder.backbone.state_dict()), **pooler}
+    return _write_safe(weights, Path(out) / "model.safetensors", documents).parent
+
+
+def _huggingface_model(config: EncoderConfig) -> dict[str, Any]:
+    """`config.json` of a `ViTModel`."""
+    size = ARCHITECTURES[config.arch]
+    return {
         "architectures": ["ViTModel"],
         "model_type": "vit",
         "hidden_size": size.embed_dim,
@@ -225,27 +232,24 @@ def _write_huggingface(encoder: Encoder, out: str, record: dict[str, Any]) -> Pa
         "qkv_bias": True,
         "pooler_act": "linear",
     }
-    view = EvalTransform(config.img_size)
-    images = {
+
+
+def _huggingface_images(img_size: int, description: Mapping[str, Any]) -> dict[str, Any]:
+    """`preprocessor_config.json`: resize, crop and normalise as `EvalTransform` does."""
+    return {
         "image_processor_type": "BitImageProcessor",
         "do_convert_rgb": True,
         "do_resize": True,
-        "size": {"shortest_edge": view.resize_size},
+        "size": {"shortest_edge": EvalTransform(img_size).resize_size},
         "resample": BICUBIC,
         "do_center_crop": True,
-        "crop_size": {"height": config.img_size, "width": config.img_size},
+        "crop_size": {"height": img_size, "width": img_size},
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,
-        "image_mean": record["encoder"]["mean"],
-        "image_std": record["encoder"]["std"],
+        "image_mean": description["mean"],
+        "image_std": description["std"],
     }
-    for name, values in (("config", model), ("preprocessor_config", images), ("dino_sparo", record)):
-        write_json(values, folder / f"{name}.json")
-    width = size.embed_dim
-    pooler = {"pooler.dense.weight": torch.eye(width), "pooler.dense.bias": torch.zeros(width)}
-    _save({**huggingface_weights(encoder.backbone.state_dict()), **pooler}, folder / "model.safetensors")
-    return folder
 
 
 def huggingface_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -267,9 +271,9 @@ def huggingface_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 class _FixedSize(nn.Module):
-    """An encoder for images of the stored size alone, with what ONNX names as outputs.
+    """An encoder for images of the stored size only, with the outputs of the ONNX file.
 
-    The backbone without its checks and its resampling: they look at the number of images and would fix it.
+    The backbone's checks and its resampling are left out: they read the batch size, which would make it a constant.
     """
 
     def __init__(self, encoder: Encoder) -> None:
@@ -278,7 +282,7 @@ class _FixedSize(nn.Module):
         self.names = ["encoding", "attention"] if encoder.config.kind.shows == "slot" else ["encoding"]
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        """Images -> encoding (B, L*V), and where slots have attention of their own (B, L, N)."""
+        """Images -> encoding (B, L*V), and attention (B, L, N) of read-outs whose slots have their own."""
         patches = self.backbone.patch_embed(images)
         cls_tokens = self.backbone.cls_token.expand(patches.shape[0], -1, -1)
         tokens = self.backbone.norm_pre(torch.cat((cls_tokens, patches), dim=1) + self.backbone.pos_embed)
@@ -289,37 +293,36 @@ class _FixedSize(nn.Module):
 
 
 def _write_onnx(encoder: Encoder, out: str, record: dict[str, Any]) -> Path:
-    """OUT.onnx for any number of images of the stored size, and OUT.onnx.json."""
+    """OUT.onnx for any batch of images of the stored size, and OUT.onnx.json (OUT.json belongs to OUT.safetensors)."""
     for package in ("onnx", "onnxscript"):
         require(package, "ONNX exports")
     config, path = encoder.config, _with_suffix(out, ".onnx")
     model = _FixedSize(encoder).eval()
     encoder.backbone.use_fused_attention(False)  # plain products: operators that every runtime has
-    # An example of two: a batch of one would be taken for a constant.
-    images = torch.zeros(2, config.in_chans, config.img_size, config.img_size)
     program: Any = torch.onnx.export(
         model,
-        (images,),
-        str(path),
+        (torch.zeros(2, config.in_chans, config.img_size, config.img_size),),  # a batch of one would become a constant
         input_names=["images"],
         output_names=model.names,
         opset_version=ONNX_OPSET,
         dynamo=True,
         dynamic_shapes={"images": {0: torch.export.Dim("batch")}},
-        external_data=False,
         verbose=False,
     )
-    # What torch made of it: an integer where a size is fixed.
+    # An integer where torch fixed a size.
     shape = [size if isinstance(size, int) else "batch" for size in program.model.graph.inputs[0].shape]
     if shape[0] != "batch":
-        path.unlink()
         raise ValueError(
             f"torch {torch.__version__} cannot write {config.readout!r} for any number of images, only for {shape[0]}; "
             "this encoder can be exported as safetensors"
         )
-    # Not OUT.json: that belongs to OUT.safetensors, whose image size may be another.
-    write_json({**record, "onnx": {"inputs": {"images": shape}, "outputs": model.names}}, Path(f"{path}.json"))
-    return path
+    documents = {f"{path.name}.json": {**record, "onnx": {"inputs": {"images": shape}, "outputs": model.names}}}
+
+    def write(temporary: Path) -> None:
+        program.model.metadata_props[DOCUMENTS_KEY] = json.dumps(documents)
+        program.save(str(temporary), external_data=False)
+
+    return _write_together(path, documents, write)
 
 
 WRITERS: dict[str, Callable[[Encoder, str, dict[str, Any]], Path]] = {
@@ -333,9 +336,9 @@ WRITERS: dict[str, Callable[[Encoder, str, dict[str, Any]], Path]] = {
 def _write_clip(content: dict[str, Any], checkpoint: Path, out: str, format: str) -> Path:
     """Both towers of a CLIP.
 
-    safetensors  OUT.safetensors with our names, and OUT.json; `clip.load_clip` reads them
+    safetensors  OUT.safetensors with our names, and OUT.json, for `clip.load_clip`
     open_clip    a folder for `open_clip.create_model_and_transforms("local-dir:OUT")`
-    sparo_clip   likewise, with sparo-clip's names; "model_cfg" are the arguments of its `CLIP`
+    sparo_clip   the same folder with sparo-clip's names; "model_cfg" are the arguments of its `CLIP`
     """
     entry = content.get("clip")
     if entry is None:
@@ -343,21 +346,21 @@ def _write_clip(content: dict[str, Any], checkpoint: Path, out: str, format: str
             f"{checkpoint} is no CLIP of ours, which format {format!r} is for; choose one of {sorted(WRITERS)}"
         )
     weights = clip_weights(content, str(checkpoint)) or {}
+    record = {"clip": entry, **_origin(content, checkpoint)}
     if format == "safetensors":
-        record = {"clip": entry, **_origin(content, checkpoint)}
-        return _write_weights(weights, _with_suffix(out, ".safetensors"), record)
+        return _write_safe(weights, _with_suffix(out, ".safetensors"), {".json": record})
     if entry["readout"] not in CLIP_FORMATS[format]:
         raise ValueError(
             f"{format} has no {entry['readout']!r} read-out, only {', '.join(CLIP_FORMATS[format])}; this CLIP can be "
             f"exported as safetensors"
         )
-    folder, settings = Path(out), open_clip_settings(entry)
-    folder.mkdir(parents=True, exist_ok=True)
     images = {"mean": entry["mean"], "std": entry["std"], "interpolation": "bicubic", "resize_mode": "shortest"}
-    write_json({"model_cfg": settings, "preprocess_cfg": images}, folder / "open_clip_config.json")
-    write_json({"clip": entry, **_origin(content, checkpoint)}, folder / "dino_sparo.json")
-    _save(to_open_clip_names(weights, entry["readout"]), folder / "open_clip_model.safetensors")
-    return folder
+    documents = {
+        "open_clip_config.json": {"model_cfg": open_clip_settings(entry), "preprocess_cfg": images},
+        "dino_sparo.json": record,
+    }
+    renamed = to_open_clip_names(weights, entry["readout"])
+    return _write_safe(renamed, Path(out) / "open_clip_model.safetensors", documents).parent
 
 
 def _require_vanilla(encoder: Encoder, format: str) -> None:
@@ -368,40 +371,57 @@ def _require_vanilla(encoder: Encoder, format: str) -> None:
         )
 
 
-def _write_weights(weights: dict[str, Tensor], path: Path, record: dict[str, Any]) -> Path:
-    """Weights, and the record beside them."""
-    _save(weights, path)
-    write_json(record, path.with_suffix(".json"))
+def _write_safe(weights: dict[str, Tensor], path: Path, documents: Mapping[str, dict[str, Any]]) -> Path:
+    """Write a safetensors file, which repeats the JSON files beside it (see `_write_together`) in its metadata."""
+    # Clones: tensors that share memory cannot be saved.
+    weights = {name: value.clone(memory_format=torch.contiguous_format) for name, value in weights.items()}
+    text = json.dumps(plain(documents))
+    # transformers refuses files without "format".
+    metadata = {"format": "pt", DOCUMENTS_KEY: text, CHECKSUM_KEY: weights_checksum(weights, text)}
+    return _write_together(path, documents, partial(save_file, weights, metadata=metadata))
+
+
+def _write_together(path: Path, documents: Mapping[str, dict[str, Any]], write: Callable[[Path], None]) -> Path:
+    """Write weights and the JSON files that belong to them; a kill never leaves weights beside JSON of other weights.
+
+    All files are written under temporary names first. The old weights are deleted before the first JSON file is
+    replaced, and the new weights get their name last.
+
+    Args:
+        path: the file of weights.
+        documents: JSON files by name, or by suffix (".json") where they share the name of `path`.
+        write: writes the weights to the path that it is given.
+    """
+    texts = {document_path(path, name): json.dumps(plain(values), indent=2) for name, values in documents.items()}
+    temporary = {target: target.with_name(f".{target.name}.tmp") for target in (*texts, path)}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for target, text in texts.items():
+            temporary[target].write_text(text + "\n", encoding="utf-8")
+        temporary[path].touch()
+        mode = temporary[path].stat().st_mode
+        write(temporary[path])
+        temporary[path].chmod(mode)  # as the umask says; safetensors lets only the owner read its files
+        path.unlink(missing_ok=True)
+        for target, source in temporary.items():
+            os.replace(source, target)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"could not write {path} ({error}); free some space or choose another folder") from error
+    finally:
+        for source in temporary.values():
+            source.unlink(missing_ok=True)
     return path
 
 
-def _save(weights: dict[str, Tensor], path: Path) -> None:
-    # Renamed when it is whole: the weights may come from the very file that is written.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    # Clones: what two towers share cannot be written as one.
-    weights = {name: value.clone(memory_format=torch.contiguous_format) for name, value in weights.items()}
-    # transformers refuses files without the first remark; reading compares the second.
-    metadata = {"format": "pt", CHECKSUM_KEY: weights_checksum(weights)}
-    try:
-        temporary.touch()
-        mode = temporary.stat().st_mode
-        save_file(weights, temporary, metadata)
-        temporary.chmod(mode)  # the umask's: safetensors lets nobody else read the file
-        os.replace(temporary, path)
-    except (OSError, SafetensorError) as error:
-        temporary.unlink(missing_ok=True)
-        raise CheckpointError(f"could not write {path} ({error}); free some space or choose another folder") from error
-
-
 def _with_suffix(out: str, suffix: str) -> Path:
-    """OUT with a suffix, which OUT may have already; other dots in it are part of the name."""
+    """OUT with a suffix, unless OUT has it already; other dots in OUT are part of the name."""
     return Path(out.removesuffix(suffix) + suffix)
 
 
 def export_checkpoint(args: argparse.Namespace) -> None:
-    """Export what the options say; see `export` for what is raised."""
+    """`dino-sparo export`."""
     setup_logging()
-    for name in ("onnx_ir", "onnxscript"):  # they report every node that they simplify
+    for name in ("onnx_ir", "onnxscript"):  # they log every node that they simplify
         logging.getLogger(name).setLevel(logging.WARNING)
     export(
         args.checkpoint,

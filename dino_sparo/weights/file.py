@@ -4,6 +4,7 @@ Files of torch (.pth) and safetensors. `checkpoint.py` says what is in them, `we
 """
 
 import argparse
+import json
 import pathlib
 import pickle
 import re
@@ -21,7 +22,9 @@ from torch import Tensor
 
 from dino_sparo.data.sources.limits import parse_json
 
-CHECKSUM_KEY = "dino_sparo.crc32"  # in the metadata of our .safetensors files: `weights_checksum`
+# In the metadata of our .safetensors files: `weights_checksum`, and the JSON files that belong to the weights, as the
+# JSON of a dict from name or suffix (`document_path`) to content.
+CHECKSUM_KEY, DOCUMENTS_KEY = "dino_sparo.crc32", "dino_sparo.documents"
 
 # The reference's checkpoints hold their options as a Namespace, whose output_dir is a Path if they were trained through
 # submitit, and numpy numbers in the optimizer. These types only hold values; everything else is refused.
@@ -153,14 +156,19 @@ def _require_checksum(
     return storage
 
 
-def weights_checksum(weights: Mapping[str, Tensor]) -> str:
-    """CRC-32 of weights with their names, types and shapes, in the order of their names, as 8 hexadecimal digits."""
-    checksum = 0
+def weights_checksum(weights: Mapping[str, Tensor], documents: str = "") -> str:
+    """CRC-32 of a text, then of weights with names, types and shapes in the order of names; 8 hexadecimal digits."""
+    checksum = zlib.crc32(documents.encode())
     for name, value in sorted(weights.items()):
         checksum = zlib.crc32(f"{name} {value.dtype} {tuple(value.shape)}".encode(), checksum)
         data: Any = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         checksum = zlib.crc32(data, checksum)
     return f"{checksum:08x}"
+
+
+def document_path(path: Path, name: str) -> Path:
+    """Path of a JSON file beside weights: `name` is a suffix (".json") or a file name."""
+    return path.with_suffix(name) if name.startswith(".") else path.with_name(name)
 
 
 def _is_torchscript(path: Path) -> bool:
@@ -173,27 +181,44 @@ def _is_torchscript(path: Path) -> bool:
 
 
 def read_safetensors(path: Path) -> dict[str, Any]:
-    """Weights of a safetensors file, and what the JSON beside it says about them.
+    """Weights of a safetensors file, beside the entries of the JSON file of the same name.
+
+    Our exports repeat their JSON files in the metadata of the weights; both must agree.
 
     Raises:
-        CheckpointError: the file or the JSON is damaged.
+        CheckpointError: the file is damaged, or a JSON file beside it belongs to other weights.
     """
-    description = path.with_suffix(".json")
     try:
         with safe_open(path, framework="pt") as file:
-            checksum = (file.metadata() or {}).get(CHECKSUM_KEY)
+            metadata = file.metadata() or {}
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise CheckpointError(f"{path} is truncated or no safetensors file ({error})") from error
-    if checksum not in (None, actual := weights_checksum(weights)):
+    checksum, documents = metadata.get(CHECKSUM_KEY), metadata.get(DOCUMENTS_KEY, "")
+    actual = weights_checksum(weights, documents)
+    if checksum != actual and (checksum or documents):
         raise CheckpointError(
             f"{path} is damaged: its weights have the checksum {actual}, not {checksum}; copy it again"
         )
+    beside = path.with_suffix(".json")
+    if not documents:
+        return {**(_read_document(beside) if beside.is_file() else {}), **weights}
+    written = json.loads(documents)
+    for name, values in written.items():
+        document = document_path(path, name)
+        if document.is_file() and _read_document(document) != values:
+            raise CheckpointError(f"{document} does not belong to {path.name}; export both again, or copy both again")
+    return {**written.get(".json", {}), **weights}
+
+
+def _read_document(path: Path) -> dict[str, Any]:
     try:
-        entries = parse_json(description.read_bytes()) if description.is_file() else {}
-        return {**entries, **weights}
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{description} does not describe the weights beside it ({error})") from error
+        values = parse_json(path.read_bytes())
+        if not isinstance(values, dict):
+            raise ValueError(f"a {type(values).__name__}, not an object")
+    except ValueError as error:
+        raise CheckpointError(f"{path} does not describe the weights beside it ({error})") from error
+    return values
 
 
 def _unsafe_name(message: str) -> str | None:

@@ -344,6 +344,18 @@ def test_open_clip_builds_and_loads_the_exported_folder(tmp_path: Path) -> None:
     assert list(view.transforms[-1].mean) == list(load_clip(tmp_path / "clip.pth").mean)
 
 
+def test_a_changed_digit_beside_the_weights_of_an_open_clip_folder_is_detected(tmp_path: Path) -> None:
+    """The bug: images were normalised with another mean without a word."""
+    folder = export(saved(build("cls"), tmp_path / "clip.pth"), tmp_path / "out", format="open_clip")
+    weights, config = folder / "open_clip_model.safetensors", folder / "open_clip_config.json"
+    assert load_clip(weights, text_heads=2).mean == load_clip(tmp_path / "clip.pth").mean
+    config.write_text(config.read_text().replace("0.48", "0.49"))
+    with pytest.raises(
+        CheckpointError, match=r"open_clip_config\.json does not belong to open_clip_model\.safetensors"
+    ):
+        load_clip(weights, text_heads=2)
+
+
 @pytest.mark.parametrize("case", ["sparo", "shared_keys", "linear"])
 def test_an_export_for_sparo_clip_has_its_weights_and_its_options(tmp_path: Path, sparo_clip: Any, case: str) -> None:
     theirs = sparo_clip[1][case]

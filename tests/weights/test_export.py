@@ -1,5 +1,6 @@
 """Exports: equal outputs wherever they are read, a record of where they come from, and clear refusals."""
 
+import contextlib
 import hashlib
 import importlib
 import json
@@ -175,13 +176,83 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     description.write_text("[1]")
     with pytest.raises(CheckpointError, match=r"out\.json does not describe the weights beside it"):
         load_encoder(exported)
-    description.write_text(text.replace('"num_slots": 6', '"num_slots": 8'))
-    with pytest.raises(CheckpointError, match="of another shape: readout"):
-        load_encoder(exported)
     description.write_text(text)
     exported.write_bytes(exported.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match=r"out\.safetensors is truncated or no safetensors file"):
         load_encoder(exported)
+
+
+def kill_at(number: int, patch: pytest.MonkeyPatch) -> None:
+    """From the `number`-th renaming or deletion on, no file is touched: what a kill leaves behind."""
+    calls = iter(range(number))
+
+    def until_killed(operation: Any) -> Any:
+        def call(*args: Any, **options: Any) -> None:
+            if next(calls, None) is None:
+                raise KeyboardInterrupt
+            operation(*args, **options)
+
+        return call
+
+    for name in ("replace", "unlink"):
+        patch.setattr(os, name, until_killed(getattr(os, name)))
+
+
+@pytest.mark.parametrize("format", ["safetensors", "timm", "huggingface"])
+def test_no_kill_leaves_weights_beside_a_description_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
+) -> None:
+    """The bug: a kill between the files left new weights with the old mean and standard deviation."""
+    old, new = build(readout="cls"), build(seed=1, readout="cls")
+    sources = {mean: tmp_path / f"{mean}.pth" for mean in (0.1, 0.7)}
+    for (mean, path), encoder in zip(sources.items(), (old, new), strict=True):
+        description = encoder_description(encoder.config, (mean,) * 3, STD)
+        save_checkpoint({"teacher": encoder.state_dict(), "encoder": description}, path)
+    read_outs, is_whole = set(), False
+    for number in range(12):
+        out = export(sources[0.1], tmp_path / f"out{number}", format=format)
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            kill_at(number, patch)
+            export(sources[0.7], tmp_path / f"out{number}", format=format)
+            is_whole = True
+        weights = out / "model.safetensors" if out.is_dir() else out
+        if not weights.exists():
+            read_outs.add("none")
+            continue
+        texts = [path.read_text() for path in (out.glob("*.json") if out.is_dir() else [out.with_suffix(".json")])]
+        means = {mean for mean in sources if any(f"{mean},\n" in text for text in texts)}
+        name = next(
+            name for name in ("norm.weight", "layernorm.weight", "backbone.norm.weight") if name in load_file(weights)
+        )
+        expected = next(
+            mean
+            for mean, encoder in ((0.1, old), (0.7, new))
+            if torch.equal(load_file(weights)[name], encoder.backbone.state_dict()["norm.weight"])
+        )
+        assert means == {expected}, f"killed at operation {number}"
+        read_outs.add(expected)
+    assert is_whole
+    assert read_outs == {"none", 0.1, 0.7}
+
+
+@pytest.mark.parametrize("format", ["safetensors", "timm"])
+def test_every_flipped_digit_of_an_export_is_detected(tmp_path: Path, format: str) -> None:
+    """The bug: another mean or image size was read from the JSON without a word."""
+    exported = export(save(tmp_path, build(readout="cls")), tmp_path / "out", format=format)
+    header_bytes = 8 + int.from_bytes(exported.read_bytes()[:8], "little")
+    for path, end in ((exported.with_suffix(".json"), None), (exported, header_bytes)):
+        content = path.read_bytes()
+        digits = [place for place in range(8, len(content[:end])) if content[place] in b"0123456789"]
+        assert len(digits) > 50
+        for place in digits[:: 1 + len(digits) // 40]:
+            flipped = bytearray(content)
+            flipped[place] ^= 1
+            path.write_bytes(flipped)
+            with pytest.raises(CheckpointError, match=r"damaged|does not (belong to|describe)|no safetensors file"):
+                load_checkpoint(exported)
+        path.write_bytes(content)
+    exported.with_suffix(".json").unlink()
+    assert normalization_of(load_checkpoint(exported)) == (MEAN, STD)
 
 
 # timm.
