@@ -52,7 +52,7 @@ def with_random_slots(trained: Trained, one_block_less: bool = False) -> Path:
     Returns:
         A checkpoint in a folder of its own.
     """
-    from dino_sparo.evaluation.protocol import OTHER_SEED, trained_encoder, untrained_encoder
+    from dino_sparo.evaluation.load import OTHER_SEED, trained_encoder, untrained_encoder
     from dino_sparo.weights.checkpoint import encoder_description
     from dino_sparo.weights.folder import save_checkpoint
 

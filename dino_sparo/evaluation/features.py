@@ -1,6 +1,6 @@
 """Encoder + images -> features (images, F), labels and indices: each process' share, or gathered over all.
 
-`protocol.py` says which encoder; `knn.py` and `linear.py` compute the accuracy. Every image counts exactly once,
+`task.py` says which encoder; `knn/` and `linear/` compute the accuracy. Every image counts exactly once,
 whatever the number of processes; images that cannot be read are left out and counted.
 """
 

@@ -20,7 +20,7 @@ from dino_sparo.data.sources import IMAGE_EXTENSIONS
 from dino_sparo.data.sources.packed import FileSource
 from dino_sparo.data.views import PatchView
 from dino_sparo.draw.sheet import require_matplotlib
-from dino_sparo.evaluation.protocol import result_folder
+from dino_sparo.evaluation.task import result_folder
 from dino_sparo.image_text.pairs.batches import LeftOut, PairSource
 from dino_sparo.image_text.pairs.captions import ListedCaptions, PackedTexts
 from dino_sparo.image_text.pairs.sources import open_pairs

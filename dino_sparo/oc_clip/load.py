@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dino_sparo.data.views import ClipView
-from dino_sparo.evaluation.protocol import view_record
+from dino_sparo.evaluation.load import view_record
 from dino_sparo.image_text.loaded import refuse_foreign_options
 from dino_sparo.oc_clip.graphs.files import MAX_MISSING, CaptionGraphs, open_graphs
 from dino_sparo.oc_clip.graphs.graph import SceneGraph

@@ -33,7 +33,7 @@ from dino_sparo.evaluation.attention.maps import (
     slots_grid,
     to_pixels,
 )
-from dino_sparo.evaluation.protocol import compared_encoder
+from dino_sparo.evaluation.load import compared_encoder
 from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_config
 from dino_sparo.runtime.extras import MissingPackageError
 from dino_sparo.weights.checkpoint import encoder_description

@@ -22,6 +22,7 @@ from dino_sparo.data.dataset import IMAGENET_MEAN, IMAGENET_STD, CorruptImageErr
 from dino_sparo.data.scenes import INDEPENDENT, SHAPES, SceneGraph, SceneObject, Scenes, draw_scene, object_masks
 from dino_sparo.data.views import PatchView, View
 from dino_sparo.draw.plots import panels
+from dino_sparo.evaluation.load import Subject
 from dino_sparo.evaluation.objects import command, survey
 from dino_sparo.evaluation.objects.coco import polygon_mask, run_length_mask
 from dino_sparo.evaluation.objects.figures import draw_redundancy
@@ -29,7 +30,6 @@ from dino_sparo.evaluation.objects.layouts import VOC_CLASSES, open_objects
 from dino_sparo.evaluation.objects.masks import ObjectMasks, ObjectSource, view_objects
 from dino_sparo.evaluation.objects.survey import ROWS
 from dino_sparo.evaluation.objects.table import percent, redundancy_words
-from dino_sparo.evaluation.protocol import EvaluatedEncoder
 from dino_sparo.models.backbone import ARCHITECTURES, ViTSize
 from dino_sparo.models.encoder import Encoder, create_encoder
 from dino_sparo.weights.checkpoint import encoder_description
@@ -520,13 +520,13 @@ def test_as_many_maps_as_there_are_give_the_default_and_fewer_find_less(
 # Two encoders matched.
 
 
-def small_encoder(seed: int) -> EvaluatedEncoder:
+def small_encoder(seed: int) -> Subject:
     torch.manual_seed(seed)
     encoder = create_encoder("vit_micro", 8, num_slots=5, slot_dim=7, key_dim=3, img_size=24).eval()
-    return EvaluatedEncoder(encoder, IMAGENET_MEAN, IMAGENET_STD, {"seed": seed})
+    return Subject(encoder, IMAGENET_MEAN, IMAGENET_STD, {"seed": seed})
 
 
-def with_slots_in_order(evaluated: EvaluatedEncoder, order: list[int]) -> EvaluatedEncoder:
+def with_slots_in_order(evaluated: Subject, order: list[int]) -> Subject:
     """The same encoder with its slots in another order."""
     other = copy.deepcopy(evaluated)
     readout = other.encoder.readout
@@ -537,7 +537,7 @@ def with_slots_in_order(evaluated: EvaluatedEncoder, order: list[int]) -> Evalua
     return other
 
 
-def matched(own: np.ndarray, other: EvaluatedEncoder, source: ObjectSource, image_size: int | None = None) -> dict:
+def matched(own: np.ndarray, other: Subject, source: ObjectSource, image_size: int | None = None) -> dict:
     options = argparse.Namespace(seed=0, image_size=image_size)
     seen = survey.Survey(values=[own], indices=list(range(len(own))))
     return command.match_models(seen, other, source, options, torch.device("cpu"))
@@ -563,7 +563,7 @@ def test_each_of_two_matched_encoders_sees_its_own_view(
     coarse = create_encoder("vit_micro", 4, num_slots=5, slot_dim=7, key_dim=3, img_size=32).eval()
     asked = mock.Mock(return_value=own)
     monkeypatch.setattr(command, "slot_values", asked)
-    matched(own, EvaluatedEncoder(coarse, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), {}), BOXES, image_size)
+    matched(own, Subject(coarse, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), {}), BOXES, image_size)
     views = [call.args[3] for call in asked.call_args_list]
     assert [(view.size, view.patch_size, view.mean, view.std) for view in views] == [
         ([side], 4, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6))

@@ -17,8 +17,8 @@ from dino_sparo.evaluation.feature_cache import load_features
 from dino_sparo.evaluation.features import Features
 from dino_sparo.evaluation.linear.probe import LinearProbe
 from dino_sparo.evaluation.linear.run import ProbeRun, cached_batches
+from dino_sparo.evaluation.load import encoder_of_options
 from dino_sparo.evaluation.options import slot_study_parser
-from dino_sparo.evaluation.protocol import encoder_of_options
 from dino_sparo.evaluation.slots import command as slot_study_command
 from dino_sparo.evaluation.slots.choice import KeptSlots, SlotSelection, parse_slots
 from dino_sparo.evaluation.slots.command import describe, kept_numbers, table
@@ -35,6 +35,7 @@ from dino_sparo.evaluation.slots.study import (
     slot_columns,
     spread,
 )
+from dino_sparo.evaluation.task import EvaluationTask
 from dino_sparo.runtime.distributed import shutdown
 from dino_sparo.runtime.records import file_sha256
 from dino_sparo.weights.checkpoint import encoder_description
@@ -320,7 +321,7 @@ def test_features_that_probes_cannot_hold_are_refused_before_any_image_is_encode
         raise ValueError("too many")
 
     monkeypatch.setattr(slot_study_command, "require_memory", refuse)
-    monkeypatch.setattr(slot_study_command, "extract_split", lambda *_, **__: pytest.fail("encoded"))
+    monkeypatch.setattr(EvaluationTask, "features", lambda *_, **__: pytest.fail("encoded"))
     with pytest.raises(SystemExit):
         command("slot-study", "--pretrained_weights", checkpoint, *STUDY)
     ((num_images, width, device, option, more_rows),) = asked

@@ -21,7 +21,7 @@ from dino_sparo.clip.slots.mask_fit import BOUND, FitResult, FitSettings, fit_ma
 from dino_sparo.clip.slots.subsets import SlotMask, whole_model, with_slots
 from dino_sparo.draw.plots import ACCENT, count_ticks, panels, ranked_bars
 from dino_sparo.draw.sheet import INK, SOFT, require_matplotlib
-from dino_sparo.evaluation.protocol import start_evaluation
+from dino_sparo.evaluation.task import start_evaluation
 from dino_sparo.image_text.classes import apply_classes, open_classes
 from dino_sparo.image_text.evaluation.protocol import annotation_folders, open_evaluation_images, report, result_paths
 from dino_sparo.image_text.evaluation.questions import SplitResult, encode_questions

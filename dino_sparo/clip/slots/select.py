@@ -27,8 +27,8 @@ from dino_sparo.data.dataset import ImageSource
 from dino_sparo.draw.plots import ACCENT, count_ticks, panels, ranked_bars
 from dino_sparo.draw.sheet import INK, SOFT, require_matplotlib
 from dino_sparo.evaluation.features import Features, disjoint_subsets
-from dino_sparo.evaluation.protocol import start_evaluation
 from dino_sparo.evaluation.slots.choice import SlotSelection
+from dino_sparo.evaluation.task import start_evaluation
 from dino_sparo.image_text.classes import apply_classes, open_classes
 from dino_sparo.image_text.evaluation.protocol import open_evaluation_images, report, result_paths
 from dino_sparo.image_text.evaluation.zero_shot import count_hits

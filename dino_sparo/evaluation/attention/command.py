@@ -38,10 +38,10 @@ from dino_sparo.evaluation.attention.maps import (
     rank_by_peakedness,
 )
 from dino_sparo.evaluation.features import disjoint_subsets
-from dino_sparo.evaluation.protocol import EvaluatedEncoder, compared_encoder, encoder_of_options, result_folder
+from dino_sparo.evaluation.load import Subject
+from dino_sparo.evaluation.task import EvaluationTask
 from dino_sparo.runtime.cli import say
-from dino_sparo.runtime.distributed import is_only_a_peer, select_device
-from dino_sparo.runtime.logs import printable, setup_logging
+from dino_sparo.runtime.logs import printable
 from dino_sparo.runtime.records import versions, write_json
 
 logger = logging.getLogger(__name__)
@@ -73,9 +73,9 @@ def visualize(args: argparse.Namespace) -> None:
         ValueError: options, weights or images that do not fit; the message says what would.
         ImportError: matplotlib is not installed.
     """
-    if is_only_a_peer():
+    task = EvaluationTask.start_on_first(args)
+    if task is None:
         return
-    setup_logging()
     require_matplotlib()
     if args.threshold is not None:
         check_share("threshold", args.threshold)
@@ -83,19 +83,17 @@ def visualize(args: argparse.Namespace) -> None:
         number = getattr(args, name)
         if number is not None and number < 1:
             raise ValueError(f"{name}={number}; give a positive number")
-    device = select_device(args.device)
-    evaluated = encoder_of_options(args)
-    folder = result_folder(args.output_dir, args.pretrained_weights)
+    subject, device, folder = task.subject, task.device, task.folder
     images = read_images(open_images(args.image_path), args.max_images)
     runs = run_names([args.pretrained_weights, args.compare] if args.compare else [args.pretrained_weights])
-    look = look_at(evaluated, runs[0], images, args.image_size, device)
-    written = [*write_numbers(evaluated, look, folder), *draw(look, folder, args)]
+    look = look_at(subject, runs[0], images, args.image_size, device)
+    written = [*write_numbers(subject, look, folder), *draw(look, folder, args)]
     if args.compare:
-        compared = compared_encoder(args.compare, args)
+        compared = task.other_subject(args.compare)
         other = look_at(compared, runs[1], images, args.image_size, device)
         written.append(draw_comparison(look, other, folder, args.max_maps))
     if args.atlas:
-        written += make_atlas(evaluated, runs[0], device, folder, args)
+        written += make_atlas(subject, runs[0], device, folder, args)
     say("\n".join(printable(str(path)) for path in written))
 
 
@@ -119,7 +117,7 @@ def read_images(source: ImageSource, max_images: int) -> list[tuple[str, Image.I
 
 
 def look_at(
-    evaluated: EvaluatedEncoder,
+    subject: Subject,
     run: str,
     images: list[tuple[str, Image.Image]],
     image_size: Sequence[int] | None,
@@ -128,44 +126,44 @@ def look_at(
     """Run an encoder over images, one by one: maps of large images take much memory.
 
     Args:
-        evaluated: the encoder.
+        subject: the encoder.
         run: what figures call it.
         images: names and RGB images.
         image_size: as the option; None: `default_image_size`.
         device: where to compute.
     """
-    encoder = evaluated.encoder.to(device).eval()
+    encoder = subject.encoder.to(device).eval()
     config = encoder.config
-    transform = patch_view(evaluated, image_size, square=len(images) > 1)
+    transform = patch_view(subject, image_size, square=len(images) > 1)
     views = [transform.view(image) for _, image in images]
     pictures = [view_pixels(image, view, PICTURE_HEIGHT) for (_, image), view in zip(images, views, strict=True)]
     maps = [attention_maps(encoder, transform(image)[0][None].to(device)) for _, image in images]
-    map_set = MapSet(name_of(evaluated, run), describe(evaluated), config.kind.shows, np.concatenate(maps))
+    map_set = MapSet(name_of(subject, run), describe(subject), config.kind.shows, np.concatenate(maps))
     if config.kind.shows == "average":
         logger.warning("readout=%r averages all tokens: its one map is uniform on every image", config.readout)
     return Look([name for name, _ in images], pictures, (views[0].height, views[0].width), map_set)
 
 
-def patch_view(evaluated: EvaluatedEncoder, image_size: Sequence[int] | None, square: bool) -> PatchView:
+def patch_view(subject: Subject, image_size: Sequence[int] | None, square: bool) -> PatchView:
     """The pixels that the reference's script shows an encoder; `image_size` None: `default_image_size`."""
-    config = evaluated.encoder.config
+    config = subject.encoder.config
     size = image_size or [default_image_size(config)]
     bilinear = Image.Resampling.BILINEAR
-    return PatchView(size, config.patch_size, evaluated.mean, evaluated.std, square, bilinear)
+    return PatchView(size, config.patch_size, subject.mean, subject.std, square, bilinear)
 
 
-def name_of(evaluated: EvaluatedEncoder, run: str) -> str:
+def name_of(subject: Subject, run: str) -> str:
     """What figures call an encoder: its run, or that it has none."""
-    return "untrained" if evaluated.record["untrained"] else run
+    return "untrained" if subject.record["untrained"] else run
 
 
-def describe(evaluated: EvaluatedEncoder) -> str:
+def describe(subject: Subject) -> str:
     """How an encoder is built and how long it was trained, for figures."""
-    config = evaluated.encoder.config
-    return describe_model(evaluated.record, config, None, config.readout)
+    config = subject.encoder.config
+    return describe_model(subject.record, config, None, config.readout)
 
 
-def write_numbers(evaluated: EvaluatedEncoder, look: Look, folder: Path) -> list[Path]:
+def write_numbers(subject: Subject, look: Look, folder: Path) -> list[Path]:
     """Write attention.npy, (images, maps, h, w), and attention.json, what is known about each map."""
     maps, map_set = look.map_set.maps, look.map_set
     patches, prefix = effective_patches(maps), class_token_share(maps)
@@ -181,7 +179,7 @@ def write_numbers(evaluated: EvaluatedEncoder, look: Look, folder: Path) -> list
         for number in range(maps.shape[1])
     ]
     values: dict[str, Any] = {
-        "encoder": evaluated.record,
+        "encoder": subject.record,
         "kind": map_set.kind,
         "images": look.names,
         "image_size": list(look.size),
@@ -243,19 +241,17 @@ def draw_comparison(look: Look, other: Look, folder: Path, max_maps: int | None)
     return path
 
 
-def make_atlas(
-    evaluated: EvaluatedEncoder, run: str, device: torch.device, folder: Path, args: argparse.Namespace
-) -> list[Path]:
+def make_atlas(subject: Subject, run: str, device: torch.device, folder: Path, args: argparse.Namespace) -> list[Path]:
     """Search images for those that light up each slot, and draw the atlas."""
-    encoder = evaluated.encoder.to(device).eval()
-    view = patch_view(evaluated, args.image_size, square=True)
+    encoder = subject.encoder.to(device).eval()
+    view = patch_view(subject, args.image_size, square=True)
     source = open_source(args.atlas, "all")
     [searched] = disjoint_subsets(source, [min(args.atlas_max_images, len(source))])
     atlas = build_atlas(
         encoder,
         searched,
         view,
-        model=f"{name_of(evaluated, run)}  ·  {describe(evaluated)}",
+        model=f"{name_of(subject, run)}  ·  {describe(subject)}",
         name=source.name,
         images_per_slot=args.atlas_images,
         num_workers=args.num_workers,
@@ -263,5 +259,5 @@ def make_atlas(
     paths = [folder / f"atlas.{ending}" for ending in ("png", "html", "json")]
     draw_atlas(atlas, paths[0])
     write_html(atlas, paths[1])
-    write_json({"encoder": evaluated.record, **atlas.record(), "versions": versions()}, paths[2])
+    write_json({"encoder": subject.record, **atlas.record(), "versions": versions()}, paths[2])
     return paths

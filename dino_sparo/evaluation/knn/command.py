@@ -14,49 +14,32 @@ from pathlib import Path
 from typing import Any
 
 from dino_sparo.evaluation.feature_cache import check_same_weights, dump_features, load_features
-from dino_sparo.evaluation.features import Features, extract_split, total_images
+from dino_sparo.evaluation.features import Features, total_images
 from dino_sparo.evaluation.knn.classify import KNNResult, classify_shards
 from dino_sparo.evaluation.options import KNN_BLOCKS
-from dino_sparo.evaluation.protocol import (
-    encoder_of_options,
-    extraction_of_options,
-    images_record,
-    result_folder,
-    result_name,
-    splits_of_options,
-    start_evaluation,
-    storage_of_options,
-    transform_of_options,
-    write_result,
-)
-from dino_sparo.evaluation.slots.choice import with_slots
-from dino_sparo.runtime.distributed import Distributed
+from dino_sparo.evaluation.task import EvaluationTask, write_result
 
 
 def evaluate_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
-    """Evaluate what the options say, write the result, print the table.
-
-    Raises:
-        ValueError: options, files or data that do not fit; the message says what would.
-    """
-    process = start_evaluation(args)
-    folder = result_folder(args.output_dir or args.load_features, args.pretrained_weights)
-    if args.load_features:
-        train, val, record = load_features(Path(args.load_features))
-        check_beside_cache(args, record)
-        check_same_weights(record.get("encoder", {}).get("sha256"), args.pretrained_weights, args.load_features)
-        train, val = (part.share().to(storage_of_options(args, process.device)) for part in (train, val))
-    else:
-        train, val, record = extract(args, process)
-        if args.dump_features:
-            dump_features(Path(args.dump_features), train, val, record, process.device)
-    results = classify_shards(train, val, args.nb_knn, args.temperature, process.device)
-    totals = {split: total_images(part, process.device) for split, part in (("train", train), ("val", val))}
+    """Evaluate the encoder or the cached features that the options name, write the result, print the table."""
+    task = EvaluationTask.start(args)
+    train, val, record = load(task) if args.load_features else extract(task)
+    results = classify_shards(train, val, args.nb_knn, args.temperature, task.device)
+    totals = {split: total_images(part, task.device) for split, part in (("train", train), ("val", val))}
     result = describe(results, totals, args.temperature, record)
     layers = record.get("feature", {}).get("n_last_blocks", KNN_BLOCKS)
-    name = result_name("knn", record.get("encoder", {}), layers if layers != KNN_BLOCKS else None)
-    write_result(result, table(results), folder / f"{name}.json")
+    name = "knn" if layers == KNN_BLOCKS else f"knn_{layers}block{'s' * (layers > 1)}"
+    write_result(result, table(results), task.result_path(name, record.get("encoder", {})))
     return result
+
+
+def load(task: EvaluationTask) -> tuple[Features, Features, dict]:
+    """This process' share of the cached features of both splits, and the record of how they were made."""
+    args = task.args
+    train, val, record = load_features(Path(args.load_features))
+    check_beside_cache(args, record)
+    check_same_weights(record.get("encoder", {}).get("sha256"), args.pretrained_weights, args.load_features)
+    return train.share().to(task.storage), val.share().to(task.storage), record
 
 
 def check_beside_cache(args: argparse.Namespace, record: Mapping[str, Any]) -> None:
@@ -83,31 +66,24 @@ def check_beside_cache(args: argparse.Namespace, record: Mapping[str, Any]) -> N
             )
 
 
-def extract(args: argparse.Namespace, process: Distributed) -> tuple[Features, Features, dict]:
+def extract(task: EvaluationTask) -> tuple[Features, Features, dict]:
     """This process' share of the features of both splits, and the record of how they were made."""
-    evaluated = with_slots(encoder_of_options(args), args.slots)
-    sources = splits_of_options(args)
-    encoder = evaluated.encoder.to(process.device)
-    transform = transform_of_options(args, evaluated)
-    layers = args.n_last_blocks
-    options = {
-        **extraction_of_options(args, process.device),
-        "encode": None if layers == 1 else partial(encoder.probe_features, n_last_blocks=layers),
-    }
-    train, val = (
-        extract_split(encoder, source, transform, process.device, gather=False, **options).normalize_()
-        for source in sources
-    )
+    layers = task.args.n_last_blocks
+    encoder = task.encoder  # opened before the images: wrong weights are refused first
+    encode = None if layers == 1 else partial(encoder.probe_features, n_last_blocks=layers)
+    train, val = (task.features(source, encode).normalize_() for source in task.splits)
     record = {
-        "encoder": evaluated.record,
+        "encoder": task.subject.record,
         "feature": {
             "name": "encoding" if layers == 1 else f"class tokens of {layers} layers, the last of them the encoding",
             "n_last_blocks": layers,
             "dim": train.features.shape[1],
-            "precision": args.precision,
+            "precision": task.args.precision,
         },
-        **images_record(args, len(sources[0].classes or []), transform, {}),
+        **task.images_record({}),
     }
+    if task.args.dump_features:
+        dump_features(Path(task.args.dump_features), train, val, record, task.device)
     return train, val, record
 
 

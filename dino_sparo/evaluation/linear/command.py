@@ -26,25 +26,11 @@ from torchvision.transforms import functional as TF
 from dino_sparo.data.crops import FLIP_PROBABILITY, normalized_tensor, sample_box
 from dino_sparo.data.dataset import ImageSource
 from dino_sparo.data.sources import fingerprint_of
-from dino_sparo.evaluation.features import Features, extract_split, require_memory, total_images
+from dino_sparo.evaluation.features import Features, require_memory, total_images
 from dino_sparo.evaluation.linear.probe import MOMENTUM, REFERENCE_BATCH, Batches, LinearProbe, probe_accuracy
 from dino_sparo.evaluation.linear.run import ProbeRun, cached_batches, check_same_record, live_batches, load_heads
-from dino_sparo.evaluation.protocol import (
-    EvaluatedEncoder,
-    encoder_of_options,
-    extraction_of_options,
-    images_record,
-    result_folder,
-    result_name,
-    splits_of_options,
-    start_evaluation,
-    storage_of_options,
-    transform_of_options,
-    write_result,
-)
-from dino_sparo.evaluation.slots.choice import with_slots
-from dino_sparo.runtime.distributed import Distributed, all_or_none, world_size
-from dino_sparo.runtime.precision import PRECISIONS
+from dino_sparo.evaluation.task import EvaluationTask, write_result
+from dino_sparo.runtime.distributed import all_or_none, world_size
 from dino_sparo.weights.checkpoint import load_strictly
 
 SELECTION = "the best learning rate was chosen on the validation images themselves, so its accuracy is optimistic"
@@ -73,34 +59,18 @@ class ProbeAugmentation:
 
 
 def probe_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
-    """Train and test, or only test, what the options say, write the result, print the table.
-
-    Raises:
-        ValueError: options, files or data that do not fit; the message says what would.
-    """
-    process = start_evaluation(args)
-    evaluated = with_slots(encoder_of_options(args), args.slots)
-    task = ProbeTask(args, process, evaluated, *splits_of_options(args))
-    folder = result_folder(args.output_dir, args.pretrained_weights)
-    name = result_name("linear", evaluated.record)
-    if args.evaluate:
-        rows, counts = evaluate_saved(task, folder / f"{name}.pth")
-    else:
-        rows, counts = train(task, folder / f"{name}.pth")
+    """Train and test, or only test, what the options say, write the result, print the table."""
+    task = ProbeTask(EvaluationTask.start(args))
+    path = task.task.result_path("linear")
+    saved = path.with_suffix(".pth")
+    rows, counts = evaluate_saved(task, saved) if args.evaluate else train(task, saved)
     result = describe(task, rows, counts)
-    write_result(result, table(result), folder / f"{name}{'_evaluate' if args.evaluate else ''}.json")
+    write_result(result, table(result), path.with_stem(f"{path.stem}_evaluate") if args.evaluate else path)
     return result
 
 
 class ProbeTask:
     """What is probed, on which images: all that training and testing a probe have in common.
-
-    Args:
-        args: the options.
-        process: this process among its peers.
-        evaluated: the encoder.
-        train_source: labelled images to train on.
-        val_source: labelled images to test on, their classes numbered alike.
 
     Attributes:
         encode: images (B, C, H, W) -> the probe's features (B, F).
@@ -114,40 +84,33 @@ class ProbeTask:
         ValueError: `--num_labels` is not the number of classes.
     """
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        process: Distributed,
-        evaluated: EvaluatedEncoder,
-        train_source: ImageSource,
-        val_source: ImageSource,
-    ) -> None:
-        self.args, self.device, self.evaluated = args, process.device, evaluated
-        self.train_source, self.val_source = train_source, val_source
+    def __init__(self, task: EvaluationTask) -> None:
+        self.task, self.args, self.device, self.subject = task, task.args, task.device, task.subject
+        args, subject = self.args, self.subject
+        self.train_source, self.val_source = task.splits
         # With fewer images than a batch holds, an epoch is one step on all of them.
-        self.batch_size = max(min(args.batch_size_per_gpu, len(train_source) // process.world_size), 1)
-        self.global_batch_size = self.batch_size * process.world_size
-        self.num_classes = len(train_source.classes or [])
+        self.batch_size = max(min(args.batch_size_per_gpu, len(self.train_source) // world_size()), 1)
+        self.global_batch_size = self.batch_size * world_size()
+        self.num_classes = task.num_classes
         if args.num_labels not in (None, self.num_classes):
             raise ValueError(
-                f"--num_labels {args.num_labels}, but {train_source.name} has {self.num_classes} classes; leave the "
-                f"option out"
+                f"--num_labels {args.num_labels}, but {self.train_source.name} has {self.num_classes} classes; leave "
+                f"the option out"
             )
-        self.encoder = evaluated.encoder.to(process.device)
-        self.transform = transform_of_options(args, evaluated)
+        self.encoder, self.transform = task.encoder, task.transform
         self.encode: Callable[[Tensor], Tensor] = partial(
             self.encoder.probe_features,
             n_last_blocks=args.n_last_blocks,
             avgpool_patchtokens=args.avgpool_patchtokens,
         )
         side = self.transform.img_size
-        blank = torch.zeros(1, self.encoder.config.in_chans, side, side, device=process.device)
+        blank = torch.zeros(1, self.encoder.config.in_chans, side, side, device=self.device)
         with torch.inference_mode():
             self.feature_dim = self.encode(blank).shape[1]
         self.identity = {
-            "weights": evaluated.record["sha256"],
-            "checkpoint_key": evaluated.record["checkpoint_key"],
-            "encoder_seed": evaluated.record.get("seed"),
+            "weights": subject.record["sha256"],
+            "checkpoint_key": subject.record["checkpoint_key"],
+            "encoder_seed": subject.record.get("seed"),
             **{f"encoder {name}": value for name, value in asdict(self.encoder.config).items()},
             "n_last_blocks": args.n_last_blocks,
             "avgpool_patchtokens": args.avgpool_patchtokens,
@@ -156,15 +119,12 @@ class ProbeTask:
             "precision": args.precision,
             "num_classes": self.num_classes,
             # No entry means all slots, so that older saved probes can be resumed.
-            **({"slots": evaluated.record["slots"]["slots"]} if "slots" in evaluated.record else {}),
+            **({"slots": subject.record["slots"]["slots"]} if "slots" in subject.record else {}),
         }
 
     def features(self, source: ImageSource, gather: bool) -> Features:
         """Un-augmented features of a split: of all processes, or this process' share."""
-        options = extraction_of_options(self.args, self.device)
-        return extract_split(
-            self.encoder, source, self.transform, self.device, encode=self.encode, gather=gather, **options
-        )
+        return self.task.features(source, self.encode, gather)
 
 
 def train(task: ProbeTask, path: Path) -> tuple[list[dict[str, float]], dict[str, int | None]]:
@@ -206,8 +166,7 @@ def training_batches(task: ProbeTask) -> tuple[Callable[[int], Batches], dict[st
     if args.fast:
         with all_or_none("finding memory for all features"):
             remedy = "a smaller --n_last_blocks makes them smaller"
-            storage = storage_of_options(args, task.device)
-            require_memory(len(task.train_source), task.feature_dim, storage, "--fast", remedy)
+            require_memory(len(task.train_source), task.feature_dim, task.task.storage, "--fast", remedy)
         train = task.features(task.train_source, gather=True)
         # Unreadable images may leave fewer than a batch.
         batch_size = max(min(task.batch_size, len(train.features) // world_size()), 1)
@@ -217,11 +176,11 @@ def training_batches(task: ProbeTask) -> tuple[Callable[[int], Batches], dict[st
         task.encoder,
         task.encode,
         task.train_source,
-        ProbeAugmentation(task.transform.img_size, task.evaluated.mean, task.evaluated.std),
+        ProbeAugmentation(task.transform.img_size, task.subject.mean, task.subject.std),
         task.device,
         batch_size=task.batch_size,
         num_workers=args.num_workers,
-        dtype=PRECISIONS[args.precision],
+        dtype=task.task.dtype,
         seed=args.seed,
     )
     # Unreadable images are replaced as they come up, so their number is not known beforehand.
@@ -259,7 +218,7 @@ def describe(task: ProbeTask, rows: list[dict[str, float]], counts: dict[str, in
         "selection": SELECTION if len(rows) > 1 else "one learning rate: nothing was chosen",
         "results": rows,
         "training": {"mode": "none: saved probes"} if args.evaluate else training,
-        "encoder": task.evaluated.record,
+        "encoder": task.subject.record,
         "feature": {
             "name": "class tokens of the last layers" if task.encoder.is_vanilla else "class tokens, then the encoding",
             "n_last_blocks": args.n_last_blocks,
@@ -267,7 +226,7 @@ def describe(task: ProbeTask, rows: list[dict[str, float]], counts: dict[str, in
             "dim": task.feature_dim,
             "precision": args.precision,
         },
-        **images_record(args, task.num_classes, task.transform, counts),
+        **task.task.images_record(counts),
     }
 
 

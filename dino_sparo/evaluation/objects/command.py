@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from dino_sparo.data.sources.limits import ImageLimits
 from dino_sparo.data.sources.packed import FileSource
 from dino_sparo.data.views import PatchView
 from dino_sparo.draw.labels import describe_model, run_names
 from dino_sparo.draw.sheet import require_matplotlib
 from dino_sparo.evaluation.attention.images import default_image_size
 from dino_sparo.evaluation.attention.maps import check_share
+from dino_sparo.evaluation.load import OTHER_SEED, Subject, untrained_encoder
 from dino_sparo.evaluation.objects.figures import draw_classes, draw_matching, draw_measures
 from dino_sparo.evaluation.objects.layouts import open_objects
 from dino_sparo.evaluation.objects.masks import UNKNOWN, ObjectSource
@@ -34,19 +34,9 @@ from dino_sparo.evaluation.objects.slots import (
 )
 from dino_sparo.evaluation.objects.survey import MODEL, UNTRAINED, Survey, slot_values, survey_objects
 from dino_sparo.evaluation.objects.table import table
-from dino_sparo.evaluation.protocol import (
-    OTHER_SEED,
-    EvaluatedEncoder,
-    compared_encoder,
-    encoder_of_options,
-    result_folder,
-    result_name,
-    untrained_encoder,
-    write_result,
-)
+from dino_sparo.evaluation.task import EvaluationTask, write_result
 from dino_sparo.runtime.cli import say
-from dino_sparo.runtime.distributed import is_only_a_peer, select_device
-from dino_sparo.runtime.logs import printable, setup_logging
+from dino_sparo.runtime.logs import printable
 from dino_sparo.runtime.records import versions
 
 # Of few images any two slots look alike: linear CKA of two images is 1, of ten it is 0.43 for noise.
@@ -66,9 +56,9 @@ def score_slots(args: argparse.Namespace) -> dict[str, Any] | None:
         ValueError: options, weights or images that do not fit; the message says what would.
         ImportError: matplotlib is not installed.
     """
-    if is_only_a_peer():
+    task = EvaluationTask.start_on_first(args)
+    if task is None:
         return None
-    setup_logging()
     require_matplotlib()
     check_share("share", args.share)
     if args.num_images < 2:
@@ -77,21 +67,18 @@ def score_slots(args: argparse.Namespace) -> dict[str, Any] | None:
         raise ValueError(f"seed={args.seed} is negative; give an integer from 0")
     if args.match and args.num_images < MIN_MATCH_IMAGES:
         raise ValueError(f"--num_images {args.num_images}: --match needs at least {MIN_MATCH_IMAGES}; {FEW_IMAGES}")
-    device = select_device(args.device)
-    evaluated = encoder_of_options(args)
-    other = compared_encoder(args.match, args) if args.match else None
-    refuse_without_maps(evaluated)
-    for compared in (evaluated, other) if other is not None else ():
+    subject = task.subject
+    other = task.other_subject(args.match) if args.match else None
+    refuse_without_maps(subject)
+    for compared in (subject, other) if other is not None else ():
         refuse_without_slots(compared)
     source = open_objects(args.data_path, args.masks)
     if isinstance(source.images, FileSource):
-        source.images.limits = ImageLimits(args.max_image_mb, args.max_image_mpix)
+        source.images.limits = task.limits
     indices = choose_images(len(source), args.num_images)
-    view = view_of(evaluated, args.image_size)
-    control = untrained_encoder(
-        evaluated.encoder.config, args.seed + bool(args.untrained), evaluated.mean, evaluated.std
-    )
-    encoders = {MODEL: evaluated.encoder.to(device), UNTRAINED: control.encoder.to(device)}
+    view = view_of(subject, args.image_size)
+    control = untrained_encoder(subject.encoder.config, args.seed + bool(args.untrained), subject.mean, subject.std)
+    encoders = {MODEL: task.encoder, UNTRAINED: control.encoder.to(task.device)}
     survey = survey_objects(
         encoders,
         source,
@@ -104,25 +91,23 @@ def score_slots(args: argparse.Namespace) -> dict[str, Any] | None:
         keep_values=other is not None,
     )
     result = {
-        **describe_run(evaluated, source, survey, view, args),
+        **describe_run(subject, source, survey, view, args),
         "measures": survey.measures(args.seed),
         "differences": survey.differences(args.seed),
         "redundancy": survey.mean_redundancy(),
         **describe_maps(survey, source, args.seed),
     }
     if other is not None:
-        result["match"] = match_models(survey, other, source, args, device)
-    folder = result_folder(args.output_dir, args.pretrained_weights)
-    ending = result_name("", evaluated.record)
-    write_result({**result, "versions": versions()}, table(result), folder / f"slot_score{ending}.json")
-    pictures = draw(result, evaluated, args.pretrained_weights, folder, ending)
+        result["match"] = match_models(survey, other, source, args, task.device)
+    write_result({**result, "versions": versions()}, table(result), task.result_path("slot_score"))
+    pictures = draw(result, task)
     say("\n".join(printable(str(path)) for path in pictures))
     return result
 
 
-def refuse_without_maps(evaluated: EvaluatedEncoder) -> None:
+def refuse_without_maps(subject: Subject) -> None:
     """ValueError for an encoder that averages all tokens."""
-    config = evaluated.encoder.config
+    config = subject.encoder.config
     if config.kind.shows == "average":
         raise ValueError(
             f"slot-score needs attention maps; readout={config.readout!r} averages all tokens and has none. Give a "
@@ -130,13 +115,13 @@ def refuse_without_maps(evaluated: EvaluatedEncoder) -> None:
         )
 
 
-def refuse_without_slots(evaluated: EvaluatedEncoder) -> None:
+def refuse_without_slots(subject: Subject) -> None:
     """ValueError for an encoder whose maps have no values of their own."""
-    config = evaluated.encoder.config
+    config = subject.encoder.config
     if not config.kind.has_slots:
         raise ValueError(
             f"--match compares values of slots; readout={config.readout!r} of "
-            f"{evaluated.record['pretrained_weights']} has no slots. Leave --match out"
+            f"{subject.record['pretrained_weights']} has no slots. Leave --match out"
         )
 
 
@@ -149,20 +134,20 @@ def choose_images(count: int, num_images: int) -> list[int]:
     return np.random.default_rng(0).permutation(count)[:num_images].tolist()
 
 
-def view_of(evaluated: EvaluatedEncoder, image_size: int | None) -> PatchView:
+def view_of(subject: Subject, image_size: int | None) -> PatchView:
     """The central square that an encoder sees, at this side or at its default, pixels."""
-    config = evaluated.encoder.config
+    config = subject.encoder.config
     size = default_image_size(config) if image_size is None else image_size
-    return PatchView([size], config.patch_size, evaluated.mean, evaluated.std)
+    return PatchView([size], config.patch_size, subject.mean, subject.std)
 
 
 def describe_run(
-    evaluated: EvaluatedEncoder, source: ObjectSource, survey: Survey, view: PatchView, args: argparse.Namespace
+    subject: Subject, source: ObjectSource, survey: Survey, view: PatchView, args: argparse.Namespace
 ) -> dict[str, Any]:
     """What the numbers depend on."""
-    config = evaluated.encoder.config
+    config = subject.encoder.config
     return {
-        "encoder": evaluated.record,
+        "encoder": subject.record,
         "kind": config.kind.shows,
         "num_maps": survey.jaccards[MODEL][0].shape[1],
         "maps_per_score": survey.subsets[1],
@@ -229,7 +214,7 @@ def describe_maps(survey: Survey, source: ObjectSource, seed: int) -> dict[str, 
 
 
 def match_models(
-    survey: Survey, other: EvaluatedEncoder, source: ObjectSource, args: argparse.Namespace, device: torch.device
+    survey: Survey, other: Subject, source: ObjectSource, args: argparse.Namespace, device: torch.device
 ) -> dict[str, Any]:
     """The best matching of this encoder's slots and another one's, and what chance gives.
 
@@ -270,18 +255,15 @@ def match_models(
     }
 
 
-def draw(
-    result: dict[str, Any], evaluated: EvaluatedEncoder, weights: str, folder: Path, ending: str = ""
-) -> list[Path]:
-    """Write the plots of what was measured; returns their paths, whose names have an ending."""
-    run = "untrained" if result["encoder"]["untrained"] else run_names([weights])[0]
-    model = describe_model(evaluated.record, evaluated.encoder.config, run, evaluated.encoder.config.readout)
-    written = [folder / f"slot_score{ending}.png"]
-    draw_measures(result, model, written[0])
+def draw(result: dict[str, Any], task: EvaluationTask) -> list[Path]:
+    """Write the plots of the measures, of classes and of matched slots; returns their paths."""
+    subject = task.subject
+    run = "untrained" if subject.record["untrained"] else run_names([task.args.pretrained_weights])[0]
+    model = describe_model(subject.record, subject.encoder.config, run, subject.encoder.config.readout)
+    paths = [task.result_path(name).with_suffix(".png") for name in ("slot_score", "slot_classes", "slot_match")]
+    draw_measures(result, model, paths[0])
     if "classes" in result:
-        written.append(folder / f"slot_classes{ending}.png")
-        draw_classes(result, model, written[-1])
+        draw_classes(result, model, paths[1])
     if "match" in result:
-        written.append(folder / f"slot_match{ending}.png")
-        draw_matching(result["match"], model, written[-1])
-    return written
+        draw_matching(result["match"], model, paths[2])
+    return [path for path, part in zip(paths, ("measures", "classes", "match"), strict=True) if part in result]

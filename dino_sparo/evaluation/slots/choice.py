@@ -16,7 +16,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from dino_sparo.data.sources.limits import parse_json
-from dino_sparo.evaluation.protocol import EvaluatedEncoder
+from dino_sparo.evaluation.load import Subject
 from dino_sparo.models.encoder import Encoder, EncoderConfig
 from dino_sparo.models.readout import ReadoutOutput
 from dino_sparo.runtime.records import file_sha256
@@ -110,7 +110,7 @@ def check_same_checkpoint(chosen_in: str | None, weights_sha256: str | None) -> 
 
     Args:
         chosen_in: SHA-256 of the checkpoint in which they were chosen.
-        weights_sha256: of the one that is evaluated.
+        weights_sha256: of the one that is subject.
 
     Raises:
         ValueError: they are not the same.
@@ -197,11 +197,11 @@ class KeptSlots(nn.Module):
         return keep_slots(self.readout(tokens), self.kept)
 
 
-def with_slots(evaluated: EvaluatedEncoder, slots: str | None) -> EvaluatedEncoder:
+def with_slots(subject: Subject, slots: str | None) -> Subject:
     """The encoder reduced to the slots that `--slots` names, so that every evaluation sees these alone.
 
     Args:
-        evaluated: an encoder with all its slots.
+        subject: an encoder with all its slots.
         slots: of `parse_slots`; None or empty: all of them.
 
     Returns:
@@ -211,15 +211,15 @@ def with_slots(evaluated: EvaluatedEncoder, slots: str | None) -> EvaluatedEncod
         ValueError: the encoder has no slots, or not these.
     """
     if not slots:
-        return evaluated
-    encoder, selection = evaluated.encoder, parse_slots(slots)
+        return subject
+    encoder, selection = subject.encoder, parse_slots(slots)
     check_has_slots(encoder.config)
     selection.check_fits(encoder.config.num_slots)
-    check_same_checkpoint(selection.weights_sha256, evaluated.record["sha256"])
+    check_same_checkpoint(selection.weights_sha256, subject.record["sha256"])
     origin = origin_of(slots)
     readout = KeptSlots(encoder.readout, selection.indices, encoder.config.slot_dim)
     return replace(
-        evaluated,
+        subject,
         encoder=Encoder(encoder.backbone, readout, encoder.config).eval(),
-        record={**evaluated.record, "slots": {**origin, "kind": "selection", "slots": list(selection.indices)}},
+        record={**subject.record, "slots": {**origin, "kind": "selection", "slots": list(selection.indices)}},
     )

@@ -16,19 +16,8 @@ import torch
 
 from dino_sparo.draw.plots import ACCENT, count_ticks, panels, ranked_bars, spaced
 from dino_sparo.draw.sheet import INK, SOFT, require_matplotlib
-from dino_sparo.evaluation.features import extract_split, require_memory
-from dino_sparo.evaluation.protocol import (
-    EvaluatedEncoder,
-    encoder_of_options,
-    extraction_of_options,
-    images_record,
-    result_folder,
-    result_name,
-    splits_of_options,
-    start_evaluation,
-    transform_of_options,
-    write_result,
-)
+from dino_sparo.evaluation.features import require_memory
+from dino_sparo.evaluation.load import Subject
 from dino_sparo.evaluation.slots.choice import SlotSelection, check_has_slots
 from dino_sparo.evaluation.slots.study import (
     ProbeSettings,
@@ -40,37 +29,32 @@ from dino_sparo.evaluation.slots.study import (
     random_orders,
     rank_slots,
 )
+from dino_sparo.evaluation.task import EvaluationTask, write_result
 from dino_sparo.runtime.collectives import all_reduce_sum
-from dino_sparo.runtime.distributed import Distributed, all_or_none, is_main, world_size
+from dino_sparo.runtime.distributed import all_or_none, is_main, world_size
 
 TABLE_SLOTS = 10  # best slots that the table names
 
 
 def study_slots(args: argparse.Namespace) -> dict[str, Any]:
-    """Study what the options say, write result and plot, print the table.
-
-    Raises:
-        ValueError: options, files or data that do not fit; the message says what would.
-        ImportError: matplotlib is not installed.
-    """
-    process = start_evaluation(args)
+    """Study what the options say, write result and plot, print the table."""
+    task = EvaluationTask.start(args)
     require_matplotlib()
-    evaluated = encoder_of_options(args)
-    check_has_slots(evaluated.encoder.config)
-    numbers = kept_numbers(args.numbers, args.keep, evaluated.encoder.config.num_slots)
+    config = task.subject.encoder.config
+    check_has_slots(config)
+    numbers = kept_numbers(args.numbers, args.keep, config.num_slots)
     if args.draws < 1:
         raise ValueError(f"draws={args.draws}; give a positive number of random orders, e.g. 5")
     settings = ProbeSettings(args.epochs, tuple(args.lr), args.seed)
-    folder = result_folder(args.output_dir, args.pretrained_weights)
-    images, record = extract(args, process, evaluated)
+    path = task.result_path("slot_study")
+    images, record = extract(task)
     accuracies = SlotAccuracies(images, args.nb_knn, args.temperature)
     ranking = rank_slots(accuracies, images.num_slots)
     order = [int(row["slot"]) for row in ranking]
     orders = random_orders(images.num_slots, args.draws, args.seed)
     curve = knn_curve(accuracies, order, orders, numbers)
     probes = probe_curve(images, order, orders, numbers, settings) if args.probe else None
-    result = describe(args, evaluated, ranking, curve, probes) | record
-    path = folder / f"{result_name('slot_study', evaluated.record)}.json"
+    result = describe(args, task.subject, ranking, curve, probes) | record
     if is_main():
         path.parent.mkdir(parents=True, exist_ok=True)
         draw(result, path.with_suffix(".png"))
@@ -92,49 +76,40 @@ def kept_numbers(numbers: list[int] | None, keep: int | None, num_slots: int) ->
     return sorted(chosen | {num_slots} | ({keep} if keep is not None else set()))
 
 
-def extract(
-    args: argparse.Namespace, process: Distributed, evaluated: EvaluatedEncoder
-) -> tuple[StudyImages, dict[str, Any]]:
+def extract(task: EvaluationTask) -> tuple[StudyImages, dict[str, Any]]:
     """This process' share of the encodings, and the record of the images."""
-    train_source, val_source = splits_of_options(args)
-    encoder = evaluated.encoder.to(process.device)
-    transform, options = transform_of_options(args, evaluated), extraction_of_options(args, process.device)
+    args, encoder = task.args, task.encoder
+    num_train, num_val = map(len, task.splits)
     if args.probe:
         with all_or_none("finding memory for all features"):
-            remedy = "20-NN alone, without --probe, needs no more than a process' share"
-            # Beside what a probe is trained on: this process' share, and that of the validation images twice.
-            more = (len(train_source) + 2 * len(val_source)) // world_size()
-            require_memory(
-                len(train_source), encoder.encoding_dim, options["storage"], "--probe", remedy, more_rows=more
-            )
-    train, val = (
-        extract_split(encoder, source, transform, process.device, gather=False, **options)
-        for source in (train_source, val_source)
-    )
-    chooses = choosing_rows(train, len(train_source), args.choosing_images, args.seed)
-    num_classes = len(train_source.classes or [])
-    images = StudyImages(train, val, chooses, encoder.config.num_slots, num_classes, process.device)
+            remedy = f"{args.nb_knn}-NN alone, without --probe, needs no more than a process' share"
+            # A probe also needs this process' share, and twice that of the validation images.
+            more = (num_train + 2 * num_val) // world_size()
+            require_memory(num_train, encoder.encoding_dim, task.storage, "--probe", remedy, more_rows=more)
+    train, val = map(task.features, task.splits)
+    chooses = choosing_rows(train, num_train, args.choosing_images, args.seed)
+    images = StudyImages(train, val, chooses, encoder.config.num_slots, task.num_classes, task.device)
     sizes = (len(train.features), len(val.features), int(chooses.sum()), train.num_corrupt, val.num_corrupt)
-    counts = all_reduce_sum(torch.tensor(sizes, device=process.device)).tolist()
+    counts = all_reduce_sum(torch.tensor(sizes, device=task.device)).tolist()
     names = ("num_train", "num_val", "num_choosing", "num_corrupt_train", "num_corrupt_val")
-    return images, images_record(args, num_classes, transform, dict(zip(names, counts, strict=True)))
+    return images, task.images_record(dict(zip(names, counts, strict=True)))
 
 
 def describe(
     args: argparse.Namespace,
-    evaluated: EvaluatedEncoder,
+    subject: Subject,
     ranking: list[dict[str, Any]],
     curve: list[dict[str, Any]],
     probes: list[dict[str, Any]] | None,
 ) -> dict[str, Any]:
     """Selection, accuracies and protocol, as slot_study.json holds them."""
-    config = evaluated.encoder.config
+    config = subject.encoder.config
     # The smallest number at which the curve is highest.
     kept = args.keep or max(curve, key=lambda row: (row["top1_choosing"], -row["num_kept"]))["num_kept"]
     at_kept = next(row for row in curve if row["num_kept"] == kept)
     slots = tuple(sorted(int(row["slot"]) for row in ranking[:kept]))
     return {
-        **SlotSelection(slots, config.num_slots, evaluated.record["sha256"]).to_dict(),
+        **SlotSelection(slots, config.num_slots, subject.record["sha256"]).to_dict(),
         "evaluation": "slots alone and together",
         "top1_selected": at_kept["top1_held_out"],
         "top1_all": curve[-1]["top1_held_out"],
@@ -159,7 +134,7 @@ def describe(
             "learning rate",
             "curve": probes,
         },
-        "encoder": evaluated.record,
+        "encoder": subject.record,
         "feature": {"name": "slots of the encoding", "slot_dim": config.slot_dim, "precision": args.precision},
     }
 

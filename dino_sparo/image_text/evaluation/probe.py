@@ -32,7 +32,7 @@ from dino_sparo.data.dataset import EpochSampler, align_classes, require_labels
 from dino_sparo.evaluation.feature_cache import check_same_weights, load_features, save_features
 from dino_sparo.evaluation.features import Features
 from dino_sparo.evaluation.linear.probe import LinearProbe, cosine_factor, probe_accuracy
-from dino_sparo.evaluation.protocol import start_evaluation
+from dino_sparo.evaluation.task import start_evaluation
 from dino_sparo.image_text.choices import PROBE_BATCH_SIZE
 from dino_sparo.image_text.evaluation.protocol import open_evaluation_images, report
 from dino_sparo.image_text.evaluation.zero_shot import count_hits

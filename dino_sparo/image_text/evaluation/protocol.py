@@ -11,7 +11,7 @@ from typing import Any
 
 from dino_sparo.data.dataset import ImageSource, open_source, require_same_source
 from dino_sparo.data.scenes import INDEPENDENT, Scenes, names_scenes, parse_scenes_spec
-from dino_sparo.evaluation.protocol import write_result
+from dino_sparo.evaluation.task import write_result
 from dino_sparo.image_text.scoring.scorer import Scorer
 from dino_sparo.runtime.distributed import rank_0_first
 from dino_sparo.runtime.records import file_sha256

@@ -30,7 +30,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from dino_sparo.evaluation.protocol import start_evaluation
+from dino_sparo.evaluation.task import start_evaluation
 from dino_sparo.image_text.evaluation.caption_sets import CaptionSet, open_caption_set
 from dino_sparo.image_text.evaluation.protocol import OpenModel, file_record, report
 from dino_sparo.image_text.scoring.image_files import require_few_missing

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dino_sparo.data.sources.limits import parse_json
-from dino_sparo.evaluation.protocol import start_evaluation
+from dino_sparo.evaluation.task import start_evaluation
 from dino_sparo.image_text.evaluation.protocol import OpenModel, annotation_folders, file_record, report
 from dino_sparo.image_text.evaluation.questions import (
     EncodedQuestions,

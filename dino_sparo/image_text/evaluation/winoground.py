@@ -17,7 +17,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from dino_sparo.data.sources.limits import parse_json
-from dino_sparo.evaluation.protocol import start_evaluation
+from dino_sparo.evaluation.task import start_evaluation
 from dino_sparo.image_text.choices import WINOGROUND_EXAMPLES
 from dino_sparo.image_text.evaluation.protocol import OpenModel, annotation_folders, file_record, report
 from dino_sparo.image_text.evaluation.questions import Answers, Question, answer, encode_questions
