@@ -26,9 +26,10 @@ from benchmarks.reference import Reference
 from benchmarks.report import Bar, Section, options, run
 from benchmarks.timing import Spread, interleave, peak_memory
 from dino_sparo.oc_clip.binding import EPSILON, Binding
+from dino_sparo.oc_clip.choices import MAX_NODES, MAX_RELATIONS
 from dino_sparo.oc_clip.config import BindingConfig
 from dino_sparo.oc_clip.graphs.batches import batch_graphs
-from dino_sparo.oc_clip.graphs.graph import MAX_NODES, MAX_RELATIONS, Relation, SceneGraph
+from dino_sparo.oc_clip.graphs.graph import Relation, SceneGraph
 from dino_sparo.oc_clip.pair_scores import EncodedGraphs, score_pairs
 from dino_sparo.oc_clip.scoring import Scoring
 

@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.reference import Reference
 from benchmarks.timing import Spread, hardware, software
+from dino_sparo.runtime.cli import Parser
 from dino_sparo.runtime.precision import bf16_speed, set_tf32
 
 
@@ -161,9 +162,7 @@ def options(description: str, what: Iterable[str] = ()) -> argparse.ArgumentPars
         description: of the script.
         what: it measures one of these, which the first word names.
     """
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(description=description)
     if what:
         parser.add_argument("what", choices=sorted(what), help="Which.")
     parser.add_argument(

@@ -8,7 +8,6 @@ the indexing, and open the same pairs. The images are a few bytes and no images,
 the time per pair is that of a local disk, or of the memory in which the disk's content lies.
 """
 
-import argparse
 import io
 import json
 import multiprocessing
@@ -22,6 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.timing import hardware
+from dino_sparo.runtime.cli import Parser
 
 
 def write_shards(folder: Path, num_shards: int, pairs_per_shard: int) -> None:
@@ -69,13 +69,13 @@ def run_start(folder: Path, processes: int, timeout_min: float) -> list[tuple]:
         return [report.result() for report in reports]
 
 
-def get_args_parser() -> argparse.ArgumentParser:
+def get_args_parser() -> Parser:
     """The options."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shards", type=int, default=40, help="Number of tar shards (40).")
-    parser.add_argument("--pairs_per_shard", type=int, default=10_000, help="Pairs in each (10000).")
-    parser.add_argument("--processes", type=int, default=2, help="Processes that share the indexing (2).")
-    parser.add_argument("--timeout_min", type=float, default=1.0, help="Time-out of their collectives (1 minute).")
+    parser = Parser(description=__doc__)
+    parser.add_argument("--shards", type=int, default=40, help="Number of tar shards.")
+    parser.add_argument("--pairs_per_shard", type=int, default=10_000, help="Pairs in each.")
+    parser.add_argument("--processes", type=int, default=2, help="Processes that share the indexing.")
+    parser.add_argument("--timeout_min", type=float, default=1.0, help="Time-out of their collectives, minutes.")
     parser.add_argument("--folder", type=Path, default=None, help="Where the shards are kept for another measurement.")
     return parser
 

@@ -3,24 +3,48 @@
     dino-sparo                                                                        # lists them
     dino-sparo zero-shot --pretrained_weights output/checkpoint.pth --data_path data/imagenet
 
-Only this file and `submit.py` know all objectives: which commands there are, and which objective reads which
-checkpoint. The scripts at the root of a clone are the same commands under the names of facebookresearch/dino.
+A command is a function of its parsed options. It imports its code when it is called, so that `--help` and mistakes are
+answered before torch is imported. Only this file and `submit.py` know all objectives.
 """
 
 import argparse
 import difflib
-import importlib
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dino_sparo._version import __version__
-from dino_sparo.clip import choices as clip_choices
+from dino_sparo.clip.choices import TOWERS
+from dino_sparo.clip.options import get_args_parser as train_clip_parser
+from dino_sparo.clip.slots.options import mask_parser, pictures_parser, select_parser, sweep_parser
+from dino_sparo.dino.options import get_args_parser as train_parser
+from dino_sparo.evaluation.options import (
+    attention_parser,
+    export_parser,
+    knn_parser,
+    linear_parser,
+    slot_score_parser,
+    slot_study_parser,
+)
+from dino_sparo.image_text.evaluation.options import (
+    compositional_parser,
+    order_captions_parser,
+    probe_parser,
+    retrieval_parser,
+    scene_pairs_parser,
+    sugarcrepe_parser,
+    winoground_parser,
+    zero_shot_parser,
+)
 from dino_sparo.oc_clip.choices import DEMO_MODELS
-from dino_sparo.runtime import choices
-from dino_sparo.runtime.cli import HelpFormatter, command_parser, errors_in_one_line, mistakes_in_one_line, say
+from dino_sparo.oc_clip.options import get_args_parser as train_oc_clip_parser
+from dino_sparo.oc_clip.parsers.options import parse_parser
+from dino_sparo.oc_clip.pictures.options import get_args_parser as oc_pictures_parser
+from dino_sparo.oc_clip.splits_options import get_args_parser as oc_splits_parser
+from dino_sparo.runtime.choices import DINO_READOUTS
+from dino_sparo.runtime.cli import Parser, errors_in_one_line, say
 from dino_sparo.runtime.demos import demo_parser
 from dino_sparo.runtime.extras import require
 from dino_sparo.runtime.memory import full_memory_named
@@ -29,67 +53,50 @@ if TYPE_CHECKING:
     from dino_sparo.image_text.scoring.scorer import Scorer
     from dino_sparo.runtime.distributed import Distributed
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("dino_sparo")
 
-
-class Objective(NamedTuple):
-    """How evaluations open the image-text models of one objective.
-
-    Attributes:
-        opener: `module:function`, called with the options, the process, the border and what the checkpoint holds.
-        unread: options that its models have no use for -> the values that leave them out.
-    """
-
-    opener: str
-    unread: Mapping[str, Any]
-
-
-FOREIGN_OPTIONS = {"quick_gelu": False, "text_heads": None}  # what weights of others do not say of themselves
-# The entry of a checkpoint that says how its model is built -> its objective.
-OBJECTIVES = {
-    "clip": Objective("dino_sparo.clip.load:open_clip_model", {"graphs": None, **FOREIGN_OPTIONS}),
-    "oc_clip": Objective("dino_sparo.oc_clip.load:open_oc_clip_model", {"slots": None, **FOREIGN_OPTIONS}),
+# Entry of a checkpoint that says how its image-text model is built -> options that such a model has no use for, unset.
+UNUSED_OPTIONS: dict[str, dict[str, Any]] = {
+    "clip": {"graphs": None, "quick_gelu": False, "text_heads": None},
+    "oc_clip": {"slots": None, "quick_gelu": False, "text_heads": None},
 }
-FOREIGN = Objective(OBJECTIVES["clip"].opener, {"graphs": None})  # open_clip's weights have no such entry
+FOREIGN_UNUSED_OPTIONS = {"graphs": None}  # open_clip's weights have no such entry
 
 
 class Command(NamedTuple):
     """One command.
 
     Attributes:
-        summary: what it turns into what.
-        parser: its options, made without torch; None: the body takes the words and parses them itself.
-        body: `module:function`, called with the parsed options. The module is imported after the options were parsed,
-            so that `--help` and mistakes are answered before torch is imported.
-        helper: a function of this file, the body's second argument.
+        parser: makes its options; None: the command parses the words itself.
+        function: called with the parsed options, or with the words; its docstring says what it turns into what.
     """
 
-    summary: str
-    parser: Callable[[], argparse.ArgumentParser] | None
-    body: str
-    helper: Callable[..., Any] | None = None
+    parser: Callable[[], Parser] | None
+    function: Callable[[Any], Any]
+
+    @property
+    def summary(self) -> str:
+        """What the command turns into what."""
+        return str(self.function.__doc__)
 
 
-def options_of(module: str, name: str = "get_args_parser") -> Callable[[], argparse.ArgumentParser]:
-    """The function of a module that makes a parser; imported when it is called, since `--help` needs one of them."""
-
-    def parser() -> argparse.ArgumentParser:
-        made: argparse.ArgumentParser = imported(f"dino_sparo.{module}:{name}")()
-        return made if made.add_help else command_parser(made)
-
-    return parser
+COMMANDS: dict[str, Command] = {}
 
 
-def imported(path: str) -> Any:
-    """What `module:name` names."""
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
+def command(parser: Callable[[], Parser] | None) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+    """Enter a function into `COMMANDS`, under its name with hyphens."""
+
+    def enter(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        COMMANDS[function.__name__.replace("_", "-")] = Command(parser, function)
+        return function
+
+    return enter
 
 
 def open_model(
     args: argparse.Namespace, process: "Distributed", border: int = 0, is_one_of_several: bool = False
 ) -> "Scorer":
-    """The image-text model that `--pretrained_weights` names, as evaluations ask it.
+    """The image-text model that `--pretrained_weights` names, for an evaluation.
 
     Args:
         args: the options of `image_text.evaluation.options.add_model_options` and `add_computation_options`.
@@ -104,14 +111,252 @@ def open_model(
 
     require("open_clip", "captions")
     checkpoint = load_checkpoint(args.pretrained_weights) if args.pretrained_weights else {}
-    objective = next((each for key, each in OBJECTIVES.items() if key in checkpoint), FOREIGN)
+    kind = next((kind for kind in UNUSED_OPTIONS if kind in checkpoint), None)
     if is_one_of_several:
-        for name, unset in objective.unread.items():
+        unused = UNUSED_OPTIONS[kind] if kind else FOREIGN_UNUSED_OPTIONS
+        for name, unset in unused.items():
             if getattr(args, name) != unset:
                 logger.info("%s: --%s is left out, which this model has no use for", args.pretrained_weights, name)
-        args = argparse.Namespace(**{**vars(args), **objective.unread})
-    scorer: Scorer = imported(objective.opener)(args, process, border, checkpoint)
-    return scorer
+        args = argparse.Namespace(**{**vars(args), **unused})
+    if kind == "oc_clip":
+        from dino_sparo.oc_clip.load import open_oc_clip_model
+
+        return open_oc_clip_model(args, process, border, checkpoint)
+    from dino_sparo.clip.load import open_clip_model
+
+    return open_clip_model(args, process, border, checkpoint)
+
+
+@command(train_parser)
+def train(args: argparse.Namespace) -> Any:
+    """Images -> an encoder, trained with DINO."""
+    from dino_sparo.dino.train import train
+
+    return train(args)
+
+
+@command(train_clip_parser)
+def train_clip(args: argparse.Namespace) -> Any:
+    """Images with captions -> an encoder of both, trained with CLIP."""
+    from dino_sparo.clip.train import train
+
+    return train(args)
+
+
+@command(train_oc_clip_parser)
+def train_oc_clip(args: argparse.Namespace) -> Any:
+    """Images with captions and their scene graphs -> a model that binds graphs to images, trained with OC-CLIP."""
+    from dino_sparo.oc_clip.train import train
+
+    return train(args)
+
+
+@command(None)
+def submit(words: Sequence[str] | None) -> Any:
+    """A training -> a Slurm job, requeued when it is preempted, at its time limit and after faults."""
+    from dino_sparo.submit import main
+
+    return main(words)
+
+
+@command(knn_parser)
+def knn(args: argparse.Namespace) -> Any:
+    """A checkpoint and labelled images -> weighted k-NN accuracy."""
+    from dino_sparo.evaluation.knn.command import evaluate_checkpoint
+
+    return evaluate_checkpoint(args)
+
+
+@command(linear_parser)
+def linear(args: argparse.Namespace) -> Any:
+    """A checkpoint and labelled images -> linear probes, one per learning rate, and their accuracy."""
+    from dino_sparo.evaluation.linear.command import probe_checkpoint
+
+    return probe_checkpoint(args)
+
+
+@command(slot_study_parser)
+def slot_study(args: argparse.Namespace) -> Any:
+    """A checkpoint and labelled images -> what each slot alone knows, and accuracy against the number of slots."""
+    from dino_sparo.evaluation.slots.command import study_slots
+
+    return study_slots(args)
+
+
+@command(attention_parser)
+def attention(args: argparse.Namespace) -> Any:
+    """A checkpoint and images -> one attention map per slot or head; the slot atlas."""
+    from dino_sparo.evaluation.attention.command import visualize
+
+    return visualize(args)
+
+
+@command(slot_score_parser)
+def slot_score(args: argparse.Namespace) -> Any:
+    """A checkpoint and images with masks -> how well its slots or heads find objects, beside controls."""
+    from dino_sparo.evaluation.objects.command import score_slots
+
+    return score_slots(args)
+
+
+@command(export_parser)
+def export(args: argparse.Namespace) -> Any:
+    """A checkpoint -> safetensors, timm, Hugging Face, ONNX, OpenCLIP."""
+    from dino_sparo.weights.export import export_checkpoint
+
+    return export_checkpoint(args)
+
+
+@command(zero_shot_parser)
+def zero_shot(args: argparse.Namespace) -> Any:
+    """Images and the names of their classes -> accuracy of classification by captions."""
+    from dino_sparo.image_text.evaluation.zero_shot import evaluate_checkpoint
+
+    return evaluate_checkpoint(args, open_model)
+
+
+@command(retrieval_parser)
+def retrieval(args: argparse.Namespace) -> Any:
+    """Images with captions -> recall of captions by image and of images by caption."""
+    from dino_sparo.image_text.evaluation.retrieval import evaluate_checkpoint
+
+    return evaluate_checkpoint(args, open_model)
+
+
+@command(sugarcrepe_parser)
+def sugarcrepe(args: argparse.Namespace) -> Any:
+    """Images with a true and a false caption -> how often the true one is nearer."""
+    from dino_sparo.image_text.evaluation.sugarcrepe import evaluate_checkpoint
+
+    return evaluate_checkpoint(args, open_model)
+
+
+@command(winoground_parser)
+def winoground(args: argparse.Namespace) -> Any:
+    """Two images and two captions of the same words -> how often images and captions are matched correctly."""
+    from dino_sparo.image_text.evaluation.winoground import evaluate_checkpoint
+
+    return evaluate_checkpoint(args, open_model)
+
+
+@command(compositional_parser)
+def compositional(args: argparse.Namespace) -> Any:
+    """All benchmarks of true and false captions in a folder -> accuracies, models side by side."""
+    from dino_sparo.image_text.evaluation.compositional.command import compare
+
+    return compare(args, partial(open_model, is_one_of_several=True))
+
+
+@command(order_captions_parser)
+def order_captions(args: argparse.Namespace) -> Any:
+    """Images with captions -> captions with shuffled words, ARO's order benchmarks, for compositional."""
+    from dino_sparo.image_text.evaluation.compositional.sets.word_order import write_order
+
+    return write_order(args)
+
+
+@command(probe_parser)
+def clip_probe(args: argparse.Namespace) -> Any:
+    """Frozen image features -> accuracy of a linear probe, its weight decay chosen by a sweep."""
+    from dino_sparo.image_text.evaluation.probe import probe_checkpoint
+
+    return probe_checkpoint(args, open_model)  # type: ignore[arg-type]  # all scorers give image features
+
+
+@command(scene_pairs_parser)
+def scene_pairs(args: argparse.Namespace) -> Any:
+    """Built-in scenes -> true and hard false captions, in SugarCrepe's format."""
+    from dino_sparo.image_text.evaluation.scene_pairs import write_pairs
+
+    return write_pairs(args)
+
+
+@command(parse_parser)
+def parse(args: argparse.Namespace) -> Any:
+    """Captions -> their scene graphs, for OC-CLIP."""
+    from dino_sparo.oc_clip.parsers.command import parse
+
+    return parse(args)
+
+
+@command(select_parser)
+def select(args: argparse.Namespace) -> Any:
+    """Labelled images -> the slots of a CLIP that tell their classes apart."""
+    from dino_sparo.clip.slots.select import select_slots
+
+    return select_slots(args)
+
+
+@command(mask_parser)
+def mask(args: argparse.Namespace) -> Any:
+    """True and false captions -> weights of the slots of a CLIP that tell them apart."""
+    from dino_sparo.clip.slots.mask import learn_mask
+
+    return learn_mask(args)
+
+
+@command(sweep_parser)
+def sweep(args: argparse.Namespace) -> Any:
+    """Results of many models -> accuracy and parameters against the number and the width of slots."""
+    from dino_sparo.clip.slots.sweep import collect
+
+    return collect(args, open_model)
+
+
+@command(pictures_parser)
+def pictures(args: argparse.Namespace) -> Any:
+    """Images with captions -> what the slots of a CLIP look at in both."""
+    from dino_sparo.clip.pictures.draw import draw_pictures
+
+    return draw_pictures(args)
+
+
+@command(oc_pictures_parser)
+def oc_pictures(args: argparse.Namespace) -> Any:
+    """Images with captions -> what the entities of the captions' scene graphs look at, by an OC-CLIP."""
+    from dino_sparo.oc_clip.pictures.draw import draw_pictures
+
+    return draw_pictures(args)
+
+
+@command(None)
+def clip_benchmark(words: Sequence[str] | None) -> Any:
+    """A CLIP -> the numbers of LAION's CLIP benchmark, by its own command; its options follow."""
+    from dino_sparo.clip.adapter import main
+
+    return main(words)
+
+
+@command(lambda: demo_parser(DINO_READOUTS))
+def demo(args: argparse.Namespace) -> Any:
+    """Built-in scenes -> DINO + SPARO trained, evaluated and drawn, in minutes and without a GPU."""
+    from dino_sparo.dino.demo import demo
+
+    return demo(args, run)
+
+
+@command(lambda: demo_parser(TOWERS))
+def demo_clip(args: argparse.Namespace) -> Any:
+    """Built-in scenes -> CLIP + SPARO trained, evaluated and drawn, in minutes and without a GPU."""
+    from dino_sparo.clip.demo import demo
+
+    return demo(args, run)
+
+
+@command(oc_splits_parser)
+def oc_splits(args: argparse.Namespace) -> Any:
+    """Built-in scenes -> how CLIP and OC-CLIP answer about pairs of objects that were seen in training or were not."""
+    from dino_sparo.oc_clip.splits import run_splits
+
+    return run_splits(args, run)
+
+
+@command(lambda: demo_parser(DEMO_MODELS, "models", DEMO_MODELS))
+def demo_oc_clip(args: argparse.Namespace) -> Any:
+    """Built-in scenes -> OC-CLIP trained beside CLIP, evaluated and drawn, in minutes and without a GPU."""
+    from dino_sparo.oc_clip.demo import demo
+
+    return demo(args, run)
 
 
 def run(name: str, words: Sequence[str] | None = None, prog: str | None = None) -> Any:
@@ -120,194 +365,29 @@ def run(name: str, words: Sequence[str] | None = None, prog: str | None = None) 
     Args:
         name: a key of `COMMANDS`.
         words: the options; None: the command line's.
-        prog: what `--help` calls the command; by default `dino-sparo NAME`.
+        prog: name of the command in `--help`; by default `dino-sparo NAME`.
 
     Returns:
-        What the command returns: of an evaluation the content of its result file.
+        The command's result; an evaluation returns the content of its result file.
     """
     command = COMMANDS[name]
     if command.parser is None:
-        return imported(command.body)(words)
+        return command.function(words)
     parser = command.parser()
     parser.prog, parser.description = prog or f"dino-sparo {name}", command.summary
-    mistakes_in_one_line(parser)
     args = parser.parse_args(words)
-    with errors_in_one_line(logging.getLogger(command.body.partition(":")[0])), full_memory_named(vars(args)):
-        body = imported(command.body)
-        return body(args) if command.helper is None else body(args, command.helper)
-
-
-COMMANDS: dict[str, Command] = {
-    "train": Command(
-        "Images -> an encoder, trained with DINO.", options_of("dino.options"), "dino_sparo.dino.train:train"
-    ),
-    "train-clip": Command(
-        "Images with captions -> an encoder of both, trained with CLIP.",
-        options_of("clip.options"),
-        "dino_sparo.clip.train:train",
-    ),
-    "train-oc-clip": Command(
-        "Images with captions and their scene graphs -> a model that binds graphs to images, trained with OC-CLIP.",
-        options_of("oc_clip.options"),
-        "dino_sparo.oc_clip.train:train",
-    ),
-    "submit": Command(
-        "A training -> a Slurm job, requeued when it is preempted, at its time limit and after faults.",
-        None,
-        "dino_sparo.submit:main",
-    ),
-    "knn": Command(
-        "A checkpoint and labelled images -> weighted k-NN accuracy.",
-        options_of("evaluation.options", "knn_parser"),
-        "dino_sparo.evaluation.knn.command:evaluate_checkpoint",
-    ),
-    "linear": Command(
-        "A checkpoint and labelled images -> linear probes, one per learning rate, and their accuracy.",
-        options_of("evaluation.options", "linear_parser"),
-        "dino_sparo.evaluation.linear.command:probe_checkpoint",
-    ),
-    "slot-study": Command(
-        "A checkpoint and labelled images -> what each slot alone knows, and accuracy against the number of slots.",
-        options_of("evaluation.options", "slot_study_parser"),
-        "dino_sparo.evaluation.slots.command:study_slots",
-    ),
-    "attention": Command(
-        "A checkpoint and images -> one attention map per slot or head; the slot atlas.",
-        options_of("evaluation.options", "attention_parser"),
-        "dino_sparo.evaluation.attention.command:visualize",
-    ),
-    "slot-score": Command(
-        "A checkpoint and images with masks -> how well its slots or heads find objects, beside controls.",
-        options_of("evaluation.options", "slot_score_parser"),
-        "dino_sparo.evaluation.objects.command:score_slots",
-    ),
-    "export": Command(
-        "A checkpoint -> safetensors, timm, Hugging Face, ONNX, OpenCLIP.",
-        options_of("evaluation.options", "export_parser"),
-        "dino_sparo.weights.export:export_checkpoint",
-    ),
-    "zero-shot": Command(
-        "Images and the names of their classes -> accuracy of classification by captions.",
-        options_of("image_text.evaluation.options", "zero_shot_parser"),
-        "dino_sparo.image_text.evaluation.zero_shot:evaluate_checkpoint",
-        open_model,
-    ),
-    "retrieval": Command(
-        "Images with captions -> recall of captions by image and of images by caption.",
-        options_of("image_text.evaluation.options", "retrieval_parser"),
-        "dino_sparo.image_text.evaluation.retrieval:evaluate_checkpoint",
-        open_model,
-    ),
-    "sugarcrepe": Command(
-        "Images with a true and a false caption -> how often the true one is nearer.",
-        options_of("image_text.evaluation.options", "sugarcrepe_parser"),
-        "dino_sparo.image_text.evaluation.sugarcrepe:evaluate_checkpoint",
-        open_model,
-    ),
-    "winoground": Command(
-        "Two images and two captions of the same words -> how often images and captions are matched correctly.",
-        options_of("image_text.evaluation.options", "winoground_parser"),
-        "dino_sparo.image_text.evaluation.winoground:evaluate_checkpoint",
-        open_model,
-    ),
-    "compositional": Command(
-        "All benchmarks of true and false captions in a folder -> accuracies, models side by side.",
-        options_of("image_text.evaluation.options", "compositional_parser"),
-        "dino_sparo.image_text.evaluation.compositional.command:compare",
-        partial(open_model, is_one_of_several=True),
-    ),
-    "order-captions": Command(
-        "Images with captions -> captions with shuffled words, ARO's order benchmarks, for compositional.",
-        options_of("image_text.evaluation.options", "order_captions_parser"),
-        "dino_sparo.image_text.evaluation.compositional.sets.word_order:write_order",
-    ),
-    "clip-probe": Command(
-        "Frozen image features -> accuracy of a linear probe, its weight decay chosen by a sweep.",
-        options_of("image_text.evaluation.options", "probe_parser"),
-        "dino_sparo.image_text.evaluation.probe:probe_checkpoint",
-        open_model,
-    ),
-    "scene-pairs": Command(
-        "Built-in scenes -> true and hard false captions, in SugarCrepe's format.",
-        options_of("image_text.evaluation.options", "scene_pairs_parser"),
-        "dino_sparo.image_text.evaluation.scene_pairs:write_pairs",
-    ),
-    "parse": Command(
-        "Captions -> their scene graphs, for OC-CLIP.",
-        options_of("oc_clip.parsers.options", "parse_parser"),
-        "dino_sparo.oc_clip.parsers.command:parse",
-    ),
-    "select": Command(
-        "Labelled images -> the slots of a CLIP that tell their classes apart.",
-        options_of("clip.slots.options", "select_parser"),
-        "dino_sparo.clip.slots.select:select_slots",
-    ),
-    "mask": Command(
-        "True and false captions -> weights of the slots of a CLIP that tell them apart.",
-        options_of("clip.slots.options", "mask_parser"),
-        "dino_sparo.clip.slots.mask:learn_mask",
-    ),
-    "sweep": Command(
-        "Results of many models -> accuracy and parameters against the number and the width of slots.",
-        options_of("clip.slots.options", "sweep_parser"),
-        "dino_sparo.clip.slots.sweep:collect",
-        open_model,
-    ),
-    "pictures": Command(
-        "Images with captions -> what the slots of a CLIP look at in both.",
-        options_of("clip.slots.options", "pictures_parser"),
-        "dino_sparo.clip.pictures.draw:draw_pictures",
-    ),
-    "oc-pictures": Command(
-        "Images with captions -> what the entities of the captions' scene graphs look at, by an OC-CLIP.",
-        options_of("oc_clip.pictures.options"),
-        "dino_sparo.oc_clip.pictures.draw:draw_pictures",
-    ),
-    "clip-benchmark": Command(
-        "A CLIP -> the numbers of LAION's CLIP benchmark, by its own command; its options follow.",
-        None,
-        "dino_sparo.clip.adapter:main",
-    ),
-    "demo": Command(
-        "Built-in scenes -> DINO + SPARO trained, evaluated and drawn, in minutes and without a GPU.",
-        lambda: demo_parser(choices.DINO_READOUTS),
-        "dino_sparo.dino.demo:demo",
-        run,
-    ),
-    "demo-clip": Command(
-        "Built-in scenes -> CLIP + SPARO trained, evaluated and drawn, in minutes and without a GPU.",
-        lambda: demo_parser(clip_choices.TOWERS),
-        "dino_sparo.clip.demo:demo",
-        run,
-    ),
-    "oc-splits": Command(
-        "Built-in scenes -> how CLIP and OC-CLIP answer about pairs of objects that were seen in training or were not.",
-        options_of("oc_clip.splits_options"),
-        "dino_sparo.oc_clip.splits:run_splits",
-        run,
-    ),
-    "demo-oc-clip": Command(
-        "Built-in scenes -> OC-CLIP trained beside CLIP, evaluated and drawn, in minutes and without a GPU.",
-        lambda: demo_parser(DEMO_MODELS, "models", DEMO_MODELS),
-        "dino_sparo.oc_clip.demo:demo",
-        run,
-    ),
-}
+    with errors_in_one_line(logger), full_memory_named(vars(args)):
+        return command.function(args)
 
 
 def main(argv: Sequence[str] | None = None) -> Any:
-    """Run the command that the first word names.
-
-    Args:
-        argv: a command and its options; None: the command line's.
-
-    Returns:
-        What the command returns.
-    """
+    """Run the command that the first word names; None: of the command line."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in COMMANDS:
         return run(words[0], words[1:])
-    parser = argparse.ArgumentParser("dino-sparo", description=overview(), formatter_class=HelpFormatter)
+    width = max(map(len, COMMANDS)) + 2
+    overview = "\n".join(f"  {name:<{width}}{command.summary}" for name, command in COMMANDS.items())
+    parser = Parser("dino-sparo", description=overview)
     parser.add_argument("--version", action="version", version=f"dino_sparo {__version__}")
     parser.add_argument("command", nargs="?", metavar="COMMAND", help="One of the above; COMMAND --help says more.")
     name = parser.parse_known_args(words)[0].command
@@ -316,12 +396,6 @@ def main(argv: Sequence[str] | None = None) -> Any:
         parser.error(f"there is no command {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
     say(parser.format_help())
     return None
-
-
-def overview() -> str:
-    """The list of commands."""
-    width = max(map(len, COMMANDS)) + 2
-    return "\n".join(f"  {name:<{width}}{command.summary}" for name, command in COMMANDS.items())
 
 
 def console() -> None:

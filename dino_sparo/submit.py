@@ -8,7 +8,6 @@ Slurm preempts the job, it saves between two steps, is requeued under the same n
 """
 
 import argparse
-import importlib
 import logging
 import os
 import re
@@ -17,14 +16,18 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import submitit
 from submitit.helpers import DelayedSubmission
 from submitit.slurm.slurm import SlurmExecutor, _make_sbatch_string
 
+from dino_sparo.clip.options import get_args_parser as train_clip_parser
+from dino_sparo.dino.options import get_args_parser as train_parser
+from dino_sparo.oc_clip.options import get_args_parser as train_oc_clip_parser
 from dino_sparo.runtime import FAULT_STATUS
-from dino_sparo.runtime.cli import HelpFormatter, errors_in_one_line, say
+from dino_sparo.runtime.cli import Parser, errors_in_one_line, say
 from dino_sparo.runtime.extras import MissingPackageError
 
 logger = logging.getLogger(__name__)
@@ -40,13 +43,27 @@ FAULT_STATUSES = (FAULT_STATUS, 128 + 6, 128 + 7, 128 + 9, 128 + 11, 128 + 12, 1
 DO_NOT_REQUEUE = "do_not_requeue"
 
 
-# `--module` -> the folder of the objective.
-OBJECTIVES = {"main_dino": "dino", "dino_sparo.clip.train": "clip", "dino_sparo.oc_clip.train": "oc_clip"}
+# `--module` -> the options of that trainer.
+PARSERS = {
+    "main_dino": train_parser,
+    "dino_sparo.clip.train": train_clip_parser,
+    "dino_sparo.oc_clip.train": train_oc_clip_parser,
+}
 
 
-def trainer_of(module: str) -> Any:
-    """The module that trains an objective, imported when asked for: it needs torch."""
-    return importlib.import_module(f"dino_sparo.{OBJECTIVES[module]}.train")
+def trainer_of(module: str) -> ModuleType:
+    """The module that trains an objective, with its `check_options` and `train`. Importing it imports torch."""
+    if module == "main_dino":
+        from dino_sparo.dino import train as train_dino
+
+        return train_dino
+    if module == "dino_sparo.clip.train":
+        from dino_sparo.clip import train as train_clip
+
+        return train_clip
+    from dino_sparo.oc_clip import train as train_oc_clip
+
+    return train_oc_clip
 
 
 class Trainer:
@@ -120,19 +137,15 @@ def _set_local_rendezvous(job: submitit.JobEnvironment) -> None:
     )
 
 
-def get_submission_parser(module: str = "main_dino", prog: str = "dino-sparo submit") -> argparse.ArgumentParser:
+def get_submission_parser(module: str = "main_dino", prog: str = "dino-sparo submit") -> Parser:
     """The options of a trainer and those of the job.
 
     Args:
-        module: a key of `OBJECTIVES`.
-        prog: what `--help` calls the command.
+        module: a key of `PARSERS`.
+        prog: name of the command in `--help`.
     """
-    # Of the options alone, which import no torch, so that --help is fast.
-    options = importlib.import_module(f"dino_sparo.{OBJECTIVES[module]}.options")
-    description = str(__doc__).replace("dino-sparo submit", prog)
-    parser = argparse.ArgumentParser(
-        prog, parents=[options.get_args_parser()], description=description, formatter_class=HelpFormatter
-    )
+    parser = PARSERS[module]()
+    parser.prog, parser.description = prog, str(__doc__).replace("dino-sparo submit", prog)
     group = parser.add_argument_group("Slurm job")
     _add_module_option(group)
     group.add_argument("--ngpus", type=int, default=8, help="GPUs, and tasks, per node.")
@@ -174,7 +187,7 @@ def get_submission_parser(module: str = "main_dino", prog: str = "dino-sparo sub
 
 
 def _add_module_option(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument("--module", default="main_dino", choices=sorted(OBJECTIVES), help="The trainer to submit.")
+    parser.add_argument("--module", default="main_dino", choices=sorted(PARSERS), help="The trainer to submit.")
 
 
 def job_folder(args: argparse.Namespace) -> Path:
@@ -320,7 +333,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "dino-sparo submit") -> 
         argv: options; None: the command line's. Those of the trainer depend on `--module` among them.
         prog: what `--help` calls the command.
     """
-    chooser = argparse.ArgumentParser(add_help=False)
+    chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     _add_module_option(chooser)
     module = chooser.parse_known_args(argv)[0].module
     args = get_submission_parser(module, prog).parse_args(argv)

@@ -1,13 +1,12 @@
 """`python -m studies NAME`: make the runs of a study that are missing, print its tables, draw its plot."""
 
-import argparse
 import logging
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dino_sparo.runtime.cli import HelpFormatter, errors_in_one_line, say
+from dino_sparo.runtime.cli import Parser, errors_in_one_line, say
 from studies.plans import STUDIES
 from studies.report import draw, report
 from studies.runs import RESULTS, add_scores, make_runs
@@ -15,10 +14,10 @@ from studies.runs import RESULTS, add_scores, make_runs
 logger = logging.getLogger(__name__)
 
 
-def get_args_parser() -> argparse.ArgumentParser:
+def get_args_parser() -> Parser:
     """The options."""
     questions = "\n".join(f"  {name:<10}{study.question}" for name, study in STUDIES.items())
-    parser = argparse.ArgumentParser("studies", description=f"{__doc__}\n\n{questions}", formatter_class=HelpFormatter)
+    parser = Parser("studies", description=f"{__doc__}\n\n{questions}")
     parser.add_argument("name", choices=sorted(STUDIES), help="Which study.")
     parser.add_argument("--data_path", default=None, help="Its images, where it needs some.")
     parser.add_argument("--output_dir", type=Path, default=Path("output/studies"), help="Of checkpoints and logs.")

@@ -6,7 +6,6 @@
 `python -m studies scenes` left there. Writes a small result file per run, prints tables.
 """
 
-import argparse
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 from dino_sparo.evaluation.objects.measures import MEASURES
 from dino_sparo.evaluation.objects.table import MEASURE_NAMES, ROW_NAMES
 from dino_sparo.models.readouts import readout_kind
-from dino_sparo.runtime.cli import HelpFormatter, say
+from dino_sparo.runtime.cli import Parser, say
 from dino_sparo.runtime.demos import RunCommand, option_words
 from dino_sparo.runtime.records import write_json
 from studies.plans import EQUAL_RATE, STUDIES
@@ -193,7 +192,7 @@ def main() -> None:
     """Measure what is missing, print the tables."""
     from dino_sparo.__main__ import run
 
-    parser = argparse.ArgumentParser("studies.slots", description=__doc__, formatter_class=HelpFormatter)
+    parser = Parser("studies.slots", description=__doc__)
     parser.add_argument("--output_dir", type=Path, default=Path("output/studies"), help="Of the studies' checkpoints.")
     parser.add_argument("--results", type=Path, default=RESULTS, help="Of the result files of all studies.")
     args = parser.parse_args()

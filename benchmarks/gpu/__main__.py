@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.gpu.page import not_shown, page, put_between_marks, read_reports, status
+from dino_sparo.runtime.cli import Parser
 from dino_sparo.runtime.records import git_hash
 
 logger = logging.getLogger(__name__)
@@ -57,11 +58,9 @@ PARTS = {
 }
 
 
-def get_args_parser() -> argparse.ArgumentParser:
+def get_args_parser() -> Parser:
     """The options."""
-    parser = argparse.ArgumentParser(
-        "python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = Parser("python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--part", nargs="+", choices=list(PARTS), default=list(PARTS), help="Parts to run.")
     parser.add_argument("--again", action="store_true", help="Run parts that are done a second time.")
     parser.add_argument(

@@ -18,7 +18,7 @@ from dino_sparo.image_text.options import (
 )
 from dino_sparo.runtime.choices import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from dino_sparo.runtime.cli import (
-    HelpFormatter,
+    Parser,
     add_device_options,
     add_normalization_options,
     add_slot_options,
@@ -29,9 +29,9 @@ from dino_sparo.runtime.cli import (
 POSITIVE_OPTIONS = ("sparo_slots", "sparo_slot_dim", "sparo_key_dim", "sparo_group_size")
 
 
-def get_args_parser() -> argparse.ArgumentParser:
+def get_args_parser() -> Parser:
     """The options of training, in data-flow order."""
-    parser = argparse.ArgumentParser(formatter_class=HelpFormatter, add_help=False)
+    parser = Parser()
     add_preset_option(parser, RECIPES)
     group = add_pair_options(parser)
     group.add_argument(

@@ -29,10 +29,12 @@ import numpy as np
 from jaxtyping import Bool, Float, Int64
 from PIL import Image
 
+from dino_sparo.runtime.choices import SCENE_SIZE
+
 Array = np.ndarray
 
 DEFAULT_NUM_IMAGES = 20_000
-DEFAULT_IMAGE_SIZE = 64
+DEFAULT_IMAGE_SIZE = SCENE_SIZE
 # Below this the texture of a large object has a period of less than two pixels and cannot be recognised. That
 # of a small object needs about 48 px.
 MIN_IMAGE_SIZE = 24

@@ -10,7 +10,7 @@ from typing import Any
 
 from dino_sparo.runtime.choices import OPTIMIZERS
 from dino_sparo.runtime.cli import (
-    HelpFormatter,
+    Parser,
     add_architecture_options,
     add_device_options,
     add_normalization_options,
@@ -32,9 +32,9 @@ NON_NEGATIVE_OPTIONS = (
 )
 
 
-def get_args_parser() -> argparse.ArgumentParser:
+def get_args_parser() -> Parser:
     """The options of training, in data-flow order."""
-    parser = argparse.ArgumentParser(formatter_class=HelpFormatter, add_help=False)
+    parser = Parser()
     _add_data_options(parser)
     add_source_options(parser)
     _add_crop_options(parser)

@@ -4,7 +4,7 @@ import argparse
 
 from dino_sparo.runtime.choices import EXPORT_FORMATS, PRECISIONS
 from dino_sparo.runtime.cli import (
-    HelpFormatter,
+    Parser,
     add_checkpoint_options,
     add_device_options,
     add_download_option,
@@ -19,9 +19,9 @@ from dino_sparo.runtime.cli import (
 KNN_BLOCKS = 1  # whose class tokens k-NN reads by default
 
 
-def evaluation_parser() -> argparse.ArgumentParser:
+def evaluation_parser() -> Parser:
     """The options of every evaluation: what to evaluate, on which images, and where the result goes."""
-    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    parser = Parser()
     group = parser.add_argument_group("encoder: what is evaluated")
     add_checkpoint_options(group)
     group.add_argument(
@@ -78,7 +78,7 @@ def add_slots_option(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def knn_parser() -> argparse.ArgumentParser:
+def knn_parser() -> Parser:
     """The options of `eval_knn.py`, in data-flow order."""
     parser = evaluation_parser()
     group = parser.add_argument_group("k-NN")
@@ -104,7 +104,7 @@ def knn_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def linear_parser() -> argparse.ArgumentParser:
+def linear_parser() -> Parser:
     """The options of `eval_linear.py`, in data-flow order."""
     parser = evaluation_parser()
     group = parser.add_argument_group("features of the probe")
@@ -154,7 +154,7 @@ def linear_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def slot_study_parser() -> argparse.ArgumentParser:
+def slot_study_parser() -> Parser:
     """The options of `dino-sparo slot-study`, in data-flow order."""
     parser = evaluation_parser()
     group = parser.add_argument_group("slots")
@@ -201,9 +201,9 @@ def slot_study_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def attention_parser() -> argparse.ArgumentParser:
+def attention_parser() -> Parser:
     """The options of `visualize_attention.py`, in data-flow order."""
-    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    parser = Parser()
     group = parser.add_argument_group("encoder")
     add_checkpoint_options(group)
     add_foreign_weights_options(parser)
@@ -251,9 +251,9 @@ def attention_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def slot_score_parser() -> argparse.ArgumentParser:
+def slot_score_parser() -> Parser:
     """The options of `objects/command.py`, in data-flow order."""
-    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    parser = Parser()
     group = parser.add_argument_group("encoder")
     add_checkpoint_options(group)
     add_foreign_weights_options(parser)
@@ -300,9 +300,9 @@ def slot_score_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def export_parser() -> argparse.ArgumentParser:
+def export_parser() -> Parser:
     """The options of `dino_sparo.weights.export`."""
-    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    parser = Parser()
     parser.add_argument("checkpoint", help="Ours, the reference's, or raw ViT weights.")
     parser.add_argument("out", help="Where to: a path without suffix; for huggingface a folder.")
     parser.add_argument("--checkpoint_key", default="teacher", help="Network in the checkpoint: teacher or student.")

@@ -14,12 +14,11 @@ from dino_sparo.image_text.options import (
     add_text_options,
     check_pair_options,
 )
-from dino_sparo.oc_clip.choices import COMPETITIONS, RELATION_NEGATIVES, RELATION_SCORES
-from dino_sparo.oc_clip.graphs.graph import MAX_NODES, MAX_RELATIONS
+from dino_sparo.oc_clip.choices import COMPETITIONS, MAX_NODES, MAX_RELATIONS, RELATION_NEGATIVES, RELATION_SCORES
 from dino_sparo.oc_clip.presets import RECIPES
 from dino_sparo.runtime.choices import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from dino_sparo.runtime.cli import (
-    HelpFormatter,
+    Parser,
     add_device_options,
     add_normalization_options,
     add_source_options,
@@ -33,9 +32,9 @@ NON_NEGATIVE_OPTIONS = (
 )
 
 
-def get_args_parser() -> argparse.ArgumentParser:
+def get_args_parser() -> Parser:
     """The options of training, in data-flow order."""
-    parser = argparse.ArgumentParser(formatter_class=HelpFormatter, add_help=False)
+    parser = Parser()
     add_preset_option(parser, RECIPES)
     add_pair_options(parser)
     add_source_options(parser, ["split"])

@@ -4,7 +4,7 @@ import argparse
 from typing import NamedTuple
 
 from dino_sparo.image_text.scene_recipe import CLIP_READOUTS
-from dino_sparo.runtime.cli import HelpFormatter
+from dino_sparo.runtime.cli import Parser
 
 SEEN_SHARES, HARD_SHARES = (20, 50, 80), (0, 25, 50)
 TRUE_GRAPHS, PARSED_GRAPHS = "true", "templates"
@@ -51,9 +51,9 @@ FULL = Amount(num_images=12_800, num_questions=1000, epochs=8, batch_size=128)
 SHORT = Amount(num_images=960, num_questions=40, epochs=1, batch_size=64)
 
 
-def get_args_parser() -> argparse.ArgumentParser:
+def get_args_parser() -> Parser:
     """The options of the experiment."""
-    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    parser = Parser()
     group = parser.add_argument_group("splits: what is seen in training")
     group.add_argument(
         "--split",

@@ -63,6 +63,8 @@ MIN_CORRUPT = 5
 # Larger image files (10^6 bytes) and images (10^6 pixels) are not decoded; see `sources/limits.py`.
 MAX_IMAGE_MB, MAX_IMAGE_MPIX = 256.0, 64.0
 
+SCENE_SIZE = 64  # side of a built-in scene in pixels
+
 # Per channel, of pixels in 0..1; ImageNet's.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)

@@ -58,21 +58,24 @@ def say(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def mistakes_in_one_line(parser: argparse.ArgumentParser) -> None:
-    """Answer a mistake in the options with one line, the nearest name of an option in it, instead of all options."""
+class Parser(argparse.ArgumentParser):
+    """Options of a command, spelled in full; help shows the defaults, and a mistake is answered in one line."""
 
-    def error(message: str) -> NoReturn:
-        unknown = message.partition("unrecognized arguments: ")[2].split(" ")[0].partition("=")[0]
-        near = difflib.get_close_matches(unknown, parser._option_string_actions, n=1) if unknown else []
-        hint = f"; did you mean {near[0]}?" if near else ""
-        parser.exit(2, f"{parser.prog}: {message}{hint}; --help lists the options\n")
+    def __init__(self, prog: str | None = None, description: str | None = None) -> None:
+        super().__init__(prog, description=description, formatter_class=HelpFormatter, allow_abbrev=False)
 
-    parser.error = error  # type: ignore[method-assign]
+    def error(self, message: str) -> NoReturn:
+        """End with exit status 2 and one line that names the nearest options."""
+        words = message.partition("unrecognized arguments: ")[2].split(" ")
+        unknown = [word.partition("=")[0] for word in words if word.startswith("--")]
+        near = list(dict.fromkeys(option for word in unknown for option in self._nearest(word)))
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        self.exit(2, f"{self.prog}: {message}{hint}; --help lists the options\n")
 
-
-def command_parser(options: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """A command with a trainer's options and `--help`; the trainer's own parser is a parent of others and has none."""
-    return argparse.ArgumentParser(parents=[options], formatter_class=HelpFormatter)
+    def _nearest(self, word: str) -> list[str]:
+        """The options that begin with a word, else the one that resembles it most."""
+        known = self._option_string_actions
+        return [option for option in known if option.startswith(word)] or difflib.get_close_matches(word, known, n=1)
 
 
 @contextlib.contextmanager

@@ -9,15 +9,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dino_sparo.runtime.cli import HelpFormatter, say
+from dino_sparo.runtime.cli import Parser, say
 
 # A command's name and its words -> what it returns; see `dino_sparo.__main__.run`.
 RunCommand = Callable[[str, Sequence[str]], Any]
 
 
-def demo_parser(
-    names: Iterable[str], option: str = "readouts", default: Sequence[str] = ("sparo",)
-) -> argparse.ArgumentParser:
+def demo_parser(names: Iterable[str], option: str = "readouts", default: Sequence[str] = ("sparo",)) -> Parser:
     """The options of a demo.
 
     Args:
@@ -25,7 +23,7 @@ def demo_parser(
         option: that names some of them.
         default: of this option.
     """
-    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    parser = Parser()
     parser.add_argument(f"--{option}", nargs="+", default=list(default), choices=sorted(names), help="What to compare.")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0], help="One training run each.")
     parser.add_argument("--output_dir", default=None, help="Where everything is written; by default in output/.")

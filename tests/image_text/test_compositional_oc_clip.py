@@ -10,7 +10,7 @@ from clip_fakes import evaluate, paint, small_checkpoint
 from compositional_files import write_json
 from oc_clip_fakes import oc_clip_description
 
-from dino_sparo.__main__ import OBJECTIVES
+from dino_sparo.__main__ import UNUSED_OPTIONS
 from dino_sparo.image_text.evaluation.compositional.run import ask
 from dino_sparo.image_text.evaluation.questions import Question
 from dino_sparo.weights.checkpoint import IMAGE_TEXT_KEYS
@@ -141,4 +141,4 @@ def test_every_checkpoint_is_read_once(data, tmp_path, monkeypatch):
 
 
 def test_the_objectives_with_models_to_evaluate_are_those_whose_checkpoints_are_known():
-    assert tuple(OBJECTIVES) == IMAGE_TEXT_KEYS
+    assert tuple(UNUSED_OPTIONS) == IMAGE_TEXT_KEYS

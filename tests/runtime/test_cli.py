@@ -16,15 +16,15 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from options_read import options_read
+from options_read import definitions_of, names_in, options_read
 
 import dino_sparo.clip
 import main_dino
 from dino_sparo import submit
-from dino_sparo.__main__ import COMMANDS, main, open_model
+from dino_sparo.__main__ import COMMANDS, main
 from dino_sparo.__main__ import run as run_command
 from dino_sparo.runtime import choices
-from dino_sparo.runtime.cli import HelpFormatter, add_device_options, add_foreign_weights_options, bool_flag
+from dino_sparo.runtime.cli import Parser, add_device_options, add_foreign_weights_options, bool_flag
 from dino_sparo.runtime.precision import PRECISIONS
 from dino_sparo.training.optim import OPTIMIZERS
 from dino_sparo.weights.export import CLIP_FORMATS, WRITERS
@@ -248,14 +248,14 @@ def test_every_option_has_help_that_can_be_printed(name: str) -> None:
 
 
 def test_the_options_of_training_stand_in_groups() -> None:
-    text = main_dino.get_args_parser().format_help()
-    titles = [line for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    parser = main_dino.get_args_parser()
+    titles = [line for line in parser.format_help().splitlines() if line.endswith(":") and not line.startswith(" ")]
     assert len(titles) > 5
-    assert not {"options:", "optional arguments:"} & set(titles)
+    assert [action.dest for action in parser._optionals._group_actions] == ["help"]
 
 
 def test_help_prints_defaults_unless_there_is_none() -> None:
-    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    parser = Parser()
     parser.add_argument("--rate", default=0.5, help="A rate.")
     parser.add_argument("--steps", default=None, help="Some steps.")
     parser.add_argument("--name", default="", help="A name.")
@@ -319,11 +319,32 @@ assert "torch" not in sys.modules
 def test_a_mistyped_option_is_answered_in_one_line_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     for words, expected in (
         (["train-clip", "--batchsize", "32"], "unrecognized arguments: --batchsize 32; did you mean --batch_size?"),
+        (
+            ["train", "--batch_size", "16"],
+            "unrecognized arguments: --batch_size 16; did you mean --batch_size_per_gpu?",
+        ),
+        (
+            ["train", "--sparo_slo", "16", "--lrate", "3"],
+            "unrecognized arguments: --sparo_slo 16 --lrate 3; did you mean --sparo_slots or --sparo_slot_dim or --lr?",
+        ),
         (["knn", "--arch", "vit_micro", "--nb_knn", "many"], "argument --nb_knn: invalid int value: 'many'"),
     ):
         with pytest.raises(SystemExit, match="2"):
             main(words)
         assert capsys.readouterr().err == f"dino-sparo {words[0]}: {expected}; --help lists the options\n"
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_no_option_can_be_abbreviated(name: str) -> None:
+    """The bug: `--batch_size 16` was taken for `--batch_size_per_gpu 16`."""
+    assert not PARSERS[name]().allow_abbrev
+
+
+def test_every_parser_of_the_project_is_one_that_takes_no_abbreviations() -> None:
+    for folder in ("dino_sparo", "studies", "benchmarks"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for call in re.findall(r"argparse\.ArgumentParser\(.*", path.read_text(encoding="utf-8")):
+                assert "allow_abbrev=False" in call, f"{path}: make a Parser of runtime/cli.py"
 
 
 # The one command.
@@ -344,9 +365,11 @@ def test_a_command_that_does_not_exist_is_named_with_the_nearest(capsys: pytest.
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
-def test_every_commands_body_exists(name: str) -> None:
-    module, _, function = COMMANDS[name].body.partition(":")
-    assert callable(getattr(importlib.import_module(module), function))
+def test_a_command_imports_code_that_exists(name: str) -> None:
+    module, function = definition(name)
+    body = definitions_of(module)[function]
+    for module, function in names_in(body).values():
+        assert callable(getattr(importlib.import_module(module), function))
 
 
 def test_the_installed_script_and_the_module_are_the_same_command() -> None:
@@ -420,25 +443,19 @@ def test_parsing_does_not_depend_on_the_environment(monkeypatch: pytest.MonkeyPa
 # Use.
 
 
-def definition(body: str) -> tuple[str, str]:
-    module, _, name = body.partition(":")
-    return module, name
+def definition(name: str) -> tuple[str, str]:
+    return "dino_sparo.__main__", name.replace("-", "_")
 
 
 @pytest.mark.parametrize("name", PARSERS)
 def test_every_option_of_a_command_is_read_by_its_code(name: str) -> None:
     """Regression: `select` and `mask` parsed --max_missing_graphs, and no code of theirs asked for it."""
-    command = COMMANDS[name]
-    begin = [definition(command.body)]
-    if command.helper not in (None, run_command):  # which runs other commands, with options of their own
-        begin.append((open_model.__module__, open_model.__name__))
     parsed = {action.dest for action in options(PARSERS[name]())}
     ignored = IGNORED | (OF_PEERS if name in ("attention", "slot-score") else set())
-    assert parsed - options_read(*begin) <= ignored, "parsed but never used"
+    assert parsed - options_read(definition(name)) <= ignored, "parsed but never used"
 
 
 @pytest.mark.parametrize("name", ["train", "train-clip", "knn", "linear", "attention", "zero-shot", "compositional"])
 def test_no_code_of_a_command_reads_an_option_that_it_has_not(name: str) -> None:
-    helper = [] if COMMANDS[name].helper is None else [(open_model.__module__, open_model.__name__)]
-    read = options_read(definition(COMMANDS[name].body), *helper, texts=False)
+    read = options_read(definition(name), texts=False)
     assert read <= {action.dest for action in options(PARSERS[name]())}, "used but never parsed"

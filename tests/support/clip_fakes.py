@@ -1,7 +1,6 @@
 """For tests of evaluations: a CLIP model whose features are known, a real one that is small, images of one colour."""
 
 import argparse
-import importlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -76,11 +75,7 @@ def parser_of(name: str) -> argparse.ArgumentParser:
 
 def call(name: str, words: Iterable[object]) -> dict[str, Any]:
     """Run a command without its catching of errors."""
-    command = COMMANDS[name]
-    module, _, function = command.body.partition(":")
-    body = getattr(importlib.import_module(module), function)
-    args = parser_of(name).parse_args([*map(str, words)])
-    return body(args) if command.helper is None else body(args, command.helper)
+    return COMMANDS[name].function(parser_of(name).parse_args([*map(str, words)]))
 
 
 def evaluate(name: str, *options: Any) -> dict[str, Any]:

@@ -58,25 +58,27 @@ def definitions_of(module: str) -> dict[str, ast.AST]:
 @cache
 def names_of(module: str) -> dict[str, Definition]:
     """Names that a module imports, anywhere in it -> what they mean."""
+    return names_in(tree_of(module))
+
+
+def names_in(tree: ast.AST) -> dict[str, Definition]:
+    """Names that are imported within a piece of syntax -> what they mean."""
     return {
         alias.asname or alias.name: (node.module, alias.name)
-        for node in ast.walk(tree_of(module))
+        for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and node.module
         for alias in node.names
     }
 
 
 def references(module: str, node: ast.AST) -> Iterator[Definition]:
-    """What a definition names: by `name`, by `module.name`, or as the text "module:name"."""
+    """What a definition names: by `name` or by `module.name`; what it imports itself comes first."""
+    names = names_of(module) | names_in(node)
     for part in ast.walk(node):
         if isinstance(part, ast.Name):
-            yield names_of(module).get(part.id, (module, part.id))
-        elif isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name) and part.value.id in names_of(module):
-            yield ".".join(names_of(module)[part.value.id]), part.attr
-        elif isinstance(part, ast.Constant) and isinstance(part.value, str) and part.value.count(":") == 1:
-            path, _, name = part.value.partition(":")
-            if path.startswith("dino_sparo.") and name.isidentifier():
-                yield path, name
+            yield names.get(part.id, (module, part.id))
+        elif isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name) and part.value.id in names:
+            yield ".".join(names[part.value.id]), part.attr
 
 
 def attributes_of_args(node: ast.AST, texts: bool) -> Iterator[str]:

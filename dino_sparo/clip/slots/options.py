@@ -3,8 +3,6 @@
 Each command imports its parser from here and parses before it imports torch.
 """
 
-import argparse
-
 from dino_sparo.clip.choices import MASK_SCALES, PER_SLOT, SWEEP_METRICS, Criteria, FitSettings
 from dino_sparo.image_text.choices import AUTO
 from dino_sparo.image_text.evaluation.options import (
@@ -16,12 +14,12 @@ from dino_sparo.image_text.evaluation.options import (
     add_picture_options,
     add_picture_result_options,
 )
-from dino_sparo.runtime.cli import HelpFormatter, add_download_option, positive_int
+from dino_sparo.runtime.cli import Parser, add_download_option, positive_int
 
 
-def select_parser() -> argparse.ArgumentParser:
+def select_parser() -> Parser:
     """The options of `select.py`, in data-flow order."""
-    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    parser = Parser()
     add_model_options(parser, reads_graphs=False)
     group = add_image_options(parser)
     group.add_argument(
@@ -39,9 +37,9 @@ def select_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def mask_parser() -> argparse.ArgumentParser:
+def mask_parser() -> Parser:
     """The options of `mask.py`, in data-flow order."""
-    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    parser = Parser()
     add_model_options(parser, reads_graphs=False)
     add_pair_options(parser)
     group = parser.add_argument_group("mask")
@@ -81,9 +79,9 @@ def mask_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def sweep_parser() -> argparse.ArgumentParser:
+def sweep_parser() -> Parser:
     """The options of `sweep.py`, in data-flow order."""
-    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    parser = Parser()
     group = parser.add_argument_group("trained models")
     group.add_argument("inputs", nargs="*", default=[], help="Results of dino-sparo zero-shot (.json), or checkpoints.")
     group.add_argument("--metric", choices=SWEEP_METRICS, default="top1", help="Which accuracy.")
@@ -96,9 +94,9 @@ def sweep_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def pictures_parser() -> argparse.ArgumentParser:
+def pictures_parser() -> Parser:
     """The options of `clip/pictures/draw.py`, in data-flow order."""
-    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    parser = Parser()
     group = add_picture_options(parser, "Checkpoint of CLIP training, of a model with slots.")
     group.add_argument("--max_pairs", type=int, default=400, help="Look at so many, evenly spread over the data.")
     group.add_argument(

@@ -6,12 +6,11 @@ Each command imports its parser from here and parses before it imports torch.
 import argparse
 from typing import Any
 
-from dino_sparo.data.scenes import DEFAULT_IMAGE_SIZE, SPLITS
 from dino_sparo.image_text.choices import AUTO, COMPOSITIONAL, PICTURE_SCENES, PROBE_BATCH_SIZE, WINOGROUND_EXAMPLES
 from dino_sparo.image_text.options import add_pair_key_options
-from dino_sparo.runtime.choices import PRECISIONS
+from dino_sparo.runtime.choices import PRECISIONS, SCENE_SIZE
 from dino_sparo.runtime.cli import (
-    HelpFormatter,
+    Parser,
     add_device_options,
     add_download_option,
     add_feature_options,
@@ -163,9 +162,9 @@ def add_picture_result_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--device", default="auto", help="auto (cuda where there is one, else cpu), cpu or cuda:N.")
 
 
-def zero_shot_parser() -> argparse.ArgumentParser:
+def zero_shot_parser() -> Parser:
     """The options of `zero_shot.py`, in data-flow order."""
-    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    parser = Parser()
     add_model_options(parser)
     group = add_image_options(parser)
     group.add_argument(
@@ -180,9 +179,9 @@ def zero_shot_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def retrieval_parser() -> argparse.ArgumentParser:
+def retrieval_parser() -> Parser:
     """The options of `retrieval.py`, in data-flow order."""
-    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    parser = Parser()
     add_model_options(parser)
     group = parser.add_argument_group("images and captions")
     group.add_argument(
@@ -204,27 +203,27 @@ def retrieval_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def sugarcrepe_parser() -> argparse.ArgumentParser:
+def sugarcrepe_parser() -> Parser:
     """The options of `sugarcrepe.py`, in data-flow order."""
-    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    parser = Parser()
     add_model_options(parser)
     add_pair_options(parser)
     add_computation_options(parser, "sugarcrepe.json")
     return parser
 
 
-def winoground_parser() -> argparse.ArgumentParser:
+def winoground_parser() -> Parser:
     """The options of `winoground.py`, in data-flow order."""
-    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    parser = Parser()
     add_model_options(parser)
     _add_folders(parser, "examples", f"Folder with {WINOGROUND_EXAMPLES} and images/.")
     add_computation_options(parser, "winoground.json")
     return parser
 
 
-def compositional_parser() -> argparse.ArgumentParser:
+def compositional_parser() -> Parser:
     """The options of `compositional/command.py`, in data-flow order."""
-    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    parser = Parser()
     add_model_options(parser, several=True)
     group = parser.add_argument_group("benchmarks")
     group.add_argument("--data_root", default="", help="Folder; every benchmark found in it or below is asked.")
@@ -263,9 +262,9 @@ def compositional_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def order_captions_parser() -> argparse.ArgumentParser:
+def order_captions_parser() -> Parser:
     """The options of `image_text/evaluation/compositional/sets/word_order.py`."""
-    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    parser = Parser()
     group = parser.add_argument_group("captions")
     group.add_argument(
         "--captions",
@@ -282,9 +281,9 @@ def order_captions_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def probe_parser() -> argparse.ArgumentParser:
+def probe_parser() -> Parser:
     """The options of `probe.py`, in data-flow order."""
-    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    parser = Parser()
     add_model_options(parser)
     group = parser.add_argument_group("images")
     group.add_argument(
@@ -313,13 +312,13 @@ def probe_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def scene_pairs_parser() -> argparse.ArgumentParser:
+def scene_pairs_parser() -> Parser:
     """The options of `scene_pairs.py`."""
-    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    parser = Parser()
     group = parser.add_argument_group("scenes")
     group.add_argument("--output_dir", required=True, help="Folder to write to.")
     group.add_argument("--num_pairs", type=int, default=1000, help="Scenes, each with one entry in either file.")
-    group.add_argument("--image_size", type=positive_int, default=DEFAULT_IMAGE_SIZE, help="Side in pixels.")
-    group.add_argument("--split", choices=sorted(SPLITS), default="val", help="val was not trained on.")
+    group.add_argument("--image_size", type=positive_int, default=SCENE_SIZE, help="Side in pixels.")
+    group.add_argument("--split", choices=["train", "val"], default="val", help="val was not trained on.")
     group.add_argument("--seed", type=int, default=0, help="Another seed gives other scenes.")
     return parser

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dino_sparo.data.scenes import Relation as Relation
-
-MAX_NODES = 16
-MAX_RELATIONS = 16
+from dino_sparo.oc_clip.choices import MAX_NODES, MAX_RELATIONS
 
 ARTICLES = ("a", "an", "the")
 

@@ -2,15 +2,15 @@
 
 import argparse
 
-from dino_sparo.oc_clip.graphs.graph import MAX_NODES, MAX_RELATIONS
-from dino_sparo.runtime.cli import HelpFormatter
+from dino_sparo.oc_clip.choices import MAX_NODES, MAX_RELATIONS
+from dino_sparo.runtime.cli import Parser
 
 PARSER_NAMES = ("templates", "spacy", "llm", "vg", "gqa")
 
 
-def parse_parser() -> argparse.ArgumentParser:
+def parse_parser() -> Parser:
     """The options of `command.py`, in data-flow order."""
-    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    parser = Parser()
     group = parser.add_argument_group("captions")
     source = group.add_mutually_exclusive_group(required=True)
     source.add_argument(

@@ -1,14 +1,12 @@
 """The options of `dino-sparo oc-pictures`, without torch."""
 
-import argparse
-
 from dino_sparo.image_text.evaluation.options import add_graphs_option, add_picture_options, add_picture_result_options
-from dino_sparo.runtime.cli import HelpFormatter
+from dino_sparo.runtime.cli import Parser
 
 
-def get_args_parser() -> argparse.ArgumentParser:
+def get_args_parser() -> Parser:
     """The options, in data-flow order."""
-    parser = argparse.ArgumentParser(formatter_class=HelpFormatter)
+    parser = Parser()
     group = add_picture_options(parser, "Checkpoint of OC-CLIP training.")
     add_graphs_option(group)
     group = parser.add_argument_group("choice of pairs")
