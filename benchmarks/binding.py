@@ -1,4 +1,4 @@
-"""OC-CLIP's scores of all images and captions, `score_pairs` against the paper's listing: time and memory.
+"""OC-CLIP's scores of all images and captions, `score_all_pairs` against the paper's listing: time and memory.
 
     python -m benchmarks.binding
     python -m benchmarks.binding --device cuda --precision bf16
@@ -30,8 +30,7 @@ from dino_sparo.oc_clip.choices import MAX_NODES, MAX_RELATIONS
 from dino_sparo.oc_clip.config import BindingConfig
 from dino_sparo.oc_clip.graphs.batches import batch_graphs
 from dino_sparo.oc_clip.graphs.graph import Relation, SceneGraph
-from dino_sparo.oc_clip.pair_scores import EncodedGraphs, score_pairs
-from dino_sparo.oc_clip.scoring import Scoring
+from dino_sparo.oc_clip.scoring import EncodedGraphs, Scoring, score_all_pairs
 
 Scores = Callable[[Binding, Scoring, EncodedGraphs, Tensor, Tensor], Tensor]
 # Bars, against the listing padded to 16.
@@ -125,7 +124,7 @@ FULL, LARGEST, OURS = f"listing, {MAX_NODES} + 4", "listing, largest + 4", "ours
 FORMS: dict[str, tuple[Scores, bool]] = {
     FULL: (listed_scores, True),
     LARGEST: (listed_scores, False),
-    OURS: (score_pairs, False),
+    OURS: (score_all_pairs, False),
 }
 
 

@@ -27,7 +27,8 @@ from dino_sparo.runtime.lazy import lazy_names
 if TYPE_CHECKING:
     from dino_sparo.oc_clip.config import BindingConfig, OCCLIPConfig
     from dino_sparo.oc_clip.graphs.graph import Relation, SceneGraph
-    from dino_sparo.oc_clip.model import OCCLIP, create_oc_clip, load_oc_clip
+    from dino_sparo.oc_clip.load import load_oc_clip
+    from dino_sparo.oc_clip.model import OCCLIP, create_oc_clip
 
 __all__ = ["OCCLIP", "BindingConfig", "OCCLIPConfig", "Relation", "SceneGraph", "create_oc_clip", "load_oc_clip"]
 
@@ -37,6 +38,7 @@ __getattr__, __dir__ = lazy_names(
     {
         "oc_clip.config": ("BindingConfig", "OCCLIPConfig"),
         "oc_clip.graphs.graph": ("Relation", "SceneGraph"),
-        "oc_clip.model": ("OCCLIP", "create_oc_clip", "load_oc_clip"),
+        "oc_clip.load": ("load_oc_clip",),
+        "oc_clip.model": ("OCCLIP", "create_oc_clip"),
     },
 )

@@ -1,7 +1,7 @@
 """Patches of images and entities of captions -> visual slots: the binding module.
 
-An entity's slot is a weighted mean of the patches' values. The entities of one caption compete for each patch, with one
-another and with default tokens that take what no entity names. Image encoder before, `scoring.py` after it.
+The slot of an entity is a weighted mean of the values of the patches. The entities of one caption compete for each
+patch, with one another and with default tokens, which take the patches that no entity names.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,18 +19,12 @@ from dino_sparo.oc_clip.config import BindingConfig
 EPSILON = 1e-8  # of the renormalisation over patches, as in the paper's listing
 MLP_RATIO = 2
 DEFAULT_CHUNK_MB = 256
-KEPT_SHARE = 1 / 32  # of `chunk_mb`: below it nothing is computed twice
+KEPT_SHARE = 1 / 32  # of `chunk_mb`: smaller batches are not computed twice
 NORM_EPS = 1e-5  # of all LayerNorms; torch's, which OpenCLIP's blocks have
 
 
 class BoundPatches(NamedTuple):
-    """What all captions need of some images.
-
-    Attributes:
-        keys: (B, N, dim), K^, not projected.
-        values: (B, N, dim), V.
-        defaults: (B, N), logsumexp of the default tokens' logits; None where there are none.
-    """
+    """The image side of the binding: K^ (not projected), V, and logsumexp of the default tokens' logits (or None)."""
 
     keys: Float[Tensor, "B N dim"]
     values: Float[Tensor, "B N dim"]
@@ -48,27 +42,23 @@ class Binding(nn.Module):
         slot_m = sum_n w_mn V_n
 
     Letters: E and U are the paper's M and B; dim is its d, num_default its N_d. The slots of default tokens are not
-    needed. With `competition="keys"`, the paper's ablation, a is an ordinary softmax over patches.
-    Source: OC-CLIP, equation 1, figure 9 and table 11. The listing adds to equation 1 the patches' network, positions,
-    norms of keys and values and the renormalisation; the norm of the queries stands in table 11 alone. Defaults are
-    not normalised. What the paper leaves open is drawn as torch draws it.
+    computed. With `competition="keys"`, the paper's ablation, a is an ordinary softmax over patches.
+    Source: OC-CLIP, equation 1, figure 9 and table 11. The listing of figure 9 adds to equation 1 the network on the
+    patches, positions, norms of keys and values, and the renormalisation. The norm of the queries stands in table 11
+    alone. Default tokens are not normalised. Initial weights are torch's, since the paper does not give any.
 
-    The listing pads all captions to one size and keeps (B, U, E + num_default, N) weights. Here captions of one number
-    of entities are taken together, so nothing is padded; the defaults enter the softmax as one query, whose logit for
-    patch n is logsumexp_c q_c . K_n and which all captions share; and a chunk of captions is bounded. With K = W_k K^
-    the products are taken as q . K = (W_k^T q) . K^, so W_k multiplies the few entities, not the patches. Logits,
-    softmax and sums are fp32 or wider also under autocast.
+    The listing pads all captions to one size and keeps (B, U, E + num_default, N) weights. Here captions with equal
+    numbers of entities form a chunk of bounded size, without padding. The default tokens enter the softmax as one
+    query that all captions share; its logit for patch n is logsumexp_c q_c . K_n. With K = W_k K^, the products are
+    q . K = (W_k^T q) . K^, so W_k multiplies the few entities, not the patches. Logits, softmax and sums are fp32 or
+    wider also under autocast.
 
     Args:
         image_dim: width of the patches.
         num_patches: N.
-        sizes: the others; without default tokens every caption needs an entity.
-        chunk_mb: size of the largest tensor of a chunk, megabytes (2^20 bytes); a few of that size live together. One
-            caption with all images is the smallest chunk. The backward pass computes chunks again if they hold more
-            than `KEPT_SHARE` of it together.
-
-    Raises:
-        ValueError: there are no patches, or a chunk has no size.
+        sizes: all other sizes.
+        chunk_mb: size of the largest tensor of a chunk, in 2^20 bytes; a few tensors of this size exist at a time. One
+            caption with all images is the smallest chunk.
     """
 
     def __init__(
@@ -82,7 +72,7 @@ class Binding(nn.Module):
         self.competition, self.chunk_mb = sizes.competition, chunk_mb
         self.patch_mlp = nn.Sequential(nn.Linear(image_dim, dim), nn.GELU(), nn.Linear(dim, dim))
         self.positions = nn.Parameter(sizes.position_std * torch.randn(num_patches, dim))
-        # Versions of timm differ in the norm's epsilon that they take unasked.
+        # The default epsilon differs among versions of timm.
         norm_layer: Any = partial(nn.LayerNorm, eps=NORM_EPS)
         blocks = (
             Block(dim, sizes.num_heads, MLP_RATIO, qkv_bias=True, norm_layer=norm_layer)
@@ -92,7 +82,7 @@ class Binding(nn.Module):
         self.to_keys_values = nn.Linear(dim, 2 * dim)
         self.key_norm, self.value_norm, self.query_norm = (norm_layer(dim) for _ in range(3))
         self.key_proj, self.value_proj, self.query_proj = (nn.Linear(dim, dim, bias=False) for _ in range(3))
-        # Without tokens there is nothing to train: DDP would wait for a gradient.
+        # An empty parameter must not be trained: DDP would wait for its gradient.
         self.default_tokens = nn.Parameter(torch.randn(sizes.num_default, dim), requires_grad=sizes.num_default > 0)
 
     def extra_repr(self) -> str:
@@ -102,18 +92,15 @@ class Binding(nn.Module):
     def encode_patches(
         self, patches: Float[Tensor, "B N image_dim"]
     ) -> tuple[Float[Tensor, "B N dim"], Float[Tensor, "B N dim"]]:
-        """Patches -> keys and values, normalised, not yet projected; once per image. Runs in the caller's precision.
+        """Patches -> keys and values, normalised, not yet projected; once per image, in the caller's precision.
 
         Args:
-            patches: (B, N, image_dim), the image encoder's last tokens after its LayerNorm, without class token.
-
-        Raises:
-            ValueError: the number of patches is not `num_patches`.
+            patches: (B, N, image_dim), the last tokens of the image encoder after its LayerNorm, without class token.
         """
         if patches.ndim != 3 or patches.shape[1] != self.num_patches:
             raise ValueError(
                 f"patches have shape {tuple(patches.shape)}; the binding was built for {self.num_patches} per image: "
-                "give (B, N, image_dim) of images of the size that it was built for"
+                "give images of that size"
             )
         hidden = self.blocks(self.patch_mlp(patches) + self.positions)
         keys, values = self.to_keys_values(hidden).chunk(2, dim=-1)
@@ -125,39 +112,22 @@ class Binding(nn.Module):
         mask: Bool[Tensor, "U E"],
         keys: Float[Tensor, "B N dim"],
         values: Float[Tensor, "B N dim"],
-        counts: Sequence[int] | None = None,
     ) -> Float[Tensor, "B U E dim"]:
-        """The slots of all captions in all images; those of padding are 0.
+        """The slots of all captions in all images; the slots of padding are 0.
 
-        `pair_scores.score_pairs` scores slots without keeping them.
+        `scoring.score_all_pairs` scores such slots without keeping them.
 
         Args:
             entities: (U, E, dim).
-            mask: (U, E), True where there is an entity.
+            mask: (U, E), True for entities, False for padding.
             keys: (B, N, dim), from `encode_patches`.
-            values: (B, N, dim), likewise.
-            counts: U numbers of entities, where they come before the padding. Without them the mask is read, which
-                waits for the device.
-
-        Raises:
-            ValueError: a caption without entities where there are no default tokens.
+            values: (B, N, dim), from `encode_patches`.
         """
-        with torch.autocast(keys.device.type, enabled=False):
-            patches, queries = self.project(keys, values), self.queries(entities).flatten(0, 1)
-            rows = _rows(mask) if counts is None else [range(count) for count in counts]
-            width = mask.shape[1]
-            slots, where = [values.new_zeros(len(keys), 1, self.dim, dtype=patches.values.dtype)], [0] * mask.numel()
-            end = 1
-            sizes = [len(row) for row in rows], [0] * len(rows), len(keys)
-            chunk_slots = self.recomputed(self.chunk_slots, *sizes)
-            for texts in self.chunks(*sizes):
-                chosen = [[text * width + entity for entity in rows[text]] for text in texts]
-                index = torch.tensor(chosen, device=queries.device)
-                slots.append(chunk_slots(queries[index], patches).flatten(1, 2))
-                for flat in (number for row in chosen for number in row):
-                    where[flat], end = end, end + 1
-            packed = torch.cat(slots, dim=1)
-            return packed[:, torch.tensor(where, device=packed.device, dtype=torch.long)].unflatten(1, mask.shape)
+        slots = [
+            self.bind_matched(entities, mask, key.expand(len(mask), -1, -1), value.expand(len(mask), -1, -1))
+            for key, value in zip(keys, values, strict=True)
+        ]
+        return torch.stack(slots)
 
     def bind_matched(
         self,
@@ -166,9 +136,9 @@ class Binding(nn.Module):
         keys: Float[Tensor, "B N dim"],
         values: Float[Tensor, "B N dim"],
     ) -> Float[Tensor, "B E dim"]:
-        """The slots of caption i in image i alone, for the local loss; those of padding are 0.
+        """The slots of caption i in image i alone, for the local loss; the slots of padding are 0.
 
-        Every caption needs an entity where entities compete without default tokens: else gradients are NaN.
+        Without default tokens every caption needs an entity: else gradients are NaN.
         """
         with torch.autocast(keys.device.type, enabled=False):
             patches = self.project(keys, values)
@@ -180,38 +150,27 @@ class Binding(nn.Module):
 
     def attention(
         self, entities: Float[Tensor, "U E dim"], mask: Bool[Tensor, "U E"], keys: Float[Tensor, "B N dim"]
-    ) -> Float[Tensor, "B U E N"]:
-        """The entities' shares a of each patch, for pictures; with the defaults' they sum to one over a caption.
+    ) -> tuple[Float[Tensor, "B U E N"], Float[Tensor, "B U num_default N"]]:
+        """The shares a of each patch that entities and default tokens take, for pictures.
 
-        With `competition="keys"` they sum to one over the patches instead. The share of padding is 0.
-
-        Args:
-            entities: (U, E, dim).
-            mask: (U, E), True where there is an entity.
-            keys: (B, N, dim), from `encode_patches`.
+        Together they sum to one over a caption; with `competition="keys"` every row sums to one over the patches. The
+        share of padding is 0.
         """
-        return self._shares(entities, mask, keys)[:, :, : entities.shape[1]]
-
-    def default_attention(
-        self, entities: Float[Tensor, "U E dim"], mask: Bool[Tensor, "U E"], keys: Float[Tensor, "B N dim"]
-    ) -> Float[Tensor, "B U num_default N"]:
-        """The default tokens' shares of each patch, beside those of `attention`, whose arguments it takes."""
-        return self._shares(entities, mask, keys)[:, :, entities.shape[1] :]
-
-    def _shares(self, entities: Tensor, mask: Tensor, keys: Tensor) -> Float[Tensor, "B U everything N"]:
         with torch.autocast(keys.device.type, enabled=False):
             defaults = self._default_queries().expand(len(entities), -1, -1)
-            everything = torch.cat([self.queries(entities), defaults], dim=1)
-            logits = torch.einsum("bnd,uqd->buqn", self._wide(keys), everything)
-            allowed = torch.cat([mask, mask.new_ones(len(mask), self.num_default)], dim=1)
+            queries = torch.cat([self.queries(entities), defaults], dim=1)
+            logits = torch.einsum("bnd,uqd->buqn", self._wide(keys), queries)
+            is_padding = ~torch.cat([mask, mask.new_ones(len(mask), self.num_default)], dim=1)[:, :, None]
             if self.competition == "keys":
-                return logits.softmax(dim=-1).masked_fill(~allowed[:, :, None], 0)
-            return logits.masked_fill(~allowed[:, :, None], -torch.inf).softmax(dim=2)
+                shares = logits.softmax(dim=-1).masked_fill(is_padding, 0)
+            else:
+                shares = logits.masked_fill(is_padding, -torch.inf).softmax(dim=2)
+            return shares[:, :, : mask.shape[1]], shares[:, :, mask.shape[1] :]
 
-    # The parts of `bind`; `pair_scores.py` puts them together with the scores.
+    # The parts of `scoring.score_all_pairs`.
 
     def project(self, keys: Float[Tensor, "B N dim"], values: Float[Tensor, "B N dim"]) -> BoundPatches:
-        """K^, V and the defaults' part of the softmax; once per image."""
+        """K^, V and the logit of the default tokens; once per image."""
         keys = self._wide(keys)
         defaults = (keys @ self._default_queries().t()).logsumexp(dim=-1) if self.num_default else None
         return BoundPatches(keys, self._wide(self.value_proj(self._cast(values))), defaults)
@@ -221,26 +180,17 @@ class Binding(nn.Module):
         return self._against_keys(self.query_norm(self._cast(entities)))
 
     def chunks(self, counts: Sequence[int], relation_counts: Sequence[int], num_images: int) -> list[list[int]]:
-        """Captions in groups of one number of entities, each group within `chunk_mb`; without those that have none.
+        """Captions in groups with equal numbers of entities, each group within `chunk_mb`.
 
         Args:
             counts: U numbers of entities.
             relation_counts: U numbers of relations that are scored in the same chunk.
             num_images: B.
-
-        Raises:
-            ValueError: a caption without entities where there are no default tokens.
         """
-        if not self.num_default and self.competition == "queries" and 0 in counts:
-            raise ValueError(
-                f"caption {list(counts).index(0)} has no entity, and with num_default=0 nothing takes the patches; "
-                "give every caption an entity (graphs.normalize) or the binding default tokens"
-            )
         numbers, budget = self._numbers(counts, relation_counts, num_images)
         chunks: list[list[int]] = []
         room = 0.0
-        some = (text for text, count in enumerate(counts) if count)
-        for text in sorted(some, key=lambda text: (counts[text], numbers[text])):
+        for text in sorted(range(len(counts)), key=lambda text: (counts[text], numbers[text])):
             if chunks and counts[chunks[-1][0]] == counts[text] and numbers[text] <= room:
                 chunks[-1].append(text)
             else:
@@ -252,7 +202,7 @@ class Binding(nn.Module):
     def _numbers(
         self, counts: Sequence[int], relation_counts: Sequence[int], num_images: int
     ) -> tuple[list[int], float]:
-        """How many numbers per image the largest tensor of each caption has, and how many `chunk_mb` allows."""
+        """Numbers per image in the largest tensor of each caption, and the number that `chunk_mb` allows."""
         largest = max(self.num_patches, self.dim)
         numbers = [max(own * largest, related * self.dim) for own, related in zip(counts, relation_counts, strict=True)]
         return numbers, self.chunk_mb * 2**20 / max(4, self.key_proj.weight.element_size()) / num_images
@@ -260,10 +210,9 @@ class Binding(nn.Module):
     def recomputed(
         self, function: Callable[..., Tensor], counts: Sequence[int], relation_counts: Sequence[int], num_images: int
     ) -> Callable[..., Tensor]:
-        """The same function of a chunk; while training, the backward pass computes it again and nothing in it is kept.
+        """The function of a chunk; while training, the backward pass computes the chunk again to save memory.
 
-        Where all chunks together are small, `KEPT_SHARE` of one, they are kept: that is faster. The arguments are those
-        of `chunks`.
+        Chunks that are small together (`KEPT_SHARE` of one) are kept, which is faster. Arguments as in `chunks`.
         """
         numbers, budget = self._numbers(counts, relation_counts, num_images)
         if not (self.training and torch.is_grad_enabled()) or sum(numbers) <= KEPT_SHARE * budget:
@@ -309,8 +258,3 @@ class Binding(nn.Module):
 def _means(weights: Float[Tensor, "B M N"], values: Float[Tensor, "B N dim"]) -> Float[Tensor, "B M dim"]:
     """Weighted means over patches."""
     return weights @ values / weights.sum(dim=-1, keepdim=True)
-
-
-def _rows(mask: Bool[Tensor, "U E"]) -> list[list[int]]:
-    """For each caption, where its mask is True."""
-    return [[entity for entity, kept in enumerate(row) if kept] for row in mask.tolist()]

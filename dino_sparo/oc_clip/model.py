@@ -1,14 +1,12 @@
-"""Images and the graphs of captions -> scores; files -> models.
+"""The OC-CLIP model: image and text encoder, binding, scoring.
 
 images -> patches -> keys, values                 once per image
 phrases -> embeddings -> entities, relations      once per phrase, whether it is an entity or a predicate
-keys, values, entities, relations -> scores       `pair_scores.score_pairs`, of all pairs
+keys, values, entities, relations -> scores       `scoring.score_all_pairs`, of all pairs
 """
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +14,6 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from dino_sparo.image_text.contrastive import INITIAL_LOGIT_SCALE
-from dino_sparo.image_text.loaded import LoadedModel
-from dino_sparo.image_text.scoring.image_rows import require_both
 from dino_sparo.image_text.text import TextEncoder
 from dino_sparo.image_text.towers import TowerSizes
 from dino_sparo.models.encoder import Encoder, encoder_from_config
@@ -25,9 +21,7 @@ from dino_sparo.models.readout import EndTokenReadout
 from dino_sparo.oc_clip.binding import Binding
 from dino_sparo.oc_clip.config import BindingConfig, OCCLIPConfig
 from dino_sparo.oc_clip.graphs.batches import GraphBatch
-from dino_sparo.oc_clip.pair_scores import EncodedGraphs
-from dino_sparo.oc_clip.scoring import Scoring
-from dino_sparo.weights.checkpoint import CheckpointError, load_checkpoint, load_strictly
+from dino_sparo.oc_clip.scoring import EncodedGraphs, Scoring
 
 
 class EncodedBatch(NamedTuple):
@@ -168,62 +162,3 @@ def oc_clip_from_config(config: OCCLIPConfig) -> OCCLIP:
     """Build the model a configuration describes, with random weights; see `create_oc_clip`."""
     text = TextEncoder(config.text, EndTokenReadout(), quick_gelu=config.quick_gelu)
     return OCCLIP(encoder_from_config(config.image), text, config)
-
-
-class LoadedOCCLIP(LoadedModel):
-    """A trained model, and what a result file says about it; see `LoadedModel`."""
-
-    model: OCCLIP
-
-    def similarity(
-        self, images: Sequence[Any] | Tensor, captions: Sequence[str], parser: str | Any = "templates"
-    ) -> Float[Tensor, "images captions"]:
-        """How well each image and each caption fit: S of the image and the caption's graph, in [-1, 1].
-
-            loaded = load_oc_clip("output/checkpoint.pth")
-            loaded.similarity([Image.open("dog.jpg")], ["a dog left of a cat", "a cat left of a dog"])  # (1, 2)
-
-        Args:
-            images: images of any size and mode; or (images, C, H, W), resized and normalised with `mean` and `std`.
-            captions: texts.
-            parser: what turns captions into graphs: what `--graphs` takes, or a function from a caption to a
-                `SceneGraph`.
-
-        Returns:
-            (images, captions), fp32, where the model is.
-
-        Raises:
-            ValueError: there are no images, or no captions, a caption has no words, or the parser is not known.
-            TypeError: no lists, or paths in the place of images.
-        """
-        from dino_sparo.oc_clip.load import scorer_of  # imports this module
-
-        require_both(images, captions)
-        batch_size = min(max(len(images), len(captions)), MAX_BATCH)
-        return scorer_of(self, parser, batch_size=batch_size).similarity(images, captions)
-
-
-MAX_BATCH = 64  # images that `LoadedOCCLIP.similarity` encodes at a time
-
-
-def load_oc_clip(path: str | Path, checkpoint: Mapping[str, Any] | None = None) -> LoadedOCCLIP:
-    """The model of a checkpoint, built as the checkpoint says, in eval mode, on the CPU.
-
-    Args:
-        path: a checkpoint of `dino-sparo train-oc-clip`.
-        checkpoint: what `load_checkpoint` read from `path`; None: read it now.
-
-    Raises:
-        CheckpointError: the file cannot be read, holds no OC-CLIP, or its weights do not fit.
-        ValueError: the checkpoint was saved with something that this version does not know.
-    """
-    checkpoint, source = load_checkpoint(path) if checkpoint is None else checkpoint, str(path)
-    description = checkpoint.get("oc_clip")
-    if not isinstance(description, dict):
-        raise CheckpointError(f"{source} holds no OC-CLIP: there is no `oc_clip`, which says how one is built")
-    if missing := {"image", "text", "binding", "mean", "std"} - description.keys():
-        raise CheckpointError(f"{source} does not say {', '.join(sorted(missing))} of its OC-CLIP under `oc_clip`")
-    config = OCCLIPConfig.from_dict(description)
-    model = oc_clip_from_config(config)
-    load_strictly(model, checkpoint["model"], source)
-    return LoadedOCCLIP.of(model, checkpoint, path, trained_on_graphs=description.get("graphs"))

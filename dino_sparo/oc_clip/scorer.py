@@ -27,10 +27,10 @@ from dino_sparo.oc_clip.graphs.canonical import canonical_form
 from dino_sparo.oc_clip.graphs.files import CaptionGraphs
 from dino_sparo.oc_clip.graphs.graph import LookupCounts, SceneGraph, normalize
 from dino_sparo.oc_clip.model import OCCLIP, look_up
-from dino_sparo.oc_clip.pair_scores import EncodedGraphs, score_pairs, scores_of_slots
 from dino_sparo.oc_clip.pairs import tokenize_phrases
 from dino_sparo.oc_clip.pictures.explain import look_at
 from dino_sparo.oc_clip.pictures.tiles import tiles_of
+from dino_sparo.oc_clip.scoring import EncodedGraphs, score_all_pairs
 
 logger = logging.getLogger(__name__)
 
@@ -216,7 +216,7 @@ class GraphScorer(ImageRows):
             keys, values = self._keys_values(images[part[:, 0]])
             graphs = self._looked_up([texts.graphs[int(number)] for number in part[:, 1]])
             slots = model.binding.bind_matched(graphs.entities, graphs.entity_mask, keys, values)
-            scores.append(scores_of_slots(model.scoring, graphs, slots[None])[0])
+            scores.append(model.scoring.scores(graphs, slots[None])[0])
         return torch.cat(scores)[inverse.to(self.device)].view(graph_of.shape).mean(dim=1)
 
     @torch.no_grad()
@@ -225,7 +225,7 @@ class GraphScorer(ImageRows):
         numbers, inverse = torch.unique(texts.rows, return_inverse=True)
         graphs = self._looked_up([texts.graphs[int(number)] for number in numbers])
         blocks = [
-            score_pairs(self.model.binding, self.model.scoring, graphs, *self._keys_values(part))
+            score_all_pairs(self.model.binding, self.model.scoring, graphs, *self._keys_values(part))
             for part in images.split(IMAGE_CHUNK)
         ]
         return torch.cat(blocks)[:, inverse.to(self.device)].mean(dim=-1)

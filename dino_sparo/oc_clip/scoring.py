@@ -1,16 +1,41 @@
-"""Slots, entities and relations -> the structured similarity of images and graphs."""
+"""Slots, entities and relations -> the structured similarity of images and graphs; `score_all_pairs` binds, too."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dino_sparo.oc_clip.binding import Binding, BoundPatches
 from dino_sparo.oc_clip.config import MIN_COEF, BindingConfig
 
 NORM_EPS = 1e-8  # smallest norm that a cosine divides by
+
+
+class EncodedGraphs(NamedTuple):
+    """U graphs after the text encoder, padded like `GraphBatch`: padding comes last.
+
+    Attributes:
+        entities: (U, E, dim).
+        entity_mask: (U, E), False for padding; every graph has at least one entity.
+        relations: (U, R, rel_dim).
+        subjects: (U, R), indices into the graph's own entities.
+        objects: (U, R), indices into the graph's own entities.
+        relation_mask: (U, R), False for padding.
+        entity_counts: U numbers of entities, on the host.
+        relation_counts: U numbers of relations, on the host.
+    """
+
+    entities: Float[Tensor, "U E dim"]
+    entity_mask: Bool[Tensor, "U E"]
+    relations: Float[Tensor, "U R rel_dim"]
+    subjects: Int[Tensor, "U R"]
+    objects: Int[Tensor, "U R"]
+    relation_mask: Bool[Tensor, "U R"]
+    entity_counts: tuple[int, ...]
+    relation_counts: tuple[int, ...]
 
 
 class Scoring(nn.Module):
@@ -20,26 +45,22 @@ class Scoring(nn.Module):
         f(r, S_s, S_o) = cos(r, f_s [r; S_s] + f_o [r; S_o])
         f_s, f_o: Linear(rel_dim + dim, rel_dim) - GELU - Linear(rel_dim, rel_dim)
 
-    N_m are entities, S_m their slots, r_p relations with subject s and object o. E and R are this graph's own numbers,
-    the paper's M and P. Only alpha / beta matters. Source: OC-CLIP, equations 2 and 3, table 11; the MLPs' hidden width
-    and activation are ours, as is the bound of `MIN_COEF`.
+    N_m are entities, S_m their slots, r_p relations with subject s and object o. E and R are the graph's own numbers,
+    the paper's M and P. Only alpha / beta matters. Source: OC-CLIP, equations 2 and 3, table 11. The hidden width and
+    the activation of the MLPs are our choice, and so is the lower bound `MIN_COEF` of alpha and beta.
 
     With `relation="mlp"`, an ablation that the paper only names, f = cos(r, g [r; S_s; S_o]) with one MLP g of the same
     hidden width.
 
-    The first layer is split, W [r; S] = W_r r + W_S S: its first part is computed once per relation, not per image.
-    Everything is computed in the weights' precision, fp32 or wider, also under autocast.
+    The first layer is split, W [r; S] = W_r r + W_S S: W_r r is computed once per relation, not per image. Everything
+    is computed in the weights' precision, fp32 or wider, also under autocast.
 
     Attributes:
         subject: f_s; None with `relation="mlp"`.
-        object: f_o, likewise.
-        joint: g; None otherwise.
-        ent_coef: (), alpha. A score takes it as at least `MIN_COEF`; call `clamp_coefs_` after each update, so that it
-            does not fall far below.
-        rel_coef: (), beta, likewise.
-
-    Args:
-        sizes: widths, coefficients at the start, and how a relation is scored.
+        object: f_o; None with `relation="mlp"`.
+        joint: g; None with `relation="additive"`.
+        ent_coef: (), alpha.
+        rel_coef: (), beta.
     """
 
     def __init__(self, sizes: BindingConfig) -> None:
@@ -58,33 +79,15 @@ class Scoring(nn.Module):
         self.ent_coef.clamp_(min=MIN_COEF)
         self.rel_coef.clamp_(min=MIN_COEF)
 
-    def scores(
-        self,
-        entities: Float[Tensor, "U E dim"],
-        entity_mask: Bool[Tensor, "U E"],
-        relations: Float[Tensor, "U R rel_dim"],
-        subjects: Int[Tensor, "U R"],
-        objects: Int[Tensor, "U R"],
-        relation_mask: Bool[Tensor, "U R"],
-        slots: Float[Tensor, "B U E dim"],
-    ) -> Float[Tensor, "B U"]:
+    def scores(self, graphs: EncodedGraphs, slots: Float[Tensor, "B U E dim"]) -> Float[Tensor, "B U"]:
         """Scores of all images and graphs from the slots of each graph in each image.
 
-        With slots (1, U, E, dim) of `Binding.bind_matched` these are the scores of matched pairs, (1, U).
-
-        Args:
-            entities: (U, E, dim).
-            entity_mask: (U, E), True where there is an entity; every graph has at least one (without any its score
-                is NaN).
-            relations: (U, R, rel_dim), the predicates' embeddings; R may be 0.
-            subjects: (U, R), indices into the graph's own entities; any valid index where the mask is False.
-            objects: (U, R), likewise.
-            relation_mask: (U, R), True where there is a relation.
-            slots: (B, U, E, dim).
+        Slots (1, U, E, dim) of `Binding.bind_matched` give the scores of matched pairs, (1, U).
         """
         with torch.autocast(slots.device.type, enabled=False):
-            fits = self.relation_scores(relations, subjects, objects, slots).masked_fill(~relation_mask, 0)
-            return self.combined(entities, entity_mask, slots, fits, relation_mask.sum(dim=-1))
+            fits = self.relation_scores(graphs.relations, graphs.subjects, graphs.objects, slots)
+            fits, num_relations = fits.masked_fill(~graphs.relation_mask, 0), graphs.relation_mask.sum(dim=-1)
+            return self.combined(graphs.entities, graphs.entity_mask, slots, fits, num_relations)
 
     def combined(
         self,
@@ -94,17 +97,9 @@ class Scoring(nn.Module):
         fits: Float[Tensor, "B U R"],
         num_relations: Int[Tensor, " U"],
     ) -> Float[Tensor, "B U"]:
-        """Scores from the slots and `relation_scores`; arguments as in `scores`.
-
-        Args:
-            entities: (U, E, dim).
-            entity_mask: (U, E).
-            slots: (B, U, E, dim).
-            fits: (B, U, R), 0 where there is no relation.
-            num_relations: (U,).
-        """
+        """Scores from slots and from `relation_scores`, `fits`, which are 0 for padding."""
         with torch.autocast(slots.device.type, enabled=False):
-            # The gradient passes below the bound too, so that a coefficient can come back.
+            # Below the bound the gradient passes, too, so that a coefficient can return.
             coefs = (self.ent_coef, self.rel_coef)
             alpha, beta = (coef + (coef.clamp(min=MIN_COEF) - coef).detach() for coef in coefs)
             cosines = _cosine(self._cast(entities), self._cast(slots)).masked_fill(~entity_mask, 0)
@@ -118,7 +113,7 @@ class Scoring(nn.Module):
         objects: Int[Tensor, "U R"],
         slots: Float[Tensor, "B U E dim"],
     ) -> Float[Tensor, "B U R"]:
-        """f of every relation in every image, padded ones too; arguments as in `scores`."""
+        """f of every relation in every image, of padding too."""
         with torch.autocast(slots.device.type, enabled=False):
             relations, slots = self._cast(relations), self._cast(slots)
             if self.joint is not None:
@@ -139,7 +134,7 @@ class Scoring(nn.Module):
         hidden = F.linear(relations, relation_weight, first.bias)
         rows = torch.arange(len(relations), device=relations.device)[:, None]
         for end, weight in zip(ends, slot_weights, strict=True):
-            # Indexing adds up in one order in its backward pass, on every device; `gather` does not.
+            # The backward pass of indexing is deterministic on every device; the one of `gather` is not.
             hidden = F.linear(slots[:, rows, end], weight) + hidden  # (B, U, R, rel_dim)
         projected: Tensor = last(activation(hidden))
         return projected
@@ -158,3 +153,56 @@ def _cosine(texts: Float[Tensor, "U item width"], images: Float[Tensor, "B U ite
     products = torch.einsum("urw,burw->bur", texts, images)
     norms = [torch.linalg.vector_norm(tensor, dim=-1).clamp(min=NORM_EPS) for tensor in (texts, images)]
     return products / (norms[0] * norms[1])
+
+
+def score_all_pairs(
+    binding: Binding,
+    scoring: Scoring,
+    graphs: EncodedGraphs,
+    keys: Float[Tensor, "B N dim"],
+    values: Float[Tensor, "B N dim"],
+) -> Float[Tensor, "B U"]:
+    """S of every image and graph; equal to `scoring.scores(graphs, binding.bind(...))`, without keeping any slot.
+
+    Graphs with equal numbers of entities are bound and scored together, in chunks bounded by `binding.chunk_mb`. No
+    padding is computed: the relations of a chunk are scored as the relations of one graph with all its entities. While
+    training, only the scores of large chunks are kept (`Binding.recomputed`).
+    """
+    if 0 in graphs.entity_counts:
+        number = graphs.entity_counts.index(0)
+        raise ValueError(f"graph {number} has no entity to score; pass it through graphs.normalize first")
+
+    def score_chunk(index: Tensor, width: int, rows: Tensor, columns: Tensor, patches: BoundPatches) -> Tensor:
+        with torch.autocast(keys.device.type, enabled=False):
+            slots = binding.chunk_slots(queries[index, :width], patches)
+            chosen = index[rows], columns
+            relations = graphs.relations[chosen][None]
+            subjects, objects = (ends[chosen][None] + rows * width for ends in (graphs.subjects, graphs.objects))
+            scores = scoring.relation_scores(relations, subjects, objects, slots.flatten(1, 2)[:, None])
+            fits = scores.new_zeros(*slots.shape[:2], graphs.relations.shape[1])
+            fits[:, rows, columns] = scores[:, 0]
+            entities, mask = graphs.entities[index, :width], graphs.entity_mask[index, :width]
+            return scoring.combined(entities, mask, slots, fits, graphs.relation_mask[index].sum(dim=-1))
+
+    with torch.autocast(keys.device.type, enabled=False):
+        patches, queries = binding.project(keys, values), binding.queries(graphs.entities)
+    sizes = graphs.entity_counts, graphs.relation_counts, len(keys)
+    chunks, score = binding.chunks(*sizes), binding.recomputed(score_chunk, *sizes)
+    order = [text for texts in chunks for text in texts]
+    numbers = [sorted(range(len(order)), key=order.__getitem__)]
+    for texts in chunks:
+        rows = [row for row, text in enumerate(texts) for _ in range(graphs.relation_counts[text])]
+        columns = [column for text in texts for column in range(graphs.relation_counts[text])]
+        numbers += texts, rows, columns
+    original, *indices = _on_device(numbers, keys.device)
+    parts = [
+        score(index, graphs.entity_counts[texts[0]], rows, columns, patches)
+        for texts, index, rows, columns in zip(chunks, indices[::3], indices[1::3], indices[2::3], strict=True)
+    ]
+    return torch.cat(parts, dim=1)[:, original]
+
+
+def _on_device(numbers: Sequence[Sequence[int]], device: torch.device) -> tuple[Int[Tensor, " _"], ...]:
+    """Lists of numbers as tensors on the device, in one copy that does not wait for the device."""
+    together = torch.tensor([number for own in numbers for number in own], dtype=torch.long)
+    return together.to(device, non_blocking=True).split([len(own) for own in numbers])

@@ -2,7 +2,7 @@
 
     K^, V^ = patches of own images;  entities, relations = phrases of own captions         `OCCLIP.forward`
     entities, relations of all ranks                                                       gathered with gradients
-    S_ij = S(image i, graph j),  own images with all graphs                                `score_pairs`
+    S_ij = S(image i, graph j),  own images with all graphs                                `score_all_pairs`
     loss = L_itc(S) + weight * L_rel / 2                                                   `contrastive.py`, `loss.py`
 
 K^ and V^ stay where they are: they are the largest, and every pair is scored by the rank of its image.
@@ -22,8 +22,8 @@ from dino_sparo.image_text.step import ContrastiveTraining
 from dino_sparo.oc_clip.graphs.batches import GraphBatch, join_graphs
 from dino_sparo.oc_clip.loss import RelationLoss, relation_loss, total_loss
 from dino_sparo.oc_clip.model import OCCLIP, look_up
-from dino_sparo.oc_clip.pair_scores import EncodedGraphs, score_pairs, scores_of_slots
 from dino_sparo.oc_clip.pairs import FalseEnds, GraphPairBatch, join_batches
+from dino_sparo.oc_clip.scoring import EncodedGraphs, score_all_pairs
 from dino_sparo.runtime.collectives import gather_with_gradient
 from dino_sparo.runtime.distributed import all_gather_object, rank, world_size
 
@@ -56,7 +56,7 @@ class OCTraining(ContrastiveTraining[GraphPairBatch]):
         graphs, false_ends = join_batches(batches)
         own = look_up(graphs, entities, relations)
         every = own if world_size() == 1 else graphs_of_all_ranks(graphs, entities, relations)
-        scores = score_pairs(network.binding, network.scoring, every, keys, values)
+        scores = score_all_pairs(network.binding, network.scoring, every, keys, values)
         scale = network.inverse_temperature
         contrast = loss = contrastive_loss(scores, scale)
         scalars = {"itc_loss": contrast.detach(), "batch_accuracy": _accuracy(scores.detach())}
@@ -103,7 +103,7 @@ def local_loss(
 
     def score(subjects: Tensor, objects: Tensor) -> Tensor:
         subjects, objects = (ends.to(keys.device, non_blocking=True) for ends in (subjects, objects))
-        return scores_of_slots(network.scoring, graphs._replace(subjects=subjects, objects=objects), slots)[0]
+        return network.scoring.scores(graphs._replace(subjects=subjects, objects=objects), slots)[0]
 
     return relation_loss(
         score(graphs.subjects, graphs.objects),

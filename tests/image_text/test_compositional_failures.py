@@ -36,8 +36,7 @@ from dino_sparo.image_text.evaluation.compositional.run import Answered, ask
 from dino_sparo.image_text.evaluation.questions import Answers, Confusions, Question, confusions
 from dino_sparo.image_text.scoring.explaining import CaptionLook, LookingScorer
 from dino_sparo.image_text.scoring.image_files import Crop
-from dino_sparo.oc_clip.load import scorer_of
-from dino_sparo.oc_clip.model import load_oc_clip
+from dino_sparo.oc_clip.load import load_oc_clip, scorer_of
 
 
 def test_a_confusion_is_the_image_and_the_false_caption_that_lies_most_above_the_true_one():

@@ -19,8 +19,7 @@ from dino_sparo.oc_clip import binding as oc_binding
 from dino_sparo.oc_clip.binding import Binding
 from dino_sparo.oc_clip.config import BindingConfig
 from dino_sparo.oc_clip.loss import relation_loss, total_loss
-from dino_sparo.oc_clip.pair_scores import EncodedGraphs, score_pairs
-from dino_sparo.oc_clip.scoring import MIN_COEF, Scoring
+from dino_sparo.oc_clip.scoring import MIN_COEF, EncodedGraphs, Scoring, score_all_pairs
 
 # B images, U texts, E entities, R relations, N patches; the blocks' two heads divide DIM.
 B, U, E, R, N, DEFAULTS, DIM, REL_DIM, IMAGE_DIM = 2, 3, 5, 4, 7, 2, 12, 13, 17
@@ -210,8 +209,6 @@ def test_slots_are_those_of_the_equations(kind: str) -> None:
         for entities, _ in texts_of(case.graphs)
     ]
     assert_same(case, ours, torch.stack(expected).unflatten(0, (B, U)))
-    counted = case.binding.bind(case.graphs.entities, case.graphs.entity_mask, keys, values, ENTITIES)
-    assert torch.equal(counted, ours)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -264,7 +261,7 @@ def test_the_shares_of_entities_and_defaults_of_a_patch_sum_to_one() -> None:
     case = problem()
     keys, _ = case.binding.encode_patches(case.patches)
     inputs = case.graphs.entities, case.graphs.entity_mask, keys
-    entities, defaults = case.binding.attention(*inputs), case.binding.default_attention(*inputs)
+    entities, defaults = case.binding.attention(*inputs)
     assert (entities.shape, defaults.shape) == ((B, U, E, N), (B, U, DEFAULTS, N))
     torch.testing.assert_close(entities.sum(2) + defaults.sum(2), torch.ones(B, U, N, dtype=torch.float64), **EXACT)
     for text, (own, _) in enumerate(texts_of(case.graphs)):
@@ -279,9 +276,10 @@ def test_with_competition_over_keys_the_shares_of_an_entity_sum_to_one() -> None
     case = problem(**KINDS["keys"])
     keys, _ = case.binding.encode_patches(case.patches)
     inputs = case.graphs.entities, case.graphs.entity_mask, keys
-    sums = case.binding.attention(*inputs).sum(dim=-1)
+    entities, defaults = case.binding.attention(*inputs)
+    sums = entities.sum(dim=-1)
     torch.testing.assert_close(sums, case.graphs.entity_mask.double().expand(B, -1, -1), **EXACT)
-    assert case.binding.default_attention(*inputs).shape == (B, U, 0, N)
+    assert defaults.shape == (B, U, 0, N)
 
 
 @pytest.mark.parametrize(
@@ -310,11 +308,9 @@ def test_images_of_another_size_are_refused() -> None:
         problem().binding.encode_patches(torch.zeros(B, N + 1, IMAGE_DIM, dtype=torch.float64))
 
 
-def test_a_caption_without_entities_needs_default_tokens() -> None:
+def test_the_slots_of_a_caption_without_entities_are_zero() -> None:
     mask = mask_of((2, 0, 1), E)
     tensors = torch.randn(U, E, DIM, dtype=torch.float64), mask, *torch.randn(2, B, N, DIM, dtype=torch.float64)
-    with pytest.raises(ValueError, match="caption 1 has no entity, and with num_default=0"):
-        problem(num_default=0).binding.bind(*tensors)
     binding = problem().binding
     slots = [binding.bind(*tensors)[:, 1], binding.bind_matched(tensors[0][:B], *(t[:B] for t in tensors[1:]))[1]]
     assert all(s.eq(0).all() for s in slots)
@@ -334,14 +330,14 @@ def test_scores_of_all_pairs_are_those_of_the_equations(
     monkeypatch.setattr(oc_binding, "KEPT_SHARE", kept_share)
     case = problem(**KINDS[kind], chunk_mb=chunk_mb)
     case.binding.train(training)
-    ours = score_pairs(case.binding, case.scoring, case.graphs, *case.binding.encode_patches(case.patches))
+    ours = score_all_pairs(case.binding, case.scoring, case.graphs, *case.binding.encode_patches(case.patches))
     assert_same(case, ours, expected_scores(case))
 
 
 def padded_scores(case: Problem, graphs: EncodedGraphs) -> Tensor:
     """Scores of the slots that `bind` keeps: no chunk, padding scored and masked."""
     slots = case.binding.bind(graphs.entities, graphs.entity_mask, *case.binding.encode_patches(case.patches))
-    return case.scoring.scores(*graphs[:6], slots)
+    return case.scoring.scores(graphs, slots)
 
 
 def test_scores_of_kept_slots_and_of_the_papers_listing_are_those_of_the_equations() -> None:
@@ -349,18 +345,18 @@ def test_scores_of_kept_slots_and_of_the_papers_listing_are_those_of_the_equatio
     assert_same(case, padded_scores(case, case.graphs), expected_scores(case))
     keys_values = case.binding.encode_patches(case.patches)
     slots = listing(case.binding, case.graphs.entities, case.graphs.entity_mask, *keys_values)
-    assert_same(case, case.scoring.scores(*case.graphs[:6], slots), expected_scores(case))
+    assert_same(case, case.scoring.scores(case.graphs, slots), expected_scores(case))
     torch.testing.assert_close(padded_scores(case, case.graphs), expected, **EXACT)
 
 
 def test_texts_are_taken_together_by_number_of_entities_within_the_bound() -> None:
     chunk_mb = 2 * 4 * 10 * 3 * 4 / 2**20  # 2 texts of 3 entities, 4 images
     binding = Binding(3, 10, BindingConfig(4, 2, num_layers=0), chunk_mb)
-    counts, none = [3, 1, 0, 3, 2, 1, 3], [0] * 7
-    assert binding.chunks(counts, none, num_images=4) == [[1, 5], [4], [0, 3], [6]]
-    assert binding.chunks(counts, none, num_images=1000) == [[1], [5], [4], [0], [3], [6]]
+    counts, none = [3, 1, 3, 2, 1, 3], [0] * 6
+    assert binding.chunks(counts, none, num_images=4) == [[1, 4], [3], [0, 2], [5]]
+    assert binding.chunks(counts, none, num_images=1000) == [[1], [4], [3], [0], [2], [5]]
     # A text with 30 relations of width 4 fills a chunk, and comes after those with fewer.
-    assert binding.chunks(counts, [30, *none[1:]], num_images=4) == [[1, 5], [4], [3, 6], [0]]
+    assert binding.chunks(counts, [30, *none[1:]], num_images=4) == [[1, 4], [3], [2, 5], [0]]
 
 
 def test_relations_of_texts_in_one_chunk_are_scored_without_padding() -> None:
@@ -373,7 +369,7 @@ def test_relations_of_texts_in_one_chunk_are_scored_without_padding() -> None:
     )
     sizes: list[int] = []
     case.scoring.subject[2].register_forward_hook(lambda module, inputs, output: sizes.append(inputs[0].numel()))
-    scores = score_pairs(case.binding, case.scoring, graphs, *case.binding.encode_patches(case.patches))
+    scores = score_all_pairs(case.binding, case.scoring, graphs, *case.binding.encode_patches(case.patches))
     assert sizes == [B * sum(RELATIONS) * REL_DIM]
     assert_same(case, scores, expected_scores(case, graphs))
 
@@ -387,7 +383,7 @@ def test_a_small_batch_is_not_computed_twice(monkeypatch: pytest.MonkeyPatch) ->
     for chunk_mb, times in ((33 * largest, 1), (31 * largest, 2)):
         calls.clear()
         case = problem(chunk_mb=chunk_mb)
-        scores = score_pairs(case.binding, case.scoring, case.graphs, *case.binding.encode_patches(case.patches))
+        scores = score_all_pairs(case.binding, case.scoring, case.graphs, *case.binding.encode_patches(case.patches))
         scores.sum().backward()
         assert len(calls) == times * len(set(ENTITIES))
 
@@ -401,7 +397,7 @@ def test_while_training_a_chunk_keeps_its_scores_alone(monkeypatch: pytest.Monke
         keys, values = case.binding.encode_patches(case.patches)
         sizes: list[int] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
-            score_pairs(case.binding, case.scoring, case.graphs, keys, values)
+            score_all_pairs(case.binding, case.scoring, case.graphs, keys, values)
         return sum(sizes)
 
     assert kept(training=True) < kept(training=False) / 3
@@ -419,7 +415,7 @@ def more_padding(graphs: EncodedGraphs) -> EncodedGraphs:
 
 def test_more_padding_changes_no_score() -> None:
     case = problem()
-    for score in (padded_scores, lambda c, g: score_pairs(*c[:2], g, *c.binding.encode_patches(c.patches))):
+    for score in (padded_scores, lambda c, g: score_all_pairs(*c[:2], g, *c.binding.encode_patches(c.patches))):
         assert_same(case, score(case, more_padding(case.graphs)), score(case, case.graphs))
 
 
@@ -435,7 +431,9 @@ def test_padded_phrases_get_no_gradient_at_all() -> None:
 def test_padding_that_is_not_finite_stays_out_of_the_scores_of_chunks() -> None:
     case = problem()
     entities = case.graphs.entities.detach().masked_fill(~case.graphs.entity_mask[..., None], 1e300)
-    scores = score_pairs(*case[:2], case.graphs._replace(entities=entities), *case.binding.encode_patches(case.patches))
+    scores = score_all_pairs(
+        *case[:2], case.graphs._replace(entities=entities), *case.binding.encode_patches(case.patches)
+    )
     torch.testing.assert_close(scores, expected_scores(case), **EXACT)
 
 
@@ -460,7 +458,7 @@ def test_other_texts_and_images_of_the_batch_change_no_score() -> None:
         alone = EncodedGraphs(*(part[text : text + 1] for part in case.graphs))
         for image in range(B):
             inputs = case.binding.encode_patches(case.patches[image : image + 1])
-            score = score_pairs(case.binding, case.scoring, alone, *inputs)
+            score = score_all_pairs(case.binding, case.scoring, alone, *inputs)
             torch.testing.assert_close(score, together[image : image + 1, text : text + 1], **EXACT)
 
 
@@ -468,8 +466,8 @@ def test_without_relations_the_score_is_the_mean_cosine() -> None:
     case = problem()
     graphs = case.graphs
     slots = case.binding.bind(*graphs[:2], *case.binding.encode_patches(case.patches))
-    without = (graphs.relations[:, :0], graphs.subjects[:, :0], graphs.objects[:, :0], graphs.relation_mask[:, :0])
-    scores = case.scoring.scores(*graphs[:2], *without, slots)
+    names = ("relations", "subjects", "objects", "relation_mask")
+    scores = case.scoring.scores(graphs._replace(**{name: getattr(graphs, name)[:, :0] for name in names}), slots)
     cosines = torch.nn.functional.cosine_similarity(graphs.entities.expand(B, -1, -1, -1), slots, dim=-1)
     expected = torch.stack([cosines[:, text, :count].mean(dim=-1) for text, count in enumerate(ENTITIES)], dim=1)
     assert_same(case, scores, expected)
@@ -491,7 +489,7 @@ def test_the_lengths_of_entities_change_no_score() -> None:
     case = problem()
     slots = torch.randn(B, U, E, DIM, dtype=torch.float64)
     short = case.graphs._replace(entities=case.graphs.entities * 1e-4)
-    scores = [case.scoring.scores(*graphs[:6], slots) for graphs in (case.graphs, short)]
+    scores = [case.scoring.scores(graphs, slots) for graphs in (case.graphs, short)]
     torch.testing.assert_close(scores[0], scores[1], **EXACT)
 
 
@@ -502,10 +500,10 @@ def test_coefficients_stay_positive() -> None:
     with torch.no_grad():
         scoring.rel_coef.fill_(-2.0)
     graphs, slots = problem().graphs, torch.randn(B, U, E, DIM)
-    below = scoring.scores(*graphs[:6], slots)
+    below = scoring.scores(graphs, slots)
     scoring.clamp_coefs_()
     assert scoring.rel_coef.item() == pytest.approx(MIN_COEF)
-    at_the_bound = scoring.scores(*graphs[:6], slots)
+    at_the_bound = scoring.scores(graphs, slots)
     torch.testing.assert_close(at_the_bound, below)
     for scores in (below, at_the_bound):  # torch's clamp gives 0 below, and since 2.15 also at the bound
         (gradient,) = torch.autograd.grad(scores.sum(), scoring.rel_coef)
@@ -521,14 +519,14 @@ def test_exchanging_subject_and_object_changes_f_alone_and_nothing_if_both_ends_
     graphs, scoring = case.graphs, case.scoring
     slots = case.binding.bind(*graphs[:2], *case.binding.encode_patches(case.patches))
     swapped = graphs._replace(subjects=graphs.objects, objects=graphs.subjects)
-    before, after = (scoring.scores(*g[:6], slots) for g in (graphs, swapped))
+    before, after = (scoring.scores(g, slots) for g in (graphs, swapped))
     f_before, f_after = (scoring.relation_scores(g.relations, g.subjects, g.objects, slots) for g in (graphs, swapped))
     change = ((f_after - f_before) * graphs.relation_mask).sum(dim=-1)
     weight = scoring.ent_coef * torch.tensor(ENTITIES) + scoring.rel_coef * torch.tensor(RELATIONS)
     torch.testing.assert_close(after - before, scoring.rel_coef * change / weight, **EXACT)
     assert (change[:, 0].abs() > 1e-3).all()
     scoring.object.load_state_dict(scoring.subject.state_dict())
-    tie = [scoring.scores(*g[:6], slots) for g in (graphs, swapped)]
+    tie = [scoring.scores(g, slots) for g in (graphs, swapped)]
     torch.testing.assert_close(tie[0], tie[1], **EXACT)
 
 
@@ -536,7 +534,7 @@ def test_a_graph_without_entities_is_refused() -> None:
     case = problem()
     graphs = case.graphs._replace(entity_counts=(5, 0, 3))
     with pytest.raises(ValueError, match=r"graph 1 has no entity to score; pass it through graphs\.normalize first"):
-        score_pairs(case.binding, case.scoring, graphs, *torch.zeros(2, B, N, DIM, dtype=torch.float64))
+        score_all_pairs(case.binding, case.scoring, graphs, *torch.zeros(2, B, N, DIM, dtype=torch.float64))
 
 
 def test_under_autocast_slots_and_scores_are_those_without() -> None:
@@ -547,9 +545,9 @@ def test_under_autocast_slots_and_scores_are_those_without() -> None:
     for function in (
         lambda: binding.bind(*graphs[:2], keys, values),
         lambda: binding.bind_matched(graphs.entities[:B], graphs.entity_mask[:B], keys, values),
-        lambda: binding.attention(*graphs[:2], keys),
-        lambda: scoring.scores(*graphs[:6], torch.ones(B, U, E, DIM).cumsum(-1)),
-        lambda: score_pairs(binding, scoring, graphs, keys, values),
+        lambda: torch.cat(binding.attention(*graphs[:2], keys), dim=2),
+        lambda: scoring.scores(graphs, torch.ones(B, U, E, DIM).cumsum(-1)),
+        lambda: score_all_pairs(binding, scoring, graphs, keys, values),
     ):
         expected = function()
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -562,9 +560,9 @@ def test_bfloat16_features_are_bound_and_scored_in_fp32() -> None:
     half = [tensor.bfloat16() for tensor in (case.graphs.entities, *torch.randn(2, B, N, DIM))]
     graphs = case.graphs._replace(entities=half[0], relations=case.graphs.relations.bfloat16())
     wide = graphs._replace(entities=half[0].float(), relations=graphs.relations.float())
-    scores = score_pairs(binding, scoring, graphs, *half[1:])
+    scores = score_all_pairs(binding, scoring, graphs, *half[1:])
     assert scores.dtype == torch.float32
-    assert torch.equal(scores, score_pairs(binding, scoring, wide, half[1].float(), half[2].float()))
+    assert torch.equal(scores, score_all_pairs(binding, scoring, wide, half[1].float(), half[2].float()))
 
 
 def test_binding_and_scoring_of_a_vit_b_16_have_the_parameters_that_table_11_gives() -> None:
@@ -664,10 +662,10 @@ def test_the_whole_loss_trains_every_part_as_the_loops_do() -> None:
     slots = binding.bind_matched(graphs.entities, graphs.entity_mask, keys, values)[None]
     swapped = graphs._replace(subjects=graphs.objects, objects=graphs.subjects)
     shuffled = graphs._replace(subjects=(graphs.subjects + 1) % torch.tensor(ENTITIES[:B])[:, None])
-    alternatives = [scoring.scores(*g[:6], slots)[0] for g in (graphs, swapped, shuffled)]
+    alternatives = [scoring.scores(g, slots)[0] for g in (graphs, swapped, shuffled)]
     has_relation = graphs.relation_mask.any(dim=-1)
     local = relation_loss(*alternatives, has_relation, scale).loss
-    ours = total_loss(contrastive_loss(score_pairs(binding, scoring, graphs, keys, values), scale), local)
+    ours = total_loss(contrastive_loss(score_all_pairs(binding, scoring, graphs, keys, values), scale), local)
 
     scores = [expected_scores(case, g) for g in (graphs, swapped, shuffled)]
     rows = torch.stack([s.diagonal() for s in scores], dim=1)

@@ -30,8 +30,8 @@ from dino_sparo.oc_clip.config import BindingConfig
 from dino_sparo.oc_clip.graphs.batches import batch_graphs
 from dino_sparo.oc_clip.graphs.files import open_graphs
 from dino_sparo.oc_clip.graphs.graph import Relation, SceneGraph
-from dino_sparo.oc_clip.load import scorer_of
-from dino_sparo.oc_clip.model import create_oc_clip, load_oc_clip
+from dino_sparo.oc_clip.load import load_oc_clip, scorer_of
+from dino_sparo.oc_clip.model import create_oc_clip
 from dino_sparo.oc_clip.pairs import tokenize_phrases
 from dino_sparo.oc_clip.pictures.draw import choose_pairs
 from dino_sparo.oc_clip.pictures.explain import READINGS, GraphLook, look_at
@@ -88,8 +88,7 @@ def test_the_written_numbers_are_those_of_binding_and_scoring(weights, tmp_path)
             keys, values, phrases, predicates = model(viewed.image[None], tokenize_phrases(batch.phrases, 20).ids)
             entities, relations = phrases[batch.entities], predicates[batch.predicates]
             slots = model.binding.bind(entities, batch.entity_mask, keys, values)
-            shares = model.binding.attention(entities, batch.entity_mask, keys)[0, 0]
-            defaults = model.binding.default_attention(entities, batch.entity_mask, keys)[0, 0]
+            shares, defaults = (part[0, 0] for part in model.binding.attention(entities, batch.entity_mask, keys))
             fits = model.scoring.relation_scores(relations, batch.subjects, batch.objects, slots)[0, 0]
             turned = model.scoring.relation_scores(relations, batch.objects, batch.subjects, slots)[0, 0]
             scorer = scorer_of(loaded, "templates", CPU)

@@ -31,8 +31,7 @@ from dino_sparo.image_text.scoring.image_rows import require_both
 from dino_sparo.oc_clip import scorer as scorer_module
 from dino_sparo.oc_clip.graphs.files import CaptionGraphs
 from dino_sparo.oc_clip.graphs.graph import Relation, SceneGraph
-from dino_sparo.oc_clip.load import scorer_of
-from dino_sparo.oc_clip.model import load_oc_clip
+from dino_sparo.oc_clip.load import load_oc_clip, scorer_of
 from dino_sparo.oc_clip.parsers.templates import parse_caption
 from dino_sparo.oc_clip.scorer import GraphScorer
 from dino_sparo.runtime.distributed import shutdown

@@ -52,9 +52,11 @@ from dino_sparo.oc_clip import presets
 from dino_sparo.oc_clip.config import OCCLIPConfig
 from dino_sparo.oc_clip.graphs.files import open_graphs
 from dino_sparo.oc_clip.graphs.graph import Relation, SceneGraph
-from dino_sparo.oc_clip.model import create_oc_clip, load_oc_clip
+from dino_sparo.oc_clip.load import load_oc_clip
+from dino_sparo.oc_clip.model import create_oc_clip
 from dino_sparo.oc_clip.options import check_options, get_args_parser
 from dino_sparo.oc_clip.pairs import GraphPairBatch, GraphPairDataset, collate_graph_pairs
+from dino_sparo.oc_clip.scoring import EncodedGraphs
 from dino_sparo.oc_clip.step import OCTraining
 from dino_sparo.oc_clip.train import graph_of_caption
 from dino_sparo.runtime.preemption import RunStopped
@@ -145,7 +147,8 @@ def test_the_loss_is_that_of_the_equations() -> None:
         relations = torch.stack(predicates)[None] if predicates else nodes.new_zeros(1, 0, 7)
         ends = torch.tensor([[r.subject, r.object] for r in graph.relations], dtype=torch.long).reshape(1, -1, 2)
         there = torch.ones(relations.shape[:2], dtype=torch.bool)
-        return model.scoring.scores(nodes, mask, relations, ends[..., 0], ends[..., 1], there, slots)[0, 0]
+        encoded = EncodedGraphs(nodes, mask, relations, ends[..., 0], ends[..., 1], there, (), ())
+        return model.scoring.scores(encoded, slots)[0, 0]
 
     def false_graph(number: int, ends: tuple[Tensor, Tensor]) -> SceneGraph:
         pairs = zip(graphs[number].relations, *(end[number].tolist() for end in ends), strict=False)

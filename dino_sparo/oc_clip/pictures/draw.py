@@ -27,8 +27,7 @@ from dino_sparo.image_text.picture_pairs import (
     write_pictures,
 )
 from dino_sparo.oc_clip.graphs.files import CaptionGraphs, open_graphs
-from dino_sparo.oc_clip.load import DEFAULT_GRAPHS
-from dino_sparo.oc_clip.model import LoadedOCCLIP, load_oc_clip
+from dino_sparo.oc_clip.load import DEFAULT_GRAPHS, LoadedOCCLIP, load_oc_clip
 from dino_sparo.oc_clip.pictures.explain import look_at
 from dino_sparo.oc_clip.pictures.page import write_page
 from dino_sparo.oc_clip.pictures.sheet import Gallery, draw_sheet

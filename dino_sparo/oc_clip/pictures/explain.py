@@ -21,7 +21,6 @@ from dino_sparo.image_text.picture_pairs import ViewedPair
 from dino_sparo.oc_clip.graphs.batches import batch_graphs
 from dino_sparo.oc_clip.graphs.graph import SceneGraph
 from dino_sparo.oc_clip.model import OCCLIP, look_up
-from dino_sparo.oc_clip.pair_scores import scores_of_slots
 from dino_sparo.oc_clip.pairs import tokenize_phrases
 
 logger = logging.getLogger(__name__)
@@ -193,13 +192,10 @@ def look_at(model: OCCLIP, pair: ViewedPair, graph: SceneGraph, device: torch.de
     graphs = look_up(batch, entities, relations)
     slots = binding.bind_matched(graphs.entities, graphs.entity_mask, keys, values)[None]
     ends = graphs.subjects, graphs.objects
-    score = scores_of_slots(scoring, graphs, slots)
+    score = scoring.scores(graphs, slots)
     cosines = F.cosine_similarity(graphs.entities.float(), slots[0].float(), dim=-1)
     true, turned = (scoring.relation_scores(graphs.relations, *order, slots)[0, 0] for order in (ends, ends[::-1]))
-    shares, defaults = (
-        attention(graphs.entities, graphs.entity_mask, keys)[0, 0]
-        for attention in (binding.attention, binding.default_attention)
-    )
+    shares, defaults = (part[0, 0] for part in binding.attention(graphs.entities, graphs.entity_mask, keys))
     patch_size = model.image.backbone.patch_size
     grid = tuple(side // patch_size for side in pair.image.shape[-2:])
 
