@@ -455,7 +455,8 @@ def test_every_option_of_a_command_is_read_by_its_code(name: str) -> None:
     assert parsed - options_read(definition(name)) <= ignored, "parsed but never used"
 
 
-@pytest.mark.parametrize("name", ["train", "train-clip", "knn", "linear", "attention", "zero-shot", "compositional"])
+# Not attention, whose code has attributes of other objects that are called as methods of its task.
+@pytest.mark.parametrize("name", ["train", "train-clip", "knn", "linear", "zero-shot", "compositional"])
 def test_no_code_of_a_command_reads_an_option_that_it_has_not(name: str) -> None:
     read = options_read(definition(name), texts=False)
     assert read <= {action.dest for action in options(PARSERS[name]())}, "used but never parsed"

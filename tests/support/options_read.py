@@ -14,24 +14,42 @@ Definition = tuple[str, str]  # a module, and a name at its top
 def options_read(*definitions: Definition, texts: bool = True) -> set[str]:
     """All X of `args.X` and `self.args.X` in these functions and in what they name.
 
+    A method counts once some code that was found so far has an attribute of its name.
 
     Args:
         definitions: where to begin.
         texts: also all texts of a function with `getattr(args, ...)` or `vars(args)`, where options may be named so.
     """
     known, waiting, read = set[Definition](), list(definitions), set[str]()
+    used, methods = set[str](), list[tuple[str, ast.FunctionDef]]()  # names of attributes; methods not used so far
     while waiting:
         module, name = waiting.pop()
-        node = definitions_of(module).get(name)
         if (module, name) in known:
             continue
         known.add((module, name))
+        node = definitions_of(module).get(name)
         if node is None:  # a name that a package passes on, or another package's
             waiting += [names_of(module)[name]] if name in names_of(module) else []
             continue
-        read |= set(attributes_of_args(node, texts))
-        waiting += references(module, node)
+        own_methods = [part for part in getattr(node, "body", []) if isinstance(part, ast.FunctionDef)]
+        methods += [(module, method) for method in own_methods if isinstance(node, ast.ClassDef)]
+        parts = [(module, part) for part in parts_of(node)]
+        while parts:
+            for place, part in parts:
+                read |= set(attributes_of_args(part, texts))
+                used |= {inner.attr for inner in ast.walk(part) if isinstance(inner, ast.Attribute)}
+                waiting += references(place, part)
+            parts = [(place, method) for place, method in methods if method.name in used]
+            methods = [(place, method) for place, method in methods if method.name not in used]
     return read
+
+
+def parts_of(node: ast.AST) -> list[ast.AST]:
+    """A definition; of a class all but the methods that are called by name."""
+    if not isinstance(node, ast.ClassDef):
+        return [node]
+    called = (part for part in node.body if not isinstance(part, ast.FunctionDef) or part.name.startswith("__"))
+    return [*node.bases, *node.decorator_list, *called]
 
 
 @cache
