@@ -1,8 +1,13 @@
 """Features of both splits <-> files, under the names of facebookresearch/dino.
 
-What `features.py` extracts is written once and evaluated many times.
+Features are extracted once and evaluated many times. The record holds a checksum of each file and of itself, so that a
+folder with files of two dumps is refused.
 """
 
+import hashlib
+import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +17,8 @@ from torch import Tensor
 from dino_sparo.data.sources.limits import parse_json
 from dino_sparo.evaluation.features import Features, gather_features
 from dino_sparo.runtime.distributed import all_or_none, is_main
-from dino_sparo.runtime.records import file_sha256, write_json
-from dino_sparo.weights.checkpoint import read_torch_file
+from dino_sparo.runtime.records import file_sha256, plain, write_json
+from dino_sparo.weights.file import CheckpointError, contents_checksum, read_torch_file
 
 # The reference's names.
 CACHE_FILES = {
@@ -21,101 +26,116 @@ CACHE_FILES = {
     "val": ("testfeat.pth", "testlabels.pth"),
 }
 CACHE_RECORD = "features.json"
+INCOMING = ".incoming"  # folder of a dump that is not complete
 
 
 def save_features(folder: Path, train: Features, val: Features, record: dict[str, Any]) -> None:
     """Write both splits under the reference's file names, and beside them how they were made.
 
-    The reference writes features of length one and does not normalise them when it reads them, so give it
-    `normalize_`d ones and its script reads the folder too.
+    The files are written into a new folder and renamed when they are complete, the record first. After a kill between
+    two renames the record's checksums do not fit the files.
 
-    Args:
-        folder: created if need be.
-        train: its features and labels.
-        val: likewise.
-        record: plain values.
+    The reference writes features of length one and does not normalise them when it reads them. Give `normalize_`d
+    features, so that its script reads the folder too.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    for split, features in (("train", train), ("val", val)):
-        for name, tensor in zip(CACHE_FILES[split], (features.features, features.labels), strict=True):
-            tensor = tensor.cpu()
-            # A view would be saved with all the storage it looks at.
-            is_whole = tensor.untyped_storage().nbytes() == tensor.nbytes
-            _save_tensor(tensor if is_whole else tensor.clone(), folder / name)
-    write_json({**record, "corrupt": {"train": train.num_corrupt, "val": val.num_corrupt}}, folder / CACHE_RECORD)
+    incoming = folder / INCOMING
+    try:
+        shutil.rmtree(incoming, ignore_errors=True)
+        incoming.mkdir(parents=True)
+        checksums = {}
+        for split, features in (("train", train), ("val", val)):
+            for name, tensor in zip(CACHE_FILES[split], (features.features, features.labels), strict=True):
+                tensor = tensor.cpu()
+                # torch saves the whole storage of a view.
+                is_whole = tensor.untyped_storage().nbytes() == tensor.nbytes
+                torch.save(tensor if is_whole else tensor.clone(), incoming / name)
+                checksums[name] = contents_checksum(incoming / name)
+        content = plain({**record, "corrupt": {"train": train.num_corrupt, "val": val.num_corrupt}})
+        content["checksums"] = checksums
+        write_json({**content, "sha256": _digest(content)}, incoming / CACHE_RECORD)
+        for name in (CACHE_RECORD, *checksums):
+            os.replace(incoming / name, folder / name)
+        incoming.rmdir()
+    except (OSError, RuntimeError) as error:
+        raise ValueError(
+            f"could not write the features to {folder} ({error}); free some space or choose another folder"
+        ) from error
+
+
+def _digest(content: dict[str, Any]) -> str:
+    """SHA-256 of a record, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def dump_features(folder: Path, train: Features, val: Features, record: dict[str, Any], device: torch.device) -> None:
-    """`save_features` where each process holds a part: rank 0 collects the features on the CPU and writes them.
-
-    Writing may take longer than a collective waits.
+    """`save_features` where each process holds a share: rank 0 collects the features on the CPU and writes them.
 
     Args:
         folder: created if need be.
         train: this process' share.
-        val: likewise.
+        val: this process' share.
         record: plain values.
         device: where the processes talk to each other.
     """
     train, val = (gather_features(part, device, on_rank_0=True) for part in (train, val))
-    with all_or_none("writing the features", patient=True):
+    with all_or_none("writing the features", patient=True):  # writing may take longer than a collective waits
         if is_main():
             save_features(folder, train, val, record)
 
 
 def load_features(folder: Path) -> tuple[Features, Features, dict[str, Any]]:
-    """Read what `save_features` or the reference wrote.
-
-    Returns:
-        Features of both splits and the record, empty for the reference's.
-
-    Raises:
-        ValueError: a file is missing, is no tensor, or the files do not belong together.
-    """
-    path = folder / CACHE_RECORD
-    record = parse_json(path.read_bytes()) if path.is_file() else {}
+    """Features of both splits and the record that `save_features` wrote; the reference's folders have no record."""
+    record = _read_record(folder)
+    checksums = record.pop("checksums", {})  # none in the record of an older version
+    corrupt = record.pop("corrupt", {})
     splits = []
     for split, names in CACHE_FILES.items():
-        features, labels = (_load_tensor(folder / name) for name in names)
+        features, labels = (_load_tensor(folder / name, checksums.get(name)) for name in names)
         if features.ndim != 2 or labels.ndim != 1 or len(features) != len(labels):
             raise ValueError(
                 f"{folder / names[0]} has shape {tuple(features.shape)} and {names[1]} {tuple(labels.shape)}; expected "
                 f"(images, F) and (images,); write them again with --dump_features"
             )
-        corrupt = record.get("corrupt", {}).get(split, 0)
-        splits.append(Features(features.float(), labels.long(), torch.arange(len(labels)), corrupt))
-    return splits[0], splits[1], {name: value for name, value in record.items() if name != "corrupt"}
+        splits.append(Features(features.float(), labels.long(), torch.arange(len(labels)), corrupt.get(split, 0)))
+    return splits[0], splits[1], record
+
+
+def _read_record(folder: Path) -> dict[str, Any]:
+    """The record without its own digest; empty if there is none."""
+    path = folder / CACHE_RECORD
+    if not path.is_file():
+        return {}
+    try:
+        record = parse_json(path.read_bytes())
+        digest = record.pop("sha256", None)
+        is_damaged = "checksums" in record and digest != _digest(record)
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error}); write it again with --dump_features {folder}") from error
+    if is_damaged:
+        raise ValueError(f"{path} is damaged: its checksum is wrong; write it again with --dump_features {folder}")
+    return dict(record)
+
+
+def _load_tensor(path: Path, checksum: int | None) -> Tensor:
+    """The tensor of a file; `checksum` None is not compared."""
+    again = f"write the features again with --dump_features {path.parent}"
+    if not path.is_file():
+        raise ValueError(f"no cached features at {path}; {again}")
+    try:
+        if checksum is not None and contents_checksum(path) != checksum:
+            raise ValueError(f"{path} is not the file that {CACHE_RECORD} describes: its checksum differs; {again}")
+        tensor = read_torch_file(path, mmap=True)  # each process copies its share alone
+    except CheckpointError as error:
+        raise ValueError(f"{error}; {again}") from error
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{path} holds a {type(tensor).__name__}, not a tensor; {again}")
+    return tensor
 
 
 def check_same_weights(sha256: str | None, pretrained_weights: str, folder: str) -> None:
-    """Refuse cached features of other weights than those named.
-
-    Args:
-        sha256: of the weights that made the features, as their record says.
-        pretrained_weights: path of the weights; empty for any.
-        folder: of the features.
-
-    Raises:
-        ValueError: they are not the same.
-    """
+    """Refuse cached features of other weights than `pretrained_weights`, a path; an empty path allows any weights."""
     if pretrained_weights and sha256 != file_sha256(Path(pretrained_weights)):
         raise ValueError(
             f"the features in {folder} were not made with {pretrained_weights} (its SHA-256 is not {sha256}); leave "
             f"out --pretrained_weights to evaluate them anyway, or leave out --load_features"
         )
-
-
-def _save_tensor(tensor: Tensor, path: Path) -> None:
-    try:
-        torch.save(tensor, path)
-    except (OSError, RuntimeError) as error:
-        raise ValueError(f"could not write {path} ({error}); free some space or choose another folder") from error
-
-
-def _load_tensor(path: Path) -> Tensor:
-    if not path.is_file():
-        raise ValueError(f"no cached features at {path}; write them with --dump_features {path.parent}")
-    tensor = read_torch_file(path, mmap=True)  # each process copies its share alone
-    if not isinstance(tensor, Tensor):
-        raise ValueError(f"{path} holds a {type(tensor).__name__}, not a tensor; write it again with --dump_features")
-    return tensor

@@ -102,6 +102,19 @@ def test_the_best_number_is_the_smallest_at_the_top():
     assert found.best_number == 2
 
 
+@pytest.mark.parametrize("num_slots", [3, 10, 12])
+def test_the_table_has_a_row_for_each_of_the_ten_best_slots(num_slots):
+    ranking = list(reversed(range(num_slots)))
+    alone, together = ([float(base + slot) for slot in range(num_slots)] for base in (10, 50))
+    lines = select.table(SlotScores(alone, ranking, together, 7, 0, 3, 0, together, 5), 2).splitlines()
+    rows = [[float(word) for word in line.split()] for line in lines[1 : 1 + min(num_slots, 10)]]
+    assert rows == [[place + 1, slot, alone[slot], together[place]] for place, slot in enumerate(ranking) if place < 10]
+    assert lines[1 + len(rows)].startswith(
+        "..." if num_slots > 10 else "kept 2 of 3" if num_slots == 3 else "kept 2 of 10"
+    )
+    assert len(lines) == 1 + len(rows) + (num_slots > 10) + 2
+
+
 class TwoSlots(nn.Module):
     """Slot 1 is the colour, slot 0 is the same for every image, and for captions anything."""
 

@@ -195,6 +195,9 @@ def test_a_cache_that_cannot_be_used_is_refused(tmp_path):
     features = Features(torch.ones(7, 3), torch.arange(7), torch.arange(7))
     save_features(tmp_path, features, features, {})
     torch.save(torch.arange(5), tmp_path / "testlabels.pth")
+    with pytest.raises(ValueError, match=r"testlabels\.pth is not the file that .*--dump_feat"):
+        load_features(tmp_path)
+    (tmp_path / "features.json").unlink()  # as the reference's
     with pytest.raises(ValueError, match=r"shape \(7, 3\) and testlabels.pth \(5,\)"):
         load_features(tmp_path)
     (tmp_path / "trainfeat.pth").write_bytes(b"nothing of the kind")
@@ -207,6 +210,66 @@ def test_a_cache_that_cannot_be_used_is_refused(tmp_path):
     (tmp_path / "testfeat.pth").mkdir()
     with pytest.raises(ValueError, match="could not write"):
         save_features(tmp_path, features, features, {})
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+@pytest.mark.parametrize("renames", range(6))
+def test_a_dump_killed_over_an_older_one_leaves_no_mix_of_two_encoders(tmp_path, monkeypatch, renames):
+    """The bug: training features of one encoder lay beside validation features of another, and were accepted."""
+    old, new = (Features(torch.full((5, 3), value), torch.arange(5), torch.arange(5)) for value in (1.0, 2.0))
+    save_features(tmp_path, old, old, {"encoder": {"epoch": 1}})
+    replace, calls = os.replace, []
+
+    def killing_replace(source: Path, target: Path) -> None:
+        calls.append(target)
+        if len(calls) > renames:
+            raise Killed
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", killing_replace)
+    with pytest.raises(Killed):
+        save_features(tmp_path, new, new, {"encoder": {"epoch": 2}})
+    monkeypatch.undo()
+    if renames <= 1:  # the record is renamed first, after its own renaming inside the new folder
+        assert float(load_features(tmp_path)[0].features[0, 0]) == 1.0
+    elif renames < 5:  # then only equal labels are missing
+        with pytest.raises(ValueError, match=r"feat\.pth is not the file that features\.json describes"):
+            load_features(tmp_path)
+    save_features(tmp_path, new, new, {"encoder": {"epoch": 2}})
+    train, val, record = load_features(tmp_path)
+    assert float(train.features[0, 0]) == float(val.features[0, 0]) == 2.0
+    assert record == {"encoder": {"epoch": 2}}
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "features.json", "testfeat.pth", "testlabels.pth", "trainfeat.pth", "trainlabels.pth",
+    ]  # fmt: skip
+
+
+def test_a_flipped_bit_in_any_cached_file_is_refused_with_file_and_remedy(tmp_path):
+    rng = np.random.default_rng(0)
+    features = Features(torch.randn(7, 3), torch.arange(7), torch.arange(7))
+    save_features(tmp_path, features, features, {"encoder": {"sha256": "ab12", "epoch": 3}})
+    _, _, record = load_features(tmp_path)
+    for path in sorted(tmp_path.iterdir()):
+        whole = path.read_bytes()
+        for place in rng.integers(len(whole), size=40).tolist():
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << int(rng.integers(8))]) + whole[place + 1 :])
+            message = ""
+            try:
+                train, val, found = load_features(tmp_path)
+            except ValueError as error:
+                message = str(error)
+            if message:
+                assert str(tmp_path) in message
+                assert "--dump_features" in message
+            else:  # a byte that says nothing, such as a space or padding
+                assert torch.equal(train.features, features.features)
+                assert torch.equal(train.labels, features.labels)
+                assert torch.equal(val.features, features.features)
+                assert found == record
+        path.write_bytes(whole)
 
 
 # --- two processes

@@ -154,6 +154,15 @@ def test_the_ari_of_a_single_object_is_left_out_of_the_mean() -> None:
     assert summarize(np.array([np.nan]), seed=0) == {"mean": None, "interval_95": None, "num_images": 0}
 
 
+def test_an_object_under_another_one_leaves_nothing_to_separate() -> None:
+    """No pixel is the covered object's alone: the ARI is unknown, not 0."""
+    outer, inner = box(0, 0, 8, 8), box(2, 2, 6, 6)
+    scores = score_maps(np.stack([patch_map((0, 0)), patch_map((1, 1))]), objects_of(outer, inner), SHARE)
+    assert np.isnan(scores["fg_ari"])
+    beside = score_maps(np.stack([patch_map((0, 0)), patch_map((1, 1))]), objects_of(outer, box(4, 4, 10, 10)), SHARE)
+    assert not np.isnan(beside["fg_ari"])
+
+
 def test_an_image_without_objects_has_an_empty_table() -> None:
     none = count_patches(np.zeros((0, ROWS * P, COLUMNS * P), dtype=bool), np.zeros((ROWS * P, COLUMNS * P), bool), P)
     assert map_jaccards(np.ones((7, ROWS, COLUMNS), dtype=np.float32), none, SHARE).shape == (0, 7)
