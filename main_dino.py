@@ -1,6 +1,6 @@
 """Pretrain a vision transformer with DINO and a SPARO read-out.
 
-    python main_dino.py --output_dir runs/first                                   # built-in scenes, this machine
+    python main_dino.py --data_path scenes --output_dir runs/first                # built-in scenes, this machine
     torchrun --nproc_per_node=8 main_dino.py --data_path imagenet/train --output_dir runs/vits16
     python run_with_submitit.py ...                                               # the same on Slurm
 

@@ -29,6 +29,7 @@ from dino_sparo.oc_clip.options import get_args_parser as train_oc_clip_parser
 from dino_sparo.runtime import FAULT_STATUS
 from dino_sparo.runtime.cli import Parser, errors_in_one_line, say
 from dino_sparo.runtime.extras import MissingPackageError
+from dino_sparo.training.options import require_paths
 
 logger = logging.getLogger(__name__)
 
@@ -341,6 +342,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "dino-sparo submit") -> 
         # Checked now, not after an hour in the queue.
         check_submission(args)
         trainer_of(module).check_options(args)
+        require_paths(args)
         if args.dry_run:
             say(batch_script(args))
             return

@@ -24,9 +24,11 @@ from dino_sparo.submit import (
     slurm_parameters,
 )
 
+PATHS = ("--data_path", "scenes", "--output_dir", "runs")
+
 
 def script(capsys: pytest.CaptureFixture, *words: str) -> str:
-    main(["--dry_run", *words])
+    main(["--dry_run", *PATHS, *words])
     return capsys.readouterr().out
 
 
@@ -60,7 +62,7 @@ def test_a_cluster_that_wants_gres_is_asked_for_gres_alone(capsys: pytest.Captur
         text = script(capsys, *words.split())
         assert f"#SBATCH --{line}\n" in text
         assert "gpus-per-node" not in text
-    args = get_submission_parser().parse_args(["--gres", "gpu:a100"])
+    args = get_submission_parser().parse_args(["--gres", "gpu:a100", "--output_dir", "runs"])
     assert slurm_parameters(args)["gres"] == "gpu:a100:8"
     assert "gres" in _get_default_parameters(), "submitit passes it on"
     args.local = True  # there submitit itself hands out the GPUs
@@ -99,7 +101,7 @@ def test_the_warning_comes_early_enough_in_a_short_job(capsys: pytest.CaptureFix
 )
 def test_a_job_that_cannot_be_is_not_submitted(words: str, message: str) -> None:
     with pytest.raises(SystemExit, match=f"not submitted: {re.escape(message)}"):
-        main(["--dry_run", *words.split()])
+        main(["--dry_run", *PATHS, *words.split()])
 
 
 @pytest.mark.parametrize("module", ["dino_sparo.clip.train", "dino_sparo.oc_clip.train"])
@@ -233,7 +235,7 @@ def test_a_broken_pipe_does_not_say_that_a_job_was_not_submitted(
     os.close(reader)
     with os.fdopen(writer, "w") as nobody:
         monkeypatch.setattr(sys, "stdout", nobody)
-        main(["--output_dir", str(tmp_path)])
+        main(["--data_path", "scenes", "--output_dir", str(tmp_path)])
 
 
 @pytest.mark.slow

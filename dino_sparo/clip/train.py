@@ -1,6 +1,6 @@
 """Train CLIP with a SPARO read-out on pairs of images and captions.
 
-    dino-sparo train-clip --output_dir runs/clip                         # built-in scenes, this machine
+    dino-sparo train-clip --data_path scenes --output_dir runs/clip      # built-in scenes, this machine
     torchrun --nproc_per_node=8 -m dino_sparo train-clip --preset cc3m --data_path 'cc3m/{00000..00331}.tar' \\
         --output_dir runs/cc3m
     python run_with_submitit.py --module dino_sparo.clip.train ...                 # the same on Slurm

@@ -52,7 +52,7 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("images")
     group.add_argument(
         "--data_path",
-        default="scenes",
+        default=None,
         help="Where the images are: a folder, a list (.txt) or table (.csv, .tsv, .jsonl) of paths, tar shards "
         "(shard-{000..099}.tar), a torchvision set (cifar10:DIR), or the built-in scenes (scenes:NUMBER:SIZE).",
     )

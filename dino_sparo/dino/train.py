@@ -79,10 +79,10 @@ class DINOObjective(CropObjective):
     def after_epoch(self, epoch: int, means: Mapping[str, float], log: RunLog) -> EpochResult:
         """The k-NN probe; rank of the encodings and pictures of some images."""
         probe = super().after_epoch(epoch, means, log)  # first: if it is made again, TensorBoard has no picture twice
-        values = self._look(self.data.examples, means, log) if self.data.examples is not None else {}
+        values = self._look(self.data.examples, epoch, means, log) if self.data.examples is not None else {}
         return EpochResult({**values, **probe.values}, probe.score)
 
-    def _look(self, examples: Examples, means: Mapping[str, float], log: RunLog) -> dict[str, float]:
+    def _look(self, examples: Examples, epoch: int, means: Mapping[str, float], log: RunLog) -> dict[str, float]:
         """Rank of the encodings and pictures of some images; names a collapse in the log."""
         args, encoder = self.args, self.training.encoder.eval()
         device = self.updater.device
@@ -102,9 +102,14 @@ class DINOObjective(CropObjective):
             args.out_dim,
             args.batch_size_per_gpu,
         )
-        if collapse is not None:
+        if collapse is not None and may_warn_of_collapse(args, epoch):
             logger.warning("%s", collapse)
         return {"feature_rank": feature_rank, "loss_over_ln_k": means["loss"] / math.log(args.out_dim)}
+
+
+def may_warn_of_collapse(args: argparse.Namespace, epoch: int) -> bool:
+    """False while flat answers are normal: while the teacher's temperature warms up, and in a tenth of the run."""
+    return epoch >= max(args.warmup_teacher_temp_epochs, args.epochs // 10)
 
 
 def build_training(args: argparse.Namespace, process: Distributed, steps_per_epoch: int) -> DINOTraining:

@@ -29,6 +29,7 @@ from dino_sparo.runtime.distributed import (
     is_main,
     is_only_a_peer,
     rank_0_first,
+    require_same_options,
     select_device,
 )
 from dino_sparo.runtime.logs import setup_logging
@@ -182,6 +183,7 @@ def start_evaluation(args: argparse.Namespace, several_results: bool = False) ->
     if output and not several_results and os.path.isdir(output):
         raise ValueError(f"--output {output} is a folder; give the path of a file")
     process = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
+    require_same_options(vars(args))
     set_tf32(allowed=args.precision == "tf32")
     setup_logging()
     return process

@@ -37,7 +37,7 @@ def add_pair_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup
     group = parser.add_argument_group("pairs of images and captions")
     group.add_argument(
         "--data_path",
-        default="scenes",
+        default=None,
         help="Where the pairs are: tar shards in webdataset's form ('shard-{000..099}.tar', a.tar::b.tar, a folder of "
         "tars), a table (.csv, .tsv, .jsonl), COCO's annotations (.json), the built-in scenes (scenes:NUMBER:SIZE), or "
         "labelled images (class folders, cifar10:DIR), whose captions are made from class names.",

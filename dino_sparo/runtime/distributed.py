@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dino_sparo._version import __version__
 from dino_sparo.runtime.precision import set_tf32
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,9 @@ NCCL_MISUSE = ("Duplicate GPU", "ncclInvalidUsage", "driver version is insuffici
 # Seconds between two heartbeats of a process, and between two looks at those of the others.
 BEAT_SECONDS, LOOK_SECONDS = 1.0, 0.05
 WAIT_LOG_SECONDS = 30.0  # between two lines on whom rank 0 waits for
+
+# Options that may differ between the processes of one command: where it computes, and how it finds the others.
+OPTIONS_OF_ONE_RANK = {"device", "dist_url", "local_rank"}
 
 _GO_ON = "The last checkpoint is whole: start the same command to go on"
 WORKER_SIGNS = ("DataLoader worker", "DataLoader timed out")
@@ -442,6 +446,24 @@ def all_or_none(what: str, patient: bool = False) -> Iterator[None]:
         # Else the other ranks would say that the user must mend something, and the job would not start again.
         kind = FaultError if all(is_fault for text, is_fault in of_ranks if text) else PeerError
         raise kind(f"{what} failed on {len(failures)} of {world_size()} processes; rank {number}: {text}")
+
+
+def require_same_options(options: Mapping[str, Any]) -> None:
+    """Refuse processes that were started with different options, or with another version of torch or of this package.
+
+    Raises:
+        ValueError: on every rank, with the first option that differs and both values.
+    """
+    own = {"torch": str(torch.__version__), "dino_sparo": __version__}
+    own |= {f"--{name}": value for name, value in options.items() if name not in OPTIONS_OF_ONE_RANK}
+    first, *others = all_gather_object(own)
+    for number, other in enumerate(others, 1):
+        for name in {**first, **other}:
+            if first.get(name) != other.get(name):
+                raise ValueError(
+                    f"{name} is {first.get(name)} on rank 0 and {other.get(name)} on rank {number}; start all "
+                    "processes with the same options and the same versions"
+                )
 
 
 @contextlib.contextmanager

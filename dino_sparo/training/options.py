@@ -57,7 +57,7 @@ def add_run_options(parser: argparse.ArgumentParser, saveckp_freq: int) -> argpa
     """
     group = parser.add_argument_group("run")
     group.add_argument(
-        "--output_dir", default=".", help="Folder of checkpoints and logs; a run that lies there is resumed."
+        "--output_dir", default=None, help="Folder of checkpoints and logs; a run that lies there is resumed."
     )
     group.add_argument(
         "--saveckp_freq", type=int, default=saveckp_freq, help="Keep a checkpoint every so many epochs; 0: never."
@@ -87,6 +87,20 @@ def add_run_options(parser: argparse.ArgumentParser, saveckp_freq: int) -> argpa
         help="Seed of the weights, the order of the data, the crops and everything else that is drawn.",
     )
     return group
+
+
+def require_paths(args: argparse.Namespace) -> None:
+    """Refuse a training without data or without a folder for its checkpoints.
+
+    Raises:
+        ValueError: names what is missing, and how to try the program without data.
+    """
+    missing = [f"--{name}" for name in ("data_path", "output_dir") if not getattr(args, name)]
+    if missing:
+        raise ValueError(
+            f"give {' and '.join(missing)}. Without data of your own, `--data_path scenes` trains on the built-in "
+            "scenes; `dino-sparo demo` trains, evaluates and draws in minutes"
+        )
 
 
 def check_ranges(

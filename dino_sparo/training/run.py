@@ -24,6 +24,7 @@ from dino_sparo.runtime.distributed import (
     is_main,
     on_rank_0,
     rank,
+    require_same_options,
     world_size,
 )
 from dino_sparo.runtime.lock import RunLock
@@ -36,6 +37,7 @@ from dino_sparo.runtime.watchdog import Watchdog
 from dino_sparo.training.compile import prepare_step
 from dino_sparo.training.loop import Progress, train_one_epoch
 from dino_sparo.training.objective import Objective
+from dino_sparo.training.options import require_paths
 from dino_sparo.weights.checkpoint import (
     CheckpointError,
     load_checkpoint,
@@ -112,6 +114,7 @@ def train(args: argparse.Namespace, objective_class: type[Objective[Any]]) -> No
         FaultError: a process or a worker died or hangs; the last checkpoint stays, and starting again goes on from it.
         RunStopped: a signal ended the run after it had saved.
     """
+    require_paths(args)
     with (
         StopSignals() as signals,
         full_memory_named(vars(args)),
@@ -119,6 +122,7 @@ def train(args: argparse.Namespace, objective_class: type[Objective[Any]]) -> No
         RunLock(args.output_dir) as lock,
     ):
         process = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
+        require_same_options(vars(args))
         output_dir = Path(args.output_dir)
         with all_or_none(f"preparing {output_dir}"):
             objective_class.check_options(args)

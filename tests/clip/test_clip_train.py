@@ -737,7 +737,7 @@ def test_the_options_and_their_defaults_are_frozen() -> None:
     found = {name: value for name, value in vars(get_args_parser().parse_args([])).items() if name not in DEFAULTS}
     assert json.loads(json.dumps(found)) == {
         "preset": None,
-        "data_path": "scenes",
+        "data_path": None,
         "shards": "indexed",
         "epoch_pairs": None,
         "shard_weights": None,
@@ -778,7 +778,7 @@ def test_the_options_and_their_defaults_are_frozen() -> None:
         "min_lr": 0.0,
         "clip_grad": 0.0,
         "logits": "fp32",
-        "output_dir": ".",
+        "output_dir": None,
         "saveckp_freq": 0,
         "saveckp_minutes": 30.0,
         "keep_checkpoints": 3,

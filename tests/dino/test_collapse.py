@@ -8,6 +8,8 @@ import torch
 
 from dino_sparo import DINOLoss
 from dino_sparo.dino.loss import COLLAPSE_SHARE, diagnose_collapse
+from dino_sparo.dino.options import get_args_parser
+from dino_sparo.dino.train import may_warn_of_collapse
 
 HEALTHY: dict[str, Any] = {
     "loss": 5.0,
@@ -255,3 +257,19 @@ def test_a_run_without_diagnostics_is_judged_by_its_features_alone() -> None:
     line = diagnose_collapse(**{**unknown, "feature_rank": 1.0})
     assert line is not None
     assert "dimensional collapse" in line
+
+
+@pytest.mark.parametrize(
+    ("changes", "first"),
+    [
+        ({"epochs": 20, "warmup_teacher_temp_epochs": 0}, 2),
+        ({"epochs": 20, "warmup_teacher_temp_epochs": 7}, 7),
+        ({"epochs": 3, "warmup_teacher_temp_epochs": 0}, 0),
+    ],
+)
+def test_a_collapse_is_named_only_after_the_temperatures_warm_up_and_a_tenth_of_the_run(
+    changes: dict[str, int], first: int
+) -> None:
+    """The bug: the first warning came after twelve steps, when flat answers are normal."""
+    args = get_args_parser().parse_args([word for name, value in changes.items() for word in (f"--{name}", str(value))])
+    assert [epoch for epoch in range(args.epochs) if may_warn_of_collapse(args, epoch)] == [*range(first, args.epochs)]

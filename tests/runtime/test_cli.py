@@ -69,7 +69,8 @@ CHANGED: dict[str, Any] = {
     "warmup_epochs": None,  # 10 wherever that fits the run
     "freeze_last_layer": None,  # 1, likewise
     "use_fp16": None,  # --precision auto decides: bf16 where the device computes in it
-    "data_path": "scenes",  # the built-in images, so that the plain command runs
+    "data_path": None,  # a training without data or folder is refused
+    "output_dir": None,
 }
 
 NEW: dict[str, Any] = {

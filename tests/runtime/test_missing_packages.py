@@ -43,7 +43,7 @@ def ends_in_one_line(package: str, *command: str) -> str:
 @pytest.mark.parametrize(
     ("package", "command", "remedy"),
     [
-        ("open_clip", "dino_sparo train-clip --output_dir {}", r"dino_sparo[clip]"),
+        ("open_clip", "dino_sparo train-clip --data_path scenes --output_dir {}", r"dino_sparo[clip]"),
         (
             "open_clip",
             "dino_sparo zero-shot --pretrained_weights {}/w --data_path scenes",
