@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dino_sparo._version import __version__
 from dino_sparo.clip.choices import TOWERS
 from dino_sparo.clip.options import get_args_parser as train_clip_parser
-from dino_sparo.clip.slots.options import mask_parser, pictures_parser, select_parser, sweep_parser
+from dino_sparo.clip.slots.options import mask_parser, pictures_parser, select_parser
 from dino_sparo.dino.options import get_args_parser as train_parser
 from dino_sparo.evaluation.options import (
     attention_parser,
@@ -42,7 +42,6 @@ from dino_sparo.oc_clip.choices import DEMO_MODELS
 from dino_sparo.oc_clip.options import get_args_parser as train_oc_clip_parser
 from dino_sparo.oc_clip.parsers.options import parse_parser
 from dino_sparo.oc_clip.pictures.options import get_args_parser as oc_pictures_parser
-from dino_sparo.oc_clip.splits_options import get_args_parser as oc_splits_parser
 from dino_sparo.runtime.choices import DINO_READOUTS
 from dino_sparo.runtime.cli import Parser, errors_in_one_line, say
 from dino_sparo.runtime.demos import demo_parser
@@ -295,14 +294,6 @@ def mask(args: argparse.Namespace) -> Any:
     return learn_mask(args)
 
 
-@command(sweep_parser)
-def sweep(args: argparse.Namespace) -> Any:
-    """Results of many models -> accuracy and parameters against the number and the width of slots."""
-    from dino_sparo.clip.slots.sweep import collect
-
-    return collect(args, open_model)
-
-
 @command(pictures_parser)
 def pictures(args: argparse.Namespace) -> Any:
     """Images with captions -> what the slots of a CLIP look at in both."""
@@ -343,14 +334,6 @@ def demo_clip(args: argparse.Namespace) -> Any:
     return demo(args, run)
 
 
-@command(oc_splits_parser)
-def oc_splits(args: argparse.Namespace) -> Any:
-    """Built-in scenes -> how CLIP and OC-CLIP answer about pairs of objects that were seen in training or were not."""
-    from dino_sparo.oc_clip.splits import run_splits
-
-    return run_splits(args, run)
-
-
 @command(lambda: demo_parser(DEMO_MODELS, "models", DEMO_MODELS))
 def demo_oc_clip(args: argparse.Namespace) -> Any:
     """Built-in scenes -> OC-CLIP trained beside CLIP, evaluated and drawn, in minutes and without a GPU."""
@@ -380,11 +363,16 @@ def run(name: str, words: Sequence[str] | None = None, prog: str | None = None) 
         return command.function(args)
 
 
+MOVED = {name: f"python -m studies {name}" for name in ("oc-splits", "sweep")}  # from a clone
+
+
 def main(argv: Sequence[str] | None = None) -> Any:
     """Run the command that the first word names; None: of the command line."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in COMMANDS:
         return run(words[0], words[1:])
+    if words and words[0] in MOVED:
+        raise SystemExit(f"dino-sparo {words[0]} is now {MOVED[words[0]]}, in a clone of the repository")
     width = max(map(len, COMMANDS)) + 2
     overview = "\n".join(f"  {name:<{width}}{command.summary}" for name, command in COMMANDS.items())
     parser = Parser("dino-sparo", description=overview)

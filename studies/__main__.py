@@ -1,12 +1,22 @@
-"""`python -m studies NAME`: make the runs of a study that are missing, print its tables, draw its plot."""
+"""`python -m studies NAME`: make the missing runs of a study, print its tables, draw its plot.
 
+python -m studies scenes
+python -m studies oc-splits --help      # OC-CLIP's controlled experiment on pairs of objects
+python -m studies sweep --help          # CLIP: accuracy and parameters against number and width of slots
+"""
+
+import argparse
 import logging
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+from dino_sparo.__main__ import run
 from dino_sparo.runtime.cli import Parser, errors_in_one_line, say
+from studies import sweep
+from studies.oc_splits import run as oc_splits
 from studies.plans import STUDIES
 from studies.report import draw, report
 from studies.runs import RESULTS, add_scores, make_runs
@@ -14,49 +24,65 @@ from studies.runs import RESULTS, add_scores, make_runs
 logger = logging.getLogger(__name__)
 
 
+# Experiments with options of their own: parser, and body(options, run of a command).
+EXPERIMENTS: dict[str, tuple[Callable[[], Parser], Callable[..., Any]]] = {
+    "oc-splits": (oc_splits.get_args_parser, oc_splits.run_splits),
+    "sweep": (sweep.get_args_parser, sweep.collect),
+}
+
+
 def get_args_parser() -> Parser:
-    """The options."""
+    """The options of a study."""
     questions = "\n".join(f"  {name:<10}{study.question}" for name, study in STUDIES.items())
-    parser = Parser("studies", description=f"{__doc__}\n\n{questions}")
-    parser.add_argument("name", choices=sorted(STUDIES), help="Which study.")
-    parser.add_argument("--data_path", default=None, help="Its images, where it needs some.")
-    parser.add_argument("--output_dir", type=Path, default=Path("output/studies"), help="Of checkpoints and logs.")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="Of the result files of all studies.")
-    parser.add_argument("--jobs", type=int, default=1, help="Runs at a time, with one thread each.")
-    parser.add_argument("--epochs", type=int, default=None, help="Instead of the recipe's, to try it out.")
+    parser = Parser("studies", description=f"{__doc__}\n{questions}")
+    parser.add_argument("name", choices=sorted(STUDIES), help="The study.")
+    parser.add_argument("--data_path", default=None, help="Images, for studies that need some.")
+    parser.add_argument(
+        "--output_dir", type=Path, default=Path("output/studies"), help="Folder of checkpoints and logs."
+    )
+    parser.add_argument("--results", type=Path, default=RESULTS, help="Folder of the result files of all studies.")
+    parser.add_argument("--jobs", type=int, default=1, help="Runs at the same time, with one thread each.")
+    parser.add_argument("--epochs", type=int, default=None, help="Epochs of a try; by default those of the recipe.")
     parser.add_argument(
         "--seeds",
         type=int,
         nargs="+",
         default=None,
-        help="Of the reported runs; by default all: several machines can share a study.",
+        help="Seeds to run; by default all. Several machines can share a study.",
     )
     parser.add_argument(
         "--add_scores",
         action="store_true",
-        help="Train nothing: measure scores that finished runs lack, where --output_dir has their checkpoints.",
+        help="Train nothing: measure missing scores of finished runs whose checkpoints are in --output_dir.",
     )
-    parser.add_argument("--report", action="store_true", help="Train nothing: tables and plot of what is there.")
+    parser.add_argument("--report", action="store_true", help="Train nothing: tables and plot of the results so far.")
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> str:
-    """Run a study.
+def main(argv: Sequence[str] | None = None) -> Any:
+    """Run a study or an experiment; returns its tables, or its results.
 
     Args:
-        argv: the command line; None: the process's.
-
-    Returns:
-        The tables.
+        argv: the command line; None: that of the process.
     """
-    args = get_args_parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] in EXPERIMENTS:
+        parser, body = EXPERIMENTS[words[0]]
+        options = parser().parse_args(words[1:])
+        with errors_in_one_line(logger):
+            return body(options, run)
+    return run_study(get_args_parser().parse_args(words))
+
+
+def run_study(args: argparse.Namespace) -> str:
+    """Make the missing runs, draw the plot, print and return the tables."""
     if args.epochs is not None:
         STUDIES[args.name] = STUDIES[args.name].with_epochs(args.epochs)
     with errors_in_one_line(logger):
         if args.add_scores:
             add_scores(args.name, args.data_path, args.output_dir, args.results)
         elif not args.report:
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the runs are ended too
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the runs end too
             make_runs(args.name, args.data_path, args.output_dir, args.results, args.jobs, args.seeds)
         tables = report(args.name, args.results)
         args.output_dir.mkdir(parents=True, exist_ok=True)

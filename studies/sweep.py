@@ -1,12 +1,10 @@
-"""Models of many sizes -> accuracy and number of parameters against L and V, as a table and a plot.
+"""CLIP models of many sizes -> accuracy and number of parameters against L and V (SPARO, section 5.4 and figure 3).
 
-    dino-sparo sweep output/*/zero_shot.json
-    dino-sparo sweep output/*/checkpoint.pth --data_path data/imagenet
+    python -m studies sweep output/*/zero_shot.json
+    python -m studies sweep output/*/checkpoint.pth --data_path data/imagenet
 
-Takes results of `zero_shot.py`, and checkpoints, which it has `zero_shot.py` evaluate; either says how its model is
-built, and parameters are counted from that. Models without slots come in by the width of their encoding. Prints a
-table, writes sweep.json and sweep.png.
-Source: SPARO, section 5.4 and figure 3.
+Inputs are results of `dino-sparo zero-shot`, or checkpoints, which are evaluated by that command. Models without slots
+appear by the width of their encoding. Prints a table, writes sweep.json and sweep.png.
 """
 
 import argparse
@@ -24,16 +22,30 @@ from dino_sparo.clip.model import CLIP, clip_from_config
 from dino_sparo.data.sources.limits import parse_json
 from dino_sparo.draw.plots import colour_of, panels, spaced
 from dino_sparo.draw.sheet import require_matplotlib
-from dino_sparo.image_text.evaluation import zero_shot
-from dino_sparo.image_text.evaluation.options import zero_shot_parser
-from dino_sparo.image_text.evaluation.protocol import OpenModel, report, result_paths
-from dino_sparo.runtime.distributed import is_main
+from dino_sparo.evaluation.task import write_result
+from dino_sparo.image_text.evaluation.options import add_class_options, add_computation_options, add_image_options
+from dino_sparo.runtime.cli import Parser
+from dino_sparo.runtime.demos import RunCommand, option_words
 from dino_sparo.runtime.logs import setup_logging
 
-# Where results differ in one of these, their accuracies cannot be compared.
+METRICS = ("top1", "top5", "mean_per_class_recall")
+# Accuracies of results that differ in one of these are not comparable.
 PROTOCOL = ("images", "prompts", "similarity")
-OWN_OF_MODEL = ("num_truncated",)  # of the context, hence of the model
-MAX_COLUMNS = 5  # of a legend
+PER_MODEL = ("num_truncated",)  # entries of the protocol that depend on the model's context length
+RECORD_OF_WEIGHTS = ("pretrained_weights", "sha256", "epoch")
+MAX_COLUMNS = 5  # columns of a legend
+
+
+def get_args_parser() -> Parser:
+    """The options of the sweep."""
+    parser = Parser("studies sweep")
+    group = parser.add_argument_group("trained models")
+    group.add_argument("inputs", nargs="*", default=[], help="Results of dino-sparo zero-shot (.json), or checkpoints.")
+    group.add_argument("--metric", choices=METRICS, default="top1", help="The accuracy to compare.")
+    add_image_options(parser)
+    add_class_options(parser)
+    add_computation_options(parser, "sweep.json", where="in the folder that holds all inputs")
+    return parser
 
 
 @dataclass(frozen=True)
@@ -41,12 +53,12 @@ class SweepPoint:
     """One model.
 
     Attributes:
-        name: its result file, or its checkpoint.
+        name: result file or checkpoint.
         readout: one name for both towers; see `config.towers_of`.
         num_slots: L; None without slots.
-        slot_dim: V; likewise.
-        encoding_dim: M.
-        num_parameters: of both towers together.
+        slot_dim: V; None without slots.
+        encoding_dim: width of the encoding, M.
+        num_parameters: both towers together.
         accuracy: percent.
     """
 
@@ -60,7 +72,7 @@ class SweepPoint:
 
 
 def point_of(name: str, build: Callable[[], CLIP], accuracy: float) -> SweepPoint:
-    """The point of the model that `build` builds; its weights take no memory."""
+    """The point of a model, which is built without memory for its weights."""
     with torch.device("meta"):
         model = build()
     config, num_parameters = model.config, sum(parameter.numel() for parameter in model.parameters())
@@ -70,10 +82,10 @@ def point_of(name: str, build: Callable[[], CLIP], accuracy: float) -> SweepPoin
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """What `zero_shot.py` wrote.
+    """A result of `dino-sparo zero-shot`.
 
     Raises:
-        ValueError: the file holds something else, or the result of a part of a model's slots.
+        ValueError: the file holds something else, or the result of a selection of slots.
     """
     try:
         result = parse_json(path.read_bytes())
@@ -88,20 +100,12 @@ def read_result(path: Path) -> dict[str, Any]:
 
 
 def _config(record: dict[str, Any]) -> CLIPConfig:
-    """How the model of a result is built."""
-    of_checkpoint = ("pretrained_weights", "sha256", "epoch")
-    return CLIPConfig.from_dict({name: value for name, value in record.items() if name not in of_checkpoint})
+    """Configuration of the model of a result."""
+    return CLIPConfig.from_dict({name: value for name, value in record.items() if name not in RECORD_OF_WEIGHTS})
 
 
 def check_comparable(results: dict[str, dict[str, Any]]) -> None:
-    """Refuse results of different images or prompts.
-
-    Args:
-        results: by name.
-
-    Raises:
-        ValueError: names two that differ, and in what.
-    """
+    """Refuse results of different images, prompts or similarities."""
     (first, expected), *others = results.items()
     for name, result in others:
         for part in PROTOCOL:
@@ -114,7 +118,7 @@ def check_comparable(results: dict[str, dict[str, Any]]) -> None:
 
 
 def _comparable(part: Any) -> Any:
-    return {name: value for name, value in part.items() if name not in OWN_OF_MODEL} if isinstance(part, dict) else part
+    return {name: value for name, value in part.items() if name not in PER_MODEL} if isinstance(part, dict) else part
 
 
 def _difference(one: Any, other: Any) -> str:
@@ -125,21 +129,22 @@ def _difference(one: Any, other: Any) -> str:
     return f"{name} is {one.get(name)!r:.60} and {other.get(name)!r:.60}"
 
 
-def collect(args: argparse.Namespace, open_model: OpenModel) -> dict[str, Any]:
-    """Collect what the options say, write table and plot, show the table.
+def collect(args: argparse.Namespace, run: RunCommand) -> dict[str, Any]:
+    """Collect the results, write sweep.json and the plot, print the table.
 
-    Raises:
-        ValueError: options, files or data that do not fit; the message says what would.
-        ImportError: matplotlib is not installed.
+    Args:
+        args: see `get_args_parser`.
+        run: (command, words) -> the command's result.
     """
     setup_logging()
     require_matplotlib()
     if not args.inputs:
         raise ValueError("there is nothing to compare; give results or checkpoints")
     folder = os.path.commonpath([Path(name).absolute().parent for name in args.inputs])
-    args.output = args.output or os.path.join(folder, "sweep.json")
-    path, plot = result_paths(args, "sweep.json")
-    results = {str(name): _result(Path(name), args, open_model) for name in args.inputs}
+    path = Path(args.output or os.path.join(folder, "sweep.json"))
+    if path.suffix == ".png":
+        raise ValueError(f"output={args.output!r} names a picture; give the JSON file, the plot is put beside it")
+    results = {str(name): _result(Path(name), args, run) for name in args.inputs}
     check_comparable(results)
     points = [
         point_of(name, partial(clip_from_config, _config(result["model"])), result[args.metric])
@@ -154,30 +159,27 @@ def collect(args: argparse.Namespace, open_model: OpenModel) -> dict[str, Any]:
         "protocol": {part: _comparable(first[part]) for part in PROTOCOL if part in first},
         "weights": {name: result["model"]["sha256"] for name, result in results.items()},
     }
-    if is_main():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draw_sweep(points, args.metric, plot)
-    return report(result, table(points, args.metric), args, "sweep.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draw_sweep(points, args.metric, path.with_suffix(".png"))
+    write_result(result, table(points, args.metric), path)
+    return result
 
 
-def _result(path: Path, args: argparse.Namespace, open_model: OpenModel) -> dict[str, Any]:
-    """The result in a file; of a checkpoint the one that `zero_shot.py` finds now, and writes beside it."""
+def _result(path: Path, args: argparse.Namespace, run: RunCommand) -> dict[str, Any]:
+    """The result in a file; a checkpoint is evaluated now, and its result is written beside it."""
     if path.suffix != ".json":
         if not args.data_path:
             raise ValueError(f"{path} is evaluated as a checkpoint, on images that --data_path names; give some")
-        names = ["data_path", "split", "classnames", "templates", "img_size", "batch_size_per_gpu", "precision"]
-        names += ["device", "num_workers", "dist_url", "dist_timeout_min"]
-        options = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+        given = {name: value for name, value in vars(args).items() if value is not None}
+        options = {name: given[name] for name in given.keys() - {"inputs", "metric", "output", "download"}}
         options |= {"pretrained_weights": path, "output": path.with_name("zero_shot.json")}
-        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-        words += ["--download"] if args.download else []
-        zero_shot.evaluate_checkpoint(zero_shot_parser().parse_args(words), open_model)
+        run("zero-shot", [*option_words(options), *(["--download"] if args.download else [])])
         path = path.with_name("zero_shot.json")
     return read_result(path)
 
 
 def table(points: Sequence[SweepPoint], metric: str) -> str:
-    """The models for people."""
+    """One line per model."""
     lines = [f"{'readout':<10}  {'L':>5}  {'V':>5}  {'M':>6}  {'parameters':>12}  {metric + ' %':>10}"]
     for point in points:
         slots = "  ".join(f"{'' if number is None else number:>5}" for number in (point.num_slots, point.slot_dim))
@@ -187,16 +189,7 @@ def table(points: Sequence[SweepPoint], metric: str) -> str:
 
 
 def draw_sweep(points: Sequence[SweepPoint], metric: str, path: Path) -> None:
-    """Accuracy and parameters: against L for every V, against V for every L, and against M.
-
-    Args:
-        points: the models.
-        metric: which accuracy they have.
-        path: the PNG to write.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Draw accuracy and parameters against L for every V, against V for every L, and against M, as a PNG."""
     slotted = [point for point in points if point.num_slots is not None]
     accuracy = f"zero-shot {metric.replace('_', ' ')}, %"
     rows = [("accuracy", accuracy, 1.0), ("num_parameters", "parameters, millions", 1e-6)]
@@ -211,16 +204,16 @@ def draw_sweep(points: Sequence[SweepPoint], metric: str, path: Path) -> None:
 
 
 def _draw_curves(axis: Any, points: Sequence[SweepPoint], x: str, by: str, letter: str, y: str, unit: float) -> None:
-    """For every value of `by` the mean of `y` against `x`, and each model as a dot."""
+    """A curve for every value of `by`: mean of `y` against `x`; each model is a dot."""
     values = sorted({getattr(point, by) for point in points})
     for position, value in enumerate(values):
         own = [point for point in points if getattr(point, by) == value]
         where, heights = [getattr(point, x) for point in own], [getattr(point, y) * unit for point in own]
         colour = colour_of(position, len(values))
-        # Equal numbers would hide each other: earlier ones are drawn larger.
+        # Dots at the same place stay visible: earlier ones are larger.
         size = 4.5 + 2.5 * (len(values) - 1 - position) / max(1, len(values) - 1)
         axis.plot(where, heights, "o", color=colour, markersize=size, label=f"{letter}{value}")
-        # Models of the same M differ in L and V: a curve through them would say nothing.
+        # Models of the same M differ in L and V, so no curve connects them.
         if by != "readout" or own[0].num_slots is None:
             means = {at: [height for here, height in zip(where, heights, strict=True) if here == at] for at in where}
             axis.plot(list(means), [sum(each) / len(each) for each in means.values()], color=colour, linewidth=1.5)

@@ -204,7 +204,6 @@ COMPUTING_FILES = (
     *("dino/head", "dino/loss", "dino/teacher", "dino/step", "clip/model", "clip/loss", "clip/step"),
     *("oc_clip/graphs/*", "oc_clip/binding", "oc_clip/scoring", "oc_clip/loss", "oc_clip/model"),
     *("oc_clip/pairs", "oc_clip/step", "oc_clip/scorer", "image_text/step"),
-    *("oc_clip/split_design", "oc_clip/split_data"),
     *("evaluation/features", "evaluation/knn/classify", "evaluation/linear/probe"),
     *("evaluation/attention/maps", "evaluation/attention/atlas"),
     *(f"evaluation/objects/{name}" for name in ("measures", "slots", "masks", "layouts", "coco", "survey")),

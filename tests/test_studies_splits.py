@@ -10,10 +10,10 @@ import pytest
 from PIL import Image
 
 from dino_sparo.data.scenes import BACKGROUNDS, COLOURS, SHAPES
-from dino_sparo.oc_clip import split_data
 from dino_sparo.oc_clip.graphs.graph import SceneGraph, normalize
-from dino_sparo.oc_clip.split_data import SplitSizes, other_pictures, scene_of, training_pictures, write_split
-from dino_sparo.oc_clip.split_design import PAIRS, Picture, Question, Split, draw_pairs, stream
+from studies.oc_splits import data as split_data
+from studies.oc_splits.data import other_pictures, scene_of, training_pictures, write_split
+from studies.oc_splits.design import PAIRS, Picture, Question, Split, draw_pairs, stream
 
 KINDS = ("attribute", "spatial")
 CELLS = [(kind, seen, hard) for kind in KINDS for seen, hard in ((20, 0), (50, 25), (80, 50))]
@@ -249,9 +249,9 @@ def test_pictures_that_cannot_be_kept_apart_are_counted():
 
 
 @pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> SplitSizes:
+def few(monkeypatch: pytest.MonkeyPatch) -> tuple[int, int, int]:
     monkeypatch.setattr(split_data, "MIN_TRAINING_IMAGES", 6)
-    return SplitSizes(num_images=20, num_questions=12, image_size=24)
+    return 20, 12, 24
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -261,7 +261,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.slow
 def test_the_same_seed_writes_the_same_files_and_another_seed_others(tmp_path, few):
     files = [
-        contents(write_split(tmp_path / name, Split("spatial", seed, 50, 25), few))
+        contents(write_split(tmp_path / name, Split("spatial", seed, 50, 25), *few))
         for name, seed in (("a", 0), ("b", 0), ("c", 1))
     ]
     assert files[0] == files[1]
@@ -271,7 +271,7 @@ def test_the_same_seed_writes_the_same_files_and_another_seed_others(tmp_path, f
 
 def test_shuffled_files_keep_the_questions_and_change_the_images(tmp_path, few):
     split = Split("attribute", 0, 50, 0)
-    folder = write_split(tmp_path, split, few)
+    folder = write_split(tmp_path, split, *few)
     for test in split.tests:
         plain, control = (
             list(json.loads((folder / part / f"{test}.json").read_text()).values()) for part in ("tests", "shuffled")
@@ -287,21 +287,21 @@ def test_the_training_table_holds_the_graphs_of_its_captions_and_is_read_as_pair
     pytest.importorskip("open_clip")
     from dino_sparo.image_text.pairs.sources import open_pairs
 
-    folder = write_split(tmp_path, Split("spatial", 0, 20, 0), few)
+    folder = write_split(tmp_path, Split("spatial", 0, 20, 0), *few)
     lines = [json.loads(line) for line in (folder / "train" / "pairs.jsonl").read_text().splitlines()]
     source = open_pairs(str(folder / "train" / "pairs.jsonl"))
-    assert len(lines) == len(source) == few.num_images
+    assert len(lines) == len(source) == few[0]
     for number, line in enumerate(lines):
         image, captions = source.read_pair(number)
         assert (image.size, captions) == ((24, 24), [line["caption"]])
         assert SceneGraph.from_json(line).entities
     false = [line["negative_caption"] for line in lines]
-    assert [bool(caption) for caption in false] == [False, True] * (few.num_images // 2)
+    assert [bool(caption) for caption in false] == [False, True] * (few[0] // 2)
     assert all(sorted(a.split()) == sorted(b["caption"].split()) for a, b in zip(false[1::2], lines[1::2], strict=True))
     assert not set(false) & {line["caption"] for line in lines}
     negatives = open_pairs(str(folder / "train" / "pairs.jsonl"), negative_key="negative_caption").negatives
     assert [negatives(number) for number in range(len(lines))] == [[caption] for caption in false]
-    assert [len(line["entities"]) for line in lines] == [1, 2] * (few.num_images // 2)
+    assert [len(line["entities"]) for line in lines] == [1, 2] * (few[0] // 2)
     known = {json.loads(line)["caption"] for line in (folder / "tests" / "graphs.jsonl").read_text().splitlines()}
     for path in (folder / "tests").glob("*.json"):
         for entry in json.loads(path.read_text()).values():
@@ -311,25 +311,25 @@ def test_the_training_table_holds_the_graphs_of_its_captions_and_is_read_as_pair
 @pytest.mark.slow
 def test_a_picture_is_a_function_of_its_number_not_of_how_many_are_written(tmp_path, few):
     split = Split("attribute", 0, 50, 0)
-    short = write_split(tmp_path / "short", split, few)
+    short = write_split(tmp_path / "short", split, *few)
     long = write_split(tmp_path / "long", split, few._replace(num_images=30, num_questions=20))
     for name in ("train/images/000019.png", "tests/images/single_000011.png"):
         assert np.array_equal(*(np.asarray(Image.open(folder / name)) for folder in (short, long)))
 
 
 def test_a_folder_with_another_split_is_refused_and_the_same_one_kept(tmp_path, few):
-    write_split(tmp_path, Split("attribute", 0, 50, 0), few)
+    write_split(tmp_path, Split("attribute", 0, 50, 0), *few)
     (tmp_path / "train" / "pairs.jsonl").unlink()
-    write_split(tmp_path, Split("attribute", 0, 50, 0), few)  # not written again
+    write_split(tmp_path, Split("attribute", 0, 50, 0), *few)  # not written again
     assert not (tmp_path / "train" / "pairs.jsonl").exists()
     with pytest.raises(ValueError, match="holds another split"):
-        write_split(tmp_path, Split("attribute", 1, 50, 0), few)
+        write_split(tmp_path, Split("attribute", 1, 50, 0), *few)
 
 
 def test_too_few_pictures_and_questions_are_refused(tmp_path):
     split = Split("attribute", 0, 50, 0)
     with pytest.raises(ValueError, match="num_images=500; give at least 960"):
-        write_split(tmp_path, split, SplitSizes(500, 10, 24))
+        write_split(tmp_path, split, 500, 10, 24)
     with pytest.raises(ValueError, match="num_questions=1; give at least 2"):
-        write_split(tmp_path, split, SplitSizes(1000, 1, 24))
+        write_split(tmp_path, split, 1000, 1, 24)
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""`dino-sparo oc-splits`: which commands it runs with which options, what it reports, how it goes on, its heat map."""
+"""`python -m studies oc-splits`: which commands it runs, its report, how it continues, its heat map."""
 
 import json
 from argparse import Namespace
@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from dino_sparo.__main__ import run as run_command
-from dino_sparo.oc_clip import split_data, splits, splits_options
-from dino_sparo.oc_clip.split_design import TESTS
-from dino_sparo.oc_clip.splits import run_splits, table
-from dino_sparo.oc_clip.splits_figure import draw_heat_maps
-from dino_sparo.oc_clip.splits_options import MODELS, chosen_amount, get_args_parser
+from studies import __main__ as studies
+from studies.oc_splits import data
+from studies.oc_splits import run as splits
+from studies.oc_splits.design import TESTS
+from studies.oc_splits.figure import draw_heat_maps
+from studies.oc_splits.run import MODELS, chosen_amount, get_args_parser, run_splits, table
 
 ACCURACIES = {"train": 98.0, "seen_pair": 40.0, "unseen_order": 30.0, "unseen_pair": 70.0}
 
@@ -22,7 +22,7 @@ ACCURACIES = {"train": 98.0, "seen_pair": 40.0, "unseen_order": 30.0, "unseen_pa
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
-    monkeypatch.setattr(split_data, "MIN_TRAINING_IMAGES", 4)
+    monkeypatch.setattr(data, "MIN_TRAINING_IMAGES", 4)
 
 
 class FakeRun:
@@ -133,7 +133,7 @@ def test_the_grid_trains_every_cell_and_draws_the_heat_map(tmp_path):
     pytest.importorskip("matplotlib")
     run = FakeRun()
     results = run_splits(options(tmp_path, "--grid", "--models", "clip-cls"), run)
-    cells = [(seen, hard) for seen in splits_options.SEEN_SHARES for hard in splits_options.HARD_SHARES]
+    cells = [(seen, hard) for seen in splits.SEEN_SHARES for hard in splits.HARD_SHARES]
     assert [(result["seen"], result["hard"]) for result in results] == cells
     assert (tmp_path / "splits.png").is_file()
     # Cells may be missing, and the same numbers give the same bytes.
@@ -157,9 +157,9 @@ def test_numbers_and_names_that_cannot_be_are_refused(words, message):
 
 def test_short_takes_less_of_everything_and_given_numbers_win():
     short = chosen_amount(get_args_parser().parse_args(["--short", "--epochs", "5"]))
-    assert short == splits_options.SHORT._replace(epochs=5)
-    assert all(a < b for a, b in zip(splits_options.SHORT, splits_options.FULL, strict=True))
-    assert splits_options.SHORT.num_images >= 2 * 10 * 8 * 6  # every single object
+    assert short == splits.SHORT._replace(epochs=5)
+    assert all(a < b for a, b in zip(splits.SHORT, splits.FULL, strict=True))
+    assert splits.SHORT.num_images >= 2 * 10 * 8 * 6  # every single object
 
 
 @pytest.mark.slow
@@ -167,7 +167,7 @@ def test_clips_run_from_pictures_to_the_table(tmp_path, capsys):
     pytest.importorskip("open_clip")
     models = ["--models", "clip-cls", "clip-swapped", "clip-sparo"]
     words = [*models, "--short", "--num_images", "64", "--num_questions", "10"]
-    results = run_command("oc-splits", [*words, "--num_workers", "0", "--output_dir", str(tmp_path)])
+    results = studies.main(["oc-splits", *words, "--num_workers", "0", "--output_dir", str(tmp_path)])
     for result in results:
         for part in ("tests", "shuffled"):
             assert set(result[part]) == set(TESTS["attribute"])

@@ -7,22 +7,26 @@ from pathlib import Path
 
 import pytest
 import torch
-from clip_fakes import parser_of
-
-from dino_sparo.__main__ import run as run_command
 
 pytest.importorskip("open_clip")
 
-from clip_fakes import evaluate, paint, small_checkpoint
+from clip_fakes import call, evaluate, paint, small_checkpoint
 from figures import assert_readable, drawn_words
 
 from dino_sparo.clip import create_clip, load_clip
 from dino_sparo.clip.model import clip_from_config
-from dino_sparo.clip.slots.sweep import SweepPoint, check_comparable, draw_sweep, point_of, read_result
+from dino_sparo.runtime.distributed import shutdown
+from studies import __main__ as studies
+from studies.sweep import SweepPoint, check_comparable, collect, draw_sweep, get_args_parser, point_of, read_result
 
 
 def run(*options: object) -> dict:
-    return evaluate("sweep", *options)
+    """The command without its catching of errors."""
+    try:
+        words = [*map(str, options), "--device", "cpu", "--num_workers", "0", "--batch_size_per_gpu", "6"]
+        return collect(get_args_parser().parse_args(words), call)
+    finally:
+        shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -181,14 +185,14 @@ def test_options_that_do_not_fit_are_refused(options, message, tmp_path):
 
 def test_a_mistake_ends_in_one_line(caplog):
     with caplog.at_level(logging.ERROR), pytest.raises(SystemExit) as stopped:
-        run_command("sweep", [])
+        studies.main(["sweep"])
     assert stopped.value.code == 1
     assert "give results or checkpoints" in caplog.text
 
 
 def test_the_options_are_known():
     own = {"inputs", "metric", "data_path", "split", "download", "classnames", "templates"}
-    assert own <= vars(parser_of("sweep").parse_args([])).keys()
+    assert own <= vars(get_args_parser().parse_args([])).keys()
 
 
 def test_all_words_of_a_plot_with_many_models_can_be_read(tmp_path):

@@ -12,7 +12,6 @@ from dino_sparo.runtime.choices import CROSS_ATTENTION
 PER_SLOT, PER_DIMENSION = "slot", "dimension"  # parts of an encoding that a mask weighs
 MASK_SCALES = ("min", "max")  # bounds of the mask's inverse temperature
 PRODUCTS = ("fp32", "tf32", "bf16")  # precisions of the products of all images with all captions
-SWEEP_METRICS = ("top1", "top5", "mean_per_class_recall")
 
 
 class Towers(NamedTuple):

@@ -11,7 +11,6 @@ OC-CLIP adds:
     images, captions -> scores             model.py (config.py)
     a whole training                       train.py  options.py (choices.py)  presets.py
     checkpoint -> evaluation               evaluated.py  scorer.py
-    controlled experiment on scenes        split_design.py  split_data.py  splits.py  splits_figure.py
     checkpoint -> maps of entities         pictures/
     all of it on built-in scenes           demo.py
 

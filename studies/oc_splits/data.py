@@ -1,17 +1,17 @@
-"""A split of `split_design.py` -> its pictures, captions, scene graphs and questions as files.
+"""A split of `design.py` -> pictures, captions, scene graphs and questions as files.
 
     FOLDER/train/images/*.png     training pictures; every second one shows one object, the others show two
-    FOLDER/train/pairs.jsonl      {"image", "caption", "entities", "relationships"}: a table of pairs for `train-clip`
-                                  and `train-oc-clip`, and at the same time the graphs of its captions;
-                                  "negative_caption" describes the reversed form, and is empty for one object
+    FOLDER/train/pairs.jsonl      {"image", "caption", "entities", "relationships"}: pairs for `train-clip` and
+                                  `train-oc-clip`, and the graphs of their captions; "negative_caption" describes the
+                                  reversed form and is empty for one object
     FOLDER/tests/TEST.json        questions in SugarCrepe's format
     FOLDER/tests/images/*.png     their pictures
     FOLDER/tests/graphs.jsonl     the true graphs of all true and false captions
-    FOLDER/shuffled/TEST.json     the same questions, each with the picture of another question: a control
-    FOLDER/split.json             what was drawn; written last
+    FOLDER/shuffled/TEST.json     control: the same questions, each with the picture of another question
+    FOLDER/split.json             the draw; written last
 
-Trainers and evaluations need nothing new for these files. The pictures with one object show every shape in every colour
-on every background. A picture is drawn from the random stream of (seed, kind, part, number) alone.
+The pictures of one object show every shape in every colour on every background. A picture depends on (seed, kind, part,
+number) alone.
 """
 
 import json
@@ -19,7 +19,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -38,39 +38,19 @@ from dino_sparo.data.scenes import (
     place_pair,
     turned_object,
 )
-from dino_sparo.oc_clip.split_design import Picture, Question, Split, Thing, choose, shuffled, stream
+from studies.oc_splits.design import Picture, Question, Split, Thing, choose, shuffled, stream
 
 logger = logging.getLogger(__name__)
 
 NUM_SINGLES = len(SHAPES) * len(COLOURS) * len(BACKGROUNDS)
 MIN_TRAINING_IMAGES = 2 * NUM_SINGLES
-MAX_ROUNDS = 100  # of exchanges when pictures are shuffled
-PNG: dict[str, Any] = {"compress_level": 1}  # textures hardly compress, and the default takes as long as drawing
-FORMAT = 1  # of the files; another one is written anew
-
-
-class SplitSizes(NamedTuple):
-    """How much of a split is written.
-
-    Attributes:
-        num_images: training pictures.
-        num_questions: of each test.
-        image_size: side of a picture, pixels.
-    """
-
-    num_images: int
-    num_questions: int
-    image_size: int
+MAX_ROUNDS = 100  # rounds of exchanges of shuffled pictures
+PNG: dict[str, Any] = {"compress_level": 1}  # the default takes as long as drawing, and textures hardly compress
+FORMAT = 1  # version of the files
 
 
 def scene_of(rng: np.random.Generator, picture: Picture, background: str) -> SceneGraph:
-    """Place the objects of a picture; what its caption leaves open is drawn: size, texture, direction, place.
-
-    Args:
-        rng: random numbers.
-        picture: what is shown.
-        background: one of scenes.BACKGROUNDS.
-    """
+    """Place the objects of a picture; size, texture, direction and position, which captions do not name, are random."""
 
     def placed(thing: Thing, circle: Circle) -> Any:
         return turned_object(rng, thing.shape, thing.colour, choose(rng, TEXTURES), circle)
@@ -85,13 +65,9 @@ def scene_of(rng: np.random.Generator, picture: Picture, background: str) -> Sce
 
 
 def training_pictures(split: Split, num_images: int) -> Iterator[tuple[Picture, str | None]]:
-    """What each training picture shows, and its background where that is not free.
+    """Content of each training picture, and its background, None if random. Every second picture shows one object.
 
-    Pictures of one object go through all shapes, colours and backgrounds in random order, again and again.
-
-    Args:
-        split: the design.
-        num_images: half of them show one object.
+    Pictures of one object cycle through all shapes, colours and backgrounds in random order.
     """
     rng = stream(split.seed, split.kind, "singles")
     singles = shuffled(rng, list(product(COLOURS, SHAPES, BACKGROUNDS)))
@@ -111,32 +87,28 @@ def draw_picture(
     Args:
         split: the design.
         part: `training` or the name of a test.
-        number: of the picture in this part.
-        picture: what it shows.
+        number: index of the picture in this part.
+        picture: its content.
         size: its side, pixels.
-        background: one of scenes.BACKGROUNDS; None draws one.
+        background: one of scenes.BACKGROUNDS; None: random.
     """
     rng = stream(split.seed, split.kind, part, "picture", number)
     return draw_scene(scene_of(rng, picture, background or choose(rng, BACKGROUNDS)), rng, size)
 
 
 def graph_line(picture: Picture, **more: str) -> str:
-    """One line of a JSONL file of graphs: the caption, its graph, and `more`."""
+    """One line of a JSONL file of graphs: caption, graph and `more`."""
     return json.dumps({**more, "caption": picture.caption, **picture.graph.to_json()}) + "\n"
 
 
 def other_pictures(rng: np.random.Generator, questions: Sequence[Question]) -> tuple[list[int], int]:
-    """Permute the pictures, so that they say nothing about the captions.
+    """Permute the pictures of one test, so that pictures do not help to choose captions.
 
-    A picture goes to a question with which it shares no shape and, where one object is asked about, no colour. Pairs
-    of questions exchange their pictures until that is so. Where a split has few pairs it may be impossible for some.
-
-    Args:
-        rng: random numbers.
-        questions: of one test.
+    A picture goes to a question with which it shares no shape and, for questions about one object, no colour: pairs of
+    questions exchange their pictures until this holds. A split of few pairs may leave some that share a word.
 
     Returns:
-        For each question the number of the picture that it gets, and how many got one that shares something.
+        For each question the index of its new picture, and the number of pictures that share a word.
     """
     shown = [_words_of(question.true) for question in questions]
     asked = [_words_of(question.true) | _words_of(question.false) for question in questions]
@@ -156,62 +128,63 @@ def _words_of(picture: Picture) -> set[str]:
     return set(picture.things[0]) if len(picture.things) == 1 else {thing.shape for thing in picture.things}
 
 
-def write_split(folder: Path, split: Split, sizes: SplitSizes) -> Path:
-    """Write all files of a split, unless they are there.
+def write_split(folder: Path, split: Split, num_images: int, num_questions: int, image_size: int) -> Path:
+    """Write all files of a split, unless the folder holds them already; returns the folder.
 
     Args:
-        folder: created if need be.
+        folder: created if missing.
         split: the design.
-        sizes: how much of it.
-
-    Returns:
-        The folder.
+        num_images: training pictures.
+        num_questions: questions of each test.
+        image_size: side of a picture, pixels.
 
     Raises:
         ValueError: too few training pictures or questions, or the folder holds another split.
     """
-    if sizes.num_images < MIN_TRAINING_IMAGES:
+    if num_images < MIN_TRAINING_IMAGES:
         raise ValueError(
-            f"num_images={sizes.num_images}; give at least {MIN_TRAINING_IMAGES}, so that every shape is seen alone in "
+            f"num_images={num_images}; give at least {MIN_TRAINING_IMAGES}, so that every shape is seen alone in "
             "every colour on every background"
         )
-    if sizes.num_questions < 2:
-        raise ValueError(f"num_questions={sizes.num_questions}; give at least 2 per test")
-    asked = {"format": FORMAT, **sizes._asdict(), **split.to_json()}
+    if num_questions < 2:
+        raise ValueError(f"num_questions={num_questions}; give at least 2 per test")
+    sizes = {"num_images": num_images, "num_questions": num_questions, "image_size": image_size}
+    expected = {"format": FORMAT, **sizes, **split.to_json()}
     record = folder / "split.json"
     if record.is_file():
         saved = json.loads(record.read_text(encoding="utf-8"))
-        if {name: saved.get(name) for name in asked} != asked:
+        if {name: saved.get(name) for name in expected} != expected:
             raise ValueError(f"{folder} holds another split, or one of another version; choose another folder")
         return folder
-    _write_training(folder / "train", split, sizes)
-    num_overlaps = _write_tests(folder, split, sizes)
-    record.write_text(json.dumps({**asked, "num_shuffled_that_share_a_word": num_overlaps}, indent=1) + "\n")
-    logger.info("%s: %d training pictures, %d questions in each of %s", folder, *sizes[:2], ", ".join(split.tests))
+    _write_training(folder / "train", split, num_images, image_size)
+    num_overlaps = _write_tests(folder, split, num_questions, image_size)
+    record.write_text(json.dumps({**expected, "num_shuffled_that_share_a_word": num_overlaps}, indent=1) + "\n")
+    tests = ", ".join(split.tests)
+    logger.info("%s: %d training pictures, %d questions in each of %s", folder, num_images, num_questions, tests)
     return folder
 
 
-def _write_training(folder: Path, split: Split, sizes: SplitSizes) -> None:
+def _write_training(folder: Path, split: Split, num_images: int, image_size: int) -> None:
     (folder / "images").mkdir(parents=True, exist_ok=True)
     with (folder / "pairs.jsonl").open("w", encoding="utf-8") as file:
-        for number, (picture, background) in enumerate(training_pictures(split, sizes.num_images)):
+        for number, (picture, background) in enumerate(training_pictures(split, num_images)):
             name = f"images/{number:06d}.png"
-            draw_picture(split, "training", number, picture, sizes.image_size, background).save(folder / name, **PNG)
+            draw_picture(split, "training", number, picture, image_size, background).save(folder / name, **PNG)
             negative = picture.reversed.caption if len(picture.things) == 2 else ""
             file.write(graph_line(picture, image=name, negative_caption=negative))
 
 
-def _write_tests(folder: Path, split: Split, sizes: SplitSizes) -> dict[str, int]:
-    """Questions, their pictures and graphs; returns how many shuffled pictures of each test share a word."""
+def _write_tests(folder: Path, split: Split, num_questions: int, image_size: int) -> dict[str, int]:
+    """Write questions, pictures and graphs; returns per test the number of shuffled pictures that share a word."""
     tests, shuffled_tests = folder / "tests", folder / "shuffled"
     (tests / "images").mkdir(parents=True, exist_ok=True)
     shuffled_tests.mkdir(exist_ok=True)
     captions: dict[str, Picture] = {}
     num_overlaps = {}
     for test in split.tests:
-        questions = [split.question(test, number) for number in range(sizes.num_questions)]
+        questions = [split.question(test, number) for number in range(num_questions)]
         for number, question in enumerate(questions):
-            image = draw_picture(split, test, number, question.true, sizes.image_size)
+            image = draw_picture(split, test, number, question.true, image_size)
             image.save(tests / "images" / _name(test, number), **PNG)
             captions |= {picture.caption: picture for picture in question}
         _write_questions(tests / f"{test}.json", test, questions, range(len(questions)))
@@ -226,7 +199,7 @@ def _name(test: str, number: int) -> str:
 
 
 def _write_questions(path: Path, test: str, questions: Sequence[Question], pictures: Iterable[int]) -> None:
-    """SugarCrepe's format; question i is asked about picture `pictures[i]`."""
+    """Write questions in SugarCrepe's format; question i has picture `pictures[i]`."""
     entries = {
         str(i): {
             "filename": _name(test, picture),

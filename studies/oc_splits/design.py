@@ -1,6 +1,5 @@
-"""(kind, seed, shares) -> which pairs of shapes are trained on and in which form, and what is asked about them.
+"""Kind, seed and shares of a split -> the pairs of shapes to train on, their forms, and the questions about them.
 
-The design of OC-CLIP's controlled experiment on the built-in scenes. `split_data.py` draws it, `splits.py` runs it.
 Of the 45 pairs of shapes a share is seen in training, each pair in one form. A share of these, the hard ones, is seen
 in the reversed form too. A question shows a picture of one form; its false caption describes the reversed form.
 
@@ -15,7 +14,7 @@ in the reversed form too. A question shows a picture of one form; its false capt
     unseen_pair                 pairs that are not seen
     single                      one object; the false caption names another colour
 
-What a model knows of captions alone says nothing about the answers. Question k of `seen_pair` (`unseen_order`) is
+Captions alone do not reveal the answers. Question k of `seen_pair` (`unseen_order`) is
 question k of `train` with the two captions exchanged, so a scorer that ignores the image has a mean of 50 % over the
 two tests. In the other tests questions 2k and 2k + 1 are each other's reverse, so it has 50 % in each. Ties count as
 wrong and lower this.
@@ -39,7 +38,7 @@ from dino_sparo.oc_clip.graphs.graph import Relation, SceneGraph
 PAIRS: tuple[tuple[str, str], ...] = tuple(combinations(SHAPES, 2))
 AXES = ("left of", "above")
 
-# For each kind its tests. The second asks the first's questions in reverse.
+# Kind of split -> its tests; the second test asks the questions of the first in reverse.
 TESTS: dict[str, tuple[str, ...]] = {
     "attribute": ("train", "seen_pair", "other_colours", "unseen_pair", "single"),
     "spatial": ("train", "unseen_order", "unseen_pair"),
@@ -48,23 +47,23 @@ T = TypeVar("T")
 
 
 class Thing(NamedTuple):
-    """One object in a caption; the colour is empty where it is drawn anew for each use."""
+    """One object in a caption; an empty colour is drawn for each use."""
 
     colour: str
     shape: str
 
     @property
     def phrase(self) -> str:
-        """Without article: `red star`."""
+        """`red star`."""
         return f"{self.colour} {self.shape}".lstrip()
 
 
 class Picture(NamedTuple):
-    """What a picture shows and its caption says.
+    """Content of a picture and its caption.
 
     Attributes:
         things: one or two, in the caption's order.
-        predicate: one of scenes.RELATIONS: the first thing is `predicate` the second; None: the caption does not say.
+        predicate: one of scenes.RELATIONS, from the first thing to the second; None: the caption names none.
     """
 
     things: tuple[Thing, ...]
@@ -72,7 +71,7 @@ class Picture(NamedTuple):
 
     @property
     def caption(self) -> str:
-        """In words; backgrounds, textures and sizes are never named."""
+        """Words for things and relation; backgrounds, textures and sizes are never named."""
         return f" {self.predicate or 'and'} ".join(with_article(thing.phrase) for thing in self.things)
 
     @property
@@ -88,7 +87,7 @@ class Picture(NamedTuple):
 
     @property
     def reversed(self) -> "Picture":
-        """The other form of the pair: objects exchanged where a relation is named, colours where none is."""
+        """The other form of the pair: objects exchanged if a relation is named, else colours exchanged."""
         first, second = self.things
         if self.predicate:
             return Picture((second, first), self.predicate)
@@ -96,20 +95,14 @@ class Picture(NamedTuple):
 
 
 class Question(NamedTuple):
-    """A picture with a true and a false caption, both as pictures."""
+    """A picture with a true and a false caption; the false one is given as the picture it describes."""
 
     true: Picture
     false: Picture
 
 
 class SeenPairs(NamedTuple):
-    """Which pairs of shapes are trained on.
-
-    Attributes:
-        once: in one form.
-        hard: in both forms.
-        unseen: not at all.
-    """
+    """Pairs of shapes trained on in one form (`once`), in both forms (`hard`), and not at all (`unseen`)."""
 
     once: tuple[tuple[str, str], ...]
     hard: tuple[tuple[str, str], ...]
@@ -117,7 +110,7 @@ class SeenPairs(NamedTuple):
 
 
 def stream(seed: int, *names: str | int) -> np.random.Generator:
-    """The random numbers of one purpose; other names give others."""
+    """Random numbers for one purpose, which the names identify."""
     keys = (name if isinstance(name, int) else zlib.crc32(name.encode()) for name in names)
     return np.random.default_rng([seed, *keys])
 
@@ -126,7 +119,7 @@ def stream(seed: int, *names: str | int) -> np.random.Generator:
 
 
 def choose(rng: np.random.Generator, items: Sequence[T]) -> T:
-    """One of the items, each as likely."""
+    """One of the items, all equally likely."""
     return items[int(rng.random() * len(items))]
 
 
@@ -142,16 +135,16 @@ def _two_colours(rng: np.random.Generator) -> tuple[str, str]:
 
 
 def draw_pairs(kind: str, seed: int, seen: int, hard: int) -> SeenPairs:
-    """Draw which pairs are trained on.
+    """Draw the pairs to train on.
 
     Args:
         kind: a key of TESTS.
-        seed: of the draw.
+        seed: random seed.
         seen: percent of the 45 pairs, rounded down: 20, 50, 80 are 9, 22, 36 pairs.
         hard: percent of the seen pairs, rounded down.
 
     Raises:
-        ValueError: no pair would be seen, seen in one form alone, or unseen.
+        ValueError: the shares leave a group of `SeenPairs` other than `hard` empty.
     """
     num_seen = seen * len(PAIRS) // 100
     num_hard = hard * num_seen // 100
@@ -175,15 +168,12 @@ class Split:
 
     Attributes:
         kind: a key of TESTS.
-        seed: of all that is drawn.
+        seed: random seed of everything drawn.
         seen: percent of the pairs that are trained on.
         hard: percent of these that are trained on in both forms.
-        pairs: which they are.
-        forms: of every seen pair the forms in which it is always shown: one picture for `attribute`; one for each axis
-            for `spatial`, without colours.
-
-    Raises:
-        ValueError: an unknown kind, a negative seed, or shares that leave a test without pairs.
+        pairs: the pairs, drawn.
+        forms: seen pair -> the forms it is always shown in: one picture for `attribute`; one per axis for `spatial`,
+            without colours.
     """
 
     kind: str
@@ -210,27 +200,22 @@ class Split:
 
     @property
     def tests(self) -> tuple[str, ...]:
-        """Names of the tests."""
+        """Names of the tests of this kind."""
         return TESTS[self.kind]
 
     @cached_property
     def training_forms(self) -> list[Picture]:
-        """All forms that are trained on, those of hard pairs reversed too."""
+        """All forms to train on; hard pairs also have the reversed form."""
         hard = [form.reversed for pair in self.pairs.hard for form in self.forms[pair]]
         return [form for forms in self.forms.values() for form in forms] + hard
 
     def training_pair(self, number: int) -> Picture:
-        """What training picture `number` of two objects shows: every form equally often, either object named first."""
+        """Training picture `number` of two objects: all forms equally often, either object named first."""
         forms = self.training_forms
         return self._worded(stream(self.seed, self.kind, "train", number), forms[number % len(forms)])
 
     def question(self, test: str, number: int) -> Question:
-        """Question `number` of a test.
-
-        Args:
-            test: one of `tests`.
-            number: from 0.
-        """
+        """Question `number`, counted from 0, of a test."""
         if test in self.tests[:2]:
             question, is_reverse = self._draw("train", number), test != "train"
         else:
@@ -261,12 +246,12 @@ class Split:
         return Question(picture, picture.reversed)
 
     def _worded(self, rng: np.random.Generator, form: Picture) -> Picture:
-        """A form as one picture has it: colours are drawn where it has none, and either thing is named first."""
+        """One picture of a form: missing colours are drawn, and either thing is named first."""
         picture = form if form.things[0].colour else _coloured(rng, form)
         return choose(rng, [picture, picture.turned])
 
     def to_json(self) -> dict[str, Any]:
-        """What was drawn, for the record."""
+        """The draw, for split.json."""
         shares = {"split": self.kind, "seed": self.seed, "seen_percent": self.seen, "hard_percent": self.hard}
         pairs = {name: [" ".join(pair) for pair in value] for name, value in self.pairs._asdict().items()}
         numbers = {name: len(value) for name, value in pairs.items()}
@@ -278,6 +263,6 @@ def _colourless(pair: tuple[str, str], predicate: str | None = None) -> Picture:
 
 
 def _coloured(rng: np.random.Generator, form: Picture) -> Picture:
-    """The same shapes in two colours, drawn anew."""
+    """The same shapes in two new colours."""
     shapes = [thing.shape for thing in form.things]
     return Picture(tuple(Thing(*both) for both in zip(_two_colours(rng), shapes, strict=True)), form.predicate)

@@ -1,6 +1,6 @@
-"""Results of `splits.py` over all cells -> heat maps of accuracy against the shares of seen and of hard pairs.
+"""Results of all cells -> heat maps of accuracy against the shares of seen and hard pairs (OC-CLIP, figures 2, 7).
 
-One row of maps per test, one column per model. Source: OC-CLIP, figures 2 and 7.
+One row of maps per test of unseen combinations, one column per model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,23 +11,20 @@ import numpy as np
 
 from dino_sparo.draw.plots import panels
 from dino_sparo.draw.sheet import INK, PANEL, PAPER
-from dino_sparo.oc_clip.split_design import TESTS
+from studies.oc_splits.design import TESTS
 
-# From "always wrong" over guessing to "always right".
+# Always wrong, guessing, always right.
 SHADES = ("#e8a33d", "#ffffff", "#46147a")
-DARK = 75  # percent from which letters on a cell are light
+DARK = 75  # percent from which the number on a cell is light
 TESTS_SHOWN = ("seen_pair", "unseen_order", "unseen_pair")
 
 
 def draw_heat_maps(results: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw accuracy in percent, mean over seeds, for each model and each test of unseen combinations.
+    """Draw accuracy in percent, mean over seeds, as a PNG.
 
     Args:
-        results: of `splits.model_result`, of one kind of split; cells may be missing.
-        path: the PNG to write.
-
-    Raises:
-        ImportError: matplotlib is not installed.
+        results: of one kind of split; cells may be missing.
+        path: the PNG.
     """
     tests = [test for test in TESTS[results[0]["split"]] if test in TESTS_SHOWN]
     models = list(dict.fromkeys(result["model"] for result in results))

@@ -1,14 +1,13 @@
-"""OC-CLIP's controlled experiment: models trained on some pairs of objects, asked about others.
+"""OC-CLIP's controlled experiment: train models on some pairs of objects, ask about seen and unseen pairs.
 
-    dino-sparo oc-splits                                                   # attributes, half of the pairs, seed 0
-    dino-sparo oc-splits --split spatial --seeds 0 1 2 --models clip-cls clip-swapped oc-clip oc-clip-no-rel
-    dino-sparo oc-splits --grid                                            # all shares, and their heat map
+    python -m studies oc-splits                                             # attributes, half of the pairs, seed 0
+    python -m studies oc-splits --split spatial --seeds 0 1 2 --models clip-cls clip-swapped oc-clip oc-clip-no-rel
+    python -m studies oc-splits --grid                                      # all shares, and their heat map
 
-Runs the commands a user would call. For every cell (a share of seen pairs, a share of hard ones) and every seed the
-split is written once (`split_data.py`); each model is trained on its pairs and asked all questions, with their own
-pictures and with shuffled ones. A model whose result is there is not trained again, and a training that was interrupted
-goes on. Ends with a table of every test and writes splits.json; `docs/oc_clip_splits.md` says how to read it.
-Source: OC-CLIP, section 4.1, appendix A.5, figures 2 and 7.
+Each cell (a share of seen pairs and a share of hard ones) and seed has one split on disk (`data.py`). Every model is
+trained on it by its own command, and `sugarcrepe` asks all questions, once with their own pictures and once with
+shuffled ones. A model with a result is skipped; an interrupted training resumes. Prints a table and writes
+splits.json; `docs/oc_clip_splits.md` explains them. Source: OC-CLIP, section 4.1, appendix A.5, figures 2 and 7.
 """
 
 import argparse
@@ -19,40 +18,147 @@ import time
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dino_sparo.draw.sheet import require_matplotlib
-from dino_sparo.image_text.scene_recipe import OPTIMISATION, SCENE_TOWERS
-from dino_sparo.oc_clip.split_data import SplitSizes, write_split
-from dino_sparo.oc_clip.split_design import TESTS, Split
-from dino_sparo.oc_clip.splits_figure import draw_heat_maps
-from dino_sparo.oc_clip.splits_options import HARD_SHARES, MODELS, SEEN_SHARES, TRUE_GRAPHS, Amount, chosen_amount
-from dino_sparo.runtime.cli import say
+from dino_sparo.image_text.scene_recipe import CLIP_READOUTS, OPTIMISATION, SCENE_TOWERS
+from dino_sparo.runtime.cli import Parser, say
 from dino_sparo.runtime.demos import RunCommand, option_words, spread, start_demo
 from dino_sparo.runtime.logs import setup_logging
 from dino_sparo.runtime.records import versions, write_json
 from dino_sparo.weights.checkpoint import load_checkpoint
+from studies.oc_splits.data import write_split
+from studies.oc_splits.design import TESTS, Split
+from studies.oc_splits.figure import draw_heat_maps
 
 logger = logging.getLogger(__name__)
 
+SEEN_SHARES, HARD_SHARES = (20, 50, 80), (0, 25, 50)
+TRUE_GRAPHS, PARSED_GRAPHS = "true", "templates"
 CHANCE = 50.0
-WARMUP_SHARE = 10  # one of so many steps
+WARMUP_SHARE = 10  # warmup takes one step in ten
 NAME_WIDTH, COLUMN_WIDTH = 24, 15
 
 
-def run_splits(args: argparse.Namespace, run: RunCommand) -> list[dict[str, Any]]:
-    """Write, train, ask, show the table.
+class Model(NamedTuple):
+    """One model of the experiment.
 
-    Args:
-        args: the options of `splits_options.py`.
-        run: (command, words) -> what the command returns.
+    Attributes:
+        command: that trains it.
+        options: beside those that all models share.
+        graphs: source of OC-CLIP's graphs, TRUE_GRAPHS or a parser; None for a model of captions.
+    """
 
-    Returns:
-        One result per cell, seed and model, as splits.json holds them.
+    command: str
+    options: dict[str, str]
+    graphs: str | None = None
+
+
+_OC_CLIP = {"preset": "oc-scenes"}
+MODELS: dict[str, Model] = {
+    "clip-cls": Model("train-clip", {"readout": "cls", **CLIP_READOUTS}),
+    "clip-swapped": Model("train-clip", {"readout": "cls", **CLIP_READOUTS, "negative_key": "negative_caption"}),
+    "clip-sparo": Model("train-clip", {"readout": "sparo", **CLIP_READOUTS}),
+    "oc-clip": Model("train-oc-clip", _OC_CLIP, TRUE_GRAPHS),
+    "oc-clip-no-rel": Model("train-oc-clip", {**_OC_CLIP, "rel_loss_weight": "0"}, TRUE_GRAPHS),
+    "oc-clip-no-competition": Model(
+        "train-oc-clip", {**_OC_CLIP, "competition": "keys", "num_default": "0"}, TRUE_GRAPHS
+    ),
+    "oc-clip-parsed": Model("train-oc-clip", _OC_CLIP, PARSED_GRAPHS),
+}
+
+
+class Amount(NamedTuple):
+    """Numbers of pictures, of questions per test, and of epochs; pictures per step."""
+
+    num_images: int
+    num_questions: int
+    epochs: int
+    batch_size: int
+
+
+FULL = Amount(num_images=12_800, num_questions=1000, epochs=8, batch_size=128)
+SHORT = Amount(num_images=960, num_questions=40, epochs=1, batch_size=64)
+
+
+def get_args_parser() -> Parser:
+    """The options of the experiment."""
+    parser = Parser("studies oc-splits")
+    group = parser.add_argument_group("split: what is trained on")
+    group.add_argument(
+        "--split",
+        choices=list(TESTS),
+        default="attribute",
+        help="What the false captions exchange: the colours of two objects, or the objects beside their relation.",
+    )
+    group.add_argument(
+        "--seen", type=int, choices=SEEN_SHARES, default=50, help="Percent of the pairs of shapes that are trained on."
+    )
+    group.add_argument(
+        "--hard",
+        type=int,
+        choices=HARD_SHARES,
+        default=0,
+        help="Percent of these pairs that are also trained on with colours, or objects, exchanged.",
+    )
+    group.add_argument(
+        "--grid", action="store_true", help="All shares instead of --seen and --hard, and their heat map."
+    )
+    group.add_argument("--num_images", type=int, default=None, help=_help("Training pictures.", "num_images"))
+    group.add_argument("--num_questions", type=int, default=None, help=_help("Questions per test.", "num_questions"))
+    group = parser.add_argument_group("models: what is compared")
+    group.add_argument(
+        "--models",
+        nargs="+",
+        choices=list(MODELS),
+        default=["clip-cls", "clip-sparo", "oc-clip"],
+        help="All share towers, pictures, steps and optimizer. Controls: CLIP with each pair's false caption in the "
+        "batch; OC-CLIP without the local loss, without competition and default tokens, and with parsed graphs "
+        "instead of the true ones.",
+    )
+    group.add_argument(
+        "--seeds", nargs="+", type=int, default=[0], help="One training run each; sets split, weights and order."
+    )
+    group.add_argument("--epochs", type=int, default=None, help=_help("Epochs of each training.", "epochs"))
+    group.add_argument("--short", action="store_true", help="Train for seconds, to see that all parts work.")
+    group = parser.add_argument_group("run")
+    group.add_argument("--output_dir", default=None, help="Folder of all files; by default in output/.")
+    group.add_argument("--device", default="cpu", help="auto, cpu or cuda.")
+    group.add_argument("--num_workers", type=int, default=1, help="Processes that load images.")
+    return parser
+
+
+def _help(text: str, name: str) -> str:
+    return f"{text} By default {getattr(FULL, name)}, with --short {getattr(SHORT, name)}."
+
+
+def chosen_amount(args: argparse.Namespace) -> Amount:
+    """The amount that the options choose.
 
     Raises:
-        ValueError: options that do not fit, or the folder holds results of others.
-        ImportError: --grid without matplotlib.
+        ValueError: a number is not positive, or a seed or model is given twice.
+    """
+    given = {name: getattr(args, name) for name in ("num_images", "num_questions", "epochs")}
+    for name, value in given.items():
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} {value}: give a positive number")
+    for name in ("seeds", "models"):
+        values = getattr(args, name)
+        if len(set(values)) < len(values):
+            raise ValueError(f"--{name} {' '.join(map(str, values))}: give each once")
+    amount = SHORT if args.short else FULL
+    return amount._replace(**{name: value for name, value in given.items() if value is not None})
+
+
+def run_splits(args: argparse.Namespace, run: RunCommand) -> list[dict[str, Any]]:
+    """Write the splits, train and ask the models, print the tables.
+
+    Args:
+        args: see `get_args_parser`.
+        run: (command, words) -> the command's result.
+
+    Returns:
+        One result per cell, seed and model, as in splits.json.
     """
     amount = chosen_amount(args)
     if args.grid:
@@ -64,8 +170,9 @@ def run_splits(args: argparse.Namespace, run: RunCommand) -> list[dict[str, Any]
     for (seen, hard), seed in product(cells, args.seeds):
         split = Split(args.split, seed, seen, hard)
         folder = Path(args.output_dir) / f"seen{seen}_hard{hard}_seed{seed}"
-        sizes = SplitSizes(amount.num_images, amount.num_questions, int(SCENE_TOWERS["img_size"]))
-        data = write_split(folder / "data", split, sizes)
+        data = write_split(
+            folder / "data", split, amount.num_images, amount.num_questions, int(SCENE_TOWERS["img_size"])
+        )
         results += [model_result(name, split, data, folder / name, amount, args, run) for name in args.models]
     path = Path(args.output_dir) / "splits.json"
     write_json({"experiment": f"oc-splits {args.split}", "results": results, "versions": versions()}, path)
@@ -80,13 +187,7 @@ def run_splits(args: argparse.Namespace, run: RunCommand) -> list[dict[str, Any]
 
 
 def recipe(name: str, seed: int, amount: Amount) -> dict[str, str]:
-    """Options of a model's training, without paths.
-
-    Args:
-        name: a key of MODELS.
-        seed: of weights and order.
-        amount: how much is trained.
-    """
+    """Training options of a model, without paths."""
     steps = amount.epochs * (amount.num_images // amount.batch_size)
     return {
         **SCENE_TOWERS,
@@ -95,7 +196,7 @@ def recipe(name: str, seed: int, amount: Amount) -> dict[str, str]:
         "epochs": str(amount.epochs),
         "warmup_steps": str(max(1, steps // WARMUP_SHARE)),
         "seed": str(seed),
-        "precision": "fp32",  # alike: what `auto` means differs between the commands
+        "precision": "fp32",  # the commands resolve `auto` differently
         **MODELS[name].options,
     }
 
@@ -103,21 +204,21 @@ def recipe(name: str, seed: int, amount: Amount) -> dict[str, str]:
 def model_result(
     name: str, split: Split, data: Path, folder: Path, amount: Amount, args: argparse.Namespace, run: RunCommand
 ) -> dict[str, Any]:
-    """Train a model and ask it, or take the result that is there.
+    """Result of one model: read from its folder, or trained and asked now.
 
     Args:
         name: a key of MODELS.
-        split: what it is trained on.
+        split: design of the training data.
         data: the split's folder.
-        folder: of the model.
-        amount: how much is trained and asked.
+        folder: checkpoint and results of the model.
+        amount: numbers of pictures, questions and epochs.
         args: the experiment's options.
-        run: (command, words) -> what the command returns.
+        run: (command, words) -> the command's result.
 
     Raises:
         ValueError: the folder holds a result of other options.
     """
-    asked: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "model": name,
         **{"split": split.kind, "seen": split.seen, "hard": split.hard, "seed": split.seed},
         **{"num_images": amount.num_images, "num_questions": amount.num_questions},
@@ -126,83 +227,68 @@ def model_result(
     path = folder / "result.json"
     if path.is_file():
         result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if {key: result.get(key) for key in asked} != asked:
+        if {key: result.get(key) for key in settings} != settings:
             raise ValueError(f"{path} is the result of other options; give the same ones, or another --output_dir")
-        logger.info("%s is there", path)
+        logger.info("%s exists, so the model is skipped", path)
         return result
     devices = {"device": args.device, "num_workers": args.num_workers}
     pairs, weights = data / "train" / "pairs.jsonl", folder / "checkpoint.pth"
     is_resumed = weights.is_file()
     begin = time.monotonic()
     paths = {"data_path": pairs, "output_dir": folder, **_graphs(name, pairs), **devices}
-    run(MODELS[name].command, option_words({**asked["options"], **paths}))
+    run(MODELS[name].command, option_words({**settings["options"], **paths}))
     seconds = time.monotonic() - begin
 
     def answers(part: str) -> dict[str, Any]:
         files = {"data_path": data / part, "images": data / "tests" / "images", "output": folder / f"{part}.json"}
         graphs = _graphs(name, data / "tests" / "graphs.jsonl")
-        splits = run("sugarcrepe", option_words({"pretrained_weights": weights, **files, **graphs, **devices}))[
-            "splits"
-        ]
-        return {test: {"accuracy": each["accuracy"], "num_ties": each["num_ties"]} for test, each in splits.items()}
+        words = option_words({"pretrained_weights": weights, **files, **graphs, **devices})
+        tests = run("sugarcrepe", words)["splits"].items()
+        return {test: {"accuracy": each["accuracy"], "num_ties": each["num_ties"]} for test, each in tests}
 
     result = {
-        **asked,
+        **settings,
         "tests": answers("tests"),
         "shuffled": answers("shuffled"),
         "num_parameters": count_parameters(weights),
-        # Of a training that was interrupted only the last part was measured.
-        "training_s": None if is_resumed else seconds,
+        "training_s": None if is_resumed else seconds,  # unknown: only the last part of the training was timed
     }
     write_json(result, path)
     return result
 
 
 def _graphs(name: str, file: Path) -> dict[str, object]:
-    """The option of OC-CLIP's commands for the graphs of captions."""
+    """OC-CLIP's option for the graphs of captions."""
     graphs = MODELS[name].graphs
     return {} if graphs is None else {"graphs": file if graphs == TRUE_GRAPHS else graphs}
 
 
 def count_parameters(weights: Path) -> int:
-    """Numbers in a checkpoint's `model`, the temperature included."""
+    """Number of parameters in a checkpoint's `model`, the temperature included."""
     return sum(tensor.numel() for tensor in load_checkpoint(weights)["model"].values())
 
 
-def columns_of(kind: str) -> list[str]:
-    """What the table shows: the two first tests, their mean, the others."""
-    first, second, *others = TESTS[kind]
-    return [first, second, "mean of both", *others]
-
-
 def accuracies(answers: Mapping[str, Mapping[str, float]], kind: str) -> list[float]:
-    """Accuracies of one model, in the order of `columns_of`.
-
-    Args:
-        answers: test -> accuracy in percent and ties.
-        kind: of the split.
-    """
+    """Accuracies of the first two tests, their mean, and those of the other tests, in percent."""
     first, second, *others = (answers[test]["accuracy"] for test in TESTS[kind])
     return [first, second, (first + second) / 2, *others]
 
 
 def table(results: Sequence[Mapping[str, Any]]) -> str:
-    """Results of one cell: each model's tests and, below, the same with shuffled pictures; then what needs no picture.
+    """Table of one cell: for each model its tests, and below them the same tests with shuffled pictures.
 
-    Mean over seeds and, with several, the standard deviation.
-
-    Args:
-        results: of `model_result`, in any order.
+    The last two rows need no picture. Values are means over seeds, with standard deviation where there are several.
     """
     kind = results[0]["split"]
-    columns = columns_of(kind)
-    lines = [f"{'':<{NAME_WIDTH}}" + "".join(f"{name:>{COLUMN_WIDTH}}" for name in (*columns, "parameters", "seconds"))]
+    first, second, *others = TESTS[kind]
+    columns = [first, second, "mean of both", *others]
+    lines = [_row("", [*columns, "parameters", "seconds"])]
     for name in dict.fromkeys(result["model"] for result in results):
-        own = [result for result in results if result["model"] == name]
-        times = [result["training_s"] for result in own]
-        costs = [f"{own[0]['num_parameters']:,}", "-" if None in times else f"{statistics.mean(times):.0f}"]
+        of_model = [result for result in results if result["model"] == name]
+        times = [result["training_s"] for result in of_model]
+        costs = [f"{of_model[0]['num_parameters']:,}", "-" if None in times else f"{statistics.mean(times):.0f}"]
         for label, part, more in ((name, "tests", costs), ("  shuffled pictures", "shuffled", [])):
-            values = zip(*(accuracies(result[part], kind) for result in own), strict=True)
+            values = zip(*(accuracies(result[part], kind) for result in of_model), strict=True)
             lines.append(_row(label, [spread(each, "") for each in values] + more))
     prior = [100.0, 0.0, *[CHANCE] * (len(columns) - 2)]
     lines.append(_row("captions alone, at best", [f"{value:.1f}" for value in prior]))

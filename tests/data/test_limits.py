@@ -15,7 +15,6 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from dino_sparo.clip.slots.subsets import read_slots
-from dino_sparo.clip.slots.sweep import read_result
 from dino_sparo.data.scenes import Scenes
 from dino_sparo.data.sources import CorruptImageError, ImageLimits, decode_image, expand_shards, open_source
 from dino_sparo.data.sources.limits import IMAGE_FORMATS, open_regular, parse_json
@@ -219,7 +218,6 @@ def test_deeply_nested_json_is_an_ordinary_error_in_every_file_that_a_user_gives
     for read in (
         lambda: read_slots(path),
         lambda: read_words(str(path)),
-        lambda: read_result(path),
         lambda: load_checkpoint(tmp_path / "a.safetensors"),
         lambda: load_features(tmp_path),
         lambda: open_classes(Scenes(3, 32), f"objectnet:{tmp_path}"),

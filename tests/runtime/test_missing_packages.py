@@ -50,7 +50,7 @@ def ends_in_one_line(package: str, *command: str) -> str:
             "dino_sparo[clip]",
         ),
         ("entmax", "dino_sparo train-clip --output_dir {} --readout fdt --data_path scenes:8:32", "dino_sparo[clip]"),
-        ("matplotlib", "dino_sparo sweep {}/zero_shot.json", "dino_sparo[plots]"),
+        ("matplotlib", "studies sweep {}/zero_shot.json", "dino_sparo[plots]"),
         ("matplotlib", "dino_sparo attention --pretrained_weights {}/w", "dino_sparo[plots]"),
         ("spacy", "dino_sparo parse --parser spacy --captions scenes --output {}/g", "python -m spacy download"),
         ("nltk", "dino_sparo order-captions --captions x.json --output {}/o.json", "nltk.downloader punkt_tab"),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dino_sparo.__main__ import run
+from studies import __main__ as studies
 
 REFERENCE = Path(__file__).resolve().parents[1] / "reference"
 
@@ -56,7 +57,8 @@ CLIP_RUN = {
 
 def command(name: str, *words: object) -> Any:
     """Run a command in this process. Nothing else in the tests of records knows how a command is called."""
-    return run(name, [str(word) for word in words])
+    own = [str(word) for word in words]
+    return studies.main([name, *own]) if name in studies.EXPERIMENTS else run(name, own)
 
 
 def words_of(options: Mapping[str, object]) -> list[str]:

@@ -3,8 +3,7 @@
 Each command imports its parser from here and parses before it imports torch.
 """
 
-from dino_sparo.clip.choices import MASK_SCALES, PER_SLOT, SWEEP_METRICS, Criteria, FitSettings
-from dino_sparo.image_text.choices import AUTO
+from dino_sparo.clip.choices import MASK_SCALES, PER_SLOT, Criteria, FitSettings
 from dino_sparo.image_text.evaluation.options import (
     add_class_options,
     add_computation_options,
@@ -76,21 +75,6 @@ def mask_parser() -> Parser:
     )
     add_download_option(group)
     add_computation_options(parser, "mask.json")
-    return parser
-
-
-def sweep_parser() -> Parser:
-    """The options of `sweep.py`, in data-flow order."""
-    parser = Parser()
-    group = parser.add_argument_group("trained models")
-    group.add_argument("inputs", nargs="*", default=[], help="Results of dino-sparo zero-shot (.json), or checkpoints.")
-    group.add_argument("--metric", choices=SWEEP_METRICS, default="top1", help="Which accuracy.")
-    group.add_argument("--data_path", default="", help="Images to evaluate checkpoints on, as of dino-sparo zero-shot.")
-    group.add_argument("--split", default=None, help="Likewise.")
-    add_download_option(group)
-    group.add_argument("--classnames", default=AUTO, help="Likewise.")
-    group.add_argument("--templates", default=AUTO, help="Likewise.")
-    add_computation_options(parser, "sweep.json", where="in the folder that holds all inputs")
     return parser
 
 

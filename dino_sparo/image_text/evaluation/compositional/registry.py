@@ -142,7 +142,7 @@ _BENCHMARKS = (
         ("split.json",),
         lambda folder: read_pairs(folder / "tests"),
         ("tests/images",),
-        "the command oc-splits",
+        "python -m studies oc-splits",
         is_own=lambda folder: (folder / "tests").is_dir(),
     ),
 )
