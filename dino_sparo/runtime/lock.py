@@ -92,11 +92,14 @@ class RunLock:
 
     Args:
         folder: the output folder; `acquire` creates it.
+        file: name of a file in the folder; only this file is locked, by `FILE.lock`.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, file: str = "") -> None:
         self.folder = Path(folder)
-        self.path = self.folder / NAME
+        self.path = self.folder / (f"{file}.lock" if file else NAME)
+        self.option = "--output" if file else "--output_dir"
+        self.target = f"{self.option} {self.folder / file}"
         self.me = Holder.this_process()
         self.is_held = False
         self.over = threading.Event()
@@ -115,7 +118,7 @@ class RunLock:
             while not self._create():
                 self._remove_if_gone()
         except OSError as error:
-            raise OutputDirError(f"--output_dir {self.folder} cannot be written ({error}); choose another") from error
+            raise OutputDirError(f"{self.target} cannot be written ({error}); choose another") from error
         self.is_held = True
         self.thread.start()
 
@@ -179,14 +182,14 @@ class RunLock:
                     is_gone = True
             if not is_gone:
                 raise OutputDirError(
-                    f"--output_dir {self.folder} is in use by another run ({holder}); give another --output_dir, or "
+                    f"{self.target} is in use by another run ({holder}); give another {self.option}, or "
                     f"end that run first ({f'scancel {holder.job}' if holder.job else f'kill {holder.pid}'})"
                 )
             self._remove(first)
 
     def _remove(self, abandoned: tuple[Holder, int]) -> None:
         """Remove a lock, unless another process has done so and taken the lock meanwhile."""
-        guard, end = self.path.with_name(f"{NAME}.takeover"), time.monotonic() + PATIENCE_S
+        guard, end = self.path.with_name(f"{self.path.name}.takeover"), time.monotonic() + PATIENCE_S
         while True:
             try:
                 guard.touch(exist_ok=False)
@@ -222,9 +225,8 @@ class RunLock:
 
     def _leave(self) -> None:
         logger.error(
-            "another run has taken over --output_dir %s (%s) while this one gave no sign of life; this one ends now, "
-            "without saving",
-            self.folder,
+            "another run has taken over %s (%s) while this one gave no sign of life; this one ends now, without saving",
+            self.target,
             self.path,
         )
         logging.shutdown()

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from dino_sparo.oc_clip.parsers.caption_rows import CAPTION_KEYS, Row, open_rows
 from dino_sparo.oc_clip.parsers.command import Report, Templates, parse_rows
 from dino_sparo.oc_clip.parsers.llm import Outcome
 from dino_sparo.oc_clip.parsers.templates import parse_caption
+from dino_sparo.runtime.lock import OutputDirError
 
 
 @pytest.fixture(autouse=True)
@@ -169,6 +171,49 @@ def test_a_run_that_was_ended_goes_on_to_the_same_file(tmp_path: Path) -> None:
     assert torn.read_bytes() == whole.read_bytes()
     assert again["counts"] == summary["counts"]
     assert again["this_run"]["parsed"] == 6
+
+
+def test_a_second_run_with_the_same_output_is_refused(tmp_path: Path) -> None:
+    """The bug: two runs interleaved, and the file was called complete with nearly twice the lines."""
+    captions = [Row(f"a dog on mat {number}") for number in range(5)]
+    output = tmp_path / "g.jsonl"
+
+    class Interrupting(Templates):
+        def parse_all(self, captions: Iterator[str]) -> Iterator[Outcome]:
+            with pytest.raises(OutputDirError, match=r"--output .*g\.jsonl is in use by another run"):
+                parse_rows(lambda: iter([Row("a cat")]), Templates(), output, Report(16, 16))
+            parse_rows(lambda: iter([Row("a cat")]), Templates(), tmp_path / "other.jsonl", Report(16, 16))
+            yield from super().parse_all(captions)
+
+    parse_rows(lambda: iter(captions), Interrupting(), output, Report(16, 16))
+    assert [line["caption"] for line in lines_of(output)] == [row.caption for row in captions]
+    assert not list(tmp_path.glob("*.lock"))
+
+
+def test_a_caption_in_several_lines_counts_once(tmp_path: Path) -> None:
+    rows = [Row("a dog on a mat", "1.png"), Row("a dog on a mat", "2.png"), Row("a cat", "3.png")]
+    output = tmp_path / "g.jsonl"
+    first = parse_rows(lambda: iter(rows), Templates(), output, Report(16, 16))
+    output.write_bytes(output.read_bytes() * 2)
+    for summary in (first, parse_rows(lambda: iter(rows), Templates(), output, Report(16, 16))):
+        assert summary["counts"]["captions"] == open_graphs(str(output)).record["captions"] == 2
+        assert summary["counts"]["without_relation"] == 1
+
+
+def test_a_full_disk_is_named_with_file_and_remedy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The bug: the message named neither."""
+    (tmp_path / "c.txt").write_text("".join(f"a dog on mat {number}\n" for number in range(200)))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        with pytest.raises(SystemExit, match="1"):
+            parse(tmp_path / "c.txt", tmp_path / "g.jsonl")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "free some space and run the same command to resume" in caplog.messages[-1]
+    assert str(tmp_path / "g.jsonl") in caplog.messages[-1]
+    assert parse(tmp_path / "c.txt", tmp_path / "g.jsonl")["complete"]
+    assert len(lines_of(tmp_path / "g.jsonl")) == 200
 
 
 def test_graphs_of_two_parsers_are_not_mixed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -328,10 +328,15 @@ class JsonLines:
         self.file.truncate(_end_of_last_line(path))
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append a record."""
+        """Append a record; OSError with path and remedy if the disk is full."""
         line = json.dumps(record).encode() + b"\n"
-        while line:
-            line = line[self.file.write(line) :]
+        try:
+            while line:
+                line = line[self.file.write(line) :]
+        except OSError as error:
+            raise OSError(
+                error.errno, f"{error.strerror}; free some space and run the same command to resume", str(self.path)
+            ) from error
 
     def __enter__(self) -> "JsonLines":
         return self

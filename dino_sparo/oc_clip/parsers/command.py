@@ -5,9 +5,9 @@
         --server http://localhost:8000/v1 --model llama-3-70b-instruct
     dino-sparo parse --caption "a red star left of a blue ring"        # shows one graph, writes nothing
 
-Every caption is parsed once; where rows have images, every row is written, and the output is a table of pairs. The same
-command goes on where it was ended. Beside the output lie OUTPUT.summary.json, with all counts, and OUTPUT.errors.jsonl,
-with the captions that have no graph. `oc_clip/graphs/files.py` reads the output.
+Every caption is parsed once. Where rows have images, every row is written, and the output is a table of pairs. The same
+command resumes a run that was ended. OUTPUT.summary.json holds all counts, OUTPUT.errors.jsonl the captions without a
+graph. One run at a time writes an output, by OUTPUT.lock. `oc_clip/graphs/files.py` reads the output.
 """
 
 import argparse
@@ -33,6 +33,7 @@ from dino_sparo.oc_clip.parsers.llm import LanguageModelParser, LocalModel, Outc
 from dino_sparo.oc_clip.parsers.spacy_rules import SpacyParser
 from dino_sparo.oc_clip.parsers.templates import parse_caption
 from dino_sparo.runtime.cli import say
+from dino_sparo.runtime.lock import RunLock
 from dino_sparo.runtime.logs import printable, progress, setup_logging
 from dino_sparo.runtime.records import file_sha256, versions, write_json
 
@@ -43,11 +44,7 @@ NUM_EXAMPLES = 3
 
 @runtime_checkable
 class BulkParser(Protocol):
-    """What turns captions into graphs.
-
-    Attributes:
-        record: what identifies its graphs.
-    """
+    """Captions -> graphs. `record` describes the parser in the summary."""
 
     record: dict[str, Any]
 
@@ -67,11 +64,11 @@ class Templates:
 
 
 class Spacy:
-    """`spacy_rules.SpacyParser` likewise."""
+    """`spacy_rules.SpacyParser` for many captions."""
 
     def __init__(self) -> None:
         self.parser = SpacyParser()
-        self.parser("a dog")  # loads the model: if it cannot be loaded, nothing has been written yet
+        self.parser("a dog")  # loads the model before anything is written
         self.record = self.parser.record
 
     def parse_all(self, captions: Iterator[str]) -> Iterator[Outcome]:
@@ -81,14 +78,15 @@ class Spacy:
 
 @dataclass
 class Report:
-    """What the lines of an output hold.
+    """Statistics of the lines of an output; a caption that stands in several lines counts once.
 
     Attributes:
-        max_nodes: caps of `normalize`; the file keeps all entities.
-        max_relations: likewise.
-        counts: what normalising changes.
+        max_nodes: cap of `normalize`; the file keeps all entities.
+        max_relations: cap of `normalize`; the file keeps all relations.
+        counts: changes by `normalize`.
         without_relation: captions whose graph has no relation.
         examples: the first captions and their graphs, in words.
+        seen: hashes of the captions.
     """
 
     max_nodes: int
@@ -96,9 +94,14 @@ class Report:
     counts: LookupCounts = field(default_factory=LookupCounts)
     without_relation: int = 0
     examples: dict[str, str] = field(default_factory=dict)
+    seen: set[int] = field(default_factory=set, repr=False)
 
     def add(self, caption: str, graph: SceneGraph) -> None:
-        """Count a line."""
+        """Count the caption of a line, unless it was counted before."""
+        number = hash_of(caption_bytes(caption))
+        if number in self.seen:
+            return
+        self.seen.add(number)
         normalised, changes = normalize(graph, caption, self.max_nodes, self.max_relations)
         self.counts = self.counts.plus(changes)
         self.without_relation += not normalised.relations
@@ -107,12 +110,7 @@ class Report:
 
 
 def parse(args: argparse.Namespace) -> dict[str, Any]:
-    """Parse what the options say; returns the summary, or with `--caption` the graph.
-
-    Raises:
-        ValueError: the captions cannot be read, options do not fit, or the output has graphs of another parser.
-        MendableError: the server of the language model refuses to work.
-    """
+    """Run the command; returns the summary, or with `--caption` the graph."""
     setup_logging()
     if args.caption is not None:
         return show_graph(args)
@@ -139,14 +137,7 @@ def parse(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def show_graph(args: argparse.Namespace) -> dict[str, Any]:
-    """Print the graph of the one caption that the options hold.
-
-    Returns:
-        The graph, as a line of a file has it.
-
-    Raises:
-        ValueError: the caption has no words, the parser reads no captions, or its answer is no graph.
-    """
+    """Print the graph of `--caption`; returns the line that a file would have."""
     if args.parser in DRAW:
         raise ValueError(f"--parser {args.parser} draws captions and reads none; give --captions, or another --parser")
     with tempfile.TemporaryDirectory() as folder:
@@ -166,63 +157,75 @@ def graph_in_words(graph: SceneGraph) -> str:
 
 
 def parse_rows(rows: Rows, parser: BulkParser, output: Path, report: Report) -> dict[str, Any]:
-    """Add the graphs of all rows that the output has not yet; returns the summary that is written beside it.
+    """Add the graphs of all rows that the output lacks; returns the summary that is written beside the output.
 
     Args:
-        rows: goes through them all.
+        rows: iterates over all rows.
         parser: for their captions.
         output: file of graphs.
         report: counts the lines of the output.
 
     Raises:
-        ValueError: the output has graphs of another parser, or is no output of this command; no row has a caption.
+        OutputDirError: another run writes the output.
+        ValueError: the output has graphs of another parser, or was not written by this command; no row has a caption.
     """
     summary_path, errors_path = (
         output.with_name(output.name + ending) for ending in (".summary.json", ".errors.jsonl")
     )
-    _check_output(output, summary_path, parser)
-    hashes, has_caption = _read_rows(rows)
-    if not has_caption.any():
-        raise ValueError(f"none of the {len(hashes):,} rows has a caption; give other --captions or --caption_key")
-    run = Counter[str](parsed=0, dropped_relations=0, unreadable=0, undone=0, rows=len(hashes))
-    errors_path.unlink(missing_ok=True)
-    with JsonLines(output) as file:
-        written = array("Q")
-        for number, _, line in read_lines(output):
-            record = parse_object(line, f"{output}:{number}")
-            report.add(record["caption"], SceneGraph.from_json(record))
-            written.append(_hash(Row(record["caption"], record.get("image"))))
-        if written:
-            logger.info("%s: goes on after %d lines", output, len(written))
-        is_new = _new_rows(hashes, has_caption, np.array(written, dtype=np.uint64), run)
-        if run["lines_of_other_rows"]:
-            logger.warning(
-                "%d lines of %s are of captions, or of images, that the input does not have; they stay in it. For a "
-                "file of this input alone give another --output",
-                run["lines_of_other_rows"],
-                output,
-            )
-        write_json({**_state(parser, report, run), "complete": False}, summary_path)
-        # The flags end first: a table warns of what is odd in it after its last row, and it did so above.
-        todo, asked = tee(row for new, row in zip(is_new, rows(), strict=False) if new)
-        outcomes = parser.parse_all(row.caption for row in asked)
-        parsed = _parsed(zip(todo, outcomes, strict=True), run, errors_path)
-        for row, graph in progress(parsed, int(is_new.sum()), "parsing"):
-            file.write(graph_record(row.caption, graph, row.image))
-            report.add(row.caption, graph)
-    is_complete = not run["undone"] + run["unreadable"]
-    summary = {**_state(parser, report, run), "complete": is_complete, "sha256": file_sha256(output)}
-    write_json(summary, summary_path)
-    if not is_complete:
+    with RunLock(output.parent, output.name) as lock:
+        lock.acquire()
+        _check_output(output, summary_path, parser)
+        hashes, has_caption = _read_rows(rows)
+        if not has_caption.any():
+            raise ValueError(f"none of the {len(hashes):,} rows has a caption; give other --captions or --caption_key")
+        run = Counter[str](parsed=0, dropped_relations=0, unreadable=0, undone=0, rows=len(hashes))
+        errors_path.unlink(missing_ok=True)
+        with JsonLines(output) as file:
+            is_new = _new_rows(hashes, has_caption, _written_rows(output, report), run)
+            write_json({**_state(parser, report, run), "complete": False}, summary_path)
+            # The flags end first, so that the rows are not read to their end: a table warns there, for the second time.
+            new, captioned = tee(row for flag, row in zip(is_new, rows(), strict=False) if flag)
+            outcomes = parser.parse_all(row.caption for row in captioned)
+            parsed = _parsed(zip(new, outcomes, strict=True), run, errors_path)
+            for row, graph in progress(parsed, int(is_new.sum()), "parsing"):
+                file.write(graph_record(row.caption, graph, row.image))
+                report.add(row.caption, graph)
+        is_complete = not run["undone"] + run["unreadable"]
+        summary = {**_state(parser, report, run), "complete": is_complete, "sha256": file_sha256(output)}
+        write_json(summary, summary_path)
+    _warn(run, output, errors_path)
+    return summary
+
+
+def _written_rows(output: Path, report: Report) -> UInt64[np.ndarray, " lines"]:
+    """The hashes of the rows in an output; its lines are counted in the report."""
+    written = array("Q")
+    for number, _, line in read_lines(output):
+        record = parse_object(line, f"{output}:{number}")
+        report.add(record["caption"], SceneGraph.from_json(record))
+        written.append(_hash(Row(record["caption"], record.get("image"))))
+    if written:
+        logger.info("%s: resumed after %d lines", output, len(written))
+    return np.array(written, dtype=np.uint64)
+
+
+def _warn(run: Counter[str], output: Path, errors_path: Path) -> None:
+    if run["lines_of_other_rows"]:
         logger.warning(
-            "%d captions have no graph: %d answers could not be read, %d requests were not answered; %s lists them; "
-            "the same command asks again",
+            "%d lines of %s belong to captions or images that the input does not have; they stay in the output. For a "
+            "file of this input alone give another --output",
+            run["lines_of_other_rows"],
+            output,
+        )
+    if run["undone"] + run["unreadable"]:
+        logger.warning(
+            "%d captions have no graph: %d answers are unreadable, %d requests were not answered; %s lists them. Run "
+            "the same command to ask again",
             run["undone"] + run["unreadable"],
             run["unreadable"],
             run["undone"],
             errors_path,
         )
-    return summary
 
 
 def _open_parser(args: argparse.Namespace, output: Path) -> BulkParser:
@@ -239,7 +242,7 @@ def _open_parser(args: argparse.Namespace, output: Path) -> BulkParser:
 
 
 def _check_output(output: Path, summary_path: Path, parser: BulkParser) -> None:
-    """Nothing is added to another program's file, nor to the graphs of another parser."""
+    """Refuse an output of another program or of another parser."""
     if not output.is_file() or not output.stat().st_size:
         return
     if not summary_path.is_file():
@@ -255,7 +258,7 @@ def _check_output(output: Path, summary_path: Path, parser: BulkParser) -> None:
 def _parsed(
     outcomes: Iterator[tuple[Row, Outcome]], run: Counter[str], errors_path: Path
 ) -> Iterator[tuple[Row, SceneGraph]]:
-    """The rows that have a graph; the others go to the file of errors. Both are counted."""
+    """The rows with a graph; rows without one go to the file of errors. Both are counted."""
     for row, outcome in outcomes:
         run["dropped_relations"] += outcome.dropped
         if outcome.graph is not None:
@@ -268,7 +271,7 @@ def _parsed(
 
 
 def _state(parser: BulkParser, report: Report, run: Counter[str]) -> dict[str, Any]:
-    # Captions are missing where graphs are looked up, not here.
+    # Captions can be missing in a lookup only.
     whole_file = {name: number for name, number in report.counts.to_json().items() if name != "missing"}
     whole_file["without_relation"] = report.without_relation
     return {"parser": parser.record, "counts": whole_file, "this_run": dict(run), "versions": versions()}
@@ -279,7 +282,7 @@ def _words_of(summary: dict[str, Any]) -> str:
     without_relation = whole_file.pop("without_relation")
     lines = [str(LookupCounts(**whole_file)), f"{without_relation:,} captions have no relation"]
     if run["dropped_relations"]:
-        lines.append(f"{run['dropped_relations']:,} relations dropped in this run that are none")
+        lines.append(f'{run["dropped_relations"]:,} unary relations or "and" dropped in this run')
     reasons = {"without_caption": "without a caption", "repeated": "the same as an earlier row"}
     if left_out := [f"{run[name]:,} {reason}" for name, reason in reasons.items() if run[name]]:
         lines.append(f"left out of {run['rows']:,} rows: {' and '.join(left_out)}")
@@ -301,7 +304,7 @@ def _new_rows(
     written: UInt64[np.ndarray, " lines"],
     run: Counter[str],
 ) -> Bool[np.ndarray, " rows"]:
-    """True for the first of equal rows with a caption, unless the output has it; counts the others."""
+    """True for the first of equal rows with a caption, unless the output has the row; counts all other rows."""
     first = np.zeros(len(hashes), dtype=bool)
     first[np.unique(hashes, return_index=True)[1]] = True
     run["without_caption"] = int((~has_caption).sum())
