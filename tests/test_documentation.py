@@ -14,6 +14,7 @@ import pytest
 from benchmarks.gpu.__main__ import get_args_parser as gpu_parser
 from dino_sparo.__main__ import COMMANDS
 from dino_sparo.submit import get_submission_parser
+from studies.__main__ import EXPERIMENTS
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "dino_sparo"
@@ -30,7 +31,8 @@ SCRIPTS = {
 # A command as it is typed; group 1 is its name, group 2 its options.
 COMMAND = re.compile(
     r"(?:torchrun [^#]*?|srun [^#]*?python |python )?"
-    rf"(?:dino-sparo|-m dino_sparo|(?={'|'.join(map(re.escape, SCRIPTS))}))\s*([\w.-]+)(.*)",
+    r"(?:dino-sparo|-m dino_sparo|-m studies(?= (?:oc-splits|sweep))"
+    rf"|(?={'|'.join(map(re.escape, SCRIPTS))}))\s*([\w.-]+)(.*)",
     re.DOTALL,
 )
 # Options of programs that are not ours: torchrun, Slurm, zip, git, pip, CLIP benchmark.
@@ -79,6 +81,8 @@ def parser_of(name: str, words: list[str]) -> argparse.ArgumentParser | None:
     if name == "submit":
         module = words[words.index("--module") + 1] if "--module" in words else "main_dino"
         return get_submission_parser(module)
+    if name in EXPERIMENTS:
+        return EXPERIMENTS[name][0]()
     assert name in COMMANDS, f"there is no command {name!r}"
     command = COMMANDS[name]
     return command.parser() if command.parser is not None else None
@@ -117,7 +121,8 @@ def test_commands_are_found_in_blocks_spans_and_behind_launchers() -> None:
 
 @cache
 def known_options() -> set[str]:
-    parsers = [command.parser() for command in COMMANDS.values() if command.parser is not None]
+    parsers: list[argparse.ArgumentParser] = [parser() for parser, _ in EXPERIMENTS.values()]
+    parsers += [command.parser() for command in COMMANDS.values() if command.parser is not None]
     parsers += [
         get_submission_parser(module) for module in ("main_dino", "dino_sparo.clip.train", "dino_sparo.oc_clip.train")
     ]

@@ -1,8 +1,8 @@
-"""Images -> tokens: the vision transformer of DINO, out of timm's blocks.
+"""Images -> tokens: the vision transformer of DINO, built of timm's blocks.
 
-`tokens = backbone(images)` turns images (B, C, H, W) of any size into tokens (B, N, D), class token first, patches
-after it row by row. Parameters carry the names of facebookresearch/dino's `vision_transformer.py`, so its weights load
-as they are.
+`tokens = backbone(images)` turns images (B, C, H, W) of any size into tokens (B, N, D): the class token, then the
+patches row by row. Weights have the names of facebookresearch/dino's `vision_transformer.py`, so its files load
+unchanged.
 """
 
 import math
@@ -37,7 +37,7 @@ class PatchEmbed(nn.Module):
         self.proj = nn.Conv2d(in_chans, embed_dim, kernel_size=patch_size, stride=patch_size, bias=bias)
 
     def forward(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B N D"]:
-        """Project patches; pixels beyond the last whole patch are left out, as the reference does."""
+        """Project patches; like the reference, leave out pixels beyond the last whole patch."""
         return self.proj(images).flatten(2).transpose(1, 2)
 
 
@@ -48,14 +48,14 @@ class Backbone(nn.Module):
         x_i = x'_i + MLP(LN(x'_i)),  x'_i = x_{i-1} + MHSA(LN(x_{i-1}))
         tokens = LN(x_depth)
 
-    LayerNorm eps 1e-6, qkv with bias, MLP ratio 4, GELU, truncated normal (std 0.02) for linear layers, class token and
-    position embedding, stochastic depth growing linearly from 0 to `drop_path_rate` over the blocks of the whole
+    LayerNorm eps 1e-6, qkv with bias, MLP ratio 4, GELU. Linear layers, class token and position embedding start from a
+    truncated normal (std 0.02). Stochastic depth grows linearly from 0 to `drop_path_rate` over the blocks of the whole
     architecture. Source: DINO, `vision_transformer.py`; ViT, section 3.1.
 
-    With `pre_norm` the vision transformer of CLIP: x_0 = LN(that sum), the patch projection has no bias, and the eps is
-    1e-5. Names of the weights are timm's then. Initialisation is OpenCLIP's: class token and positions normal with std
-    D^-1/2, query, key and value together Xavier-uniform, no bias in attention drawn, the rest as torch draws it.
-    Source: CLIP, section 2.4; OpenCLIP, `transformer.py`.
+    `pre_norm` gives CLIP's vision transformer: x_0 = LN(that sum), no bias in the patch projection, eps 1e-5, timm's
+    names of weights. It is initialized as in OpenCLIP: class token and positions normal with std D^-1/2, query, key and
+    value together Xavier-uniform, biases of attention zero, all else as in torch. Source: CLIP, section 2.4; OpenCLIP,
+    `transformer.py`.
 
     Args:
         size: width, depth and heads.
@@ -63,13 +63,10 @@ class Backbone(nn.Module):
         img_size: side in pixels of the square image whose grid the position embedding stores.
         in_chans: number of image channels.
         drop_path_rate: stochastic depth rate of the last block of the architecture.
-        depth: number of blocks to build, if fewer than `size.depth` (SPARO takes the place of the last one).
-        pre_norm: normalise the tokens before the first block, as CLIP does.
-        quick_gelu: x sigmoid(1.702 x) instead of GELU, as OpenAI's CLIP was trained.
-        final_norm: end with a LayerNorm; False where the read-out takes tokens without (`readout_table.ReadoutKind`).
-
-    Raises:
-        ValueError: a size is out of range.
+        depth: number of blocks; None: `size.depth`. A read-out may replace the last block.
+        pre_norm: normalise the tokens before the first block.
+        quick_gelu: x sigmoid(1.702 x), OpenAI's activation, instead of GELU.
+        final_norm: end with a LayerNorm; False for a read-out that takes raw tokens.
     """
 
     num_prefix_tokens = 1
@@ -123,7 +120,7 @@ class Backbone(nn.Module):
             self.blocks.apply(_init_linear)
 
     def _init_as_open_clip(self) -> None:
-        """What torch does not draw as `nn.MultiheadAttention` and OpenCLIP's vision transformer do."""
+        """Initialize as OpenCLIP's vision transformer."""
         nn.init.normal_(self.pos_embed, std=self.embed_dim**-0.5)
         nn.init.normal_(self.cls_token, std=self.embed_dim**-0.5)
         block: Any
@@ -133,22 +130,11 @@ class Backbone(nn.Module):
             nn.init.zeros_(block.attn.proj.bias)
 
     def forward(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B N D"]:
-        """Images -> tokens after the final LayerNorm.
-
-        Args:
-            images: (B, C, H, W), normalised; H and W at least one patch.
-
-        Returns:
-            (B, N, D), class token first, then the patches row by row.
-        """
+        """Normalised images (B, C, H, W), at least one patch large -> tokens (B, N, D) after the final LayerNorm."""
         return self.norm(self._run_blocks(self.embed(images), self.depth))
 
     def embed(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B N D"]:
-        """Images -> tokens before the first block: patches and class token with their positions added, `pre_norm`ed.
-
-        Raises:
-            ValueError: the images are smaller than a patch or have another number of channels.
-        """
+        """Images -> tokens before the first block: patches and class token plus positions, normalised if `pre_norm`."""
         channels, height, width = images.shape[1:]
         if channels != self.in_chans:
             raise ValueError(f"images have {channels} channels; the backbone was built with in_chans={self.in_chans}")
@@ -159,15 +145,15 @@ class Backbone(nn.Module):
         return self.norm_pre(torch.cat((cls_tokens, patches), dim=1) + self.position_embedding(height, width))
 
     def position_embedding(self, height: int, width: int) -> Float[Tensor, "1 N D"]:
-        """The position embedding for images of `height` x `width` pixels.
+        """Position embedding of images of `height` x `width` pixels.
 
-        For a square image that fills the stored grid the grid as it is, else the grid resampled bicubically, without
-        antialiasing, by the scale (wanted patches + 0.1) / stored patches per axis. (An oblong image that happens to
-        have the stored number of patches is resampled too, by 0.1 of a patch: so does the reference.)
+        A square image with the stored grid takes the stored embedding. For others the grid is resampled bicubically,
+        without antialiasing, by the scale (wanted patches + 0.1) / stored patches per axis. (Like the reference, this
+        resamples an oblong image that has the stored number of patches.)
 
             pos[r, c] = sum_ij R[r, i] C[c, j] grid[i, j]
 
-        with one fixed matrix per axis: the backward pass is a matrix product too, and deterministic on every device.
+        with one fixed matrix per axis, so that the backward pass is a matrix product and deterministic on every device.
         """
         grid_size = math.isqrt(self.pos_embed.shape[1] - 1)
         rows, columns = height // self.patch_size, width // self.patch_size
@@ -181,7 +167,7 @@ class Backbone(nn.Module):
         return torch.cat((self.pos_embed[:, :1], resampled), dim=1)
 
     def _resampling_matrix(self, length: int) -> Float[Tensor, "length grid_size"]:
-        """What each of `length` positions along an axis takes from the stored ones."""
+        """Weights of the stored positions in each of `length` positions along an axis."""
         device, grid_size = self.pos_embed.device, math.isqrt(self.pos_embed.shape[1] - 1)
         matrix = self._resampling.get((length, device))
         if matrix is None or matrix.shape[1] != grid_size:
@@ -195,25 +181,15 @@ class Backbone(nn.Module):
         return matrix
 
     def class_tokens(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B D"]:
-        """`forward(images)[:, 0]` with less work: no other token leaves the last block.
+        """`forward(images)[:, 0]`, (B, D), with less work: the last block computes no other token.
 
-        Stochastic depth draws the same numbers as in `forward`.
-
-        Args:
-            images: (B, C, H, W), as in `forward`.
-
-        Returns:
-            (B, D), class tokens after the final LayerNorm.
+        Stochastic depth draws the same random numbers as in `forward`.
         """
         tokens = self._run_blocks(self.embed(images), self.depth - 1)
         return self.norm(self._call(_class_token_after, self.blocks[-1], tokens))[:, 0]
 
     def intermediate_tokens(self, images: Float[Tensor, "B C H W"], n: int) -> list[Float[Tensor, "B N D"]]:
-        """The tokens after each of the last `n` blocks, in order, each through the final LayerNorm.
-
-        Raises:
-            ValueError: `n` is not between 1 and the number of blocks.
-        """
+        """Tokens (B, N, D) after each of the last `n` blocks, in order, each after the final LayerNorm."""
         if not 1 <= n <= self.depth:
             raise ValueError(f"n={n} intermediate layers asked of a backbone with {self.depth} blocks")
         tokens = self._run_blocks(self.embed(images), self.depth - n)
@@ -226,13 +202,13 @@ class Backbone(nn.Module):
     def last_self_attention(
         self, images: Float[Tensor, "B C H W"], num_queries: int | None = None
     ) -> Float[Tensor, "B heads queries N"]:
-        """The last block's self-attention, softmax(Q K^T / sqrt(D / heads)), summing to one over the last axis.
+        """Self-attention of the last block, softmax(Q K^T / sqrt(D / heads)); sums to one over the last axis.
 
-        Computed beside the block from its own projection, so that the block keeps its fused attention.
+        It is computed beside the block, which keeps its fused attention.
 
         Args:
             images: (B, C, H, W), normalised.
-            num_queries: only of the first tokens; 1: of the class token. None: of all N.
+            num_queries: number of leading tokens whose attention is returned (1: the class token); None: all N.
         """
         block: Any = self.blocks[-1]
         tokens = block.norm1(self._run_blocks(self.embed(images), self.depth - 1))
@@ -242,16 +218,16 @@ class Backbone(nn.Module):
         return (queries @ keys.transpose(-2, -1) * queries.shape[-1] ** -0.5).softmax(dim=-1)
 
     def use_fused_attention(self, fused: bool) -> None:
-        """Choose between torch's fused attention and plain matrix products; the results agree up to rounding.
+        """Choose between torch's fused attention (the default) and plain matrix products; they agree up to rounding.
 
-        Fused is the default, and the right choice on GPUs and in fp32. On a CPU in bf16 plain products are faster.
+        Fused is faster on GPUs and in fp32; plain products are faster on a CPU in bf16.
         """
         block: Any
         for block in self.blocks:
             block.attn.fused_attn = fused
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Keep the blocks' inputs alone for the backward pass and compute the rest again, with equal random numbers."""
+        """Keep only the blocks' inputs for the backward pass and recompute the rest with equal random numbers."""
         self.grad_checkpointing = enable
 
     def _run_blocks(self, tokens: Tensor, count: int) -> Tensor:
@@ -266,7 +242,7 @@ class Backbone(nn.Module):
 
 
 def _class_token_after(block: Any, tokens: Float[Tensor, "B N D"]) -> Float[Tensor, "B 1 D"]:
-    """The class token that leaves `block`; the other tokens are needed as keys and values only."""
+    """Class token after `block`; other tokens serve as keys and values only."""
     attn, width = block.attn, tokens.shape[-1]
     class_token, normed = tokens[:, :1], block.norm1(tokens)
     (query_weight, weight), (query_bias, bias) = (
@@ -285,7 +261,7 @@ def _class_token_after(block: Any, tokens: Float[Tensor, "B N D"]) -> Float[Tens
 
 
 def _bicubic_matrix(length: int, wanted: int) -> Float[Tensor, "wanted length"]:
-    """How torch resamples `length` numbers to `wanted`: what it makes of each unit vector, in double."""
+    """Matrix by which torch resamples `length` numbers to `wanted`, in double: its result for each unit vector."""
     units = torch.eye(length, dtype=torch.float64)[None, :, :, None]  # a batch of one, a channel for each
     scale = (wanted + GRID_OFFSET) / length
     return F.interpolate(units, scale_factor=(scale, 1.0), mode="bicubic")[0, :, :, 0].t()
@@ -300,11 +276,8 @@ def create_backbone(
         arch: a key of `ARCHITECTURES`.
         patch_size: P, pixels.
         img_size: side in pixels of the images whose grid the position embedding stores.
-        remove_blocks: number of blocks to leave out at the end; SPARO replaces one.
-        settings: the other arguments of `Backbone`: in_chans, drop_path_rate, pre_norm, quick_gelu, final_norm.
-
-    Raises:
-        ValueError: the name is unknown, or a size is out of range.
+        remove_blocks: number of blocks to leave out at the end.
+        settings: other arguments of `Backbone`.
     """
     if arch not in ARCHITECTURES:
         raise ValueError(f"unknown arch {arch!r}; choose one of {sorted(ARCHITECTURES)}")
@@ -328,7 +301,7 @@ def _check_sizes(patch_size: int, img_size: int, in_chans: int, drop_path_rate: 
 
 
 def layer_norm_eps(pre_norm: bool) -> float:
-    """Of every LayerNorm: DINO's, or CLIP's with `pre_norm`."""
+    """Eps of every LayerNorm: DINO's, or CLIP's with `pre_norm`."""
     return PRE_NORM_EPS if pre_norm else LAYER_NORM_EPS
 
 

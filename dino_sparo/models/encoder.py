@@ -1,8 +1,4 @@
-"""Images -> encodings: a backbone and a read-out, for images of one size or of several.
-
-Training feeds the encoding to the head; evaluation measures it. The encoding is the concatenation of the read-out's
-slots, (B, L*V).
-"""
+"""Images -> encodings (B, L*V): a backbone, a read-out, and the concatenation of its slots."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -22,21 +18,21 @@ from dino_sparo.runtime.choices import KEY_DIM, NUM_SLOTS, SLOT_DIM
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """How an encoder is built. Every checkpoint holds it, so that no command needs these options again.
+    """How an encoder is built. Every checkpoint holds it, so no other command needs these options.
 
     Attributes:
-        arch: a key of `backbone.ARCHITECTURES`.
+        arch: a key of `ARCHITECTURES`.
         patch_size: P, pixels.
-        readout: a key of `readout_table.READOUTS`.
-        num_slots: L, of a slotted read-out.
-        slot_dim: V, likewise.
-        key_dim: A, likewise.
+        readout: a key of `READOUTS`.
+        num_slots: L, for read-outs with slots.
+        slot_dim: V, for read-outs with slots.
+        key_dim: A, for read-outs with slots.
         group_size: G, for `sparo`.
         img_size: side in pixels of the images whose grid the position embedding stores.
         in_chans: number of image channels.
-        pre_norm: CLIP's vision transformer instead of DINO's; see `backbone.Backbone`.
-        replace_block: the read-out takes the place of the last block; None: as the read-out declares.
-        quick_gelu: OpenAI's activation; see `backbone.Backbone`.
+        pre_norm: CLIP's vision transformer instead of DINO's; see `Backbone`.
+        replace_block: the read-out replaces the last block; None: as the read-out declares.
+        quick_gelu: OpenAI's activation; see `Backbone`.
         num_codes: number of codes, for `fdt`.
         code_dim: M, for `fdt`.
     """
@@ -58,21 +54,17 @@ class EncoderConfig:
 
     @property
     def kind(self) -> ReadoutKind:
-        """What the read-out declares; ValueError if its name is unknown."""
+        """Properties of the read-out."""
         return readout_kind(self.readout)
 
     @property
     def replaces_block(self) -> bool:
-        """Whether the read-out takes the place of the last block."""
+        """Whether the read-out replaces the last block."""
         return self.kind.replaces_block if self.replace_block is None else self.replace_block
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "EncoderConfig":
-        """The configuration a checkpoint carries, beside the mean and std of its images.
-
-        Raises:
-            ValueError: it says something that this version does not know, or a value is of another type.
-        """
+        """The configuration in a checkpoint's entry; ValueError if a field is unknown or of another type."""
         known: dict[str, Any] = {field.name: field.type for field in fields(cls)}
         for name in known.keys() & values.keys():
             if not isinstance(values[name], known[name]):
@@ -83,31 +75,18 @@ class EncoderConfig:
 
 
 def refuse_unknown(what: str, names: Iterable[str]) -> None:
-    """Refuse a configuration that says more than this version knows.
-
-    Args:
-        what: is built by it.
-        names: of what is not known.
-
-    Raises:
-        ValueError: there are some.
-    """
+    """Refuse a saved configuration with fields that this version does not know; `what` is what it builds."""
     if unknown := sorted(names):
         raise ValueError(f"the {what} was saved with {', '.join(unknown)}, which this version does not know; update")
 
 
 class Encoder(nn.Module):
-    """Backbone + read-out: images -> encoding (B, L*V).
-
-    Args:
-        backbone: images -> tokens.
-        readout: tokens -> `ReadoutOutput`.
-        config: how both were built.
+    """Backbone and read-out: images -> encoding (B, L*V).
 
     Attributes:
-        transform: one PIL image or a list of them -> their views (B, 3, img_size, img_size), normalised as the images
-            of the training; only of an encoder that was loaded from a checkpoint.
-        is_vanilla: the encoding is the class token, so that there is no read-out beside the backbone.
+        transform: PIL image, or a list of them -> (B, 3, img_size, img_size), normalised as in training; set for
+            encoders that come from a checkpoint.
+        is_vanilla: the encoding is the class token, so the read-out adds nothing to the backbone.
     """
 
     transform: Callable[[Image.Image | Sequence[Image.Image]], Tensor]
@@ -121,12 +100,12 @@ class Encoder(nn.Module):
 
     @property
     def encoding_dim(self) -> int:
-        """Width of the encoding: the read-out's, or D where the read-out has none."""
+        """Width of the encoding."""
         return getattr(self.readout, "encoding_dim", self.backbone.embed_dim)
 
     @property
     def summary(self) -> str:
-        """One line for the log: architecture and read-out, with the sizes that this read-out has."""
+        """Architecture and read-out with their sizes, for the log."""
         config, sizes = self.config, self.readout.extra_repr()
         name = f"{config.arch}/{config.patch_size} at {config.img_size} px, {config.readout}"
         return f"{name} ({sizes})" if sizes else name
@@ -134,47 +113,34 @@ class Encoder(nn.Module):
     def forward(
         self, images: Float[Tensor, "B C H W"] | Sequence[Float[Tensor, "_ C _ _"]]
     ) -> Float[Tensor, "B encoding_dim"]:
-        """Encode a batch, or the crops of a batch.
-
-        Args:
-            images: (B, C, H, W), or a list of such batches, whose sizes may differ.
+        """Encode a batch (B, C, H, W), or a list of batches whose image sizes may differ.
 
         Returns:
-            (B, L*V); for a list the encodings of its members one below the other, in the list's order.
+            (B, L*V); for a list the encodings of its batches, concatenated in order.
         """
         return encode_crops(self.backbone, self.readout, images, self.is_vanilla)
 
     def readout_output(self, images: Float[Tensor, "B C H W"]) -> ReadoutOutput:
-        """Slots (B, L, V) and their attention (B, L, N) over the tokens."""
+        """Slots (B, L, V) and their attention (B, L, N)."""
         return self.readout(self.backbone(images))
 
     def get_intermediate_layers(self, images: Float[Tensor, "B C H W"], n: int) -> list[Float[Tensor, "B _"]]:
-        """The features a linear probe is trained on, earliest first.
+        """Features of a linear probe, earliest first: n tensors (B, D), the last one (B, L*V).
 
-        The class tokens of the last `n` layers after the final LayerNorm. The read-out counts as the last layer: with
-        all but `cls` the last feature is the unnormalised encoding (SPARO, appendix 0.C.2).
-
-        Args:
-            images: (B, C, H, W).
-            n: number of layers, read-out included.
-
-        Returns:
-            n tensors (B, D); the last is (B, L*V).
+        They are the class tokens of the last `n` layers after the final LayerNorm. The read-out counts as the last
+        layer: for all read-outs but `cls` its feature is the unnormalised encoding (SPARO, appendix 0.C.2).
         """
         return self._layers(images, n)[0]
 
     def probe_features(
         self, images: Float[Tensor, "B C H W"], n_last_blocks: int = 4, avgpool_patchtokens: bool = False
     ) -> Float[Tensor, "B F"]:
-        """The linear probe's input: `get_intermediate_layers` side by side.
+        """Input (B, F) of a linear probe: `get_intermediate_layers` concatenated.
 
         Args:
             images: (B, C, H, W).
-            n_last_blocks: number of layers.
-            avgpool_patchtokens: also append the mean of the last block's normalised patch tokens.
-
-        Returns:
-            (B, F), F the sum of the features' widths.
+            n_last_blocks: number of layers, read-out included.
+            avgpool_patchtokens: append the mean of the last block's normalised patch tokens.
         """
         layers, last_tokens = self._layers(images, n_last_blocks)
         if avgpool_patchtokens:
@@ -182,7 +148,7 @@ class Encoder(nn.Module):
         return torch.cat(layers, dim=-1)
 
     def _layers(self, images: Tensor, n: int) -> tuple[list[Tensor], Tensor]:
-        """The probe's features, and the last block's normalised tokens (B, N, D)."""
+        """Features of a probe, and the last block's normalised tokens (B, N, D)."""
         if self.is_vanilla:
             tokens = self.backbone.intermediate_tokens(images, n)
             return [block_tokens[:, 0] for block_tokens in tokens], tokens[-1]
@@ -201,13 +167,13 @@ class Encoder(nn.Module):
 def encode_crops(
     backbone: Backbone, readout: nn.Module, crops: Tensor | Sequence[Tensor], class_token_only: bool = False
 ) -> Float[Tensor, "B encoding_dim"]:
-    """Encode one batch or several, running neighbours of equal size together.
+    """Encode one batch or several; neighbours of equal image size run together.
 
     Args:
         backbone: images -> tokens.
         readout: tokens -> slots.
         crops: (B, C, H, W), or a non-empty list of such batches.
-        class_token_only: the encoding is the class token: no other token leaves the last block.
+        class_token_only: the encoding is the class token, so the last block computes no other token.
 
     Returns:
         Encodings (total number of images, L*V), in the order of the list.
@@ -232,18 +198,15 @@ def create_encoder(
 ) -> Encoder:
     """Build an encoder with random weights.
 
-    With `sparo` the architecture's last block is removed and the read-out takes its place (SPARO, section 3.4): 11
-    blocks for a ViT-S. `cls` (vanilla DINO) and `gap` keep all blocks.
+    With `sparo` the read-out replaces the architecture's last block (SPARO, section 3.4), which leaves 11 blocks of a
+    ViT-S. `cls` (vanilla DINO) and `gap` keep all blocks.
 
     Args:
-        arch: a key of `backbone.ARCHITECTURES`.
+        arch: a key of `ARCHITECTURES`.
         patch_size: P, pixels.
-        readout: a key of `readout_table.READOUTS`.
+        readout: a key of `READOUTS`.
         drop_path_rate: stochastic depth rate.
-        settings: the other fields of `EncoderConfig`: num_slots, slot_dim, key_dim, img_size, in_chans, ...
-
-    Raises:
-        ValueError: an unknown name, or a size that does not fit; the message lists what does.
+        settings: other fields of `EncoderConfig`: num_slots, slot_dim, key_dim, img_size, in_chans, ...
     """
     return encoder_from_config(EncoderConfig(arch, patch_size, readout, **settings), drop_path_rate)
 
@@ -251,16 +214,7 @@ def create_encoder(
 def encoder_from_config(
     config: EncoderConfig, drop_path_rate: float = 0.0, codebook: nn.Parameter | None = None
 ) -> Encoder:
-    """Build the encoder a configuration describes, with random weights; see `create_encoder`.
-
-    Args:
-        config: how to build it.
-        drop_path_rate: stochastic depth rate.
-        codebook: (codes, M), for `fdt`, where it is shared with a text encoder; by default the encoder has its own.
-
-    Raises:
-        ValueError: an unknown name, or a size that does not fit.
-    """
+    """Build an encoder with random weights; `codebook` (codes, M) is that of a text encoder which shares it."""
     kind = config.kind
     if kind.reads_captions_only:
         raise ValueError(f"readout {config.readout!r} reads captions only: an image has no end token; choose another")

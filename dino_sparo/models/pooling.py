@@ -1,7 +1,6 @@
-"""Tokens -> slots, the ways that the paper compares SPARO with: attentional pooling, its ablations, codes.
+"""Tokens -> slots, the read-outs that the paper compares SPARO with: attentional pooling, its ablations, codebooks.
 
-They are CLIP's in the paper and serve any encoder; every one turns tokens (B, N, D) and a mask (B, N) into
-`ReadoutOutput(slots (B, L, V), attention (B, L, N))`.
+Each turns tokens (B, N, D) and a mask (B, N) into `ReadoutOutput(slots (B, L, V), attention (B, L, N))`.
 """
 
 import math
@@ -16,36 +15,27 @@ from dino_sparo.runtime.extras import require
 
 
 class CrossAttentionReadout(nn.Module):
-    """Attentional pooling with L learned queries, and the steps that lead from it to SPARO.
+    """Attentional pooling with L learned queries, and the steps from it to SPARO (SPARO, section 5.3 and table 6).
 
         z_l = (H U_l^T + c_l)^T softmax(H K_l^T q_l / sqrt(A))      L heads of width A
         z   = O concat(z_1, ..., z_L) + b_O                          multi-head only: O mixes the heads
         z   = LayerNorm(z)                                           of all L*A numbers, or slot by slot
         y   = P z + b_P                                              L*A -> L*V, or slot by slot A -> V
 
-    with H (N, D) the tokens, q_l (A) the query, K_l and U_l (A, D) the key and value projections. Slot-wise operations
-    share their parameters between the slots. Against SPARO: values have a projection of their own, and LayerNorm is
-    added. Against multi-head attention as usual: the queries are learned as they are, not projected.
-    Source: SPARO, section 5.3 and table 6, whose numbers of parameters tell what the text leaves open (there is no code
-    for it); attentional pooling is Yu et al., CoCa, section 3.2.
+    with tokens H (N, D), query q_l (A), key and value projections K_l, U_l (A, D). Slot-wise operations share their
+    parameters between slots. Unlike SPARO, values have a projection of their own and there is a LayerNorm; unlike usual
+    multi-head attention, queries are not projected. The paper has no code for it: its numbers of parameters settle what
+    its text leaves open. Attentional pooling is Yu et al., CoCa, section 3.2.
 
-    As in `Sparo` the sums are taken in an order that forms no keys and values of all tokens. Keys have no bias: it
-    would add the same number to the score of every token, which the softmax ignores.
-
-    Initialisation as SPARO's: q standard normal, K, U and O Xavier-uniform, P as `nn.Linear` draws it, biases zero.
+    As in `Sparo`, the order of the sums avoids keys and values of all tokens. Keys have no bias, which the softmax
+    ignores.
 
     Args:
         embed_dim: D, width of the tokens.
-        num_slots: L, queries and heads.
+        num_slots: L, number of queries and heads.
         slot_dim: V.
         key_dim: A, width of keys, queries and values.
-        kind: which of the steps are slot-wise.
-
-    Attributes:
-        encoding_dim: width of the slots side by side, L*V.
-
-    Raises:
-        ValueError: a size is not positive.
+        kind: which steps are slot-wise.
     """
 
     def __init__(self, embed_dim: int, num_slots: int, slot_dim: int, key_dim: int, kind: CrossAttentionKind) -> None:
@@ -62,7 +52,7 @@ class CrossAttentionReadout(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew."""
+        """Initialize as SPARO: q normal, K, U, O Xavier-uniform, P as `nn.Linear`, biases zero."""
         nn.init.normal_(self.queries)
         nn.init.xavier_uniform_(self.key_proj.weight)
         for linear in (self.value_proj, self.out_proj):
@@ -74,15 +64,7 @@ class CrossAttentionReadout(nn.Module):
         nn.init.zeros_(self.proj.bias)
 
     def forward(self, tokens: Float[Tensor, "B N D"], mask: Bool[Tensor, "B N"] | None = None) -> ReadoutOutput:
-        """Read tokens out as slots.
-
-        Args:
-            tokens: (B, N, D), normalised.
-            mask: (B, N), True where a token may be attended.
-
-        Returns:
-            Slots (B, L, V) and attention (B, L, N).
-        """
+        """Slots (B, L, V) and attention (B, L, N); the mask is True where a token may be attended."""
         # einsum letters: b image, l slot, a key width, d token width
         keys = self.key_proj.weight.unflatten(0, (-1, self.key_dim))
         token_queries = torch.einsum("la,lad->ld", self.queries * self.key_dim**-0.5, keys)
@@ -108,18 +90,17 @@ class CodebookReadout(nn.Module):
         w    = Sparsemax(r)                            most weights are zero once trained
         slot = sum_k w_k c_k
 
-    with f = Linear GELU LayerNorm Linear on normalised tokens, c_k (M) the codes and tau a temperature. A token's
-    attention is the weight of the codes for which it was the most relevant one.
-    With a `context_length` the padding of a caption that is shorter competes too, each of its tokens with relevance 0,
-    and tokens are those before the tower's last LayerNorm. (A code that is relevant to padding alone counts in the
-    attention for the most relevant word.) Source: Chen et al., FDT, section 3; SPARO, appendix 0.B.2, and the authors'
-    code, `FDTQueryModel`, for tau, f, the padding and for leaving the class token out.
+    with codes c_k (M), temperature tau, and f = Linear GELU LayerNorm Linear on normalised tokens. The attention of a
+    token is the weight of the codes for which it was the most relevant token. With a `context_length`, tokens are those
+    before the tower's last LayerNorm, and each token of a caption's padding competes with relevance 0. (The attention
+    of a code that is relevant to padding alone goes to the most relevant word.) Source: Chen et al., FDT, section 3;
+    SPARO, appendix 0.B.2; the authors' `FDTQueryModel` for tau, f, padding and for leaving the class token out.
 
     Args:
         embed_dim: D, width of the tokens.
         codebook: (codes, M), a parameter that both towers hold.
-        num_prefix_tokens: leading tokens that are left out: an image's class token.
-        context_length: tokens of a caption with its padding; None leaves padding out.
+        num_prefix_tokens: leading tokens to leave out: an image's class token.
+        context_length: tokens of a caption with its padding; None: padding does not compete.
     """
 
     temperature = 1000.0
@@ -140,15 +121,7 @@ class CodebookReadout(nn.Module):
         )
 
     def forward(self, tokens: Float[Tensor, "B N D"], mask: Bool[Tensor, "B N"] | None = None) -> ReadoutOutput:
-        """Read tokens out as one combination of codes.
-
-        Args:
-            tokens: (B, N, D).
-            mask: (B, N), True where a token may be attended.
-
-        Returns:
-            Slots (B, 1, M) and attention (B, 1, N).
-        """
+        """Slots (B, 1, M) and attention (B, 1, N); the mask is True where a token may be attended."""
         allowed = torch.arange(tokens.shape[1], device=tokens.device) >= self.num_prefix_tokens
         allowed = allowed.expand(len(tokens), -1) if mask is None else allowed & mask
         relevance = self.query_map(tokens) @ self.codebook.t()  # (B, N, codes)
@@ -164,11 +137,7 @@ class CodebookReadout(nn.Module):
 
 
 def sparsemax(logits: Float[Tensor, "B codes"]) -> Float[Tensor, "B codes"]:
-    """The projection onto the probability simplex, zeros included (Martins and Astudillo, 2016).
-
-    Raises:
-        MissingPackageError: the package `entmax` is missing.
-    """
+    """Projection onto the probability simplex, zeros included (Martins and Astudillo, 2016)."""
     require("entmax", "models with readout 'fdt'")
     import entmax
 

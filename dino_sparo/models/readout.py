@@ -1,8 +1,7 @@
-"""Tokens -> slots: SPARO, class token, end token and averages, all with one output type.
+"""Tokens -> slots: SPARO, class token, end token and averages.
 
-They stand between `backbone.py` (images -> tokens) and `encoder.py` (slots -> encoding); `models/readouts.py` names
-them. Every read-out turns tokens (B, N, D) into `ReadoutOutput(slots (B, L, V), attention (B, L, N))`, so that
-training, evaluation and pictures do not depend on which one it is.
+Every read-out turns tokens (B, N, D) from `backbone.py` into `ReadoutOutput(slots (B, L, V), attention (B, L, N))`;
+`encoder.py` concatenates the slots. `readouts.py` names the read-outs.
 """
 
 import math
@@ -16,11 +15,11 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class ReadoutOutput:
-    """What every read-out returns.
+    """Output of every read-out.
 
     Attributes:
-        slots: (B, L, V), the slots' values; their concatenation over L is the encoding.
-        attention: (B, L, N), the weight of each token in each slot, non-negative, summing to one over N.
+        slots: (B, L, V); their concatenation over L is the encoding.
+        attention: (B, L, N), non-negative weight of each token in each slot; sums to one over N.
     """
 
     slots: Float[Tensor, "B L V"]
@@ -28,40 +27,28 @@ class ReadoutOutput:
 
 
 def require_positive(module: str, **sizes: int) -> None:
-    """Refuse sizes below one.
-
-    Args:
-        module: what is built with them.
-        sizes: by name.
-
-    Raises:
-        ValueError: names the first of them.
-    """
+    """Refuse sizes below one; `module` is named in the message."""
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name}={size} is not a valid size for {module}; give a positive integer")
 
 
 class Sparo(nn.Module):
-    """Separate-head attention read-out: L single-head attentions with learned queries.
+    """Separate-head attention read-out: L single-head attentions with learned queries (SPARO, eq. 1, appendix 0.A).
 
         slot_l = W K_l H^T softmax(H K_l^T q_l / sqrt(A))
 
-    with H (N, D) the tokens, q_l (A) the query, K_l (A, D) the key projection, W (V, A) the value projection shared by
-    all slots; both projections carry a bias. Slot l uses key l // group_size (multi-query attention).
+    with tokens H (N, D), query q_l (A), key projection K_l (A, D), and value projection W (V, A), which all slots
+    share. Both projections have a bias. Slot l uses key l // G (multi-query attention).
     Letters: our A is the paper's D, our D its d, our N its n; L, V, K_l, W and q_l are the paper's.
-    Source: SPARO, equation 1 in section 3.2 and the listing in appendix 0.A.
 
-    The listing forms all keys, a (N, L*A) tensor per image. The sums can be taken in another order with the same
-    result, because the key bias b_l adds the same number q_l . b_l to the score of every token, which the softmax
-    ignores, and because the attention's weights sum to one:
+    The paper's listing forms all keys, a (N, L*A) tensor per image. Another order of the sums avoids it: the key bias
+    b_l adds the same number q_l . b_l to the scores of all tokens, which the softmax ignores, and attention sums to
+    one.
 
-        scores_l = H (K_l^T q_l) / sqrt(A)           (L, D) vectors, the same for all images of a call
+        scores_l = H (K_l^T q_l) / sqrt(A)           (L, D) vectors K_l^T q_l, the same for all images
         pooled_l = softmax(scores_l)^T H             (D)
         slot_l   = W (K_l pooled_l + b_l) + b_W      (V)
-
-    Initialisation as in the listing: q standard normal, keys Xavier-uniform with zero bias, W as `nn.Linear` draws it
-    with zero bias.
 
     Args:
         embed_dim: D, width of the tokens.
@@ -69,12 +56,6 @@ class Sparo(nn.Module):
         slot_dim: V, width of a slot.
         key_dim: A, width of keys and queries.
         group_size: G, number of neighbouring slots that share a key projection; divides L.
-
-    Attributes:
-        encoding_dim: width of the slots side by side, L*V.
-
-    Raises:
-        ValueError: a size is not positive, or `group_size` does not divide `num_slots`.
     """
 
     def __init__(self, embed_dim: int, num_slots: int, slot_dim: int, key_dim: int, group_size: int = 1) -> None:
@@ -97,7 +78,7 @@ class Sparo(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew, as the paper's listing does (appendix 0.A)."""
+        """Initialize as in the listing: q standard normal, keys Xavier-uniform, W as `nn.Linear`, biases zero."""
         nn.init.normal_(self.queries)
         nn.init.xavier_uniform_(self.key_proj.weight)
         nn.init.zeros_(self.key_proj.bias)
@@ -109,18 +90,12 @@ class Sparo(nn.Module):
         return f"{self.num_slots} slots of {self.slot_dim}, keys of {self.key_dim}, {self.group_size} slots per key"
 
     def forward(self, tokens: Float[Tensor, "B N D"], mask: Bool[Tensor, "B N"] | None = None) -> ReadoutOutput:
-        """Read tokens out as slots.
+        """Read slots out of tokens.
 
         Args:
-            tokens: (B, N, D), normalised tokens of the last kept block, class token included.
-            mask: (B, N), True where a token may be attended; every row needs at least one True (a row without any
-                gives NaN, since checking it would read the device).
-
-        Returns:
-            Slots (B, L, V) and attention (B, L, N).
-
-        Raises:
-            ValueError: the tokens' width is not `embed_dim`, or the mask is not a bool tensor of shape (B, N).
+            tokens: (B, N, D), normalised tokens of the last block, class token included.
+            mask: (B, N), True where a token may be attended. A row without any True gives NaN: checking would read the
+                device.
         """
         if tokens.ndim != 3 or tokens.shape[-1] != self.embed_dim:
             raise ValueError(f"tokens have shape {tuple(tokens.shape)}; SPARO was built for (B, N, {self.embed_dim})")
@@ -140,17 +115,10 @@ class Sparo(nn.Module):
 
 
 class ClassTokenReadout(nn.Module):
-    """The vanilla DINO read-out: one slot, the class token (token 0). It has no parameters.
-
-    slot = h_0,  attention = one-hot at token 0
-    """
+    """DINO's read-out: one slot, the class token h_0, with one-hot attention. No parameters."""
 
     def forward(self, tokens: Float[Tensor, "B N D"], mask: Bool[Tensor, "B N"] | None = None) -> ReadoutOutput:
-        """Take token 0; a mask has no effect and is only checked.
-
-        Returns:
-            Slots (B, 1, D) and the one-hot attention (B, 1, N).
-        """
+        """Slots (B, 1, D) and attention (B, 1, N); a mask has no effect."""
         if mask is not None:
             _checked_mask(mask, tokens)
         attention = torch.zeros_like(tokens[:, None, :, 0])
@@ -159,21 +127,10 @@ class ClassTokenReadout(nn.Module):
 
 
 class EndTokenReadout(nn.Module):
-    """CLIP's read-out of a caption: one slot, the end token, the last one that may be attended. No parameters.
-
-    slot = h_end,  attention = one-hot at the end token
-    """
+    """CLIP's read-out of a caption: one slot, the last token that the mask allows, with one-hot attention."""
 
     def forward(self, tokens: Float[Tensor, "B N D"], mask: Bool[Tensor, "B N"] | None = None) -> ReadoutOutput:
-        """Take the last token that the mask allows.
-
-        Args:
-            tokens: (B, N, D).
-            mask: (B, N), True up to and including the end token; without it the last token is the end token.
-
-        Returns:
-            Slots (B, 1, D) and the one-hot attention (B, 1, N).
-        """
+        """Slots (B, 1, D) and attention (B, 1, N); the mask is True up to and including the end token."""
         number = tokens.shape[1]
         end = tokens.new_full((len(tokens),), number, dtype=torch.long) if mask is None else mask.sum(dim=-1)
         attention = F.one_hot(end - 1, number).to(tokens.dtype)[:, None, :]
@@ -183,33 +140,25 @@ class EndTokenReadout(nn.Module):
 
 
 class AveragePoolReadout(nn.Module):
-    """Global average pooling over all tokens, class token included: one slot, no parameters.
+    """Global average pooling over the tokens that the mask allows, class token included; no parameters.
 
-    slot = sum_n w_n h_n,  w_n = 1 / (number of tokens that may be attended)
+    slot = sum_n w_n h_n,  w_n = 1 / (number of allowed tokens)
     """
 
     def forward(self, tokens: Float[Tensor, "B N D"], mask: Bool[Tensor, "B N"] | None = None) -> ReadoutOutput:
-        """Average the tokens that may be attended.
-
-        Returns:
-            Slots (B, 1, D) and the uniform attention (B, 1, N).
-        """
+        """Slots (B, 1, D) and uniform attention (B, 1, N)."""
         allowed = torch.ones_like(tokens[..., 0]) if mask is None else _checked_mask(mask, tokens).to(tokens.dtype)
         attention = (allowed / allowed.sum(dim=-1, keepdim=True))[:, None, :]
         return ReadoutOutput(slots=attention @ tokens, attention=attention)
 
 
 class AverageThenNormReadout(nn.Module):
-    """Global average pooling as CLIP+GAP has it: one slot, the LayerNorm of the average.
+    """Global average pooling of CLIP+GAP: LayerNorm of the average of tokens that are not normalised.
 
-    slot = LayerNorm(sum_n w_n h_n),  w_n = 1 / (number of tokens that may be attended)
+        slot = LayerNorm(sum_n w_n h_n),  w_n = 1 / (number of allowed tokens)
 
-    `AveragePoolReadout` averages tokens that are normalised one by one; the two differ. The backbone ends without a
-    LayerNorm here: this one is its last. Source: the SPARO authors' code, `VisionTransformer.forward_output`.
-
-    Args:
-        embed_dim: D, width of the tokens.
-        eps: of the LayerNorm.
+    `AveragePoolReadout` averages normalised tokens, which differs. This LayerNorm replaces the backbone's last one.
+    Source: the SPARO authors' code, `VisionTransformer.forward_output`.
     """
 
     def __init__(self, embed_dim: int, eps: float = 1e-5) -> None:
@@ -218,21 +167,13 @@ class AverageThenNormReadout(nn.Module):
         self.norm = nn.LayerNorm(embed_dim, eps=eps)
 
     def forward(self, tokens: Float[Tensor, "B N D"], mask: Bool[Tensor, "B N"] | None = None) -> ReadoutOutput:
-        """Average the tokens that may be attended, then normalise.
-
-        Args:
-            tokens: (B, N, D), not normalised.
-            mask: (B, N), True where a token may be attended.
-
-        Returns:
-            Slots (B, 1, D) and the uniform attention (B, 1, N).
-        """
+        """Slots (B, 1, D) and uniform attention (B, 1, N) of tokens without final LayerNorm."""
         output = self.average(tokens, mask)
         return ReadoutOutput(slots=self.norm(output.slots), attention=output.attention)
 
 
 def _checked_mask(mask: Tensor, tokens: Tensor) -> Tensor:
-    """The mask, if it is a bool tensor that fits the tokens."""
+    """The mask, if it is a bool tensor of shape (B, N)."""
     if mask.dtype != torch.bool or mask.shape != tokens.shape[:2]:
         raise ValueError(
             f"mask has dtype {mask.dtype} and shape {tuple(mask.shape)}; give a bool tensor of shape "

@@ -1,8 +1,7 @@
-"""Name of a read-out -> how it is built, and what the rest of the code needs to know of it.
+"""Name of a read-out -> how it is built and what other code needs to know about it.
 
-It stands between the read-outs (`readout.py`, `pooling.py`) and `encoder.py`. A new read-out is one class and
-one entry of `READOUTS`, written here or added by a file outside of this package; docs/extending.md shows it. No other
-file tests a read-out's name.
+A new read-out is one class and one entry of `READOUTS`, here or in a file outside of this package; docs/extending.md
+has an example. No other file tests the name of a read-out.
 """
 
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from dino_sparo.runtime.choices import CROSS_ATTENTION, KEY_DIM, NUM_SLOTS, SLOT
 
 @dataclass(frozen=True)
 class ReadoutSizes:
-    """What a read-out can be built from; each takes what it needs.
+    """Sizes that a read-out can be built from.
 
     Attributes:
         embed_dim: D, width of the tokens.
@@ -32,10 +31,10 @@ class ReadoutSizes:
         slot_dim: V.
         key_dim: A.
         group_size: G, slots that share a key.
-        codebook: (codes, M), where the read-out needs codes.
+        codebook: (codes, M), for read-outs with codes.
         num_prefix_tokens: tokens before the first patch; 0 for captions.
-        context_length: the longest caption in tokens; None for images.
-        norm_eps: of the backbone's LayerNorms.
+        context_length: longest caption in tokens; None for images.
+        norm_eps: eps of the backbone's LayerNorms.
     """
 
     embed_dim: int
@@ -51,22 +50,22 @@ class ReadoutSizes:
 
 @dataclass(frozen=True)
 class ReadoutKind:
-    """How a read-out is built, and what others need to know of it.
+    """Builder and properties of a read-out.
 
-    The module that `build` returns takes tokens (B, N, D) and a mask (B, N), and returns a `ReadoutOutput`. Its
-    attribute `encoding_dim` is L*V; without it the encoding is as wide as the tokens.
+    The module takes tokens (B, N, D) and a mask (B, N) and returns a `ReadoutOutput`. Its attribute `encoding_dim` is
+    L*V; without this attribute the encoding is as wide as the tokens.
 
     Attributes:
         build: makes the module.
-        replaces_block: it takes the place of the last block, unless the options say otherwise.
+        replaces_block: it replaces the last block, unless the options say otherwise.
         takes_raw_tokens: its tokens have not passed the last LayerNorm.
         needs_codes: it takes a codebook.
         has_slots: it gives L slots of width V; otherwise one slot.
-        normalized_per_slot: CLIP normalises every slot by itself, not the encoding as a whole.
+        normalized_per_slot: CLIP normalises each slot, not the encoding as a whole.
         reads_captions_only: it needs a caption's end token.
         reads_class_token_only: the encoding is the class token, so the last block computes no other token.
-        shows: what one of its maps is: "slot", "head" (of the last block, where it has no attention of its own) or
-            "average" (the same map for every image).
+        shows: content of one of its maps: "slot"; "head" of the last block, where the read-out has no attention of its
+            own; or "average", the same map for every image.
     """
 
     build: Callable[[ReadoutSizes], nn.Module]
@@ -119,11 +118,7 @@ READOUTS: dict[str, ReadoutKind] = {
 
 
 def readout_kind(name: str) -> ReadoutKind:
-    """What others need to know of a read-out.
-
-    Raises:
-        ValueError: the name is unknown.
-    """
+    """Properties of a read-out; ValueError if the name is unknown."""
     if name not in READOUTS:
         raise ValueError(
             f"unknown readout {name!r}; choose one of {sorted(READOUTS)}. If a file of yours registers it, run the "
@@ -133,9 +128,5 @@ def readout_kind(name: str) -> ReadoutKind:
 
 
 def create_readout(name: str, sizes: ReadoutSizes) -> nn.Module:
-    """Build a read-out by name, with random weights.
-
-    Raises:
-        ValueError: the name is unknown, a size does not fit, or the codebook is missing.
-    """
+    """Build a read-out by name, with random weights."""
     return readout_kind(name).build(sizes)
