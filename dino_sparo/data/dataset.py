@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64, Shaped
+from jaxtyping import Float, Int, Int64, Shaped
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, default_collate
@@ -321,6 +321,14 @@ def read_next(read: Callable[[int], T], asked: int, source: ImageSource) -> tupl
     )
 
 
+def epoch_order(num_images: int, seed: int, epoch: int) -> Int[np.ndarray, " num_images"]:
+    """The images of an epoch in random order."""
+    # Shuffling 32-bit numbers gives the order of `permutation` in half the memory.
+    order = np.arange(num_images, dtype=np.int32 if num_images < 1 << 31 else np.int64)
+    _epoch_rng(seed, epoch).shuffle(order)
+    return order
+
+
 class EpochSampler:
     """Batches of (epoch, index) for training; one batch is one micro-batch of one rank.
 
@@ -376,9 +384,7 @@ class EpochSampler:
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         epoch, start_step = self.epoch, self.start_step
-        # Shuffling 32-bit numbers gives the order of `permutation` in half the memory.
-        permutation = np.arange(self.num_images, dtype=np.int32 if self.num_images < 1 << 31 else np.int64)
-        _epoch_rng(self.seed, epoch).shuffle(permutation)
+        permutation = epoch_order(self.num_images, self.seed, epoch)
         shape = (self.steps_per_epoch, self.accum_steps, self.world_size, self.batch_size)
         own = permutation[: self.steps_per_epoch * self.global_batch_size].reshape(shape)[start_step:, :, self.rank]
         own = own.reshape(-1, self.batch_size).copy()
@@ -426,7 +432,7 @@ def collate_views(items: list[Item]) -> Batch:
 
 def create_loader(
     dataset: Dataset,
-    sampler: EpochSampler | ShardSampler | None,
+    sampler: Iterable[Any] | None,
     *,
     num_workers: int,
     collate: Callable[[Any], Any] = collate_views,

@@ -147,7 +147,10 @@ def linear_parser() -> Parser:
         help="Expected number of classes; the command ends if the data have another.",
     )
     group.add_argument(
-        "--evaluate", action="store_true", help="Only test the probes saved in --output_dir on the validation images."
+        "--evaluate",
+        action="store_true",
+        help="Only test the probes of linear.pth in --output_dir on the validation images; a linear head of "
+        "facebookresearch/dino under that name is read, too.",
     )
     add_storage_option(group)
     add_device_options(parser)

@@ -23,13 +23,15 @@ from dino_sparo.evaluation.features import Features, require_memory
 from dino_sparo.evaluation.linear import command as linear_command
 from dino_sparo.evaluation.linear.probe import (
     LinearProbe,
+    ProbeSampler,
     ProbeSGD,
+    cached_batches,
     cosine_factor,
     probe_accuracy,
     scaled_learning_rates,
     train_one_epoch,
 )
-from dino_sparo.evaluation.linear.run import ProbeRun, cached_batches, live_batches
+from dino_sparo.evaluation.linear.run import ProbeRun, live_batches, reference_heads
 from dino_sparo.evaluation.options import slot_study_parser
 from dino_sparo.models.encoder import create_encoder
 from dino_sparo.runtime.distributed import shutdown
@@ -227,12 +229,12 @@ def test_live_and_cached_batches_take_the_images_in_the_same_order():
     cached = cached_batches(features, CPU, batch_size=4, seed=3)
     for epoch in (0, 1):
         pairs = list(zip(live(epoch), cached(epoch), strict=True))
-        assert len(pairs) == 3
+        assert [len(labels) for (_, labels), _ in pairs] == [4, 4, 4, 1]
         for (live_features, live_labels), (cached_features, cached_labels) in pairs:
             assert torch.equal(live_labels, cached_labels)
             torch.testing.assert_close(live_features, cached_features, rtol=1e-4, atol=1e-5)
     probe = LinearProbe(encoder.encoding_dim, 10)
-    assert math.isfinite(train_one_epoch(probe, ProbeSGD(probe, [0.1]), live(0), 1.0)[0])  # no inference tensors
+    assert math.isfinite(train_one_epoch(probe, ProbeSGD(probe, [0.1]), live(0), [1.0] * 4)[0])  # no inference tensors
 
 
 def test_a_probes_view_is_a_random_box_resized_flipped_and_normalised():
@@ -389,9 +391,63 @@ def test_a_wrong_number_of_labels_is_refused(checkpoint):
         probe(checkpoint, "--num_labels", 1000)
 
 
-def test_a_set_smaller_than_the_batch_is_one_step_per_epoch(checkpoint):
-    result = probe(checkpoint, "--epochs", 1, "--lr", 0.1, "--fast", "--batch_size_per_gpu", 500)
-    assert result["training"]["global_batch_size"] == 24
+def test_a_set_smaller_than_the_batch_is_one_step_at_the_learning_rate_of_the_whole_batch(checkpoint, tmp_path):
+    """As in the reference, which scales with --batch_size_per_gpu; the learning rate was that of 24 images."""
+    large, small = (
+        probe(checkpoint, "--epochs", 1, "--lr", lr, "--fast", "--batch_size_per_gpu", size, "--output_dir", folder)
+        for lr, size, folder in ((0.1, 480, tmp_path / "large"), (2.0, 24, tmp_path / "small"))
+    )
+    assert large["training"]["global_batch_size"] == 480
+    assert large["results"][0]["loss"] == pytest.approx(small["results"][0]["loss"], rel=1e-6)
+
+
+def test_every_image_is_taken_once_per_epoch_and_the_last_batch_is_what_remains(monkeypatch):
+    """The reference keeps the last incomplete batch; ours was dropped."""
+    batches = list(ProbeSampler(23, 5, seed=1))
+    assert [len(batch) for batch in batches] == [5, 5, 5, 5, 3]
+    assert sorted(index for batch in batches for _, index in batch) == list(range(23))
+
+    monkeypatch.setattr("dino_sparo.evaluation.linear.probe.world_size", lambda: 3)
+    shares = []
+    for rank in range(3):
+        monkeypatch.setattr("dino_sparo.evaluation.linear.probe.rank", lambda rank=rank: rank)
+        shares.append([[index for _, index in batch] for batch in ProbeSampler(23, 5, seed=1)])
+        assert len(ProbeSampler(23, 5, seed=1)) == len(shares[-1]) == 2
+    # As torch's DistributedSampler: 24 = 3 x 8 images, the first of the order twice.
+    assert [[len(batch) for batch in share] for share in shares] == [[5, 3]] * 3
+    every = [index for step in range(2) for share in shares for index in share[step]]
+    order = [index for batch in batches for _, index in batch]
+    assert every == [*order, order[0]]
+
+
+@pytest.mark.parametrize("avgpool", [False, True])
+def test_the_references_linear_head_is_read_with_its_columns_in_our_order(tmp_path, avgpool):
+    """The oracle is the input that facebookresearch/dino's eval_linear.py builds, line by line."""
+    torch.manual_seed(0)
+    class_token, mean = torch.randn(3, 7), torch.randn(3, 7)
+    output = class_token
+    if avgpool:
+        output = torch.cat((output.unsqueeze(-1), mean.unsqueeze(-1)), dim=-1)
+        output = output.reshape(output.shape[0], -1)
+    head = torch.nn.Linear(output.shape[1], CLASSES)
+    state = {f"module.linear.{name}": value for name, value in head.state_dict().items()}
+    torch.save({"epoch": 100, "state_dict": state, "best_acc": 77.0}, tmp_path / "linear.pth")
+    probe = LinearProbe(output.shape[1], CLASSES)
+    probe.load_state_dict(reference_heads(tmp_path / "linear.pth", avgpool))
+    ours = torch.cat((class_token, mean), dim=1) if avgpool else class_token
+    torch.testing.assert_close(probe(ours)[0], head(output))
+
+
+def test_the_references_head_is_tested_on_our_features(checkpoint, capsys):
+    head = torch.nn.Linear(128 + 15, 10)
+    state = {f"module.linear.{name}": value for name, value in head.state_dict().items()}
+    torch.save({"state_dict": state}, checkpoint.parent / "linear.pth")
+    result = probe(checkpoint, "--evaluate", "--n_last_blocks", 2)
+    assert (result["results"][0]["lr"] is None) or math.isnan(result["results"][0]["lr"])
+    assert json.loads((checkpoint.parent / "linear_evaluate.json").read_text())["best"]["lr"] is None
+    assert "best: top-1" in capsys.readouterr().out.replace("lr nan, ", "")
+    with pytest.raises(ValueError, match=r"linear\.pth"):
+        probe(checkpoint, "--evaluate", "--n_last_blocks", 1)
 
 
 def test_a_mistake_ends_the_script_with_one_line(caplog):

@@ -9,6 +9,7 @@ facebookresearch/dino.
 """
 
 import argparse
+import math
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -27,8 +28,15 @@ from dino_sparo.data.crops import FLIP_PROBABILITY, normalized_tensor, sample_bo
 from dino_sparo.data.dataset import ImageSource
 from dino_sparo.data.sources import fingerprint_of
 from dino_sparo.evaluation.features import Features, require_memory, total_images
-from dino_sparo.evaluation.linear.probe import MOMENTUM, REFERENCE_BATCH, Batches, LinearProbe, probe_accuracy
-from dino_sparo.evaluation.linear.run import ProbeRun, cached_batches, check_same_record, live_batches, load_heads
+from dino_sparo.evaluation.linear.probe import (
+    MOMENTUM,
+    REFERENCE_BATCH,
+    Batches,
+    LinearProbe,
+    cached_batches,
+    probe_accuracy,
+)
+from dino_sparo.evaluation.linear.run import ProbeRun, check_same_record, live_batches, load_heads, reference_heads
 from dino_sparo.evaluation.task import EvaluationTask, write_result
 from dino_sparo.runtime.distributed import all_or_none, world_size
 from dino_sparo.weights.checkpoint import load_strictly
@@ -76,7 +84,6 @@ class ProbeTask:
         encode: images (B, C, H, W) -> the probe's features (B, F).
         feature_dim: F.
         num_classes: of the training images.
-        batch_size: training images per process and step.
         global_batch_size: training images per step.
         identity: plain values that tell whether saved probes belong to these features.
 
@@ -88,9 +95,7 @@ class ProbeTask:
         self.task, self.args, self.device, self.subject = task, task.args, task.device, task.subject
         args, subject = self.args, self.subject
         self.train_source, self.val_source = task.splits
-        # With fewer images than a batch holds, an epoch is one step on all of them.
-        self.batch_size = max(min(args.batch_size_per_gpu, len(self.train_source) // world_size()), 1)
-        self.global_batch_size = self.batch_size * world_size()
+        self.global_batch_size = args.batch_size_per_gpu * world_size()
         self.num_classes = task.num_classes
         if args.num_labels not in (None, self.num_classes):
             raise ValueError(
@@ -168,9 +173,7 @@ def training_batches(task: ProbeTask) -> tuple[Callable[[int], Batches], dict[st
             remedy = "a smaller --n_last_blocks makes them smaller"
             require_memory(len(task.train_source), task.feature_dim, task.task.storage, "--fast", remedy)
         train = task.features(task.train_source, gather=True)
-        # Unreadable images may leave fewer than a batch.
-        batch_size = max(min(task.batch_size, len(train.features) // world_size()), 1)
-        batches = cached_batches(train, task.device, batch_size=batch_size, seed=args.seed)
+        batches = cached_batches(train, task.device, batch_size=args.batch_size_per_gpu, seed=args.seed)
         return batches, {"num_train": len(train.features), "num_corrupt_train": train.num_corrupt}
     batches = live_batches(
         task.encoder,
@@ -178,7 +181,7 @@ def training_batches(task: ProbeTask) -> tuple[Callable[[int], Batches], dict[st
         task.train_source,
         ProbeAugmentation(task.transform.img_size, task.subject.mean, task.subject.std),
         task.device,
-        batch_size=task.batch_size,
+        batch_size=args.batch_size_per_gpu,
         num_workers=args.num_workers,
         dtype=task.task.dtype,
         seed=args.seed,
@@ -188,12 +191,14 @@ def training_batches(task: ProbeTask) -> tuple[Callable[[int], Batches], dict[st
 
 
 def evaluate_saved(task: ProbeTask, path: Path) -> tuple[list[dict[str, float]], dict[str, int | None]]:
-    """Test the probes saved at `path` on the validation images."""
-    state = load_heads(path)
-    check_same_record(state["record"], task.identity, path)
-    rates = state["learning_rates"]
+    """Test the probes saved at `path`, or the reference's linear head, on the validation images."""
+    weights, rates = reference_heads(path, task.args.avgpool_patchtokens), [math.nan]
+    if weights is None:
+        state = load_heads(path)
+        check_same_record(state["record"], task.identity, path)
+        weights, rates = state["state_dict"], state["learning_rates"]
     probe = LinearProbe(task.feature_dim, task.num_classes, len(rates)).to(task.device)
-    load_strictly(probe, state["state_dict"], str(path))
+    load_strictly(probe, weights, str(path))
     val = task.features(task.val_source, gather=False)
     num_val, num_corrupt_val = total_images(val, task.device)
     accuracies = probe_accuracy(probe, val.features, val.labels)

@@ -1,21 +1,24 @@
-"""Features -> linear probes, one per learning rate, trained side by side on a frozen encoder.
+"""Features -> linear probes, trained side by side on a frozen encoder: one trainer for every evaluation with probes.
 
-The features come from `features.py`; `run.py` is a whole training. The encoder is by far the dearest part of a
-probe and the learning rate its most delicate option, so the encoder runs once for many probes that differ in nothing
-else. Source: DINO, section 4.1, in the variant of facebookresearch/dino's `eval_linear.py`; SPARO, appendix 0.C.2, for
-which features the probe sees.
+`linear` trains probes that differ in their learning rate, `clip-probe` probes that differ in their weight decay, and
+`slot-study` probes of some slots. Encoding dominates the cost, so the encoder runs once for many probes that differ in
+one number. Sources: DINO, section 4.1, in the variant of facebookresearch/dino's `eval_linear.py`; for the probe's
+features SPARO, appendix 0.C.2.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dino_sparo.data.dataset import epoch_order
+from dino_sparo.evaluation.features import Features
 from dino_sparo.runtime.collectives import all_reduce_sum
-from dino_sparo.runtime.distributed import world_size
+from dino_sparo.runtime.distributed import rank, world_size
 
 INIT_STD = 0.01
 MOMENTUM = 0.9
@@ -34,15 +37,7 @@ class LinearProbe(nn.Module):
     All start from the same weights, normal with standard deviation 0.01, and zero bias, as DINO's probe does: they
     differ in their learning rate alone.
 
-    Args:
-        feature_dim: F.
-        num_classes: number of classes.
-        num_probes: number of probes.
-        seed: of the weights.
-        torch_init: weights and bias as `nn.Linear` draws them after `torch.manual_seed(seed)`, instead of DINO's.
-
-    Raises:
-        ValueError: a size is not positive.
+    With `torch_init` weights and bias are those of `nn.Linear` after `torch.manual_seed(seed)`, instead of DINO's.
     """
 
     def __init__(
@@ -72,40 +67,118 @@ class LinearProbe(nn.Module):
 class ProbeSGD:
     """SGD with momentum and without weight decay, with a learning rate for each probe.
 
-        v <- 0.9 v + g,   w_r <- w_r - lr_r v_r
-
-    That is `torch.optim.SGD` for each probe alone.
-
-    Args:
-        probe: whose weights to move.
-        learning_rates: one per probe, as they are applied at the start of the training.
+    v <- 0.9 v + g,   w_r <- w_r - lr_r v_r
     """
 
     def __init__(self, probe: LinearProbe, learning_rates: Sequence[float]) -> None:
-        self.parameters = dict(probe.named_parameters())
-        self.momenta = {name: torch.zeros_like(parameter) for name, parameter in self.parameters.items()}
+        self.probe = probe
+        self.momenta = {name: torch.zeros_like(parameter) for name, parameter in probe.named_parameters()}
         self.learning_rates = torch.tensor(learning_rates, device=probe.weight.device)
 
     @torch.no_grad()
-    def step(self, schedule: float) -> None:
-        """Average the gradients over processes and move the weights.
-
-        Args:
-            schedule: factor on all learning rates.
-        """
-        for name, parameter in self.parameters.items():
-            if parameter.grad is None:
-                raise ValueError(f"{name} of the probe has no gradient; call backward() before step()")
-            gradient = all_reduce_sum(parameter.grad).div_(world_size())
-            momentum = self.momenta[name].mul_(MOMENTUM).add_(gradient)
-            rates = (schedule * self.learning_rates).view(-1, *[1] * (parameter.ndim - 1))
-            parameter.sub_(rates * momentum)
+    def step(self, factor: float) -> None:
+        """Average the gradients over processes and move the weights; `factor` scales all learning rates."""
+        _average_gradients(self.probe)
+        for name, parameter in self.probe.named_parameters():
+            momentum = self.momenta[name].mul_(MOMENTUM).add_(parameter.grad)  # type: ignore[arg-type]
+            parameter.sub_(_per_probe(factor * self.learning_rates, parameter) * momentum)
             parameter.grad = None
 
     def load_momenta(self, momenta: dict[str, Tensor]) -> None:
-        """Go on from saved momenta."""
+        """Resume from saved momenta."""
         for name, momentum in self.momenta.items():
             momentum.copy_(momenta[name])
+
+
+class ProbeAdamW:
+    """AdamW with a weight decay for each probe; each probe alone takes the steps of `torch.optim.AdamW`.
+
+        w_r <- (1 - lr d_r) w_r,   w_r <- w_r - lr Adam(gradient)        d_r the weight decay of probe r
+
+    A decay of more than 2 / lr makes a probe diverge; that probe is then never right.
+    """
+
+    def __init__(self, probe: LinearProbe, lr: float, weight_decays: Sequence[float]) -> None:
+        self.probe, self.lr = probe, lr
+        self.decays = torch.tensor(weight_decays, device=probe.weight.device)
+        self.adam = torch.optim.Adam(probe.parameters(), lr=lr)
+
+    @torch.no_grad()
+    def step(self, factor: float) -> None:
+        """Average the gradients over processes and move the weights; `factor` scales the learning rate."""
+        _average_gradients(self.probe)
+        for parameter in self.probe.parameters():
+            parameter.mul_(_per_probe(1 - factor * self.lr * self.decays, parameter))
+        self.adam.param_groups[0]["lr"] = factor * self.lr
+        self.adam.step()
+        self.adam.zero_grad()
+
+
+def _average_gradients(probe: LinearProbe) -> None:
+    for name, parameter in probe.named_parameters():
+        if parameter.grad is None:
+            raise ValueError(f"{name} of the probe has no gradient; call backward() before step()")
+        all_reduce_sum(parameter.grad).div_(world_size())
+
+
+def _per_probe(numbers: Float[Tensor, " probes"], parameter: Tensor) -> Tensor:
+    """One number per probe, shaped to multiply a parameter (probes, ...)."""
+    return numbers.view(-1, *[1] * (parameter.ndim - 1))
+
+
+class ProbeSampler:
+    """Batches of (epoch, index) in a random order; the last batch holds the remaining images, as in the reference.
+
+    If the images do not divide among the processes, the first ones are taken again, as torch's `DistributedSampler`
+    does, so that every process has equally many in each batch.
+
+    Args:
+        num_images: size of the source.
+        batch_size: B, images per process.
+        seed: of the order.
+    """
+
+    def __init__(self, num_images: int, batch_size: int, seed: int = 0) -> None:
+        self.num_images, self.batch_size, self.seed, self.epoch = num_images, batch_size, seed, 0
+        self.per_process = math.ceil(num_images / world_size())
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return math.ceil(self.per_process / self.batch_size)
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        epoch, global_batch_size = self.epoch, self.batch_size * world_size()
+        order = np.resize(epoch_order(self.num_images, self.seed, epoch), self.per_process * world_size())
+        for start in range(0, len(order), global_batch_size):
+            batch = order[start : start + global_batch_size].reshape(world_size(), -1)[rank()]
+            yield [(epoch, index) for index in batch.tolist()]
+
+
+def cached_batches(
+    train: Features, device: torch.device, *, batch_size: int, seed: int = 0, rows: Int[Tensor, " n"] | None = None
+) -> Callable[[int], Batches]:
+    """Epoch -> this process' batches of features that were extracted once.
+
+    Args:
+        train: of all processes.
+        device: the probe's.
+        batch_size: per process.
+        seed: of the order.
+        rows: images to take; None: all.
+    """
+    rows = torch.arange(len(train.features)) if rows is None else rows.cpu()
+    sampler = ProbeSampler(len(rows), batch_size, seed)
+
+    def batches(epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        sampler.set_epoch(epoch)
+        for keys in sampler:
+            chosen = rows[[index for _, index in keys]].to(train.features.device)
+            yield train.features[chosen].to(device), train.labels[chosen].to(device)
+
+    return batches
 
 
 def cosine_factor(epoch: int, epochs: int) -> float:
@@ -114,18 +187,16 @@ def cosine_factor(epoch: int, epochs: int) -> float:
 
 
 def scaled_learning_rates(learning_rates: Sequence[float], global_batch_size: int) -> list[float]:
-    """The linear scaling rule: lr x batch / 256.
-
-    Raises:
-        ValueError: none, or one that is not positive, or one twice.
-    """
+    """The linear scaling rule: lr x batch / 256."""
     rates = list(learning_rates)
     if not rates or min(rates) <= 0 or len(set(rates)) < len(rates):
         raise ValueError(f"lr={rates}; give one or more different positive numbers, e.g. 0.001 0.01 0.1")
     return [rate * global_batch_size / REFERENCE_BATCH for rate in rates]
 
 
-def train_one_epoch(probe: LinearProbe, optimizer: ProbeSGD, batches: Batches, schedule: float) -> list[float]:
+def train_one_epoch(
+    probe: LinearProbe, optimizer: ProbeSGD | ProbeAdamW, batches: Batches, factors: Iterable[float]
+) -> list[float]:
     """One pass over the training features.
 
         loss = sum over probes r of the mean cross-entropy of probe r
@@ -136,33 +207,26 @@ def train_one_epoch(probe: LinearProbe, optimizer: ProbeSGD, batches: Batches, s
         probe: the probes.
         optimizer: of the probe.
         batches: (features (B, F), labels (B,)) on the probe's device, B the same on every process.
-        schedule: factor on all learning rates.
+        factors: of the learning rate, one per step.
 
     Returns:
-        Mean training loss of each probe over all processes, nats.
-
-    Raises:
-        ValueError: no batches; every probe diverged. (One that diverges among others is left to fail alone.)
+        Mean training loss of each probe over all processes, nats; not finite for a probe that diverged.
     """
     losses = torch.zeros(len(probe.weight), dtype=torch.float64, device=probe.weight.device)
     steps = 0
-    for features, labels in batches:
-        logits = probe(features)
-        per_probe = _cross_entropy(logits, labels).mean(dim=1)
+    for (features, labels), factor in zip(batches, factors, strict=False):
+        per_probe = _cross_entropy(probe(features), labels).mean(dim=1)
         per_probe.sum().backward()
-        optimizer.step(schedule)
+        optimizer.step(factor)
         losses += per_probe.detach()
         steps += 1
     if steps == 0:
-        raise ValueError("an epoch of the probe has no batch; give more images or a smaller batch")
-    means = (all_reduce_sum(losses) / (steps * world_size())).tolist()
-    if not any(map(math.isfinite, means)):
-        raise ValueError(f"every probe diverged (training losses {means}); give smaller learning rates with --lr")
-    return means
+        raise ValueError("an epoch of the probe has no batch; give more images")
+    return (all_reduce_sum(losses) / (steps * world_size())).tolist()
 
 
 def _cross_entropy(logits: Float[Tensor, "probes B classes"], labels: Int[Tensor, " B"]) -> Float[Tensor, "probes B"]:
-    """Of each probe and image, nats."""
+    """Cross-entropy of each probe and image, nats."""
     losses = F.cross_entropy(logits.flatten(0, 1), labels.repeat(len(logits)), reduction="none")
     return losses.unflatten(0, logits.shape[:2])
 
@@ -179,11 +243,7 @@ def probe_accuracy(
         labels: (images,).
 
     Returns:
-        For each probe `top1` and `top5` in percent, and `loss` in nats. With fewer than five classes `top5` looks at
-        all of them.
-
-    Raises:
-        ValueError: no process has an image.
+        For each probe `top1` and `top5` in percent, and `loss` in nats. With fewer than five classes `top5` counts all.
     """
     sums = torch.zeros(len(probe.weight), 4, dtype=torch.float64, device=probe.weight.device)
     for start in range(0, len(features), TEST_ROWS):

@@ -1,30 +1,33 @@
-"""Linear probes -> a whole training of them: batches of features, validation, saving, going on.
+"""Linear probes -> a whole training of them: batches of augmented images, validation, saving, resuming.
 
-`linear.py` says what a probe is, and trains it for one epoch.
+`probe.py` says what a probe is, and trains it for one epoch.
 """
 
 import json
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dino_sparo.data.dataset import EpochSampler, ImageDataset, ImageSource, create_loader
+from dino_sparo.data.dataset import ImageDataset, ImageSource, create_loader
 from dino_sparo.evaluation.features import Features, inference
 from dino_sparo.evaluation.linear.probe import (
     Batches,
     LinearProbe,
+    ProbeSampler,
     ProbeSGD,
     cosine_factor,
     probe_accuracy,
     scaled_learning_rates,
     train_one_epoch,
 )
-from dino_sparo.runtime.distributed import is_main, rank, world_size
+from dino_sparo.runtime.distributed import is_main
 from dino_sparo.runtime.logs import progress
 from dino_sparo.runtime.records import differences, plain
 from dino_sparo.weights.checkpoint import load_checkpoint, load_strictly
@@ -45,10 +48,10 @@ def live_batches(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Callable[[int], Batches]:
-    """Features of augmented images, encoded anew in every epoch.
+    """Epoch -> this process' batches of features of augmented images, which are encoded anew in every epoch.
 
-    The crops of an image depend on seed, epoch and image alone. An epoch's incomplete last batch is left out, another
-    one in every epoch. An image that cannot be read is replaced by its neighbour, as in pretraining.
+    The crops of an image depend on seed, epoch and image alone. An unreadable image is replaced by its neighbour, as in
+    pretraining.
 
     Args:
         encoder: on `device`.
@@ -60,11 +63,8 @@ def live_batches(
         num_workers: processes that load images, per process.
         dtype: fp32, or bf16 or fp16 for autocast.
         seed: of order and crops.
-
-    Returns:
-        epoch -> this process' batches.
     """
-    sampler = EpochSampler(len(source), batch_size, rank=rank(), world_size=world_size(), seed=seed)
+    sampler = ProbeSampler(len(source), batch_size, seed)
     dataset = ImageDataset(source, augmentation, seed=seed)
     loader = create_loader(dataset, sampler, num_workers=num_workers, pin_memory=device.type == "cuda")
 
@@ -75,31 +75,6 @@ def live_batches(
                 features = encode(batch.views[0].to(device, non_blocking=True)).float()
             # Cloned outside inference mode, so that gradients work.
             yield features.clone(), batch.labels.to(device, non_blocking=True)
-
-    return batches
-
-
-def cached_batches(
-    train: Features, device: torch.device, *, batch_size: int, seed: int = 0
-) -> Callable[[int], Batches]:
-    """Batches of features that were extracted once, in the order `live_batches` would take the images.
-
-    Args:
-        train: of all processes.
-        device: the probe's.
-        batch_size: per process.
-        seed: of the order.
-
-    Returns:
-        epoch -> this process' batches.
-    """
-    sampler = EpochSampler(len(train.features), batch_size, rank=rank(), world_size=world_size(), seed=seed)
-
-    def batches(epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        sampler.set_epoch(epoch)
-        for keys in sampler:
-            rows = torch.tensor([index for _, index in keys], device=train.features.device)
-            yield train.features[rows].to(device), train.labels[rows].to(device)
 
     return batches
 
@@ -183,7 +158,11 @@ class ProbeRun:
             raise ValueError(f"val_freq={val_freq}; give the number of epochs between two validations, at least 1")
         for epoch in range(self.epoch, self.epochs):
             schedule = cosine_factor(epoch, self.epochs)
-            losses = train_one_epoch(self.probe, self.optimizer, epoch_batches(epoch), schedule)
+            losses = train_one_epoch(self.probe, self.optimizer, epoch_batches(epoch), repeat(schedule))
+            if not any(map(math.isfinite, losses)):
+                raise ValueError(
+                    f"every probe diverged (training losses {losses}); give smaller learning rates with --lr"
+                )
             line: dict[str, Any] = {"epoch": epoch, "schedule": schedule, "train_loss": losses}
             if epoch % val_freq == 0 or epoch == self.epochs - 1:
                 line["test"] = probe_accuracy(self.probe, val.features, val.labels)
@@ -216,16 +195,28 @@ class ProbeRun:
 
 
 def load_heads(path: Path) -> dict[str, Any]:
-    """Read saved heads.
-
-    Raises:
-        ValueError: no such file, or it holds something else.
-    """
+    """Read the probes of a training that was saved."""
     state = load_checkpoint(path)
     missing = {"state_dict", "momenta", "epoch", "history", "counts", "learning_rates", "record"} - state.keys()
     if missing:
         raise ValueError(f"{path} holds no linear probes: {', '.join(sorted(missing))} missing; train some first")
     return state
+
+
+def reference_heads(path: Path, avgpool_patchtokens: bool) -> dict[str, Tensor] | None:
+    """Weights (1, classes, F) and bias (1, classes) of the reference's linear head; None for another file.
+
+    With --avgpool_patchtokens the reference's head sees class token and mean of the patches in turn, number by number,
+    and ours sees the whole class token first. So the columns are reordered.
+    """
+    weights = load_checkpoint(path).get("state_dict", {})
+    head = {name.removeprefix("module."): value for name, value in weights.items()}
+    if head.keys() != {"linear.weight", "linear.bias"}:
+        return None
+    weight = head["linear.weight"]
+    if avgpool_patchtokens:
+        weight = weight.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
+    return {"weight": weight[None], "bias": head["linear.bias"][None]}
 
 
 def check_same_record(saved: dict[str, Any], wanted: dict[str, Any], path: Path) -> None:

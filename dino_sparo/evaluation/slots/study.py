@@ -9,6 +9,7 @@ validation images have no say in the ranking. Source of the question: SPARO, sec
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -21,12 +22,12 @@ from dino_sparo.evaluation.knn.classify import classify_shards
 from dino_sparo.evaluation.linear.probe import (
     LinearProbe,
     ProbeSGD,
+    cached_batches,
     cosine_factor,
     probe_accuracy,
     scaled_learning_rates,
     train_one_epoch,
 )
-from dino_sparo.evaluation.linear.run import cached_batches
 from dino_sparo.runtime.distributed import world_size
 from dino_sparo.runtime.logs import progress
 
@@ -212,14 +213,14 @@ def probe_slots(images: StudyImages, slots: Sequence[int], settings: ProbeSettin
     train, choosing = (slot_columns(images.train, kept, images.num_slots, part) for part in (~rows, rows))
     val = slot_columns(images.val, kept, images.num_slots)
     train = gather_features(train, images.device)
-    batch_size = max(min(PROBE_BATCH, len(train.features)) // world_size(), 1)
+    batch_size = max(PROBE_BATCH // world_size(), 1)
     probe = LinearProbe(train.features.shape[1], images.num_classes, len(settings.learning_rates), settings.seed).to(
         images.device
     )
     optimizer = ProbeSGD(probe, scaled_learning_rates(settings.learning_rates, batch_size * world_size()))
     batches = cached_batches(train, images.device, batch_size=batch_size, seed=settings.seed)
     for epoch in range(settings.epochs):
-        train_one_epoch(probe, optimizer, batches(epoch), cosine_factor(epoch, settings.epochs))
+        train_one_epoch(probe, optimizer, batches(epoch), repeat(cosine_factor(epoch, settings.epochs)))
     top1 = [row["top1"] for row in probe_accuracy(probe, choosing.features, choosing.labels)]
     best = top1.index(max(top1))
     held_out = probe_accuracy(probe, val.features, val.labels)[best]["top1"]

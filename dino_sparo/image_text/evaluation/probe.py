@@ -8,17 +8,17 @@ Prints a table and writes probe.json, the numbers with all that they depend on.
 
 Source: SPARO, appendix 0.C.1, which follows LAION's CLIP benchmark and CLIP, appendix A.3: features of length one,
 AdamW with learning rate 0.1, 10 epochs, decays between 1e-6 and 1e2 in 96 steps, tried coarsely, then ever more finely
-around the best; batches of 64 and weights as `nn.Linear` draws them are that benchmark's. Two choices are ours: the
-number of images that choose the decay, which none of these states, and that images after an epoch's last whole batch
-wait for another epoch.
+around the best; batches of 64 and weights as `nn.Linear` draws them are that benchmark's. The number of images that
+choose the decay is ours: none of these sources states it.
 
 Features of all training images are kept by every process: images x width x 4 bytes, 21 GB for ImageNet and L*V = 4096.
 """
 
 import argparse
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +26,24 @@ import numpy as np
 import torch
 from jaxtyping import Int64
 from torch import Tensor
-from torch.nn import functional as F
 
-from dino_sparo.data.dataset import EpochSampler, align_classes, require_labels
+from dino_sparo.data.dataset import align_classes, require_labels
 from dino_sparo.evaluation.feature_cache import check_same_weights, load_features, save_features
 from dino_sparo.evaluation.features import Features
-from dino_sparo.evaluation.linear.probe import LinearProbe, cosine_factor, probe_accuracy
+from dino_sparo.evaluation.linear.probe import (
+    LinearProbe,
+    ProbeAdamW,
+    ProbeSampler,
+    cached_batches,
+    cosine_factor,
+    probe_accuracy,
+    train_one_epoch,
+)
 from dino_sparo.evaluation.task import start_evaluation
 from dino_sparo.image_text.choices import PROBE_BATCH_SIZE
 from dino_sparo.image_text.evaluation.protocol import open_evaluation_images, report
 from dino_sparo.image_text.evaluation.zero_shot import count_hits
 from dino_sparo.image_text.scoring.scorer import ImageFeatureModel
-from dino_sparo.runtime.collectives import all_reduce_sum
 from dino_sparo.runtime.distributed import Distributed, all_or_none, is_main, rank, world_size
 from dino_sparo.runtime.records import versions
 
@@ -82,56 +88,24 @@ class ProbeSettings:
 def train_probes(
     train: Features, rows: Int64[Tensor, " n"], weight_decays: Sequence[float], settings: ProbeSettings
 ) -> LinearProbe:
-    """Train one probe per weight decay, side by side on the same batches.
-
-        w <- (1 - lr d) w,   w <- w - lr Adam(gradient)        d the probe's weight decay
-
-    which is `torch.optim.AdamW` for each of them alone. (A decay of more than 2 / lr makes a probe diverge; it is then
-    never right.) What is left over after an epoch's last whole batch waits for another epoch.
+    """Train one probe per weight decay, side by side on the same batches; the learning rate falls step by step.
 
     Args:
         train: features of length one.
-        rows: (n,), which of them to train on.
-        weight_decays: R of them.
+        rows: (n,), images to train on.
+        weight_decays: one per probe.
         settings: the rest.
-
-    Returns:
-        R probes.
     """
-    device = settings.device
-    share = max(1, min(settings.batch_size, len(rows)) // world_size())
-    sampler = EpochSampler(len(rows), share, rank=rank(), world_size=world_size(), seed=settings.seed)
+    share = max(1, settings.batch_size // world_size())
     size = (train.features.shape[1], settings.num_classes, len(weight_decays))
-    probe = LinearProbe(*size, seed=settings.seed, torch_init=True).to(device)
-    decays = torch.tensor(weight_decays, device=device)
-    optimizer = torch.optim.Adam(probe.parameters(), lr=settings.lr)
-    num_steps = settings.epochs * sampler.steps_per_epoch
-    for step, chosen in enumerate(_batches(sampler, settings.epochs)):
-        indices = rows[torch.tensor(chosen, device=rows.device)]
-        logits = probe(train.features[indices].to(device))
-        targets = train.labels[indices].to(device).repeat(len(weight_decays))
-        # The mean over images and the sum over probes: the gradient of each probe is its own.
-        loss = F.cross_entropy(logits.flatten(0, 1), targets, reduction="sum") / len(indices)
-        optimizer.zero_grad()
-        loss.backward()
-        rate = settings.lr * cosine_factor(step, num_steps)
-        with torch.no_grad():
-            for parameter in probe.parameters():
-                if parameter.grad is not None:
-                    all_reduce_sum(parameter.grad).div_(world_size())
-                parameter.mul_((1 - rate * decays).view(-1, *[1] * (parameter.ndim - 1)))
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.step()
+    probe = LinearProbe(*size, seed=settings.seed, torch_init=True).to(settings.device)
+    optimizer = ProbeAdamW(probe, settings.lr, weight_decays)
+    batches = cached_batches(train, settings.device, batch_size=share, seed=settings.seed, rows=rows)
+    num_steps = len(ProbeSampler(len(rows), share))
+    factors = (cosine_factor(step, settings.epochs * num_steps) for step in range(settings.epochs * num_steps))
+    for epoch in range(settings.epochs):
+        train_one_epoch(probe, optimizer, batches(epoch), islice(factors, num_steps))
     return probe
-
-
-def _batches(sampler: EpochSampler, epochs: int) -> Iterator[list[int]]:
-    """This process' batches of all epochs."""
-    for epoch in range(epochs):
-        sampler.set_epoch(epoch)
-        for keys in sampler:
-            yield [index for _, index in keys]
 
 
 def search_weight_decay(accuracies_of: Callable[[list[int]], list[float]]) -> tuple[int, dict[int, float]]:
