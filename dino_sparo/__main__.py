@@ -225,17 +225,17 @@ def retrieval(args: argparse.Namespace) -> Any:
 @command(sugarcrepe_parser)
 def sugarcrepe(args: argparse.Namespace) -> Any:
     """Images with a true and a false caption -> how often the true one is nearer."""
-    from dino_sparo.image_text.evaluation.sugarcrepe import evaluate_checkpoint
+    from dino_sparo.image_text.evaluation.compositional.single import evaluate_sugarcrepe
 
-    return evaluate_checkpoint(args, open_model)
+    return evaluate_sugarcrepe(args, open_model)
 
 
 @command(winoground_parser)
 def winoground(args: argparse.Namespace) -> Any:
     """Two images and two captions of the same words -> how often images and captions are matched correctly."""
-    from dino_sparo.image_text.evaluation.winoground import evaluate_checkpoint
+    from dino_sparo.image_text.evaluation.compositional.single import evaluate_winoground
 
-    return evaluate_checkpoint(args, open_model)
+    return evaluate_winoground(args, open_model)
 
 
 @command(compositional_parser)
@@ -249,7 +249,7 @@ def compositional(args: argparse.Namespace) -> Any:
 @command(order_captions_parser)
 def order_captions(args: argparse.Namespace) -> Any:
     """Images with captions -> captions with shuffled words, ARO's order benchmarks, for compositional."""
-    from dino_sparo.image_text.evaluation.compositional.sets.word_order import write_order
+    from dino_sparo.image_text.evaluation.compositional.word_order import write_order
 
     return write_order(args)
 
@@ -265,7 +265,7 @@ def clip_probe(args: argparse.Namespace) -> Any:
 @command(scene_pairs_parser)
 def scene_pairs(args: argparse.Namespace) -> Any:
     """Built-in scenes -> true and hard false captions, in SugarCrepe's format."""
-    from dino_sparo.image_text.evaluation.scene_pairs import write_pairs
+    from dino_sparo.image_text.evaluation.compositional.sets.scene_pairs import write_pairs
 
     return write_pairs(args)
 

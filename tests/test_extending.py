@@ -15,6 +15,7 @@ from runs import ROOT, assert_same_state, epochs_of
 
 from dino_sparo import load_checkpoint, load_encoder
 from dino_sparo.data.sources import OPENERS
+from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS
 from dino_sparo.models.readouts import READOUTS
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), flags=re.DOTALL)
@@ -46,14 +47,14 @@ def block_with(word: str) -> str:
 @pytest.fixture
 def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., dict]]:
     """Runs `python FILE.py COMMAND ...` in this process; the tables are afterwards what they were."""
-    before = {**READOUTS}, {**OPENERS}
+    before = {**READOUTS}, {**OPENERS}, {**BENCHMARKS}
 
     def run(script: Path, *words: object) -> dict:
         monkeypatch.setattr(sys, "argv", [str(script), *map(str, words)])
         return runpy.run_path(str(script), run_name="__main__")
 
     yield run
-    for table, entries in zip((READOUTS, OPENERS), before, strict=True):
+    for table, entries in zip((READOUTS, OPENERS, BENCHMARKS), before, strict=True):
         table.clear()
         table.update(entries)
 
@@ -111,6 +112,25 @@ def test_the_new_data_source_trains_and_is_evaluated(tmp_path: Path, python: Cal
 
 
 @pytest.mark.slow
+def test_the_new_benchmark_is_found_checked_and_evaluated(tmp_path: Path, python: Callable[..., dict]) -> None:
+    pytest.importorskip("open_clip")
+    from clip_fakes import paint, small_checkpoint
+
+    script, data = tmp_path / "my_benchmark.py", tmp_path / "data"
+    script.write_text(block_with("colours.json"))
+    paint(data / "images" / "1.png", "red")
+    weights = small_checkpoint(tmp_path / "checkpoint.pth")
+    words = ("--benchmarks", "colours", "--data_root", data, "--pretrained_weights", weights, "--device", "cpu")
+    file = data / "colours.json"
+    file.write_text(json.dumps([{"image": "1.png", "right": "a red cup", "wrong": "a blue cup"}]))
+    python(script, "compositional", *words, "--num_workers", 0)
+    (result,) = json.loads((tmp_path / "compositional.json").read_text())["benchmarks"].values()
+    assert result["splits"]["colours"]["num_questions"] == 1
+    file.write_text(json.dumps([{"image": "1.png", "right": 3, "wrong": "a blue cup"}]))
+    with pytest.raises(SystemExit, match="1"):
+        python(script, "compositional", *words)
+
+
 def test_the_new_loss_trains_resumes_to_the_bit_and_leaves_an_encoder(tmp_path: Path) -> None:
     script = tmp_path / "vicreg.py"
     script.write_text(block_with("vicreg_loss"))

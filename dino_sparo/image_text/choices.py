@@ -3,11 +3,5 @@
 # Images are cropped little, since a caption describes all of the image. Source: OpenCLIP's default augmentation.
 CROP_SCALE = (0.9, 1.0)
 AUTO = "auto"  # class names, or templates, of the set of images itself
-WINOGROUND_EXAMPLES = "examples.jsonl"
-# Names of the compositional benchmarks, in the order of the table.
-COMPOSITIONAL = (
-    *("sugarcrepe", "winoground", "aro-relation", "aro-attribution", "coco-order", "flickr-order", "vl-checklist"),
-    *("whatsup-a", "whatsup-b", "coco-spatial", "gqa-spatial", "pug-spar", "scene-pairs", "oc-splits"),
-)
 PROBE_BATCH_SIZE = 64  # of CLIP benchmark's linear probe
 PICTURE_SCENES = "scenes:400:384"  # held-out ones, large enough to be looked at

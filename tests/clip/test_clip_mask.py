@@ -28,9 +28,9 @@ from dino_sparo.clip.slots.mask_fit import (
     part_products,
 )
 from dino_sparo.clip.slots.subsets import SlotMask, read_slots
-from dino_sparo.image_text.evaluation.questions import EncodedQuestions, Question, macro
-from dino_sparo.image_text.evaluation.scene_pairs import write_scene_pairs
-from dino_sparo.image_text.evaluation.sugarcrepe import split_results
+from dino_sparo.image_text.evaluation.compositional.run import EncodedQuestions, split_results
+from dino_sparo.image_text.evaluation.compositional.sets.scene_pairs import write_scene_pairs
+from dino_sparo.image_text.evaluation.questions import Question, macro
 from dino_sparo.image_text.scoring.dot_product import pair_products
 
 PARTS, WIDTH = 5, 3
@@ -42,7 +42,7 @@ def pairs_of(splits: list[str], images: torch.Tensor, texts: torch.Tensor) -> En
     rows = torch.arange(len(splits))
     questions = [Question(split, ("",), ("", "")) for split in splits]
     text_of = torch.stack((rows, rows + len(rows)), dim=1)
-    return EncodedQuestions(questions, images, texts, (rows % len(images))[:, None], text_of, len(images))
+    return EncodedQuestions(questions, images, texts, (rows % len(images))[:, None], text_of)
 
 
 def random_pairs(seed: int = 0, num_images: int = 7) -> EncodedQuestions:

@@ -19,8 +19,9 @@ from dino_sparo.data.dataset import ImageSource, open_source
 from dino_sparo.data.scenes import COLOURS as SCENE_COLOURS
 from dino_sparo.data.scenes import SHAPES
 from dino_sparo.data.views import ClipView
-from dino_sparo.image_text.evaluation import retrieval, sugarcrepe, winoground, zero_shot
+from dino_sparo.image_text.evaluation import retrieval, zero_shot
 from dino_sparo.image_text.evaluation.caption_sets import open_caption_set
+from dino_sparo.image_text.evaluation.compositional.single import evaluate_sugarcrepe, evaluate_winoground
 from dino_sparo.image_text.evaluation.questions import Question, judge
 from dino_sparo.image_text.evaluation.validation import open_validation
 from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot
@@ -210,7 +211,7 @@ def test_sugarcrepe_asks_the_scorer_and_equals_a_loop(scorer: BindingScorer, col
     }
     (colours / "swap_att.json").write_text(json.dumps(entries))
     options = ("--data_path", colours, "--output", colours / "a.json")
-    result = command("sugarcrepe", sugarcrepe.evaluate_checkpoint, scorer, *options)
+    result = command("sugarcrepe", evaluate_sugarcrepe, scorer, *options)
     scores = {
         colour: [score(tuple(map(float, COLOURS[colour])), scorer.words(text)) for text in both]
         for colour, both in captions.items()
@@ -229,7 +230,7 @@ def test_winoground_asks_the_scorer_and_equals_a_loop(scorer: BindingScorer, col
     lines = [json.dumps(dict(zip(keys, row, strict=True))) for row in rows]
     (colours / "examples.jsonl").write_text("\n".join(lines))
     options = ("--data_path", colours, "--output", colours / "a.json")
-    result: dict[str, Any] = command("winoground", winoground.evaluate_checkpoint, scorer, *options)
+    result: dict[str, Any] = command("winoground", evaluate_winoground, scorer, *options)
     text = image = group = 0
     for a, b, *captions in rows:
         pictures = [tuple(map(float, COLOURS[colour])) for colour in (a, b)]

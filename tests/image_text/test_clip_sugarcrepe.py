@@ -14,11 +14,18 @@ pytest.importorskip("open_clip")
 from clip_fakes import DEVICE_OPTIONS, colour_encoder, evaluate, paint, small_checkpoint
 
 from dino_sparo.data.scenes import Scenes, Ties
-from dino_sparo.image_text.evaluation import scene_pairs
-from dino_sparo.image_text.evaluation.questions import EncodedQuestions, Question, SplitResult, encode_questions
-from dino_sparo.image_text.evaluation.scene_pairs import swapped_attribute, swapped_objects, write_scene_pairs
-from dino_sparo.image_text.evaluation.sugarcrepe import averages, read_pairs, split_results, table
-from dino_sparo.image_text.scoring import dot_product, image_files
+from dino_sparo.image_text.evaluation.compositional.discover import ImageRules, LocalBenchmark, open_benchmark
+from dino_sparo.image_text.evaluation.compositional.run import EncodedQuestions, encode_questions, split_results
+from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS, scene_pairs
+from dino_sparo.image_text.evaluation.compositional.sets.scene_pairs import (
+    swapped_attribute,
+    swapped_objects,
+    write_scene_pairs,
+)
+from dino_sparo.image_text.evaluation.compositional.sets.sugarcrepe import averages, read
+from dino_sparo.image_text.evaluation.compositional.single import encode_folder
+from dino_sparo.image_text.evaluation.questions import Question, SplitResult
+from dino_sparo.image_text.scoring import dot_product
 from dino_sparo.image_text.scoring.dot_product import pair_products
 
 
@@ -47,16 +54,22 @@ def crepe(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def local(folder: Path, images: Path, max_missing: float = 0.01) -> LocalBenchmark:
+    return open_benchmark(BENCHMARKS["sugarcrepe"], folder, ImageRules(folder, images, max_missing))
+
+
+def encode(folder: Path, images: Path, max_missing: float = 0.01) -> EncodedQuestions:
+    return encode_folder(colour_encoder(), local(folder, images, max_missing), max_missing)
+
+
 # --- scores
 
 
 def test_the_true_caption_must_be_strictly_nearer_and_ties_count_as_wrong(crepe):
-    pairs = encode_questions(colour_encoder(), read_pairs(crepe), crepe / "images")
-    assert split_results(pairs, pair_products) == {
+    assert split_results(encode(crepe, crepe / "images"), pair_products) == {
         "replace_att": SplitResult(50.0, 4, 1),
         "swap_obj": SplitResult(0.0, 1, 1),
     }
-    assert (pairs.num_empty, pairs.num_without_image) == (0, 0)
 
 
 def test_images_and_captions_are_encoded_once(crepe, monkeypatch):
@@ -66,9 +79,9 @@ def test_images_and_captions_are_encoded_once(crepe, monkeypatch):
     monkeypatch.setattr(
         encoder.model, "encode_text", lambda ids, normalize: (seen.append(len(ids)), encode_text(ids, normalize))[1]
     )
-    pairs = read_pairs(crepe)
-    encoded = encode_questions(encoder, [*pairs, *pairs], crepe / "images")
-    assert len(encoded.images) == encoded.num_images == 3
+    pairs = local(crepe, crepe / "images").questions
+    encoded = encode_questions(encoder, [*pairs, *pairs])
+    assert len(encoded.images) == 3
     assert len(encoded.texts) == 9
     assert sum(seen) == 9  # 8 texts, since the two about a thing have the same tokens; the last batch is filled up
 
@@ -79,7 +92,7 @@ def test_one_step_of_fp32_decides_and_less_is_a_tie(monkeypatch):
     texts = torch.tensor([[0.5, 0.1], [0.5 + 2**-24, 0.7], [0.5 + 2**-26, 0.2]])
     questions = [Question("swap_att", ("i",), ("", ""))] * 5
     text_of, image_of = torch.tensor([[1, 0], [0, 1], [2, 0], [1, 2], [0, 2]]), torch.zeros(5, 1, dtype=torch.int64)
-    pairs = EncodedQuestions(questions, torch.tensor([[1.0, 0.0]]), texts, image_of, text_of, 1)
+    pairs = EncodedQuestions(questions, torch.tensor([[1.0, 0.0]]), texts, image_of, text_of)
     assert split_results(pairs, pair_products) == {"swap_att": SplitResult(40.0, 5, 2)}
 
 
@@ -98,7 +111,7 @@ def test_averages_by_hand():
 
 
 def test_features_that_are_not_finite_are_refused(crepe):
-    pairs = encode_questions(colour_encoder(), read_pairs(crepe), crepe / "images")
+    pairs = encode(crepe, crepe / "images")
     pairs.images[1] = torch.nan
     with pytest.raises(ValueError, match="not finite"):
         split_results(pairs, pair_products)
@@ -107,51 +120,51 @@ def test_features_that_are_not_finite_are_refused(crepe):
 # --- what is missing
 
 
-def test_a_few_missing_and_unreadable_images_are_counted_and_more_are_an_error(crepe, monkeypatch, caplog):
+def test_a_few_missing_and_unreadable_images_are_counted_and_more_are_an_error(crepe):
     write_split(crepe, "swap_att", [("gone", "a", "b"), ("broken", "c", "d"), ("red", "red", "green")])
     paint(crepe / "images" / "broken.png", "broken")
-    pairs = read_pairs(crepe)
-    with pytest.raises(ValueError, match=r"1 of 5 images in .* missing or cannot be read, the first is .*gone.png"):
-        encode_questions(colour_encoder(), pairs, crepe / "images")
-    monkeypatch.setattr(image_files, "MAX_MISSING", 0.2)
-    with pytest.raises(ValueError, match="2 of 5 images in"):
-        encode_questions(colour_encoder(), pairs, crepe / "images")
-    monkeypatch.setattr(image_files, "MAX_MISSING", 0.4)
-    encoded = encode_questions(colour_encoder(), pairs, crepe / "images")
-    assert (encoded.num_empty, encoded.num_without_image) == (0, 2)
-    assert split_results(encoded, pair_products)["swap_att"] == SplitResult(100.0, 1, 0)
-    assert "left out 2 of 8 questions: 0 have an empty caption, 2 lack an image" in caplog.text
+    images = crepe / "images"
+    with pytest.raises(ValueError, match=r"1 of 5 files, such as 'gone\.png', are missing in"):
+        encode(crepe, images)
+    with pytest.raises(ValueError, match=r"2 of 8 questions' images in .* missing or cannot be read"):
+        encode(crepe, images, 0.2)
+    assert split_results(encode(crepe, images, 0.4), pair_products)["swap_att"] == SplitResult(100.0, 1, 0)
+    weights = small_checkpoint(crepe / "run" / "checkpoint.pth")
+    result = run("--pretrained_weights", weights, "--data_path", crepe, "--max_missing", 0.4)
+    assert (result["pairs"]["num_pairs"], result["pairs"]["num_without_image"]) == (6, 2)
+    for path in images.iterdir():
+        path.write_bytes(b"no image")
+    with pytest.raises(ValueError, match=r"4 images in a row of the images cannot be read"):
+        encode(crepe, images, 1.0)
 
 
 def test_empty_captions_are_left_out_and_counted(crepe, caplog):
     write_split(crepe, "add_att", [("red", " ", "b"), ("red", "a", ""), ("red", "a", "b")])
-    pairs = encode_questions(colour_encoder(), read_pairs(crepe), crepe / "images")
-    assert (pairs.num_empty, pairs.num_without_image) == (2, 0)
+    pairs = local(crepe, crepe / "images")
+    assert (pairs.with_empty_caption.total(), pairs.without_image.total()) == (2, 0)
     assert [pair.split for pair in pairs.questions].count("add_att") == 1
-    assert "left out 2 of 8 questions: 2 have an empty caption, 0 lack an image" in caplog.text
+    assert "left out 0 questions without image, 2 with an empty caption" in pairs.lacks
     assert "has 3 of SugarCrepe's 7 files: replace_att, swap_obj, add_att" in caplog.text
 
 
-def test_files_of_other_names_are_splits_where_none_of_sugarcrepes_is_there(crepe, tmp_path, caplog):
+def test_files_of_other_names_are_splits_where_none_of_sugarcrepes_is_there(crepe, tmp_path, caplog, capsys):
     other = tmp_path / "other"
     other.mkdir()
     (crepe / "replace_att.json").rename(other / "unseen.json")
     (crepe / "swap_obj.json").rename(other / "seen.json")
-    pairs = encode_questions(colour_encoder(), read_pairs(other), crepe / "images")
-    results = split_results(pairs, pair_products)
+    results = split_results(encode(other, crepe / "images"), pair_products)
     assert results == {"seen": SplitResult(0.0, 1, 1), "unseen": SplitResult(50.0, 4, 1)}
     assert averages(results) == {"groups": {}, "macro_splits": 25.0, "micro": 40.0}
-    assert [line.split()[0] for line in table(results).splitlines()[1:]] == ["seen", "unseen", "macro_splits", "micro"]
     assert "of SugarCrepe's" not in caplog.text
+    weights = small_checkpoint(crepe / "run" / "checkpoint.pth")
+    run("--pretrained_weights", weights, "--data_path", other, "--images", crepe / "images")
+    lines = capsys.readouterr().out.splitlines()[2:6]
+    assert [line.split()[0] for line in lines] == ["seen", "unseen", "macro_splits", "micro"]
 
 
-def test_what_is_not_sugarcrepe_is_refused(tmp_path):
+def test_a_folder_without_questions_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"holds none of replace_obj\.json, replace_att\.json"):
-        read_pairs(tmp_path)
-    for content in ("{", '{"0": {"filename": "a.jpg", "caption": "b"}}', "[3]", "3"):
-        (tmp_path / "add_obj.json").write_text(content)
-        with pytest.raises(ValueError, match=r"add_obj\.json is not SugarCrepe's: expected an object of filename"):
-            read_pairs(tmp_path)
+        read(tmp_path)
 
 
 # --- the built-in scenes
@@ -172,7 +185,7 @@ def test_negatives_have_the_same_words_and_describe_another_scene(tmp_path):
             assert (folder / "images" / entry["filename"]).is_file()
             swapped.append(entry.get("swapped"))
     assert {swapped.count(attribute) for attribute in ("colour", "texture")} <= {7, 8, 9, 10}
-    assert {pair.split for pair in read_pairs(folder)} == {"swap_obj", "swap_att"}
+    assert {pair.split for pair in read(folder)} == {"swap_obj", "swap_att"}
 
 
 def test_swaps_by_hand():
@@ -225,6 +238,7 @@ def test_the_result_file_tells_the_whole_protocol_and_is_the_same_every_time(cre
     printed = capsys.readouterr().out
     assert "replace_att" in printed
     assert "macro_splits" in printed
+    assert "`dino-sparo compositional --benchmarks sugarcrepe --data_root" in printed
 
     run(*options, "--images", crepe / "images", "--output", crepe / "again.json")
     assert (crepe / "again.json").read_bytes() == path.read_bytes()
@@ -240,7 +254,7 @@ def test_a_mistake_ends_the_script_with_one_line(crepe, caplog):
 
 def test_the_options_are_frozen():
     own = {"pretrained_weights", "quick_gelu", "text_heads", "slots", "graphs", "max_missing_graphs"}
-    own |= {"data_path", "images"}
+    own |= {"data_path", "images", "max_missing", "allow_outside"}
     own |= {"img_size", "batch_size_per_gpu", "precision", "output"}
     assert vars(parser_of("sugarcrepe").parse_args([])).keys() - DEVICE_OPTIONS == own
     pictures = {"output_dir", "num_pairs", "image_size", "split", "seed"}

@@ -13,9 +13,11 @@ pytest.importorskip("open_clip")
 
 from clip_fakes import DEVICE_OPTIONS, colour_encoder, evaluate, paint, small_checkpoint
 
-from dino_sparo.image_text.evaluation.questions import answer, encode_questions, judge
-from dino_sparo.image_text.evaluation.winoground import read_examples, scores_of
-from dino_sparo.image_text.scoring import image_files
+from dino_sparo.image_text.evaluation.compositional.discover import ImageRules, LocalBenchmark, open_benchmark
+from dino_sparo.image_text.evaluation.compositional.run import answer_questions
+from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS
+from dino_sparo.image_text.evaluation.compositional.sets.winoground import read, scores_of
+from dino_sparo.image_text.evaluation.questions import judge
 
 
 def write(folder: Path, rows: list[tuple[str, str, str, str, str]]) -> Path:
@@ -38,6 +40,10 @@ def data(tmp_path: Path) -> Path:
         ("red", "green", "green and red", "red and green", "Relation"),  # captions that are tied
     ]
     return write(tmp_path, rows)
+
+
+def local(folder: Path, max_missing: float = 0.01) -> LocalBenchmark:
+    return open_benchmark(BENCHMARKS["winoground"], folder, ImageRules(folder, folder / "images", max_missing))
 
 
 def run(*options: object) -> dict:
@@ -74,35 +80,32 @@ def test_a_model_with_random_scores_is_at_the_papers_chance():
 
 def test_examples_are_scored(data):
     """In the third, cosines are 1 and 2/sqrt 5 for red, 1/sqrt 2 and 3/sqrt 10 for yellow: all as it should be."""
-    examples = read_examples(data / "examples.jsonl")
-    encoder = colour_encoder()
-    encoded = encode_questions(encoder, examples, data / "images")
-    answers = answer(encoded, encoder.score_pairs)
+    questions = local(data).questions
+    numbers, answers = answer_questions(colour_encoder(), questions).answers_to(slice(None))
+    assert numbers == [0, 1, 2, 3]
     assert scores_of(answers).tolist() == [[True] * 3, [False] * 3, [True] * 3, [False] * 3]
     assert (answers.text_tied | answers.image_tied).tolist() == [False, False, False, True]
-    assert (encoded.num_empty, encoded.num_without_image, encoded.num_truncated) == (0, 0, 0)
-    assert [example.split for example in encoded.questions] == ["Object", "Object", "Relation", "Relation"]
+    assert [question.split for question in questions] == ["Object", "Object", "Relation", "Relation"]
 
 
-def test_examples_without_image_or_caption_are_left_out_and_many_missing_images_are_an_error(
-    tmp_path, monkeypatch, caplog
-):
+def test_examples_without_image_or_caption_are_left_out_and_many_missing_images_are_an_error(tmp_path):
     for colour in ("red", "green", "blue"):
         paint(tmp_path / "images" / f"{colour}.png", colour)
     paint(tmp_path / "images" / "bad.png", "broken")
     rows = [("red", "green", "red", "green", ""), ("red", "blue", "red", " ", ""), ("red", "bad", "red", "blue", "")]
     write(tmp_path, [*rows, ("red", "gone", "red", "blue", "")])
-    examples = read_examples(tmp_path / "examples.jsonl")
-    with pytest.raises(ValueError, match=r"1 of 5 images in .* the first is .*gone"):
-        encode_questions(colour_encoder(), examples, tmp_path / "images")
-    monkeypatch.setattr(image_files, "MAX_MISSING", 0.4)
-    encoder = colour_encoder()
-    encoded = encode_questions(encoder, examples, tmp_path / "images")
-    assert scores_of(answer(encoded, encoder.score_pairs)).tolist() == [[True] * 3]
-    assert (encoded.num_empty, encoded.num_without_image) == (1, 2)
-    assert "left out 3 of 4 questions: 1 have an empty caption, 2 lack an image" in caplog.text
-    with pytest.raises(ValueError, match="none of 1 questions has its captions, and its images in"):
-        encode_questions(encoder, examples[1:2], tmp_path / "images")
+    with pytest.raises(ValueError, match=r"1 of 5 files, such as 'gone', are missing"):
+        local(tmp_path)
+    found = local(tmp_path, 0.4)
+    assert (found.with_empty_caption.total(), found.without_image.total()) == (1, 1)
+    numbers, answers = answer_questions(colour_encoder(), found.questions).answers_to(slice(None))
+    assert (numbers, scores_of(answers).tolist()) == ([0], [[True] * 3])
+    weights = small_checkpoint(tmp_path / "run" / "checkpoint.pth", "cls")
+    result = run("--pretrained_weights", weights, "--data_path", tmp_path, "--max_missing", 0.7)
+    assert (result["num_examples"], result["examples"]["num_left_out"]) == (1, 3)
+    write(tmp_path, rows[1:2])
+    with pytest.raises(ValueError, match="none of 1 questions is left"):
+        run("--pretrained_weights", weights, "--data_path", tmp_path)
 
 
 def test_features_that_are_not_finite_are_refused(data, monkeypatch):
@@ -110,22 +113,16 @@ def test_features_that_are_not_finite_are_refused(data, monkeypatch):
     monkeypatch.setattr(
         encoder.model, "encode_image", lambda images, normalize: torch.full((len(images), 3), torch.nan)
     )
-    encoded = encode_questions(encoder, read_examples(data / "examples.jsonl"), data / "images")
     with pytest.raises(ValueError, match="not finite"):
-        answer(encoded, encoder.score_pairs)
+        answer_questions(encoder, local(data).questions)
 
 
-def test_what_is_not_winoground_is_refused(tmp_path):
-    path = tmp_path / "examples.jsonl"
+def test_a_file_that_is_missing_or_empty_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"does not exist; give the folder with Winoground's examples\.jsonl"):
-        read_examples(path)
-    path.write_text("\n")
-    with pytest.raises(ValueError, match="is empty"):
-        read_examples(path)
-    for line in ("{", "[1]", '{"image_0": "a"}', "3"):
-        path.write_text(f"\n{line}\n")
-        with pytest.raises(ValueError, match=r"line 2 is not Winoground's: expected an object with image_0"):
-            read_examples(path)
+        list(read(tmp_path))
+    (tmp_path / "examples.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match="none of 0 questions is left"):
+        run("--data_path", tmp_path)
 
 
 def test_the_result_file_tells_scores_by_tag_and_is_the_same_every_time(data, capsys):
@@ -153,6 +150,6 @@ def test_a_mistake_ends_the_script_with_one_line(data, caplog):
 
 def test_the_options_are_frozen():
     own = {"pretrained_weights", "quick_gelu", "text_heads", "slots", "graphs", "max_missing_graphs"}
-    own |= {"data_path", "images"}
+    own |= {"data_path", "images", "max_missing", "allow_outside"}
     own |= {"img_size", "batch_size_per_gpu", "precision", "output"}
     assert vars(parser_of("winoground").parse_args([])).keys() - DEVICE_OPTIONS == own

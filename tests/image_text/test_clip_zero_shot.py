@@ -29,7 +29,7 @@ from dino_sparo.data.views import ClipView  # noqa: E402
 from dino_sparo.evaluation.slots.choice import SlotSelection  # noqa: E402
 from dino_sparo.image_text.classes import apply_classes, open_classes, wordnet_ids  # noqa: E402
 from dino_sparo.image_text.evaluation import zero_shot  # noqa: E402
-from dino_sparo.image_text.evaluation.scene_pairs import write_scene_pairs  # noqa: E402
+from dino_sparo.image_text.evaluation.compositional.sets.scene_pairs import write_scene_pairs  # noqa: E402
 from dino_sparo.image_text.evaluation.zero_shot import count_hits, evaluate_zero_shot  # noqa: E402
 from dino_sparo.image_text.pairs.sources import INDEPENDENT  # noqa: E402
 from dino_sparo.image_text.prompts import TEMPLATES, open_templates, prompts, scene_templates  # noqa: E402

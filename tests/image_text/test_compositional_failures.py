@@ -32,7 +32,7 @@ from dino_sparo.image_text.evaluation.compositional.failure_pages import (
     write_page,
 )
 from dino_sparo.image_text.evaluation.compositional.failures import Failure, Failures, clearest_failures
-from dino_sparo.image_text.evaluation.compositional.run import Answered, ask
+from dino_sparo.image_text.evaluation.compositional.run import AnswerTable, answer_questions
 from dino_sparo.image_text.evaluation.questions import Answers, Confusions, Question, confusions
 from dino_sparo.image_text.scoring.explaining import CaptionLook, LookingScorer
 from dino_sparo.image_text.scoring.image_files import Crop
@@ -50,12 +50,12 @@ def test_a_confusion_is_the_image_and_the_false_caption_that_lies_most_above_the
     assert found.false_score.tolist() == pytest.approx([0.5, 0.4])
 
 
-def answered(margins: list[float], is_asked: list[bool] | None = None) -> Answered:
+def answered(margins: list[float], is_answered: list[bool] | None = None) -> AnswerTable:
     count = len(margins)
     nothing = torch.zeros(count, dtype=torch.bool)
     zeros, ones = torch.zeros(count, dtype=torch.int64), torch.ones(count, dtype=torch.int64)
     found = Confusions(zeros, ones, torch.full((count,), 0.25), 0.25 + torch.tensor(margins))
-    return Answered(torch.tensor(is_asked or [True] * count), Answers(*[nothing] * 4), found, {})
+    return AnswerTable(torch.tensor(is_answered or [True] * count), Answers(*[nothing] * 4), found, {}, set())
 
 
 def test_the_clearest_errors_have_the_largest_margins_one_per_image_and_are_no_ties():
@@ -83,7 +83,7 @@ def test_a_benchmark_whose_captions_outnumber_its_neighbours_keeps_its_confusion
     texts = [("red", "green"), ("a blue thing", "red", "green", "a thing", "cyan"), ("red", "blue")]
     images = ("red", "red", "green")
     questions = [Question("s", (str(tmp_path / f"{i}.png"),), t) for i, t in zip(images, texts, strict=True)]
-    found = ask(colour_encoder(), questions, 10)
+    found = answer_questions(colour_encoder(), questions, 10)
     assert found.confusions.caption.tolist()[1] == 1
     assert found.confusions.true_score.tolist() == pytest.approx([1, 0, 0], abs=1e-6)
     assert found.confusions.false_score.tolist() == pytest.approx([0, 1, 0], abs=1e-6)

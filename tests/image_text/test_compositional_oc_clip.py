@@ -11,7 +11,7 @@ from compositional_files import write_json
 from oc_clip_fakes import oc_clip_description
 
 from dino_sparo.__main__ import UNUSED_OPTIONS
-from dino_sparo.image_text.evaluation.compositional.run import ask
+from dino_sparo.image_text.evaluation.compositional.run import answer_questions
 from dino_sparo.image_text.evaluation.questions import Question
 from dino_sparo.weights.checkpoint import IMAGE_TEXT_KEYS
 
@@ -80,7 +80,7 @@ def test_marks_of_captions_without_a_graph_and_with_long_phrases(tmp_path):
     paint(tmp_path / "red.png", "red")
     texts = [("a", "b"), ("nothing", "a"), ("long", "a"), ("b", "long")]
     questions = [Question("s", (str(tmp_path / "red.png"),), text) for text in texts]
-    found = ask(scorer, questions, 10)
+    found = answer_questions(scorer, questions, 10)
     assert found.marks["alike"].tolist() == found.answers.text_tied.tolist() == [True, False, False, False]
     assert found.marks["one_entity"].tolist() == [False, True, False, False]
     assert found.marks["truncated"].tolist() == [False, False, True, True]
@@ -95,7 +95,7 @@ def test_a_caption_of_several_parts_is_looked_up_and_counted_once(tmp_path):
     questions = [Question("s", (str(tmp_path / f"{c}.png"),), ("a cup", "a dog")) for c in ("red", "green", "blue")]
     for chunk_images in (1, 100):
         scorers.append(scorer_of(load_oc_clip(oc_checkpoint(tmp_path / "checkpoint.pth")), parse_caption))
-        ask(scorers[-1], questions, chunk_images)
+        answer_questions(scorers[-1], questions, chunk_images)
     assert scorers[0].graphs.counts == scorers[1].graphs.counts
     assert scorers[0].graphs.counts.captions == 2
 

@@ -26,7 +26,7 @@ from dino_sparo import load_encoder
 from dino_sparo.__main__ import run as run_command
 from dino_sparo.clip.adapter import load_for_benchmark
 from dino_sparo.data.dataset import open_source
-from dino_sparo.image_text.evaluation.sugarcrepe import GROUPS
+from dino_sparo.image_text.evaluation.compositional.sets.sugarcrepe import GROUPS
 from dino_sparo.image_text.scoring.image_rows import require_both
 from dino_sparo.oc_clip import scorer as scorer_module
 from dino_sparo.oc_clip.graphs.files import CaptionGraphs
@@ -376,10 +376,10 @@ def test_options_of_foreign_weights_are_refused_for_checkpoints_of_ours(
 
 @pytest.mark.parametrize("name", ["select", "mask", "pictures"])
 def test_commands_on_slots_refuse_an_oc_clip(
-    weights: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+    weights: Path, crepe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     data = ("--output_dir", tmp_path / "o") if name == "pictures" else ("--output", tmp_path / "o.json")
-    path = tmp_path if name == "mask" else "scenes:12:32"
+    path = crepe if name == "mask" else "scenes:12:32"
     refused(name, "--pretrained_weights", weights, "--data_path", path, "--device", "cpu", *data)
     assert "holds another image-text model than a CLIP" in error_line(caplog)
 

@@ -23,9 +23,11 @@ from dino_sparo.draw.plots import ACCENT, count_ticks, panels, ranked_bars
 from dino_sparo.draw.sheet import INK, SOFT, require_matplotlib
 from dino_sparo.evaluation.task import start_evaluation
 from dino_sparo.image_text.classes import apply_classes, open_classes
-from dino_sparo.image_text.evaluation.protocol import annotation_folders, open_evaluation_images, report, result_paths
-from dino_sparo.image_text.evaluation.questions import SplitResult, encode_questions
-from dino_sparo.image_text.evaluation.sugarcrepe import averages, describe_pairs, read_pairs, split_results
+from dino_sparo.image_text.evaluation.compositional.run import split_results
+from dino_sparo.image_text.evaluation.compositional.sets.sugarcrepe import averages
+from dino_sparo.image_text.evaluation.compositional.single import encode_folder, open_folder, pairs_record
+from dino_sparo.image_text.evaluation.protocol import open_evaluation_images, report, result_paths
+from dino_sparo.image_text.evaluation.questions import SplitResult
 from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot
 from dino_sparo.image_text.prompts import open_templates
 from dino_sparo.image_text.scoring.dot_product import DotProductScorer
@@ -112,25 +114,23 @@ def learn_mask(args: argparse.Namespace) -> dict[str, Any]:
     settings = FitSettings(args.epochs, args.lr, args.momentum, args.mask_batch_size, args.seed, args.mask_scale)
     process = start_evaluation(args)
     require_matplotlib()
-    folder, image_folder = annotation_folders(args, "of SugarCrepe's JSON files")
+    local = open_folder(args, "sugarcrepe")
     path, plot = result_paths(args, "mask.json")
     scorer = clip_scorer(args, process)
     config = whole_model(scorer.model).config
     num_parts = number_of_parts(args.parts, config)
-    pairs = encode_questions(scorer, read_pairs(folder), image_folder)
+    pairs = encode_folder(scorer, local, args.max_missing)
     before = split_results(pairs, scorer.score_pairs)
     fit_result = fit_mask(pairs, num_parts, settings)
     mask = SlotMask(tuple(fit_result.weights.tolist()), config.embed_dim, scorer.record["model"]["sha256"])
     after = split_results(masked_pairs(pairs, fit_result.weights), scorer.score_pairs)
     elsewhere = [change_elsewhere(scorer, mask, where, args.download) for where in args.evaluate]
-    data = describe_pairs(pairs, folder, image_folder)
-    del data["num_images"]
     result = {
         **mask.to_dict(),
         **describe(before, after, elsewhere),
         "fit": describe_fit(fit_result, args),
         **{name: value for name, value in scorer.record.items() if name != "slots"},
-        "pairs": data,
+        "pairs": pairs_record(local, before, len(pairs.truncated)),
     }
     if is_main():
         path.parent.mkdir(parents=True, exist_ok=True)

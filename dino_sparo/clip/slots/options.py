@@ -9,9 +9,9 @@ from dino_sparo.image_text.evaluation.options import (
     add_computation_options,
     add_image_options,
     add_model_options,
-    add_pair_options,
     add_picture_options,
     add_picture_result_options,
+    add_question_options,
 )
 from dino_sparo.runtime.cli import Parser, add_download_option, positive_int
 
@@ -40,7 +40,7 @@ def mask_parser() -> Parser:
     """The options of `mask.py`, in data-flow order."""
     parser = Parser()
     add_model_options(parser, reads_graphs=False)
-    add_pair_options(parser)
+    add_question_options(parser)
     group = parser.add_argument_group("mask")
     group.add_argument(
         "--parts",

@@ -6,7 +6,7 @@ Each command imports its parser from here and parses before it imports torch.
 import argparse
 from typing import Any
 
-from dino_sparo.image_text.choices import AUTO, COMPOSITIONAL, PICTURE_SCENES, PROBE_BATCH_SIZE, WINOGROUND_EXAMPLES
+from dino_sparo.image_text.choices import AUTO, PICTURE_SCENES, PROBE_BATCH_SIZE
 from dino_sparo.image_text.options import add_pair_key_options
 from dino_sparo.runtime.choices import PRECISIONS, SCENE_SIZE
 from dino_sparo.runtime.cli import (
@@ -123,16 +123,32 @@ def add_class_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_pair_options(parser: argparse.ArgumentParser) -> None:
-    """True and false captions."""
-    _add_folders(parser, "pairs", "Folder of SugarCrepe's JSON files, or of scene-pairs.")
-
-
-def _add_folders(parser: argparse.ArgumentParser, title: str, data_path: str) -> None:
-    """A group of that title: annotations, whose help is `data_path`, and the images beside them."""
-    group = parser.add_argument_group(title)
-    group.add_argument("--data_path", default="", help=data_path)
+def add_question_options(
+    parser: argparse.ArgumentParser, holds: str = "SugarCrepe's JSON files, or those of scene-pairs"
+) -> None:
+    """A folder of true and false captions, and their images."""
+    group = parser.add_argument_group("questions")
+    group.add_argument("--data_path", default="", help=f"Folder with {holds}.")
     group.add_argument("--images", default=None, help="Folder of the images; by default `images` in --data_path.")
+    add_image_rules(group)
+
+
+def add_image_rules(group: argparse._ArgumentGroup) -> None:
+    """Which images annotations may name, and how many may be missing."""
+    group.add_argument(
+        "--max_missing", type=float, default=0.01, help="Share of a benchmark's images that may be missing."
+    )
+    add_outside_option(group)
+
+
+def add_outside_option(group: argparse._ArgumentGroup) -> None:
+    """Which files annotations may name."""
+    group.add_argument(
+        "--allow_outside",
+        action="store_true",
+        help="Read images outside of the folder of the images, which annotations name by absolute paths or ../; only "
+        "for annotations that you trust.",
+    )
 
 
 def add_picture_options(parser: argparse.ArgumentParser, weights: str) -> argparse._ArgumentGroup:
@@ -197,6 +213,7 @@ def retrieval_parser() -> Parser:
         "--data_path, by default val.",
     )
     group.add_argument("--image_list", default=None, help="File with names of images, to use these alone.")
+    add_outside_option(group)
     group = parser.add_argument_group("recall")
     group.add_argument("--k", type=int, nargs="+", default=[1, 5, 10], help="Numbers of candidates to look at.")
     add_computation_options(parser, "retrieval.json")
@@ -204,19 +221,19 @@ def retrieval_parser() -> Parser:
 
 
 def sugarcrepe_parser() -> Parser:
-    """The options of `sugarcrepe.py`, in data-flow order."""
+    """The options of the command `sugarcrepe`."""
     parser = Parser()
     add_model_options(parser)
-    add_pair_options(parser)
+    add_question_options(parser)
     add_computation_options(parser, "sugarcrepe.json")
     return parser
 
 
 def winoground_parser() -> Parser:
-    """The options of `winoground.py`, in data-flow order."""
+    """The options of the command `winoground`."""
     parser = Parser()
     add_model_options(parser)
-    _add_folders(parser, "examples", f"Folder with {WINOGROUND_EXAMPLES} and images/.")
+    add_question_options(parser, "Winoground's examples.jsonl")
     add_computation_options(parser, "winoground.json")
     return parser
 
@@ -226,19 +243,20 @@ def compositional_parser() -> Parser:
     parser = Parser()
     add_model_options(parser, several=True)
     group = parser.add_argument_group("benchmarks")
-    group.add_argument("--data_root", default="", help="Folder; every benchmark found in it or below is asked.")
+    group.add_argument("--data_root", default="", help="Folder; every benchmark in it or below is evaluated.")
     group.add_argument(
-        "--benchmarks", nargs="+", choices=COMPOSITIONAL, default=None, help="Ask these alone; by default all."
+        "--benchmarks", nargs="+", default=None, help="Names of benchmarks, by default all; a wrong name lists them."
     )
     group.add_argument(
-        "--max_missing", type=float, default=0.01, help="Share of a benchmark's images that may be missing."
+        "--images", default=None, help="Folder of the images; by default those that docs/compositional.md lists."
     )
+    add_image_rules(group)
     group.add_argument(
         "--write_captions",
         default=None,
-        help="Write all captions to this .txt file for dino-sparo parse, and ask nothing; the images must be there.",
+        help="Only write all captions to this .txt file, for dino-sparo parse; the images must be there.",
     )
-    group = parser.add_argument_group("asking")
+    group = parser.add_argument_group("evaluation")
     group.add_argument(
         "--chunk_images",
         type=int,
@@ -246,9 +264,9 @@ def compositional_parser() -> Parser:
         help="Images encoded at a time; an OC-CLIP keeps up to 0.4 MB of each.",
     )
     group.add_argument(
-        "--blind", action="store_true", help="Ask all once more with the images of other questions, as a baseline."
+        "--blind", action="store_true", help="Repeat with the images of other questions: accuracy without seeing."
     )
-    group.add_argument("--seed", type=int, default=0, help="Of the bootstrap and of the shuffled images.")
+    group.add_argument("--seed", type=int, default=0, help="Random seed of bootstrap and shuffled images.")
     group.add_argument(
         "--failures",
         type=int,
@@ -257,13 +275,12 @@ def compositional_parser() -> Parser:
         help="Draw the N clearest errors of each benchmark, and what the model looked at: a page and sheets beside "
         "the result. Typical are 5 to 20.",
     )
-    group.add_argument("--paper", action="store_true", help="Show the papers' numbers beside, marked as such.")
     add_computation_options(parser, "compositional.json", where="beside each checkpoint; give a folder")
     return parser
 
 
 def order_captions_parser() -> Parser:
-    """The options of `image_text/evaluation/compositional/sets/word_order.py`."""
+    """The options of `image_text/evaluation/compositional/word_order.py`."""
     parser = Parser()
     group = parser.add_argument_group("captions")
     group.add_argument(

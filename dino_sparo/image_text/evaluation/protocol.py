@@ -44,21 +44,6 @@ def open_evaluation_images(data_path: str, split: str | None = None, download: b
     return source
 
 
-def annotation_folders(args: argparse.Namespace, holds: str) -> tuple[Path, Path]:
-    """The folder of annotations, and that of their images: `--images`, by default `images` in it.
-
-    Args:
-        args: parsed options.
-        holds: what the first one holds, for the message.
-
-    Raises:
-        ValueError: no folder is named.
-    """
-    if not args.data_path:
-        raise ValueError(f"--data_path is empty; give the folder {holds}")
-    return Path(args.data_path), Path(args.images or Path(args.data_path) / "images")
-
-
 def file_record(path: Path) -> dict[str, str]:
     """What a result file says about a file of annotations."""
     return {"path": str(path), "sha256": file_sha256(path)}

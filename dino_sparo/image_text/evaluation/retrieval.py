@@ -228,7 +228,7 @@ def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenModel) -> dict
     """
     process = start_evaluation(args)
     scorer = open_model(args, process)
-    data = open_caption_set(args.data_path, args.captions, args.split, args.image_list)
+    data = open_caption_set(args.data_path, args.captions, args.split, args.image_list, args.allow_outside)
     outcome = evaluate_retrieval(scorer, data, args.k)
     result = describe(outcome, data, scorer, args)
     return report(result, table(outcome), args, "retrieval.json")

@@ -1,28 +1,26 @@
-"""Names of image files in annotations -> the images in a folder, encoded; what is missing is counted.
+"""Names of image files in annotations -> the images in a folder.
 
-Between a benchmark's annotations and a scorer. A benchmark without some of its images is another benchmark, so more
-than a few missing ones are an error.
+A benchmark without some of its images is another benchmark, so more than a few missing ones are an error.
 """
 
-import logging
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from PIL import Image
 
 from dino_sparo.data.dataset import CorruptImageError, ImageSource
 from dino_sparo.data.sources import IMAGE_EXTENSIONS
+from dino_sparo.data.sources.limits import PILLOW_MAX_MPIX
 from dino_sparo.data.sources.packed import FileSource, PackedStrings
-from dino_sparo.image_text.scoring.scorer import EncodedImages, Scorer
 
-logger = logging.getLogger(__name__)
-
+ROOT = Path("/")  # start of absolute paths
 # If a larger share of images or captions is missing, the folder or the download is wrong.
 MAX_MISSING = 0.01
+# With an ending added, the longest name that file systems take.
+MAX_NAME_BYTES = 255 - max(map(len, IMAGE_EXTENSIONS))
 
 
 class Crop(NamedTuple):
@@ -75,105 +73,69 @@ class CroppedSource:
         left, top, right, bottom = map(round, box)
         if left >= right or top >= bottom:
             raise CorruptImageError(self.location(index), f"the box {box} has no area")
+        if (right - left) * (bottom - top) > PILLOW_MAX_MPIX * 1e6:
+            raise CorruptImageError(self.location(index), f"the box {box} has more than {PILLOW_MAX_MPIX} megapixels")
         if right <= 0 or bottom <= 0 or left >= image.width or top >= image.height:
             size = f"{image.width} x {image.height} pixels"
             raise CorruptImageError(self.location(index), f"the box {box} lies outside of the image, {size}")
         return image.crop((left, top, right, bottom))
 
 
-@dataclass(frozen=True)
-class NamedImages:
-    """Images of a folder that annotations name.
-
-    Attributes:
-        source: the images that are there.
-        names: what the annotations call them, in the source's order.
-        missing: names of those that are not there.
-    """
-
-    source: ImageSource
-    names: list[ImageName]
-    missing: list[ImageName]
+def check_file_name(name: Any) -> None:
+    """Refuse the name of an image file that no file can have; raises ValueError."""
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"{name!r:.80} is no name of an image file")
+    encoded = os.fsencode(name)  # UnicodeEncodeError is a ValueError
+    if b"\0" in encoded or max(map(len, encoded.split(b"/"))) > MAX_NAME_BYTES:
+        raise ValueError(f"{name!r:.80} is no name of an image file: more than {MAX_NAME_BYTES} bytes, or a zero byte")
 
 
-def image_path(folder: Path, name: str) -> str | None:
-    """Where an image lies, seen from the folder: as named, without the folders in its name, or with an ending added."""
-    base = os.path.basename(name)
-    tries = (name, base, *(base + ending for ending in IMAGE_EXTENSIONS))
-    return next((path for path in tries if (folder / path).is_file()), None)
-
-
-def open_named_images(folder: Path, names: Sequence[ImageName]) -> NamedImages:
-    """Look for images in a folder, as they are named, without the folders in their names, or with an ending added.
+def image_path(folder: Path, name: str, roots: Sequence[Path] | None = None) -> str | None:
+    """Where an image lies in a folder: as named, without the folders in its name, or with an ending added.
 
     Args:
-        folder: where they should be.
-        names: different names.
+        folder: start of the path.
+        name: in the annotations.
+        roots: the file must lie below one of these folders (links in them are the user's own); None: anywhere.
 
     Raises:
-        ValueError: more than 1 % are missing.
+        ValueError: the file lies elsewhere.
     """
-    paths = {name: image_path(folder, file_of(name)) for name in names}
-    existing = {name: path for name, path in paths.items() if path is not None}
-    missing = [name for name in names if name not in existing]
-    first = str(folder / file_of(missing[0])) if missing else ""
-    require_few_missing(len(missing), len(names), f"images in {folder}", first)
-    if missing:
-        logger.warning("%d of %d images are not in %s, the first is %s", len(missing), len(names), folder, first)
-    return NamedImages(named_source(folder, list(existing), list(existing.values())), list(existing), missing)
+    base = os.path.basename(name)
+    tries = (name, base, *(base + ending for ending in IMAGE_EXTENSIONS))
+    found = next((path for path in tries if os.path.isfile(folder / path)), None)
+    if found is not None and roots is not None:
+        path = Path(os.path.abspath(folder / found))
+        if not any(path.is_relative_to(os.path.abspath(root)) for root in roots):
+            raise ValueError(
+                f"the image {name!r} lies outside of {' and '.join(map(str, roots))}; annotations of strangers may "
+                "name any file. Give --allow_outside if you trust them"
+            )
+    return found
 
 
 def named_source(folder: Path, names: Sequence[ImageName], paths: Sequence[str]) -> ImageSource:
     """Images, or parts of them, as a source.
 
     Args:
-        folder: what paths start from.
-        names: as annotations name them.
-        paths: where each lies.
+        folder: start of the paths.
+        names: as annotations name the images.
+        paths: of the files.
     """
     packed = PackedStrings.pack([os.fsencode(path) for path in paths])
-    files = FileSource(f"images in {folder}", str(folder), packed, None, None)
+    files = FileSource("the images" if folder == ROOT else f"images in {folder}", str(folder), packed, None, None)
     boxes = [name.box if isinstance(name, Crop) else None for name in names]
     return CroppedSource(files, boxes) if any(boxes) else files
 
 
-def encode_named_images(
-    scorer: Scorer, folder: Path, names: Sequence[ImageName]
-) -> tuple[EncodedImages, dict[ImageName, int]]:
-    """The images of a folder, encoded, on every process.
+def require_few_missing(missing: int, total: int, kind: str, share: float | None = None) -> None:
+    """Refuse data of which more than a share is missing, by default `MAX_MISSING`; raises ValueError.
 
-    Args:
-        scorer: the model.
-        folder: where they should be.
-        names: different names.
-
-    Returns:
-        The images, and the row of each image that could be read, by its name.
-
-    Raises:
-        ValueError: more than 1 % are missing or cannot be read.
+    `kind` says in words what is missing, and where.
     """
-    named = open_named_images(folder, names)
-    encoded = scorer.encode_images(named.source)
-    require_few_missing(len(named.missing) + encoded.num_corrupt, len(names), f"images in {folder}")
-    return encoded, {named.names[index]: row for row, index in enumerate(encoded.indices.tolist())}
-
-
-def require_few_missing(missing: int, total: int, what: str, example: str = "") -> None:
-    """Refuse a benchmark of which too much is not there.
-
-    Args:
-        missing: how many cannot be used.
-        total: how many there should be.
-        what: in words, what they are and where they should be.
-        example: the first of those missing.
-
-    Raises:
-        ValueError: more than 1 % are missing.
-    """
-    if missing > MAX_MISSING * total:
-        first = f", the first is {example}" if example else ""
+    share = MAX_MISSING if share is None else share
+    if missing > share * total:
         raise ValueError(
-            f"{missing} of {total} {what} are missing or cannot be read{first}; at most {MAX_MISSING:.0%} may be. Is "
-            f"this the right folder, and the whole of it?"
+            f"{missing} of {total} {kind} are missing or cannot be read; at most {100 * share:g} % of them may be. Is "
+            "this the right folder, and the whole of it?"
         )

@@ -2,8 +2,8 @@
 
     dino-sparo compositional --pretrained_weights clip/checkpoint.pth oc/checkpoint.pth --data_root data
 
-All benchmarks that lie below the folder are asked (`docs/compositional.md` says how each should lie there). Prints one
-table, and writes per model compositional.json: accuracies with intervals, what was left out, and the whole protocol.
+All benchmarks below the folder are evaluated (docs/compositional.md lists their files). The command prints one table
+and writes one compositional.json per model: accuracies with intervals, what was left out, and the whole protocol.
 """
 
 import argparse
@@ -16,13 +16,18 @@ from typing import Any
 
 from dino_sparo.draw.sheet import require_matplotlib
 from dino_sparo.evaluation.task import start_evaluation
-from dino_sparo.image_text.evaluation.compositional.discover import LocalBenchmark, find_benchmarks
+from dino_sparo.image_text.evaluation.compositional.discover import ImageRules, LocalBenchmark, find_benchmarks
 from dino_sparo.image_text.evaluation.compositional.failure_pages import write_failures
 from dino_sparo.image_text.evaluation.compositional.failures import MAX_FAILURES, Failures, clearest_failures
 from dino_sparo.image_text.evaluation.compositional.metrics import summarize, worth
-from dino_sparo.image_text.evaluation.compositional.papers import PAPERS
-from dino_sparo.image_text.evaluation.compositional.registry import BENCHMARKS
-from dino_sparo.image_text.evaluation.compositional.run import Answered, ask, counts_of, with_shuffled_images
+from dino_sparo.image_text.evaluation.compositional.run import (
+    AnswerTable,
+    answer_questions,
+    captions_of,
+    count_marks,
+    with_shuffled_images,
+)
+from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS
 from dino_sparo.image_text.evaluation.protocol import OpenModel, file_record
 from dino_sparo.image_text.scoring.scorer import Scorer
 from dino_sparo.runtime.cli import say
@@ -38,18 +43,7 @@ Result = dict[str, Any]
 
 
 def compare(args: argparse.Namespace, open_model: OpenModel) -> list[Result]:
-    """Evaluate what the options say, write one result per model, show the table.
-
-    Args:
-        args: the options of `compositional_parser`.
-        open_model: `--pretrained_weights` of one model -> the model.
-
-    Returns:
-        The results, as the files hold them.
-
-    Raises:
-        ValueError: options, files or data that do not fit; the message says what would.
-    """
+    """Evaluate what the options say, write one result per model, show the table; returns the content of the files."""
     process = start_evaluation(args, several_results=True)
     if not args.data_root:
         raise ValueError("--data_root is empty; give the folder that holds the benchmarks")
@@ -59,7 +53,9 @@ def compare(args: argparse.Namespace, open_model: OpenModel) -> list[Result]:
         raise ValueError(f"--failures {args.failures}: give a number of errors per benchmark from 0 to {MAX_FAILURES}")
     if args.failures:
         require_matplotlib()
-    benchmarks = find_benchmarks(Path(args.data_root), args.benchmarks or list(BENCHMARKS), args.max_missing)
+    images = Path(args.images) if args.images else None
+    rules = ImageRules(Path(args.data_root), images, args.max_missing, args.allow_outside)
+    benchmarks = find_benchmarks(args.benchmarks or list(BENCHMARKS), rules)
     if args.write_captions:
         return write_captions(benchmarks, Path(args.write_captions))
     if not args.pretrained_weights:
@@ -82,22 +78,16 @@ def compare(args: argparse.Namespace, open_model: OpenModel) -> list[Result]:
     if args.graphs and not any("graphs" in result for result in results):
         logger.warning("--graphs %s: none of the models is an OC-CLIP, so it was not used", args.graphs)
     if is_main():
-        say(table(dict(zip(labels, results, strict=True)), PAPERS if args.paper else {}))
+        say(table(dict(zip(labels, results, strict=True))))
         say("\n" + "\n".join(map(str, written)))
     return results
 
 
 def write_captions(benchmarks: Sequence[LocalBenchmark], path: Path) -> list[Result]:
-    """Write all captions, one per line, for `dino-sparo parse`; there are no results.
-
-    Args:
-        benchmarks: with their questions.
-        path: the file.
-    """
+    """Write all captions, one per line, for `dino-sparo parse`; there are no results."""
     # Blanks within a caption stay: its graph is looked up by its text.
-    captions = dict.fromkeys(
-        " ".join(text.splitlines()) for each in benchmarks for question in each.questions for text in question.captions
-    )
+    texts = captions_of([question for each in benchmarks for question in each.questions])
+    captions = dict.fromkeys(" ".join(text.splitlines()) for text in texts)
     if is_main():
         path.write_text("".join(f"{caption}\n" for caption in captions), encoding="utf-8")
         say(f"{len(captions)} captions: {path}")
@@ -105,24 +95,14 @@ def write_captions(benchmarks: Sequence[LocalBenchmark], path: Path) -> list[Res
 
 
 def labels_of(weights: Sequence[str]) -> list[str]:
-    """What the table calls the models: a checkpoint's folder, another file's name; numbered where they agree.
-
-    Args:
-        weights: paths.
-    """
+    """Names of models in the table: a checkpoint's folder, another file's name; numbered where they agree."""
     names = [Path(path).parent.name if Path(path).stem == "checkpoint" else Path(path).stem for path in weights]
     times = Counter(names)
     return [name if times[name] == 1 else f"{number} {name}" for number, name in enumerate(names, start=1)]
 
 
 def result_path(weights: str, label: str, output: str | None) -> Path:
-    """Where a model's result goes.
-
-    Args:
-        weights: the model's file.
-        label: what the table calls it.
-        output: folder for all results; None: beside the weights.
-    """
+    """Path of a model's result: in the folder `output`, by default beside the weights."""
     if output is not None:
         Path(output).mkdir(parents=True, exist_ok=True)
         return Path(output) / f"{RESULT}_{label.replace(' ', '_')}.json"
@@ -133,18 +113,18 @@ def result_path(weights: str, label: str, output: str | None) -> Path:
 def evaluate(
     scorer: Scorer, benchmarks: Sequence[LocalBenchmark], chunk_images: int, seed: int, blind: bool, num_failures: int
 ) -> tuple[Result, dict[str, Failures]]:
-    """Ask a model all benchmarks.
+    """Answer the questions of all benchmarks with one model.
 
     Args:
         scorer: the model.
         benchmarks: with their questions.
         chunk_images: largest number of images encoded at a time.
-        seed: of the bootstrap and of shuffled images.
-        blind: ask everything once more with the images of other questions.
-        num_failures: list so many errors of each benchmark, the clearest.
+        seed: random seed of the bootstrap and of shuffled images.
+        blind: answer everything once more with the images of other questions.
+        num_failures: number of errors to list per benchmark, the clearest ones.
 
     Returns:
-        The result, and of each benchmark its errors, which the result has too.
+        The result, and the errors of each benchmark, which the result has too.
 
     Raises:
         ValueError: no image of any benchmark can be read.
@@ -152,20 +132,20 @@ def evaluate(
     own = [each.questions for each in benchmarks]
     for each in benchmarks if blind else ():
         own.append(with_shuffled_images(each.questions, seed, each.benchmark.blind_group))
-    answered = ask(scorer, [question for questions in own for question in questions], chunk_images)
+    answers = answer_questions(scorer, [question for questions in own for question in questions], chunk_images)
     ends = accumulate(map(len, own))
     rows = [slice(end - len(questions), end) for end, questions in zip(ends, own, strict=True)]
     results, failures, left_out = {}, {}, {}
     for number, each in enumerate(benchmarks):
-        if not answered.is_asked[rows[number]].any():
+        if not answers.is_answered[rows[number]].any():
             left_out[each.title] = f"left out: none of the images in {each.images} can be read"
             logger.error("%s: %s", each.title, left_out[each.title])
             continue
-        result = describe(each, answered, rows[number], seed)
+        result = describe(each, answers, rows[number], seed)
         if blind:
-            add_blind(result, describe(each, answered, rows[len(benchmarks) + number], seed))
+            add_blind(result, describe(each, answers, rows[len(benchmarks) + number], seed))
         if num_failures:
-            failures[each.title] = clearest_failures(each.questions, answered, rows[number], num_failures)
+            failures[each.title] = clearest_failures(each.questions, answers, rows[number], num_failures)
             result["failures"] = failures[each.title].to_json()
         results[each.title] = result
     if not results:
@@ -183,31 +163,24 @@ def evaluate(
     return whole, failures
 
 
-def describe(local: LocalBenchmark, answered: Answered, rows: slice, seed: int) -> Result:
-    """The result of one benchmark.
-
-    Args:
-        local: the benchmark.
-        answered: all answers.
-        rows: where its questions stand among all; some were asked.
-        seed: of the bootstrap.
-    """
+def describe(local: LocalBenchmark, table: AnswerTable, rows: slice, seed: int) -> Result:
+    """The result of one benchmark, whose questions stand in `rows` of all answers."""
     benchmark = local.benchmark
-    asked, answers = answered.of(rows)
-    questions = [local.questions[number] for number in asked]
+    numbers, answers = table.answers_to(rows)
+    questions = [local.questions[number] for number in numbers]
     unreadable = Counter(each.split for each in local.questions) - Counter(each.split for each in questions)
     left_out = {
         "num_without_image": local.without_image + unreadable,
         "num_with_empty_caption": local.with_empty_caption,
     }
     outcomes = benchmark.outcomes(questions, answers)
-    is_one_each = len(outcomes) == len(asked)  # else the splits are scores, each of all questions
+    is_one_each = len(outcomes) == len(questions)  # else the splits are scores, each of all questions
     result = summarize(benchmark, outcomes, seed)
-    for split, numbers in result["splits"].items():
-        of_split = [rows.start + asked[outcome.question] for outcome in outcomes if outcome.split == split]
-        numbers |= counts_of(answered.marks, of_split)
+    for split, entry in result["splits"].items():
+        of_split = [rows.start + numbers[outcome.question] for outcome in outcomes if outcome.split == split]
+        entry |= count_marks(table.marks, of_split)
         for name, counts in left_out.items():
-            numbers[name] = counts[split] if is_one_each else counts.total()
+            entry[name] = counts[split] if is_one_each else counts.total()
     if is_one_each:
         ours, official = (
             benchmark.more(questions, [worth(each, credit) for each in outcomes])
@@ -217,65 +190,52 @@ def describe(local: LocalBenchmark, answered: Answered, rows: slice, seed: int) 
     lacks = local.lacks + [f"left out {unreadable.total()} questions whose images cannot be read"] * bool(unreadable)
     lost = {split for counts in left_out.values() for split in counts} - {each.split for each in questions}
     lacks += [f"nothing is left of {', '.join(sorted(lost))}"] * bool(lost)
-    files = [name for name in benchmark.files if (local.folder / name).is_file()]
     return {
         "benchmark": benchmark.name,
         **result,
-        "num_questions": len(asked),
+        "num_questions": len(questions),
         **{name: counts.total() for name, counts in left_out.items()},
         "complete": not lacks,
         "lacks": lacks,
         "official_tie": benchmark.tie_credit,
         "images": str(local.images),
-        "files": {name: file_record(local.folder / name) for name in files},
+        "files": {name: file_record(local.folder / name) for name in benchmark.own_files(local.folder)},
     }
 
 
 def add_blind(result: Result, shuffled: Result) -> None:
-    """Put accuracies with other questions' images beside those with the own ones.
-
-    Args:
-        result: of one benchmark; changed.
-        shuffled: its result with shuffled images.
-    """
+    """Add to a benchmark's result the accuracies with shuffled images."""
     for part in ("splits", "means"):
         for name, numbers in result[part].items():
             if name in shuffled[part]:
                 numbers["blind"] = shuffled[part][name]["accuracy"]
 
 
-def table(results: Mapping[str, Result], papers: Mapping[str, Mapping[tuple[str, str], float]]) -> str:
-    """Accuracies for people: a row per split or mean, a column per model; then the papers' columns.
+def table(results: Mapping[str, Result]) -> str:
+    """Accuracies for people: a row per split or mean, a column per model."""
 
-    Args:
-        results: by label.
-        papers: column -> (benchmark, row) -> number.
-    """
-    columns = [*results, *(f"{name} [paper]" for name in papers)]
-
-    def row(label: str, count: str, chance: str, cells: Sequence[str]) -> str:
-        aligned = (f"{cell:>{max(8, len(name)) + 2}}" for cell, name in zip(cells, columns, strict=True))
+    def row(label: str, count: object, chance: str, cells: Sequence[str]) -> str:
+        aligned = (f"{cell:>{max(8, len(name)) + 2}}" for cell, name in zip(cells, results, strict=True))
         return f"{label:<34}{count:>10}{chance:>8}" + "".join(aligned)
 
-    lines = [row("accuracy, %", "questions", "chance", columns)]
+    lines = [row("accuracy, %", "questions", "chance", list(results))]
     result = next(iter(results.values()))
     first = result["benchmarks"]
     for title, benchmark in first.items():
         every = [result["benchmarks"][title] for result in results.values()]
         lines.append(title + " *" * (not all(each["complete"] for each in every)))
         splits = benchmark["splits"] if len(benchmark["splits"]) <= MAX_SHOWN else {}
-        rows = [("splits", name) for name in splits] + [("means", name) for name in benchmark["means"]]
-        for part, name in rows:
-            kinds = [("accuracy", name)]
-            kinds += [("official", f"{name}, official ties")] * (part == "means" and benchmark["official_tie"] > 0)
-            kinds += [("blind", f"{name}, shuffled images")] * ("blind" in benchmark[part][name])
-            for kind, label in kinds:
-                numbers = [f"{each[part][name][kind]:.2f}" for each in every]
-                printed = [numbers_of.get((benchmark["benchmark"], name)) for numbers_of in papers.values()]
-                numbers += ["" if value is None or kind != "accuracy" else f"{value:.1f}" for value in printed]
-                count, chance = benchmark[part][name].get("num_questions"), benchmark[part][name].get("chance")
-                ends = "" if count is None else str(count), "" if chance is None else f"{chance:.1f}"
-                lines.append(row(f"  {label}", *ends, numbers).rstrip())
+        for part, name in [("splits", name) for name in splits] + [("means", name) for name in benchmark["means"]]:
+            kinds = {"accuracy": name}
+            if part == "means" and benchmark["official_tie"] > 0:
+                kinds["official"] = f"{name}, official ties"
+            kinds["blind"] = f"{name}, shuffled images"
+            entry = benchmark[part][name]
+            chance = f"{entry['chance']:.1f}" if "chance" in entry else ""
+            for kind, label in kinds.items():
+                if kind in entry:
+                    cells = [f"{each[part][name][kind]:.2f}" for each in every]
+                    lines.append(row(f"  {label}", entry.get("num_questions", ""), chance, cells).rstrip())
     lacking = {title: each["lacks"] for title, each in first.items() if each["lacks"]}
     lines += [f"* {title}: {sentence}" for title, sentences in lacking.items() for sentence in sentences]
     lines += [f"* {title}: {sentence}" for title, sentence in result["left_out"].items()]

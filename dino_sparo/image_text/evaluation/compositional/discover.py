@@ -3,18 +3,18 @@
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark
-from dino_sparo.image_text.evaluation.compositional.registry import BENCHMARKS
+from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS
 from dino_sparo.image_text.evaluation.questions import Question
-from dino_sparo.image_text.scoring.image_files import ImageName, file_of, image_path
+from dino_sparo.image_text.scoring.image_files import MAX_MISSING, ImageName, file_of, image_path
 
 logger = logging.getLogger(__name__)
 
-MAX_DEPTH = 4  # folders below --data_root that are looked into
+MAX_DEPTH = 4  # folders below --data_root that are searched
 IMAGES_TRIED = 20  # the first ones of a benchmark; the folder that holds one of them is that of its images
 # Many files and no annotations.
 IMAGE_FOLDERS = frozenset(
@@ -47,13 +47,25 @@ class LocalBenchmark:
     lacks: list[str]
 
 
-def folders_of(root: Path, names: Sequence[str]) -> Iterator[tuple[Benchmark, Path]]:
-    """Benchmarks whose annotations lie at most `MAX_DEPTH` folders below a folder, in the order of their names.
+@dataclass(frozen=True)
+class ImageRules:
+    """Where images may lie, and how many may be missing.
 
-    Args:
-        root: where to look.
-        names: of benchmarks.
+    Attributes:
+        root: `--data_root`; images may lie there, too.
+        images: the folder of the images; None: the benchmark's own folders are tried.
+        max_missing: share of the image files of a part that may be missing. A part without any image is left out.
+        allow_outside: whether annotations may name files outside of `root` and of the folder of the images.
     """
+
+    root: Path
+    images: Path | None = None
+    max_missing: float = MAX_MISSING
+    allow_outside: bool = False
+
+
+def folders_of(root: Path, names: Sequence[str]) -> Iterator[tuple[Benchmark, Path]]:
+    """Benchmarks whose annotations lie at most `MAX_DEPTH` folders below a folder, in the order of `names`."""
     folders: dict[str, Path] = {}  # by their real path: links may lead to a folder twice, or in a circle
     for folder, below, _ in os.walk(root, followlinks=True):
         is_deep = len(Path(folder).relative_to(root).parts) >= MAX_DEPTH
@@ -63,17 +75,15 @@ def folders_of(root: Path, names: Sequence[str]) -> Iterator[tuple[Benchmark, Pa
         yield from ((BENCHMARKS[name], folder) for folder in folders.values() if BENCHMARKS[name].is_in(folder))
 
 
-def find_benchmarks(root: Path, names: Sequence[str], max_missing: float) -> list[LocalBenchmark]:
-    """Read all benchmarks that lie below a folder.
-
-    Args:
-        root: where to look.
-        names: of benchmarks.
-        max_missing: share of the images that may be missing. What lacks all of its images is left out.
+def find_benchmarks(names: Sequence[str], rules: ImageRules) -> list[LocalBenchmark]:
+    """Read all benchmarks of these names that lie below a folder.
 
     Raises:
-        ValueError: there is none; annotations that cannot be read; or more images are missing.
+        ValueError: a name is unknown; there is no benchmark; annotations cannot be read; too many images are missing.
     """
+    root = rules.root
+    if unknown := set(names) - set(BENCHMARKS):
+        raise ValueError(f"--benchmarks {' '.join(sorted(unknown))} is unknown; there are {', '.join(BENCHMARKS)}")
     if not root.is_dir():
         raise ValueError(f"--data_root {str(root)!r} is no folder; give the one that holds the benchmarks")
     candidates = list(folders_of(root, names))
@@ -84,85 +94,83 @@ def find_benchmarks(root: Path, names: Sequence[str], max_missing: float) -> lis
             + "; ".join(wanted)
         )
     times = Counter(benchmark.name for benchmark, _ in candidates)
-    opened = []
+    local = []
     for benchmark, folder in candidates:
         title = benchmark.title + f" ({folder.relative_to(root)})" * (times[benchmark.name] > 1)
-        opened.append(open_benchmark(benchmark, folder, title, root, max_missing))
-    for each in opened:
+        local.append(open_benchmark(benchmark, folder, rules, title))
+    for each in local:
         for sentence in each.lacks:
             logger.warning("%s: %s", each.title, sentence)
-    usable = [each for each in opened if each.questions]
+    usable = [each for each in local if each.questions]
     if not usable:
-        raise ValueError(f"no benchmark below {root} has its images; {opened[0].title}: {opened[0].lacks[-1]}")
+        raise ValueError(f"no benchmark below {root} has its images; {local[0].title}: {local[0].lacks[-1]}")
     return usable
 
 
-def open_benchmark(benchmark: Benchmark, folder: Path, title: str, root: Path, max_missing: float) -> LocalBenchmark:
-    """Read one benchmark and look for its images.
-
-    Args:
-        benchmark: which.
-        folder: of its annotations.
-        title: for messages.
-        root: images may lie there, too.
-        max_missing: as for `find_benchmarks`.
+def open_benchmark(benchmark: Benchmark, folder: Path, rules: ImageRules, title: str = "") -> LocalBenchmark:
+    """Read one benchmark, whose annotations lie in a folder, and look for its images.
 
     Raises:
-        ValueError: as for `find_benchmarks`.
+        ValueError: annotations that cannot be read; too many images are missing.
     """
+    title = title or benchmark.title
     questions = list(benchmark.read(folder))
     names = list(dict.fromkeys(file_of(image) for question in questions for image in question.images))
-    images = image_folder(benchmark, folder, root, names)
-    paths = {name: image_path(images, name) for name in names}
+    images = rules.images or image_folder(benchmark, folder, rules.root, names).resolve()
+    roots = None if rules.allow_outside else (images, rules.root.resolve())
+    try:
+        paths = {name: image_path(images, name, roots) for name in names}
+    except ValueError as error:
+        raise ValueError(f"{title} in {folder}: {error}") from error
+    there = {name: path for name, path in paths.items() if path is not None}
     lacks = _missing_annotations(benchmark, folder, questions)
     absent = set()
     for part in dict.fromkeys(map(benchmark.part_of, questions)):
         own = (question for question in questions if benchmark.part_of(question) == part)
         needed = {file_of(image) for question in own for image in question.images}
-        gone = sorted(name for name in needed if paths[name] is None)
+        gone = sorted(needed - set(there))
         if len(gone) == len(needed):
             absent.add(part)
             lacks.append(
-                f"left out what needs {part}: none of {len(needed)} images, such as {gone[0]}, lies in {images}, or in "
-                f"{', '.join(benchmark.images)} beside the annotations, above them or in --data_root; get them from "
-                f"{benchmark.source}"
+                f"left out what needs {part}: none of {len(needed)} images, such as {gone[0]!r}, lies in {images}"
+                + ("" if rules.images else f", or in {', '.join(benchmark.images)} beside the annotations, above them")
+                + f" or in --data_root; get them from {benchmark.source}"
             )
-        elif len(gone) > max_missing * len(needed):
+        elif len(gone) > rules.max_missing * len(needed):
             raise ValueError(
-                f"{title}: of {part} {len(gone)} of {len(needed)} files, such as {gone[0]}, are missing in {images}; "
-                f"at most {max_missing:.3g} of them may be. Get them from {benchmark.source}, raise --max_missing, or "
-                "leave the benchmark out with --benchmarks"
+                f"{title}: of {part} {len(gone)} of {len(needed)} files, such as {gone[0]!r}, are missing in {images}; "
+                f"at most {rules.max_missing:.3g} of them may be. Get them from {benchmark.source}, or raise "
+                "--max_missing"
             )
-    asked = [question for question in questions if benchmark.part_of(question) not in absent]
-    worded = [question for question in asked if all(text.strip() for text in question.captions)]
-    whole = [question for question in worded if all(paths[file_of(image)] for image in question.images)]
-    empty = _fewer(asked, worded)
-    without = _fewer(worded, whole)
+    present = [question for question in questions if benchmark.part_of(question) not in absent]
+    worded = [question for question in present if all(text.strip() for text in question.captions)]
+    whole = [question for question in worded if all(file_of(image) in there for image in question.images)]
+    empty, without = _fewer(present, worded), _fewer(worded, whole)
     if empty or without:
         lacks.append(f"left out {without.total()} questions without image, {empty.total()} with an empty caption")
-    located = [_located(question, images, paths) for question in whole]
+    if not whole and not absent:
+        lacks.append(f"none of {len(questions)} questions is left")
+
+    def path(image: ImageName) -> ImageName:
+        file = str((images / there[file_of(image)]).absolute())
+        return file if isinstance(image, str) else image._replace(name=file)
+
+    located = [question._replace(images=tuple(map(path, question.images))) for question in whole]
     return LocalBenchmark(benchmark, folder, title, images, located, without, empty, lacks)
 
 
 def image_folder(benchmark: Benchmark, folder: Path, root: Path, names: Sequence[str]) -> Path:
-    """The folder in which images lie: the first of the benchmark's that has one of the first few.
-
-    Args:
-        benchmark: which.
-        folder: of its annotations.
-        root: images may lie there, too.
-        names: of image files.
-    """
+    """The folder in which images lie: the first of the benchmark's that has one of the first few."""
     tries = [start / name for start in (folder, folder.parent, root) for name in benchmark.images]
     there = [path for path in tries if path.is_dir()]
     seen = (path for path in there if any(image_path(path, name) for name in names[:IMAGES_TRIED]))
-    return next(seen, (there or tries)[0]).resolve()
+    return next(seen, (there or tries)[0])
 
 
 def _missing_annotations(benchmark: Benchmark, folder: Path, questions: Sequence[Question]) -> list[str]:
     """What a download lacks, besides images."""
     lacks = []
-    if missing := benchmark.missing_files(folder):
+    if missing := [name for name in benchmark.files if name not in benchmark.own_files(folder)]:
         first = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
         lacks.append(
             f"{folder} lacks {len(missing)} of {len(benchmark.files)} files: {first}; get them from {benchmark.source}"
@@ -179,15 +187,5 @@ def _missing_annotations(benchmark: Benchmark, folder: Path, questions: Sequence
 
 
 def _fewer(before: Sequence[Question], after: Sequence[Question]) -> Counter[str]:
-    """How many questions of each split were left out."""
+    """Questions of each split that were left out."""
     return Counter(question.split for question in before) - Counter(question.split for question in after)
-
-
-def _located(question: Question, folder: Path, paths: Mapping[str, str | None]) -> Question:
-    """The question with absolute paths."""
-
-    def path(image: ImageName) -> ImageName:
-        whole = str(folder / (paths[file_of(image)] or ""))
-        return whole if isinstance(image, str) else image._replace(name=whole)
-
-    return question._replace(images=tuple(map(path, question.images)))

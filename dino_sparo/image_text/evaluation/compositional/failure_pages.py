@@ -34,10 +34,9 @@ from dino_sparo.draw.sheet import (
 )
 from dino_sparo.draw.tiles import TILE_STYLE, Tile, draw_tiles, tile_figure, tiles_height
 from dino_sparo.image_text.evaluation.compositional.failures import Failure, Failures
-from dino_sparo.image_text.evaluation.compositional.run import ROOT
 from dino_sparo.image_text.picture_pairs import PICTURE_HEIGHT
 from dino_sparo.image_text.scoring.explaining import CaptionLook, LookingScorer
-from dino_sparo.image_text.scoring.image_files import named_source
+from dino_sparo.image_text.scoring.image_files import ROOT, named_source
 from dino_sparo.image_text.scoring.scorer import Scorer
 
 TITLE = "The clearest errors"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dino_sparo.image_text.evaluation.compositional.run import Answered
+from dino_sparo.image_text.evaluation.compositional.run import AnswerTable
 from dino_sparo.image_text.evaluation.questions import Question
 from dino_sparo.image_text.scoring.image_files import Crop, ImageName
 
@@ -70,17 +70,17 @@ class Failures(NamedTuple):
         return {**self._asdict(), "clearest": [asdict(failure) for failure in self.clearest]}
 
 
-def clearest_failures(questions: Sequence[Question], answered: Answered, rows: slice, count: int) -> Failures:
+def clearest_failures(questions: Sequence[Question], answers: AnswerTable, rows: slice, count: int) -> Failures:
     """The clearest errors of a benchmark.
 
     Args:
         questions: of the benchmark.
-        answered: all answers.
+        answers: all of them.
         rows: where its questions stand among all.
         count: at most so many.
     """
-    confusions = answered.confusions
-    margins = (confusions.false_score - confusions.true_score)[rows].masked_fill(~answered.is_asked[rows], -torch.inf)
+    confusions = answers.confusions
+    margins = (confusions.false_score - confusions.true_score)[rows].masked_fill(~answers.is_answered[rows], -torch.inf)
     clearest: dict[ImageName, Failure] = {}
     for number in margins.argsort(descending=True, stable=True).tolist():
         if margins[number] <= 0 or len(clearest) == count:
@@ -93,5 +93,5 @@ def clearest_failures(questions: Sequence[Question], answered: Answered, rows: s
         scores = float(confusions.true_score[row]), float(confusions.false_score[row])
         clearest.setdefault(name, Failure(question.split, file, box, *captions, *scores))
     num_tied = int((margins == 0).sum())
-    num_asked = int(answered.is_asked[rows].sum())
+    num_asked = int(answers.is_answered[rows].sum())
     return Failures(num_asked, int((margins > 0).sum()) + num_tied, num_tied, list(clearest.values()))

@@ -1,109 +1,190 @@
-"""Questions of several benchmarks -> answers, some images at a time.
+"""Questions of several benchmarks -> answers, a limited number of images at a time.
 
 The questions are ordered by the file of their first image, so that an image is decoded once for all benchmarks that ask
-about it. Never more than a given number of images are encoded at a time: OC-CLIP keeps 0.4 MB of each. A caption is
-encoded once per such part.
+about it. `chunk_images` bounds the memory: OC-CLIP keeps 0.4 MB per image. A caption is encoded once per part.
 """
 
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from dino_sparo.image_text.evaluation.questions import (
     Answers,
     Confusions,
     Question,
-    captions_of,
+    SplitResult,
+    by_split,
     confusions,
     judge,
-    question_scores,
-    with_captions,
 )
-from dino_sparo.image_text.scoring.image_files import Crop, ImageName, file_of, named_source
+from dino_sparo.image_text.scoring.image_files import ROOT, Crop, ImageName, file_of, named_source
 from dino_sparo.image_text.scoring.scorer import EncodedTexts, Scorer
 
 logger = logging.getLogger(__name__)
 
-ROOT = Path("/")
+CHUNK_IMAGES = 2048
+
+
+@dataclass(frozen=True)
+class EncodedQuestions:
+    """Questions whose images can be read, on every process.
+
+    Attributes:
+        questions: the questions.
+        images: payload of the images, each of them once.
+        texts: payload of the different captions.
+        image_of: (questions, images), row of each question's images in `images`; -1 where it has fewer than others.
+        text_of: (questions, captions), row of its captions in `texts`; -1 where it has fewer.
+        numbers: of the questions among those that were to be encoded.
+        marks: name -> (questions,), as in `AnswerTable`.
+        truncated: different captions that were cut off because they are longer than the context.
+    """
+
+    questions: list[Question]
+    images: Any
+    texts: Any
+    image_of: Int64[Tensor, "questions images"]
+    text_of: Int64[Tensor, "questions captions"]
+    numbers: Sequence[int] = ()
+    marks: Mapping[str, Bool[Tensor, " questions"]] = field(default_factory=dict)
+    truncated: Sequence[str] = ()
 
 
 @dataclass
-class Answered:
+class AnswerTable:
     """Answers to all questions, in their order.
 
     Attributes:
-        is_asked: (questions,), false where an image cannot be read.
-        answers: false where not asked.
-        confusions: zero where not asked.
+        is_answered: (questions,), false where an image cannot be read.
+        answers: false where not answered.
+        confusions: zero where not answered.
         marks: name -> (questions,), whether it holds for one of the question's captions: `truncated`, `alike` (the
-            model cannot tell the true one from another), or what the model says of its own.
+            model cannot tell the true one from another), or a mark of the model's own.
+        truncated: different captions that were cut off because they are longer than the context.
     """
 
-    is_asked: Bool[Tensor, " questions"]
+    is_answered: Bool[Tensor, " questions"]
     answers: Answers
     confusions: Confusions
     marks: dict[str, Bool[Tensor, " questions"]]
+    truncated: set[str]
 
-    def of(self, rows: slice) -> tuple[list[int], Answers]:
-        """Those of some questions that were asked: their numbers, counted from the first of them, and answers."""
-        asked = self.is_asked[rows].nonzero().flatten()
-        return asked.tolist(), Answers(*(column[rows][asked] for column in self.answers))
+    def answers_to(self, rows: slice) -> tuple[list[int], Answers]:
+        """Numbers, counted from the first row, and answers of those questions in `rows` that were answered."""
+        numbers = self.is_answered[rows].nonzero().flatten()
+        return numbers.tolist(), Answers(*(column[rows][numbers] for column in self.answers))
+
+
+def captions_of(questions: Sequence[Question]) -> list[str]:
+    """The different captions of all questions, in order."""
+    return list(dict.fromkeys(text for question in questions for text in question.captions))
 
 
 @torch.no_grad()
-def ask(scorer: Scorer, questions: Sequence[Question], chunk_images: int) -> Answered:
-    """Ask all questions.
+def encode_questions(scorer: Scorer, questions: Sequence[Question]) -> EncodedQuestions | None:
+    """Encode every image and every caption once; None if no question has its images.
 
     Args:
         scorer: the model.
-        questions: images are absolute paths of files that are there, or parts of them.
+        questions: their images are absolute paths, or parts of such files.
+    """
+    names = list(dict.fromkeys(name for question in questions for name in question.images))
+    images = scorer.encode_images(named_source(ROOT, names, [file_of(name) for name in names]))
+    image_row = {names[index]: row for row, index in enumerate(images.indices.tolist())}
+    numbers = [n for n, question in enumerate(questions) if all(name in image_row for name in question.images)]
+    if not numbers:
+        return None
+    readable = [questions[number] for number in numbers]
+    captions = captions_of(readable)
+    text_row = {text: row for row, text in enumerate(captions)}
+    texts = scorer.encode_texts(captions)
+    image_of = _filled([[image_row[name] for name in question.images] for question in readable])
+    text_of = _filled([[text_row[text] for text in question.captions] for question in readable])
+    marks = _question_marks(text_of, [question.matches[0] for question in readable], texts)
+    is_truncated = texts.marks.get("truncated", torch.zeros(len(captions))).tolist()
+    truncated = [text for text, is_cut in zip(captions, is_truncated, strict=True) if is_cut]
+    rows = image_of.to(scorer.device), text_of.to(scorer.device)
+    return EncodedQuestions(readable, images.payload, texts.payload, *rows, numbers, marks, truncated)
+
+
+def _filled(rows: Sequence[Sequence[int]]) -> Int64[Tensor, "rows most"]:
+    """Rows of different lengths, filled up with -1."""
+    most = max(map(len, rows))
+    return torch.tensor([[*row, *[-1] * (most - len(row))] for row in rows])
+
+
+# Payload of images, rows of it, payload of captions, rows of it -> scores; `Scorer.score_pairs`.
+ScorePairs = Callable[[Any, Tensor, Any, Tensor], Float[Tensor, " pairs"]]
+
+
+@torch.no_grad()
+def question_scores(
+    encoded: EncodedQuestions, score_pairs: ScorePairs
+) -> tuple[Float[Tensor, "questions images captions"], Int64[Tensor, "questions images"]]:
+    """Scores of all images of each question with all of its captions, and matches: the arguments of `judge`.
+
+    Raises:
+        ValueError: scores that are not finite.
+    """
+    is_pair = (encoded.image_of >= 0)[:, :, None] & (encoded.text_of >= 0)[:, None, :]
+    number, image, text = is_pair.nonzero().unbind(dim=1)
+    rows = encoded.image_of[number, image], encoded.text_of[number, text]
+    pairs = score_pairs(encoded.images, rows[0], encoded.texts, rows[1])
+    if not pairs.isfinite().all():
+        raise ValueError("the scores are not finite; the model is broken or overflowed")
+    scores = torch.full(is_pair.shape, -torch.inf, device=pairs.device)
+    scores[is_pair] = pairs
+    return scores, _filled([question.matches for question in encoded.questions]).to(pairs.device)
+
+
+def split_results(encoded: EncodedQuestions, score_pairs: ScorePairs) -> dict[str, SplitResult]:
+    """Accuracy per split; raises ValueError for scores that are not finite."""
+    answers = judge(*question_scores(encoded, score_pairs))
+    return by_split(encoded.questions, answers.text, answers.text_tied)
+
+
+def answer_questions(scorer: Scorer, questions: Sequence[Question], chunk_images: int = CHUNK_IMAGES) -> AnswerTable:
+    """Answer all questions.
+
+    Args:
+        scorer: the model.
+        questions: their images are absolute paths, or parts of such files.
         chunk_images: largest number of images that are encoded at a time.
     """
-    count = len(questions)
-
-    def nothing(dtype: torch.dtype = torch.bool) -> Tensor:
-        return torch.zeros(count, dtype=dtype)
-
-    unasked = Confusions(nothing(torch.int64), nothing(torch.int64), nothing(torch.float32), nothing(torch.float32))
-    answered = Answered(nothing(), Answers(*(nothing() for _ in Answers._fields)), unasked, {})
+    false = torch.zeros(len(questions), dtype=torch.bool)
+    zeros = (torch.zeros(len(questions), dtype=dtype) for dtype in [torch.int64] * 2 + [torch.float32] * 2)
+    table = AnswerTable(false.clone(), Answers(*(false.clone() for _ in range(4))), Confusions(*zeros), {}, set())
     scorer.expect_texts(captions_of(questions))
     parts = list(chunks(questions, chunk_images))
     for number, part in enumerate(parts):
         logger.info("part %d of %d: %d questions", number + 1, len(parts), len(part))
-        images = list(dict.fromkeys(image for index in part for image in questions[index].images))
-        encoded = scorer.encode_images(named_source(ROOT, images, [file_of(image) for image in images]))
-        row = {images[index]: number for number, index in enumerate(encoded.indices.tolist())}
-        kept = [index for index in part if all(image in row for image in questions[index].images)]
-        if not kept:
+        encoded = encode_questions(scorer, [questions[index] for index in part])
+        if encoded is None:
             continue
-        asked, texts = with_captions(scorer, [questions[index] for index in kept], encoded.payload, row)
-        scores = question_scores(asked, scorer.score_pairs)
-        rows = torch.tensor(kept)
-        answered.is_asked[rows] = True
-        columns = (*answered.answers, *answered.confusions)
+        scores = question_scores(encoded, scorer.score_pairs)
+        rows = torch.tensor(part)[encoded.numbers]
+        table.is_answered[rows] = True
+        columns = (*table.answers, *table.confusions)
         for column, values in zip(columns, (*judge(*scores), *confusions(*scores)), strict=True):
             column[rows] = values.cpu()
-        own = torch.tensor([question.matches[0] for question in asked.questions])
-        for name, marks in _marks(asked.text_of.cpu(), own, texts).items():
-            answered.marks.setdefault(name, nothing())[rows] = marks
-    return answered
+        for name, marks in encoded.marks.items():
+            table.marks.setdefault(name, false.clone())[rows] = marks
+        table.truncated.update(encoded.truncated)
+    return table
 
 
 def chunks(questions: Sequence[Question], chunk_images: int) -> Iterator[list[int]]:
     """Numbers of the questions, in parts with a limited number of images; those of one file lie together.
 
-    The parts are about equal, since a small one of nothing but unreadable images would end the run.
-
-    Args:
-        questions: all.
-        chunk_images: the limit; a single question may have more.
+    The parts are about equal, since a small one of nothing but unreadable images would end the run. A single question
+    may have more images than the limit.
     """
     num_images = len({image for question in questions for image in question.images})
     limit = math.ceil(num_images / math.ceil(num_images / chunk_images))
@@ -125,21 +206,15 @@ def chunks(questions: Sequence[Question], chunk_images: int) -> Iterator[list[in
         yield part
 
 
-def _marks(
-    text_of: Int64[Tensor, "questions captions"], own: Int64[Tensor, " questions"], texts: EncodedTexts
+def _question_marks(
+    text_of: Int64[Tensor, "questions captions"], true_captions: Sequence[int], texts: EncodedTexts
 ) -> dict[str, Bool[Tensor, " questions"]]:
-    """Marks of captions -> marks of the questions that have them.
-
-    Args:
-        text_of: rows of the captions, -1 where a question has fewer.
-        own: index of the first image's caption among the question's.
-        texts: all captions.
-    """
+    """Marks of captions -> marks of the questions that have them."""
     is_caption = text_of >= 0
     marks = {name: (values.cpu()[text_of] & is_caption).any(dim=1) for name, values in texts.marks.items()}
     if texts.alike is not None:
         numbers = texts.alike.cpu()[text_of]
-        same = (numbers == numbers.gather(1, own[:, None])) & is_caption
+        same = (numbers == numbers.gather(1, torch.tensor(true_captions)[:, None])) & is_caption
         marks["alike"] = same.sum(dim=1) > 1
     return marks
 
@@ -150,11 +225,7 @@ def with_shuffled_images(
     """Each question with the images of another one of its group: a model that is still right does not need them.
 
     The other one is the next in a random order. It may show the same images; then the question keeps its own.
-
-    Args:
-        questions: of one benchmark.
-        seed: of the order.
-        group_of: question -> its group, see `Benchmark.blind_group`.
+    `group_of` is a benchmark's `blind_group`.
     """
     rng = np.random.default_rng(seed)
     by_group: dict[str, list[int]] = {}
@@ -168,12 +239,7 @@ def with_shuffled_images(
     return shuffled
 
 
-def counts_of(values: Mapping[str, Tensor], rows: Sequence[int]) -> dict[str, int]:
-    """How many of some questions have each mark.
-
-    Args:
-        values: name -> (questions,).
-        rows: which questions.
-    """
+def count_marks(marks: Mapping[str, Tensor], rows: Sequence[int]) -> dict[str, int]:
+    """`num_NAME`: how many of the questions in `rows` have each mark."""
     chosen = torch.tensor(list(rows), dtype=torch.int64)
-    return {f"num_{name}": int(marks[chosen].sum()) for name, marks in values.items()}
+    return {f"num_{name}": int(values[chosen].sum()) for name, values in marks.items()}

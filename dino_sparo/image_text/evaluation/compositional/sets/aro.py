@@ -1,27 +1,33 @@
 """ARO: relations and attributes of Visual Genome, and the order of words in captions of COCO and Flickr30k.
 
     visual_genome_relation.json     [{"image_path", "bbox_x", "bbox_y", "bbox_w", "bbox_h", "true_caption",
-                                      "false_caption", "relation_name"}], images cut to the box
+                                      "false_caption", "relation_name"}], images are cropped to the box
     visual_genome_attribution.json  the same with "attributes": [first, second]
     coco_order.json, flickr_order.json  [{"image", "caption_options": [true caption, four shuffled ones]}]
 
-The authors shuffle words anew in every run, without a seed, so the last two are files that `word_order.py` wrote once.
-Source: Yuksekgonul et al., "When and why vision-language models behave like
-bags-of-words, and what to do about it?"; their dataset_zoo/aro_datasets.py and the notebook beside it.
+The authors shuffle words anew in every run, without a random seed, so `word_order.py` writes the last two files once.
+Source: Yuksekgonul et al., "When and why vision-language models behave like bags-of-words, and what to do about it?";
+their dataset_zoo/aro_datasets.py and the notebook beside it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dino_sparo.image_text.evaluation.compositional.benchmark import Weights, caption_options, equal_means, read_entries
+from dino_sparo.image_text.evaluation.compositional.benchmark import (
+    Benchmark,
+    Weights,
+    equal_means,
+    list_of,
+    read_entries,
+)
 from dino_sparo.image_text.evaluation.questions import Question
 from dino_sparo.image_text.scoring.image_files import Crop
 
-RELATIONS, ATTRIBUTES = "visual_genome_relation.json", "visual_genome_attribution.json"
-MIN_CASES = 25  # pairs of attributes with fewer do not count in the authors' mean
+MIN_CASES = 25  # pairs of attributes with fewer questions do not count in the authors' mean
 NUM_ORDERS = 5
+REPOSITORY = "https://github.com/mertyg/vision-language-models-are-bows"
 
 # Relations that do not count in the mean of the authors' notebook, which calls them symmetric: a part of the metric.
 UNCOUNTED = frozenset(
@@ -54,43 +60,72 @@ def attribute_means(counts: Mapping[str, int]) -> dict[str, Weights]:
     return equal_means([pair for pair, count in counts.items() if count >= MIN_CASES])
 
 
-def read_relations(folder: Path) -> Iterable[Question]:
-    """Of each relation its questions."""
-    return read_entries(folder / RELATIONS, partial(_cropped, _relation), f"{_EXPECTED} and relation_name")
-
-
-def read_attributes(folder: Path) -> Iterable[Question]:
-    """Of each pair of attributes, in their order, its questions."""
-    return read_entries(folder / ATTRIBUTES, partial(_cropped, _attributes), f"{_EXPECTED} and two attributes")
-
-
-_EXPECTED = "image_path, bbox_x, bbox_y, bbox_w, bbox_h, true_caption, false_caption"
-
-
-def _relation(entry: Any) -> str:
+def relation_of(entry: Any) -> str:
+    """Split of an entry about a relation."""
     return entry["relation_name"]
 
 
-def _attributes(entry: Any) -> str:
-    first, second = entry["attributes"][:2]
-    return f"{first}_{second}"
+def attributes_of(entry: Any) -> str:
+    """Split of an entry about attributes: the first two, in their order."""
+    first, second = list_of(entry["attributes"])[:2]
+    return "_".join((first, second))
 
 
-def _cropped(split_of: Any, entry: Any) -> Question:
-    left, top, width, height = (float(entry[f"bbox_{side}"]) for side in "xywh")
-    image = Crop(entry["image_path"], (left, top, left + width, top + height))
-    return Question(split_of(entry), (image,), (entry["true_caption"], entry["false_caption"]))
-
-
-def read_order(file: str, folder: Path) -> Iterable[Question]:
-    """A caption and its shuffled words.
+def read_crops(file: str, split_of: Callable[[Any], str], split_field: str, folder: Path) -> Iterator[Question]:
+    """Questions about crops of Visual Genome's images.
 
     Args:
-        file: name of the frozen file.
-        folder: where it lies.
+        file: name of the annotations.
+        split_of: entry -> split.
+        split_field: the field that `split_of` reads, for messages.
+        folder: of the file.
     """
 
     def question(entry: Any) -> Question:
-        return Question("order", (str(entry["image"]),), caption_options(entry, NUM_ORDERS))
+        left, top, width, height = (float(entry[f"bbox_{side}"]) for side in "xywh")
+        image = Crop(entry["image_path"], (left, top, left + width, top + height))
+        return Question(split_of(entry), (image,), (entry["true_caption"], entry["false_caption"]))
+
+    expected = f"image_path, bbox_x, bbox_y, bbox_w, bbox_h, true_caption, false_caption and {split_field}"
+    return read_entries(folder / file, question, expected)
+
+
+def read_order(file: str, folder: Path) -> Iterator[Question]:
+    """A caption and its shuffled words, from a file that `word_order.py` wrote into a folder."""
+
+    def question(entry: Any) -> Question:
+        return Question("order", (entry["image"],), tuple(list_of(entry["caption_options"], NUM_ORDERS)))
 
     return read_entries(folder / file, question, f"image and caption_options, {NUM_ORDERS} texts")
+
+
+def crops(name: str, file: str, split_of: Callable[[Any], str], split_field: str, **more: Any) -> Benchmark:
+    """VG-Relation or VG-Attribution."""
+    read = partial(read_crops, file, split_of, split_field)
+    return Benchmark(f"aro-{name.lower()}", f"ARO VG-{name}", (file,), read, ("images",), REPOSITORY, **more)
+
+
+def order(name: str, folders: tuple[str, ...], total: int) -> Benchmark:
+    """COCO-Order or Flickr-Order."""
+    file = f"{name.lower()}_order.json"
+    source = f"{REPOSITORY}; dino-sparo order-captions writes it from the captions"
+    read = partial(read_order, file)
+    return Benchmark(
+        f"{name.lower()}-order", f"ARO {name}-Order", (file,), read, folders, source, 20.0, total=total, tie_credit=1.0
+    )
+
+
+BENCHMARKS = (
+    crops(
+        *("Relation", "visual_genome_relation.json", relation_of, "relation_name"),
+        total=23_937,
+        means=relation_means,
+    ),
+    crops(
+        *("Attribution", "visual_genome_attribution.json", attributes_of, "attributes"),
+        total=28_748,
+        means=attribute_means,
+    ),
+    order("COCO", (".", "coco", "coco/images", "images", "val2014"), 25_010),
+    order("Flickr", (".", "flickr30k", "flickr30k-images", "images"), 5_000),
+)

@@ -10,11 +10,12 @@ retrieval among all captions, are left out. Source: Bordes et al., "PUG: photore
 synthetic data for representation learning"; PUG_SPAR/run_eval_vlms_on_spar.py.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dino_sparo.data.sources.rows import Column, TableRows
 from dino_sparo.data.sources.splits import ALL
+from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark, questions_of
 from dino_sparo.image_text.evaluation.questions import Question
 
 LABELS = "labels.csv"
@@ -31,22 +32,42 @@ def is_labels(folder: Path) -> bool:
 
 
 def read(folder: Path) -> Iterator[Question]:
-    """The questions, in the order of the table.
-
-    Raises:
-        ValueError: a row that cannot be read.
-    """
+    """The questions, in the order of the table."""
+    path = folder / LABELS
     columns = [Column(name, "", (name,), name=name, is_required=True) for name in COLUMNS]
-    for _, (image, first, second, texture, second_texture, side) in TableRows(str(folder / LABELS), columns, split=ALL):
-        if NOBODY in (first, second) or first == second:
-            continue
-        if texture == PLAIN and side in OPPOSITE:
-            other = OPPOSITE[side]
-            parts = f"This is a photo of a {{}} on the {side} and a {{}} on the {other} of the picture"
-            split = f"{side}, {other}"
-        elif texture in TEXTURES:
-            parts = f"This is a photo of a {{}} textured with {texture} and a {{}} textured with {second_texture}"
-            split = texture
-        else:
-            continue
-        yield Question(split, (image,), (parts.format(first, second), parts.format(second, first)))
+    entries = ((f"line {line}", cells) for line, cells in TableRows(str(path), columns, split=ALL) if is_pair(cells))
+    return questions_of(path, entries, question, f"the columns {', '.join(COLUMNS)}")
+
+
+def is_pair(cells: Sequence[str]) -> bool:
+    """Whether a row shows two different animals in one of the compared ways."""
+    _, first, second, texture, _, side = cells
+    is_compared = texture in TEXTURES or (texture == PLAIN and side in OPPOSITE)
+    return is_compared and NOBODY not in (first, second) and first != second
+
+
+def question(cells: Sequence[str]) -> Question:
+    """The question of a row: places if the textures are plain, else textures."""
+    image, first, second, texture, second_texture, side = cells
+    if texture == PLAIN:
+        other = OPPOSITE[side]
+        parts = f"This is a photo of a {{}} on the {side} and a {{}} on the {other} of the picture"
+        split = f"{side}, {other}"
+    else:
+        parts = f"This is a photo of a {{}} textured with {texture} and a {{}} textured with {second_texture}"
+        split = texture
+    return Question(split, (image,), (parts.format(first, second), parts.format(second, first)))
+
+
+BENCHMARKS = (
+    Benchmark(
+        "pug-spar",
+        "PUG: SPAR",
+        (LABELS,),
+        read,
+        (".",),
+        "https://github.com/facebookresearch/PUG",
+        tie_credit=0.5,
+        is_own=is_labels,
+    ),
+)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dino_sparo.image_text.evaluation.compositional.benchmark import Weights, read_splits
+from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark, Weights, list_of, read_splits
 from dino_sparo.image_text.evaluation.questions import Question
 from dino_sparo.image_text.scoring.image_files import file_of
 
@@ -90,9 +90,11 @@ def read(folder: Path) -> Iterator[Question]:
 
 
 def _question(split: str, entry: Any) -> Question:
-    name, texts = entry
+    name, texts = list_of(entry, 2)
+    if not isinstance(name, str):
+        raise ValueError(f"{name!r:.80} is no name of an image file")
     images = IMAGES[split.split("/")[2]]
-    return Question(split, (f"{images}/{name}",), (texts["POS"][0], texts["NEG"][0]))
+    return Question(split, (f"{images}/{name}",), (list_of(texts["POS"])[0], list_of(texts["NEG"])[0]))
 
 
 def image_set(question: Question) -> str:
@@ -101,7 +103,7 @@ def image_set(question: Question) -> str:
 
 
 def means(counts: Mapping[str, int]) -> dict[str, Weights]:
-    """Macro, and the mean of each kind; on every level of the splits' names all parts count the same."""
+    """Macro average, and the mean of each kind; on every level of the splits' names all parts count the same."""
     kinds = dict.fromkeys(split.split("/")[0] for split in counts)
     own = {kind: [split for split in counts if split.startswith(f"{kind}/")] for kind in kinds}
     return {"macro": nested(list(counts)), **{kind: nested(splits) for kind, splits in own.items()}}
@@ -120,3 +122,18 @@ def nested(splits: Sequence[str], depth: int = 0) -> Weights:
     for split in splits:
         parts.setdefault(split.split("/")[depth], []).append(split)
     return {split: weight / len(parts) for part in parts.values() for split, weight in nested(part, depth + 1).items()}
+
+
+BENCHMARKS = (
+    Benchmark(
+        "vl-checklist",
+        "VL-CheckList",
+        tuple(FILES.values()),
+        read,
+        (".", "images"),
+        "https://github.com/om-ai-lab/VL-CheckList, DATASETS.md for the images",
+        counts=COUNTS,
+        means=means,
+        part_of=image_set,
+    ),
+)

@@ -1,4 +1,4 @@
-"""What'sUp: where one object lies, alone or seen from another one.
+"""What'sUp: position of an object in the image, or relative to another object.
 
     controlled_images_dataset.json  A: on, under, left of, right of a table or chair
     controlled_clevr_dataset.json   B: in front of, behind, left of, right of
@@ -12,54 +12,48 @@ their dataset_zoo/aro_datasets.py.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dino_sparo.image_text.evaluation.compositional.benchmark import caption_options, read_entries, read_splits
+from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark, list_of, read_entries, read_splits
+from dino_sparo.image_text.evaluation.compositional.sets.sugarcrepe import COCO_FOLDERS, COCO_IMAGES
 from dino_sparo.image_text.evaluation.questions import Question
 from dino_sparo.image_text.scoring.image_files import file_of
 
-CONTROLLED_A, CONTROLLED_B = "controlled_images_dataset.json", "controlled_clevr_dataset.json"
-COCO = {"one object": "coco_qa_one_obj.json", "two objects": "coco_qa_two_obj.json"}
-GQA = {"one object": "vg_qa_one_obj.json", "two objects": "vg_qa_two_obj.json"}
 PAIRS = (("left", "right"), ("on", "under"), ("in-front", "behind"))
+REPOSITORY = "https://github.com/amitakamath/whatsup_vlms"
 
 
-def read_controlled(file: str, folder: Path) -> Iterable[Question]:
-    """Questions by preposition.
-
-    Args:
-        file: of A or B.
-        folder: where it lies.
-    """
+def read_controlled(file: str, folder: Path) -> Iterator[Question]:
+    """Questions about controlled images; a split is a preposition."""
 
     def question(entry: Any) -> Question:
         path = entry["image_path"]
-        return Question(set_and_preposition(path)[1], (path,), caption_options(entry, 4))
+        return Question(set_and_preposition(path)[1], (path,), tuple(list_of(entry["caption_options"], 4)))
 
     return read_entries(folder / file, question, "image_path, OBJECT_PREPOSITION_..._OBJECT, and caption_options, four")
 
 
 def set_and_preposition(path: str) -> tuple[tuple[str, str], str]:
-    """Both objects, and where the first is, of an image's name such as `mug_left_of_table.jpeg`.
+    """Both objects and the preposition in an image's name such as `mug_left_of_table.jpeg`.
 
     Raises:
         ValueError: the name has another form.
     """
     words = Path(path).stem.split("_")
     if len(words) < 3 or words[1] not in {word for pair in PAIRS for word in pair}:
-        raise ValueError(f"{path} names no preposition")
+        raise ValueError(f"{path!r} names no preposition")
     return (words[0], words[-1]), words[1]
 
 
 def pairs_and_sets(questions: Sequence[Question], worth: Sequence[float]) -> dict[str, float]:
-    """Share of pairs, and of sets, whose questions are all right, in percent; those without all questions do not count.
+    """Share of pairs, and of sets, whose questions are all right, in percent; incomplete ones do not count.
 
     Args:
         questions: of controlled images.
-        worth: of each answer, 0 to 1. For a tie that is worth less than 1 this assumes independent ties.
+        worth: value of each answer, 0 to 1. A tie below 1 is taken as independent of other ties.
     """
     sets: dict[tuple[str, str], dict[str, float]] = {}
     for question, value in zip(questions, worth, strict=True):
@@ -70,18 +64,59 @@ def pairs_and_sets(questions: Sequence[Question], worth: Sequence[float]) -> dic
     return {name: 100 * sum(each) / len(each) for name, each in values.items() if each}
 
 
-def read_spatial(files: dict[str, str], name: str, folder: Path) -> Iterator[Question]:
+def read_spatial(files: Mapping[str, str], padding: int, folder: Path) -> Iterator[Question]:
     """Questions about one object and about two.
 
     Args:
         files: split -> file.
-        name: of an image, with {} for its id.
-        folder: where the files lie.
+        padding: digits of a number in the name of an image file.
+        folder: of the files.
     """
-    return read_splits(folder, files, partial(_spatial, name), "[image id, true, false]")
+
+    def question(split: str, entry: Any) -> Question:
+        number, true, false = list_of(entry, 3)
+        if isinstance(number, bool) or not isinstance(number, int | str):  # GQA's may have letters
+            raise ValueError(f"{number!r:.80} is no image id")
+        return Question(split, (f"{number!s:0>{padding}}.jpg",), (true, false))
+
+    return read_splits(folder, files, question, "[image id, true, false]")
 
 
-def _spatial(name: str, split: str, entry: Any) -> Question:
-    number, true, false = entry
-    # COCO's numbers are padded with zeros; those of GQA may have letters.
-    return Question(split, (name.format(int(number) if ":" in name else number),), (true, false))
+def controlled(letter: str, file: str, folder: str, total: int) -> Benchmark:
+    """What'sUp A or B."""
+    return Benchmark(
+        f"whatsup-{letter.lower()}",
+        f"What'sUp {letter}",
+        (file,),
+        partial(read_controlled, file),
+        (folder, "."),
+        REPOSITORY,
+        chance=25.0,
+        total=total,
+        tie_credit=1.0,
+        more=pairs_and_sets,
+        blind_group=lambda question: "",  # all: within a preposition every image shows the answer
+    )
+
+
+def spatial(name: str, file: str, padding: int, folders: tuple[str, ...], source: str, *counts: int) -> Benchmark:
+    """COCO-spatial or GQA-spatial."""
+    files = {f"{number} object{'s' * (number == 'two')}": f"{file}_qa_{number}_obj.json" for number in ("one", "two")}
+    return Benchmark(
+        f"{name.lower()}-spatial",
+        f"{name}-spatial",
+        tuple(files.values()),
+        partial(read_spatial, files, padding),
+        folders,
+        source,
+        counts=dict(zip(files, counts, strict=True)),
+        tie_credit=1.0,
+    )
+
+
+BENCHMARKS = (
+    controlled("A", "controlled_images_dataset.json", "controlled_images", 412),
+    controlled("B", "controlled_clevr_dataset.json", "controlled_clevr", 408),
+    spatial("COCO", "coco", 12, COCO_FOLDERS, f"{REPOSITORY}, {COCO_IMAGES}", 2247, 440),
+    spatial("GQA", "vg", 0, ("vg_images", "images", "gqa/images"), REPOSITORY, 1160, 291),
+)

@@ -1,11 +1,10 @@
-"""The built-in scenes -> pairs of a true and a false caption in SugarCrepe's format, with their images.
+"""The built-in scenes -> true and false captions in SugarCrepe's format, with their images: `dino-sparo scene-pairs`.
 
     dino-sparo scene-pairs --output_dir output/scene-pairs
-    dino-sparo sugarcrepe --pretrained_weights output/checkpoint.pth --data_path output/scene-pairs
+    dino-sparo compositional --data_root output/scene-pairs --pretrained_weights output/checkpoint.pth
 
-Beside `sugarcrepe.py`, which evaluates them. Only scenes with two objects are taken, and only swaps are made: a caption
-and its negative have the same words in another order, so that which words there are says nothing about which of the two
-is true. Files, by what is exchanged between the two objects of a scene:
+Only scenes with two objects are taken, and words only swapped: a caption and its negative have the same words, so that
+the words alone do not give away the answer. Files, by what is exchanged between the two objects of a scene:
 
     swap_obj.json    the whole noun phrases:  a red striped star left of a blue dotted ring on sand
                                               a blue dotted ring left of a red striped star on sand
@@ -21,12 +20,14 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-from dino_sparo.data.scenes import DEFAULT_IMAGE_SIZE, INDEPENDENT, SceneGraph, SceneObject, Scenes
+from dino_sparo.data.scenes import DEFAULT_IMAGE_SIZE, INDEPENDENT, SceneGraph, Scenes
+from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark
+from dino_sparo.image_text.evaluation.compositional.sets.sugarcrepe import is_scene_pairs, read
 from dino_sparo.runtime.logs import setup_logging
 
 logger = logging.getLogger(__name__)
 
-# A scene has two objects half of the time; asking for so many more finds enough of them.
+# A scene has two objects half of the time.
 SCENES_PER_PAIR = 4
 Entry = dict[str, str]
 
@@ -40,10 +41,8 @@ def swapped_objects(graph: SceneGraph) -> SceneGraph:
 def swapped_attribute(graph: SceneGraph, attribute: str) -> SceneGraph:
     """The graph with an attribute, `colour` or `texture`, exchanged between its two objects."""
     first, second = graph.objects
-    exchanged: tuple[SceneObject, SceneObject] = (
-        replace(first, **{attribute: getattr(second, attribute)}),
-        replace(second, **{attribute: getattr(first, attribute)}),
-    )
+    pairs = ((first, second), (second, first))
+    exchanged = tuple(replace(one, **{attribute: getattr(other, attribute)}) for one, other in pairs)
     return replace(graph, objects=exchanged)
 
 
@@ -52,15 +51,11 @@ def scene_pairs(scenes: Scenes, num_pairs: int) -> tuple[list[int], dict[str, di
 
     Colours and textures are exchanged in turns, except where both objects have the same texture.
 
-    Args:
-        scenes: the pictures.
-        num_pairs: how many scenes to take.
-
     Returns:
         Numbers of the scenes, and for each file its entries by number.
 
     Raises:
-        ValueError: there are not as many.
+        ValueError: there are fewer than `num_pairs`.
     """
     chosen: list[int] = []
     files: dict[str, dict[str, Entry]] = {"swap_obj": {}, "swap_att": {}}
@@ -84,21 +79,7 @@ def scene_pairs(scenes: Scenes, num_pairs: int) -> tuple[list[int], dict[str, di
 def write_scene_pairs(
     folder: Path, num_pairs: int = 1000, image_size: int = DEFAULT_IMAGE_SIZE, split: str = "val", seed: int = 0
 ) -> Path:
-    """Write pairs and their images.
-
-    Args:
-        folder: created if need be.
-        num_pairs: scenes, and entries of each file.
-        image_size: side in pixels.
-        split: of the scenes; `val` was not trained on.
-        seed: of the scenes.
-
-    Returns:
-        The folder.
-
-    Raises:
-        ValueError: a number is out of range.
-    """
+    """Write entries and images of `num_pairs` scenes; returns the folder."""
     if num_pairs < 1:
         raise ValueError(f"num_pairs={num_pairs}; give a positive number of scenes")
     scenes = Scenes(SCENES_PER_PAIR * num_pairs + 100, image_size, split=split, seed=seed, ties=INDEPENDENT)
@@ -113,6 +94,28 @@ def write_scene_pairs(
 
 
 def write_pairs(args: argparse.Namespace) -> None:
-    """Write what the options say; see `write_scene_pairs` for what is raised."""
+    """The command."""
     setup_logging()
     write_scene_pairs(Path(args.output_dir), args.num_pairs, args.image_size, args.split, args.seed)
+
+
+BENCHMARKS = (
+    Benchmark(
+        "scene-pairs",
+        "scene-pairs",
+        ("swap_obj.json", "swap_att.json"),
+        read,
+        ("images",),
+        "the command scene-pairs",
+        is_own=is_scene_pairs,
+    ),
+    Benchmark(
+        "oc-splits",
+        "oc-splits",
+        ("split.json",),
+        lambda folder: read(folder / "tests"),
+        ("tests/images",),
+        "python -m studies oc-splits",
+        is_own=lambda folder: (folder / "tests").is_dir(),
+    ),
+)

@@ -1,0 +1,114 @@
+"""SugarCrepe: a false caption differs in one object, attribute or relation, which was replaced, swapped or added.
+
+    replace_obj.json and six more   {"0": {"filename", "caption", "negative_caption"}}, images of COCO val2017
+
+A folder of such files under other names is read too, one split per file. Source: Hsieh et al., "SugarCrepe: fixing
+hackable benchmarks for vision-language compositionality"; SPARO, section 4.1 and tables 4 and 0.B.1.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from dino_sparo.image_text.evaluation.compositional.benchmark import (
+    Benchmark,
+    Weights,
+    equal_means,
+    questions_of,
+    read_json,
+)
+from dino_sparo.image_text.evaluation.questions import Question, SplitResult, macro, micro
+
+logger = logging.getLogger(__name__)
+
+# Kinds of false captions by the change to the true one, in the order of the paper's table -> number of questions.
+COUNTS = {
+    **{"replace_obj": 1652, "replace_att": 788, "replace_rel": 1406},
+    **{"swap_obj": 245, "swap_att": 666, "add_obj": 2062, "add_att": 692},
+}
+GROUPS = {group: tuple(split for split in COUNTS if split.startswith(group)) for group in ("replace", "swap", "add")}
+FILES = {split: f"{split}.json" for split in COUNTS}
+COCO_IMAGES = "images of COCO val2017, http://images.cocodataset.org/zips/val2017.zip"
+COCO_FOLDERS = ("val2017", "images", "coco/val2017", "coco/images/val2017")
+
+
+def read(folder: Path) -> list[Question]:
+    """The questions of SugarCrepe's files that lie in a folder; without any of these, of every JSON file there.
+
+    Raises:
+        ValueError: the folder holds no such file, or a file is no SugarCrepe's.
+    """
+    there = [split for split, file in FILES.items() if (folder / file).is_file()]
+    splits = there or sorted(path.stem for path in folder.glob("*.json"))
+    if not splits:
+        raise ValueError(
+            f"{folder} holds none of {', '.join(FILES.values())}, nor any other JSON file; give the folder of them"
+        )
+    if 0 < len(there) < len(FILES):
+        logger.warning("%s has %d of SugarCrepe's %d files: %s", folder, len(there), len(FILES), ", ".join(there))
+    return [question for split in splits for question in _read_split(folder / f"{split}.json", split)]
+
+
+def _read_split(path: Path, split: str) -> Iterator[Question]:
+    entries = read_json(path)
+    if not isinstance(entries, dict | list):
+        raise ValueError(f"{path}: expected an object of SugarCrepe's entries; found {type(entries).__name__}")
+
+    def question(entry: Any) -> Question:
+        return Question(split, (entry["filename"],), (entry["caption"], entry["negative_caption"]))
+
+    rows = entries.items() if isinstance(entries, dict) else enumerate(entries)  # keys are numbers, some with gaps
+    return questions_of(
+        path, ((f"entry {key!r}", row) for key, row in rows), question, "filename, caption and negative_caption"
+    )
+
+
+def is_scene_pairs(folder: Path) -> bool:
+    """Whether files in SugarCrepe's format are those of scene-pairs, which notes the attribute."""
+    try:
+        return "swapped" in next(iter(read_json(folder / FILES["swap_att"]).values()))
+    except (OSError, ValueError, AttributeError, StopIteration, TypeError):
+        return False
+
+
+def averages(results: Mapping[str, SplitResult]) -> dict[str, Any]:
+    """The averages that papers call the accuracy on SugarCrepe, in percent.
+
+    Returns:
+        `groups`: mean over the splits of each group; `macro_groups`: the mean of those, if there are any;
+        `macro_splits`: mean over splits, SPARO's average; `micro`: the share of all questions.
+    """
+    groups = {
+        group: [results[split].accuracy for split in splits if split in results] for group, splits in GROUPS.items()
+    }
+    means = {group: sum(values) / len(values) for group, values in groups.items() if values}
+    return {
+        "groups": means,
+        **({"macro_groups": sum(means.values()) / len(means)} if means else {}),
+        "macro_splits": macro(results),
+        "micro": micro(results),
+    }
+
+
+def group_means(counts: Mapping[str, int]) -> dict[str, Weights]:
+    """SPARO's average, the mean over splits, and the mean of each group of splits."""
+    own = {group: [split for split in splits if split in counts] for group, splits in GROUPS.items()}
+    groups = {group: dict.fromkeys(splits, 1 / len(splits)) for group, splits in own.items() if splits}
+    return {**equal_means(counts), **groups}
+
+
+BENCHMARKS = (
+    Benchmark(
+        "sugarcrepe",
+        "SugarCrepe",
+        tuple(FILES.values()),
+        read,
+        COCO_FOLDERS,
+        f"https://github.com/RAIVNLab/sugar-crepe, {COCO_IMAGES}",
+        counts=COUNTS,
+        means=group_means,
+        # The repository also has the questions before they were refined, in files of the same names.
+        is_own=lambda folder: folder.name != "data_unrefined" and not is_scene_pairs(folder),
+    ),
+)

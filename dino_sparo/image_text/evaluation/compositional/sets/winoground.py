@@ -1,0 +1,82 @@
+"""Winoground: two images and two captions of the same words.
+
+    examples.jsonl   {"image_0", "image_1", "caption_0", "caption_1"} per line, perhaps a tag; images in `images`
+
+Source: Thrush et al., "Winoground: probing vision and language models for visio-linguistic compositionality", section
+3.2.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from dino_sparo.data.sources.limits import parse_json
+from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark, Outcome, questions_of
+from dino_sparo.image_text.evaluation.questions import Answers, Question
+
+EXAMPLES = "examples.jsonl"
+TAG = "collapsed_tag"  # Object, Relation or Both: the words that are exchanged
+SCORES = ("text", "image", "group")
+
+
+def read(folder: Path) -> Iterator[Question]:
+    """Image 0 with caption 0, image 1 with caption 1; the split is the tag, "" without one."""
+    path = folder / EXAMPLES
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; give the folder with Winoground's {EXAMPLES}")
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON ({error}); is the download complete?") from error
+    rows = ((f"line {number}", line) for number, line in enumerate(lines, start=1) if line.strip())
+    return questions_of(path, rows, _question, "an object with image_0, image_1, caption_0 and caption_1")
+
+
+def _question(line: str) -> Question:
+    row: Any = parse_json(line)
+    images, captions = ((row[f"{kind}_0"], row[f"{kind}_1"]) for kind in ("image", "caption"))
+    tag = row.get(TAG)
+    return Question("" if tag is None else tag, images, captions, (0, 1))
+
+
+def scores_of(answers: Answers) -> Bool[Tensor, "examples 3"]:
+    """Text, image and group score of every example.
+
+        text   s(C0, I0) > s(C1, I0)  and  s(C1, I1) > s(C0, I1)     each image prefers its caption
+        image  s(C0, I0) > s(C0, I1)  and  s(C1, I1) > s(C1, I0)     each caption prefers its image
+        group  both
+
+    Strictly greater: a model that cannot tell captions apart scores nothing. By chance 25, 25 and 16.7 % are right.
+    """
+    return torch.stack((answers.text, answers.image, answers.text & answers.image), dim=1)
+
+
+def outcomes(questions: Sequence[Question], answers: Answers) -> list[Outcome]:
+    """Three per question; a score is tied if two that it compares are equal."""
+    strict = scores_of(answers)
+    tied = answers.text_tied, answers.image_tied, answers.text_tied | answers.image_tied
+    return [
+        Outcome(score, number, bool(strict[number, column]), bool(tied[column][number]))
+        for number in range(len(questions))
+        for column, score in enumerate(SCORES)
+    ]
+
+
+BENCHMARKS = (
+    Benchmark(
+        "winoground",
+        "Winoground",
+        (EXAMPLES,),
+        read,
+        ("images",),
+        "https://huggingface.co/datasets/facebook/winoground, after its licence is accepted; unpack images.zip",
+        chance={"text": 25.0, "image": 25.0, "group": 100 / 6},
+        total=400,
+        means=lambda counts: {},  # the splits are scores of the same questions
+        outcomes=outcomes,
+    ),
+)
