@@ -31,6 +31,7 @@ from dino_sparo.data.sources.cache import cache_folder
 from dino_sparo.data.sources.packed import hash_of
 from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD, MIN_CORRUPT
 from dino_sparo.runtime.distributed import all_or_none, beating, rank_0_first, require_same, share_of, world_size
+from dino_sparo.runtime.workers import remove_folder_of_a_killed_parent, share_temporary_folder
 
 __all__ = [
     "IMAGENET_MEAN",
@@ -457,6 +458,7 @@ def create_loader(
         ValueError: `num_workers` is negative.
     """
     num_workers = _as_many_as_cores(num_workers)
+    share_temporary_folder()
     return DataLoader(
         dataset,
         batch_size=None if sampler is None else 1,  # torch's word for: the sampler says it, or the stream
@@ -533,3 +535,4 @@ def init_worker(worker: int) -> None:
     for name in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(name, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(TERM_GRACE_SECONDS))
+    remove_folder_of_a_killed_parent()

@@ -6,7 +6,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from dino_sparo.models.encoder import EncoderConfig
-from dino_sparo.runtime.logs import printable
+from dino_sparo.runtime.cli import printable
 
 MAX_FILE_NAME = 80  # characters; file systems take 255 bytes, and endings and numbers are added
 

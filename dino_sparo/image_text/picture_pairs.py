@@ -5,7 +5,6 @@ What a model looks at in them is drawn by the objectives' folders: `clip/picture
 
 import argparse
 import logging
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +23,10 @@ from dino_sparo.evaluation.task import result_folder
 from dino_sparo.image_text.pairs.batches import LeftOut, PairSource
 from dino_sparo.image_text.pairs.captions import ListedCaptions, PackedTexts
 from dino_sparo.image_text.pairs.sources import open_pairs
+from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.distributed import select_device
 from dino_sparo.runtime.extras import require
-from dino_sparo.runtime.logs import printable, progress, setup_logging
+from dino_sparo.runtime.logs import progress, setup_logging
 from dino_sparo.runtime.records import versions, write_json
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ def write_pictures(
     write_page(gallery, paths[1])
     result = {**numbers, "data_path": args.data_path, "versions": versions(open_clip="open_clip_torch")}
     write_json(result, paths[2])
-    sys.stdout.write("".join(f"{printable(str(path))}\n" for path in paths))
+    say("\n".join(map(str, paths)))
     return result
 
 

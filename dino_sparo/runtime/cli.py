@@ -8,12 +8,10 @@ import argparse
 import contextlib
 import difflib
 import logging
-import multiprocessing
 import os
 import re
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
@@ -31,8 +29,7 @@ from dino_sparo.runtime.choices import (
     SLOT_DIM,
 )
 from dino_sparo.runtime.extras import MissingPackageError
-
-WORKER_END_SECONDS = 5.0  # a process that waits for a hung disk cannot be killed
+from dino_sparo.runtime.workers import end_workers, remove_temporary_folder
 
 
 class MendableError(RuntimeError):
@@ -48,10 +45,25 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
         return super()._get_help_string(action)
 
 
+def printable(words: str, keep: str = "") -> str:
+    """Words with escape sequences for control characters, bytes that are no UTF-8, and the like.
+
+    File names may hold them. On a terminal they could move the cursor, in a log they could look like another line.
+
+    Args:
+        words: any text.
+        keep: characters that stay as they are, such as line breaks.
+    """
+    return "".join(
+        letter if letter.isprintable() or letter in keep else letter.encode("unicode_escape").decode()
+        for letter in words
+    )
+
+
 def say(text: str) -> None:
-    """Write a result to the standard output. A closed terminal or pipe is no error."""
+    """Write a result to the standard output, with escaped control characters. A closed pipe is no error."""
     try:
-        sys.stdout.write(text + "\n")
+        sys.stdout.write(printable(text, keep="\n\t") + "\n")
         sys.stdout.flush()
     except BrokenPipeError:
         # Python would try once more when it ends.
@@ -111,13 +123,18 @@ def errors_in_one_line(logger: logging.Logger, note_final: Callable[[], None] = 
 
 
 def _leave(status: int, logger: logging.Logger, message: Exception | str, level: int = logging.ERROR) -> NoReturn:
+    # Here, not above: they import torch.
     from dino_sparo.runtime.distributed import world_size
+    from dino_sparo.runtime.logs import HAS_LINES, setup_logging
 
-    logger.log(level, "%s", without_traceback(str(message)))
+    if not logging.getLogger().handlers:
+        setup_logging()
+    logger.log(level, "%s", without_traceback(str(message)), extra={HAS_LINES: True})
     if world_size() > 1 or status == FAULT_STATUS:  # a worker that hangs would be waited for, too
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
+        remove_temporary_folder()
         os._exit(status)
     end_workers()
     raise SystemExit(status)
@@ -130,35 +147,6 @@ def without_traceback(message: str) -> str:
     last = message.rpartition("Traceback (most recent call last):\n")[2]
     match = re.search(r"^(?!\s)[\w.]+: ", last, re.MULTILINE)  # frames are indented, the error behind them is not
     return last[match.end() :].strip() if match else message
-
-
-def end_workers() -> None:
-    """Kill the processes that load images for this one: asked to end they would go on for `data.TERM_GRACE_SECONDS`."""
-    workers = [child for child in multiprocessing.active_children() if child.daemon]
-    if not workers:
-        return
-    with ends_unnoticed():
-        for worker in workers:
-            worker.kill()
-        for worker in workers:
-            worker.join(WORKER_END_SECONDS)
-
-
-@contextlib.contextmanager
-def ends_unnoticed() -> Iterator[None]:
-    """Processes that load images may end meanwhile: torch's handler would raise an error wherever this process is."""
-    handler = signal.getsignal(signal.SIGCHLD)
-    # The main thread alone runs handlers.
-    if not callable(handler) or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    # SIG_DFL would not do: of a signal that came just before, Python prints "ignored due to race condition".
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.siginterrupt(signal.SIGCHLD, False)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGCHLD, handler)
 
 
 def positive_int(text: str) -> int:

@@ -10,6 +10,7 @@ import math
 import resource
 import shutil
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
@@ -25,13 +26,16 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 from tqdm import tqdm
 
+from dino_sparo.runtime.cli import printable
 from dino_sparo.runtime.collectives import all_reduce_sum
 from dino_sparo.runtime.distributed import is_main, rank
+from dino_sparo.runtime.records import writing
 from dino_sparo.runtime.watchdog import sign_of_life
 
 logger = logging.getLogger(__name__)
 
-FILE_ONLY = "file_only"  # attribute of records that go to run.log and not to the terminal
+# Attributes of records: it goes to run.log and not to the terminal; its message has several lines on purpose.
+FILE_ONLY, HAS_LINES = "file_only", "has_lines"
 PROGRESS_SECONDS = 30.0  # between two lines about a long loop when the output is no terminal
 STEP_LINE_SECONDS = 10.0  # between two progress lines of training
 
@@ -50,11 +54,11 @@ def setup_logging(output_dir: Path | None = None) -> None:
             root.removeHandler(handler)
             handler.close()
     where = "" if is_main() else f" [rank {rank()}]"
-    formatter = logging.Formatter(f"%(asctime)s %(levelname).1s{where} %(message)s", datefmt="%H:%M:%S")
+    formatter = _EscapingFormatter(f"%(asctime)s %(levelname).1s{where} %(message)s", datefmt="%H:%M:%S")
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
     handlers[0].addFilter(lambda record: not hasattr(record, FILE_ONLY))
     if output_dir is not None and is_main():
-        handlers.append(logging.FileHandler(output_dir / "run.log", encoding="utf-8", errors="backslashreplace"))
+        handlers.append(_RunLogHandler(output_dir / "run.log", encoding="utf-8", errors="backslashreplace"))
     for handler in handlers:
         handler.setFormatter(formatter)
         handler.is_dino_sparo = True  # type: ignore[attr-defined]
@@ -62,12 +66,30 @@ def setup_logging(output_dir: Path | None = None) -> None:
     root.setLevel(logging.INFO if is_main() else logging.WARNING)
 
 
-def printable(words: str) -> str:
-    """Words that can be shown, printed and written anywhere.
+class _EscapingFormatter(logging.Formatter):
+    """Escapes control characters in messages, so that no file name can forge a line or move the cursor."""
 
-    What cannot, such as a byte of a file name that is no UTF-8, becomes an escape sequence.
-    """
-    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in words)
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        has_lines = hasattr(record, HAS_LINES)
+        record.message = printable(record.message, keep="\n" if has_lines else "").replace("\n", "\n    ")
+        return super().formatMessage(record)
+
+
+class _RunLogHandler(logging.FileHandler):
+    """A full disk costs lines of run.log; the terminal has them."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
+def _tensorboards_threads_are_silent(args: threading.ExceptHookArgs) -> None:
+    """The next call of TensorBoard's writer raises the error of its thread; see `RunLog._tensorboard`."""
+    if not type(args.thread).__module__.startswith("tensorboard."):
+        _excepthook(args)
+
+
+_excepthook = threading.excepthook
 
 
 def log_options(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
@@ -218,6 +240,10 @@ class RunLog:
         is_writable = printable(folder) == folder
         if is_main() and not is_writable:
             logger.warning("%s: TensorBoard cannot write to a folder of this name, so it gets nothing", folder)
+        self.folder = folder
+        global _excepthook
+        if threading.excepthook is not _tensorboards_threads_are_silent:
+            _excepthook, threading.excepthook = threading.excepthook, _tensorboards_threads_are_silent
         self.writer = SummaryWriter(folder, purge_step=purge_step) if is_main() and is_writable else None
         if is_main() and self.path.is_file() and epoch is not None:
             self._drop_epochs_from(epoch)
@@ -243,7 +269,7 @@ class RunLog:
     def write_epoch(self, values: Mapping[str, Any]) -> None:
         """Append one JSON line to log.txt."""
         if is_main():
-            with self.path.open("a") as file:
+            with writing(self.path), self.path.open("a") as file:
                 file.write(json.dumps({name: _finite(value) for name, value in values.items()}) + "\n")
 
     def scalars(self, values: Mapping[str, Tensor | float], step: int) -> None:
@@ -289,7 +315,12 @@ class RunLog:
         try:
             yield self.writer
         except OSError as error:
-            logger.error("TensorBoard's files cannot be written (%s): the run goes on without them", error)
+            logger.error(
+                "TensorBoard's files in %s cannot be written (%s): training continues without them. Free some "
+                "space and start the run again to have them",
+                self.folder,
+                error,
+            )
             self.writer = None
 
 

@@ -1,12 +1,13 @@
 """What a result file says besides its numbers, and how it is written: hashes, versions, strict JSON."""
 
+import contextlib
 import hashlib
 import json
 import math
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -59,14 +60,37 @@ def git_hash() -> str | None:
     return answer.stdout.strip() or None if (folder / ".git").exists() else None
 
 
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Within this context a file is written; an error names the file and the remedy.
+
+    Raises:
+        OSError: in place of the system's, which names no file when a disk is full.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise OSError(
+            f"{path} cannot be written ({reason}); free some space or make the folder writable, then run the same "
+            "command again"
+        ) from error
+
+
+def write_text(text: str, path: Path) -> None:
+    """Write a file so that `path` always holds a whole one, the old or the new."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with writing(path):
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
 def write_json(values: dict[str, Any], path: Path) -> None:
     """Write plain values so that `path` always holds a whole file, the old or the new."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(json.dumps(plain(values), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_text(json.dumps(plain(values), indent=2, allow_nan=False) + "\n", path)
 
 
 def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any], before: str, now: str) -> list[str]:

@@ -3,6 +3,7 @@
 import logging
 import math
 import multiprocessing
+import os
 import re
 import socket
 import time
@@ -114,6 +115,40 @@ def test_products_are_exact_on_a_device_until_an_option_says_otherwise() -> None
         assert not torch.backends.cudnn.allow_tf32
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize(
+    ("job", "attempt", "step", "port"),
+    [
+        ("7", "0", "0", 10_007),
+        ("19999", "0", "0", 29_999),
+        ("20000", "0", "0", 10_000),
+        ("4200000123", "0", "0", 10_123),  # 64 bits in newer versions of Slurm
+        ("7", "1", "0", 11_016),  # requeued
+        ("7", "3", "0", 13_034),
+        ("7", "0", "2", 10_069),  # a second step beside the first
+        ("19999", "1", "1", 11_039),
+    ],
+)
+def test_each_attempt_of_a_job_has_a_port_of_its_own_below_the_ephemeral_ones(
+    job: str, attempt: str, step: str, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    for name, value in {
+        "MASTER_ADDR": "node1",
+        "SLURM_JOB_ID": job,
+        "SLURM_RESTART_COUNT": attempt,
+        "SLURM_STEP_ID": step,
+    }.items():
+        monkeypatch.setenv(name, value)
+    distributed._set_slurm_rendezvous()
+    assert int(os.environ["MASTER_PORT"]) == port < 32_768
+    assert os.environ["MASTER_ADDR"] == "node1"
+    distributed._set_slurm_rendezvous()
+    assert int(os.environ["MASTER_PORT"]) == port
+    monkeypatch.setenv("MASTER_PORT", "4711")  # a user's word counts
+    distributed._set_slurm_rendezvous()
+    assert os.environ["MASTER_PORT"] == "4711"
 
 
 def test_attempts_that_share_a_store_do_not_read_each_others_addresses() -> None:

@@ -1,5 +1,6 @@
 """What a run says: means, log.txt, TensorBoard's events, log lines and progress."""
 
+import contextlib
 import io
 import json
 import logging
@@ -8,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -16,7 +18,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import plugin_data_pb2
 
 from dino_sparo.runtime import logs
-from dino_sparo.runtime.logs import EpochClock, Meters, RunLog, peak_memory, progress, setup_logging
+from dino_sparo.runtime.cli import say
+from dino_sparo.runtime.logs import HAS_LINES, EpochClock, Meters, RunLog, peak_memory, progress, setup_logging
+from dino_sparo.runtime.records import write_text
 
 CPU = torch.device("cpu")
 
@@ -197,7 +201,7 @@ def test_a_run_goes_on_without_tensorboard_if_its_files_cannot_be_written(
     log.write_epoch({"epoch": 0})
     log.close()
     writer.close()  # its thread would write into a folder that is gone
-    assert caplog.text.count("TensorBoard's files cannot be written") == 1
+    assert caplog.text.count("TensorBoard's files in ") == 1
     assert json.loads((tmp_path / "log.txt").read_text()) == {"epoch": 0}
 
 
@@ -206,6 +210,88 @@ def test_names_that_are_no_utf8_get_into_run_log_escaped(tmp_path: Path) -> None
     logging.getLogger("dino_sparo").warning("left out %s", "caf\udce9.jpg")
     setup_logging()
     assert r"left out caf\udce9.jpg" in (tmp_path / "run.log").read_text()
+
+
+def test_no_file_name_can_forge_a_line_of_the_log_or_move_the_cursor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The bug: names reached the terminal and run.log as they were."""
+    name = "a\n12:00:00 I saved\x1b[2J\r.jpg"
+    setup_logging(tmp_path)
+    logging.getLogger("dino_sparo").warning("cannot read %s", name)
+    logging.getLogger("dino_sparo").error("%s", f"two lines:\n{name}", extra={HAS_LINES: True})
+    setup_logging()
+    for text in ((tmp_path / "run.log").read_text(), capsys.readouterr().err):
+        lines = text.splitlines()
+        assert lines[0].endswith(r" W cannot read a\n12:00:00 I saved\x1b[2J\r.jpg")
+        assert lines[1].endswith(" E two lines:")
+        assert lines[2:] == ["    a", r"    12:00:00 I saved\x1b[2J\r.jpg"]
+    say(name)
+    assert capsys.readouterr().out == "a\n12:00:00 I saved\\x1b[2J\\r.jpg\n"
+
+
+def test_a_full_disk_is_named_with_the_file_and_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bug: "[Errno 28] No space left on device", without a file."""
+    log = RunLog(tmp_path)
+    (tmp_path / "page.html").write_text("old")
+
+    def full(*_: object, **__: object) -> NoReturn:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "open", full)
+    monkeypatch.setattr(Path, "write_text", full)
+    for name, write in (
+        ("log.txt", lambda: log.write_epoch({"epoch": 0})),
+        ("page.html", lambda: write_text("new", tmp_path / "page.html")),
+    ):
+        with pytest.raises(OSError, match=rf"{name} cannot be written \(No space left on device\); free some space"):
+            write()
+    monkeypatch.undo()
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["page.html"]
+    assert (tmp_path / "page.html").read_text() == "old"
+    log.close()
+
+
+class FullDisk(io.StringIO):
+    def write(self, _: str) -> NoReturn:
+        raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_costs_lines_of_run_log_and_no_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setup_logging(tmp_path)
+    with contextlib.closing(FullDisk()) as disk:
+        handler = next(each for each in logging.getLogger().handlers if isinstance(each, logs._RunLogHandler))
+        handler.stream.close()
+        handler.setStream(disk)
+        logging.getLogger("dino_sparo").warning("one line")
+    written = capsys.readouterr().err
+    assert written.endswith("W one line\n")
+    assert written.count("\n") == 1
+
+
+def test_tensorboards_thread_prints_no_traceback_on_a_full_disk(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full() -> NoReturn:
+        raise OSError(28, "No space left on device")
+
+    log = RunLog(tmp_path)
+    assert log.writer is not None
+    thread = log.writer._get_file_writer().event_writer._async_writer._worker
+    thread._record_writer.flush = full
+    thread._next_flush_time = 0
+    for step in range(100):
+        log.scalars({"train/loss": 1.0}, step)
+        if log.writer is None:
+            break
+        time.sleep(0.01)
+    thread.join()
+    assert log.writer is None
+    assert "Traceback" not in capsys.readouterr().err
+    assert f"TensorBoard's files in {tmp_path}/tensorboard cannot be written" in caplog.text
+    assert "Free some space" in caplog.text
 
 
 def test_a_resumed_log_keeps_the_steps_that_were_saved_and_drops_those_that_were_lost(tmp_path: Path) -> None:

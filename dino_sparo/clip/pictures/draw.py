@@ -36,8 +36,8 @@ from dino_sparo.image_text.picture_pairs import (
     write_pictures,
 )
 from dino_sparo.image_text.text import tokenize
+from dino_sparo.runtime.cli import printable
 from dino_sparo.runtime.distributed import is_only_a_peer
-from dino_sparo.runtime.logs import printable
 
 logger = logging.getLogger(__name__)
 

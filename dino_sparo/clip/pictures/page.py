@@ -15,6 +15,7 @@ from dino_sparo.clip.pictures.concepts import PairLook
 from dino_sparo.clip.pictures.sheet import MARK, TITLE, Gallery, mark_level
 from dino_sparo.draw.html import FIGURES_STYLE, html_page, switchable_image
 from dino_sparo.evaluation.attention.maps import effective_patches, overlay
+from dino_sparo.runtime.records import write_text
 
 OWN_STYLE = f"""
 section {{ grid-template-columns: 110px 1fr; content-visibility: visible; }}
@@ -49,7 +50,7 @@ def write_page(gallery: Gallery, path: Path) -> None:
         "Click an image to switch its map on and off; rest on a word to see its share.",
         more_style=FIGURES_STYLE + OWN_STYLE,
     )
-    path.write_text(page, encoding="utf-8")
+    write_text(page, path)
 
 
 def _section(gallery: Gallery, slot: int) -> str:

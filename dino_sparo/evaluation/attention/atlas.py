@@ -27,7 +27,8 @@ from dino_sparo.evaluation.attention.maps import (
     overlay,
 )
 from dino_sparo.models.encoder import Encoder
-from dino_sparo.runtime.logs import printable, progress
+from dino_sparo.runtime.cli import printable
+from dino_sparo.runtime.logs import progress
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,8 @@ from string import Template
 
 from dino_sparo.draw.html import html_page, switchable_image
 from dino_sparo.evaluation.attention.atlas import SCORE_WORDS, Atlas, AtlasImage, AtlasSlot, patches_in_words
-from dino_sparo.runtime.logs import printable
+from dino_sparo.runtime.cli import printable
+from dino_sparo.runtime.records import write_text
 
 SCRIPT = """
 const sections = [...main.querySelectorAll("section")];
@@ -64,7 +65,7 @@ def write_html(atlas: Atlas, path: Path) -> None:
         controls=CONTROLS,
         more_script=SCRIPT,
     )
-    path.write_text(page, encoding="utf-8")
+    write_text(page, path)
 
 
 def _section(kind: str, slot: AtlasSlot) -> str:

@@ -41,7 +41,6 @@ from dino_sparo.evaluation.features import disjoint_subsets
 from dino_sparo.evaluation.load import Subject
 from dino_sparo.evaluation.task import EvaluationTask
 from dino_sparo.runtime.cli import say
-from dino_sparo.runtime.logs import printable
 from dino_sparo.runtime.records import versions, write_json
 
 logger = logging.getLogger(__name__)
@@ -94,7 +93,7 @@ def visualize(args: argparse.Namespace) -> None:
         written.append(draw_comparison(look, other, folder, args.max_maps))
     if args.atlas:
         written += make_atlas(subject, runs[0], device, folder, args)
-    say("\n".join(printable(str(path)) for path in written))
+    say("\n".join(map(str, written)))
 
 
 def read_images(source: ImageSource, max_images: int) -> list[tuple[str, Image.Image]]:

@@ -36,7 +36,6 @@ from dino_sparo.evaluation.objects.survey import MODEL, UNTRAINED, Survey, slot_
 from dino_sparo.evaluation.objects.table import table
 from dino_sparo.evaluation.task import EvaluationTask, write_result
 from dino_sparo.runtime.cli import say
-from dino_sparo.runtime.logs import printable
 from dino_sparo.runtime.records import versions
 
 # Of few images any two slots look alike: linear CKA of two images is 1, of ten it is 0.43 for noise.
@@ -101,7 +100,7 @@ def score_slots(args: argparse.Namespace) -> dict[str, Any] | None:
         result["match"] = match_models(survey, other, source, args, task.device)
     write_result({**result, "versions": versions()}, table(result), task.result_path("slot_score"))
     pictures = draw(result, task)
-    say("\n".join(printable(str(path)) for path in pictures))
+    say("\n".join(map(str, pictures)))
     return result
 
 

@@ -12,7 +12,7 @@ from dino_sparo.draw.plots import ACCENT, PANEL_HEIGHT, panels
 from dino_sparo.draw.sheet import INK, SOFT
 from dino_sparo.evaluation.objects.survey import MODEL, UNTRAINED
 from dino_sparo.evaluation.objects.table import MEASURE_NAMES, ROW_NAMES, scored_maps
-from dino_sparo.runtime.logs import printable
+from dino_sparo.runtime.cli import printable
 
 AXIS_END = 116  # percent: a bar of 100 % and its number
 CONTROL, BOUND = "#b9b7c6", "#e8a33d"

@@ -8,7 +8,6 @@ import numpy as np
 
 from dino_sparo.evaluation.objects.measures import MEASURES
 from dino_sparo.evaluation.objects.survey import MODEL, ROWS
-from dino_sparo.runtime.logs import printable
 
 ROW_NAMES = dict(
     zip(ROWS, ("this encoder", "untrained", "maps of another image", "moved maps", "patch grid"), strict=True)
@@ -20,7 +19,7 @@ def table(result: Mapping[str, Any]) -> str:
     """The result for people: measures in percent with half the width of their 95 % interval; then maps and slots."""
     data = result["data"]
     lines = [
-        f"{data['num_objects']} objects in {data['num_images']} images of {printable(data['name'])}; "
+        f"{data['num_objects']} objects in {data['num_images']} images of {data['name']}; "
         f"{scored_maps(result)}, share {result['share']:g} of the mass; {data['objects_out_of_view']} objects out of "
         f"view, {data['without_objects']} images without objects, {data['unreadable']} unreadable",
         "",

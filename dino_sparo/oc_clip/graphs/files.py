@@ -34,7 +34,7 @@ from dino_sparo.oc_clip.graphs.graph import LookupCounts, SceneGraph, normalize
 from dino_sparo.oc_clip.parsers.spacy_rules import SpacyParser
 from dino_sparo.oc_clip.parsers.templates import parse_caption
 from dino_sparo.runtime.logs import progress
-from dino_sparo.runtime.records import file_sha256
+from dino_sparo.runtime.records import file_sha256, writing
 
 logger = logging.getLogger(__name__)
 
@@ -330,13 +330,9 @@ class JsonLines:
     def write(self, record: dict[str, Any]) -> None:
         """Append a record; OSError with path and remedy if the disk is full."""
         line = json.dumps(record).encode() + b"\n"
-        try:
+        with writing(self.path):
             while line:
                 line = line[self.file.write(line) :]
-        except OSError as error:
-            raise OSError(
-                error.errno, f"{error.strerror}; free some space and run the same command to resume", str(self.path)
-            ) from error
 
     def __enter__(self) -> "JsonLines":
         return self

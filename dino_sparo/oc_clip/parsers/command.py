@@ -34,7 +34,7 @@ from dino_sparo.oc_clip.parsers.spacy_rules import SpacyParser
 from dino_sparo.oc_clip.parsers.templates import parse_caption
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.lock import RunLock
-from dino_sparo.runtime.logs import printable, progress, setup_logging
+from dino_sparo.runtime.logs import progress, setup_logging
 from dino_sparo.runtime.records import file_sha256, versions, write_json
 
 logger = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ def parse(args: argparse.Namespace) -> dict[str, Any]:
     if report.examples:
         say("The first captions and their graphs:")
     for caption, graph in report.examples.items():
-        say(f"  {printable(' '.join(caption.split()))}\n{graph}")
+        say(f"  {' '.join(caption.split())}\n{graph}")
     return summary
 
 
@@ -151,8 +151,8 @@ def show_graph(args: argparse.Namespace) -> dict[str, Any]:
 
 def graph_in_words(graph: SceneGraph) -> str:
     """Two lines, such as `entities: dog, mat` and `relations: on(dog, mat)`."""
-    names = [printable(phrase) for phrase in graph.entities]
-    relations = [f"{printable(r.predicate)}({names[r.subject]}, {names[r.object]})" for r in graph.relations]
+    names = graph.entities
+    relations = [f"{r.predicate}({names[r.subject]}, {names[r.object]})" for r in graph.relations]
     return f"    entities:  {', '.join(names)}\n    relations: {', '.join(relations) or 'none'}"
 
 

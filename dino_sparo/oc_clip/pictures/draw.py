@@ -31,8 +31,8 @@ from dino_sparo.oc_clip.load import DEFAULT_GRAPHS, LoadedOCCLIP, load_oc_clip
 from dino_sparo.oc_clip.pictures.explain import look_at
 from dino_sparo.oc_clip.pictures.page import write_page
 from dino_sparo.oc_clip.pictures.sheet import Gallery, draw_sheet
+from dino_sparo.runtime.cli import printable
 from dino_sparo.runtime.distributed import is_only_a_peer
-from dino_sparo.runtime.logs import printable
 
 logger = logging.getLogger(__name__)
 

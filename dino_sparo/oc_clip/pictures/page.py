@@ -16,6 +16,7 @@ from dino_sparo.draw.tiles import TILE_STYLE, tile_figure
 from dino_sparo.oc_clip.pictures.explain import GraphLook
 from dino_sparo.oc_clip.pictures.sheet import MAPS_PER_LINE, TITLE, Gallery
 from dino_sparo.oc_clip.pictures.tiles import tiles_of, without_map
+from dino_sparo.runtime.records import write_text
 
 OWN_STYLE = """
 section { grid-template-columns: 1fr; content-visibility: visible; }
@@ -53,7 +54,7 @@ def write_page(gallery: Gallery, path: Path) -> None:
         more_style=FIGURES_STYLE + TILE_STYLE + OWN_STYLE,
         ends=reading.ends,
     )
-    path.write_text(page, encoding="utf-8")
+    write_text(page, path)
 
 
 def _section(number: int, look: GraphLook, picture: UInt8[np.ndarray, "H W 3"], default_tokens: bool) -> str:

@@ -38,6 +38,7 @@ from dino_sparo.image_text.picture_pairs import PICTURE_HEIGHT
 from dino_sparo.image_text.scoring.explaining import CaptionLook, LookingScorer
 from dino_sparo.image_text.scoring.image_files import ROOT, named_source
 from dino_sparo.image_text.scoring.scorer import Scorer
+from dino_sparo.runtime.records import write_text
 
 TITLE = "The clearest errors"
 SHEET_ROWS = 6  # errors on a sheet; the page has all
@@ -216,7 +217,7 @@ def write_page(gallery: Gallery, path: Path) -> None:
         more_style=FIGURES_STYLE + TILE_STYLE + OWN_STYLE,
         ends=gallery.ends,
     )
-    path.write_text(page, encoding="utf-8")
+    write_text(page, path)
 
 
 def _section(shown: Shown) -> str:

@@ -1,0 +1,66 @@
+"""The processes that load images for this one: they end with it and leave no files behind."""
+
+import contextlib
+import multiprocessing
+import multiprocessing.util
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+
+END_SECONDS = 5.0  # a process that waits for a hung disk cannot be killed
+
+
+def share_temporary_folder() -> None:
+    """Let the workers that start from now on keep their sockets in this process' folder instead of one folder each.
+
+    A worker that is killed leaves its folder behind; this process removes its own, see `remove_temporary_folder`.
+    """
+    multiprocessing.util.get_temp_dir()
+
+
+def remove_temporary_folder() -> None:
+    """Remove the shared folder. Python does so at a normal exit, but not at `os._exit`."""
+    if folder := multiprocessing.current_process()._config.get("tempdir"):  # type: ignore[attr-defined]
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_folder_of_a_killed_parent() -> None:
+    """Called in a worker: let its normal exit remove the shared folder if the parent process was killed."""
+    parent = os.getppid()
+
+    def clean() -> None:
+        if os.getppid() != parent:
+            remove_temporary_folder()
+
+    multiprocessing.util.Finalize(None, clean, exitpriority=0)
+
+
+def end_workers() -> None:
+    """Kill the processes that load images for this one: after a request they would run for `TERM_GRACE_SECONDS`."""
+    workers = [child for child in multiprocessing.active_children() if child.daemon]
+    if not workers:
+        return
+    with ends_unnoticed():
+        for worker in workers:
+            worker.kill()
+        for worker in workers:
+            worker.join(END_SECONDS)
+
+
+@contextlib.contextmanager
+def ends_unnoticed() -> Iterator[None]:
+    """Within this context workers may end: torch's handler of SIGCHLD would raise an error wherever this process is."""
+    handler = signal.getsignal(signal.SIGCHLD)
+    # The main thread alone runs handlers.
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    # Not SIG_DFL: Python would print "ignored due to race condition" about a signal that came just before.
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.siginterrupt(signal.SIGCHLD, False)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, handler)

@@ -1,0 +1,62 @@
+"""Processes that load images leave no files behind, however the process ends that they load for."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+# Takes two batches from two workers, then ends in the way that the first word says.
+PROGRAM = """
+import os, signal, sys, time
+from dino_sparo.data.dataset import create_loader
+from dino_sparo.runtime.workers import end_workers, remove_temporary_folder
+import torch
+
+class Tensors(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return torch.full((3,), float(index))
+
+batches = iter(create_loader(Tensors(), range(64), num_workers=2, collate=torch.stack))
+shared = next(batches)
+print(sum(name.startswith("pymp-") for name in os.listdir(os.environ["TMPDIR"])), flush=True)
+if sys.argv[1] == "exit":
+    end_workers()
+elif sys.argv[1] == "at once":
+    remove_temporary_folder()
+    os._exit(75)
+else:
+    time.sleep(60)
+"""
+
+
+def start(folder: Path, how: str) -> subprocess.Popen:
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM.replace("range(64)", "[[i] for i in range(64)]"), how],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["exit", "at once", "kill"])
+def test_no_temporary_folder_of_a_worker_stays_behind(tmp_path: Path, how: str) -> None:
+    """The bug: the folder pymp-* of each worker stayed in $TMPDIR, since workers are killed when a run is stopped."""
+    with start(tmp_path, how) as process:
+        assert process.stdout is not None
+        assert int(process.stdout.readline()) >= 1, "the workers' sockets lie in a folder"
+        if how == "kill":
+            process.send_signal(signal.SIGTERM)
+        process.wait(60)
+    end = time.monotonic() + 30  # workers look every five seconds whether their parent lives
+    while list(tmp_path.glob("pymp-*")) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert list(tmp_path.glob("pymp-*")) == []
