@@ -43,8 +43,9 @@ from dino_sparo.oc_clip.options import get_args_parser as train_oc_clip_parser
 from dino_sparo.oc_clip.parsers.options import parse_parser
 from dino_sparo.oc_clip.pictures.options import get_args_parser as oc_pictures_parser
 from dino_sparo.runtime.choices import DINO_READOUTS
-from dino_sparo.runtime.cli import Parser, errors_in_one_line, say
+from dino_sparo.runtime.cli import Parser, say
 from dino_sparo.runtime.demos import demo_parser
+from dino_sparo.runtime.exits import errors_in_one_line
 from dino_sparo.runtime.extras import require
 from dino_sparo.runtime.memory import full_memory_named
 

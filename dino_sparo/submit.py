@@ -27,7 +27,8 @@ from dino_sparo.clip.options import get_args_parser as train_clip_parser
 from dino_sparo.dino.options import get_args_parser as train_parser
 from dino_sparo.oc_clip.options import get_args_parser as train_oc_clip_parser
 from dino_sparo.runtime import FAULT_STATUS
-from dino_sparo.runtime.cli import Parser, errors_in_one_line, say
+from dino_sparo.runtime.cli import Parser, say
+from dino_sparo.runtime.exits import errors_in_one_line
 from dino_sparo.runtime.extras import MissingPackageError
 from dino_sparo.training.options import require_paths
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from dino_sparo.__main__ import run
-from dino_sparo.runtime.cli import Parser, errors_in_one_line, say
+from dino_sparo.runtime.cli import Parser, say
+from dino_sparo.runtime.exits import errors_in_one_line
 from studies import sweep
 from studies.oc_splits import run as oc_splits
 from studies.plans import STUDIES

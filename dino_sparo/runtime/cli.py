@@ -1,21 +1,16 @@
-"""Options shared by the scripts, one group per stage, and how a script ends.
+"""Options shared by the commands, one group per stage, and their output.
 
 Parsing is pure: it opens no file, touches no device, asks no network. It imports no torch either, so that `--help` and
 mistakes are answered at once.
 """
 
 import argparse
-import contextlib
 import difflib
-import logging
 import os
-import re
-import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from dino_sparo.runtime import FAULT_STATUS
 from dino_sparo.runtime.choices import (
     ARCHITECTURES,
     DINO_READOUTS,
@@ -28,8 +23,6 @@ from dino_sparo.runtime.choices import (
     NUM_SLOTS,
     SLOT_DIM,
 )
-from dino_sparo.runtime.extras import MissingPackageError
-from dino_sparo.runtime.workers import end_workers, remove_temporary_folder
 
 
 class MendableError(RuntimeError):
@@ -88,65 +81,6 @@ class Parser(argparse.ArgumentParser):
         """The options that begin with a word, else the one that resembles it most."""
         known = self._option_string_actions
         return [option for option in known if option.startswith(word)] or difflib.get_close_matches(word, known, n=1)
-
-
-@contextlib.contextmanager
-def errors_in_one_line(logger: logging.Logger, note_final: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """End a command with one line and an exit status, without a traceback, after an error that is not a bug.
-
-    Status 1: the user can correct it. `FAULT_STATUS`: starting again helps. 128 + signal: the run was asked to stop.
-    After a fault, or as one of several, the process ends at once, without cleaning up: that would wait for a process
-    that died or hangs.
-
-    Args:
-        logger: the script's.
-        note_final: called where starting the process again would not help: with status 1, or after a request to stop.
-    """
-    # Here, not above: they import torch.
-    from dino_sparo.runtime.distributed import FaultError, shutdown
-    from dino_sparo.runtime.preemption import RunStopped
-
-    try:
-        yield
-    except FaultError as error:
-        _leave(FAULT_STATUS, logger, error)
-    except RunStopped as stopped:
-        note_final()
-        _leave(stopped.status, logger, stopped, logging.INFO)
-    except (ValueError, OSError, MissingPackageError, MendableError) as error:
-        note_final()
-        _leave(1, logger, error)
-    except KeyboardInterrupt:
-        note_final()
-        _leave(128 + signal.SIGINT, logger, "ended by Ctrl-C")
-    shutdown()
-
-
-def _leave(status: int, logger: logging.Logger, message: Exception | str, level: int = logging.ERROR) -> NoReturn:
-    # Here, not above: they import torch.
-    from dino_sparo.runtime.distributed import world_size
-    from dino_sparo.runtime.logs import HAS_LINES, setup_logging
-
-    if not logging.getLogger().handlers:
-        setup_logging()
-    logger.log(level, "%s", without_traceback(str(message)), extra={HAS_LINES: True})
-    if world_size() > 1 or status == FAULT_STATUS:  # a worker that hangs would be waited for, too
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        remove_temporary_folder()
-        os._exit(status)
-    end_workers()
-    raise SystemExit(status)
-
-
-def without_traceback(message: str) -> str:
-    """The message of an error in a process that loads images, which torch hands on with that process' traceback."""
-    if "in DataLoader worker process" not in message.partition("\n")[0]:
-        return message
-    last = message.rpartition("Traceback (most recent call last):\n")[2]
-    match = re.search(r"^(?!\s)[\w.]+: ", last, re.MULTILINE)  # frames are indented, the error behind them is not
-    return last[match.end() :].strip() if match else message
 
 
 def positive_int(text: str) -> int:

@@ -1,7 +1,7 @@
 """Packages that only some commands need -> one line that says which to install.
 
 A module that needs such a package calls `require` before it imports it, where it needs it and not at its top, so that a
-command can end with that line (`cli.errors_in_one_line`).
+command can end with that line (`exits.errors_in_one_line`).
 """
 
 import importlib.util

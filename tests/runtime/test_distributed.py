@@ -19,8 +19,7 @@ import torch.distributed as dist
 
 from dino_sparo.data.dataset import Batch
 from dino_sparo.dino.loss import DINOLoss
-from dino_sparo.runtime import FAULT_STATUS, cli, distributed, precision
-from dino_sparo.runtime.cli import errors_in_one_line
+from dino_sparo.runtime import FAULT_STATUS, distributed, exits, precision
 from dino_sparo.runtime.collectives import all_gather_ragged, all_reduce_sum
 from dino_sparo.runtime.distributed import (
     Distributed,
@@ -39,6 +38,7 @@ from dino_sparo.runtime.distributed import (
     shutdown,
     world_size,
 )
+from dino_sparo.runtime.exits import errors_in_one_line
 from dino_sparo.submit import FAULT_STATUSES
 from dino_sparo.training.loop import NonFiniteLossError, TakenSteps
 from dino_sparo.training.objective import StepReport
@@ -363,7 +363,7 @@ def test_an_error_of_the_gpu_ends_with_the_status_that_is_requeued(
 ) -> None:
     error = RuntimeError(text) if kind == "RuntimeError" else _accelerator_error(text)
     ended: list[int] = []
-    monkeypatch.setattr(cli.os, "_exit", ended.append)
+    monkeypatch.setattr(exits.os, "_exit", ended.append)
     with pytest.raises(SystemExit), errors_in_one_line(logging.getLogger("t")), distributed.faults_named(10.0):
         raise error
     assert ended == [FAULT_STATUS]

@@ -1,6 +1,5 @@
 """What a run says: means, log.txt, TensorBoard's events, log lines and progress."""
 
-import contextlib
 import io
 import json
 import logging
@@ -261,11 +260,10 @@ def test_a_full_disk_costs_lines_of_run_log_and_no_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     setup_logging(tmp_path)
-    with contextlib.closing(FullDisk()) as disk:
-        handler = next(each for each in logging.getLogger().handlers if isinstance(each, logs._RunLogHandler))
-        handler.stream.close()
-        handler.setStream(disk)
-        logging.getLogger("dino_sparo").warning("one line")
+    handler = next(each for each in logging.getLogger().handlers if isinstance(each, logs._RunLogHandler))
+    handler.stream.close()
+    handler.stream = FullDisk()
+    logging.getLogger("dino_sparo").warning("one line")
     written = capsys.readouterr().err
     assert written.endswith("W one line\n")
     assert written.count("\n") == 1
