@@ -29,6 +29,7 @@ from dino_sparo.data.augment import DeferredViews
 from dino_sparo.data.sources import CorruptImageError, ImageSource, fingerprint_of, open_source
 from dino_sparo.data.sources.cache import cache_folder
 from dino_sparo.data.sources.packed import hash_of
+from dino_sparo.data.sources.splits import WITHOUT_LABELS
 from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD, MIN_CORRUPT
 from dino_sparo.runtime.distributed import all_or_none, beating, rank_0_first, require_same, share_of, world_size
 from dino_sparo.runtime.workers import remove_folder_of_a_killed_parent, share_temporary_folder
@@ -97,9 +98,9 @@ def require_labels(source: ImageSource) -> Int64[np.ndarray, " images"]:
     """
     if source.labels is None:
         raise ValueError(
-            f"{source.name} has no labels, which this evaluation needs; give class folders (one subfolder per class), "
-            "a list with a label after each path, a table with a column `label` (or --label_column NAME), or tar "
-            "shards with .cls members"
+            f"{source.name} has no labels: evaluations need one subfolder per class, a list with a label after each "
+            "path, a table with a column `label` (or --label_column NAME), or tar shards with .cls members\n"
+            f"it holds {len(source):,} images, the first is {source.location(0)}\n{WITHOUT_LABELS}"
         )
     missing = np.flatnonzero(source.labels < 0)
     if len(missing):

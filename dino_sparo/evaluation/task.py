@@ -98,7 +98,7 @@ class EvaluationTask:
     @property
     def limits(self) -> ImageLimits:
         """The largest image that is read."""
-        return ImageLimits(self.args.max_image_mb, self.args.max_image_mpix)
+        return ImageLimits(self.args.max_image_mb, self.args.max_image_mpix, self.args.max_value)
 
     @property
     def num_classes(self) -> int:

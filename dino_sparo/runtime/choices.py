@@ -62,6 +62,8 @@ MIN_CORRUPT = 5
 
 # Larger image files (10^6 bytes) and images (10^6 pixels) are not decoded; see `sources/limits.py`.
 MAX_IMAGE_MB, MAX_IMAGE_MPIX = 256.0, 64.0
+# The value of a 16-bit grayscale image that is white.
+MAX_VALUE = 65535
 
 SCENE_SIZE = 64  # side of a built-in scene in pixels
 

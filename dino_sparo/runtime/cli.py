@@ -19,6 +19,7 @@ from dino_sparo.runtime.choices import (
     KEY_DIM,
     MAX_IMAGE_MB,
     MAX_IMAGE_MPIX,
+    MAX_VALUE,
     MIN_CORRUPT,
     NUM_SLOTS,
     SLOT_DIM,
@@ -245,6 +246,12 @@ def add_source_options(parser: argparse.ArgumentParser, columns: Sequence[str] =
         default=MAX_IMAGE_MPIX,
         help="Largest image, 10^6 pixels; larger ones count as unreadable. Decoding takes up to 8 bytes per pixel in "
         "each process that loads images.",
+    )
+    group.add_argument(
+        "--max_value",
+        type=int,
+        default=MAX_VALUE,
+        help="Value of 16-bit grayscale images that becomes white; 4095 for images of 12 bits, as in medicine.",
     )
 
 

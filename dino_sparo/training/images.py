@@ -108,7 +108,7 @@ def open_crops(args: argparse.Namespace, process: Distributed) -> CropData:
             args.download,
             max_corrupt=args.max_corrupt,
             columns=TableColumns(args.path_column, args.label_column, args.split_column),
-            limits=ImageLimits(args.max_image_mb, args.max_image_mpix),
+            limits=ImageLimits(args.max_image_mb, args.max_image_mpix, args.max_value),
         ),
         partial(index_images, args.data_path, split=args.split),
         f"opening {args.data_path}",

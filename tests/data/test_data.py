@@ -23,6 +23,7 @@ from dino_sparo.data.dataset import (
     image_rng,
     require_labels,
 )
+from dino_sparo.data.sources.splits import WITHOUT_LABELS
 from dino_sparo.runtime import distributed
 
 
@@ -249,6 +250,29 @@ def test_a_long_run_of_corrupt_images_does_not_end_a_run() -> None:
     assert len(set(found)) > 100  # not all of them the first behind the gap
 
 
+def test_the_substitutes_in_a_large_set_are_eight_neighbours_and_then_far_away() -> None:
+    tried = []
+
+    def read(index: int) -> int:
+        tried.append(index)
+        if len(tried) < 12:
+            raise CorruptImageError(f"image-{index}")
+        return index
+
+    source = NumberedImages(1000)
+    _, index, corrupt = data.read_next(read, 995, source)
+    assert tried[:8] == [995, 996, 997, 998, 999, 0, 1, 2]
+    assert tried[8:] == [(995 + int(step * 0.6180339887 * 1000)) % 1000 for step in (8, 9, 10, 11)]
+    assert index == tried[-1]
+    assert [location for location, _ in corrupt] == [f"image-{number}" for number in tried[:-1]]
+
+
+def test_in_a_small_set_every_image_is_tried_before_giving_up() -> None:
+    dataset = ImageDataset(NumberedImages(64, corrupt=set(range(64)) - {9}), draw_views)
+    assert dataset[10].index == 9  # after 63 others
+    assert [index for index in range(64) if dataset[index].index != 9] == []
+
+
 @pytest.mark.parametrize(
     ("other", "what"),
     [
@@ -334,8 +358,9 @@ def test_batches_are_pinned_and_reach_the_gpu() -> None:
 
 
 def test_missing_labels_are_an_error_that_tells_the_remedy() -> None:
-    with pytest.raises(ValueError, match=r"numbered images has no labels.*give class folders"):
+    with pytest.raises(ValueError, match=r"numbered images has no labels: .* one subfolder per class") as caught:
         require_labels(NumberedImages(3))
+    assert str(caught.value).splitlines()[1:] == ["it holds 3 images, the first is image-0", WITHOUT_LABELS]
     source = NumberedImages(4, classes=["a"], labels=np.array([0, -1, 0, -1]))
     with pytest.raises(ValueError, match="2 of 4 images have no label, the first is image-1"):
         require_labels(source)
@@ -354,3 +379,13 @@ def test_classes_are_renumbered_as_in_training() -> None:
     assert align_classes(val, ["cat", "fox"]) is val
     with pytest.raises(ValueError, match="1 classes that the training images lack, the first is 'fox'"):
         align_classes(val, ["cat", "dog"])
+    with pytest.raises(ValueError, match="1 classes that the training images lack, the first is 'elk'"):
+        align_classes(NumberedImages(2, classes=["elk"], labels=np.array([0, 0])), ["cat", "dog"])
+
+
+def test_an_unknown_class_without_images_does_no_harm() -> None:
+    val = NumberedImages(2, classes=["ape", "cat", "elk"], labels=np.array([1, 1]))
+    aligned = align_classes(val, ["cat", "dog"])
+    assert aligned.labels is not None
+    assert aligned.labels.tolist() == [0, 0]
+    assert aligned.classes == ["cat", "dog"]

@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,9 +16,11 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from dino_sparo.clip.slots.subsets import read_slots
+from dino_sparo.data.dataset import ImageDataset, ShardSampler, create_loader
 from dino_sparo.data.scenes import Scenes
-from dino_sparo.data.sources import CorruptImageError, ImageLimits, decode_image, expand_shards, open_source
+from dino_sparo.data.sources import CorruptImageError, ImageLimits, decode, decode_image, expand_shards, open_source
 from dino_sparo.data.sources.limits import IMAGE_FORMATS, open_regular, parse_json
+from dino_sparo.data.views import EvalTransform
 from dino_sparo.evaluation.feature_cache import load_features
 from dino_sparo.image_text.classes import open_classes
 from dino_sparo.image_text.pairs.sources import open_pairs
@@ -91,11 +94,71 @@ def test_an_image_of_many_pixels_is_refused_by_its_header() -> None:
         ({"max_mb": float("nan")}, "--max_image_mb nan"),
         ({"max_mpix": 0.0}, "--max_image_mpix 0.0: give a positive number, at most Pillow's own 178.9"),
         ({"max_mpix": 500.0}, "--max_image_mpix 500.0"),
+        ({"max_value": 0}, "--max_value 0: give a number from 1 to 65535"),
+        ({"max_value": 65536}, "--max_value 65536"),
     ],
 )
 def test_limits_that_cannot_be_are_named(limits: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ImageLimits(**limits)
+
+
+@pytest.fixture
+def no_warning_yet() -> Iterator[None]:
+    decode._HAS_WARNED[0] = 0
+    yield
+    decode._HAS_WARNED[0] = 0
+
+
+def write_deep(path: Path, highest: int) -> Path:
+    """A 16-bit image with values from 0 to `highest`."""
+    path.parent.mkdir(exist_ok=True)
+    Image.fromarray(np.linspace(0, highest, 35).round().astype(np.uint16).reshape(5, 7)).save(path)
+    return path
+
+
+def test_dark_images_of_12_bits_are_named_once_with_the_remedy(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, no_warning_yet: None
+) -> None:
+    for name in "abc":
+        write_deep(tmp_path / "images" / f"{name}.png", 4090)
+    source = open_source(str(tmp_path / "images"))
+    assert [np.asarray(source.read(index)).max() for index in range(3)] == [16] * 3
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert "values from 0 to 4090, where 65535 is white" in warnings[0]
+    assert "give --max_value 4095" in warnings[0]
+
+
+def test_the_workers_of_a_loader_warn_once_together(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], no_warning_yet: None
+) -> None:
+    for name in "abcdefgh":
+        write_deep(tmp_path / "images" / f"{name}.png", 4090)
+    dataset = ImageDataset(open_source(str(tmp_path / "images")), EvalTransform(8))
+    handler = logging.StreamHandler(sys.stderr)
+    logging.getLogger().addHandler(handler)
+    assert len(list(create_loader(dataset, ShardSampler(8, 1), num_workers=2))) == 8
+    logging.getLogger().removeHandler(handler)
+    assert capfd.readouterr().err.count("give --max_value 4095") == 1
+
+
+@pytest.mark.parametrize("highest", [0, 20000, 65535])
+def test_16_bit_images_that_are_black_or_bright_are_not_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, no_warning_yet: None, highest: int
+) -> None:
+    decode_image(write_deep(tmp_path / "a.png", highest).read_bytes(), "here")
+    assert not caplog.records
+
+
+def test_max_value_becomes_white_and_larger_values_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, no_warning_yet: None
+) -> None:
+    content = write_deep(tmp_path / "a.png", 5000).read_bytes()
+    values = np.linspace(0, 5000, 35).round().reshape(5, 7)
+    pixels = np.asarray(decode_image(content, "here", ImageLimits(max_value=4095)))[..., 0]
+    np.testing.assert_array_equal(pixels, np.minimum(np.round(values * 255 / 4095), 255))
+    assert not caplog.records
 
 
 def test_limits_travel_to_folders_tables_and_shards(tmp_path: Path) -> None:

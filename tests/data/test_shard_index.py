@@ -22,6 +22,7 @@ import pytest
 
 from dino_sparo.data.dataset import EpochSampler, open_together
 from dino_sparo.data.sources import index_images, open_source, shard_index, tar_headers, tars
+from dino_sparo.data.sources.cache import cache_path, load_index, save_index
 from dino_sparo.data.sources.shard_index import Kind, Piece, index_share, open_index
 from dino_sparo.data.sources.tar_headers import DamagedShardError, Member, member_name, tar_members
 from dino_sparo.runtime.distributed import FaultError, init_distributed
@@ -301,6 +302,45 @@ def test_a_damaged_index_is_made_anew(tmp_path: Path, cache: Path, name: str, da
     assert (folder / name).read_bytes() == content
 
 
+def flipped(content: bytes, bit: int) -> bytes:
+    changed = bytearray(content)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("name", ["records.bin", "shards.json"])
+def test_no_flipped_bit_of_an_index_is_trusted(
+    tmp_path: Path, cache: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    shards = write_shards(tmp_path, [2, 3])
+    expected, notes, _ = open_index(tars.IMAGES, shards)
+    records = expected.records.tolist()
+    (folder,) = cache.glob("*.shards")
+    content = (folder / name).read_bytes()
+    for bit in range(0, 8 * len(content), 29):
+        (folder / name).write_bytes(flipped(content, bit))
+        caplog.clear()
+        index, found, how = open_index(tars.IMAGES, shards)
+        assert (index.records.tolist(), index.counts.tolist(), found) == (records, [2, 3], notes)
+        assert how != "indexed" or "is damaged" in caplog.text
+        assert (folder / name).read_bytes() == content or how != "indexed"
+
+
+def test_no_flipped_bit_of_a_cached_list_is_trusted(caplog: pytest.LogCaptureFixture) -> None:
+    arrays = {"paths_blob": np.arange(50, dtype=np.uint8), "counts": np.arange(9), "stamps": np.array([[5, 6]])}
+    assert save_index("key", arrays) == ""
+    path = Path(cache_path("key", ".npz"))
+    content = path.read_bytes()
+    for bit in range(0, 8 * len(content), 13):
+        path.write_bytes(flipped(content, bit))
+        caplog.clear()
+        stored = load_index("key")
+        if stored is None:
+            assert "is damaged" in caplog.text
+        else:  # the bit says nothing, such as one of a time
+            assert {name: stored[name].tolist() for name in arrays} == {n: a.tolist() for n, a in arrays.items()}
+
+
 def test_another_process_gets_a_mapped_index_by_its_path(tmp_path: Path) -> None:
     index, _, _ = open_index(tars.IMAGES, write_shards(tmp_path, [200] * 3))
     content = pickle.dumps(index)
@@ -370,6 +410,7 @@ MEASURE = """
 import sys
 from pathlib import Path
 import numpy as np
+from dino_sparo.data.sources.cache import cache_path, load_index, save_index
 from dino_sparo.data.sources.shard_index import Kind, ShardIndex, open_index
 
 def anonymous():

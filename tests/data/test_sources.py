@@ -224,13 +224,31 @@ def test_splits_are_lists_tables_or_shards_of_that_name(root: Path) -> None:
 def test_a_missing_split_is_an_error_that_lists_what_is_there(root: Path) -> None:
     write(root / "train/a/1.png")
     with pytest.raises(
-        ValueError, match=r"no split 'val': looked for val or .* or test .*it holds train; give the folder"
+        ValueError, match=r"no split 'val': .* need val or .* or test in it.*\nit holds 1 folders \(train\)\n"
     ):
         open_source(str(root), "val")
-    with pytest.raises(ValueError, match="it is a split itself, give its parent"):
+    with pytest.raises(ValueError, match="it is a split itself: give its parent"):
         open_source(str(root / "train"), "val")
-    with pytest.raises(ValueError, match=r"no split 'dev': looked for dev as a folder, .*it holds train;"):
+    with pytest.raises(ValueError, match=r"no split 'dev': evaluations need dev in it, a folder"):
         open_source(str(root), "dev")
+
+
+def test_a_folder_without_labels_is_described_in_three_lines(root: Path) -> None:
+    for number in range(30):
+        write(root / f"{number}.png")
+    for name in ("a.JPG", "b.txt", "c", "d.csv"):
+        (root / name).write_text("")
+    for name in ("x", "y"):
+        (root / name).mkdir()
+    with pytest.raises(ValueError, match="has no split 'train'") as caught:
+        open_source(str(root), "train")
+    needed, holds, remedy = str(caught.value).splitlines()
+    assert "one subfolder per class" in needed
+    assert holds == "it holds 2 folders (x, y) and 34 files (30 of .png, 1 of .jpg, 1 of .txt, ...)"
+    assert remedy.startswith("without labels: train with --split all")
+    (root / "empty").mkdir()
+    with pytest.raises(ValueError, match="\nit holds nothing\n"):
+        open_source(str(root / "empty"), "train")
 
 
 # ---- cache
@@ -310,7 +328,7 @@ def test_a_damaged_cache_is_ignored(
     cached.write_bytes(content[: len(content) // 2] if damage is None else damage)
     with caplog.at_level(logging.INFO):
         assert len(open_source(str(root))) == 1
-    assert "ignoring the damaged index cache" in caplog.text
+    assert "is damaged" in caplog.text
     assert cached.read_bytes() == content
 
 
@@ -436,6 +454,17 @@ def test_bad_files_are_errors(root: Path, name: str, text: str, split: str | Non
     (root / name).write_text(text)
     with pytest.raises(ValueError, match=message):
         open_source(str(root / name), split)
+
+
+def test_names_in_a_list_need_no_ending_of_an_image_to_have_labels(root: Path) -> None:
+    for value, name in enumerate(("scan1", "scan 2", "scan3.dat", "scan4")):
+        write(root / name, value)
+    (root / "list.txt").write_text("scan1 fox\nscan 2  ape # old\nscan3.dat\tfox\nscan4\n")
+    source = open_source(str(root / "list.txt"))
+    assert source.classes == ["ape", "fox"]
+    assert source.labels is not None
+    assert source.labels.tolist() == [1, 0, 1, -1]
+    assert_shows(source, 1, 1)
 
 
 def test_files_missing_far_down_a_list_are_corrupt_images(root: Path) -> None:

@@ -14,10 +14,12 @@ import pytest
 import torch
 from PIL import Image
 from torchvision.transforms import functional as TF
+from two_ranks import TwoRanks
 
 pytest.importorskip("open_clip")
 import webdataset
 
+from dino_sparo.clip.options import get_args_parser
 from dino_sparo.data.crops import sample_box
 from dino_sparo.data.dataset import CorruptImageError, EpochSampler, ImageSource, create_loader
 from dino_sparo.data.scenes import COLOURS, SHAPES, Scenes, Ties
@@ -31,8 +33,11 @@ from dino_sparo.image_text.pairs.batches import (
     PairTransform,
     collate_pairs,
 )
+from dino_sparo.image_text.pairs.run_data import BatchForm, number_pairs
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.text import tokenize
+from dino_sparo.runtime import distributed
+from dino_sparo.runtime.distributed import Distributed
 
 
 @pytest.fixture(autouse=True)
@@ -576,3 +581,29 @@ def test_a_caption_of_deeply_nested_json_is_one_bad_pair_not_the_end_of_the_run(
     item = dataset[0, 1]
     assert (item.index, item.caption) == (2, "alt 2")
     assert "nested too deeply" in item.corrupt[0][1]
+
+
+@pytest.mark.parametrize("index", [-1, 4])
+def test_a_pair_out_of_range_is_an_error(index: int) -> None:
+    dataset = PairDataset(numbered(4), PairTransform(8))
+    with pytest.raises(IndexError, match=f"pair {index} of .*, which has 4"):
+        dataset[0, index]
+
+
+def open_numbered_pairs(data_path: str) -> int:
+    """Number of the pairs in the table of this rank."""
+    options = ["--data_path", data_path.format(rank=distributed.rank()), "--num_workers", "0", "--batch_size", "2"]
+    args = get_args_parser().parse_args(options)
+    process = Distributed(distributed.rank(), 2, 0, torch.device("cpu"))
+    form = BatchForm(partial(collate_pairs, context_length=8))
+    return len(number_pairs(args, process, 1, form).sampler)
+
+
+def test_ranks_with_different_pairs_are_told(tmp_path: Path, two_ranks: TwoRanks) -> None:
+    for value in range(3):
+        (tmp_path / f"{value}.png").write_bytes(picture(value))
+    (tmp_path / "0.csv").write_text("path,caption\n0.png,a\n1.png,b\n")
+    (tmp_path / "1.csv").write_text("path,caption\n0.png,a\n2.png,b\n")
+    assert two_ranks(open_numbered_pairs, f"{tmp_path}/0.csv") == [1, 1]
+    errors = two_ranks.errors(open_numbered_pairs, f"{tmp_path}/{{rank}}.csv")
+    assert all("the processes disagree on the names of the images of table" in error for error in errors), errors

@@ -5,6 +5,8 @@ The last step of every source that reads files. What goes wrong with one image i
 """
 
 import io
+import logging
+import mmap
 import os
 import warnings
 
@@ -12,11 +14,17 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from dino_sparo.data.sources.limits import IMAGE_FORMATS, ImageLimits, open_regular
+from dino_sparo.runtime.choices import MAX_VALUE
 
 # The endings that torchvision's ImageFolder, hence the reference, takes for images.
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 IMAGE_ENDINGS = tuple(ending.encode() for ending in IMAGE_EXTENSIONS)
 DEFAULT_LIMITS = ImageLimits()
+
+_logger = logging.getLogger(__name__)
+# 1 after the warning about dark images. Forked workers share the memory, so a run warns once.
+_HAS_WARNED = mmap.mmap(-1, 1)
+DARK_SHARE = 0.25  # of white; the brightest pixel of a 14-bit image, taken for 16 bits
 
 
 class CorruptImageError(ValueError):
@@ -79,12 +87,12 @@ def decode_image(data: bytes, location: str, limits: ImageLimits = DEFAULT_LIMIT
     """Decode an image file to 8-bit RGB, the pixels that the reference's loader gives.
 
     As there, transparency is dropped rather than composited and the EXIF orientation is ignored. 16-bit grayscale is
-    scaled to 8 bit; the reference clips it, which turns most such images white.
+    scaled to 8 bit by `limits.max_value`; the reference clips it, which turns most such images white.
 
     Args:
         data: the file's bytes.
         location: what to call it in errors.
-        limits: images with more pixels are refused by their header.
+        limits: images with more pixels are refused by their header; value of a 16-bit image that is white.
 
     Raises:
         CorruptImageError: empty, truncated, of none of the `IMAGE_FORMATS`, too large, or with pixels of unknown range.
@@ -103,7 +111,7 @@ def decode_image(data: bytes, location: str, limits: ImageLimits = DEFAULT_LIMIT
         image.load()
         # Only palettes with partial transparency use this entry, to warn that RGB drops it; pixels do not depend on it.
         image.info.pop("transparency", None)
-        return to_rgb(image)
+        return to_rgb(image, limits.max_value)
     except UnidentifiedImageError as error:
         raise CorruptImageError(location, f"is none of {', '.join(IMAGE_FORMATS)}") from error
     except Exception as error:  # decoders of damaged bytes raise anything: OSError, SyntaxError, struct.error, ...
@@ -111,22 +119,33 @@ def decode_image(data: bytes, location: str, limits: ImageLimits = DEFAULT_LIMIT
         raise CorruptImageError(location, reason) from error
 
 
-def to_rgb(image: Image.Image) -> Image.Image:
+def to_rgb(image: Image.Image, max_value: int = DEFAULT_LIMITS.max_value) -> Image.Image:
     """An image of any mode as 8-bit RGB, as `decode_image` gives it.
+
+    Args:
+        image: of any mode.
+        max_value: of 16-bit grayscale, which is white.
 
     Raises:
         ValueError: pixels whose range is not known: floating-point numbers, or integers of more than 16 bit.
     """
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
-        image = _scale_deep_gray(image)
+        image = _scale_deep_gray(image, max_value)
     return image if image.mode == "RGB" else image.convert("RGB")  # converting what is RGB already would copy it
 
 
-def _scale_deep_gray(image: Image.Image) -> Image.Image:
-    """16-bit gray -> 8-bit gray, 65535 -> 255; PIL gives some 16-bit files as 32-bit integers."""
+def _scale_deep_gray(image: Image.Image, max_value: int) -> Image.Image:
+    """16-bit gray -> 8-bit gray, max_value -> 255; PIL gives some 16-bit files as 32-bit integers."""
     values = np.asarray(image)
-    if image.mode == "F" or values.min() < 0 or values.max() > 65535:
-        raise ValueError(
-            f"{image.mode} pixels from {values.min()} to {values.max()} have no known range; save as 8 bit"
+    low, high = values.min(), values.max()
+    if image.mode == "F" or low < 0 or high > MAX_VALUE:
+        raise ValueError(f"{image.mode} pixels from {low} to {high} have no known range; save as 8 bit")
+    if 0 < high <= DARK_SHARE * max_value and not _HAS_WARNED[0]:
+        _HAS_WARNED[0] = 1
+        _logger.warning(
+            "a 16-bit image has values from %d to %d, where %d is white: it is nearly black; if all images are like "
+            "this, give --max_value %d",
+            *(low, high, max_value, (1 << int(high).bit_length()) - 1),
         )
-    return Image.fromarray(((values.astype(np.uint32) + 128) // 257).astype(np.uint8))
+    scaled = (np.minimum(values, max_value).astype(np.uint32) * 255 + max_value // 2) // max_value
+    return Image.fromarray(scaled.astype(np.uint8))

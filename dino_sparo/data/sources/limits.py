@@ -11,7 +11,7 @@ import stat
 from dataclasses import dataclass
 from typing import Any
 
-from dino_sparo.runtime.choices import MAX_IMAGE_MB, MAX_IMAGE_MPIX
+from dino_sparo.runtime.choices import MAX_IMAGE_MB, MAX_IMAGE_MPIX, MAX_VALUE
 
 # Formats that Pillow decodes itself; the name of a file does not matter. GIF, since web collections name some .jpg.
 IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
@@ -33,13 +33,15 @@ class ImageLimits:
     Attributes:
         max_mb: size of the file, 10^6 bytes.
         max_mpix: width times height, 10^6 pixels. Decoding takes up to 8 bytes per pixel.
+        max_value: of 16-bit grayscale images, which is shown white; larger values are white, too.
 
     Raises:
-        ValueError: a limit is not positive, or above Pillow's own.
+        ValueError: a limit is out of range.
     """
 
     max_mb: float = MAX_IMAGE_MB
     max_mpix: float = MAX_IMAGE_MPIX
+    max_value: int = MAX_VALUE
 
     def __post_init__(self) -> None:
         if not self.max_mb > 0:
@@ -48,6 +50,8 @@ class ImageLimits:
             raise ValueError(
                 f"--max_image_mpix {self.max_mpix}: give a positive number, at most Pillow's own {PILLOW_MAX_MPIX}"
             )
+        if not 0 < self.max_value <= MAX_VALUE:
+            raise ValueError(f"--max_value {self.max_value}: give a number from 1 to {MAX_VALUE}")
 
 
 def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:

@@ -6,7 +6,7 @@ processes of a machine map it into their memory: the machine holds it once, and 
 
     CACHE/<shard>.npz                       records and notes of one shard, with its time of change and size
     CACHE/<set>.shards/records.bin          records of all shards of a set, in its order
-    CACHE/<set>.shards/shards.json          number of records and notes of each shard
+    CACHE/<set>.shards/shards.json          number of records and notes of each shard, and a checksum of both files
 
 The name of a set's folder depends on the shards' paths, times and sizes, so a folder that is there is current. It is
 written under another name and then renamed: jobs that start together write the same content, and the first one's stays.
@@ -18,6 +18,7 @@ import logging
 import os
 import shutil
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ _logger = logging.getLogger(__name__)
 LOG_SECONDS = 10.0  # between two lines on how far the indexing is
 REPORT_MEMBERS = 1000  # between two reports from within a shard
 MAX_SIZE = (1 << 32) - 1
+CHECKED_BYTES = 1 << 22  # of an index that are read at a time
 
 Notes = dict[str, Any]
 Count = Callable[[], None]
@@ -149,7 +151,7 @@ def open_index(kind: Kind, shards: list[str], report: Report = note_progress) ->
     except FileNotFoundError:
         pass
     except (OSError, ValueError, KeyError, TypeError) as error:
-        _logger.info("ignoring the damaged index cache %s (%r)", folder, error)
+        _logger.warning("the cached index %s is damaged (%r); it is built again", folder, error)
         shutil.rmtree(folder, ignore_errors=True)
     if is_settled(np.array(stamps)[:, 0], started):
         try:
@@ -171,10 +173,19 @@ def open_index(kind: Kind, shards: list[str], report: Report = note_progress) ->
 def _open_joined(folder: str, kind: Kind, shards: list[str]) -> tuple[ShardIndex, list[Notes]]:
     with open(os.path.join(folder, "shards.json"), encoding="utf-8") as file:
         stored = json.load(file)
-    if not len(stored["counts"]) == len(stored["notes"]) == len(shards):
-        raise ValueError(f"{folder} is of other shards")
-    path = os.path.join(folder, "records.bin")
-    return ShardIndex(shards, stored["counts"], kind.dtype, None, path), stored["notes"]
+    content, path = stored["shards"], os.path.join(folder, "records.bin")
+    if stored["crc32"] != _checksum(path, content):
+        raise ValueError("its checksum is another one")
+    return ShardIndex(shards, content["counts"], kind.dtype, None, path), content["notes"]
+
+
+def _checksum(path: str, content: Notes) -> int:
+    """CRC-32 of the records in a file and of what is known of their shards."""
+    checksum = zlib.crc32(json.dumps(content).encode())
+    with open(path, "rb") as file:
+        while part := file.read(CHECKED_BYTES):
+            checksum = zlib.crc32(part, checksum)
+    return checksum
 
 
 def _join(folder: str, kind: Kind, shards: list[str], report: Report) -> tuple[ShardIndex, list[Notes]]:
@@ -198,7 +209,8 @@ def _join(folder: str, kind: Kind, shards: list[str], report: Report) -> tuple[S
         if not is_lasting:
             return ShardIndex(shards, counts, kind.dtype, np.fromfile(path, kind.dtype)), notes
         with open(os.path.join(temporary, "shards.json"), "w", encoding="utf-8") as texts:
-            json.dump({"counts": counts, "notes": notes}, texts)
+            content = {"counts": counts, "notes": notes}
+            json.dump({"crc32": _checksum(path, content), "shards": content}, texts)
             texts.flush()
             os.fsync(texts.fileno())
         with contextlib.suppress(OSError):  # it fails where another process was faster, whose content is the same
@@ -237,7 +249,7 @@ def _cached_piece(kind: Kind, shard: str) -> tuple[Piece, bool] | None:
         if arrays is not None and arrays["records"].dtype == kind.dtype and (*arrays["stamp"],) == _stamp(shard):
             return Piece(arrays["records"], json.loads(arrays["notes"].tobytes())), True
     except (KeyError, ValueError) as error:
-        _logger.info("ignoring the damaged index cache of %s (%r)", shard, error)
+        _logger.warning("the cached index of %s is damaged (%r); it is built again", shard, error)
     return None
 
 

@@ -7,6 +7,7 @@ evaluation: `val`) where splits are recognised, else everything. The log says wh
 import logging
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping
 
 _logger = logging.getLogger(__name__)
@@ -16,47 +17,67 @@ ALL = "all"
 SPLIT_NAMES = {"train": ("train", "training"), "val": ("val", "valid", "validation", "test")}
 SPLIT_WORDS = {word for words in SPLIT_NAMES.values() for word in words}
 LISTING_ENDINGS = (".txt", ".lst", ".csv", ".tsv", ".jsonl")
+SHOWN = 3  # folders, and endings of files, that a message names
+WITHOUT_LABELS = (
+    "without labels: train with --split all, and look at the encoder with `dino-sparo attention --image_path FOLDER`"
+)
 
 
 def find_split(root: str, split: str) -> list[str]:
     """The subfolder or file of a split within a folder, or its several shards.
 
     Raises:
-        ValueError: there is none; says what the folder holds.
+        ValueError: there is none; three lines with the layout needed, the folder's content, and a remedy.
     """
-    entries = sorted(os.listdir(root))
-    names = SPLIT_NAMES.get(split, (split,))
-    for name in names:
-        for candidate in (name, *(name + ending for ending in (*LISTING_ENDINGS, ".tar"))):
-            if candidate in entries and (candidate != name or os.path.isdir(os.path.join(root, name))):
-                return [os.path.join(root, candidate)]
+    chosen = _find_split(root, split)
+    if not chosen:
+        parent, folder = os.path.split(os.path.abspath(root))
+        remedy = f" (it is a split itself: give its parent {parent!r})" if folder in SPLIT_WORDS else ""
+        names = SPLIT_NAMES.get(split, (split,))
+        raise ValueError(
+            f"data_path={root!r} has no split {split!r}: evaluations need {' or '.join(names)} in it, a folder "
+            f"with one subfolder per class, a list or table with labels ({', '.join(LISTING_ENDINGS)}) or *.tar"
+            f"{remedy}\nit holds {_summary(root)}\n{WITHOUT_LABELS}"
+        )
+    return chosen
+
+
+def _find_split(root: str, split: str) -> list[str]:
+    """As `find_split`; empty if there is none."""
+    entries = set(os.listdir(root))
+    for name in SPLIT_NAMES.get(split, (split,)):
+        if name in entries and os.path.isdir(os.path.join(root, name)):
+            return [os.path.join(root, name)]
+        for ending in (*LISTING_ENDINGS, ".tar"):
+            if name + ending in entries:
+                return [os.path.join(root, name + ending)]
         word = re.compile(rf"(^|[-_.]){re.escape(name)}[-_.].*\.tar$")
-        shards = [os.path.join(root, entry) for entry in entries if word.search(entry)]
-        if shards:
-            return shards
-    holds = ", ".join(entries[:20]) + (f", ... ({len(entries):,} in all)" if len(entries) > 20 else "")
-    parent, own = os.path.split(os.path.abspath(root))
-    remedy = (
-        f"it is a split itself, give its parent {parent!r}"
-        if own in SPLIT_WORDS
-        else "give the folder that holds both splits"
+        if shards := sorted(entry for entry in entries if word.search(entry)):
+            return [os.path.join(root, shard) for shard in shards]
+    return []
+
+
+def _summary(root: str) -> str:
+    """A folder's content in a few words: folders by name, files by ending."""
+    with os.scandir(root) as scan:
+        is_folder = {entry.name: entry.is_dir() for entry in scan}
+    folders = sorted(name for name, is_dir in is_folder.items() if is_dir)
+    endings = Counter(
+        os.path.splitext(name)[1].lower() or "no ending" for name, is_dir in is_folder.items() if not is_dir
     )
-    raise ValueError(
-        f"data_path={root!r} has no split {split!r}: looked for {' or '.join(names)} as a folder, "
-        f"{', '.join(LISTING_ENDINGS)} or *.tar; it holds {holds or 'nothing'}; {remedy}"
-    )
+    parts = [f"{number:,} of {ending}" for ending, number in endings.most_common(SHOWN)]
+    files = f"{endings.total():,} files ({', '.join(parts)}{', ...' if len(endings) > SHOWN else ''})"
+    named = f"{len(folders):,} folders ({', '.join(folders[:SHOWN])}{', ...' if len(folders) > SHOWN else ''})"
+    return " and ".join([named] * bool(folders) + [files] * bool(endings)) or "nothing"
 
 
 def split_of_folder(root: str, default_split: str) -> str:
-    """What None means in a folder: the default split if it is recognised, else `ALL`.
+    """The split that None means in a folder: the default split if it is recognised, else `ALL`.
 
     `train` is recognised only beside a validation split: a folder of that name alone may be a class of vehicles.
     """
     needed = ("train", "val") if default_split == "train" else (default_split,)
-    try:
-        for split in needed:
-            find_split(root, split)
-    except ValueError:
+    if not all(_find_split(root, split) for split in needed):
         return ALL
     _logger.info("%s holds splits, %r is used; --split %s uses everything in it", root, default_split, ALL)
     return default_split

@@ -19,6 +19,7 @@ _LIST_CHECKED = 8
 _NAME_AND_LABEL = re.compile(
     rf"(.*(?:{'|'.join(map(re.escape, IMAGE_EXTENSIONS))}))(?:\s*[,;]\s*|\s+)(.*)", re.IGNORECASE
 )
+_COMMENT = re.compile(r"(^|\s)#.*")
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,9 @@ def _name_and_label(line: str) -> tuple[str, str]:
         return line, ""
     elif match := _NAME_AND_LABEL.fullmatch(line):
         name, label = match[1], match[2]
-    elif len(parts := line.rsplit(None, 1)) == 2:
+    elif len(parts := _COMMENT.sub("", line).rsplit(None, 1)) == 2:
         name, label = parts
-    return name.strip(), re.sub(r"(^|\s)#.*", "", label).strip()
+    return name.strip(), _COMMENT.sub("", label).strip()
 
 
 def open_table(

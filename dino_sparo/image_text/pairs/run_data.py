@@ -113,7 +113,7 @@ def stream_pairs(args: argparse.Namespace, process: Distributed, micro_batch: in
             sampler,
             args.context_length,
             args.caption_key,
-            ImageLimits(args.max_image_mb, args.max_image_mpix),
+            ImageLimits(args.max_image_mb, args.max_image_mpix, args.max_value),
         )
     loader = create_loader(
         StreamDataset(stream),
@@ -151,7 +151,7 @@ def _open_together(args: argparse.Namespace, path: str, split: str | None, defau
             default_split=default_split,
             split_column=args.split_column,
             negative_key=getattr(args, "negative_key", None),
-            limits=ImageLimits(args.max_image_mb, args.max_image_mpix),
+            limits=ImageLimits(args.max_image_mb, args.max_image_mpix, args.max_value),
         ),
         partial(index_pairs, path, split, default_split, args.caption_key, args.caption_templates),
         f"opening {path}",
