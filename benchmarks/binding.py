@@ -69,7 +69,7 @@ def draw_graphs(number: int) -> list[SceneGraph]:
 def encode(graphs: Sequence[SceneGraph], sizes: Sizes, full: bool) -> EncodedGraphs:
     """Graphs with random numbers for the text encoder's, padded to the largest among them, or fully, to the caps."""
     batch = batch_graphs(graphs)
-    nodes, relations = (MAX_NODES, MAX_RELATIONS) if full else (batch.entities.shape[1], batch.subjects.shape[1])
+    nodes, relations = (MAX_NODES, MAX_RELATIONS) if full else (batch.entities.shape[1], batch.predicates.shape[1])
     generator = torch.Generator().manual_seed(1)  # the same numbers however much is padded
     entities = torch.randn(len(graphs), MAX_NODES, sizes.dim, generator=generator)[:, :nodes]
     predicates = torch.randn(len(graphs), MAX_RELATIONS, sizes.rel_dim, generator=generator)[:, :relations]
@@ -81,8 +81,8 @@ def encode(graphs: Sequence[SceneGraph], sizes: Sizes, full: bool) -> EncodedGra
         entities=entities.clone(),
         entity_mask=padded(batch.entity_mask, nodes),
         relations=predicates.clone(),
-        subjects=padded(batch.subjects, relations),
-        objects=padded(batch.objects, relations),
+        subjects=padded(batch.ends[0, 0], relations),
+        objects=padded(batch.ends[0, 1], relations),
         relation_mask=padded(batch.relation_mask, relations),
         entity_counts=batch.entity_counts,
         relation_counts=batch.relation_counts,

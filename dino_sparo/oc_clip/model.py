@@ -7,7 +7,7 @@ keys, values, entities, relations -> scores       `scoring.score_all_pairs`, of 
 
 import math
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
@@ -22,22 +22,6 @@ from dino_sparo.oc_clip.binding import Binding
 from dino_sparo.oc_clip.config import BindingConfig, OCCLIPConfig
 from dino_sparo.oc_clip.graphs.batches import GraphBatch
 from dino_sparo.oc_clip.scoring import EncodedGraphs, Scoring
-
-
-class EncodedBatch(NamedTuple):
-    """What the loss takes of B images and of the different phrases of their graphs.
-
-    Attributes:
-        keys: (B, N, dim), K^.
-        values: (B, N, dim), V^.
-        entities: (phrases, dim), every phrase as an entity.
-        relations: (phrases, rel_dim), every phrase as a predicate.
-    """
-
-    keys: Float[Tensor, "B N dim"]
-    values: Float[Tensor, "B N dim"]
-    entities: Float[Tensor, "phrases dim"]
-    relations: Float[Tensor, "phrases rel_dim"]
 
 
 class OCCLIP(nn.Module):
@@ -70,9 +54,11 @@ class OCCLIP(nn.Module):
         self.scoring = Scoring(sizes)
         self.logit_scale = nn.Parameter(torch.tensor(math.log(INITIAL_LOGIT_SCALE))) if sizes.logit_scale else None
 
-    def forward(self, images: Float[Tensor, "B C H W"], token_ids: Int64[Tensor, "phrases length"]) -> EncodedBatch:
-        """Images and phrases -> all that is computed once per image and once per phrase."""
-        return EncodedBatch(*self.encode_images(images), *self.encode_phrases(token_ids))
+    def forward(
+        self, images: Float[Tensor, "B C H W"], token_ids: Int64[Tensor, "phrases length"]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`encode_images` of the images and `encode_phrases` of the phrases."""
+        return *self.encode_images(images), *self.encode_phrases(token_ids)
 
     def encode_images(
         self, images: Float[Tensor, "B C H W"]
@@ -115,12 +101,13 @@ def look_up(
     def on_device(indices: Tensor) -> Tensor:
         return indices.to(entities.device, non_blocking=True)
 
+    subjects, objects = on_device(graphs.ends[0])
     return EncodedGraphs(
         entities[on_device(graphs.entities)],
         on_device(graphs.entity_mask),
         relations[on_device(graphs.predicates)],
-        on_device(graphs.subjects),
-        on_device(graphs.objects),
+        subjects,
+        objects,
         on_device(graphs.relation_mask),
         graphs.entity_counts,
         graphs.relation_counts,

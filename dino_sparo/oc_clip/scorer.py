@@ -1,13 +1,12 @@
-"""Images and captions -> scores of OC-CLIP, as evaluations ask for them; a `image_text.evaluation.scorer.Scorer`.
+"""Images and captions -> scores of OC-CLIP: the `Scorer` of OC-CLIP for all evaluations.
 
 Images become keys and values, 4 * 2 * N * dim bytes each (0.4 MB at N = 196, dim = 256), kept in the host's memory.
 Captions become graphs in canonical form: isomorphic graphs are scored once, so that a tie between them is exact.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import reduce
 from typing import Any, ClassVar
 
 import torch
@@ -39,25 +38,8 @@ IMAGE_CHUNK = 16  # images that are scored with all graphs at a time
 PHRASE_BATCH = 512  # phrases encoded at a time
 
 
-@dataclass(frozen=True)
-class GraphRows:
-    """Captions, or classes, as rows.
-
-    Attributes:
-        graphs: the different graphs, in canonical form.
-        rows: (captions, templates), the graphs of each caption; a class has several, whose scores are averaged.
-    """
-
-    graphs: tuple[SceneGraph, ...]
-    rows: Int64[Tensor, "captions templates"]
-
-    def __len__(self) -> int:
-        """Number of captions."""
-        return len(self.rows)
-
-    def __getitem__(self, chosen: Any) -> "GraphRows":
-        """Some of the captions."""
-        return GraphRows(self.graphs, self.rows[chosen])
+# Captions, or classes, as numbers of graphs; a class has a graph per template, whose scores are averaged.
+GraphRows = Int64[Tensor, "captions templates"]
 
 
 @dataclass(frozen=True)
@@ -68,11 +50,15 @@ class GraphScorer(ImageRows):
         model: on `device`, in eval mode.
         graphs: caption -> graph.
         transform: (image, rng) -> [view].
-        device: where to compute.
+        device: of the model.
         batch_size: images per process and step.
         num_workers: processes that load images, per process.
         dtype: fp32, or bf16 or fp16 for autocast; scores are fp32 in any case.
-        model_record: what a result file says about the model, without the graphs.
+        model_record: description of the model for result files.
+        embeddings: phrase -> entity and relation.
+        truncated: phrases that are longer than the context.
+        lookups: caption -> canonical graph and the changes in it.
+        numbers: canonical graph -> its number in `GraphRows`.
     """
 
     measure: ClassVar[str] = "structured similarity of image and scene graph"
@@ -90,10 +76,11 @@ class GraphScorer(ImageRows):
     embeddings: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
     truncated: set[str] = field(default_factory=set, repr=False)
     lookups: dict[str, tuple[SceneGraph, LookupCounts]] = field(default_factory=dict, repr=False)
+    numbers: dict[SceneGraph, int] = field(default_factory=dict, repr=False)
 
     @property
     def record(self) -> dict[str, Any]:
-        """The model's, and the graphs' with what was changed in them so far."""
+        """Description of the model and of the graphs, with the changes in them so far."""
         return {**self.model_record, "graphs": {**self.graphs.record, "counts": self.graphs.counts.to_json()}}
 
     @property
@@ -107,10 +94,7 @@ class GraphScorer(ImageRows):
         return torch.stack([keys, values], dim=1).flatten(1).float()
 
     def image_features(self, source: ImageSource, storage: torch.device | None = None) -> Features:
-        """The mean of the backbone's patch tokens, of length one, on every process; kept on `storage`.
-
-        The class token's last layer has no part in the loss.
-        """
+        """The mean of the patch tokens, normalised, on every process; the loss does not train the class token."""
 
         def encode(images: Tensor) -> Tensor:
             return torch.nn.functional.normalize(self.model.patches(images).mean(dim=1).float(), dim=-1)
@@ -122,33 +106,32 @@ class GraphScorer(ImageRows):
         self.graphs.expect(captions)
 
     def encode_texts(self, captions: Sequence[str], desc: str = "captions") -> EncodedTexts:
-        """The graphs of captions; a caption that was asked before is neither looked up nor counted again.
+        """The graphs of captions; every caption is looked up and counted once.
 
         Raises:
             ValueError: there are no captions, one has no words, or too many have no graph.
         """
         if not captions:
             raise ValueError(f"{desc}: there are no captions to encode")
-        new: dict[str, tuple[SceneGraph, LookupCounts]] = {}
+        counts = LookupCounts()
         for number, caption in enumerate(captions):
-            if caption not in self.lookups and caption not in new:
-                new[caption] = self._lookup(number, caption, desc)
-        self.lookups.update(new)
-        lookups = [self.lookups[caption] for caption in captions]
-        counts = reduce(LookupCounts.plus, (own for _, own in new.values()), LookupCounts())
+            if caption not in self.lookups:
+                self.lookups[caption] = self._lookup(number, caption, desc)
+                counts = counts.plus(self.lookups[caption][1])
         self.graphs.counts = self.graphs.counts.plus(counts)
         if counts.whole_caption or counts.nodes or counts.relations or counts.not_canonical:
             logger.warning("%s: %s", desc, counts)
         self.graphs.check()
-        encoded = self._encoded([[graph] for graph, _ in lookups])
+        graphs, changes = zip(*(self.lookups[caption] for caption in captions), strict=True)
+        rows = self._rows_of([[graph] for graph in graphs])
         marks = {
-            "truncated": self._is_cut(encoded)[encoded.rows[:, 0]],
-            "one_entity": torch.tensor([own.whole_caption > 0 for _, own in lookups]),
+            "truncated": torch.tensor([self._is_cut(graph) for graph in graphs]),
+            "one_entity": torch.tensor([own.whole_caption > 0 for own in changes]),
         }
-        return EncodedTexts(encoded, int(marks["truncated"].sum()), encoded.rows[:, 0], marks)
+        return EncodedTexts(rows, int(marks["truncated"].sum()), rows[:, 0], marks)
 
     def _lookup(self, number: int, caption: str, desc: str) -> tuple[SceneGraph, LookupCounts]:
-        """The canonical graph of a caption, and what was changed in it."""
+        """The canonical graph of a caption, and the changes in it."""
         try:
             graph, counts = self.graphs.lookup(caption)
         except ValueError as error:
@@ -157,32 +140,17 @@ class GraphScorer(ImageRows):
         return form, counts._replace(not_canonical=int(not is_exact))
 
     def encode_classes(self, names: Sequence[str], templates: tuple[str, ...]) -> EncodedTexts:
-        """One row per class: the names, or the sentences that templates make of them, as one entity each.
-
-        The paper does not say how it classifies.
-        """
+        """One row per class: its name in every template, as one entity; the paper does not say how it classifies."""
         if "file" in self.graphs.record:
             logger.warning("classes are one entity each: the graphs of %s are not used", self.graphs.record["file"])
         none = SceneGraph(())
-        encoded = self._encoded(
-            [[normalize(none, sentence)[0] for sentence in prompts(templates, name)] for name in names]
-        )
-        return EncodedTexts(encoded, int(self._is_cut(encoded)[encoded.rows].sum()))
+        graphs = [[normalize(none, sentence)[0] for sentence in prompts(templates, name)] for name in names]
+        return EncodedTexts(self._rows_of(graphs), sum(self._is_cut(graph) for own in graphs for graph in own))
 
-    def _encoded(self, graphs: Sequence[Sequence[SceneGraph]]) -> GraphRows:
-        numbers: dict[SceneGraph, int] = {}
-        rows = [[numbers.setdefault(graph, len(numbers)) for graph in own] for own in graphs]
-        different = tuple(numbers)
-        self._embed(different)
-        return GraphRows(different, torch.tensor(rows))
-
-    def _is_cut(self, encoded: GraphRows) -> Tensor:
-        """Which of the different graphs have a phrase that is longer than the context."""
-        return torch.tensor([not self.truncated.isdisjoint(_phrases(graph)) for graph in encoded.graphs])
-
-    def _embed(self, graphs: Sequence[SceneGraph]) -> None:
-        """Encode the phrases of graphs that are not encoded yet."""
-        phrases = [phrase for phrase in batch_graphs(graphs).phrases if phrase not in self.embeddings]
+    def _rows_of(self, graphs: Sequence[Sequence[SceneGraph]]) -> GraphRows:
+        """The numbers of graphs, whose phrases are encoded."""
+        batch = batch_graphs(tuple(dict.fromkeys(graph for own in graphs for graph in own)))
+        phrases = [phrase for phrase in batch.phrases if phrase not in self.embeddings]
         with inference(self.module, self.device, self.dtype):
             for start in range(0, len(phrases), PHRASE_BATCH):
                 some = phrases[start : start + PHRASE_BATCH]
@@ -191,9 +159,17 @@ class GraphScorer(ImageRows):
                 entities, relations = self.model.encode_phrases(tokens.ids.to(self.device))
                 pairs = zip(entities.float(), relations.float(), strict=True)
                 self.embeddings.update(zip(some, pairs, strict=True))
+        return torch.tensor([[self.numbers.setdefault(graph, len(self.numbers)) for graph in own] for own in graphs])
 
-    def _looked_up(self, graphs: Sequence[SceneGraph]) -> EncodedGraphs:
-        batch = batch_graphs(graphs)
+    def _is_cut(self, graph: SceneGraph) -> bool:
+        """Whether a phrase is longer than the context."""
+        phrases = (*graph.entities, *(relation.predicate for relation in graph.relations))
+        return not self.truncated.isdisjoint(phrases)
+
+    def _encoded(self, numbers: Tensor) -> EncodedGraphs:
+        """The graphs of some numbers with the embeddings of their phrases."""
+        graphs = tuple(self.numbers)
+        batch = batch_graphs([graphs[number] for number in numbers.tolist()])
         entities, relations = (
             torch.stack(column) for column in zip(*map(self.embeddings.__getitem__, batch.phrases), strict=True)
         )
@@ -208,13 +184,13 @@ class GraphScorer(ImageRows):
         self, images: Float[Tensor, "images M"], image_of: Int64[Tensor, " pairs"], texts: GraphRows, text_of: Tensor
     ) -> Float[Tensor, " pairs"]:
         """The score of each pair; see `Scorer.score_pairs`. Each different pair of image and graph is scored once."""
-        graph_of = texts.rows[text_of.cpu()]  # (pairs, templates)
+        graph_of = texts[text_of.cpu()]  # (pairs, templates)
         wanted = torch.stack([image_of.cpu()[:, None].expand_as(graph_of), graph_of], dim=-1).flatten(0, 1)
         different, inverse = torch.unique(wanted, dim=0, return_inverse=True)
         model, scores = self.model, []
         for part in different.split(PAIR_CHUNK):
             keys, values = self._keys_values(images[part[:, 0]])
-            graphs = self._looked_up([texts.graphs[int(number)] for number in part[:, 1]])
+            graphs = self._encoded(part[:, 1])
             slots = model.binding.bind_matched(graphs.entities, graphs.entity_mask, keys, values)
             scores.append(model.scoring.scores(graphs, slots[None])[0])
         return torch.cat(scores)[inverse.to(self.device)].view(graph_of.shape).mean(dim=1)
@@ -222,8 +198,8 @@ class GraphScorer(ImageRows):
     @torch.no_grad()
     def score_block(self, images: Float[Tensor, "images M"], texts: GraphRows) -> Float[Tensor, "images captions"]:
         """The score of every image with every caption or class."""
-        numbers, inverse = torch.unique(texts.rows, return_inverse=True)
-        graphs = self._looked_up([texts.graphs[int(number)] for number in numbers])
+        numbers, inverse = torch.unique(texts, return_inverse=True)
+        graphs = self._encoded(numbers)
         blocks = [
             score_all_pairs(self.model.binding, self.model.scoring, graphs, *self._keys_values(part))
             for part in images.split(IMAGE_CHUNK)
@@ -246,9 +222,3 @@ class GraphScorer(ImageRows):
         reading = looks[0].reading
         seen = self.transform.view(image, self.model.image.backbone.patch_size)
         return ImageLook(seen, captioned, reading.explanation, reading.ends)
-
-
-def _phrases(graph: SceneGraph) -> Iterator[str]:
-    """All that is tokenized of a graph."""
-    yield from graph.entities
-    yield from (relation.predicate for relation in graph.relations)

@@ -22,7 +22,7 @@ from dino_sparo.image_text.step import ContrastiveTraining
 from dino_sparo.oc_clip.graphs.batches import GraphBatch, join_graphs
 from dino_sparo.oc_clip.loss import RelationLoss, relation_loss, total_loss
 from dino_sparo.oc_clip.model import OCCLIP, look_up
-from dino_sparo.oc_clip.pairs import FalseEnds, GraphPairBatch, join_batches
+from dino_sparo.oc_clip.pairs import GraphPairBatch
 from dino_sparo.oc_clip.scoring import EncodedGraphs, score_all_pairs
 from dino_sparo.runtime.collectives import gather_with_gradient
 from dino_sparo.runtime.distributed import all_gather_object, rank, world_size
@@ -39,7 +39,7 @@ class OCTraining(ContrastiveTraining[GraphPairBatch]):
     rel_loss_weight: float = 1.0
 
     def encode(self, model: nn.Module, batch: GraphPairBatch) -> tuple[Tensor, ...]:
-        """`EncodedBatch` of the images and phrases of a batch."""
+        """`OCCLIP.forward` of the images and phrases of a batch."""
         with self.updater.autocast():
             encoded: tuple[Tensor, ...] = model(self.normalized(batch.images), batch.token_ids)
         return encoded
@@ -53,7 +53,7 @@ class OCTraining(ContrastiveTraining[GraphPairBatch]):
         """
         network: OCCLIP = self.network
         keys, values, entities, relations = features
-        graphs, false_ends = join_batches(batches)
+        graphs = join_graphs([batch.graphs for batch in batches])
         own = look_up(graphs, entities, relations)
         every = own if world_size() == 1 else graphs_of_all_ranks(graphs, entities, relations)
         scores = score_all_pairs(network.binding, network.scoring, every, keys, values)
@@ -61,7 +61,7 @@ class OCTraining(ContrastiveTraining[GraphPairBatch]):
         contrast = loss = contrastive_loss(scores, scale)
         scalars = {"itc_loss": contrast.detach(), "batch_accuracy": _accuracy(scores.detach())}
         if self.rel_loss_weight:
-            local = local_loss(network, own, false_ends, keys, values)
+            local = local_loss(network, graphs, own, keys, values)
             loss = total_loss(contrast, local.loss, self.rel_loss_weight)
             scalars["rel_loss"] = local.mean
         if scale is not None:
@@ -88,30 +88,24 @@ class OCTraining(ContrastiveTraining[GraphPairBatch]):
 
 
 def local_loss(
-    network: OCCLIP, graphs: EncodedGraphs, ends: FalseEnds, keys: Float[Tensor, "B N dim"], values: Tensor
+    network: OCCLIP, graphs: GraphBatch, encoded: EncodedGraphs, keys: Float[Tensor, "B N dim"], values: Tensor
 ) -> RelationLoss:
     """L_rel of matched pairs: the slots are bound once, and only the relations' scores differ.
 
     Args:
         network: the model.
-        graphs: of this rank's captions.
-        ends: of their false relations.
+        graphs: of this rank's captions, with two false graphs each.
+        encoded: the true graphs.
         keys: of this rank's images.
-        values: likewise.
+        values: of this rank's images.
     """
-    slots = network.binding.bind_matched(graphs.entities, graphs.entity_mask, keys, values)[None]
-
-    def score(subjects: Tensor, objects: Tensor) -> Tensor:
-        subjects, objects = (ends.to(keys.device, non_blocking=True) for ends in (subjects, objects))
-        return network.scoring.scores(graphs._replace(subjects=subjects, objects=objects), slots)[0]
-
-    return relation_loss(
-        score(graphs.subjects, graphs.objects),
-        score(*ends.swapped),
-        score(*ends.shuffled),
-        ends.altered.to(keys.device, non_blocking=True),
-        network.inverse_temperature,
+    slots = network.binding.bind_matched(encoded.entities, encoded.entity_mask, keys, values)[None]
+    true, swapped, shuffled = (
+        network.scoring.scores(encoded._replace(subjects=subjects, objects=objects), slots)[0]
+        for subjects, objects in graphs.ends.to(keys.device, non_blocking=True)
     )
+    is_altered = graphs.is_altered.to(keys.device, non_blocking=True)
+    return relation_loss(true, swapped, shuffled, is_altered, network.inverse_temperature)
 
 
 def graphs_of_all_ranks(

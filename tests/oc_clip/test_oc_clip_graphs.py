@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from dino_sparo.oc_clip.graphs.batches import batch_graphs, relation_ends
+from dino_sparo.oc_clip.graphs.batches import batch_graphs
 from dino_sparo.oc_clip.graphs.canonical import canonical, canonical_form
 from dino_sparo.oc_clip.graphs.graph import LookupCounts, Relation, SceneGraph, normalize
 from dino_sparo.oc_clip.graphs.negatives import draw_negatives, read_symmetric, shuffled_choices
@@ -229,8 +229,8 @@ def test_a_shuffled_relation_has_as_many_choices_as_the_formula(entities: int, n
 
 
 def test_with_two_entities_both_negatives_are_one() -> None:
-    negatives = draw_negatives(graph_of("dog cat", (0, "on", 1)), np.random.default_rng(0))
-    assert negatives.swapped == negatives.shuffled == graph_of("dog cat", (1, "on", 0))
+    swapped, shuffled = draw_negatives(graph_of("dog cat", (0, "on", 1)), np.random.default_rng(0))
+    assert swapped == shuffled == graph_of("dog cat", (1, "on", 0))
 
 
 def test_a_shuffled_relation_says_nothing_that_is_true() -> None:
@@ -244,33 +244,31 @@ def test_a_shuffled_relation_says_nothing_that_is_true() -> None:
 
 def test_a_relation_without_any_false_choice_stays() -> None:
     graph = graph_of("dog cat", (0, "near", 1), (1, "near", 0))
-    assert draw_negatives(graph, np.random.default_rng(0)).shuffled == graph
+    assert draw_negatives(graph, np.random.default_rng(0))[1] == graph
 
 
 def test_all_choices_are_drawn_equally_often_and_depend_on_the_generator_alone() -> None:
     graph = graph_of("dog cat man hat", (0, "on", 1))
     rng = np.random.default_rng(3)
-    draws = [draw_negatives(graph, rng).shuffled.relations[0] for _ in range(3500)]
+    draws = [draw_negatives(graph, rng)[1].relations[0] for _ in range(3500)]
     counts = {
         pair: draws.count(Relation(pair[0], "on", pair[1])) for pair in shuffled_choices(graph, graph.relations[0])
     }
     assert sum(counts.values()) == 3500
     assert all(400 < count < 600 for count in counts.values())  # 500 each, standard deviation 21
-    again = [draw_negatives(graph, np.random.default_rng(3)).shuffled for _ in range(2)]
+    again = [draw_negatives(graph, np.random.default_rng(3))[1] for _ in range(2)]
     assert again[0] == again[1]
 
 
 def test_all_relations_are_altered_or_one() -> None:
     graph = graph_of("a b c d e", *((i, "on", i + 1) for i in range(4)))
-    every = draw_negatives(graph, np.random.default_rng(0))
-    assert [(r.object, r.subject) for r in every.swapped.relations] == [(r.subject, r.object) for r in graph.relations]
-    assert all(new != old for new, old in zip(every.shuffled.relations, graph.relations, strict=True))
+    swapped, shuffled = draw_negatives(graph, np.random.default_rng(0))
+    assert [(r.object, r.subject) for r in swapped.relations] == [(r.subject, r.object) for r in graph.relations]
+    assert all(new != old for new, old in zip(shuffled.relations, graph.relations, strict=True))
     altered = set()
     for seed in range(50):
         one = draw_negatives(graph, np.random.default_rng(seed), relations="one")
-        changed = [
-            {i for i in range(4) if other.relations[i] != graph.relations[i]} for other in (one.swapped, one.shuffled)
-        ]
+        changed = [{i for i in range(4) if other.relations[i] != graph.relations[i]} for other in one]
         assert changed[0] == changed[1]
         assert len(changed[0]) == 1
         altered |= changed[0]
@@ -281,7 +279,7 @@ def test_all_relations_are_altered_or_one() -> None:
 
 def test_a_graph_without_relations_is_its_own_negative() -> None:
     graph = SceneGraph(("dog",))
-    assert draw_negatives(graph, np.random.default_rng(0), "one") == (graph, graph, 0)
+    assert draw_negatives(graph, np.random.default_rng(0), "one") == (graph, graph)
 
 
 def test_relations_that_hold_both_ways_are_not_altered(tmp_path: Path) -> None:
@@ -291,12 +289,10 @@ def test_relations_that_hold_both_ways_are_not_altered(tmp_path: Path) -> None:
     graph = graph_of("a b c d", (0, "next to", 1), (1, "on", 2), (3, "near", 0))
     for relations in ("all", "one"):
         for seed in range(9):
-            negatives = draw_negatives(graph, np.random.default_rng(seed), relations, symmetric)
-            assert negatives.altered == 1
-            for false in (negatives.swapped, negatives.shuffled):
+            for false in draw_negatives(graph, np.random.default_rng(seed), relations, symmetric):
                 assert [r != t for r, t in zip(false.relations, graph.relations, strict=True)] == [False, True, False]
     only_near = graph_of("a b", (0, "near", 1))
-    assert draw_negatives(only_near, np.random.default_rng(0), "one", symmetric) == (only_near, only_near, 0)
+    assert draw_negatives(only_near, np.random.default_rng(0), "one", symmetric) == (only_near, only_near)
 
 
 @pytest.mark.parametrize(("content", "message"), [(None, "cannot be read"), (b"\xff", "cannot"), (b" \n", "names no")])
@@ -318,25 +314,24 @@ def test_a_batch_names_each_phrase_once_and_pads_at_the_end() -> None:
     assert batch.entities.tolist() == [[0, 1, 0], [2, 0, 0]]
     assert batch.entity_mask.tolist() == [[True, True, False], [True, True, True]]
     assert batch.predicates.tolist() == [[2, 0], [2, 3]]
-    assert batch.subjects.tolist() == [[1, 0], [0, 2]]
-    assert batch.objects.tolist() == [[0, 0], [2, 1]]
+    assert batch.ends.tolist() == [[[[1, 0], [0, 2]], [[0, 0], [2, 1]]]]
     assert batch.relation_mask.tolist() == [[True, False], [True, True]]
     assert (batch.entity_counts, batch.relation_counts) == ((2, 3), (1, 2))
 
 
 def test_a_batch_without_relations_has_none_to_pad() -> None:
     batch = batch_graphs([graph_of("dog cat"), graph_of("man")])
-    assert batch.predicates.shape == batch.subjects.shape == batch.relation_mask.shape == (2, 0)
+    assert batch.predicates.shape == batch.ends.shape[2:] == batch.relation_mask.shape == (2, 0)
     assert batch.predicates.dtype == torch.long
 
 
 def test_the_ends_of_negatives_fit_the_batch_of_their_graphs() -> None:
     graphs = [APPLE, graph_of("dog")]
-    batch = batch_graphs(graphs)
-    swapped = [draw_negatives(graph, np.random.default_rng(0)).swapped.relations for graph in graphs]
-    subjects, objects = relation_ends(swapped)
-    assert torch.equal(subjects, batch.objects)
-    assert torch.equal(objects, batch.subjects)
+    negatives = [draw_negatives(graph, np.random.default_rng(0)) for graph in graphs]
+    batch = batch_graphs(graphs, *zip(*negatives, strict=True))
+    true, swapped, _ = batch.ends
+    assert torch.equal(swapped, true.flip(0))
+    assert batch.is_altered.tolist() == [True, False]
 
 
 def test_a_batch_without_graphs_or_entities_is_refused() -> None:

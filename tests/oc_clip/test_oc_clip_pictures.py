@@ -89,8 +89,8 @@ def test_the_written_numbers_are_those_of_binding_and_scoring(weights, tmp_path)
             entities, relations = phrases[batch.entities], predicates[batch.predicates]
             slots = model.binding.bind(entities, batch.entity_mask, keys, values)
             shares, defaults = (part[0, 0] for part in model.binding.attention(entities, batch.entity_mask, keys))
-            fits = model.scoring.relation_scores(relations, batch.subjects, batch.objects, slots)[0, 0]
-            turned = model.scoring.relation_scores(relations, batch.objects, batch.subjects, slots)[0, 0]
+            fits = model.scoring.relation_scores(relations, *batch.ends[0], slots)[0, 0]
+            turned = model.scoring.relation_scores(relations, *batch.ends[0].flip(0), slots)[0, 0]
             scorer = scorer_of(loaded, "templates", CPU)
             score = scorer.similarity([source.read(viewed.index)], [viewed.caption])
         for entity, embedding, slot, share in zip(pair["entities"], entities[0], slots[0, 0], shares, strict=True):

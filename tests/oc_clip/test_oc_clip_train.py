@@ -150,7 +150,7 @@ def test_the_loss_is_that_of_the_equations() -> None:
         encoded = EncodedGraphs(nodes, mask, relations, ends[..., 0], ends[..., 1], there, (), ())
         return model.scoring.scores(encoded, slots)[0, 0]
 
-    def false_graph(number: int, ends: tuple[Tensor, Tensor]) -> SceneGraph:
+    def false_graph(number: int, ends: Tensor) -> SceneGraph:
         pairs = zip(graphs[number].relations, *(end[number].tolist() for end in ends), strict=False)
         return SceneGraph(graphs[number].entities, tuple(Relation(s, r.predicate, o) for r, s, o in pairs))
 
@@ -161,7 +161,7 @@ def test_the_loss_is_that_of_the_equations() -> None:
     local = []
     for i, graph in enumerate(graphs):
         if graph.relations:
-            false = [false_graph(i, batch.negatives.swapped), false_graph(i, batch.negatives.shuffled)]
+            false = [false_graph(i, ends) for ends in batch.graphs.ends[1:]]
             logits = scale * torch.stack([score(i, each) for each in (graph, *false)])
             local.append(logits.logsumexp(0) - logits[0])
     assert len(local) == sum(relations > 0 for _, relations in SIZES) < 12
@@ -436,8 +436,7 @@ def false_ends(num_workers: int, epoch: int, seed: int = 0, micro_batch: int = 5
     for batch in loader:
         for row, index in enumerate(batch.indices.tolist()):
             width = batch.graphs.relation_counts[row]
-            ends = (*batch.negatives.swapped, *batch.negatives.shuffled)
-            found[index] = tuple(end[row, :width].tolist() for end in ends)
+            found[index] = tuple(end[row, :width].tolist() for end in batch.graphs.ends[1:].flatten(0, 1))
     return found
 
 
@@ -454,7 +453,7 @@ def test_epochs_and_seeds_draw_other_false_relations() -> None:
     def shuffled(epoch: int, seed: int) -> list[Any]:
         pairs = PairDataset(source, PairTransform(16), seed)
         dataset = GraphPairDataset(pairs, lambda item: (graphs[item.index], open_graphs("templates").counts))
-        return [dataset[epoch, index].negatives.shuffled for index in range(12)]
+        return [dataset[epoch, index].shuffled for index in range(12)]
 
     assert shuffled(1, 0) == shuffled(1, 0)
     assert shuffled(0, 0) != shuffled(1, 0) != shuffled(1, 1)
@@ -759,15 +758,15 @@ def test_the_scenes_preset_builds_and_trains(tmp_path: Path) -> None:
 def test_every_tensor_of_a_batch_is_pinned_and_graphs_stay_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bug: indices of graphs and false relations were copied from pageable memory, for which the host waits."""
     batch = batch_of(some_graphs(), range(3))
-    graphs, ends = batch.graphs, batch.negatives
+    graphs = batch.graphs
     tensors = [batch.images, batch.token_ids, batch.indices, graphs.entities, graphs.entity_mask, graphs.predicates]
-    tensors += [graphs.subjects, graphs.objects, graphs.relation_mask, *ends.swapped, *ends.shuffled, ends.altered]
+    tensors += [graphs.relation_mask, graphs.ends]
     pinned: list[int] = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: (pinned.append(id(tensor)), tensor.clone())[1])
     copy = batch.pin_memory()
     assert sorted(pinned) == sorted(map(id, tensors))
-    assert copy.graphs.subjects is not graphs.subjects
-    assert torch.equal(copy.graphs.subjects, graphs.subjects)
+    assert copy.graphs.ends is not graphs.ends
+    assert torch.equal(copy.graphs.ends, graphs.ends)
     assert copy.graphs.phrases == graphs.phrases
-    assert copy.to("meta").graphs.subjects.device == torch.device("cpu")
+    assert copy.to("meta").graphs.ends.device == torch.device("cpu")
     assert copy.to("meta").images.device == torch.device("meta")

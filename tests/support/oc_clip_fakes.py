@@ -102,7 +102,7 @@ def batch_of(graphs: Sequence[SceneGraph], numbers: Sequence[int]) -> GraphPairB
         image = torch.from_numpy(rng.integers(256, size=(3, IMG_SIZE, IMG_SIZE), dtype=np.uint8))
         pair = PairItem(image, "words", number)
         negatives = draw_negatives(graphs[number], rng)
-        items.append(GraphItem(pair, graphs[number], negatives, LookupCounts(captions=1)))
+        items.append(GraphItem(pair, graphs[number], *negatives, LookupCounts(captions=1)))
     return collate_graph_pairs(items, CONTEXT)
 
 

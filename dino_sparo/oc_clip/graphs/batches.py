@@ -2,27 +2,30 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from dino_sparo.oc_clip.graphs.graph import Relation, SceneGraph
+from dino_sparo.oc_clip.graphs.graph import SceneGraph
 
 
 @dataclass(frozen=True)
 class GraphBatch:
     """U graphs, padded to the largest E and R among them; padding comes last and its indices are 0.
 
+    A graph may come with K - 1 false graphs, which differ from the graph in the ends of relations alone.
+
     Attributes:
-        phrases: the different phrases and predicates, in the order of their first use; each is encoded once.
+        phrases: the different phrases and predicates, in the order of their first use.
         entities: (U, E), indices into the phrases.
-        entity_mask: (U, E), True where there is an entity.
+        entity_mask: (U, E), False for padding.
         predicates: (U, R), indices into the phrases.
-        subjects: (U, R), indices into the text's own entities.
-        objects: (U, R), likewise.
-        relation_mask: (U, R), True where there is a relation.
+        relation_mask: (U, R), False for padding.
+        ends: (K, 2, U, R), subjects and objects of the true graphs, then of the false ones; indices into the graph's
+            own entities.
         entity_counts: U numbers of entities, on the host.
         relation_counts: U numbers of relations, on the host.
     """
@@ -31,15 +34,23 @@ class GraphBatch:
     entities: Int[Tensor, "U E"]
     entity_mask: Bool[Tensor, "U E"]
     predicates: Int[Tensor, "U R"]
-    subjects: Int[Tensor, "U R"]
-    objects: Int[Tensor, "U R"]
     relation_mask: Bool[Tensor, "U R"]
+    ends: Int[Tensor, "K 2 U R"]
     entity_counts: tuple[int, ...]
     relation_counts: tuple[int, ...]
 
+    @property
+    def is_altered(self) -> Bool[Tensor, " U"]:
+        """Whether the first false graph differs from the true one."""
+        return (self.ends[1] != self.ends[0]).any(dim=2).any(dim=0)
 
-def batch_graphs(graphs: Sequence[SceneGraph]) -> GraphBatch:
+
+def batch_graphs(graphs: Sequence[SceneGraph], *false_graphs: Sequence[SceneGraph]) -> GraphBatch:
     """Pad graphs to one shape.
+
+    Args:
+        graphs: U graphs.
+        false_graphs: K - 1 times U graphs with the same entities and predicates.
 
     Raises:
         ValueError: there is no graph, or one has no entity.
@@ -52,54 +63,47 @@ def batch_graphs(graphs: Sequence[SceneGraph]) -> GraphBatch:
     numbers: dict[str, int] = {}
     entities = [[numbers.setdefault(phrase, len(numbers)) for phrase in graph.entities] for graph in graphs]
     predicates = [[numbers.setdefault(r.predicate, len(numbers)) for r in graph.relations] for graph in graphs]
-    entity_counts = tuple(len(graph.entities) for graph in graphs)
-    relation_counts = tuple(len(graph.relations) for graph in graphs)
-    subjects, objects = relation_ends([graph.relations for graph in graphs])
+    entity_counts, relation_counts = tuple(map(len, entities)), tuple(map(len, predicates))
+    ends = [
+        _padded([[getattr(relation, end) for relation in graph.relations] for graph in own])
+        for own in (graphs, *false_graphs)
+        for end in ("subject", "object")
+    ]
     return GraphBatch(
         phrases=tuple(numbers),
         entities=_padded(entities),
         entity_mask=_mask(entity_counts),
         predicates=_padded(predicates),
-        subjects=subjects,
-        objects=objects,
         relation_mask=_mask(relation_counts),
+        ends=torch.stack(ends).unflatten(0, (-1, 2)),
         entity_counts=entity_counts,
         relation_counts=relation_counts,
     )
 
 
 def join_graphs(batches: Sequence[GraphBatch]) -> GraphBatch:
-    """The graphs of several batches as one batch; the batches' phrases stand one after the other.
+    """The graphs of several batches as one batch; the phrases of the batches stand one after the other.
 
-    A phrase of two batches stays twice, so that embeddings of the batches' phrases can be put together as they are.
+    A phrase of two batches stays twice, so that the embeddings of the batches can be concatenated.
     """
-    starts = [0]
-    for batch in batches:
-        starts.append(starts[-1] + len(batch.phrases))
+    starts = accumulate((len(batch.phrases) for batch in batches), initial=0)
     offsets = list(zip(batches, starts, strict=False))
     return GraphBatch(
         phrases=tuple(phrase for batch in batches for phrase in batch.phrases),
-        entities=join_rows([batch.entities + start for batch, start in offsets]),
-        entity_mask=join_rows([batch.entity_mask for batch in batches]),
-        predicates=join_rows([batch.predicates + start for batch, start in offsets]),
-        subjects=join_rows([batch.subjects for batch in batches]),
-        objects=join_rows([batch.objects for batch in batches]),
-        relation_mask=join_rows([batch.relation_mask for batch in batches]),
+        entities=_joined([batch.entities + start for batch, start in offsets]),
+        entity_mask=_joined([batch.entity_mask for batch in batches]),
+        predicates=_joined([batch.predicates + start for batch, start in offsets]),
+        relation_mask=_joined([batch.relation_mask for batch in batches]),
+        ends=_joined([batch.ends for batch in batches]),
         entity_counts=tuple(count for batch in batches for count in batch.entity_counts),
         relation_counts=tuple(count for batch in batches for count in batch.relation_counts),
     )
 
 
-def join_rows(rows: Sequence[Tensor]) -> Tensor:
-    """Tensors (B, width) one below the other, filled up with zeros to the largest width."""
-    width = max(part.shape[1] for part in rows)
-    return torch.cat([F.pad(part, (0, width - part.shape[1])) for part in rows])
-
-
-def relation_ends(relations: Sequence[Sequence[Relation]]) -> tuple[Int[Tensor, "U R"], Int[Tensor, "U R"]]:
-    """Subjects and objects (U, R) of the relations of U graphs; of the negatives too, which share all else."""
-    subjects = _padded([[relation.subject for relation in own] for own in relations])
-    return subjects, _padded([[relation.object for relation in own] for own in relations])
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Tensors (*K, U, width) concatenated along U, filled up with zeros to the largest width."""
+    width = max(part.shape[-1] for part in parts)
+    return torch.cat([F.pad(part, (0, width - part.shape[-1])) for part in parts], dim=-2)
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> Int[Tensor, "U width"]:
