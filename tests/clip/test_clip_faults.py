@@ -1,9 +1,6 @@
 """Faults while CLIP trains: the loop is the one that DINO has, and ends and goes on as there; see test_faults.py."""
 
 import importlib
-import math
-import os
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -20,69 +17,24 @@ from runs import (
     Ranks,
     assert_same_run,
     assert_whole_checkpoints,
-    last_saved_step,
     options,
     record,
     undisturbed,
 )
-from slurm.cluster import wait_until
-from test_faults import LIMIT, assert_ended, kill_under_torchrun, server
+from test_faults import assert_ended, kill_under_torchrun, server
 
 import dino_sparo.image_text.step
 
 __all__ = ["server"]  # a fixture
 CLIP = "train-clip"
 KILLS, LONG = 9, 8
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 
 @pytest.fixture(scope="session")
 def whole_clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run that nobody disturbs."""
     return undisturbed(tmp_path_factory.mktemp("whole_clip"), CLIP)
-
-
-def test_a_killed_rank_ends_the_others_and_the_run_goes_on_to_the_same_bits(tmp_path: Path, whole_clip: Path) -> None:
-    with Ranks(tmp_path, options(tmp_path, CLIP), command=CLIP) as ranks:
-        ranks.wait_for_save(tmp_path)
-        os.kill(ranks.pid(1), signal.SIGKILL)
-        seconds = assert_ended(ranks, [FAULT, -signal.SIGKILL], time.monotonic(), "another process died")
-    assert assert_whole_checkpoints(tmp_path) > 0
-    record("CLIP: a rank is killed", seconds=round(seconds, 2))
-    with Ranks(tmp_path, options(tmp_path, CLIP), command=CLIP) as ranks:
-        assert ranks.wait() == [0, 0], ranks.log()
-    assert_same_run(whole_clip, tmp_path, CLIP)
-
-
-def test_a_signal_to_one_rank_stops_all_after_the_same_step_with_a_checkpoint(tmp_path: Path, whole_clip: Path) -> None:
-    with Ranks(tmp_path, options(tmp_path, CLIP, saveckp_minutes=0), command=CLIP) as ranks:
-        wait_until(lambda: (tmp_path / "log.txt").is_file(), PATIENCE, "the first epoch")
-        os.kill(ranks.pid(1), signal.SIGUSR2)
-        assert ranks.wait(LIMIT) == [140, 140], ranks.log(0) + ranks.log(1)
-    assert assert_whole_checkpoints(tmp_path) == last_saved_step(ranks.log()) >= 18
-    with Ranks(tmp_path, options(tmp_path, CLIP, num_workers=1), command=CLIP) as ranks:
-        assert ranks.wait() == [0, 0], ranks.log()
-    assert_same_run(whole_clip, tmp_path, CLIP)
-
-
-def _spoil_losses_of_rank_1(rank: int) -> None:
-    backward, steps = dino_sparo.image_text.step.backward_at_once, 0
-
-    def spoiled(*args: Any) -> tuple[torch.Tensor, Any]:
-        nonlocal steps
-        steps += 1
-        loss, output = backward(*args)
-        return loss * math.nan if rank == 1 and steps == 23 else loss, output
-
-    dino_sparo.image_text.step.backward_at_once = spoiled
-
-
-def test_a_loss_that_is_not_finite_on_one_rank_ends_all(tmp_path: Path) -> None:
-    with Ranks(tmp_path, options(tmp_path, CLIP), spoil=_spoil_losses_of_rank_1, command=CLIP) as ranks:
-        ranks.wait_for_save(tmp_path)
-        message = r"the loss is not finite at step 23 .*rank 1: loss nan"
-        assert_ended(ranks, [1, 1], time.monotonic(), message, PATIENCE)
-    assert 0 < assert_whole_checkpoints(tmp_path) <= 22
 
 
 def _no_compiler_on_rank_1(rank: int) -> None:

@@ -497,6 +497,7 @@ def run_peers(tmp_path: Path, slow_s: float, fate: str, answers: int) -> list[tu
     return found
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_indexing_may_take_longer_than_a_collective_waits_and_is_shared(tmp_path: Path) -> None:
     first, second = run_peers(tmp_path, slow_s=1.2, fate="lives", answers=2)
@@ -540,6 +541,7 @@ def test_a_process_killed_while_indexing_has_left_what_was_finished(tmp_path: Pa
     assert (tmp_path / "second").read_text().split() == [f"s-{number:03}.tar" for number in range(3, 8)]
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.parametrize(("fate", "message"), [("dies", "process 1 of 2 died"), ("hangs", "has not moved on from")])
 def test_a_process_that_dies_or_hangs_while_indexing_ends_the_others(tmp_path: Path, fate: str, message: str) -> None:

@@ -4,8 +4,6 @@ import argparse
 import json
 import logging
 import math
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -59,7 +57,6 @@ from dino_sparo.oc_clip.pairs import GraphPairBatch, GraphPairDataset, collate_g
 from dino_sparo.oc_clip.scoring import EncodedGraphs
 from dino_sparo.oc_clip.step import OCTraining
 from dino_sparo.oc_clip.train import graph_of_caption
-from dino_sparo.runtime.preemption import RunStopped
 from dino_sparo.weights.checkpoint import CheckpointError
 
 # ---- the model
@@ -264,28 +261,6 @@ def test_an_interrupted_run_ends_in_the_same_bits(tmp_path: Path, stop: int) -> 
     whole, parts = checkpoint_of(tmp_path / "whole"), checkpoint_of(tmp_path / "parts")
     for key in ("model", "optimizer", "step", "epoch"):
         assert_same_state(whole[key], parts[key], key)
-    assert epochs_of(tmp_path / "whole") == epochs_of(tmp_path / "parts")
-
-
-@pytest.mark.slow
-def test_a_signal_ends_the_run_between_two_steps_and_nothing_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def step_then_signal(training: OCTraining, batches: list[GraphPairBatch]) -> object:
-        report = take_step(training, batches)
-        if training.updater.step == 4:
-            os.kill(os.getpid(), signal.SIGUSR2)
-        return report
-
-    take_step = objective.train_step
-    monkeypatch.setattr(objective, "train_step", step_then_signal)
-    with pytest.raises(RunStopped, match="stopped by SIGUSR2 after step"):
-        run(tmp_path / "parts", epochs=4)
-    assert 4 <= checkpoint_of(tmp_path / "parts")["step"] < 12
-    monkeypatch.undo()
-    run(tmp_path / "parts", epochs=4)
-    run(tmp_path / "whole", epochs=4)
-    assert_same_state(checkpoint_of(tmp_path / "whole")["model"], checkpoint_of(tmp_path / "parts")["model"], "model")
     assert epochs_of(tmp_path / "whole") == epochs_of(tmp_path / "parts")
 
 

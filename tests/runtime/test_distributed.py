@@ -271,6 +271,7 @@ def _message_of_one_bad_loss(number: int, others_see_it: bool) -> str:
     return "went on"
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_two_processes_gather_in_order_share_one_centre_and_stop_together(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
@@ -323,6 +324,7 @@ def _wait_for_rank_0(number: int, folder: str, results: "multiprocessing.Queue")
     results.put((number, found))
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_ranks_that_wait_for_rank_0_do_not_run_into_the_time_out_of_collectives(tmp_path: Path) -> None:
     """With NCCL all ranks would die at its time-out while rank 0 saves, downloads or classifies on its CPU."""

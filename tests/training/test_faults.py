@@ -55,7 +55,7 @@ from dino_sparo.training import run as training_run
 from dino_sparo.weights.checkpoint import load_checkpoint
 from dino_sparo.weights.folder import CheckpointFolder
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 LIMIT = 15.0  # seconds within which all ranks are gone, beyond the time-out where one counts
 HANG_MIN = 0.05  # --dist_timeout_min of the tests about what hangs
 LONG = 20  # epochs of 18 steps and 2 checkpoints each
@@ -139,18 +139,6 @@ def test_a_kill_in_an_evaluation_loses_no_step_and_the_run_goes_on_to_the_same_b
     assert_same_run(whole, folder)
 
 
-def test_the_writing_rank_may_be_the_one_that_is_killed(tmp_path: Path) -> None:
-    with Ranks(tmp_path, options(tmp_path)) as ranks:
-        ranks.wait_for_save(tmp_path)
-        os.kill(ranks.pid(0), signal.SIGKILL)
-        begin = time.monotonic()
-        assert ranks.wait(LIMIT) == [-signal.SIGKILL, FAULT], ranks.log(1)
-        seconds = time.monotonic() - begin
-        assert "another process died" in ranks.log(1)
-    assert assert_whole_checkpoints(tmp_path) > 0
-    record("rank 0 is killed", seconds=round(seconds, 2))
-
-
 def test_a_dead_data_worker_ends_all_ranks(tmp_path: Path) -> None:
     with Ranks(tmp_path, options(tmp_path, num_workers=1)) as ranks:
         ranks.wait_for_save(tmp_path)
@@ -201,23 +189,6 @@ def test_an_image_that_is_never_read_ends_all_ranks_after_the_timeout(tmp_path: 
     record("an image is never read", seconds=round(seconds, 2), timeout_s=60 * HANG_MIN)
 
 
-def test_a_data_worker_that_is_stopped_ends_all_ranks_after_the_timeout(tmp_path: Path) -> None:
-    changes = {"num_workers": 1, "dist_timeout_min": HANG_MIN, "data_path": "scenes:1000:32"}
-    with Ranks(tmp_path, options(tmp_path, **changes)) as ranks:
-        ranks.wait_for_save(tmp_path)
-        worker = children_of(ranks.pid(0))[0]
-        os.kill(worker, signal.SIGSTOP)
-        try:
-            seconds = assert_ended(
-                *(ranks, [FAULT, FAULT], time.monotonic(), "loads images|did not answer"), 60 * HANG_MIN + LIMIT
-            )
-        finally:
-            with contextlib.suppress(ProcessLookupError):  # a stopped process does not notice that its parent ended
-                os.kill(worker, signal.SIGKILL)
-    assert assert_whole_checkpoints(tmp_path) > 0
-    record("a data worker is stopped", seconds=round(seconds, 2), timeout_s=60 * HANG_MIN)
-
-
 # What the user must mend.
 
 
@@ -227,14 +198,6 @@ def test_a_folder_missing_on_one_rank_is_named_on_rank_0(tmp_path: Path) -> None
     with Ranks(tmp_path, arguments) as ranks:
         seconds = assert_ended(ranks, [1, 1], begin, "rank 1: .*not-mounted-here")
     record("the images are missing on one rank", seconds_from_start=round(seconds, 2))
-
-
-def test_an_output_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    begin = time.monotonic()
-    with Ranks(tmp_path, options(tmp_path / "file" / "run")) as ranks:
-        seconds = assert_ended(ranks, [1, 1], begin, "file/run cannot be created .*Not a directory.*choose another")
-    record("the output folder cannot be written", seconds_from_start=round(seconds, 2))
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
@@ -392,22 +355,15 @@ def test_kills_aimed_at_the_inside_of_a_large_save_use_up_no_fallback(tmp_path: 
 # Signals.
 
 
-@pytest.mark.parametrize(
-    ("signum", "status"),
-    [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR2, 140)],
-    ids=lambda v: str(int(v)),
-)
-def test_a_signal_to_one_rank_stops_all_after_the_same_step_with_a_checkpoint(
-    tmp_path: Path, whole: Path, signum: signal.Signals, status: int
-) -> None:
+def test_a_signal_to_one_rank_stops_all_after_the_same_step_with_a_checkpoint(tmp_path: Path, whole: Path) -> None:
     with Ranks(tmp_path, options(tmp_path, saveckp_minutes=0)) as ranks:
         wait_until(lambda: (tmp_path / "log.txt").is_file(), PATIENCE, "the first epoch")
-        os.kill(ranks.pid(1), signum)
+        os.kill(ranks.pid(1), signal.SIGINT)
         begin = time.monotonic()
-        assert ranks.wait(LIMIT) == [status, status], ranks.log(0) + ranks.log(1)
+        assert ranks.wait(LIMIT) == [130, 130], ranks.log(0) + ranks.log(1)
         seconds = time.monotonic() - begin
     assert assert_whole_checkpoints(tmp_path) == last_saved_step(ranks.log()) >= 18
-    record(f"signal {signum.name}", seconds=round(seconds, 2))
+    record("signal SIGINT", seconds=round(seconds, 2))
     with Ranks(tmp_path, options(tmp_path, num_workers=1)) as ranks:
         assert ranks.wait() == [0, 0], ranks.log()
     assert_same_run(whole, tmp_path)
@@ -442,11 +398,8 @@ def kill_under_torchrun(
 
 
 @pytest.mark.kills
-@pytest.mark.parametrize(("seed", "num_workers"), [(1, 0), (2, 1)])
-def test_twenty_five_kills_under_torchrun_end_in_the_same_bits(
-    tmp_path: Path, long: Path, seed: int, num_workers: int
-) -> None:
-    kills = kill_under_torchrun(tmp_path / "run", seed, 25, num_workers=num_workers, epochs=LONG)
+def test_twenty_five_kills_under_torchrun_end_in_the_same_bits(tmp_path: Path, long: Path) -> None:
+    kills = kill_under_torchrun(tmp_path / "run", 2, 25, num_workers=1, epochs=LONG)
     assert_same_run(long, tmp_path / "run")
     phases = {phase: sum(kill["phase"] == phase for kill in kills) for phase in Moments.PHASES}
     assert sum(phases.values()) == 25
