@@ -19,13 +19,13 @@ import torch
 
 from dino_sparo.clip.config import CLIPConfig
 from dino_sparo.clip.model import CLIP, clip_from_config
-from dino_sparo.data.sources.limits import parse_json
 from dino_sparo.draw.plots import colour_of, panels, spaced
 from dino_sparo.draw.sheet import require_matplotlib
 from dino_sparo.evaluation.task import write_result
 from dino_sparo.image_text.evaluation.options import add_class_options, add_computation_options, add_image_options
 from dino_sparo.runtime.cli import Parser
 from dino_sparo.runtime.demos import RunCommand, option_words
+from dino_sparo.runtime.files import parse_json
 from dino_sparo.runtime.logs import setup_logging
 
 METRICS = ("top1", "top5", "mean_per_class_recall")

@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, default_collate
 
 from dino_sparo.data.augment import DeferredViews
-from dino_sparo.data.sources import CorruptImageError, ImageSource, fingerprint_of, open_source
+from dino_sparo.data.sources import CorruptImageError, ImageSource, open_source
 from dino_sparo.data.sources.cache import cache_folder
-from dino_sparo.data.sources.packed import hash_of
+from dino_sparo.data.sources.image_source import fingerprint_of, hash_of
 from dino_sparo.data.sources.splits import WITHOUT_LABELS
 from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD, MIN_CORRUPT
 from dino_sparo.runtime.distributed import all_or_none, beating, rank_0_first, require_same, share_of, world_size

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dino_sparo.data.dataset import CorruptImageError
 from dino_sparo.data.sources import IMAGE_EXTENSIONS
-from dino_sparo.data.sources.packed import FileSource
+from dino_sparo.data.sources.image_source import FileSource
 from dino_sparo.data.views import PatchView
 from dino_sparo.draw.sheet import require_matplotlib
 from dino_sparo.evaluation.task import result_folder

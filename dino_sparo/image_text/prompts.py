@@ -14,9 +14,9 @@ from typing import Any
 
 from dino_sparo.data.scenes import BACKGROUNDS, COLOURS, TEXTURES
 from dino_sparo.data.sources import TORCHVISION_SETS
-from dino_sparo.data.sources.limits import parse_json
 from dino_sparo.image_text.choices import AUTO
 from dino_sparo.runtime.extras import require
+from dino_sparo.runtime.files import parse_json
 
 if importlib.util.find_spec("open_clip") is not None:
     from open_clip import OPENAI_IMAGENET_TEMPLATES, SIMPLE_IMAGENET_TEMPLATES

@@ -60,7 +60,7 @@ EXPORT_FORMATS = ("safetensors", "timm", "huggingface", "onnx", "open_clip", "sp
 # So many unreadable images never end a run, however small the data: a share of 100 images would be one or two.
 MIN_CORRUPT = 5
 
-# Larger image files (10^6 bytes) and images (10^6 pixels) are not decoded; see `sources/limits.py`.
+# Larger image files (10^6 bytes) and images (10^6 pixels) are not decoded; see `sources/decode.py`.
 MAX_IMAGE_MB, MAX_IMAGE_MPIX = 256.0, 64.0
 # The value of a 16-bit grayscale image that is white.
 MAX_VALUE = 65535

@@ -32,7 +32,7 @@ from dino_sparo.data.dataset import (
     require_same_source,
 )
 from dino_sparo.data.sources import ImageLimits, TableColumns, index_images
-from dino_sparo.data.sources.subset import of_different_classes, spread_out
+from dino_sparo.data.sources.image_source import of_different_classes, spread_out
 from dino_sparo.data.views import EvalTransform, PatchView
 from dino_sparo.evaluation.features import disjoint_subsets
 from dino_sparo.evaluation.knn.classify import evaluate_knn

@@ -46,11 +46,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dino_sparo.data.sources.limits import parse_object
 from dino_sparo.data.views import EvalTransform
 from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_config
 from dino_sparo.models.readouts import readout_kind
 from dino_sparo.runtime.choices import ARCHITECTURES, IMAGENET_MEAN, IMAGENET_STD, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+from dino_sparo.runtime.files import parse_object
 from dino_sparo.runtime.records import differences
 from dino_sparo.weights.file import CheckpointError, read_safetensors, read_torch_file
 from dino_sparo.weights.foreign_names import Renamed, from_open_clip_names, is_open_clip

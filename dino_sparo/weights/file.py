@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dino_sparo.data.sources.limits import parse_json
+from dino_sparo.runtime.files import parse_json
 
 # In the metadata of our .safetensors files: `weights_checksum`, and the JSON files that belong to the weights, as the
 # JSON of a dict from name or suffix (`document_path`) to content.

@@ -1,4 +1,4 @@
-"""sources/limits.py and its users: files from strangers neither hang a run, nor fill memory, nor start programs."""
+"""files.py and decode.py: files from strangers neither hang a run, nor fill memory, nor start programs."""
 
 import io
 import logging
@@ -19,12 +19,13 @@ from dino_sparo.clip.slots.subsets import read_slots
 from dino_sparo.data.dataset import ImageDataset, ShardSampler, create_loader
 from dino_sparo.data.scenes import Scenes
 from dino_sparo.data.sources import CorruptImageError, ImageLimits, decode, decode_image, expand_shards, open_source
-from dino_sparo.data.sources.limits import IMAGE_FORMATS, open_regular, parse_json
+from dino_sparo.data.sources.decode import IMAGE_FORMATS
 from dino_sparo.data.views import EvalTransform
 from dino_sparo.evaluation.feature_cache import load_features
 from dino_sparo.image_text.classes import open_classes
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.prompts import read_words
+from dino_sparo.runtime.files import open_regular, parse_json
 from dino_sparo.runtime.logs import setup_logging
 from dino_sparo.weights.checkpoint import load_checkpoint
 

@@ -1,4 +1,4 @@
-"""sources/rows.py, tables.py, splits.py: lists and tables as people write them, and the split that is trained on."""
+"""sources/tables.py, splits.py: lists and tables as people write them, and the split that is trained on."""
 
 import io
 import logging
@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from dino_sparo.data.sources import ImageSource, TableColumns, open_source
-from dino_sparo.data.sources.rows import LABELS, PATHS, TableRows
+from dino_sparo.data.sources.tables import LABELS, PATHS, TableRows
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ from dino_sparo.clip import load_clip, tokenize  # noqa: E402
 from dino_sparo.clip.slots.subsets import with_slots  # noqa: E402
 from dino_sparo.data.dataset import open_source  # noqa: E402
 from dino_sparo.data.scenes import COLOURS, SHAPES, TEXTURES, Scenes  # noqa: E402
-from dino_sparo.data.sources.subset import Subset  # noqa: E402
+from dino_sparo.data.sources.image_source import Subset  # noqa: E402
 from dino_sparo.data.views import ClipView  # noqa: E402
 from dino_sparo.evaluation.slots.choice import SlotSelection  # noqa: E402
 from dino_sparo.image_text.classes import apply_classes, open_classes, wordnet_ids  # noqa: E402

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from dino_sparo.clip.choices import Criteria
 from dino_sparo.clip.model import CLIP
 from dino_sparo.clip.pictures.words import Word, WordAttention, caption_words, word_attention
-from dino_sparo.data.sources.subset import spread_out
+from dino_sparo.data.sources.image_source import spread_out
 from dino_sparo.data.views import PatchView
 from dino_sparo.evaluation.attention.maps import mass_mask
 from dino_sparo.image_text.pairs.batches import PairSource

@@ -1,32 +1,28 @@
 """Any collection of images, by index: folders, lists, tables, tar shards, torchvision's sets, the built-in scenes.
 
-`open_source(data_path)` finds out what the path is and returns an `ImageSource`: `len(source)` images, `source.read(i)`
-gives image i as 8-bit RGB, `source.labels[i]` its class if there is one.
+`open_source(data_path)` detects the kind of the path and returns an `ImageSource`: `len(source)` images, of which
+`source.read(i)` gives image i as 8-bit RGB, and `source.labels[i]` its class.
 
     data/train                        class folders, or a flat or nested folder without labels
     list.txt                          one path per line, optionally followed by a label
     table.csv, table.tsv, .jsonl      columns found by name, e.g. `path`, `label` and `split`
     shard-{000..099}.tar              webdataset-style tar shards; also globs, `a.tar::b.tar`, a folder of tars
-    cifar10:DIR                       a torchvision set that lies in (or is downloaded to) DIR
+    cifar10:DIR                       a torchvision set in DIR; --download fetches the set
     scenes, scenes:NUM:SIZE           procedural images, see `scenes.py`
-    PREFIX:ANYTHING                   what an entry of `OPENERS` reads, also one from a file of yours; docs/extending.md
+    PREFIX:ANYTHING                   any entry of `OPENERS`, also from a file of yours; docs/extending.md
 
-A source holds the names and places of its images in a few flat arrays (`packed.py` says why) and reads an image when it
-is asked for. The files of this folder, in the order of the data flow:
+The files of this folder, in the order of the data flow:
 
-    __init__.py          data path -> what it is -> its source
-    splits.py            split's name -> the subfolder, list, table, shards or rows of that split
+    splits.py            name of a split -> its subfolder, list, table, shards or rows
     folders.py           folder -> files, classes by subfolder
-    rows.py              table -> its rows: columns by name, odd lines by number
     tables.py            list or table -> files, classes by column
     tars.py              tar shards -> members at their offsets, classes by `.cls` members
     shard_index.py       all members of many shards -> one table in the cache, mapped into memory
     tar_headers.py       one tar -> name, offset and size of its members
     torchvision_sets.py  name of a torchvision set -> its images
-    cache.py             index of a folder or of shards -> the user's cache, and back
-    packed.py            names and labels -> flat arrays; the source of images that are files
-    limits.py            what may be read: regular files, a few formats, bounded sizes
-    decode.py            bytes -> 8-bit RGB, or a CorruptImageError
+    cache.py             index of a folder or of shards <-> the user's cache
+    image_source.py      the interface of a source; images that are files; a subset of a source
+    decode.py            bytes -> 8-bit RGB, or a CorruptImageError; limits of what is read
 """
 
 import contextlib
@@ -35,20 +31,20 @@ import os
 import re
 import time
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
-
-import numpy as np
-from PIL import Image
 
 from dino_sparo.data.scenes import Scenes, parse_scenes_spec
-from dino_sparo.data.sources.decode import DEFAULT_LIMITS, IMAGE_EXTENSIONS, CorruptImageError, decode_image
+from dino_sparo.data.sources.decode import (
+    DEFAULT_LIMITS,
+    IMAGE_EXTENSIONS,
+    CorruptImageError,
+    ImageLimits,
+    decode_image,
+)
 from dino_sparo.data.sources.folders import open_folder
-from dino_sparo.data.sources.limits import ImageLimits
-from dino_sparo.data.sources.packed import FileSource
-from dino_sparo.data.sources.rows import TABLE_ENDINGS
+from dino_sparo.data.sources.image_source import FileSource, ImageSource
 from dino_sparo.data.sources.shard_index import index_share
 from dino_sparo.data.sources.splits import ALL, find_split, split_of_folder
-from dino_sparo.data.sources.tables import USUAL_COLUMNS, TableColumns, open_list, open_table
+from dino_sparo.data.sources.tables import TABLE_ENDINGS, USUAL_COLUMNS, TableColumns, open_list, open_table
 from dino_sparo.data.sources.tars import IMAGES, TarSource, expand_shards, find_shards, open_shards, refuse_compressed
 from dino_sparo.data.sources.torchvision_sets import TORCHVISION_SETS, open_torchvision
 
@@ -70,57 +66,19 @@ __all__ = [
 _logger = logging.getLogger(__name__)
 
 
-@runtime_checkable
-class ImageSource(Protocol):
-    """Any collection of images, by index.
-
-    Attributes:
-        name: what the log calls it, e.g. "folder data/train".
-        classes: the classes' names in the order of their numbers; None without labels.
-        labels: (len,) int64, class of each image, -1 where an image has none; None without labels.
-    """
-
-    name: str
-    classes: list[str] | None
-    labels: np.ndarray | None
-
-    def __len__(self) -> int:
-        """Number of images."""
-        ...
-
-    def read(self, index: int) -> Image.Image:
-        """Image `index` as 8-bit RGB; raises CorruptImageError."""
-        ...
-
-    def location(self, index: int) -> str:
-        """Where image `index` lies, for logs and errors."""
-        ...
-
-
-def fingerprint_of(source: object) -> str | None:
-    """What tells the images of a source from as many others, by their names; None for a source that cannot say.
-
-    Args:
-        source: with a method `fingerprint`, or without.
-    """
-    fingerprint = getattr(source, "fingerprint", None)
-    return None if fingerprint is None else fingerprint()
-
-
 def index_images(data_path: str, number: int, count: int, split: str | None = None) -> None:
-    """Put a share of what `open_source` will look up into the cache: every `count`-th shard, if there are shards.
+    """Index every `count`-th shard of a data path, beginning with shard `number`, into the cache.
 
     Args:
-        data_path: as in `open_source`.
+        data_path: as in `open_source`; nothing happens without shards.
         number: this process among those that share the work, from 0.
-        count: how many they are.
+        count: number of these processes.
         split: as in `open_source`, for training.
     """
     path = os.path.expanduser(data_path)
-    with contextlib.suppress(ValueError):  # who opens the shards says what is wrong with them
-        is_folder = os.path.isdir(path)
-        wanted = (split or split_of_folder(path, "train")) if is_folder else ALL
-        chosen = [path] if wanted == ALL else find_split(path, wanted)
+    with contextlib.suppress(ValueError):  # `open_source` reports what is wrong with the shards
+        split = (split or split_of_folder(path, "train")) if os.path.isdir(path) else ALL
+        chosen = [path] if split == ALL else find_split(path, split)
         index_share(IMAGES, chosen if len(chosen) > 1 else find_shards(chosen[0]), number, count)
 
 
@@ -134,23 +92,21 @@ def open_source(
     columns: TableColumns = USUAL_COLUMNS,
     limits: ImageLimits = DEFAULT_LIMITS,
 ) -> ImageSource:
-    """Open any collection of images; one log line says how many were found in how long.
+    """Open any collection of images; one log line gives their number and the time.
 
-    Folders follow torchvision's ImageFolder where it applies: when every image lies in a subfolder, the first-level
-    subfolder is its class, however deep it lies. There are no labels when images lie directly in the folder (flat, or
-    mixed with subfolders), when there is a single subfolder, or when the subfolders are splits; the log says so.
-    Names that begin with a dot and empty classes are skipped.
+    Folders follow torchvision's ImageFolder: when every image lies in a subfolder, the first-level subfolder is its
+    class. There are no labels when images lie directly in the folder, when there is a single subfolder, or when the
+    subfolders are splits; the log says so. Names that begin with a dot and empty classes are skipped.
 
     Args:
         data_path: see the list at the top of this file. An existing path comes before a torchvision set's name.
-        split: a name opens that split: a subfolder, list, table or shards of that name in the folder, a table's rows by
-            its column of splits, torchvision's training or test images, scenes' held-out images; "test" serves as "val"
-            where there is no "val". "all" opens everything that lies there. None opens the default split wherever
-            splits are recognised, else everything.
-        download: fetch a torchvision set that is not on disk; with several processes, let one of them do it first.
-        max_corrupt: share of the images that may lie in damaged tar shards, which are then named and left out.
-        default_split: what None means, "train" or "val". Training images of stl10 are those without labels, too.
-        columns: of a table, where they have other names than the usual ones; refused for what is no table.
+        split: name of a split: a subfolder, list, table or shards of that name, a table's rows by its column of splits,
+            torchvision's training or test images, held-out scenes; "test" serves as "val" where there is no "val".
+            "all" opens everything. None opens the default split where splits are recognised, else everything.
+        download: fetch a torchvision set that is not on disk; with several processes, only one may do so at a time.
+        max_corrupt: share of the images that may lie in damaged tar shards, which are then skipped.
+        default_split: the split of None, "train" or "val". Training images of stl10 include those without labels.
+        columns: of a table with unusual column names.
         limits: larger images count as unreadable.
 
     Raises:
@@ -168,7 +124,7 @@ def open_source(
 
 
 def _open_scenes(data_path: str, split: str) -> ImageSource:
-    """The built-in scenes; all of them are those for training."""
+    """The built-in scenes; `ALL` opens those for training."""
     num_images, image_size = parse_scenes_spec(data_path)
     return Scenes(num_images, image_size=image_size, split="train" if split == ALL else split)
 
@@ -180,7 +136,7 @@ OPENERS: dict[str, Callable[[str, str], ImageSource]] = {"scenes": _open_scenes}
 def _open(
     data_path: str, split: str | None, download: bool, max_lost: float, default_split: str, columns: TableColumns
 ) -> tuple[ImageSource, str]:
-    """Find out what a data path is; returns the source and the log's word for how it was opened."""
+    """The source of a data path, and the log's words for how it was opened."""
     prefix = data_path.partition(":")[0]
     if prefix in OPENERS:
         columns.refuse_for(data_path)
@@ -210,7 +166,7 @@ def _open(
 
 
 def _open_named_set(data_path: str, split: str | None, download: bool) -> tuple[ImageSource, str]:
-    """A torchvision set; ValueError for what is nothing at all."""
+    """A torchvision set; ValueError for any other name."""
     name, _, folder = data_path.partition(":")
     if name in TORCHVISION_SETS:
         return open_torchvision(name, folder or "data", None if split == ALL else split, download), "opened"
@@ -229,7 +185,7 @@ def _open_named_set(data_path: str, split: str | None, download: bool) -> tuple[
 def _open_file(
     path: str, split: str | None, max_lost: float, default_split: str, columns: TableColumns
 ) -> tuple[ImageSource, str]:
-    """Open one file by its ending: tar, table, or (whatever else) a list of paths."""
+    """A file by its ending: tar, table, or else a list of paths."""
     refuse_compressed(path)
     lower = path.lower()
     if lower.endswith(IMAGE_EXTENSIONS):
@@ -252,7 +208,7 @@ def _refuse_split_of_shards(data_path: str, split: str | None) -> None:
 
 
 def refuse_remote(data_path: str) -> None:
-    """ValueError for an address, or a command whose output is meant: only local files are read."""
+    """ValueError for an address or a command (`pipe:`): only local files are read."""
     for part in data_path.split("::"):
         if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://|pipe:", part) and not os.path.exists(part):
             raise ValueError(

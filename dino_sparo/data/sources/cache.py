@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from dino_sparo.data.sources.packed import Arrays
+from dino_sparo.data.sources.image_source import Arrays
 
 _logger = logging.getLogger(__name__)
 

@@ -9,22 +9,56 @@ import logging
 import mmap
 import os
 import warnings
+from dataclasses import dataclass
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from dino_sparo.data.sources.limits import IMAGE_FORMATS, ImageLimits, open_regular
-from dino_sparo.runtime.choices import MAX_VALUE
+from dino_sparo.runtime.choices import MAX_IMAGE_MB, MAX_IMAGE_MPIX, MAX_VALUE
+from dino_sparo.runtime.files import open_regular
 
 # The endings that torchvision's ImageFolder, hence the reference, takes for images.
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 IMAGE_ENDINGS = tuple(ending.encode() for ending in IMAGE_EXTENSIONS)
-DEFAULT_LIMITS = ImageLimits()
+# Formats that Pillow decodes itself; the name of a file does not matter. GIF, since web collections name some .jpg.
+IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+PILLOW_MAX_MPIX = 178.9  # Pillow refuses larger images itself
 
 _logger = logging.getLogger(__name__)
 # 1 after the warning about dark images. Forked workers share the memory, so a run warns once.
 _HAS_WARNED = mmap.mmap(-1, 1)
 DARK_SHARE = 0.25  # of white; the brightest pixel of a 14-bit image, taken for 16 bits
+
+
+@dataclass(frozen=True)
+class ImageLimits:
+    """Images beyond these are not decoded and count as unreadable.
+
+    Attributes:
+        max_mb: size of the file, 10^6 bytes.
+        max_mpix: width times height, 10^6 pixels. Decoding takes up to 8 bytes per pixel.
+        max_value: of 16-bit grayscale images, which is shown white; larger values are white, too.
+
+    Raises:
+        ValueError: a limit is out of range.
+    """
+
+    max_mb: float = MAX_IMAGE_MB
+    max_mpix: float = MAX_IMAGE_MPIX
+    max_value: int = MAX_VALUE
+
+    def __post_init__(self) -> None:
+        if not self.max_mb > 0:
+            raise ValueError(f"--max_image_mb {self.max_mb}: give a positive number")
+        if not 0 < self.max_mpix <= PILLOW_MAX_MPIX:
+            raise ValueError(
+                f"--max_image_mpix {self.max_mpix}: give a positive number, at most Pillow's own {PILLOW_MAX_MPIX}"
+            )
+        if not 0 < self.max_value <= MAX_VALUE:
+            raise ValueError(f"--max_value {self.max_value}: give a number from 1 to {MAX_VALUE}")
+
+
+DEFAULT_LIMITS = ImageLimits()
 
 
 class CorruptImageError(ValueError):

@@ -13,7 +13,7 @@ import numpy as np
 
 from dino_sparo.data.sources.cache import load_or_index
 from dino_sparo.data.sources.decode import IMAGE_ENDINGS, IMAGE_EXTENSIONS
-from dino_sparo.data.sources.packed import Arrays, FileSource, PackedStrings
+from dino_sparo.data.sources.image_source import Arrays, FileSource, PackedStrings
 from dino_sparo.data.sources.splits import SPLIT_WORDS
 from dino_sparo.data.sources.tars import TarSource, find_shards, open_shards
 

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from dino_sparo.data.sources.limits import open_regular
+from dino_sparo.runtime.files import open_regular
 
 _logger = logging.getLogger(__name__)
 

@@ -23,10 +23,10 @@ from dino_sparo.data.sources.decode import (
     CorruptImageError,
     read_image,
 )
-from dino_sparo.data.sources.limits import open_regular, parse_json
-from dino_sparo.data.sources.packed import encode_labels, hash_of
+from dino_sparo.data.sources.image_source import encode_labels, hash_of
 from dino_sparo.data.sources.shard_index import Kind, Notes, Piece, ShardIndex, blocks_of, open_index
 from dino_sparo.data.sources.tar_headers import BLOCK_BYTES, member_name, tar_members
+from dino_sparo.runtime.files import open_regular, parse_json
 
 _logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 
 from dino_sparo.data.dataset import CorruptImageError, ImageSource, open_source
-from dino_sparo.data.sources.subset import spread_out
+from dino_sparo.data.sources.image_source import spread_out
 from dino_sparo.data.views import PatchView, view_pixels
 from dino_sparo.draw.grids import MapSet, compare_page, grid_page, matrix_page, tile_picture
 from dino_sparo.draw.labels import describe_model, file_names, run_names, short_name

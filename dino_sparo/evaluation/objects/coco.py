@@ -15,8 +15,8 @@ from jaxtyping import Bool
 
 from dino_sparo.data.dataset import CorruptImageError, ImageSource
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS
-from dino_sparo.data.sources.limits import open_regular, parse_json
 from dino_sparo.evaluation.objects.masks import ObjectMasks, ObjectSource, image_files
+from dino_sparo.runtime.files import open_regular, parse_json
 
 
 def polygon_mask(polygons: Sequence[Sequence[float | int]], height: int, width: int) -> Bool[np.ndarray, "H W"]:

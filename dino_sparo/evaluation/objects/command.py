@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dino_sparo.data.sources.packed import FileSource
+from dino_sparo.data.sources.image_source import FileSource
 from dino_sparo.data.views import PatchView
 from dino_sparo.draw.labels import describe_model, run_names
 from dino_sparo.draw.sheet import require_matplotlib

@@ -19,9 +19,9 @@ from dino_sparo.data.dataset import CorruptImageError
 from dino_sparo.data.scenes import Scenes, names_scenes, parse_scenes_spec
 from dino_sparo.data.sources import IMAGE_EXTENSIONS
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS
-from dino_sparo.data.sources.limits import open_regular
 from dino_sparo.evaluation.objects.coco import open_coco
 from dino_sparo.evaluation.objects.masks import UNKNOWN, ObjectMasks, ObjectSource, image_files, masks_of_ids
+from dino_sparo.runtime.files import open_regular
 
 VOC_VOID = 255
 MAX_NUMBERS = 1000  # of a mask: each object takes a mask of its own, so that a picture of depths would fill the memory

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Int
 from PIL import Image
 
 from dino_sparo.data.dataset import CorruptImageError, ImageSource
-from dino_sparo.data.sources.packed import FileSource, PackedStrings
+from dino_sparo.data.sources.image_source import FileSource, PackedStrings
 from dino_sparo.data.views import View
 
 UNKNOWN = -1  # class of an object whose class nobody says

@@ -15,10 +15,10 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from dino_sparo.data.sources.limits import parse_json
 from dino_sparo.evaluation.load import Subject
 from dino_sparo.models.encoder import Encoder, EncoderConfig
 from dino_sparo.models.readout import ReadoutOutput
+from dino_sparo.runtime.files import parse_json
 from dino_sparo.runtime.records import file_sha256
 
 MAKERS = "dino-sparo slot-study or dino-sparo select"

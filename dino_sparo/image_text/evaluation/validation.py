@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dino_sparo.data.sources.subset import Subset
+from dino_sparo.data.sources.image_source import Subset
 from dino_sparo.image_text.contrastive import contrastive_loss
 from dino_sparo.image_text.evaluation.retrieval import recall
 from dino_sparo.image_text.pairs.batches import Captions, PairSource

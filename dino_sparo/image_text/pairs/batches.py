@@ -25,7 +25,7 @@ from dino_sparo.data.dataset import (
     image_rng,
     read_next,
 )
-from dino_sparo.data.sources import fingerprint_of
+from dino_sparo.data.sources.image_source import fingerprint_of
 from dino_sparo.image_text.choices import CROP_SCALE
 from dino_sparo.image_text.text import tokenize
 

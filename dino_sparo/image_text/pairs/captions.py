@@ -1,8 +1,8 @@
 """Where captions come from: index of an image -> its captions in words.
 
-Every class here is a `pairs.Captions`: called with an index it returns the captions of that image, none if it has none.
-Captions of tables and annotations lie in flat arrays, as file names do (`sources/packed.py` says why); those of tar
-shards stay where they are and are read when they are asked for.
+Each class is a `Captions`: called with an index it returns the captions of that image, perhaps none. Captions of tables
+and annotations lie in flat arrays, as file names do (`sources/image_source.py` says why); those of tar shards stay
+there and are read when needed.
 """
 
 from array import array
@@ -14,12 +14,12 @@ from jaxtyping import Int64
 
 from dino_sparo.data.dataset import CorruptImageError, ImageSource, require_labels
 from dino_sparo.data.scenes import ATTRIBUTES, Scenes
-from dino_sparo.data.sources.limits import open_regular, parse_json
-from dino_sparo.data.sources.packed import PackedStrings
+from dino_sparo.data.sources.image_source import PackedStrings
 from dino_sparo.data.sources.shard_index import ShardIndex
 from dino_sparo.data.sources.tar_headers import BLOCK_BYTES
 from dino_sparo.image_text.classes import ClassList
 from dino_sparo.image_text.prompts import prompts
+from dino_sparo.runtime.files import open_regular, parse_json
 
 MAX_CAPTION_BYTES = 1 << 20
 

@@ -22,10 +22,10 @@ from dino_sparo.data.dataset import ImageSource, most_corrupt, open_source
 from dino_sparo.data.scenes import INDEPENDENT, Scenes, names_scenes, parse_scenes_spec
 from dino_sparo.data.sources import ImageLimits, TableColumns, refuse_remote
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS
-from dino_sparo.data.sources.packed import FileSource
-from dino_sparo.data.sources.rows import TABLE_ENDINGS
+from dino_sparo.data.sources.image_source import FileSource
 from dino_sparo.data.sources.shard_index import index_share
 from dino_sparo.data.sources.splits import ALL, find_split, split_of_folder
+from dino_sparo.data.sources.tables import TABLE_ENDINGS
 from dino_sparo.data.sources.tars import IMAGES, TarSource, find_shards
 from dino_sparo.image_text.classes import open_classes
 from dino_sparo.image_text.pairs.batches import PairSource

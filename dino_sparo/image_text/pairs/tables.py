@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from dino_sparo.data.sources.limits import open_regular, parse_json
-from dino_sparo.data.sources.packed import FileSource
-from dino_sparo.data.sources.rows import PATHS, SPLITS, Column, TableRows
+from dino_sparo.data.sources.image_source import FileSource
+from dino_sparo.data.sources.tables import PATHS, SPLITS, Column, TableRows
 from dino_sparo.image_text.pairs.batches import LeftOut, PairSource
 from dino_sparo.image_text.pairs.captions import ListedCaptions, PackedTexts
+from dino_sparo.runtime.files import open_regular, parse_json
 
 IMAGES = replace(PATHS, holds="images", option="image_key")
 # `title` is OpenCLIP's default.

@@ -13,8 +13,8 @@ from PIL import Image
 
 from dino_sparo.data.dataset import CorruptImageError, ImageSource
 from dino_sparo.data.sources import IMAGE_EXTENSIONS
-from dino_sparo.data.sources.limits import PILLOW_MAX_MPIX
-from dino_sparo.data.sources.packed import FileSource, PackedStrings
+from dino_sparo.data.sources.decode import PILLOW_MAX_MPIX
+from dino_sparo.data.sources.image_source import FileSource, PackedStrings
 
 ROOT = Path("/")  # start of absolute paths
 # If a larger share of images or captions is missing, the folder or the download is wrong.

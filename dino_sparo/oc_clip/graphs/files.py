@@ -26,13 +26,13 @@ from jaxtyping import Int32, Int64, UInt64
 
 from dino_sparo.data.dataset import most_corrupt
 from dino_sparo.data.sources.cache import load_or_index
-from dino_sparo.data.sources.limits import open_regular, parse_object
-from dino_sparo.data.sources.packed import Arrays
+from dino_sparo.data.sources.image_source import Arrays
 from dino_sparo.oc_clip.choices import MAX_NODES, MAX_RELATIONS
 from dino_sparo.oc_clip.graphs.canonical import canonical
 from dino_sparo.oc_clip.graphs.graph import LookupCounts, SceneGraph, normalize
 from dino_sparo.oc_clip.parsers.spacy_rules import SpacyParser
 from dino_sparo.oc_clip.parsers.templates import parse_caption
+from dino_sparo.runtime.files import open_regular, parse_object
 from dino_sparo.runtime.logs import progress
 from dino_sparo.runtime.records import file_sha256, writing
 

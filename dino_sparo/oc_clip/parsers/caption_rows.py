@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 from dino_sparo.data.dataset import CorruptImageError
 from dino_sparo.data.sources.decode import IMAGE_ENDINGS
-from dino_sparo.data.sources.limits import open_regular, parse_json, parse_object
-from dino_sparo.data.sources.packed import FileSource
-from dino_sparo.data.sources.rows import TABLE_ENDINGS, TableRows
+from dino_sparo.data.sources.image_source import FileSource
 from dino_sparo.data.sources.splits import ALL
+from dino_sparo.data.sources.tables import TABLE_ENDINGS, TableRows
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.pairs.tables import CAPTIONS, IMAGES, read_coco
 from dino_sparo.oc_clip.graphs.files import read_lines
+from dino_sparo.runtime.files import open_regular, parse_json, parse_object
 
 # Of JSON that is no table. "description" and "title", usual names of columns, describe whole files there.
 CAPTION_KEYS = frozenset(

@@ -24,7 +24,6 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Bool, UInt64
 
-from dino_sparo.data.sources.limits import parse_object
 from dino_sparo.oc_clip.graphs.files import JsonLines, caption_bytes, graph_record, hash_of, read_lines
 from dino_sparo.oc_clip.graphs.graph import LookupCounts, SceneGraph, normalize
 from dino_sparo.oc_clip.parsers.annotated import DRAW, AnnotatedImages
@@ -33,6 +32,7 @@ from dino_sparo.oc_clip.parsers.llm import LanguageModelParser, LocalModel, Outc
 from dino_sparo.oc_clip.parsers.spacy_rules import SpacyParser
 from dino_sparo.oc_clip.parsers.templates import parse_caption
 from dino_sparo.runtime.cli import say
+from dino_sparo.runtime.files import parse_object
 from dino_sparo.runtime.lock import RunLock
 from dino_sparo.runtime.logs import progress, setup_logging
 from dino_sparo.runtime.records import file_sha256, versions, write_json

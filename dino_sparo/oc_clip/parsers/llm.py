@@ -21,10 +21,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dino_sparo.data.sources.limits import parse_json
 from dino_sparo.oc_clip.graphs.graph import SceneGraph
 from dino_sparo.runtime.cli import MendableError
 from dino_sparo.runtime.extras import require
+from dino_sparo.runtime.files import parse_json
 
 logger = logging.getLogger(__name__)
 

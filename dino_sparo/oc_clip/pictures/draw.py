@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dino_sparo.data.dataset import CorruptImageError
-from dino_sparo.data.sources.subset import spread_out
+from dino_sparo.data.sources.image_source import spread_out
 from dino_sparo.data.views import PatchView, view_pixels
 from dino_sparo.draw.labels import describe_model, run_names
 from dino_sparo.image_text.pairs.batches import PairSource

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dino_sparo.data.sources.limits import parse_json
 from dino_sparo.image_text.evaluation.questions import Answers, Question, check_question
+from dino_sparo.runtime.files import parse_json
 
 # Split -> how much it counts in a mean; the weights of a mean sum to one.
 Weights = dict[str, float]

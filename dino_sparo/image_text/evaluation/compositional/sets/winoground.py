@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from dino_sparo.data.sources.limits import parse_json
 from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark, Outcome, questions_of
 from dino_sparo.image_text.evaluation.questions import Answers, Question
+from dino_sparo.runtime.files import parse_json
 
 EXAMPLES = "examples.jsonl"
 TAG = "collapsed_tag"  # Object, Relation or Both: the words that are exchanged

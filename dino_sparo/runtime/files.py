@@ -1,21 +1,13 @@
-"""What may be read: regular files, images of a few formats, of bounded size; JSON of bounded depth.
+"""Files from strangers -> bytes and JSON values: regular files only, JSON of bounded depth.
 
-Data may come from strangers. Reading a named pipe may never end. Pillow runs PostScript with Ghostscript. A file of a
-few kilobytes may hold more pixels than fit into memory.
+Reading a named pipe may never end, and deeply nested JSON exhausts the stack.
 """
 
 import io
 import json
 import os
 import stat
-from dataclasses import dataclass
 from typing import Any
-
-from dino_sparo.runtime.choices import MAX_IMAGE_MB, MAX_IMAGE_MPIX, MAX_VALUE
-
-# Formats that Pillow decodes itself; the name of a file does not matter. GIF, since web collections name some .jpg.
-IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-PILLOW_MAX_MPIX = 178.9  # Pillow refuses larger images itself
 
 _KINDS = {
     stat.S_IFIFO: "a named pipe",
@@ -24,34 +16,6 @@ _KINDS = {
     stat.S_IFBLK: "a device",
     stat.S_IFSOCK: "a socket",
 }
-
-
-@dataclass(frozen=True)
-class ImageLimits:
-    """Images beyond these are not decoded and count as unreadable.
-
-    Attributes:
-        max_mb: size of the file, 10^6 bytes.
-        max_mpix: width times height, 10^6 pixels. Decoding takes up to 8 bytes per pixel.
-        max_value: of 16-bit grayscale images, which is shown white; larger values are white, too.
-
-    Raises:
-        ValueError: a limit is out of range.
-    """
-
-    max_mb: float = MAX_IMAGE_MB
-    max_mpix: float = MAX_IMAGE_MPIX
-    max_value: int = MAX_VALUE
-
-    def __post_init__(self) -> None:
-        if not self.max_mb > 0:
-            raise ValueError(f"--max_image_mb {self.max_mb}: give a positive number")
-        if not 0 < self.max_mpix <= PILLOW_MAX_MPIX:
-            raise ValueError(
-                f"--max_image_mpix {self.max_mpix}: give a positive number, at most Pillow's own {PILLOW_MAX_MPIX}"
-            )
-        if not 0 < self.max_value <= MAX_VALUE:
-            raise ValueError(f"--max_value {self.max_value}: give a number from 1 to {MAX_VALUE}")
 
 
 def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:

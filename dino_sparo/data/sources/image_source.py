@@ -1,0 +1,212 @@
+"""The interface of a source of images, the source of images that are files, and a subset of a source.
+
+Names and labels of many images are kept in flat arrays rather than Python strings: worker processes share arrays with
+their parent, whereas reading a Python object writes its reference count and so copies its memory page.
+"""
+
+import hashlib
+import os
+import re
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Int64
+from PIL import Image
+
+from dino_sparo.data.sources.decode import DEFAULT_LIMITS, read_image
+
+_MAX_CLASSES = 1 << 20
+
+Arrays = dict[str, np.ndarray]
+
+
+@runtime_checkable
+class ImageSource(Protocol):
+    """Any collection of images, by index.
+
+    Attributes:
+        name: for the log, e.g. "folder data/train".
+        classes: the classes' names in the order of their numbers; None without labels.
+        labels: (len,) int64, class of each image, -1 where an image has none; None without labels.
+    """
+
+    name: str
+    classes: list[str] | None
+    labels: np.ndarray | None
+
+    def __len__(self) -> int:
+        """Number of images."""
+        ...
+
+    def read(self, index: int) -> Image.Image:
+        """Image `index` as 8-bit RGB; raises CorruptImageError."""
+        ...
+
+    def location(self, index: int) -> str:
+        """Path or position of image `index`, for logs and errors."""
+        ...
+
+
+def fingerprint_of(source: object) -> str | None:
+    """Hash of the images' names, if the source has a method `fingerprint`; resuming warns if the hash changed."""
+    fingerprint = getattr(source, "fingerprint", None)
+    return None if fingerprint is None else fingerprint()
+
+
+class PackedStrings:
+    """Many strings in two arrays: all bytes one after the other, and the end of each string.
+
+    Args:
+        blob: (bytes,) uint8.
+        ends: (len,) int64.
+    """
+
+    def __init__(self, blob: np.ndarray, ends: np.ndarray) -> None:
+        self.blob, self.ends = blob, ends
+
+    @classmethod
+    def pack(cls, strings: Sequence[bytes]) -> "PackedStrings":
+        """Pack file names, given as the file system's bytes."""
+        lengths = np.fromiter(map(len, strings), np.int64, len(strings))
+        return cls(np.frombuffer(b"".join(strings), np.uint8), lengths.cumsum())
+
+    @classmethod
+    def from_arrays(cls, arrays: Arrays, name: str) -> "PackedStrings":
+        """The inverse of `to_arrays`."""
+        return cls(arrays[f"{name}_blob"], arrays[f"{name}_ends"])
+
+    def to_arrays(self, name: str) -> Arrays:
+        """Both arrays, to be stored with others in an index."""
+        return {f"{name}_blob": self.blob, f"{name}_ends": self.ends}
+
+    def to_list(self) -> list[str]:
+        """All strings, for short lists."""
+        return [self[i] for i in range(len(self))]
+
+    def __len__(self) -> int:
+        """Number of strings."""
+        return len(self.ends)
+
+    def __getitem__(self, index: int) -> str:
+        if not 0 <= index < len(self.ends):
+            raise IndexError(f"index {index} of {len(self.ends)}")
+        start = self.ends[index - 1] if index else 0
+        return os.fsdecode(self.blob[start : self.ends[index]].tobytes())
+
+
+class FileSource:
+    """Images that are files: a folder, a list or a table.
+
+    Args:
+        name: as in `ImageSource`, like `classes` and `labels`.
+        root: folder of relative paths.
+        paths: one per image, relative to `root` or absolute.
+        classes: names.
+        labels: (len,) int64.
+
+    Attributes:
+        limits: larger images are refused; `open_source` sets them.
+    """
+
+    def __init__(
+        self, name: str, root: str, paths: PackedStrings, classes: list[str] | None, labels: np.ndarray | None
+    ) -> None:
+        self.name, self.root, self.paths, self.classes, self.labels = name, root, paths, classes, labels
+        self.limits = DEFAULT_LIMITS
+
+    def __len__(self) -> int:
+        """Number of images."""
+        return len(self.paths)
+
+    def location(self, index: int) -> str:
+        """The file's path."""
+        return os.path.join(self.root, self.paths[index])
+
+    def read(self, index: int) -> Image.Image:
+        """Image `index` as 8-bit RGB; raises CorruptImageError."""
+        path = self.location(index)
+        return read_image(path, path, limits=self.limits)
+
+    def fingerprint(self) -> str:
+        """A hash of all paths as they are written, so that a folder may move."""
+        return hash_of(self.paths.blob, self.paths.ends)
+
+
+class Subset:
+    """Some images of a source, under new indices.
+
+    Args:
+        source: all images.
+        indices: (images,), the chosen ones in their new order.
+        labels: (images,), their classes; None: as in the source.
+        classes: names of the classes; None: as in the source.
+    """
+
+    def __init__(
+        self,
+        source: ImageSource,
+        indices: Int64[np.ndarray, " images"],
+        labels: Int64[np.ndarray, " images"] | None = None,
+        classes: list[str] | None = None,
+    ) -> None:
+        self.source, self.indices = source, indices
+        self.name = source.name if len(indices) == len(source) else f"{len(indices)} images of {source.name}"
+        self.classes = source.classes if classes is None else classes
+        self.labels = labels if labels is not None or source.labels is None else source.labels[indices]
+
+    def __len__(self) -> int:
+        """Number of images."""
+        return len(self.indices)
+
+    def read(self, index: int) -> Image.Image:
+        """Image `index` as 8-bit RGB; raises CorruptImageError."""
+        return self.source.read(int(self.indices[index]))
+
+    def location(self, index: int) -> str:
+        """Where image `index` lies."""
+        return self.source.location(int(self.indices[index]))
+
+    def fingerprint(self) -> str | None:
+        """A hash of the source's and of the indices; None if the source has none."""
+        whole = fingerprint_of(self.source)
+        return None if whole is None else f"{whole} {hash_of(self.indices)}"
+
+
+def spread_out(source: ImageSource, max_images: int) -> list[int]:
+    """At most `max_images` indices, evenly spaced: folders are sorted by class, so the first would be of one class."""
+    count = min(max_images, len(source))
+    return [i * len(source) // count for i in range(count)]
+
+
+def of_different_classes(source: ImageSource, max_images: int) -> list[int]:
+    """At most `max_images` indices: of as many classes, where there are labels for so many, else evenly spaced."""
+    firsts = [] if source.labels is None else np.unique(source.labels, return_index=True)[1].tolist()
+    if len(firsts) < max_images:
+        return spread_out(source, max_images)
+    return [firsts[i * len(firsts) // max_images] for i in range(max_images)]
+
+
+def hash_of(*arrays: np.ndarray) -> str:
+    """SHA-256 of types, shapes and contents of arrays, hexadecimal."""
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(f"{array.dtype}{array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def encode_labels(labels: Sequence[str]) -> tuple[list[str] | None, np.ndarray | None]:
+    """Labels as written -> (class names, (len,) int64): whole numbers as they are, words in alphabetical order.
+
+    An empty label or -1 means no label and becomes -1.
+    """
+    classes = sorted({*labels} - {"", "-1"})
+    if not classes:
+        return None, None
+    if all(re.fullmatch("[0-9]{1,9}", label) for label in classes) and max(map(int, classes)) < _MAX_CLASSES:
+        number = {label: int(label) for label in classes}
+        classes = [str(i) for i in range(max(number.values()) + 1)]
+    else:
+        number = {label: i for i, label in enumerate(classes)}
+    return classes, np.fromiter((number.get(label, -1) for label in labels), np.int64, len(labels))
