@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dino_sparo.clip.config import CLIPConfig, towers_of
 from dino_sparo.image_text.text import TextConfig
 from dino_sparo.runtime.choices import ARCHITECTURES
-from dino_sparo.weights.checkpoint import CheckpointError, check_known_clip, infer_config
+from dino_sparo.weights.checkpoint import CheckpointError, infer_config
 from dino_sparo.weights.foreign_names import ENDS, from_open_clip_names, open_clip_settings, to_open_clip_names
 
 HEAD_WIDTH = 64  # of all of open_clip's text encoders
@@ -66,8 +66,8 @@ def from_open_clip(
     Raises:
         CheckpointError: the weights are of another make, or of an architecture that is not known.
     """
-    renamed = check_known_clip(from_open_clip_names(weights))
-    return infer_clip_config(renamed.weights, text_heads, quick_gelu), renamed.weights
+    renamed = from_open_clip_names(weights)
+    return infer_clip_config(renamed, text_heads, quick_gelu), renamed
 
 
 def infer_clip_config(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from dino_sparo.weights.checkpoint import CheckpointError, clip_weights, image_text_entry, load_checkpoint
-from dino_sparo.weights.initialize import InitReport, check_same_activation, start_encoder
+from dino_sparo.weights.initialize import InitReport, check_same_activation, initialize_from
 
 
 class TowersReport(NamedTuple):
@@ -68,7 +68,7 @@ def initialize_towers(model: Any, path: str | Path, with_rest: bool = True, with
     image = None
     if with_image:
         tower = {name.removeprefix("image."): value for name, value in weights.items() if name.startswith("image.")}
-        image = start_encoder(model.image, tower, source)
+        image = initialize_from(model.image, tower, source)
     taken = {f"image.{name}" for name in (image.taken if image else ())} | text.keys()
     ends = {name: weights[name] for name in _fitting_ends(weights, own)} if with_rest else {}
     model.load_state_dict({**model.state_dict(), **text, **ends})

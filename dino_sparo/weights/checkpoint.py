@@ -3,35 +3,34 @@
 A checkpoint is a dict of plain values and tensors, read without running any code in it:
 
     student, teacher       weights of DINO: `backbone.*`, `readout.*`, `head.*`
-    dino_loss              DINO's centre
+    dino_loss              DINO's center
     encoder                how DINO's encoder was built (`EncoderConfig`), and the mean and std of its images
     model                  CLIP and OC-CLIP instead: the weights of the whole model
     clip, oc_clip          how CLIP, or OC-CLIP, was built, and the mean and std of its images
     optimizer              its state
-    fp16_scaler            the scale of the gradients, with fp16 only
-    epoch, step            epochs whose steps are all taken, finished steps
-    unlogged_epoch         means of the last of these epochs if it is yet to be evaluated and logged, else None
-    data_hashes            what tells the data from as many others
+    fp16_scaler            scale of the gradients, with fp16 only
+    epoch, step            finished epochs, finished steps
+    unlogged_epoch         means of the last finished epoch until it is evaluated and logged, then None
+    data_hashes            fingerprint of the data
     num_corrupt            unreadable images or pairs in the running epoch
-    num_truncated          CLIP and OC-CLIP: captions cut off in it
-    num_missing_graphs     OC-CLIP: captions without a scene graph in it
-    num_whole_captions     OC-CLIP: captions in it whose graph is one entity, the caption itself
-    num_dropped_nodes      OC-CLIP: entities in it beyond --max_nodes
-    num_dropped_relations  OC-CLIP: relations in it beyond --max_relations
+    num_truncated          CLIP and OC-CLIP: truncated captions in the running epoch
+    num_missing_graphs     OC-CLIP: captions without a scene graph in the running epoch
+    num_whole_captions     OC-CLIP: captions whose graph is one entity, the caption itself, in the running epoch
+    num_dropped_nodes      OC-CLIP: entities beyond --max_nodes in the running epoch
+    num_dropped_relations  OC-CLIP: relations beyond --max_relations in the running epoch
     best_knn               DINO: the highest 20-NN accuracy so far
     best_zero_shot         CLIP and OC-CLIP: the highest zero-shot accuracy so far
-    ranks                  per process: its random numbers, and its part of the running epoch's means
-    num_images, num_pairs  size of the data of DINO; of CLIP and OC-CLIP
+    ranks                  per process: random number generators, and sums of the running epoch's means
+    num_images, num_pairs  size of the data: DINO; CLIP and OC-CLIP
     global_batch           images or pairs per step over all processes
-    steps_per_epoch        what a step's number is counted in
-    args, versions         the options; versions of the packages
+    steps_per_epoch        number of steps per epoch
+    args, versions         options; versions of the packages
 
 `weights/file.py` reads these files, `weights/folder.py` writes them.
 
-The names are the reference's where it has one, so its scripts read our `--readout cls` checkpoints, and `load_encoder`
-reads the reference's: full checkpoints, and raw ViT weights. `export.py` writes an encoder as safetensors, which are
-read wherever a checkpoint is; `initialize.py` starts an encoder from another's weights. From a checkpoint of CLIP,
-ours, OpenCLIP's or sparo-clip's, they take the image tower.
+Names are the reference's where it has one: its scripts read our `--readout cls` checkpoints, and `load_encoder` reads
+its full checkpoints and raw ViT weights. Exports of `export.py` are read wherever a checkpoint is. Where an encoder is
+needed, a CLIP (ours, OpenCLIP's or sparo-clip's) gives its image tower.
 """
 
 import logging
@@ -53,18 +52,18 @@ from dino_sparo.runtime.choices import ARCHITECTURES, IMAGENET_MEAN, IMAGENET_ST
 from dino_sparo.runtime.files import parse_object
 from dino_sparo.runtime.records import differences
 from dino_sparo.weights.file import CheckpointError, read_safetensors, read_torch_file
-from dino_sparo.weights.foreign_names import Renamed, from_open_clip_names, is_open_clip
+from dino_sparo.weights.foreign_names import from_open_clip_names, is_open_clip
 
 logger = logging.getLogger(__name__)
 
-IMAGE_TEXT_KEYS = ("clip", "oc_clip")  # how an image-text model was built; `model` has its weights
+IMAGE_TEXT_KEYS = ("clip", "oc_clip")  # entries that describe an image-text model
 NETWORKS = ("teacher", "student")
-PUBLISHED = "published"  # what a file beside the weights of OpenCLIP or timm says of them
-NUM_NAMES_SHOWN = 8  # of the keys that do not match
+PUBLISHED = "published"  # normalisation and activation from a file beside foreign weights
+NUM_NAMES_SHOWN = 8  # in messages
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """The states of the random number generators that a process could use, as plain values and tensors."""
+    """States of all random number generators of this process, as plain values and tensors."""
     numpy_name, numpy_keys, *numpy_rest = np.random.get_state()
     version, internal, gauss = random.getstate()
     state = {
@@ -76,7 +75,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Set the generators to what `random_state` returned."""
+    """Inverse of `random_state`."""
     torch.set_rng_state(state["torch"])
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
@@ -87,19 +86,18 @@ def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None
 
 
 def load_checkpoint(path: str | Path, verify: bool = True) -> dict[str, Any]:
-    """Read a checkpoint to the CPU, compare it with its checksums, and run no code from it.
+    """Read a checkpoint to the CPU, verify its checksums, run no code from it.
 
-    Checked are a .pth file's own checksums, which torch does not look at, and the one that our exports carry.
-    torch's files of before 2020 and safetensors of others have none.
+    A .pth file has checksums, which torch does not verify, and so have our exports; torch's files before 2020 and
+    safetensors of other programs have none.
 
     Args:
-        path: a .pth file, or a .safetensors file, whose weights then stand at the top of the dict, as raw weights do,
-            beside what the .json file of the same name says (`encoder`, `epoch`, ...), if there is one.
-        verify: False if `verify_checkpoint` has read the file a moment ago.
+        path: a .pth file, or a .safetensors file. The weights of the latter are at the top of the dict, as raw weights
+            are, beside the entries of the .json file of the same name (`encoder`, `epoch`, ...).
+        verify: False if `verify_checkpoint` has just read the file.
 
     Raises:
-        CheckpointError: no such file; a file that is damaged, compressed or no checkpoint; a pickle that asks for code
-            to run.
+        CheckpointError: the file is missing, damaged, compressed or no checkpoint, or its pickle asks for code to run.
     """
     path = Path(path)
     if not path.is_file():
@@ -114,14 +112,11 @@ def load_checkpoint(path: str | Path, verify: bool = True) -> dict[str, Any]:
 
 
 def _with_published(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Foreign weights with what they were published with: `open_clip_config.json`, or timm's `config.json` beside them.
+    """Add the normalisation and activation that foreign weights were published with, under `PUBLISHED`.
 
-    It says what weights cannot: mean and standard deviation of the images, and the activation. Without it GELU is
-    assumed, and the mean and standard deviation of ImageNet, or of OpenAI for a CLIP.
-
-    Raises:
-        CheckpointError: `open_clip_config.json` is damaged. (Any library may have written a `config.json`; one that is
-            not timm's is passed over.)
+    They stand beside the weights, in `open_clip_config.json` or timm's `config.json`. Without such a file the
+    activation is GELU, and mean and std are those of ImageNet, or of OpenAI for a CLIP. A `config.json` of another
+    library is ignored; a damaged `open_clip_config.json` is refused.
     """
     if any(key in checkpoint for key in (*IMAGE_TEXT_KEYS, *NETWORKS, "encoder")):
         return checkpoint
@@ -159,9 +154,8 @@ def _with_published(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
 def flat_weights(weights: Mapping[str, Any]) -> dict[str, Tensor]:
     """Weights under our names, whoever saved them.
 
-    Takes off DDP's `module.`, and puts a raw ViT's `blocks.*`, `cls_token`, ... below `backbone.`. LayerScale is
-    multiplied into the layer before it. Entries that are no tensors are dropped, and so is DINOv2's token for masked
-    patches.
+    Removes DDP's `module.`, entries that are no tensors and DINOv2's mask token; puts a raw ViT's `blocks.*`,
+    `cls_token`, ... below `backbone.`; multiplies LayerScale into the layer before it.
     """
     plain = {name.removeprefix("module."): value for name, value in weights.items() if isinstance(value, Tensor)}
     plain = _without_layer_scale(plain)
@@ -171,7 +165,7 @@ def flat_weights(weights: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _without_layer_scale(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same ViT without LayerScale: gamma * (W x + b) = (gamma W) x + gamma b. DINOv2's have it."""
+    """DINOv2's ViT without LayerScale: gamma * (W x + b) = (gamma W) x + gamma b."""
     layers = {"ls1.gamma": "attn.proj", "ls2.gamma": "mlp.fc2"}
     folded = {name: value for name, value in weights.items() if name.rpartition(".")[2] != "mask_token"}
     for ending, layer in layers.items():
@@ -186,11 +180,7 @@ def _without_layer_scale(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load_strictly(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
-    """Load weights if every name and shape fits, else say what does not.
-
-    Raises:
-        CheckpointError: with the counts and the first names of missing, unexpected and differently shaped weights.
-    """
+    """Load weights whose names and shapes all fit; otherwise the error lists the first that do not."""
     wanted = module.state_dict()
     missing, unexpected = sorted(wanted.keys() - weights.keys()), sorted(weights.keys() - wanted.keys())
     misshapen = [
@@ -209,7 +199,7 @@ def load_strictly(module: nn.Module, weights: Mapping[str, Tensor], source: str)
 
 
 def shortened(names: list[str]) -> str:
-    """The first names of a list, and how many more there are, for messages."""
+    """The first names of a list and the number of the others, for messages."""
     rest = len(names) - NUM_NAMES_SHOWN
     return ", ".join(names[:NUM_NAMES_SHOWN]) + (f", ... and {rest} more" if rest > 0 else "")
 
@@ -217,22 +207,19 @@ def shortened(names: list[str]) -> str:
 def encoder_description(
     config: EncoderConfig, mean: Iterable[float] = IMAGENET_MEAN, std: Iterable[float] = IMAGENET_STD
 ) -> dict[str, Any]:
-    """What a checkpoint carries under `encoder`."""
+    """A checkpoint's entry `encoder`."""
     return {**asdict(config), "mean": list(mean), "std": list(std)}
 
 
 def infer_config(
     weights: Mapping[str, Tensor], arch: str | None = None, patch_size: int | None = None
 ) -> EncoderConfig:
-    """How an encoder was built, from the shapes of a foreign ViT's weights.
+    """Configuration of a foreign ViT, inferred from the shapes of its weights under our names.
 
-    Args:
-        weights: under our names.
-        arch: overrides the architecture found from width and number of blocks.
-        patch_size: overrides the patch size found from the patch projection.
+    `arch` and `patch_size` override the inferred values.
 
     Raises:
-        CheckpointError: these are no ViT's weights, or of no known architecture.
+        CheckpointError: these are not the weights of a ViT, or no known architecture fits.
     """
     embed_dim, in_chans, kernel, grid_size = patch_sizes(weights)
     depth, queries = num_blocks(weights), weights.get("readout.queries")
@@ -281,23 +268,19 @@ def patch_sizes(weights: Mapping[str, Tensor]) -> tuple[int, int, int, int]:
 
 
 def num_blocks(weights: Iterable[str]) -> int:
-    """Blocks of a ViT, from the names of its weights."""
+    """Number of blocks of a ViT, from the names of its weights."""
     return 1 + max((block_of(name) for name in weights), default=-1)
 
 
 def block_of(name: str) -> int:
-    """The number of the block that a weight belongs to, -1 for those of none."""
+    """Index of the block that a weight belongs to; -1 for all others."""
     return int(name.split(".")[2]) if name.startswith("backbone.blocks.") else -1
 
 
 def describe_encoder(
     checkpoint: Mapping[str, Any], weights: Mapping[str, Tensor], arch: str | None = None, patch_size: int | None = None
 ) -> dict[str, Any]:
-    """How the encoder in a checkpoint was built: as its entry says, or as the shapes of its weights show.
-
-    Returns:
-        The fields of `EncoderConfig`, and `mean` and `std` of its images.
-    """
+    """Fields of `EncoderConfig`, mean and std: from the checkpoint's entry, else inferred from the weights."""
     pair = image_text_entry(checkpoint)
     entry = encoder_entry(checkpoint) if pair is None else _image_tower(pair)
     if entry is None:
@@ -308,15 +291,7 @@ def describe_encoder(
 
 
 def encoder_entry(checkpoint: Mapping[str, Any], source: str = "the checkpoint") -> dict[str, Any] | None:
-    """What a checkpoint says about its encoder under `encoder`; None if it says nothing.
-
-    Args:
-        checkpoint: what was read.
-        source: its file, for messages.
-
-    Raises:
-        CheckpointError: the entry is not what `encoder_description` gives.
-    """
+    """The checkpoint's entry `encoder`, validated; None if it has none. `source` is its file, for messages."""
     entry = checkpoint.get("encoder")
     if entry is None:
         return None
@@ -343,22 +318,19 @@ def load_encoder(
     patch_size: int | None = None,
     quick_gelu: bool = False,
 ) -> Encoder:
-    """The encoder of a checkpoint, built as the checkpoint says, in eval mode, on the CPU.
+    """The encoder of a checkpoint in eval mode, on the CPU.
 
-    Its `transform` turns one PIL image, or a list of them, into the batch (B, 3, H, W) that it takes, with the mean and
-    standard deviation of the checkpoint.
+    Its `transform` turns one PIL image, or a list, into a batch (B, 3, H, W), normalised as in training.
 
     Args:
         path: one of our checkpoints, or a full checkpoint or raw ViT weights of the reference, of timm or OpenCLIP.
-        which: `teacher` or `student`, or another entry of the file that holds weights; raw weights have neither and are
-            taken as they are.
-        arch: overrides the architecture, for foreign weights.
-        patch_size: overrides the patch size, for foreign weights.
-        quick_gelu: of foreign weights, which do not say whether they were trained with OpenAI's activation.
+        which: `teacher`, `student`, or another entry with weights; ignored for raw weights.
+        arch: architecture of foreign weights; None: inferred.
+        patch_size: patch side of foreign weights in pixels; None: inferred.
+        quick_gelu: foreign weights, which do not say so, were trained with OpenAI's activation.
 
     Raises:
-        CheckpointError: the file cannot be read, has no such key, says of another activation, or its weights do not
-            fit.
+        CheckpointError: the file cannot be read, has no such entry or another activation, or its weights do not fit.
     """
     return encoder_of(load_checkpoint(path), str(path), which, arch, patch_size, quick_gelu)
 
@@ -371,7 +343,7 @@ def encoder_of(
     patch_size: int | None = None,
     quick_gelu: bool = False,
 ) -> Encoder:
-    """`load_encoder` for a checkpoint that has been read from `source` already."""
+    """`load_encoder` for a checkpoint that was read from `source`."""
     encoder_entry(checkpoint, source)
     weights = network_weights(checkpoint, which, source)
     weights = {name: value for name, value in weights.items() if not name.startswith("head.")}
@@ -391,7 +363,7 @@ def encoder_of(
 
 
 def normalization_of(checkpoint: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and std of the images a checkpoint was trained on; ImageNet's where it does not say."""
+    """Mean and std of the images a checkpoint was trained on; ImageNet's if it does not say."""
     entry = image_text_entry(checkpoint) or encoder_entry(checkpoint) or {}
     is_foreign_clip = not entry and has_clips_images(checkpoint)
     mean, std = (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD) if is_foreign_clip else (IMAGENET_MEAN, IMAGENET_STD)
@@ -400,26 +372,26 @@ def normalization_of(checkpoint: Mapping[str, Any]) -> tuple[tuple[float, ...], 
 
 
 def has_clips_images(checkpoint: Mapping[str, Any]) -> bool:
-    """Whether foreign weights are OpenCLIP's, or those of a CLIP's image tower in timm, whose images are OpenAI's."""
+    """Whether foreign weights are of a CLIP (OpenCLIP's, or timm's image tower), with OpenAI's normalisation."""
     weights = _top_weights(checkpoint)
     return is_open_clip(weights) or "norm_pre.weight" in weights
 
 
 def activation_of(checkpoint: Mapping[str, Any]) -> bool | None:
-    """Whether a model was trained with `quick_gelu`, as its checkpoint or a file beside it says; None: neither does."""
+    """Whether a model was trained with `quick_gelu`; None if neither the checkpoint nor a file beside it says so."""
     entries = (image_text_entry(checkpoint), checkpoint.get("encoder"), checkpoint.get(PUBLISHED))
     entry = next((entry for entry in entries if entry is not None), None)
     return None if entry is None else bool({**entry.get("image", {}), **entry}.get("quick_gelu", False))
 
 
 def network_weights(checkpoint: Mapping[str, Any], which: str, source: str) -> dict[str, Tensor]:
-    """One network's weights under our names, the head's included; a file of raw weights is one network.
+    """One network's weights, the head's included, under our names.
 
-    Of a CLIP the image tower is the network, whatever `which` says, without the projection behind it. Raw weights may
-    lie under `model` or `state_dict`, as others save them.
+    A file of raw weights is one network; they may lie under `model` or `state_dict`. The network of a CLIP is its image
+    tower without projection, whatever `which` says.
 
     Raises:
-        CheckpointError: the checkpoint has networks, but not `which`; a CLIP that is not known.
+        CheckpointError: the checkpoint has networks, but not `which`; or it is an unknown CLIP.
     """
     clip = clip_weights(checkpoint, source)
     if clip is not None:
@@ -428,48 +400,28 @@ def network_weights(checkpoint: Mapping[str, Any], which: str, source: str) -> d
         return flat_weights(checkpoint[which])
     networks = [key for key in NETWORKS if isinstance(checkpoint.get(key), Mapping)]
     exported = checkpoint.get("checkpoint_key")  # an export has one network, and says which it was
-    is_other = which == "student" and exported == "teacher"  # not the reverse: teacher is what is asked for by default
+    is_other = which == "student" and exported == "teacher"  # not the reverse: teacher is the default
     if networks or which not in NETWORKS or is_other:
         raise CheckpointError(f"{source} has no {which!r}; it has {', '.join(networks) or exported or 'raw weights'}")
     return flat_weights(_top_weights(checkpoint))
 
 
 def network_name(checkpoint: Mapping[str, Any], which: str) -> str | None:
-    """Which network `network_weights` takes; None of a CLIP and of raw weights, which have no choice."""
+    """Name of the network that `network_weights` returns; None for a CLIP and for raw weights."""
     return which if which in checkpoint else checkpoint.get("checkpoint_key")
 
 
 def image_text_entry(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What a checkpoint says of its image-text model, under a key of `IMAGE_TEXT_KEYS`; None if it holds none."""
+    """The entry under one of `IMAGE_TEXT_KEYS`, which describes an image-text model; None if there is none."""
     return next((checkpoint[key] for key in IMAGE_TEXT_KEYS if key in checkpoint), None)
 
 
 def clip_weights(checkpoint: Mapping[str, Any], source: str) -> dict[str, Tensor] | None:
-    """All weights of a CLIP under our names, `image.*`, `text.*`, ..., whoever saved them; None if it is no CLIP.
-
-    Raises:
-        CheckpointError: it is OpenCLIP's, but has parts that are not known.
-    """
+    """All weights of a CLIP under our names, `image.*`, `text.*`, ..., whoever saved them; None if it is no CLIP."""
     weights = _top_weights(checkpoint)
     if image_text_entry(checkpoint) is not None:
         return weights
-    return check_known_clip(from_open_clip_names(weights), source).weights if is_open_clip(weights) else None
-
-
-def check_known_clip(renamed: Renamed, source: str = "this one") -> Renamed:
-    """Refuse a foreign CLIP with parts that are not known.
-
-    Raises:
-        CheckpointError: with the counts and the first names of what is unknown or missing.
-    """
-    unknown, missing = renamed.unknown, renamed.missing
-    if unknown or missing:
-        raise CheckpointError(
-            f"only open_clip's plain CLIP with a vision transformer can be read, and sparo-clip's with SPARO or a "
-            f"linear bottleneck: of the weights of {source} {len(unknown)} are unknown ({', '.join(unknown[:4])}) and "
-            f"{len(missing)} missing ({', '.join(missing[:4])})"
-        )
-    return renamed
+    return from_open_clip_names(weights, source) if is_open_clip(weights) else None
 
 
 def _top_weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -480,9 +432,9 @@ def _top_weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _image_tower(description: Mapping[str, Any]) -> dict[str, Any]:
-    """How the image encoder of an image-text model was built, out of how the model was; mean and std of its images."""
+    """Entry `encoder` of the image tower, from the entry of an image-text model."""
     image = dict(description["image"])
-    # Early checkpoints of CLIP say these of the whole model alone.
+    # Early checkpoints of CLIP have these entries for the whole model only.
     image |= {name: description[name] for name in ("replace_block", "quick_gelu") if name in description}
     needs_codes = readout_kind(image["readout"]).needs_codes
     image["num_codes"] = description["num_codes"] if needs_codes else 0
@@ -491,11 +443,7 @@ def _image_tower(description: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_same_model(checkpoint: Mapping[str, Any], config: EncoderConfig, source: str) -> None:
-    """Refuse to resume a checkpoint of another encoder.
-
-    Raises:
-        CheckpointError: names each field that differs.
-    """
+    """Refuse to resume a checkpoint of another encoder; the error lists the fields that differ."""
     entry = encoder_entry(checkpoint, source)
     if entry is None:
         raise CheckpointError(
@@ -505,16 +453,7 @@ def check_same_model(checkpoint: Mapping[str, Any], config: EncoderConfig, sourc
 
 
 def check_same_description(saved: Mapping[str, Any], asked: Mapping[str, Any], source: str) -> None:
-    """Refuse to resume a checkpoint of another model.
-
-    Args:
-        saved: how the checkpoint's model is built, plain values.
-        asked: how the options' model is built.
-        source: the checkpoint's file, for messages.
-
-    Raises:
-        CheckpointError: names each value that differs.
-    """
+    """Refuse to resume a checkpoint whose model differs from the options' model, both as plain values."""
     if differing := differences(_flat(saved), _flat(asked), "in the checkpoint", "asked for"):
         raise CheckpointError(
             f"{source} holds another model: {'; '.join(differing)}. Give the same options, or another --output_dir"

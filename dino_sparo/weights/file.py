@@ -1,6 +1,6 @@
-"""A file of weights -> what it holds, compared with its checksums, read without running any code in it.
+"""Files of torch (.pth) and safetensors -> their content, verified against checksums, without running code from them.
 
-Files of torch (.pth) and safetensors. `checkpoint.py` says what is in them, `weights/folder.py` writes them.
+`checkpoint.py` describes the content; `folder.py` writes the checkpoints of a run, `export.py` exports.
 """
 
 import argparse
@@ -41,15 +41,11 @@ PLAIN_TYPES = [
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used: damaged, unsafe, or of another model."""
+    """A checkpoint that is damaged, unsafe or belongs to another model."""
 
 
 def verify_checkpoint(path: Path) -> None:
-    """Compare a .pth file's bytes with the checksums in it, a CRC-32 of every part; `unzip -t` does the same.
-
-    Raises:
-        CheckpointError: the file is truncated, or bytes of it have changed.
-    """
+    """Compare a .pth file with the CRC-32 of each of its parts, like `unzip -t`; CheckpointError if they differ."""
     try:
         with zipfile.ZipFile(path) as archive:
             _require_stored(archive, path)
@@ -63,11 +59,7 @@ def verify_checkpoint(path: Path) -> None:
 
 
 def contents_checksum(path: Path) -> int:
-    """CRC-32 of the checksums in a .pth file, without reading its weights.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
+    """CRC-32 of the checksums in a .pth file, without reading its weights."""
     try:
         with zipfile.ZipFile(path) as archive:
             return zlib.crc32(str([(part.filename, part.CRC) for part in archive.infolist()]).encode())
@@ -83,7 +75,7 @@ def _unreadable(path: Path, error: Exception) -> CheckpointError:
 
 
 def _require_stored(archive: zipfile.ZipFile, path: Path) -> None:
-    """Refuse an archive whose parts are larger in memory than in the file, before any memory is taken for them."""
+    """Refuse an archive that unpacks to more than its size, before memory is allocated."""
     parts = archive.infolist()
     packed = [part.filename for part in parts if part.compress_type != zipfile.ZIP_STORED]
     if packed or sum(part.file_size for part in parts) > path.stat().st_size:
@@ -94,12 +86,12 @@ def _require_stored(archive: zipfile.ZipFile, path: Path) -> None:
 
 
 def read_torch_file(path: Path, verify: bool = True, mmap: bool = False) -> Any:
-    """What `torch.save` wrote, on the CPU, of any type, verified as in `load_checkpoint`.
+    """Content of a file by `torch.save`, on the CPU.
 
     Args:
         path: the file.
-        verify: its checksums, if it has some.
-        mmap: leave tensors in the file until they are used, where its format allows that.
+        verify: compare tensors with the file's checksums, if it has some.
+        mmap: leave tensors in the file until they are used, if its format allows it.
 
     Raises:
         CheckpointError: the file is damaged, compressed or not torch's, or reading it would run code.
@@ -128,9 +120,9 @@ def read_torch_file(path: Path, verify: bool = True, mmap: bool = False) -> Any:
 
 
 def _checksums(path: Path) -> set[tuple[int, int]]:
-    """Size in bytes and CRC-32 of the parts of a .pth file that hold tensors; the small other parts are verified here.
+    """(Size in bytes, CRC-32) of the parts of a .pth file that hold tensors; the small other parts are verified here.
 
-    Empty for torch's format of before 2020, which has no checksums.
+    Empty for torch's format before 2020, which has no checksums.
     """
     with path.open("rb") as file:
         if file.read(4) != b"PK\x03\x04":  # as torch tells its formats apart
@@ -146,7 +138,7 @@ def _checksums(path: Path) -> set[tuple[int, int]]:
 def _require_checksum(
     checksums: set[tuple[int, int]], path: Path, storage: torch.UntypedStorage, location: str
 ) -> torch.UntypedStorage:
-    """Called by torch for the bytes of each tensor once they are in memory: so no byte is read twice."""
+    """torch's callback for the bytes of each tensor once they are in memory, so that no byte is read twice."""
     data: Any = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
     if (storage.nbytes(), zlib.crc32(data)) not in checksums:
         raise CheckpointError(
@@ -172,7 +164,7 @@ def document_path(path: Path, name: str) -> Path:
 
 
 def _is_torchscript(path: Path) -> bool:
-    """Whether a file is what `torch.jit.save` writes: an archive with the constants of its code."""
+    """Whether a file is an archive by `torch.jit.save`, which contains the constants of its code."""
     try:
         with zipfile.ZipFile(path) as archive:
             return any(name.endswith("/constants.pkl") for name in archive.namelist())
@@ -222,6 +214,6 @@ def _read_document(path: Path) -> dict[str, Any]:
 
 
 def _unsafe_name(message: str) -> str | None:
-    """The name torch refused to load or call, out of its long message; None if it complains about something else."""
+    """Name that torch refused to load or call, from its message; None if the message says something else."""
     match = re.search(r"(?:GLOBAL |add_safe_globals`,? but got |unrecognized function )(<[^>]+>|[^\s,;]+)", message)
     return match and match[1]

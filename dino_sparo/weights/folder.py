@@ -1,6 +1,6 @@
-"""The checkpoints of a run: each is written whole or not at all, the last few stay, the newest sound one is found.
+"""The checkpoints of a run: each one is written completely or not at all; the last few are kept.
 
-`checkpoint.py` says what a checkpoint holds, and reads it.
+`checkpoint.py` describes and reads their content.
 """
 
 import contextlib
@@ -28,20 +28,20 @@ PASSING = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ETIMEDO
 def save_checkpoint(
     checkpoint: Mapping[str, Any], path: Path, previous: Sequence[Path] = (), copies: Sequence[Path] = ()
 ) -> None:
-    """Write a checkpoint so that every name always holds a whole one, the old or the new.
+    """Write a checkpoint so that every name always holds a complete file, the old or the new one.
 
-    All that can fail comes first, under temporary names: the new file is written, flushed to the disk and compared with
-    its checksums, and the other names are prepared as hard links. Only then are the temporary files renamed, `path`
-    first. So a save that fails changes nothing, and after a kill at any moment no two names hold one checkpoint.
+    All steps that can fail come first, under temporary names: the new file is written, flushed to the disk and
+    verified, and the other names are prepared as hard links. Then the temporary files are renamed, `path` first. A
+    failed save therefore changes nothing, and a kill at any moment never leaves two names for one checkpoint.
 
     Args:
-        checkpoint: what to write.
-        path: of the new file.
-        previous: what the files before are called from now on, the last of them first.
-        copies: further names for the new file.
+        checkpoint: content.
+        path: new file.
+        previous: new names of the files before it, the most recent first.
+        copies: further names of the new file.
 
     Raises:
-        CheckpointError: the disk is full or the folder cannot be written; nothing has changed.
+        CheckpointError: the disk is full or the folder is read-only; nothing has changed.
     """
     temporary = {name: name.with_name(f".{name.name}.tmp") for name in (path, *previous, *copies)}
     try:
@@ -74,7 +74,7 @@ def save_checkpoint(
 
 
 def _link(path: Path, link: Path) -> None:
-    """Give a file a second name, or copy it where the file system has no hard links."""
+    """Give a file a second name; copy it where the file system has no hard links."""
     try:
         os.link(path, link)
     except OSError:
@@ -85,9 +85,9 @@ def _link(path: Path, link: Path) -> None:
 
 
 def _rename(names: Mapping[Path, Path], saved: Path) -> None:
-    """Give prepared files their names, up to the first that fails: behind it each would double the one before.
+    """Give prepared files their names, up to the first failure: each later one would double the one before.
 
-    The checkpoint itself has its name already, so an error does not end the run.
+    The new checkpoint has its name already, so a failure does not end the run.
     """
     try:
         for temporary, name in names.items():
@@ -97,7 +97,7 @@ def _rename(names: Mapping[Path, Path], saved: Path) -> None:
 
 
 def _reason(error: Exception) -> object:
-    """Why a file could not be written; torch hides the system's error behind a RuntimeError of its own."""
+    """The cause of a failed write; torch hides the system's error behind a RuntimeError."""
     is_hidden = isinstance(error, RuntimeError) and isinstance(error.__context__, OSError)
     return error.__context__ if is_hidden else error
 
@@ -120,11 +120,11 @@ def _sync_folder(folder: Path) -> None:
 
 
 class CheckpointFolder:
-    """The checkpoints of a run: `checkpoint.pth`, the newest, and the ones before it, `checkpoint_previous1.pth`, ...
+    """The checkpoints of a run: `checkpoint.pth`, the newest, and those before it, `checkpoint_previous1.pth`, ...
 
     Args:
         folder: an existing folder.
-        keep: how many there are, the newest included.
+        keep: number of checkpoints, the newest included.
     """
 
     def __init__(self, folder: Path, keep: int = 3) -> None:
@@ -132,22 +132,19 @@ class CheckpointFolder:
         self.newest = folder / "checkpoint.pth"
 
     def previous(self, number: int) -> Path:
-        """The path of the checkpoint `number` saves before the newest."""
+        """Path of the checkpoint `number` saves before the newest."""
         return self.folder / f"checkpoint_previous{number}.pth" if number else self.newest
 
     def save(self, checkpoint: Mapping[str, Any], copies: Iterable[str] = (), replaces_newest: bool = False) -> None:
-        """Write a checkpoint; the ones before it move one place back, and the oldest goes.
+        """Write a checkpoint; earlier ones are renamed, and the oldest one is deleted.
 
-        A save that fails changes nothing. One that is killed leaves `keep` different whole checkpoints if there were as
-        many before, `checkpoint.pth` among them.
+        A failed save changes nothing. A kill leaves `keep` different complete checkpoints if there were as many before,
+        `checkpoint.pth` among them.
 
         Args:
-            checkpoint: what to write.
-            copies: names of files that later saves do not overwrite.
-            replaces_newest: it takes the newest one's place, and those before that stay; for a save of the same step.
-
-        Raises:
-            CheckpointError: the disk is full or the folder cannot be written; nothing has changed.
+            checkpoint: content.
+            copies: names of copies, which later saves do not overwrite.
+            replaces_newest: replace the newest checkpoint and keep those before it; for a second save of the same step.
         """
         with contextlib.suppress(OSError):
             for remains in self.folder.glob(".checkpoint*.tmp"):  # of a killed save; they take space
@@ -158,11 +155,11 @@ class CheckpointFolder:
             save_checkpoint(checkpoint, self.newest, previous, [self.folder / copy for copy in copies])
 
     def find(self) -> Path | None:
-        """The newest checkpoint whose bytes are those that were written; damaged ones are named and set aside.
+        """The newest undamaged checkpoint, None if there is none; damaged ones before it are reported and renamed.
 
         Raises:
-            CheckpointError: there are checkpoints, but none of them is sound.
-            FaultError: the file server or the machine cannot read the newest one at the moment; it stays.
+            CheckpointError: all checkpoints are damaged.
+            FaultError: the file system cannot read the newest one at the moment.
         """
         candidates = [path for number in range(max(self.keep, 1)) if (path := self.previous(number)).is_file()]
         candidates += sorted(

@@ -1,22 +1,20 @@
-"""OpenCLIP's names of a CLIP's weights <-> ours: whole state dicts, without building a model.
+"""OpenCLIP's names of a CLIP's weights <-> ours, for whole state dicts.
 
-`checkpoint.py` reads with these names, `export.py` writes with them. Names and layouts are all that differs: OpenCLIP
-keeps its projections as (D, M) matrices that tokens are multiplied with, and writes its embeddings without a batch
-axis. sparo-clip, the code of SPARO's authors, is OpenCLIP with other parts at the end of a tower; its SPARO and its
-linear bottleneck are known here too.
-
-Our names are those of `clip.model.CLIP`: the image tower below `image.`, the text tower below `text.`.
+Only names and layouts differ: OpenCLIP stores projections as (D, M) matrices, to be multiplied from the left, and
+embeddings without batch axis. sparo-clip, the code of SPARO's authors, is OpenCLIP with other parts at the end of a
+tower; its SPARO and its linear bottleneck are supported. Our names are those of `clip.model.CLIP`: `image.*`, `text.*`.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dino_sparo.models.backbone import ARCHITECTURES
+from dino_sparo.runtime.choices import ARCHITECTURES
+from dino_sparo.weights.file import CheckpointError
 
-# Ours -> OpenCLIP's. A name that ends in a dot stands for all below it.
+# Ours -> OpenCLIP's. A name that ends in a dot is a prefix.
 NAMES = {
     "image.backbone.patch_embed.proj.weight": "visual.conv1.weight",
     "image.backbone.cls_token": "visual.class_embedding",
@@ -38,7 +36,7 @@ NAMES_IN_BLOCK = {
     "mlp.fc1.": "mlp.c_fc.",
     "mlp.fc2.": "mlp.c_proj.",
 }
-# What ends the towers. `sparo` and `linear` are sparo-clip's.
+# Ends of the towers; `sparo` and `linear` are sparo-clip's.
 ENDS = {
     "cls": {"image_proj.weight": "visual.proj", "text_proj.weight": "text_projection"},
     "linear": {
@@ -53,43 +51,27 @@ ENDS = {
         for ours, theirs in (("queries", "q_emb"), ("key_proj.", "k."), ("value_proj.", "proj."))
     },
 }
-# Format of a whole CLIP -> which of these ends it has.
+# Export format of a whole CLIP -> the ends it supports.
 CLIP_FORMATS: dict[str, tuple[str, ...]] = {"open_clip": ("cls",), "sparo_clip": tuple(ENDS)}
-# Stored as (D, M), to be multiplied with from the left.
+# Stored as (D, M) by OpenCLIP.
 TRANSPOSED = {"visual.proj", "text_projection"}
-# Constants that OpenAI's and older OpenCLIP's state dicts hold beside their weights.
+# Constants in state dicts of OpenAI and of older versions of OpenCLIP.
 BUFFERS = frozenset({"attn_mask", "text.attn_mask", "input_resolution", "context_length", "vocab_size"})
 
 
-class Renamed(NamedTuple):
-    """OpenCLIP's weights under our names, and what kept them from being a whole model.
-
-    Attributes:
-        weights: under our names and in our layouts.
-        readout: a key of `ENDS`.
-        unknown: their names that stand for nothing of ours.
-        missing: their names that are not there.
-    """
-
-    weights: dict[str, Tensor]
-    readout: str
-    unknown: list[str]
-    missing: list[str]
-
-
 def is_open_clip(weights: Mapping[str, Tensor]) -> bool:
-    """Whether these names are those of an OpenCLIP model."""
+    """Whether these are the names of an OpenCLIP model."""
     return any(name.startswith("visual.") for name in weights)
 
 
-def from_open_clip_names(weights: Mapping[str, Tensor]) -> Renamed:
-    """OpenCLIP's weights under our names.
+def from_open_clip_names(weights: Mapping[str, Tensor], source: str = "this one") -> dict[str, Tensor]:
+    """Weights of an OpenCLIP or sparo-clip model under our names; a text tower below `text.` is taken too.
 
-    Args:
-        weights: state dict of an OpenCLIP or sparo-clip model; a text tower below `text.` is taken too.
+    Raises:
+        CheckpointError: the model has unknown parts, or known ones are missing.
     """
     theirs = {name.removeprefix("text."): value for name, value in weights.items() if name not in BUFFERS}
-    for sparo in ("visual.sparo", "text_sparo"):  # whose values are its keys, written twice
+    for sparo in ("visual.sparo", "text_sparo"):  # its values are a copy of its keys
         for kind in ("weight", "bias"):
             keys, values = (theirs.get(f"{sparo}.{part}.{kind}") for part in "kv")
             if keys is not None and values is not None and torch.equal(keys, values):
@@ -104,15 +86,20 @@ def from_open_clip_names(weights: Mapping[str, Tensor]) -> Renamed:
             unknown.append(their_name)
         else:
             ours[name] = _in_our_layout(name, value.t().contiguous() if their_name in TRANSPOSED else value)
-    return Renamed(ours, readout, unknown, [name for name in names if not name.endswith(".") and name not in theirs])
+    missing = [name for name in names if not name.endswith(".") and name not in theirs]
+    if unknown or missing:
+        raise CheckpointError(
+            f"only open_clip's plain CLIP with a vision transformer can be read, and sparo-clip's with SPARO or a "
+            f"linear bottleneck: of the weights of {source} {len(unknown)} are unknown ({', '.join(unknown[:4])}) and "
+            f"{len(missing)} missing ({', '.join(missing[:4])})"
+        )
+    return ours
 
 
 def to_open_clip_names(weights: Mapping[str, Tensor], readout: str = "cls") -> dict[str, Tensor]:
-    """Our weights under OpenCLIP's names and in its layouts.
+    """Weights of a `clip.model.CLIP` with `pre_norm`, under OpenCLIP's names and in its layouts.
 
-    Args:
-        weights: state dict of a `clip.model.CLIP` with CLIP's vision transformer (`pre_norm`).
-        readout: a key of `ENDS`; with another than `cls` the names are sparo-clip's.
+    `readout` is a key of `ENDS`; all but `cls` give sparo-clip's names.
     """
     names, theirs = NAMES | ENDS[readout], {}
     for name, value in weights.items():
@@ -140,7 +127,7 @@ def _in_our_layout(name: str, value: Tensor) -> Tensor:
 
 
 def _renamed(name: str, names: Mapping[str, str], names_in_block: Mapping[str, str]) -> str | None:
-    """One name translated, None if it is in no table."""
+    """One name translated, None if no table has it."""
     if name in names:
         return names[name]
     stem = next((stem for stem in names if stem.endswith(".") and name.startswith(stem)), None)
@@ -155,10 +142,7 @@ def _renamed(name: str, names: Mapping[str, str], names_in_block: Mapping[str, s
 
 
 def open_clip_settings(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """What OpenCLIP's (or sparo-clip's) `CLIP` takes to build the model that a checkpoint's `clip` describes.
-
-    Args:
-        entry: `clip` of a checkpoint.
+    """Arguments of OpenCLIP's, or sparo-clip's, `CLIP` for the model that a checkpoint's entry `clip` describes.
 
     Raises:
         ValueError: neither has such a model.

@@ -1,6 +1,6 @@
-"""The weights of a trained vision transformer -> the start of an encoder, as far as the two have the same parts.
+"""Weights of a trained vision transformer -> initial weights of an encoder, for the parts that both have.
 
-Of an image-text model both towers are started by `image_text/initialize.py`.
+`image_text/initialize.py` initializes both towers of an image-text model.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,14 +27,14 @@ from dino_sparo.weights.checkpoint import (
 
 @dataclass(frozen=True)
 class InitReport:
-    """What `initialize_encoder` did, by names of weights.
+    """Names of weights that `initialize_encoder` took, dropped and left new.
 
     Attributes:
         source: the file.
-        taken: weights that come from it.
-        dropped: weights of it that have no place in the encoder.
+        taken: weights from the file.
+        dropped: weights of the file that have no place in the encoder.
         new: weights of the encoder that keep their random values.
-        grids: sides in patches of the source's and of the encoder's position grid.
+        grids: sides in patches of the file's and of the encoder's position grid.
     """
 
     source: str
@@ -53,7 +53,7 @@ class InitReport:
 
 
 def _parts(names: Iterable[str]) -> str:
-    """What weights belong to: `pos_embed, blocks 0-10, head.*`."""
+    """Parts that weights belong to: `pos_embed, blocks 0-10, head.*`."""
     blocks = sorted({block_of(name) for name in names} - {-1})
     text = f"blocks {blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else f"block {blocks[0]}" if blocks else ""
     paths = [name.removeprefix("backbone.").split(".") for name in names]
@@ -62,31 +62,27 @@ def _parts(names: Iterable[str]) -> str:
 
 
 def initialize_encoder(encoder: Encoder, path: str | Path, which: str = "teacher") -> InitReport:
-    """Start an encoder from the weights of another, in place.
+    """Initialize an encoder, in place, from the weights of another one.
 
-    The blocks that both have are taken, and a read-out of the same sizes. A ViT's last
-    block is dropped where `sparo` replaces it. Positions of another grid are resampled as the backbone does it
-    for images of another size.
+    Common blocks are taken, and a read-out of the same sizes. A ViT's last block is dropped where `sparo` replaces it.
+    Positions of another grid are resampled as the backbone does for images of another size.
 
     Args:
-        encoder: what to start; it says width, patch size and channels.
-        path: one of our checkpoints, a DINO or timm ViT state dict, or the image tower of a CLIP: ours, OpenCLIP's or
-            sparo-clip's (.pth, .safetensors).
-        which: `teacher` or `student`, of a checkpoint that holds both.
-
-    Returns:
-        What was taken, what was dropped and what is new.
+        encoder: the encoder.
+        path: one of our checkpoints, a DINO or timm ViT state dict, or a CLIP (ours, OpenCLIP's, sparo-clip's), whose
+            image tower is taken.
+        which: `teacher` or `student`.
 
     Raises:
-        CheckpointError: the file cannot be read, or holds no ViT, or one of another width, patch size or make.
+        CheckpointError: the file cannot be read, or holds no ViT of the same width, patch size and kind.
     """
     checkpoint, config = load_checkpoint(path), encoder.config
     check_same_activation(checkpoint, config.quick_gelu, str(path))
-    return start_encoder(encoder, network_weights(checkpoint, which, str(path)), str(path))
+    return initialize_from(encoder, network_weights(checkpoint, which, str(path)), str(path))
 
 
-def start_encoder(encoder: Encoder, weights: dict[str, Tensor], source: str) -> InitReport:
-    """`initialize_encoder` for weights under our names that have been read from `source` already; changes `weights`."""
+def initialize_from(encoder: Encoder, weights: dict[str, Tensor], source: str) -> InitReport:
+    """`initialize_encoder` for weights under our names, which were read from `source`; changes `weights`."""
     config, own = encoder.config, encoder.state_dict()
     if "backbone.norm.weight" not in own:  # the read-out has the last LayerNorm, or there is none
         weights = {name.replace("backbone.norm.", "readout.norm."): value for name, value in weights.items()}
@@ -114,11 +110,7 @@ def start_encoder(encoder: Encoder, weights: dict[str, Tensor], source: str) -> 
 
 
 def check_same_activation(checkpoint: Mapping[str, Any], quick_gelu: bool, source: str) -> None:
-    """Refuse to start from weights that were trained with another activation, where the file says which.
-
-    Raises:
-        CheckpointError: they were.
-    """
+    """Refuse weights that were trained with another activation, where the file says which."""
     if activation_of(checkpoint) == (not quick_gelu):
         raise CheckpointError(
             f"{source} was trained with quick_gelu={not quick_gelu}, the model has quick_gelu={quick_gelu}; build it "
@@ -127,7 +119,7 @@ def check_same_activation(checkpoint: Mapping[str, Any], quick_gelu: bool, sourc
 
 
 def _check_same_make(weights: Mapping[str, Tensor], own: Mapping[str, Tensor], source: str) -> None:
-    """Refuse weights that are not of the encoder's kind of ViT, up to its number of blocks and its grid."""
+    """Refuse weights of another kind of ViT; number of blocks and grid may differ."""
     sizes, own_sizes = patch_sizes(weights), patch_sizes(own)
     for what, actual, wanted in zip(
         ("width", "number of channels", "patch size"), sizes[:3], own_sizes[:3], strict=True

@@ -37,7 +37,6 @@ from dino_sparo.training.objective import Objective
 from dino_sparo.weights import checkpoint as checkpoint_module
 from dino_sparo.weights import file as checkpoint_file
 from dino_sparo.weights.checkpoint import (
-    check_known_clip,
     check_same_model,
     describe_encoder,
     encoder_description,
@@ -51,7 +50,7 @@ from dino_sparo.weights.checkpoint import (
 from dino_sparo.weights.export import export
 from dino_sparo.weights.file import weights_checksum
 from dino_sparo.weights.folder import save_checkpoint
-from dino_sparo.weights.foreign_names import Renamed
+from dino_sparo.weights.foreign_names import ENDS, NAMES, from_open_clip_names
 from dino_sparo.weights.initialize import check_same_activation
 
 SMALL: dict[str, Any] = {"arch": "vit_micro", "patch_size": 8, "img_size": 24}
@@ -585,18 +584,20 @@ def test_weights_with_clips_first_layer_norm_tell_so() -> None:
 
 
 def test_parts_of_a_clip_that_are_not_known_are_counted_and_the_first_four_named() -> None:
-    known = Renamed({}, "cls", unknown=[], missing=[])
-    assert check_known_clip(known) is known
-    lists = [f"visual.x{number}" for number in range(5)], [f"text.y{number}" for number in range(6)]
+    known = {name: torch.zeros(1, 1) for name in (NAMES | ENDS["cls"]).values() if not name.endswith(".")}
+    assert len(from_open_clip_names(known)) == len(known)
+    strange = {f"visual.x{number}": torch.zeros(1) for number in range(5)}
     with pytest.raises(CheckpointError) as caught:
-        check_known_clip(Renamed({}, "cls", *lists), "clip.pt")
+        from_open_clip_names({"logit_scale": known["logit_scale"], **strange}, "clip.pt")
     assert str(caught.value).endswith(
-        "of the weights of clip.pt 5 are unknown (visual.x0, visual.x1, visual.x2, visual.x3) and 6 missing (text.y0, "
-        "text.y1, text.y2, text.y3)"
+        "of the weights of clip.pt 5 are unknown (visual.x0, visual.x1, visual.x2, visual.x3) and 7 missing "
+        "(visual.conv1.weight, visual.class_embedding, visual.positional_embedding, token_embedding.weight)"
     )
-    for unknown, missing in ((["visual.x"], []), ([], ["text.y"])):
-        with pytest.raises(CheckpointError, match=rf"{len(unknown)} are unknown .* {len(missing)} missing"):
-            check_known_clip(Renamed({}, "cls", unknown, missing))
+    with pytest.raises(CheckpointError, match=r"1 are unknown .* 0 missing"):
+        from_open_clip_names({**known, "visual.x": torch.zeros(1)})
+    del known["text_projection"]
+    with pytest.raises(CheckpointError, match=r"0 are unknown .* 1 missing"):
+        from_open_clip_names(known)
 
 
 @pytest.mark.parametrize(("readout", "codes"), [("cls", (0, 0)), ("fdt", (7, 11))])
