@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dino_sparo.evaluation.objects.measures import MEASURES
-from dino_sparo.evaluation.objects.table import MEASURE_NAMES, ROW_NAMES
+from dino_sparo.evaluation.objects.report import MEASURE_NAMES, ROW_NAMES
 from dino_sparo.models.readouts import readout_kind
 from dino_sparo.runtime.cli import Parser, say
 from dino_sparo.runtime.demos import RunCommand, option_words

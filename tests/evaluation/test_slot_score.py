@@ -4,7 +4,6 @@ import argparse
 import copy
 import json
 import logging
-import math
 import re
 import sys
 from collections.abc import Callable
@@ -24,12 +23,14 @@ from dino_sparo.data.views import PatchView, View
 from dino_sparo.draw.plots import panels
 from dino_sparo.evaluation.load import Subject
 from dino_sparo.evaluation.objects import command, survey
-from dino_sparo.evaluation.objects.coco import polygon_mask, run_length_mask
-from dino_sparo.evaluation.objects.figures import draw_redundancy
-from dino_sparo.evaluation.objects.layouts import VOC_CLASSES, open_objects
+from dino_sparo.evaluation.objects.layouts import (
+    VOC_CLASSES,
+    open_objects,
+    segmentation_mask,
+)
 from dino_sparo.evaluation.objects.masks import ObjectMasks, ObjectSource, view_objects
+from dino_sparo.evaluation.objects.report import draw_redundancy, percent, redundancy_words
 from dino_sparo.evaluation.objects.survey import ROWS
-from dino_sparo.evaluation.objects.table import percent, redundancy_words
 from dino_sparo.models.backbone import ARCHITECTURES, ViTSize
 from dino_sparo.models.encoder import Encoder, create_encoder
 from dino_sparo.weights.checkpoint import encoder_description
@@ -198,20 +199,6 @@ def test_cocos_annotations_give_objects_and_groups_are_void(tmp_path: Path) -> N
     np.testing.assert_array_equal(second.void, (BLOCK == 1) & ~second.masks[0])  # the object lies within the group
 
 
-def compressed(lengths: list[int]) -> str:
-    """COCO's string of run lengths, written from its definition."""
-    text = ""
-    for index, length in enumerate(lengths):
-        value = length - (lengths[index - 2] if index > 2 else 0)
-        while True:
-            group, value = value & 31, value >> 5
-            is_last = value == (-1 if group & 16 else 0)
-            text += chr(48 + group + (0 if is_last else 32))
-            if is_last:
-                break
-    return text
-
-
 def test_run_lengths_are_read_from_numbers_and_from_cocos_string() -> None:
     mask = np.random.default_rng(0).random((13, 11)) < 0.3
     mask[:, 4:7] = False
@@ -219,24 +206,47 @@ def test_run_lengths_are_read_from_numbers_and_from_cocos_string() -> None:
     flat = mask.T.ravel()
     edges = np.flatnonzero(np.diff(flat.astype(int), prepend=0, append=1 - int(flat[-1])))
     lengths = np.diff(edges, prepend=0).tolist()
-    np.testing.assert_array_equal(run_length_mask(lengths, 13, 11), mask)
-    np.testing.assert_array_equal(run_length_mask(compressed(lengths), 13, 11), mask)
-    # By hand: 5, 3 and 100 = 4 + 3 * 32 are "5", "3" and "T3".
-    assert compressed([5, 3, 100]) == "53T3"
-    with pytest.raises(ValueError, match="run lengths sum to 6, but the image has 13 x 11"):
-        run_length_mask([1, 5], 13, 11)
+    np.testing.assert_array_equal(segmentation_mask({"size": [13, 11], "counts": lengths}, 13, 11), mask)
+    # 5, 3 and 135 = 7 + 4 * 32 are "5", "3" and "W4"; the next number is the difference to the last but one.
+    expected = np.zeros(143, dtype=bool)
+    expected[5:8] = True
+    strings = segmentation_mask({"size": [13, 11], "counts": "53W4"}, 13, 11)
+    np.testing.assert_array_equal(strings.T.ravel(), expected)
+    for counts in ([1, 5], [-5, 148], "a", "53", "53T3zz"):
+        with pytest.raises((ValueError, OverflowError)):
+            segmentation_mask({"size": [13, 11], "counts": counts}, 13, 11)
+    with pytest.raises(ValueError, match=r"mask of \[13, 12\] pixels for an image of \[13, 11\]"):
+        segmentation_mask({"size": [13, 12], "counts": lengths}, 13, 11)
 
 
-def test_polygons_cover_the_pixels_whose_centres_they_hold() -> None:
-    np.testing.assert_array_equal(polygon_mask([[4, 2, 20, 2, 20, 10, 4, 10]], 24, 32), BLOCK == 1)
-    turns = np.arange(60) / 30 * math.pi
-    circle = np.stack([16 + 9 * np.cos(turns), 12 + 20 * np.sin(turns)], axis=1)  # beyond the upper and lower border
-    y, x = np.mgrid[:24, :32] + 0.5
-    radius = np.hypot((x - 16) / 9, (y - 12) / 20)
-    drawn = polygon_mask([circle.ravel().tolist()], 24, 32)
-    np.testing.assert_array_equal(drawn[np.abs(radius - 1) > 0.01], (radius < 1)[np.abs(radius - 1) > 0.01])
-    both = polygon_mask([[0, 0, 2, 0, 2, 2, 0, 2], [1, 1, 3, 1, 3, 3, 1, 3]], 24, 32)
+def test_polygons_are_filled_and_a_hostile_one_takes_no_memory() -> None:
+    np.testing.assert_array_equal(segmentation_mask([[4, 2, 20, 2, 20, 10, 4, 10]], 24, 32), BLOCK == 1)
+    both = segmentation_mask([[0, 0, 2, 0, 2, 2, 0, 2], [1, 1, 3, 1, 3, 3, 1, 3]], 24, 32)
     assert both.sum() == 7
+    for number in (1e30, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="a polygon reaches"):
+            segmentation_mask([[0, 0, number, 0, 2, 2]], 24, 32)
+
+
+def test_annotations_of_wrong_types_make_an_image_unreadable(tmp_path: Path) -> None:
+    write_images(tmp_path / "images", 2)
+    path = coco_file(tmp_path)
+    content = json.loads(path.read_text())
+    for wrong in (
+        [],
+        [[]],
+        [[1, 2, 3, 4]],
+        [["a"] * 6],
+        None,
+        7,
+        "53W4",
+        {"size": [24, 32]},
+        {"size": 3, "counts": "a"},
+    ):
+        content["annotations"][0]["segmentation"] = wrong
+        path.write_text(json.dumps(content))
+        with pytest.raises(CorruptImageError, match="annotations cannot be read"):
+            open_objects(str(tmp_path / "images"), str(path)).objects(0)
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,11 @@
 """Attention maps and true masks of objects -> how well maps find objects: `dino-sparo slot-score`.
 
     masks.py      an image's objects as masks; the part that the encoder sees; patches
-    layouts.py    the built-in scenes, VOC's folders, images beside masks -> images with objects
-    coco.py       COCO's annotations -> the same; polygons and run lengths -> masks
+    layouts.py    built-in scenes, VOC's folders, images beside masks, COCO's annotations -> images with objects
     measures.py   maps and objects -> Jaccard, mBO, foreground ARI, pointing; bounds, moved maps, subsets
     slots.py      which map finds which class; how alike slots are; the best matching of two models' slots
     survey.py     encoders + images with objects -> all of this, image by image, with controls and intervals
-    table.py      results -> table
-    figures.py    results -> plots
+    report.py     results -> table and plots
     command.py    options -> table, slot_score.json and plots
 
 Maps are those of `evaluation/attention/maps.py`. `docs/slot_score.md` explains the measures and the controls.

@@ -22,9 +22,9 @@ from dino_sparo.draw.sheet import require_matplotlib
 from dino_sparo.evaluation.attention.images import default_image_size
 from dino_sparo.evaluation.attention.maps import check_share
 from dino_sparo.evaluation.load import OTHER_SEED, Subject, untrained_encoder
-from dino_sparo.evaluation.objects.figures import draw_classes, draw_matching, draw_measures
 from dino_sparo.evaluation.objects.layouts import open_objects
 from dino_sparo.evaluation.objects.masks import UNKNOWN, ObjectSource
+from dino_sparo.evaluation.objects.report import draw_classes, draw_matching, draw_measures, table
 from dino_sparo.evaluation.objects.slots import (
     class_lift,
     match_held_out,
@@ -33,9 +33,9 @@ from dino_sparo.evaluation.objects.slots import (
     without_rare,
 )
 from dino_sparo.evaluation.objects.survey import MODEL, UNTRAINED, Survey, slot_values, survey_objects
-from dino_sparo.evaluation.objects.table import table
 from dino_sparo.evaluation.task import EvaluationTask, write_result
 from dino_sparo.runtime.cli import say
+from dino_sparo.runtime.extras import require
 from dino_sparo.runtime.records import versions
 
 # Of few images any two slots look alike: linear CKA of two images is 1, of ten it is 0.43 for noise.
@@ -46,42 +46,28 @@ MIN_OBJECTS = 10
 
 
 def score_slots(args: argparse.Namespace) -> dict[str, Any] | None:
-    """Score what the options name, write the result and the plots, print the table.
+    """Score the maps of the encoder that the options name, write the result and the plots, print the table.
 
     Returns:
-        What slot_score.json holds, without versions; None on processes other than the first.
-
-    Raises:
-        ValueError: options, weights or images that do not fit; the message says what would.
-        ImportError: matplotlib is not installed.
+        The content of slot_score.json without versions; None on processes other than the first.
     """
     task = EvaluationTask.start_on_first(args)
     if task is None:
         return None
     require_matplotlib()
-    check_share("share", args.share)
-    if args.num_images < 2:
-        raise ValueError(f"num_images={args.num_images}; give at least 2, for an interval")
-    if args.seed < 0:
-        raise ValueError(f"seed={args.seed} is negative; give an integer from 0")
-    if args.match and args.num_images < MIN_MATCH_IMAGES:
-        raise ValueError(f"--num_images {args.num_images}: --match needs at least {MIN_MATCH_IMAGES}; {FEW_IMAGES}")
+    check_options(args)
     subject = task.subject
     other = task.other_subject(args.match) if args.match else None
-    refuse_without_maps(subject)
-    for compared in (subject, other) if other is not None else ():
-        refuse_without_slots(compared)
+    check_has_maps(subject, other)
     source = open_objects(args.data_path, args.masks)
     if isinstance(source.images, FileSource):
         source.images.limits = task.limits
-    indices = choose_images(len(source), args.num_images)
     view = view_of(subject, args.image_size)
     control = untrained_encoder(subject.encoder.config, args.seed + bool(args.untrained), subject.mean, subject.std)
-    encoders = {MODEL: task.encoder, UNTRAINED: control.encoder.to(task.device)}
     survey = survey_objects(
-        encoders,
+        {MODEL: task.encoder, UNTRAINED: control.encoder.to(task.device)},
         source,
-        indices,
+        choose_images(len(source), args.num_images),
         view,
         args.share,
         args.seed,
@@ -99,29 +85,37 @@ def score_slots(args: argparse.Namespace) -> dict[str, Any] | None:
     if other is not None:
         result["match"] = match_models(survey, other, source, args, task.device)
     write_result({**result, "versions": versions()}, table(result), task.result_path("slot_score"))
-    pictures = draw(result, task)
-    say("\n".join(map(str, pictures)))
+    say("\n".join(map(str, draw(result, task))))
     return result
 
 
-def refuse_without_maps(subject: Subject) -> None:
-    """ValueError for an encoder that averages all tokens."""
+def check_options(args: argparse.Namespace) -> None:
+    """Refuse numbers out of range, and --match without scipy or enough images."""
+    check_share("share", args.share)
+    if args.num_images < 2:
+        raise ValueError(f"num_images={args.num_images}; give at least 2, for an interval")
+    if args.seed < 0:
+        raise ValueError(f"seed={args.seed} is negative; give an integer from 0")
+    if args.match:
+        require("scipy", "matched slots")
+        if args.num_images < MIN_MATCH_IMAGES:
+            raise ValueError(f"--num_images {args.num_images}: --match needs at least {MIN_MATCH_IMAGES}; {FEW_IMAGES}")
+
+
+def check_has_maps(subject: Subject, other: Subject | None) -> None:
+    """Refuse an encoder that averages all tokens, and encoders without slots that are to be matched."""
     config = subject.encoder.config
     if config.kind.shows == "average":
         raise ValueError(
             f"slot-score needs attention maps; readout={config.readout!r} averages all tokens and has none. Give a "
             "checkpoint whose read-out has slots or heads"
         )
-
-
-def refuse_without_slots(subject: Subject) -> None:
-    """ValueError for an encoder whose maps have no values of their own."""
-    config = subject.encoder.config
-    if not config.kind.has_slots:
-        raise ValueError(
-            f"--match compares values of slots; readout={config.readout!r} of "
-            f"{subject.record['pretrained_weights']} has no slots. Leave --match out"
-        )
+    for compared in (subject, other) if other is not None else ():
+        if not compared.encoder.config.kind.has_slots:
+            raise ValueError(
+                f"--match compares values of slots; readout={compared.encoder.config.readout!r} of "
+                f"{compared.record['pretrained_weights']} has no slots. Leave --match out"
+            )
 
 
 def choose_images(count: int, num_images: int) -> list[int]:
@@ -174,25 +168,30 @@ def describe_run(
 
 def describe_maps(survey: Survey, source: ObjectSource, seed: int) -> dict[str, Any]:
     """What each map finds, and which class it finds best where classes are known and not rare."""
-    jaccards, untrained = (np.concatenate(survey.jaccards[row]) for row in (MODEL, UNTRAINED))
-    classes_of_images, num_rare = without_rare(survey.classes, len(source.classes), MIN_OBJECTS)
-    classes = np.concatenate(classes_of_images)
+    jaccards = np.concatenate(survey.jaccards[MODEL])
     found = jaccards.max(axis=1) > 0
     wins = np.bincount(jaccards[found].argmax(axis=1), minlength=jaccards.shape[1]) / len(jaccards)
     means = jaccards.mean(axis=0)
-    maps: list[dict[str, Any]] = [
+    maps = [
         {"map": number, "jaccard": float(means[number]), "best_for": float(wins[number])} for number in range(len(wins))
     ]
+    described = {"maps": maps, "found_by_no_map": float(1 - found.mean())}
+    return {**described, **describe_classes(maps, survey, source, seed)}
+
+
+def describe_classes(maps: list[dict[str, Any]], survey: Survey, source: ObjectSource, seed: int) -> dict[str, Any]:
+    """The lift of each map on each class; adds to `maps` the class that each finds best. Empty below two classes."""
+    jaccards, untrained = (np.concatenate(survey.jaccards[row]) for row in (MODEL, UNTRAINED))
+    classes_of_images, num_rare = without_rare(survey.classes, len(source.classes), MIN_OBJECTS)
+    classes = np.concatenate(classes_of_images)
     seen = np.unique(classes[classes != UNKNOWN])
     if len(seen) < 2:
-        return {"maps": maps, "found_by_no_map": float(1 - found.mean())}
+        return {}
     lift = class_lift(jaccards, classes, len(source.classes))
     for entry, row in zip(maps, lift, strict=True):
         best = int(np.nanargmax(row))
         entry |= {"class": source.classes[best], "lift": float(row[best])}
     return {
-        "maps": maps,
-        "found_by_no_map": float(1 - found.mean()),
         "classes": [
             {
                 "class": source.classes[number],
@@ -215,11 +214,7 @@ def describe_maps(survey: Survey, source: ObjectSource, seed: int) -> dict[str, 
 def match_models(
     survey: Survey, other: Subject, source: ObjectSource, args: argparse.Namespace, device: torch.device
 ) -> dict[str, Any]:
-    """The best matching of this encoder's slots and another one's, and what chance gives.
-
-    Raises:
-        ValueError: fewer than `MIN_MATCH_IMAGES` images.
-    """
+    """The best matching of this encoder's slots and another one's, and what chance gives."""
     count = len(survey.indices)
     if count < MIN_MATCH_IMAGES:
         raise ValueError(f"--match needs at least {MIN_MATCH_IMAGES} images; {count} could be read. {FEW_IMAGES}")
@@ -231,12 +226,9 @@ def match_models(
         for compared in (start, other)
     )
     shuffled = np.random.default_rng(args.seed).permutation(theirs)
-    best, mean_of_all_pairs = match_held_out(own, theirs)
-    matchings = {
-        "matched": best,
-        "untrained": match_held_out(own, untrained)[0],
-        "shuffled_images": match_held_out(own, shuffled)[0],
-    }
+    others = {"matched": theirs, "untrained": untrained, "shuffled_images": shuffled}
+    matchings = {name: match_held_out(own, values) for name, values in others.items()}
+    best, mean_of_all_pairs = matchings["matched"]
     return {
         "encoder": other.record,
         "similarity": "linear CKA",
@@ -245,7 +237,7 @@ def match_models(
         "mean_of_all_pairs": mean_of_all_pairs,
         **{
             name: {"mean": float(matching.similarity.mean()), "pairs": np.sort(matching.similarity)[::-1].tolist()}
-            for name, matching in matchings.items()
+            for name, (matching, _) in matchings.items()
         },
         "partners": [
             {"slot": int(slot), "partner": int(partner), "similarity": float(value)}

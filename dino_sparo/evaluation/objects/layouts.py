@@ -3,25 +3,26 @@
 scenes, scenes:NUM:SIZE                           the held-out scenes with their true masks
 VOC2012/{JPEGImages,SegmentationObject}           VOC's layout, its split `val`; 255 is void
 DIR/{images,masks}, or IMAGES and --masks MASKS   images and PNGs of the same stem: 0 background, else an object each
-IMAGES and --masks instances.json                 COCO's annotations, see `coco.py`
+IMAGES and --masks instances.json                 COCO's annotations
 """
 
 import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from PIL import Image
 
-from dino_sparo.data.dataset import CorruptImageError
+from dino_sparo.data.dataset import CorruptImageError, ImageSource
 from dino_sparo.data.scenes import Scenes, names_scenes, parse_scenes_spec
 from dino_sparo.data.sources import IMAGE_EXTENSIONS
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS
-from dino_sparo.evaluation.objects.coco import open_coco
 from dino_sparo.evaluation.objects.masks import UNKNOWN, ObjectMasks, ObjectSource, image_files, masks_of_ids
-from dino_sparo.runtime.files import open_regular
+from dino_sparo.runtime.extras import require
+from dino_sparo.runtime.files import open_regular, parse_json
 
 VOC_VOID = 255
 MAX_NUMBERS = 1000  # of a mask: each object takes a mask of its own, so that a picture of depths would fill the memory
@@ -30,6 +31,7 @@ VOC_CLASSES = (
     *("aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow"),
     *("diningtable", "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train", "tvmonitor"),
 )
+MAX_REACH = 10  # sides of an image that a polygon may reach; hostile ones would fill the memory
 MASK_MODES = ("1", "L", "P", "I", "I;16")  # of images whose pixels are numbers
 
 
@@ -81,11 +83,7 @@ class MaskFiles:
 
 
 def read_ids(path: Path) -> Int[np.ndarray, "H W"]:
-    """The pixels of a mask as they are stored, without a palette's colours.
-
-    Raises:
-        CorruptImageError: it is missing, no PNG, or its pixels are colours.
-    """
+    """The pixels of a mask as they are stored, without a palette's colours."""
     try:
         with open_regular(path) as file, Image.open(file, formats=("PNG",)) as image:
             mode, size = image.mode, image.width * image.height
@@ -100,16 +98,93 @@ def read_ids(path: Path) -> Int[np.ndarray, "H W"]:
     raise CorruptImageError(str(path), f"{reason}; a mask is a PNG with one number per pixel, of at most {largest}")
 
 
-def open_objects(data_path: str, masks: str | None = None) -> ObjectSource:
-    """Images with objects.
+@dataclass(frozen=True)
+class CocoMasks:
+    """The objects of COCO's annotations; annotations with `iscrowd` mark groups, which are void where no object is.
 
-    Args:
-        data_path: `scenes`, a folder in VOC's layout, a folder with `images` and `masks`, or a folder of images.
-        masks: of a folder of images: the folder of its masks, or COCO's annotations (.json).
-
-    Raises:
-        ValueError: nothing of this kind lies there, or there are no images.
+    Attributes:
+        files: the image files.
+        entries: of the images, as in the annotations.
+        annotations: of each image, by its id.
+        number: of each class, by its id.
     """
+
+    files: ImageSource
+    entries: list[dict[str, Any]]
+    annotations: dict[int, list[dict]]
+    number: dict[int, int]
+
+    def objects(self, index: int) -> ObjectMasks:
+        """The objects of an image; groups are void."""
+        image = self.entries[index]
+        try:
+            height, width = int(image["height"]), int(image["width"])
+            if height * width > DEFAULT_LIMITS.max_mpix * 1e6:
+                raise ValueError(f"{height} x {width} pixels")
+            own = self.annotations.get(image["id"], [])
+            masks = np.zeros((len(own), height, width), dtype=bool)
+            for mask, annotation in zip(masks, own, strict=True):
+                mask[:] = segmentation_mask(annotation["segmentation"], height, width)
+            crowd = np.array([bool(annotation.get("iscrowd")) for annotation in own], dtype=bool)
+            classes = [self.number[annotation["category_id"]] for annotation in own]
+        except Exception as error:  # pycocotools raises anything for damaged annotations
+            reason = f"annotations cannot be read ({type(error).__name__}: {error})"
+            raise CorruptImageError(self.files.location(index), reason) from error
+        things = masks[~crowd]
+        void = masks[crowd].any(axis=0) & ~things.any(axis=0)
+        return ObjectMasks(things, np.array(classes, dtype=np.int64)[~crowd], void)
+
+
+def segmentation_mask(segmentation: Any, height: int, width: int) -> Bool[np.ndarray, "H W"]:
+    """The mask of an annotation: polygons, or run lengths as numbers or as COCO's string; see cocodataset.org."""
+    from pycocotools import mask as coco_masks
+
+    if isinstance(segmentation, dict):
+        if list(segmentation["size"]) != [height, width]:
+            raise ValueError(f"mask of {segmentation['size']} pixels for an image of {[height, width]}")
+    else:
+        reach = MAX_REACH * max(height, width)  # pycocotools walks along the whole outline
+        if not all(abs(float(number)) <= reach for polygon in segmentation for number in polygon):
+            raise ValueError(f"a polygon reaches more than {reach} pixels in an image of {height} x {width}")
+    is_string = isinstance(segmentation, dict) and isinstance(segmentation["counts"], (str, bytes))
+    lengths = segmentation if is_string else coco_masks.frPyObjects(segmentation, height, width)
+    lengths = coco_masks.merge(lengths if isinstance(lengths, list) else [lengths, lengths])
+    mask = coco_masks.decode(lengths)
+    if coco_masks.encode(mask)["counts"] != lengths["counts"]:
+        raise ValueError(f"run lengths do not fill the image's {height} x {width} pixels")
+    return mask > 0
+
+
+def open_coco(folder: Path, path: Path) -> ObjectSource:
+    """The images of a folder that COCO's annotations describe: instances_val2017.json or alike."""
+    require("pycocotools", "masks of COCO's annotations")
+    try:
+        with open_regular(path) as file:
+            content = parse_json(file.read())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--masks {str(path)!r} cannot be read as JSON ({error})") from error
+    try:
+        classes = {category["id"]: str(category["name"]) for category in content["categories"]}
+        annotations: dict[int, list[dict]] = {}
+        for annotation in content["annotations"]:
+            annotations.setdefault(annotation["image_id"], []).append(annotation)
+        entries = [{name: image[name] for name in ("id", "height", "width")} for image in content["images"]]
+        files = image_files(f"COCO {folder}", folder, [image["file_name"] for image in content["images"]])
+    except (KeyError, TypeError) as error:
+        keys = ", ".join(content) if isinstance(content, dict) else type(content).__name__
+        raise ValueError(
+            f"--masks {str(path)!r} has not the form of COCO's instances (images, annotations, categories; missing "
+            f"{error}); it holds {keys}"
+        ) from error
+    if not entries:
+        raise ValueError(f"--masks {str(path)!r} lists no images")
+    number = {identity: number for number, identity in enumerate(sorted(classes))}
+    masks = CocoMasks(files, entries, annotations, number)
+    return ObjectSource(files, [classes[identity] for identity in number], masks.objects)
+
+
+def open_objects(data_path: str, masks: str | None = None) -> ObjectSource:
+    """Images with objects, in one of the layouts at the top of this file."""
     if names_scenes(data_path):
         _refuse_masks(masks, data_path)
         scenes = Scenes(*parse_scenes_spec(data_path), split="val")

@@ -157,13 +157,9 @@ class Matching(NamedTuple):
 
 def match_slots(similarity: Float[np.ndarray, "L others"]) -> Matching:
     """The matching of the largest total similarity; where one model has more slots, some of them stay alone."""
-    if similarity.shape[0] <= similarity.shape[1]:
-        partners = best_assignment(-similarity)
-        slots = np.arange(len(partners))
-    else:
-        slots = best_assignment(-similarity.T)
-        order = np.argsort(slots)
-        slots, partners = slots[order], order
+    from scipy.optimize import linear_sum_assignment
+
+    slots, partners = linear_sum_assignment(similarity, maximize=True)
     return Matching(slots, partners, similarity[slots, partners])
 
 
@@ -184,45 +180,3 @@ def match_held_out(
     slots, partners, _ = match_slots(slot_similarity(first[::2], second[::2]))
     similarity = slot_similarity(first[1::2], second[1::2])
     return Matching(slots, partners, similarity[slots, partners]), float(similarity.mean())
-
-
-def best_assignment(costs: Float[np.ndarray, "rows columns"]) -> Int[np.ndarray, " rows"]:
-    """The column of each row, all different, with the smallest sum of costs: the Hungarian method, O(rows^2 columns).
-
-    Rows are added one by one. For each, the cheapest path of changes to a free column is searched (Dijkstra's method on
-    reduced costs, cost - row price - column price, which prices keep non-negative), and the rows on it change columns.
-
-    Args:
-        costs: (rows, columns), not more rows than columns.
-
-    Raises:
-        ValueError: a cost is not finite, or there are more rows than columns.
-    """
-    if len(costs) > costs.shape[1] or not np.isfinite(costs).all():
-        raise ValueError(f"costs of shape {costs.shape} must be finite, with no more rows than columns")
-    rows, columns = costs.shape
-    row_price, column_price = np.zeros(rows), np.zeros(columns + 1)
-    owner = np.full(columns + 1, -1)  # of each column; the last column is where the new row begins
-    for new in range(rows):
-        owner[columns], current = new, columns
-        distance, before = np.full(columns, np.inf), np.full(columns, columns)
-        visited = np.zeros(columns + 1, dtype=bool)
-        while owner[current] >= 0:
-            visited[current] = True
-            row, free = owner[current], ~visited[:columns]
-            reduced = costs[row] - row_price[row] - column_price[:columns]
-            closer = free & (reduced < distance)
-            distance[closer], before[closer] = reduced[closer], current
-            nearest = int(np.where(free, distance, np.inf).argmin())
-            step = distance[nearest]
-            row_price[owner[visited]] += step
-            column_price[visited] -= step
-            distance[free] -= step
-            current = nearest
-        while current != columns:
-            owner[current] = owner[before[current]]
-            current = int(before[current])
-    owner = owner[:columns]
-    result = np.empty(rows, dtype=np.int64)
-    result[owner[owner >= 0]] = np.flatnonzero(owner >= 0)
-    return result

@@ -1,8 +1,8 @@
-"""Results of `slot-score` -> plots: measures and redundancy with controls, maps and classes, matched slots."""
+"""Results of `slot-score` -> a table for people, and plots of measures, classes and matched slots."""
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,14 @@ import numpy as np
 
 from dino_sparo.draw.plots import ACCENT, PANEL_HEIGHT, panels
 from dino_sparo.draw.sheet import INK, SOFT
-from dino_sparo.evaluation.objects.survey import MODEL, UNTRAINED
-from dino_sparo.evaluation.objects.table import MEASURE_NAMES, ROW_NAMES, scored_maps
-from dino_sparo.runtime.cli import printable
+from dino_sparo.evaluation.objects.measures import MEASURES
+from dino_sparo.evaluation.objects.survey import MODEL, ROWS, UNTRAINED
+from dino_sparo.runtime.logs import printable
 
+ROW_NAMES = dict(
+    zip(ROWS, ("this encoder", "untrained", "maps of another image", "moved maps", "patch grid"), strict=True)
+)
+MEASURE_NAMES = dict(zip(MEASURES, ("Jaccard", "mBO", "FG-ARI", "pointing", "pointing, one map"), strict=True))
 AXIS_END = 116  # percent: a bar of 100 % and its number
 CONTROL, BOUND = "#b9b7c6", "#e8a33d"
 SHADES = ("#e8a33d", "#ffffff", "#46147a")  # from worse over equal to better than on other classes
@@ -21,14 +25,79 @@ COLUMN_WIDTH, ROW_HEIGHT = 0.22, 0.3  # inches, of a cell of the table of classe
 MEASURES_SIZE, MATCHING_SIZE = (13.3, 6.6), (7, 4.2)  # inches
 
 
-def draw_measures(result: Mapping[str, Any], model: str, path: Path) -> None:
-    """Bars of each measure for the encoder, its controls and the bound, with 95 % intervals; bars of redundancy.
+def table(result: Mapping[str, Any]) -> str:
+    """The result for people: measures in percent with half the width of their 95 % interval; then maps and slots."""
+    data = result["data"]
+    lines = [
+        f"{data['num_objects']} objects in {data['num_images']} images of {data['name']}; "
+        f"{scored_maps(result)}, share {result['share']:g} of the mass; {data['objects_out_of_view']} objects out of "
+        f"view, {data['without_objects']} images without objects, {data['unreadable']} unreadable",
+        "",
+        f"{'%':<28}" + _cells(MEASURE_NAMES.values()),
+        f"{'images':<28}" + _cells(str(result["measures"][MODEL][measure]["num_images"]) for measure in MEASURES),
+    ]
+    for row, scores in result["measures"].items():
+        lines.append(f"{ROW_NAMES[row]:<28}" + _cells(percent(scores[measure]) for measure in MEASURES))
+    for row, scores in result["differences"].items():
+        name = f"minus {ROW_NAMES[row]}"
+        lines.append(f"{name:<28}" + _cells(percent(scores[measure], "+") for measure in MEASURES))
+    lines += ["", f"mean absolute cosine of two {result['kind']}s: {redundancy_words(result['redundancy'])}"]
+    if "selectivity" in result:
+        own, untrained, chance = (result["selectivity"][name] for name in ("mean_best_lift", "untrained", "shuffled"))
+        lines.append(
+            f"selectivity (mean best lift): {100 * own:.1f} Jaccard points; untrained {100 * untrained:.1f}; with "
+            f"shuffled classes {100 * float(np.mean(chance)):.1f}, at most {100 * max(chance):.1f}"
+        )
+        best = sorted(result["maps"], key=lambda entry: -entry["lift"])[:5]
+        named = ", ".join(f"{result['kind']} {e['map']} {e['class']} (+{100 * e['lift']:.1f})" for e in best)
+        rare = result["selectivity"]["rare_classes"]
+        at_least = f"of classes with at least {result['selectivity']['min_objects']} objects; {rare} are rarer"
+        lines.append(f"most selective: {named} ({at_least})")
+    if "match" in result:
+        match = result["match"]
+        own, untrained, shuffled = (match[name]["mean"] for name in ("matched", "untrained", "shuffled_images"))
+        lines.append(
+            f"matched slots, mean linear CKA: {own:.3f}; all pairs {match['mean_of_all_pairs']:.3f}, matched to an "
+            f"untrained encoder {untrained:.3f}, to shuffled images {shuffled:.3f} ({match['matching_images']} images "
+            f"chose the matching, {match['num_images']} others are compared)"
+        )
+    return "\n".join(lines)
 
-    Args:
-        result: of `command.score_slots`.
-        model: a line about the encoder.
-        path: the PNG to write.
-    """
+
+def scored_maps(result: Mapping[str, Any]) -> str:
+    """How many maps there are, and how many are scored together."""
+    count, together = result["num_maps"], result["maps_per_score"]
+    subsets = f", {together} at a time (mean over {result['subsets_per_image']} random subsets of each image)"
+    return f"{count} {result['kind']}s" + (subsets if together < count else "")
+
+
+def _cells(words: Iterable[str]) -> str:
+    widths = (max(14, len(name) + 2) for name in MEASURE_NAMES.values())
+    return "".join(f"{word:>{width}}" for word, width in zip(words, widths, strict=True))
+
+
+def percent(summary: dict[str, Any], sign: str = "") -> str:
+    """A mean in percent with half the width of its interval."""
+    if summary["mean"] is None:
+        return "-"
+    low, high = summary["interval_95"]
+    return f"{100 * summary['mean']:{sign}.1f} ± {50 * (high - low):.1f}"
+
+
+def redundancy_words(redundancy: dict[str, dict[str, float]]) -> str:
+    """How alike maps and values are, of the model and untrained; a single map is not alike to another."""
+
+    def words(value: float) -> str:
+        return "-" if math.isnan(value) else f"{value:.2f}"
+
+    return "; ".join(
+        f"{ROW_NAMES[row]} " + ", ".join(f"{what} {words(value)}" for what, value in own.items())
+        for row, own in redundancy.items()
+    )
+
+
+def draw_measures(result: Mapping[str, Any], model: str, path: Path) -> None:
+    """Bars of each measure for the encoder, its controls and the bound, with 95 % intervals; bars of redundancy."""
     with panels(path, 2, 3) as axes:
         *plots, last = axes.flat
         for axis, (measure, name) in zip(plots, MEASURE_NAMES.items(), strict=True):
@@ -48,12 +117,7 @@ def draw_measures(result: Mapping[str, Any], model: str, path: Path) -> None:
 
 
 def draw_redundancy(axis: Any, redundancy: Mapping[str, Mapping[str, float]]) -> None:
-    """Bars of the mean absolute cosine of two maps, and of two slots' values where there are any.
-
-    Args:
-        axis: to draw on.
-        redundancy: of `Survey.mean_redundancy`.
-    """
+    """Bars of the mean absolute cosine of two maps, and of two slots' values where there are any."""
     parts = list(redundancy[MODEL])
     for position, (what, row) in enumerate(itertools.product(parts, redundancy)):
         value = redundancy[row][what]
@@ -91,13 +155,7 @@ def _draw_bars(axis: Any, scores: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def draw_classes(result: Mapping[str, Any], model: str, path: Path) -> None:
-    """Heat map of lift, classes down and maps across, maps grouped by the class they find best.
-
-    Args:
-        result: of `command.score_slots`, with classes.
-        model: a line about the encoder.
-        path: the PNG to write.
-    """
+    """Heat map of lift, classes down and maps across, maps grouped by the class they find best."""
     from matplotlib.colors import LinearSegmentedColormap
 
     names = [entry["class"] for entry in result["classes"]]
@@ -132,13 +190,7 @@ def draw_classes(result: Mapping[str, Any], model: str, path: Path) -> None:
 
 
 def draw_matching(match: Mapping[str, Any], model: str, path: Path) -> None:
-    """Similarity of matched slots, largest first, beside what an untrained encoder and shuffled images give.
-
-    Args:
-        match: of `command.match_models`.
-        model: a line about the encoder.
-        path: the PNG to write.
-    """
+    """Similarity of matched slots, largest first, beside what an untrained encoder and shuffled images give."""
     curves = {
         "matched": ("the other checkpoint", ACCENT, "-"),
         "untrained": ("an untrained encoder", SOFT, "--"),
