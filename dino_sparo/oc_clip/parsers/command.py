@@ -13,16 +13,12 @@ graph. One run at a time writes an output, by OUTPUT.lock. `oc_clip/graphs/files
 import argparse
 import logging
 import tempfile
-from array import array
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import tee
+from itertools import islice, tee
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
-
-import numpy as np
-from jaxtyping import Bool, UInt64
 
 from dino_sparo.oc_clip.graphs.files import JsonLines, caption_bytes, graph_record, hash_of, read_lines
 from dino_sparo.oc_clip.graphs.graph import LookupCounts, SceneGraph, normalize
@@ -108,6 +104,14 @@ class Report:
         if len(self.examples) < NUM_EXAMPLES:
             self.examples.setdefault(caption, graph_in_words(normalised))
 
+    def to_json(self) -> dict[str, int]:
+        """Captions can be missing in a lookup only."""
+        counts = {name: number for name, number in self.counts.to_json().items() if name != "missing"}
+        return {**counts, "without_relation": self.without_relation}
+
+    def __str__(self) -> str:
+        return f"{self.counts}\n{self.without_relation:,} captions have no relation"
+
 
 def parse(args: argparse.Namespace) -> dict[str, Any]:
     """Run the command; returns the summary, or with `--caption` the graph."""
@@ -128,7 +132,7 @@ def parse(args: argparse.Namespace) -> dict[str, Any]:
         rows = open_rows(args.captions, output.parent, args.caption_key, args.image_key, args.image_folder, args.split)
     report = Report(args.max_nodes, args.max_relations)
     summary = parse_rows(rows, parser, output, report)
-    say(f"{output}: {_words_of(summary)}")
+    say(f"{output}: {report}\n{_words_of(summary['this_run'])}".rstrip())
     if report.examples:
         say("The first captions and their graphs:")
     for caption, graph in report.examples.items():
@@ -172,44 +176,32 @@ def parse_rows(rows: Rows, parser: BulkParser, output: Path, report: Report) -> 
     summary_path, errors_path = (
         output.with_name(output.name + ending) for ending in (".summary.json", ".errors.jsonl")
     )
+    run = Counter[str](parsed=0, dropped_relations=0, unreadable=0, undone=0, lines_of_other_rows=0)
+
+    def write_summary(**more: Any) -> dict[str, Any]:
+        state = {"parser": parser.record, "counts": report.to_json(), "this_run": dict(run), "versions": versions()}
+        write_json({**state, **more}, summary_path)
+        return {**state, **more}
+
     with RunLock(output.parent, output.name) as lock:
         lock.acquire()
         _check_output(output, summary_path, parser)
-        hashes, has_caption = _read_rows(rows)
-        if not has_caption.any():
-            raise ValueError(f"none of the {len(hashes):,} rows has a caption; give other --captions or --caption_key")
-        run = Counter[str](parsed=0, dropped_relations=0, unreadable=0, undone=0, rows=len(hashes))
+        known = _read_rows(rows, run)
         errors_path.unlink(missing_ok=True)
         with JsonLines(output) as file:
-            is_new = _new_rows(hashes, has_caption, _written_rows(output, report), run)
-            write_json({**_state(parser, report, run), "complete": False}, summary_path)
-            # The flags end first, so that the rows are not read to their end: a table warns there, for the second time.
-            new, captioned = tee(row for flag, row in zip(is_new, rows(), strict=False) if flag)
+            written = _written_rows(output, report)
+            run["lines_of_other_rows"] = len(written - known)
+            number = len(known - written)
+            write_summary(complete=False)
+            # A table warns after its last row, as it did in the first pass: stop before.
+            new, captioned = tee(islice(_new_rows(rows, written), number))
             outcomes = parser.parse_all(row.caption for row in captioned)
             parsed = _parsed(zip(new, outcomes, strict=True), run, errors_path)
-            for row, graph in progress(parsed, int(is_new.sum()), "parsing"):
+            for row, graph in progress(parsed, number, "parsing"):
                 file.write(graph_record(row.caption, graph, row.image))
                 report.add(row.caption, graph)
-        is_complete = not run["undone"] + run["unreadable"]
-        summary = {**_state(parser, report, run), "complete": is_complete, "sha256": file_sha256(output)}
-        write_json(summary, summary_path)
-    _warn(run, output, errors_path)
-    return summary
-
-
-def _written_rows(output: Path, report: Report) -> UInt64[np.ndarray, " lines"]:
-    """The hashes of the rows in an output; its lines are counted in the report."""
-    written = array("Q")
-    for number, _, line in read_lines(output):
-        record = parse_object(line, f"{output}:{number}")
-        report.add(record["caption"], SceneGraph.from_json(record))
-        written.append(_hash(Row(record["caption"], record.get("image"))))
-    if written:
-        logger.info("%s: resumed after %d lines", output, len(written))
-    return np.array(written, dtype=np.uint64)
-
-
-def _warn(run: Counter[str], output: Path, errors_path: Path) -> None:
+        num_failed = run["undone"] + run["unreadable"]
+        summary = write_summary(complete=not num_failed, sha256=file_sha256(output))
     if run["lines_of_other_rows"]:
         logger.warning(
             "%d lines of %s belong to captions or images that the input does not have; they stay in the output. For a "
@@ -217,15 +209,13 @@ def _warn(run: Counter[str], output: Path, errors_path: Path) -> None:
             run["lines_of_other_rows"],
             output,
         )
-    if run["undone"] + run["unreadable"]:
+    if num_failed:
         logger.warning(
             "%d captions have no graph: %d answers are unreadable, %d requests were not answered; %s lists them. Run "
             "the same command to ask again",
-            run["undone"] + run["unreadable"],
-            run["unreadable"],
-            run["undone"],
-            errors_path,
+            *(num_failed, run["unreadable"], run["undone"], errors_path),
         )
+    return summary
 
 
 def _open_parser(args: argparse.Namespace, output: Path) -> BulkParser:
@@ -255,6 +245,43 @@ def _check_output(output: Path, summary_path: Path, parser: BulkParser) -> None:
         )
 
 
+def _read_rows(rows: Rows, run: Counter[str]) -> set[int]:
+    """The hashes of the rows with a caption; rows are counted."""
+    known = set[int]()
+    for row in progress(rows(), desc="reading captions"):
+        run["rows"] += 1
+        run["without_caption"] += not row.caption
+        run["repeated"] += bool(row.caption) and _hash(row) in known
+        known |= {_hash(row)} if row.caption else set()
+    if not known:
+        raise ValueError(f"none of the {run['rows']:,} rows has a caption; give other --captions or --caption_key")
+    return known
+
+
+def _written_rows(output: Path, report: Report) -> set[int]:
+    """The hashes of the rows in an output; its lines are counted in the report."""
+    written = set[int]()
+    for number, _, line in read_lines(output):
+        record = parse_object(line, f"{output}:{number}")
+        report.add(record["caption"], SceneGraph.from_json(record))
+        written.add(_hash(Row(record["caption"], record.get("image"))))
+    if written:
+        logger.info("%s: resumed after %d rows", output, len(written))
+    return written
+
+
+def _new_rows(rows: Rows, written: set[int]) -> Iterator[Row]:
+    """The first of equal rows with a caption, unless the row is written."""
+    for row in rows():
+        if row.caption and _hash(row) not in written:
+            written.add(_hash(row))
+            yield row
+
+
+def _hash(row: Row) -> int:
+    return hash_of(caption_bytes(row.caption), (row.image or "").encode("utf-8", "surrogateescape"))
+
+
 def _parsed(
     outcomes: Iterator[tuple[Row, Outcome]], run: Counter[str], errors_path: Path
 ) -> Iterator[tuple[Row, SceneGraph]]:
@@ -270,48 +297,11 @@ def _parsed(
             errors.write({"caption": row.caption, "problem": outcome.problem, "undone": outcome.is_undone})
 
 
-def _state(parser: BulkParser, report: Report, run: Counter[str]) -> dict[str, Any]:
-    # Captions can be missing in a lookup only.
-    whole_file = {name: number for name, number in report.counts.to_json().items() if name != "missing"}
-    whole_file["without_relation"] = report.without_relation
-    return {"parser": parser.record, "counts": whole_file, "this_run": dict(run), "versions": versions()}
-
-
-def _words_of(summary: dict[str, Any]) -> str:
-    whole_file, run = dict(summary["counts"]), summary["this_run"]
-    without_relation = whole_file.pop("without_relation")
-    lines = [str(LookupCounts(**whole_file)), f"{without_relation:,} captions have no relation"]
+def _words_of(run: dict[str, int]) -> str:
+    lines = []
     if run["dropped_relations"]:
         lines.append(f'{run["dropped_relations"]:,} unary relations or "and" dropped in this run')
     reasons = {"without_caption": "without a caption", "repeated": "the same as an earlier row"}
     if left_out := [f"{run[name]:,} {reason}" for name, reason in reasons.items() if run[name]]:
         lines.append(f"left out of {run['rows']:,} rows: {' and '.join(left_out)}")
     return "\n".join(lines)
-
-
-def _read_rows(rows: Rows) -> tuple[UInt64[np.ndarray, " rows"], Bool[np.ndarray, " rows"]]:
-    """The hash of every row, and whether it has a caption."""
-    hashes, has_caption = array("Q"), bytearray()
-    for row in progress(rows(), desc="reading captions"):
-        hashes.append(_hash(row))
-        has_caption.append(bool(row.caption))
-    return np.array(hashes, dtype=np.uint64), np.array(has_caption, dtype=bool)
-
-
-def _new_rows(
-    hashes: UInt64[np.ndarray, " rows"],
-    has_caption: Bool[np.ndarray, " rows"],
-    written: UInt64[np.ndarray, " lines"],
-    run: Counter[str],
-) -> Bool[np.ndarray, " rows"]:
-    """True for the first of equal rows with a caption, unless the output has the row; counts all other rows."""
-    first = np.zeros(len(hashes), dtype=bool)
-    first[np.unique(hashes, return_index=True)[1]] = True
-    run["without_caption"] = int((~has_caption).sum())
-    run["repeated"] = int((has_caption & ~first).sum())
-    run["lines_of_other_rows"] = int((~np.isin(written, hashes)).sum())
-    return has_caption & first & ~np.isin(hashes, written)
-
-
-def _hash(row: Row) -> int:
-    return hash_of(caption_bytes(row.caption), (row.image or "").encode("utf-8", "surrogateescape"))
