@@ -16,13 +16,12 @@ from torch.nn import functional as F
 
 from dino_sparo.clip.model import CLIP
 from dino_sparo.clip.pictures.words import Word, caption_words, word_attention
-from dino_sparo.data.views import ClipView
-from dino_sparo.draw.sheet import RAMP_ENDS
-from dino_sparo.draw.tiles import map_tile
-from dino_sparo.evaluation.attention.maps import heat
+from dino_sparo.data.views import ClipView, view_pixels
+from dino_sparo.draw.figure import PICTURE_HEIGHT, RAMP_ENDS, Tile, map_painter
+from dino_sparo.draw.pixels import heat
 from dino_sparo.evaluation.features import inference
 from dino_sparo.image_text.scoring.dot_product import DotProductScorer
-from dino_sparo.image_text.scoring.explaining import CaptionLook, ImageLook
+from dino_sparo.image_text.scoring.explanation import CaptionMaps, Explanation
 
 MAX_SLOTS = 5  # shown per caption
 EXPLANATION = (
@@ -40,8 +39,8 @@ class SlotScorer(DotProductScorer):
     model: CLIP
     transform: ClipView
 
-    def look_at(self, image: Image.Image, captions: Sequence[str]) -> ImageLook:
-        """The slots that add most to each caption; see `LookingScorer`."""
+    def explain(self, image: Image.Image, captions: Sequence[str]) -> Explanation:
+        """The slots that add most to each caption; see `ExplainableScorer`."""
         ids = self.tokenize(list(captions)).ids
         with inference(self.module, self.device, self.dtype):
             seen = self.model.image_output(self.views([image]).to(self.device))
@@ -49,19 +48,26 @@ class SlotScorer(DotProductScorer):
             leads = slot_leads(F.cosine_similarity(seen.slots.float(), read.slots.float(), dim=-1)).cpu().numpy()
         backbone = self.model.image.backbone
         view = self.transform.view(image, backbone.patch_size)
+        picture = view_pixels(image, view, PICTURE_HEIGHT)
         grid = view.height // backbone.patch_size, view.width // backbone.patch_size
         maps = seen.attention[0, :, backbone.num_prefix_tokens :].float().cpu().numpy().reshape(-1, *grid)
         attention = read.attention.float().cpu().numpy()
-        looks = []
+        explained = []
         for caption, own_ids, own, lead in zip(captions, ids, attention, leads, strict=True):
             words = caption_words(caption, own_ids)
             shares = word_attention(own, words, own_ids).words
             tiles = [
-                map_tile(f"slot {slot}", heat(maps[slot]), (f"{lead[slot]:+.3f}", _top_word(words, shares[slot])))
+                Tile(
+                    picture,
+                    caption,
+                    map_painter(heat(maps[slot])),
+                    f"slot {slot}",
+                    notes=(f"{lead[slot]:+.3f}", _top_word(words, shares[slot])),
+                )
                 for slot in best_slots(lead)
             ]
-            looks.append(CaptionLook(lead_in_words(lead), tiles))
-        return ImageLook(view, looks, EXPLANATION, RAMP_ENDS)
+            explained.append(CaptionMaps([lead_in_words(lead)], tiles))
+        return Explanation(picture, explained, EXPLANATION, RAMP_ENDS)
 
 
 def slot_leads(cosines: Float[Tensor, "captions L"]) -> Float[Tensor, "captions L"]:

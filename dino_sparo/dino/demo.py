@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dino_sparo.draw.grids import draw_training_curve
+from dino_sparo.draw.plots import draw_training_curve
 from dino_sparo.models.readouts import readout_kind
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.demos import RunCommand, finish_demo, option_words, spread, start_demo, timed_run

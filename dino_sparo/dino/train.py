@@ -19,7 +19,8 @@ from dino_sparo.dino.head import DINOHead, DINONetwork
 from dino_sparo.dino.loss import NUM_TEACHER_CROPS, DINOLoss, diagnose_collapse
 from dino_sparo.dino.options import REFERENCE_BATCH, defaults_of
 from dino_sparo.dino.step import DINOTraining, train_step
-from dino_sparo.evaluation.attention.maps import crops_grid, slots_grid
+from dino_sparo.draw.pixels import crops_grid
+from dino_sparo.evaluation.attention.maps import slots_grid
 from dino_sparo.evaluation.features import effective_rank
 from dino_sparo.models.encoder import EncoderConfig, encoder_from_config
 from dino_sparo.runtime.distributed import Distributed, world_size, wrap_ddp

@@ -3,14 +3,15 @@
 Who has numbers to draw opens one with `panels`; the same numbers give the same bytes.
 """
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dino_sparo.draw.sheet import DPI, INK, PAPER, SOFT, require_matplotlib
-from dino_sparo.evaluation.attention.maps import RAMP_COLOURS
+from dino_sparo.draw.pixels import RAMP_COLOURS
+from dino_sparo.draw.sheet import DPI, INK, PAPER, SOFT, require_matplotlib, save_figure
 
 PANEL_WIDTH, PANEL_HEIGHT = 4.6, 3.5  # inches
 ACCENT = "#8a3fb5"
@@ -60,7 +61,7 @@ def panels(path: Path, rows: int, columns: int) -> Iterator[Any]:
         axis.tick_params(colors=SOFT, labelcolor=INK)
         axis.title.set(color=INK)
     yield axes
-    figure.savefig(path)
+    save_figure(figure, path)
 
 
 def count_ticks(axis: Any) -> None:
@@ -96,3 +97,27 @@ def ranked_bars(axis: Any, numbers: Sequence[int], heights: Sequence[float], mar
         axis.set_xticks(positions, [str(number) for number in numbers])
     else:
         count_ticks(axis)
+
+
+def draw_training_curve(log: Path, path: Path) -> None:
+    """log.txt -> how a run went: loss and teacher's entropy, and 20-NN where it was probed, against steps.
+
+    Args:
+        log: one JSON line per epoch.
+        path: of the PNG.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    epochs = [json.loads(line) for line in log.read_text().splitlines()]
+    probed = [epoch for epoch in epochs if "knn_20" in epoch]
+    curves = {"train_loss": ("loss", INK), "train_teacher_entropy": ("teacher's entropy", SOFT)}
+    with panels(path, 1, 2 if probed else 1) as ((losses, *others),):
+        for name, (label, colour) in curves.items():
+            shown = [epoch for epoch in epochs if name in epoch]
+            losses.plot([e["step"] for e in shown], [e[name] for e in shown], ".-", color=colour, label=label)
+        losses.set(xlabel="step", ylabel="nats")
+        losses.legend(frameon=False)
+        for accuracy in others:
+            accuracy.plot([e["step"] for e in probed], [e["knn_20"] for e in probed], ".-", color=INK)
+            accuracy.set(xlabel="step", ylabel="20-NN accuracy of the teacher, %")

@@ -5,10 +5,10 @@ What a model looks at in them is drawn by the objectives' folders: `clip/picture
 
 import argparse
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -18,7 +18,9 @@ from dino_sparo.data.dataset import CorruptImageError
 from dino_sparo.data.sources import IMAGE_EXTENSIONS
 from dino_sparo.data.sources.image_source import FileSource
 from dino_sparo.data.views import PatchView
-from dino_sparo.draw.sheet import require_matplotlib
+from dino_sparo.draw.figure import Figure
+from dino_sparo.draw.html import save_page
+from dino_sparo.draw.sheet import require_matplotlib, save_sheet
 from dino_sparo.evaluation.task import result_folder
 from dino_sparo.image_text.pairs.batches import LeftOut, PairSource
 from dino_sparo.image_text.pairs.captions import ListedCaptions, PackedTexts
@@ -30,10 +32,6 @@ from dino_sparo.runtime.logs import progress, setup_logging
 from dino_sparo.runtime.records import versions, write_json
 
 logger = logging.getLogger(__name__)
-
-Gallery = TypeVar("Gallery")
-
-PICTURE_HEIGHT = 480  # pixels, of a view on a page
 
 
 @dataclass(frozen=True)
@@ -78,25 +76,21 @@ def begin_pictures(args: argparse.Namespace, numbers: Sequence[str]) -> torch.de
 def write_pictures(
     args: argparse.Namespace,
     stem: str,
-    gallery: Gallery,
-    draw_sheet: Callable[[Gallery, Path], None],
-    write_page: Callable[[Gallery, Path], None],
+    figure: Figure,
     numbers: dict[str, Any],
 ) -> dict[str, Any]:
-    """Write STEM.png, .html and .json, and say where; returns what the last one holds.
+    """Write STEM.png, STEM.html and STEM.json, and say where; returns the content of the last one.
 
     Args:
         args: as for `begin_pictures`.
         stem: of the files' names.
-        gallery: what is shown.
-        draw_sheet: gallery -> the picture.
-        write_page: gallery -> the page.
+        figure: description of sheet and page.
         numbers: plain values.
     """
     folder = result_folder(args.output_dir, args.pretrained_weights)
     paths = [folder / f"{stem}.{ending}" for ending in ("png", "html", "json")]
-    draw_sheet(gallery, paths[0])
-    write_page(gallery, paths[1])
+    save_sheet(figure, paths[0])
+    save_page(figure, paths[1])
     result = {**numbers, "data_path": args.data_path, "versions": versions(open_clip="open_clip_torch")}
     write_json(result, paths[2])
     say("\n".join(map(str, paths)))

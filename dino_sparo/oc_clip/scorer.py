@@ -15,10 +15,12 @@ from PIL import Image
 from torch import Tensor
 
 from dino_sparo.data.dataset import ImageSource
+from dino_sparo.data.views import view_pixels
+from dino_sparo.draw.figure import PICTURE_HEIGHT
 from dino_sparo.evaluation.features import Features, inference
 from dino_sparo.image_text.picture_pairs import ViewedPair
 from dino_sparo.image_text.prompts import prompts
-from dino_sparo.image_text.scoring.explaining import CaptionLook, ImageLook
+from dino_sparo.image_text.scoring.explanation import CaptionMaps, Explanation
 from dino_sparo.image_text.scoring.image_rows import ImageRows
 from dino_sparo.image_text.scoring.scorer import EncodedTexts
 from dino_sparo.oc_clip.graphs.batches import batch_graphs
@@ -27,7 +29,7 @@ from dino_sparo.oc_clip.graphs.files import CaptionGraphs
 from dino_sparo.oc_clip.graphs.graph import LookupCounts, SceneGraph, normalize
 from dino_sparo.oc_clip.model import OCCLIP, look_up
 from dino_sparo.oc_clip.pairs import tokenize_phrases
-from dino_sparo.oc_clip.pictures.explain import look_at
+from dino_sparo.oc_clip.pictures.explain import explain_pair
 from dino_sparo.oc_clip.pictures.tiles import tiles_of
 from dino_sparo.oc_clip.scoring import EncodedGraphs, score_all_pairs
 
@@ -212,13 +214,17 @@ class GraphScorer(ImageRows):
         """The score of every image and every caption, in this process alone; see `LoadedOCCLIP.similarity`."""
         return self.score_block(self.rows_of(images), self.encode_texts(captions).payload)
 
-    def look_at(self, image: Image.Image, captions: Sequence[str]) -> ImageLook:
-        """What the entities of each caption take of an image; see `LookingScorer`."""
+    def explain(self, image: Image.Image, captions: Sequence[str]) -> Explanation:
+        """What the entities of each caption take of an image; see `ExplainableScorer`."""
         (view,) = self.views([image])
         with inference(self.module, self.device, self.dtype):
+            graphs = [self.graphs.lookup(caption)[0] for caption in captions]
             pairs = [ViewedPair(0, caption, caption, view) for caption in captions]
-            looks = [look_at(self.model, pair, self.graphs.lookup(pair.caption)[0], self.device) for pair in pairs]
-        captioned = [CaptionLook("  ·  ".join(look.relations_in_words), tiles_of(look)) for look in looks]
-        reading = looks[0].reading
+            explained = [
+                explain_pair(self.model, pair, graph, self.device) for pair, graph in zip(pairs, graphs, strict=True)
+            ]
         seen = self.transform.view(image, self.model.image.backbone.patch_size)
-        return ImageLook(seen, captioned, reading.explanation, reading.ends)
+        picture = view_pixels(image, seen, PICTURE_HEIGHT)
+        captioned = [CaptionMaps(pair.relations_in_words, tiles_of(pair, picture)) for pair in explained]
+        reading = explained[0].reading
+        return Explanation(picture, captioned, reading.explanation, reading.ends)

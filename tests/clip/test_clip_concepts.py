@@ -13,7 +13,7 @@ pytest.importorskip("open_clip")
 from clip_fakes import small_checkpoint
 
 from dino_sparo.clip import load_clip, tokenize
-from dino_sparo.clip.pictures.concepts import Choice, Criteria, PairLook, choose, choose_pairs, fits, look_at_pairs
+from dino_sparo.clip.pictures.concepts import Choice, Criteria, PairAttention, choose, choose_pairs, fits, see_pairs
 from dino_sparo.clip.pictures.words import Word, WordAttention, caption_words, word_attention
 from dino_sparo.data.views import PatchView
 from dino_sparo.image_text.picture_pairs import open_picture_pairs
@@ -90,7 +90,7 @@ def test_a_look_is_what_the_model_attends_to(weights):
     loaded = load_clip(weights)
     source = open_picture_pairs("scenes:19:48")
     view = PatchView([32], 8, loaded.mean, loaded.std)
-    looks = look_at_pairs(loaded.model, source, view, tokenize, torch.device("cpu"), max_pairs=18)
+    looks = see_pairs(loaded.model, source, view, tokenize, torch.device("cpu"), max_pairs=18)
     assert len(looks) == 18
     look = looks[17]
     caption = source.captions_of(look.index)[0]
@@ -109,12 +109,12 @@ def test_a_look_is_what_the_model_attends_to(weights):
 # --- the choice
 
 
-def look(shares: list[list[float]], cosines: list[float]) -> PairLook:
+def look(shares: list[list[float]], cosines: list[float]) -> PairAttention:
     """A pair on which slot l gives `shares[l]` to the words and the rest to the end token."""
     words = [Word(f"w{place}", place > 0, place + 1, place + 2) for place in range(len(shares[0]))]
     given = np.array(shares)
     text = WordAttention(given, np.zeros(len(given)), 1 - given.sum(axis=1))
-    return PairLook(0, "image.png", "", words, np.ones((len(given), 2, 3)) / 6, text, np.array(cosines))
+    return PairAttention(0, "image.png", "", words, np.ones((len(given), 2, 3)) / 6, text, np.array(cosines))
 
 
 # Slots: 0 sharp on w0; 1 sharp on w0, sharper; 2 sharp on w1; 3 spread; 4 sharp on w2, with a low cosine.

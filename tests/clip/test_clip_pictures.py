@@ -6,7 +6,6 @@ import logging
 import re
 import shutil
 import subprocess
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -23,11 +22,13 @@ from clip_fakes import paint, small_checkpoint
 from figures import assert_readable, drawn_words
 
 from dino_sparo.clip import load_clip, tokenize
-from dino_sparo.clip.pictures.concepts import Criteria, PairLook
-from dino_sparo.clip.pictures.page import write_page
-from dino_sparo.clip.pictures.sheet import Gallery, draw_sheet, mark_level, wrap_words
-from dino_sparo.clip.pictures.words import Word, WordAttention, caption_words
+from dino_sparo.clip.pictures.concepts import PairAttention
+from dino_sparo.clip.pictures.draw import level_of, slots_figure
+from dino_sparo.clip.pictures.words import WordAttention, caption_words
 from dino_sparo.clip.slots.subsets import SlotMask
+from dino_sparo.draw.figure import Figure
+from dino_sparo.draw.html import save_page
+from dino_sparo.draw.sheet import save_sheet
 from dino_sparo.evaluation.slots.choice import SlotSelection
 from dino_sparo.image_text.picture_pairs import open_pair_folder, open_picture_pairs
 
@@ -104,60 +105,49 @@ def test_no_readable_pair_is_an_error(weights, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def gallery() -> Gallery:
+def pairs() -> list[PairAttention]:
     rng = np.random.default_rng(0)
-    looks = []
+    found = []
     for caption in ("A red star under <b>&</b> above a ring, twice", "sand"):
         words = caption_words(caption, tokenize([caption]).ids[0])
         shares = rng.dirichlet(np.full(len(words) + 2, 0.3), size=3)
         text = WordAttention(shares[:, 2:], shares[:, 0], shares[:, 1])
         maps = rng.dirichlet(np.full(12, 0.2), size=3).reshape(3, 3, 4)
-        looks.append(PairLook(0, "photos/a&b.png", caption, words, maps, text, rng.random(3)))
-    shown = [rng.integers(0, 255, (90, 120, 3), dtype=np.uint8) for _ in looks]
-    return Gallery("a <model>", "2 of 7 pairs", "Slots & rules.", Criteria(), [2, 0], looks, shown)
+        found.append(PairAttention(0, "photos/a&b.png", caption, words, maps, text, rng.random(3)))
+    return found
 
 
-def test_the_sheet_shows_maps_and_marks(gallery, tmp_path):
-    draw_sheet(gallery, tmp_path / "sheet.png")
+def figure_of(pairs: list[PairAttention], about: str = "a <model>  ·  2 of 7 pairs") -> Figure:
+    rng = np.random.default_rng(0)
+    shown = [rng.integers(0, 255, (90, 120, 3), dtype=np.uint8) for _ in pairs]
+    return slots_figure(about, "Slots & rules.", [2, 0], pairs, shown)
+
+
+def test_the_sheet_shows_maps_and_marks(pairs, tmp_path):
+    save_sheet(figure_of(pairs), tmp_path / "sheet.png")
     pixels = np.asarray(Image.open(tmp_path / "sheet.png").convert("RGB")).astype(int)
     assert (pixels[:3] == 255).all()
     assert (pixels[-3:] == 255).all()
-    strongest = max(gallery.looks[0].text.words[2])
-    mixed = 255 + mark_level(strongest) * (np.array([252, 176, 78]) - 255)
+    strongest = max(pairs[0].text.words[2])
+    mixed = 255 + level_of(strongest) * (np.array([252, 176, 78]) - 255)
     assert (abs(pixels - mixed.round()) <= 1).all(axis=-1).sum() > 100
     written = (tmp_path / "sheet.png").read_bytes()
-    draw_sheet(gallery, tmp_path / "sheet.png")
+    save_sheet(figure_of(pairs), tmp_path / "sheet.png")
     assert written == (tmp_path / "sheet.png").read_bytes()
 
 
 @pytest.mark.parametrize("columns", [1, 2, 5])
-def test_all_words_of_the_sheet_can_be_read(columns, gallery, tmp_path):
-    looks = [gallery.looks[i % 2] for i in range(columns)]
-    shown = [gallery.pictures[0]] * columns
-    long = replace(
-        gallery, source="pairs of " + "a_long_name_" * 20 + ".csv in words " * 20, looks=looks, pictures=shown
-    )
+def test_all_words_of_the_sheet_can_be_read(columns, pairs, tmp_path):
+    about = "pairs of " + "a_long_name_" * 20 + ".csv in words " * 20
     with drawn_words() as figures:
-        draw_sheet(long, tmp_path / "sheet.png")
+        save_sheet(figure_of([pairs[i % 2] for i in range(columns)], about), tmp_path / "sheet.png")
     assert_readable(figures)
 
 
 def test_marks_grow_with_the_share():
-    levels = [mark_level(share) for share in (0.0, 0.1, 0.5, 1.0)]
+    levels = [level_of(share) for share in (0.0, 0.1, 0.5, 1.0)]
     assert levels == sorted(levels)
     assert (levels[0], levels[-1]) == (0.0, 1.0)
-
-
-def test_lines_break_at_spaces_and_within_what_is_longer_than_a_line():
-    texts = [("aa", False), ("bbb", True), ("cc", True), (",", False), ("dddddd", True), ("eeee", False)]
-    words = [Word(text, has_space, 0, 0) for text, has_space in texts]
-    lines = wrap_words(words, 8, lambda text: float(len(text)))
-    assert lines == [
-        [(0, 0.0, 2.0), (1, 3.0, 3.0)],
-        [(2, 0.0, 2.0), (3, 2.0, 1.0)],
-        [(4, 0.0, 6.0)],
-        [(5, 0.0, 4.0)],
-    ]
 
 
 class Checked(HTMLParser):
@@ -174,7 +164,7 @@ class Checked(HTMLParser):
             self.open.append(tag)
         self.references += [value or "" for name, value in attrs if name in ("src", "href")]
         if tag == "mark":
-            self.marks.append((dict(attrs)["title"] or "", ""))
+            self.marks.append((dict(attrs).get("title") or "", ""))
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
@@ -184,21 +174,22 @@ class Checked(HTMLParser):
             self.marks[-1] = (self.marks[-1][0], data)
 
 
-def test_the_page_is_whole_and_asks_for_nothing(gallery, tmp_path):
-    write_page(gallery, tmp_path / "page.html")
+def test_the_page_is_whole_and_asks_for_nothing(pairs, tmp_path):
+    save_page(figure_of(pairs), tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
     page = Checked()
     page.feed(text)
     assert page.open == []
-    assert len(page.references) == 1 + 2 * 2 * 2
+    assert len(page.references) == 1 + 2 + 2 * 2 * 2
     assert all(reference.startswith("data:") for reference in page.references)
     assert not re.search(r"https?://|@import|url\(", text)
     assert "a &lt;model&gt;" in text
     assert "prefers-color-scheme: dark" in text
-    words = [word for look in gallery.looks for word in look.words]
-    assert [word for _, word in page.marks] == 2 * [word.text for word in words]
-    shares = [f"{100 * share:.0f}%" for look in gallery.looks for share in look.text.words[2]]
-    assert [title for title, _ in page.marks[: len(words)]] == shares
+    words = [word for pair in pairs for word in pair.words]
+    marks = [(title, word) for title, word in page.marks if title]
+    assert [word for _, word in marks] == 2 * [word.text for word in words]
+    shares = [f"{100 * share:.0f}%" for pair in pairs for share in pair.text.words[2]]
+    assert [title for title, _ in marks[: len(words)]] == shares
 
 
 ACTIONS = """<script>
@@ -216,9 +207,9 @@ document.title = found.join("|");
 
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on PATH to open the page with")
-def test_the_page_switches_maps_in_a_browser(gallery, tmp_path):
+def test_the_page_switches_maps_in_a_browser(pairs, tmp_path):
     path = tmp_path / "page.html"
-    write_page(gallery, path)
+    save_page(figure_of(pairs), path)
     path.write_text(path.read_text(encoding="utf-8").replace("</body>", ACTIONS), encoding="utf-8")
     assert BROWSER is not None
     for scheme, colour in ((1, "rgb(250, 250, 252)"), (0, "rgb(18, 18, 23)")):

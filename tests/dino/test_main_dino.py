@@ -25,7 +25,7 @@ from dino_sparo.data.dataset import CorruptImageError, open_source
 from dino_sparo.dino import step as dino_step
 from dino_sparo.dino import train as dino_train
 from dino_sparo.dino.step import DINOTraining
-from dino_sparo.evaluation.attention.maps import to_pixels
+from dino_sparo.draw.pixels import to_pixels
 from dino_sparo.runtime import preemption
 from dino_sparo.runtime.distributed import Distributed
 from dino_sparo.runtime.preemption import RunStopped

@@ -10,10 +10,11 @@ pytest.importorskip("matplotlib")
 from figures import assert_readable, drawn_words
 
 from dino_sparo.draw import sheet
-from dino_sparo.draw.grids import MapSet, compare_page, grid_page, matrix_page
+from dino_sparo.draw.figure import Figure, Word
 from dino_sparo.draw.labels import file_names, run_names, short_name
-from dino_sparo.draw.sheet import Page, shorten, text_width, wrap
-from dino_sparo.evaluation.attention.atlas import Atlas, AtlasImage, AtlasSlot, draw_atlas
+from dino_sparo.draw.sheet import Sheet, flow, save_sheet, shorten, text_width, wrap
+from dino_sparo.evaluation.attention.atlas import Atlas, AtlasImage, AtlasSlot, atlas_figure
+from dino_sparo.evaluation.attention.figures import MapSet, maps_figure
 
 SHAPES = {"portrait": (60, 25), "sliver": (90, 9), "landscape": (25, 60), "panorama": (9, 90), "square": (40, 40)}
 LONG = "a_photograph_of_a_bird_on_a_branch_in_the_evening_light_of_a_long_day_" * 3 + "$x$.jpg"
@@ -31,14 +32,25 @@ def picture(shape: str) -> np.ndarray:
     return np.full((*SHAPES[shape], 3), 99, dtype=np.uint8)
 
 
+def grid(shape: str, maps: MapSet, threshold: float | None = None) -> Figure:
+    """All maps of one image."""
+    return maps_figure([LONG], [[picture(shape)]], [maps], [0], threshold=threshold)
+
+
+def several(shape: str, *sides: MapSet, max_maps: int | None = None) -> Figure:
+    """Maps of several images by one encoder or by two."""
+    count = len(sides[0].maps)
+    return maps_figure([LONG] * count, [[picture(shape)] * count] * len(sides), sides, range(count), max_maps)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("num_maps", [1, 3, pytest.param(16, marks=pytest.mark.slow)])
 def test_all_words_of_a_grid_can_be_read(shape: str, num_maps: int, tmp_path: Path) -> None:
     """A portrait with three columns lost the end of its explanation."""
     looked = maps_of(num_maps, alike=2)
     with drawn_words() as figures:
-        grid_page(tmp_path / "grid.png", LONG, picture(shape), looked)
-        grid_page(tmp_path / "masks.png", "a", picture(shape), looked, threshold=0.6)
+        save_sheet(grid(shape, looked), tmp_path / "grid.png")
+        save_sheet(grid(shape, looked, threshold=0.6), tmp_path / "masks.png")
     assert_readable(figures)
 
 
@@ -46,7 +58,7 @@ def test_all_words_of_a_grid_can_be_read(shape: str, num_maps: int, tmp_path: Pa
 @pytest.mark.parametrize("num_maps", [1, 5])
 def test_all_words_of_several_images_can_be_read(shape: str, num_maps: int, tmp_path: Path) -> None:
     with drawn_words() as figures:
-        matrix_page(tmp_path / "matrix.png", "3 images", [picture(shape)] * 3, maps_of(num_maps, 3, alike=2))
+        save_sheet(several(shape, maps_of(num_maps, 3, alike=2)), tmp_path / "matrix.png")
     assert_readable(figures)
 
 
@@ -56,7 +68,7 @@ def test_all_words_of_a_comparison_can_be_read(shape: str, ours: int, theirs: in
     """Labels of portraits lay over one another."""
     sides = maps_of(ours, 2, alike=3), maps_of(theirs, 2, "head", alike=2)
     with drawn_words() as figures:
-        compare_page(tmp_path / "compare.png", LONG, [(picture(shape), picture(shape))] * 2, sides)
+        save_sheet(several(shape, *sides), tmp_path / "compare.png")
     assert_readable(figures)
 
 
@@ -65,11 +77,11 @@ def test_all_words_of_a_comparison_can_be_read(shape: str, ours: int, theirs: in
 def test_all_words_of_an_atlas_can_be_read_and_patches_are_explained(
     shape: str, num_slots: int, num_images: int, tmp_path: Path
 ) -> None:
-    image = AtlasImage(LONG, 1.0, 21.0, picture(shape), picture(shape))
+    image = AtlasImage(LONG, 1.0, 21.0, picture(shape), np.eye(3))
     slots = [AtlasSlot(100 + i, i, 0, "AB", 121.4, 0.1, [image] * num_images) for i in range(num_slots)]
     atlas = Atlas("run/checkpoint.pth", "slot", f"folder /data/{LONG}", 2000, (14, 15), slots)
     with drawn_words() as figures:
-        draw_atlas(atlas, tmp_path / "atlas.png")
+        save_sheet(atlas_figure(atlas), tmp_path / "atlas.png")
     assert_readable(figures)
     text = " ".join(words.words for words in figures[0])
     assert "“121 patches”: the attention of slot 100" in text
@@ -81,8 +93,8 @@ def test_all_words_of_an_atlas_can_be_read_and_patches_are_explained(
 def test_all_words_can_be_read_where_there_are_many_maps(tmp_path: Path) -> None:
     looked = maps_of(64, 2, alike=3)
     with drawn_words() as figures:
-        grid_page(tmp_path / "grid.png", LONG, picture("portrait"), looked)
-        matrix_page(tmp_path / "matrix.png", "2 images", [picture("portrait")] * 2, looked, max_maps=64)
+        save_sheet(grid("portrait", looked), tmp_path / "grid.png")
+        save_sheet(several("portrait", looked, max_maps=64), tmp_path / "matrix.png")
     assert_readable(figures)
 
 
@@ -90,7 +102,7 @@ def test_an_order_that_several_images_share_is_not_called_that_of_one(tmp_path: 
     """Every grid said "from the most peaked", though the order was by the mean over all images."""
     for num_images, expected in ((1, "From the most peaked slot"), (3, "most peaked on average over 3 images")):
         with drawn_words() as figures:
-            grid_page(tmp_path / "grid.png", "a", picture("square"), maps_of(5, num_images))
+            save_sheet(grid("square", maps_of(5, num_images)), tmp_path / "grid.png")
         assert expected in " ".join(words.words for words in figures[0])
 
 
@@ -100,7 +112,7 @@ def test_a_comparison_names_the_runs(tmp_path: Path) -> None:
     names = run_names(["runs/sparo/checkpoint.pth", "runs/cls/checkpoint.pth"])
     ours, theirs = (MapSet(name, "vit", "slot", maps) for name in names)
     with drawn_words() as figures:
-        compare_page(tmp_path / "compare.png", "a", [(picture("square"), picture("square"))], (ours, theirs))
+        save_sheet(several("square", ours, theirs), tmp_path / "compare.png")
     shown = {words.words for words in figures[0]}
     assert {"sparo/checkpoint.pth", "cls/checkpoint.pth"} <= shown
 
@@ -108,10 +120,10 @@ def test_a_comparison_names_the_runs(tmp_path: Path) -> None:
 def test_views_of_two_encoders_do_not_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bug: tiles were as large as the first encoder's view, and wider ones lay over their neighbours."""
     boxes: list[tuple[int, int, int, int]] = []
-    monkeypatch.setattr(Page, "picture", lambda self, x, y, pixels: boxes.append((x, y, *pixels.shape[1::-1])))
+    monkeypatch.setattr(Sheet, "picture", lambda self, x, y, pixels: boxes.append((x, y, *pixels.shape[1::-1])))
     views = tuple(np.zeros((60, width, 3), np.uint8) for width in (64, 96))
     sides = (MapSet("a", "vit", "slot", maps_of(6).maps), MapSet("b", "vit", "slot", maps_of(6).maps))
-    compare_page(tmp_path / "compare.png", "a", [views], sides)
+    save_sheet(maps_figure(["a"], [[view] for view in views], sides, [0]), tmp_path / "compare.png")
     for number, (x, y, width, height) in enumerate(boxes):
         for other_x, other_y, other_width, other_height in boxes[:number]:
             is_beside = x >= other_x + other_width or other_x >= x + width
@@ -163,3 +175,21 @@ def test_a_word_of_thousands_of_letters_is_measured_a_few_times(monkeypatch: pyt
     monkeypatch.setattr(sheet, "text_width", width_of)
     assert sheet.shorten("abcdefghij" * 300, 12) == "abcdef…fghij"
     assert len(measured) < 20
+
+
+def test_lines_break_at_spaces_and_within_words_without_spaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sheet, "text_width", lambda words, *font: float(len(words)))
+    texts = [("aa", False), ("bbb", True), ("cc", True), (",", False), ("dddddd", True), ("eeee", False)]
+    words = [Word(text, has_space=has_space) for text, has_space in texts]
+    lines = [[word.text for word in line] for line in flow(words, 8)]
+    assert lines == [["aa", "bbb"], ["cc", ","], ["dddddd"], ["eeee"]]
+
+
+@pytest.mark.parametrize("ending", ["png", "pdf", "svg"])
+def test_sheets_leave_as_png_pdf_or_svg_with_the_same_bytes_each_time(ending: str, tmp_path: Path) -> None:
+    contents = []
+    for name in ("a", "b"):
+        save_sheet(grid("square", maps_of(3)), tmp_path / f"{name}.{ending}")
+        contents.append((tmp_path / f"{name}.{ending}").read_bytes())
+    assert contents[0] == contents[1]
+    assert contents[0].startswith({"png": b"\x89PNG", "pdf": b"%PDF", "svg": b"<?xml"}[ending])

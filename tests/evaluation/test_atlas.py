@@ -18,9 +18,17 @@ import visualize_attention
 from dino_sparo.data.dataset import IMAGENET_MEAN, IMAGENET_STD, open_source
 from dino_sparo.data.views import PatchView
 from dino_sparo.draw.labels import short_name
+from dino_sparo.draw.sheet import save_sheet
 from dino_sparo.evaluation.attention import atlas as atlas_module
-from dino_sparo.evaluation.attention.atlas import Atlas, AtlasImage, AtlasSlot, build_atlas, draw_atlas, score_images
-from dino_sparo.evaluation.attention.atlas_html import write_html
+from dino_sparo.evaluation.attention.atlas import (
+    Atlas,
+    AtlasImage,
+    AtlasSlot,
+    atlas_figure,
+    build_atlas,
+    save_atlas_page,
+    score_images,
+)
 from dino_sparo.evaluation.attention.maps import attention_maps
 from dino_sparo.models.encoder import Encoder, create_encoder
 from dino_sparo.runtime.records import write_json
@@ -114,9 +122,7 @@ def test_slots_find_the_images_with_their_colour(atlas: Atlas) -> None:
 def test_maps_lie_where_the_colour_is(atlas: Atlas) -> None:
     slot = next(slot for slot in atlas.slots if slot.number == 1)
     image = next(image for image in slot.images if "4-green" in image.name)  # row 1, column 1
-    middle = image.map_picture.shape[0] // 2
-    glow = image.map_picture.astype(int).sum(axis=-1)
-    assert glow[middle, middle] > glow[middle // 3, middle // 3] + 100
+    assert image.heatmap.argmax() == 4
 
 
 def test_unreadable_images_are_left_out_and_none_counts_twice(atlas: Atlas) -> None:
@@ -174,7 +180,7 @@ def test_more_images_than_there_are_shows_all(photos: Path) -> None:
 
 
 def test_the_sheet_is_drawn(atlas: Atlas, tmp_path: Path) -> None:
-    draw_atlas(atlas, tmp_path / "atlas.png")
+    save_sheet(atlas_figure(atlas), tmp_path / "atlas.png")
     with Image.open(tmp_path / "atlas.png") as sheet:
         assert min(sheet.size) > 200
 
@@ -195,7 +201,7 @@ class _Links(HTMLParser):
 
 
 def test_the_page_holds_all_it_shows_and_says_it_in_words(atlas: Atlas, tmp_path: Path) -> None:
-    write_html(atlas, tmp_path / "atlas.html")
+    save_atlas_page(atlas_figure(atlas), tmp_path / "atlas.html")
     text = (tmp_path / "atlas.html").read_text(encoding="utf-8")
     page = _Links()
     page.feed(text)
@@ -204,15 +210,16 @@ def test_the_page_holds_all_it_shows_and_says_it_in_words(atlas: Atlas, tmp_path
     assert not re.search(r"https?://|url\(|@import", text)
     assert len(page.alts) == 2 * sum(len(slot.images) for slot in atlas.slots)
     assert all(page.alts)
-    assert any(alt.startswith("Attention of slot 3 on ") for alt in page.alts)
+    assert any(alt.startswith("Map of slot 3 on ") for alt in page.alts)
     assert "prefers-color-scheme: dark" in text
 
 
 def test_names_in_the_page_are_escaped(atlas: Atlas, tmp_path: Path) -> None:
     pixels = np.zeros((8, 8, 3), dtype=np.uint8)
-    image = AtlasImage('"><script>alert(1)</script>.png', 1.0, 2.0, pixels, pixels)
+    image = AtlasImage('"><script>alert(1)</script>.png', 1.0, 2.0, pixels, np.eye(3))
     slot = AtlasSlot(0, 0, 0, "", 2.0, 0.0, [image])
-    write_html(Atlas("a <model>", "slot", "<folder>", 1, (3, 3), [slot]), tmp_path / "atlas.html")
+    named = Atlas("a <model>", "slot", "<folder>", 1, (3, 3), [slot])
+    save_atlas_page(atlas_figure(named), tmp_path / "atlas.html")
     text = (tmp_path / "atlas.html").read_text(encoding="utf-8")
     assert "<script>alert" not in text
     assert "a &lt;model&gt;" in text
@@ -223,8 +230,8 @@ def test_names_that_are_no_utf8_do_not_break_the_page(atlas: Atlas, tmp_path: Pa
     """The whole page was lost to a UnicodeEncodeError."""
     image = replace(atlas.slots[0].images[0], name="photos/caf\udce9.jpg")
     named = replace(atlas, source="folder caf\udce9", slots=[replace(atlas.slots[0], images=[image])])
-    write_html(named, tmp_path / "atlas.html")
-    draw_atlas(named, tmp_path / "atlas.png")
+    save_atlas_page(atlas_figure(named), tmp_path / "atlas.html")
+    save_sheet(atlas_figure(named), tmp_path / "atlas.png")
     write_json(named.record(), tmp_path / "atlas.json")
     page = (tmp_path / "atlas.html").read_text(encoding="utf-8")
     assert r"photos/caf\udce9.jpg" in page
@@ -272,7 +279,7 @@ def browse(page: Path, profile: Path, *options: str) -> str:
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on PATH to open the page with")
 def test_the_page_sorts_filters_and_toggles_in_a_browser(atlas: Atlas, tmp_path: Path) -> None:
     path = tmp_path / "atlas.html"
-    write_html(atlas, path)
+    save_atlas_page(atlas_figure(atlas), path)
     path.write_text(path.read_text(encoding="utf-8").replace("</body>", ACTIONS), encoding="utf-8")
     by_rank = "".join(str(slot.number) for slot in atlas.slots)
     by_group = "".join(str(s.number) for s in sorted(atlas.slots, key=lambda s: (s.group, s.rank)))

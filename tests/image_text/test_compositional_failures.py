@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +22,22 @@ from oc_clip_fakes import small_checkpoint as small_oc_checkpoint
 from dino_sparo.clip import load_clip
 from dino_sparo.clip.slot_scorer import best_slots, slot_leads
 from dino_sparo.data.views import ClipView
-from dino_sparo.draw.tiles import map_tile
-from dino_sparo.image_text.evaluation.compositional.failure_pages import (
-    Gallery,
-    Shown,
+from dino_sparo.draw.figure import Figure, Section, Tile, Word, map_painter, runs_of_words
+from dino_sparo.draw.html import save_page
+from dino_sparo.draw.sheet import save_sheet
+from dino_sparo.image_text.evaluation.compositional.failures import (
+    LAYOUT,
+    TITLE,
+    Failure,
+    Failures,
+    clearest_failures,
     differing,
-    draw_sheet,
-    runs_of,
+    failure_section,
     write_failures,
-    write_page,
 )
-from dino_sparo.image_text.evaluation.compositional.failures import Failure, Failures, clearest_failures
 from dino_sparo.image_text.evaluation.compositional.run import AnswerTable, answer_questions
 from dino_sparo.image_text.evaluation.questions import Answers, Confusions, Question, confusions
-from dino_sparo.image_text.scoring.explaining import CaptionLook, LookingScorer
+from dino_sparo.image_text.scoring.explanation import CaptionMaps, ExplainableScorer
 from dino_sparo.image_text.scoring.image_files import Crop
 from dino_sparo.oc_clip.load import load_oc_clip, scorer_of
 
@@ -91,12 +94,13 @@ def test_a_benchmark_whose_captions_outnumber_its_neighbours_keeps_its_confusion
 
 def test_words_that_differ_are_marked_in_runs():
     first, second = ["a", "red", "star", "on", "a", "blue", "ring"], ["a", "blue", "star", "on", "a", "red", "ring"]
-    marks = differing(first, second)
-    assert marks[0] == marks[1] == [False, True, False, False, False, True, False]
-    assert runs_of(first, marks[0]) == [
-        ("a", False), ("red", True), ("star on a", False), ("blue", True), ("ring", False)
-    ]  # fmt: skip
-    assert differing(["a"], []) == ([True], [])
+    marked = differing(first, second)
+    assert [[is_marked for _, is_marked in words] for words in marked] == [
+        [False, True, False, False, False, True, False]
+    ] * 2
+    runs = runs_of_words([Word(word, 0.5 * is_marked) for word, is_marked in marked[0]])
+    assert [" ".join(word.text for word in run) for run in runs] == ["a", "red", "star on a", "blue", "ring"]
+    assert differing(["a"], []) == ([("a", True)], [])
 
 
 # --- what a model looked at
@@ -133,62 +137,80 @@ def test_the_part_that_the_maps_cover_is_what_clips_view_shows():
 def test_an_oc_clip_looks_with_the_entities_of_each_caption(tmp_path):
     loaded = load_oc_clip(small_oc_checkpoint(tmp_path / "checkpoint.pth"))
     scorer = scorer_of(loaded, "templates")
-    assert isinstance(scorer, LookingScorer)
+    assert isinstance(scorer, ExplainableScorer)
     image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (50, 70, 3), dtype=np.uint8))
-    look = scorer.look_at(image, ["a red star left of a blue ring", "a dot"])
+    look = scorer.explain(image, ["a red star left of a blue ring", "a dot"])
     assert [[tile.title for tile in caption.tiles if tile.frame] for caption in look.captions] == [
         ["red star", "blue ring"],
         ["dot"],
     ]
     assert {caption.tiles[0].title for caption in look.captions} == {"winner of each patch"}
-    assert re.fullmatch(r"red star left of blue ring: .*, turned round .*", look.captions[0].line)
-    assert look.captions[1].line == ""
+    assert re.fullmatch(r"red star left of blue ring: .*, turned round .*", look.captions[0].lines[0])
+    assert look.captions[1].lines == []
     assert look.captions[0].tiles[1].paint(np.zeros((30, 30, 3), dtype=np.uint8)).shape == (30, 30, 3)
-    assert "which entity has the largest share of each patch" in look.explanation
+    assert "which entity has the largest share of each patch" in look.words
 
 
 # --- pages and sheets
 
 
-def gallery(has_maps: bool) -> Gallery:
+def figure(has_maps: bool) -> Figure:
     rng = np.random.default_rng(0)
     picture = rng.integers(0, 255, (48, 90, 3), dtype=np.uint8)
     failures = [
         Failure("a <split>", "photos/a&b.png", None, "a <red> star " * 20, "a blue star " * 20, -0.1234, 0.5),
         Failure("other", "long_name_" * 16 + ".png", (1.0, 2.0, 3.0, 4.0), "x", "a_word_" * 20, 0.1, 0.2),
     ]
-    tiles = [map_tile("some phrase of a length", rng.random((3, 5)), ("+0.001", "word" * 9 + " 4%")) for _ in range(7)]
-    looks = [CaptionLook("a line of numbers " * 9, tiles), CaptionLook("", tiles[:1])] if has_maps else []
-    shown = [Shown(failure, picture, looks) for failure in failures]
-    groups = {"Bench <1>: 5 of 7 wrong": shown, "Empty: 0 of 3 wrong": []}
-    return Gallery(
-        "a <model>", "cosine", "What it is. How. More." * has_maps, ("low", "high") if has_maps else None, groups
-    )
+    paint = map_painter(rng.random((3, 5)))
+    tile = Tile(picture, "a&b.png", paint, "some phrase of a length", notes=("+0.001", "word" * 9 + " 4%"))
+    maps = [CaptionMaps((), ())] * 2
+    if has_maps:
+        maps = [CaptionMaps(["a line of numbers " * 9], [tile] * 7), CaptionMaps((), [tile])]
+    sections = [failure_section(failure, Tile(picture, failure.image), maps) for failure in failures]
+    ends = ("low", "high") if has_maps else None
+    return Figure(TITLE, "a <model>", sections, LAYOUT, ["What it is."], "How. More.", ends)
 
 
 @pytest.mark.parametrize("has_maps", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_all_words_of_a_sheet_can_be_read(has_maps, tmp_path):
     with drawn_words() as figures:
-        draw_sheet(gallery(has_maps), "Bench <1>: 5 of 7 wrong", tmp_path / "sheet.png")
+        save_sheet(figure(has_maps), tmp_path / "sheet.png")
     assert_readable(figures)
 
 
 @pytest.mark.parametrize("has_maps", [True, False])
 def test_the_page_asks_for_nothing_and_has_controls_only_for_maps(has_maps, tmp_path):
-    write_page(gallery(has_maps), tmp_path / "page.html")
+    drawn = figure(has_maps)
+    headings = [Section((), "Bench <1>: 5 of 7 wrong"), *drawn.sections, Section((), "Empty: 0 of 3 wrong")]
+    save_page(replace(drawn, sections=headings), tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert not re.search(r"https?://|@import|url\(", text)
     assert text.count('class="shot"') == (16 if has_maps else 0)
     assert ('id="maps"' in text, 'class="ramp"' in text) == (has_maps, has_maps)
-    assert "<mark>&lt;red&gt;</mark>" in text
+    assert re.search("<mark[^>]*>&lt;red&gt;</mark>", text)
     assert "true -0.123" in text
     assert "Empty: 0 of 3 wrong" in text
+
+
+def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
+    """The bug: on a full disk the page stayed truncated."""
+    (tmp_path / "page.html").write_text("old")
+
+    def half(path, text, **options):
+        path.write_bytes(text.encode()[:100])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(OSError, match="No space left"):
+        save_page(figure(False), tmp_path / "page.html")
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+    assert (tmp_path / "page.html").read_bytes() == b"old"
 
 
 def test_a_scorer_without_maps_is_drawn_with_its_images_alone(tmp_path):
     paint(tmp_path / "red.png", "red")
     scorer = colour_encoder()
-    assert not isinstance(scorer, LookingScorer)
+    assert not isinstance(scorer, ExplainableScorer)
     failure = Failure("s", str(tmp_path / "red.png"), (0.0, 0.0, 4.0, 5.0), "blue", "red", 0.0, 1.0)
     failures = {"A: b/c.d": Failures(1, 1, 0, [failure]), "None": Failures(1, 0, 0, [])}
     paths = write_failures(scorer, "colours", failures, tmp_path / "out_failures")

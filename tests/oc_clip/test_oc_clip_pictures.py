@@ -24,7 +24,10 @@ from figures import assert_readable, drawn_words
 from oc_clip_fakes import oc_clip_description
 
 from dino_sparo.data.views import PatchView
-from dino_sparo.draw.tiles import framed
+from dino_sparo.draw.figure import Figure
+from dino_sparo.draw.html import save_page
+from dino_sparo.draw.pixels import framed
+from dino_sparo.draw.sheet import save_sheet
 from dino_sparo.image_text.picture_pairs import ViewedPair, open_picture_pairs, view_pairs
 from dino_sparo.oc_clip.config import BindingConfig
 from dino_sparo.oc_clip.graphs.batches import batch_graphs
@@ -33,10 +36,8 @@ from dino_sparo.oc_clip.graphs.graph import Relation, SceneGraph
 from dino_sparo.oc_clip.load import load_oc_clip, scorer_of
 from dino_sparo.oc_clip.model import create_oc_clip
 from dino_sparo.oc_clip.pairs import tokenize_phrases
-from dino_sparo.oc_clip.pictures.draw import choose_pairs
-from dino_sparo.oc_clip.pictures.explain import READINGS, GraphLook, look_at
-from dino_sparo.oc_clip.pictures.page import write_page
-from dino_sparo.oc_clip.pictures.sheet import Gallery, draw_sheet
+from dino_sparo.oc_clip.pictures.draw import choose_pairs, pairs_figure
+from dino_sparo.oc_clip.pictures.explain import READINGS, PairMaps, explain_pair
 from dino_sparo.oc_clip.pictures.tiles import MAX_ENTITIES, shown_entities, tiles_of, without_map
 
 NUM_DEFAULT, SIZE = 3, 32
@@ -112,7 +113,7 @@ def test_the_written_numbers_are_those_of_binding_and_scoring(weights, tmp_path)
         assert pair["score"] == pytest.approx(float(score), abs=0.05)
 
 
-def look(entities: int = 2, competition: str = "queries", caption: str = "a <red> star & more") -> GraphLook:
+def look(entities: int = 2, competition: str = "queries", caption: str = "a <red> star & more") -> PairMaps:
     rng = np.random.default_rng(0)
     phrases = tuple(f"phrase {number} of some length" for number in range(entities))
     relations = (Relation(0, "left of", 1),) if entities > 1 else ()
@@ -122,7 +123,7 @@ def look(entities: int = 2, competition: str = "queries", caption: str = "a <red
         maps = maps / maps.sum(axis=(1, 2), keepdims=True)
     pair = ViewedPair(0, "photos/a&b.png", caption, torch.zeros(3, 24, 32))
     scores = rng.random(len(relations))
-    return GraphLook(
+    return PairMaps(
         pair, SceneGraph(phrases, relations), 0.5, rng.random(entities), scores, -scores, maps[:entities],
         maps[entities:], READINGS[competition],
     )  # fmt: skip
@@ -146,7 +147,7 @@ def test_a_row_has_one_scale_from_an_even_share_to_the_largest_of_an_entity():
     assert (alone.levels == 0).all()
 
 
-def two_by_two() -> GraphLook:
+def two_by_two() -> PairMaps:
     """Entity 0 wins the first patch, entity 1 the second, default tokens the lower two."""
     shares = np.array([[[0.7, 0.2], [0.1, 0.0]], [[0.1, 0.6], [0.2, 0.0]]])
     rest = 1 - shares.sum(axis=0)
@@ -157,7 +158,7 @@ def test_the_first_panel_paints_each_patch_in_the_colour_of_the_entity_that_wins
     picture = np.full((40, 40, 3), 200, dtype=np.uint8)
     shown = two_by_two()
     assert shown.winners.tolist() == [[0, 1], [-1, -1]]
-    winner, first, second, rest = tiles_of(shown)
+    winner, first, second, rest = tiles_of(shown, picture)
     assert [tile.is_soft for tile in (winner, first, second, rest)] == [False, False, False, True]
     assert winner.notes == ("", "2 of 4 patches won")
     painted = winner.paint(picture)[[0, 0, -1, -1], [0, -1, 0, -1]].astype(int)
@@ -177,10 +178,11 @@ def test_the_first_panel_paints_each_patch_in_the_colour_of_the_entity_that_wins
 
 
 def test_default_tokens_have_maps_only_where_they_are_asked_for():
-    assert [tile.title for tile in tiles_of(look())][3:] == ["default tokens"]
-    titles = [tile.title for tile in tiles_of(look(), default_tokens=True)]
+    picture = np.zeros((90, 90, 3), dtype=np.uint8)
+    assert [tile.title for tile in tiles_of(look(), picture)][3:] == ["default tokens"]
+    titles = [tile.title for tile in tiles_of(look(), picture, default_tokens=True)]
     assert titles[4:] == ["default token 1", "default token 2", "default token 3"]
-    assert [tile.frame for tile in tiles_of(look(2, "keys"))] == ["#0072b2", "#e69f00"]
+    assert [tile.frame for tile in tiles_of(look(2, "keys"), picture)] == ["#0072b2", "#e69f00"]
 
 
 def test_of_too_many_entities_those_that_win_patches_have_maps():
@@ -199,23 +201,26 @@ def test_letters_that_the_font_lacks_are_named_once_and_never_warned_of(tmp_path
     picture = np.zeros((90, 90, 3), dtype=np.uint8)
     with drawn_words() as figures, caplog.at_level(logging.INFO), warnings.catch_warnings():
         warnings.simplefilter("error")
-        draw_sheet(Gallery("m", "s", "w", [shown], [picture]), tmp_path / "sheet.png")
+        save_sheet(pairs_figure("m", "w", [shown], [picture]), tmp_path / "sheet.png")
     assert caplog.text.count("the font of the sheet has no 日 本 語 🐶") == 1
     assert "▯▯▯ plane ▯" in [words.words for words in figures[0]]
 
 
 @pytest.fixture(params=["queries", "keys"])
-def gallery(request: pytest.FixtureRequest) -> Gallery:
-    looks = [look(2, request.param), look(1, request.param, "sand"), look(11, request.param, "many words " * 30)]
-    pictures = [np.random.default_rng(1).integers(0, 255, (90, 90, 3), dtype=np.uint8) for _ in looks]
-    return Gallery("a <model>", "3 of 7 pairs of " + "a_long_name_" * 20, "How a score is made.", looks, pictures)
+def pairs(request: pytest.FixtureRequest) -> list[PairMaps]:
+    return [look(2, request.param), look(1, request.param, "sand"), look(11, request.param, "many words " * 30)]
 
 
-def test_all_words_of_the_sheet_can_be_read(gallery, tmp_path):
+def figure_of(pairs: list[PairMaps]) -> Figure:
+    pictures = [np.random.default_rng(1).integers(0, 255, (90, 90, 3), dtype=np.uint8) for _ in pairs]
+    return pairs_figure("a <model> · 3 of 7 pairs of " + "a_long_name_" * 20, "How a score is made.", pairs, pictures)
+
+
+def test_all_words_of_the_sheet_can_be_read(pairs, tmp_path):
     with drawn_words() as figures:
-        draw_sheet(gallery, tmp_path / "sheet.png")
+        save_sheet(figure_of(pairs), tmp_path / "sheet.png")
     assert_readable(figures)
-    draw_sheet(gallery, tmp_path / "sheet.png")
+    save_sheet(figure_of(pairs), tmp_path / "sheet.png")
     pixels = np.asarray(Image.open(tmp_path / "sheet.png").convert("RGB"))
     assert (pixels[:3] == 255).all()
     assert (pixels[-3:] == 255).all()
@@ -240,22 +245,23 @@ class Checked(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_the_page_shows_every_map_without_javascript_and_asks_for_nothing(gallery, tmp_path):
-    write_page(gallery, tmp_path / "page.html")
+def test_the_page_shows_every_map_without_javascript_and_asks_for_nothing(pairs, tmp_path):
+    figure = figure_of(pairs)
+    save_page(figure, tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
     page = Checked()
     page.feed(text)
     assert page.open == []
-    num_maps = sum(len(tiles_of(shown)) for shown in gallery.looks)
+    num_maps = sum(len(section.bands[0].tiles) - 1 for section in figure.sections)
     assert page.pressed == ["true"] * num_maps  # the style shows the maps of these, with and without script
-    assert len(page.references) == 1 + 2 * num_maps + len(gallery.looks)
+    assert len(page.references) == 1 + 2 * num_maps + len(pairs)
     assert all(reference.startswith("data:") for reference in page.references)
     assert not re.search(r"https?://|@import|url\(", text)
     assert "a &lt;red&gt; star &amp; more" in text
-    for cosine in gallery.looks[0].cosines:
-        assert f"<dd>cosine {cosine:.2f}</dd>" in text
-    assert f"<td>{gallery.looks[0].relation_scores[0]:.2f}</td>" in text
-    assert (" add up to 100 % over all of them" in text) == (gallery.looks[0].reading is READINGS["queries"])
+    for cosine in pairs[0].cosines:
+        assert f"<span>cosine {cosine:.2f}</span>" in text
+    assert f": {pairs[0].relation_scores[0]:.2f}\u00a0(" in text
+    assert (" add up to 100 % over all of them" in text) == (pairs[0].reading is READINGS["queries"])
 
 
 def test_own_photographs_are_drawn_with_graphs_of_a_file(weights, tmp_path, capsys, caplog):
@@ -317,7 +323,7 @@ def test_without_competition_maps_of_entities_stand_alone(tmp_path):
 def test_a_look_takes_the_image_as_the_model_sees_it(weights):
     loaded = load_oc_clip(weights)
     pair = ViewedPair(0, "x", CAPTION, torch.randn(3, SIZE, SIZE))
-    seen = look_at(loaded.model, pair, open_graphs("templates")(CAPTION), CPU)
+    seen = explain_pair(loaded.model, pair, open_graphs("templates")(CAPTION), CPU)
     assert seen.shares.shape == (3, 4, 4)
     assert np.allclose(seen.maps.sum(axis=0), 1, atol=1e-5)
 

@@ -35,7 +35,7 @@ BATCH_SIZE = 16
 
 
 @dataclass(frozen=True)
-class PairLook:
+class PairAttention:
     """How a model sees one pair.
 
     Attributes:
@@ -73,7 +73,7 @@ class Choice(NamedTuple):
 
     Attributes:
         slots: numbers of slots, one row each.
-        pairs: places among the looks, one column each.
+        pairs: places among the pairs that were seen, one column each.
         num_fitting: slots, from the first, that meet the criteria in `num_common` pairs at once.
         num_common: those pairs.
     """
@@ -85,14 +85,14 @@ class Choice(NamedTuple):
 
 
 @torch.no_grad()
-def look_at_pairs(
+def see_pairs(
     model: CLIP,
     source: PairSource,
     view: PatchView,
     tokenize: Callable[[list[str]], Tokens],
     device: torch.device,
     max_pairs: int,
-) -> list[PairLook]:
+) -> list[PairAttention]:
     """Run a model over pairs, evenly spread over the source; those that cannot be read are left out and named.
 
     Args:
@@ -106,23 +106,23 @@ def look_at_pairs(
     Raises:
         ValueError: none can be read.
     """
-    looks: list[PairLook] = []
+    seen: list[PairAttention] = []
     num_truncated = 0
     pairs = view_pairs(source, spread_out(source, max_pairs), view)
     while batch := list(islice(pairs, BATCH_SIZE)):
         tokens = tokenize([pair.caption for pair in batch])
         num_truncated += tokens.num_truncated
-        columns = _look_at_batch(model, torch.stack([pair.image for pair in batch]), tokens.ids, device)
+        columns = _see_batch(model, torch.stack([pair.image for pair in batch]), tokens.ids, device)
         for pair, ids, maps, attention, cosines in zip(batch, tokens.ids, *columns, strict=True):
             words = caption_words(pair.caption, ids)
             text = word_attention(attention, words, ids)
-            looks.append(PairLook(pair.index, pair.name, pair.caption, words, maps, text, cosines))
+            seen.append(PairAttention(pair.index, pair.name, pair.caption, words, maps, text, cosines))
     if num_truncated:
         logger.warning("%s: %d captions are longer than the context and cut off", source.name, num_truncated)
-    return looks
+    return seen
 
 
-def _look_at_batch(
+def _see_batch(
     model: CLIP, images: Float[Tensor, "B C H W"], token_ids: Tensor, device: torch.device
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Maps (B, L, h, w), attention over the captions' tokens (B, L, N), and the slots' cosines (B, L)."""
@@ -134,18 +134,18 @@ def _look_at_batch(
     return maps.float().cpu().numpy(), text.attention.float().cpu().numpy(), cosines.cpu().numpy()
 
 
-def fits(looks: Sequence[PairLook], criteria: Criteria) -> Bool[np.ndarray, "pairs L"]:
+def fits(pairs: Sequence[PairAttention], criteria: Criteria) -> Bool[np.ndarray, "pairs L"]:
     """Which slots of which pairs meet the criteria, each for itself."""
-    cosines, sharpness = _stacked(looks)
+    cosines, sharpness = _stacked(pairs)
     return (cosines > criteria.min_cosine) & (sharpness >= criteria.min_sharpness)
 
 
-def _stacked(looks: Sequence[PairLook]) -> tuple[Float[np.ndarray, "pairs L"], Float[np.ndarray, "pairs L"]]:
+def _stacked(pairs: Sequence[PairAttention]) -> tuple[Float[np.ndarray, "pairs L"], Float[np.ndarray, "pairs L"]]:
     """Cosines and sharpness of all pairs."""
-    return np.stack([look.cosines for look in looks]), np.stack([look.sharpness for look in looks])
+    return np.stack([pair.cosines for pair in pairs]), np.stack([pair.sharpness for pair in pairs])
 
 
-def choose(looks: Sequence[PairLook], num_slots: int, num_pairs: int, criteria: Criteria) -> Choice:
+def choose(pairs: Sequence[PairAttention], num_slots: int, num_pairs: int, criteria: Criteria) -> Choice:
     """The slots and pairs to show: slots with sharp attention to different words, whose cosines are high.
 
     One slot after the other is taken, each time the one that meets the criteria in most of the pairs where those before
@@ -157,22 +157,22 @@ def choose(looks: Sequence[PairLook], num_slots: int, num_pairs: int, criteria: 
     zero where words overlap, averaged over the pairs that are left. For the pairs see `choose_pairs`.
 
     Args:
-        looks: the pairs.
+        pairs: the pairs.
         num_slots: rows, at most.
         num_pairs: columns, at most.
         criteria: what a slot is to meet.
     """
-    cosines, sharpness = _stacked(looks)
-    meets, focus = fits(looks, criteria), [look.focus for look in looks]
+    cosines, sharpness = _stacked(pairs)
+    meets, focus = fits(pairs, criteria), [pair.focus for pair in pairs]
     nearness = np.clip(cosines / criteria.min_cosine, 0, 1) * np.minimum(1, sharpness / criteria.min_sharpness)
-    alive = np.ones(len(looks), dtype=bool)
+    alive = np.ones(len(pairs), dtype=bool)
     slots: list[int] = []
     num_fitting = 0
     while len(slots) < min(num_slots, cosines.shape[1]):
         apart = _apart(focus, slots)
         good = meets & apart & alive[:, None]
         counts = good.sum(axis=0)
-        enough = counts >= min(num_pairs, len(looks))
+        enough = counts >= min(num_pairs, len(pairs))
         enough[slots] = False
         if num_fitting == len(slots) and enough.any():
             sharp = (sharpness * good).sum(axis=0) / np.maximum(counts, 1)
@@ -182,26 +182,26 @@ def choose(looks: Sequence[PairLook], num_slots: int, num_pairs: int, criteria: 
             near = (nearness * apart)[alive].mean(axis=0)
             near[slots] = -1.0
             slots.append(int(near.argmax()))
-    pairs = choose_pairs(looks, slots, num_pairs, alive)
-    return Choice(slots, pairs, num_fitting, int(alive.sum()) if num_fitting else 0)
+    chosen = choose_pairs(pairs, slots, num_pairs, alive)
+    return Choice(slots, chosen, num_fitting, int(alive.sum()) if num_fitting else 0)
 
 
 def choose_pairs(
-    looks: Sequence[PairLook], slots: Sequence[int], num_pairs: int, preferred: Bool[np.ndarray, " pairs"]
+    pairs: Sequence[PairAttention], slots: Sequence[int], num_pairs: int, preferred: Bool[np.ndarray, " pairs"]
 ) -> list[int]:
     """The pairs in which some slots are seen best: by the mean of cosine times sharpness, best first.
 
     Args:
-        looks: the pairs; if they all have a place, they stay in their order.
+        pairs: the pairs; if they all have a place, they stay in their order.
         slots: numbers of the slots.
         num_pairs: at most.
         preferred: pairs that come before all others.
     """
-    if len(looks) <= num_pairs:
-        return list(range(len(looks)))
-    cosines, sharpness = _stacked(looks)
+    if len(pairs) <= num_pairs:
+        return list(range(len(pairs)))
+    cosines, sharpness = _stacked(pairs)
     merit = (cosines * sharpness)[:, list(slots)].mean(axis=1)
-    return sorted(range(len(looks)), key=lambda pair: (not preferred[pair], -merit[pair], pair))[:num_pairs]
+    return sorted(range(len(pairs)), key=lambda pair: (not preferred[pair], -merit[pair], pair))[:num_pairs]
 
 
 def _apart(focus: Sequence[Bool[np.ndarray, "L _"]], slots: Sequence[int]) -> Bool[np.ndarray, "pairs L"]:

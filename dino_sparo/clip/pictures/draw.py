@@ -21,29 +21,40 @@ import numpy as np
 from jaxtyping import Bool
 
 from dino_sparo.clip.model import LoadedClip, load_clip
-from dino_sparo.clip.pictures.concepts import Choice, Criteria, PairLook, choose, choose_pairs, fits, look_at_pairs
-from dino_sparo.clip.pictures.page import write_page
-from dino_sparo.clip.pictures.sheet import Gallery, draw_sheet
+from dino_sparo.clip.pictures.concepts import Choice, Criteria, PairAttention, choose, choose_pairs, fits, see_pairs
 from dino_sparo.clip.slots.subsets import check_fits, read_slots
 from dino_sparo.data.views import PatchView, view_pixels
+from dino_sparo.draw.figure import PICTURE_HEIGHT, Band, Figure, Layout, Section, Tile, Word, map_painter
 from dino_sparo.draw.labels import describe_model, run_names
+from dino_sparo.draw.pixels import Picture, heat
 from dino_sparo.evaluation.attention.maps import check_share, class_token_share, effective_patches
 from dino_sparo.evaluation.slots.choice import SlotSelection
-from dino_sparo.image_text.picture_pairs import (
-    PICTURE_HEIGHT,
-    begin_pictures,
-    open_picture_pairs,
-    write_pictures,
-)
+from dino_sparo.image_text.picture_pairs import begin_pictures, open_picture_pairs, write_pictures
 from dino_sparo.image_text.text import tokenize
 from dino_sparo.runtime.cli import printable
 from dino_sparo.runtime.distributed import is_only_a_peer
 
 logger = logging.getLogger(__name__)
 
+TITLE = "Where slots look, in images and in captions"
+TILE, SIDE, GAP = 280, 150, 24  # pixels on the sheet: largest side of a picture, names of slots, between pictures
+# Rising quickly, as the maps' colours do: weak attention is to be seen too.
+LEVEL_POWER = 0.6
+LEGEND = (
+    *(Word(f" {100 * share:.0f}% ", share**LEVEL_POWER) for share in (0.1, 0.25, 0.5, 1.0)),
+    Word("of the attention to a word"),
+)
+EXPLANATION = (
+    "Each row is one slot with the same pairs of an image and a caption. On the image: glowing where the slot looks, "
+    "grey where it gives no more than an even share of its attention. In the caption: the stronger a word is marked, "
+    "the more of the slot's attention it gets; the shares of the caption's start and end stand below. The cosine is "
+    "that of the slot read out of the image and the same slot read out of the caption. “Patches”: the slot's attention "
+    "is as wide as if it lay evenly on so many of an image's patches; exp(entropy), the geometric mean over the pairs."
+)
+
 
 def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
-    """Draw what the options ask for; returns what pictures.json holds.
+    """Draw what the options ask for; returns the content of pictures.json.
 
     Raises:
         ValueError: options, weights or pairs that do not fit; the message says what would.
@@ -59,35 +70,85 @@ def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
     config = loaded.model.config
     if not config.image.kind.has_slots:
         raise ValueError(f"readout {config.readout!r} has no slots to show; sparo has")
-    asked = asked_slots(args.slots, loaded)
+    slots = slots_of_option(args.slots, loaded)
     image_size = args.image_size or config.image.img_size
     view = PatchView([image_size], config.image.patch_size, loaded.mean, loaded.std)
     source = open_picture_pairs(args.data_path, args.image_key, args.caption_key, args.image_folder)
     tokens = partial(tokenize, context_length=config.text.context_length)
-    looks = look_at_pairs(loaded.model.to(device), source, view, tokens, device, args.max_pairs)
-    if asked is None:
-        choice = choose(looks, args.max_slots, args.max_columns, criteria)
-        warn_of_poor_fit(choice, len(looks), criteria)
+    pairs = see_pairs(loaded.model.to(device), source, view, tokens, device, args.max_pairs)
+    if slots is None:
+        choice = choose(pairs, args.max_slots, args.max_columns, criteria)
+        warn_of_poor_fit(choice, len(pairs), criteria)
     else:
-        everything = np.ones(len(looks), dtype=bool)
-        choice = Choice(asked, choose_pairs(looks, asked, args.max_columns, everything), 0, 0)
-    shown = [looks[index] for index in choice.pairs]
-    images = [source.read(look.index) for look in shown]
+        everything = np.ones(len(pairs), dtype=bool)
+        choice = Choice(slots, choose_pairs(pairs, slots, args.max_columns, everything), 0, 0)
+    shown = [pairs[index] for index in choice.pairs]
+    images = [source.read(pair.index) for pair in shown]
+    pictures = [view_pixels(image, view.view(image), PICTURE_HEIGHT) for image in images]
     (run,) = run_names([args.pretrained_weights])
-    gallery = Gallery(
-        describe_model(loaded.record, config.image, run, config.readout, f"{config.image.num_slots} slots"),
-        f"{len(shown)} of {len(looks):,} pairs of {printable(source.name)}",
-        rule_in_words(choice, asked is not None, criteria),
-        criteria,
-        choice.slots,
-        shown,
-        [view_pixels(image, view.view(image), PICTURE_HEIGHT) for image in images],
+    model_words = describe_model(loaded.record, config.image, run, config.readout, f"{config.image.num_slots} slots")
+    source_words = f"{len(shown)} of {len(pairs):,} pairs of {printable(source.name)}"
+    rule = rule_in_words(choice, slots is not None, criteria)
+    figure = slots_figure(f"{model_words}  ·  {source_words}", rule, choice.slots, shown, pictures)
+    numbers = {
+        "model": loaded.record,
+        "source": source_words,
+        "image_size": image_size,
+        "rule": rule,
+        "criteria": criteria._asdict(),
+        "num_fitting_slots": choice.num_fitting,
+        "num_common_pairs": choice.num_common,
+        "slots": numbers_of(choice.slots, shown, fits(shown, criteria)),
+    }
+    return write_pictures(args, "pictures", figure, numbers)
+
+
+def slots_figure(
+    about: str, rule: str, slots: Sequence[int], pairs: Sequence[PairAttention], pictures: Sequence[Picture]
+) -> Figure:
+    """A section per slot, a tile per pair: the slot's map on the image, and its attention to the caption's words.
+
+    Args:
+        about: a line about model and pairs.
+        rule: how slots and pairs were chosen, one sentence.
+        slots: numbers of the slots.
+        pairs: the pairs.
+        pictures: the views of their images, of one size.
+    """
+    images = [Tile(picture, pair.name) for pair, picture in zip(pairs, pictures, strict=True)]
+    sections = [Section([Band(tiles=images)], "image")]
+    for slot in slots:
+        cosine = float(np.mean([pair.cosines[slot] for pair in pairs]))
+        patches = float(np.exp(np.mean([np.log(effective_patches(pair.maps[slot])) for pair in pairs])))
+        tiles = [_tile(pair, picture, slot) for pair, picture in zip(pairs, pictures, strict=True)]
+        facts = (f"mean cosine {cosine:.2f}", f"{patches:.1f} patches")
+        sections.append(Section([Band(tiles=tiles)], f"slot {slot}", facts))
+    layout = Layout((TILE, TILE), len(pairs), SIDE, GAP)
+    return Figure(TITLE, about, sections, layout, explanation=f"{EXPLANATION} {rule}", legend=LEGEND)
+
+
+def _tile(pair: PairAttention, picture: Picture, slot: int) -> Tile:
+    """One pair as a slot sees it."""
+    caption = [
+        Word(word.text, level_of(share), note=f"{100 * share:.0f}%", has_space=word.has_space)
+        for word, share in zip(pair.words, pair.text.words[slot].tolist(), strict=True)
+    ]
+    ends = f"start {100 * pair.text.start[slot]:.0f}%  ·  end {100 * pair.text.end[slot]:.0f}%"
+    return Tile(
+        picture,
+        pair.name,
+        map_painter(heat(pair.maps[slot])),
+        caption=caption,
+        notes=(f"cosine {pair.cosines[slot]:.2f}", ends),
     )
-    numbers = numbers_of(gallery, choice, fits(shown, criteria), loaded, image_size)
-    return write_pictures(args, "pictures", gallery, draw_sheet, write_page, numbers)
 
 
-def asked_slots(slots: Sequence[str] | None, loaded: LoadedClip) -> list[int] | None:
+def level_of(share: float) -> float:
+    """How strongly a word is marked that gets a share of the attention, both in [0, 1]."""
+    return float(np.clip(share, 0, 1) ** LEVEL_POWER)
+
+
+def slots_of_option(slots: Sequence[str] | None, loaded: LoadedClip) -> list[int] | None:
     """The slots that `--slots` names; None if they are to be chosen.
 
     Raises:
@@ -117,9 +178,9 @@ def warn_of_poor_fit(choice: Choice, num_pairs: int, criteria: Criteria) -> None
         )  # fmt: skip
 
 
-def rule_in_words(choice: Choice, is_asked: bool, criteria: Criteria) -> str:
+def rule_in_words(choice: Choice, is_given: bool, criteria: Criteria) -> str:
     """How slots and pairs were chosen."""
-    if is_asked:
+    if is_given:
         return "The slots were asked for; of the pairs those are shown in which they are sharpest and most alike."
     wanted = (
         f"give at least {100 * criteria.min_sharpness:g}% of their attention to one word, attend to different words "
@@ -131,40 +192,28 @@ def rule_in_words(choice: Choice, is_asked: bool, criteria: Criteria) -> str:
 
 
 def numbers_of(
-    gallery: Gallery, choice: Choice, meets: Bool[np.ndarray, "pairs L"], loaded: LoadedClip, image_size: int
-) -> dict[str, Any]:
-    """What pictures.json holds."""
-    return {
-        "model": loaded.record,
-        "source": gallery.source,
-        "image_size": image_size,
-        "rule": gallery.rule,
-        "criteria": gallery.criteria._asdict(),
-        "num_fitting_slots": choice.num_fitting,
-        "num_common_pairs": choice.num_common,
-        "slots": [
-            {
-                "slot": slot,
-                "pairs": [_numbers(look, slot, fit[slot]) for look, fit in zip(gallery.looks, meets, strict=True)],
-            }
-            for slot in gallery.slots
-        ],
-    }
+    slots: Sequence[int], pairs: Sequence[PairAttention], meets: Bool[np.ndarray, "pairs L"]
+) -> list[dict[str, Any]]:
+    """Each slot on each pair, for pictures.json."""
+    return [
+        {"slot": slot, "pairs": [_numbers(pair, slot, fit[slot]) for pair, fit in zip(pairs, meets, strict=True)]}
+        for slot in slots
+    ]
 
 
-def _numbers(look: PairLook, slot: int, meets: np.bool_) -> dict[str, Any]:
-    """What is known about a slot on a pair."""
+def _numbers(pair: PairAttention, slot: int, meets: np.bool_) -> dict[str, Any]:
+    """Numbers of a slot on a pair."""
     return {
-        "image": look.name,
-        "caption": look.caption,
-        "cosine": float(look.cosines[slot]),
+        "image": pair.name,
+        "caption": pair.caption,
+        "cosine": float(pair.cosines[slot]),
         "meets_criteria": bool(meets),
         "words": [
             {"word": word.text, "share": share}
-            for word, share in zip(look.words, look.text.words[slot].tolist(), strict=True)
+            for word, share in zip(pair.words, pair.text.words[slot].tolist(), strict=True)
         ],
-        "start": float(look.text.start[slot]),
-        "end": float(look.text.end[slot]),
-        "effective_patches": float(effective_patches(look.maps[slot])),
-        "class_token_share": float(class_token_share(look.maps[slot])),
+        "start": float(pair.text.start[slot]),
+        "end": float(pair.text.end[slot]),
+        "effective_patches": float(effective_patches(pair.maps[slot])),
+        "class_token_share": float(class_token_share(pair.maps[slot])),
     }

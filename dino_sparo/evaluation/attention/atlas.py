@@ -1,8 +1,7 @@
 """A collection of images -> the slot atlas: for each slot the images that light it up most, with its maps on them.
 
 The maps are those of `maps.py`. The images are seen once to score them, the chosen ones once more to draw them, so
-that memory does not grow with the maps of the whole collection. `atlas_html.py` makes the page, `draw_atlas` the
-overview on one sheet.
+that memory does not grow with the maps of the whole collection. `atlas_figure` describes the sheet and the page.
 """
 
 import logging
@@ -16,15 +15,16 @@ from jaxtyping import Float, Int, UInt8
 
 from dino_sparo.data.dataset import ImageDataset, ImageSource, ShardSampler, create_loader
 from dino_sparo.data.views import PatchView, view_pixels
-from dino_sparo.draw.grids import letters_of_groups
-from dino_sparo.draw.sheet import GAP, MARGIN, Heading, Page, Tiles, resized
+from dino_sparo.draw.figure import Band, Figure, Layout, Section, Tile, map_painter
+from dino_sparo.draw.html import save_page
+from dino_sparo.draw.pixels import heat
 from dino_sparo.evaluation.attention.maps import (
     attention_maps,
     class_token_share,
     effective_patches,
     group_near_duplicates,
+    letters_of_groups,
     maps_and_slots,
-    overlay,
 )
 from dino_sparo.models.encoder import Encoder
 from dino_sparo.runtime.cli import printable
@@ -34,16 +34,44 @@ logger = logging.getLogger(__name__)
 
 PICTURE_HEIGHT = 168  # pixels, of a picture on the page
 THUMB_HEIGHT = 76  # pixels, on the sheet
-SHEET_ASPECT = 1.6  # width to height
+SIDE = 150  # pixels, of a slot's name on the sheet
 GROUPING_IMAGES = 64  # whose maps decide which slots are near-duplicates
 BATCH_SIZE = 16
-
-SHEET_WIDTH = 760  # pixels, the least: room for the heading
 # What the page and the README tell of `score_images`.
 SCORE_WORDS = (
     "how far the slot's value lies from its mean over all images, times the attention it gives to patches rather than "
     "to the class token, times how peaked that attention is (0 for a uniform map, 1 for a single patch)"
 )
+
+
+# Of the page: how slots are sorted and chosen.
+SCRIPT = """
+const sections = [...main.querySelectorAll("section")];
+const keys = { peakedness: ["rank"], group: ["group", "rank"], number: ["number"] };
+function arrange() {
+  const chosen = keys[document.querySelector("input[name=sort]:checked").value];
+  const distinct = document.querySelector("#distinct").checked;
+  const seen = new Set();
+  const byRank = [...sections].sort((a, b) => a.dataset.rank - b.dataset.rank);
+  for (const section of byRank) {
+    section.hidden = distinct && seen.has(section.dataset.group);
+    seen.add(section.dataset.group);
+  }
+  const compare = (a, b) => chosen.map((key) => a.dataset[key] - b.dataset[key]).find((step) => step) || 0;
+  main.append(...[...sections].sort(compare));
+  const shown = sections.filter((section) => !section.hidden).length;
+  document.querySelector("output").value = shown + " of " + sections.length + " shown";
+}
+for (const input of document.querySelectorAll("input[name=sort], #distinct")) input.addEventListener("change", arrange);
+arrange();
+"""
+
+CONTROLS = """<fieldset><legend>Sort by</legend><span class="segments">
+<label><input type="radio" name="sort" value="peakedness" checked>Peakedness</label>
+<label><input type="radio" name="sort" value="group">Group</label>
+<label><input type="radio" name="sort" value="number">Number</label>
+</span></fieldset>
+<label class="check"><input type="checkbox" id="distinct">One of each group</label>"""
 
 
 @dataclass(frozen=True)
@@ -55,14 +83,14 @@ class AtlasImage:
         score: see `score_images`.
         patches: how many patches the slot looks at here.
         picture: (H, W, 3), the view.
-        map_picture: (H, W, 3), the slot's map over it.
+        heatmap: (h, w), the slot's raw map.
     """
 
     name: str
     score: float
     patches: float
     picture: UInt8[np.ndarray, "H W 3"]
-    map_picture: UInt8[np.ndarray, "H W 3"]
+    heatmap: Float[np.ndarray, "h w"]
 
 
 @dataclass(frozen=True)
@@ -282,48 +310,49 @@ def _draw_images(
         name = source.location(int(survey.indices[row]))
         for number in np.flatnonzero((best == row).any(axis=0)):
             score, patches = float(scores[row, number]), float(survey.patches[row, number])
-            shown[int(number), int(row)] = AtlasImage(name, score, patches, picture, overlay(picture, maps[number]))
+            shown[int(number), int(row)] = AtlasImage(name, score, patches, picture, maps[number])
     return [[shown[number, int(row)] for row in best[:, number]] for number in range(best.shape[1])]
 
 
-def draw_atlas(atlas: Atlas, path: Path) -> None:
-    """The whole atlas on one sheet: a strip of maps per slot, by peakedness, down the columns.
+def atlas_figure(atlas: Atlas) -> Figure:
+    """A section per slot, by peakedness, with the slot's images, those first that light it up most."""
+    kind, title = atlas.kind, f"What lights up each {atlas.kind}"
+    summary = (
+        f"Down the columns from the most peaked {kind} to the most spread; its images from left to right, those first "
+        f"that light it up most. {patches_in_words(atlas)}"
+    )
+    summary += f" A letter marks {kind}s that look alike." * any(slot.letter for slot in atlas.slots)
+    explanation = (
+        f"Each row is one {kind} with the images that light it up most, best first. Glowing: where it looks; grey: "
+        f"where it gives no more than an even share of its attention. The score of an image: {SCORE_WORDS}. “Class "
+        f"token” is the share of a {kind}’s attention that goes there instead of to patches. {kind.capitalize()}s "
+        f"whose maps look alike on all images share a letter. {patches_in_words(atlas)}"
+    )
+    about = f"{atlas.model}  ·  {atlas.num_images:,} images of {printable(atlas.source)}"
+    layout = Layout((THUMB_HEIGHT, 4 * THUMB_HEIGHT), len(atlas.slots[0].images), SIDE, gap=3, is_flowing=True)
+    return Figure(title, about, [_section(kind, slot) for slot in atlas.slots], layout, [summary], explanation)
 
-    Args:
-        atlas: what to draw.
-        path: the PNG to write.
 
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    strips = [[resized(image.map_picture, THUMB_HEIGHT) for image in slot.images] for slot in atlas.slots]
-    labels = [
-        (f"{atlas.kind} {slot.number}", f"{slot.patches:.0f} patches" + (f"  ·  {slot.letter}" if slot.letter else ""))
-        for slot in atlas.slots
+def _section(kind: str, slot: AtlasSlot) -> Section:
+    """One slot and its images."""
+    tiles = [
+        Tile(
+            image.picture,
+            image.name,
+            map_painter(heat(image.heatmap)),
+            tooltip=f" · score {image.score:.2f} · {image.patches:.0f} patches",
+        )
+        for image in slot.images
     ]
-    step = strips[0][0].shape[1] + 3
-    tiles = Tiles.with_room(labels, 1, THUMB_HEIGHT, step * len(strips[0]) - 3)
-    width, height = tiles.cell, THUMB_HEIGHT + tiles.label + GAP
-    columns = max(1, round(math.sqrt(len(strips) * SHEET_ASPECT * height / (width + MARGIN))))
-    rows = -(-len(strips) // columns)
-    columns = -(-len(strips) // rows)
-    page_width = max(columns * (width + MARGIN) + MARGIN, SHEET_WIDTH)
-    lines = [f"{atlas.model}  ·  {atlas.num_images:,} images of {printable(atlas.source)}", _sheet_in_words(atlas)]
-    heading = Heading(page_width - 2 * MARGIN, f"What lights up each {atlas.kind}", lines)
-    top = MARGIN + heading.height + 24
-    page = Page(page_width, top + rows * height - GAP + MARGIN)
-    heading.draw(page, MARGIN, MARGIN)
-    for position, (label, strip) in enumerate(zip(labels, strips, strict=True)):
-        column, row = divmod(position, rows)
-        x, y = MARGIN + column * (width + MARGIN), top + row * height
-        tiles.draw_label(page, x, y, *label)
-        for i, thumb in enumerate(strip):
-            page.picture(x + i * step, y + tiles.label, thumb)
-    page.save(path)
+    return Section(
+        [Band(tiles=tiles)],
+        f"{kind} {slot.number}",
+        (f"{slot.patches:.0f} patches", f"class token {100 * slot.class_token_share:.0f}%"),
+        group=(slot.group, slot.letter) if slot.letter else None,
+        keys={"number": slot.number, "rank": slot.rank, "group": slot.group},
+    )
 
 
-def _sheet_in_words(atlas: Atlas) -> str:
-    """How to read the sheet."""
-    words = f"Down the columns from the most peaked {atlas.kind} to the most spread; its images from left to right, "
-    words += f"those first that light it up most. {patches_in_words(atlas)}"
-    return words + f" A letter marks {atlas.kind}s that look alike." * any(slot.letter for slot in atlas.slots)
+def save_atlas_page(figure: Figure, path: Path) -> None:
+    """Write the atlas as a page whose slots can be sorted, and one of each group of slots shown alone."""
+    save_page(figure, path, CONTROLS, SCRIPT)

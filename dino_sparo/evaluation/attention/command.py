@@ -23,11 +23,11 @@ from PIL import Image
 from dino_sparo.data.dataset import CorruptImageError, ImageSource, open_source
 from dino_sparo.data.sources.image_source import spread_out
 from dino_sparo.data.views import PatchView, view_pixels
-from dino_sparo.draw.grids import MapSet, compare_page, grid_page, matrix_page, tile_picture
-from dino_sparo.draw.labels import describe_model, file_names, run_names, short_name
-from dino_sparo.draw.sheet import require_matplotlib
-from dino_sparo.evaluation.attention.atlas import build_atlas, draw_atlas
-from dino_sparo.evaluation.attention.atlas_html import write_html
+from dino_sparo.draw.figure import PICTURE_HEIGHT
+from dino_sparo.draw.labels import describe_model, file_names, run_names
+from dino_sparo.draw.sheet import require_matplotlib, save_sheet
+from dino_sparo.evaluation.attention.atlas import atlas_figure, build_atlas, save_atlas_page
+from dino_sparo.evaluation.attention.figures import MapSet, maps_figure, painter
 from dino_sparo.evaluation.attention.images import default_image_size, open_images
 from dino_sparo.evaluation.attention.maps import (
     attention_maps,
@@ -44,8 +44,6 @@ from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.records import versions, write_json
 
 logger = logging.getLogger(__name__)
-
-PICTURE_HEIGHT = 480  # pixels, of a view as figures and single files show it
 
 
 @dataclass(frozen=True)
@@ -197,22 +195,22 @@ def draw(look: Look, folder: Path, args: argparse.Namespace) -> list[Path]:
     One image gives one grid, attention.png; of several, attention.png shows the same maps for all, and each gets a
     grid of its own, attention-NAME.png.
     """
-    written = [folder / "attention.png"]
     several = len(look.names) > 1
+    grids: dict[str, tuple[list[int], float | None]] = {}
+    folders = []
     if several:
-        matrix_page(written[0], f"{len(look.names)} images", look.pictures, look.map_set, args.max_maps)
-    views = zip(look.names, file_names(look.names), look.pictures, strict=True)
-    for index, (name, file_name, picture) in enumerate(views):
+        grids["attention.png"] = (list(range(len(look.names))), None)
+    for index, file_name in enumerate(file_names(look.names)):
         suffix = f"-{file_name}" if several else ""
-        grids = [(f"attention{suffix}.png", None)]
-        grids += [] if args.threshold is None else [(f"masks{suffix}.png", args.threshold)]
-        for grid_name, threshold in grids:
-            path = folder / grid_name
-            grid_page(path, short_name(name), picture, look.map_set, index, args.max_maps, threshold)
-            written += [path] if path not in written else []
+        grids[f"attention{suffix}.png"] = ([index], None)
+        if args.threshold is not None:
+            grids[f"masks{suffix}.png"] = ([index], args.threshold)
         if args.save_each:
-            written.append(draw_each(look, index, folder / f"maps{suffix}", args.threshold))
-    return written
+            folders.append(draw_each(look, index, folder / f"maps{suffix}", args.threshold))
+    for grid, (images, threshold) in grids.items():
+        figure = maps_figure(look.names, [look.pictures], [look.map_set], images, args.max_maps, threshold)
+        save_sheet(figure, folder / grid)
+    return [*(folder / grid for grid in grids), *folders]
 
 
 def draw_each(look: Look, index: int, folder: Path, threshold: float | None) -> Path:
@@ -221,9 +219,9 @@ def draw_each(look: Look, index: int, folder: Path, threshold: float | None) -> 
     picture, kind = look.pictures[index], look.map_set.kind
     Image.fromarray(picture).save(folder / "img.png")
     for number, heatmap in enumerate(look.map_set.maps[index]):
-        Image.fromarray(tile_picture(picture, heatmap)).save(folder / f"attn-{kind}{number}.png")
+        Image.fromarray(painter(heatmap)(picture)).save(folder / f"attn-{kind}{number}.png")
         if threshold is not None:
-            masked = tile_picture(picture, heatmap, threshold)
+            masked = painter(heatmap, threshold)(picture)
             Image.fromarray(masked).save(folder / f"mask_th{threshold:g}_{kind}{number}.png")
     if threshold is not None:
         masks = [mass_mask(heatmap, threshold) for heatmap in look.map_set.maps[index]]
@@ -232,12 +230,11 @@ def draw_each(look: Look, index: int, folder: Path, threshold: float | None) -> 
 
 
 def draw_comparison(look: Look, other: Look, folder: Path, max_maps: int | None) -> Path:
-    """Draw two encoders side by side."""
-    path = folder / "compare.png"
-    title = short_name(look.names[0]) if len(look.names) == 1 else f"{len(look.names)} images"
-    pictures = list(zip(look.pictures, other.pictures, strict=True))
-    compare_page(path, title, pictures, (look.map_set, other.map_set), max_maps)
-    return path
+    """Draw the maps of two encoders on the same images."""
+    images = range(len(look.names))
+    figure = maps_figure(look.names, [look.pictures, other.pictures], [look.map_set, other.map_set], images, max_maps)
+    save_sheet(figure, folder / "compare.png")
+    return folder / "compare.png"
 
 
 def make_atlas(subject: Subject, run: str, device: torch.device, folder: Path, args: argparse.Namespace) -> list[Path]:
@@ -256,7 +253,8 @@ def make_atlas(subject: Subject, run: str, device: torch.device, folder: Path, a
         num_workers=args.num_workers,
     )
     paths = [folder / f"atlas.{ending}" for ending in ("png", "html", "json")]
-    draw_atlas(atlas, paths[0])
-    write_html(atlas, paths[1])
+    figure = atlas_figure(atlas)
+    save_sheet(figure, paths[0])
+    save_atlas_page(figure, paths[1])
     write_json({"encoder": subject.record, **atlas.record(), "versions": versions()}, paths[2])
     return paths

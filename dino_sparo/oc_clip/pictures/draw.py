@@ -17,28 +17,31 @@ from typing import Any
 from dino_sparo.data.dataset import CorruptImageError
 from dino_sparo.data.sources.image_source import spread_out
 from dino_sparo.data.views import PatchView, view_pixels
+from dino_sparo.draw.figure import PICTURE_HEIGHT, Band, Figure, Layout, Section, Tile, plain_words
 from dino_sparo.draw.labels import describe_model, run_names
+from dino_sparo.draw.pixels import Picture
 from dino_sparo.image_text.pairs.batches import PairSource
-from dino_sparo.image_text.picture_pairs import (
-    PICTURE_HEIGHT,
-    begin_pictures,
-    open_picture_pairs,
-    view_pairs,
-    write_pictures,
-)
+from dino_sparo.image_text.picture_pairs import begin_pictures, open_picture_pairs, view_pairs, write_pictures
 from dino_sparo.oc_clip.graphs.files import CaptionGraphs, open_graphs
 from dino_sparo.oc_clip.load import DEFAULT_GRAPHS, LoadedOCCLIP, load_oc_clip
-from dino_sparo.oc_clip.pictures.explain import look_at
-from dino_sparo.oc_clip.pictures.page import write_page
-from dino_sparo.oc_clip.pictures.sheet import Gallery, draw_sheet
+from dino_sparo.oc_clip.pictures.explain import RELATIONS_LEGEND, PairMaps, explain_pair
+from dino_sparo.oc_clip.pictures.tiles import tiles_of, without_map
 from dino_sparo.runtime.cli import printable
 from dino_sparo.runtime.distributed import is_only_a_peer
 
 logger = logging.getLogger(__name__)
 
+TITLE = "What the entities of a caption look at"
+TILE, TILES_PER_LINE = 176, 9  # pixels on the sheet; the image and its maps
+SCORES_EXPLANATION = (
+    "The cosine is that of an entity's embedding and its slot, which is the mean of the patches' values, weighted with "
+    "the entity's map (divided by its sum: an entity with small shares has a slot too). The score of a relation is f, "
+    "the cosine of the relation's embedding and what the slots of subject and object make of it."
+)
+
 
 def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
-    """Draw what the options ask for; returns what oc_pictures.json holds.
+    """Draw what the options ask for; returns the content of oc_pictures.json.
 
     Raises:
         ValueError: options, weights, graphs or pairs that do not fit; the message says what would.
@@ -54,20 +57,48 @@ def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
     chosen = check_pairs(args.pairs, source) or choose_pairs(source, graphs, args.max_pairs, args.max_rows)
     view = PatchView([config.image.img_size], config.image.patch_size, loaded.mean, loaded.std)
     model = loaded.model.to(device)
-    looks = [look_at(model, pair, graphs(pair.caption), device) for pair in view_pairs(source, chosen, view)]
+    pairs = [explain_pair(model, pair, graphs(pair.caption), device) for pair in view_pairs(source, chosen, view)]
     if graphs.counts.whole_caption or graphs.counts.nodes or graphs.counts.relations:
         logger.warning("%s: %s", source.name, graphs.counts)
-    images = [source.read(look.pair.index) for look in looks]
+    images = [source.read(maps.pair.index) for maps in pairs]
+    pictures = [view_pixels(image, view.view(image), PICTURE_HEIGHT) for image in images]
     (run,) = run_names([args.pretrained_weights])
-    gallery = Gallery(
-        describe_model(loaded.record, config.image, run, f"{config.binding.num_default} default tokens"),
-        f"{len(looks)} of {len(source):,} pairs of {printable(source.name)}",
-        weights_in_words(loaded),
-        looks,
-        [view_pixels(image, view.view(image), PICTURE_HEIGHT) for image in images],
-        args.default_tokens,
-    )
-    return write_pictures(args, "oc_pictures", gallery, draw_sheet, write_page, numbers_of(gallery, graphs, loaded))
+    model_words = describe_model(loaded.record, config.image, run, f"{config.binding.num_default} default tokens")
+    source_words = f"{len(pairs)} of {len(source):,} pairs of {printable(source.name)}"
+    about = f"{model_words}  ·  {source_words}"
+    figure = pairs_figure(about, weights_in_words(loaded), pairs, pictures, args.default_tokens)
+    return write_pictures(args, "oc_pictures", figure, numbers_of(source_words, pairs, graphs, loaded))
+
+
+def pairs_figure(
+    about: str, weights: str, pairs: Sequence[PairMaps], pictures: Sequence[Picture], default_tokens: bool = False
+) -> Figure:
+    """A section per pair: the caption, the scores, the image and its maps.
+
+    Args:
+        about: a line about model and pairs.
+        weights: how a score is put together, a sentence.
+        pairs: with their maps and scores.
+        pictures: the views of their images, square.
+        default_tokens: whether the maps of the default tokens are shown.
+    """
+    sections = []
+    for maps, picture in zip(pairs, pictures, strict=True):
+        tiles = [Tile(picture, maps.pair.name, title="image"), *tiles_of(maps, picture, default_tokens)]
+        sections.append(Section([Band(plain_words(maps.pair.caption), lines=scores_in_words(maps), tiles=tiles)]))
+    reading = pairs[0].reading
+    legend = [RELATIONS_LEGEND] if any(maps.sentences for maps in pairs) else []
+    explanation = " ".join([reading.explanation, SCORES_EXPLANATION, RELATIONS_LEGEND, weights])
+    summary = [reading.summary, *legend, weights]
+    layout = Layout((TILE, TILE), TILES_PER_LINE)
+    return Figure(TITLE, about, sections, layout, summary, explanation, reading.ends)
+
+
+def scores_in_words(maps: PairMaps) -> list[str]:
+    """The score and those of the relations, and how many entities have no map."""
+    relations = zip(maps.sentences, maps.relation_scores, maps.turned_scores, strict=True)
+    words = [f"{sentence}: {score:.2f}\u00a0({turned:.2f})" for sentence, score, turned in relations]
+    return list(filter(None, [f"score {maps.score:.2f}", *words, without_map(maps)]))
 
 
 def check_pairs(pairs: Sequence[int] | None, source: PairSource) -> list[int]:
@@ -76,13 +107,13 @@ def check_pairs(pairs: Sequence[int] | None, source: PairSource) -> list[int]:
     Raises:
         ValueError: there is no such pair.
     """
-    asked = list(dict.fromkeys(pairs or ()))
-    if missing := [index for index in asked if not 0 <= index < len(source)]:
+    chosen = list(dict.fromkeys(pairs or ()))
+    if missing := [index for index in chosen if not 0 <= index < len(source)]:
         raise ValueError(
             f"--pairs {' '.join(map(str, missing))}: {source.name} has {len(source):,} pairs, numbered from 0 to "
             f"{len(source) - 1}"
         )
-    return asked
+    return chosen
 
 
 def choose_pairs(source: PairSource, graphs: CaptionGraphs, max_pairs: int, max_rows: int) -> list[int]:
@@ -117,15 +148,15 @@ def weights_in_words(loaded: LoadedOCCLIP) -> str:
     )
 
 
-def numbers_of(gallery: Gallery, graphs: CaptionGraphs, loaded: LoadedOCCLIP) -> dict[str, Any]:
-    """What oc_pictures.json holds."""
+def numbers_of(source: str, pairs: Sequence[PairMaps], graphs: CaptionGraphs, loaded: LoadedOCCLIP) -> dict[str, Any]:
+    """The content of oc_pictures.json."""
     scoring = loaded.model.scoring
     return {
         "model": loaded.record,
         "graphs": {**graphs.record, "counts": graphs.counts._asdict()},
-        "source": gallery.source,
+        "source": source,
         "competition": loaded.model.binding.competition,
         "ent_coef": float(scoring.ent_coef.detach()),
         "rel_coef": float(scoring.rel_coef.detach()),
-        "pairs": [look.to_json() for look in gallery.looks],
+        "pairs": [maps.to_json() for maps in pairs],
     }

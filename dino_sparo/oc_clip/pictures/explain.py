@@ -1,6 +1,6 @@
 """A model, an image and the graph of its caption -> the share of each patch that each entity takes, and all scores.
 
-Everything here is numbers; `sheet.py` and `page.py` draw them. Source: OC-CLIP, equations 1 to 3 and figure 8.
+Everything here is numbers; `draw.py` describes the figure. Source: OC-CLIP, equations 1 to 3 and figure 8.
 
 h, w are rows and columns of the patch grid.
 """
@@ -16,7 +16,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from dino_sparo.evaluation.attention.maps import MIN_CONTRAST, effective_patches
+from dino_sparo.draw.pixels import MIN_CONTRAST
+from dino_sparo.evaluation.attention.maps import effective_patches
 from dino_sparo.image_text.picture_pairs import ViewedPair
 from dino_sparo.oc_clip.graphs.batches import batch_graphs
 from dino_sparo.oc_clip.graphs.graph import SceneGraph
@@ -35,8 +36,8 @@ class Reading(NamedTuple):
         is_competition: whether entities compete for patches, so that each patch has a winner.
         even_share: maps -> the share that all values would have if they were equal.
         ends: words for the lowest and the highest colour.
-        summary: what the tiles show, for the sheet.
-        explanation: the same for the page, with the limits.
+        summary: how to read the tiles, for the sheet.
+        explanation: how to read the tiles and their limits, for the page.
         size: map -> how much of the image it takes, in words.
     """
 
@@ -86,7 +87,7 @@ RELATIONS_LEGEND = (
 
 
 @dataclass(frozen=True)
-class GraphLook:
+class PairMaps:
     """How a model sees one image with the graph of its caption.
 
     Attributes:
@@ -175,7 +176,7 @@ class GraphLook:
 
 
 @torch.no_grad()
-def look_at(model: OCCLIP, pair: ViewedPair, graph: SceneGraph, device: torch.device) -> GraphLook:
+def explain_pair(model: OCCLIP, pair: ViewedPair, graph: SceneGraph, device: torch.device) -> PairMaps:
     """Bind a graph to its image, and score it.
 
     Args:
@@ -202,7 +203,7 @@ def look_at(model: OCCLIP, pair: ViewedPair, graph: SceneGraph, device: torch.de
     def on_host(tensor: Tensor) -> np.ndarray:
         return tensor.float().cpu().numpy()
 
-    return GraphLook(
+    return PairMaps(
         pair,
         graph,
         float(score),

@@ -1,9 +1,9 @@
-"""A look -> the tiles of a row, for the sheet and for the page.
+"""Maps of a pair -> the tiles of a row.
 
 winner      which entity wins each patch, in the entity's colour
 entity      the share of each patch that one entity takes, framed in its colour; at most `MAX_ENTITIES`
-rest        what the default tokens take together, under a veil
-default     the maps of the default tokens, where they are asked for
+rest        the share that the default tokens take together, under a veil
+default     the maps of the default tokens, on request
 """
 
 from functools import partial
@@ -12,9 +12,9 @@ import numpy as np
 from jaxtyping import Float, Int
 from PIL import ImageColor
 
-from dino_sparo.draw.tiles import Picture, Tile, map_tile
-from dino_sparo.evaluation.attention.maps import enlarge
-from dino_sparo.oc_clip.pictures.explain import GraphLook
+from dino_sparo.draw.figure import Tile, map_painter
+from dino_sparo.draw.pixels import Picture, enlarge
+from dino_sparo.oc_clip.pictures.explain import PairMaps
 
 # Colours of Okabe and Ito, which colour-blind eyes tell apart, and a violet.
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#f0e442", "#8a5fbf")
@@ -24,49 +24,50 @@ VEIL = "#ece8f6"
 PAINT, BRIGHTNESS = 0.62, 0.85  # of a won patch: how much of it is paint, and of an image in grey
 
 
-def tiles_of(look: GraphLook, default_tokens: bool = False) -> list[Tile]:
-    """The tiles of a look, in the order in which they are shown.
+def tiles_of(maps: PairMaps, picture: Picture, default_tokens: bool = False) -> list[Tile]:
+    """The tiles of a pair over its image, in the order in which they are shown.
 
     Args:
-        look: its numbers.
+        maps: the numbers.
+        picture: the view of the image.
         default_tokens: whether each default token has a map too.
     """
-    numbers = shown_entities(look)
+    tile = partial(Tile, picture, maps.pair.name)
+    numbers = shown_entities(maps)
     colours = dict(zip(numbers, COLOURS, strict=False))
+    size, levels = maps.reading.size, maps.levels
     tiles = []
-    if look.reading.is_competition:
-        won = int((look.winners >= 0).sum())
-        paint = partial(paint_winners, winners=look.winners, colours=colours)
-        tiles.append(Tile("winner of each patch", paint, ("", f"{won} of {look.winners.size} patches won")))
+    if maps.reading.is_competition:
+        won = f"{int((maps.winners >= 0).sum())} of {maps.winners.size} patches won"
+        winners = partial(paint_winners, winners=maps.winners, colours=colours)
+        tiles.append(tile(winners, "winner of each patch", notes=("", won)))
     for number in numbers:
-        notes = (f"cosine {look.cosines[number]:.2f}", look.reading.size(look.shares[number]))
-        title, levels = look.graph.entities[number], look.levels[number]
-        tiles.append(map_tile(title, levels, notes, frame=colours[number], smooth=False))
-    if len(look.default_shares):
-        rest = look.default_shares.sum(axis=0)
-        notes = ("", look.reading.size(rest))
-        tiles.append(Tile("default tokens", partial(veil, shares=rest), notes, is_soft=True))
-    for token, shares in enumerate(look.default_shares if default_tokens else ()):
-        levels = look.levels[len(look.shares) + token]
-        notes = ("", look.reading.size(shares))
-        tiles.append(map_tile(f"default token {token + 1}", levels, notes, is_soft=True, smooth=False))
+        notes = (f"cosine {maps.cosines[number]:.2f}", size(maps.shares[number]))
+        paint = map_painter(levels[number], smooth=False)
+        tiles.append(tile(paint, maps.graph.entities[number], notes=notes, frame=colours[number]))
+    if len(maps.default_shares):
+        rest = maps.default_shares.sum(axis=0)
+        tiles.append(tile(partial(veil, shares=rest), "default tokens", notes=("", size(rest)), is_soft=True))
+    for token, shares in enumerate(maps.default_shares if default_tokens else ()):
+        paint = map_painter(levels[len(maps.shares) + token], smooth=False)
+        tiles.append(tile(paint, f"default token {token + 1}", notes=("", size(shares)), is_soft=True))
     return tiles
 
 
-def shown_entities(look: GraphLook) -> list[int]:
+def shown_entities(maps: PairMaps) -> list[int]:
     """The entities that have a map, in the graph's order.
 
     Where there are too many, those that win most patches; of equal ones those with the larger mean share.
     """
-    won = [(look.winners == number).sum() * look.reading.is_competition for number in range(len(look.shares))]
-    order = np.lexsort((-look.shares.mean(axis=(1, 2)), -np.array(won)))
+    won = [(maps.winners == number).sum() * maps.reading.is_competition for number in range(len(maps.shares))]
+    order = np.lexsort((-maps.shares.mean(axis=(1, 2)), -np.array(won)))
     return sorted(order[:MAX_ENTITIES].tolist())
 
 
-def without_map(look: GraphLook) -> str:
+def without_map(maps: PairMaps) -> str:
     """What the tiles do not show, in words; "" where they show every entity."""
-    number = len(look.shares) - MAX_ENTITIES
-    where = "; patches that they win are white" if look.reading.is_competition else ""
+    number = len(maps.shares) - MAX_ENTITIES
+    where = "; patches that they win are white" if maps.reading.is_competition else ""
     return f"{number} more entities have no map{where}" if number > 0 else ""
 
 

@@ -17,8 +17,12 @@ from typing import Any
 from dino_sparo.draw.sheet import require_matplotlib
 from dino_sparo.evaluation.task import start_evaluation
 from dino_sparo.image_text.evaluation.compositional.discover import ImageRules, LocalBenchmark, find_benchmarks
-from dino_sparo.image_text.evaluation.compositional.failure_pages import write_failures
-from dino_sparo.image_text.evaluation.compositional.failures import MAX_FAILURES, Failures, clearest_failures
+from dino_sparo.image_text.evaluation.compositional.failures import (
+    MAX_FAILURES,
+    Failures,
+    clearest_failures,
+    write_failures,
+)
 from dino_sparo.image_text.evaluation.compositional.metrics import summarize, worth
 from dino_sparo.image_text.evaluation.compositional.run import (
     AnswerTable,

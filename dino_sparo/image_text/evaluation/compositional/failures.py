@@ -1,20 +1,42 @@
-"""Answers -> the clearest errors of a benchmark; `failure_pages.py` draws them for `compositional --failures N`.
+"""Answers -> the clearest errors of a benchmark -> a page and sheets, for `compositional --failures N`.
 
 An error is an image that scores more with a false caption than with its own. Of each benchmark those with the largest
 margin are shown, one per image. Otherwise the largest benchmark would fill the page, and in some sets one odd image
 would. A tie is no clear error.
+
+A figure shows the image, beside it the true and the false caption with their scores, and below each caption the maps
+that the model has for the caption (`ExplainableScorer`). Of a model without maps it shows the captions alone.
 """
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 
+from dino_sparo.draw.figure import PICTURE_HEIGHT, Band, Figure, Layout, Section, Tile, Word
+from dino_sparo.draw.html import save_page
+from dino_sparo.draw.labels import file_names, short_name
+from dino_sparo.draw.pixels import scaled
+from dino_sparo.draw.sheet import save_sheet
 from dino_sparo.image_text.evaluation.compositional.run import AnswerTable
 from dino_sparo.image_text.evaluation.questions import Question
-from dino_sparo.image_text.scoring.image_files import Crop, ImageName
+from dino_sparo.image_text.scoring.explanation import CaptionMaps, ExplainableScorer
+from dino_sparo.image_text.scoring.image_files import ROOT, Crop, ImageName, named_source
+from dino_sparo.image_text.scoring.scorer import Scorer
 
+TITLE = "The clearest errors"
+SHEET_ERRORS = 6  # errors on a sheet; the page has all
+LAYOUT = Layout((160, 160), per_line=5, side=290)
+MARKS = {"true": (60, 190, 100), "false": (240, 90, 75)}  # behind words that differ
+MARK_LEVEL = 0.22
+RULE = (
+    "Shown are the questions in which a false caption scores most above the true one, one per image. Of several false "
+    "captions it is the one with the greatest score. Words that the other caption does not have there are marked."
+)
 MAX_FAILURES = 50  # per benchmark: a page holds all its pictures, about 0.3 MB per error
 
 
@@ -95,3 +117,78 @@ def clearest_failures(questions: Sequence[Question], answers: AnswerTable, rows:
     num_tied = int((margins == 0).sum())
     num_asked = int(answers.is_answered[rows].sum())
     return Failures(num_asked, int((margins > 0).sum()) + num_tied, num_tied, list(clearest.values()))
+
+
+def write_failures(scorer: Scorer, model: str, failures: Mapping[str, Failures], stem: Path) -> list[Path]:
+    """Write a page of all benchmarks and, of each that has errors, a sheet.
+
+    Args:
+        scorer: the model.
+        model: what to call it.
+        failures: benchmark -> its errors.
+        stem: path that the files' names begin with.
+
+    Returns:
+        The files.
+    """
+    figure = Figure(TITLE, f"{model}  ·  scores: {scorer.measure}", [], LAYOUT, explanation=RULE, ends=None)
+    names = file_names([title.replace("/", "_") for title in failures])
+    all_sections: list[Section] = []
+    sheets: dict[Path, Figure] = {}
+    for name, (title, errors) in zip(names, failures.items(), strict=True):
+        heading = f"{title}: {errors}"
+        sections = []
+        for failure in errors.clearest:
+            section, words, ends = explain_failure(scorer, failure)
+            sections.append(section)
+            if ends is not None:
+                # The sentences on reading are the page's; on a sheet the first two are enough.
+                short = ". ".join(words.split(". ")[:2]).rstrip(".") + "."
+                figure = replace(figure, summary=[short], explanation=f"{RULE} {words}", ends=ends)
+        all_sections += [Section((), heading), *sections]
+        if sections:
+            path = stem.with_name(f"{stem.name}_{name}.png")
+            sheets[path] = replace(figure, title=f"{TITLE}  ·  {heading}", sections=sections[:SHEET_ERRORS])
+    page = stem.with_name(f"{stem.name}.html")
+    save_page(replace(figure, sections=all_sections), page)
+    for path, sheet in sheets.items():
+        save_sheet(sheet, path)
+    return [page, *sheets]
+
+
+def explain_failure(scorer: Scorer, failure: Failure) -> tuple[Section, str, tuple[str, str] | None]:
+    """An error as a figure shows it, how to read its maps, and the words for their colours (None without maps)."""
+    image = named_source(ROOT, [failure.name], [failure.image]).read(0)
+    picture, maps = scaled(np.asarray(image), PICTURE_HEIGHT), [CaptionMaps((), ())] * 2
+    words, ends = "", None
+    if isinstance(scorer, ExplainableScorer):
+        explanation = scorer.explain(image, (failure.true_caption, failure.false_caption))
+        picture, maps = explanation.picture, list(explanation.captions)
+        words, ends = explanation.words, explanation.ends
+    return failure_section(failure, Tile(picture, failure.image), maps), words, ends
+
+
+def failure_section(failure: Failure, image: Tile, maps: Sequence[CaptionMaps]) -> Section:
+    """The image of an error, and beside it the true and the false caption with their scores and maps."""
+    true, false = differing(failure.true_caption.split(), failure.false_caption.split())
+    margin = failure.false_score - failure.true_score
+    about = f"{failure.split}  ·  {short_name(failure.image)}  ·  false above true by {margin:.3f}"
+    bands = (
+        _band("true", failure.true_score, true, maps[0]),
+        _band("false", failure.false_score, false, maps[1]),
+    )
+    return Section(bands, picture=image, about=about)
+
+
+def _band(kind: Literal["true", "false"], score: float, caption: Sequence[tuple[str, bool]], maps: CaptionMaps) -> Band:
+    words = [Word(word, MARK_LEVEL * is_marked, MARKS[kind]) for word, is_marked in caption]
+    return Band(words, f"{kind} {score:.3f}", kind, maps.lines, maps.tiles)
+
+
+def differing(first: Sequence[str], second: Sequence[str]) -> tuple[list[tuple[str, bool]], list[tuple[str, bool]]]:
+    """Words of two captions, and whether the other caption does not have the word, in a longest common order."""
+    marks = [True] * len(first), [True] * len(second)
+    for block in difflib.SequenceMatcher(None, first, second, autojunk=False).get_matching_blocks():
+        marks[0][block.a : block.a + block.size] = [False] * block.size
+        marks[1][block.b : block.b + block.size] = [False] * block.size
+    return list(zip(first, marks[0], strict=True)), list(zip(second, marks[1], strict=True))

@@ -1,0 +1,189 @@
+"""Maps and images as plain pixels: colours of maps, overlays, sizes, and grids for TensorBoard.
+
+Everything here needs numpy and Pillow alone, so training can write its pictures without the plotting extra.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Bool, Float, UInt8
+from PIL import Image, ImageColor, ImageDraw, ImageFont
+from torch import Tensor
+
+Picture = UInt8[np.ndarray, "H W 3"]
+
+# A map is coloured from "as much as if attention were spread evenly" (no colour) to its maximum, but at least to this
+# many times as much: a map that is nearly even looks even, instead of showing its rounding errors in full colour.
+MIN_CONTRAST = 3.0
+# Dark violet to pale yellow, its lightness rising evenly, so that it reads in grey and to colour-blind eyes too.
+RAMP_POSITIONS = (0.0, 0.3, 0.6, 0.85, 1.0)
+RAMP_COLOURS = ((70, 20, 120), (172, 32, 122), (238, 92, 66), (252, 176, 78), (255, 246, 178))
+# How the image is dimmed where nothing is attended: so much that the colours stand out from it, and so little that it
+# can be recognised. Masks have no colours to stand out, so the rest is darker.
+DIMMED_SATURATION, DIMMED_BRIGHTNESS, MASKED_BRIGHTNESS = 0.4, 0.8, 0.6
+MAX_COVER = 0.78  # of the image by the ramp, where attention is highest
+
+FRAME = 4  # pixels
+GRID_GAP = 4  # pixels between the pictures of a grid
+GRID_COLOUR = 255
+GRID_HEIGHT = 128  # pixels, the least height of a row: crops of small images would be too small to look at
+GRID_COLUMNS, SMALL_GRID_HEIGHT = 17, 72  # an image and 16 maps per row; pixels, the height where there are more
+NUMBER_HEIGHT = 12  # pixels, of the line with a map's number
+
+
+def heat(heatmap: Float[np.ndarray, "h w"]) -> Float[np.ndarray, "h w"]:
+    """A map on the scale it is coloured by: 0 where it gets no more than its even share, 1 at its maximum.
+
+    A map whose maximum is below `MIN_CONTRAST` times the even share stays below 1 everywhere.
+    """
+    mean = heatmap.mean()
+    if mean <= 0:
+        return np.zeros_like(heatmap)
+    times_even = heatmap / mean
+    return np.clip((times_even - 1) / (max(times_even.max(), MIN_CONTRAST) - 1), 0, 1).astype(heatmap.dtype)
+
+
+def ramp(values: Float[np.ndarray, "*size"]) -> Float[np.ndarray, "*size 3"]:
+    """Values in [0, 1] -> RGB in [0, 255]."""
+    channels = zip(*RAMP_COLOURS, strict=True)
+    return np.stack([np.interp(values, RAMP_POSITIONS, channel) for channel in channels], axis=-1)
+
+
+def overlay(picture: Picture, heatmap: Float[np.ndarray, "h w"], smooth: bool = True) -> Picture:
+    """Lay the raw attention over the patches of a view over its picture: dimmed and grey, glowing where much is."""
+    return overlay_levels(picture, heat(heatmap), smooth)
+
+
+def overlay_levels(picture: Picture, levels: Float[np.ndarray, "h w"], smooth: bool = True) -> Picture:
+    """Lay a map that is on the scale of colours already over its picture.
+
+    Args:
+        picture: (H, W, 3).
+        levels: (h, w), in [0, 1].
+        smooth: bicubic between patches; False shows each patch as it is.
+    """
+    level = enlarge(levels, picture.shape[0], picture.shape[1], smooth)
+    # The colour takes some light and dark from the image, whose contents can so be seen through it.
+    glow = ramp(level) * (0.6 + 0.4 * _lightness(picture) / 255)
+    # Rising quickly: weak attention is to be seen too.
+    cover = MAX_COVER * np.sqrt(level)[..., None]
+    return (_dimmed(picture) * (1 - cover) + glow * cover + 0.5).astype(np.uint8)
+
+
+def mask_overlay(picture: Picture, mask: Bool[np.ndarray, "h w"]) -> Picture:
+    """Lay a mask over its picture: chosen patches as they are within an outline, the rest dimmed and grey."""
+    chosen = enlarge(mask.astype(np.float32), picture.shape[0], picture.shape[1], smooth=False) > 0.5
+    shown = np.where(chosen[..., None], picture, _dimmed(picture, MASKED_BRIGHTNESS))
+    # A pixel lies on the outline if it is chosen and a pixel within the line's width of it is not.
+    line = max(1, picture.shape[0] // 100)
+    height, width = chosen.shape
+    padded = np.pad(chosen, line, mode="edge")
+    inner = chosen.copy()
+    for top, left in ((0, line), (2 * line, line), (line, 0), (line, 2 * line)):
+        inner &= padded[top : top + height, left : left + width]
+    shown[chosen & ~inner] = RAMP_COLOURS[3]
+    return (shown + 0.5).astype(np.uint8)
+
+
+def enlarge(
+    values: Float[np.ndarray, "h w"], height: int, width: int, smooth: bool = True
+) -> Float[np.ndarray, "height width"]:
+    """Resample values to pixels, bicubic (within the values' range) or nearest."""
+    method = Image.Resampling.BICUBIC if smooth else Image.Resampling.NEAREST
+    pixels = np.asarray(Image.fromarray(values.astype(np.float32)).resize((width, height), method))
+    return np.clip(pixels, values.min(), values.max())
+
+
+def fitted(picture: UInt8[np.ndarray, "_ _ 3"], height: int, width: int) -> UInt8[np.ndarray, "_ _ 3"]:
+    """A picture as large as it can be within a height and a width, its aspect ratio unchanged."""
+    return scaled(picture, max(1, min(height, round(width * picture.shape[0] / picture.shape[1]))))
+
+
+def scaled(
+    picture: UInt8[np.ndarray, "_ _ 3"], height: int, method: Image.Resampling = Image.Resampling.LANCZOS
+) -> UInt8[np.ndarray, "_ _ 3"]:
+    """A picture at another height, its aspect ratio unchanged."""
+    width = max(1, round(picture.shape[1] * height / picture.shape[0]))
+    return np.asarray(Image.fromarray(picture).resize((width, height), method))
+
+
+def framed(picture: Picture, colour: str) -> Picture:
+    """A picture with a frame inside its edges, `FRAME` pixels wide."""
+    shown = np.empty_like(picture)
+    shown[:] = ImageColor.getrgb(colour)
+    shown[FRAME:-FRAME, FRAME:-FRAME] = picture[FRAME:-FRAME, FRAME:-FRAME]
+    return shown
+
+
+def to_pixels(
+    images: Float[Tensor, "B C H W"], mean: Sequence[float], std: Sequence[float]
+) -> UInt8[np.ndarray, "B H W 3"]:
+    """Normalised images -> 8-bit RGB; one channel becomes grey, of more than three the first three are shown."""
+    values = images[:, :3].detach().float().cpu().permute(0, 2, 3, 1).numpy()
+    channels = values.shape[-1]
+    values = values * np.asarray(std[:channels]) + np.asarray(mean[:channels])
+    return np.clip(np.broadcast_to(values, (*values.shape[:-1], 3)) * 255 + 0.5, 0, 255).astype(np.uint8)
+
+
+def crops_grid(
+    views: Sequence[Float[Tensor, "B C _ _"]], mean: Sequence[float], std: Sequence[float], num_images: int = 4
+) -> UInt8[np.ndarray, "_ _ 3"]:
+    """The crops of a few images, for TensorBoard: a row per image, its global crops first, all drawn at one height.
+
+    Args:
+        views: one batch of crops per view, as a `Batch` holds them, normalised.
+        mean: per channel.
+        std: per channel.
+        num_images: rows, at most.
+    """
+    height = max(GRID_HEIGHT, *(view.shape[-2] for view in views))
+    columns = [to_pixels(view[:num_images], mean, std) for view in views]
+    bicubic = Image.Resampling.BICUBIC
+    return _stacked([[scaled(crop, height, bicubic) for crop in row] for row in zip(*columns, strict=True)])
+
+
+def maps_grid(
+    pictures: UInt8[np.ndarray, "B H W 3"], maps: Float[np.ndarray, "B maps h w"]
+) -> UInt8[np.ndarray, "_ _ 3"]:
+    """Images and all their maps under their numbers, for TensorBoard; an image and its maps fill one or more rows."""
+    height = GRID_HEIGHT if maps.shape[1] < GRID_COLUMNS else SMALL_GRID_HEIGHT
+    rows = []
+    for picture, image_maps in zip(pictures, maps, strict=True):
+        shown = scaled(picture, height, Image.Resampling.BICUBIC)
+        tiles = [_numbered(overlay(shown, heatmap), str(number)) for number, heatmap in enumerate(image_maps)]
+        tiles.insert(0, _numbered(shown, ""))
+        rows += [tiles[start : start + GRID_COLUMNS] for start in range(0, len(tiles), GRID_COLUMNS)]
+    return _stacked(rows)
+
+
+def _stacked(rows: Sequence[Sequence[UInt8[np.ndarray, "height _ 3"]]]) -> UInt8[np.ndarray, "H W 3"]:
+    """Pictures of one height -> one picture, rows below each other, left-aligned, with gaps between."""
+    lines = [
+        np.concatenate([_padded(picture, (0, GRID_GAP), (0, GRID_GAP)) for picture in row], axis=1) for row in rows
+    ]
+    width = max(line.shape[1] for line in lines)
+    padded = [_padded(line, (0, 0), (0, width - line.shape[1])) for line in lines]
+    return _padded(np.concatenate(padded), (GRID_GAP, 0), (GRID_GAP, 0))
+
+
+def _numbered(picture: Picture, number: str) -> UInt8[np.ndarray, "_ W 3"]:
+    """A picture under a line with its number."""
+    line = Image.new("RGB", (picture.shape[1], NUMBER_HEIGHT), (GRID_COLOUR,) * 3)
+    ImageDraw.Draw(line).text((0, 0), number, fill=(0, 0, 0), font=ImageFont.load_default())
+    return np.concatenate([np.asarray(line), picture])
+
+
+def _lightness(picture: Picture) -> Float[np.ndarray, "H W 1"]:
+    return picture.astype(np.float32) @ np.array([[0.299], [0.587], [0.114]], dtype=np.float32)
+
+
+def _dimmed(picture: Picture, brightness: float = DIMMED_BRIGHTNESS) -> Float[np.ndarray, "H W 3"]:
+    lightness = _lightness(picture)
+    return brightness * (lightness + DIMMED_SATURATION * (picture.astype(np.float32) - lightness))
+
+
+def _padded(
+    picture: UInt8[np.ndarray, "_ _ 3"], rows: tuple[int, int], columns: tuple[int, int]
+) -> UInt8[np.ndarray, "_ _ 3"]:
+    """A picture with so many rows above and below, and columns left and right."""
+    return np.pad(picture, (rows, columns, (0, 0)), constant_values=GRID_COLOUR)

@@ -1,0 +1,169 @@
+"""Attention maps -> the description of a figure: the maps of each image, by one encoder or by two."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from dino_sparo.draw.figure import RAMP_ENDS, Band, Figure, Layout, Section, Tile, map_painter, plain_words
+from dino_sparo.draw.labels import short_name
+from dino_sparo.draw.pixels import Picture, heat, mask_overlay
+from dino_sparo.evaluation.attention.maps import (
+    class_token_share,
+    display_order,
+    effective_patches,
+    group_near_duplicates,
+    letters_of_groups,
+    mass_mask,
+)
+
+SHEET_WIDTH, SIDE, GAP = 1528, 264, 12  # pixels: of a sheet, about, of the image at the left, between tiles
+TILE_HEIGHTS = (96, 320)  # pixels, smallest and largest
+ASPECT = 1.7  # of a block of tiles, width to height, as a slide's
+SEVERAL_IMAGES_MAPS, TWO_ENCODERS_MAPS = 12, 24  # shown per image, if nobody asks for another number
+NUMBERS_IN_WORDS = "Beside each: patches it looks at, and the share of its attention that the class token gets."
+
+
+@dataclass(frozen=True)
+class MapSet:
+    """The maps of some images by one encoder, with what a figure says about them.
+
+    Attributes:
+        run: what the encoder is called.
+        model: how it is built and how long it was trained, one line.
+        kind: "slot", "head" or "average": what one map is.
+        maps: (B, maps, h, w), raw.
+    """
+
+    run: str
+    model: str
+    kind: str
+    maps: Float[np.ndarray, "B maps h w"]
+
+    @cached_property
+    def groups(self) -> Int[np.ndarray, " maps"]:
+        """(maps,), near-duplicates share a number."""
+        return group_near_duplicates(self.maps)
+
+    def letters(self, order: Int[np.ndarray, " _"]) -> list[str]:
+        """Letter of each shown map's group; empty where no near-duplicate is shown."""
+        return letters_of_groups(self.groups[order])
+
+    def about(self, order: Int[np.ndarray, " _"]) -> str:
+        """Run, model and number of maps, one line."""
+        number = self.maps.shape[1]
+        words = f"{number} {self.kind}{'s' if number > 1 else ''}"
+        return f"{self.model}  ·  {words if len(order) == number else f'{len(order)} of {words}'}"
+
+    def summary(self, order: Int[np.ndarray, " _"]) -> list[str]:
+        """Sentences about the labels: what the number of patches is, and what a letter means."""
+        if self.kind == "average":
+            return ["This model averages all tokens: its attention is the same everywhere, on every image."]
+        rows, columns = self.maps.shape[-2:]
+        words = [
+            f"Patches, of {rows} x {columns}: exp(entropy) of the attention, which is 1 for a single patch and "
+            f"{rows * columns} for an even spread."
+        ]
+        if any(self.letters(order)):
+            words.append("A letter and a panel mark maps that look alike.")
+        elif len(np.unique(self.groups)) < len(self.groups):
+            words.append(f"Of {self.kind}s that look alike one is shown.")
+        return words
+
+    def tiles(
+        self, order: Int[np.ndarray, " _"], image: int, name: str, picture: Picture, threshold: float | None
+    ) -> list[Tile]:
+        """Maps of one image, each with its number, the patches it looks at and the class token's share."""
+        maps = self.maps[image]
+        patches, prefix, letters = effective_patches(maps), class_token_share(maps), self.letters(order)
+        return [
+            Tile(
+                picture,
+                name,
+                painter(maps[number], threshold),
+                f"{self.kind} {number}",
+                f"{patches[number]:.0f} · {100 * prefix[number]:.0f}%{f' · {letter}' if letter else ''}",
+                group=int(self.groups[number]) if letter else None,
+            )
+            for number, letter in zip(order, letters, strict=True)
+        ]
+
+
+def painter(heatmap: Float[np.ndarray, "h w"], threshold: float | None = None) -> Callable[[Picture], Picture]:
+    """What paints a map on its image, or the fewest patches that hold a share of the map's mass."""
+    if threshold is None:
+        return map_painter(heat(heatmap))
+    return partial(mask_overlay, mask=mass_mask(heatmap, threshold))
+
+
+def maps_figure(
+    names: Sequence[str],
+    pictures: Sequence[Sequence[Picture]],
+    sides: Sequence[MapSet],
+    images: Sequence[int],
+    max_maps: int | None = None,
+    threshold: float | None = None,
+) -> Figure:
+    """Maps by peakedness, near-duplicates side by side: a section per image, a band per encoder.
+
+    Args:
+        names: of all images.
+        pictures: for every encoder the views of all images; views differ by less than a patch.
+        sides: the maps of one encoder or of two.
+        images: numbers of the images to show.
+        max_maps: per encoder and image, see `display_order`; None: all maps of a single image, fewer of several.
+        threshold: show the patches that hold this share of a map's mass instead of the map.
+    """
+    if max_maps is None and (len(sides) > 1 or len(images) > 1):
+        max_maps = TWO_ENCODERS_MAPS if len(sides) > 1 else SEVERAL_IMAGES_MAPS
+    orders = [display_order(side.maps, side.groups, max_maps) for side in sides]
+    sections = []
+    for image in images:
+        bands = [
+            Band(
+                plain_words(side.run) if len(sides) > 1 else (),
+                lines=[side.about(order)] if len(sides) > 1 else (),
+                tiles=side.tiles(order, image, names[image], views[image], threshold),
+            )
+            for side, order, views in zip(sides, orders, pictures, strict=True)
+        ]
+        about = short_name(names[image]) if len(images) > 1 else ""
+        sections.append(Section(bands, picture=Tile(pictures[0][image], names[image]), about=about))
+    first, order = sides[0], orders[0]
+    words = dict.fromkeys(words for side, order in zip(sides, orders, strict=True) for words in side.summary(order))
+    summary = [" ".join([_order_in_words(first), *words])]
+    if threshold is not None:
+        summary.append(f"Shown are the fewest patches that hold {100 * threshold:g}% of a {first.kind}'s attention.")
+    longest = max(map(len, orders))
+    is_aligned = len(images) > 1 and longest <= SEVERAL_IMAGES_MAPS  # the same map below itself for all images
+    count = longest if is_aligned else len(images) * sum(map(len, orders))
+    return Figure(
+        short_name(names[images[0]]) if len(images) == 1 else f"{len(images)} images",
+        f"{first.run}  ·  {first.about(order)}" if len(sides) == 1 else "",
+        sections,
+        _layout(pictures[0][images[0]], count, longest, longest if is_aligned else 1),
+        summary,
+        ends=RAMP_ENDS if threshold is None else None,
+    )
+
+
+def _order_in_words(map_set: MapSet) -> str:
+    """In which order maps stand, and what their labels hold."""
+    number = len(map_set.maps)
+    average = f"{map_set.kind} that is most peaked on average over {number} images"
+    return f"From the {average if number > 1 else f'most peaked {map_set.kind}'} to the most spread. {NUMBERS_IN_WORDS}"
+
+
+def _layout(picture: Picture, count: int, longest: int, least: int) -> Layout:
+    """Tiles that fill a sheet of about a slide's shape, with few places left empty in a band's last line."""
+    aspect = picture.shape[1] / picture.shape[0]
+    columns = min(
+        range(least, longest + 1),
+        key=lambda n: abs(math.log(n * aspect / math.ceil(count / n) / ASPECT)) + (-longest % n) / longest,
+    )
+    width = (SHEET_WIDTH - SIDE + GAP) / columns - GAP
+    height = min(max(round(width / aspect), TILE_HEIGHTS[0]), TILE_HEIGHTS[1])
+    return Layout((height, max(1, round(height * aspect))), columns, SIDE, GAP)
