@@ -1,7 +1,4 @@
-"""Images -> one attention map per slot (sparo) or per head (cls), as numbers and as plain pixels.
-
-Everything here needs numpy and Pillow alone, so training can write its pictures to TensorBoard without the plotting
-extra; `draw/grids.py` and `atlas.py` add words and layout.
+"""Images -> one attention map per slot (sparo) or per head (cls), and numbers about maps.
 
 Shapes: maps per image (L slots with `sparo`, heads with `cls`, one with `gap`); h, w rows and columns of the patch
 grid.
