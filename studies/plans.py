@@ -1,4 +1,4 @@
-"""What each study compares: the variants, their recipe, the seeds, the learning rates, the rows of its tables."""
+"""Each study's variants, recipe, seeds, learning rates and rows of tables."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -30,22 +30,22 @@ class Study:
     """A comparison of variants that differ in a few options and share all others.
 
     Attributes:
-        question: what it asks.
-        command: that trains.
-        variants: name -> the options that are its own.
-        baseline: the variant that the others are compared with.
+        question: shown in `--help`.
+        command: training command.
+        variants: name -> options of this variant.
+        baseline: variant that the others are compared with.
         also: name -> (variant, learning rate): rows at a rate that was not chosen.
-        controls: name -> (variant, score of a table -> which other score of that variant stands for it).
+        controls: name -> (variant, score of a table -> score of the variant that replaces it).
         control_scores: scores that only controls show.
-        differences: (one row, other row) of the tables, controls among them: the other is subtracted from the one; by
-            default every row is compared with the baseline.
-        recipe: the options that all variants share; the budget is among them.
-        seeds: one run of each variant for each.
-        learning_rates: from which each variant takes the best one.
-        choose: last line of log.txt -> how good a learning rate is; larger is better.
-        choice: what `choose` looks at, in words.
-        prepare: (--data_path, folder) -> what is trained on, what is evaluated on.
-        evaluate: (run, commands, scores that are known) -> all its scores.
+        differences: (row, other row), controls included: the second is subtracted from the first; by default every row
+            is compared with the baseline.
+        recipe: options that all variants share, the budget included.
+        seeds: one run of each variant for each seed.
+        learning_rates: candidates, of which each variant takes the best.
+        choose: last line of log.txt -> quality of a learning rate; larger is better.
+        choice: `choose` in words.
+        prepare: (--data_path, folder, run of a command) -> (training data, evaluation data).
+        evaluate: (run, run of a command, known scores) -> all scores.
     """
 
     question: str
@@ -65,16 +65,16 @@ class Study:
     differences: Sequence[tuple[str, str]] = ()
 
     def options(self, variant: str, lr: float, seed: int) -> dict[str, str]:
-        """All options of a run but for its images and its folder."""
+        """All options of a run except its data and its folder."""
         options = {**self.recipe, **self.variants[variant], "lr": lr, "seed": seed, "device": "cpu"}
         return {name: str(value) for name, value in options.items() if name != "data_path"}
 
     def quality(self, result: Mapping[str, Any]) -> float:
-        """How good a run that chooses a learning rate is: `choose` of its last epoch; -inf if it diverged."""
+        """Quality of a run that chooses a learning rate: `choose` of its last epoch; -inf if it diverged."""
         return -math.inf if "diverged" in result else self.choose(result["epochs"][-1])
 
     def with_epochs(self, epochs: int) -> "Study":
-        """The same study, shorter or longer."""
+        """The same study with another number of epochs."""
         return replace(self, recipe={**self.recipe, "epochs": epochs})
 
 
@@ -116,7 +116,7 @@ EQUAL_RATE_DIFFERENCES = (
 
 
 def _built_in(train: str, evaluated: str) -> Callable[[str | None, Path, RunCommand], tuple[str, str]]:
-    """Scenes need no files."""
+    """`prepare` for scenes, which need no files."""
 
     def prepare(data_path: str | None, folder: Path, run: RunCommand) -> tuple[str, str]:
         if data_path:
@@ -127,7 +127,7 @@ def _built_in(train: str, evaluated: str) -> Callable[[str | None, Path, RunComm
 
 
 def _photographs(data_path: str | None, folder: Path, run: RunCommand) -> tuple[str, str]:
-    """Class folders of the splits train and val; evaluated are 5,000 images of each, equally many of every class."""
+    """`prepare` for class folders in train/ and val/; 5,000 images of each, balanced over classes, are evaluated."""
     if not data_path:
         raise ValueError(
             "this study needs photographs; give --data_path with the class folders of CIFAR-10 in train/ and val/"
@@ -152,7 +152,7 @@ def _photographs(data_path: str | None, folder: Path, run: RunCommand) -> tuple[
 
 
 def _scenes_with_captions(data_path: str | None, folder: Path, run: RunCommand) -> tuple[str, str]:
-    """Scenes, and the folder of true and false captions."""
+    """`prepare` for scenes with captions; writes a folder of true and false captions."""
     train, evaluated = _built_in(str(CLIP_TRAINING["data_path"]), "scenes:4000:48")(data_path, folder, run)
     pairs = folder / "pairs"
     if not pairs.exists():

@@ -21,12 +21,7 @@ Results = Mapping[str, Mapping[int, dict[str, Any]]]  # variant or control -> se
 
 
 def finished(name: str, results: Path) -> Results:
-    """The reported runs that are finished and did not diverge, each control behind its variant.
-
-    Args:
-        name: of the study.
-        results: folder of all studies' results.
-    """
+    """Reported runs that finished and did not diverge; each control follows its variant."""
     study = STUDIES[name]
     rows, found = reported_rows(name, results), {}
     for row in [*study.variants, *study.also]:
@@ -46,13 +41,13 @@ def finished(name: str, results: Path) -> Results:
 
 
 def _own_scores(study: Study, result: Mapping[str, Any]) -> dict[str, str]:
-    """All scores of a run but those that only controls show, each in the column of its name."""
+    """All scores of a run except those that only controls show, each in the column of its name."""
     names = dict.fromkeys(score for scores in result["scores"].values() for score in scores)
     return {score: score for score in names if score not in study.control_scores}
 
 
 def _with_scores(result: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    """The same run with scores that were chosen for columns of the tables."""
+    """The same run with scores chosen for columns of the tables."""
     scores = {
         state: {column: own[score] for column, score in columns.items() if score in own}
         for state, own in result["scores"].items()
@@ -61,17 +56,13 @@ def _with_scores(result: Mapping[str, Any], columns: Mapping[str, str]) -> dict[
 
 
 def mean_and_deviation(values: Sequence[float]) -> str:
-    """Mean ± standard deviation over seeds; the mean alone of one."""
+    """Mean ± standard deviation over seeds; without deviation for one value."""
     deviation = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):.1f}{deviation}"
 
 
 def t_interval(differences: Sequence[float]) -> str:
-    """Mean difference d and its 95 % interval d ± t s / sqrt(n), by Student's t with n - 1 degrees of freedom.
-
-    Args:
-        differences: one per seed.
-    """
+    """Mean difference d and its 95 % interval d ± t s / sqrt(n), by Student's t with n - 1 degrees of freedom."""
     mean = statistics.mean(differences)
     if len(differences) < 2:
         return f"{mean:+.1f} (one seed)"
@@ -80,12 +71,7 @@ def t_interval(differences: Sequence[float]) -> str:
 
 
 def report(name: str, results: Path) -> str:
-    """All tables of a study.
-
-    Args:
-        name: of the study.
-        results: folder of all studies' results.
-    """
+    """All tables of a study; `results` is the folder of all studies' results."""
     study, found = STUDIES[name], finished(name, results)
     parts = [f"**{study.question}**", choice_table(name, results), choice_note(name, results)]
     if any(found.values()):
@@ -97,12 +83,7 @@ def report(name: str, results: Path) -> str:
 
 
 def origin(name: str, results: Path) -> str:
-    """The code that the runs were made with, the processor time of all trainings, and which runs diverged.
-
-    Args:
-        name: of the study.
-        results: folder of all studies' results.
-    """
+    """Commit and torch version of the runs, processor time of all trainings, and diverged runs."""
     study, choosing = STUDIES[name], choosing_runs(name)
     rows = reported_rows(name, results)
     num_rows = len(set(rows.values())) + len(study.variants.keys() - rows)  # those whose rate is not chosen yet
@@ -124,12 +105,12 @@ def origin(name: str, results: Path) -> str:
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table."""
+    """A table in Markdown."""
     return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows))
 
 
 def choice_table(name: str, results: Path) -> str:
-    """What each learning rate gave in the runs that choose it; the chosen one is bold."""
+    """Result of each learning rate in the runs that choose it; the chosen one is bold."""
     study, chosen = STUDIES[name], chosen_rates(name, results)
     values: dict[Run, str] = {}
     for run in choosing_runs(name):
@@ -145,12 +126,7 @@ def choice_table(name: str, results: Path) -> str:
 
 
 def choice_note(name: str, results: Path) -> str:
-    """Chosen learning rates at an end of the grid, beyond which a better one may lie, and those chosen from a tie.
-
-    Args:
-        name: of the study.
-        results: folder of all studies' results.
-    """
+    """Chosen learning rates at an end of the grid, beyond which a better one may exist, and ties."""
     study, notes = STUDIES[name], []
     for variant, lr in chosen_rates(name, results).items() if len(study.learning_rates) > 1 else ():
         values = [
@@ -170,7 +146,7 @@ Column = tuple[str, str]  # state of the weights, score
 
 
 def _columns(found: Results) -> list[Column]:
-    """All scores: one after the other, each with its states."""
+    """All columns, score by score, each with its states."""
     columns = [
         (state, score)
         for by_seed in found.values()
@@ -183,24 +159,20 @@ def _columns(found: Results) -> list[Column]:
 
 
 def _values(by_seed: Mapping[int, dict[str, Any]], column: Column) -> dict[int, float]:
-    """Seed -> score, of the runs that have it."""
+    """Seed -> score, for runs that have it."""
     state, score = column
     scores = {seed: result["scores"].get(state, {}) for seed, result in by_seed.items()}
     return {seed: values[score] for seed, values in scores.items() if score in values}
 
 
 def _titles(columns: Sequence[Column]) -> list[str]:
-    """Heads of columns; the state is named where there are several."""
+    """Titles of columns; the state is named if there are several."""
     one_state = len({state for state, _ in columns}) == 1
     return [score if one_state else f"{score}, {state}" for state, score in columns]
 
 
 def summary_table(found: Results) -> str:
-    """Mean ± standard deviation of every score; parameters of the encoder, minutes of a processor for the training.
-
-    Args:
-        found: the runs that are finished.
-    """
+    """Mean ± standard deviation of every score; parameters; processor minutes of the training."""
     columns = _columns(found)
     rows = []
     for variant, by_seed in found.items():
@@ -219,17 +191,12 @@ def summary_table(found: Results) -> str:
 
 
 def differences(one: Mapping[int, float], other: Mapping[int, float]) -> list[float]:
-    """Seed by seed, of the seeds that both have."""
+    """Differences paired by seed, for seeds that both have."""
     return [value - other[seed] for seed, value in one.items() if seed in other]
 
 
 def difference_table(found: Results, pairs: Sequence[tuple[str, str]]) -> str:
-    """Differences of rows, seed by seed: mean and 95 % interval.
-
-    Args:
-        found: the runs that are finished.
-        pairs: the second is subtracted from the first.
-    """
+    """Differences of pairs of rows, first minus second, paired by seed: mean and 95 % interval."""
     columns, rows = _columns(found), []
     for one, other in pairs:
         cells = [differences(_values(found[one], column), _values(found[other], column)) for column in columns]
@@ -239,11 +206,7 @@ def difference_table(found: Results, pairs: Sequence[tuple[str, str]]) -> str:
 
 
 def gain_table(found: Results) -> str:
-    """What training adds to the same initialisation: trained minus untrained, mean and 95 % interval.
-
-    Args:
-        found: the runs that are finished.
-    """
+    """Trained minus untrained encoder of the same initialisation: mean and 95 % interval."""
     scores = [score for state, score in _columns(found) if state == "untrained"]
     rows = []
     for variant, by_seed in found.items():
@@ -255,12 +218,7 @@ def gain_table(found: Results) -> str:
 
 
 def gain_difference_table(found: Results, pairs: Sequence[tuple[str, str]]) -> str:
-    """Differences of what training adds to two rows, seed by seed: mean and 95 % interval.
-
-    Args:
-        found: the runs that are finished.
-        pairs: the second is subtracted from the first.
-    """
+    """Differences of the gain by training between pairs of rows, paired by seed: mean and 95 % interval."""
     scores = [score for state, score in _columns(found) if state == "untrained"]
 
     def gains(row: str, score: str) -> dict[int, float]:
@@ -276,11 +234,7 @@ def gain_difference_table(found: Results, pairs: Sequence[tuple[str, str]]) -> s
 
 
 def seed_table(found: Results) -> str:
-    """Every run.
-
-    Args:
-        found: the runs that are finished.
-    """
+    """Scores of every run."""
     columns, rows = _columns(found), []
     for variant, by_seed in found.items():
         cells = [_values(by_seed, column) for column in columns]
@@ -299,16 +253,7 @@ CURVES = {
 
 
 def draw(name: str, results: Path, path: Path) -> None:
-    """Curves of all runs during training, and below them their final scores; controls have the colour of their row.
-
-    Args:
-        name: of the study.
-        results: folder of all studies' results.
-        path: the PNG to write.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Draw training curves and, below, final scores of all runs as a PNG; controls have the colour of their row."""
     found = {row: by_seed for row, by_seed in finished(name, results).items() if by_seed}
     controlled = {control: row for control, (row, _) in STUDIES[name].controls.items()}
     trained = [row for row in found if row not in controlled]
@@ -344,7 +289,7 @@ def _draw_curves(axis: Any, by_seed: Mapping[int, dict[str, Any]], key: str, col
 
 
 def _draw_score(axis: Any, by_seed: Mapping[int, dict[str, Any]], score: str, colour: str, height: int) -> None:
-    """One mark per seed, and a short line at their mean."""
+    """One mark per seed, and a short line at the mean."""
     for state, face in (("untrained", "none"), ("trained", colour)):
         values = list(_values(by_seed, (state, score)).values())
         if values:

@@ -1,4 +1,4 @@
-"""The runs of a study -> one small result file each. What has a result is not run again; what was cut off resumes."""
+"""The runs of a study -> one small result file each. Finished runs are skipped; interrupted ones resume."""
 
 import json
 import math
@@ -27,10 +27,10 @@ class Run:
     """One training run.
 
     Attributes:
-        study: its name.
+        study: name of the study.
         variant: name of the variant.
         lr: learning rate, as the training command takes it.
-        seed: of weights, order and crops.
+        seed: random seed of weights, order and crops.
     """
 
     study: str
@@ -40,27 +40,27 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Of its folder and of its result file."""
+        """Name of its folder and of its result file."""
         return f"{self.variant}_lr{self.lr:g}_seed{self.seed}"
 
     @property
     def only_chooses(self) -> bool:
-        """Whether it is one of the runs that choose the learning rate, which are not evaluated."""
+        """Whether the run only chooses the learning rate; such runs are not evaluated."""
         return self.seed == CHOICE_SEED
 
     @property
     def options(self) -> dict[str, str]:
-        """Of the training command, but for images and folder."""
+        """Options of the training command, except data and folder."""
         return STUDIES[self.study].options(self.variant, self.lr, self.seed)
 
     def result(self, results: Path) -> dict[str, Any] | None:
-        """What it found; None before it is finished.
+        """Its result; None before the run is finished.
 
         Args:
             results: folder of all studies' results.
 
         Raises:
-            ValueError: it was made with another recipe, or is damaged.
+            ValueError: the result belongs to another recipe, or is damaged.
         """
         path = results / self.study / f"{self.name}.json"
         if not path.exists():
@@ -76,7 +76,7 @@ class Run:
         return result
 
     def require_recipe(self, result: Mapping[str, Any], path: Path) -> None:
-        """Refuse a result of other options than this run's; raises ValueError."""
+        """Refuse a result of other options than this run's."""
         if changed := differences(result["options"], self.options, "then", "now"):
             raise ValueError(
                 f"{path} was made with another recipe ({'; '.join(changed)}); delete it, or give another --results"
@@ -84,7 +84,7 @@ class Run:
 
 
 def choosing_runs(name: str) -> list[Run]:
-    """The runs that choose the learning rate; none where there is only one."""
+    """The runs that choose the learning rate; none if there is only one."""
     study = STUDIES[name]
     if len(study.learning_rates) == 1:
         return []
@@ -92,7 +92,7 @@ def choosing_runs(name: str) -> list[Run]:
 
 
 def chosen_rates(name: str, results: Path) -> dict[str, float]:
-    """The best learning rate of every variant whose choosing runs are all finished, unless all of them diverged."""
+    """Best learning rate of each variant whose choosing runs are finished and did not all diverge."""
     study = STUDIES[name]
     if len(study.learning_rates) == 1:
         return dict.fromkeys(study.variants, study.learning_rates[0])
@@ -106,13 +106,13 @@ def chosen_rates(name: str, results: Path) -> dict[str, float]:
 
 
 def reported_rows(name: str, results: Path) -> dict[str, tuple[str, float]]:
-    """Row of the tables -> its variant and learning rate, of all rows whose rate is chosen, or given."""
+    """Row of the tables -> (variant, learning rate), for rows whose rate is chosen or given."""
     chosen = {variant: (variant, lr) for variant, lr in chosen_rates(name, results).items()}
     return {**chosen, **STUDIES[name].also}
 
 
 def reported_runs(name: str, results: Path) -> list[Run]:
-    """The runs of all seeds: all rows of one seed before the next seed, and no run twice."""
+    """The runs of all seeds, without duplicates: all rows of one seed, then the next seed."""
     rows = dict.fromkeys(reported_rows(name, results).values())
     return [Run(name, variant, lr, seed) for seed in STUDIES[name].seeds for variant, lr in rows]
 
@@ -125,15 +125,15 @@ def make_runs(
     jobs: int,
     seeds: Collection[int] | None = None,
 ) -> None:
-    """Make all runs of a study that have no result: first those that choose the learning rate.
+    """Make all runs of a study that have no result; those that choose the learning rate come first.
 
     Args:
-        name: of the study.
-        data_path: of its images, where it needs some.
-        output_dir: of checkpoints and logs.
+        name: name of the study.
+        data_path: its images, if it needs some.
+        output_dir: folder of checkpoints and logs.
         results: folder of all studies' results.
-        jobs: runs at a time, with one thread each.
-        seeds: of the reported runs; None: all.
+        jobs: runs at the same time, with one thread each.
+        seeds: seeds of the reported runs; None: all.
     """
     from dino_sparo.__main__ import run
 
@@ -147,20 +147,13 @@ def make_runs(
 
 
 def is_finished(folder: Path, run: Run) -> bool:
-    """Whether a folder holds a checkpoint of the last epoch: the run may be under way again, or made elsewhere."""
+    """Whether a folder holds a checkpoint of the last epoch."""
     path = folder / "checkpoint.pth"
     return path.exists() and load_checkpoint(path)["epoch"] == int(run.options["epochs"])
 
 
 def add_scores(name: str, data_path: str | None, output_dir: Path, results: Path) -> None:
-    """Measure what finished runs lack, such as a control that is newer than they are, where their checkpoints are.
-
-    Args:
-        name: of the study.
-        data_path: of its images, where it needs some.
-        output_dir: of checkpoints.
-        results: folder of all studies' results.
-    """
+    """Measure missing scores of finished runs whose checkpoints are in `output_dir`, such as a new control."""
     from dino_sparo.__main__ import run
 
     study, folder = STUDIES[name], output_dir / name
@@ -178,18 +171,18 @@ def add_scores(name: str, data_path: str | None, output_dir: Path, results: Path
 
 
 def start_runs(missing: Sequence[Run], data_path: str, folder: Path, evaluated: str, results: Path, jobs: int) -> None:
-    """Make runs, some at a time, each in a process of its own: two small runs side by side are faster than two threads.
+    """Make runs, each in its own process: two small runs side by side are faster than two threads.
 
     Args:
-        missing: the runs, in their order.
-        data_path: what is trained on.
-        folder: of the study's runs.
-        evaluated: what `Study.evaluate` gets as `data`.
+        missing: the runs, in order.
+        data_path: training data.
+        folder: folder of the study's runs.
+        evaluated: evaluation data.
         results: folder of all studies' results.
-        jobs: runs at a time.
+        jobs: runs at the same time.
 
     Raises:
-        MendableError: a run failed; the others were asked to save and to stop, as they are after Ctrl-C.
+        MendableError: a run failed; the others save and stop, as after Ctrl-C.
     """
     waiting, running = list(missing), list[tuple[Run, subprocess.Popen[bytes]]]()
     try:
@@ -212,7 +205,7 @@ def start_runs(missing: Sequence[Run], data_path: str, folder: Path, evaluated: 
 
 
 def _start(one: Run, data_path: str, folder: Path, evaluated: str, results: Path) -> subprocess.Popen[bytes]:
-    """Start a process that makes one run; everything that it prints goes to console.txt in the run's folder."""
+    """Start the process of one run; its output goes to console.txt in the run's folder."""
     folder.mkdir(parents=True, exist_ok=True)
     options, begun = {**one.options, "data_path": data_path}, folder / "options.json"
     changed = differences(json.loads(begun.read_text()), options, "then", "now") if begun.exists() else []
@@ -232,15 +225,8 @@ def _start(one: Run, data_path: str, folder: Path, evaluated: str, results: Path
 def make_run(one: Run, options: Mapping[str, str], folder: Path, evaluated: str) -> dict[str, Any]:
     """Train and evaluate.
 
-    Args:
-        one: the run.
-        options: of the training command.
-        folder: of the run.
-        evaluated: what `Study.evaluate` gets as `data`.
-
     Returns:
-        Its options, scores, curves, and what they were measured with: plain values. A run whose loss or gradients
-        became infinite or NaN has no scores; "diverged" says at which step and why.
+        Options, scores, curves, and versions. A run that diverged has no scores; "diverged" says at which step and why.
     """
     import torch
 
@@ -284,7 +270,7 @@ def make_run(one: Run, options: Mapping[str, str], folder: Path, evaluated: str)
 
 
 def _processor_seconds() -> float:
-    """Of this process and of its loading processes that have ended. A clock would also count what other jobs take."""
+    """Processor time of this process and of its finished loading processes, independent of other load."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
 

@@ -1,4 +1,4 @@
-"""A finished run -> its scores, with the controls that tell what width and random weights give."""
+"""A finished run -> its scores, and controls for the width of the encoding and for random weights."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -25,13 +25,13 @@ RANDOM_READERS = ("cls", "gap", "sparo")  # the variants whose blocks are also r
 
 @dataclass(frozen=True)
 class Trained:
-    """A finished training run, as `Study.evaluate` gets it.
+    """A finished training run.
 
     Attributes:
-        folder: that holds its checkpoint.
+        folder: folder of its checkpoint.
         variant: name of the variant.
-        seed: of the run.
-        data: what is evaluated, see `Study.prepare`.
+        seed: random seed of the run.
+        data: evaluation data, see `Study.prepare`.
     """
 
     folder: Path
@@ -41,16 +41,10 @@ class Trained:
 
 
 def with_random_slots(trained: Trained, one_block_less: bool = False) -> Path:
-    """The trained blocks, read by a SPARO that was only initialised: slots that are wide and learned nothing.
+    """Checkpoint of the trained blocks with a randomly initialized SPARO read-out: wide slots that learned nothing.
 
-    With `sparo` the new read-out takes the place of its own.
-
-    Args:
-        trained: the run.
-        one_block_less: it takes the place of the last block of `cls` or `gap`, which otherwise keep all of them.
-
-    Returns:
-        A checkpoint in a folder of its own.
+    With `sparo` the new read-out replaces the trained one. With `one_block_less` it replaces the last block of `cls` or
+    `gap`; otherwise all their blocks are kept.
     """
     from dino_sparo.evaluation.load import OTHER_SEED, trained_encoder, untrained_encoder
     from dino_sparo.weights.checkpoint import encoder_description
@@ -73,16 +67,16 @@ def with_random_slots(trained: Trained, one_block_less: bool = False) -> Path:
 def dino_scores(
     trained: Trained, run: RunCommand, known: Mapping[str, Mapping[str, float]] | None = None, img_size: int = 32
 ) -> Scores:
-    """20-NN and linear probes, of the trained encoder and of one that was only initialised.
+    """20-NN and linear probes of the trained and of the untrained encoder.
 
-    The paper's probe reads four layers of every encoder, which are not equally wide; the other one reads the encoding
+    The paper's probe reads four layers, whose width differs between encoders; `ENCODING_PROBE` reads the encoding
     alone. `plans.DINO_CONTROLS` has encodings as wide as SPARO's.
 
     Args:
         trained: the run.
-        run: (command, words) -> what it returns.
-        known: scores that were measured before; only others are measured.
-        img_size: at which the encoder sees images, pixels.
+        run: (command, words) -> the command's result.
+        known: scores to keep; only missing ones are measured.
+        img_size: image side for the encoder, pixels.
     """
     shared = option_words({"data_path": trained.data, "device": "cpu", "seed": trained.seed})
     shared += option_words({"num_workers": 1, "img_size": img_size})
@@ -124,7 +118,7 @@ def dino_scores(
 
 
 def clip_scores(trained: Trained, run: RunCommand, known: Mapping[str, Mapping[str, float]] | None = None) -> Scores:
-    """Zero-shot classification, and true against swapped captions; `known` ones are not measured again."""
+    """Zero-shot accuracy, and accuracy on true against swapped captions; `known` scores are kept."""
     if known:
         return {state: dict(own) for state, own in known.items()}
     data_path, pairs = trained.data.split()

@@ -1,9 +1,9 @@
-"""Maps and slots of the finished encoders of the study `scenes`: do maps find objects, and what do single slots know?
+"""Encoders of the study `scenes`: how well their maps find objects, and what single slots encode.
 
     python -m studies.slots --output_dir output/studies
 
-`cls` is measured at the learning rate that was chosen for it, and at that of `sparo`. Needs the checkpoints that
-`python -m studies scenes` left there. Writes a small result file per run, prints tables.
+`cls` is measured at its own learning rate and at that of `sparo`. Needs the checkpoints of `python -m studies scenes`
+in that folder. Writes a small result file per run and prints tables.
 """
 
 import json
@@ -31,17 +31,17 @@ Found = dict[str, dict[int, dict[str, Any]]]  # row -> seed -> result
 
 
 def measure(run: Run, folder: Path, partner: Path | None, command: RunCommand) -> dict[str, Any]:
-    """What the maps of one encoder find; of slots also what they know, and how they match those of the next seed.
+    """Scores of one encoder's maps; for slots also their accuracy and their match with the slots of the next seed.
 
     Args:
-        run: of the study.
-        folder: of all runs of the study.
-        partner: the run of the next seed; None: there is none.
-        command: (command, words) -> what it returns.
+        run: a run of the study.
+        folder: folder of all runs of the study.
+        partner: folder of the run of the next seed, if there is one.
+        command: (command, words) -> the command's result.
 
     Returns:
         `objects`: row -> measure -> percent; `kept`: state -> number of slots kept -> 20-NN of the best and of random
-        ones; `match`: what -> mean linear CKA.
+        slots; `match`: name -> mean linear CKA.
     """
     own = folder / run.name
     shared = option_words({"pretrained_weights": own / "checkpoint.pth", "device": "cpu", "num_workers": 0})
@@ -78,13 +78,13 @@ def measure(run: Run, folder: Path, partner: Path | None, command: RunCommand) -
 
 
 def runs_with_maps(results: Path) -> dict[str, list[Run]]:
-    """Row of the study's tables -> its runs, one per seed, of the rows whose learning rate is chosen."""
+    """Row of the study's tables -> its runs, one per seed, for rows whose learning rate is chosen."""
     rows = reported_rows(STUDY, results)
     return {row: [Run(STUDY, *rows[row], seed) for seed in STUDIES[STUDY].seeds] for row in WITH_MAPS if row in rows}
 
 
 def measure_missing(output_dir: Path, results: Path, command: RunCommand) -> None:
-    """Measure the reported runs that have a checkpoint and no result here."""
+    """Measure the reported runs that have a checkpoint and no result yet."""
     folder = output_dir / STUDY
     for run in (run for runs in runs_with_maps(results).values() for run in runs if run.result(results)):
         path = results / STUDY / "slots" / f"{run.name}.json"
@@ -96,11 +96,7 @@ def measure_missing(output_dir: Path, results: Path, command: RunCommand) -> Non
 
 
 def measured(results: Path) -> Found:
-    """The results that are there.
-
-    Raises:
-        ValueError: one was measured on a run of another recipe.
-    """
+    """The results so far; ValueError if one belongs to another recipe."""
     found: Found = {row: {} for row in WITH_MAPS}
     for row, runs in runs_with_maps(results).items():
         for run in runs:
@@ -112,11 +108,7 @@ def measured(results: Path) -> Found:
 
 
 def report(results: Path) -> str:
-    """All tables.
-
-    Args:
-        results: folder of all studies' results.
-    """
+    """All tables; `results` is the folder of all studies' results."""
     found = measured(results)
     if not all(found.values()):
         return ""
@@ -128,7 +120,7 @@ def _objects(by_seed: Mapping[int, Mapping[str, Any]], row: str, measure: str) -
 
 
 def objects_table(found: Found) -> str:
-    """Each row of slot-score: mean ± standard deviation over seeds, percent."""
+    """Rows of slot-score: mean ± standard deviation over seeds, percent."""
     rows = []
     for variant, by_seed in found.items():
         for row in ("model", *COMPARED):
@@ -139,7 +131,7 @@ def objects_table(found: Found) -> str:
 
 
 def objects_differences(found: Found) -> str:
-    """Trained encoders minus their controls, and sparo minus cls, seed by seed: mean and 95 % interval."""
+    """Trained encoders minus their controls, and sparo minus cls, paired by seed: mean and 95 % interval."""
     rows = []
     for variant, by_seed in found.items():
         for row in COMPARED:
@@ -153,13 +145,13 @@ def objects_differences(found: Found) -> str:
 
 
 def _interval(one: Mapping[int, Any], row: str, other: Mapping[int, Any], other_row: str, measure: str) -> str:
-    """Of the differences between two rows; empty if they have no seed in common."""
+    """Interval of the differences between two rows; empty if they share no seed."""
     paired = differences(_objects(one, row, measure), _objects(other, other_row, measure))
     return t_interval(paired) if paired else ""
 
 
 def kept_table(found: Found) -> str:
-    """20-NN of the best slots and of random ones, against their number: mean ± standard deviation over seeds."""
+    """20-NN of the best and of random slots against their number: mean ± standard deviation over seeds."""
     results = list(found["sparo"].values())
     columns = [(state, which) for state in ("trained", "untrained") for which in ("best", "random")]
     rows = [
@@ -173,7 +165,7 @@ def kept_table(found: Found) -> str:
 
 
 def match_table(found: Found) -> str:
-    """Linear CKA of the slots of every two neighbouring seeds."""
+    """Linear CKA of the slots of neighbouring seeds."""
     names = {
         "matched": "matched slots",
         "mean_of_all_pairs": "all pairs of slots",
