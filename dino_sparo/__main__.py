@@ -20,6 +20,7 @@ from dino_sparo.clip.choices import TOWERS
 from dino_sparo.clip.options import get_args_parser as train_clip_parser
 from dino_sparo.clip.slots.options import mask_parser, pictures_parser, select_parser
 from dino_sparo.dino.options import get_args_parser as train_parser
+from dino_sparo.evaluation.embed.options import embed_parser
 from dino_sparo.evaluation.options import (
     attention_parser,
     export_parser,
@@ -173,6 +174,14 @@ def linear(args: argparse.Namespace) -> Any:
     from dino_sparo.evaluation.linear.command import probe_checkpoint
 
     return probe_checkpoint(args)
+
+
+@command(embed_parser)
+def embed(args: argparse.Namespace) -> Any:
+    """A checkpoint and any images -> embeddings on disk: encodings, slots, tokens."""
+    from dino_sparo.evaluation.embed.command import embed_images
+
+    return embed_images(args)
 
 
 @command(slot_study_parser)

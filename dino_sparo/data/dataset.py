@@ -448,7 +448,8 @@ def create_loader(
 
     Args:
         dataset: the images, the pairs, or a stream of whole batches.
-        sampler: which of them make up each batch; None for a stream, whose workers are started anew in every epoch.
+        sampler: which of them make up each batch, or the batches themselves; None for a stream, whose workers are
+            started anew in every epoch.
         num_workers: processes that read, crop and tokenise; 0 does all of it here.
         collate: items -> batch; of a stream, whatever it gives -> batch.
         pin_memory: batches in page-locked memory, for copies to a GPU that overlap with computation.

@@ -1,0 +1,192 @@
+"""A checkpoint and any images, labelled or not -> a folder of embeddings.
+
+    dino-sparo embed --pretrained_weights runs/vits16/checkpoint.pth --data_path photographs --output_dir embeddings
+    torchrun --nproc_per_node=8 -m dino_sparo embed --what encoding patches --dtype float16 --data_path shards \\
+        --pretrained_weights runs/vits16/checkpoint.pth --output_dir embeddings
+
+`store.py` describes the folder. The same command resumes a run that was killed; the result is bit-identical.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from dino_sparo.data.dataset import (
+    ImageDataset,
+    ImageSource,
+    create_loader,
+    open_source,
+    open_together,
+    require_same_source,
+)
+from dino_sparo.data.sources import TableColumns, index_images
+from dino_sparo.data.sources.image_source import fingerprint_of
+from dino_sparo.evaluation.embed.store import EmbeddingWriter, read_record
+from dino_sparo.evaluation.features import encoded_batches
+from dino_sparo.evaluation.load import view_record
+from dino_sparo.evaluation.task import EvaluationTask
+from dino_sparo.models.encoder import Encoder
+from dino_sparo.runtime.cli import say
+from dino_sparo.runtime.distributed import barrier, broadcast_object, is_main, on_rank_0, rank, world_size
+from dino_sparo.runtime.records import versions
+
+
+def embed_images(args: argparse.Namespace) -> dict[str, Any]:
+    """Embed the images that the options name; returns the record that embedding.json holds.
+
+    Raises:
+        ValueError: the options do not fit the encoder, the images, or what lies in the folder.
+    """
+    if not args.data_path or not args.output_dir:
+        raise ValueError("embed needs --data_path, the images, and --output_dir, the folder of the embeddings")
+    task = EvaluationTask.start(args)
+    encoder = task.encoder
+    source = _open_images(task)
+    shapes = feature_shapes(encoder, args.what, task.transform.img_size, task.device)
+    folder = Path(args.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    writer = EmbeddingWriter(folder, shapes, args.dtype, len(source), args.batch_size_per_gpu)
+    record = _record(task, source, shapes)
+    is_complete = [False]
+
+    def open_folder() -> None:
+        is_complete[0] = writer.open(record, args.overwrite)
+
+    on_rank_0(open_folder, f"opening {folder}")
+    if not broadcast_object(is_complete[0]):
+        _write_chunks(task, source, writer)
+        barrier()
+        on_rank_0(lambda: writer.finish(source, record), f"finishing {folder}")
+    result = read_record(folder) or record
+    if is_main():
+        say(f"{result['num_images']:,} images, {result['num_unreadable']:,} unreadable: {folder}")
+    return result
+
+
+def feature_shapes(
+    encoder: Encoder, what: Sequence[str], img_size: int, device: torch.device
+) -> dict[str, tuple[int, ...]]:
+    """The shape of each kind of feature, of one image.
+
+    Raises:
+        ValueError: the encoder has no slots.
+    """
+    if "slots" in what and not encoder.config.kind.has_slots:
+        raise ValueError(
+            f"--what slots: the read-out {encoder.config.readout!r} has no slots; take encoding, cls, patches or mean"
+        )
+    blank = torch.zeros(1, encoder.config.in_chans, img_size, img_size, device=device)
+    with torch.inference_mode():
+        return {name: tuple(value.shape[1:]) for name, value in features_of(encoder.eval(), what, blank).items()}
+
+
+def features_of(encoder: Encoder, what: Sequence[str], images: Float[Tensor, "B C H W"]) -> dict[str, Tensor]:
+    """Several kinds of features in one pass.
+
+    Returns:
+        encoding (B, L*V), slots (B, L, V), cls (B, D), patches (B, N - prefix, D), mean (B, D); those asked for.
+    """
+    tokens = encoder.backbone(images)
+    patches = tokens[:, encoder.backbone.num_prefix_tokens :]
+    slots = encoder.readout(tokens).slots
+    features = {
+        "encoding": slots.flatten(1),
+        "slots": slots,
+        "cls": tokens[:, 0],
+        "patches": patches,
+        "mean": patches.mean(dim=1),
+    }
+    return {name: features[name] for name in what}
+
+
+def _open_images(task: EvaluationTask) -> ImageSource:
+    """The images, labelled or not, on every process."""
+    args = task.args
+    columns = TableColumns(args.path_column, args.label_column, args.split_column)
+    opened = open_together(
+        lambda: open_source(args.data_path, args.split, args.download, columns=columns, limits=task.limits),
+        partial(index_images, args.data_path, split=args.split),
+        f"opening {args.data_path}",
+    )
+    require_same_source(opened)
+    return opened
+
+
+def _record(task: EvaluationTask, source: ImageSource, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    """How the embeddings are made; `settings` is what a resumed run must have in common with the first one."""
+    args = task.args
+    settings = {
+        "weights": task.subject.record.get("sha256"),
+        "what": " ".join(args.what),
+        "dtype": args.dtype,
+        "precision": args.precision,
+        "img_size": task.transform.img_size,
+        "fast_views": args.fast_views,
+        "batch_size_per_gpu": args.batch_size_per_gpu,
+        "images": fingerprint_of(source),
+        "num_images": len(source),
+    }
+    return {
+        "settings": settings,
+        "encoder": task.subject.record,
+        "features": {name: list(shape) for name, shape in shapes.items()},
+        "images": {"data_path": args.data_path, "split": args.split, "classes": source.classes},
+        "view": view_record(task.transform),
+        "versions": versions(),
+    }
+
+
+def _write_chunks(task: EvaluationTask, source: ImageSource, writer: EmbeddingWriter) -> None:
+    """Embed this process' share of the chunks that are not finished."""
+    remaining: list[int] = broadcast_object(writer.remaining())
+    own = remaining[rank() :: world_size()]
+    batches = [batch for chunk in own for batch in writer.batches(chunk)]
+    last_batches = {writer.batches(chunk)[-1][0]: chunk for chunk in own}
+    num_images = sum(map(len, batches))
+    if is_main():
+        sizes = ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in writer.shapes.items())
+        size = f"{writer.num_bytes / 1e9:.3f} GB on disk"
+        say(f"{writer.num_images:,} images -> {sizes} in {writer.dtype}, {size}: {writer.folder}")
+        if len(remaining) < writer.num_chunks:
+            say(f"resuming: {writer.num_chunks - len(remaining)} of {writer.num_chunks} chunks are done")
+    loader = create_loader(
+        ImageDataset(source, task.transform),
+        batches,
+        num_workers=task.args.num_workers,
+        pin_memory=task.device.type == "cuda",
+    )
+    widths = [int(np.prod(shape)) for shape in writer.shapes.values()]
+    encode = _concatenated(task.encoder, list(writer.shapes))
+    encoded = encoded_batches(
+        task.encoder, loader, task.device, writer.batch_size, encode, task.dtype, f"embedding {source.name}"
+    )
+    start, unreadable = time.monotonic(), []
+    for batch_indices, (features, batch, kept) in zip(batches, encoded, strict=True):
+        rows = np.zeros((len(batch_indices), features.shape[1]), writer.dtype)
+        rows[kept.numpy()] = features.float().cpu().numpy()
+        for (name, shape), part in zip(writer.shapes.items(), np.split(rows, np.cumsum(widths)[:-1], 1), strict=True):
+            writer.write(name, batch_indices[0], part.reshape(-1, *shape))
+        reasons = dict(batch.corrupt)
+        for place in np.setdiff1d(np.arange(len(batch_indices)), kept.numpy()).tolist():
+            location = source.location(batch_indices[place])
+            unreadable.append((batch_indices[place], location, reasons.get(location, "")))
+        if batch_indices[0] in last_batches:
+            writer.finish_chunk(last_batches[batch_indices[0]], unreadable)
+            unreadable = []
+    if is_main() and num_images:
+        say(f"{num_images * world_size() / (time.monotonic() - start):.1f} images/s")
+
+
+def _concatenated(encoder: Encoder, what: Sequence[str]) -> Callable[[Tensor], Tensor]:
+    """Images -> all features of each image in one row."""
+    if list(what) == ["encoding"]:
+        return encoder
+    return lambda images: torch.cat([value.flatten(1) for value in features_of(encoder, what, images).values()], dim=1)

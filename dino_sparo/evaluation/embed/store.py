@@ -1,0 +1,238 @@
+"""A folder of embeddings: one array per kind of feature, an index of the images, and a record of how they were made.
+
+    encoding.npy, slots.npy, ...   one row per readable image, in the order of the source; opened memory-mapped
+    index.parquet or index.csv     row, path, label (the name of the class, empty if there is none)
+    unreadable.csv                 path and reason of each image that has no row
+    embedding.json                 encoder, images, view, precision, versions
+
+While images are embedded, the arrays have a row for every image, and `chunks/` has one small file for every finished
+chunk of images. So any number of processes write one result, and a run that was killed resumes behind its last chunk.
+"""
+
+import csv
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dino_sparo.data.sources import ImageSource
+from dino_sparo.runtime.records import differences, write_json
+
+RECORD, UNREADABLE, CHUNKS = "embedding.json", "unreadable.csv", "chunks"
+CHUNK_BATCHES = 16  # batches between two files in `chunks/`
+BLOCK_ROWS = 65_536  # rows that are copied or indexed at a time
+
+
+@dataclass(frozen=True)
+class Embeddings:
+    """Embeddings on disk.
+
+    Attributes:
+        arrays: kind of feature -> memory-mapped array, (images, ...).
+        index: "path" and "label" of each row.
+        record: how the embeddings were made.
+    """
+
+    arrays: dict[str, np.ndarray]
+    index: dict[str, list[str]]
+    record: dict[str, Any]
+
+
+def load_embeddings(folder: str | Path) -> Embeddings:
+    """Open the embeddings that `dino-sparo embed` or `dino_sparo.embed` wrote; the arrays stay on disk until used.
+
+    Raises:
+        ValueError: the folder has no embeddings, or they are not complete.
+    """
+    folder = Path(folder)
+    record = read_record(folder)
+    if record is None:
+        raise ValueError(f"{folder} has no embeddings: there is no {RECORD} in it; dino-sparo embed writes one")
+    if not record["complete"]:
+        raise ValueError(f"the embeddings in {folder} are not complete; run the same embed command again to resume")
+    arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in record["features"]}
+    return Embeddings(arrays, _read_index(folder), record)
+
+
+def read_record(folder: Path) -> dict[str, Any] | None:
+    """The record of a folder of embeddings; None if there is none."""
+    try:
+        record: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ValueError(f"{folder / RECORD} is damaged ({error}); embed again with --overwrite") from error
+    return record
+
+
+class EmbeddingWriter:
+    """Writes a folder of embeddings, chunk by chunk, from several processes.
+
+    Args:
+        folder: of the result.
+        shapes: kind of feature -> shape of one image's feature.
+        dtype: of the arrays.
+        num_images: of the source.
+        batch_size: images per batch.
+    """
+
+    def __init__(
+        self, folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str, num_images: int, batch_size: int
+    ) -> None:
+        self.folder, self.shapes, self.dtype = folder, dict(shapes), np.dtype(dtype)
+        self.num_images, self.batch_size = num_images, batch_size
+        self.chunk_images = CHUNK_BATCHES * batch_size
+        self.num_chunks = -(-num_images // self.chunk_images)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all arrays on disk."""
+        return self.num_images * self.dtype.itemsize * sum(int(np.prod(shape)) for shape in self.shapes.values())
+
+    def open(self, record: dict[str, Any], overwrite: bool) -> bool:
+        """Create the folder's files, or take up those of a run that was killed; called on one process.
+
+        Returns:
+            Whether the embeddings are already complete.
+
+        Raises:
+            ValueError: the folder holds other embeddings, or the disk has too little space.
+        """
+        saved = None if overwrite else read_record(self.folder)
+        if saved is not None and (different := differences(saved["settings"], record["settings"], "there", "now")):
+            raise ValueError(
+                f"{self.folder} holds other embeddings ({'; '.join(different)}); give another --output_dir, or "
+                "--overwrite"
+            )
+        if saved is not None and saved["complete"]:
+            return True
+        if saved is None:
+            shutil.rmtree(self.folder / CHUNKS, ignore_errors=True)
+            (self.folder / RECORD).unlink(missing_ok=True)
+        free = shutil.disk_usage(self.folder).free + sum(file.stat().st_blocks * 512 for file in self._files())
+        if self.num_bytes > free:
+            raise ValueError(
+                f"the embeddings take {self.num_bytes / 1e9:.2f} GB, but {self.folder} has {free / 1e9:.2f} GB left; "
+                "embed fewer kinds (--what), take --dtype float16, or give an --output_dir on a larger disk"
+            )
+        if saved is None:
+            (self.folder / CHUNKS).mkdir()
+            for name, shape in self.shapes.items():
+                np.lib.format.open_memmap(self._path(name), "w+", self.dtype, (self.num_images, *shape)).flush()
+            write_json({**record, "complete": False}, self.folder / RECORD)
+        return False
+
+    def remaining(self) -> list[int]:
+        """Numbers of the chunks that are not finished."""
+        return [chunk for chunk in range(self.num_chunks) if not self._chunk_file(chunk).is_file()]
+
+    def batches(self, chunk: int) -> list[list[int]]:
+        """The batches of a chunk, as lists of indices of images."""
+        end = min((chunk + 1) * self.chunk_images, self.num_images)
+        starts = range(chunk * self.chunk_images, end, self.batch_size)
+        return [list(range(start, min(start + self.batch_size, end))) for start in starts]
+
+    def write(self, name: str, start: int, rows: np.ndarray) -> None:
+        """Write rows of one kind, the first of them that of image `start`."""
+        with open(self._path(name), "r+b") as file:
+            np.lib.format.read_magic(file)
+            np.lib.format.read_array_header_1_0(file)
+            file.seek(file.tell() + start * rows[0].nbytes)
+            file.write(rows.tobytes())
+
+    def finish_chunk(self, chunk: int, unreadable: list[tuple[int, str, str]]) -> None:
+        """Note that a chunk is on the disk.
+
+        Args:
+            chunk: its number.
+            unreadable: (index, path, reason) of the images in it that could not be read.
+        """
+        for name in self.shapes:
+            with open(self._path(name), "r+b") as file:
+                os.fsync(file.fileno())
+        write_json({"unreadable": unreadable}, self._chunk_file(chunk))
+
+    def finish(self, source: ImageSource, record: dict[str, Any]) -> None:
+        """Remove the rows of unreadable images and write the index; called on one process when all chunks are done."""
+        chunks = [json.loads(self._chunk_file(chunk).read_text()) for chunk in range(self.num_chunks)]
+        unreadable = [entry for chunk in chunks for entry in chunk["unreadable"]]
+        kept = np.setdiff1d(np.arange(self.num_images), [index for index, _, _ in unreadable])
+        for name in self.shapes:
+            self._keep_rows(name, kept)
+        with open(self.folder / UNREADABLE, "w", newline="", encoding="utf-8", errors="backslashreplace") as file:
+            csv.writer(file).writerows([("path", "reason"), *((path, reason) for _, path, reason in unreadable)])
+        _write_index(self.folder, kept, source)
+        counts = {"num_images": len(kept), "num_unreadable": len(unreadable)}
+        write_json({**record, **counts, "complete": True}, self.folder / RECORD)
+        shutil.rmtree(self.folder / CHUNKS)
+
+    def _keep_rows(self, name: str, kept: np.ndarray) -> None:
+        """Copy the rows of readable images; a file that has these rows alone stays as it is."""
+        path = self._path(name)
+        rows = np.load(path, mmap_mode="r")
+        if len(rows) == len(kept):
+            return
+        copy = path.with_suffix(".tmp")
+        target = np.lib.format.open_memmap(copy, "w+", rows.dtype, (len(kept), *rows.shape[1:]))
+        for start in range(0, len(kept), BLOCK_ROWS):
+            target[start : start + BLOCK_ROWS] = rows[kept[start : start + BLOCK_ROWS]]
+        target.flush()
+        os.replace(copy, path)
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.npy"
+
+    def _chunk_file(self, chunk: int) -> Path:
+        return self.folder / CHUNKS / f"{chunk:08d}.json"
+
+    def _files(self) -> Iterator[Path]:
+        """The arrays that exist."""
+        return (path for path in map(self._path, self.shapes) if path.is_file())
+
+
+def _index_rows(kept: np.ndarray, source: ImageSource) -> Iterator[tuple[int, str, str]]:
+    """Row, path and label of each readable image."""
+    for row, image in enumerate(kept.tolist()):
+        label = -1 if source.labels is None else int(source.labels[image])
+        yield row, source.location(image), (source.classes or [])[label] if label >= 0 else ""
+
+
+def _write_index(folder: Path, kept: np.ndarray, source: ImageSource) -> None:
+    """index.parquet, or index.csv where pyarrow is not installed."""
+    rows = _index_rows(kept, source)
+    try:
+        import pyarrow as pa
+        from pyarrow import parquet
+    except ImportError:
+        with open(folder / "index.csv", "w", newline="", encoding="utf-8", errors="backslashreplace") as file:
+            csv.writer(file).writerows([("row", "path", "label")])
+            csv.writer(file).writerows(rows)
+        return
+    schema = pa.schema([("row", pa.int64()), ("path", pa.string()), ("label", pa.string())])
+    with parquet.ParquetWriter(folder / "index.parquet", schema) as writer:
+        for _ in range(0, len(kept), BLOCK_ROWS):
+            block = list(islice(rows, BLOCK_ROWS))
+            numbers, paths, labels = zip(*block, strict=True)
+            writer.write_table(pa.table([numbers, _valid_text(paths), labels], schema=schema))
+
+
+def _valid_text(names: Iterable[str]) -> list[str]:
+    """File names as valid UTF-8."""
+    return [name.encode("utf-8", "backslashreplace").decode() for name in names]
+
+
+def _read_index(folder: Path) -> dict[str, list[str]]:
+    if (folder / "index.parquet").is_file():
+        from pyarrow import parquet
+
+        table = parquet.read_table(folder / "index.parquet", columns=["path", "label"])
+        return {name: table.column(name).to_pylist() for name in ("path", "label")}
+    with open(folder / "index.csv", newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    return {name: [row[name] for row in rows] for name in ("path", "label")}

@@ -1,0 +1,252 @@
+"""Embeddings on disk: what they hold, unreadable images, kills and resumes, several processes, bad input."""
+
+import csv
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from two_ranks import TwoRanks
+
+from dino_sparo.__main__ import run
+from dino_sparo.evaluation.embed import store
+from dino_sparo.evaluation.embed.command import features_of
+from dino_sparo.evaluation.embed.store import EmbeddingWriter, load_embeddings
+from dino_sparo.models.encoder import create_encoder
+from dino_sparo.runtime.distributed import shutdown
+from dino_sparo.weights.checkpoint import encoder_description, load_encoder
+
+NUM_IMAGES, SIDE = 11, 16
+ALL_KINDS = ("encoding", "slots", "cls", "patches", "mean")
+
+
+def save_encoder(path: Path, readout: str = "sparo", seed: int = 0) -> Path:
+    torch.manual_seed(seed)
+    encoder = create_encoder("vit_micro", 8, readout, num_slots=5, slot_dim=3, key_dim=2, img_size=SIDE)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    description = encoder_description(encoder.config, (0.4, 0.5, 0.6), (0.1, 0.2, 0.3))
+    torch.save({"teacher": encoder.state_dict(), "encoder": description}, path)
+    return path
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    return save_encoder(tmp_path / "run" / "checkpoint.pth")
+
+
+@pytest.fixture
+def photographs(tmp_path: Path) -> Path:
+    """Images of three classes and of different sizes."""
+    rng = np.random.default_rng(0)
+    for number in range(NUM_IMAGES):
+        path = tmp_path / "photographs" / "abc"[number % 3] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(256, size=(20 + number, 23, 3), dtype=np.uint8)).save(path)
+    return tmp_path / "photographs"
+
+
+def embed(weights: Path, images: Path, out: Path, *more: str) -> dict[str, Any]:
+    words = ["--pretrained_weights", weights, "--data_path", images, "--output_dir", out, "--batch_size_per_gpu", "2"]
+    try:
+        return run("embed", [*map(str, words), "--num_workers", "0", "--device", "cpu", *more])
+    finally:
+        shutdown()
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize("readout", ["sparo", "cls", "gap"])
+def test_every_kind_of_feature_is_that_of_the_encoder(readout: str, photographs: Path, tmp_path: Path) -> None:
+    weights = save_encoder(tmp_path / "checkpoint.pth", readout)
+    kinds = [kind for kind in ALL_KINDS if kind != "slots" or readout == "sparo"]
+    embed(weights, photographs, tmp_path / "out", "--what", *kinds)
+    found = load_embeddings(tmp_path / "out")
+    encoder = load_encoder(weights)
+    images = encoder.transform([Image.open(path) for path in found.index["path"]])
+    with torch.inference_mode():
+        expected = features_of(encoder, kinds, images)
+        torch.testing.assert_close(expected["encoding"], encoder(images))
+    assert list(found.arrays) == kinds
+    for kind in kinds:
+        torch.testing.assert_close(torch.from_numpy(found.arrays[kind].copy()), expected[kind], rtol=1e-4, atol=1e-5)
+    assert found.index["label"] == [Path(path).parent.name for path in found.index["path"]]
+    assert sorted(found.index["path"]) == sorted(map(str, photographs.rglob("*.png")))
+
+
+def test_unreadable_images_have_no_row_and_are_listed_with_the_reason(
+    weights: Path, photographs: Path, tmp_path: Path
+) -> None:
+    embed(weights, photographs, tmp_path / "whole", "--what", "encoding", "mean")
+    for name in ("a/3.png", "c/8.png"):
+        (photographs / name).write_bytes(b"no image")
+    record = embed(weights, photographs, tmp_path / "out", "--what", "encoding", "mean")
+    whole, found = load_embeddings(tmp_path / "whole"), load_embeddings(tmp_path / "out")
+    kept = [row for row, path in enumerate(whole.index["path"]) if not path.endswith(("a/3.png", "c/8.png"))]
+    assert found.index["path"] == [whole.index["path"][row] for row in kept]
+    for kind in ("encoding", "mean"):
+        np.testing.assert_array_equal(found.arrays[kind], whole.arrays[kind][kept])
+    with open(tmp_path / "out" / "unreadable.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [Path(row["path"]).name for row in rows] == ["3.png", "8.png"]
+    assert all(row["reason"] for row in rows)
+    assert (record["num_images"], record["num_unreadable"]) == (NUM_IMAGES - 2, 2)
+
+
+@pytest.mark.parametrize("moment", ["write", "finish_chunk", "_keep_rows"])
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_a_killed_run_resumes_to_the_same_bytes(
+    moment: str, call: int, weights: Path, photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (photographs / "b" / "4.png").write_bytes(b"no image")
+    monkeypatch.setattr(store, "CHUNK_BATCHES", 2)
+    options = ("--what", "slots", "cls", "mean")
+    embed(weights, photographs, tmp_path / "undisturbed", *options)
+    count, method = 0, getattr(EmbeddingWriter, moment)
+
+    def killed(self: EmbeddingWriter, *arguments: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == call:
+            raise KeyboardInterrupt
+        return method(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EmbeddingWriter, moment, killed)
+        with pytest.raises(SystemExit):
+            embed(weights, photographs, tmp_path / "out", *options)
+    with pytest.raises(ValueError, match="not complete; run the same embed command again"):
+        load_embeddings(tmp_path / "out")
+    embed(weights, photographs, tmp_path / "out", *options)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "undisturbed")
+
+
+def test_a_resumed_run_embeds_only_what_is_left(
+    weights: Path,
+    photographs: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(store, "CHUNK_BATCHES", 1)
+    embed(weights, photographs, tmp_path / "out")
+    folder = tmp_path / "out"
+    record = json.loads((folder / "embedding.json").read_text())
+    (folder / "embedding.json").write_text(json.dumps({**record, "complete": False}))
+    (folder / "chunks").mkdir()
+    for chunk in (0, 1, 3, 4, 5):
+        (folder / "chunks" / f"{chunk:08d}.json").write_text('{"unreadable": []}')
+    embed(weights, photographs, folder)
+    assert "resuming: 5 of 6 chunks are done" in capsys.readouterr().out
+
+
+def embed_on_a_rank(weights: Path, images: Path, out: Path) -> None:
+    from dino_sparo.evaluation.embed.command import embed_images
+    from dino_sparo.evaluation.embed.options import embed_parser
+
+    store.CHUNK_BATCHES = 1
+    words = ["--pretrained_weights", weights, "--data_path", images, "--output_dir", out, "--batch_size_per_gpu", "2"]
+    embed_images(embed_parser().parse_args([*map(str, words), "--num_workers", "0", "--device", "cpu"]))
+
+
+def test_two_processes_write_one_result(
+    weights: Path, photographs: Path, tmp_path: Path, two_ranks: TwoRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "CHUNK_BATCHES", 1)
+    (photographs / "a" / "0.png").write_bytes(b"")
+    embed(weights, photographs, tmp_path / "one")
+    two_ranks(embed_on_a_rank, weights, photographs, tmp_path / "two")
+    assert files_of(tmp_path / "two") == files_of(tmp_path / "one")
+
+
+def test_half_precision_rounds_the_same_numbers(weights: Path, photographs: Path, tmp_path: Path) -> None:
+    embed(weights, photographs, tmp_path / "full")
+    embed(weights, photographs, tmp_path / "half", "--dtype", "float16")
+    full, half = (load_embeddings(tmp_path / name).arrays["encoding"] for name in ("full", "half"))
+    assert half.dtype == np.float16
+    np.testing.assert_array_equal(half, full.astype(np.float16))
+
+
+def test_arrays_are_opened_memory_mapped_and_a_second_call_changes_nothing(
+    weights: Path, photographs: Path, tmp_path: Path
+) -> None:
+    embed(weights, photographs, tmp_path / "out")
+    before = files_of(tmp_path / "out")
+    assert isinstance(load_embeddings(tmp_path / "out").arrays["encoding"], np.memmap)
+    embed(weights, photographs, tmp_path / "out")
+    assert files_of(tmp_path / "out") == before
+
+
+def test_unlabelled_images_have_empty_labels(weights: Path, photographs: Path, tmp_path: Path) -> None:
+    flat = tmp_path / "flat"
+    flat.mkdir()
+    for path in photographs.rglob("*.png"):
+        shutil.copy(path, flat)
+    embed(weights, flat, tmp_path / "out")
+    assert load_embeddings(tmp_path / "out").index["label"] == [""] * NUM_IMAGES
+
+
+def test_the_index_is_parquet_where_pyarrow_is_installed(weights: Path, photographs: Path, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pip install pyarrow")
+    embed(weights, photographs, tmp_path / "out")
+    table = parquet.read_table(tmp_path / "out" / "index.parquet")
+    assert table.column("row").to_pylist() == list(range(NUM_IMAGES))
+    assert len(load_embeddings(tmp_path / "out").index["path"]) == NUM_IMAGES
+
+
+# Bad input.
+
+
+def test_slots_of_an_encoder_without_slots_are_refused(
+    photographs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = save_encoder(tmp_path / "checkpoint.pth", "cls")
+    with pytest.raises(SystemExit):
+        embed(weights, photographs, tmp_path / "out", "--what", "slots")
+    assert "--what slots: the read-out 'cls' has no slots; take encoding, cls, patches or mean" in caplog.text
+
+
+def test_other_embeddings_are_kept_unless_they_may_be_overwritten(
+    weights: Path, photographs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = tmp_path / "out"
+    embed(weights, photographs, out)
+    before = files_of(out)
+    other = save_encoder(tmp_path / "other" / "checkpoint.pth", seed=1)
+    with pytest.raises(SystemExit):
+        embed(other, photographs, out)
+    assert "holds other embeddings (weights" in caplog.text
+    assert "--overwrite" in caplog.text
+    assert files_of(out) == before
+    embed(other, photographs, out, "--overwrite")
+    assert files_of(out)["encoding.npy"] != before["encoding.npy"]
+
+
+def test_a_disk_with_less_space_than_needed_is_refused_before_anything_is_written(
+    weights: Path, photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=100)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(SystemExit):
+        embed(weights, photographs, tmp_path / "out")
+    assert "take 0.00 GB, but" in caplog.text
+    assert files_of(tmp_path / "out") == {}
+
+
+def test_what_is_no_embedding_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no embeddings"):
+        load_embeddings(tmp_path)
+    (tmp_path / "embedding.json").write_text("{")
+    with pytest.raises(ValueError, match="damaged"):
+        load_embeddings(tmp_path)
+
+
+def test_the_folder_of_images_and_of_the_result_are_needed(weights: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        run("embed", ["--pretrained_weights", str(weights)])
+    assert "embed needs --data_path" in caplog.text
