@@ -39,7 +39,8 @@ from dino_sparo.clip.options import check_options
 from dino_sparo.clip.options import get_args_parser as training_parser
 from dino_sparo.clip.step import CLIPTraining
 from dino_sparo.clip.train import build_training
-from dino_sparo.data.dataset import ImageDataset, to_device
+from dino_sparo.data.dataset import ImageDataset
+from dino_sparo.data.loader import to_device
 from dino_sparo.data.sources import ImageSource
 from dino_sparo.image_text.objective import param_groups
 from dino_sparo.image_text.pairs.batches import PairBatch, PairTransform

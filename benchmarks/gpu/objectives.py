@@ -12,7 +12,7 @@ import torch
 
 from dino_sparo.clip.options import get_args_parser as clip_parser
 from dino_sparo.clip.train import CLIPObjective
-from dino_sparo.data.dataset import to_device
+from dino_sparo.data.loader import to_device
 from dino_sparo.dino.options import get_args_parser as dino_parser
 from dino_sparo.dino.train import DINOObjective
 from dino_sparo.oc_clip.options import get_args_parser as oc_clip_parser

@@ -17,8 +17,8 @@ from torchvision.transforms import functional as TF
 
 from dino_sparo.data.augment import channel_constant, normalize_levels
 from dino_sparo.data.crops import normalized_tensor, pixels_in_rows, pixels_of, resize_fast
-from dino_sparo.data.dataset import IMAGENET_MEAN, IMAGENET_STD
 from dino_sparo.data.sources.decode import to_rgb
+from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD
 
 # The evaluation protocol of ImageNet: the short side to 256, of which the central 224 are seen.
 RESIZE_RATIO = 256 / 224

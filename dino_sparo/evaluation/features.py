@@ -18,7 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from dino_sparo.data.dataset import Batch, ImageDataset, ImageSource, ShardSampler, create_loader
+from dino_sparo.data.dataset import Batch, ImageDataset
+from dino_sparo.data.loader import create_loader
+from dino_sparo.data.samplers import ShardSampler
+from dino_sparo.data.sources import ImageSource
 from dino_sparo.data.sources.image_source import Subset
 from dino_sparo.runtime.collectives import all_gather_ragged, all_reduce_sum
 from dino_sparo.runtime.distributed import all_gather_object, is_main, rank, world_size

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from dino_sparo.data.dataset import IMAGENET_MEAN, IMAGENET_STD
 from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_config
+from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD
 from dino_sparo.runtime.records import file_sha256
 from dino_sparo.weights.checkpoint import activation_of, encoder_of, load_checkpoint, network_name, normalization_of
 

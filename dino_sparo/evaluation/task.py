@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dino_sparo.data.dataset import ImageSource, align_classes, open_source, require_labels, require_same_source
-from dino_sparo.data.sources import ImageLimits, TableColumns
+from dino_sparo.data.dataset import align_classes, require_labels, require_same_source
+from dino_sparo.data.sources import ImageLimits, ImageSource, TableColumns, open_source
 from dino_sparo.data.views import EvalTransform
 from dino_sparo.evaluation.features import Features, extract_split
 from dino_sparo.evaluation.load import Subject, compared_encoder, encoder_of_options, view_record

@@ -14,8 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dino_sparo.data.dataset import CorruptImageError
-from dino_sparo.data.sources import IMAGE_EXTENSIONS
+from dino_sparo.data.sources import IMAGE_EXTENSIONS, CorruptImageError
 from dino_sparo.data.sources.image_source import FileSource
 from dino_sparo.data.views import PatchView
 from dino_sparo.draw.figure import Figure

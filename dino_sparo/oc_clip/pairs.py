@@ -12,7 +12,8 @@ from jaxtyping import Int64, UInt8
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from dino_sparo.data.dataset import DeviceBatch, image_rng
+from dino_sparo.data.dataset import DeviceBatch
+from dino_sparo.data.samplers import image_rng
 from dino_sparo.image_text.pairs.batches import PairDataset, PairItem, stack_images
 from dino_sparo.image_text.text import Tokens, tokenize
 from dino_sparo.oc_clip.graphs.batches import GraphBatch, batch_graphs

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int64
 from PIL import Image
 from torch import Tensor
 
-from dino_sparo.data.dataset import ImageSource
+from dino_sparo.data.sources import ImageSource
 from dino_sparo.data.views import view_pixels
 from dino_sparo.draw.figure import PICTURE_HEIGHT
 from dino_sparo.evaluation.features import Features, inference

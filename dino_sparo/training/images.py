@@ -21,17 +21,15 @@ from dino_sparo.data.augment import Distortions
 from dino_sparo.data.crops import MultiCropAugmentation
 from dino_sparo.data.dataset import (
     Batch,
-    EpochSampler,
     ImageDataset,
-    ImageSource,
     collate_views,
-    create_loader,
-    open_source,
     open_together,
     require_labels,
     require_same_source,
 )
-from dino_sparo.data.sources import ImageLimits, TableColumns, index_images
+from dino_sparo.data.loader import create_loader
+from dino_sparo.data.samplers import EpochSampler
+from dino_sparo.data.sources import ImageLimits, ImageSource, TableColumns, index_images, open_source
 from dino_sparo.data.sources.image_source import of_different_classes, spread_out
 from dino_sparo.data.views import EvalTransform, PatchView
 from dino_sparo.evaluation.features import disjoint_subsets

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dino_sparo.data.dataset import most_corrupt, to_device
+from dino_sparo.data.dataset import most_corrupt
+from dino_sparo.data.loader import to_device
 from dino_sparo.runtime.cli import MendableError
 from dino_sparo.runtime.distributed import all_gather_object, rank, world_size
 from dino_sparo.runtime.logs import EpochClock, Meters, RunLog

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from dino_sparo.data.dataset import EpochSampler
+from dino_sparo.data.samplers import EpochSampler
 from dino_sparo.data.sources.image_source import fingerprint_of
 from dino_sparo.runtime.distributed import Distributed
 from dino_sparo.runtime.logs import RunLog

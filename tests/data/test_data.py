@@ -2,6 +2,7 @@
 
 import logging
 import multiprocessing
+import os
 import sys
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,17 +13,10 @@ import torch
 from PIL import Image
 
 from dino_sparo.data import dataset as data
-from dino_sparo.data.dataset import (
-    Batch,
-    CorruptImageError,
-    EpochSampler,
-    ImageDataset,
-    ShardSampler,
-    align_classes,
-    create_loader,
-    image_rng,
-    require_labels,
-)
+from dino_sparo.data.dataset import Batch, ImageDataset, align_classes, require_labels
+from dino_sparo.data.loader import create_loader
+from dino_sparo.data.samplers import EpochSampler, ShardSampler, _epoch_rng, image_rng
+from dino_sparo.data.sources import CorruptImageError
 from dino_sparo.data.sources.splits import WITHOUT_LABELS
 from dino_sparo.runtime import distributed
 
@@ -85,7 +79,7 @@ def test_crops_differ_between_seeds_epochs_and_images() -> None:
 
 
 def test_order_of_an_epoch_is_drawn_apart_from_the_crops_of_its_first_image() -> None:
-    assert data._epoch_rng(7, 2).random() != image_rng(7, 2, 0).random()
+    assert _epoch_rng(7, 2).random() != image_rng(7, 2, 0).random()
 
 
 @pytest.mark.parametrize("seed", [0, -5, 1 << 70])
@@ -316,7 +310,7 @@ def test_reading_batches_leaves_torchs_random_numbers_alone() -> None:
 def test_workers_are_capped_at_the_processors(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(data.os, "sched_getaffinity", lambda pid: {0, 5}, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 5}, raising=False)
     with caplog.at_level(logging.INFO):
         loader = create_loader(ImageDataset(NumberedImages(4), draw_views), ShardSampler(4, 3), num_workers=10)
     assert loader.num_workers == 2
@@ -326,15 +320,15 @@ def test_workers_are_capped_at_the_processors(
 def test_a_task_that_may_use_few_of_the_cores_is_warned_and_told_the_remedy(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(data.os, "cpu_count", lambda: 64)
-    monkeypatch.setattr(data.os, "sched_getaffinity", lambda pid: {3}, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3}, raising=False)
     loader = create_loader(ImageDataset(NumberedImages(4), draw_views), ShardSampler(4, 3), num_workers=10)
     assert loader.num_workers == 1
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "1 instead of 10, since this process may use 1 of the machine's 64 cores" in record.message
     assert "srun --cpus-per-task=10" in record.message
-    monkeypatch.setattr(data.os, "sched_getaffinity", lambda pid: set(range(64)), raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)), raising=False)
     create_loader(ImageDataset(NumberedImages(4), draw_views), ShardSampler(4, 3), num_workers=100)
     warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(warnings) == 1, "a machine that has no more cores is no mistake"

@@ -20,7 +20,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dino_sparo.data.dataset import EpochSampler, open_together
+from dino_sparo.data.dataset import open_together
+from dino_sparo.data.samplers import EpochSampler
 from dino_sparo.data.sources import index_images, open_source, shard_index, tar_headers, tars
 from dino_sparo.data.sources.cache import cache_path, load_index, save_index
 from dino_sparo.data.sources.shard_index import Kind, Piece, index_share, open_index
@@ -205,7 +206,7 @@ def test_pairs_come_in_the_order_that_older_runs_count_on(tmp_path: Path) -> Non
 @pytest.mark.parametrize("count", [1, 7, 1000, 70_000])
 def test_an_epochs_order_is_that_of_64_bit_numbers(count: int) -> None:
     order = [index for batch in EpochSampler(count, 1, seed=11) for _, index in batch]
-    from dino_sparo.data.dataset import _epoch_rng
+    from dino_sparo.data.samplers import _epoch_rng
 
     assert order == _epoch_rng(11, 0).permutation(count).tolist()
 

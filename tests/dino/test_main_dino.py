@@ -21,7 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import main_dino
 from dino_sparo import load_checkpoint, load_encoder
 from dino_sparo.data.crops import MultiCropAugmentation
-from dino_sparo.data.dataset import CorruptImageError, open_source
+from dino_sparo.data.sources import CorruptImageError, open_source
 from dino_sparo.dino import step as dino_step
 from dino_sparo.dino import train as dino_train
 from dino_sparo.dino.step import DINOTraining

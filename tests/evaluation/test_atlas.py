@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 import visualize_attention
-from dino_sparo.data.dataset import IMAGENET_MEAN, IMAGENET_STD, open_source
+from dino_sparo.data.sources import open_source
 from dino_sparo.data.views import PatchView
 from dino_sparo.draw.labels import short_name
 from dino_sparo.draw.sheet import save_sheet
@@ -31,6 +31,7 @@ from dino_sparo.evaluation.attention.atlas import (
 )
 from dino_sparo.evaluation.attention.maps import attention_maps
 from dino_sparo.models.encoder import Encoder, create_encoder
+from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD
 from dino_sparo.runtime.records import write_json
 from dino_sparo.weights.checkpoint import encoder_description
 from dino_sparo.weights.folder import save_checkpoint

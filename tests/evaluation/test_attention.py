@@ -14,7 +14,7 @@ from torchvision import transforms
 
 import visualize_attention
 from dino_sparo.data.crops import normalized_tensor
-from dino_sparo.data.dataset import IMAGENET_MEAN, IMAGENET_STD, CorruptImageError
+from dino_sparo.data.sources import CorruptImageError
 from dino_sparo.draw import sheet
 from dino_sparo.draw.pixels import crops_grid, heat, mask_overlay, overlay, to_pixels
 from dino_sparo.evaluation.attention import command as attention_command
@@ -31,6 +31,7 @@ from dino_sparo.evaluation.attention.maps import (
 )
 from dino_sparo.evaluation.load import compared_encoder
 from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_config
+from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD
 from dino_sparo.runtime.extras import MissingPackageError
 from dino_sparo.weights.checkpoint import encoder_description
 from dino_sparo.weights.folder import save_checkpoint

@@ -14,7 +14,10 @@ from torch import nn
 import eval_knn
 import eval_linear
 from dino_sparo.__main__ import run
-from dino_sparo.data.dataset import CorruptImageError, ImageDataset, ShardSampler, create_loader
+from dino_sparo.data.dataset import ImageDataset
+from dino_sparo.data.loader import create_loader
+from dino_sparo.data.samplers import ShardSampler
+from dino_sparo.data.sources import CorruptImageError
 from dino_sparo.data.views import EvalTransform
 from dino_sparo.evaluation.feature_cache import load_features, save_features
 from dino_sparo.evaluation.features import (

@@ -17,8 +17,8 @@ from PIL import Image
 from small_models import SMALL_ARCH, SMALL_SIZE, unpack
 
 from dino_sparo.__main__ import run
-from dino_sparo.data.dataset import IMAGENET_MEAN, IMAGENET_STD, CorruptImageError
 from dino_sparo.data.scenes import INDEPENDENT, SHAPES, SceneGraph, SceneObject, Scenes, draw_scene, object_masks
+from dino_sparo.data.sources import CorruptImageError
 from dino_sparo.data.views import PatchView, View
 from dino_sparo.draw.plots import panels
 from dino_sparo.evaluation.load import Subject
@@ -33,6 +33,7 @@ from dino_sparo.evaluation.objects.report import draw_redundancy, percent, redun
 from dino_sparo.evaluation.objects.survey import ROWS
 from dino_sparo.models.backbone import ARCHITECTURES, ViTSize
 from dino_sparo.models.encoder import Encoder, create_encoder
+from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD
 from dino_sparo.weights.checkpoint import encoder_description
 from dino_sparo.weights.folder import save_checkpoint
 

@@ -12,7 +12,7 @@ import torch
 from small_models import command
 
 from dino_sparo import create_encoder
-from dino_sparo.data.dataset import ShardSampler
+from dino_sparo.data.samplers import ShardSampler
 from dino_sparo.evaluation.feature_cache import load_features
 from dino_sparo.evaluation.features import Features
 from dino_sparo.evaluation.linear.probe import LinearProbe, cached_batches

@@ -26,7 +26,7 @@ from compositional_files import (
 from PIL import Image
 
 from dino_sparo.__main__ import run as run_command
-from dino_sparo.data.dataset import CorruptImageError
+from dino_sparo.data.sources import CorruptImageError
 from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark, Outcome, one_per_question
 from dino_sparo.image_text.evaluation.compositional.command import evaluate as evaluate_all
 from dino_sparo.image_text.evaluation.compositional.command import labels_of

@@ -40,7 +40,8 @@ from test_clip_train import checkpoint_of
 from dino_sparo.__main__ import run as run_command
 from dino_sparo.clip import clip_description, create_clip, tokenize
 from dino_sparo.clip.convert import to_open_clip
-from dino_sparo.data.dataset import EpochSampler, create_loader
+from dino_sparo.data.loader import create_loader
+from dino_sparo.data.samplers import EpochSampler
 from dino_sparo.image_text import objective
 from dino_sparo.image_text.pairs.batches import PairDataset, PairTransform
 from dino_sparo.image_text.pairs.sources import open_pairs

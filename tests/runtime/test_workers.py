@@ -12,7 +12,7 @@ import pytest
 # Takes two batches from two workers, then ends in the way that the first word says.
 PROGRAM = """
 import os, signal, sys, time
-from dino_sparo.data.dataset import create_loader
+from dino_sparo.data.loader import create_loader
 from dino_sparo.runtime.workers import end_workers, remove_temporary_folder
 import torch
 

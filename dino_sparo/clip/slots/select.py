@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from dino_sparo.clip.load import clip_scorer
 from dino_sparo.clip.slots.subsets import check_has_slots, whole_model
-from dino_sparo.data.dataset import ImageSource
+from dino_sparo.data.sources import ImageSource
 from dino_sparo.draw.plots import ACCENT, count_ticks, panels, ranked_bars
 from dino_sparo.draw.sheet import INK, SOFT, require_matplotlib
 from dino_sparo.evaluation.features import Features, disjoint_subsets

@@ -13,7 +13,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int, UInt8
 
-from dino_sparo.data.dataset import ImageDataset, ImageSource, ShardSampler, create_loader
+from dino_sparo.data.dataset import ImageDataset
+from dino_sparo.data.loader import create_loader
+from dino_sparo.data.samplers import ShardSampler
+from dino_sparo.data.sources import ImageSource
 from dino_sparo.data.views import PatchView, view_pixels
 from dino_sparo.draw.figure import Band, Figure, Layout, Section, Tile, map_painter
 from dino_sparo.draw.html import save_page

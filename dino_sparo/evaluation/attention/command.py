@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from dino_sparo.data.dataset import CorruptImageError, ImageSource, open_source
+from dino_sparo.data.sources import CorruptImageError, ImageSource, open_source
 from dino_sparo.data.sources.image_source import spread_out
 from dino_sparo.data.views import PatchView, view_pixels
 from dino_sparo.draw.figure import PICTURE_HEIGHT

@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from dino_sparo.data.dataset import ImageSource, open_source
 from dino_sparo.data.scenes import Scenes
-from dino_sparo.data.sources import IMAGE_EXTENSIONS
+from dino_sparo.data.sources import IMAGE_EXTENSIONS, ImageSource, open_source
 from dino_sparo.data.sources.decode import read_image
 from dino_sparo.data.sources.splits import ALL
 from dino_sparo.models.encoder import EncoderConfig

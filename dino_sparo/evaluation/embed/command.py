@@ -19,15 +19,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dino_sparo.data.dataset import (
-    ImageDataset,
-    ImageSource,
-    create_loader,
-    open_source,
-    open_together,
-    require_same_source,
-)
-from dino_sparo.data.sources import TableColumns, index_images
+from dino_sparo.data.dataset import ImageDataset, open_together, require_same_source
+from dino_sparo.data.loader import create_loader
+from dino_sparo.data.sources import ImageSource, TableColumns, index_images, open_source
 from dino_sparo.data.sources.image_source import fingerprint_of
 from dino_sparo.evaluation.embed.store import EmbeddingWriter, read_record
 from dino_sparo.evaluation.features import encoded_batches

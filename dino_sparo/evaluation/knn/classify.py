@@ -17,7 +17,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from dino_sparo.data.dataset import ImageSource, align_classes, require_labels
+from dino_sparo.data.dataset import align_classes, require_labels
+from dino_sparo.data.sources import ImageSource
 from dino_sparo.evaluation.features import Features, extract_split, total_images
 from dino_sparo.evaluation.knn.neighbours import TEST_CHUNK, TrainSet, checked_lengths, merge_ranks, nearest
 from dino_sparo.models.encoder import Encoder

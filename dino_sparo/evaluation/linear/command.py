@@ -25,7 +25,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as TF
 
 from dino_sparo.data.crops import FLIP_PROBABILITY, normalized_tensor, sample_box
-from dino_sparo.data.dataset import ImageSource
+from dino_sparo.data.sources import ImageSource
 from dino_sparo.data.sources.image_source import fingerprint_of
 from dino_sparo.evaluation.features import Features, require_memory, total_images
 from dino_sparo.evaluation.linear.probe import (

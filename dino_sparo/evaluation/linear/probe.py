@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dino_sparo.data.dataset import epoch_order
+from dino_sparo.data.samplers import epoch_order
 from dino_sparo.evaluation.features import Features
 from dino_sparo.runtime.collectives import all_reduce_sum
 from dino_sparo.runtime.distributed import rank, world_size

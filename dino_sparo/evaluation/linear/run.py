@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dino_sparo.data.dataset import ImageDataset, ImageSource, create_loader
+from dino_sparo.data.dataset import ImageDataset
+from dino_sparo.data.loader import create_loader
+from dino_sparo.data.sources import ImageSource
 from dino_sparo.evaluation.features import Features, inference
 from dino_sparo.evaluation.linear.probe import (
     Batches,

@@ -16,9 +16,8 @@ import numpy as np
 from jaxtyping import Bool, Int
 from PIL import Image
 
-from dino_sparo.data.dataset import CorruptImageError, ImageSource
 from dino_sparo.data.scenes import Scenes, names_scenes, parse_scenes_spec
-from dino_sparo.data.sources import IMAGE_EXTENSIONS
+from dino_sparo.data.sources import IMAGE_EXTENSIONS, CorruptImageError, ImageSource
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS
 from dino_sparo.evaluation.objects.masks import UNKNOWN, ObjectMasks, ObjectSource, image_files, masks_of_ids
 from dino_sparo.runtime.extras import require

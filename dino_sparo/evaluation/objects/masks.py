@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 from PIL import Image
 
-from dino_sparo.data.dataset import CorruptImageError, ImageSource
+from dino_sparo.data.sources import CorruptImageError, ImageSource
 from dino_sparo.data.sources.image_source import FileSource, PackedStrings
 from dino_sparo.data.views import View
 

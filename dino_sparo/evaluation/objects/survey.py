@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from dino_sparo.data.dataset import CorruptImageError
+from dino_sparo.data.sources import CorruptImageError
 from dino_sparo.data.views import PatchView
 from dino_sparo.evaluation.attention.maps import maps_and_slots
 from dino_sparo.evaluation.features import MAX_NAMED

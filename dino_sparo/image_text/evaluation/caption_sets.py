@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dino_sparo.data.dataset import CorruptImageError, ImageSource
-from dino_sparo.data.sources import IMAGE_EXTENSIONS
+from dino_sparo.data.sources import IMAGE_EXTENSIONS, CorruptImageError, ImageSource
 from dino_sparo.data.sources.image_source import Subset
 from dino_sparo.image_text.evaluation.compositional.benchmark import read_json
 from dino_sparo.image_text.pairs.batches import LeftOut, PairSource

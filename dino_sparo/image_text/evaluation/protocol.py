@@ -9,8 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dino_sparo.data.dataset import ImageSource, open_source, require_same_source
+from dino_sparo.data.dataset import require_same_source
 from dino_sparo.data.scenes import INDEPENDENT, Scenes, names_scenes, parse_scenes_spec
+from dino_sparo.data.sources import ImageSource, open_source
 from dino_sparo.evaluation.task import write_result
 from dino_sparo.image_text.scoring.scorer import Scorer
 from dino_sparo.runtime.distributed import rank_0_first

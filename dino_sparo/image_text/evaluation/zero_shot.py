@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from dino_sparo.data.dataset import ImageSource
+from dino_sparo.data.sources import ImageSource
 from dino_sparo.evaluation.task import start_evaluation
 from dino_sparo.image_text.classes import ClassList, apply_classes, open_classes
 from dino_sparo.image_text.evaluation.protocol import OpenModel, open_evaluation_images, report

@@ -5,7 +5,7 @@ A trainer asks for it every few epochs.
 
 from dataclasses import dataclass
 
-from dino_sparo.data.dataset import ImageSource
+from dino_sparo.data.sources import ImageSource
 from dino_sparo.evaluation.features import disjoint_subsets
 from dino_sparo.image_text.classes import apply_classes, open_classes
 from dino_sparo.image_text.evaluation.protocol import open_evaluation_images

@@ -18,13 +18,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from dino_sparo.data.crops import cut_crop, cut_crop_fast, pixels_in_rows, sample_box
-from dino_sparo.data.dataset import (
-    CorruptImageError,
-    DeviceBatch,
-    ImageSource,
-    image_rng,
-    read_next,
-)
+from dino_sparo.data.dataset import DeviceBatch, read_next
+from dino_sparo.data.samplers import image_rng
+from dino_sparo.data.sources import CorruptImageError, ImageSource
 from dino_sparo.data.sources.image_source import fingerprint_of
 from dino_sparo.image_text.choices import CROP_SCALE
 from dino_sparo.image_text.text import tokenize

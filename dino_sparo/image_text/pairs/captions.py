@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64
 
-from dino_sparo.data.dataset import CorruptImageError, ImageSource, require_labels
+from dino_sparo.data.dataset import require_labels
 from dino_sparo.data.scenes import ATTRIBUTES, Scenes
+from dino_sparo.data.sources import CorruptImageError, ImageSource
 from dino_sparo.data.sources.image_source import PackedStrings
 from dino_sparo.data.sources.shard_index import ShardIndex
 from dino_sparo.data.sources.tar_headers import BLOCK_BYTES

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, default_convert
 
-from dino_sparo.data.dataset import EpochSampler, create_loader, open_together, require_same_source
+from dino_sparo.data.dataset import open_together, require_same_source
+from dino_sparo.data.loader import create_loader
+from dino_sparo.data.samplers import EpochSampler
 from dino_sparo.data.sources import ImageLimits
 from dino_sparo.data.sources.tars import TarSource
 from dino_sparo.image_text.evaluation.validation import hold_out

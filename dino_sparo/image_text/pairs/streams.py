@@ -19,13 +19,9 @@ from typing import Any
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
-from dino_sparo.data.dataset import (
-    MAX_CORRUPT_IN_A_ROW,
-    CorruptImageError,
-    EpochSampler,
-    image_rng,
-)
-from dino_sparo.data.sources import IMAGE_EXTENSIONS, ImageLimits, decode_image
+from dino_sparo.data.dataset import MAX_CORRUPT_IN_A_ROW
+from dino_sparo.data.samplers import EpochSampler, image_rng
+from dino_sparo.data.sources import IMAGE_EXTENSIONS, CorruptImageError, ImageLimits, decode_image
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS, refuse_large_file
 from dino_sparo.data.sources.tars import find_shards
 from dino_sparo.image_text.pairs.batches import LeftOut, PairBatch, PairItem, PairTransform, collate_pairs

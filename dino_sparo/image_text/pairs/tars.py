@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from dino_sparo.data.dataset import CorruptImageError
+from dino_sparo.data.sources import CorruptImageError
 from dino_sparo.data.sources.decode import IMAGE_ENDINGS
 from dino_sparo.data.sources.shard_index import Kind, Notes, Piece, blocks_of, open_index
 from dino_sparo.data.sources.tar_headers import Member, tar_members

@@ -18,7 +18,8 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from dino_sparo.data.dataset import ImageSource, ShardSampler
+from dino_sparo.data.samplers import ShardSampler
+from dino_sparo.data.sources import ImageSource
 from dino_sparo.evaluation.features import Features, gather_features, inference
 from dino_sparo.image_text.prompts import prompts
 from dino_sparo.image_text.scoring.image_rows import ImageRows, require_both

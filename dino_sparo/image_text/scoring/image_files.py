@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
-from dino_sparo.data.dataset import CorruptImageError, ImageSource
-from dino_sparo.data.sources import IMAGE_EXTENSIONS
+from dino_sparo.data.sources import IMAGE_EXTENSIONS, CorruptImageError, ImageSource
 from dino_sparo.data.sources.decode import PILLOW_MAX_MPIX
 from dino_sparo.data.sources.image_source import FileSource, PackedStrings
 

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from PIL import Image
 from torch import Tensor, nn
 
-from dino_sparo.data.dataset import ImageSource
+from dino_sparo.data.sources import ImageSource
 from dino_sparo.data.sources.decode import to_rgb
 from dino_sparo.evaluation.features import Features, encoded_batches, extract_split, inference, share_loader
 from dino_sparo.image_text.scoring.scorer import EncodedImages

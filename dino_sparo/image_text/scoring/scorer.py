@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from dino_sparo.data.dataset import ImageSource
+from dino_sparo.data.sources import ImageSource
 from dino_sparo.evaluation.features import Features
 
 

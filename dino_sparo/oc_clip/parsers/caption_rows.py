@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dino_sparo.data.dataset import CorruptImageError
+from dino_sparo.data.sources import CorruptImageError
 from dino_sparo.data.sources.decode import IMAGE_ENDINGS
 from dino_sparo.data.sources.image_source import FileSource
 from dino_sparo.data.sources.splits import ALL

@@ -1,0 +1,127 @@
+"""Batches from worker processes, and on to the device."""
+
+import functools
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from dino_sparo.data.dataset import D, collate_views
+from dino_sparo.runtime.workers import remove_folder_of_a_killed_parent, share_temporary_folder
+
+_logger = logging.getLogger(__name__)
+
+TERM_GRACE_SECONDS = 30  # between SIGTERM and the end of a worker
+START_METHOD = "fork" if sys.platform == "linux" else None  # of a worker; None: Python's default, which differs
+
+
+def create_loader(
+    dataset: Dataset,
+    sampler: Iterable[Any] | None,
+    *,
+    num_workers: int,
+    collate: Callable[[Any], Any] = collate_views,
+    pin_memory: bool = False,
+    timeout_min: float = 0.0,
+) -> DataLoader:
+    """A loader of batches; iterate it once per epoch, after `sampler.set_epoch`.
+
+    Workers live as long as the loader. More workers than processors only take memory, so their number is capped. On
+    Linux they are forked: they share the source's names with this process, and need not import torch again.
+
+    Args:
+        dataset: the images, the pairs, or a stream of whole batches.
+        sampler: the indices of each batch; None for a stream, whose workers are started anew in every epoch.
+        num_workers: processes that read, crop and tokenise; 0 does all of it here.
+        collate: items -> batch; of a stream, whatever it gives -> batch.
+        pin_memory: batches in page-locked memory, for copies to a GPU that overlap with computation.
+        timeout_min: minutes without a batch after which the loader gives up on its workers with a RuntimeError; 0 for
+            never.
+
+    Raises:
+        ValueError: `num_workers` is negative.
+    """
+    num_workers = _as_many_as_cores(num_workers)
+    share_temporary_folder()
+    return DataLoader(
+        dataset,
+        batch_size=None if sampler is None else 1,  # torch's word for: the sampler says it, or the stream
+        batch_sampler=sampler,
+        num_workers=num_workers,
+        collate_fn=collate,
+        pin_memory=pin_memory,
+        worker_init_fn=init_worker,
+        persistent_workers=num_workers > 0 and sampler is not None,
+        timeout=60 * timeout_min if num_workers else 0,
+        multiprocessing_context=START_METHOD if num_workers else None,
+        # The loader draws a number for its workers, which nothing here uses; not from the model's random numbers.
+        generator=torch.Generator(),
+    )
+
+
+def _as_many_as_cores(num_workers: int) -> int:
+    """At most one loading process for each processor that this process may use.
+
+    Raises:
+        ValueError: `num_workers` is negative.
+    """
+    if num_workers < 0:
+        raise ValueError(f"num_workers={num_workers} must not be negative; 0 reads in the main process")
+    total = os.cpu_count() or 1
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else total
+    if num_workers > usable < total:  # of Slurm, a container or taskset; training would be slow without a word
+        _logger.warning(
+            "num_workers: %d instead of %d, since this process may use %d of the machine's %d cores; under Slurm "
+            "`srun --cpus-per-task=%d` gives it more",
+            *(usable, num_workers, usable, total, num_workers),
+        )
+    elif num_workers > usable:
+        _logger.info("num_workers: %d instead of %d, as many as there are processors", usable, num_workers)
+    return min(num_workers, usable)
+
+
+def to_device(batches: Iterable[D], device: torch.device) -> Iterator[D]:
+    """The batches on the device; a GPU copies the next one while it still computes with the last.
+
+    Args:
+        batches: of a loader; in page-locked memory if the copy is to overlap.
+        device: where they are needed.
+    """
+    # Keep a reference to this iterator. Otherwise an error that leaves the training loop ends the loader, and
+    # that waits for workers, of which one may hang.
+    return iter(batches) if device.type != "cuda" else _copied(iter(batches), device)
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> Any:
+    """One stream for all epochs: memory that was used on a stream is used again on that one alone."""
+    return torch.cuda.Stream(device)
+
+
+def _copied(iterator: Iterator[D], device: torch.device) -> Iterator[D]:
+    copying = _copy_stream(device)
+    for batch in iterator:
+        with torch.cuda.stream(copying):
+            moved = batch.to(device)
+        computing = torch.cuda.current_stream(device)
+        computing.wait_stream(copying)
+        for tensor in moved.tensors():
+            tensor.record_stream(computing)  # its memory is not given away before the computation is done
+        yield moved
+
+
+def init_worker(worker: int) -> None:
+    """One thread per worker, and no reaction to signals that are meant for the main process (Ctrl-C, preemption).
+
+    SIGTERM reaches a whole job, while the main process still finishes its step and saves; a worker obeys it later.
+    """
+    torch.set_num_threads(1)
+    for name in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(name, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(TERM_GRACE_SECONDS))
+    remove_folder_of_a_killed_parent()
