@@ -39,6 +39,7 @@ ENTRIES = {"__main__", "submit"}  # they know all objectives
 
 # Beyond this the root is split into folders.
 MAX_ROOT_FILES = 4
+MAX_FUNCTION_LINES = 50
 MAX_README_LINES = 250
 
 
@@ -227,6 +228,27 @@ def test_no_file_but_the_table_tests_the_name_of_a_read_out() -> None:
             constants = (part for node in compared for part in ast.walk(node) if isinstance(part, ast.Constant))
             tests += [f"{path.relative_to(ROOT)}:{part.lineno}" for part in constants if part.value in names]
     assert not tests, f"let the read-out declare it, in {', '.join(tests)}"
+
+
+# Functions.
+
+
+def code_lines(function: ast.FunctionDef) -> int:
+    """Lines of a function without its docstring, comments and blank lines."""
+    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    tokens = (node for part in [function.args, *function.decorator_list, *body] for node in ast.walk(part))
+    return len({line for node in tokens if hasattr(node, "lineno") for line in range(node.lineno, node.end_lineno + 1)})
+
+
+def test_functions_fit_a_screen() -> None:
+    outside = [*ROOT.glob("*.py"), *(ROOT / "studies").rglob("*.py")]
+    long = [
+        f"{path.relative_to(ROOT)}:{node.name} has {code_lines(node)} lines"
+        for path in [*modules(), *outside]
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.FunctionDef) and code_lines(node) > MAX_FUNCTION_LINES
+    ]
+    assert not long
 
 
 # Files.
