@@ -1,12 +1,11 @@
 """Caption -> scene graph by a language model: a server with OpenAI's protocol, or a local model of transformers.
 
     prompt, caption -> answer with [ANS]...[/ANS]     a `Complete`: `Server` or `LocalModel`
-    answer -> graph, or what is wrong with it         `read_answer`
+    answer -> graph                                   `read_answer`
     captions -> graphs, concurrently, in order        `LanguageModelParser`
 
-Readable answers go to a cache at once, so that a run that was ended asks no caption twice. The paper parses with
-Llama 3 70B and shows the rules of its prompt and one of its examples (OC-CLIP, appendix A.6); ours has the same schema,
-delimiters and rules, in our words and with our examples.
+The paper parses with Llama 3 70B. It shows the rules of its prompt and one of its examples (OC-CLIP, appendix A.6). Our
+`prompt.txt` has the same schema, delimiters and rules, in our words and with our examples.
 """
 
 import hashlib
@@ -30,72 +29,30 @@ logger = logging.getLogger(__name__)
 
 BACK_OFFS = 5
 MAX_ANSWER_TOKENS = 1024
-# Before the first caption the server is asked for its models; any answer, even a fault, shows that it can be reached.
-REACH_TIMEOUT_S = 20.0
-# So many captions in a row without an answer, and the server is taken to be gone.
-MAX_UNDONE_IN_A_ROW = 50
+REACH_TIMEOUT_S = 20.0  # for the first contact
+MAX_UNDONE_IN_A_ROW = 50  # captions without an answer, after which the run ends
 NO_RELATIONS = ("and", "or", ",", "&")
 
 Message = dict[str, str]
 Complete = Callable[[list[Message]], str]
 
-PROMPT = """\
-You turn the caption of a picture into a scene graph: its visual entities and the relations between them.
-
-Write one JSON object between [ANS] and [/ANS]:
-"entities" lists noun phrases. "relationships" lists objects with three keys: "relationship" (words of the caption),
-"subject" and "object" (integers: positions in "entities", counted from 0).
-
-Rules:
-- An entity is one thing that can be seen. Keep its attributes in its phrase ("large brown box"). Do not simplify it.
-- Two things with the same noun are two entities, each with what tells it apart ("woman in red", "woman in blue").
-- A relation joins two different entities. What is said of one thing alone is no relation: "stacked upon each other" in
-  "red suitcases stacked upon each other" is none.
-- A relation has a direction: the subject stands before it in meaning ("a cup on a table": the cup is on the table).
-- "and" is no relation.
-- List every relation, the spatial ones too: "left of", "behind", "under", "next to", "with", "in".
-- In "an X with a Y in a Z" it is X that is in Z.
-- "it", "its" and "them" mean an entity that was named before. Do not list a pronoun as an entity.
-- A caption that shows nothing has empty lists.
-
-Examples:
-
-Caption: Two striped kittens asleep under a wooden bench
-[ANS]
-{"entities": ["two striped kittens asleep", "wooden bench"],
- "relationships": [{"relationship": "under", "subject": 0, "object": 1}]}
-[/ANS]
-
-Caption: a lamp and a small radio
-[ANS]
-{"entities": ["lamp", "small radio"], "relationships": []}
-[/ANS]
-
-Caption: A cyclist with a yellow helmet on a bridge waves to a boat below it.
-[ANS]
-{"entities": ["cyclist", "yellow helmet", "bridge", "boat"],
- "relationships": [{"relationship": "with", "subject": 0, "object": 1},
-  {"relationship": "on", "subject": 0, "object": 2},
-  {"relationship": "waves to", "subject": 0, "object": 3},
-  {"relationship": "below", "subject": 3, "object": 2}]}
-[/ANS]
-"""
+PROMPT = Path(__file__).with_name("prompt.txt").read_text(encoding="utf-8")
 # Answers to another prompt are not taken from the cache.
 PROMPT_VERSION = hashlib.sha256(PROMPT.encode()).hexdigest()[:12]
 
 
 class UnansweredError(RuntimeError):
-    """The server was asked often enough and gave no answer; a later run may have more luck."""
+    """The server gave no answer after all back-offs; a later run may succeed."""
 
 
 class Outcome(NamedTuple):
-    """What became of a caption.
+    """Result of parsing a caption.
 
     Attributes:
-        graph: as found; None if there is none.
-        problem: why there is none.
-        is_undone: whether that was for want of an answer.
-        dropped: relations left out, since they were unary or "and".
+        graph: not normalised; None if the parser found none.
+        problem: reason why there is no graph.
+        is_undone: whether there is no graph because there was no answer.
+        dropped: relations left out because they are unary or "and".
     """
 
     graph: SceneGraph | None
@@ -105,16 +62,10 @@ class Outcome(NamedTuple):
 
 
 def read_answer(text: str) -> tuple[SceneGraph, int]:
-    """The graph in an answer, and how many of its relations were left out.
-
-    Args:
-        text: what the model wrote; the last pair of delimiters counts.
-
-    Returns:
-        The graph without relations that are unary or "and"; the number of those.
+    """The graph between the last delimiters of an answer, and the number of dropped relations (unary or "and").
 
     Raises:
-        ValueError: there are no delimiters, or between them no graph.
+        ValueError: there are no delimiters, or no graph between them.
     """
     answers = re.findall(r"\[ANS\]((?:(?!\[ANS\]).)*)\[/ANS\]", text, re.DOTALL)
     if not answers:
@@ -122,7 +73,7 @@ def read_answer(text: str) -> tuple[SceneGraph, int]:
     try:
         record = parse_json(re.sub(r"^\s*```(?:json)?|```\s*$", "", answers[-1]))
     except ValueError as error:
-        raise ValueError(f"what stands between [ANS] and [/ANS] is no JSON ({error})") from error
+        raise ValueError(f"the text between [ANS] and [/ANS] is no JSON ({error})") from error
     listed = record.get("relationships") if isinstance(record, dict) else None
     if not isinstance(listed, list):
         return SceneGraph.from_json(record), 0
@@ -140,17 +91,12 @@ def _is_no_relation(entry: dict[str, Any]) -> bool:
 
 
 class Server:
-    """A server with OpenAI's protocol.
+    """A server with OpenAI's protocol; the key comes from OPENAI_API_KEY.
 
     Args:
         url: such as `http://localhost:8000/v1`.
-        model: its name there.
-        timeout_s: seconds after which a request is given up and asked again.
-
-    The key is taken from the environment variable OPENAI_API_KEY; most local servers need none.
-
-    Raises:
-        MissingPackageError: the package openai is not installed.
+        model: its name on the server.
+        timeout_s: seconds after which a request is repeated.
     """
 
     def __init__(self, url: str, model: str, timeout_s: float = 120.0) -> None:
@@ -158,7 +104,7 @@ class Server:
         import openai
 
         self.model, self.url = model, url
-        for name in ("httpx", "httpx2", "openai"):  # they log a line per request
+        for name in ("httpx", "httpx2", "openai"):  # a line per request
             logging.getLogger(name).setLevel(logging.WARNING)
         key = os.environ.get("OPENAI_API_KEY") or "none"
         self.client = openai.OpenAI(base_url=url, api_key=key, timeout=timeout_s, max_retries=BACK_OFFS)
@@ -168,9 +114,9 @@ class Server:
         """The model's answer, greedy.
 
         Raises:
-            MendableError: the server cannot be reached from the start, has another protocol, refuses the key, or does
-                not know the model.
-            UnansweredError: too many requests, faults and time-outs, `BACK_OFFS` times again.
+            MendableError: the first contact fails, or the server has another protocol, refuses the key, or does not
+                know the model.
+            UnansweredError: all back-offs ended in too many requests, faults or time-outs.
             ValueError: the server refuses this request.
         """
         import openai
@@ -199,7 +145,7 @@ class Server:
         return (answer.choices[0].message.content if answer.choices else None) or ""
 
     def _reach(self) -> None:
-        """Connect once, without back-offs; a server that answers late is left to the requests themselves."""
+        """Ask once for the models, without back-offs; any answer, even a late one, shows that the server is there."""
         import openai
 
         try:
@@ -217,14 +163,7 @@ class Server:
 
 
 class LocalModel:
-    """A chat model of transformers on this machine; one caption after the other.
-
-    Args:
-        model: folder, or name on the Hugging Face hub.
-
-    Raises:
-        MissingPackageError: transformers is not installed.
-    """
+    """A chat model of transformers on this machine, by folder or by name on the Hugging Face hub."""
 
     def __init__(self, model: str) -> None:
         require("transformers", "graphs of local language models")
@@ -304,12 +243,9 @@ class LanguageModelParser:
 
     Args:
         complete: messages -> answer.
-        model: its name, for the cache and for the record.
-        cache: file of the answers so far; created if need be.
-        concurrency: captions that are asked about at the same time.
-
-    Attributes:
-        record: what a result file says of it.
+        model: name for the cache and for result files.
+        cache: database of the answers so far; created if need be.
+        concurrency: number of captions that are asked about at the same time.
     """
 
     def __init__(self, complete: Complete, model: str, cache: Path, concurrency: int = 1) -> None:
@@ -323,7 +259,7 @@ class LanguageModelParser:
         """The outcome of every caption, in order.
 
         Raises:
-            MendableError: the server refuses to work, or answers no more.
+            MendableError: the server refuses to work, or does not answer any more.
         """
         undone, is_logged = 0, False
         for outcome in self._outcomes(captions):
@@ -340,11 +276,11 @@ class LanguageModelParser:
             if undone >= MAX_UNDONE_IN_A_ROW:
                 raise MendableError(
                     f"the last {undone} captions got no answer ({outcome.problem}); run the same command "
-                    "again when the server works, it goes on"
+                    "to resume when the server works again"
                 )
 
     def _outcomes(self, captions: Iterator[str]) -> Iterator[Outcome]:
-        """The same, whatever they are."""
+        """The outcomes, however many have no answer."""
         waiting: deque[Future[Outcome]] = deque()
         with self.answers:
             threads = ThreadPoolExecutor(self.concurrency)
@@ -359,7 +295,7 @@ class LanguageModelParser:
                 threads.shutdown(wait=True, cancel_futures=True)
 
     def parse(self, caption: str) -> Outcome:
-        """Ask once, and once more if the answer cannot be read."""
+        """Ask once, and once more if the answer is unreadable."""
         key = self.key(caption)
         if (text := self.answers.get(key)) is not None:
             graph, dropped = read_answer(text)
@@ -375,14 +311,11 @@ class LanguageModelParser:
             except ValueError as error:
                 problem = str(error)
                 again = f"That cannot be read: {problem}. Write the JSON object again, between [ANS] and [/ANS]."
-                messages = [
-                    *messages[:2],
-                    {"role": "assistant", "content": text or ""},
-                    {"role": "user", "content": again},
-                ]
-                continue
-            self.answers.add(key, text)
-            return Outcome(graph, dropped=dropped)
+                dialogue = [{"role": "assistant", "content": text or ""}, {"role": "user", "content": again}]
+                messages = [*messages[:2], *dialogue]
+            else:
+                self.answers.add(key, text)
+                return Outcome(graph, dropped=dropped)
         return Outcome(None, problem)
 
     def key(self, caption: str) -> str:

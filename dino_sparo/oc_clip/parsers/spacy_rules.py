@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from dino_sparo.image_text.spacy_model import SpacyModel
 from dino_sparo.oc_clip.graphs.graph import Relation, SceneGraph
-from dino_sparo.oc_clip.parsers.closed_words import COPULAS, PLACES
+from dino_sparo.oc_clip.parsers.templates import COPULAS, PLACES
 
 NOUNS = ("NOUN", "PROPN")
 SUBJECTS = ("nsubj", "nsubjpass")

@@ -7,33 +7,91 @@ Exact on the captions of the built-in scenes; meant for captions made from templ
     a photo of a man riding a horse               riding(man, horse)
     a box with a toy in it                        with(box, toy)  in(toy, box)
 
-A caption is cut at its relation words, "and", commas and stops. What lies between is an entity, with all its
-attributes. Only the words of `closed_words.py` are known: a relation in other words becomes part of a phrase. So does a
-verb or a place without an object ("a dog running", "a bench on the left"). Nothing that a caption says is dropped,
-except openings ("a photo of", "there is"), "is" before a relation, and pronouns.
+A caption is split at its relation words, "and", commas and stops. The words between are an entity with all its
+attributes. Only listed words are relations: other words become part of a phrase. So does a verb or a place without an
+object ("a dog running", "a bench on the left"). No words of a caption are dropped, except openings ("a photo of",
+"there is"), "is" before a relation, and pronouns.
 """
 
 import re
 from dataclasses import dataclass, field
 from itertools import product
 
-from dino_sparo.data.scenes import BACKGROUNDS, RELATIONS
+from dino_sparo.data.scenes import BACKGROUNDS, COLOURS, RELATIONS
 from dino_sparo.oc_clip.graphs.graph import ARTICLES, Relation, SceneGraph
-from dino_sparo.oc_clip.parsers.closed_words import (
-    ADJECTIVES,
-    AND,
-    COPULAS,
-    DETERMINERS,
-    EACH_OTHER,
-    IT,
-    PARTICIPLES,
-    PLACES,
-    PREPOSITIONS,
-    SHARING,
-    SPLITTING,
-    VERBS,
-    WHICH,
+
+# The words that the parser knows: relations, and words that are no nouns. They come from the relations of Visual Genome
+# and from the phrasing of ARO, What'sUp and VL-CheckList as far as we know it. Verbs that are also common nouns
+# ("building", "painting") are left out.
+
+
+def _words(text: str) -> frozenset[str]:
+    """The words of a text; `_` stands for a blank within one."""
+    return frozenset(word.replace("_", " ") for word in text.split())
+
+
+SIDES = _words("left right")
+_POSITIONS = sorted(_words("top front back side middle center centre edge bottom corner end"))
+
+# The longest that fits is taken. Some verbs are here, since no word tells them from a preposition's use.
+PREPOSITIONS = frozenset(
+    (
+        *RELATIONS,
+        *(f"{word} the {side}{of}" for word in ("to", "on", "at") for side in SIDES for of in (" of", " side of")),
+        *(f"{word} {the}{name} of" for word in ("in", "on", "at") for the in ("", "the ") for name in _POSITIONS),
+    )
+) | _words(
+    """
+    above across against along alongside amid among around aside at atop before behind below beneath beside besides
+    between beyond by down during for from in inside into near off on onto opposite outside over past through
+    throughout to toward towards under underneath up upon via with within without adjacent_to ahead_of along_with
+    attached_to away_from close_to connected_to far_away_from far_from full_of in_between inside_of made_of next_to
+    on_board out_of outside_of together_with carries catches chases contains eats has have having hits holds includes
+    kicks pulls throws uses rides wears
+    """
 )
+# A relation after a noun, an attribute before one ("a running dog").
+VERBS = _words(
+    """
+    approaching asking attaching biting blowing boarding boiling brushing buttoning carrying casting chasing chewing
+    cleaning coming climbing closing cooking covering cradling cutting dancing decorating descending dipping
+    displaying dividing dragging drinking driving drying eating enclosing enjoying entering examining exiting facing
+    falling feeding filling fixing floating flying following gliding going grazing grilling gripping growing guiding
+    hanging having helping herding hitting holding hugging jogging jumping kicking kissing kneeling launching laying
+    leading leaning leaving licking lifting loading looking lounging lying making mounting moving operating
+    overlooking packing passing paying peeling petting picking playing pointing posing pouring preparing pulling
+    pushing reaching reading repairing resting riding rowing running sailing serving sharing sharpening shearing
+    showing signing sipping sitting skateboarding skiing sleeping slicing sliding smelling smiling smoking sniffing
+    snowboarding spinning spreading squatting squeezing standing staring stepping sticking stirring stretching
+    supporting surfing surrounding swimming swinging taking talking tasting throwing touching towing traveling
+    trimming turning tying typing using visiting wading waiting walking washing watching watering waving wearing
+    whispering wielding working wrapping
+    """
+)
+# A relation before a preposition alone ("parked on", "sits in"); elsewhere part of a phrase ("a parked car").
+PARTICIPLES = _words(
+    """
+    arranged attached balanced based built carried colored coloured connected covered crossed decorated displayed
+    dressed driven eaten filled fixed flies folded followed gathered graze grazes hangs held hung installed kept laid
+    lays leaned leans lie lies lined lit loaded located looks made mounted packed painted parked perched piled placed
+    planted plugged positioned printed propped pulled put reflected rests ridden runs scattered seated set sit sits
+    situated spread stacked stands stored strapped stuck surrounded suspended textured tied topped tucked walks worn
+    wrapped written
+    """
+)
+COPULAS = _words("am are be been being is was were")
+# After these "and" joins a second object ("with a hat and a coat"); after other relations it begins anew.
+SHARING = _words("between eating has have having holding holds in_between wearing wears with without")
+
+AND = _words("& and but or plus")
+SPLITTING = _words(", as while")
+WHICH = _words("that which who")
+IT = _words("him it them")  # "her" is also a determiner
+EACH_OTHER = _words("each_other herself himself itself one_another themselves")
+DETERMINERS = frozenset(ARTICLES) | _words("another four her his its many some that their these this those three two")
+ADJECTIVES = frozenset(COLOURS) | _words("big black brown gold gray grey large little old silver small tall young")
+# Places in the picture, not things in it: they stay in the phrase.
+PLACES = SIDES | _words("back background bottom center centre distance foreground front middle top")
 
 _WORD = re.compile(r"[^\W_]+(?:['’.-][^\W_]+)*|[,;:.!?&]")
 _OPENING = re.compile(
@@ -47,9 +105,9 @@ _STOPS = frozenset(";:.!?")
 
 
 def parse_caption(caption: str) -> SceneGraph:
-    """The entities and relations of a caption, by the lists of this file.
+    """The entities and relations of a caption in English, not normalised; no entity if the caption has no word.
 
-    What a relation is about, where several entities precede it:
+    The subject of a relation, where several entities precede the relation:
 
         after "is", or after a verb or "with" and their object    the subject of the sentence
             a man riding a horse on a beach                       riding(man, horse)  on(man, beach)
@@ -63,12 +121,6 @@ def parse_caption(caption: str) -> SceneGraph:
             a star above a ring on snow                           above(star, ring)  on(star, snow)  on(ring, snow)
 
     The first rule follows the paper's prompt (appendix A.6): in "a X with a Y in Z" it is X that is in Z.
-
-    Args:
-        caption: in English, any text.
-
-    Returns:
-        The graph as found: phrases keep their articles; there is no entity where the caption has no word.
     """
     words = [word.lower() for word in _WORD.findall(_after_opening(caption))]
     clause = _Clause()
@@ -81,20 +133,20 @@ def parse_caption(caption: str) -> SceneGraph:
 
 @dataclass
 class _Clause:
-    """A caption, read word by word.
+    """State of reading a caption word by word.
 
     Attributes:
         phrases: the entities so far.
-        relations: those between them.
+        relations: the relations so far.
         noun: words of the entity that is being read.
         predicate: a relation that waits for its object.
-        subjects: what the sentence is about.
-        current: what the next relation is about.
-        objects: those of the last relation.
-        mentioned: those of the sentence before; what "it" means where there are no objects.
-        last: the last relation that has an object; "" where the subjects are still being listed.
+        subjects: entities that the sentence is about.
+        current: subjects of the next relation.
+        objects: objects of the last relation.
+        mentioned: objects of the sentence before, the meaning of "it" if there are no objects.
+        last: the last relation with an object; "" while the subjects are being listed.
         joined: whether "and" or a comma was the last word.
-        is_placed: whether the last entity has a place of its own ("a bear on the left"), so that none joins it.
+        is_placed: whether the last entity has a place of its own ("a bear on the left"), so that no entity joins it.
     """
 
     phrases: list[str] = field(default_factory=list)
@@ -110,7 +162,7 @@ class _Clause:
     is_placed: bool = False
 
     def take(self, words: list[str], position: int) -> int:
-        """Read on; returns the number of words read."""
+        """Read the next words; returns their number."""
         word = words[position]
         if word in _STOPS:
             self.end()
@@ -158,7 +210,7 @@ class _Clause:
         return bool(self.current) and not self.predicate and follows_subject
 
     def begin_relation(self, words: list[str], following: list[str]) -> None:
-        """A relation, which begins with "is" where the sentence does."""
+        """Begin a relation; `words` include a leading "is"."""
         had_noun = bool(self.noun)
         is_sentence = words[0] in COPULAS
         predicate = " ".join(word for word in words if word not in COPULAS)
@@ -176,11 +228,7 @@ class _Clause:
         self.predicate, self.joined = predicate, False
 
     def close_noun(self, is_subject: bool = False) -> None:
-        """The words so far are an entity, a pronoun, or belong to the entity before.
-
-        Args:
-            is_subject: an entity begins a new sentence.
-        """
+        """End the noun: an entity (of a new sentence if `is_subject`), a pronoun, or part of the entity before."""
         words, self.noun = self.noun, []
         phrase = " ".join(words)
         content = [word for word in words if word not in ARTICLES]
@@ -197,9 +245,9 @@ class _Clause:
             self.add(phrase, is_subject)
 
     def close_pronoun(self, pronoun: str) -> None:
-        """The pronoun means the subject of the sentence, and what lies in it are the last objects.
+        """Relate the last objects to the subject of the sentence, which the pronoun means.
 
-        Without objects it means what was mentioned before: "a fork left of a plate and a knife right of it".
+        Without objects the pronoun means the entity mentioned before: "a fork left of a plate and a knife right of it".
         """
         if self.current and not self.objects and not self.mentioned:
             self.extend(self.current[-1:], pronoun)
@@ -212,7 +260,7 @@ class _Clause:
         self.predicate = ""
 
     def add(self, phrase: str, is_subject: bool = False) -> None:
-        """A new entity: an object, one more of them, one more subject, or the subject of what follows."""
+        """A new entity: an object, a further object, a further subject, or the subject of a new sentence."""
         entity = len(self.phrases)
         # "in a suit and tie" is one pair, "on a mat and a cat ..." begins anew
         has_fewer_articles = bool(self.objects) and _has_article(self.phrases[-1]) and not _has_article(phrase)
@@ -240,17 +288,17 @@ class _Clause:
         self.joined = self.is_placed = False
 
     def relate(self, entity: int) -> None:
-        """Everything that the relation is about is related to the entity."""
+        """Relate all current subjects to the entity."""
         self.relations += [Relation(subject, self.predicate, entity) for subject in self.current]
 
     def extend(self, entities: list[int], words: str = "") -> None:
-        """A relation without an object of its own belongs to what it speaks of; by default that is the last entity."""
+        """Append a relation without an object to the phrase of its subject, by default the last entity."""
         entity = entities[0] if entities else len(self.phrases) - 1
         self.phrases[entity] = " ".join((self.phrases[entity], self.predicate, words)).strip()
         self.predicate = ""
 
     def end(self) -> None:
-        """The sentence is over."""
+        """End the sentence."""
         self.close_noun()
         if self.predicate and self.phrases:
             self.extend(self.current[-1:])
@@ -277,13 +325,13 @@ def _preposition_length(words: list[str], start: int) -> int:
 
 
 def _leads_back(relation: str) -> bool:
-    """Whether what follows the object of this relation is said of its subject again: after verbs and "with"."""
+    """Whether the next relation has the subject of this one: after verbs and "with"."""
     first = relation.split()[0]
     return first in VERBS or first in PARTICIPLES or relation in SHARING
 
 
 def _are_parallel(relation: str, other: str) -> bool:
-    """Whether two relations of a caption have subjects of their own: the same words, or two verbs in -ing."""
+    """Whether two relations have different subjects: the same words, or two verbs in -ing."""
     if not relation or not other:
         return False
     return relation == other or {relation.split()[0], other.split()[0]} <= VERBS
