@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from dino_sparo.clip.model import CLIP, load_clip
-from dino_sparo.clip.slot_scorer import SlotScorer
+from dino_sparo.clip.pictures.explain import SlotScorer
 from dino_sparo.clip.slots.subsets import open_slots
 from dino_sparo.data.views import ClipView
 from dino_sparo.evaluation.load import view_record

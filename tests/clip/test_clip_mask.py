@@ -31,7 +31,7 @@ from dino_sparo.clip.slots.subsets import SlotMask, read_slots
 from dino_sparo.image_text.evaluation.compositional.run import EncodedQuestions, split_results
 from dino_sparo.image_text.evaluation.compositional.sets.scene_pairs import write_scene_pairs
 from dino_sparo.image_text.evaluation.questions import Question, macro
-from dino_sparo.image_text.scoring.dot_product import pair_products
+from dino_sparo.image_text.scoring.dot_product import DotProductScorer
 
 PARTS, WIDTH = 5, 3
 NUM_PAIRS = 17
@@ -159,7 +159,7 @@ def test_the_part_that_tells_is_kept_and_the_one_that_misleads_is_not():
     negative = F.normalize(torch.stack((far[:, 0], near[:, 1], near[:, 2]), dim=1), dim=2)
     texts = torch.cat((positive, negative)).flatten(1) / 3**0.5
     features = pairs_of(["swap_obj"] * 6, images.flatten(1) / 3**0.5, texts)
-    assert macro(split_results(features, pair_products)) < 100
+    assert macro(split_results(features, DotProductScorer.score_pairs)) < 100
     found = fit_mask(features, 3, FitSettings(epochs=20, batch_size=4))
     assert found.accuracies[found.epoch - 1] == 100
     assert found.weights[0] > 0.7
@@ -172,7 +172,9 @@ def test_the_first_of_the_best_epochs_is_kept():
     settings = FitSettings(epochs=9, batch_size=5, seed=2)
     found = fit_mask(features, PARTS, settings)
     assert found.epoch == found.accuracies.index(max(found.accuracies)) + 1
-    assert macro(split_results(masked_pairs(features, found.weights), pair_products)) == max(found.accuracies)
+    assert macro(split_results(masked_pairs(features, found.weights), DotProductScorer.score_pairs)) == max(
+        found.accuracies
+    )
     again = fit_mask(features, PARTS, settings)
     assert torch.equal(again.weights, found.weights)
     assert again.losses == found.losses

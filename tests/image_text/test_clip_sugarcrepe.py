@@ -26,7 +26,7 @@ from dino_sparo.image_text.evaluation.compositional.sets.sugarcrepe import avera
 from dino_sparo.image_text.evaluation.compositional.single import encode_folder
 from dino_sparo.image_text.evaluation.questions import Question, SplitResult
 from dino_sparo.image_text.scoring import dot_product
-from dino_sparo.image_text.scoring.dot_product import pair_products
+from dino_sparo.image_text.scoring.dot_product import DotProductScorer
 
 
 def run(*options: object) -> dict:
@@ -66,7 +66,7 @@ def encode(folder: Path, images: Path, max_missing: float = 0.01) -> EncodedQues
 
 
 def test_the_true_caption_must_be_strictly_nearer_and_ties_count_as_wrong(crepe):
-    assert split_results(encode(crepe, crepe / "images"), pair_products) == {
+    assert split_results(encode(crepe, crepe / "images"), DotProductScorer.score_pairs) == {
         "replace_att": SplitResult(50.0, 4, 1),
         "swap_obj": SplitResult(0.0, 1, 1),
     }
@@ -93,7 +93,7 @@ def test_one_step_of_fp32_decides_and_less_is_a_tie(monkeypatch):
     questions = [Question("swap_att", ("i",), ("", ""))] * 5
     text_of, image_of = torch.tensor([[1, 0], [0, 1], [2, 0], [1, 2], [0, 2]]), torch.zeros(5, 1, dtype=torch.int64)
     pairs = EncodedQuestions(questions, torch.tensor([[1.0, 0.0]]), texts, image_of, text_of)
-    assert split_results(pairs, pair_products) == {"swap_att": SplitResult(40.0, 5, 2)}
+    assert split_results(pairs, DotProductScorer.score_pairs) == {"swap_att": SplitResult(40.0, 5, 2)}
 
 
 def test_averages_by_hand():
@@ -114,7 +114,7 @@ def test_features_that_are_not_finite_are_refused(crepe):
     pairs = encode(crepe, crepe / "images")
     pairs.images[1] = torch.nan
     with pytest.raises(ValueError, match="not finite"):
-        split_results(pairs, pair_products)
+        split_results(pairs, DotProductScorer.score_pairs)
 
 
 # --- what is missing
@@ -128,7 +128,9 @@ def test_a_few_missing_and_unreadable_images_are_counted_and_more_are_an_error(c
         encode(crepe, images)
     with pytest.raises(ValueError, match=r"2 of 8 questions' images in .* missing or cannot be read"):
         encode(crepe, images, 0.2)
-    assert split_results(encode(crepe, images, 0.4), pair_products)["swap_att"] == SplitResult(100.0, 1, 0)
+    assert split_results(encode(crepe, images, 0.4), DotProductScorer.score_pairs)["swap_att"] == SplitResult(
+        100.0, 1, 0
+    )
     weights = small_checkpoint(crepe / "run" / "checkpoint.pth")
     result = run("--pretrained_weights", weights, "--data_path", crepe, "--max_missing", 0.4)
     assert (result["pairs"]["num_pairs"], result["pairs"]["num_without_image"]) == (6, 2)
@@ -152,7 +154,7 @@ def test_files_of_other_names_are_splits_where_none_of_sugarcrepes_is_there(crep
     other.mkdir()
     (crepe / "replace_att.json").rename(other / "unseen.json")
     (crepe / "swap_obj.json").rename(other / "seen.json")
-    results = split_results(encode(other, crepe / "images"), pair_products)
+    results = split_results(encode(other, crepe / "images"), DotProductScorer.score_pairs)
     assert results == {"seen": SplitResult(0.0, 1, 1), "unseen": SplitResult(50.0, 4, 1)}
     assert averages(results) == {"groups": {}, "macro_splits": 25.0, "micro": 40.0}
     assert "of SugarCrepe's" not in caplog.text

@@ -530,8 +530,8 @@ def test_two_processes_find_what_one_finds(weights, tmp_path, monkeypatch):
 
     # This process is rank 0; the other is found in its environment as torchrun leaves it.
     place = {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    root, tests = str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "support")
-    peer = {**os.environ, **place, "RANK": "1", "LOCAL_RANK": "1", "PYTHONPATH": os.pathsep.join((root, tests))}
+    folders = (Path(__file__).parents[2], Path(__file__).parents[1] / "support", Path(__file__).parent)
+    peer = {**os.environ, **place, "RANK": "1", "LOCAL_RANK": "1", "PYTHONPATH": os.pathsep.join(map(str, folders))}
     call = f"test_clip_zero_shot.evaluate_everything{(str(tmp_path / 'two'), *arguments)!r}"
     command = [sys.executable, "-c", f"import test_clip_zero_shot; {call}"]
     with subprocess.Popen(command, env=peer, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:

@@ -19,7 +19,7 @@ from dino_sparo.clip.slots.subsets import mask_features
 from dino_sparo.image_text.contrastive import INITIAL_LOGIT_SCALE
 from dino_sparo.image_text.evaluation.compositional.run import EncodedQuestions, split_results
 from dino_sparo.image_text.evaluation.questions import macro
-from dino_sparo.image_text.scoring.dot_product import PAIR_CHUNK, pair_products
+from dino_sparo.image_text.scoring.dot_product import PAIR_CHUNK, DotProductScorer
 from dino_sparo.runtime.logs import progress
 
 BOUND = 100.0
@@ -167,7 +167,7 @@ def fit_mask(pairs: EncodedQuestions, num_parts: int, settings: FitSettings) -> 
         weights = mask()[0].detach()
         if not (weights.isfinite().all() and weights.any()):
             raise ValueError(f"the mask of epoch {epoch} has no finite weight above 0; give a smaller --lr")
-        accuracy = macro(split_results(masked_pairs(pairs, weights), pair_products))
+        accuracy = macro(split_results(masked_pairs(pairs, weights), DotProductScorer.score_pairs))
         losses.append(float(total) / len(pairs.questions))
         accuracies.append(accuracy)
         if accuracy > best[0]:

@@ -2,14 +2,15 @@
 
     S(image, text) = x . y
 
-`DotProductScorer` is the `Scorer` of any such model: a `CLIP`, or a choice of its slots. Every image and every caption
-counts exactly once, whatever the number of processes, and captions of the same tokens have the same feature to the last
-bit, so that a tie is seen as one.
+`DotProductScorer` is the `Scorer` of any such model: a `CLIP`, or a subset of its slots. Every image and every caption
+counts exactly once, whatever the number of processes. Captions of the same tokens have bit-identical features, so that
+a tie is seen as one.
 """
 
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -18,9 +19,8 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from dino_sparo.data.samplers import ShardSampler
 from dino_sparo.data.sources import ImageSource
-from dino_sparo.evaluation.features import Features, gather_features, inference
+from dino_sparo.evaluation.features import Features, inference
 from dino_sparo.image_text.prompts import prompts
 from dino_sparo.image_text.scoring.image_rows import ImageRows, require_both
 from dino_sparo.image_text.scoring.scorer import EncodedTexts
@@ -37,28 +37,13 @@ CAPTION_BATCHES = 8  # batches of captions of classes whose features exist at a 
 
 @runtime_checkable
 class ImageTextModel(Protocol):
-    """What an evaluation asks of a model. With `normalize` the dot product of two features is their similarity."""
+    """A model with two encoders. With `normalize` the dot product of two features is their similarity."""
 
     def encode_image(self, images: Tensor, normalize: bool = True) -> Tensor:
         """Images (B, C, H, W) -> features (B, M)."""
 
     def encode_text(self, token_ids: Tensor, normalize: bool = True) -> Tensor:
         """Token ids (B, N) -> features (B, M)."""
-
-
-def pair_products(
-    images: Float[Tensor, "images M"],
-    image_of: Int64[Tensor, " pairs"],
-    texts: Float[Tensor, "captions M"],
-    text_of: Int64[Tensor, " pairs"],
-) -> Float[Tensor, " pairs"]:
-    """The cosine of each pair's image and caption; see `Scorer.score_pairs`.
-
-    Each is a sum of products by itself and not an entry of a matrix product, whose rounding might differ between two
-    captions that are the same.
-    """
-    chunks = zip(image_of.split(PAIR_CHUNK), text_of.split(PAIR_CHUNK), strict=True)
-    return torch.cat([(images[rows] * texts[captions]).sum(dim=1) for rows, captions in chunks])
 
 
 @dataclass(frozen=True)
@@ -73,7 +58,7 @@ class DotProductScorer(ImageRows):
         batch_size: images, or captions, per process and step.
         num_workers: processes that load images, per process.
         dtype: fp32, or bf16 or fp16 for autocast; features are fp32 in any case.
-        record: what a result file says about the model.
+        record: description of the model in a result file.
     """
 
     measure: ClassVar[str] = "cosine"
@@ -94,7 +79,7 @@ class DotProductScorer(ImageRows):
         return F.normalize(self.model.encode_image(images, normalize=True).float(), dim=-1)
 
     def encode_text(self, token_ids: Int64[Tensor, "B N"], desc: str = "captions") -> Float[Tensor, "B M"]:
-        """Features of any number of captions, likewise, in batches of equal size; (0, 0) if there are none."""
+        """Features of any number of captions, of length one in fp32; (0, 0) if there are none."""
         features = [torch.empty(0, 0, device=self.device)]
         batches = token_ids.split(self.batch_size) if len(token_ids) else ()
         with inference(self.module, self.device, self.dtype):
@@ -107,78 +92,75 @@ class DotProductScorer(ImageRows):
         return torch.cat(features[1:] or features)
 
     def image_features(self, source: ImageSource, storage: torch.device | None = None) -> Features:
-        """Features of all images of a source, on every process.
-
-        Args:
-            source: the images.
-            storage: where the features are kept; None: `device`.
-        """
+        """Features of all images of a source, on every process; on `storage`, by default the device."""
         return self._rows(source, self.encode_image, storage)
+
+    def _shared(
+        self, ids: Int64[Tensor, "rows ..."], encode: Callable[[Tensor], Float[Tensor, "part M"]]
+    ) -> Float[Tensor, "rows M"]:
+        """Features of all rows of token ids, on every process; each process encodes its share."""
+        part = encode(ids[len(ids) * rank() // world_size() : len(ids) * (rank() + 1) // world_size()])
+        # A process without a row does not know the features' width.
+        width = int(all_gather_ragged(torch.tensor([part.shape[1]], device=part.device)).max())
+        return all_gather_ragged(part.reshape(-1, width))
 
     def expect_texts(self, captions: Sequence[str]) -> None:
         """Any caption can be encoded."""
 
     def encode_texts(self, captions: Sequence[str], desc: str = "captions") -> EncodedTexts:
-        """Features (captions, M), on every process; captions of the same tokens are encoded once.
-
-        Args:
-            captions: in words.
-            desc: what the log calls them.
-
-        Raises:
-            ValueError: there are no captions.
-        """
+        """Features (captions, M), on every process; captions of the same tokens are encoded once."""
         if not captions:
             raise ValueError(f"{desc}: there are no captions to encode")
         tokens = self.tokenize(list(captions))
         if tokens.num_truncated or tokens.num_empty:
             logger.warning(
                 "%s: of %d captions %d are longer than the context and cut off, %d are empty",
-                desc, len(captions), tokens.num_truncated, tokens.num_empty,
-            )  # fmt: skip
+                *(desc, len(captions), tokens.num_truncated, tokens.num_empty),
+            )
         different, rows = torch.unique(without_padding(tokens.ids), dim=0, return_inverse=True)
-        own = ShardSampler(len(different), 1, rank=rank(), world_size=world_size())
-        indices = torch.arange(own.start, own.end, device=self.device)
-        features = self.encode_text(different[own.start : own.end], desc)
-        gathered = gather_features(Features(features, torch.zeros_like(indices), indices), self.device)
+        features = self._shared(different, partial(self.encode_text, desc=desc))
         truncated = torch.zeros(len(captions), dtype=torch.bool)
         truncated[list(tokens.truncated)] = True
-        payload = gathered.features[rows.to(self.device)]
-        return EncodedTexts(payload, tokens.num_truncated, rows, {"truncated": truncated})
+        return EncodedTexts(features[rows.to(self.device)], tokens.num_truncated, rows, {"truncated": truncated})
 
     def encode_classes(self, names: Sequence[str], templates: tuple[str, ...]) -> EncodedTexts:
-        """What a zero-shot classifier compares images with: one feature per class, on every process.
+        """One feature (classes, M) of length one per class, on every process.
 
             w_c = u_c / |u_c|,   u_c = mean over templates t of y(t, c)
 
         with y(t, c) the normalised feature of the caption that template t makes of class c. Source: OpenCLIP,
-        `build_zero_shot_classifier`; CLIP, section 3.1.4. For SPARO it is applied to the whole encoding, as the paper's
-        authors do: each caption's slots have length one over sqrt(L), their means are shorter the less the templates
-        agree on them, and are not made equal again. So w_c . x is a weighted mean of the slots' cosines, in which a
-        slot that says more about the template than about the class counts less. With a single template it is equation
-        2 again.
-
-        Args:
-            names: of the classes.
-            templates: sentences with `{}`.
-
-        Returns:
-            (classes, M), of length one.
+        `build_zero_shot_classifier`; CLIP, section 3.1.4. For SPARO the mean is normalised as a whole, as in the
+        authors' code. Each caption's slots have length one over sqrt(L); their means are shorter the less the templates
+        agree on them. So w_c . x is a weighted mean of the slots' cosines, in which a slot that says more about the
+        template than about the class counts less. With a single template it is equation 2 again.
         """
         tokens = self.tokenize([text for name in names for text in prompts(templates, name)])
         by_class = without_padding(tokens.ids).unflatten(0, (len(names), len(templates)))
-        own = by_class[len(names) * rank() // world_size() : len(names) * (rank() + 1) // world_size()]
-        features = [torch.empty(0, 0, device=self.device)]
-        # Some classes at a time, so that memory does not grow with their number.
-        for ids in own.split(max(1, CAPTION_BATCHES * self.batch_size // len(templates))) if len(own) else ():
-            encoded = self.encode_text(ids.flatten(0, 1)).unflatten(0, (len(ids), -1))
-            features.append(F.normalize(encoded.mean(dim=1), dim=-1))
-        part = torch.cat(features[1:] or features)
-        # A process without classes does not know the features' width.
-        width = int(all_gather_ragged(torch.tensor([part.shape[1]], device=part.device)).max())
-        return EncodedTexts(all_gather_ragged(part.reshape(-1, width)), tokens.num_truncated)
 
-    score_pairs = staticmethod(pair_products)
+        def encode(own: Int64[Tensor, "classes templates N"]) -> Float[Tensor, "classes M"]:
+            features = [torch.empty(0, 0, device=self.device)]
+            # Some classes at a time, so that memory does not grow with their number.
+            for ids in own.split(max(1, CAPTION_BATCHES * self.batch_size // len(templates))) if len(own) else ():
+                encoded = self.encode_text(ids.flatten(0, 1)).unflatten(0, (len(ids), -1))
+                features.append(F.normalize(encoded.mean(dim=1), dim=-1))
+            return torch.cat(features[1:] or features)
+
+        return EncodedTexts(self._shared(by_class, encode), tokens.num_truncated)
+
+    @staticmethod
+    def score_pairs(
+        images: Float[Tensor, "images M"],
+        image_of: Int64[Tensor, " pairs"],
+        texts: Float[Tensor, "captions M"],
+        text_of: Int64[Tensor, " pairs"],
+    ) -> Float[Tensor, " pairs"]:
+        """The cosine of each pair's image and caption.
+
+        Each is a sum of products by itself and not an entry of a matrix product, whose rounding might differ between
+        two captions that are the same.
+        """
+        chunks = zip(image_of.split(PAIR_CHUNK), text_of.split(PAIR_CHUNK), strict=True)
+        return torch.cat([(images[rows] * texts[captions]).sum(dim=1) for rows, captions in chunks])
 
     def score_block(
         self, images: Float[Tensor, "images M"], texts: Float[Tensor, "captions M"]
@@ -197,12 +179,6 @@ class DotProductScorer(ImageRows):
         Args:
             images: of any size and mode; or their views (images, C, H, W), normalised as `transform` does it.
             captions: in words.
-
-        Returns:
-            (images, captions), fp32, on `device`.
-
-        Raises:
-            ValueError: there are no images, or no captions.
         """
         require_both(images, captions)
         features = self.rows_of(images)

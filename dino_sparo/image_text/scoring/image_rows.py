@@ -45,7 +45,7 @@ class ImageRows(ABC):
 
     @property
     def storage(self) -> torch.device:
-        """Where the rows of all images are kept."""
+        """The device of the rows of all images."""
         return self.device
 
     @abstractmethod
@@ -56,15 +56,6 @@ class ImageRows(ABC):
         """Rows (images, M) of all images of a source, on every process."""
         rows = self._rows(source, self.encode_image, self.storage)
         return EncodedImages(rows.features, rows.labels, rows.indices, rows.num_corrupt)
-
-    def image_batches(self, source: ImageSource) -> Iterator[EncodedImages]:
-        """Rows of this process' share of the images, in order; nothing is kept."""
-        loader = share_loader(source, self.transform, self.device, self.batch_size, self.num_workers)
-        for features, batch, kept in encoded_batches(
-            self.module, loader, self.device, self.batch_size, self.encode_image, self.dtype, source.name
-        ):
-            labels = batch.labels[kept].to(self.device)
-            yield EncodedImages(features, labels, batch.indices[kept], len(batch.corrupt))
 
     def _rows(self, source: ImageSource, encode: Callable[[Tensor], Tensor], storage: torch.device | None) -> Features:
         return extract_split(
@@ -78,6 +69,15 @@ class ImageRows(ABC):
             dtype=self.dtype,
             storage=storage,
         )
+
+    def image_batches(self, source: ImageSource) -> Iterator[EncodedImages]:
+        """Rows of this process' share of the images, in order; none is stored."""
+        loader = share_loader(source, self.transform, self.device, self.batch_size, self.num_workers)
+        for features, batch, kept in encoded_batches(
+            self.module, loader, self.device, self.batch_size, self.encode_image, self.dtype, source.name
+        ):
+            labels = batch.labels[kept].to(self.device)
+            yield EncodedImages(features, labels, batch.indices[kept], len(batch.corrupt))
 
     def views(self, images: Sequence[Image.Image] | Tensor) -> Float[Tensor, "images C H W"]:
         """The views of images of any size and mode; views stay as they are."""
@@ -94,12 +94,7 @@ class ImageRows(ABC):
 
 
 def require_both(images: Any, captions: Any) -> None:
-    """Refuse to compare with nothing, and what is no list of images or of captions.
-
-    Raises:
-        ValueError: there are no images, or no captions.
-        TypeError: a single image or caption, or a path in the place of an image.
-    """
+    """Refuse to compare with nothing (ValueError), and anything but lists of images and of captions (TypeError)."""
     if isinstance(images, (Image.Image, str, Path)) or isinstance(captions, str):
         raise TypeError("similarity takes a list of images and a list of captions, also of one")
     for number, image in enumerate(images if isinstance(images, Sequence) else ()):

@@ -1,15 +1,15 @@
-"""What every evaluation of this folder asks of a model: scores of images and captions.
+"""The contract between evaluations and image-text models: scores of images and captions.
 
     S(image, text), a number in fp32; the greater, the better they fit
 
-CLIP's score is a dot product of two features, `dot_product.py`. Other models have no feature of an image that could be
-multiplied with one of a caption, such as those that bind the words of a caption to an image's patches. So an evaluation
-never looks into what a scorer encodes. It takes rows of it and asks for scores:
+CLIP's score is a dot product of two features (`dot_product.py`). Other models have no such features, for example those
+that bind the words of a caption to an image's patches. So an evaluation never looks into the payload of a scorer. It
+takes rows of the payload and asks for scores:
 
-    pairs   s_p  = S(image_of[p], text_of[p])        SugarCrepe, Winoground
+    pairs   s_p  = S(image_of[p], text_of[p])        questions with true and false captions
     blocks  s_ic = S(image i, text c)                zero-shot classification, retrieval, validation
 
-Whoever evaluates such a model writes one class with the methods of `Scorer`; every evaluation then takes it.
+A class with the methods of `Scorer` can be evaluated by every command.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,11 +29,10 @@ class EncodedImages:
     """Some images of a source.
 
     Attributes:
-        payload: what the scorer needs of images, known to the scorer alone. It has a length, and `payload[i:j]` is
-            the payload of some of them.
+        payload: known to the scorer alone. It has a length, and `payload[i:j]` is the payload of some images.
         labels: (images,), -1 where an image has none.
-        indices: (images,), where in the source each image lies, ascending.
-        num_corrupt: images that were asked for and cannot be read; they are not among these.
+        indices: (images,), index of each image in the source, ascending.
+        num_corrupt: unreadable images, which are not among these.
     """
 
     payload: Any
@@ -47,11 +46,11 @@ class EncodedTexts:
     """Captions, or classes.
 
     Attributes:
-        payload: what the scorer needs of captions or classes, as for images.
+        payload: known to the scorer alone, as for images.
         num_truncated: captions that are longer than the context and were cut off.
         alike: (captions,), a number for each caption; the model cannot tell captions of one number apart, whatever the
             image. None if they are not counted.
-        marks: name -> (captions,), captions to which something happened: `truncated`, or what a model says of its own.
+        marks: name -> (captions,), captions to which something happened: `truncated`, or a mark of the model's own.
     """
 
     payload: Any
@@ -70,62 +69,46 @@ class Scorer(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where scores are computed."""
+        """The device of the scores."""
 
     @property
     def measure(self) -> str:
-        """What a score is, in a result file, e.g. `cosine`."""
+        """Name of a score in a result file, e.g. `cosine`."""
 
     @property
     def ensemble(self) -> str:
-        """How `encode_classes` puts the templates of a class together, in a result file."""
+        """How `encode_classes` combines the templates of a class, in a result file."""
 
     @property
     def default_templates(self) -> tuple[str, ...] | None:
-        """The sentences that make captions of classes where none are asked for; None: those of the set of images."""
+        """Sentences that make captions of classes by default; None: those of the set of images."""
 
     @property
     def record(self) -> dict[str, Any]:
-        """What a result file says about the model: plain values `model`, `slots`, `feature`, `view`, `versions`."""
+        """Description of the model in a result file: plain values `model`, `slots`, `feature`, `view`, `versions`."""
 
     def encode_images(self, source: ImageSource) -> EncodedImages:
         """All images of a source, on every process.
 
         A payload that is too large for memory may encode when its rows are taken. Evaluations take rows in order, some
-        at a time, give them to `score_block`, and keep none; `score_pairs` gets all.
+        at a time, give them to `score_block`, and store none; `score_pairs` gets all.
         """
 
     def image_batches(self, source: ImageSource) -> Iterator[EncodedImages]:
-        """This process' share of the images, in order, some at a time; nothing is kept."""
+        """This process' share of the images, in order, some at a time; none is stored."""
 
     def expect_texts(self, captions: Sequence[str]) -> None:
         """Refuse captions that cannot be scored, before the images are encoded, which may take hours.
 
-        Args:
-            captions: all that `encode_texts` will get.
-
         Raises:
-            ValueError: what scores need is missing for too many of them.
+            ValueError: scores lack something for too many of the captions that `encode_texts` will get.
         """
 
     def encode_texts(self, captions: Sequence[str], desc: str = "captions") -> EncodedTexts:
-        """Captions, on every process.
-
-        Args:
-            captions: in words.
-            desc: what the log calls them.
-
-        Raises:
-            ValueError: there are no captions.
-        """
+        """At least one caption, on every process; `desc` is their name in the log."""
 
     def encode_classes(self, names: Sequence[str], templates: tuple[str, ...]) -> EncodedTexts:
-        """One row per class, on every process: all captions that the templates make of a class count together.
-
-        Args:
-            names: of the classes.
-            templates: sentences with `{}`.
-        """
+        """One row per class, on every process; templates with `{}` make captions of a class, which count together."""
 
     def score_pairs(
         self, images: Any, image_of: Int64[Tensor, " pairs"], texts: Any, text_of: Int64[Tensor, " pairs"]
@@ -140,21 +123,16 @@ class Scorer(Protocol):
         """
 
     def score_block(self, images: Any, texts: Any) -> Float[Tensor, "images captions"]:
-        """The score of every image with every caption or class, fp32.
-
-        Args:
-            images: payload of images.
-            texts: payload of captions, or of classes.
-        """
+        """The score of every image with every caption or class, fp32; both are payloads."""
 
 
 @runtime_checkable
 class ImageFeatureModel(Protocol):
-    """What the linear probe asks of a model: frozen features of images, and no captions."""
+    """A model with frozen features of images, for the linear probe."""
 
     @property
     def record(self) -> dict[str, Any]:
         """As a `Scorer`'s."""
 
     def image_features(self, source: ImageSource, storage: torch.device | None = None) -> Features:
-        """Features of all images of a source, of length one, on every process; kept on `storage`."""
+        """Features of all images of a source, of length one, on every process; on `storage`, by default the device."""

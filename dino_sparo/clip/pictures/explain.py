@@ -1,8 +1,8 @@
-"""A CLIP with slots as evaluations ask it: scores, and which slots prefer a caption to others.
+"""A CLIP with slots -> scores, and the slots that prefer a caption to others.
 
     S(image, caption) = sum over slots l of cosine_l / L,   so the lead of a caption is a sum over slots, too
 
-`clip/load.py` opens it. Source: SPARO, equation 2.
+Source: SPARO, equation 2.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ EXPLANATION = (
 
 @dataclass(frozen=True)
 class SlotScorer(DotProductScorer):
-    """A `DotProductScorer` whose features are slots; attributes as there."""
+    """A `DotProductScorer` whose features are slots."""
 
     model: CLIP
     transform: ClipView
@@ -71,12 +71,12 @@ class SlotScorer(DotProductScorer):
 
 
 def slot_leads(cosines: Float[Tensor, "captions L"]) -> Float[Tensor, "captions L"]:
-    """What each slot adds to the lead of a caption over the mean of the others.
+    """Share of each slot in the lead of a caption over the mean of the others.
 
         lead_cl = (cosine_cl - mean over captions d other than c of cosine_dl) / L
 
     Args:
-        cosines: of an image's slots and those of captions. Of a single caption: what each adds to the score.
+        cosines: of an image's slots and those of captions. For a single caption the result is its share in the score.
     """
     num_captions, num_slots = cosines.shape
     others = (cosines.sum(dim=0) - cosines) / max(1, num_captions - 1)
@@ -90,7 +90,7 @@ def best_slots(lead: Float[np.ndarray, " L"]) -> list[int]:
 
 
 def lead_in_words(lead: Float[np.ndarray, " L"]) -> str:
-    """How many slots add to a caption, and how much those that are shown do."""
+    """Number of slots that prefer a caption, and the sum of those that are shown."""
     shown = best_slots(lead)
     return f"{int((lead > 0).sum())} of {len(lead)} slots prefer it" + (
         f"; those below add {lead[shown].sum():+.3f}" if shown else ""
