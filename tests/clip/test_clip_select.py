@@ -19,13 +19,14 @@ from figures import assert_readable, drawn_words
 
 from dino_sparo.clip import load_clip, tokenize
 from dino_sparo.clip.slots import select
-from dino_sparo.clip.slots.select import SlotScores, draw_curve, score_slots
+from dino_sparo.clip.slots.select import SlotScores, draw, score_slots
 from dino_sparo.clip.slots.subsets import open_slots, read_slots, with_slots
 from dino_sparo.data.scenes import SHAPES
 from dino_sparo.data.sources import open_source
 from dino_sparo.data.views import ClipView
 from dino_sparo.evaluation.features import disjoint_subsets
 from dino_sparo.evaluation.slots.choice import SlotSelection
+from dino_sparo.evaluation.slots.curve import best_number
 from dino_sparo.image_text.evaluation.protocol import open_evaluation_images
 from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot
 from dino_sparo.image_text.prompts import TEMPLATES
@@ -98,8 +99,8 @@ def test_the_reported_accuracy_is_of_images_that_did_not_choose(weights, scores)
 
 
 def test_the_best_number_is_the_smallest_at_the_top():
-    found = SlotScores([1.0] * 4, [0, 1, 2, 3], [2.0, 9.0, 9.0, 4.0], 10, 0, 3, 0)
-    assert found.best_number == 2
+    found = SlotScores([1.0] * 4, [0, 1, 2, 3], [2.0, 9.0, 9.0, 4.0], 10, 0, 3, 0, [0.0] * 4, 10)
+    assert best_number(found.rows()) == 2
 
 
 @pytest.mark.parametrize("num_slots", [3, 10, 12])
@@ -144,7 +145,7 @@ def test_the_slot_that_can_tell_is_found(tmp_path):
     assert found.alone == pytest.approx([100 / 3, 100])
     assert found.ranking == [1, 0]
     assert found.curve == [100, 100]
-    assert (found.best_number, found.num_images, found.num_corrupt) == (1, 6, 1)
+    assert (found.num_images, found.num_corrupt) == (6, 1)
 
 
 def test_features_that_are_not_finite_are_refused(tmp_path, monkeypatch):
@@ -231,7 +232,7 @@ def test_chance_stands_beside_the_bars_and_all_words_can_be_read(num_slots, num_
     alone = [chance * (2 - slot / num_slots) for slot in range(num_slots)]
     scores = SlotScores(alone, list(range(num_slots)), alone, 100, 0, num_classes, 0, alone, 50)
     with drawn_words() as figures:
-        draw_curve(scores, 1, tmp_path / "slots.png")
+        draw(scores, 1, tmp_path / "slots.png")
     assert_readable(figures)
     boxes = {words.words: words.box for words in figures[0]}
     above = next(box for words, box in boxes.items() if words.startswith("chance"))

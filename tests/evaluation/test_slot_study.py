@@ -26,9 +26,8 @@ from dino_sparo.evaluation.slots.study import (
     ProbeSettings,
     SlotAccuracies,
     StudyImages,
+    accuracy_curve,
     choosing_rows,
-    knn_curve,
-    probe_curve,
     probe_slots,
     random_orders,
     rank_slots,
@@ -351,9 +350,8 @@ def test_a_probe_of_few_images_is_that_of_the_linear_evaluation() -> None:
 
 
 def test_the_curve_keeps_the_first_slots_of_each_order() -> None:
-    one, two = knn_curve(
-        SlotAccuracies(images_of_known_slots(), 5, 0.07), [ALL, PARITY], [[NOTHING, ALL], [ALL, NOTHING]], [1, 2]
-    )
+    accuracies = SlotAccuracies(images_of_known_slots(), 5, 0.07)
+    one, two = accuracy_curve(accuracies.of, [[ALL, PARITY], [NOTHING, ALL], [ALL, NOTHING]], [1, 2])
     assert one["num_kept"] == 1
     assert one["top1_held_out"] == 100
     assert one["random"]["draws"] == [pytest.approx(25, abs=10), 100]
@@ -367,5 +365,5 @@ def test_probes_learn_what_the_slots_know_and_the_validation_images_choose_nothi
     assert knows_parity["top1_held_out"] == pytest.approx(50, abs=10)
     shifted = probe_slots(images_of_known_slots(val_shift=1), [ALL], settings)
     assert shifted == {**knows_all, "top1_held_out": 0}
-    (row,) = probe_curve(images, [ALL, PARITY], [[PARITY, ALL], [ALL, PARITY]], [1], settings)
+    (row,) = accuracy_curve(settings.accuracies(images), [[ALL, PARITY], [PARITY, ALL], [ALL, PARITY]], [1])
     assert row == {"num_kept": 1, **knows_all, "random": spread([knows_parity["top1_held_out"], 100.0])}

@@ -24,10 +24,18 @@ from torch.nn import functional as F
 from dino_sparo.clip.load import clip_scorer
 from dino_sparo.clip.slots.subsets import check_has_slots, whole_model
 from dino_sparo.data.sources import ImageSource
-from dino_sparo.draw.plots import ACCENT, count_ticks, panels, ranked_bars
-from dino_sparo.draw.sheet import INK, SOFT, require_matplotlib
+from dino_sparo.draw.plots import panels
+from dino_sparo.draw.sheet import require_matplotlib
 from dino_sparo.evaluation.features import Features, disjoint_subsets
-from dino_sparo.evaluation.slots.choice import SlotSelection
+from dino_sparo.evaluation.slots.curve import (
+    best_slots,
+    check_number,
+    describe_selection,
+    draw_alone,
+    draw_together,
+    number_rule,
+    title,
+)
 from dino_sparo.evaluation.task import start_evaluation
 from dino_sparo.image_text.classes import apply_classes, open_classes
 from dino_sparo.image_text.evaluation.protocol import open_evaluation_images, report, result_paths
@@ -38,23 +46,22 @@ from dino_sparo.runtime.collectives import all_reduce_sum
 from dino_sparo.runtime.distributed import is_main, rank, world_size
 
 IMAGE_CHUNK = 512  # images whose similarities to all classes exist at a time
-TABLE_SLOTS = 10  # best slots that the table names
 
 
 @dataclass(frozen=True)
 class SlotScores:
-    """What `score_slots` finds; accuracies are top-1 in percent.
+    """Zero-shot accuracies of slots, top-1 in percent.
 
     Attributes:
         alone: (L,), accuracy of each slot by itself.
         ranking: (L,), slots from the best to the worst; of equally good ones the first comes first.
         curve: (L,), accuracy of the k best together, k = 1 .. L, on the images that ranked them.
-        num_images: how many were classified.
-        num_corrupt: how many could not be read.
+        num_images: images that were classified.
+        num_corrupt: images that could not be read.
         num_classes: to choose among.
         truncated_prompts: captions of classes that are longer than the context.
         held_out_curve: (L,), like `curve`, on images that had no say in the ranking; empty if there were none.
-        num_held_out: how many of these were classified.
+        num_held_out: held-out images that were classified.
     """
 
     alone: list[float]
@@ -67,10 +74,12 @@ class SlotScores:
     held_out_curve: list[float] = field(default_factory=list)
     num_held_out: int = 0
 
-    @property
-    def best_number(self) -> int:
-        """The smallest k at which the curve is highest."""
-        return self.curve.index(max(self.curve)) + 1
+    def rows(self) -> list[dict[str, Any]]:
+        """The curve as a result file holds it."""
+        return [
+            {"num_kept": k, "top1_choosing": choosing, "top1_held_out": held_out}
+            for k, (choosing, held_out) in enumerate(zip(self.curve, self.held_out_curve, strict=True), 1)
+        ]
 
 
 @torch.no_grad()
@@ -98,9 +107,6 @@ def score_slots(
         templates: sentences with `{}`.
         num_slots: L.
         held_out: other images, on which the ranking is tried.
-
-    Raises:
-        ValueError: features that are not finite, or no image that can be read.
     """
     classes = scorer.encode_classes(names, templates)
     classifier = classes.payload
@@ -129,11 +135,7 @@ def score_slots(
 
 
 def _finite_features(scorer: DotProductScorer, source: ImageSource) -> Features:
-    """The images' features on the CPU.
-
-    Raises:
-        ValueError: no image can be read, or a feature is not finite.
-    """
+    """The images' features on the CPU."""
     images = scorer.image_features(source, torch.device("cpu"))
     if not len(images.features):
         raise ValueError(f"none of {images.num_corrupt} images can be read; is the disk still there?")
@@ -179,12 +181,7 @@ def _hits_together(
 
 
 def select_slots(args: argparse.Namespace) -> dict[str, Any]:
-    """Select what the options say, write selection and curve, show the table.
-
-    Raises:
-        ValueError: options, files or data that do not fit; the message says what would.
-        ImportError: matplotlib is not installed.
-    """
+    """Select slots of the model that the options name, write selection and curve, print the table."""
     process = start_evaluation(args)
     require_matplotlib()
     path, plot = result_paths(args, "slots.json")
@@ -192,24 +189,24 @@ def select_slots(args: argparse.Namespace) -> dict[str, Any]:
     config = whole_model(scorer.model).config
     check_has_slots(config)
     num_slots = config.image.num_slots
-    if args.keep is not None and not 1 <= args.keep <= num_slots:
-        raise ValueError(f"keep={args.keep} of num_slots={num_slots} slots; give a number from 1 to {num_slots}")
+    if args.keep is not None:
+        check_number("keep", args.keep, num_slots)
     source = open_evaluation_images(args.data_path, args.split, args.download)
     classes = open_classes(source, args.classnames, args.data_path)
-    chosen = apply_classes(source, classes)
+    images = apply_classes(source, classes)
     if args.max_images is not None:
         if args.max_images < 1:
             raise ValueError(f"max_images={args.max_images}; give a positive number of images")
-        (chosen,) = disjoint_subsets(chosen, (args.max_images,))
-    # One half chooses, the other half says what the choice is worth.
-    choosing, held_out = disjoint_subsets(chosen, (len(chosen), len(chosen)))
+        (images,) = disjoint_subsets(images, (args.max_images,))
+    # One half chooses, the other half measures the choice.
+    choosing, held_out = disjoint_subsets(images, (len(images), len(images)))
     templates = open_templates(args.templates, args.data_path)
     scores = score_slots(scorer, choosing, classes.names, templates, num_slots, held_out)
     result = describe(scores, templates, scorer.record, args)
     result["prompts"]["classnames"] = classes.origin
     if is_main():
         path.parent.mkdir(parents=True, exist_ok=True)
-        draw_curve(scores, len(result["slots"]), plot)
+        draw(scores, len(result["slots"]), plot)
     return report(result, table(scores, len(result["slots"])), args, "slots.json")
 
 
@@ -217,26 +214,20 @@ def describe(
     scores: SlotScores, templates: tuple[str, ...], record: dict[str, Any], args: argparse.Namespace
 ) -> dict[str, Any]:
     """Selection, accuracies and protocol, as slots.json holds them."""
-    number = args.keep or scores.best_number
-    num_slots = len(scores.ranking)
-    selection = SlotSelection(tuple(sorted(scores.ranking[:number])), num_slots, record["model"]["sha256"])
+    ranking = [{"slot": slot, "top1": scores.alone[slot]} for slot in scores.ranking]
+    selection = describe_selection(ranking, scores.rows(), args.keep, record["model"]["sha256"])
     return {
-        **selection.to_dict(),
+        **selection,
         "evaluation": "slot selection by zero-shot accuracy",
-        "top1_selected": scores.held_out_curve[number - 1],
-        "top1_all": scores.held_out_curve[-1],
-        "top1_selected_on_choosing_images": scores.curve[number - 1],
+        "top1_selected_on_choosing_images": scores.curve[len(selection["slots"]) - 1],
         "rule": {
             "ranking": "top-1 accuracy of each slot alone; of equally good slots the first is preferred",
-            "number": "asked for" if args.keep else "the smallest with the highest accuracy on the choosing images",
+            "number": number_rule(args.keep),
             "halves": "a random half of the images chose; top1_selected and top1_all are of the other half",
         },
-        "ranking": [{"slot": slot, "top1": scores.alone[slot]} for slot in scores.ranking],
-        "curve": [
-            {"num_kept": k, "top1_choosing": choosing, "top1_held_out": held_out}
-            for k, (choosing, held_out) in enumerate(zip(scores.curve, scores.held_out_curve, strict=True), 1)
-        ],
-        # In other results `slots` says which of them were evaluated: here all, one by one.
+        "ranking": ranking,
+        "curve": scores.rows(),
+        # In other results `slots` names the slots that were evaluated: here all, one by one.
         **{name: value for name, value in record.items() if name != "slots"},
         "images": {
             "data_path": args.data_path,
@@ -255,14 +246,9 @@ def describe(
 
 
 def table(scores: SlotScores, number: int) -> str:
-    """The best slots, and what they can do together, for people."""
-    shown = min(len(scores.ranking), TABLE_SLOTS)
-    lines = [f"{'rank':>4}  {'slot':>5}  {'alone top-1 %':>13}  {'together top-1 %':>16}"]
-    lines += [
-        f"{position + 1:>4}  {slot:>5}  {scores.alone[slot]:>13.2f}  {scores.curve[position]:>16.2f}"
-        for position, slot in enumerate(scores.ranking[:shown])
-    ]
-    lines += ["..."] if shown < len(scores.ranking) else []
+    """The best slots, and their accuracy together, for people."""
+    alone = [scores.alone[slot] for slot in scores.ranking]
+    lines = best_slots({"alone top-1 %": alone, "together top-1 %": scores.curve}, scores.ranking)
     for curve, count, name in (
         (scores.held_out_curve, scores.num_held_out, "held-out images"),
         (scores.curve, scores.num_images, "images that chose"),
@@ -272,34 +258,13 @@ def table(scores: SlotScores, number: int) -> str:
     return "\n".join(lines)
 
 
-def draw_curve(scores: SlotScores, number: int, path: Path) -> None:
-    """Accuracy of the k best slots together against k, and of each slot alone, best first.
-
-    Args:
-        scores: the accuracies.
-        number: k that is kept.
-        path: the PNG to write.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    num_slots = len(scores.ranking)
-    chance = 100 / scores.num_classes
+def draw(scores: SlotScores, number: int, path: Path) -> None:
+    """Draw accuracy of the k best slots against k, and of each slot alone; `number` slots are kept."""
     with panels(path, 1, 2) as axes:
         together, alone = axes[0]
-        numbers = range(1, num_slots + 1)
-        together.axhline(scores.held_out_curve[-1], color=SOFT, linestyle=(0, (4, 3)), linewidth=1, label="all slots")
-        together.plot(numbers, scores.curve, color=SOFT, linewidth=1, label="images that chose")
-        together.plot(numbers, scores.held_out_curve, color=INK, linewidth=1.6, label="held-out images")
-        kept = scores.held_out_curve[number - 1]
-        together.plot([number], [kept], "o", color=ACCENT, markersize=7, label=f"{number} kept: {kept:.1f} %")
-        together.set(xlabel="slots kept, best first", ylabel="zero-shot top-1, %")
-        together.set_title("Best slots together", loc="left", fontweight="bold", fontsize=11)
-        together.legend(frameon=False, loc="best")
-        count_ticks(together)
-        ranked_bars(alone, scores.ranking, [scores.alone[slot] for slot in scores.ranking], number)
-        alone.axhline(chance, color=SOFT, linestyle=(0, (1, 2)), linewidth=1, label=f"chance: {chance:.2g} %")
-        # Above the plot: within it the bars may reach any height.
-        alone.legend(frameon=False, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderpad=0)
+        draw_together(together, scores.rows(), number, "held-out images", ("images that chose", scores.curve, None))
+        together.set_ylabel("zero-shot top-1, %")
+        title(together, "Best slots together")
+        heights = [scores.alone[slot] for slot in scores.ranking]
+        draw_alone(alone, scores.ranking, heights, number, 100 / scores.num_classes)
         alone.set(xlabel="slot, best first", ylabel="zero-shot top-1, %")
-        alone.set_title("Each slot alone", loc="left", fontweight="bold", fontsize=11)

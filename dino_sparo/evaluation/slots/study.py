@@ -1,14 +1,15 @@
 """Slots' values of labelled images -> what each slot alone knows, and accuracy against the number of slots kept.
 
-`command.py` is the command. The encoder runs once; a choice of slots is a choice of columns, so every number
-is the one that `eval_knn.py` finds with these `--slots`. Slots are ranked on the training images alone: a seeded
-part of them, the choosing images, is classified by the others. The choosing images say how good a slot is alone; the
-validation images have no say in the ranking. Source of the question: SPARO, section 5.1 and table 4, for CLIP.
+The encoder runs once. A choice of slots is a choice of columns, so every number is that of `eval_knn.py` with these
+`--slots`. Slots are ranked on the training images alone: a seeded part of them, the choosing images, is
+classified by the others. The validation images have no say in the ranking. Source of the question: SPARO, section 5.1
+and table 4, for CLIP.
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import repeat
 from typing import Any
 
@@ -33,6 +34,7 @@ from dino_sparo.runtime.logs import progress
 
 MAX_CHOOSING_SHARE = 5  # at most one of so many training images chooses
 PROBE_BATCH = 256
+Accuracies = Callable[[tuple[int, ...]], dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -58,11 +60,7 @@ class StudyImages:
 
 @dataclass(frozen=True)
 class ProbeSettings:
-    """Linear probes: epochs, learning rates for a batch of 256, and the seed of weights and order.
-
-    Raises:
-        ValueError: no epoch, or learning rates that are not different positive numbers.
-    """
+    """Linear probes: epochs, learning rates for a batch of 256, and the seed of weights and order."""
 
     epochs: int = 30
     learning_rates: tuple[float, ...] = (0.01, 0.1, 1.0)
@@ -73,18 +71,19 @@ class ProbeSettings:
             raise ValueError(f"epochs={self.epochs}; a probe needs at least one")
         scaled_learning_rates(self.learning_rates, PROBE_BATCH)
 
+    def accuracies(self, images: StudyImages) -> "Accuracies":
+        """Slots -> the accuracies of their probe; each set of slots is trained once."""
+        return cache(lambda slots: probe_slots(images, slots, self))
+
 
 def choosing_rows(train: Features, num_images: int, num_choosing: int, seed: int) -> Bool[Tensor, " images"]:
-    """Which training images rank the slots: a random part, the same for any number of processes.
+    """Which of this process' training images rank the slots: a random part, the same for any number of processes.
 
     Args:
         train: this process' share.
         num_images: size of the source.
-        num_choosing: how many; at most a fifth of the source.
+        num_choosing: at most a fifth of the source.
         seed: of the choice.
-
-    Raises:
-        ValueError: none would be left.
     """
     number = min(num_choosing, num_images // MAX_CHOOSING_SHARE)
     if number < 1:
@@ -126,41 +125,26 @@ class SlotAccuracies:
 
     def __init__(self, images: StudyImages, k: int, temperature: float) -> None:
         self.images, self.k, self.temperature = images, k, temperature
-        self.rows = (~images.chooses, images.chooses)
-        self.measured: dict[tuple[bool, tuple[int, ...]], float] = {}
+        self.of = cache(self._measure)
 
-    def choosing(self, slots: Sequence[int]) -> float:
-        """On the choosing images; the other training images vote."""
-        return self._measure(slots, on_choosing=True)
+    def _measure(self, slots: tuple[int, ...]) -> dict[str, float]:
+        images = self.images
+        rows = (~images.chooses, images.chooses)
+        choosing = [slot_columns(images.train, slots, images.num_slots, part) for part in rows]
+        held_out = [slot_columns(part, slots, images.num_slots) for part in (images.train, images.val)]
+        return {"top1_choosing": self._top1(*choosing), "top1_held_out": self._top1(*held_out)}
 
-    def held_out(self, slots: Sequence[int]) -> float:
-        """On the validation images; all training images vote."""
-        return self._measure(slots, on_choosing=False)
-
-    def _measure(self, slots: Sequence[int], on_choosing: bool) -> float:
-        kept = tuple(sorted(slots))
-        if (on_choosing, kept) not in self.measured:
-            images = self.images
-            if on_choosing:
-                parts = [slot_columns(images.train, kept, images.num_slots, rows) for rows in self.rows]
-            else:
-                parts = [slot_columns(part, kept, images.num_slots) for part in (images.train, images.val)]
-            train, judged = (part.normalize_() for part in parts)
-            result = classify_shards(train, judged, [self.k], self.temperature, images.device)
-            self.measured[on_choosing, kept] = result[self.k].top1
-        return self.measured[on_choosing, kept]
+    def _top1(self, train: Features, judged: Features) -> float:
+        train, judged = train.normalize_(), judged.normalize_()
+        return classify_shards(train, judged, [self.k], self.temperature, self.images.device)[self.k].top1
 
 
 def rank_slots(accuracies: SlotAccuracies, num_slots: int) -> list[dict[str, Any]]:
-    """Each slot alone, best first on the choosing images; of equally good ones the first comes first.
+    """Rows `slot`, `top1_choosing`, `top1_held_out` of each slot alone, best first on the choosing images.
 
-    Returns:
-        For each slot its number `slot`, and its top-1 accuracies `top1_choosing` and `top1_held_out`.
+    Of equally good slots the first comes first.
     """
-    rows = [
-        {"slot": slot, "top1_choosing": accuracies.choosing([slot]), "top1_held_out": accuracies.held_out([slot])}
-        for slot in progress(range(num_slots), desc="slots alone")
-    ]
+    rows = [{"slot": slot, **accuracies.of((slot,))} for slot in progress(range(num_slots), desc="slots alone")]
     return sorted(rows, key=lambda row: (-row["top1_choosing"], row["slot"]))
 
 
@@ -169,29 +153,25 @@ def random_orders(num_slots: int, num_draws: int, seed: int) -> list[list[int]]:
     return [np.random.default_rng([seed, draw]).permutation(num_slots).tolist() for draw in range(num_draws)]
 
 
-def knn_curve(
-    accuracies: SlotAccuracies, ranking: Sequence[int], orders: Sequence[Sequence[int]], numbers: Sequence[int]
+def accuracy_curve(
+    accuracies: Accuracies, orders: Sequence[Sequence[int]], numbers: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """k-NN accuracy of the first k slots of the ranking and of random orders, for some k.
+    """Accuracy of the first k slots of the ranking and of random orders, for some k.
 
     Args:
-        accuracies: of slots.
-        ranking: slots, best first.
-        orders: random ones.
+        accuracies: slots, ascending -> accuracies.
+        orders: the ranking, then random orders.
         numbers: k.
 
     Returns:
-        For each k `num_kept`, `top1_choosing` and `top1_held_out` of the ranking, and `random`, see `spread`.
+        For each k `num_kept`, the ranked slots' accuracies, and `random`, see `spread`.
     """
-    return [
-        {
-            "num_kept": number,
-            "top1_choosing": accuracies.choosing(ranking[:number]),
-            "top1_held_out": accuracies.held_out(ranking[:number]),
-            "random": spread([accuracies.held_out(order[:number]) for order in orders]),
-        }
-        for number in progress(numbers, desc="slots together")
-    ]
+    curve = []
+    for number in progress(numbers, desc="slots together"):
+        ranked, *drawn = (accuracies(tuple(sorted(order[:number]))) for order in orders)
+        random = spread([row["top1_held_out"] for row in drawn])
+        curve.append({"num_kept": number, **ranked, "random": random})
+    return curve
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
@@ -201,17 +181,14 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
 
 
 def probe_slots(images: StudyImages, slots: Sequence[int], settings: ProbeSettings) -> dict[str, float]:
-    """Top-1 accuracy of a linear probe on some slots' values.
+    """Top-1 accuracy of a linear probe on some slots' values: `lr`, and `top1_choosing` and `top1_held_out` with it.
 
     The probes see the training images that do not choose; the choosing images pick the learning rate; the validation
     images judge. Features are cached, un-augmented and not normalised.
-
-    Returns:
-        `lr`, and `top1_choosing` and `top1_held_out` with it.
     """
-    kept, rows = sorted(slots), images.chooses
-    train, choosing = (slot_columns(images.train, kept, images.num_slots, part) for part in (~rows, rows))
-    val = slot_columns(images.val, kept, images.num_slots)
+    rows = images.chooses
+    train, choosing = (slot_columns(images.train, slots, images.num_slots, part) for part in (~rows, rows))
+    val = slot_columns(images.val, slots, images.num_slots)
     train = gather_features(train, images.device)
     batch_size = max(PROBE_BATCH // world_size(), 1)
     probe = LinearProbe(train.features.shape[1], images.num_classes, len(settings.learning_rates), settings.seed).to(
@@ -225,21 +202,3 @@ def probe_slots(images: StudyImages, slots: Sequence[int], settings: ProbeSettin
     best = top1.index(max(top1))
     held_out = probe_accuracy(probe, val.features, val.labels)[best]["top1"]
     return {"lr": settings.learning_rates[best], "top1_choosing": top1[best], "top1_held_out": held_out}
-
-
-def probe_curve(
-    images: StudyImages,
-    ranking: Sequence[int],
-    orders: Sequence[Sequence[int]],
-    numbers: Sequence[int],
-    settings: ProbeSettings,
-) -> list[dict[str, Any]]:
-    """The same as `knn_curve` with linear probes; the learning rate `lr` is the ranked slots'."""
-    curve = []
-    for number in progress(numbers, desc="probes"):
-        ranked = probe_slots(images, ranking[:number], settings)
-        drawn = {tuple(sorted(order[:number])) for order in orders}
-        top1 = {slots: probe_slots(images, slots, settings)["top1_held_out"] for slots in sorted(drawn)}
-        values = [top1[tuple(sorted(order[:number]))] for order in orders]
-        curve.append({"num_kept": number, **ranked, "random": spread(values)})
-    return curve

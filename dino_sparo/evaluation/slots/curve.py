@@ -1,0 +1,116 @@
+"""Accuracy against the number of slots kept: which number is best, the rows of a table, the panels of a plot.
+
+`slot-study` and `select` measure it, for an encoder and for a CLIP. Their results hold the same entries: `ranking`, one
+row per slot, best first; and `curve`, one row per number of slots with `num_kept`, `top1_choosing` (on the images that
+rank the slots) and `top1_held_out`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dino_sparo.draw.plots import ACCENT, count_ticks, ranked_bars, spaced
+from dino_sparo.draw.sheet import INK, SOFT
+from dino_sparo.evaluation.slots.choice import SlotSelection
+
+TABLE_SLOTS = 10  # best slots in the table
+Rows = Sequence[Mapping[str, Any]]
+
+
+def check_number(name: str, number: int, num_slots: int) -> None:
+    """Refuse a number of slots that the model does not have."""
+    if not 1 <= number <= num_slots:
+        raise ValueError(f"{name}={number} of num_slots={num_slots} slots; give a number from 1 to {num_slots}")
+
+
+def best_number(curve: Rows) -> int:
+    """The smallest number of slots at which the choosing images are classified best."""
+    number: int = max(curve, key=lambda row: (row["top1_choosing"], -row["num_kept"]))["num_kept"]
+    return number
+
+
+def describe_selection(ranking: Rows, curve: Rows, keep: int | None, weights_sha256: str | None) -> dict[str, Any]:
+    """The selection as every evaluation takes it, and its accuracy on held-out images.
+
+    Args:
+        ranking: of all slots.
+        curve: accuracies; its last row is that of all slots.
+        keep: number of slots; None: the best one.
+        weights_sha256: of the checkpoint.
+    """
+    number = keep or best_number(curve)
+    slots = tuple(sorted(int(row["slot"]) for row in ranking[:number]))
+    return {
+        **SlotSelection(slots, len(ranking), weights_sha256).to_dict(),
+        "top1_selected": next(row["top1_held_out"] for row in curve if row["num_kept"] == number),
+        "top1_all": curve[-1]["top1_held_out"],
+    }
+
+
+def number_rule(keep: int | None) -> str:
+    """How the number of slots was found, for the result."""
+    return "asked for" if keep else "the smallest with the highest accuracy on the choosing images"
+
+
+def best_slots(columns: Mapping[str, Sequence[float]], slots: Sequence[int]) -> list[str]:
+    """Lines of a table: rank and number of the best slots, and a column of percentages for each head."""
+    lines = [f"{'rank':>4}  {'slot':>5}  " + "  ".join(columns)]
+    for rank, (slot, *values) in enumerate(zip(slots[:TABLE_SLOTS], *columns.values(), strict=False), 1):
+        cells = (f"{value:>{len(head)}.2f}" for head, value in zip(columns, values, strict=True))
+        lines.append(f"{rank:>4}  {slot:>5}  " + "  ".join(cells))
+    return lines + ["..."] * (len(slots) > TABLE_SLOTS)
+
+
+def draw_together(
+    axis: Any,
+    curve: Rows,
+    kept: int,
+    label: str,
+    compared: tuple[str, Sequence[float], Sequence[float] | None],
+    chance: float | None = None,
+) -> None:
+    """Held-out accuracy of the best slots against their number, beside another curve.
+
+    Args:
+        axis: to draw on.
+        curve: accuracies.
+        kept: number of slots in the selection.
+        label: of the best slots' curve.
+        compared: label, values and standard deviations of the other curve.
+        chance: percent, drawn as a line.
+    """
+    numbers = [row["num_kept"] for row in curve]
+    ranked = [row["top1_held_out"] for row in curve]
+    name, values, deviations = compared
+    axis.axhline(ranked[-1], color=SOFT, linestyle=(0, (4, 3)), linewidth=1, label="all slots")
+    if deviations is not None:
+        low, high = ([v + sign * d for v, d in zip(values, deviations, strict=True)] for sign in (-1, 1))
+        axis.fill_between(numbers, low, high, color=SOFT, alpha=0.25, linewidth=0)
+    is_sparse = len(numbers) < numbers[-1]
+    axis.plot(numbers, values, color=SOFT, linewidth=1.2, marker="." if is_sparse else None, label=name)
+    axis.plot(numbers, ranked, color=INK, linewidth=1.6, marker="." if is_sparse else None, label=label)
+    at_kept = ranked[numbers.index(kept)]
+    axis.plot([kept], [at_kept], "o", color=ACCENT, markersize=7, label=f"{kept} kept: {at_kept:.1f} %")
+    if chance is not None:
+        axis.axhline(chance, color=SOFT, linestyle=(0, (1, 2)), linewidth=1, label="chance")
+    if is_sparse and len(numbers) > 1:
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(spaced(numbers), [str(number) for number in spaced(numbers)])
+        axis.minorticks_off()
+    else:
+        count_ticks(axis)
+    axis.set_xlabel("slots kept, best first")
+    axis.legend(frameon=False, loc="best")
+
+
+def draw_alone(axis: Any, slots: Sequence[int], accuracies: Sequence[float], kept: int, chance: float) -> None:
+    """Bars of each slot's accuracy alone, best first; percent."""
+    ranked_bars(axis, list(slots), list(accuracies), kept)
+    axis.axhline(chance, color=SOFT, linestyle=(0, (1, 2)), linewidth=1, label=f"chance: {chance:.2g} %")
+    # Above the plot: within it the bars may reach any height.
+    axis.legend(frameon=False, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderpad=0)
+    title(axis, "Each slot alone")
+
+
+def title(axis: Any, words: str) -> None:
+    """A panel's title."""
+    axis.set_title(words, loc="left", fontweight="bold", fontsize=11)
