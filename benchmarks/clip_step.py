@@ -37,8 +37,7 @@ from dino_sparo.clip.loss import PRODUCTS
 from dino_sparo.clip.model import CLIP, normalize_slots
 from dino_sparo.clip.options import check_options
 from dino_sparo.clip.options import get_args_parser as training_parser
-from dino_sparo.clip.step import CLIPTraining
-from dino_sparo.clip.train import build_training
+from dino_sparo.clip.train import CLIPObjective
 from dino_sparo.data.dataset import ImageDataset
 from dino_sparo.data.loader import to_device
 from dino_sparo.data.sources import ImageSource
@@ -81,16 +80,17 @@ def noise_pairs(sizes: Sizes) -> PairBatch:
     return PairBatch(images.byte(), ids, torch.arange(sizes.batch), [], 0)
 
 
-def our_training(sizes: Sizes, readout: str, precision: str, args: argparse.Namespace) -> CLIPTraining:
+def our_training(sizes: Sizes, readout: str, precision: str, args: argparse.Namespace) -> CLIPObjective:
     """What `clip.train` trains with."""
     words = {
         "arch": sizes.arch, "patch_size": sizes.patch_size, "img_size": sizes.img_size, "text_width": sizes.text_width,
         "text_heads": sizes.text_heads, "text_layers": sizes.text_layers, "readout": readout, "precision": precision,
-        "batch_size": sizes.batch, "epochs": 1, "warmup_steps": 0, "logits": args.logits,
+        "batch_size": sizes.batch, "epochs": 1, "warmup_steps": 0, "logits": args.logits, "num_workers": 0,
+        "data_path": f"scenes:{STEPS * sizes.batch}:{sizes.img_size}",
     }  # fmt: skip
     parsed = training_parser().parse_args([word for name, value in words.items() for word in (f"--{name}", str(value))])
     check_options(parsed)
-    return build_training(parsed, Distributed(0, 1, 0, torch.device(args.device)), STEPS)
+    return CLIPObjective(parsed, Distributed(0, 1, 0, torch.device(args.device)))
 
 
 class ListedClip(nn.Module):
@@ -130,7 +130,7 @@ def their_model(ours: CLIP) -> nn.Module:
 
 
 def their_step(
-    model: nn.Module, training: CLIPTraining, batch: PairBatch, precision: str, device: str
+    model: nn.Module, training: CLIPObjective, batch: PairBatch, precision: str, device: str
 ) -> Callable[[], Tensor]:
     """OpenCLIP's step, in the order of its `train_one_epoch`."""
     model.to(device).train()
@@ -199,7 +199,7 @@ def measure(args: argparse.Namespace, reference: Reference | None) -> Section:
     return section
 
 
-def step_of(training: CLIPTraining, loader: Iterator[PairBatch]) -> Tensor:
+def step_of(training: CLIPObjective, loader: Iterator[PairBatch]) -> Tensor:
     """Our step on the loader's next batch."""
     return train_step(training, [next(loader)]).loss
 

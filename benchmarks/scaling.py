@@ -28,8 +28,8 @@ from benchmarks.report import Section, options, run
 from benchmarks.timing import Spread
 from dino_sparo.data.dataset import Batch
 from dino_sparo.dino.head import DINOHead, DINONetwork
-from dino_sparo.dino.step import DINOTraining, train_step
-from dino_sparo.dino.train import build_training
+from dino_sparo.dino.step import train_step
+from dino_sparo.dino.train import DINOObjective
 from dino_sparo.models.encoder import create_encoder
 from dino_sparo.runtime.distributed import barrier, init_distributed, shutdown
 
@@ -65,9 +65,10 @@ class Cluster:
 # Measured.
 
 
-def training_args(ranks: int, tiny: bool) -> argparse.Namespace:
+def training_args(ranks: int, tiny: bool, steps: int) -> argparse.Namespace:
     """The options of a small run. SGD, whose steps are no larger for rounding's sake."""
     words = {
+        "data_path": f"scenes:{GLOBAL_IMAGES * steps}:32", "num_workers": 0,
         **SIZES, "arch": "vit_micro", "patch_size": 8, "out_dim": 64 if tiny else 4096, "sparo_slots": 4,
         "sparo_slot_dim": 8, "sparo_key_dim": 8, "drop_path_rate": 0, "optimizer": "sgd", "precision": "fp32",
         "device": "cpu", "epochs": 2, "warmup_epochs": 0, "freeze_last_layer": 1,
@@ -98,7 +99,7 @@ def measure_rank(rank: int, ranks: int, port: int, images: int, steps: int, tiny
     torch.set_num_threads(1)
     try:
         process = init_distributed("cpu")
-        training = build_training(training_args(ranks, tiny), process, steps_per_epoch=10 * steps + 10)
+        training = DINOObjective(training_args(ranks, tiny, 10 * steps + 10), process)
         share = GLOBAL_IMAGES // ranks
         losses = [_mean_loss(training, random_batch(share, rank * share), ranks) for _ in range(3)]
         batch, seconds = random_batch(images), []
@@ -116,7 +117,7 @@ def measure_rank(rank: int, ranks: int, port: int, images: int, steps: int, tiny
         os.environ.update(before)
 
 
-def _mean_loss(training: DINOTraining, batch: Batch, ranks: int) -> float:
+def _mean_loss(training: DINOObjective, batch: Batch, ranks: int) -> float:
     """Of a step over all ranks, nats."""
     loss = train_step(training, [batch], epoch=1).loss.detach().clone()
     if ranks > 1:
@@ -124,7 +125,7 @@ def _mean_loss(training: DINOTraining, batch: Batch, ranks: int) -> float:
     return float(loss) / ranks
 
 
-def _gradient_bytes(training: DINOTraining) -> int:
+def _gradient_bytes(training: DINOObjective) -> int:
     """What DDP says that it sends, or in a single process would send."""
     if isinstance(training.student, DistributedDataParallel):
         return int(training.student._get_ddp_logging_data()["total_parameter_size_bytes"])

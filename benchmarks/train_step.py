@@ -34,14 +34,17 @@ from dino_sparo.data.augment import Distortions
 from dino_sparo.data.crops import MultiCropAugmentation, sample_crop
 from dino_sparo.data.dataset import Batch
 from dino_sparo.data.loader import to_device
-from dino_sparo.dino.step import DINOTraining, train_step
+from dino_sparo.dino.options import REFERENCE_BATCH
+from dino_sparo.dino.step import train_step
 from dino_sparo.dino.teacher import ema_update_
-from dino_sparo.dino.train import build_schedules, build_training
+from dino_sparo.dino.train import DINOObjective
 from dino_sparo.models.readout import Sparo
 from dino_sparo.runtime.choices import ARCHITECTURES, IMAGENET_MEAN, IMAGENET_STD
 from dino_sparo.runtime.distributed import Distributed
-from dino_sparo.training.compile import compile_networks, memory_report
-from dino_sparo.training.optim import clip_gradients_
+from dino_sparo.training.compile import CompileError, compile_failures_named, compile_networks
+from dino_sparo.training.images import crops_on_device
+from dino_sparo.training.memory import memory_report
+from dino_sparo.training.optim import clip_gradients_, cosine_schedule
 
 EQUAL = 2e-5  # of a loss of about 10 nats, after some steps in fp32
 CHECKED_STEPS = 3
@@ -103,29 +106,30 @@ def deferred_batch(sizes: Sizes, seed: int) -> Batch:
     return Batch(views, torch.full_like(number, -1), number, [], torch.tensor(drawn))
 
 
-def our_training(sizes: Sizes, readout: str, precision: str, device: str, drop_path_rate: float) -> DINOTraining:
+def our_training(sizes: Sizes, readout: str, precision: str, device: str, drop_path_rate: float) -> DINOObjective:
     """What main_dino.py trains with."""
     words = {
         "arch": sizes.arch, "patch_size": sizes.patch_size, "global_crops_size": sizes.global_size,
         "local_crops_size": sizes.local_size, "local_crops_number": sizes.num_local, "out_dim": sizes.out_dim,
         "readout": readout, "precision": precision, "batch_size_per_gpu": sizes.batch,
         "drop_path_rate": drop_path_rate, "epochs": 1, "warmup_epochs": 0, "freeze_last_layer": 0,
+        "data_path": f"scenes:{STEPS * sizes.batch}:{sizes.global_size}", "num_workers": 0,
     }  # fmt: skip
     argv = [word for name, value in words.items() for word in (f"--{name}", str(value))]
     args = main_dino.get_args_parser().parse_args(argv)
     process = Distributed(rank=0, world_size=1, local_rank=0, device=torch.device(device))
-    training = build_training(args, process, STEPS)
+    training = DINOObjective(args, process)
     training.distort = Distortions(IMAGENET_MEAN, IMAGENET_STD).to(device)
     return training
 
 
-def ours(training: DINOTraining, batch: Batch) -> Stepper:
+def ours(training: DINOObjective, batch: Batch) -> Stepper:
     """Our step, whole and in parts."""
     found: dict[str, Any] = {}
     loader = to_device(itertools.repeat(batch), training.updater.device)
 
     def crops() -> None:
-        found["crops"] = training.crops(next(loader))
+        found["crops"] = crops_on_device(next(loader), training.distort, training.updater.device)
 
     def teacher() -> None:
         with training.updater.autocast(), torch.no_grad():
@@ -152,6 +156,17 @@ def ours(training: DINOTraining, batch: Batch) -> Stepper:
     }
     networks = (training.network, training.teacher)
     return Stepper(lambda: train_step(training, [next(loader)], 0).loss, parts, networks)
+
+
+def compile_failure(training: DINOObjective, stepper: Stepper) -> str:
+    """Compile the networks in a first step; the compiler's reason if that fails here, else empty."""
+    compile_networks(training)
+    try:
+        with compile_failures_named():
+            stepper.step()
+    except CompileError as error:
+        return str(error)
+    return ""
 
 
 class ListedEncoder(nn.Module):
@@ -209,12 +224,12 @@ def reference_stepper(
     criterion = reference.main_dino.DINOLoss(sizes.out_dim, sizes.num_local + 2, 0.04, 0.04, 0, 1).to(device)
     optimizer = torch.optim.AdamW(reference.utils.get_params_groups(student))
     scaler = torch.amp.GradScaler("cuda") if device != "cpu" else None
-    schedules = build_schedules(_schedule_options(sizes), STEPS)
+    schedules = default_schedules(sizes)
     found: dict[str, Any] = {"step": 0}
 
     def crops() -> None:
         for index, group in enumerate(optimizer.param_groups):
-            group.update({name: values[found["step"]] for name, values in schedules.groups[index].items()})
+            group.update({name: values[found["step"]] for name, values in schedules[index].items()})
         found["crops"] = [view.to(device, non_blocking=True) for view in batch.views]
 
     def teacher_forward() -> None:
@@ -268,9 +283,11 @@ def reference_stepper(
     return Stepper(step, parts, (student.module, teacher))
 
 
-def _schedule_options(sizes: Sizes) -> argparse.Namespace:
-    words = ["--batch_size_per_gpu", str(sizes.batch), "--epochs", "1", "--warmup_epochs", "0"]
-    return main_dino.get_args_parser().parse_args(words)
+def default_schedules(sizes: Sizes) -> list[dict[str, np.ndarray]]:
+    """Learning rate and weight decay of `main_dino.py`'s defaults, for both groups of parameters."""
+    args = main_dino.get_args_parser().parse_args([])
+    lr = cosine_schedule(args.lr * sizes.batch / REFERENCE_BATCH, args.min_lr, STEPS)
+    return [{"lr": lr, "weight_decay": cosine_schedule(args.weight_decay, args.weight_decay_end, STEPS)}, {"lr": lr}]
 
 
 @contextlib.contextmanager
@@ -347,10 +364,11 @@ def _measure_readout(
             steppers["reference"] = reference_stepper(reference, networks, sizes, finished, args.device)
         for name, precision, compiles in steps:
             training = our_training(sizes, readout, precision, args.device, 0.1)
-            if compiles and not compile_networks(training, batch):
-                section.notes.append(f"{readout}, {name}: could not be compiled on this machine, left out")
+            stepper = ours(training, batch)
+            if compiles and (reason := compile_failure(training, stepper)):
+                section.notes.append(f"{readout}, {name}: left out. {reason}")
                 continue
-            steppers[name] = ours(training, batch)
+            steppers[name] = stepper
         timings = interleave({name: s.step for name, s in steppers.items()}, args.rounds, 0.0, args.device)
         first = next(iter(steppers))
         for name, stepper in steppers.items():
@@ -367,7 +385,9 @@ def _measure_readout(
             part_rows.append({"form": name, **_time_parts(stepper, args.rounds, args.device)})
     section.tables[f"{readout}: a step"] = rows
     section.tables[f"{readout}: its parts, ms, each waited for"] = part_rows
-    memory = memory_report(our_training(sizes, readout, "fp32", args.device, 0.1), batch)
+    training = our_training(sizes, readout, "fp32", args.device, 0.1)
+    with memory_report(training) as memory:
+        train_step(training, [batch], 0)
     memory.pop("peak so far")
     section.tables[f"{readout}: memory of our step in fp32, MiB"] = [
         {part: size / 2**20 for part, size in memory.items()}

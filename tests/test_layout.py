@@ -160,7 +160,7 @@ def imported_files(name: str) -> set[str]:
 # What a step may do, and how far the parsed options go.
 
 STEP_FILES = (
-    *("dino/step.py", "dino/loss.py", "dino/head.py", "dino/teacher.py", "clip/step.py", "clip/loss.py"),
+    *("dino/step.py", "dino/loss.py", "dino/head.py", "dino/teacher.py", "clip/loss.py"),
     *("image_text/step.py", "image_text/contrastive.py"),
     *("training/updater.py", "training/optim.py"),
     *("models/encoder.py", "models/backbone.py", "models/readout.py", "data/augment.py"),
@@ -200,7 +200,7 @@ COMPUTING_FILES = (
     ),
     *("weights/initialize", "weights/foreign_names"),
     *("training/loop", "training/updater", "training/optim", "training/compile"),
-    *("dino/head", "dino/loss", "dino/teacher", "dino/step", "clip/model", "clip/loss", "clip/step"),
+    *("dino/head", "dino/loss", "dino/teacher", "dino/step", "clip/model", "clip/loss"),
     *("oc_clip/graphs/*", "oc_clip/binding", "oc_clip/scoring", "oc_clip/loss", "oc_clip/model"),
     *("oc_clip/pairs", "oc_clip/step", "oc_clip/scorer", "image_text/step"),
     *("evaluation/features", "evaluation/knn/classify", "evaluation/linear/probe"),

@@ -10,12 +10,12 @@ from unittest import mock
 
 import torch
 
-from dino_sparo.clip.options import get_args_parser as clip_parser
+from dino_sparo.clip import options as clip_options
 from dino_sparo.clip.train import CLIPObjective
 from dino_sparo.data.loader import to_device
-from dino_sparo.dino.options import get_args_parser as dino_parser
+from dino_sparo.dino import options as dino_options
 from dino_sparo.dino.train import DINOObjective
-from dino_sparo.oc_clip.options import get_args_parser as oc_clip_parser
+from dino_sparo.oc_clip import options as oc_clip_options
 from dino_sparo.oc_clip.train import OCCLIPObjective
 from dino_sparo.runtime.distributed import Distributed
 from dino_sparo.training.compile import compile_networks
@@ -27,9 +27,9 @@ NUM_LOSSES = 5
 # From torch's 65,536 fp16's gradients overflow at these sizes, and all of so few steps would be skipped.
 FP16_SCALE = 256.0
 OBJECTIVES: dict[str, tuple[type[Objective[Any]], Any]] = {
-    "DINO": (DINOObjective, dino_parser),
-    "CLIP": (CLIPObjective, clip_parser),
-    "OC-CLIP": (OCCLIPObjective, oc_clip_parser),
+    "DINO": (DINOObjective, dino_options),
+    "CLIP": (CLIPObjective, clip_options),
+    "OC-CLIP": (OCCLIPObjective, oc_clip_options),
 }
 # Full sizes: those of the recipes, on scenes. OC-CLIP's preset starts from weights that are no part of this project.
 FULL: dict[str, dict[str, object]] = {
@@ -75,22 +75,22 @@ def build(name: str, sizes: dict[str, object], device: str, compiles: bool = Fal
         device: cpu or cuda.
         compiles: whether to compile its networks.
 
-    Raises:
-        RuntimeError: its networks cannot be compiled here.
     """
-    objective_class, parser = OBJECTIVES[name]
+    objective_class, its_options = OBJECTIVES[name]
     options = {"epochs": 4, "num_workers": 0, "drop_path_rate": 0, "device": device, **sizes}
     if name != "DINO":
         options.pop("drop_path_rate")
     words = [word for key, value in options.items() for word in (f"--{key}", *([] if value is True else [str(value)]))]
-    args = parser().parse_args(words)
-    objective_class.defaults_of(args)
-    objective_class.check_options(args)
+    args = its_options.get_args_parser().parse_args(words)
+    if name == "DINO":
+        dino_options.fill_in_defaults(args)
+    its_options.check_options(args)
     torch_device = torch.device(device, 0) if device == "cuda" else torch.device(device)
     objective = objective_class(args, Distributed(0, 1, 0, torch_device))
-    if compiles and not compile_networks(objective.training, objective.rehearsal_batch()):
-        raise RuntimeError(f"{name}: the networks could not be compiled")
-    objective.training.train()
+    if compiles:
+        compile_networks(objective)
+    for network in objective.networks.values():
+        network.train()
     objective.sampler.set_epoch(0)
     few = list(itertools.islice(to_device(objective.loader, torch_device), 4))
     return Built(objective, itertools.cycle(few))

@@ -17,8 +17,16 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.reference import Reference
 from benchmarks.report import Section, options, run
 from benchmarks.timing import on_host, synchronize
-from benchmarks.train_step import FLOOR_BATCH, FLOOR_MS, QUICK, Sizes, deferred_batch, our_training, ours
-from dino_sparo.training.compile import compile_networks
+from benchmarks.train_step import (
+    FLOOR_BATCH,
+    FLOOR_MS,
+    QUICK,
+    Sizes,
+    compile_failure,
+    deferred_batch,
+    our_training,
+    ours,
+)
 
 # Kind of a kernel -> words in its name, the first that fits.
 KINDS: dict[str, tuple[str, ...]] = {
@@ -45,9 +53,9 @@ def profile_step(
     """Rows by kind and by kernel, of one step in bf16."""
     batch = on_host(deferred_batch(sizes, 1), device)
     training = our_training(sizes, readout, "bf16", device, 0.1)
-    if compiles and not compile_networks(training, batch):
-        return [], []
     stepper = ours(training, batch)
+    if compiles and compile_failure(training, stepper):
+        return [], []
     for _ in range(3):
         stepper.step()
     synchronize(device)

@@ -128,7 +128,7 @@ def measure_recipe(section: Section, args: argparse.Namespace, folder: Path) -> 
     loss = lines[-1]["train_loss"] if lines else math.nan
     section.checks.append(Check("loss is finite", 0.0 if math.isfinite(loss) else math.nan, 0))
     if args.device != "cpu":  # where --compile auto compiles
-        section.checks.append(Check("recompilations after the rehearsal", late_recompilations(text), 0))
+        section.checks.append(Check("recompilations after the first steps", late_recompilations(text), 0))
     section.checks.append(Check("networks that run uncompiled", text.count("torch.compile does not work here"), 0))
     shown = ("train_loss", "train_images_per_s", "train_data_wait", "train_grad_norm", "feature_rank")
     section.tables[f"Second epoch, {steps} steps of batch {batch}"] = (
@@ -139,16 +139,16 @@ def measure_recipe(section: Section, args: argparse.Namespace, folder: Path) -> 
 
 
 def late_recompilations(log: str) -> float:
-    """Functions that were compiled again after the rehearsal, which compiles each for every size of crop.
+    """Functions that were compiled again after the first steps, which compile each for every size of crop.
 
     Args:
         log: of a run with TORCH_LOGS=recompiles.
 
     Returns:
-        Their number; NaN if the log does not say that the networks were compiled.
+        Their number; NaN if the log has no step.
     """
-    compiled = re.search(r"compiled in \d+ s", log)
-    return float(log.count("Recompiling function", compiled.end())) if compiled else math.nan
+    first = log.find("epoch 0")
+    return float(log.count("Recompiling function", first)) if first >= 0 else math.nan
 
 
 MEASURES = {"tests": measure_tests, "resume": measure_resume, "recipe": measure_recipe}

@@ -5,105 +5,129 @@
         --output_dir runs/cc3m
     python run_with_submitit.py --module dino_sparo.clip.train ...                 # the same on Slurm
 
-Options are those of `options.py`. What they describe is built here; a step is `step.py`, what all image-text objectives
-share is `image_text/objective.py`, the run is `training/run.py`. Starting the same command again goes on from the last
-checkpoint.
+Options are those of `options.py`. A step is `image_text/step.py`, what all image-text objectives share is
+`image_text/objective.py`, the run is `training/run.py`. The same command resumes from the last checkpoint.
 """
 
 import argparse
+import math
 from collections.abc import Sequence
 from functools import partial
-from types import ModuleType
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from jaxtyping import Float
+from torch import Tensor, nn
 
-from dino_sparo.clip import options as clip_options
+from dino_sparo.clip import options
 from dino_sparo.clip.initialize import require_trained
 from dino_sparo.clip.loss import create_loss, require_products
 from dino_sparo.clip.model import CLIP, create_clip
 from dino_sparo.clip.options import get_args_parser
 from dino_sparo.clip.presets import RECIPES
-from dino_sparo.clip.step import CLIPTraining
-from dino_sparo.image_text.objective import ModelPart, PairObjective, shared_training, tower_options
+from dino_sparo.image_text.contrastive import MAX_LOGIT_SCALE
+from dino_sparo.image_text.objective import ModelPart, PairObjective, tower_options
 from dino_sparo.image_text.pairs.batches import PairBatch, collate_pairs
 from dino_sparo.image_text.pairs.run_data import BatchForm
 from dino_sparo.image_text.scoring.dot_product import DotProductScorer
 from dino_sparo.image_text.text import tokenize
 from dino_sparo.runtime.distributed import Distributed
+from dino_sparo.runtime.extras import require
 from dino_sparo.training import run
 
 __all__ = ["check_options", "get_args_parser", "train"]
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """What `CLIPObjective` checks, and that the model can be built, before a job waits in a queue.
+    """Refuse options that do not fit, and a missing package, before a job waits in a queue.
 
     Raises:
         ValueError: names the option or the value and what would fit.
         MissingPackageError: names the package and how to install it.
     """
-    CLIPObjective.check_options(args)
+    require("open_clip", "captions")
+    options.check_options(args)
     with torch.device("meta"):  # takes no memory
         build_model(args)
 
 
 def train(args: argparse.Namespace) -> None:
-    """Train CLIP with these options, or go on from the last checkpoint; see `training.run.train` for what is raised."""
-    run.train(args, CLIPObjective)
+    """Train CLIP with these options, or resume from the last checkpoint; `training.run.train` lists the errors."""
+    run.train(args, CLIPObjective, check_options, lambda _: RECIPES.defaults_of(get_args_parser()))
 
 
 class CLIPObjective(PairObjective[PairBatch]):
-    """CLIP: among the captions of a batch find each image's own, and the other way round; see `PairObjective`."""
+    """CLIP: among the captions of a batch find each image's own, and the other way round.
 
-    options: ClassVar[ModuleType] = clip_options
+    Attributes:
+        contrast: features and inverse temperature -> loss.
+    """
+
     model_name, model_key = "CLIP", "clip"
     fixed_options: ClassVar[Sequence[str]] = (*PairObjective.fixed_options, "freeze", "negative_key")
-    training: CLIPTraining
 
-    def batch_form(self, args: argparse.Namespace) -> BatchForm:
-        """Images and the tokens of captions."""
-        return BatchForm(partial(collate_pairs, context_length=args.context_length))
+    def __init__(self, args: argparse.Namespace, process: Distributed) -> None:
+        require_products(args.logits, process.device)
+        self.contrast = create_loss(args.logits, texts_per_image=1 if args.negative_key is None else 2)
+        super().__init__(args, process, BatchForm(partial(collate_pairs, context_length=args.context_length)))
 
-    def build_training(self, args: argparse.Namespace, process: Distributed, steps_per_epoch: int) -> CLIPTraining:
-        """Model, loss, optimizer and schedule from the options."""
-        return build_training(args, process, steps_per_epoch)
+    def build_model(self) -> tuple[CLIP, list[ModelPart]]:
+        """Both towers, of which `--freeze` holds parts; all weights have one learning rate."""
+        args = self.args
+        model = build_model(args)
+        model.freeze(args.freeze or ())
+        RECIPES.fill_in_warmup(args, args.epochs * self.sampler.steps_per_epoch)
+        return model, [ModelPart(("",), args.lr, args.warmup_steps)]
 
-    @property
-    def logit_scale(self) -> Tensor:
-        """The inverse temperature."""
-        scale: Tensor = self.training.network.logit_scale.exp()
-        return scale
-
-    @property
-    def scorer(self) -> DotProductScorer:
-        """The model as evaluations ask it."""
-        tokenizer = partial(tokenize, context_length=self.args.context_length)
-        return DotProductScorer(self.training.network, tokenizer, *self.scorer_settings)
-
-    def start_from(self) -> None:
+    def initialize(self) -> None:
         """Start the image encoder, or both towers, from other weights.
 
         Raises:
             CheckpointError: the weights do not fit the model.
             ValueError: weights that are to be frozen would be random.
         """
-        require_trained(self.args.freeze or (), self.start_towers(), self.training.network.state_dict())
+        require_trained(self.args.freeze or (), self.initialize_encoders(), self.network.state_dict())
 
+    def encode(self, model: nn.Module, batch: PairBatch) -> tuple[Float[Tensor, "B M"], Float[Tensor, "captions M"]]:
+        """Normalised features of images and captions."""
+        with self.updater.autocast():
+            output = model(self.normalized(batch.images), batch.token_ids)
+        return output.image_features, output.text_features
 
-def build_training(args: argparse.Namespace, process: Distributed, steps_per_epoch: int) -> CLIPTraining:
-    """Model, loss, optimizer and schedule from the options."""
-    require_products(args.logits, process.device)
-    torch.manual_seed(args.seed)
-    model = build_model(args)
-    model.freeze(args.freeze or ())
-    RECIPES.fill_in_warmup(args, args.epochs * steps_per_epoch)
-    parts = [ModelPart(("",), args.lr, args.warmup_steps)]
-    return CLIPTraining(
-        contrast=create_loss(args.logits, texts_per_image=1 if args.negative_key is None else 2),
-        **shared_training(model, parts, args, steps_per_epoch, process),
-    )
+    def loss(self, features: Sequence[Tensor], batches: Sequence[PairBatch]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The contrastive loss.
+
+        Logged are `batch_accuracy`, the share of this rank's images whose own caption is the most similar among this
+        rank's, and `logit_scale`, of this step.
+        """
+        logit_scale = self.logit_scale
+        loss = self.contrast(*features, logit_scale)
+        images, texts = (feature.detach() for feature in features)
+        captions_per_image = len(texts) // len(images)
+        nearest = (images @ texts[::captions_per_image].T).argmax(dim=1)  # false captions are left out
+        accuracy = (nearest == torch.arange(len(nearest), device=nearest.device)).float().mean()
+        return loss, {"batch_accuracy": accuracy, "logit_scale": logit_scale.detach()}
+
+    @property
+    def loss_parameters(self) -> list[nn.Parameter]:
+        """The temperature."""
+        return [self.network.logit_scale]
+
+    def bound_weights(self) -> None:
+        """Keep the temperature in its range."""
+        self.network.logit_scale.clamp_(0, math.log(MAX_LOGIT_SCALE))
+
+    @property
+    def logit_scale(self) -> Tensor:
+        """The inverse temperature."""
+        scale: Tensor = self.network.logit_scale.exp()
+        return scale
+
+    @property
+    def scorer(self) -> DotProductScorer:
+        """The model as evaluations use it."""
+        tokenizer = partial(tokenize, context_length=self.args.context_length)
+        return DotProductScorer(self.network, tokenizer, *self.scorer_settings)
 
 
 def build_model(args: argparse.Namespace) -> CLIP:

@@ -1,11 +1,11 @@
 """Logits -> loss: cross-entropy of T teacher views against S student views, in nats.
 
-Also keeps the centre of the teacher's logits, and measures how far the run is from collapse.
+Also keeps the center of the teacher's logits, and measures how far the run is from collapse.
 """
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ class LossDiagnostics(NamedTuple):
 class DINOLoss(nn.Module):
     """The self-distillation loss of DINO.
 
-    With q_t = softmax((teacher_t - centre) / tau_teacher) and p_s = softmax(student_s / tau_student), per image
+    With q_t = softmax((teacher_t - center) / tau_teacher) and p_s = softmax(student_s / tau_student), per image
 
         loss = 0
         for t in teacher views (the two global crops):
@@ -51,9 +51,9 @@ class DINOLoss(nn.Module):
 
         loss * pairs = sum_s n_s logsumexp(x_s) - sum_t q_t . (sum_{s != t} x_s)
 
-    with n_s the number of teacher views that are not s: T - 1 for the global crops, T for the local ones. The centre is
+    with n_s the number of teacher views that are not s: T - 1 for the global crops, T for the local ones. The center is
 
-        centre <- momentum centre + (1 - momentum) mean of the teacher's logits over the batch and all ranks
+        center <- momentum center + (1 - momentum) mean of the teacher's logits over the batch and all ranks
 
     after the loss was taken. Source: DINO, equations 2 to 4 and algorithm 1.
 
@@ -65,7 +65,7 @@ class DINOLoss(nn.Module):
         warmup_teacher_temp_epochs: epochs of linear warm-up from the one to the other.
         num_epochs: epochs of the whole run.
         student_temp: tau_student.
-        center_momentum: momentum of the centre.
+        center_momentum: momentum of the center.
         chunk_size: prototypes looked at together, 0 for all; fewer take less memory and more time, with equal results
             up to rounding.
 
@@ -128,14 +128,14 @@ class DINOLoss(nn.Module):
         epoch: int,
         update_center: bool = True,
     ) -> Float[Tensor, ""]:
-        """The loss of one batch; afterwards the centre takes the batch in.
+        """The loss of one batch; afterwards the center takes the batch in.
 
         Args:
             student_logits: (S*B, K), crop by crop, global crops first.
             teacher_logits: (2*B, K), crop by crop.
             epoch: epoch, counted from 0; gives the teacher's temperature.
-            update_center: set to False to leave the centre alone, for gradient accumulation: all parts of a batch use
-                the same centre, and the caller moves it once (`begin_center_update`).
+            update_center: set to False to leave the center alone, for gradient accumulation: all parts of a batch use
+                the same center, and the caller moves it once (`begin_center_update`).
 
         Returns:
             The loss, nats per pair of views.
@@ -157,7 +157,7 @@ class DINOLoss(nn.Module):
         return loss
 
     def teacher_probabilities(self, teacher_logits: Float[Tensor, "TB K"], epoch: int) -> Float[Tensor, "T B K"]:
-        """q = softmax((teacher - centre) / tau_teacher), no gradient.
+        """q = softmax((teacher - center) / tau_teacher), no gradient.
 
         Raises:
             ValueError: the shape does not belong to two views with K prototypes.
@@ -168,8 +168,8 @@ class DINOLoss(nn.Module):
                 f"({NUM_TEACHER_CROPS} * batch, {self.out_dim}), one row per image and global crop"
             )
         temperature = float(self.teacher_temp_schedule[epoch])
-        centred = teacher_logits.detach() - self.center
-        return (centred / temperature).softmax(dim=-1).unflatten(0, (NUM_TEACHER_CROPS, -1))
+        centered = teacher_logits.detach() - self.center
+        return (centered / temperature).softmax(dim=-1).unflatten(0, (NUM_TEACHER_CROPS, -1))
 
     def _cross_entropy(self, student_logits: Tensor, teacher_probs: Tensor) -> Tensor:
         student_logits = student_logits.unflatten(0, (self.num_crops, -1))  # (S, B, K)
@@ -189,22 +189,18 @@ class DINOLoss(nn.Module):
 
     def _part(self, student_logits: Tensor, teacher_probs: Tensor) -> tuple[Tensor, Tensor]:
         """Of some of the prototypes: logsumexp of x (S, B), and the sum of q_t . (sum_{s != t} x_s), ()."""
-        # The sums over K run in the centre's precision (fp32) also where the network computes in fewer bits.
+        # The sums over K run in the center's precision (fp32) also where the network computes in fewer bits.
         student = student_logits.to(teacher_probs.dtype) / self.student_temp
         all_views = student.sum(dim=0)  # (B, K)
         agreement = sum((q * (all_views - student[t])).sum() for t, q in enumerate(teacher_probs))
         return student.logsumexp(dim=-1), agreement
 
-    def compile_cross_entropy(self) -> None:
-        """Fuse what is computed per prototype; shapes are those of the first call."""
-        self._cross_entropy = torch.compile(self._cross_entropy, dynamic=False)  # type: ignore[method-assign]
-
-    def uncompile(self) -> None:
-        """Take `compile_cross_entropy` back."""
-        self.__dict__.pop("_cross_entropy", None)
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the cross-entropy alone: the teacher's temperature changes with the epoch."""
+        self._cross_entropy = torch.compile(self._cross_entropy, *args, **kwargs)  # type: ignore[method-assign]
 
     def update_center(self, logits_sum: Float[Tensor, "1 K"], count: int) -> None:
-        """Move the centre towards the mean of the teacher's logits.
+        """Move the center towards the mean of the teacher's logits.
 
         Args:
             logits_sum: (1, K), sum over this rank's rows.
@@ -216,14 +212,14 @@ class DINOLoss(nn.Module):
     def begin_center_update(
         self, logits_sum: Float[Tensor, "1 K"], count: int
     ) -> Callable[[Float[Tensor, ""] | None], None]:
-        """Start to exchange the sums of all ranks; the centre moves when the returned function is called.
+        """Start to exchange the sums of all ranks; the center moves when the returned function is called.
 
         Args:
             logits_sum: (1, K), sum over this rank's rows.
             count: number of rows summed, the same on every rank.
 
         Returns:
-            A function of a flag (), which does not move the centre where the flag is not zero.
+            A function of a flag (), which does not move the center where the flag is not zero.
         """
         wait = all_reduce_sum_async(logits_sum.clone())
 

@@ -1,4 +1,4 @@
-"""What the objectives on pairs of images and texts share on the trainer's side: data, validation, optimizer, resume.
+"""The objectives on pairs of images and texts: data, optimizer, validation, and what a checkpoint says of the model.
 
 An objective adds its model, its loss and the form of its batches; see `training/objective.py` for the contract.
 """
@@ -9,11 +9,11 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
 from dino_sparo.data.views import ClipView
@@ -22,12 +22,11 @@ from dino_sparo.image_text.evaluation.zero_shot_probe import open_training_probe
 from dino_sparo.image_text.initialize import initialize_towers
 from dino_sparo.image_text.pairs.run_data import BatchForm, micro_batch_size, number_pairs, stream_pairs
 from dino_sparo.image_text.scoring.scorer import Scorer
-from dino_sparo.image_text.step import ContrastiveTraining, train_step
+from dino_sparo.image_text.step import train_step
 from dino_sparo.runtime.distributed import Distributed, wrap_ddp
-from dino_sparo.runtime.extras import require
 from dino_sparo.runtime.logs import RunLog
 from dino_sparo.runtime.precision import choose_precision, use_fused_attention
-from dino_sparo.training.objective import AnyBatch, EpochResult, Objective, StepReport
+from dino_sparo.training.objective import UNREADABLE, AnyBatch, EpochResult, Objective, StepReport
 from dino_sparo.training.optim import cosine_schedule, create_optimizer
 from dino_sparo.training.updater import Updater
 from dino_sparo.weights.checkpoint import CheckpointError, check_same_description
@@ -38,29 +37,45 @@ logger = logging.getLogger(__name__)
 MOST_TEXTS = 0.5  # share of texts cut off above which the log warns
 
 
-class PairObjective(Objective[AnyBatch]):
-    """An objective on pairs of images and texts.
+@dataclass(frozen=True)
+class ModelPart:
+    """Weights that share a learning rate.
 
     Attributes:
-        options: the module with its `get_args_parser`, `check_options` and `RECIPES`.
+        prefixes: how their names begin.
+        lr: after the warm-up.
+        warmup_steps: of its linear warm-up.
+    """
+
+    prefixes: tuple[str, ...]
+    lr: float
+    warmup_steps: int
+
+
+class PairObjective(Objective[AnyBatch]):
+    """An objective on pairs of images and texts; `step.py` takes its steps.
+
+    Attributes:
         model_name: for messages.
         model_key: the checkpoint's entry that says how the model is built.
+        model: the model, inside DDP where there are several processes.
+        network: the model without DDP: a module with an `image` and a `text` encoder and a `config`.
+        mean: (1, C, 1, 1), of pixels in 0..1, on the device.
+        std: as `mean`.
+        clip_grad: largest norm of all gradients together; 0 for no limit.
 
     Args:
         args: the options of `options.py`.
         process: this process among its peers.
-
-    Raises:
-        ValueError: options that do not fit each other or the pairs.
+        form: how batches are made of pairs.
     """
 
-    options: ClassVar[ModuleType]
     model_name: ClassVar[str]
     model_key: ClassVar[str]
     noun: ClassVar[str] = "pair"
     score_name: ClassVar[str] = "best_zero_shot"
     metric: ClassVar[str] = "zero_shot"
-    counters: ClassVar[Mapping[str, str]] = {"num_corrupt": "corrupt_pairs", "num_truncated": "truncated_captions"}
+    counters: ClassVar[Mapping[str, str]] = {UNREADABLE: "corrupt_pairs", "num_truncated": "truncated_captions"}
     fixed_options: ClassVar[Sequence[str]] = ("beta1", "beta2", "eps")
     harmless_options: ClassVar[Sequence[str]] = (
         "preset",
@@ -69,51 +84,104 @@ class PairObjective(Objective[AnyBatch]):
         "zero_shot_path",
         "grad_accum_steps",
     )
-    training: ContrastiveTraining[AnyBatch]
     has_warned = False  # of texts that are cut off
 
-    @classmethod
-    def check_options(cls, args: argparse.Namespace) -> None:
-        """Refuse a missing package, and options that cannot be."""
-        require("open_clip", "captions")
-        cls.options.check_options(args)
-
-    @classmethod
-    def defaults_of(cls, args: argparse.Namespace) -> dict[str, Any]:
-        """What the options would be if none had been given."""
-        defaults = cls.options.get_args_parser().parse_args([])
-        cls.options.RECIPES.apply(defaults)
-        return vars(defaults)
-
-    def __init__(self, args: argparse.Namespace, process: Distributed) -> None:
+    def __init__(self, args: argparse.Namespace, process: Distributed, form: BatchForm) -> None:
+        # Pairs of images and texts.
         self.args = args
         micro_batch = micro_batch_size(args.batch_size, process.world_size, args.grad_accum_steps)
         if args.shards == "streamed":
-            self.data = stream_pairs(args, process, micro_batch)
+            data = stream_pairs(args, process, micro_batch)
         else:
-            self.data = number_pairs(args, process, micro_batch, self.batch_form(args))
-        self.source, self.sampler, self.loader = self.data.source, self.data.sampler, self.data.loader
-        self.num_left_out = self.data.source.left_out.total
-        self.training = self.build_training(args, process, self.sampler.steps_per_epoch)
-        held_out = self.data.held_out
-        self.validation = None if held_out is None else open_validation(held_out, args.batch_size)
+            data = number_pairs(args, process, micro_batch, form)
+        self.source, self.sampler, self.loader = data.source, data.sampler, data.loader
+        self.num_left_out = data.source.left_out.total
+
+        # Model.
+        torch.manual_seed(args.seed)
+        self.network, parts = self.build_model()
+        device, dtype = process.device, choose_precision(args.precision, None, process.device)
+        self.network.to(device)
+        for tower in (self.network.image.backbone, self.network.text):
+            tower.set_grad_checkpointing(args.grad_checkpointing)
+            tower.use_fused_attention(use_fused_attention(device, dtype))
+        self.mean, self.std = (
+            torch.tensor(values, device=device).view(1, -1, 1, 1) for values in (args.norm_mean, args.norm_std)
+        )
+
+        # Optimizer and schedules.
+        self.updater = updater_of_parts(self.network, parts, args, self.sampler.steps_per_epoch, device, dtype)
+        self.clip_grad = args.clip_grad
+        self.model = wrap_ddp(self.network, device)
+        sizes = [(parameter.numel() / 1e6, parameter.requires_grad) for parameter in self.network.parameters()]
+        millions, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
+        logger.info(
+            "%s, %.1f M parameters, %.1f M of them trained, %s on %s",
+            *(self.network.config.summary, millions, trained, dtype, process),
+        )
+
+        # Evaluations after an epoch.
+        self.validation = None if data.held_out is None else open_validation(data.held_out, args.batch_size)
         self.probe = None
         if args.zero_shot_freq:
             self.probe = open_training_probe(args.zero_shot_path, args.data_path, args.download)
 
     @abstractmethod
-    def batch_form(self, args: argparse.Namespace) -> BatchForm:
-        """How batches are made of pairs."""
+    def build_model(self) -> tuple[Any, list[ModelPart]]:
+        """The model with random weights, and its parts with their learning rates."""
 
     @abstractmethod
-    def build_training(self, args: argparse.Namespace, process: Distributed, steps_per_epoch: int) -> Any:
-        """Model, loss, optimizer and schedule from the options: a `ContrastiveTraining`."""
+    def encode(self, model: nn.Module, batch: AnyBatch) -> tuple[Tensor, ...]:
+        """Features of a batch on the device, by the model inside DDP or without, in the updater's precision.
+
+        Features of several batches can be concatenated along the first dimension.
+        """
+
+    @abstractmethod
+    def loss(self, features: Sequence[Tensor], batches: Sequence[AnyBatch]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of this rank over all ranks' features, and what is logged beside it, detached.
+
+        Args:
+            features: as `encode` returns them, of all micro-batches.
+            batches: the micro-batches.
+        """
+
+    @property
+    @abstractmethod
+    def loss_parameters(self) -> list[nn.Parameter]:
+        """The model's weights that `loss` reads."""
+
+    @abstractmethod
+    def bound_weights(self) -> None:
+        """Called after each update, without gradients: bring back what left its range."""
+
+    @property
+    @abstractmethod
+    def scorer(self) -> Scorer:
+        """The model as evaluations use it."""
+
+    @property
+    @abstractmethod
+    def logit_scale(self) -> Tensor:
+        """(), the inverse temperature of the loss."""
+
+    @property
+    def networks(self) -> dict[str, nn.Module]:
+        """The model."""
+        return {"model": self.network}
+
+    def normalized(self, images: UInt8[Tensor, "B C H W"]) -> Float[Tensor, "B C H W"]:
+        """8-bit pixels -> input of the image encoder."""
+        return (images.float() / 255 - self.mean) / self.std
+
+    def step(self, batches: list[AnyBatch], epoch: int, is_last: bool) -> StepReport:
+        """One contrastive step."""
+        return train_step(self, batches)
 
     @property
     def model_description(self) -> dict[str, Any]:
         """How the model is built, and the mean and std of its images."""
-        config = self.training.network.config
-        return {**config.to_dict(), "mean": list(self.args.norm_mean), "std": list(self.args.norm_std)}
+        return {**self.network.config.to_dict(), "mean": list(self.args.norm_mean), "std": list(self.args.norm_std)}
 
     @property
     def description(self) -> dict[str, Any]:
@@ -121,12 +189,8 @@ class PairObjective(Objective[AnyBatch]):
         return {self.model_key: self.model_description}
 
     def check_same_model(self, checkpoint: Mapping[str, Any], source: str) -> None:
-        """Refuse to resume a checkpoint of another model.
-
-        Raises:
-            CheckpointError: names each value that differs.
-        """
-        saved, config = checkpoint.get(self.model_key), self.training.network.config
+        """Refuse to resume a checkpoint of another model; the `CheckpointError` names each value that differs."""
+        saved, config = checkpoint.get(self.model_key), self.network.config
         if saved is None:
             raise CheckpointError(
                 f"{source} holds no {self.model_name}, so it cannot be resumed; choose another --output_dir"
@@ -135,7 +199,7 @@ class PairObjective(Objective[AnyBatch]):
         complete = {**saved, **type(config).from_dict(dict(saved)).to_dict()}
         check_same_description(complete, self.model_description, source)
 
-    def start_towers(self, with_rest: bool = True) -> set[str]:
+    def initialize_encoders(self, with_rest: bool = True) -> set[str]:
         """Start the image encoder, or both encoders, from other weights; with both options each from its own.
 
         Args:
@@ -147,7 +211,7 @@ class PairObjective(Objective[AnyBatch]):
         Raises:
             CheckpointError: the weights do not fit the model.
         """
-        args, model, taken = self.args, self.training.network, set[str]()
+        args, model, taken = self.args, self.network, set[str]()
         if args.init_clip:
             report = initialize_towers(model, args.init_clip, with_rest, with_image=not args.init_from)
             taken |= set(report.taken)
@@ -160,36 +224,17 @@ class PairObjective(Objective[AnyBatch]):
 
     @property
     def scorer_settings(self) -> tuple[ClipView, torch.device, int, int, torch.dtype]:
-        """What every scorer takes beside the model: view, device, batch size, loading processes, precision."""
+        """A scorer's settings beside the model: view, device, batch size, loading processes, precision."""
         args, updater = self.args, self.updater
         view = ClipView(args.img_size, tuple(args.norm_mean), tuple(args.norm_std))
         return view, updater.device, self.sampler.batch_size, min(args.num_workers, 2), updater.dtype
 
-    @property
-    @abstractmethod
-    def scorer(self) -> Scorer:
-        """The model as evaluations ask it."""
-
-    @property
-    @abstractmethod
-    def logit_scale(self) -> Tensor:
-        """(), the inverse temperature of the loss."""
-
-    def step(self, batches: list[AnyBatch], epoch: int, is_last: bool) -> StepReport:
-        """One contrastive step."""
-        return train_step(self.training, batches)
-
-    def rehearsal_batch(self) -> AnyBatch:
-        """The first pairs."""
-        batch: AnyBatch = self.data.first_batch(self.sampler.batch_size)
-        return batch
-
-    def count(self, batch: Any) -> tuple[int, ...]:
+    def count(self, batch: Any) -> dict[str, int]:
         """Pairs that were replaced, texts that were cut off."""
-        return len(batch.corrupt), batch.num_truncated
+        return {**super().count(batch), "num_truncated": batch.num_truncated}
 
     def watch_counts(self, counts: Mapping[str, int], num_seen: int) -> None:
-        """Say once that most texts are cut off."""
+        """Warn once if most texts are cut off."""
         number = counts["num_truncated"]
         if self.has_warned or number <= MOST_TEXTS * num_seen:
             return
@@ -219,21 +264,6 @@ class PairObjective(Objective[AnyBatch]):
         return EpochResult({**values, self.metric: accuracy}, score=accuracy)
 
 
-@dataclass(frozen=True)
-class ModelPart:
-    """Weights that share a learning rate.
-
-    Attributes:
-        prefixes: how their names begin.
-        lr: after the warm-up.
-        warmup_steps: of its linear warm-up.
-    """
-
-    prefixes: tuple[str, ...]
-    lr: float
-    warmup_steps: int
-
-
 def tower_options(args: argparse.Namespace) -> dict[str, Any]:
     """The options of both encoders, as fields of `TowerSizes`."""
     return {
@@ -246,38 +276,6 @@ def tower_options(args: argparse.Namespace) -> dict[str, Any]:
         "context_length": args.context_length,
         "pre_norm": args.pre_norm,
         "quick_gelu": args.quick_gelu,
-    }
-
-
-def shared_training(
-    model: Any, parts: Sequence[ModelPart], args: argparse.Namespace, steps_per_epoch: int, process: Distributed
-) -> dict[str, Any]:
-    """The fields of `ContrastiveTraining`: the model on the device, as the options say, and what trains it.
-
-    Args:
-        model: a module with an `image` and a `text` encoder and a `config`.
-        parts: of the model; see `updater_of_parts`.
-        args: the options.
-        steps_per_epoch: of the run.
-        process: this process among its peers.
-    """
-    device, dtype = process.device, choose_precision(args.precision, None, process.device)
-    model.to(device)
-    for tower in (model.image.backbone, model.text):
-        tower.set_grad_checkpointing(args.grad_checkpointing)
-        tower.use_fused_attention(use_fused_attention(device, dtype))
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    logger.info(
-        "%s, %.1f M parameters, %.1f M of them trained, %s on %s",
-        *(model.config.summary, num_parameters / 1e6, num_trained / 1e6, dtype, process),
-    )
-    statistics = {"mean": args.norm_mean, "std": args.norm_std}
-    return {
-        "model": wrap_ddp(model, device),
-        "updater": updater_of_parts(model, parts, args, steps_per_epoch, device, dtype),
-        "clip_grad": args.clip_grad,
-        **{name: torch.tensor(value, device=device).view(1, -1, 1, 1) for name, value in statistics.items()},
     }
 
 

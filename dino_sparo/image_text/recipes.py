@@ -55,6 +55,12 @@ class Recipes:
             if getattr(args, name) is None and not name.startswith(WARMUP):
                 setattr(args, name, self._value(args.preset, name))
 
+    def defaults_of(self, parser: argparse.ArgumentParser) -> dict[str, Any]:
+        """The values of a parser's options if none is given, as `apply` fills them in."""
+        args = parser.parse_args([])
+        self.apply(args)
+        return vars(args)
+
     def fill_in_warmup(self, args: argparse.Namespace, total_steps: int) -> None:
         """Give each warm-up that is None its value: the preset's or the default, or a tenth of a run shorter than that.
 

@@ -4,104 +4,27 @@
     loss = loss(features)         compares all with all; it may have weights of its own
     gradients, update
 
-An objective says what its features and its loss are. Nothing in a step is random: crops, captions and false graphs were
-drawn by the loader.
+A `PairObjective` says what its features and its loss are. Nothing in a step is random: the loader drew crops, captions
+and false graphs.
 """
 
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from dino_sparo.runtime.distributed import without_reduction
-from dino_sparo.training.objective import AnyBatch, StepReport, Training
-from dino_sparo.training.updater import Updater
+from dino_sparo.training.objective import StepReport
+
+if TYPE_CHECKING:
+    from dino_sparo.image_text.objective import PairObjective
 
 # Features -> loss of this rank in nats, and what is logged beside it.
 Loss = Callable[[Sequence[Tensor]], tuple[Tensor, dict[str, Tensor]]]
 
 
-@dataclass
-class ContrastiveTraining(Training[AnyBatch]):
-    """Everything a step needs and changes.
-
-    Attributes:
-        model: the model, inside DDP where there are several processes.
-        updater: the model's optimizer, schedules and precision.
-        mean: (1, C, 1, 1), of pixels in 0..1, on the device.
-        std: likewise.
-        clip_grad: largest norm of all gradients together; 0 for no limit.
-    """
-
-    model: nn.Module
-    updater: Updater
-    mean: Tensor
-    std: Tensor
-    clip_grad: float = 0.0
-
-    @property
-    def network(self) -> Any:
-        """The model without DDP."""
-        return self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
-
-    @property
-    def modules(self) -> dict[str, nn.Module]:
-        """The model."""
-        return {"model": self.network}
-
-    def normalized(self, images: UInt8[Tensor, "B C H W"]) -> Float[Tensor, "B C H W"]:
-        """8-bit pixels -> what the image encoder takes."""
-        return (images.float() / 255 - self.mean) / self.std
-
-    @abstractmethod
-    def encode(self, model: nn.Module, batch: AnyBatch) -> tuple[Tensor, ...]:
-        """Features of a batch on the device, by the model inside DDP or without, in the updater's precision.
-
-        Features of several batches can be put together along the first dimension.
-        """
-
-    @abstractmethod
-    def loss(self, features: Sequence[Tensor], batches: Sequence[AnyBatch]) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of this rank over all ranks' features, and what is logged beside it, detached.
-
-        Args:
-            features: as `encode` returns them, of all micro-batches.
-            batches: the micro-batches.
-        """
-
-    @property
-    @abstractmethod
-    def loss_parameters(self) -> list[nn.Parameter]:
-        """The model's weights that `loss` reads."""
-
-    @abstractmethod
-    def bound_weights(self) -> None:
-        """Called after each update, without gradients: bring back what left its range."""
-
-    def trial_loss(self, batch: AnyBatch) -> Tensor:
-        """Forward passes and loss of one micro-batch."""
-        on_device: Any = batch
-        batch = on_device.to(self.updater.device)
-        return self.loss(self.encode(self.model, batch), [batch])[0]
-
-    def local_trial_loss(self, batch: AnyBatch) -> Tensor:
-        """The sum of all features: what compares the ranks' features is not compiled."""
-        on_device: Any = batch
-        batch = on_device.to(self.updater.device)
-        if self.updater.accum_steps > 1:
-            with torch.no_grad():  # as in `backward_in_parts`: to the compiler another graph
-                self.encode(self.network, batch)
-        with without_reduction(self.model):
-            features = self.encode(self.model, batch)
-        return torch.stack([feature.float().sum() for feature in features]).sum()
-
-
-def train_step(training: ContrastiveTraining[AnyBatch], batches: Sequence[Any]) -> StepReport:
+def train_step(objective: "PairObjective[Any]", batches: Sequence[Any]) -> StepReport:
     """Forward, loss, backward, update.
 
     With several micro-batches the gradients are those of one batch that holds them all: every pair is compared with all
@@ -109,55 +32,51 @@ def train_step(training: ContrastiveTraining[AnyBatch], batches: Sequence[Any]) 
     weights stay as they are until the trainer reads the report and ends the run.
 
     Args:
-        training: changed in place.
+        objective: changed in place.
         batches: `accum_steps` micro-batches of this rank.
 
     Returns:
         The report; its scalars: the objective's own and `grad_norm`, of all gradients together before clipping.
     """
-    updater = training.updater
+    updater = objective.updater
     updater.begin_step()
     batches = [batch.to(updater.device) for batch in batches]
     backward = backward_at_once if len(batches) == 1 else backward_in_parts
-    loss, scalars = backward(training, batches)
-    grad_norm = _update(training, loss)
+    loss, scalars = backward(objective, batches)
+    grad_norm = _update(objective, loss)
     report: dict[str, Tensor | float] = {"lr": updater.hyperparameter("lr"), **scalars, "grad_norm": grad_norm}
     updater.step += 1
     return StepReport(loss, updater.nonfinite.clone(), report)
 
 
-def backward_at_once(
-    training: ContrastiveTraining[AnyBatch], batches: Sequence[AnyBatch]
-) -> tuple[Tensor, dict[str, Tensor]]:
+def backward_at_once(objective: "PairObjective[Any]", batches: Sequence[Any]) -> tuple[Tensor, dict[str, Tensor]]:
     """Gradients of a step with one micro-batch; the loss, detached, and what is logged."""
     (batch,) = batches
-    loss, scalars = training.loss(training.encode(training.model, batch), batches)
-    training.updater.backward(loss, loss)
+    loss, scalars = objective.loss(objective.encode(objective.model, batch), batches)
+    objective.updater.backward(loss, loss)
     return loss.detach(), scalars
 
 
-def backward_in_parts(
-    training: ContrastiveTraining[AnyBatch], batches: Sequence[AnyBatch]
-) -> tuple[Tensor, dict[str, Tensor]]:
+def backward_in_parts(objective: "PairObjective[Any]", batches: Sequence[Any]) -> tuple[Tensor, dict[str, Tensor]]:
     """The same with several: all features first, without gradients, then each part again; see `loss_gradients`."""
     with torch.no_grad():
-        outputs = [training.encode(training.network, batch) for batch in batches]
+        outputs = [objective.encode(objective.network, batch) for batch in batches]
     features = [torch.cat(parts) for parts in zip(*outputs, strict=True)]
-    of_loss = loss_gradients(lambda leaves: training.loss(leaves, batches), features, training.loss_parameters)
+    of_loss = loss_gradients(lambda leaves: objective.loss(leaves, batches), features, objective.loss_parameters)
     sizes = [[len(feature) for feature in parts] for parts in zip(*outputs, strict=True)]
     own_gradients = zip(
         *(gradient.split(size) for gradient, size in zip(of_loss.features, sizes, strict=True)), strict=True
     )
     for index, (batch, gradients) in enumerate(zip(batches, own_gradients, strict=True)):
         is_last = index == len(batches) - 1
-        with training.updater.gradient_sync(training.model, is_last):
-            output = training.encode(training.model, batch)
+        with objective.updater.gradient_sync(objective.model, is_last):
+            output = objective.encode(objective.model, batch)
             # Its gradient is the loss' own: the factors are constants.
             pairs = list(zip(output, gradients, strict=True))
             if is_last:
-                pairs += zip(training.loss_parameters, of_loss.parameters, strict=True)
+                pairs += zip(objective.loss_parameters, of_loss.parameters, strict=True)
             product = torch.stack([(value * gradient).sum() for value, gradient in pairs]).sum()
-            training.updater.backward(product, of_loss.loss)
+            objective.updater.backward(product, of_loss.loss)
     return of_loss.loss, of_loss.scalars
 
 
@@ -198,13 +117,13 @@ def loss_gradients(loss: Loss, features: Sequence[Tensor], parameters: Sequence[
     return LossGradients(value.detach(), scalars, list(gradients[: len(leaves)]), list(gradients[len(leaves) :]))
 
 
-def _update(training: ContrastiveTraining[AnyBatch], loss: Tensor) -> Tensor:
+def _update(objective: "PairObjective[Any]", loss: Tensor) -> Tensor:
     """Clip, step, keep weights in their range; returns the gradients' norm."""
-    updater = training.updater
+    updater = objective.updater
     grad_norm = updater.finish_gradients(loss).norm()
-    if training.clip_grad:
-        torch.nn.utils.clip_grads_with_norm_(updater.parameters, training.clip_grad, grad_norm)
+    if objective.clip_grad:
+        torch.nn.utils.clip_grads_with_norm_(updater.parameters, objective.clip_grad, grad_norm)
     updater.update()
     with torch.no_grad():
-        training.bound_weights()
+        objective.bound_weights()
     return grad_norm

@@ -8,17 +8,14 @@
 K^ and V^ stay where they are: they are the largest, and every pair is scored by the rank of its image.
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from dino_sparo.image_text.contrastive import MAX_LOGIT_SCALE, contrastive_loss
-from dino_sparo.image_text.step import ContrastiveTraining
+from dino_sparo.image_text.contrastive import contrastive_loss
 from dino_sparo.oc_clip.graphs.batches import GraphBatch, join_graphs
 from dino_sparo.oc_clip.loss import RelationLoss, relation_loss, total_loss
 from dino_sparo.oc_clip.model import OCCLIP, look_up
@@ -28,63 +25,37 @@ from dino_sparo.runtime.collectives import gather_with_gradient
 from dino_sparo.runtime.distributed import all_gather_object, rank, world_size
 
 
-@dataclass
-class OCTraining(ContrastiveTraining[GraphPairBatch]):
-    """Everything a step needs and changes.
+def graph_loss(
+    network: OCCLIP, features: Sequence[Tensor], batches: Sequence[GraphPairBatch], rel_loss_weight: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The contrastive loss and the local loss of relations, nats, and numbers for the log.
 
-    Attributes:
-        rel_loss_weight: lambda, of the local loss of relations; 0 leaves it out.
+    Logged are both, `itc_loss` and `rel_loss` (a mean over the pairs with altered relations), `batch_accuracy`, the
+    share of this rank's images whose own graph scores highest among this rank's, `logit_scale`, and `ent_rel_ratio`,
+    alpha / beta.
+
+    Args:
+        network: the model.
+        features: its output, of all micro-batches of this rank.
+        batches: the micro-batches.
+        rel_loss_weight: lambda; 0 leaves the local loss out.
     """
-
-    rel_loss_weight: float = 1.0
-
-    def encode(self, model: nn.Module, batch: GraphPairBatch) -> tuple[Tensor, ...]:
-        """`OCCLIP.forward` of the images and phrases of a batch."""
-        with self.updater.autocast():
-            encoded: tuple[Tensor, ...] = model(self.normalized(batch.images), batch.token_ids)
-        return encoded
-
-    def loss(self, features: Sequence[Tensor], batches: Sequence[GraphPairBatch]) -> tuple[Tensor, dict[str, Tensor]]:
-        """The contrastive loss and the local loss of relations.
-
-        Logged are both, `itc_loss` and `rel_loss` (nats; the latter a mean over the pairs with altered relations),
-        `batch_accuracy`, the share of this rank's images whose own graph scores highest among this rank's,
-        `logit_scale`, and `ent_rel_ratio`, alpha / beta.
-        """
-        network: OCCLIP = self.network
-        keys, values, entities, relations = features
-        graphs = join_graphs([batch.graphs for batch in batches])
-        own = look_up(graphs, entities, relations)
-        every = own if world_size() == 1 else graphs_of_all_ranks(graphs, entities, relations)
-        scores = score_all_pairs(network.binding, network.scoring, every, keys, values)
-        scale = network.inverse_temperature
-        contrast = loss = contrastive_loss(scores, scale)
-        scalars = {"itc_loss": contrast.detach(), "batch_accuracy": _accuracy(scores.detach())}
-        if self.rel_loss_weight:
-            local = local_loss(network, graphs, own, keys, values)
-            loss = total_loss(contrast, local.loss, self.rel_loss_weight)
-            scalars["rel_loss"] = local.mean
-        if scale is not None:
-            scalars["logit_scale"] = scale.detach()
-        scalars["ent_rel_ratio"] = (network.scoring.ent_coef / network.scoring.rel_coef).detach()
-        return loss, scalars
-
-    @property
-    def loss_parameters(self) -> list[nn.Parameter]:
-        """Those of the binding module that see entities and patches together, scoring, temperature."""
-        parameters: list[nn.Parameter] = self.network.comparing_parameters
-        return parameters
-
-    def bound_weights(self) -> None:
-        """Keep temperature and coefficients in their ranges."""
-        self.network.scoring.clamp_coefs_()
-        if self.network.logit_scale is not None:
-            self.network.logit_scale.clamp_(0, math.log(MAX_LOGIT_SCALE))
-
-    @property
-    def compiled_modules(self) -> list[nn.Module]:
-        """The image encoder; the number and length of phrases change with every batch."""
-        return [self.network.image.backbone]
+    keys, values, entities, relations = features
+    graphs = join_graphs([batch.graphs for batch in batches])
+    own = look_up(graphs, entities, relations)
+    every = own if world_size() == 1 else graphs_of_all_ranks(graphs, entities, relations)
+    scores = score_all_pairs(network.binding, network.scoring, every, keys, values)
+    scale = network.inverse_temperature
+    contrast = loss = contrastive_loss(scores, scale)
+    scalars = {"itc_loss": contrast.detach(), "batch_accuracy": _accuracy(scores.detach())}
+    if rel_loss_weight:
+        local = local_loss(network, graphs, own, keys, values)
+        loss = total_loss(contrast, local.loss, rel_loss_weight)
+        scalars["rel_loss"] = local.mean
+    if scale is not None:
+        scalars["logit_scale"] = scale.detach()
+    scalars["ent_rel_ratio"] = (network.scoring.ent_coef / network.scoring.rel_coef).detach()
+    return loss, scalars
 
 
 def local_loss(

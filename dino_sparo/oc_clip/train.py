@@ -5,27 +5,27 @@
         --data_path coco/captions_train2017.json --graphs coco_graphs.jsonl --output_dir runs/oc-coco
     python run_with_submitit.py --module dino_sparo.oc_clip.train ...                # the same on Slurm
 
-Options are those of `options.py`. What they describe is built here; a step is `step.py`, what all image-text objectives
-share is `image_text/objective.py`, the run is `training/run.py`. Starting the same command again goes on from the last
-checkpoint.
+Options are those of `options.py`. The loss of a step is `step.py`, what all image-text objectives share is
+`image_text/objective.py`, the run is `training/run.py`. The same command resumes from the last checkpoint.
 """
 
 import argparse
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from dino_sparo.image_text.objective import ModelPart, PairObjective, shared_training, tower_options
+from dino_sparo.image_text.contrastive import MAX_LOGIT_SCALE
+from dino_sparo.image_text.objective import ModelPart, PairObjective, tower_options
 from dino_sparo.image_text.pairs.batches import PairDataset, PairItem
 from dino_sparo.image_text.pairs.captions import TarCaptions
 from dino_sparo.image_text.pairs.run_data import BatchForm
-from dino_sparo.oc_clip import options as oc_clip_options
+from dino_sparo.oc_clip import options
 from dino_sparo.oc_clip.config import BindingConfig
 from dino_sparo.oc_clip.graphs.files import CaptionGraphs, graph_of, graphs_in_shards, open_graphs
 from dino_sparo.oc_clip.graphs.graph import LookupCounts, SceneGraph
@@ -35,8 +35,9 @@ from dino_sparo.oc_clip.options import DEFAULT_GRAPHS, get_args_parser
 from dino_sparo.oc_clip.pairs import GraphPairBatch, GraphPairDataset, collate_graph_pairs
 from dino_sparo.oc_clip.presets import RECIPES
 from dino_sparo.oc_clip.scorer import GraphScorer
-from dino_sparo.oc_clip.step import OCTraining
+from dino_sparo.oc_clip.step import graph_loss
 from dino_sparo.runtime.distributed import Distributed, all_or_none
+from dino_sparo.runtime.extras import require
 from dino_sparo.training import run
 
 __all__ = ["check_options", "get_args_parser", "train"]
@@ -47,26 +48,33 @@ SLOW_START = 0.5  # a tower with a smaller share of the learning rate is meant t
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """What `OCCLIPObjective` checks, and that the model can be built, before a job waits in a queue.
+    """Refuse options that do not fit, and a missing package, before a job waits in a queue.
 
     Raises:
         ValueError: names the option or the value and what would fit.
         MissingPackageError: names the package and how to install it.
     """
-    OCCLIPObjective.check_options(args)
+    require("open_clip", "captions")
+    options.check_options(args)
     with torch.device("meta"):  # takes no memory
         build_model(args)
 
 
 def train(args: argparse.Namespace) -> None:
-    """Train OC-CLIP with these options, or go on from the last checkpoint; see `training.run.train` for errors."""
-    run.train(args, OCCLIPObjective)
+    """Train OC-CLIP with these options, or resume from the last checkpoint; `training.run.train` lists the errors."""
+    run.train(args, OCCLIPObjective, check_options, lambda _: RECIPES.defaults_of(get_args_parser()))
 
 
 class OCCLIPObjective(PairObjective[GraphPairBatch]):
-    """OC-CLIP: among the graphs of a batch find each image's own, and the other way round; see `PairObjective`."""
+    """OC-CLIP: among the graphs of a batch find each image's own, and the other way round.
 
-    options: ClassVar[ModuleType] = oc_clip_options
+    Attributes:
+        graphs: caption -> scene graph.
+        val_graphs: as `graphs`, of the pairs to validate on.
+        symmetric: predicates that hold both ways.
+        rel_loss_weight: lambda, of the local loss of relations.
+    """
+
     model_name, model_key = "OC-CLIP", "oc_clip"
     counters: ClassVar[Mapping[str, str]] = {
         **PairObjective.counters,
@@ -76,7 +84,6 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
         "num_dropped_relations": "dropped_relations",
     }
     harmless_options: ClassVar[Sequence[str]] = (*PairObjective.harmless_options, "score_chunk_mb", "val_graphs")
-    training: OCTraining
 
     def __init__(self, args: argparse.Namespace, process: Distributed) -> None:
         caps = {"max_nodes": args.max_nodes, "max_relations": args.max_relations}
@@ -89,37 +96,60 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
             self.val_graphs = open_graphs(args.val_graphs, **caps) if args.val_graphs else self.graphs
             self.symmetric = read_symmetric(Path(args.symmetric)) if args.symmetric else frozenset()
         logger.info("graphs: %s", self.graphs.record)
-        super().__init__(args, process)
+        form = BatchForm(partial(collate_graph_pairs, context_length=args.context_length), self.with_graphs)
+        self.rel_loss_weight = args.rel_loss_weight
+        super().__init__(args, process, form)
 
-    def batch_form(self, args: argparse.Namespace) -> BatchForm:
-        """Images, the graphs of captions and the tokens of their phrases."""
+    def with_graphs(self, pairs: PairDataset) -> GraphPairDataset:
+        """Pairs -> pairs with the graphs of their captions."""
+        args, captions, graph_of_pair = self.args, pairs.source.captions, partial(graph_of_caption, self.graphs)
+        if args.graph_key is not None:
+            if not isinstance(captions, TarCaptions):
+                raise ValueError(f"--graph_key is for tar shards; {pairs.source.name} has none. Give --graphs FILE")
+            graph_of_pair = partial(graph_in_shard, self.graphs, captions, args.graph_key)
+        return GraphPairDataset(pairs, graph_of_pair, args.rel_negatives, self.symmetric)
 
-        def with_graphs(pairs: PairDataset) -> GraphPairDataset:
-            captions, graph_of_pair = pairs.source.captions, partial(graph_of_caption, self.graphs)
-            if args.graph_key is not None:
-                if not isinstance(captions, TarCaptions):
-                    raise ValueError(f"--graph_key is for tar shards; {pairs.source.name} has none. Give --graphs FILE")
-                graph_of_pair = partial(graph_in_shard, self.graphs, captions, args.graph_key)
-            return GraphPairDataset(pairs, graph_of_pair, args.rel_negatives, self.symmetric)
-
-        return BatchForm(partial(collate_graph_pairs, context_length=args.context_length), with_graphs)
-
-    def build_training(self, args: argparse.Namespace, process: Distributed, steps_per_epoch: int) -> OCTraining:
-        """Model, loss, optimizer and schedule from the options."""
-        torch.manual_seed(args.seed)
+    def build_model(self) -> tuple[OCCLIP, list[ModelPart]]:
+        """Both towers and the binding module, each with its learning rate and warm-up."""
+        args = self.args
         model = build_model(args)
         model.binding.chunk_mb = args.score_chunk_mb
-        RECIPES.fill_in_warmup(args, args.epochs * steps_per_epoch)
+        RECIPES.fill_in_warmup(args, args.epochs * self.sampler.steps_per_epoch)
         for name in ("warmup_image", "warmup_text"):
             if getattr(args, name) is None:
                 setattr(args, name, args.warmup_steps)
-        parts = [
+        return model, [
             ModelPart(("image.",), args.lr_image, args.warmup_image),
             ModelPart(("text.",), args.lr_text, args.warmup_text),
             ModelPart(("",), args.lr, args.warmup_steps),
         ]
-        shared = shared_training(model, parts, args, steps_per_epoch, process)
-        return OCTraining(rel_loss_weight=args.rel_loss_weight, **shared)
+
+    @property
+    def compiled_modules(self) -> list[nn.Module]:
+        """The image encoder; the number and length of phrases change with every batch."""
+        return [self.network.image.backbone]
+
+    def encode(self, model: nn.Module, batch: GraphPairBatch) -> tuple[Tensor, ...]:
+        """`EncodedBatch` of the images and phrases of a batch."""
+        with self.updater.autocast():
+            encoded: tuple[Tensor, ...] = model(self.normalized(batch.images), batch.token_ids)
+        return encoded
+
+    def loss(self, features: Sequence[Tensor], batches: Sequence[GraphPairBatch]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The contrastive loss and the local loss of relations."""
+        return graph_loss(self.network, features, batches, self.rel_loss_weight)
+
+    @property
+    def loss_parameters(self) -> list[nn.Parameter]:
+        """Those of the binding module that see entities and patches together, scoring, temperature."""
+        parameters: list[nn.Parameter] = self.network.comparing_parameters
+        return parameters
+
+    def bound_weights(self) -> None:
+        """Keep temperature and coefficients in their ranges."""
+        self.network.scoring.clamp_coefs_()
+        if self.network.logit_scale is not None:
+            self.network.logit_scale.clamp_(0, math.log(MAX_LOGIT_SCALE))
 
     @property
     def description(self) -> dict[str, Any]:
@@ -135,21 +165,21 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
     @property
     def logit_scale(self) -> Tensor:
         """The inverse temperature; 1 where there is none."""
-        scale: Tensor | None = self.training.network.inverse_temperature
+        scale: Tensor | None = self.network.inverse_temperature
         return torch.ones((), device=self.updater.device) if scale is None else scale
 
     @property
     def scorer(self) -> GraphScorer:
-        """The model as evaluations ask it; each counts the graphs that it misses anew."""
-        return GraphScorer(self.training.network, self.val_graphs.uncounted(), *self.scorer_settings)
+        """The model as evaluations use it; each scorer counts its missing graphs from 0."""
+        return GraphScorer(self.network, self.val_graphs.uncounted(), *self.scorer_settings)
 
-    def start_from(self) -> None:
+    def initialize(self) -> None:
         """Start the image encoder, or both encoders, from other weights; scores are not those of the file.
 
         Raises:
             CheckpointError: the weights do not fit the model.
         """
-        self.start_towers(with_rest=False)
+        self.initialize_encoders(with_rest=False)
         args = self.args
         is_started = {"image": args.init_clip or args.init_from, "text": args.init_clip}
         for tower, is_trained in is_started.items():
@@ -165,11 +195,16 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
                 args.graphs,
             )
 
-    def count(self, batch: Any) -> tuple[int, ...]:
-        """Pairs that were replaced, phrases that were cut off, what was changed in graphs."""
+    def count(self, batch: Any) -> dict[str, int]:
+        """Pairs that were replaced, phrases that were cut off, changes to graphs."""
         counts: LookupCounts = batch.graph_counts
-        dropped = counts.dangling + counts.loops + counts.relations
-        return *super().count(batch), counts.missing, counts.whole_caption, counts.nodes, dropped
+        return {
+            **super().count(batch),
+            "num_missing_graphs": counts.missing,
+            "num_whole_captions": counts.whole_caption,
+            "num_dropped_nodes": counts.nodes,
+            "num_dropped_relations": counts.dangling + counts.loops + counts.relations,
+        }
 
     def watch_counts(self, counts: Mapping[str, int], num_seen: int) -> None:
         """Stop where more captions have no graph than `--max_corrupt` allows.

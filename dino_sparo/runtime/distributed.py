@@ -348,27 +348,6 @@ def wrap_ddp(model: nn.Module, device: torch.device, static_graph: bool = False)
     return DistributedDataParallel(model, device_ids, gradient_as_bucket_view=True, static_graph=static_graph)
 
 
-@contextlib.contextmanager
-def without_reduction(model: nn.Module) -> Iterator[None]:
-    """Within this context a network inside DDP runs as in DDP, but DDP prepares no exchange of gradients.
-
-    The compiler cuts the network's graph where DDP's buckets end only while DDP runs it, so the network alone would be
-    compiled into another graph. Gradients have to be taken with `torch.autograd.grad`: the static graph counts the
-    backward passes that reach the weights.
-
-    Args:
-        model: inside DDP, or not: then nothing is changed.
-    """
-    if not isinstance(model, DistributedDataParallel):
-        yield
-        return
-    model.forward = model._run_ddp_forward  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del model.forward
-
-
 def shutdown() -> None:
     """Leave the process group, if there is one."""
     global _peers

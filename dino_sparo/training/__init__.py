@@ -1,10 +1,15 @@
-"""What keeps a run going, for every objective.
+"""A training run, for any objective.
 
-    objective.py   what an objective is: the contract between it and everything below
-    updates.py     gradients -> weights: precision, accumulation, schedules, steps that are skipped
+    objective.py   the contract between an objective and the trainer
+    run.py         the life of a run: build, resume, epochs, evaluations, checkpoints
+    resume.py      content of a checkpoint; saving and resuming
     loop.py        one epoch: fetch, step, agree, log
-    rehearsal.py   compile the networks; what a step keeps in memory
-    run.py         build, resume, epochs, save
+    updater.py     gradients -> weights: precision, accumulation, schedules, skipped steps
+    optim.py       parameter groups, optimizers, schedules, clipping
+    compile.py     torch.compile of the networks
+    memory.py      memory of the first step, by part
+    images.py      functions for objectives on crops of images
+    options.py     options of a run that all objectives share
 
-`dino/` and `clip/` each supply an `Objective`; everything else about a run stands here, once.
+`dino/`, `clip/` and `oc_clip/` each supply an `Objective`.
 """

@@ -1,6 +1,6 @@
 """Gradients -> weights, for every objective: precision, accumulation, schedules, and steps that are skipped.
 
-An objective's step calls these in its own order; see `dino/step.py` and `clip/step.py`. Nothing here reads the device.
+An objective's step calls these in its own order: `dino/step.py`, `image_text/step.py`. Nothing here reads the device.
 """
 
 import math

@@ -1,6 +1,5 @@
 """Faults while CLIP trains: the loop is the one that DINO has, and ends and goes on as there; see test_faults.py."""
 
-import importlib
 import time
 from pathlib import Path
 from typing import Any
@@ -35,25 +34,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.alone]
 def whole_clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run that nobody disturbs."""
     return undisturbed(tmp_path_factory.mktemp("whole_clip"), CLIP)
-
-
-def _no_compiler_on_rank_1(rank: int) -> None:
-    def broken(*arguments: object, **options: object) -> None:
-        raise RuntimeError("no compiler here")
-
-    if rank == 1:
-        importlib.import_module("torch._inductor.compile_fx").compile_fx = broken
-
-
-def test_where_one_rank_cannot_compile_none_does_and_the_run_is_the_uncompiled_one(
-    tmp_path: Path, whole_clip: Path
-) -> None:
-    with Ranks(tmp_path, options(tmp_path, CLIP, compile="on"), spoil=_no_compiler_on_rank_1, command=CLIP) as ranks:
-        assert ranks.wait(3 * PATIENCE) == [0, 0], ranks.log(0) + ranks.log(1)
-    said = "the networks run uncompiled (on 1 of 2 processes, rank 1: BackendCompilerFailed"
-    assert ranks.log(0).count("the networks run uncompiled") == 1
-    assert said in ranks.log(0), ranks.log(0)
-    assert_same_run(whole_clip, tmp_path, CLIP)
 
 
 def _no_memory_on_rank_1(rank: int) -> None:

@@ -5,12 +5,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from objectives import bare
 from reference import weights as recorded
 from torch import nn
 
 import dino_sparo
 from dino_sparo.data.dataset import Batch
-from dino_sparo.dino.step import DINOTraining, train_step
+from dino_sparo.dino.step import train_step
+from dino_sparo.dino.train import DINOObjective
 from dino_sparo.training import optim
 from dino_sparo.training.updater import Updater
 
@@ -46,8 +48,10 @@ def run_ten_steps(
     lr, warmup_steps = S["lr"] * S["batch_size"] / 256, S["warmup_epochs"] * S["steps_per_epoch"]
     rate = optim.cosine_schedule(lr, S["min_lr"], STEPS, warmup_steps=warmup_steps)
     decay = optim.cosine_schedule(S["weight_decay"], S["weight_decay_end"], STEPS)
-    training = DINOTraining(
+    dino = bare(
+        DINOObjective,
         student=student,
+        network=student,
         teacher=teacher,
         loss=loss,
         updater=Updater(
@@ -59,11 +63,12 @@ def run_ten_steps(
         momentum=optim.cosine_schedule(S["momentum_teacher"], 1.0, STEPS),
         clip_grad=clip_grad,
         freeze_last_layer=S["freeze_last_layer"],
+        distort=None,
     )
     losses: list[float] = []
     for epoch in range(S["epochs"]):
         for step in range(epoch * S["steps_per_epoch"], (epoch + 1) * S["steps_per_epoch"]):
-            losses.append(float(train_step(training, [step_batch(step)], epoch).loss))
+            losses.append(float(train_step(dino, [step_batch(step)], epoch).loss))
         after_epoch()
     return losses
 

@@ -238,12 +238,9 @@ def test_student_logits_of_another_shape_are_refused(shape: tuple[int, ...]) -> 
         inspect.unwrap(DINOLoss.forward)(build(3, 5), torch.zeros(shape), torch.zeros(6, 5).double(), 0)
 
 
-def test_the_cross_entropy_is_compiled_for_fixed_shapes_until_it_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cross_entropy_is_compiled_for_fixed_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     loss, settings = build(2, 5), []
     monkeypatch.setattr(torch, "compile", lambda function, **given: settings.append(given) or (lambda *_: "compiled"))
-    loss.compile_cross_entropy()
+    loss.compile(dynamic=False)
     assert loss._cross_entropy(None, None) == "compiled"
     assert settings == [{"dynamic": False}]
-    loss.uncompile()
-    loss.uncompile()  # once more does nothing
-    assert loss(torch.zeros(6, 5).double(), torch.zeros(6, 5).double(), 0).item() == pytest.approx(math.log(5))

@@ -24,16 +24,18 @@ from dino_sparo.data.crops import MultiCropAugmentation
 from dino_sparo.data.sources import CorruptImageError, open_source
 from dino_sparo.dino import step as dino_step
 from dino_sparo.dino import train as dino_train
-from dino_sparo.dino.step import DINOTraining
+from dino_sparo.dino.train import DINOObjective
 from dino_sparo.draw.pixels import to_pixels
 from dino_sparo.runtime import preemption
 from dino_sparo.runtime.distributed import Distributed
 from dino_sparo.runtime.preemption import RunStopped
 from dino_sparo.training import images
 from dino_sparo.training import run as training_run
+from dino_sparo.training.compile import CompileError
 from dino_sparo.training.images import draw_examples
 from dino_sparo.training.loop import NonFiniteLossError, TooManyCorruptError
 from dino_sparo.training.objective import StepReport
+from dino_sparo.training.resume import Run
 from dino_sparo.weights.checkpoint import CheckpointError
 from dino_sparo.weights.folder import CheckpointFolder
 from main_dino import check_options, get_args_parser, main, train_dino
@@ -214,7 +216,7 @@ def test_an_epoch_that_ends_before_its_evaluation_is_evaluated_when_the_run_goes
     """The bug: a signal in an epoch's last step waited for the evaluation, and a kill in that lost the epoch's end."""
     monkeypatch.setattr(preemption, "MAX_STEPS_BETWEEN", 1)
     monkeypatch.setattr(training_run, "MUCH_TO_LOSE_S", 0.0)
-    take, evaluate, save = dino_train.train_step, images.evaluate_knn, training_run.save
+    take, evaluate, save = dino_train.train_step, images.evaluate_knn, Run.save
     steps, evaluations, saves = 0, 0, 0
 
     def be_stopped(it_is_time: bool) -> None:
@@ -244,7 +246,7 @@ def test_an_epoch_that_ends_before_its_evaluation_is_evaluated_when_the_run_goes
     changes = {"knn_freq": 1, "epochs": 2, "data_path": "scenes:104:32", "batch_size_per_gpu": 24, "saveckp_freq": 1}
     run(tmp_path / "whole", **changes)
     monkeypatch.setattr(dino_train, "train_step", take_and_be_stopped)
-    monkeypatch.setattr(training_run, "save", save_and_be_stopped)
+    monkeypatch.setattr(Run, "save", save_and_be_stopped)
     monkeypatch.setattr(images, "evaluate_knn", evaluate_or_die)
     with pytest.raises(KeyboardInterrupt if moment == "the evaluation" else RunStopped):
         run(tmp_path / "parts", **changes)
@@ -407,7 +409,7 @@ def test_other_images_of_the_same_number_and_other_versions_are_named_when_resum
     assert "--data_path was" in caplog.text
     assert "are not those of" not in caplog.text  # they have moved together
     (folder / "03.png").rename(folder / "033.png")
-    monkeypatch.setattr("dino_sparo.training.run.versions", lambda: {"torch": "1.0"})
+    monkeypatch.setattr("dino_sparo.training.resume.versions", lambda: {"torch": "1.0"})
     run(tmp_path / "out", data_path=str(folder), epochs=3)
     assert "the images, or their order, are not those of" in caplog.text
     assert "and is now 1.0: the rest of the run differs from its beginning, if only by rounding" in caplog.text
@@ -472,12 +474,12 @@ def test_an_epoch_cut_short_changes_no_kept_checkpoint_and_is_logged_once(tmp_pa
 @pytest.mark.parametrize(
     "optimizer", ["adamw", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sgd", "lars"))]
 )
-def test_after_gradients_that_are_not_finite_student_optimizer_and_centre_stay_and_the_teacher_moves(
+def test_after_gradients_that_are_not_finite_student_optimizer_and_center_stay_and_the_teacher_moves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
 ) -> None:
-    found: list[DINOTraining] = []
+    found: list[DINOObjective] = []
 
-    def spoil(training: DINOTraining, loss: torch.Tensor, epoch: int) -> torch.Tensor:
+    def spoil(training: DINOObjective, loss: torch.Tensor, epoch: int) -> torch.Tensor:
         if training.updater.step == 6:
             found.append(training)
             before.update(copy.deepcopy({"student": training.student.state_dict(), "loss": training.loss.state_dict()}))
@@ -709,25 +711,23 @@ def test_a_compiled_run_gives_the_losses_of_a_plain_one(tmp_path: Path) -> None:
     command = [sys.executable, "main_dino.py", *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "compiled in" in done.stderr
+    assert "the first step compiles the networks" in done.stderr
     losses = [epochs_of(tmp_path / name)[0]["train_loss"] for name in ("plain", "compiled")]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
 @pytest.mark.slow
-def test_what_cannot_be_compiled_runs_uncompiled_after_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_where_compilation_fails_the_run_ends_with_the_reason_and_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*arguments: object, **options: object) -> None:
         raise RuntimeError("no compiler here")
 
-    run(tmp_path / "plain", epochs=1, warmup_epochs=0)
     monkeypatch.setattr(importlib.import_module("torch._inductor.compile_fx"), "compile_fx", broken)
     torch._dynamo.reset()
-    run(tmp_path / "fallen_back", epochs=1, warmup_epochs=0, compile="on")
-    assert caplog.text.count("the networks run uncompiled") == 1
-    plain, other = (load_checkpoint(tmp_path / n / "checkpoint.pth")["teacher"] for n in ("plain", "fallen_back"))
-    assert_same_state(plain, other)
+    with pytest.raises(CompileError, match=r"no compiler here\); give --compile off"):
+        run(tmp_path, epochs=1, warmup_epochs=0, compile="on")
+    assert not (tmp_path / "checkpoint.pth").exists()
 
 
 @pytest.mark.parametrize(

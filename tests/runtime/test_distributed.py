@@ -40,7 +40,7 @@ from dino_sparo.runtime.distributed import (
 )
 from dino_sparo.runtime.exits import errors_in_one_line
 from dino_sparo.submit import FAULT_STATUSES
-from dino_sparo.training.loop import NonFiniteLossError, TakenSteps
+from dino_sparo.training.loop import NonFiniteLossError, UnreadReports, raise_nonfinite
 from dino_sparo.training.objective import StepReport
 
 
@@ -258,14 +258,14 @@ def _peer(number: int, count: int, folder: str, results: "multiprocessing.Queue"
 def _message_of_one_bad_loss(number: int, others_see_it: bool) -> str:
     """What this rank says when the loss of rank 1 alone is not finite; with fp16's scale the others do not see that."""
     source = SimpleNamespace(location=lambda index: f"image{index}.jpg")
-    objective = SimpleNamespace(noun="image", source=source, counters={"num_corrupt": ""}, count=lambda batch: (0,))
+    objective = SimpleNamespace(noun="image", source=source, count=lambda batch: {})
     batch = Batch(views=[], labels=torch.tensor([0]), indices=torch.tensor([10 + number]), corrupt=[])
-    taken = TakenSteps(objective)
+    unread = UnreadReports()
     is_bad = number == 1
-    for step, loss, skipped in ((17, 2.5, 0.0), (18, math.nan if is_bad else 2.5, float(is_bad or others_see_it))):
-        taken.add(step, StepReport(torch.tensor(loss), torch.tensor(skipped), {"lr": 0.125}), [batch])
+    for step, loss, nonfinite in ((17, 2.5, 0.0), (18, math.nan if is_bad else 2.5, float(is_bad or others_see_it))):
+        unread.add(step, StepReport(torch.tensor(loss), torch.tensor(nonfinite), {"lr": 0.125}), [batch], objective)
     try:
-        taken.raise_nonfinite(epoch=3)
+        raise_nonfinite(unread, objective, epoch=3)
     except NonFiniteLossError as error:
         return str(error)
     return "went on"

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from objectives import bare
 from runs import options
 from torch import nn
 
@@ -18,8 +19,7 @@ from dino_sparo.oc_clip.graphs.negatives import draw_negatives
 from dino_sparo.oc_clip.model import OCCLIP, create_oc_clip
 from dino_sparo.oc_clip.options import get_args_parser
 from dino_sparo.oc_clip.pairs import GraphItem, GraphPairBatch, collate_graph_pairs
-from dino_sparo.oc_clip.step import OCTraining
-from dino_sparo.oc_clip.train import train
+from dino_sparo.oc_clip.train import OCCLIPObjective, train
 from dino_sparo.runtime.choices import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from dino_sparo.runtime.distributed import wrap_ddp
 from dino_sparo.training.optim import create_optimizer
@@ -106,13 +106,16 @@ def batch_of(graphs: Sequence[SceneGraph], numbers: Sequence[int]) -> GraphPairB
     return collate_graph_pairs(items, CONTEXT)
 
 
-def training_of(model: nn.Module, rel_loss_weight: float = 1.0) -> OCTraining:
+def training_of(model: nn.Module, rel_loss_weight: float = 1.0) -> OCCLIPObjective:
     """What a step takes, inside DDP where there are several processes, in the model's precision."""
     device, dtype = torch.device("cpu"), next(model.parameters()).dtype
     optimizer = create_optimizer("adamw", param_groups(dict(model.named_parameters()), 0.2, (0.9, 0.98), 1e-6))
     updater = Updater(optimizer, [{"lr": np.full(100, 1e-3)}] * 2, list(model.parameters()), device)
-    return OCTraining(
+    return bare(
+        OCCLIPObjective,
         model=wrap_ddp(model, device),
+        network=model,
+        clip_grad=0.0,
         updater=updater,
         mean=torch.full((1, 3, 1, 1), 0.4, dtype=dtype),
         std=torch.full((1, 3, 1, 1), 0.3, dtype=dtype),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from objectives import no_data
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from dino_sparo.data.dataset import Batch
 from dino_sparo.dino import options as dino_options
 from dino_sparo.dino import train as dino_train
-from dino_sparo.dino.step import DINOTraining
+from dino_sparo.dino.train import DINOObjective
 from dino_sparo.runtime.distributed import Distributed
 
 pytestmark = pytest.mark.slow
@@ -51,14 +52,15 @@ def _a_gpu(monkeypatch: pytest.MonkeyPatch) -> Generator[None, None, None]:
         yield
 
 
-def default_training(precision: str, monkeypatch: pytest.MonkeyPatch) -> tuple[DINOTraining, Batch]:
+def default_training(precision: str, monkeypatch: pytest.MonkeyPatch) -> tuple[DINOObjective, Batch]:
     """The default model, loss and crops at batch 64 on the GPU."""
     monkeypatch.setattr("dino_sparo.training.images.choose_precision", lambda *_: PRECISIONS[precision])
     args = dino_options.get_args_parser().parse_args([])
     dino_options.defaults_of(args)
     monkeypatch.setattr(nn.Module, "to", lambda self, *_: self)  # fake weights cannot be moved, so they are made there
+    monkeypatch.setattr(dino_train, "open_crops", lambda *_: no_data(10, 64))
     with GPU:
-        training = dino_train.build_training(args, Distributed(0, 1, 0, GPU), 10)
+        training = DINOObjective(args, Distributed(0, 1, 0, GPU))
     sides = [args.global_crops_size] * 2 + [args.local_crops_size] * args.local_crops_number
     views = [torch.zeros(64, 3, side, side, device=GPU) for side in sides]
     for network in (training.network, training.teacher):
@@ -84,9 +86,14 @@ def test_products_are_in_the_runs_precision_and_sums_over_prototypes_in_fp32(
             kept[storage._cdata] = storage.nbytes()
         return tensor
 
-    training.train()
+    for network in training.networks.values():
+        network.train()
     with Types() as types, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = training.trial_loss(batch)
+        with training.updater.autocast():
+            with torch.no_grad():
+                teacher_logits = training.teacher(batch.views[:2])
+            student_logits = training.student(batch.views)
+        loss = training.loss(student_logits, teacher_logits, epoch=0, update_center=False)
     assert types.on_host == []
     assert (loss.dtype, loss.device) == (torch.float32, GPU)
     (output,) = logits

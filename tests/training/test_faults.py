@@ -214,9 +214,9 @@ def test_too_many_corrupt_images_end_all_ranks(tmp_path: Path) -> None:
     begin = time.monotonic()
     with Ranks(tmp_path, options(tmp_path / "run", data_path=images, max_corrupt=0)) as ranks:
         # The ranks meet one image each; how many of both they know of when they agree depends on who is faster.
-        seconds = assert_ended(ranks, [1, 1], begin, "[12] of 12 images could not be read")
+        seconds = assert_ended(ranks, [1, 1], begin, "[12] of 12 images are unreadable")
         named = ranks.log(0) + ranks.log(1)
-    assert re.search(r"skipped a corrupt image: .*0[37]\.png", named)
+    assert re.search(r"skipped an unreadable image: .*0[37]\.png", named)
     record("too many images are corrupt", seconds_from_start=round(seconds, 2))
 
 

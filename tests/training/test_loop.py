@@ -16,6 +16,7 @@ from dino_sparo.dino.options import get_args_parser
 from dino_sparo.runtime import preemption
 from dino_sparo.runtime.logs import RunLog
 from dino_sparo.training import run
+from dino_sparo.training.resume import Run
 from dino_sparo.training.updater import Updater
 from dino_sparo.weights.checkpoint import load_checkpoint
 
@@ -26,7 +27,7 @@ def test_the_log_is_written_while_the_device_computes_the_next_step_but_before_a
 ) -> None:
     """The bug: it was written when the ranks had just agreed and the device had nothing to do."""
     events: list[str] = []
-    take_step, write, save = dino_train.train_step, RunLog.scalars, run.save
+    take_step, write, save = dino_train.train_step, RunLog.scalars, Run.save
 
     def scalars(log: RunLog, values: Any, step: int) -> None:
         if "train/loss" in values:
@@ -39,7 +40,7 @@ def test_the_log_is_written_while_the_device_computes_the_next_step_but_before_a
 
     monkeypatch.setattr(dino_train, "train_step", step)
     monkeypatch.setattr(RunLog, "scalars", scalars)
-    monkeypatch.setattr(run, "save", lambda *args: (events.append("save"), save(*args)))
+    monkeypatch.setattr(Run, "save", lambda *args: (events.append("save"), save(*args)))
     monkeypatch.setattr(preemption, "MAX_STEPS_BETWEEN", 1)
     changes = {"batch_size_per_gpu": 12, "epochs": 1, "warmup_epochs": 0, "saveckp_minutes": minutes}
     dino_train.train(get_args_parser().parse_args(options(tmp_path, **changes)))
@@ -55,7 +56,7 @@ def test_the_last_step_of_max_steps_is_saved_also_when_a_signal_comes_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, stops: bool
 ) -> None:
     """The bug: the loop and the run each left the save to the other, and the message said that it was made."""
-    update, save, saves = Updater.update, run.save, []
+    update, save, saves = Updater.update, Run.save, []
 
     def signal_then_update(updater: Updater) -> None:
         if stops and updater.step == 1:
@@ -63,7 +64,7 @@ def test_the_last_step_of_max_steps_is_saved_also_when_a_signal_comes_in_it(
         update(updater)
 
     monkeypatch.setattr(Updater, "update", signal_then_update)
-    monkeypatch.setattr(run, "save", lambda *args: (saves.append(args), save(*args)))
+    monkeypatch.setattr(Run, "save", lambda *args: (saves.append(args), save(*args)))
     words = options(tmp_path, command, max_steps=2, saveckp_minutes=0)
     if stops:
         with pytest.raises(SystemExit) as stopped:
@@ -89,7 +90,7 @@ def test_a_run_sets_tf32_itself_whatever_it_finds(
 ) -> None:
     """The bug: it stayed as it was found, which is rounded for convolutions."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = not allowed
-    monkeypatch.setattr(run, "prepare_step", lambda *_: pytest.exit("ready"))
+    monkeypatch.setattr(run, "Run", lambda *_: pytest.exit("ready"))
     words = options(tmp_path, precision="tf32" if allowed else "fp32")
     with pytest.raises(pytest.exit.Exception, match="ready"):
         dino_train.train(get_args_parser().parse_args(words))

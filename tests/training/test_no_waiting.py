@@ -47,7 +47,7 @@ def dino(tmp_path: Path, parts: int = 1, fp16: bool = False, **changes: object) 
     words = options(tmp_path, "train", batch_size_per_gpu=2, grad_accum_steps=parts, **changes)
     args = dino_options.get_args_parser().parse_args(words)
     dino_options.defaults_of(args)
-    training = dino_train.build_training(args, PROCESS, 10)
+    training = dino_train.DINOObjective(args, PROCESS)
     if fp16:  # its scaler; `meta` has no autocast
         training.updater.scaler = torch.amp.GradScaler(DEVICE.type)
     training.distort = Distortions((0.5,) * 3, (0.2,) * 3).to(DEVICE)
@@ -61,7 +61,7 @@ def clip(tmp_path: Path, parts: int = 1, texts: int = 1, **changes: object) -> S
     args = clip_options.get_args_parser().parse_args(words)
     clip_options.check_options(args)
     clip_options.RECIPES.apply(args)
-    training = clip_train.build_training(args, PROCESS, 10)
+    training = clip_train.CLIPObjective(args, PROCESS)
     images, ids = torch.zeros(3, 3, 32, 32, dtype=torch.uint8), torch.zeros(3 * texts, 20).long()
     batch = PairBatch(images, ids, torch.arange(3), [], 0).to(DEVICE)
     return lambda: contrastive_step(training, [batch] * parts)
@@ -72,8 +72,7 @@ def oc_clip(tmp_path: Path, parts: int = 1, **changes: object) -> Step:
     args = oc_options.get_args_parser().parse_args(options(tmp_path, "train-oc-clip", **given))
     oc_options.check_options(args)
     oc_options.RECIPES.apply(args)
-    objective: Any = object.__new__(oc_train.OCCLIPObjective)
-    training = objective.build_training(args, PROCESS, 10)
+    training = oc_train.OCCLIPObjective(args, PROCESS)
     batches = [batch_of(some_graphs(), range(6 * part, 6 * part + 6)).to(DEVICE) for part in range(parts)]
     return lambda: contrastive_step(training, batches)
 
@@ -84,7 +83,7 @@ def traffic_of(step: Step) -> HostTraffic:
     with HostTraffic() as traffic:
         report = step()
     assert report.loss.device == DEVICE
-    assert report.skipped.device == DEVICE
+    assert report.nonfinite.device == DEVICE
     return traffic
 
 

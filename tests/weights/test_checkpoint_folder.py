@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from dino_sparo.runtime.distributed import FaultError
-from dino_sparo.training import run as training_run
+from dino_sparo.training import resume
 from dino_sparo.weights.checkpoint import CheckpointError, load_checkpoint
 from dino_sparo.weights.file import contents_checksum, verify_checkpoint
 from dino_sparo.weights.folder import CheckpointFolder
@@ -263,8 +263,8 @@ def test_ranks_that_read_different_checkpoints_do_not_go_on(tmp_path: Path, monk
     assert contents_checksum(newest) == contents_checksum(tmp_path / "copy.pth") != contents_checksum(before)
 
     def check(*other: int) -> None:
-        monkeypatch.setattr(training_run, "all_gather_object", lambda own: [own, other])
-        training_run.check_same_file(newest, 3, contents_checksum(newest))
+        monkeypatch.setattr(resume, "all_gather_object", lambda own: [own, other])
+        resume.require_same_file(newest, 3, contents_checksum(newest))
 
     check(3, contents_checksum(newest))
     with pytest.raises(FaultError, match=r"read different files as .*checkpoint.pth, of steps 3, 3: --output_dir"):

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader, Dataset, default_convert
 
 from dino_sparo.data.dataset import open_together, require_same_source
@@ -16,10 +15,9 @@ from dino_sparo.data.samplers import EpochSampler
 from dino_sparo.data.sources import ImageLimits
 from dino_sparo.data.sources.tars import TarSource
 from dino_sparo.image_text.evaluation.validation import hold_out
-from dino_sparo.image_text.pairs.batches import PairBatch, PairDataset, PairSource, PairTransform
+from dino_sparo.image_text.pairs.batches import PairDataset, PairSource, PairTransform
 from dino_sparo.image_text.pairs.sources import index_pairs, open_pairs
 from dino_sparo.image_text.pairs.streams import PairStream, StreamDataset
-from dino_sparo.image_text.text import tokenize
 from dino_sparo.runtime.distributed import Distributed, all_or_none
 
 logger = logging.getLogger(__name__)
@@ -66,14 +64,12 @@ class PairData:
         source: pairs by number, or a stream of them.
         sampler: the order of the pairs; for a stream only the sizes of its epochs and batches.
         loader: batches of pairs.
-        first_batch: a batch of so many pairs, as the loader would give it.
         held_out: pairs to validate on, or None.
     """
 
     source: PairSource | PairStream
     sampler: EpochSampler
     loader: DataLoader
-    first_batch: Callable[[int], Any]
     held_out: PairSource | None = None
 
 
@@ -95,11 +91,7 @@ def number_pairs(args: argparse.Namespace, process: Distributed, micro_batch: in
         pin_memory=process.device.type == "cuda",
         timeout_min=args.dist_timeout_min,
     )
-
-    def first_batch(size: int) -> Any:
-        return form.collate([dataset[index % len(source)] for index in range(size)])
-
-    return PairData(source, sampler, loader, first_batch, held_out)
+    return PairData(source, sampler, loader, held_out)
 
 
 def stream_pairs(args: argparse.Namespace, process: Distributed, micro_batch: int) -> PairData:
@@ -125,13 +117,7 @@ def stream_pairs(args: argparse.Namespace, process: Distributed, micro_batch: in
         pin_memory=process.device.type == "cuda",
         timeout_min=args.dist_timeout_min,
     )
-
-    def first_batch(size: int) -> PairBatch:
-        # The stream itself is not touched: a rehearsal needs shapes alone.
-        images = torch.randint(256, (size, 3, args.img_size, args.img_size), dtype=torch.uint8)
-        return PairBatch(images, tokenize(["a photo"] * size, args.context_length).ids, torch.arange(size), [], 0)
-
-    return PairData(stream, sampler, loader, first_batch, _open_held_out(args))
+    return PairData(stream, sampler, loader, _open_held_out(args))
 
 
 def _open_held_out(args: argparse.Namespace) -> PairSource | None:

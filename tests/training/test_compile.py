@@ -1,40 +1,42 @@
-"""training/rehearsal.py: what is compiled, and how."""
+"""training/compile.py and memory.py: what the first step compiles, how a failure ends the run, memory by part."""
 
 import importlib
 import os
 import re
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jaxtyping
 import pytest
 import torch
-from runs import PATIENCE, Ranks, assert_same_run, options
+from runs import FAULT, PATIENCE, Ranks, assert_same_run, options
 from torch import nn
 
 from benchmarks.gpu import objectives
-from dino_sparo.data.augment import NUM_PARAMETERS, Distortions
+from dino_sparo.data.augment import NUM_PARAMETERS
 from dino_sparo.data.dataset import Batch
 from dino_sparo.dino import options as dino_options
-from dino_sparo.dino.step import DINOTraining
-from dino_sparo.dino.train import build_training
+from dino_sparo.dino.step import train_step
+from dino_sparo.dino.train import DINOObjective
 from dino_sparo.models.backbone import Backbone
 from dino_sparo.runtime.choices import ViTSize
 from dino_sparo.runtime.distributed import Distributed
-from dino_sparo.training import compile as rehearsal
+from dino_sparo.training import compile as compile_file
 from dino_sparo.training import run
-from dino_sparo.training.compile import compile_networks
+from dino_sparo.training.compile import CompileError, compile_failures_named, compile_networks
+from dino_sparo.training.memory import memory_report
 
 CPU = torch.device("cpu")
 
 
-def small_training(folder: Path, **changes: object) -> tuple[DINOTraining, Batch]:
+def small_training(folder: Path, **changes: object) -> tuple[DINOObjective, Batch]:
     """DINO on crops of two sizes that are distorted within the step, and a batch."""
-    args = dino_options.get_args_parser().parse_args(options(folder, batch_size_per_gpu=2, **changes))
+    words = options(folder, batch_size_per_gpu=2, distort_on="device", **changes)
+    args = dino_options.get_args_parser().parse_args(words)
     dino_options.defaults_of(args)
-    training = build_training(args, Distributed(0, 1, 0, CPU), 10)
-    training.distort = Distortions((0.5,) * 3, (0.2,) * 3)
+    training = DINOObjective(args, Distributed(0, 1, 0, CPU))
+    for network in training.networks.values():
+        network.train()
     views = [torch.randint(256, (2, 3, side, side), dtype=torch.uint8) for side in (32, 32, 16)]
     return training, Batch(views, torch.zeros(2).long(), torch.arange(2), [], torch.zeros(3, 2, NUM_PARAMETERS))
 
@@ -56,7 +58,8 @@ def test_a_compiled_step_neither_makes_a_tensor_on_the_host_nor_copies_one(
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # the checks of shapes are no part of a graph
     torch._dynamo.reset()
     training, batch = small_training(tmp_path)
-    assert compile_networks(training, batch)
+    compile_networks(training)
+    train_step(training, [batch], epoch=0)
     nodes = [node for graph in graphs for node in graph.graph.nodes if node.op.startswith("call")]
     nodes = [node for node in nodes if isinstance(node.meta.get("example_value"), torch.Tensor)]
     assert len(nodes) > 100
@@ -83,13 +86,13 @@ def test_ranks_that_share_cores_share_them_when_they_compile(
 ) -> None:
     """The bug: eight ranks started 32 processes each."""
     config = importlib.import_module("torch._inductor.config")
-    monkeypatch.setattr(rehearsal.socket, "gethostname", lambda: "here")
-    monkeypatch.setattr(rehearsal.os, "sched_getaffinity", lambda _: ranks[0][1], raising=False)
-    monkeypatch.setattr(rehearsal, "all_gather_object", lambda _: ranks)
+    monkeypatch.setattr(compile_file.socket, "gethostname", lambda: "here")
+    monkeypatch.setattr(compile_file.os, "sched_getaffinity", lambda _: ranks[0][1], raising=False)
+    monkeypatch.setattr(compile_file, "all_gather_object", lambda _: ranks)
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "to be restored")
     monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS")
     with config.patch(compile_threads=99):
-        rehearsal.share_compile_workers()
+        compile_file.share_compile_workers()
         assert config.compile_threads == workers
     assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == str(workers)  # for the thread of the backward pass
 
@@ -98,26 +101,21 @@ def test_the_environment_says_how_many_processes_compile(monkeypatch: pytest.Mon
     config = importlib.import_module("torch._inductor.config")
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "5")
     with config.patch(compile_threads=99):
-        rehearsal.share_compile_workers()
+        compile_file.share_compile_workers()
         assert config.compile_threads == 99
 
 
 def _trace_without_generating_code(rank: int) -> None:
-    """Graphs and recompiles are those of any backend; they are written when the run has compiled and at its end."""
-    compile_function, train_epochs = torch.compile, run.train_epochs
-
-    def report(when: str) -> None:
-        counters = torch._dynamo.utils.counters
-        print(f"{when}: {counters['stats']['unique_graphs']} graphs, breaks {dict(counters['graph_break'])}")
+    """Graphs and recompiles are those of any backend; they are written after the first epoch and at the end."""
+    compile_function, finish_epoch = torch.compile, run.finish_epoch
 
     def counted(*args: Any) -> Any:
-        report("before")
-        stop = train_epochs(*args)
-        report("after")
-        return stop
+        counters = torch._dynamo.utils.counters
+        print(f"epoch: {counters['stats']['unique_graphs']} graphs, breaks {dict(counters['graph_break'])}")
+        return finish_epoch(*args)
 
     torch.compile = lambda function, **given: compile_function(function, **{**given, "backend": "eager"})
-    run.train_epochs = counted
+    run.finish_epoch = counted
 
 
 @pytest.mark.slow
@@ -133,50 +131,41 @@ def test_two_ranks_compile_once_and_train_to_the_same_bits(tmp_path: Path, chang
         with Ranks(folder, words, spoil=_trace_without_generating_code) as ranks:
             assert ranks.wait(3 * PATIENCE) == [0, 0], ranks.log()
             log = ranks.log()
-    assert "compiled in" in log
-    before, after = re.findall(r"^(?:before|after): (.*)$", log, flags=re.MULTILINE)
+    assert "the first step compiles the networks" in log
+    before, after = re.findall(r"^epoch: (.*)$", log, flags=re.MULTILINE)
     assert before == after
     assert re.fullmatch(r"[1-9]\d* graphs, breaks {}", before)
     if "grad_checkpointing" not in changes:  # in its backward pass the backend "eager" draws other branches to drop
         assert_same_run(tmp_path / "plain", tmp_path / "compiled")
 
 
-def _no_backward_pass_on_rank_1(rank: int) -> None:
-    """Compiled backward passes fail on rank 1, at the time at which torch compiles them: when they are needed."""
-    backends = importlib.import_module("torch._dynamo.backends.common")
-    make_boxed = importlib.import_module("functorch.compile").make_boxed_func
-    compile_function = torch.compile
+def _no_compiler_on_rank_1(rank: int) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no compiler here")
 
-    def broken(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        def fail(*_: Any) -> Any:
-            raise RuntimeError("no compiler for backward passes here")
-
-        return make_boxed(fail if rank == 1 else graph.forward)
-
-    backend = backends.aot_autograd(fw_compiler=lambda graph, _: make_boxed(graph.forward), bw_compiler=broken)
-    torch.compile = lambda function, **given: compile_function(function, **{**given, "backend": backend})
+    if rank == 1:
+        importlib.import_module("torch._inductor.compile_fx").compile_fx = broken
 
 
 @pytest.mark.slow
-def test_where_one_rank_cannot_compile_the_backward_pass_both_go_on_uncompiled(tmp_path: Path) -> None:
-    """The bug: DDP's static graph stood in the middle of a reduction, and both ranks hung until the time-out."""
-    for name, compiles in (("plain", "off"), ("compiled", "on")):
-        (tmp_path / name).mkdir()
-        words = options(tmp_path / name, compile=compiles, epochs=1, warmup_epochs=0, dist_timeout_min=1)
-        with Ranks(tmp_path / name, words, spoil=_no_backward_pass_on_rank_1) as ranks:
-            assert ranks.wait(3 * PATIENCE) == [0, 0], ranks.log(0) + ranks.log(1)
-            logs = ranks.log(0), ranks.log(1)
-    reason = "RuntimeError: no compiler for backward passes here"
-    assert f"the networks run uncompiled (on 1 of 2 processes, rank 1: {reason}" in logs[0]
-    assert f"torch.compile does not work here: {reason}" in logs[1]
-    assert_same_run(tmp_path / "plain", tmp_path / "compiled")
+@pytest.mark.parametrize("command", ["train", "train-clip"])
+def test_where_one_rank_cannot_compile_the_run_ends_with_the_reason_and_the_remedy(
+    tmp_path: Path, command: str
+) -> None:
+    words = options(tmp_path, command, compile="on", dist_timeout_min=1)
+    with Ranks(tmp_path, words, spoil=_no_compiler_on_rank_1, command=command) as ranks:
+        assert ranks.wait(3 * PATIENCE) == [FAULT, 1], ranks.log(0) + ranks.log(1)
+        logs = ranks.log(0), ranks.log(1)
+    assert re.search(
+        r"torch.compile does not work here \(BackendCompilerFailed: .*no compiler here.*give --compile off", logs[1]
+    )
+    assert "another process died" in logs[0]
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks at it
 @pytest.mark.parametrize("name", ["CLIP", "OC-CLIP"])
-def test_micro_batches_compile_nothing_within_the_first_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bug: the pass that computes all features without gradients was compiled within step 1."""
+def test_micro_batches_compile_nothing_after_the_first_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("open_clip")
     compiler = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **given: compiler(function, **given | {"backend": "eager"}))
@@ -184,6 +173,7 @@ def test_micro_batches_compile_nothing_within_the_first_step(name: str, monkeypa
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     built = objectives.build(name, {**objectives.SMALL[name], "grad_accum_steps": 2}, "cpu", compiles=True)
+    built.step()
     before = dict(torch._dynamo.utils.counters["stats"])
     built.step()
     assert before["unique_graphs"] > 0
@@ -193,24 +183,49 @@ def test_micro_batches_compile_nothing_within_the_first_step(name: str, monkeypa
 def test_batch_norm_that_talks_to_other_gpus_is_not_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where one process could not compile, the others would wait for it until the time-out."""
-    training, batch = small_training(tmp_path, use_bn_in_head="true")
+    training, _ = small_training(tmp_path, use_bn_in_head="true")
     training.teacher = nn.SyncBatchNorm.convert_sync_batchnorm(training.teacher)
-    monkeypatch.setattr(DINOTraining, "compile", lambda *_: pytest.fail("compiled"))
-    assert not compile_networks(training, batch)
+    monkeypatch.setattr(nn.Module, "compile", lambda *_, **__: pytest.fail("compiled"))
+    compile_networks(training)
     assert "run uncompiled: batch norm" in caplog.text
 
 
-def test_an_error_of_the_gpu_is_not_taken_for_one_of_the_compiler(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_only_an_error_of_the_compiler_is_named_as_one() -> None:
+    failed = torch._dynamo.exc.Unsupported("a call that it cannot trace\n  File ...")
+    with (
+        pytest.raises(CompileError, match=r"\(Unsupported: a call .* trace\); give --compile off"),
+        compile_failures_named(),
+    ):
+        raise failed
+    for text in ("CUDA error: uncorrectable ECC error encountered", "CUDA out of memory."):
+        with pytest.raises(RuntimeError, match=text) as caught, compile_failures_named():
+            raise RuntimeError(text)
+        assert not isinstance(caught.value, CompileError)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_the_memory_report_counts_weights_states_and_the_activations_of_one_micro_batch(
+    tmp_path: Path, parts: int
 ) -> None:
-    training, batch = small_training(tmp_path)
-    error = RuntimeError("CUDA error: uncorrectable ECC error encountered")
-    monkeypatch.setattr(rehearsal, "rehearse", mock.Mock(side_effect=error))
-    monkeypatch.setattr(DINOTraining, "compile", lambda *_: None)
-    with pytest.raises(RuntimeError, match="uncorrectable ECC"):
-        compile_networks(training, batch)
-    assert "torch.compile does not work" not in caplog.text
+    training, batch = small_training(tmp_path, freeze_last_layer=0)
+    with memory_report(training) as memory:
+        train_step(training, [batch] * parts, epoch=0)
+    trained = sum(parameter.nbytes for parameter in training.network.parameters() if parameter.requires_grad)
+    assert memory["gradients"] == trained
+    assert memory["optimizer"] == pytest.approx(2 * trained, rel=0.01)  # and a number of steps for each parameter
+    assert memory["student"] == memory["teacher"] > trained
+    assert memory["activations"] > 4 * 2 * 3 * 32  # logits of the student alone
+    assert memory["sum"] == sum(memory[name] for name in (*training.networks, "gradients", "optimizer", "activations"))
+
+
+def test_activations_of_two_micro_batches_are_those_of_one(tmp_path: Path) -> None:
+    found = []
+    for parts in (1, 2):
+        training, batch = small_training(tmp_path)
+        with memory_report(training) as memory:
+            train_step(training, [batch] * parts, epoch=0)
+        found.append(memory["activations"])
+    assert found[1] == pytest.approx(found[0], rel=0.1)
 
 
 @pytest.mark.slow

@@ -1,0 +1,294 @@
+"""The state of a run and its checkpoints: save, and resume from the newest sound one."""
+
+import argparse
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from dino_sparo.runtime.distributed import (
+    FaultError,
+    all_gather_object,
+    all_or_none,
+    broadcast_object,
+    is_main,
+    on_rank_0,
+    rank,
+    world_size,
+)
+from dino_sparo.runtime.logs import Meters
+from dino_sparo.runtime.preemption import Agreement
+from dino_sparo.runtime.records import git_hash, plain, versions
+from dino_sparo.runtime.watchdog import Watchdog
+from dino_sparo.training.objective import Objective
+from dino_sparo.weights.checkpoint import (
+    CheckpointError,
+    load_checkpoint,
+    load_strictly,
+    random_state,
+    restore_random_state,
+)
+from dino_sparo.weights.file import contents_checksum
+from dino_sparo.weights.folder import CheckpointFolder
+
+logger = logging.getLogger(__name__)
+
+# Options that may differ when a run resumes. init_from matters at the start of a run alone.
+HARMLESS_OPTIONS = {
+    *("output_dir", "num_workers", "max_steps", "device", "dist_url", "local_rank", "download", "init_from"),
+    *("saveckp_freq", "saveckp_minutes", "keep_checkpoints", "max_corrupt", "allow_rescale", "dist_timeout_min"),
+    *("memory_report", "grad_checkpointing", "max_image_mb", "max_image_mpix"),
+}
+
+
+@dataclass
+class Run:
+    """A run between two steps.
+
+    Attributes:
+        objective: networks, loss, data.
+        args: the options.
+        checkpoints: where the run is saved.
+        agreement: when the ranks agree on what to do next.
+        counts: of the epoch under way over all ranks, by the keys of `Objective.counters`.
+        meters: this rank's means of the epoch under way.
+        best_score: the highest so far, percent.
+        unlogged_epoch: the means of an epoch that is trained and saved, and has yet to be evaluated and logged.
+        saved_step: of the newest checkpoint; None before the first.
+        first_step: steps taken before this process started.
+    """
+
+    objective: Objective[Any]
+    args: argparse.Namespace
+    checkpoints: CheckpointFolder
+    agreement: Agreement
+    counts: dict[str, int] = field(init=False)
+    meters: Meters = field(init=False)
+    best_score: float = 0.0
+    unlogged_epoch: dict[str, float] | None = None
+    saved_step: int | None = None
+    first_step: int = 0
+
+    def __post_init__(self) -> None:
+        self.begin_epoch()
+
+    def begin_epoch(self) -> None:
+        """Set the counts and means of the epoch to zero."""
+        self.counts, self.meters = dict.fromkeys(self.objective.counters, 0), Meters()
+
+    @property
+    def step(self) -> int:
+        """Steps taken so far."""
+        return self.objective.updater.step
+
+    @property
+    def epochs_done(self) -> int:
+        """Epochs that are trained, evaluated and logged."""
+        return self.step // self.objective.sampler.steps_per_epoch - (self.unlogged_epoch is not None)
+
+    def steps_of_epoch(self, epoch: int) -> int:
+        """Steps taken since the beginning of an epoch."""
+        return self.step - epoch * self.objective.sampler.steps_per_epoch
+
+    def reports_memory(self) -> bool:
+        """Whether `--memory_report` measures the next step: the first of this process."""
+        return self.args.memory_report and self.step == self.first_step
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Batch and data-set size, which define a step."""
+        sampler = self.objective.sampler
+        return {
+            f"num_{self.objective.noun}s": sampler.num_images,
+            "global_batch": sampler.global_batch_size,
+            "steps_per_epoch": sampler.steps_per_epoch,
+        }
+
+    @cached_property
+    def data_hashes(self) -> dict[str, str]:
+        """Fingerprints of the data; see `Objective.data_hashes`."""
+        return self.objective.data_hashes
+
+    def save_patiently(self, watchdog: Watchdog, copies: Sequence[str] = ()) -> None:
+        """`save`, which may take longer than a step."""
+        with watchdog.patient():
+            self.save(copies)
+        self.agreement.saved()
+
+    def save(self, copies: Sequence[str] = ()) -> None:
+        """Write a checkpoint, and copies under these names that later saves do not overwrite; every rank calls this.
+
+        Raises:
+            CheckpointError: on every rank, if rank 0 could not write; the checkpoint before stays.
+        """
+        checkpoint = {
+            **self.state(),
+            **self.sizes,
+            **self.objective.description,
+            "epoch": self.step // self.objective.sampler.steps_per_epoch,  # whole ones
+            "unlogged_epoch": self.unlogged_epoch,
+            self.objective.score_name: self.best_score,
+            "args": plain(vars(self.args)),
+            "data_hashes": self.data_hashes,
+            "versions": {**versions(), "git": git_hash()},
+        }
+        is_again = self.step == self.saved_step  # before and after an evaluation
+        on_rank_0(lambda: self.checkpoints.save(checkpoint, copies, is_again), "saving a checkpoint")
+        self.saved_step = self.step
+        when = "" if self.unlogged_epoch is None else ", before the epoch is evaluated"
+        logger.info("saved at step %d%s", self.step, when)
+
+    def state(self) -> dict[str, Any]:
+        """Weights, optimizer, counts, and per rank its random numbers and means, by a checkpoint's keys.
+
+        Every rank calls this; rank 0 uses it. No step reads the random numbers of the one before: it seeds its own.
+        """
+        updater = self.objective.updater
+        own = {"rng": random_state(updater.device), "meters": self.meters.state_dict()}
+        values = {
+            **{name: network.state_dict() for name, network in self.objective.networks.items()},
+            "optimizer": updater.optimizer.state_dict(),
+            "step": updater.step,
+            **self.counts,
+            "ranks": all_gather_object(own),
+        }
+        return values if updater.scaler is None else {**values, "fp16_scaler": updater.scaler.state_dict()}
+
+    def load_state(self, checkpoint: Mapping[str, Any], source: str) -> None:
+        """Load what `state` returned on rank 0.
+
+        Raises:
+            CheckpointError: weights that do not fit the networks.
+        """
+        updater = self.objective.updater
+        for name, network in self.objective.networks.items():
+            load_strictly(network, checkpoint[name], f"{source} ({name})")
+        updater.optimizer.load_state_dict(checkpoint["optimizer"])
+        if updater.scaler is not None and "fp16_scaler" in checkpoint:
+            updater.scaler.load_state_dict(checkpoint["fp16_scaler"])
+        updater.step = checkpoint["step"]
+        self.counts = {name: checkpoint.get(name, 0) for name in self.counts}
+        self.best_score = checkpoint[self.objective.score_name]
+        self.unlogged_epoch, self.saved_step = checkpoint.get("unlogged_epoch"), updater.step
+        ranks = checkpoint.get("ranks", [])
+        if len(ranks) == world_size():
+            restore_random_state(ranks[rank()]["rng"], updater.device)
+            self.meters.load_state_dict(ranks[rank()]["meters"])
+        elif ranks:
+            logger.warning(
+                "%s is of %d processes and is resumed by %d: the rest of the run is not bit-identical, and the means "
+                "of this epoch are those of its rest",
+                source,
+                len(ranks),
+                world_size(),
+            )
+
+
+def resume(run: Run) -> int | None:
+    """Resume from the newest sound checkpoint; without one, start from the weights that the options name.
+
+    Returns:
+        The step after which TensorBoard's files are written anew; None if the batch changed, and with it the steps.
+
+    Raises:
+        CheckpointError: no checkpoint is sound, or it is of another model, other data or another batch.
+    """
+    newest: list[Path | None] = []
+    on_rank_0(lambda: newest.append(run.checkpoints.find()), "looking for a checkpoint")
+    path = broadcast_object(newest[0] if newest else None)
+    if path is None:
+        run.objective.initialize()
+        return 0
+    with all_or_none(f"reading {path}"):
+        checkpoint = load_checkpoint(path, verify=not is_main())  # rank 0 has verified it
+        run.objective.check_same_model(checkpoint, str(path))
+        has_other_batch = batch_has_changed(run, checkpoint)
+        require_same_steps(run, checkpoint, str(path), has_other_batch)
+        run.load_state(checkpoint, str(path))
+        checksum = contents_checksum(path)
+    require_same_file(path, run.step, checksum)
+    if has_other_batch:
+        rescale(run, checkpoint)
+    warn_of_differences(run, checkpoint, path)
+    logger.info("resumed %s: %d epochs, %d steps done", path, checkpoint["epoch"], run.step)
+    run.first_step = run.step
+    return None if has_other_batch else run.step
+
+
+def warn_of_differences(run: Run, checkpoint: Mapping[str, Any], path: Path) -> None:
+    """Warn of options, data and versions that differ from the checkpoint's, where the run can resume with them."""
+    after = "the rest of the run differs from its beginning"
+    before, now = checkpoint["args"], plain(vars(run.args))
+    for name in sorted(before.keys() & now.keys() - HARMLESS_OPTIONS - set(run.objective.harmless_options)):
+        if before[name] != now[name]:
+            logger.warning("--%s was %s and is now %s: %s", name, before[name], now[name], after)
+    for name, value in now.items():
+        if name.startswith("init_") and value:
+            logger.info("--%s %s is ignored: %s is resumed", name, value, path)
+    for name, value in run.data_hashes.items():
+        if checkpoint.get("data_hashes", {}).get(name, value) != value:
+            logger.warning("the %s, or their order, are not those of %s: %s", name, run.checkpoints.newest, after)
+    for name, value in versions().items():
+        old = checkpoint.get("versions", {}).get(name, value)
+        if old != value:
+            logger.warning("%s was %s and is now %s: %s, if only by rounding", name, old, value, after)
+
+
+def require_same_file(path: Path, step: int, checksum: int) -> None:
+    """Refuse ranks that have read different files: a machine has a disk of its own, or its file server an old copy.
+
+    Raises:
+        FaultError: with the steps of the checkpoints.
+    """
+    ranks = all_gather_object((step, checksum))
+    if len(set(ranks)) > 1:
+        steps = ", ".join(str(each) for each, _ in ranks)
+        raise FaultError(
+            f"the ranks have read different files as {path}, of steps {steps}: --output_dir must be one folder for all "
+            "machines. If it is, start the same command again"
+        )
+
+
+def batch_has_changed(run: Run, checkpoint: Mapping[str, Any]) -> bool:
+    """Whether the same data come in batches of another size than when the checkpoint was written."""
+    differing = [name for name, value in run.sizes.items() if checkpoint.get(name, value) != value]
+    return bool(differing) and f"num_{run.objective.noun}s" not in differing
+
+
+def require_same_steps(run: Run, checkpoint: Mapping[str, Any], path: str, has_other_batch: bool) -> None:
+    """Refuse other data, other options that the optimizer's state depends on, and another batch unless allowed."""
+    before, now, noun = checkpoint["args"], plain(vars(run.args)), run.objective.noun
+    fixed = run.objective.fixed_options
+    differing = [(f"--{name}", before.get(name), now[name]) for name in fixed if before.get(name) != now[name]]
+    if not (has_other_batch and run.args.allow_rescale):
+        sizes = ((name, checkpoint.get(name, value), value) for name, value in run.sizes.items())
+        differing += [(name, old, new) for name, old, new in sizes if old != new]
+    if differing:
+        remedy = f"; or --allow_rescale, to resume from the {noun}s seen so far" * has_other_batch
+        raise CheckpointError(
+            f"{path} cannot be resumed: "
+            + ", ".join(f"{name} was {old} and is now {new}" for name, old, new in differing)
+            + f". Give the same options, {noun}s and batch (of all processes together), or another --output_dir{remedy}"
+        )
+
+
+def rescale(run: Run, checkpoint: Mapping[str, Any]) -> None:
+    """Resume with another batch: at the step at which as many items of the epoch were seen, rounded down.
+
+    The schedules are those of the new batch, read at that step. As functions of the items seen they continue (DINO's
+    learning rate scaled with the batch).
+    """
+    updater, sampler, noun = run.objective.updater, run.objective.sampler, run.objective.noun
+    before = updater.step
+    epoch, steps = divmod(before, checkpoint["steps_per_epoch"])
+    batch = checkpoint.get("global_batch", checkpoint[f"num_{noun}s"] // checkpoint["steps_per_epoch"])
+    seen = min(steps * batch // sampler.global_batch_size, sampler.steps_per_epoch - 1)
+    updater.step = epoch * sampler.steps_per_epoch + seen
+    run.saved_step = None  # its number is one of the other batch
+    run.begin_epoch()
+    logger.warning(
+        "--allow_rescale: step %d with batches of %d %ss is step %d with %d; from here on the run has this batch size",
+        *(before, batch, noun, updater.step, sampler.global_batch_size),
+    )
