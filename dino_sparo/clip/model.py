@@ -25,7 +25,7 @@ from dino_sparo.image_text.scoring.dot_product import DotProductScorer
 from dino_sparo.image_text.text import TextEncoder, tokenize
 from dino_sparo.models.encoder import Encoder, encoder_from_config
 from dino_sparo.models.readout import ReadoutOutput
-from dino_sparo.models.readouts import ReadoutSizes, create_readout
+from dino_sparo.models.readouts import ReadoutSizes, readout_kind
 from dino_sparo.runtime.choices import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from dino_sparo.weights.checkpoint import (
     CheckpointError,
@@ -210,7 +210,7 @@ def _text_encoder(config: CLIPConfig, codebook: nn.Parameter | None) -> TextEnco
         codebook,
         context_length=text.context_length,
     )
-    readout = create_readout(text.readout, sizes)
+    readout = readout_kind(text.readout).build(sizes)
     return TextEncoder(text, readout, text.layers - config.replace_block, config.quick_gelu)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dino_sparo.models.backbone import Backbone, create_backbone, layer_norm_eps
 from dino_sparo.models.readout import ReadoutOutput
-from dino_sparo.models.readouts import ReadoutKind, ReadoutSizes, create_readout, readout_kind
+from dino_sparo.models.readouts import ReadoutKind, ReadoutSizes, readout_kind
 from dino_sparo.runtime.choices import KEY_DIM, NUM_SLOTS, SLOT_DIM
 
 
@@ -241,5 +241,5 @@ def encoder_from_config(
         backbone.num_prefix_tokens,
         norm_eps=layer_norm_eps(config.pre_norm),
     )
-    readout = create_readout(config.readout, sizes)
+    readout = kind.build(sizes)
     return Encoder(backbone, readout, config)

@@ -125,8 +125,3 @@ def readout_kind(name: str) -> ReadoutKind:
             f"command through that file: python YOUR_FILE.py COMMAND ..."
         )
     return READOUTS[name]
-
-
-def create_readout(name: str, sizes: ReadoutSizes) -> nn.Module:
-    """Build a read-out by name, with random weights."""
-    return readout_kind(name).build(sizes)

@@ -4,13 +4,14 @@
 """
 
 import argparse
+import contextlib
 import json
 import pathlib
 import pickle
 import re
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,34 +45,38 @@ class CheckpointError(ValueError):
     """A checkpoint that is damaged, unsafe or belongs to another model."""
 
 
-def verify_checkpoint(path: Path) -> None:
-    """Compare a .pth file with the CRC-32 of each of its parts, like `unzip -t`; CheckpointError if they differ."""
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Any error of a damaged file becomes a CheckpointError that says whether reading it would run code."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            _require_stored(archive, path)
-            damaged = archive.testzip()
+        yield
     except CheckpointError:
         raise
-    except Exception as error:  # a damaged archive may raise any error
-        raise _unreadable(path, error) from error
+    except Exception as error:  # a damaged archive or pickle may raise any error
+        unsafe = _unsafe_name(str(error)) if isinstance(error, pickle.UnpicklingError) else None
+        if unsafe is not None:
+            raise CheckpointError(
+                f"{path} was refused: reading it would run code ({unsafe}); only plain values and tensors are read"
+            ) from error
+        reason = (str(error).split("WeightsUnpickler error: ")[-1].splitlines() or [""])[0]
+        raise CheckpointError(
+            f"{path} is truncated or no checkpoint ({path.stat().st_size} bytes; {type(error).__name__} {reason})"
+        ) from error
+
+
+def verify_checkpoint(path: Path) -> None:
+    """Compare a .pth file with the CRC-32 of each of its parts, like `unzip -t`; CheckpointError if they differ."""
+    with _reading(path), zipfile.ZipFile(path) as archive:
+        _require_stored(archive, path)
+        damaged = archive.testzip()
     if damaged is not None:
         raise CheckpointError(f"{path} is damaged: the checksum of its part {damaged} is wrong")
 
 
 def contents_checksum(path: Path) -> int:
     """CRC-32 of the checksums in a .pth file, without reading its weights."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return zlib.crc32(str([(part.filename, part.CRC) for part in archive.infolist()]).encode())
-    except Exception as error:  # as in `verify_checkpoint`
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: Path, error: Exception) -> CheckpointError:
-    reason = (str(error).split("WeightsUnpickler error: ")[-1].splitlines() or [""])[0]
-    return CheckpointError(
-        f"{path} is truncated or no checkpoint ({path.stat().st_size} bytes; {type(error).__name__} {reason})"
-    )
+    with _reading(path), zipfile.ZipFile(path) as archive:
+        return zlib.crc32(str([(part.filename, part.CRC) for part in archive.infolist()]).encode())
 
 
 def _require_stored(archive: zipfile.ZipFile, path: Path) -> None:
@@ -102,21 +107,11 @@ def read_torch_file(path: Path, verify: bool = True, mmap: bool = False) -> Any:
             f'weights out once: python -c "import open_clip, torch; torch.save(open_clip.load_openai_model('
             f"'{path}', device='cpu').state_dict(), 'weights.pt')\", and give weights.pt with --quick_gelu true"
         )
-    try:
+    with _reading(path), torch.serialization.safe_globals(PLAIN_TYPES):  # type: ignore[arg-type]
         checksums = _checksums(path)
         map_location: Any = partial(_require_checksum, checksums, path) if verify and checksums else "cpu"
-        with torch.serialization.safe_globals(PLAIN_TYPES):  # type: ignore[arg-type]
-            is_mapped = mmap and zipfile.is_zipfile(path)
-            return torch.load(path, map_location=map_location, weights_only=True, mmap=is_mapped)
-    except CheckpointError:
-        raise
-    except Exception as error:  # a damaged pickle may raise any error
-        unsafe = _unsafe_name(str(error)) if isinstance(error, pickle.UnpicklingError) else None
-        if unsafe is not None:
-            raise CheckpointError(
-                f"{path} was refused: reading it would run code ({unsafe}); only plain values and tensors are read"
-            ) from error
-        raise _unreadable(path, error) from error
+        is_mapped = mmap and zipfile.is_zipfile(path)
+        return torch.load(path, map_location=map_location, weights_only=True, mmap=is_mapped)
 
 
 def _checksums(path: Path) -> set[tuple[int, int]]:

@@ -11,7 +11,7 @@ from dino_sparo.clip.choices import CROSS_ATTENTION, NORM_FIRST, TOWERS
 from dino_sparo.clip.model import create_clip
 from dino_sparo.models.pooling import CodebookReadout, CrossAttentionReadout, sparsemax
 from dino_sparo.models.readout import EndTokenReadout
-from dino_sparo.models.readouts import READOUTS, ReadoutSizes, create_readout, readout_kind
+from dino_sparo.models.readouts import READOUTS, ReadoutSizes, readout_kind
 
 pytest.importorskip("open_clip")
 
@@ -178,7 +178,9 @@ def test_without_entmax_the_codes_name_the_extra(monkeypatch: pytest.MonkeyPatch
 
 def tower_readout(name: str) -> nn.Module:
     return randomized(
-        create_readout(name, ReadoutSizes(D, L, V, A, codebook=nn.Parameter(torch.randn(K, M, dtype=torch.float64))))
+        readout_kind(name).build(
+            ReadoutSizes(D, L, V, A, codebook=nn.Parameter(torch.randn(K, M, dtype=torch.float64)))
+        )
     )
 
 
@@ -232,7 +234,7 @@ def test_what_cannot_be_built_is_named(arguments: dict, message: str) -> None:
     sizes = {"embed_dim": D, "num_slots": L, "slot_dim": V, "key_dim": A, **arguments}
     name = sizes.pop("name")
     with pytest.raises(ValueError, match=message):
-        create_readout(name, ReadoutSizes(**sizes))
+        readout_kind(name).build(ReadoutSizes(**sizes))
 
 
 # Numbers of parameters.

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 import dino_sparo
 from dino_sparo import Sparo
-from dino_sparo.models.readouts import ReadoutSizes, create_readout
+from dino_sparo.models.readouts import ReadoutSizes, readout_kind
 
 B, N, D, L, V, A = 2, 7, 13, 6, 11, 5
 
@@ -258,7 +258,7 @@ def test_every_size_may_be_one() -> None:
     assert output.slots.shape == (B, 1, 1)
     torch.testing.assert_close(output.attention, torch.full((B, 1, N), 1 / N))
     for name in ("cls", "gap"):
-        assert create_readout(name, ReadoutSizes(1))(torch.ones(B, N, 1)).slots.eq(1).all()
+        assert readout_kind(name).build(ReadoutSizes(1))(torch.ones(B, N, 1)).slots.eq(1).all()
 
 
 @pytest.mark.parametrize("shape", [(B, N, D + 4), (N, D), (B, 1, N, D)])
@@ -282,23 +282,23 @@ def test_a_mask_of_another_shape_or_type_is_refused(mask: torch.Tensor) -> None:
     given = f"mask has dtype {mask.dtype} and shape {tuple(mask.shape)}; give a bool tensor of shape {(B, N)}"
     for readout in ("sparo", "cls", "gap"):
         with pytest.raises(ValueError, match=re.escape(given)):
-            forward_unchecked(create_readout(readout, ReadoutSizes(D, L, V, A)), torch.randn(B, N, D), mask)
+            forward_unchecked(readout_kind(readout).build(ReadoutSizes(D, L, V, A)), torch.randn(B, N, D), mask)
 
 
 def test_gap_averages_what_the_mask_allows_and_cls_takes_the_class_token_all_the_same() -> None:
     tokens, mask = torch.randn(B, N, D, dtype=torch.float64), random_mask()
-    averaged = create_readout("gap", ReadoutSizes(D))(tokens, mask)
+    averaged = readout_kind("gap").build(ReadoutSizes(D))(tokens, mask)
     for image in range(B):
         chosen = [n for n in range(N) if mask[image, n]]
         expected = sum(tokens[image, n] for n in chosen) / len(chosen)
         torch.testing.assert_close(averaged.slots[image, 0], expected)
         weights = [1 / len(chosen) if n in chosen else 0.0 for n in range(N)]
         torch.testing.assert_close(averaged.attention[image, 0], torch.tensor(weights, dtype=torch.float64))
-    assert torch.equal(create_readout("cls", ReadoutSizes(D))(tokens, mask).slots, tokens[:, :1])
+    assert torch.equal(readout_kind("cls").build(ReadoutSizes(D))(tokens, mask).slots, tokens[:, :1])
 
 
 def test_a_readout_has_the_papers_sizes_unless_others_are_given() -> None:
-    readout = create_readout("sparo", ReadoutSizes(D))
+    readout = readout_kind("sparo").build(ReadoutSizes(D))
     sizes = (readout.embed_dim, readout.num_slots, readout.slot_dim, readout.key_dim, readout.group_size)
     assert sizes == (D, 64, 64, 64, 1)
     assert Sparo(D, L, V, A).group_size == 1
@@ -306,7 +306,7 @@ def test_a_readout_has_the_papers_sizes_unless_others_are_given() -> None:
 
 def test_an_unknown_readout_is_refused_with_the_list_of_valid_ones() -> None:
     with pytest.raises(ValueError, match=r"unknown readout 'slotty'; choose one of \[.*'cls', .*'sparo'"):
-        create_readout("slotty", ReadoutSizes(D))
+        readout_kind("slotty").build(ReadoutSizes(D))
 
 
 def small_encoder(readout: str) -> nn.Module:
