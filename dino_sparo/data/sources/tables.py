@@ -8,7 +8,6 @@ several lines, texts that are not UTF-8, splits that are not recognised.
 import csv
 import io
 import logging
-import math
 import os
 import re
 from collections import Counter
@@ -32,12 +31,12 @@ class Column:
     """A column to look for.
 
     Attributes:
-        holds: what it holds, for messages.
+        holds: its content, for messages.
         option: the option that names it.
         names: its usual names in any case, in the order of preference.
         name: the name that the user gave; None looks for the usual ones.
         is_required: a table without it is refused.
-        is_path: cells are file names: their bytes count, not what they spell.
+        is_path: cells are file names, so their bytes count.
         may_span: a cell may hold line ends.
     """
 
@@ -57,12 +56,12 @@ class Column:
         """The same column under the name that the user gave."""
         return replace(self, name=name)
 
-    def find(self, header: Sequence[str]) -> int | None:
-        """Its number in a header."""
+    def find(self, header: Sequence[str]) -> str | None:
+        """Its name in a header."""
         if self.name is not None:
-            return header.index(self.name) if self.name in header else None
-        lower = [word.lower() for word in header]
-        return next((lower.index(name) for name in self.names if name in lower), None)
+            return self.name if self.name in header else None
+        written = {word.lower(): word for word in reversed(header)}
+        return next((written[name] for name in self.names if name in written), None)
 
 
 PATHS = Column(
@@ -76,26 +75,30 @@ LABELS = Column("labels", "label_column", ("label", "class", "class_name", "cate
 SPLITS = Column("splits", "split_column", ("split", "set", "subset", "partition"))
 
 
+Odd = dict[str, tuple[int, str]]  # unusual thing -> its number, and the lines of the first
+_REST = "more cells than columns"
+
+
 class TableRows:
     """The rows of a table, or of one of its splits.
 
-    Iterating gives (line, cells): the line that a row begins on, from 1, and its cells in the order of `columns`, ""
-    where a column is not there. The file is read anew each time.
+    Iterating gives (line, cells): the first line of a row, from 1, and its cells in the order of `columns`, "" for a
+    missing column. The file is read anew each time.
 
     Args:
         path: of the table.
         columns: to look for.
         splits: the column of splits.
-        split: rows to use, as in `splits.choose_rows`.
-        default_split: likewise.
+        split: rows to use, as in `splits.choose_rows`, like `default_split`.
+        default_split: the split of None.
 
     Attributes:
         header: names of all columns.
-        missing: those of `columns` that are not there.
+        names: those of `columns` and of `splits`; None where a column is missing.
 
     Raises:
-        ValueError: a column is not there that must be, or that the user named; the file is no text; no row is of the
-            split. While iterating: a row that cannot be read, by its line.
+        ValueError: a required or named column is missing, the file is no text, or no row is of the split; while
+            iterating, a row cannot be read.
     """
 
     def __init__(
@@ -109,13 +112,11 @@ class TableRows:
         self.path, self.columns = path, [*columns, splits]
         self.is_jsonl = path.lower().endswith(".jsonl")
         self.header, self.delimiter = self._read_header()
-        self.numbers = [column.find(self.header) for column in self.columns]
-        self.missing = [column for column, n in zip(columns, self.numbers, strict=False) if n is None]
+        self.names = [column.find(self.header) for column in self.columns]
         self.word: str | None = None
-        if self.numbers[-1] is not None and split != ALL:
+        if self.names[-1] is not None and split != ALL:
             counts = Counter(cells[-1].strip().lower() for _, cells in self._rows({}))
-            table = f"column {self.header[self.numbers[-1]]!r} of table {path}"
-            self.word = choose_rows(counts, split, default_split, table)
+            self.word = choose_rows(counts, split, default_split, f"column {self.names[-1]!r} of table {path}")
         elif split not in (None, ALL):
             raise ValueError(
                 f"table {path!r} has no split {split!r}: none of its columns {self.header} is "
@@ -123,30 +124,25 @@ class TableRows:
                 "train.csv and val.csv into a folder and give that"
             )
 
-    @property
-    def num_other_columns(self) -> int:
-        """How many columns are not used."""
-        return len(self.header) - sum(number is not None for number in self.numbers)
-
     def __iter__(self) -> Iterator[tuple[int, list[str]]]:
-        odd: dict[str, tuple[int, str]] = {}
+        odd: Odd = {}
         for line, cells in self._rows(odd):
             if self.word is None or cells[-1].strip().lower() == self.word:
                 yield line, cells[:-1]
-        for what, (number, first) in odd.items():
-            _logger.warning("table %s: %s: %d times, the first in %s", self.path, what, number, first)
+        for thing, (number, first) in odd.items():
+            _logger.warning("table %s: %s: %d times, the first in %s", self.path, thing, number, first)
 
     def _read_header(self) -> tuple[list[str], str]:
-        """Names of the columns, and what is between them: the mark with which all required columns are there."""
+        """Names of the columns, and the delimiter that gives all required columns."""
         with open_text(self.path) as file:
             if self.is_jsonl:
                 first = next((line for line in file if line.strip()), "{}")
-                read = {"": list(parse_object(first, f"table {self.path!r}: line 1"))}
+                words = {"": list(parse_object(first, f"table {self.path!r}: line 1"))}
             else:
                 line = file.readline()
-                read = {mark: next(csv.reader([line], delimiter=mark), []) for mark in _DELIMITERS}
+                words = {mark: next(csv.reader([line], delimiter=mark), []) for mark in _DELIMITERS}
+        headers = {mark: [word.strip() for word in found] for mark, found in words.items()}
         needed = [column for column in self.columns if column.is_required or column.name]
-        headers = {mark: [word.strip() for word in words] for mark, words in read.items()}
         for mark, header in headers.items():
             if all(column.find(header) is not None for column in needed):
                 return header, mark
@@ -157,84 +153,79 @@ class TableRows:
             f"name them with {' and '.join(f'--{column.option}' for column in lacking)}"
         )
 
-    def _rows(self, odd: dict[str, tuple[int, str]]) -> Iterator[tuple[int, list[str]]]:
-        """Lines and cells of all rows, the split's last; what is odd is noted: what -> (how often, where first)."""
+    def _rows(self, odd: Odd) -> Iterator[tuple[int, list[str]]]:
+        """First line and cells of all rows, the split's last; counts unusual things in `odd`."""
         with open_text(self.path) as file:
             for first, last, row in self._json_rows(file) if self.is_jsonl else self._csv_rows(file):
                 lines = f"line {first}" if first == last else f"lines {first} to {last}"
                 if first != last:
-                    _note(odd, "a row goes over several lines (is a quote missing?)", lines)
-                cells = []
-                for column, number in zip(self.columns, self.numbers, strict=True):
-                    cell = "" if number is None else row[number]
-                    if not column.may_span and "\n" in cell.strip():
-                        raise ValueError(
-                            f"table {self.path!r}: {lines} are one row by their quotes, and its "
-                            f"{self.header[number or 0]!r} holds line ends; a quote is missing or too many"
-                        )
-                    if not (column.is_path or cell.isascii()):
-                        text = _as_latin_1(cell)
-                        if text is not cell:
-                            _note(odd, "a text is not UTF-8 and is read as Latin-1", lines)
-                        cell = text
-                    cells.append(cell)
-                yield first, cells
+                    _count(odd, "a row goes over several lines (is a quote missing?)", lines)
+                yield (
+                    first,
+                    ["" if name is None else self._cell(column, row.get(name), lines, odd) for column, name in used],
+                )
 
-    def _csv_rows(self, file: io.TextIOWrapper) -> Iterator[tuple[int, int, list[str]]]:
+    def _cell(self, column: Column, value: Any, lines: str, odd: Odd) -> str:
+        """A value as text.
+
+        Raises:
+            ValueError: it is a list or an object, or holds line ends that it should not hold.
+        """
+        where = f"table {self.path!r}: {lines}"
+        if isinstance(value, list | dict):
+            raise ValueError(f"{where}: {column.find(self.header)!r} holds no text but {str(value)[:60]}")
+        cell = _as_text(value)
+        if not column.may_span and "\n" in cell.strip():
+            raise ValueError(
+                f"{where} are one row by their quotes, and its {column.find(self.header)!r} holds line ends; a quote "
+                "is missing or too many"
+            )
+        if column.is_path or cell.isascii() or (text := _as_latin_1(cell)) is cell:
+            return cell
+        _count(odd, "a text is not UTF-8 and is read as Latin-1", lines)
+        return text
+
+    def _csv_rows(self, file: io.TextIOWrapper) -> Iterator[tuple[int, int, dict[str, Any]]]:
         """First line, last line and cells of each row."""
         file.readline()
-        reader = csv.reader(file, delimiter=self.delimiter)
-        first = 2
+        reader = csv.DictReader(file, self.header, restkey=_REST, delimiter=self.delimiter)
+        last = 1
         try:
             for row in reader:
-                last = reader.line_num + 1
-                if row and len(row) != len(self.header):
+                more, cells = row.pop(_REST, []), [cell for cell in row.values() if cell is not None]
+                before, last = last, reader.line_num + 1
+                # Blank lines before a row are no part of it; an open quote at the file's end counts one line too many.
+                first = max(before + 1, last - sum(cell.count("\n") for cell in (*cells, *more)))
+                if more or len(cells) < len(row):
                     lines = f"line {first}" if first == last else f"lines {first} to {last}, one row by its quotes,"
                     raise ValueError(
-                        f"table {self.path!r}: {lines} has {len(row)} columns, the header has {len(self.header)}: "
-                        f"{self.header}; put cells that hold {self.delimiter!r} or line ends in double quotes"
+                        f"table {self.path!r}: {lines} has {len(cells) + len(more)} columns, the header has "
+                        f"{len(self.header)}: {self.header}; put cells that hold {self.delimiter!r} or line ends in "
+                        "double quotes"
                     )
-                if row:
-                    yield first, last, row
-                first = last + 1
+                yield first, last, row
         except csv.Error as error:
             raise ValueError(
-                f"table {self.path!r}: line {first} cannot be read ({error}); is a quote missing?"
+                f"table {self.path!r}: line {last + 1} cannot be read ({error}); is a quote missing?"
             ) from error
 
-    def _json_rows(self, file: io.TextIOWrapper) -> Iterator[tuple[int, int, list[str]]]:
-        """The same of a file with one JSON object per line; its columns are the keys of the first."""
-        header = set(self.header)
-        absent = [column for column, number in zip(self.columns, self.numbers, strict=True) if number is None]
+    def _json_rows(self, file: io.TextIOWrapper) -> Iterator[tuple[int, int, dict[str, Any]]]:
+        """Rows of a file with one JSON object per line, whose columns are the keys of the first."""
+        absent = [column for column, name in zip(self.columns, self.names, strict=True) if name is None]
         for line, text in enumerate(file, 1):
             if text.strip():
                 row = parse_object(text, f"table {self.path!r}: line {line}")
-                late = [] if row.keys() <= header else sorted(row.keys() - header)
+                late = sorted(row.keys() - set(self.header))
                 if any(column.find(late) is not None for column in absent):
                     raise ValueError(
                         f"table {self.path!r}: line {line} has {late}, which the first line lacks; give all lines the "
                         "same keys, null where there is no value"
                     )
-                yield line, line, [self._plain(line, name, row.get(name)) for name in self.header]
-
-    def _plain(self, line: int, name: str, value: Any) -> str:
-        """A JSON value as a cell: texts and numbers; anything else only in columns that are not used."""
-        if isinstance(value, str):
-            return value.encode("utf-8", "replace").decode() if _has_lone_surrogate(value) else value
-        if value is None:
-            return ""
-        if isinstance(value, list | dict):
-            asked = [self.header[number] for number in self.numbers if number is not None]
-            if name in asked:
-                raise ValueError(f"table {self.path!r}: line {line}: {name!r} holds no text but {str(value)[:60]}")
-            return ""
-        if isinstance(value, float) and (math.isnan(value) or value.is_integer()):  # as pandas writes whole numbers
-            return "" if math.isnan(value) else str(int(value))
-        return str(value)
+                yield line, line, row
 
 
 def open_text(path: str) -> io.TextIOWrapper:
-    """Open a text file; bytes that are no UTF-8 come through as the file names that they may be.
+    """Open a text file; bytes that are no UTF-8 stay as they are, since they may belong to file names.
 
     Raises:
         ValueError: it is not text.
@@ -250,27 +241,31 @@ def open_text(path: str) -> io.TextIOWrapper:
     return io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
 
 
-def _note(odd: dict[str, tuple[int, str]], what: str, lines: str) -> None:
-    number, first = odd.get(what, (0, lines))
-    odd[what] = number + 1, first
+def _count(odd: Odd, thing: str, lines: str) -> None:
+    number, first = odd.get(thing, (0, lines))
+    odd[thing] = number + 1, first
+
+
+def _as_text(value: Any) -> str:
+    """A text or number of a table; whole numbers without a point, NaN as nothing."""
+    if isinstance(value, str):
+        try:
+            value.encode("utf-8", "surrogateescape")
+        except UnicodeEncodeError:  # half of a surrogate pair in JSON; no file can have that name
+            return value.encode("utf-8", "replace").decode()
+        return value
+    if value is None or value != value:
+        return ""
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)  # pandas writes 3.0
 
 
 def _as_latin_1(cell: str) -> str:
-    """The same text; if its bytes are no UTF-8, what they mean in Latin-1."""
+    """The same text; bytes that are no UTF-8 are read as Latin-1."""
     try:
         cell.encode()
     except UnicodeEncodeError:
         return cell.encode("utf-8", "surrogateescape").decode("latin-1")
     return cell
-
-
-def _has_lone_surrogate(text: str) -> bool:
-    """Whether a JSON escape such as \\ud800 stands without its other half; no file can be called so."""
-    try:
-        text.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:
-        return True
-    return False
 
 
 # How many files of a list must exist when it is opened; asking for a million takes minutes on a network disk.
@@ -297,7 +292,7 @@ class TableColumns:
     split: str | None = None
 
     def refuse_for(self, data_path: str) -> None:
-        """ValueError if columns are named of what is no table."""
+        """ValueError if columns are named although `data_path` is no table."""
         named = [f"{holds} {name!r}" for holds, name in vars(self).items() if name is not None]
         if named:
             raise ValueError(
@@ -354,27 +349,21 @@ def open_table(
     Raises:
         ValueError: as `open_list`; no column of paths, a row that cannot be read, or no row of the split.
     """
-    rows = TableRows(
-        path,
-        (PATHS.named(columns.path), LABELS.named(columns.label)),
-        SPLITS.named(columns.split),
-        split,
-        default_split,
-    )
-    used = [cells for _, cells in rows]
-    if rows.missing and rows.num_other_columns:
+    wanted = PATHS.named(columns.path), LABELS.named(columns.label)
+    rows = TableRows(path, wanted, SPLITS.named(columns.split), split, default_split)
+    used = [[cell.strip() for cell in cells] for _, cells in rows]
+    if rows.names[1] is None and set(rows.header) - set(rows.names):
         _logger.warning(
             "table %s is used without labels: none of its columns %s is called %s; name one with --label_column",
             path,
             rows.header,
             " or ".join(LABELS.names),
         )
-    labels = [label.strip() for _, label in used]
-    return _file_source("table", path, [name.strip() for name, _ in used], labels), "read"
+    return _file_source("table", path, [name for name, _ in used], [label for _, label in used]), "read"
 
 
-def _file_source(kind: str, listing: str, paths: list[str], labels: Sequence[str | None]) -> FileSource:
-    """Files named by a list or table, after looking whether the first of them exist."""
+def _file_source(kind: str, listing: str, paths: list[str], labels: Sequence[str]) -> FileSource:
+    """Files that a list or table names; the first of them must exist."""
     root = os.path.dirname(listing)
     if not paths:
         raise ValueError(f"{kind} {listing!r} names no images")
