@@ -1,15 +1,15 @@
-"""Tar shards -> one table that says where everything in them lies, memory-mapped and kept in the user's cache.
+"""Tar shards -> one table of the places of everything in them, memory-mapped and kept in the user's cache.
 
-A shard's own table is written as soon as the shard is indexed. So an interrupted start goes on where it stopped, and
-several processes share the work. Only a changed shard is indexed again. The tables of a set are joined in one file. All
-processes of a machine map it into their memory: the machine holds it once, and only as far as it is read.
+A shard's own table is written as soon as the shard is indexed, so an interrupted start continues where it stopped,
+several processes share the work, and only a changed shard is indexed again. The tables of a set are joined in one file,
+which all processes of a machine map into their memory.
 
     CACHE/<shard>.npz                       records and notes of one shard, with its time of change and size
     CACHE/<set>.shards/records.bin          records of all shards of a set, in its order
     CACHE/<set>.shards/shards.json          number of records and notes of each shard, and a checksum of both files
 
-The name of a set's folder depends on the shards' paths, times and sizes, so a folder that is there is current. It is
-written under another name and then renamed: jobs that start together write the same content, and the first one's stays.
+The name of a set's folder depends on the shards' paths, times and sizes, so an existing folder is current. It is
+written under another name and then renamed: jobs that start together write the same content, the first folder stays.
 """
 
 import contextlib
@@ -42,12 +42,7 @@ Report = Callable[[str], None]
 
 
 class Piece(NamedTuple):
-    """What is known of one shard.
-
-    Attributes:
-        records: one per sample, of the kind's `dtype`.
-        notes: anything else, as JSON can hold it; under "damage" what is wrong with the shard.
-    """
+    """The index of one shard: records of the kind's `dtype`, and notes as JSON, with "damage" if it is damaged."""
 
     records: np.ndarray
     notes: Notes
@@ -55,10 +50,10 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Kind:
-    """What is looked for in a shard.
+    """A way to index shards.
 
     Attributes:
-        name: tells kinds apart in the cache.
+        name: distinguishes kinds in the cache.
         dtype: of a record.
         index: indexes one shard; calls its second argument once per member. Raises DamagedShardError.
     """
@@ -69,7 +64,7 @@ class Kind:
 
 
 def blocks_of(member: Member) -> tuple[int, int, int]:
-    """First header, content and size of a member as a record holds them: two numbers of blocks, and bytes."""
+    """First header and content of a member, in blocks, and its size in bytes."""
     return member.start // BLOCK_BYTES, member.offset // BLOCK_BYTES, min(member.size, MAX_SIZE)
 
 
@@ -80,8 +75,8 @@ class ShardIndex:
         shards: paths.
         counts: (shards,) number of records of each.
         dtype: of a record.
-        records: all of them; None maps `path`.
-        path: the file that holds them, if there is one.
+        records: all of them; None maps the file `path`, in every process anew.
+        path: of the file.
     """
 
     def __init__(
@@ -93,10 +88,7 @@ class ShardIndex:
         self.records = self._map() if records is None else records
 
     def _map(self) -> np.ndarray:
-        total = int(self.ends[-1]) if len(self.ends) else 0
-        if os.path.getsize(self.path) != total * self.dtype.itemsize:
-            raise ValueError(f"{self.path} does not hold {total:,} records")
-        return np.memmap(self.path, self.dtype, "r") if total else np.zeros(0, self.dtype)
+        return np.memmap(self.path, self.dtype, "r") if self.counts.sum() else np.zeros(0, self.dtype)
 
     def __len__(self) -> int:
         """Number of records."""
@@ -109,7 +101,6 @@ class ShardIndex:
         return self.shards[int(np.searchsorted(self.ends, index, side="right"))]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Another process maps the file itself."""
         return {**self.__dict__, "records": None if self.path else self.records}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -119,29 +110,21 @@ class ShardIndex:
 
 
 def index_share(kind: Kind, shards: list[str], number: int, count: int, report: Report = note_progress) -> None:
-    """Index a share of the shards into the cache: every `count`-th, beginning with `number`.
-
-    Args:
-        kind: what to look for.
-        shards: all of them.
-        number: this process among those that share the work, from 0.
-        count: how many they are.
-        report: hears how far it is; empty when it is done.
-    """
+    """Index every `count`-th shard into the cache, beginning with shard `number`; for `report` see `open_index`."""
     for _ in _pieces(kind, shards[number::count], report):
         pass
 
 
 def open_index(kind: Kind, shards: list[str], report: Report = note_progress) -> tuple[ShardIndex, list[Notes], str]:
-    """The index of some shards: that of the cache where it is current; what is missing is indexed now.
+    """The index of some shards, from the cache as far as it is current.
 
     Args:
-        kind: what to look for.
-        shards: paths; one that is damaged has no records, and "damage" in its notes.
-        report: hears how far it is; empty when it is done.
+        kind: of index.
+        shards: paths; a damaged shard has no records, and "damage" in its notes.
+        report: called with the progress in words; with an empty text at the end.
 
     Returns:
-        The index, the notes of every shard, and the log's words for where it comes from.
+        The index, the notes of every shard, and the log's words for the origin of the index.
     """
     started, stamps = time.time(), [_stamp(shard) for shard in shards]
     names = "\n".join(f"{os.path.abspath(shard)} {stamp}" for shard, stamp in zip(shards, stamps, strict=True))
@@ -180,7 +163,7 @@ def _open_joined(folder: str, kind: Kind, shards: list[str]) -> tuple[ShardIndex
 
 
 def _checksum(path: str, content: Notes) -> int:
-    """CRC-32 of the records in a file and of what is known of their shards."""
+    """CRC-32 of the records in a file and of the counts and notes of their shards."""
     checksum = zlib.crc32(json.dumps(content).encode())
     with open(path, "rb") as file:
         while part := file.read(CHECKED_BYTES):
@@ -189,7 +172,7 @@ def _checksum(path: str, content: Notes) -> int:
 
 
 def _join(folder: str, kind: Kind, shards: list[str], report: Report) -> tuple[ShardIndex, list[Notes]]:
-    """Write the folder of a set, and open it; it stays in memory if a shard could not be read, which may pass.
+    """Write the folder of a set, and open it; the index stays in memory if a shard was unreadable, since that may pass.
 
     Raises:
         OSError: the cache cannot be written.
@@ -213,14 +196,14 @@ def _join(folder: str, kind: Kind, shards: list[str], report: Report) -> tuple[S
             json.dump({"crc32": _checksum(path, content), "shards": content}, texts)
             texts.flush()
             os.fsync(texts.fileno())
-        with contextlib.suppress(OSError):  # it fails where another process was faster, whose content is the same
+        with contextlib.suppress(OSError):  # another process was faster; its content is the same
             os.rename(temporary, folder)
     return _open_joined(folder, kind, shards)
 
 
 @contextlib.contextmanager
 def _temporary_folder() -> Iterator[str]:
-    """A folder beside those of the cache, removed in the end unless it was renamed."""
+    """A folder in the cache, removed at the end unless it was renamed."""
     path = temporary_path()
     os.mkdir(path)
     try:
@@ -230,7 +213,7 @@ def _temporary_folder() -> Iterator[str]:
 
 
 def _pieces(kind: Kind, shards: list[str], report: Report) -> Iterator[tuple[Piece, bool]]:
-    """What is known of each shard, and whether another look would find the same."""
+    """The index of each shard, and whether it may be cached."""
     progress = _Progress(len(shards), report)
     for shard in shards:
         yield _cached_piece(kind, shard) or _new_piece(kind, shard, progress)
@@ -243,7 +226,7 @@ def _piece_key(kind: Kind, shard: str) -> str:
 
 
 def _cached_piece(kind: Kind, shard: str) -> tuple[Piece, bool] | None:
-    """A shard's table from the cache, if it is there and current."""
+    """A shard's index from the cache, if it is current."""
     arrays = load_index(_piece_key(kind, shard))
     try:
         if arrays is not None and arrays["records"].dtype == kind.dtype and (*arrays["stamp"],) == _stamp(shard):
@@ -254,7 +237,7 @@ def _cached_piece(kind: Kind, shard: str) -> tuple[Piece, bool] | None:
 
 
 def _new_piece(kind: Kind, shard: str, progress: "_Progress") -> tuple[Piece, bool]:
-    """Index a shard and leave its table in the cache, unless it has just changed or the cache cannot be written."""
+    """Index a shard, and cache its index unless the shard has just changed."""
     nothing, started, stamp = np.zeros(0, kind.dtype), time.time(), _stamp(shard)
     try:
         piece = kind.index(shard, progress.add_member)
@@ -269,7 +252,7 @@ def _new_piece(kind: Kind, shard: str, progress: "_Progress") -> tuple[Piece, bo
 
 
 def _stamp(shard: str) -> tuple[int, int]:
-    """A shard's time of change (ns) and size; one that cannot be looked at has none."""
+    """A shard's time of change (ns) and size; 0, -1 if it is unreadable."""
     try:
         status = os.stat(shard)
     except OSError:
@@ -278,7 +261,7 @@ def _stamp(shard: str) -> tuple[int, int]:
 
 
 class _Progress:
-    """How far the indexing is, for the log and for the processes that wait."""
+    """Progress of the indexing, for the log and for the processes that wait."""
 
     def __init__(self, num_shards: int, report: Report) -> None:
         self.num_shards, self.report = num_shards, report
@@ -286,13 +269,13 @@ class _Progress:
         self.begin = self.last = time.monotonic()
 
     def add_member(self) -> None:
-        """One member more."""
+        """Count a member."""
         self.members += 1
         if self.members % REPORT_MEMBERS == 0:
             self._tell()
 
     def add_shard(self) -> None:
-        """One shard more."""
+        """Count a shard."""
         self.shards += 1
         self._tell()
 

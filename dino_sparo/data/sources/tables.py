@@ -160,10 +160,8 @@ class TableRows:
                 lines = f"line {first}" if first == last else f"lines {first} to {last}"
                 if first != last:
                     _count(odd, "a row goes over several lines (is a quote missing?)", lines)
-                yield (
-                    first,
-                    ["" if name is None else self._cell(column, row.get(name), lines, odd) for column, name in used],
-                )
+                cells = zip(self.columns, map(row.get, self.names), strict=True)
+                yield first, [self._cell(column, value, lines, odd) for column, value in cells]
 
     def _cell(self, column: Column, value: Any, lines: str, odd: Odd) -> str:
         """A value as text.
@@ -185,7 +183,7 @@ class TableRows:
         _count(odd, "a text is not UTF-8 and is read as Latin-1", lines)
         return text
 
-    def _csv_rows(self, file: io.TextIOWrapper) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    def _csv_rows(self, file: io.TextIOWrapper) -> Iterator[tuple[int, int, dict[Any, Any]]]:
         """First line, last line and cells of each row."""
         file.readline()
         reader = csv.DictReader(file, self.header, restkey=_REST, delimiter=self.delimiter)
@@ -209,7 +207,7 @@ class TableRows:
                 f"table {self.path!r}: line {last + 1} cannot be read ({error}); is a quote missing?"
             ) from error
 
-    def _json_rows(self, file: io.TextIOWrapper) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    def _json_rows(self, file: io.TextIOWrapper) -> Iterator[tuple[int, int, dict[Any, Any]]]:
         """Rows of a file with one JSON object per line, whose columns are the keys of the first."""
         absent = [column for column, name in zip(self.columns, self.names, strict=True) if name is None]
         for line, text in enumerate(file, 1):
