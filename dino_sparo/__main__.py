@@ -123,9 +123,9 @@ def open_model(
         from dino_sparo.oc_clip.load import open_oc_clip_model
 
         return open_oc_clip_model(args, process, border, checkpoint)
-    from dino_sparo.clip.load import open_clip_model
+    from dino_sparo.clip.load import clip_scorer
 
-    return open_clip_model(args, process, border, checkpoint)
+    return clip_scorer(args, process, border, checkpoint)
 
 
 @command(train_parser)

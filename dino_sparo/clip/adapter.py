@@ -4,14 +4,13 @@
     dino-sparo clip-benchmark eval --model_type dino_sparo --model normalized \
         --pretrained output/checkpoint.pth --dataset cifar10 --dataset_root data --no_amp
 
-Arguments and numbers are its own. CLIP benchmark asks for features, normalises each as a whole and takes dot products.
-What it is given is named by `--model`:
+Arguments and numbers are CLIP benchmark's. It normalises each feature as a whole and takes dot products. `--model`
+selects the features:
 
-    normalized       every slot of length one over sqrt(L) (SPARO, equation 2), so that its dot products are ours
-    unnormalized     the slots side by side as they are, so that long slots count more; for `cls` and `gap` the same
-                     numbers as above, since they have but one slot
+    normalized       every slot of length one over sqrt(L) (SPARO, equation 2): the dot products are our cosines
+    unnormalized     the slots as they are, so that long slots count more; the same for `cls` and `gap`, with one slot
 
-With `:FILE.json` after either, some of the slots alone, or masked ones: a file of dino-sparo select or mask.
+`normalized:FILE.json` takes the slots of a file of dino-sparo select or mask.
 """
 
 import logging
@@ -41,23 +40,18 @@ NORMALIZED, UNNORMALIZED = "normalized", "unnormalized"
 
 
 class BenchmarkModel(nn.Module):
-    """A model whose features come with or without the read-out's normalisation, without being asked each time.
-
-    Args:
-        model: what encodes.
-        normalize: whether its features are normalised.
-    """
+    """A model whose features are normalised, or not, by default."""
 
     def __init__(self, model: ImageTextModel, normalize: bool) -> None:
         super().__init__()
         self.model, self.normalize = model, normalize
 
     def encode_image(self, images: Float[Tensor, "B C H W"], normalize: bool | None = None) -> Float[Tensor, "B M"]:
-        """Images -> features; `normalize` overrides how the model was loaded."""
+        """Images -> features; `normalize` overrides the default."""
         return self.model.encode_image(images, normalize=self.normalize if normalize is None else normalize)
 
     def encode_text(self, token_ids: Int64[Tensor, "B N"], normalize: bool | None = None) -> Float[Tensor, "B M"]:
-        """Token ids -> features, likewise."""
+        """Token ids -> features; `normalize` overrides the default."""
         return self.model.encode_text(token_ids, normalize=self.normalize if normalize is None else normalize)
 
 
@@ -72,7 +66,7 @@ def tokenize_texts(context_length: int, texts: str | Sequence[str]) -> Int64[Ten
 
 
 class BenchmarkClip(NamedTuple):
-    """What CLIP benchmark's loaders return, in its order."""
+    """The triple that CLIP benchmark's loaders return."""
 
     model: BenchmarkModel
     transform: Callable[[Image.Image], Tensor]
@@ -85,16 +79,13 @@ def load_for_benchmark(
     cache_dir: str | None = None,
     device: str | torch.device = "cpu",
 ) -> BenchmarkClip:
-    """Load a checkpoint for CLIP benchmark, under its names of the arguments.
+    """Load a checkpoint for CLIP benchmark, which names the arguments.
 
     Args:
-        model_name: `normalized` or `unnormalized`, perhaps with `:FILE.json`; see the top of this file.
+        model_name: `normalized` or `unnormalized`, perhaps with `:FILE.json`.
         pretrained: path of the checkpoint.
-        cache_dir: where CLIP benchmark keeps what it downloads; nothing is.
-        device: where the model goes.
-
-    Raises:
-        ValueError: another model name, no path, or slots that do not fit the checkpoint.
+        cache_dir: CLIP benchmark's folder of downloads; unused.
+        device: of the model.
     """
     kind, _, slots = model_name.partition(":")
     if kind not in (NORMALIZED, UNNORMALIZED):
@@ -113,14 +104,7 @@ def load_for_benchmark(
 
 
 def register() -> Callable[[], Any]:
-    """Make `--model_type dino_sparo` known to CLIP benchmark.
-
-    Returns:
-        CLIP benchmark's command.
-
-    Raises:
-        MissingPackageError: it is not installed.
-    """
+    """Make `--model_type dino_sparo` known to CLIP benchmark; returns its command."""
     require("clip_benchmark", "CLIP benchmark's evaluations")
     require("requests", "CLIP benchmark's data sets")  # which it does not declare
     from clip_benchmark import models
@@ -135,11 +119,7 @@ def register() -> Callable[[], Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """CLIP benchmark's command, which also knows our checkpoints.
-
-    Args:
-        argv: its options; None: the command line's.
-    """
+    """CLIP benchmark's command, which also knows our checkpoints; `argv`: None takes the command line's options."""
     if argv is not None:
         sys.argv[1:] = argv  # it parses the command line itself
     with errors_in_one_line(logger):

@@ -1,4 +1,4 @@
-"""A CLIP checkpoint -> what the evaluations of `image_text/` ask for: a scorer of images and captions."""
+"""A CLIP checkpoint -> the scorer of images and captions that evaluations use."""
 
 import argparse
 from collections.abc import Mapping
@@ -18,40 +18,22 @@ from dino_sparo.runtime.precision import PRECISIONS
 from dino_sparo.runtime.records import versions
 
 
-def open_clip_model(
-    args: argparse.Namespace, process: Distributed, border: int = 0, checkpoint: Mapping[str, Any] | None = None
-) -> DotProductScorer:
-    """The model of an evaluation that takes an OC-CLIP, too.
-
-    Args:
-        args: the options of `add_model_options` and `add_computation_options`.
-        process: where to compute.
-        border: pixels cut off every side of an image.
-        checkpoint: what was read from `--pretrained_weights`; None: read it now.
-
-    Raises:
-        ValueError: as `clip_scorer`, and if `--graphs` are given.
-    """
-    if args.graphs:
-        raise ValueError(f"--graphs {args.graphs} with a CLIP, which reads captions as they are; leave it out")
-    return clip_scorer(args, process, border, checkpoint)
-
-
 def clip_scorer(
     args: argparse.Namespace, process: Distributed, border: int = 0, checkpoint: Mapping[str, Any] | None = None
 ) -> DotProductScorer:
-    """The model of a command that takes a CLIP alone.
+    """The model of an evaluation.
 
     Args:
-        args: the options of `add_model_options`, without those of graphs, and of `add_computation_options`.
-        process: where to compute.
+        args: the options of `add_model_options` and of `add_computation_options`.
+        process: this process and its device.
         border: pixels cut off every side of an image.
-        checkpoint: what was read from `--pretrained_weights`; None: read it now.
+        checkpoint: content of `--pretrained_weights`; None: read the file.
 
     Raises:
-        ValueError: no checkpoint is named, it holds no CLIP, or `--slots`, `--quick_gelu` or `--text_heads` do not fit
-            it.
+        ValueError: no checkpoint is named, it holds no CLIP, or options do not fit it.
     """
+    if getattr(args, "graphs", None):
+        raise ValueError(f"--graphs {args.graphs} with a CLIP, which reads captions as they are; leave it out")
     if not args.pretrained_weights:
         raise ValueError(
             "--pretrained_weights is empty: there is nothing to evaluate; give a checkpoint of CLIP training"

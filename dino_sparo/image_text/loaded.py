@@ -1,4 +1,4 @@
-"""A trained image-text model and its checkpoint -> the model to use, and what a result file says about it."""
+"""A trained image-text model with its description for result files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,12 +13,12 @@ Loaded = TypeVar("Loaded", bound="LoadedModel")
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A trained model, and what a result file says about it.
+    """A trained model and its description for result files.
 
     Attributes:
         model: in eval mode, on the CPU.
         mean: of its images' pixels in 0..1, per channel.
-        std: likewise.
+        std: per channel.
         record: plain values: weights, hash, epoch, configuration.
     """
 
@@ -29,29 +29,13 @@ class LoadedModel:
 
     @classmethod
     def of(cls: type[Loaded], model: Any, checkpoint: Mapping[str, Any], path: str | Path, **more: Any) -> Loaded:
-        """A model with the weights of a checkpoint.
-
-        Args:
-            model: has a `config`.
-            checkpoint: what was read.
-            path: of its file.
-            more: plain values for the record.
-        """
+        """A model, which has a `config`, with the weights of a checkpoint; `more` goes into the record."""
         origin = {"pretrained_weights": str(path), "sha256": file_sha256(Path(path)), "epoch": checkpoint.get("epoch")}
         return cls(model.eval(), *normalization_of(checkpoint), {**origin, **model.config.to_dict(), **more})
 
 
 def refuse_foreign_options(source: str, text_heads: int | None, quick_gelu: bool) -> None:
-    """Refuse what open_clip's weights do not say of themselves for a checkpoint of ours, which says it.
-
-    Args:
-        source: the checkpoint's file.
-        text_heads: `--text_heads`; None: not given.
-        quick_gelu: `--quick_gelu`.
-
-    Raises:
-        ValueError: one of them is given.
-    """
+    """Refuse `--text_heads` and `--quick_gelu` for a checkpoint of ours, which describes its own model."""
     if text_heads is not None or quick_gelu:
         option = "quick_gelu" if text_heads is None else "text_heads"
         raise ValueError(

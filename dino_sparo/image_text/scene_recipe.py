@@ -1,7 +1,6 @@
 """A recipe for models of the built-in scenes that are trained from scratch on a few CPU cores.
 
-Demos and experiments take it, so that what they compare has the same towers and the same optimiser. It is for trials,
-not for accuracy.
+Demos and studies use it, so that the models they compare have the same towers and the same optimizer.
 """
 
 SCENE_TOWERS = {

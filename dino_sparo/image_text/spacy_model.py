@@ -1,4 +1,4 @@
-"""Texts -> words with tags and dependencies, by spaCy's English model, for parsers and for shuffled captions."""
+"""Texts -> words with tags and dependencies by spaCy's English model."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -12,13 +12,10 @@ class SpacyModel:
     """spaCy's small English model, which is loaded when the first text is read.
 
     Args:
-        purpose: what needs it, as the subject of a sentence in the plural.
+        purpose: what needs it, in the plural, for messages.
 
     Attributes:
-        record: what a result file says of it.
-
-    Raises:
-        MissingPackageError: spaCy or the model is not installed.
+        record: versions, for a result file.
     """
 
     def __init__(self, purpose: str) -> None:

@@ -132,8 +132,8 @@ def test_captions_that_many_images_share_are_one_text_and_not_ties_that_are_all_
     assert found.text[1] == (100, 100)
     assert found.image[1] == (100, 100)
     assert found.image[3] == (100, 100)
-    assert (found.num_images, found.num_captions, found.num_texts, found.num_merged) == (9, 10, 3, 7)
-    assert "9 images, 10 captions (7 merged with an equal one: 3 texts)" in retrieval.table(found)
+    assert (found.num_images, found.num_captions, found.num_texts) == (9, 10, 3)
+    assert "9 images, 10 captions, 3 different" in retrieval.table(found)
 
 
 @pytest.mark.parametrize("k", [[], [0], [8]])

@@ -15,7 +15,7 @@ from compositional_files import TAGGED_CAPTIONS, tagged, write_json
 
 from dino_sparo.image_text.evaluation.caption_sets import read_captions
 from dino_sparo.image_text.evaluation.compositional.sets.aro import read_order
-from dino_sparo.image_text.evaluation.compositional.word_order import TaggedWord, Words, cleaned, options_of
+from dino_sparo.image_text.evaluation.compositional.word_order import Words, cleaned, options_of
 from dino_sparo.runtime.extras import MissingPackageError
 
 OFFICIAL = json.loads((Path(__file__).parents[1] / "reference" / "compositional.json").read_text())
@@ -28,7 +28,7 @@ def reversing(x: int) -> Any:
 
 def words_of(caption: str) -> Words:
     pairs = tagged(caption)
-    return Words([TaggedWord(*pair) for pair in pairs], [word for word, _ in pairs])
+    return Words(pairs, [word for word, _ in pairs])
 
 
 def text_of(caption: str) -> str:

@@ -1,7 +1,6 @@
-"""The model to evaluate, the images to evaluate it on, and the record of how that was done.
+"""Start and end of an evaluation of an image-text model: its images, and the file of its result.
 
-Where every evaluation of this folder starts and ends. As in `evaluation/protocol.py` a result file carries all that its
-numbers depend on, and nothing that changes from one run to the next: the same command writes the same file.
+As in `evaluation/task.py` a result file holds all that its numbers depend on. The same command writes the same file.
 """
 
 import argparse
@@ -22,17 +21,9 @@ OpenModel = Callable[..., Scorer]
 
 
 def open_evaluation_images(data_path: str, split: str | None = None, download: bool = False) -> ImageSource:
-    """The images of a data path that were not trained on.
+    """The images of a data path: the split `val` where there is one and no other is named, else all.
 
     The built-in scenes are those of CLIP training, whose attributes are independent of each other.
-
-    Args:
-        data_path: anything `open_source` opens.
-        split: `train` or `val`; None: `val` where there is one, else the path itself.
-        download: fetch a torchvision set that is not on disk.
-
-    Raises:
-        ValueError: no path, or what `open_source` finds wrong with it.
     """
     if not data_path:
         raise ValueError("--data_path is empty; give class folders, tar shards, a set such as cifar10:DIR, or scenes")
@@ -46,16 +37,12 @@ def open_evaluation_images(data_path: str, split: str | None = None, download: b
 
 
 def file_record(path: Path) -> dict[str, str]:
-    """What a result file says about a file of annotations."""
+    """Path and hash of a file, for a result file."""
     return {"path": str(path), "sha256": file_sha256(path)}
 
 
 def result_paths(args: argparse.Namespace, name: str) -> tuple[Path, Path]:
-    """Where the result goes, as `report` decides it, and where the plot beside it goes.
-
-    Raises:
-        ValueError: the result would be overwritten by the plot.
-    """
+    """Paths of a result and of the plot beside it; raises ValueError if the plot would overwrite the result."""
     path = Path(args.output) if args.output else Path(args.pretrained_weights).parent / name
     if path.suffix == ".png":
         raise ValueError(f"output={args.output!r} names a picture; give the JSON file, the plot is put beside it")
@@ -63,16 +50,9 @@ def result_paths(args: argparse.Namespace, name: str) -> tuple[Path, Path]:
 
 
 def report(result: dict[str, Any], table: str, args: argparse.Namespace, name: str) -> dict[str, Any]:
-    """Write the result and show the table, on rank 0.
+    """Write the result and show the table, on rank 0; returns the result.
 
-    Args:
-        result: plain values.
-        table: the numbers for people.
-        args: parsed options.
-        name: of the result file beside the checkpoint; with `--slots` it ends in `_slots.json`.
-
-    Returns:
-        The result.
+    By default the file has this name and lies beside the checkpoint; with `--slots` its name ends in `_slots.json`.
     """
     if getattr(args, "slots", None):
         name = f"{name.removesuffix('.json')}_slots.json"

@@ -4,16 +4,14 @@
         --captions data/coco/dataset_coco.json
     dino-sparo retrieval --pretrained_weights output/checkpoint.pth --data_path scenes:500:32
 
-Every image is scored with every caption, some images at a time, shared by all processes. Prints a table and writes
-retrieval.json, the numbers with all that they depend on.
-
-Two things are called Recall@k, both are reported:
+Every image is scored with every caption, some images at a time, shared by all processes. The command prints a table and
+writes retrieval.json, the numbers with all that they depend on. Two numbers are called Recall@k; both are reported:
 
     any    the share of queries that have at least one match among their k nearest
     share  the mean over queries of the share of the k nearest that match
 
-Equal captions are one text: letters' case and white space aside, a caption that several images share is one query, and
-each of these images is a match of it. (As texts of their own they would tie with each other, and ties count as wrong.)
+Equal captions, apart from case and white space, are one text: one query, which all their images match. (As texts of
+their own they would tie with each other, and ties count as wrong.)
 
 `share` is what SPARO's section 4.2 describes. Its table 2, made with LAION's CLIP benchmark, reports `any`: a caption
 has one image, so that among five images at most a fifth can match, and the table has up to 0.85.
@@ -51,15 +49,15 @@ class Recall(NamedTuple):
 
 @dataclass(frozen=True)
 class RetrievalResult:
-    """What `evaluate_retrieval` finds.
+    """Recall in both directions.
 
     Attributes:
         text: k -> recall of captions by image.
         image: k -> recall of images by caption.
-        num_images: images searched, and searched for.
+        num_images: images, each a query and a candidate.
         num_captions: captions of these images.
-        num_texts: different ones among them, which are searched, and searched for.
-        num_corrupt: images left out with their captions because they cannot be read.
+        num_texts: different captions, each a query and a candidate.
+        num_corrupt: unreadable images, left out with their captions.
         num_truncated: captions cut off because they are longer than the context.
     """
 
@@ -71,31 +69,26 @@ class RetrievalResult:
     num_corrupt: int
     num_truncated: int
 
-    @property
-    def num_merged(self) -> int:
-        """Captions that are equal to an earlier one."""
-        return self.num_captions - self.num_texts
-
 
 @torch.no_grad()
 def recall(
     scorer: Scorer, images: Any, texts: Any, matches: Int64[Tensor, "matches 2"], k: Sequence[int]
 ) -> tuple[dict[int, Recall], dict[int, Recall]]:
-    """How often the nearest candidates match: captions by image, and images by caption.
+    """Recall of captions by image, and of images by caption.
 
-    A match counts as behind every candidate that does not match and has exactly its score: ties count as wrong, so that
-    a model which cannot tell things apart gains nothing from the order they are listed in.
+    A match ranks behind every other candidate of exactly its score: ties count as wrong, so that a model which cannot
+    tell candidates apart gains nothing from their order.
 
     Each score is computed once and serves both directions. An image's captions are ranked as soon as its scores are
-    there. Of a caption's scores those of its matches and the max(k) greatest others are kept, which decide whether a
-    match is among its k nearest. Every process scores its share of the images and gets the result.
+    there. Of a caption's scores only those of its matches and the max(k) greatest others are stored, which decide
+    whether a match is among its k nearest. Every process scores its share of the images and gets the result.
 
     Args:
         scorer: the model.
         images: payload of images.
         texts: payload of captions.
         matches: (matches, 2), image and caption that belong together, sorted by image, none twice.
-        k: numbers of candidates to look at.
+        k: numbers of candidates.
 
     Raises:
         ValueError: a k out of range, or scores that are not finite.
@@ -149,12 +142,12 @@ def _by_query(
 def _count_hits(
     own: Float[Tensor, "queries most_matches"], rivals: Float[Tensor, "queries rivals"], k: Sequence[int]
 ) -> Int64[Tensor, "queries k"]:
-    """How many matches are among the k nearest of each query, for each k.
+    """Number of matches among the k nearest candidates of each query, for each k.
 
     Args:
         own: scores of the matches; -inf where a query has fewer.
         rivals: the greatest scores of candidates that do not match: all of them, or at least max(k).
-        k: numbers of candidates to look at.
+        k: numbers of candidates.
     """
     own = own.sort(dim=1, descending=True).values[:, : max(k)]  # a later match is behind these
     # One match at a time, so that no more than the rivals themselves exist at once.
@@ -205,9 +198,9 @@ def evaluate_retrieval(scorer: Scorer, data: CaptionSet, k: Sequence[int] = (1, 
 
 
 def merge_equal(captions: Sequence[str]) -> tuple[list[str], Int64[Tensor, " captions"]]:
-    """Captions -> the different ones among them, in order, and which of these each is.
+    """Captions -> the different ones, in order, and the index of each caption among them.
 
-    Letters' case and white space make no difference, as they make none to the tokenizer.
+    Case and white space make no difference, as in the tokenizer.
     """
     number: dict[str, int] = {}
     texts: list[str] = []
@@ -221,11 +214,7 @@ def merge_equal(captions: Sequence[str]) -> tuple[list[str], Int64[Tensor, " cap
 
 
 def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenModel) -> dict[str, Any]:
-    """Evaluate what the options say, write the result, show the table.
-
-    Raises:
-        ValueError: options, files or data that do not fit; the message says what would.
-    """
+    """Evaluate what the options say, write the result, show the table."""
     process = start_evaluation(args)
     scorer = open_model(args, process)
     data = open_caption_set(args.data_path, args.captions, args.split, args.image_list, args.allow_outside)
@@ -256,7 +245,7 @@ def describe(outcome: RetrievalResult, data: CaptionSet, scorer: Scorer, args: a
             "num_images": outcome.num_images,
             "num_captions": outcome.num_captions,
             "num_texts": outcome.num_texts,
-            "num_merged_captions": outcome.num_merged,
+            "num_merged_captions": outcome.num_captions - outcome.num_texts,
             "num_corrupt": outcome.num_corrupt,
             "num_truncated_captions": outcome.num_truncated,
             "captions_per_image": np.bincount(np.bincount(data.image_of)).tolist(),
@@ -272,8 +261,5 @@ def table(outcome: RetrievalResult) -> str:
         for definition in ("any", "share"):
             values = "".join(f"  {getattr(recall, definition):>8.2f}" for recall in recalls.values())
             lines.append(f"{name:<18} {definition:<5}{values}")
-    merged = (
-        f" ({outcome.num_merged} merged with an equal one: {outcome.num_texts} texts)" if outcome.num_merged else ""
-    )
-    lines.append(f"{outcome.num_images} images, {outcome.num_captions} captions{merged}")
+    lines.append(f"{outcome.num_images} images, {outcome.num_captions} captions, {outcome.num_texts} different")
     return "\n".join(lines)

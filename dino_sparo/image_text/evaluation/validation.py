@@ -1,7 +1,6 @@
-"""A model in training + pairs that it does not train on -> the loss on them and retrieval, both ways.
+"""A model in training + held-out pairs -> loss and retrieval in both directions, after every epoch.
 
-A trainer asks for it after every epoch. Nothing in it is random: images are seen in the evaluations' view, and of an
-image's captions the first is taken.
+Nothing is random: images have the evaluations' view, and the first caption of an image counts.
 """
 
 from collections.abc import Sequence
@@ -26,11 +25,11 @@ MAX_PAIRS = 5000  # as many as COCO's usual test has; every image is compared wi
 
 @dataclass(frozen=True)
 class Validation:
-    """What a model is asked after every epoch.
+    """Held-out pairs.
 
     Attributes:
-        pairs: held out from training.
-        num_compared: pairs that the loss compares with each other: those of a training step, or all if they are fewer.
+        pairs: the pairs.
+        num_compared: pairs that the loss compares with each other, as many as in a training step.
     """
 
     pairs: PairSource
@@ -38,17 +37,17 @@ class Validation:
 
     @torch.no_grad()
     def measure(self, scorer: Scorer, logit_scale: Tensor) -> dict[str, float]:
-        """`val_loss` in nats, and `val_text_r1` and `val_image_r1` in percent; every process takes part and gets them.
+        """`val_loss` in nats, `val_text_r1` and `val_image_r1` in percent, on every process.
 
         The loss is the mean over whole groups of `num_compared` pairs, so that it compares with the training loss. Ties
-        count as wrong: of pairs with the same caption none is found.
+        count as wrong: pairs with equal captions are never found.
 
         Args:
             scorer: the model.
-            logit_scale: what the loss multiplies scores with.
+            logit_scale: inverse temperature, the factor of the scores in the loss.
 
         Raises:
-            ValueError: more than 1 % of the pairs cannot be read.
+            ValueError: more than 1 % of the pairs are unreadable.
         """
         images = scorer.encode_images(self.pairs)
         require_few_missing(images.num_corrupt, len(self.pairs), f"pairs of {self.pairs.name}")
@@ -65,14 +64,9 @@ class Validation:
 
 
 def validation_loss(scorer: Scorer, images: Any, texts: Any, logit_scale: Tensor, num_compared: int) -> float:
-    """The training loss over whole groups of `num_compared` pairs, or over all pairs if they are fewer, in nats.
+    """The training loss in nats over whole groups of `num_compared` pairs, or over all pairs if they are fewer.
 
-    Args:
-        scorer: the model.
-        images: payload of the pairs' images.
-        texts: payload of their captions, in the same order.
-        logit_scale: s.
-        num_compared: B.
+    Row i of the payloads `images` and `texts` is pair i.
     """
     size = min(num_compared, len(images))
     losses = []
@@ -94,15 +88,12 @@ def some_pairs(source: PairSource, indices: np.ndarray) -> PairSource:
 
 
 def hold_out(source: PairSource, share: float, seed: int) -> tuple[PairSource, PairSource]:
-    """Split pairs into those to train on and those to validate on.
+    """Split pairs into training and validation pairs, both in the source's order.
 
     Args:
         source: all pairs.
-        share: of them that is held out, in (0, 1); at most `MAX_PAIRS`.
-        seed: of the choice, which depends on nothing else but the number of pairs.
-
-    Returns:
-        Training and validation pairs, both in the source's order.
+        share: of the validation pairs, in (0, 1); they are at most `MAX_PAIRS`.
+        seed: random seed; the choice depends on it and on the number of pairs alone.
 
     Raises:
         ValueError: a part would be empty.

@@ -34,16 +34,16 @@ TOP = 5
 
 @dataclass(frozen=True)
 class ZeroShotResult:
-    """What `evaluate_zero_shot` finds; accuracies in percent.
+    """Zero-shot accuracies in percent.
 
     Attributes:
-        top1: images whose class is the nearest.
-        top5: images whose class is among the five nearest; of fewer than five classes, all of them.
-        mean_per_class: mean over the classes that have images of the share of them that are recognised.
-        num_images: how many were classified.
-        num_corrupt: how many were left out because they cannot be read.
-        num_ties: images that another class is exactly as near to as the nearest.
-        per_class: for each class its number of images and of those recognised.
+        top1: images whose class has the greatest score.
+        top5: images whose class has one of the five greatest scores.
+        mean_per_class: mean of the classes' recalls, over classes with images.
+        num_images: images that were classified.
+        num_corrupt: unreadable images, which were left out.
+        num_ties: images with several classes of the greatest score.
+        per_class: numbers of images and of hits of each class.
         truncated_prompts: captions of classes that are longer than the context.
     """
 
@@ -58,13 +58,7 @@ class ZeroShotResult:
 
 
 def count_hits(scores: Float[Tensor, "B classes"], labels: Int64[Tensor, " B"]) -> Int64[Tensor, "B 3"]:
-    """Whether each image's class comes first, among the first five, and shares its place at the top.
-
-    Of equally near classes the first comes first, as an argmax has it.
-
-    Returns:
-        (B, 3), 1 or 0 for top-1, top-5 and a tie for the first place.
-    """
+    """1 or 0 for each image: top-1, top-5, and a tie for the first place. Of equal scores the first class wins."""
     right = scores.gather(1, labels[:, None])
     before = torch.arange(scores.shape[1], device=scores.device) < labels[:, None]
     ranks = ((scores > right) | ((scores == right) & before)).sum(dim=1)
@@ -76,16 +70,10 @@ def count_hits(scores: Float[Tensor, "B classes"], labels: Int64[Tensor, " B"]) 
 def evaluate_zero_shot(
     scorer: Scorer, source: ImageSource, names: Sequence[str], templates: tuple[str, ...]
 ) -> ZeroShotResult:
-    """Images in, accuracy out. Every process takes part and gets the result.
-
-    Args:
-        scorer: the model.
-        source: images labelled by their places in `names`.
-        names: of the classes.
-        templates: sentences with `{}`.
+    """Accuracy on the images of a source, whose labels are indices of `names`; every process gets the result.
 
     Raises:
-        ValueError: scores that are not finite, or no image that can be read.
+        ValueError: scores that are not finite, or no readable image.
     """
     classes = scorer.encode_classes(names, templates)
     counts = torch.zeros(len(names), 4, dtype=torch.int64, device=scorer.device)  # images, top-1, top-5, ties
@@ -98,27 +86,18 @@ def evaluate_zero_shot(
         counts.index_add_(0, batch.labels, torch.cat((torch.ones_like(hits[:, :1]), hits), dim=1))
         num_corrupt += batch.num_corrupt
     total = all_reduce_sum(torch.tensor(num_corrupt, device=scorer.device))
-    return _summary(all_reduce_sum(counts).cpu(), int(total), classes.num_truncated)
-
-
-def _summary(counts: Int64[Tensor, "classes 4"], num_corrupt: int, truncated: int) -> ZeroShotResult:
+    counts, num_corrupt = all_reduce_sum(counts).cpu(), int(total)
     images, top1, top5, ties = counts.sum(dim=0).tolist()
     if not images:
         raise ValueError(f"none of {num_corrupt} images can be read; is the disk still there?")
     per_class = [(number, right) for number, right, _, _ in counts.tolist()]
     recalls = [right / number for number, right in per_class if number]
-    mean = 100 * sum(recalls) / len(recalls)
-    return ZeroShotResult(
-        100 * top1 / images, 100 * top5 / images, mean, images, num_corrupt, ties, per_class, truncated
-    )
+    percent = [100 * top1 / images, 100 * top5 / images, 100 * sum(recalls) / len(recalls)]
+    return ZeroShotResult(*percent, images, num_corrupt, ties, per_class, classes.num_truncated)
 
 
 def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenModel) -> dict[str, Any]:
-    """Evaluate what the options say, write the result, show the table.
-
-    Raises:
-        ValueError: options, files or data that do not fit; the message says what would.
-    """
+    """Evaluate what the options say, write the result, show the table."""
     process = start_evaluation(args)
     scorer = open_model(args, process, args.crop_border)
     source = open_evaluation_images(args.data_path, args.split, args.download)

@@ -109,7 +109,7 @@ def read_json(path: Path) -> Any:
 def questions_of(
     path: Path, entries: Iterable[tuple[Any, Any]], make: Callable[[Any], Question], expected: str
 ) -> Iterator[Question]:
-    """The questions of a file's entries; all readers go through here, so that all mistakes look the same.
+    """The questions of a file's entries, checked; all readers use this function.
 
     Args:
         path: the file, for messages.

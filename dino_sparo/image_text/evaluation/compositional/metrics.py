@@ -1,8 +1,8 @@
-"""Answers -> accuracies in percent: per split, their means, with intervals.
+"""Answers -> accuracies in percent, per split and as means, with intervals.
 
-Two rules stand side by side. `accuracy` is ours: strictly greater, a tie is wrong. `official` gives a tie what the
-benchmark's own code gives it. An interval is a 95 % interval of our accuracy over questions, taken as independent,
-although some share an image: Wilson's for one split, for a mean over splits a bootstrap that draws anew within each.
+`accuracy` is our rule: strictly greater, a tie is wrong. `official` treats ties as the benchmark's own code does. A
+95 % interval of our accuracy takes questions as independent, although some share an image: Wilson's for one split, and
+a bootstrap within splits for a mean over splits.
 """
 
 import math
@@ -38,13 +38,7 @@ def bootstrap(
 ) -> tuple[float, float]:
     """95 % interval of a weighted mean of accuracies, in percent, by drawing the questions of each split anew.
 
-    Of n answers that are right or wrong, of which k are right, a draw with replacement has Binomial(n, k/n) right ones.
-
-    Args:
-        num_right: per split.
-        num_questions: per split.
-        weights: of the splits.
-        seed: of the draws.
+    With k of n answers right, a draw with replacement has Binomial(n, k/n) right answers. All lists are per split.
     """
     counts = np.asarray(num_questions)
     draws = np.random.default_rng(seed).binomial(counts, np.asarray(num_right) / counts, (NUM_RESAMPLES, len(counts)))
@@ -53,21 +47,16 @@ def bootstrap(
 
 
 def worth(outcome: Outcome, tie_credit: float) -> float:
-    """What an answer counts under a benchmark's own rule, 0 to 1."""
+    """Value of an answer by a benchmark's own rule, 0 to 1."""
     return 1.0 if outcome.right else tie_credit * outcome.tied
 
 
 def summarize(benchmark: Benchmark, outcomes: Sequence[Outcome], seed: int) -> dict[str, Any]:
-    """Accuracies of one benchmark.
-
-    Args:
-        benchmark: whose averages and rule for ties.
-        outcomes: what was answered.
-        seed: of the bootstrap.
+    """Accuracies of one benchmark; `seed` is the bootstrap's.
 
     Returns:
-        `splits`: of each the accuracy, its interval, the benchmark's own number, chance, numbers of questions and ties.
-        `means`: the benchmark's averages, and `micro`, the share of all questions, where each counts in one split.
+        `splits`: accuracy, interval, the benchmark's own number, chance, and numbers of questions and ties of each.
+        `means`: the benchmark's averages, and `micro`, the share of all questions, if each counts in one split.
     """
     by_split: dict[str, list[Outcome]] = {}
     for outcome in outcomes:

@@ -1,19 +1,21 @@
-"""Captions of images -> the questions of ARO's order benchmarks, written once: `dino-sparo order-captions`.
+"""Captions of images -> the questions of ARO's order benchmarks: `dino-sparo order-captions`.
 
     dino-sparo order-captions --captions coco_karpathy_test.json --output data/coco/coco_order.json
     dino-sparo order-captions --captions flickr30k_test.json --output data/flickr30k/flickr_order.json
 
-The authors shuffle anew in every run, without a seed. Here the draw depends on the seed and the caption's number alone,
-and a file beside the output says which tools tagged the words. Of each caption four false ones are made, as theirs:
+The authors shuffle anew in every run, without a random seed. Here the draw depends on the seed and the caption's number
+alone, and a file beside the output records the tools that tagged the words. Each caption gets the authors' four false
+captions:
 
     nouns change places with nouns, adjectives with adjectives      spaCy's words and tags
-    all other words change places                                   likewise
+    all other words change places                                   spaCy's words and tags
     words change places within each three                           nltk's words
-    threes change places                                            likewise
+    threes change places                                            nltk's words
 
-A caption whose words cannot be shuffled stays as it is, and is then a false caption that is true; the authors keep it,
-so does this file, and it is counted. Source: Yuksekgonul et al., "When and why vision-language models behave like
-bags-of-words, and what to do about it?"; dataset_zoo/perturbations.py and retrieval.py (`pre_caption`) of their code.
+A caption whose words cannot be shuffled stays as it is, and is then a true caption among the false ones. The command
+writes such questions, as the authors do, and counts them. Source: Yuksekgonul et al., "When and why vision-language
+models behave like bags-of-words, and what to do about it?"; dataset_zoo/perturbations.py and retrieval.py
+(`pre_caption`) of their code.
 """
 
 import argparse
@@ -39,22 +41,15 @@ MAX_WORDS = 30
 PURPOSE = "captions with shuffled words"
 
 
-class TaggedWord(NamedTuple):
-    """A word of a caption and its tag in the Penn Treebank."""
-
-    text: str
-    tag: str
-
-
 class Words(NamedTuple):
     """A caption in words.
 
     Attributes:
-        tagged: as spaCy cuts it.
-        plain: as nltk does.
+        tagged: spaCy's words, each with its tag in the Penn Treebank.
+        plain: nltk's words.
     """
 
-    tagged: Sequence[TaggedWord]
+    tagged: Sequence[tuple[str, str]]
     plain: Sequence[str]
 
 
@@ -64,16 +59,16 @@ Draw = Callable[[int], Any]
 
 def shuffle_nouns_and_adjectives(words: Words, draw: Draw) -> str:
     """Nouns change places with nouns, then adjectives with adjectives."""
-    texts = [word.text for word in words.tagged]
+    texts = [text for text, _ in words.tagged]
     for tags in (NOUNS, ADJECTIVES):
-        texts = _permuted(texts, [word.tag in tags for word in words.tagged], draw)
+        texts = _permuted(texts, [tag in tags for _, tag in words.tagged], draw)
     return " ".join(texts)
 
 
 def shuffle_other_words(words: Words, draw: Draw) -> str:
     """All but nouns and adjectives change places."""
-    texts = [word.text for word in words.tagged]
-    return " ".join(_permuted(texts, [word.tag not in NOUNS + ADJECTIVES for word in words.tagged], draw))
+    texts = [text for text, _ in words.tagged]
+    return " ".join(_permuted(texts, [tag not in NOUNS + ADJECTIVES for _, tag in words.tagged], draw))
 
 
 def shuffle_within_groups(words: Words, draw: Draw) -> str:
@@ -110,29 +105,18 @@ def _groups(words: Sequence[str]) -> list[Sequence[str]]:
 
 
 def cleaned(caption: str) -> str:
-    """A caption as the authors show it to models: small letters, no punctuation that ends, at most 30 words."""
+    """The authors' cleaning of a caption: lower case, no punctuation, at most 30 words."""
     spaced = re.sub(r"\s{2,}", " ", re.sub(r"[.!\"()*#:;~]", " ", caption.lower()))
     return " ".join(spaced.rstrip("\n").strip(" ").split(" ")[:MAX_WORDS])
 
 
 def options_of(caption: str, words: Words, draw: Draw) -> list[str]:
-    """The caption and its four shuffled ones.
-
-    Args:
-        caption: as written.
-        words: of it.
-        draw: draws the orders.
-    """
+    """The caption and its four shuffled ones."""
     return [cleaned(caption), *(cleaned(shuffle(words, draw)) for shuffle in PERTURBATIONS.values())]
 
 
 def write_order(args: argparse.Namespace) -> dict[str, Any]:
-    """Write the questions of the captions that the options name; returns what the record beside them holds.
-
-    Raises:
-        ValueError: the captions cannot be read, or there are none.
-        MissingPackageError: spaCy, nltk or their data are not installed.
-    """
+    """Write the questions, and a record beside them; returns the record."""
     setup_logging()
     tools = Tools()
     file = read_captions(Path(args.captions), args.split)
@@ -169,14 +153,7 @@ def write_order(args: argparse.Namespace) -> dict[str, Any]:
 
 
 class Tools:
-    """spaCy's words and tags, and nltk's words.
-
-    Attributes:
-        record: versions.
-
-    Raises:
-        MissingPackageError: a package, or its data, is not installed.
-    """
+    """spaCy's words and tags, nltk's words, and a record of the versions."""
 
     def __init__(self) -> None:
         require("nltk", PURPOSE)
@@ -193,5 +170,4 @@ class Tools:
     def words(self, captions: Iterator[str]) -> Iterator[Words]:
         """The words of every caption, in order."""
         for document in self.model.documents(captions):
-            tagged = [TaggedWord(token.text, token.tag_) for token in document]
-            yield Words(tagged, self.tokenize(document.text))
+            yield Words([(token.text, token.tag_) for token in document], self.tokenize(document.text))

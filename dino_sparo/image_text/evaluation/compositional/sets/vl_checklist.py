@@ -42,46 +42,34 @@ FILES = _files()
 IMAGES = {"vg": "vg", "vaw": "vg", "hake": "hake", "swig": "swig"}  # data set -> folder of its images
 
 # Questions of the 46 files that we could read, at the commit in tests/reference/compositional.json.
-_COUNTS: dict[str, dict[str, int]] = {
-    "Attribute/color": {"vg": 11569},
-    "Attribute/material": {"vg": 2470, "vaw": 11835},
-    "Attribute/size": {"vg": 2695, "vaw": 15321},
-    "Attribute/state": {"vg": 941, "vaw": 4939},
-    "Attribute/action": {"vg": 1892, "vaw": 3039},
-    "Object/large": {"vg/subj": 26167, "swig/destination": 1520, "swig/item": 5070, "swig/tool": 4643},
-    "Object/medium": {
-        "vg/obj": 30725,
-        "vg/subj": 20930,
-        "swig/agent": 442,
-        "swig/destination": 109,
-        "swig/item": 742,
-        "swig/tool": 1452,
-        "hake": 30910,
-    },
-    "Object/small": {
-        "vg/obj": 13702,
-        "vg/subj": 10554,
-        "swig/agent": 48,
-        "swig/destination": 9,
-        "swig/item": 154,
-        "swig/tool": 308,
-        "hake": 6210,
-    },
-    "Object/center": {"vg/subj": 25383, "swig/destination": 1063, "swig/item": 4163, "swig/tool": 4056},
-    "Object/mid": {"vg/subj": 26294, "swig/agent": 5074, "swig/destination": 530, "swig/item": 1715, "swig/tool": 2226},
-    "Object/margin": {
-        "vg/obj": 8291,
-        "vg/subj": 5974,
-        "swig/agent": 260,
-        "swig/destination": 45,
-        "swig/item": 88,
-        "swig/tool": 121,
-        "hake": 10062,
-    },
-    "Relation/action": {"vg": 12733, "swig": 25150},
-    "Relation/spatial": {"vg": 30650},
-}
-COUNTS = {f"{dimension}/{data}": count for dimension, counts in _COUNTS.items() for data, count in counts.items()}
+_COUNTS = """
+Attribute/color: vg 11569
+Attribute/material: vg 2470 vaw 11835
+Attribute/size: vg 2695 vaw 15321
+Attribute/state: vg 941 vaw 4939
+Attribute/action: vg 1892 vaw 3039
+Object/large: vg/subj 26167 swig/destination 1520 swig/item 5070 swig/tool 4643
+Object/medium: vg/obj 30725 vg/subj 20930 swig/agent 442 swig/destination 109 swig/item 742 swig/tool 1452 hake 30910
+Object/small: vg/obj 13702 vg/subj 10554 swig/agent 48 swig/destination 9 swig/item 154 swig/tool 308 hake 6210
+Object/center: vg/subj 25383 swig/destination 1063 swig/item 4163 swig/tool 4056
+Object/mid: vg/subj 26294 swig/agent 5074 swig/destination 530 swig/item 1715 swig/tool 2226
+Object/margin: vg/obj 8291 vg/subj 5974 swig/agent 260 swig/destination 45 swig/item 88 swig/tool 121 hake 10062
+Relation/action: vg 12733 swig 25150
+Relation/spatial: vg 30650
+"""
+
+
+def _counts() -> dict[str, int]:
+    """Split -> number of questions."""
+    counts = {}
+    for line in _COUNTS.strip().splitlines():
+        dimension, words = line.split(": ")
+        pairs = words.split()
+        counts |= {f"{dimension}/{part}": int(count) for part, count in zip(pairs[::2], pairs[1::2], strict=True)}
+    return counts
+
+
+COUNTS = _counts()
 
 
 def read(folder: Path) -> Iterator[Question]:
