@@ -287,10 +287,10 @@ def test_one_image_gives_a_grid_raw_maps_and_their_description(
         "--threshold", 0.6, "--save_each",
     )  # fmt: skip
     maps = np.load(out / "attention.npy")
-    assert maps.shape == (1, 7, 10, 13)  # 50 px, twice the 25 of training; 61 x 47 px become 65 x 50
+    assert maps.shape == (1, 7, 10, 12)  # 50 px, twice the 25 of training; 61 x 47 px become 64 x 50
     said = json.loads((out / "attention.json").read_text())
     assert said["images"] == [str(image)]
-    assert (said["image_size"], said["grid"], said["kind"]) == ([50, 65], [10, 13], "slot")
+    assert (said["image_size"], said["grid"], said["kind"]) == ([50, 60], [10, 12], "slot")
     assert sorted(entry["rank"] for entry in said["maps"]) == list(range(7))
     patches = [entry["effective_patches"][0] for entry in sorted(said["maps"], key=lambda entry: entry["rank"])]
     assert patches == sorted(patches)
@@ -300,7 +300,7 @@ def test_one_image_gives_a_grid_raw_maps_and_their_description(
     }  # fmt: skip
     each = {path.name for path in (out / "maps").iterdir()}
     assert {"img.png", "attn-slot6.png", "mask_th0.6_slot0.png", "mask_th0.6.npy"} <= each
-    assert np.load(out / "maps" / "mask_th0.6.npy").shape == (7, 10, 13)
+    assert np.load(out / "maps" / "mask_th0.6.npy").shape == (7, 10, 12)
     assert width_of(out / "attention.png") > 600
 
 
