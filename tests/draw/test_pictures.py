@@ -1,5 +1,6 @@
 """Figures of maps: whatever the pictures' shape, all words can be read."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,40 +18,38 @@ from dino_sparo.evaluation.attention.atlas import Atlas, AtlasImage, AtlasSlot, 
 from dino_sparo.evaluation.attention.figures import MapSet, maps_figure
 
 SHAPES = {"portrait": (60, 25), "sliver": (90, 9), "landscape": (25, 60), "panorama": (9, 90), "square": (40, 40)}
+RUN = "runs/a_run/checkpoint.pth"
 LONG = "a_photograph_of_a_bird_on_a_branch_in_the_evening_light_of_a_long_day_" * 3 + "$x$.jpg"
 
 
-def maps_of(num_maps: int, num_images: int = 1, kind: str = "slot", alike: int = 0) -> MapSet:
+def maps_of(
+    num_maps: int, num_images: int = 1, kind: str = "slot", alike: int = 0, shape: str = "square", run: str = RUN
+) -> MapSet:
     """Random maps, the first `alike` of which look alike; numbers of three digits, so that labels are long."""
     maps = np.random.default_rng(0).dirichlet(np.full(15 * 16, 0.9), size=(num_images, num_maps))
     maps = maps.reshape(num_images, num_maps, 15, 16).astype(np.float32)
     maps[:, :alike] = maps[:, :1]
-    return MapSet("runs/a_run/checkpoint.pth", "vit_micro/8  ·  sparo  ·  epoch 100", kind, maps)
+    about = "vit_micro/8  ·  sparo  ·  epoch 100"
+    return MapSet(run, about, kind, maps, [LONG] * num_images, [picture(shape)] * num_images)
 
 
 def picture(shape: str) -> np.ndarray:
     return np.full((*SHAPES[shape], 3), 99, dtype=np.uint8)
 
 
-def grid(shape: str, maps: MapSet, threshold: float | None = None) -> Figure:
-    """All maps of one image."""
-    return maps_figure([LONG], [[picture(shape)]], [maps], [0], threshold=threshold)
-
-
-def several(shape: str, *sides: MapSet, max_maps: int | None = None) -> Figure:
+def several(*sides: MapSet, max_maps: int | None = None) -> Figure:
     """Maps of several images by one encoder or by two."""
-    count = len(sides[0].maps)
-    return maps_figure([LONG] * count, [[picture(shape)] * count] * len(sides), sides, range(count), max_maps)
+    return maps_figure(sides, range(len(sides[0].names)), max_maps)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("num_maps", [1, 3, pytest.param(16, marks=pytest.mark.slow)])
 def test_all_words_of_a_grid_can_be_read(shape: str, num_maps: int, tmp_path: Path) -> None:
     """A portrait with three columns lost the end of its explanation."""
-    looked = maps_of(num_maps, alike=2)
+    maps = maps_of(num_maps, alike=2, shape=shape)
     with drawn_words() as figures:
-        save_sheet(grid(shape, looked), tmp_path / "grid.png")
-        save_sheet(grid(shape, looked, threshold=0.6), tmp_path / "masks.png")
+        save_sheet(maps_figure([maps], [0]), tmp_path / "grid.png")
+        save_sheet(maps_figure([maps], [0], threshold=0.6), tmp_path / "masks.png")
     assert_readable(figures)
 
 
@@ -58,7 +57,7 @@ def test_all_words_of_a_grid_can_be_read(shape: str, num_maps: int, tmp_path: Pa
 @pytest.mark.parametrize("num_maps", [1, 5])
 def test_all_words_of_several_images_can_be_read(shape: str, num_maps: int, tmp_path: Path) -> None:
     with drawn_words() as figures:
-        save_sheet(several(shape, maps_of(num_maps, 3, alike=2)), tmp_path / "matrix.png")
+        save_sheet(several(maps_of(num_maps, 3, alike=2, shape=shape)), tmp_path / "matrix.png")
     assert_readable(figures)
 
 
@@ -66,9 +65,9 @@ def test_all_words_of_several_images_can_be_read(shape: str, num_maps: int, tmp_
 @pytest.mark.parametrize(("ours", "theirs"), [(1, 3), (4, 16)])
 def test_all_words_of_a_comparison_can_be_read(shape: str, ours: int, theirs: int, tmp_path: Path) -> None:
     """Labels of portraits lay over one another."""
-    sides = maps_of(ours, 2, alike=3), maps_of(theirs, 2, "head", alike=2)
+    sides = maps_of(ours, 2, alike=3, shape=shape), maps_of(theirs, 2, "head", 2, shape)
     with drawn_words() as figures:
-        save_sheet(several(shape, *sides), tmp_path / "compare.png")
+        save_sheet(several(*sides), tmp_path / "compare.png")
     assert_readable(figures)
 
 
@@ -91,10 +90,10 @@ def test_all_words_of_an_atlas_can_be_read_and_patches_are_explained(
 
 @pytest.mark.slow
 def test_all_words_can_be_read_where_there_are_many_maps(tmp_path: Path) -> None:
-    looked = maps_of(64, 2, alike=3)
+    maps = maps_of(64, 2, alike=3, shape="portrait")
     with drawn_words() as figures:
-        save_sheet(grid("portrait", looked), tmp_path / "grid.png")
-        save_sheet(several("portrait", looked, max_maps=64), tmp_path / "matrix.png")
+        save_sheet(maps_figure([maps], [0]), tmp_path / "grid.png")
+        save_sheet(several(maps, max_maps=64), tmp_path / "matrix.png")
     assert_readable(figures)
 
 
@@ -102,17 +101,16 @@ def test_an_order_that_several_images_share_is_not_called_that_of_one(tmp_path: 
     """Every grid said "from the most peaked", though the order was by the mean over all images."""
     for num_images, expected in ((1, "From the most peaked slot"), (3, "most peaked on average over 3 images")):
         with drawn_words() as figures:
-            save_sheet(grid("square", maps_of(5, num_images)), tmp_path / "grid.png")
+            save_sheet(maps_figure([maps_of(5, num_images)], [0]), tmp_path / "grid.png")
         assert expected in " ".join(words.words for words in figures[0])
 
 
 def test_a_comparison_names_the_runs(tmp_path: Path) -> None:
     """Both were called checkpoint.pth."""
-    maps = maps_of(2).maps
     names = run_names(["runs/sparo/checkpoint.pth", "runs/cls/checkpoint.pth"])
-    ours, theirs = (MapSet(name, "vit", "slot", maps) for name in names)
+    ours, theirs = (maps_of(2, run=name) for name in names)
     with drawn_words() as figures:
-        save_sheet(several("square", ours, theirs), tmp_path / "compare.png")
+        save_sheet(several(ours, theirs), tmp_path / "compare.png")
     shown = {words.words for words in figures[0]}
     assert {"sparo/checkpoint.pth", "cls/checkpoint.pth"} <= shown
 
@@ -122,8 +120,8 @@ def test_views_of_two_encoders_do_not_overlap(tmp_path: Path, monkeypatch: pytes
     boxes: list[tuple[int, int, int, int]] = []
     monkeypatch.setattr(Sheet, "picture", lambda self, x, y, pixels: boxes.append((x, y, *pixels.shape[1::-1])))
     views = tuple(np.zeros((60, width, 3), np.uint8) for width in (64, 96))
-    sides = (MapSet("a", "vit", "slot", maps_of(6).maps), MapSet("b", "vit", "slot", maps_of(6).maps))
-    save_sheet(maps_figure(["a"], [[view] for view in views], sides, [0]), tmp_path / "compare.png")
+    sides = [replace(maps_of(6), pictures=[view]) for view in views]
+    save_sheet(maps_figure(sides, [0]), tmp_path / "compare.png")
     for number, (x, y, width, height) in enumerate(boxes):
         for other_x, other_y, other_width, other_height in boxes[:number]:
             is_beside = x >= other_x + other_width or other_x >= x + width
@@ -189,7 +187,7 @@ def test_lines_break_at_spaces_and_within_words_without_spaces(monkeypatch: pyte
 def test_sheets_leave_as_png_pdf_or_svg_with_the_same_bytes_each_time(ending: str, tmp_path: Path) -> None:
     contents = []
     for name in ("a", "b"):
-        save_sheet(grid("square", maps_of(3)), tmp_path / f"{name}.{ending}")
+        save_sheet(maps_figure([maps_of(3)], [0]), tmp_path / f"{name}.{ending}")
         contents.append((tmp_path / f"{name}.{ending}").read_bytes())
     assert contents[0] == contents[1]
     assert contents[0].startswith({"png": b"\x89PNG", "pdf": b"%PDF", "svg": b"<?xml"}[ending])

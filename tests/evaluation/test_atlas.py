@@ -17,6 +17,7 @@ from PIL import Image
 import visualize_attention
 from dino_sparo.data.sources import open_source
 from dino_sparo.data.views import PatchView
+from dino_sparo.draw.html import save_page
 from dino_sparo.draw.labels import short_name
 from dino_sparo.draw.sheet import save_sheet
 from dino_sparo.evaluation.attention import atlas as atlas_module
@@ -26,7 +27,6 @@ from dino_sparo.evaluation.attention.atlas import (
     AtlasSlot,
     atlas_figure,
     build_atlas,
-    save_atlas_page,
     score_images,
 )
 from dino_sparo.evaluation.attention.maps import attention_maps
@@ -202,7 +202,7 @@ class _Links(HTMLParser):
 
 
 def test_the_page_holds_all_it_shows_and_says_it_in_words(atlas: Atlas, tmp_path: Path) -> None:
-    save_atlas_page(atlas_figure(atlas), tmp_path / "atlas.html")
+    save_page(atlas_figure(atlas), tmp_path / "atlas.html")
     text = (tmp_path / "atlas.html").read_text(encoding="utf-8")
     page = _Links()
     page.feed(text)
@@ -220,7 +220,7 @@ def test_names_in_the_page_are_escaped(atlas: Atlas, tmp_path: Path) -> None:
     image = AtlasImage('"><script>alert(1)</script>.png', 1.0, 2.0, pixels, np.eye(3))
     slot = AtlasSlot(0, 0, 0, "", 2.0, 0.0, [image])
     named = Atlas("a <model>", "slot", "<folder>", 1, (3, 3), [slot])
-    save_atlas_page(atlas_figure(named), tmp_path / "atlas.html")
+    save_page(atlas_figure(named), tmp_path / "atlas.html")
     text = (tmp_path / "atlas.html").read_text(encoding="utf-8")
     assert "<script>alert" not in text
     assert "a &lt;model&gt;" in text
@@ -231,7 +231,7 @@ def test_names_that_are_no_utf8_do_not_break_the_page(atlas: Atlas, tmp_path: Pa
     """The whole page was lost to a UnicodeEncodeError."""
     image = replace(atlas.slots[0].images[0], name="photos/caf\udce9.jpg")
     named = replace(atlas, source="folder caf\udce9", slots=[replace(atlas.slots[0], images=[image])])
-    save_atlas_page(atlas_figure(named), tmp_path / "atlas.html")
+    save_page(atlas_figure(named), tmp_path / "atlas.html")
     save_sheet(atlas_figure(named), tmp_path / "atlas.png")
     write_json(named.record(), tmp_path / "atlas.json")
     page = (tmp_path / "atlas.html").read_text(encoding="utf-8")
@@ -280,7 +280,7 @@ def browse(page: Path, profile: Path, *options: str) -> str:
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on PATH to open the page with")
 def test_the_page_sorts_filters_and_toggles_in_a_browser(atlas: Atlas, tmp_path: Path) -> None:
     path = tmp_path / "atlas.html"
-    save_atlas_page(atlas_figure(atlas), path)
+    save_page(atlas_figure(atlas), path)
     path.write_text(path.read_text(encoding="utf-8").replace("</body>", ACTIONS), encoding="utf-8")
     by_rank = "".join(str(slot.number) for slot in atlas.slots)
     by_group = "".join(str(s.number) for s in sorted(atlas.slots, key=lambda s: (s.group, s.rank)))

@@ -216,6 +216,7 @@ def test_a_scorer_without_maps_is_drawn_with_its_images_alone(tmp_path):
     paths = write_failures(scorer, "colours", failures, tmp_path / "out_failures")
     assert [path.name for path in paths] == ["out_failures.html", "out_failures_A_b_c.png"]
     assert 'class="shot"' not in paths[0].read_text()
+    assert write_failures(scorer, "colours", {"None": Failures(1, 0, 0, [])}, tmp_path / "no") == [tmp_path / "no.html"]
 
 
 # --- the command

@@ -7,7 +7,6 @@ that memory does not grow with the maps of the whole collection. `atlas_figure` 
 import logging
 import math
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from dino_sparo.data.samplers import ShardSampler
 from dino_sparo.data.sources import ImageSource
 from dino_sparo.data.views import PatchView, view_pixels
 from dino_sparo.draw.figure import Band, Figure, Layout, Section, Tile, map_painter
-from dino_sparo.draw.html import save_page
 from dino_sparo.draw.pixels import heat
 from dino_sparo.evaluation.attention.maps import (
     attention_maps,
@@ -45,36 +43,6 @@ SCORE_WORDS = (
     "how far the slot's value lies from its mean over all images, times the attention it gives to patches rather than "
     "to the class token, times how peaked that attention is (0 for a uniform map, 1 for a single patch)"
 )
-
-
-# Of the page: how slots are sorted and chosen.
-SCRIPT = """
-const sections = [...main.querySelectorAll("section")];
-const keys = { peakedness: ["rank"], group: ["group", "rank"], number: ["number"] };
-function arrange() {
-  const chosen = keys[document.querySelector("input[name=sort]:checked").value];
-  const distinct = document.querySelector("#distinct").checked;
-  const seen = new Set();
-  const byRank = [...sections].sort((a, b) => a.dataset.rank - b.dataset.rank);
-  for (const section of byRank) {
-    section.hidden = distinct && seen.has(section.dataset.group);
-    seen.add(section.dataset.group);
-  }
-  const compare = (a, b) => chosen.map((key) => a.dataset[key] - b.dataset[key]).find((step) => step) || 0;
-  main.append(...[...sections].sort(compare));
-  const shown = sections.filter((section) => !section.hidden).length;
-  document.querySelector("output").value = shown + " of " + sections.length + " shown";
-}
-for (const input of document.querySelectorAll("input[name=sort], #distinct")) input.addEventListener("change", arrange);
-arrange();
-"""
-
-CONTROLS = """<fieldset><legend>Sort by</legend><span class="segments">
-<label><input type="radio" name="sort" value="peakedness" checked>Peakedness</label>
-<label><input type="radio" name="sort" value="group">Group</label>
-<label><input type="radio" name="sort" value="number">Number</label>
-</span></fieldset>
-<label class="check"><input type="checkbox" id="distinct">One of each group</label>"""
 
 
 @dataclass(frozen=True)
@@ -354,8 +322,3 @@ def _section(kind: str, slot: AtlasSlot) -> Section:
         group=(slot.group, slot.letter) if slot.letter else None,
         keys={"number": slot.number, "rank": slot.rank, "group": slot.group},
     )
-
-
-def save_atlas_page(figure: Figure, path: Path) -> None:
-    """Write the atlas as a page whose slots can be sorted, and one of each group of slots shown alone."""
-    save_page(figure, path, CONTROLS, SCRIPT)

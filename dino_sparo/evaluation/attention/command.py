@@ -12,7 +12,6 @@ and which look alike); further files as the options say. Options as in facebookr
 import argparse
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,10 @@ from dino_sparo.data.sources import CorruptImageError, ImageSource, open_source
 from dino_sparo.data.sources.image_source import spread_out
 from dino_sparo.data.views import PatchView, view_pixels
 from dino_sparo.draw.figure import PICTURE_HEIGHT
+from dino_sparo.draw.html import save_page
 from dino_sparo.draw.labels import describe_model, file_names, run_names
 from dino_sparo.draw.sheet import require_matplotlib, save_sheet
-from dino_sparo.evaluation.attention.atlas import atlas_figure, build_atlas, save_atlas_page
+from dino_sparo.evaluation.attention.atlas import atlas_figure, build_atlas
 from dino_sparo.evaluation.attention.figures import MapSet, maps_figure, painter
 from dino_sparo.evaluation.attention.images import default_image_size, open_images
 from dino_sparo.evaluation.attention.maps import (
@@ -44,23 +44,6 @@ from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.records import versions, write_json
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Look:
-    """Some images as one encoder sees them.
-
-    Attributes:
-        names: where the images come from.
-        pictures: their views, large, (H, W, 3).
-        size: height and width of what the encoder saw, pixels.
-        map_set: the maps.
-    """
-
-    names: list[str]
-    pictures: list[np.ndarray]
-    size: tuple[int, int]
-    map_set: MapSet
 
 
 def visualize(args: argparse.Namespace) -> None:
@@ -83,12 +66,12 @@ def visualize(args: argparse.Namespace) -> None:
     subject, device, folder = task.subject, task.device, task.folder
     images = read_images(open_images(args.image_path), args.max_images)
     runs = run_names([args.pretrained_weights, args.compare] if args.compare else [args.pretrained_weights])
-    look = look_at(subject, runs[0], images, args.image_size, device)
-    written = [*write_numbers(subject, look, folder), *draw(look, folder, args)]
+    maps = map_images(subject, runs[0], images, args.image_size, device)
+    written = [*write_numbers(subject, maps, folder), *draw(maps, folder, args)]
     if args.compare:
-        compared = task.other_subject(args.compare)
-        other = look_at(compared, runs[1], images, args.image_size, device)
-        written.append(draw_comparison(look, other, folder, args.max_maps))
+        other = map_images(task.other_subject(args.compare), runs[1], images, args.image_size, device)
+        save_sheet(maps_figure([maps, other], range(len(images)), args.max_maps), folder / "compare.png")
+        written.append(folder / "compare.png")
     if args.atlas:
         written += make_atlas(subject, runs[0], device, folder, args)
     say("\n".join(map(str, written)))
@@ -113,13 +96,13 @@ def read_images(source: ImageSource, max_images: int) -> list[tuple[str, Image.I
     return images
 
 
-def look_at(
+def map_images(
     subject: Subject,
     run: str,
     images: list[tuple[str, Image.Image]],
     image_size: Sequence[int] | None,
     device: torch.device,
-) -> Look:
+) -> MapSet:
     """Run an encoder over images, one by one: maps of large images take much memory.
 
     Args:
@@ -132,13 +115,12 @@ def look_at(
     encoder = subject.encoder.to(device).eval()
     config = encoder.config
     transform = patch_view(subject, image_size, square=len(images) > 1)
-    views = [transform.view(image) for _, image in images]
-    pictures = [view_pixels(image, view, PICTURE_HEIGHT) for (_, image), view in zip(images, views, strict=True)]
+    pictures = [view_pixels(image, transform.view(image), PICTURE_HEIGHT) for _, image in images]
     maps = [attention_maps(encoder, transform(image)[0][None].to(device)) for _, image in images]
-    map_set = MapSet(name_of(subject, run), describe(subject), config.kind.shows, np.concatenate(maps))
     if config.kind.shows == "average":
         logger.warning("readout=%r averages all tokens: its one map is uniform on every image", config.readout)
-    return Look([name for name, _ in images], pictures, (views[0].height, views[0].width), map_set)
+    names = [name for name, _ in images]
+    return MapSet(name_of(subject, run), describe(subject), config.kind.shows, np.concatenate(maps), names, pictures)
 
 
 def patch_view(subject: Subject, image_size: Sequence[int] | None, square: bool) -> PatchView:
@@ -160,9 +142,9 @@ def describe(subject: Subject) -> str:
     return describe_model(subject.record, config, None, config.readout)
 
 
-def write_numbers(subject: Subject, look: Look, folder: Path) -> list[Path]:
-    """Write attention.npy, (images, maps, h, w), and attention.json, what is known about each map."""
-    maps, map_set = look.map_set.maps, look.map_set
+def write_numbers(subject: Subject, map_set: MapSet, folder: Path) -> list[Path]:
+    """Write attention.npy, (images, maps, h, w), and attention.json, the numbers of each map."""
+    maps, patch_size = map_set.maps, subject.encoder.config.patch_size
     patches, prefix = effective_patches(maps), class_token_share(maps)
     ranking = {int(number): rank for rank, number in enumerate(rank_by_peakedness(maps))}
     described = [
@@ -178,8 +160,8 @@ def write_numbers(subject: Subject, look: Look, folder: Path) -> list[Path]:
     values: dict[str, Any] = {
         "encoder": subject.record,
         "kind": map_set.kind,
-        "images": look.names,
-        "image_size": list(look.size),
+        "images": map_set.names,
+        "image_size": [patch_size * side for side in maps.shape[-2:]],
         "grid": list(maps.shape[-2:]),
         "maps": described,
         "versions": versions(),
@@ -189,52 +171,44 @@ def write_numbers(subject: Subject, look: Look, folder: Path) -> list[Path]:
     return [folder / "attention.npy", folder / "attention.json"]
 
 
-def draw(look: Look, folder: Path, args: argparse.Namespace) -> list[Path]:
+def draw(maps: MapSet, folder: Path, args: argparse.Namespace) -> list[Path]:
     """Draw the grids, the masks, and each map alone.
 
     One image gives one grid, attention.png; of several, attention.png shows the same maps for all, and each gets a
     grid of its own, attention-NAME.png.
     """
-    several = len(look.names) > 1
+    several = len(maps.names) > 1
     grids: dict[str, tuple[list[int], float | None]] = {}
     folders = []
     if several:
-        grids["attention.png"] = (list(range(len(look.names))), None)
-    for index, file_name in enumerate(file_names(look.names)):
+        grids["attention.png"] = (list(range(len(maps.names))), None)
+    for index, file_name in enumerate(file_names(maps.names)):
         suffix = f"-{file_name}" if several else ""
         grids[f"attention{suffix}.png"] = ([index], None)
         if args.threshold is not None:
             grids[f"masks{suffix}.png"] = ([index], args.threshold)
         if args.save_each:
-            folders.append(draw_each(look, index, folder / f"maps{suffix}", args.threshold))
+            folders.append(draw_each(maps, index, folder / f"maps{suffix}", args.threshold))
     for grid, (images, threshold) in grids.items():
-        figure = maps_figure(look.names, [look.pictures], [look.map_set], images, args.max_maps, threshold)
+        figure = maps_figure([maps], images, args.max_maps, threshold)
         save_sheet(figure, folder / grid)
     return [*(folder / grid for grid in grids), *folders]
 
 
-def draw_each(look: Look, index: int, folder: Path, threshold: float | None) -> Path:
+def draw_each(maps: MapSet, index: int, folder: Path, threshold: float | None) -> Path:
     """Write one image's view and each of its maps alone, under the reference's names; returns their folder."""
     folder.mkdir(exist_ok=True)
-    picture, kind = look.pictures[index], look.map_set.kind
+    picture, kind = maps.pictures[index], maps.kind
     Image.fromarray(picture).save(folder / "img.png")
-    for number, heatmap in enumerate(look.map_set.maps[index]):
+    for number, heatmap in enumerate(maps.maps[index]):
         Image.fromarray(painter(heatmap)(picture)).save(folder / f"attn-{kind}{number}.png")
         if threshold is not None:
             masked = painter(heatmap, threshold)(picture)
             Image.fromarray(masked).save(folder / f"mask_th{threshold:g}_{kind}{number}.png")
     if threshold is not None:
-        masks = [mass_mask(heatmap, threshold) for heatmap in look.map_set.maps[index]]
+        masks = [mass_mask(heatmap, threshold) for heatmap in maps.maps[index]]
         np.save(folder / f"mask_th{threshold:g}.npy", np.stack(masks))
     return folder
-
-
-def draw_comparison(look: Look, other: Look, folder: Path, max_maps: int | None) -> Path:
-    """Draw the maps of two encoders on the same images."""
-    images = range(len(look.names))
-    figure = maps_figure(look.names, [look.pictures, other.pictures], [look.map_set, other.map_set], images, max_maps)
-    save_sheet(figure, folder / "compare.png")
-    return folder / "compare.png"
 
 
 def make_atlas(subject: Subject, run: str, device: torch.device, folder: Path, args: argparse.Namespace) -> list[Path]:
@@ -255,6 +229,6 @@ def make_atlas(subject: Subject, run: str, device: torch.device, folder: Path, a
     paths = [folder / f"atlas.{ending}" for ending in ("png", "html", "json")]
     figure = atlas_figure(atlas)
     save_sheet(figure, paths[0])
-    save_atlas_page(figure, paths[1])
+    save_page(figure, paths[1])
     write_json({"encoder": subject.record, **atlas.record(), "versions": versions()}, paths[2])
     return paths

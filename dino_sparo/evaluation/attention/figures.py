@@ -36,12 +36,16 @@ class MapSet:
         model: how it is built and how long it was trained, one line.
         kind: "slot", "head" or "average": what one map is.
         maps: (B, maps, h, w), raw.
+        names: where the images lie.
+        pictures: their views, large.
     """
 
     run: str
     model: str
     kind: str
     maps: Float[np.ndarray, "B maps h w"]
+    names: Sequence[str]
+    pictures: Sequence[Picture]
 
     @cached_property
     def groups(self) -> Int[np.ndarray, " maps"]:
@@ -73,16 +77,14 @@ class MapSet:
             words.append(f"Of {self.kind}s that look alike one is shown.")
         return words
 
-    def tiles(
-        self, order: Int[np.ndarray, " _"], image: int, name: str, picture: Picture, threshold: float | None
-    ) -> list[Tile]:
+    def tiles(self, order: Int[np.ndarray, " _"], image: int, threshold: float | None) -> list[Tile]:
         """Maps of one image, each with its number, the patches it looks at and the class token's share."""
         maps = self.maps[image]
         patches, prefix, letters = effective_patches(maps), class_token_share(maps), self.letters(order)
         return [
             Tile(
-                picture,
-                name,
+                self.pictures[image],
+                self.names[image],
                 painter(maps[number], threshold),
                 f"{self.kind} {number}",
                 f"{patches[number]:.0f} · {100 * prefix[number]:.0f}%{f' · {letter}' if letter else ''}",
@@ -100,8 +102,6 @@ def painter(heatmap: Float[np.ndarray, "h w"], threshold: float | None = None) -
 
 
 def maps_figure(
-    names: Sequence[str],
-    pictures: Sequence[Sequence[Picture]],
     sides: Sequence[MapSet],
     images: Sequence[int],
     max_maps: int | None = None,
@@ -110,9 +110,7 @@ def maps_figure(
     """Maps by peakedness, near-duplicates side by side: a section per image, a band per encoder.
 
     Args:
-        names: of all images.
-        pictures: for every encoder the views of all images; views differ by less than a patch.
-        sides: the maps of one encoder or of two.
+        sides: the maps of one encoder, or of two for the same images.
         images: numbers of the images to show.
         max_maps: per encoder and image, see `display_order`; None: all maps of a single image, fewer of several.
         threshold: show the patches that hold this share of a map's mass instead of the map.
@@ -120,19 +118,18 @@ def maps_figure(
     if max_maps is None and (len(sides) > 1 or len(images) > 1):
         max_maps = TWO_ENCODERS_MAPS if len(sides) > 1 else SEVERAL_IMAGES_MAPS
     orders = [display_order(side.maps, side.groups, max_maps) for side in sides]
-    sections = []
+    first, sections = sides[0], []
     for image in images:
         bands = [
             Band(
                 plain_words(side.run) if len(sides) > 1 else (),
                 lines=[side.about(order)] if len(sides) > 1 else (),
-                tiles=side.tiles(order, image, names[image], views[image], threshold),
+                tiles=side.tiles(order, image, threshold),
             )
-            for side, order, views in zip(sides, orders, pictures, strict=True)
+            for side, order in zip(sides, orders, strict=True)
         ]
-        about = short_name(names[image]) if len(images) > 1 else ""
-        sections.append(Section(bands, picture=Tile(pictures[0][image], names[image]), about=about))
-    first, order = sides[0], orders[0]
+        lead = Tile(first.pictures[image], first.names[image])
+        sections.append(Section(bands, picture=lead, about=short_name(lead.name) if len(images) > 1 else ""))
     words = dict.fromkeys(words for side, order in zip(sides, orders, strict=True) for words in side.summary(order))
     summary = [" ".join([_order_in_words(first), *words])]
     if threshold is not None:
@@ -141,10 +138,10 @@ def maps_figure(
     is_aligned = len(images) > 1 and longest <= SEVERAL_IMAGES_MAPS  # the same map below itself for all images
     count = longest if is_aligned else len(images) * sum(map(len, orders))
     return Figure(
-        short_name(names[images[0]]) if len(images) == 1 else f"{len(images)} images",
-        f"{first.run}  ·  {first.about(order)}" if len(sides) == 1 else "",
+        short_name(first.names[images[0]]) if len(images) == 1 else f"{len(images)} images",
+        f"{first.run}  ·  {first.about(orders[0])}" if len(sides) == 1 else "",
         sections,
-        _layout(pictures[0][images[0]], count, longest, longest if is_aligned else 1),
+        _layout(first.pictures[images[0]], count, longest, longest if is_aligned else 1),
         summary,
         ends=RAMP_ENDS if threshold is None else None,
     )
