@@ -111,7 +111,8 @@ def _check(
     together = knn_classify(*sets, list(sizes.ks), TEMPERATURE)
     for k in sizes.ks:
         ours, alone = (
-            torch.tensor(result, dtype=torch.float64) for result in (together[k], knn_classify(*sets, k, TEMPERATURE))
+            torch.tensor(result, dtype=torch.float64)
+            for result in (together[k], knn_classify(*sets, [k], TEMPERATURE)[k])
         )
         section.check(f"accuracies, %, {len(sizes.ks)} k at once against k={k}, {sizes.dim} numbers", ours, alone, 0.0)
         if reference is None:

@@ -11,6 +11,7 @@ import argparse
 import io
 import tempfile
 from collections.abc import Callable, Iterator
+from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,7 +85,7 @@ def check_probe(section: Section, sizes: Sizes, device: str, reference: Referenc
     inputs, labels, test, test_labels = features(sizes, device)
     probe = LinearProbe(sizes.dim, sizes.classes, len(sizes.rates)).to(device)
     start = probe.weight.detach().clone()
-    train_one_epoch(probe, ProbeSGD(probe, sizes.rates), zip(inputs, labels, strict=True), 1.0)
+    train_one_epoch(probe, ProbeSGD(probe, sizes.rates), zip(inputs, labels, strict=True), repeat(1.0))
     accuracies = probe_accuracy(probe, test, test_labels)
     for number, rate in enumerate(sizes.rates):
         layer = classifier(sizes, device, reference)
@@ -114,7 +115,7 @@ def time_probe(sizes: Sizes, device: str, rounds: int, reference: Reference | No
 
     def side_by_side(rates: tuple[float, ...]) -> None:
         probe = LinearProbe(sizes.dim, sizes.classes, len(rates)).to(device)
-        train_one_epoch(probe, ProbeSGD(probe, rates), zip(inputs, labels, strict=True), 1.0)
+        train_one_epoch(probe, ProbeSGD(probe, rates), zip(inputs, labels, strict=True), repeat(1.0))
 
     rows = []
     for rates in (sizes.rates[:1], sizes.rates):

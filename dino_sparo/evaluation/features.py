@@ -80,11 +80,9 @@ def extract_features(
 ) -> Features:
     """Encode the images of a loader that gives this process its share of them.
 
-    The encoder runs in eval mode, in which an image's feature does not depend on its neighbours in the batch. Rounding
-    might: matrix products of another size may add in another order. So incomplete batches are filled up with blank
-    images, and every product has the same size whatever the number of images and processes: with the same batch size
-    on the same kind of processor the features were the same bits for one and for many processes in every trial. That is
-    how the libraries behave and not what they promise; other batch sizes and processors agree to rounding.
+    Incomplete batches are filled up with blank images, so that all matrix products have one size. Then the features are
+    bit-identical for one and for many processes, on the same kind of processor with the same batch size; other batch
+    sizes agree to rounding. (The libraries behave so, and do not promise it.)
 
     Args:
         encoder: on `device`; its train or eval mode is restored.
@@ -94,13 +92,7 @@ def extract_features(
         dtype: fp32, or bf16 or fp16 for autocast.
         storage: where the features are kept; None: `device`.
         gather: return all processes' features on every process, else this one's share.
-        desc: what the progress line says.
-
-    Returns:
-        Features in the order of the images.
-
-    Raises:
-        ValueError: an image comes twice.
+        desc: text of the progress line.
     """
     batch_size = loader.batch_sampler.batch_size
     rows = _FeatureRows(len(loader) * batch_size, storage or device)
@@ -120,19 +112,19 @@ def encoded_batches(
     dtype: torch.dtype,
     desc: str,
 ) -> Iterator[tuple[Float[Tensor, "kept F"], Batch, Int[Tensor, " kept"]]]:
-    """For each batch the features of its images, the batch, and which of its rows they are; see `extract_features`.
+    """The features of each batch, the batch, and the rows of the images that could be read; see `extract_features`.
 
-    Those that cannot be read are left out, and named in the log at the end.
+    Unreadable images are skipped, and named in the log at the end.
     """
     corrupt: list[tuple[str, str]] = []
-    for asked, batch in zip(loader.batch_sampler, progress(loader, total=len(loader), desc=desc), strict=True):
+    for wanted, batch in zip(loader.batch_sampler, progress(loader, total=len(loader), desc=desc), strict=True):
         with inference(encoder, device, dtype):
             features = encode_padded(encode, batch.views[0].to(device, non_blocking=True), batch_size)
         # The loader replaces an unreadable image; the item has the replacement's index.
-        kept = (batch.indices == torch.tensor(asked)).nonzero().flatten()
+        kept = (batch.indices == torch.tensor(wanted)).nonzero().flatten()
         corrupt += batch.corrupt
-        # To choose among rows waits for the device, and hardly ever is one left out.
-        yield features if len(kept) == len(asked) else features[kept.to(device)], batch, kept
+        # Indexing by rows synchronises with the GPU, and unreadable images are rare.
+        yield features if len(kept) == len(wanted) else features[kept.to(device)], batch, kept
     if corrupt:
         where = "; ".join(f"{location} ({reason})" for location, reason in sorted(set(corrupt))[:MAX_NAMED])
         logger.warning("%s: left out %d images that cannot be read: %s", desc, len(corrupt), where)
@@ -141,7 +133,7 @@ def encoded_batches(
 def encode_padded(
     encode: Callable[[Tensor], Tensor], images: Float[Tensor, "B C H W"], batch_size: int
 ) -> Float[Tensor, "B F"]:
-    """Encode a batch as part of one of `batch_size` images, the rest of them blank."""
+    """Encode a batch that is filled up to `batch_size` with blank images."""
     missing = batch_size - len(images)
     padded = torch.cat((images, images.new_zeros(missing, *images.shape[1:]))) if missing > 0 else images
     return encode(padded)[: len(images)]
@@ -206,11 +198,8 @@ def gather_features(part: Features, device: torch.device, on_rank_0: bool = Fals
 
     Args:
         part: this process' features; may be empty.
-        device: where the processes can talk to each other, when that is not where features are kept.
+        device: where the processes talk to each other.
         on_rank_0: only rank 0 gets the features, on the CPU; the others get their own part back.
-
-    Returns:
-        (images of all processes, F), kept where `part` is.
     """
     if world_size() == 1:
         return part
@@ -238,7 +227,7 @@ def gather_features(part: Features, device: torch.device, on_rank_0: bool = Fals
 def require_memory(
     num_images: int, feature_dim: int, storage: torch.device, option: str, remedy: str, more_rows: int = 0
 ) -> None:
-    """Refuse features that do not fit into a GPU where every process gathers those of all images.
+    """Refuse to gather features that do not fit into a GPU.
 
     Args:
         num_images: of the training set.
@@ -247,9 +236,6 @@ def require_memory(
         option: that gathers them.
         remedy: what else helps.
         more_rows: further features that lie there at the same time.
-
-    Raises:
-        ValueError: they, this process' share of them and the blocks that travel take more than is free.
     """
     if storage.type != "cuda":
         return
@@ -281,7 +267,7 @@ def _check_no_repeats(share: Features, desc: str) -> None:
 
 
 def total_images(share: Features, device: torch.device) -> tuple[int, int]:
-    """Of all processes: images with features, and images that could not be read."""
+    """Images with features, and unreadable images, over all processes."""
     counts = all_reduce_sum(torch.tensor([len(share.features), share.num_corrupt], device=device)).tolist()
     return counts[0], counts[1]
 
@@ -321,15 +307,12 @@ def share_loader(
 
 
 def disjoint_subsets(source: ImageSource, sizes: Sequence[int], seed: int = 0) -> list[ImageSource]:
-    """Random subsets of one source that share no image, for a probe during training.
+    """Random subsets of one source that share no image.
 
     Args:
         source: any images.
         sizes: images per subset; all are made smaller in proportion if the source has fewer.
         seed: of the choice.
-
-    Raises:
-        ValueError: the source is so small that a subset would be empty.
     """
     share = min(1.0, len(source) / sum(sizes))
     counts = [int(size * share) for size in sizes]

@@ -23,13 +23,35 @@ from dino_sparo.evaluation.features import Features
 from dino_sparo.evaluation.knn import classify as knn
 from dino_sparo.evaluation.knn import command as knn_command
 from dino_sparo.evaluation.knn import neighbours
-from dino_sparo.evaluation.knn.classify import KNNResult, knn_classify, knn_predict
+from dino_sparo.evaluation.knn.classify import KNNResult, Voters
 from dino_sparo.models.encoder import create_encoder
 from dino_sparo.runtime.distributed import init_distributed, shutdown
 from dino_sparo.weights.checkpoint import encoder_description
 
 TRAIN, TEST, WIDTH = 61, 13, 7
 LABELS = (0, 2, 3, 11, 10**9)  # with gaps, as labels may have
+
+
+def knn_classify(
+    train: torch.Tensor,
+    train_labels: torch.Tensor,
+    test: torch.Tensor,
+    test_labels: torch.Tensor,
+    k: int | list[int],
+    temperature: float = 0.07,
+) -> Any:
+    """The result of one number of neighbours, or of several by number."""
+    if isinstance(k, list):
+        return knn.knn_classify(train, train_labels, test, test_labels, k, temperature)
+    return knn.knn_classify(train, train_labels, test, test_labels, [k], temperature)[k]
+
+
+def knn_predict(
+    train: torch.Tensor, train_labels: torch.Tensor, test: torch.Tensor, k: int, temperature: float = 0.07
+) -> torch.Tensor:
+    """The five best classes of each image, best first; -1 where fewer classes have a vote."""
+    voters = Voters(train, train_labels, [k], temperature, len(train))
+    return torch.cat([voters.rank_classes(chunk)[k] for chunk in test.split(knn.TEST_CHUNK)])
 
 
 def clusters(seed: int = 0, labels: tuple[int, ...] = LABELS, train: int = TRAIN) -> tuple[torch.Tensor, ...]:
@@ -190,10 +212,10 @@ def test_neighbours_of_features_with_a_graph_have_none():
 
 def test_twenty_neighbours_and_a_temperature_of_007_are_the_defaults():
     sets = clusters()
-    assert knn_classify(*sets) == knn_classify(*sets, 20, 0.07)
-    for function, k in ((knn_classify, 20), (knn_predict, 20), (knn.evaluate_knn, (20,))):
+    assert knn.knn_classify(*sets) == knn_classify(*sets, [20], 0.07)
+    for function in (knn.knn_classify, knn.evaluate_knn):
         parameters = inspect.signature(function).parameters
-        assert [parameters[name].default for name in ("k", "temperature")] == [k, 0.07]
+        assert [parameters[name].default for name in ("k", "temperature")] == [(20,), 0.07]
 
 
 def test_all_images_that_could_not_be_read_are_counted(monkeypatch):
@@ -235,16 +257,16 @@ def test_no_temperature_overflows():
             {"test_features": torch.ones(TEST, WIDTH).index_fill(0, torch.tensor(4), torch.nan)},
             "of image 4 are not fin",
         ),
-        ({"k": 0}, r"k=\[0\]; give one or more numbers"),
+        ({"k": [0]}, r"k=\[0\]; give one or more numbers"),
         ({"k": []}, r"k=\[\]; give one or more numbers"),
         ({"temperature": 0.0}, "temperature=0.0; give a positive"),
     ],
 )
 def test_bad_input_is_refused(changes, message):
     names = ("train_features", "train_labels", "test_features", "test_labels")
-    arguments = dict(zip(names, clusters(), strict=True)) | {"k": 3, "temperature": 0.07}
+    arguments = dict(zip(names, clusters(), strict=True)) | {"k": [3], "temperature": 0.07}
     with pytest.raises(ValueError, match=message):
-        knn_classify(**(arguments | changes))
+        knn.knn_classify(**(arguments | changes))
 
 
 # --- several processes
@@ -532,7 +554,7 @@ def test_an_untrained_encoder_is_asked_for_by_name_and_kept_apart(folders, check
 def test_features_of_any_precision_are_classified(dtype: torch.dtype) -> None:
     features = torch.randn(30, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
     labels = torch.arange(30) % 3
-    assert knn_classify(features, labels, features, labels, k=1) == KNNResult(100.0, 100.0)
+    assert knn_classify(features, labels, features, labels, 1) == KNNResult(100.0, 100.0)
 
 
 def test_nothing_is_evaluated_without_weights_or_images(folders, checkpoint):

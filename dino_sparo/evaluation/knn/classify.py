@@ -10,7 +10,7 @@ goes to all processes, each finds the nearest of its own training images, and `n
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -38,43 +38,21 @@ class KNNResult(NamedTuple):
     top5: float
 
 
-@overload
-def knn_classify(
-    train_features: Tensor,
-    train_labels: Tensor,
-    test_features: Tensor,
-    test_labels: Tensor,
-    k: int,
-    temperature: float,
-) -> KNNResult: ...
-
-
-@overload
-def knn_classify(
-    train_features: Tensor,
-    train_labels: Tensor,
-    test_features: Tensor,
-    test_labels: Tensor,
-    k: Sequence[int],
-    temperature: float,
-) -> dict[int, KNNResult]: ...
-
-
 def knn_classify(
     train_features: Float[Tensor, "train _"],
     train_labels: Int[Tensor, " _"],
     test_features: Float[Tensor, "test _"],
     test_labels: Int[Tensor, " _"],
-    k: int | Sequence[int] = 20,
+    k: Sequence[int] = (20,),
     temperature: float = 0.07,
-) -> KNNResult | dict[int, KNNResult]:
-    """Classify by the weighted vote of the nearest training images, and count how often that is right.
+) -> dict[int, KNNResult]:
+    """Classify by the weighted vote of the nearest training images; the accuracy for each number of neighbours.
 
         sim_i = x . x_i / (||x|| ||x_i||),   vote_c = sum over the k most similar i with label c of exp(sim_i / tau)
 
-    The first class is the one with most votes; of equal votes the smaller label comes first. Top-5 asks for one of the
-    five first classes, among those that have a vote: the reference fills up with arbitrary ones of its 1000 classes,
-    which is seldom a hit, and much luck where it is told of few classes.
+    The first class is the one with most votes; of equal votes the smaller label comes first. Top-5 is among the classes
+    that have a vote. The reference fills up with arbitrary ones of its 1000 classes, which inflates top-5 when there
+    are few classes.
 
     Features need not be normalised: they are here, block by block. Similarities are fp32, votes fp64. Of equally
     similar images the first are the nearest. One process needs all features; `classify_shards` is for several.
@@ -84,41 +62,14 @@ def knn_classify(
         train_labels: (train,), non-negative integers, gaps allowed.
         test_features: (test, F).
         test_labels: (test,).
-        k: number of neighbours, or several numbers: they share one search. More than there are training images means
-            all of them, with a warning.
+        k: numbers of neighbours, which share one search. A number above that of the training images means all of them.
         temperature: tau.
-
-    Returns:
-        `KNNResult(top1, top5)` in percent; for several numbers a dict from each of them to its result.
-
-    Raises:
-        ValueError: no images, sizes that do not match, negative labels, features that are not finite, `k`
-            or `temperature` out of range.
     """
-    ks = [k] if isinstance(k, int) else list(k)
-    voters = Voters(train_features, train_labels, ks, temperature, len(train_features))
+    voters = Voters(train_features, train_labels, k, temperature, len(train_features))
     _check_labels("test", test_features, test_labels)
     _check_test(train_features, test_features)
     chunks = zip(test_features.split(TEST_CHUNK), test_labels.split(TEST_CHUNK), strict=True)
-    results = _accuracies(voters, chunks, -(-len(test_features) // TEST_CHUNK))
-    return results[k] if isinstance(k, int) else results
-
-
-def knn_predict(
-    train_features: Float[Tensor, "train _"],
-    train_labels: Int[Tensor, " _"],
-    test_features: Float[Tensor, "test _"],
-    k: int = 20,
-    temperature: float = 0.07,
-) -> Int[Tensor, "test 5"]:
-    """The five best classes of each image, best first; see `knn_classify`.
-
-    Returns:
-        (test, 5) labels, -1 where fewer than five classes have a vote.
-    """
-    voters = Voters(train_features, train_labels, [k], temperature, len(train_features))
-    _check_test(train_features, test_features)
-    return torch.cat([voters.rank_classes(chunk)[k] for chunk in test_features.split(TEST_CHUNK)])
+    return _accuracies(voters, chunks, -(-len(test_features) // TEST_CHUNK))
 
 
 class Voters:
@@ -131,10 +82,6 @@ class Voters:
         temperature: tau.
         num_train: training images of all processes.
         device: where the processes talk to each other; None: this process has all images.
-
-    Raises:
-        ValueError: no training images, labels that do not fit, features that are not finite, a number of neighbours or
-            T out of range.
     """
 
     def __init__(
@@ -161,7 +108,7 @@ class Voters:
         self.temperature, self.device = temperature, device
 
     def rank_classes(self, features: Float[Tensor, "m F"]) -> dict[int, Int[Tensor, "m 5"]]:
-        """For each k the five best classes of some test images, the same ones on every process; see `_rank_classes`."""
+        """The five best classes of some test images for each k; every process gives the same images."""
         images = F.normalize(features.to(self.labels.device).float(), dim=1)
         k = max(self.clamped.values())
         similarities, rows = nearest(self.train, images, min(k, len(self.labels)))
@@ -173,7 +120,7 @@ class Voters:
 
 
 def _accuracies(voters: Voters, chunks: Iterable[tuple[Tensor, Tensor]], num_chunks: int) -> dict[int, KNNResult]:
-    """For each k how often the first class is right, and one of the first five; chunks are features and labels."""
+    """The accuracies for each k; chunks are features and labels."""
     hits = {k: [0, 0] for k in voters.clamped}
     count = 0
     for features, labels in progress(chunks, total=num_chunks, desc="k-NN"):
@@ -240,14 +187,7 @@ def _check_labels(name: str, features: Tensor, labels: Tensor) -> None:
 
 @dataclass(frozen=True)
 class KNNEvaluation:
-    """What `evaluate_knn` finds.
-
-    Attributes:
-        results: for each k its accuracies.
-        num_train: training images that voted.
-        num_val: validation images classified.
-        num_corrupt: images left out because they could not be read.
-    """
+    """Accuracies for each k, and the numbers of images that voted, were classified and could not be read."""
 
     results: dict[int, KNNResult]
     num_train: int
@@ -266,12 +206,10 @@ def evaluate_knn(
     temperature: float = 0.07,
     **options: Any,
 ) -> KNNEvaluation:
-    """Images in, accuracy out: the probe of a training run.
-
-    Every process takes part and gets the result. The encoder's train or eval mode is left as it was.
+    """Images -> accuracy: the evaluation during a training run. Every process takes part and gets the result.
 
     Args:
-        encoder: on `device`.
+        encoder: on `device`; its train or eval mode is restored.
         train_source: labelled images that vote.
         val_source: labelled images of the same classes; their labels become the training images' numbers.
         transform: (image, rng) -> [view].
@@ -298,17 +236,14 @@ def classify_shards(
     temperature: float,
     device: torch.device,
 ) -> dict[int, KNNResult]:
-    """`knn_classify` where each process holds a part of both splits: the same result to the last digit, on all of them.
+    """`knn_classify` where each process holds a share of both splits: bit-identical results, on all processes.
 
     Args:
         train: this process' share, contiguous and in rank order as `ShardSampler` deals it; searched where it is kept.
-        val: likewise.
+        val: this process' share.
         k: numbers of neighbours.
         temperature: of the vote.
         device: where the processes talk to each other.
-
-    Raises:
-        ValueError: on every process; see `knn_classify`.
     """
     (num_train, _), (num_val, _) = (total_images(part, device) for part in (train, val))
     width = int(all_gather_ragged(torch.tensor([train.features.shape[1]], device=device)).max())

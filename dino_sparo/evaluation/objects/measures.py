@@ -68,14 +68,7 @@ def _flat(values: Shaped[np.ndarray, "*B h w"]) -> Shaped[np.ndarray, "*B patche
 def jaccards(regions: Bool[np.ndarray, "maps h w"], objects: PatchObjects) -> Float[np.ndarray, "objects maps"]:
     """Jaccard index of every object and every region of patches.
 
-        J = |region and object| / |region or object|, in pixels that are not void
-
-    Args:
-        regions: (maps, h, w), the patches of each region.
-        objects: at least none.
-
-    Returns:
-        (objects, maps), in [0, 1].
+    J = |region and object| / |region or object|, in pixels that are not void
     """
     chosen = _flat(regions).astype(np.float64)
     pixels = _flat(objects.pixels)
@@ -110,10 +103,6 @@ def mean_best_overlap(segments: Bool[np.ndarray, "maps h w"], objects: PatchObje
     """mBO: for each object the largest Jaccard index of any segment, averaged over objects.
 
     Source: Pont-Tuset et al., "Multiscale combinatorial grouping", 2017.
-
-    Args:
-        segments: (maps, h, w), each patch in one of them.
-        objects: at least one.
     """
     return float(jaccards(segments, objects).max(axis=1).mean())
 
@@ -125,16 +114,10 @@ def foreground_ari(segments: Bool[np.ndarray, "maps h w"], objects: PatchObjects
         I = sum_os C(n_os, 2),  E = sum_o C(a_o, 2) sum_s C(b_s, 2) / C(n, 2),
         M = (sum_o C(a_o, 2) + sum_s C(b_s, 2)) / 2,      ARI = (I - E) / (M - E),  1 if M = E
 
-    1 for equal partitions, 0 in the mean for random ones, and possibly negative. With one object it is 1 if one
-    segment has all of it, else 0: it says nothing about separation. Equal to scikit-learn's adjusted_rand_score.
+    1 for equal partitions, 0 in the mean for random ones, possibly negative, NaN if no pixel has exactly one object.
+    With one object it is 1 if one segment has all of it, else 0: it says nothing about separation. Equal to
+    scikit-learn's adjusted_rand_score.
     Source: Hubert and Arabie, "Comparing partitions"; the foreground alone: Greff et al., IODINE.
-
-    Args:
-        segments: (maps, h, w), each patch in one of them.
-        objects: any.
-
-    Returns:
-        ARI; NaN without such a pixel.
     """
     table = _flat(objects.alone) @ _flat(segments).T.astype(np.float64)
     total = table.sum()
@@ -195,9 +178,6 @@ def map_subsets(num_maps: int, size: int | None, seed: int | Sequence[int]) -> I
 
     Returns:
         (subsets, K), numbers of maps, ascending; fewer than NUM_SUBSETS where there are no more.
-
-    Raises:
-        ValueError: the encoder has not so many maps.
     """
     size = num_maps if size is None else size
     if not 1 <= size <= num_maps:
@@ -223,14 +203,11 @@ def score_subsets(
 def grid_bounds(objects: PatchObjects) -> dict[str, float]:
     """The measures of the best maps that are made of whole patches, each object having its own.
 
-        jaccard, mbo      the exact maximum: patches enter by their share of the object while J grows. An object's best
-                          patches do not depend on the other objects, so mbo is reached where no two want the same one.
-        fg_ari            NaN: the best assignment is not known; each patch to the object with most of it is not it
-        pointing          whether the object has the middle pixel of any patch
-        pointing_one_map  all maps point at the patch whose middle pixel the most objects have
-
-    Args:
-        objects: at least one.
+    jaccard, mbo      the exact maximum: patches enter by their share of the object while J grows. An object's best
+                      patches do not depend on the other objects, so mbo is reached where no two want the same one.
+    fg_ari            NaN: the best assignment is not known; each patch to the object with most of it is not it
+    pointing          whether the object has the middle pixel of any patch
+    pointing_one_map  all maps point at the patch whose middle pixel the most objects have
     """
     best = float(np.mean([_best_jaccard(pixels.ravel(), objects.valid.ravel()) for pixels in objects.pixels]))
     return {
@@ -264,13 +241,7 @@ def move_maps(maps: Float[np.ndarray, "maps h w"], rng: np.random.Generator) -> 
 
 
 def bootstrap_interval(values: Float[np.ndarray, " images"], seed: int, draws: int = 1000) -> tuple[float, float]:
-    """95 % interval of a mean: its 2.5 and 97.5 percentiles when the images are drawn anew, with replacement.
-
-    Args:
-        values: (images,), one per image, which are taken as independent.
-        seed: of the draws.
-        draws: how many.
-    """
+    """95 % interval of a mean: its 2.5 and 97.5 percentiles when the images are drawn anew, with replacement."""
     rng, means = np.random.default_rng(seed), np.empty(draws)
     for draw in range(draws):  # one by one: all draws of 100,000 images take a gigabyte
         means[draw] = values[rng.integers(len(values), size=len(values), dtype=np.int32)].mean()
@@ -279,12 +250,7 @@ def bootstrap_interval(values: Float[np.ndarray, " images"], seed: int, draws: i
 
 
 def summarize(values: Float[np.ndarray, " images"], seed: int) -> dict[str, float | int | list[float] | None]:
-    """Mean, its 95 % interval and the number of images, of those that have a value (not NaN).
-
-    Args:
-        values: (images,).
-        seed: of the bootstrap.
-    """
+    """Mean, its 95 % interval and the number of images, of those that have a value (not NaN)."""
     present = values[~np.isnan(values)]
     if not len(present):
         return {"mean": None, "interval_95": None, "num_images": 0}
