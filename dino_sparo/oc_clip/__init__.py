@@ -1,21 +1,20 @@
 """OC-CLIP: a caption's scene graph is bound to the patches of an image, entity by entity, and scored.
 
-The third objective. Encoder, text encoder, trainer and evaluations are the shared rooms of `dino_sparo`. Here is what
-OC-CLIP adds:
+Encoder, text encoder, trainer and evaluations are the shared rooms of `dino_sparo`. OC-CLIP adds:
 
-    caption -> its graph                   parsers/  graph_files.py  graph_index.py  json_lines.py
-    caption's graph -> padded tensors      graphs.py (canonical.py)  negatives.py  graph_batches.py
+    caption -> its graph                   parsers/  graphs/files.py
+    caption's graph -> padded tensors      graphs/batches.py  pairs.py
     patches, entities -> slots             binding.py
-    slots, entities, relations -> scores   scoring.py  pair_scores.py
-    scores -> loss, one step               loss.py  step.py (pairs.py)
+    slots, entities, relations -> scores   scoring.py
     images, captions -> scores             model.py (config.py)
+    scores -> loss, one step               loss.py  step.py
     a whole training                       train.py  options.py (choices.py)  presets.py
-    checkpoint -> evaluation               evaluated.py  scorer.py
+    checkpoint -> evaluation               load.py  scorer.py
     checkpoint -> maps of entities         pictures/
     all of it on built-in scenes           demo.py
 
-Letters are those of `dino_sparo`: E entities, R relations, U captions are the paper's M, P and B. `dim` is its d, the
-width of entities, keys, values and slots; `rel_dim` is the width of relations; `num_default` its N_d. Source: OC-CLIP,
+Letters: E entities, R relations, U captions are the paper's M, P and B. `dim` is the paper's d, the width of entities,
+keys, values and slots; `rel_dim` is the width of relations; `num_default` is the paper's N_d. Source: OC-CLIP,
 "Object-Centric Binding in Contrastive Language-Image Pretraining", arXiv 2502.14113.
 """
 

@@ -44,7 +44,7 @@ def relation_loss(
 
     Args:
         true: (B,), S of matched pairs.
-        swapped: (B,), with subjects and objects exchanged; see `negatives.draw_negatives`.
+        swapped: (B,), with subjects and objects exchanged; see `pairs.draw_negatives`.
         shuffled: (B,), with other subjects and objects.
         altered: (B,), True where the false graphs have an altered relation.
         logit_scale: (), s; None for 1.

@@ -25,7 +25,7 @@ from dino_sparo.oc_clip.scoring import EncodedGraphs, Scoring
 
 
 class OCCLIP(nn.Module):
-    """An image and a text encoder, and what binds the phrases of a graph to the patches of an image.
+    """Image encoder, text encoder, and the modules that bind the phrases of a graph to the patches of an image.
 
         x_1 ... x_N = patch tokens of the last layer after its LayerNorm, without the class token
         e           = the text encoder's token at a phrase's end; each phrase and each predicate alone is encoded
@@ -36,12 +36,12 @@ class OCCLIP(nn.Module):
     Args:
         image: images -> tokens.
         text: token ids of phrases -> slots (one of each, the end token).
-        config: how all is built.
+        config: sizes of all parts.
 
     Attributes:
         binding: patches and entities -> slots.
         scoring: slots, entities, relations -> scores.
-        logit_scale: (), the logarithm of the inverse temperature; None where there is none.
+        logit_scale: (), logarithm of the inverse temperature; None without temperature.
     """
 
     def __init__(self, image: Encoder, text: TextEncoder, config: OCCLIPConfig) -> None:
@@ -79,12 +79,12 @@ class OCCLIP(nn.Module):
 
     @property
     def inverse_temperature(self) -> Float[Tensor, ""] | None:
-        """(), what scores are multiplied with in the losses; None where the model has none."""
+        """(), factor of the scores in the losses; None without temperature."""
         return None if self.logit_scale is None else self.logit_scale.exp()
 
     @property
     def comparing_parameters(self) -> list[nn.Parameter]:
-        """The weights that see all pairs of images and graphs: those of the loss, not of `forward`."""
+        """The weights that the loss uses for all pairs of images and graphs, outside of `forward`."""
         binding = self.binding
         parts = (binding.query_norm, binding.query_proj, binding.key_proj, binding.value_proj, self.scoring)
         parameters = [parameter for part in parts for parameter in part.parameters()]
@@ -130,22 +130,18 @@ def create_oc_clip(
     Both encoders start as OpenCLIP's do; without `pre_norm` the image encoder starts as DINO's.
 
     Args:
-        arch: a key of `choices.ARCHITECTURES`.
+        arch: a key of `ARCHITECTURES`.
         patch_size: P, pixels.
         img_size: side of the images in pixels; the binding is built for their number of patches.
-        binding: sizes of the rest; by default the paper's.
-        sizes: the other fields of `TowerSizes`; by default those of `DEFAULT_SIZES`.
-
-    Raises:
-        ValueError: an unknown name, or a size that does not fit; the message lists what does.
+        binding: sizes of binding and scoring; by default the paper's.
+        sizes: other fields of `TowerSizes`; by default from `DEFAULT_SIZES`.
     """
     towers = replace(DEFAULT_SIZES, arch=arch, patch_size=patch_size, img_size=img_size, **sizes)
-    # The losses reach the patches alone, and nothing trains the class token in the last block: evaluations of the image
-    # encoder read the mean of its tokens.
+    # The losses do not train the class token: evaluations of the image encoder read the mean of the patch tokens.
     return oc_clip_from_config(OCCLIPConfig(*towers.configs("gap", "eos"), binding or BindingConfig()))
 
 
 def oc_clip_from_config(config: OCCLIPConfig) -> OCCLIP:
-    """Build the model a configuration describes, with random weights; see `create_oc_clip`."""
+    """The model of a configuration, with random weights."""
     text = TextEncoder(config.text, EndTokenReadout(), quick_gelu=config.quick_gelu)
     return OCCLIP(encoder_from_config(config.image), text, config)

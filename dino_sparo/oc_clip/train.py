@@ -29,10 +29,9 @@ from dino_sparo.oc_clip import options
 from dino_sparo.oc_clip.config import BindingConfig
 from dino_sparo.oc_clip.graphs.files import CaptionGraphs, graph_of, graphs_in_shards, open_graphs
 from dino_sparo.oc_clip.graphs.graph import LookupCounts, SceneGraph
-from dino_sparo.oc_clip.graphs.negatives import read_symmetric
 from dino_sparo.oc_clip.model import OCCLIP, create_oc_clip
 from dino_sparo.oc_clip.options import DEFAULT_GRAPHS, get_args_parser
-from dino_sparo.oc_clip.pairs import GraphPairBatch, GraphPairDataset, collate_graph_pairs
+from dino_sparo.oc_clip.pairs import GraphPairBatch, GraphPairDataset, collate_graph_pairs, read_symmetric
 from dino_sparo.oc_clip.presets import RECIPES
 from dino_sparo.oc_clip.scorer import GraphScorer
 from dino_sparo.oc_clip.step import graph_loss

@@ -13,7 +13,7 @@ import torch
 from dino_sparo.oc_clip.graphs.batches import batch_graphs
 from dino_sparo.oc_clip.graphs.canonical import canonical, canonical_form
 from dino_sparo.oc_clip.graphs.graph import LookupCounts, Relation, SceneGraph, normalize
-from dino_sparo.oc_clip.graphs.negatives import draw_negatives, read_symmetric, shuffled_choices
+from dino_sparo.oc_clip.pairs import draw_negatives, read_symmetric, shuffled_choices
 
 APPLE = SceneGraph(("red apple", "blue car", "table"), (Relation(0, "left of", 1), Relation(1, "on", 2)))
 

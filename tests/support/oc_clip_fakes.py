@@ -15,10 +15,9 @@ from dino_sparo.image_text.pairs.batches import PairItem
 from dino_sparo.oc_clip.config import BindingConfig, OCCLIPConfig
 from dino_sparo.oc_clip.graphs.files import JsonLines, graph_record
 from dino_sparo.oc_clip.graphs.graph import LookupCounts, Relation, SceneGraph
-from dino_sparo.oc_clip.graphs.negatives import draw_negatives
 from dino_sparo.oc_clip.model import OCCLIP, create_oc_clip
 from dino_sparo.oc_clip.options import get_args_parser
-from dino_sparo.oc_clip.pairs import GraphItem, GraphPairBatch, collate_graph_pairs
+from dino_sparo.oc_clip.pairs import GraphItem, GraphPairBatch, collate_graph_pairs, draw_negatives
 from dino_sparo.oc_clip.train import OCCLIPObjective, train
 from dino_sparo.runtime.choices import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from dino_sparo.runtime.distributed import wrap_ddp

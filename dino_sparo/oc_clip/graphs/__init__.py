@@ -1,1 +1,1 @@
-"""Scene graphs: files, canonical form, false graphs, batches."""
+"""Scene graphs: files, canonical form, batches."""

@@ -1,7 +1,7 @@
-"""What a parser says of a caption -> a checked, normalised scene graph.
+"""A scene graph: checked, read from JSON, normalised.
 
-Entities are phrases with their attributes ("large brown box"); relations are directed and join two entities. Needs no
-torch: parsers and files of graphs use it.
+Entities are phrases with their attributes ("large brown box"); relations are directed and join two entities. Without
+torch, for parsers and files of graphs.
 """
 
 from collections.abc import Mapping
@@ -19,11 +19,8 @@ class SceneGraph:
     """The entities of a caption and the relations between them.
 
     Attributes:
-        entities: phrases. Two entities may have one phrase. There is none where a parser finds none; see `normalize`.
+        entities: phrases. Two entities may have one phrase. Parsers may find no entity; see `normalize`.
         relations: (subject, predicate, object), with indices into the entities.
-
-    Raises:
-        ValueError: a phrase or predicate is blank, or a relation names an entity that does not exist.
     """
 
     entities: tuple[str, ...]
@@ -46,7 +43,7 @@ class SceneGraph:
                     )
 
     def to_json(self) -> dict[str, Any]:
-        """The graph in the schema of the paper's parser; see `from_json`."""
+        """The graph in the schema of `from_json`."""
         relations = [
             {"relationship": relation.predicate, "subject": relation.subject, "object": relation.object}
             for relation in self.relations
@@ -60,13 +57,7 @@ class SceneGraph:
             {"entities": ["red apple", "car"],
              "relationships": [{"relationship": "left of", "subject": 0, "object": 1}]}
 
-        Other keys, such as `caption`, are left alone. Source: OC-CLIP, appendix A.6.
-
-        Args:
-            record: decoded JSON.
-
-        Raises:
-            ValueError: the record has another form, or the graph is not valid.
+        Other keys, such as `caption`, are ignored. Source: OC-CLIP, appendix A.6.
         """
         entities, relationships = (_list_of(record, key) for key in ("entities", "relationships"))
         for number, phrase in enumerate(entities):
@@ -95,18 +86,17 @@ def _list_of(record: Any, key: str) -> list[Any]:
 
 
 class LookupCounts(NamedTuple):
-    """What happened when graphs were looked up; sums over captions.
+    """Captions that were looked up, and the changes in their graphs.
 
     Attributes:
-        captions: looked up.
-        missing: not in the file or the shard; such a caption became one entity.
-        whole_caption: all that became one entity: missing, or without an entity that the parser found.
-        nodes: entities beyond the cap, dropped.
-        dangling: relations dropped because one of their entities was.
-        loops: relations of an entity with itself, dropped.
-        relations: relations beyond the cap, dropped.
-        not_canonical: graphs too symmetric for a canonical form; a tie of such a graph with another order of its
-            entities may go unnoticed.
+        captions: number of lookups.
+        missing: captions without a graph in the file or the shard; each became one entity.
+        whole_caption: captions that became one entity: the missing ones, and those without an entity.
+        nodes: dropped entities, beyond the cap.
+        dangling: dropped relations of dropped entities.
+        loops: dropped relations of an entity with itself.
+        relations: dropped relations, beyond the cap.
+        not_canonical: graphs too symmetric for a canonical form, whose ties may go unnoticed.
     """
 
     captions: int = 0
@@ -119,7 +109,7 @@ class LookupCounts(NamedTuple):
     not_canonical: int = 0
 
     def plus(self, other: "LookupCounts") -> "LookupCounts":
-        """The sums of both."""
+        """The sum."""
         return LookupCounts(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
     def to_json(self) -> dict[str, int]:
@@ -143,23 +133,12 @@ class LookupCounts(NamedTuple):
 def normalize(
     graph: SceneGraph, caption: str, max_nodes: int = MAX_NODES, max_relations: int = MAX_RELATIONS
 ) -> tuple[SceneGraph, LookupCounts]:
-    """Lower case, no leading articles, caps on the sizes, and at least one entity.
+    """Lower case, no leading articles, caps on the sizes, and at least one entity; returns the changes, too.
 
-    Words are separated by single blanks. The first entities and relations are kept; a relation of a dropped entity is
-    dropped, and so is one of an entity with itself, which no exchange of its ends changes. A graph without entities
-    becomes one entity, the whole caption. The paper does not say how phrases are written or graphs bounded.
-
-    Args:
-        graph: what the parser found.
-        caption: its text.
-        max_nodes: largest E.
-        max_relations: largest R.
-
-    Returns:
-        The graph, and what was changed in it; it counts as one caption.
-
-    Raises:
-        ValueError: a cap is out of range, or neither the graph nor the caption has words.
+    Words are separated by single blanks. The first `max_nodes` entities and `max_relations` relations stay. Relations
+    of dropped entities are dropped. Relations of an entity with itself are dropped, since swapping their ends changes
+    nothing. A graph without entities becomes one entity, the whole caption. The paper does not say how phrases are
+    written or graphs bounded.
     """
     if max_nodes < 1 or max_relations < 0:
         raise ValueError(f"max_nodes={max_nodes}, max_relations={max_relations}; give at least 1 node and 0 relations")
@@ -186,6 +165,6 @@ def spaced(words: str) -> str:
 
 
 def _without_article(phrase: str) -> str:
-    """The phrase in lower case, without its leading article if something follows."""
+    """The phrase in lower case, without its leading article if words follow."""
     first, _, rest = spaced(phrase).partition(" ")
     return rest if rest and first in ARTICLES else spaced(phrase)

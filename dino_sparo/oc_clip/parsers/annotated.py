@@ -5,12 +5,12 @@
     train_sceneGraphs.json (GQA)  {image: {objects: {id: {name, relations: [{name, object}]}}}}
 
 Captions follow OC-CLIP, appendix A.7: "A photo of a {region 1} and a {region 2}" for Visual Genome; for GQA "A photo of
-{subject} {relation} {object}", and of images without relations up to three objects. The paper does not say how it
-draws; we draw uniformly, from a stream that depends on the seed and the image alone. Both files are read image by
-image: Visual Genome's has gigabytes.
+{subject} {relation} {object}", and up to three objects for images without relations. The paper does not say how it
+draws; we draw uniformly, and the draws depend on the seed and the image alone. Files are read image by image, since
+Visual Genome's has gigabytes.
 
-GQA's form is that of its download page. Visual Genome's is what published readers of the file take from it; we have not
-read the file itself.
+GQA's format comes from its download page. Visual Genome's comes from published readers of the file; we have not seen
+the file itself.
 """
 
 import json
@@ -47,17 +47,11 @@ class AnnotatedImages:
     Args:
         path: the annotations.
         kind: a key of `DRAW`.
-        image_folder: where `ID.jpg` lies; None: the rows have no images.
-        output_folder: what the paths of images in the rows start from.
+        image_folder: folder of `ID.jpg`; None: the rows have no images.
+        output_folder: folder that the paths of images in the rows start from.
         seed: of the draws.
         captions_per_image: draws per image; equal ones count once.
-        exclude_images: file of ids or file names of images to leave out, one per line; None for none.
-
-    Attributes:
-        record: what identifies the graphs.
-
-    Raises:
-        ValueError: the file has another form, or gives no caption.
+        exclude_images: file of ids or file names of images to leave out, one per line.
     """
 
     def __init__(
@@ -74,7 +68,7 @@ class AnnotatedImages:
             raise ValueError(
                 f"captions_per_image={captions_per_image}, seed={seed}; give at least 1 caption and a seed from 0"
             )
-        self.record = {
+        self.record: dict[str, Any] = {
             "parser": kind,
             "file": os.path.basename(path),
             "seed": seed,
@@ -84,25 +78,19 @@ class AnnotatedImages:
         self.folder, self.start = image_folder, output_folder
         self.graphs: dict[str, SceneGraph] = {}
         self.images: dict[Row, None] = {}
-        excluded = _stems(exclude_images)
-        counts = Counter[str]()
+        excluded, counts = _stems(exclude_images), Counter[str]()
         for number, (image, content) in enumerate(progress(annotated_images(path, kind), desc=f"reading {path}")):
             counts["images"] += 1
             if image in excluded:
                 counts["excluded"] += 1
                 continue
-            rng = np.random.default_rng([seed, hash_of(image.encode())])
             try:
-                drawn = [DRAW[kind](content, rng) for _ in range(captions_per_image)]
+                self._draw(image, content, counts)
             except (KeyError, TypeError, AttributeError, ValueError) as error:
                 raise ValueError(
                     f"{path}: image {number}, {image!r}, is not annotated as {kind} is ({type(error).__name__}: "
-                    f"{error}); dino_sparo/oc_clip/parsers/annotated.py says how"
+                    f"{error}); dino_sparo/oc_clip/parsers/annotated.py describes the format"
                 ) from error
-            counts["without caption"] += not any(drawn)
-            for caption, graph in filter(None, drawn):
-                counts["captions"] += 1
-                counts["captions that had another graph before, left out"] += not self._keep(image, caption, graph)
         logger.info("%s: %s", path, ", ".join(f"{number:,} {name}" for name, number in counts.items()))
         if not self.images:
             raise ValueError(
@@ -114,16 +102,21 @@ class AnnotatedImages:
         return iter(self.images)
 
     def parse_all(self, captions: Iterator[str]) -> Iterator[Outcome]:
-        """The graphs that they were drawn with."""
+        """The graphs that the captions were drawn with."""
         yield from (Outcome(self.graphs[caption]) for caption in captions)
 
-    def _keep(self, image: str, caption: str, graph: SceneGraph) -> bool:
-        """A caption has one graph in a file: the first; another annotation of the same words is left out."""
-        first = self.graphs.setdefault(caption, graph)
-        if _form(caption, first) != _form(caption, graph):
-            return False
-        self.images[Row(caption, self._path(image))] = None
-        return True
+    def _draw(self, image: str, content: Any, counts: Counter[str]) -> None:
+        """Draw the captions of an image; a caption that had another graph before is left out."""
+        rng = np.random.default_rng([self.record["seed"], hash_of(image.encode())])
+        draw = DRAW[self.record["parser"]]
+        drawn = [pair for _ in range(self.record["captions_per_image"]) if (pair := draw(content, rng))]
+        counts["without caption"] += not drawn
+        for caption, graph in drawn:
+            counts["captions"] += 1
+            if _form(caption, self.graphs.setdefault(caption, graph)) == _form(caption, graph):
+                self.images[Row(caption, self._path(image))] = None
+            else:
+                counts["captions that had another graph before, left out"] += 1
 
     def _path(self, image: str) -> str | None:
         if self.folder is None:
@@ -134,11 +127,7 @@ class AnnotatedImages:
 
 
 def annotated_images(path: str, kind: str) -> Iterator[tuple[str, Any]]:
-    """Id and annotations of every image of a file.
-
-    Raises:
-        ValueError: the file is no JSON, or not of this kind.
-    """
+    """Id and annotations of every image of a file."""
     for key, content in json_items(path):
         if kind == "vg" and (key or not isinstance(content, dict) or "image_id" not in content):
             raise ValueError(
@@ -151,14 +140,7 @@ def annotated_images(path: str, kind: str) -> Iterator[tuple[str, Any]]:
 
 
 def json_items(path: str) -> Iterator[tuple[str, Any]]:
-    """The items of a JSON list, with the key "", or of a JSON object, without holding all of them.
-
-    Args:
-        path: UTF-8.
-
-    Raises:
-        ValueError: it is cut off, or neither list nor object.
-    """
+    """The items of a JSON list, with the key "", or of a JSON object, one by one."""
     decoder = json.JSONDecoder()
     with open(path, encoding="utf-8-sig") as file:
         text, position = file.read(BLOCK_CHARACTERS).lstrip(), 1
@@ -186,15 +168,7 @@ def json_items(path: str) -> Iterator[tuple[str, Any]]:
 
 
 def draw_regions(content: Mapping[str, Any], rng: np.random.Generator) -> Drawn | None:
-    """Two regions of an image of Visual Genome, in one caption; None if it has not two with words.
-
-    An object's phrase is that of the region with the same noun ("white cat" for "cat"), by `templates.py`, since the
-    file keeps attributes elsewhere; else its name. A region without objects is one entity.
-
-    Args:
-        content: of one image.
-        rng: the draws' source.
-    """
+    """Two regions of an image of Visual Genome in one caption; None if fewer than two regions have words."""
     regions = [region for region in content["regions"] if _plain(region["phrase"])]
     if len(regions) < 2:
         return None
@@ -210,7 +184,11 @@ def draw_regions(content: Mapping[str, Any], rng: np.random.Generator) -> Drawn 
 
 
 def region_graph(region: Mapping[str, Any]) -> SceneGraph:
-    """The graph of one region of Visual Genome; relations of an object that the region lacks are left out."""
+    """The graph of one region of Visual Genome; relations of an object that the region lacks are left out.
+
+    The file keeps attributes elsewhere. So the phrase of an object is the entity of the region's phrase with the same
+    noun ("white cat" for "cat"), by `templates.py`; else its name. A region without objects is one entity.
+    """
     phrases = list(parse_caption(region["phrase"]).entities)
     number_of: dict[Any, int] = {}
     entities = list[str]()
@@ -232,19 +210,15 @@ def region_graph(region: Mapping[str, Any]) -> SceneGraph:
 
 
 def draw_relation(content: Mapping[str, Any], rng: np.random.Generator) -> Drawn | None:
-    """One relation of an image of GQA, or up to three objects where it has none; None if it has no object.
+    """One relation of an image of GQA, or up to three objects if it has none; None if it has no object.
 
-    Attributes are left out, as in the template.
-
-    Args:
-        content: of one image.
-        rng: the draws' source.
+    Attributes are left out, as in the paper's template.
     """
     names = {number: _plain(thing["name"]) for number, thing in content["objects"].items() if _plain(thing["name"])}
     triples = []
     for number, thing in content["objects"].items():
         listed = thing.get("relations") or []
-        # The page says a list; its example is an object.
+        # The download page says a list, but its example is an object.
         for relation in listed.values() if isinstance(listed, dict) else listed:
             ends = number, str(relation["object"])
             if ends[0] != ends[1] and set(ends) <= set(names) and relation["name"].strip():
@@ -266,13 +240,13 @@ DRAW: dict[str, Callable[[Mapping[str, Any], np.random.Generator], Drawn | None]
 
 
 def _draw(rng: np.random.Generator, total: int, number: int) -> list[int]:
-    """Different numbers below `total`; the stream of `rng.random` is the same in every version of numpy."""
+    """Different numbers below `total`; `rng.random` gives the same numbers in every version of numpy."""
     left = list(range(total))
     return [left.pop(int(rng.random() * len(left))) for _ in range(number)]
 
 
 def _plain(phrase: str) -> str:
-    """Without the article that the template has, and without a stop at the end."""
+    """A phrase without leading article and without a stop at the end."""
     words = str(phrase).strip().rstrip(".").split()
     return " ".join(words[1:] if len(words) > 1 and words[0].lower() in ARTICLES else words)
 
@@ -282,7 +256,7 @@ def _form(caption: str, graph: SceneGraph) -> SceneGraph:
 
 
 def _stems(path: str | None) -> set[str]:
-    """Names of the files of a list, without folder and ending; they are the images' ids."""
+    """Image ids of a list: file names without folder and ending."""
     if path is None:
         return set()
     lines = Path(path).read_text(encoding="utf-8").splitlines()

@@ -1,10 +1,10 @@
-"""Any data with captions -> rows of a caption and, where there is a file, its image. Images are not opened.
+"""Any data with captions -> rows of a caption and perhaps the file of its image. Images are not opened.
 
 captions.txt                       a caption per line
 table.csv, table.tsv, .jsonl       a column of captions, perhaps one of images
 any other .json, .jsonl            every text under a key that captions usually have: COCO's annotations, Karpathy's
                                    splits, true and false captions of SugarCrepe, ARO, What'sUp, Winoground, ...
-everything else                    what `image_text.pairs.sources.open_pairs` opens: shards, scenes, class folders
+everything else                    data of `image_text.pairs.sources.open_pairs`: shards, scenes, class folders
 """
 
 import os
@@ -23,7 +23,7 @@ from dino_sparo.image_text.pairs.tables import CAPTIONS, IMAGES, read_coco
 from dino_sparo.oc_clip.graphs.files import read_lines
 from dino_sparo.runtime.files import open_regular, parse_json, parse_object
 
-# Of JSON that is no table. "description" and "title", usual names of columns, describe whole files there.
+# For JSON that is no table. There, "description" and "title" describe whole files.
 CAPTION_KEYS = frozenset(
     (
         *("caption", "captions", "text", "sentence", "raw", "caption_0", "caption_1", "caption_options"),
@@ -33,7 +33,7 @@ CAPTION_KEYS = frozenset(
 
 
 class Row(NamedTuple):
-    """A caption, "" where there is none, and the file of its image, if it has one."""
+    """A caption, perhaps "", and perhaps the file of its image."""
 
     caption: str
     image: str | None = None
@@ -50,26 +50,22 @@ def open_rows(
     image_folder: str | None = None,
     split: str = ALL,
 ) -> Rows:
-    """A function that goes through all rows, as often as it is called.
+    """A function that iterates over all rows whenever it is called.
 
     Args:
         data_path: see the list at the top of this file.
-        output_folder: what the paths of images in the rows start from.
+        output_folder: folder that the paths of images in the rows start from.
         caption_key: column or key of the captions; None takes the usual names.
         image_key: a table's column of images; None finds it by name.
-        image_folder: what the table's own paths start from; None: the table's folder. Rows of COCO's annotations have
-            images only where it is given.
+        image_folder: folder that the table's own paths start from; None: the table's folder. Rows of COCO's annotations
+            have images only if it is given.
         split: rows, or part of a folder, to use.
-
-    Raises:
-        ValueError: nothing lies there, or it has no captions. Going through the rows raises it for lines that cannot be
-            read.
     """
     path = os.path.expanduser(data_path)
     ending = Path(path).suffix.lower()
     folder = seen_from(output_folder, image_folder or os.path.dirname(path))
     if not os.path.isfile(path) or (ending != ".json" and ending not in (".txt", *TABLE_ENDINGS)):
-        return _open_pairs(data_path, output_folder, caption_key, image_folder, split)
+        return _open_pairs(data_path, output_folder, split, caption_key=caption_key, image_folder=image_folder)
     if ending == ".txt":
         return lambda: (Row(line.decode("utf-8-sig", "replace").strip()) for _, _, line in read_lines(path))
     keys = CAPTION_KEYS if caption_key is None else frozenset((caption_key,))
@@ -87,13 +83,7 @@ def open_rows(
 
 
 def texts_in(value: Any, keys: frozenset[str], is_caption: bool = True) -> Iterator[str]:
-    """The captions anywhere in decoded JSON.
-
-    Args:
-        value: of the file, or a part of it.
-        keys: under which captions stand.
-        is_caption: whether a text here is one; names of image files never are.
-    """
+    """The texts under some keys anywhere in decoded JSON, except names of image files; `is_caption`: `value` counts."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from texts_in(item, keys, key in keys)
@@ -122,8 +112,7 @@ def _open_json(path: str, keys: frozenset[str], folder: str | None) -> Rows:
         return lambda: (
             Row(caption, None if folder is None else os.path.join(folder, files[number]))
             for number, captions in captions_of.items()
-            for caption in captions
-            if caption
+            for caption in filter(None, captions)
         )
     captions = list(texts_in(content, keys))
     if not captions:
@@ -141,16 +130,8 @@ def _is_table(path: str, caption_key: str | None) -> bool:
     return CAPTIONS.named(caption_key).find(list(first)) is not None
 
 
-def _open_pairs(
-    data_path: str, output_folder: Path, caption_key: str | None, image_folder: str | None, split: str
-) -> Rows:
-    source = open_pairs(
-        data_path,
-        caption_key=caption_key,
-        image_folder=image_folder,
-        split=split,
-        default_split="val" if split == "val" else "train",
-    )
+def _open_pairs(data_path: str, output_folder: Path, split: str, **keys: Any) -> Rows:
+    source = open_pairs(data_path, split=split, default_split="val" if split == "val" else "train", **keys)
     images = source.images if isinstance(source.images, FileSource) else None
     folder = "" if images is None else seen_from(output_folder, images.root)
 
@@ -167,6 +148,6 @@ def _open_pairs(
 
 
 def seen_from(start: Path, folder: str) -> str:
-    """The folder as seen from another one, so that both can be moved together; "" if they are one."""
+    """The relative path to a folder, so that both folders can be moved together; "" if they are the same."""
     path = os.path.relpath(os.path.realpath(folder or "."), os.path.realpath(start))
     return "" if path == "." else path

@@ -42,21 +42,14 @@ class Word(NamedTuple):
 
 
 class SpacyParser:
-    """Caption -> graph with a model of spaCy's, which is loaded when the first caption is parsed.
-
-    Attributes:
-        record: what a result file says of it.
-
-    Raises:
-        MissingPackageError: spaCy or the model is not installed.
-    """
+    """Caption -> graph with a model of spaCy's, which is loaded when the first caption is parsed."""
 
     def __init__(self) -> None:
         self.model = SpacyModel("graphs of the parser spacy")
         self.record = {"parser": "spacy", **self.model.record}
 
     def __call__(self, caption: str) -> SceneGraph:
-        """The graph as found."""
+        """The graph, not normalised."""
         return next(self.parse_all(iter([caption])))
 
     def parse_all(self, captions: Iterator[str]) -> Iterator[SceneGraph]:
@@ -66,23 +59,17 @@ class SpacyParser:
 
 
 def graph_of_words(words: Sequence[Word]) -> SceneGraph:
-    """The entities and relations of a dependency tree.
+    """The entities and relations of a dependency tree; no entity if there is no noun.
 
-        entity      noun with the attributes before it; "of" and its noun go on with it ("cup of coffee")
+        entity      noun with the attributes before it, and "of" with its noun ("cup of coffee")
         relation    noun - preposition - noun             a mug on a table
                     verb - object, of the verb's subject  a man riding a horse;  the boy is wearing a shirt
                     verb - preposition - noun             a dog sitting on a mat
                     across words of place                 to the left of the cat;  next to the cat
 
-    "and" joins subjects and objects of one relation, and is none itself. A verb, an adjective or a place that leads to
-    no second entity stays in its entity's phrase ("dog running", "the dog is brown", "bench on the left"). "not" stays
-    in the relation or phrase. Pronouns are no entities; a relative pronoun is the noun that its clause modifies.
-
-    Args:
-        words: of one caption, in order.
-
-    Returns:
-        The graph as found; no entity where there is no noun.
+    "and" joins subjects and objects of one relation, and is no relation. A verb, an adjective or a place without a
+    second entity stays in the phrase of its entity ("dog running", "the dog is brown", "bench on the left"). "not"
+    stays in the relation or phrase. Pronouns are no entities; a relative pronoun is the noun that its clause modifies.
     """
     return _Tree(words).graph()
 
@@ -147,7 +134,7 @@ class _Tree:
         return word.dep in ("compound", "nmod", "npadvmod", "poss") and self.words[word.head].pos in NOUNS
 
     def objects(self, token: int) -> list[int]:
-        """The entities that an object names: its own, those joined to it, or what a relative pronoun stands for."""
+        """The entities of an object: its own, the ones joined to it, or the antecedent of a relative pronoun."""
         if token in self.entity_of:
             return self.joined(token)
         if self.words[token].text.lower() not in RELATIVE:
@@ -159,7 +146,7 @@ class _Tree:
         return [self.words[token].head] if self.words[token].head in self.entity_of else []
 
     def is_of(self, preposition: int, noun: int) -> bool:
-        """Whether a noun goes on with the noun before "of", as in "a cup of coffee" but not in "left of the cup"."""
+        """Whether "of" makes a noun part of the noun before, as in "a cup of coffee" but not in "left of the cup"."""
         word = self.words[preposition]
         return (
             self.words[noun].dep == "pobj"
@@ -170,7 +157,7 @@ class _Tree:
         )
 
     def is_place(self, token: int) -> bool:
-        """Whether a noun says where in the picture or on which side of something, or is the picture itself."""
+        """Whether a noun is a place in the picture, a side of a thing, or the picture itself."""
         word = self.words[token]
         in_place = word.text.lower() in PLACES | {"side", "edge"} and word.dep == "pobj"
         return in_place or self.is_photo(token)
@@ -181,7 +168,7 @@ class _Tree:
         return is_first and self.words[token].dep == "ROOT" and self.continues(token)
 
     def is_opening(self, token: int) -> bool:
-        """Whether a noun is that of which "a photo of ..." is."""
+        """Whether a noun is the subject of "a photo of ..."."""
         return self.is_photo(self.words[self.words[token].head].head)
 
     def continues(self, token: int) -> bool:
@@ -202,7 +189,7 @@ class _Tree:
         return [self.words[attribute].text.lower() for attribute in sorted(self.attributes(token, token))]
 
     def attributes(self, token: int, end: int) -> list[int]:
-        """The attributes of a word that stand before `end`, with their own, and what "and" joins to them."""
+        """The attributes of a word before `end`, with their own attributes and the ones that "and" joins to them."""
         found = []
         for child in self.children[token]:
             is_joined = token < child < end and self.words[child].dep in ATTRIBUTES_AFTER
@@ -215,14 +202,14 @@ class _Tree:
         return [child for child in self.children[verb] if self.words[child].dep == "neg"]
 
     def joined(self, token: int) -> list[int]:
-        """An entity and those that "and" joins to it."""
+        """An entity and the entities that "and" joins to it."""
         further = [
             child for child in self.children[token] if self.words[child].dep == "conj" and child in self.entity_of
         ]
         return [token, *(other for child in further for other in self.joined(child))]
 
     def path(self, token: int) -> tuple[str, list[int]]:
-        """From the word above an object up to the entities that the relation is about: its words, and these."""
+        """Predicate and subjects of a relation, from the word above its object upwards."""
         words: list[int] = []
         while True:
             word = self.words[token]
@@ -246,7 +233,7 @@ class _Tree:
         return " ".join(self.words[token].text.lower() for token in sorted(tokens)).replace(" n't", "n't")
 
     def subjects(self, verb: int) -> list[int]:
-        """The entities that a verb is about."""
+        """The subjects of a verb."""
         for child in self.children[verb]:
             if self.words[child].dep in SUBJECTS and child in self.entity_of:
                 return self.joined(child)
@@ -262,7 +249,7 @@ class _Tree:
         return self.subjects(word.head)
 
     def leads_on(self, verb: int) -> bool:
-        """Whether a verb has an object, of its own or behind a preposition."""
+        """Whether a verb has an object, directly or behind a preposition."""
         steps = (*PREPOSITIONS, *OBJECTS, "advmod", "prt")
         return any(
             self.words[child].dep in OBJECTS or (self.words[child].dep in steps and self.leads_on(child))
