@@ -312,7 +312,7 @@ def test_the_training_table_holds_the_graphs_of_its_captions_and_is_read_as_pair
 def test_a_picture_is_a_function_of_its_number_not_of_how_many_are_written(tmp_path, few):
     split = Split("attribute", 0, 50, 0)
     short = write_split(tmp_path / "short", split, *few)
-    long = write_split(tmp_path / "long", split, few._replace(num_images=30, num_questions=20))
+    long = write_split(tmp_path / "long", split, 30, 20, few[2])
     for name in ("train/images/000019.png", "tests/images/single_000011.png"):
         assert np.array_equal(*(np.asarray(Image.open(folder / name)) for folder in (short, long)))
 

@@ -224,7 +224,7 @@ def test_a_resumed_run_takes_its_own_weights(tmp_path: Path, caplog: pytest.LogC
     train(tmp_path / "parts", "--init_from", source, "--max_steps", "1")
     with caplog.at_level(logging.INFO):
         train(tmp_path / "parts", "--init_from", str(tmp_path / "gone.pth"))
-    assert re.search(r"--init_from .*gone\.pth is ignored: .*checkpoint\.pth goes on", caplog.text)
+    assert re.search(r"--init_from .*gone\.pth is ignored: .*checkpoint\.pth is resumed", caplog.text)
     assert "the rest of the run differs from its beginning" not in caplog.text
     whole, parts = (load_checkpoint(tmp_path / name / "checkpoint.pth")["student"] for name in ("whole", "parts"))
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
