@@ -45,7 +45,7 @@ from dino_sparo.image_text.objective import param_groups
 from dino_sparo.image_text.pairs.batches import PairBatch, PairTransform
 from dino_sparo.image_text.step import train_step
 from dino_sparo.image_text.text import CONTEXT_LENGTH, VOCAB_SIZE, end_token_mask
-from dino_sparo.runtime.distributed import Distributed
+from dino_sparo.runtime.launch import Distributed
 from dino_sparo.runtime.precision import PRECISIONS
 
 EQUAL = 2e-5  # of a loss of some nats, after some steps in fp32

@@ -31,7 +31,8 @@ from dino_sparo.dino.head import DINOHead, DINONetwork
 from dino_sparo.dino.step import train_step
 from dino_sparo.dino.train import DINOObjective
 from dino_sparo.models.encoder import create_encoder
-from dino_sparo.runtime.distributed import barrier, init_distributed, shutdown
+from dino_sparo.runtime.agree import barrier
+from dino_sparo.runtime.launch import init_distributed, shutdown
 
 EQUAL_LOSS = 1e-4  # nats
 GLOBAL_IMAGES = 8  # of the steps whose losses are compared

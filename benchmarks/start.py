@@ -47,7 +47,8 @@ def start(number: int, count: int, folder: str, timeout_min: float) -> tuple[int
     """One process of a start: its number, seconds, pairs, and bytes of its own memory per pair."""
     from dino_sparo.data.dataset import open_together
     from dino_sparo.image_text.pairs.sources import index_pairs, open_pairs
-    from dino_sparo.runtime.distributed import barrier, init_distributed, shutdown
+    from dino_sparo.runtime.agree import barrier
+    from dino_sparo.runtime.launch import init_distributed, shutdown
 
     os.environ.update(RANK=str(number), WORLD_SIZE=str(count), LOCAL_RANK=str(number))
     init_distributed("cpu", f"file://{folder}/rendezvous", timeout_min)

@@ -40,7 +40,7 @@ from dino_sparo.dino.teacher import ema_update_
 from dino_sparo.dino.train import DINOObjective
 from dino_sparo.models.readout import Sparo
 from dino_sparo.runtime.choices import ARCHITECTURES, IMAGENET_MEAN, IMAGENET_STD
-from dino_sparo.runtime.distributed import Distributed
+from dino_sparo.runtime.launch import Distributed
 from dino_sparo.training.compile import CompileError, compile_failures_named, compile_networks
 from dino_sparo.training.images import crops_on_device
 from dino_sparo.training.memory import memory_report

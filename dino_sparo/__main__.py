@@ -47,12 +47,11 @@ from dino_sparo.runtime.choices import DINO_READOUTS
 from dino_sparo.runtime.cli import Parser, say
 from dino_sparo.runtime.demos import demo_parser
 from dino_sparo.runtime.exits import errors_in_one_line
-from dino_sparo.runtime.extras import require
-from dino_sparo.runtime.memory import full_memory_named
+from dino_sparo.runtime.faults import full_memory_named, require
 
 if TYPE_CHECKING:
     from dino_sparo.image_text.scoring.scorer import Scorer
-    from dino_sparo.runtime.distributed import Distributed
+    from dino_sparo.runtime.launch import Distributed
 
 logger = logging.getLogger("dino_sparo")
 

@@ -26,10 +26,9 @@ from submitit.slurm.slurm import SlurmExecutor, _make_sbatch_string
 from dino_sparo.clip.options import get_args_parser as train_clip_parser
 from dino_sparo.dino.options import get_args_parser as train_parser
 from dino_sparo.oc_clip.options import get_args_parser as train_oc_clip_parser
-from dino_sparo.runtime import FAULT_STATUS
 from dino_sparo.runtime.cli import Parser, say
 from dino_sparo.runtime.exits import errors_in_one_line
-from dino_sparo.runtime.extras import MissingPackageError
+from dino_sparo.runtime.faults import FAULT_STATUS, MissingPackageError
 from dino_sparo.training.options import require_paths
 
 logger = logging.getLogger(__name__)
@@ -128,7 +127,7 @@ def check_tasks(args: argparse.Namespace, num_tasks: int, num_nodes: int, num_gp
 
 def _set_local_rendezvous(job: submitit.JobEnvironment) -> None:
     """What torchrun would set, for the tasks of a job on this machine."""
-    from dino_sparo.runtime.distributed import FIRST_PORT, NUM_PORTS
+    from dino_sparo.runtime.launch import FIRST_PORT, NUM_PORTS
 
     os.environ.update(
         RANK=str(job.global_rank),

@@ -13,8 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dino_sparo.runtime.cli import MendableError, say
+from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.demos import option_words
+from dino_sparo.runtime.faults import MendableError
 from dino_sparo.runtime.records import differences, git_hash, write_json
 from dino_sparo.weights.checkpoint import load_checkpoint
 from studies.plans import CHOICE_SEED, STUDIES, Study, Trained

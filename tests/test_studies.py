@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from dino_sparo.__main__ import main as dino_sparo_main
-from dino_sparo.runtime.cli import MendableError
+from dino_sparo.runtime.faults import MendableError
 from dino_sparo.weights.checkpoint import load_encoder
 from studies import __main__ as script
 from studies import plans, report, runs, scores

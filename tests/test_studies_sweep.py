@@ -15,7 +15,7 @@ from figures import assert_readable, drawn_words
 
 from dino_sparo.clip import create_clip, load_clip
 from dino_sparo.clip.model import clip_from_config
-from dino_sparo.runtime.distributed import shutdown
+from dino_sparo.runtime.launch import shutdown
 from studies import __main__ as studies
 from studies.sweep import SweepPoint, check_comparable, collect, draw_sweep, get_args_parser, point_of, read_result
 

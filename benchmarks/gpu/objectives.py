@@ -17,7 +17,7 @@ from dino_sparo.dino import options as dino_options
 from dino_sparo.dino.train import DINOObjective
 from dino_sparo.oc_clip import options as oc_clip_options
 from dino_sparo.oc_clip.train import OCCLIPObjective
-from dino_sparo.runtime.distributed import Distributed
+from dino_sparo.runtime.launch import Distributed
 from dino_sparo.training.compile import compile_networks
 from dino_sparo.training.objective import Objective
 
@@ -112,12 +112,12 @@ def first_losses(name: str, device: str, changes: dict[str, object], compiles: b
 @contextlib.contextmanager
 def wrapped_in_ddp() -> Iterator[None]:
     """Within this context `build` puts networks into DDP, as with several processes, though there is one."""
-    from dino_sparo.runtime import distributed
+    from dino_sparo.runtime import launch
 
-    wrap = distributed.wrap_ddp
+    wrap = launch.wrap_ddp
 
     def wrap_always(*args: Any, **kwargs: Any) -> Any:
-        with mock.patch.object(distributed, "world_size", return_value=2):
+        with mock.patch.object(launch, "world_size", return_value=2):
             return wrap(*args, **kwargs)
 
     with contextlib.ExitStack() as stack:

@@ -31,7 +31,7 @@ from dino_sparo.data.views import ClipView
 from dino_sparo.image_text.scoring.dot_product import ImageTextModel
 from dino_sparo.image_text.text import tokenize
 from dino_sparo.runtime.exits import errors_in_one_line
-from dino_sparo.runtime.extras import require
+from dino_sparo.runtime.faults import require
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from dino_sparo.data.views import ClipView
 from dino_sparo.evaluation.load import view_record
 from dino_sparo.image_text.scoring.dot_product import DotProductScorer
 from dino_sparo.image_text.text import tokenize
-from dino_sparo.runtime.distributed import Distributed
-from dino_sparo.runtime.extras import require
+from dino_sparo.runtime.faults import require
+from dino_sparo.runtime.launch import Distributed
 from dino_sparo.runtime.precision import PRECISIONS
 from dino_sparo.runtime.records import versions
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dino_sparo.clip.choices import PRODUCTS
-from dino_sparo.runtime.distributed import rank, world_size
-from dino_sparo.runtime.extras import require
+from dino_sparo.runtime.faults import require
+from dino_sparo.runtime.launch import rank, world_size
 
 
 def create_loss(products: str = "fp32", texts_per_image: int = 1) -> nn.Module:

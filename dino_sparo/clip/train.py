@@ -31,8 +31,8 @@ from dino_sparo.image_text.pairs.batches import PairBatch, collate_pairs
 from dino_sparo.image_text.pairs.run_data import BatchForm
 from dino_sparo.image_text.scoring.dot_product import DotProductScorer
 from dino_sparo.image_text.text import tokenize
-from dino_sparo.runtime.distributed import Distributed
-from dino_sparo.runtime.extras import require
+from dino_sparo.runtime.faults import require
+from dino_sparo.runtime.launch import Distributed
 from dino_sparo.training import run
 
 __all__ = ["check_options", "get_args_parser", "train"]

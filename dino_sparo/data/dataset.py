@@ -26,8 +26,9 @@ from dino_sparo.data.sources import CorruptImageError, ImageSource
 from dino_sparo.data.sources.cache import cache_folder
 from dino_sparo.data.sources.image_source import fingerprint_of, hash_of
 from dino_sparo.data.sources.splits import WITHOUT_LABELS
+from dino_sparo.runtime.agree import all_or_none, beating, rank_0_first, require_same, share_of
 from dino_sparo.runtime.choices import MIN_CORRUPT
-from dino_sparo.runtime.distributed import all_or_none, beating, rank_0_first, require_same, share_of, world_size
+from dino_sparo.runtime.launch import world_size
 
 # So many unreadable images in a row mean that a disk or a network does not answer.
 MAX_CORRUPT_IN_A_ROW = 64

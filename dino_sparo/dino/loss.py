@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dino_sparo.runtime.collectives import all_reduce_sum_async
-from dino_sparo.runtime.distributed import world_size
+from dino_sparo.runtime.launch import world_size
 
 NUM_TEACHER_CROPS = 2
 

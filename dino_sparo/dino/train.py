@@ -22,7 +22,7 @@ from dino_sparo.draw.pixels import crops_grid
 from dino_sparo.evaluation.attention.maps import slots_grid
 from dino_sparo.evaluation.features import effective_rank
 from dino_sparo.models.encoder import EncoderConfig, encoder_from_config
-from dino_sparo.runtime.distributed import Distributed, world_size, wrap_ddp
+from dino_sparo.runtime.launch import Distributed, world_size, wrap_ddp
 from dino_sparo.runtime.logs import RunLog
 from dino_sparo.runtime.precision import use_fused_attention
 from dino_sparo.training import run

@@ -18,7 +18,7 @@ from jaxtyping import UInt8
 
 from dino_sparo.draw.figure import Band, Figure, Layout, Section, Tile, Word, runs_of_words
 from dino_sparo.draw.pixels import fitted, framed, ramp
-from dino_sparo.runtime.extras import require
+from dino_sparo.runtime.faults import require
 
 logger = logging.getLogger(__name__)
 

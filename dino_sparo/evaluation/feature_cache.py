@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from dino_sparo.evaluation.features import Features, gather_features
-from dino_sparo.runtime.distributed import all_or_none, is_main
+from dino_sparo.runtime.agree import all_or_none
 from dino_sparo.runtime.files import parse_json
+from dino_sparo.runtime.launch import is_main
 from dino_sparo.runtime.records import file_sha256, plain, write_json
 from dino_sparo.weights.file import CheckpointError, contents_checksum, read_torch_file
 

@@ -23,8 +23,9 @@ from dino_sparo.data.loader import create_loader
 from dino_sparo.data.samplers import ShardSampler
 from dino_sparo.data.sources import ImageSource
 from dino_sparo.data.sources.image_source import Subset
+from dino_sparo.runtime.agree import all_gather_object
 from dino_sparo.runtime.collectives import all_gather_ragged, all_reduce_sum
-from dino_sparo.runtime.distributed import all_gather_object, is_main, rank, world_size
+from dino_sparo.runtime.launch import is_main, rank, world_size
 from dino_sparo.runtime.logs import progress
 
 logger = logging.getLogger(__name__)

@@ -22,16 +22,9 @@ from dino_sparo.evaluation.features import Features, extract_split
 from dino_sparo.evaluation.load import Subject, compared_encoder, encoder_of_options, view_record
 from dino_sparo.evaluation.slots.choice import with_slots
 from dino_sparo.models.encoder import Encoder
+from dino_sparo.runtime.agree import rank_0_first, require_same_options
 from dino_sparo.runtime.cli import say
-from dino_sparo.runtime.distributed import (
-    Distributed,
-    init_distributed,
-    is_main,
-    is_only_a_peer,
-    rank_0_first,
-    require_same_options,
-    select_device,
-)
+from dino_sparo.runtime.launch import Distributed, init_distributed, is_main, is_only_a_peer, select_device
 from dino_sparo.runtime.logs import setup_logging
 from dino_sparo.runtime.precision import PRECISIONS, set_tf32
 from dino_sparo.runtime.records import versions, write_json

@@ -21,7 +21,7 @@ from dino_sparo.data.dataset import require_labels
 from dino_sparo.data.sources import ImageSource
 from dino_sparo.data.sources.image_source import Subset
 from dino_sparo.image_text.prompts import AUTO, PROMPT_SETS, is_file, read_json, read_words, set_name
-from dino_sparo.runtime.extras import require
+from dino_sparo.runtime.faults import require
 
 logger = logging.getLogger(__name__)
 

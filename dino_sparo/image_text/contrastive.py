@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dino_sparo.runtime.collectives import gather_with_gradient
-from dino_sparo.runtime.distributed import rank, world_size
+from dino_sparo.runtime.launch import rank, world_size
 
 INITIAL_LOGIT_SCALE = 1 / 0.07  # CLIP, section 2.5
 MAX_LOGIT_SCALE = 100.0  # a larger one makes training unstable; CLIP, section 2.5

@@ -25,8 +25,8 @@ from dino_sparo.image_text.pairs.batches import LeftOut, PairSource
 from dino_sparo.image_text.pairs.captions import ListedCaptions, PackedTexts
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.runtime.cli import say
-from dino_sparo.runtime.distributed import select_device
-from dino_sparo.runtime.extras import require
+from dino_sparo.runtime.faults import require
+from dino_sparo.runtime.launch import select_device
 from dino_sparo.runtime.logs import progress, setup_logging
 from dino_sparo.runtime.records import versions, write_json
 

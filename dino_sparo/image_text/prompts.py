@@ -15,7 +15,7 @@ from typing import Any
 from dino_sparo.data.scenes import BACKGROUNDS, COLOURS, TEXTURES
 from dino_sparo.data.sources import TORCHVISION_SETS
 from dino_sparo.image_text.choices import AUTO
-from dino_sparo.runtime.extras import require
+from dino_sparo.runtime.faults import require
 from dino_sparo.runtime.files import parse_json
 
 if importlib.util.find_spec("open_clip") is not None:

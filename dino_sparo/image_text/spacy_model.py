@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from dino_sparo.runtime.extras import MissingPackageError, require
+from dino_sparo.runtime.faults import MissingPackageError, require
 
 MODEL = "en_core_web_sm"
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from dino_sparo.models.readout import ReadoutOutput
 from dino_sparo.models.readouts import readout_kind
 from dino_sparo.runtime.choices import KEY_DIM, NUM_SLOTS, SLOT_DIM
-from dino_sparo.runtime.extras import require
+from dino_sparo.runtime.faults import require
 
 CONTEXT_LENGTH = 77
 VOCAB_SIZE = 49408

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dino_sparo.models.readout import ReadoutOutput, require_positive
 from dino_sparo.runtime.choices import CrossAttentionKind
-from dino_sparo.runtime.extras import require
+from dino_sparo.runtime.faults import require
 
 
 class CrossAttentionReadout(nn.Module):

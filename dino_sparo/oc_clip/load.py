@@ -20,7 +20,7 @@ from dino_sparo.oc_clip.graphs.graph import SceneGraph
 from dino_sparo.oc_clip.model import OCCLIP, oc_clip_from_config
 from dino_sparo.oc_clip.options import DEFAULT_GRAPHS
 from dino_sparo.oc_clip.scorer import GraphScorer
-from dino_sparo.runtime.distributed import Distributed
+from dino_sparo.runtime.launch import Distributed
 from dino_sparo.runtime.precision import PRECISIONS
 from dino_sparo.runtime.records import versions
 from dino_sparo.weights.checkpoint import CheckpointError, load_checkpoint, load_strictly

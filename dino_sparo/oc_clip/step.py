@@ -21,8 +21,9 @@ from dino_sparo.oc_clip.loss import RelationLoss, relation_loss, total_loss
 from dino_sparo.oc_clip.model import OCCLIP, look_up
 from dino_sparo.oc_clip.pairs import GraphPairBatch
 from dino_sparo.oc_clip.scoring import EncodedGraphs, score_all_pairs
+from dino_sparo.runtime.agree import all_gather_object
 from dino_sparo.runtime.collectives import gather_with_gradient
-from dino_sparo.runtime.distributed import all_gather_object, rank, world_size
+from dino_sparo.runtime.launch import rank, world_size
 
 
 def graph_loss(

@@ -35,8 +35,9 @@ from dino_sparo.oc_clip.pairs import GraphPairBatch, GraphPairDataset, collate_g
 from dino_sparo.oc_clip.presets import RECIPES
 from dino_sparo.oc_clip.scorer import GraphScorer
 from dino_sparo.oc_clip.step import graph_loss
-from dino_sparo.runtime.distributed import Distributed, all_or_none
-from dino_sparo.runtime.extras import require
+from dino_sparo.runtime.agree import all_or_none
+from dino_sparo.runtime.faults import require
+from dino_sparo.runtime.launch import Distributed
 from dino_sparo.training import run
 
 __all__ = ["check_options", "get_args_parser", "train"]

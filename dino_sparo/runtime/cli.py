@@ -26,10 +26,6 @@ from dino_sparo.runtime.choices import (
 )
 
 
-class MendableError(RuntimeError):
-    """An error that the user can correct although no value is wrong. The command ends with one line and status 1."""
-
-
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Prints every option's default after its help, no `(default: None)`, and the description as it was written."""
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from dino_sparo.runtime.distributed import rank, world_size
+from dino_sparo.runtime.launch import rank, world_size
 
 
 def all_reduce_sum(tensor: Shaped[Tensor, "*size"]) -> Shaped[Tensor, "*size"]:

@@ -9,9 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-from dino_sparo.runtime import FAULT_STATUS
-from dino_sparo.runtime.cli import MendableError
-from dino_sparo.runtime.extras import MissingPackageError
+from dino_sparo.runtime.faults import FAULT_STATUS, MendableError, MissingPackageError
 from dino_sparo.runtime.workers import end_workers, remove_temporary_folder
 
 
@@ -28,7 +26,8 @@ def errors_in_one_line(logger: logging.Logger, note_final: Callable[[], None] = 
         note_final: called where starting the process again would not help: with status 1, or after a request to stop.
     """
     # Here, not above: they import torch.
-    from dino_sparo.runtime.distributed import FaultError, shutdown
+    from dino_sparo.runtime.faults import FaultError
+    from dino_sparo.runtime.launch import shutdown
     from dino_sparo.runtime.preemption import RunStopped
 
     try:
@@ -49,7 +48,7 @@ def errors_in_one_line(logger: logging.Logger, note_final: Callable[[], None] = 
 
 def _leave(status: int, logger: logging.Logger, message: Exception | str, level: int = logging.ERROR) -> NoReturn:
     # Here, not above: they import torch.
-    from dino_sparo.runtime.distributed import world_size
+    from dino_sparo.runtime.launch import world_size
     from dino_sparo.runtime.logs import HAS_LINES, setup_logging
 
     if not logging.getLogger().handlers:

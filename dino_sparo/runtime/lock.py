@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
-from dino_sparo.runtime.distributed import is_main
+from dino_sparo.runtime.launch import is_main
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from dino_sparo.runtime.cli import printable
 from dino_sparo.runtime.collectives import all_reduce_sum
-from dino_sparo.runtime.distributed import is_main, rank
+from dino_sparo.runtime.launch import is_main, rank
 from dino_sparo.runtime.records import writing
 from dino_sparo.runtime.watchdog import sign_of_life
 
@@ -83,10 +83,10 @@ class _RunLogHandler(logging.FileHandler):
             super().handleError(record)
 
 
-def _tensorboards_threads_are_silent(args: threading.ExceptHookArgs) -> None:
+def _tensorboards_threads_are_silent(failure: threading.ExceptHookArgs) -> None:
     """The next call of TensorBoard's writer raises the error of its thread; see `RunLog._tensorboard`."""
-    if not type(args.thread).__module__.startswith("tensorboard."):
-        _excepthook(args)
+    if not type(failure.thread).__module__.startswith("tensorboard."):
+        _excepthook(failure)
 
 
 _excepthook = threading.excepthook

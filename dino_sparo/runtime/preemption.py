@@ -21,9 +21,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from dino_sparo.runtime import FAULT_STATUS
+from dino_sparo.runtime.agree import barrier
 from dino_sparo.runtime.collectives import all_reduce_sum
-from dino_sparo.runtime.distributed import barrier, is_main, world_size
+from dino_sparo.runtime.faults import FAULT_STATUS
+from dino_sparo.runtime.launch import is_main, world_size
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class RunStopped(Exception):
     """
 
     def __init__(self, signum: signal.Signals, step: int) -> None:
-        super().__init__(f"stopped by {signum.name} after step {step}, which is saved; start the same command to go on")
+        super().__init__(f"stopped by {signum.name} after step {step}, which is saved; run the same command to resume")
         self.status = 128 + signum
 
 
@@ -240,5 +241,5 @@ def _requeue(ask: Callable[[], object], stopped: RunStopped) -> None:
         logger.error("this job could not be requeued (%s), try %d of %d", reason, number, REQUEUE_TRIES)
         if number < REQUEUE_TRIES:
             time.sleep(REQUEUE_PAUSE_S)
-    logger.error("start the same command to go on, if the job does not start again")
+    logger.error("run the same command to resume, if the job does not start again")
     raise SystemExit(FAULT_STATUS)

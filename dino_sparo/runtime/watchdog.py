@@ -10,8 +10,8 @@ import threading
 import time
 from collections.abc import Iterator
 
-from dino_sparo.runtime import FAULT_STATUS
-from dino_sparo.runtime.distributed import CONTROL_FACTOR
+from dino_sparo.runtime.faults import FAULT_STATUS
+from dino_sparo.runtime.launch import CONTROL_FACTOR
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class Watchdog:
     def _say_why(self) -> None:
         logger.error(
             "nothing has moved for %.0f s: a process that loads images, a collective, the disk or the device hangs, or "
-            "did not answer. The last checkpoint is whole: start the same command to go on. If something is only "
+            "did not answer. The last checkpoint is complete: run the same command to resume. If something is only "
             "slow, raise --dist_timeout_min",
             self.seconds,
         )

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dino_sparo.runtime.cli import MendableError
-from dino_sparo.runtime.distributed import all_gather_object
+from dino_sparo.runtime.agree import all_gather_object
+from dino_sparo.runtime.faults import MendableError
 from dino_sparo.training.objective import Objective
 
 logger = logging.getLogger(__name__)

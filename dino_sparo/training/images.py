@@ -30,7 +30,7 @@ from dino_sparo.data.views import EvalTransform, PatchView
 from dino_sparo.evaluation.features import disjoint_subsets
 from dino_sparo.evaluation.knn.classify import evaluate_knn
 from dino_sparo.models.encoder import Encoder
-from dino_sparo.runtime.distributed import Distributed, is_main
+from dino_sparo.runtime.launch import Distributed, is_main
 from dino_sparo.runtime.precision import choose_precision
 from dino_sparo.training.optim import create_optimizer, param_groups
 from dino_sparo.training.updater import GroupSchedule, Updater

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from dino_sparo.data.samplers import EpochSampler
 from dino_sparo.data.sources.image_source import fingerprint_of
-from dino_sparo.runtime.distributed import Distributed
+from dino_sparo.runtime.launch import Distributed
 from dino_sparo.runtime.logs import RunLog
 from dino_sparo.training.updater import Updater
 

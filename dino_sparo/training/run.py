@@ -11,16 +11,11 @@ from pathlib import Path
 from signal import Signals
 from typing import Any
 
-from dino_sparo.runtime.distributed import (
-    all_or_none,
-    broadcast_object,
-    faults_named,
-    init_distributed,
-    require_same_options,
-)
+from dino_sparo.runtime.agree import all_or_none, broadcast_object, require_same_options
+from dino_sparo.runtime.faults import faults_named, full_memory_named
+from dino_sparo.runtime.launch import init_distributed
 from dino_sparo.runtime.lock import RunLock
 from dino_sparo.runtime.logs import RunLog, log_options, setup_logging
-from dino_sparo.runtime.memory import full_memory_named
 from dino_sparo.runtime.precision import set_tf32
 from dino_sparo.runtime.preemption import Agreement, StopSignals, hand_over
 from dino_sparo.runtime.watchdog import Watchdog

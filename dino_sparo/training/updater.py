@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dino_sparo.runtime.distributed import rank
+from dino_sparo.runtime.launch import rank
 from dino_sparo.training.optim import gradient_norms, skip_update_where
 
 # Hyperparameter of a parameter group ("lr", "weight_decay") -> its values, one per step of the run.

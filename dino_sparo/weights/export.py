@@ -29,7 +29,7 @@ from dino_sparo.data.views import EvalTransform
 from dino_sparo.models.backbone import LAYER_NORM_EPS
 from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_config
 from dino_sparo.runtime.choices import ARCHITECTURES
-from dino_sparo.runtime.extras import require
+from dino_sparo.runtime.faults import require
 from dino_sparo.runtime.logs import setup_logging
 from dino_sparo.runtime.records import file_sha256, plain, versions
 from dino_sparo.weights.checkpoint import (

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from dino_sparo.runtime.distributed import FaultError
+from dino_sparo.runtime.faults import FaultError
 from dino_sparo.runtime.workers import ends_unnoticed
 from dino_sparo.weights.file import CheckpointError, verify_checkpoint
 

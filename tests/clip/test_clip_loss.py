@@ -15,7 +15,8 @@ pytest.importorskip("open_clip")
 
 from dino_sparo.clip.loss import create_loss, require_products, rounded_product
 from dino_sparo.image_text.step import loss_gradients
-from dino_sparo.runtime.distributed import barrier, init_distributed, shutdown
+from dino_sparo.runtime.agree import barrier
+from dino_sparo.runtime.launch import init_distributed, shutdown
 
 NUM_RANKS, PER_RANK, WIDTH = 2, 3, 5
 

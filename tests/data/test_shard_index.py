@@ -26,7 +26,8 @@ from dino_sparo.data.sources import index_images, open_source, shard_index, tar_
 from dino_sparo.data.sources.cache import cache_path, load_index, save_index
 from dino_sparo.data.sources.shard_index import Kind, Piece, index_share, open_index
 from dino_sparo.data.sources.tar_headers import DamagedShardError, Member, member_name, tar_members
-from dino_sparo.runtime.distributed import FaultError, init_distributed
+from dino_sparo.runtime.faults import FaultError
+from dino_sparo.runtime.launch import init_distributed
 
 ROOT = Path(__file__).resolve().parents[2]
 OLD = (1e9, 1e9)  # a time stamp that no writing process can still be at

@@ -27,7 +27,7 @@ from dino_sparo.dino import train as dino_train
 from dino_sparo.dino.train import DINOObjective
 from dino_sparo.draw.pixels import to_pixels
 from dino_sparo.runtime import preemption
-from dino_sparo.runtime.distributed import Distributed
+from dino_sparo.runtime.launch import Distributed
 from dino_sparo.runtime.preemption import RunStopped
 from dino_sparo.training import images
 from dino_sparo.training import run as training_run

@@ -32,7 +32,7 @@ from dino_sparo.evaluation.attention.maps import (
 from dino_sparo.evaluation.load import compared_encoder
 from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_config
 from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD
-from dino_sparo.runtime.extras import MissingPackageError
+from dino_sparo.runtime.faults import MissingPackageError
 from dino_sparo.weights.checkpoint import encoder_description
 from dino_sparo.weights.folder import save_checkpoint
 

@@ -17,7 +17,7 @@ from dino_sparo.evaluation.embed import store
 from dino_sparo.evaluation.embed.command import features_of
 from dino_sparo.evaluation.embed.store import EmbeddingWriter, load_embeddings
 from dino_sparo.models.encoder import create_encoder
-from dino_sparo.runtime.distributed import shutdown
+from dino_sparo.runtime.launch import shutdown
 from dino_sparo.weights.checkpoint import encoder_description, load_encoder
 
 NUM_IMAGES, SIDE = 11, 16

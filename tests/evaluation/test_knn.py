@@ -25,7 +25,7 @@ from dino_sparo.evaluation.knn import command as knn_command
 from dino_sparo.evaluation.knn import neighbours
 from dino_sparo.evaluation.knn.classify import KNNResult, Voters
 from dino_sparo.models.encoder import create_encoder
-from dino_sparo.runtime.distributed import init_distributed, shutdown
+from dino_sparo.runtime.launch import init_distributed, shutdown
 from dino_sparo.weights.checkpoint import encoder_description
 
 TRAIN, TEST, WIDTH = 61, 13, 7

@@ -34,7 +34,7 @@ from dino_sparo.evaluation.linear.probe import (
 from dino_sparo.evaluation.linear.run import ProbeRun, live_batches, reference_heads
 from dino_sparo.evaluation.options import slot_study_parser
 from dino_sparo.models.encoder import create_encoder
-from dino_sparo.runtime.distributed import shutdown
+from dino_sparo.runtime.launch import shutdown
 from dino_sparo.weights.checkpoint import encoder_description
 
 CPU = torch.device("cpu")

@@ -35,7 +35,7 @@ from dino_sparo.evaluation.slots.study import (
     spread,
 )
 from dino_sparo.evaluation.task import EvaluationTask
-from dino_sparo.runtime.distributed import shutdown
+from dino_sparo.runtime.launch import shutdown
 from dino_sparo.runtime.records import file_sha256
 from dino_sparo.weights.checkpoint import encoder_description
 

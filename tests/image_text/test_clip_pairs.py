@@ -37,8 +37,8 @@ from dino_sparo.image_text.pairs.batches import (
 from dino_sparo.image_text.pairs.run_data import BatchForm, number_pairs
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.text import tokenize
-from dino_sparo.runtime import distributed
-from dino_sparo.runtime.distributed import Distributed
+from dino_sparo.runtime import launch
+from dino_sparo.runtime.launch import Distributed
 
 
 @pytest.fixture(autouse=True)
@@ -593,9 +593,9 @@ def test_a_pair_out_of_range_is_an_error(index: int) -> None:
 
 def open_numbered_pairs(data_path: str) -> int:
     """Number of the pairs in the table of this rank."""
-    options = ["--data_path", data_path.format(rank=distributed.rank()), "--num_workers", "0", "--batch_size", "2"]
+    options = ["--data_path", data_path.format(rank=launch.rank()), "--num_workers", "0", "--batch_size", "2"]
     args = get_args_parser().parse_args(options)
-    process = Distributed(distributed.rank(), 2, 0, torch.device("cpu"))
+    process = Distributed(launch.rank(), 2, 0, torch.device("cpu"))
     form = BatchForm(partial(collate_pairs, context_length=8))
     return len(number_pairs(args, process, 1, form).sampler)
 

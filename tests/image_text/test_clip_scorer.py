@@ -30,7 +30,7 @@ from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.prompts import prompts
 from dino_sparo.image_text.scoring.dot_product import DotProductScorer
 from dino_sparo.image_text.scoring.scorer import EncodedImages, EncodedTexts, Scorer
-from dino_sparo.runtime.distributed import shutdown
+from dino_sparo.runtime.launch import shutdown
 
 WORDS = [*COLOURS, *SHAPES, *SCENE_COLOURS, "left", "right", "above", "below"]
 Caption = list[tuple[float, ...]]  # a vector per word

@@ -24,7 +24,7 @@ from dino_sparo.image_text.pairs import streams as pair_streams
 from dino_sparo.image_text.pairs.batches import PairBatch, PairTransform
 from dino_sparo.image_text.pairs.run_data import stream_pairs
 from dino_sparo.image_text.pairs.streams import PairStream, StreamDataset
-from dino_sparo.runtime.distributed import Distributed
+from dino_sparo.runtime.launch import Distributed
 from dino_sparo.weights.checkpoint import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # webdataset leaves its files to the collector

@@ -16,7 +16,7 @@ from compositional_files import TAGGED_CAPTIONS, tagged, write_json
 from dino_sparo.image_text.evaluation.caption_sets import read_captions
 from dino_sparo.image_text.evaluation.compositional.sets.aro import read_order
 from dino_sparo.image_text.evaluation.compositional.word_order import Words, cleaned, options_of
-from dino_sparo.runtime.extras import MissingPackageError
+from dino_sparo.runtime.faults import MissingPackageError
 
 OFFICIAL = json.loads((Path(__file__).parents[1] / "reference" / "compositional.json").read_text())
 

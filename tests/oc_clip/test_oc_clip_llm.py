@@ -21,7 +21,7 @@ from dino_sparo.oc_clip.parsers import llm
 from dino_sparo.oc_clip.parsers.caption_rows import Row
 from dino_sparo.oc_clip.parsers.command import Report, parse_rows
 from dino_sparo.oc_clip.parsers.llm import AnswerCache, LanguageModelParser, LocalModel, Message, read_answer
-from dino_sparo.runtime.extras import MissingPackageError
+from dino_sparo.runtime.faults import MissingPackageError
 
 GRAPH = {"entities": ["dog", "mat"], "relationships": [{"relationship": "on", "subject": 0, "object": 1}]}
 DOG = SceneGraph(("dog", "mat"), (Relation(0, "on", 1),))

@@ -15,7 +15,8 @@ from test_faults import server
 
 from dino_sparo.image_text.contrastive import contrastive_loss
 from dino_sparo.image_text.step import backward_at_once, backward_in_parts
-from dino_sparo.runtime.distributed import barrier, init_distributed, rank, shutdown, world_size
+from dino_sparo.runtime.agree import barrier
+from dino_sparo.runtime.launch import init_distributed, rank, shutdown, world_size
 
 __all__ = ["server"]  # a fixture
 pytestmark = pytest.mark.slow

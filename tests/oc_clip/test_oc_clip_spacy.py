@@ -11,7 +11,7 @@ from dino_sparo.image_text.spacy_model import MODEL
 from dino_sparo.oc_clip.graphs.files import open_graphs
 from dino_sparo.oc_clip.graphs.graph import SceneGraph
 from dino_sparo.oc_clip.parsers.spacy_rules import SpacyParser, Word, graph_of_words
-from dino_sparo.runtime.extras import MissingPackageError
+from dino_sparo.runtime.faults import MissingPackageError
 
 
 def tree(text: str) -> list[Word]:

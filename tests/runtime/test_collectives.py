@@ -10,7 +10,7 @@ from dino_sparo.runtime.collectives import (
     all_reduce_sum_async,
     gather_with_gradient,
 )
-from dino_sparo.runtime.distributed import rank
+from dino_sparo.runtime.launch import rank
 
 
 def _sums(numbers: list[list[float]]) -> list[list[float]]:

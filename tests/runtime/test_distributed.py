@@ -19,15 +19,13 @@ import torch.distributed as dist
 
 from dino_sparo.data.dataset import Batch
 from dino_sparo.dino.loss import DINOLoss
-from dino_sparo.runtime import FAULT_STATUS, distributed, exits, precision
+from dino_sparo.runtime import agree, exits, faults, launch, precision
+from dino_sparo.runtime.agree import all_gather_object, barrier, broadcast_object
 from dino_sparo.runtime.collectives import all_gather_ragged, all_reduce_sum
-from dino_sparo.runtime.distributed import (
+from dino_sparo.runtime.exits import errors_in_one_line
+from dino_sparo.runtime.faults import FAULT_STATUS, FaultError, PeerError
+from dino_sparo.runtime.launch import (
     Distributed,
-    FaultError,
-    PeerError,
-    all_gather_object,
-    barrier,
-    broadcast_object,
     detect_launcher,
     fresh_store,
     init_distributed,
@@ -38,7 +36,6 @@ from dino_sparo.runtime.distributed import (
     shutdown,
     world_size,
 )
-from dino_sparo.runtime.exits import errors_in_one_line
 from dino_sparo.submit import FAULT_STATUSES
 from dino_sparo.training.loop import NonFiniteLossError, UnreadReports, raise_nonfinite
 from dino_sparo.training.objective import StepReport
@@ -141,13 +138,13 @@ def test_each_attempt_of_a_job_has_a_port_of_its_own_below_the_ephemeral_ones(
         "SLURM_STEP_ID": step,
     }.items():
         monkeypatch.setenv(name, value)
-    distributed._set_slurm_rendezvous()
+    launch._set_slurm_rendezvous()
     assert int(os.environ["MASTER_PORT"]) == port < 32_768
     assert os.environ["MASTER_ADDR"] == "node1"
-    distributed._set_slurm_rendezvous()
+    launch._set_slurm_rendezvous()
     assert int(os.environ["MASTER_PORT"]) == port
     monkeypatch.setenv("MASTER_PORT", "4711")  # a user's word counts
-    distributed._set_slurm_rendezvous()
+    launch._set_slurm_rendezvous()
     assert os.environ["MASTER_PORT"] == "4711"
 
 
@@ -212,10 +209,10 @@ def test_the_fault_of_another_rank_is_a_fault_here_too(
     others: list[tuple[str, bool]], expected: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bug: the others said that the user must mend something, so the job did not start again."""
-    monkeypatch.setattr(distributed, "all_gather_object", lambda own: [own, *others])
+    monkeypatch.setattr(agree, "all_gather_object", lambda own: [own, *others])
     with (
         pytest.raises(expected, match="looking for a checkpoint failed on"),
-        distributed.all_or_none("looking for a checkpoint"),
+        agree.all_or_none("looking for a checkpoint"),
     ):
         pass
 
@@ -226,9 +223,9 @@ def test_processes_that_share_a_gpu_are_no_fault(monkeypatch: pytest.MonkeyPatch
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("NCCL error: ncclInvalidUsage. Last error: Duplicate GPU detected : rank 1 and rank 0")
 
-    monkeypatch.setattr(distributed.dist, "rendezvous", refuse)
+    monkeypatch.setattr(launch.dist, "rendezvous", refuse)
     with pytest.raises(ValueError, match=r"process 1 of 2 cannot use cpu: NCCL error: .* needs a GPU of its own"):
-        distributed._join("env://", 1, 2, torch.device("cpu"), timedelta(seconds=1))
+        launch._join("env://", 1, 2, torch.device("cpu"), timedelta(seconds=1))
 
 
 def test_a_group_that_cannot_be_joined_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,10 +311,10 @@ def _wait_for_rank_0(number: int, folder: str, results: "multiprocessing.Queue")
     found.append(broadcast_object(number))
     work()
     barrier()
-    distributed.on_rank_0(work, "saving")
+    agree.on_rank_0(work, "saving")
     found.append(all_reduce_sum(torch.tensor([number + 1])).tolist())  # the main group is whole
     try:
-        work(1 + distributed.CONTROL_FACTOR)
+        work(1 + launch.CONTROL_FACTOR)
         barrier()
     except FaultError as error:
         found.append(str(error))
@@ -338,7 +335,7 @@ def test_ranks_that_wait_for_rank_0_do_not_run_into_the_time_out_of_collectives(
         peer.join(timeout=60)
     assert found[0][:3] == found[1][:3] == [[0, 1], 0, [3]]
     assert "another process died, or did not answer for 0.12 minutes" in found[1][3]
-    assert "start the same command to go on" in found[1][3]
+    assert "run the same command to resume" in found[1][3]
 
 
 CUDA_HINT = " CUDA kernel errors might be asynchronously reported at some other API call"
@@ -366,13 +363,13 @@ def test_an_error_of_the_gpu_ends_with_the_status_that_is_requeued(
     error = RuntimeError(text) if kind == "RuntimeError" else _accelerator_error(text)
     ended: list[int] = []
     monkeypatch.setattr(exits.os, "_exit", ended.append)
-    with pytest.raises(SystemExit), errors_in_one_line(logging.getLogger("t")), distributed.faults_named(10.0):
+    with pytest.raises(SystemExit), errors_in_one_line(logging.getLogger("t")), faults.faults_named(10.0):
         raise error
     assert ended == [FAULT_STATUS]
     assert FAULT_STATUS in FAULT_STATUSES, "the batch script requeues it"
     (record,) = caplog.records
     assert record.message.startswith(f"the GPU of rank 0 on {socket.gethostname()} failed")
-    assert "start the same command to go on" in record.message
+    assert "run the same command to resume" in record.message
 
 
 def _accelerator_error(text: str) -> RuntimeError:
@@ -384,7 +381,7 @@ def _accelerator_error(text: str) -> RuntimeError:
 
 @pytest.mark.parametrize("text", MISTAKES)
 def test_a_mistake_in_the_program_is_not_taken_for_broken_hardware(text: str) -> None:
-    with pytest.raises(RuntimeError, match=re.escape(text)) as caught, distributed.faults_named(10.0):
+    with pytest.raises(RuntimeError, match=re.escape(text)) as caught, faults.faults_named(10.0):
         raise RuntimeError(text)
     assert not isinstance(caught.value, FaultError)
 
@@ -392,7 +389,7 @@ def test_a_mistake_in_the_program_is_not_taken_for_broken_hardware(text: str) ->
 def test_an_error_of_nccl_about_another_rank_is_a_fault_of_that_rank() -> None:
     text = "NCCL error in: NCCLUtils.cpp, ncclRemoteError: a network error or a remote process exiting prematurely"
     message = "another process died, or did not answer for 10 minutes"
-    with pytest.raises(FaultError, match=message), distributed.faults_named(10.0):
+    with pytest.raises(FaultError, match=message), faults.faults_named(10.0):
         raise dist.DistBackendError(text)
 
 

@@ -1,4 +1,4 @@
-"""runtime/memory.py: full memory ends a command with what helps."""
+"""Full memory ends a command with what helps."""
 
 import argparse
 from unittest import mock
@@ -9,8 +9,7 @@ from dino_sparo import __main__ as commands
 from dino_sparo.clip.options import get_args_parser as clip_parser
 from dino_sparo.dino.options import get_args_parser as dino_parser
 from dino_sparo.evaluation.options import knn_parser
-from dino_sparo.runtime.distributed import FaultError
-from dino_sparo.runtime.memory import MemoryFullError, full_memory_named, is_memory_full
+from dino_sparo.runtime.faults import FaultError, MemoryFullError, full_memory_named, is_memory_full
 
 
 @pytest.mark.parametrize(

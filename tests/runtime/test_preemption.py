@@ -16,8 +16,9 @@ from submitit.core.utils import UncompletedJobError
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dino_sparo.data.loader import TERM_GRACE_SECONDS, init_worker
-from dino_sparo.runtime import FAULT_STATUS, preemption
+from dino_sparo.runtime import preemption
 from dino_sparo.runtime.exits import errors_in_one_line
+from dino_sparo.runtime.faults import FAULT_STATUS
 from dino_sparo.runtime.preemption import Agreement, RunStopped, StopSignals, hand_over
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ from runs import options
 
 from dino_sparo.dino import train as dino_train
 from dino_sparo.dino.options import get_args_parser
-from dino_sparo.runtime import FAULT_STATUS
 from dino_sparo.runtime import watchdog as watchdog_file
+from dino_sparo.runtime.faults import FAULT_STATUS
 from dino_sparo.runtime.logs import progress
 from dino_sparo.runtime.watchdog import Watchdog
 from dino_sparo.training import run as training_run

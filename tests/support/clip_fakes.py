@@ -15,7 +15,7 @@ from dino_sparo.__main__ import COMMANDS
 from dino_sparo.clip import clip_description, create_clip, tokenize
 from dino_sparo.data.views import ClipView
 from dino_sparo.image_text.scoring.dot_product import DotProductScorer
-from dino_sparo.runtime.distributed import shutdown
+from dino_sparo.runtime.launch import shutdown
 
 COLOURS = {"red": (1, 0, 0), "green": (0, 1, 0), "blue": (0, 0, 1), "yellow": (1, 1, 0), "cyan": (0, 1, 1)}
 TOKENIZER = SimpleTokenizer()

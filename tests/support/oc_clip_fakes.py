@@ -20,7 +20,7 @@ from dino_sparo.oc_clip.options import get_args_parser
 from dino_sparo.oc_clip.pairs import GraphItem, GraphPairBatch, collate_graph_pairs, draw_negatives
 from dino_sparo.oc_clip.train import OCCLIPObjective, train
 from dino_sparo.runtime.choices import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
-from dino_sparo.runtime.distributed import wrap_ddp
+from dino_sparo.runtime.launch import wrap_ddp
 from dino_sparo.training.optim import create_optimizer
 from dino_sparo.training.updater import Updater
 

@@ -63,7 +63,7 @@ class TwoRanks:
 def _serve(connection: Connection, rank: int, rendezvous: str) -> None:
     import torch
 
-    from dino_sparo.runtime.distributed import init_distributed
+    from dino_sparo.runtime.launch import init_distributed
 
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))

@@ -19,7 +19,7 @@ from dino_sparo.data.dataset import Batch
 from dino_sparo.dino import options as dino_options
 from dino_sparo.dino import train as dino_train
 from dino_sparo.dino.train import DINOObjective
-from dino_sparo.runtime.distributed import Distributed
+from dino_sparo.runtime.launch import Distributed
 
 pytestmark = pytest.mark.slow
 

@@ -23,7 +23,7 @@ from dino_sparo.image_text.pairs.batches import PairBatch
 from dino_sparo.image_text.step import train_step as contrastive_step
 from dino_sparo.oc_clip import options as oc_options
 from dino_sparo.oc_clip import train as oc_train
-from dino_sparo.runtime.distributed import Distributed
+from dino_sparo.runtime.launch import Distributed
 from dino_sparo.training.objective import StepReport
 
 PROCESS = Distributed(0, 1, 0, DEVICE)

@@ -7,8 +7,8 @@ from runs import PATIENCE, Ranks, options
 from two_ranks import TwoRanks
 
 from dino_sparo.__main__ import run as run_command
-from dino_sparo.runtime import distributed
-from dino_sparo.runtime.distributed import require_same_options
+from dino_sparo.runtime import agree, launch
+from dino_sparo.runtime.agree import require_same_options
 
 COMMANDS = ("train", "train-clip", "train-oc-clip")
 
@@ -42,7 +42,7 @@ def test_a_training_without_data_or_folder_is_refused_and_told_how_to_try(
 
 
 def _start(shared: dict[str, object], own: list[dict[str, object]]) -> None:
-    require_same_options({**shared, **own[distributed.rank()]})
+    require_same_options({**shared, **own[launch.rank()]})
 
 
 @pytest.mark.parametrize(
@@ -69,12 +69,12 @@ def test_ranks_may_have_their_own_device_and_number(two_ranks: TwoRanks) -> None
 
 
 def _start_with_versions() -> None:
-    before = distributed.__version__
-    distributed.__version__ = f"0.{distributed.rank()}"
+    before = agree.__version__
+    agree.__version__ = f"0.{launch.rank()}"
     try:
         require_same_options({})
     finally:
-        distributed.__version__ = before
+        agree.__version__ = before
 
 
 def test_ranks_with_different_versions_are_refused(two_ranks: TwoRanks) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from dino_sparo.runtime.distributed import FaultError
+from dino_sparo.runtime.faults import FaultError
 from dino_sparo.training import resume
 from dino_sparo.weights.checkpoint import CheckpointError, load_checkpoint
 from dino_sparo.weights.file import contents_checksum, verify_checkpoint

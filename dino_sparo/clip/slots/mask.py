@@ -31,7 +31,7 @@ from dino_sparo.image_text.evaluation.questions import SplitResult
 from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot
 from dino_sparo.image_text.prompts import open_templates
 from dino_sparo.image_text.scoring.dot_product import DotProductScorer
-from dino_sparo.runtime.distributed import is_main
+from dino_sparo.runtime.launch import is_main
 
 MAX_BARS = 256  # more parts are drawn as an area
 

@@ -43,7 +43,7 @@ from dino_sparo.image_text.evaluation.zero_shot import count_hits
 from dino_sparo.image_text.prompts import open_templates
 from dino_sparo.image_text.scoring.dot_product import DotProductScorer
 from dino_sparo.runtime.collectives import all_reduce_sum
-from dino_sparo.runtime.distributed import is_main, rank, world_size
+from dino_sparo.runtime.launch import is_main, rank, world_size
 
 IMAGE_CHUNK = 512  # images whose similarities to all classes exist at a time
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from dino_sparo.data.sources.cache import cache_folder, cache_path, is_settled, load_index, save_index, temporary_path
 from dino_sparo.data.sources.tar_headers import BLOCK_BYTES, DamagedShardError, Member
-from dino_sparo.runtime.distributed import note_progress
+from dino_sparo.runtime.agree import note_progress
 
 _logger = logging.getLogger(__name__)
 

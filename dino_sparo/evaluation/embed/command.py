@@ -28,8 +28,9 @@ from dino_sparo.evaluation.features import encoded_batches
 from dino_sparo.evaluation.load import view_record
 from dino_sparo.evaluation.task import EvaluationTask
 from dino_sparo.models.encoder import Encoder
+from dino_sparo.runtime.agree import barrier, broadcast_object, on_rank_0
 from dino_sparo.runtime.cli import say
-from dino_sparo.runtime.distributed import barrier, broadcast_object, is_main, on_rank_0, rank, world_size
+from dino_sparo.runtime.launch import is_main, rank, world_size
 from dino_sparo.runtime.records import versions
 
 

@@ -22,8 +22,9 @@ from dino_sparo.data.sources import ImageSource
 from dino_sparo.evaluation.features import Features, extract_split, total_images
 from dino_sparo.evaluation.knn.neighbours import TEST_CHUNK, TrainSet, checked_lengths, merge_ranks, nearest
 from dino_sparo.models.encoder import Encoder
+from dino_sparo.runtime.agree import all_or_none
 from dino_sparo.runtime.collectives import all_gather_ragged
-from dino_sparo.runtime.distributed import all_or_none, world_size
+from dino_sparo.runtime.launch import world_size
 from dino_sparo.runtime.logs import progress
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dino_sparo.runtime.collectives import all_gather_ragged
-from dino_sparo.runtime.distributed import world_size
+from dino_sparo.runtime.launch import world_size
 
 TEST_CHUNK = 512  # test images at a time
 PRODUCT_ROWS = 4096  # training images in a matrix product; test images are TEST_CHUNK

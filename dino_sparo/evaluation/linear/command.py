@@ -38,7 +38,8 @@ from dino_sparo.evaluation.linear.probe import (
 )
 from dino_sparo.evaluation.linear.run import ProbeRun, check_same_record, live_batches, load_heads, reference_heads
 from dino_sparo.evaluation.task import EvaluationTask, write_result
-from dino_sparo.runtime.distributed import all_or_none, world_size
+from dino_sparo.runtime.agree import all_or_none
+from dino_sparo.runtime.launch import world_size
 from dino_sparo.weights.checkpoint import load_strictly
 
 SELECTION = "the best learning rate was chosen on the validation images themselves, so its accuracy is optimistic"

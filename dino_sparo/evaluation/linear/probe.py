@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from dino_sparo.data.samplers import epoch_order
 from dino_sparo.evaluation.features import Features
 from dino_sparo.runtime.collectives import all_reduce_sum
-from dino_sparo.runtime.distributed import rank, world_size
+from dino_sparo.runtime.launch import rank, world_size
 
 INIT_STD = 0.01
 MOMENTUM = 0.9

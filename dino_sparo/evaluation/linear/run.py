@@ -29,7 +29,7 @@ from dino_sparo.evaluation.linear.probe import (
     scaled_learning_rates,
     train_one_epoch,
 )
-from dino_sparo.runtime.distributed import is_main
+from dino_sparo.runtime.launch import is_main
 from dino_sparo.runtime.logs import progress
 from dino_sparo.runtime.records import differences, plain
 from dino_sparo.weights.checkpoint import load_checkpoint, load_strictly

@@ -35,7 +35,7 @@ from dino_sparo.evaluation.objects.slots import (
 from dino_sparo.evaluation.objects.survey import MODEL, UNTRAINED, Survey, slot_values, survey_objects
 from dino_sparo.evaluation.task import EvaluationTask, write_result
 from dino_sparo.runtime.cli import say
-from dino_sparo.runtime.extras import require
+from dino_sparo.runtime.faults import require
 from dino_sparo.runtime.records import versions
 
 # Of few images any two slots look alike: linear CKA of two images is 1, of ten it is 0.43 for noise.

@@ -20,7 +20,7 @@ from dino_sparo.data.scenes import Scenes, names_scenes, parse_scenes_spec
 from dino_sparo.data.sources import IMAGE_EXTENSIONS, CorruptImageError, ImageSource
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS
 from dino_sparo.evaluation.objects.masks import UNKNOWN, ObjectMasks, ObjectSource, image_files, masks_of_ids
-from dino_sparo.runtime.extras import require
+from dino_sparo.runtime.faults import require
 from dino_sparo.runtime.files import open_regular, parse_json
 
 VOC_VOID = 255

@@ -38,8 +38,9 @@ from dino_sparo.evaluation.slots.study import (
     rank_slots,
 )
 from dino_sparo.evaluation.task import EvaluationTask, write_result
+from dino_sparo.runtime.agree import all_or_none
 from dino_sparo.runtime.collectives import all_reduce_sum
-from dino_sparo.runtime.distributed import all_or_none, is_main, world_size
+from dino_sparo.runtime.launch import is_main, world_size
 
 
 def study_slots(args: argparse.Namespace) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from dino_sparo.evaluation.linear.probe import (
     scaled_learning_rates,
     train_one_epoch,
 )
-from dino_sparo.runtime.distributed import world_size
+from dino_sparo.runtime.launch import world_size
 from dino_sparo.runtime.logs import progress
 
 MAX_CHOOSING_SHARE = 5  # at most one of so many training images chooses

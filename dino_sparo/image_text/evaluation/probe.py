@@ -44,7 +44,8 @@ from dino_sparo.image_text.choices import PROBE_BATCH_SIZE
 from dino_sparo.image_text.evaluation.protocol import open_evaluation_images, report
 from dino_sparo.image_text.evaluation.zero_shot import count_hits
 from dino_sparo.image_text.scoring.scorer import ImageFeatureModel
-from dino_sparo.runtime.distributed import Distributed, all_or_none, is_main, rank, world_size
+from dino_sparo.runtime.agree import all_or_none
+from dino_sparo.runtime.launch import Distributed, is_main, rank, world_size
 from dino_sparo.runtime.records import versions
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from dino_sparo.data.scenes import INDEPENDENT, Scenes, names_scenes, parse_scen
 from dino_sparo.data.sources import ImageSource, open_source
 from dino_sparo.evaluation.task import write_result
 from dino_sparo.image_text.scoring.scorer import Scorer
-from dino_sparo.runtime.distributed import rank_0_first
+from dino_sparo.runtime.agree import rank_0_first
 from dino_sparo.runtime.records import file_sha256
 
 # The options, the process among its peers, pixels cut off every side of an image -> the model.

@@ -34,7 +34,7 @@ from dino_sparo.image_text.evaluation.protocol import OpenModel, file_record, re
 from dino_sparo.image_text.scoring.image_files import require_few_missing
 from dino_sparo.image_text.scoring.scorer import Scorer
 from dino_sparo.runtime.collectives import all_gather_ragged
-from dino_sparo.runtime.distributed import rank, world_size
+from dino_sparo.runtime.launch import rank, world_size
 from dino_sparo.runtime.logs import progress
 
 IMAGE_CHUNK = 256  # images whose scores with all captions exist at a time

@@ -18,7 +18,8 @@ from dino_sparo.image_text.evaluation.validation import hold_out
 from dino_sparo.image_text.pairs.batches import PairDataset, PairSource, PairTransform
 from dino_sparo.image_text.pairs.sources import index_pairs, open_pairs
 from dino_sparo.image_text.pairs.streams import PairStream, StreamDataset
-from dino_sparo.runtime.distributed import Distributed, all_or_none
+from dino_sparo.runtime.agree import all_or_none
+from dino_sparo.runtime.launch import Distributed
 
 logger = logging.getLogger(__name__)
 

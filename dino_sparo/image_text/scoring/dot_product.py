@@ -26,7 +26,7 @@ from dino_sparo.image_text.scoring.image_rows import ImageRows, require_both
 from dino_sparo.image_text.scoring.scorer import EncodedTexts
 from dino_sparo.image_text.text import Tokens
 from dino_sparo.runtime.collectives import all_gather_ragged
-from dino_sparo.runtime.distributed import rank, world_size
+from dino_sparo.runtime.launch import rank, world_size
 from dino_sparo.runtime.logs import progress
 
 logger = logging.getLogger(__name__)

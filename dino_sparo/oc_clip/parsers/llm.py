@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dino_sparo.oc_clip.graphs.graph import SceneGraph
-from dino_sparo.runtime.cli import MendableError
-from dino_sparo.runtime.extras import require
+from dino_sparo.runtime.faults import MendableError, require
 from dino_sparo.runtime.files import parse_json
 
 logger = logging.getLogger(__name__)

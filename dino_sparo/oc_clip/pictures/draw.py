@@ -27,7 +27,7 @@ from dino_sparo.oc_clip.load import DEFAULT_GRAPHS, LoadedOCCLIP, load_oc_clip
 from dino_sparo.oc_clip.pictures.explain import RELATIONS_LEGEND, PairMaps, explain_pair
 from dino_sparo.oc_clip.pictures.tiles import tiles_of, without_map
 from dino_sparo.runtime.cli import printable
-from dino_sparo.runtime.distributed import is_only_a_peer
+from dino_sparo.runtime.launch import is_only_a_peer
 
 logger = logging.getLogger(__name__)
 

@@ -35,7 +35,7 @@ from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS
 from dino_sparo.image_text.evaluation.protocol import OpenModel, file_record
 from dino_sparo.image_text.scoring.scorer import Scorer
 from dino_sparo.runtime.cli import say
-from dino_sparo.runtime.distributed import is_main
+from dino_sparo.runtime.launch import is_main
 from dino_sparo.runtime.records import write_json
 
 logger = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from dino_sparo.image_text.evaluation.questions import SplitResult, by_split
 from dino_sparo.image_text.scoring.image_files import require_few_missing
 from dino_sparo.image_text.scoring.scorer import Scorer
 from dino_sparo.runtime.cli import say
-from dino_sparo.runtime.distributed import is_main
+from dino_sparo.runtime.launch import is_main
 
 
 def open_folder(args: argparse.Namespace, name: str) -> LocalBenchmark:

@@ -31,7 +31,7 @@ from dino_sparo.image_text.evaluation.caption_sets import read_captions
 from dino_sparo.image_text.evaluation.protocol import file_record
 from dino_sparo.image_text.spacy_model import SpacyModel
 from dino_sparo.runtime.cli import say
-from dino_sparo.runtime.extras import INSTALL, MissingPackageError, require
+from dino_sparo.runtime.faults import INSTALL, MissingPackageError, require
 from dino_sparo.runtime.logs import progress, setup_logging
 from dino_sparo.runtime.records import versions, write_json
 

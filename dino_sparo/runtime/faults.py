@@ -1,0 +1,180 @@
+"""Errors that end a command in one line: missing packages, full memory, and faults after which starting again helps.
+
+A fault is no mistake of the user: a process, a worker, a GPU or the network failed. The command then ends with
+`FAULT_STATUS`, and the cluster starts it again. No torch here, since commands catch these errors before they import it.
+"""
+
+import contextlib
+import importlib.util
+import socket
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+# Exit status of a process that failed through no mistake of the user's: starting it again may well help.
+FAULT_STATUS = 75  # EX_TEMPFAIL of sysexits.h
+RESUME_HINT = "The last checkpoint is complete: run the same command to resume"
+
+# How to install what may be missing.
+INSTALL = {
+    "open_clip": "pip install 'dino_sparo[clip]'",
+    "entmax": "pip install 'dino_sparo[clip]'",
+    "onnx": "pip install 'dino_sparo[export]'",
+    "onnxscript": "pip install 'dino_sparo[export]'",
+    "matplotlib": "pip install 'dino_sparo[plots]'",
+    "clip_benchmark": "pip install clip-benchmark requests",
+    "spacy": "pip install 'dino_sparo[parse]' && python -m spacy download en_core_web_sm",
+    "nltk": "pip install nltk && python -m nltk.downloader punkt_tab",
+    "openai": "pip install 'dino_sparo[parse-llm]'",
+    "transformers": "pip install transformers",
+    "requests": "pip install requests",
+    "scipy": "pip install 'dino_sparo[objects]'",
+    "pycocotools": "pip install 'dino_sparo[objects]'",
+}
+
+# Words in torch's errors, where their types do not tell. gloo raises plain RuntimeErrors, which name its source files.
+PEER_SIGNS = ("gloo/", "Gloo")
+WORKER_SIGNS = ("DataLoader worker", "DataLoader timed out")
+# A GPU, its driver or a link failed, not the program.
+DEVICE_SIGNS = (
+    *("uncorrectable", "ECC error", "Xid", "unspecified launch failure", "hardware stack error", "hardware error"),
+    *("fallen off the bus", "GPU is lost", "CUDA error: unknown error", "devices are busy or unavailable"),
+)
+# Memory is full, in the words of CUDA's libraries and of torch's allocator on the CPU.
+MEMORY_SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "_STATUS_ALLOC_FAILED")
+
+# Option -> how it saves memory; of trainings and of evaluations.
+TRAINING_REMEDIES = {
+    "grad_accum_steps": "a smaller batch with as many more --grad_accum_steps takes the same steps",
+    "grad_checkpointing": "--grad_checkpointing keeps fewer activations",
+    "loss_chunk": "--loss_chunk computes the loss of a part of the prototypes at a time",
+    "memory_report": "--memory_report says what a step keeps, for a batch that fits",
+}
+EVALUATION_REMEDIES = {
+    "batch_size_per_gpu": "a smaller --batch_size_per_gpu",
+    "use_cuda": "--use_cuda false, which keeps features in the host's memory",
+    "image_size": "a smaller --image_size",
+}
+
+
+class MendableError(RuntimeError):
+    """An error that the user can correct although no value is wrong. The command ends with one line and status 1."""
+
+
+class MissingPackageError(ImportError):
+    """A package is not installed; the message says how to install it."""
+
+
+class MemoryFullError(MendableError):
+    """The device's memory, or the host's, does not hold what is computed."""
+
+
+class FaultError(RuntimeError):
+    """A process, a worker or the network failed; the run can resume from its last checkpoint."""
+
+
+class PeerError(ValueError):
+    """The error of another rank, raised on this one too, so that all ranks end."""
+
+
+def require(package: str, purpose: str) -> None:
+    """Refuse to continue without a package, before it is imported.
+
+    Args:
+        package: a key of `INSTALL`.
+        purpose: what needs it, as the subject of a sentence in the plural.
+
+    Raises:
+        MissingPackageError: it is not installed.
+    """
+    if importlib.util.find_spec(package) is None:
+        raise MissingPackageError(f"{purpose} need the package {package}; install it with: {INSTALL[package]}")
+
+
+@contextlib.contextmanager
+def faults_named(timeout_min: float) -> Iterator[None]:
+    """Turn what torch raises when a peer, a worker or a GPU fails or hangs into a `FaultError` with a remedy.
+
+    Args:
+        timeout_min: minutes a collective waits, for the message.
+    """
+    try:
+        yield
+    except FaultError:
+        raise
+    except (RuntimeError, ConnectionError, EOFError) as error:
+        text = " ".join(str(error).split()) or type(error).__name__
+        if not isinstance(error, RuntimeError) or any(sign in text for sign in WORKER_SIGNS):
+            message = (
+                "a process that loads images died or hangs; if memory ran out, give fewer --num_workers. "
+                f"{RESUME_HINT} ({text})"
+            )
+        elif is_device_fault(error):
+            message = (
+                f"the GPU of rank {_rank()} on {socket.gethostname()} failed, or its driver or link did; `nvidia-smi "
+                f"-q` and `dmesg` may say why. {RESUME_HINT}; if the error comes back on that machine, exclude it: "
+                f"--slurm_additional exclude=NODE ({text})"
+            )
+        elif is_peer_fault(error):
+            message = peer_failed(timeout_min, text)
+        else:
+            raise
+        raise FaultError(message) from error
+
+
+def _rank() -> int:
+    from torch import distributed as dist
+
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def peer_failed(timeout_min: float, text: str) -> str:
+    """The message about a process that did not answer a collective."""
+    return (
+        f"another process died, or did not answer for {timeout_min:g} minutes; its log may say why. {RESUME_HINT} "
+        f"({text})"
+    )
+
+
+def is_peer_fault(error: Exception) -> bool:
+    """Whether another process failed, by the type of torch's error, or for gloo by its text."""
+    from torch import distributed as dist
+
+    return isinstance(error, dist.DistError) or (
+        dist.is_initialized() and any(sign in str(error) for sign in PEER_SIGNS)
+    )
+
+
+def is_device_fault(error: Exception) -> bool:
+    """Whether an error of CUDA says that the hardware failed; a program's mistake, such as a bad index, does not."""
+    text = str(error)
+    return ("CUDA" in text or "NVML" in text) and any(sign in text for sign in DEVICE_SIGNS)
+
+
+@contextlib.contextmanager
+def full_memory_named(options: Mapping[str, Any]) -> Iterator[None]:
+    """Turn what torch raises when memory is full into a `MemoryFullError` that names the options which help.
+
+    Args:
+        options: of the command.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        # A loading process without memory is a fault: starting again helps.
+        if isinstance(error, MemoryFullError | FaultError) or not is_memory_full(error):
+            raise
+        text = " ".join(str(error).split()) or type(error).__name__
+        remedies = TRAINING_REMEDIES if "grad_accum_steps" in options else EVALUATION_REMEDIES
+        is_host = isinstance(error, MemoryError) or not any(
+            name in text.upper() for name in ("CUDA", "CUBLAS", "CUDNN")
+        )
+        useless = {"use_cuda"} if is_host or not options.get("use_cuda") else set()
+        helps = "; ".join(text for name, text in remedies.items() if name in options.keys() - useless)
+        raise MemoryFullError(f"memory is full. {f'What helps: {helps} ' * bool(helps)}({text[:300]})") from error
+
+
+def is_memory_full(error: Exception) -> bool:
+    """Whether an error says that a device or the host has no memory left."""
+    import torch
+
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(sign in str(error) for sign in MEMORY_SIGNS)

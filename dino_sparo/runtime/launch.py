@@ -1,0 +1,339 @@
+"""This process among its peers: torchrun or Slurm started them, or it is the only one; how they find each other.
+
+A single process needs no process group: collectives then return their input. Several processes have two groups:
+
+    the main group     tensors on the devices (NCCL on GPUs); all ranks come together, so its time-out is short
+    the control group  objects and barriers through the hosts (gloo); the other ranks wait there while one rank works
+                       for all of them: it saves, downloads or draws
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dino_sparo.runtime.faults import FaultError
+from dino_sparo.runtime.precision import set_tf32
+
+# Ports below Linux' ephemeral range, so that no outgoing connection can hold the port of a job.
+FIRST_PORT, NUM_PORTS = 10_000, 20_000
+ASK_SECONDS = 0.02  # between two checks whether the others have come
+INTERACTIVE_STEP = "4294967290"  # Slurm's SLURM_INTERACTIVE_STEP, the shell that salloc opens on a node
+# The control group waits this many times as long as the main one: a rank works there for all others.
+CONTROL_FACTOR = 6.0
+# Words in torch's errors which mean that processes share a GPU, or that its driver is too old: the user has to act.
+NCCL_MISUSE = ("Duplicate GPU", "ncclInvalidUsage", "driver version is insufficient")
+
+
+@dataclass(frozen=True)
+class Distributed:
+    """This process among its peers.
+
+    Attributes:
+        rank: 0 .. world_size - 1.
+        world_size: number of processes.
+        local_rank: rank among the processes of this machine.
+        device: where this process computes.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+
+    def __str__(self) -> str:
+        """In words: "cpu"; "cuda:0, rank 3 of 8"."""
+        return f"{self.device}, rank {self.rank} of {self.world_size}" if self.world_size > 1 else str(self.device)
+
+
+@dataclass
+class Peers:
+    """The control group, and the store through which ranks wait for each other without a time limit.
+
+    Attributes:
+        control: the control group, gloo's.
+        store: shared by all ranks.
+        timeout_s: a rank without a sign of life for this long counts as dead.
+        round: number of the next exchange through the store.
+        progress: how far this rank's work is; empty if it does not report.
+    """
+
+    control: Any
+    store: dist.Store
+    timeout_s: float
+    round: int = 0
+    progress: str = ""
+
+
+_peers: Peers | None = None
+
+
+def peers() -> Peers | None:
+    """The ranks' control group and store; None for a process alone."""
+    return _peers
+
+
+def detect_launcher(environ: Mapping[str, str], has_terminal: bool = False) -> tuple[str, int, int, int]:
+    """Who started this process, from its environment.
+
+    torchrun sets RANK, WORLD_SIZE and LOCAL_RANK. Slurm counts only inside a step of several tasks: in a batch script
+    or an allocation SLURM_PROCID and SLURM_NTASKS are set too, but there a plain `python main_dino.py` is one process.
+    So it is in a shell that is itself a step (`srun --pty`, or Slurm's interactive step), where the process has the
+    terminal; an `srun` from within that shell starts a step whose tasks have none.
+
+    Args:
+        environ: the process' environment.
+        has_terminal: whether its standard input is a terminal.
+
+    Returns:
+        Launcher ("torchrun", "slurm" or "plain"), rank, world size, local rank.
+    """
+    if {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= environ.keys():
+        return "torchrun", int(environ["RANK"]), int(environ["WORLD_SIZE"]), int(environ["LOCAL_RANK"])
+    num_tasks = int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
+    is_shell = has_terminal or environ.get("SLURM_STEP_ID") == INTERACTIVE_STEP
+    if {"SLURM_PROCID", "SLURM_LOCALID"} <= environ.keys() and num_tasks > 1 and not is_shell:
+        return "slurm", int(environ["SLURM_PROCID"]), num_tasks, int(environ["SLURM_LOCALID"])
+    return "plain", 0, 1, 0
+
+
+def is_only_a_peer() -> bool:
+    """Whether a launcher started several processes and this is not the first: one is enough to draw pictures."""
+    return detect_launcher(os.environ)[1] > 0
+
+
+def init_distributed(device: str = "auto", dist_url: str = "env://", timeout_min: float = 10.0) -> Distributed:
+    """Find out who started this process, and join the process group, if there are others.
+
+    Args:
+        device: `auto` (cuda where there is one, else cpu), `cpu`, `cuda` (one GPU per local rank) or `cuda:N`.
+        dist_url: rendezvous, `env://`, `tcp://HOST:PORT` or `file://PATH`.
+        timeout_min: minutes after which a collective that a peer never joins fails; the control group's wait longer,
+            see `CONTROL_FACTOR`.
+
+    Raises:
+        ValueError: a device that does not exist here.
+        FaultError: the other processes cannot be reached.
+    """
+    launcher, rank, size, local_rank = detect_launcher(os.environ, has_terminal=sys.stdin is not None and os.isatty(0))
+    # Slurm may show each task its own GPU alone; torchrun's processes all see the same GPUs.
+    torch_device = select_device(device, local_rank, may_share=launcher == "slurm")
+    if size > 1 and not dist.is_initialized():
+        if launcher == "slurm" and dist_url == "env://":
+            _set_slurm_rendezvous()
+        _join(dist_url, rank, size, torch_device, timedelta(minutes=timeout_min))
+    return Distributed(rank, size, local_rank, torch_device)
+
+
+def _join(dist_url: str, rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
+    """Join the process group."""
+    try:
+        store, rank, size = next(dist.rendezvous(dist_url, rank, size, timeout=timeout))
+        store.set_timeout(timeout)
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store = fresh_store(store, rank, size, timeout)
+        require_one_device_type(store, rank, size, device)
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+        global _peers
+        control = dist.new_group(backend="gloo", timeout=CONTROL_FACTOR * timeout)
+        _peers = Peers(control, dist.PrefixStore("patience", store), timeout.total_seconds())
+    except RuntimeError as error:
+        text = " ".join(str(error).split())
+        if any(cause in text for cause in NCCL_MISUSE):
+            raise ValueError(
+                f"process {rank} of {size} cannot use {device}: {text}; each process needs a GPU of its own, and the "
+                "driver has to be new enough for torch"
+            ) from error
+        hint = "; GLOO_SOCKET_IFNAME names the network interface to use" * ("gloo" in text.lower())
+        raise FaultError(
+            f"process {rank} of {size} cannot reach the others within {timeout.total_seconds() / 60:g} minutes; their "
+            f"logs may say why. Nothing is lost: run the same command again{hint} ({text})"
+        ) from error
+
+
+def fresh_store(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Store:
+    """The part of a store that belongs to this attempt alone.
+
+    torchrun starts processes again after a fault, and may hand them the store of those before (torch 2.15 does): one
+    that reads before its peer has written gets the address of a dead process. So rank 0 draws a name, and the others
+    ask for it under names of their own, which no attempt before can have answered. TORCHELASTIC_RESTART_COUNT cannot be
+    the name: every node's agent counts its own restarts and leaves out those after a change of nodes, so that nodes of
+    one attempt may have different counts (`_invoke_run` of torch's elastic agent).
+
+    Args:
+        store: shared by all attempts.
+        rank: of this process.
+        size: number of processes.
+        timeout: of the wait for the others.
+
+    Raises:
+        RuntimeError: some process has not come.
+    """
+    own, end = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
+    name, missing = own, set(range(1, size)) if rank == 0 else {rank}
+    while missing:
+        if time.monotonic() > end:
+            raise RuntimeError(f"processes {sorted(missing)} have not come" if rank == 0 else "process 0 has not come")
+        if rank == 0:
+            for other in sorted(missing):
+                if store.check([f"asks{other}"]):
+                    store.set(f"answer{store.get(f'asks{other}').decode()}", own)
+            missing = {other for other in missing if not store.check([f"{own}/joins{other}"])}
+        else:
+            store.set(f"asks{rank}", own)  # again and again: an answer may have gone to the one before
+            if store.check([f"answer{own}"]):
+                name, missing = store.get(f"answer{own}").decode(), set()
+                store.set(f"{name}/joins{rank}", "")
+        time.sleep(ASK_SECONDS)
+    return dist.PrefixStore(name, store)
+
+
+def require_one_device_type(store: dist.Store, rank: int, size: int, device: torch.device) -> None:
+    """Make sure that all processes compute on GPUs, or all on CPUs: NCCL's group and gloo's would wait for each other.
+
+    Args:
+        store: shared by the processes of this attempt.
+        rank: of this process.
+        size: number of processes.
+        device: of this process.
+
+    Raises:
+        ValueError: they differ; on every process.
+        RuntimeError: some process has not come.
+    """
+    store.set(f"device{rank}", f"{device.type} of {socket.gethostname()}")
+    if rank == 0:
+        devices = [store.get(f"device{other}").decode() for other in range(size)]
+        others = [f"rank {number} on {name}" for number, name in enumerate(devices) if name.split()[0] != device.type]
+        message = (
+            f"rank 0 computes on {devices[0]}, but {', '.join(others[:3])}; does torch see the GPUs of all machines? "
+            "--device cuda or --device cpu says what all processes take"
+        )
+        store.set("devices", message if others else "alike")
+    if (message := store.get("devices").decode()) != "alike":
+        store.set(f"read{rank}", "")
+        if rank == 0:  # the store may end with this process
+            store.wait([f"read{other}" for other in range(size)])
+        raise ValueError(message)
+
+
+def select_device(device: str, local_rank: int = 0, may_share: bool = True) -> torch.device:
+    """The torch device an option means; makes a GPU the current one, and its products of fp32 numbers exact.
+
+    An option that allows TF32 does so afterwards, by `set_tf32`.
+
+    Args:
+        device: `auto`, or a torch device; `cuda` takes the GPU of this local rank.
+        local_rank: rank among the processes of this machine.
+        may_share: if only one GPU is visible, take it for any local rank: Slurm may show each task its own GPU alone.
+
+    Raises:
+        ValueError: no such device here, or `auto` finds none of the GPUs that Slurm gave.
+    """
+    set_tf32(allowed=False)
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        # The first holds their numbers, the second how many they are.
+        given = [
+            name
+            for name, none in (("SLURM_JOB_GPUS", ""), ("SLURM_GPUS_ON_NODE", "0"))
+            if os.environ.get(name, none) not in ("", none)
+        ]
+        if device == "cpu" and given:
+            raise ValueError(
+                f"--device auto: Slurm gave this job GPUs ({given[0]}={os.environ[given[0]]}), but torch sees none on "
+                f"{socket.gethostname()}; `nvidia-smi` may say why. Give --device cpu to compute on the CPU"
+            )
+    try:
+        torch_device = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"unknown device {device!r}; give auto, cpu, cuda or cuda:N") from error
+    if torch_device.type != "cuda":
+        return torch_device
+    num_gpus = torch.cuda.device_count()
+    index = local_rank if torch_device.index is None else torch_device.index
+    index = 0 if num_gpus == 1 and torch_device.index is None and may_share else index
+    if index >= num_gpus:
+        raise ValueError(
+            f"device {device!r} asks for GPU {index}, but this process sees {num_gpus}; start one process per GPU, or "
+            f"give --device cpu"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _set_slurm_rendezvous() -> None:
+    """Master address and port from Slurm's variables: the step's first host, a port of this attempt of the job.
+
+    Raises:
+        ValueError: Slurm's `scontrol`, which names the hosts, cannot be run.
+    """
+    if "MASTER_ADDR" not in os.environ:
+        nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ["SLURM_JOB_NODELIST"]
+        command = ["scontrol", "show", "hostnames", nodes]
+        try:
+            hosts = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise ValueError(
+                f"cannot find the first host of {nodes} ({error}); set MASTER_ADDR, or give --dist_url tcp://HOST:PORT"
+            ) from error
+        os.environ["MASTER_ADDR"] = hosts[0]
+    # A requeued job keeps its id; its restart count gives it another port than the attempt before.
+    attempt = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    number = int(os.environ["SLURM_JOB_ID"]) + 1009 * attempt + 31 * int(os.environ.get("SLURM_STEP_ID", "0"))
+    os.environ.setdefault("MASTER_PORT", str(FIRST_PORT + number % NUM_PORTS))
+
+
+def wrap_ddp(model: nn.Module, device: torch.device, static_graph: bool = False) -> nn.Module:
+    """The model inside DDP, where there are several processes; else the model itself.
+
+    Args:
+        model: on its device.
+        device: of this process.
+        static_graph: every step runs the same operations, which lets DDP overlap more.
+    """
+    if world_size() == 1:
+        return model
+    device_ids = [device.index] if device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids, gradient_as_bucket_view=True, static_graph=static_graph)
+
+
+def shutdown() -> None:
+    """Leave the process group, if there is one."""
+    global _peers
+    _peers = None
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def world_size() -> int:
+    """Number of processes."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """This process' number, from 0."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def is_main() -> bool:
+    """Whether this is rank 0, the one that writes."""
+    return rank() == 0
