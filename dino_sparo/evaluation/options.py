@@ -233,9 +233,12 @@ def attention_parser() -> Parser:
     )
     group.add_argument("--save_each", action="store_true", help="Also write one PNG per map.")
     group.add_argument(
+        "--figure_format", choices=("png", "pdf", "svg"), default="png", help="File format of figures with words."
+    )
+    group.add_argument(
         "--max_maps", type=int, default=None, help="Maps in a grid, most peaked first; by default all of an image."
     )
-    group.add_argument("--compare", default=None, help="Another checkpoint, drawn beside this one in compare.png.")
+    group.add_argument("--compare", default=None, help="Another checkpoint, drawn below this one in compare.png.")
     group = parser.add_argument_group("slot atlas")
     group.add_argument(
         "--atlas",

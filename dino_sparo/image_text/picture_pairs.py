@@ -78,7 +78,7 @@ def write_pictures(
     figure: Figure,
     numbers: dict[str, Any],
 ) -> dict[str, Any]:
-    """Write STEM.png, STEM.html and STEM.json, and say where; returns the content of the last one.
+    """Write STEM.png (or another format), STEM.html and STEM.json, and say where; returns the content of the last.
 
     Args:
         args: as for `begin_pictures`.
@@ -87,7 +87,7 @@ def write_pictures(
         numbers: plain values.
     """
     folder = result_folder(args.output_dir, args.pretrained_weights)
-    paths = [folder / f"{stem}.{ending}" for ending in ("png", "html", "json")]
+    paths = [folder / f"{stem}.{ending}" for ending in (args.figure_format, "html", "json")]
     save_sheet(figure, paths[0])
     save_page(figure, paths[1])
     result = {**numbers, "data_path": args.data_path, "versions": versions(open_clip="open_clip_torch")}

@@ -354,6 +354,9 @@ def test_two_encoders_are_drawn_side_by_side(
     written = run(capsys, *options, "--output_dir", tmp_path, "--image_size", 20, 35)
     assert str(tmp_path / "compare.png") in written
     assert width_of(tmp_path / "compare.png") > 500
+    written = run(capsys, *options, "--output_dir", tmp_path, "--image_size", 20, 35, "--figure_format", "pdf")
+    assert {str(tmp_path / f"{name}.pdf") for name in ("attention", "compare")} <= set(written)
+    assert (tmp_path / "compare.pdf").read_bytes().startswith(b"%PDF")
 
 
 def test_options_of_foreign_weights_are_for_both_encoders_if_both_are_foreign(
@@ -435,8 +438,8 @@ def test_the_options_are_the_documented_ones() -> None:
     assert options == {
         "-h", "--help", "--pretrained_weights", "--checkpoint_key", "--untrained", "--arch", "--patch_size",
         "--quick_gelu", "--image_path", "--image_size", "--max_images", "--output_dir", "--threshold", "--save_each",
-        "--max_maps", "--compare", "--atlas", "--atlas_images", "--atlas_max_images", "--device", "--num_workers",
-        "--dist_url", "--dist_timeout_min", "--local_rank", "--local-rank",
+        "--max_maps", "--compare", "--figure_format", "--atlas", "--atlas_images", "--atlas_max_images", "--device",
+        "--num_workers", "--dist_url", "--dist_timeout_min", "--local_rank", "--local-rank",
     }  # fmt: skip
 
 

@@ -70,8 +70,8 @@ def visualize(args: argparse.Namespace) -> None:
     written = [*write_numbers(subject, maps, folder), *draw(maps, folder, args)]
     if args.compare:
         other = map_images(task.other_subject(args.compare), runs[1], images, args.image_size, device)
-        save_sheet(maps_figure([maps, other], range(len(images)), args.max_maps), folder / "compare.png")
-        written.append(folder / "compare.png")
+        written.append(folder / f"compare.{args.figure_format}")
+        save_sheet(maps_figure([maps, other], range(len(images)), args.max_maps), written[-1])
     if args.atlas:
         written += make_atlas(subject, runs[0], device, folder, args)
     say("\n".join(map(str, written)))
@@ -179,20 +179,21 @@ def draw(maps: MapSet, folder: Path, args: argparse.Namespace) -> list[Path]:
     """
     several = len(maps.names) > 1
     grids: dict[str, tuple[list[int], float | None]] = {}
-    folders = []
+    written, folders = [], []
     if several:
-        grids["attention.png"] = (list(range(len(maps.names))), None)
+        grids["attention"] = (list(range(len(maps.names))), None)
     for index, file_name in enumerate(file_names(maps.names)):
         suffix = f"-{file_name}" if several else ""
-        grids[f"attention{suffix}.png"] = ([index], None)
+        grids[f"attention{suffix}"] = ([index], None)
         if args.threshold is not None:
-            grids[f"masks{suffix}.png"] = ([index], args.threshold)
+            grids[f"masks{suffix}"] = ([index], args.threshold)
         if args.save_each:
             folders.append(draw_each(maps, index, folder / f"maps{suffix}", args.threshold))
-    for grid, (images, threshold) in grids.items():
+    for name, (images, threshold) in grids.items():
         figure = maps_figure([maps], images, args.max_maps, threshold)
-        save_sheet(figure, folder / grid)
-    return [*(folder / grid for grid in grids), *folders]
+        written.append(folder / f"{name}.{args.figure_format}")
+        save_sheet(figure, written[-1])
+    return [*written, *folders]
 
 
 def draw_each(maps: MapSet, index: int, folder: Path, threshold: float | None) -> Path:
@@ -226,7 +227,7 @@ def make_atlas(subject: Subject, run: str, device: torch.device, folder: Path, a
         images_per_slot=args.atlas_images,
         num_workers=args.num_workers,
     )
-    paths = [folder / f"atlas.{ending}" for ending in ("png", "html", "json")]
+    paths = [folder / f"atlas.{ending}" for ending in (args.figure_format, "html", "json")]
     figure = atlas_figure(atlas)
     save_sheet(figure, paths[0])
     save_page(figure, paths[1])

@@ -175,6 +175,9 @@ def add_picture_result_options(parser: argparse.ArgumentParser) -> None:
     """Where pictures go, and where they are computed."""
     group = parser.add_argument_group("result")
     group.add_argument("--output_dir", default=None, help="Where to write; by default beside the checkpoint.")
+    group.add_argument(
+        "--figure_format", choices=("png", "pdf", "svg"), default="png", help="File format of figures with words."
+    )
     group.add_argument("--device", default="auto", help="auto (cuda where there is one, else cpu), cpu or cuda:N.")
 
 
