@@ -1,6 +1,6 @@
 """Any collection of image-caption pairs, by index: tar shards, tables, COCO's annotations, scenes, labelled images.
 
-`open_pairs(data_path)` finds out what the path is, as `sources.open_source` does for images alone, and returns a
+`open_pairs(data_path)` detects the kind of the path, as `sources.open_source` does for images alone, and returns a
 `PairSource`:
 
     shards-{000..099}.tar, a::b, globs, folder of tars    webdataset's: `7.jpg` + `7.txt`, or a key of `7.json`
@@ -55,22 +55,21 @@ def open_pairs(
     negative_key: str | None = None,
     limits: ImageLimits = DEFAULT_LIMITS,
 ) -> PairSource:
-    """Open pairs; one log line says how many were found in how long, another how many samples were left out.
+    """Open pairs; one log line gives their number and the time, another the number of skipped samples.
 
     Args:
         data_path: see the list at the top of this file.
         image_key: a table's column of paths; None finds it by name.
         caption_key: a table's column of captions; None finds it by name. For shards a key of the `.json` members; None
             takes the `.txt` members.
-        image_folder: what the paths in a table or in annotations start from; None: the folder they lie in.
-        caption_templates: make the captions from class names by these sentences, lists or files of `prompts.py`,
-            whatever else the images come with; None does so, with the zero-shot evaluation's own, for labelled images
-            that come with nothing else.
-        max_left_out: share of samples without image or caption that is tolerated.
+        image_folder: folder of the relative paths in a table or in annotations; None: the folder of the file.
+        caption_templates: make all captions from class names by these sentences, lists or files of `prompts.py`; None
+            does so with the zero-shot evaluation's own sentences, if labelled images have no other captions.
+        max_left_out: tolerated share of samples without image or caption.
         download: fetch a torchvision set that is not on disk.
-        split: as in `sources.open_source`: a name, "all", or None for the default split where splits are recognised.
+        split: as in `sources.open_source`, like `default_split`.
         split_column: a table's column of splits; None finds it by name.
-        default_split: what None asks for, "train" or "val"; of the built-in scenes it is the split.
+        default_split: the split of None, "train" or "val".
         negative_key: a table's column of false captions; None: there are none.
         limits: larger images count as unreadable.
 
@@ -79,33 +78,27 @@ def open_pairs(
             pairs.
     """
     start = time.perf_counter()
-    path, shards = os.path.expanduser(data_path), list[str]()
     columns = TableColumns(path=image_key, split=split_column)
-    is_made = caption_templates is not None or names_scenes(data_path)
-    if not is_made:
-        refuse_remote(data_path)
-        path, shards, split = _resolve_split(path, split, default_split)
-    if shards:
-        _refuse_split(data_path, split)
-        columns.refuse_for(data_path)
-        source, how = open_pair_shards(shards, f"shards {data_path}", caption_key)
-    elif not is_made and os.path.isfile(path) and path.lower().endswith(TABLE_ENDINGS):
-        source, how = open_pair_table(
-            *(path, image_key, caption_key, image_folder, split, split_column, default_split), negative_key
-        )
-    elif not is_made and os.path.isfile(path) and path.lower().endswith(".json"):
-        _refuse_split(data_path, split)
-        columns.refuse_for(data_path)
-        source, how = open_coco_captions(path, image_folder)
+    if caption_templates is not None or names_scenes(data_path):
+        source, how = _open_without_captions(data_path, split, default_split, download, columns, caption_templates)
     else:
-        images: ImageSource
-        if names_scenes(data_path):
-            num_images, image_size = parse_scenes_spec(data_path)
-            part = default_split if split in (None, ALL) else split
-            images = Scenes(num_images, image_size, split=part, ties=INDEPENDENT)
+        refuse_remote(data_path)
+        path, shards, split = _resolve_split(os.path.expanduser(data_path), split, default_split)
+        is_file = os.path.isfile(path)
+        if is_file and not shards and path.lower().endswith(TABLE_ENDINGS):
+            source, how = open_pair_table(
+                *(path, image_key, caption_key, image_folder, split, split_column, default_split, negative_key)
+            )
+        elif shards or (is_file and path.lower().endswith(".json")):
+            _refuse_split(data_path, split)
+            columns.refuse_for(data_path)
+            source, how = (
+                open_pair_shards(shards, f"shards {data_path}", caption_key)
+                if shards
+                else open_coco_captions(path, image_folder)
+            )
         else:
-            images = open_source(data_path, split, download, default_split=default_split, columns=columns)
-        source, how = _put_into_words(images, data_path, caption_templates, default_split), "ready"
+            source, how = _open_without_captions(data_path, split, default_split, download, columns, None)
     if negative_key is not None and source.negatives is None:
         raise ValueError(f"negative_key={negative_key!r} is a column of a table, and data_path={data_path!r} is none")
     if isinstance(source.images, FileSource | TarSource):
@@ -116,7 +109,7 @@ def open_pairs(
 
 
 def _resolve_split(path: str, split: str | None, default_split: str) -> tuple[str, list[str], str | None]:
-    """What a path and a split mean: the file or folder, its tar shards if it has any, the split still to be chosen."""
+    """The file or folder of a path and a split, its tar shards if any, and the split that is still to be chosen."""
     if not os.path.isdir(path):
         return path, find_shards(path), split
     split = split or split_of_folder(path, default_split)
@@ -136,19 +129,12 @@ def index_pairs(
     number: int,
     count: int,
 ) -> None:
-    """Put a share of what `open_pairs` will look up into the cache: every `count`-th shard, if there are shards.
+    """Index every `count`-th shard of a data path, beginning with shard `number`, into the cache.
 
-    Args:
-        data_path: as in `open_pairs`, like the next four.
-        split: which of the splits.
-        default_split: which of them if `split` is None.
-        caption_key: of the captions.
-        caption_templates: of captions that are made from labels.
-        number: this process among those that share the work, from 0.
-        count: how many they are.
+    The other arguments are those of `open_pairs`, which reads the index. Without shards nothing happens.
     """
     kind = pairs_kind(caption_key) if caption_templates is None else IMAGES
-    with contextlib.suppress(ValueError):  # who opens the shards says what is wrong with them
+    with contextlib.suppress(ValueError):  # `open_pairs` reports what is wrong with the shards
         _, shards, _ = _resolve_split(os.path.expanduser(data_path), split, default_split)
         index_share(kind, shards, number, count)
 
@@ -161,13 +147,27 @@ def _refuse_split(data_path: str, split: str | None) -> None:
         )
 
 
-def _put_into_words(images: ImageSource, data_path: str, templates: Sequence[str] | None, split: str) -> PairSource:
-    """Images that come without written captions: scenes describe themselves, labels are put into words.
+def _open_without_captions(
+    data_path: str,
+    split: str | None,
+    default_split: str,
+    download: bool,
+    columns: TableColumns,
+    templates: Sequence[str] | None,
+) -> tuple[PairSource, str]:
+    """Images without written captions: scenes describe themselves, labels are put into words.
 
-    Captions of scenes that are trained on vary from draw to draw; those of held-out scenes do not.
+    Captions of training scenes vary from draw to draw; captions of held-out scenes do not.
     """
-    if isinstance(images, Scenes) and templates is None:
-        return PairSource(images, SceneCaptions(images, varied=split == "train"))
+    images: ImageSource
+    if names_scenes(data_path):
+        num_images, image_size = parse_scenes_spec(data_path)
+        part = default_split if split in (None, ALL) else split
+        images = Scenes(num_images, image_size, split=part, ties=INDEPENDENT)
+        if templates is None:
+            return PairSource(images, SceneCaptions(images, varied=default_split == "train")), "ready"
+    else:
+        images = open_source(data_path, split, download, default_split=default_split, columns=columns)
     if images.labels is None:
         raise ValueError(
             f"data_path={data_path!r} has neither captions nor labels; give tar shards with .txt members, a table with "
@@ -180,11 +180,11 @@ def _put_into_words(images: ImageSource, data_path: str, templates: Sequence[str
     )
     classes = open_classes(images, data_path=data_path)
     logger.info("captions are made from %s by %d templates: %s ...", classes.origin, len(sentences), sentences[0])
-    return PairSource(images, ClassCaptions(images, classes, sentences))
+    return PairSource(images, ClassCaptions(images, classes, sentences)), "ready"
 
 
 def _check_left_out(source: PairSource, max_left_out: float) -> None:
-    """Say how many samples are no pairs; ValueError if they are too many."""
+    """Log how many samples are no pairs; ValueError if there are too many."""
     number, total = source.left_out.total, source.left_out.total + len(source)
     if not number:
         return
