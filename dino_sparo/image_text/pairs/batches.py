@@ -1,9 +1,8 @@
 """Pairs in, batches out: image-caption pairs by index -> crops and token ids of a batch.
 
-A `PairSource` is a collection of images and, for every image, its captions; `sources.py` opens one. `PairDataset`
-cuts a crop of image i and draws one of its captions, a loader makes batches of them. All randomness is a
-pure function of (seed, epoch, index), as everywhere in `data/dataset.py`, whose sampler and substitution are used
-here too: a pair whose image cannot be read or whose caption is empty is replaced by the next one, named and counted.
+A `PairSource` holds images and their captions; `sources.py` opens one. `PairDataset` cuts a crop of image i and draws
+one of its captions, a loader makes batches. All randomness is a pure function of (seed, epoch, index). As in
+`data/dataset.py`, a pair with an unreadable image or an empty caption is replaced by the next pair, logged and counted.
 """
 
 from collections import Counter
@@ -25,7 +24,7 @@ from dino_sparo.data.sources.image_source import fingerprint_of
 from dino_sparo.image_text.choices import CROP_SCALE
 from dino_sparo.image_text.text import tokenize
 
-# Added to the seed, so that which caption is drawn has nothing to do with how the image is cropped.
+# Added to the seed, so that the draw of a caption is independent of the crop of the image.
 CAPTION_STREAM = 0x9E3779B97F4A7C15
 
 Captions = Callable[[int], Sequence[str]]
@@ -33,7 +32,7 @@ Captions = Callable[[int], Sequence[str]]
 
 @dataclass
 class LeftOut:
-    """Samples that a source leaves out when it is opened, because they are no pairs.
+    """Samples that a source skips when it is opened, because they are no pairs.
 
     Attributes:
         counts: reason -> number of samples.
@@ -44,7 +43,7 @@ class LeftOut:
     examples: dict[str, str] = field(default_factory=dict)
 
     def add(self, reason: str, where: str, number: int = 1) -> None:
-        """Count `number` samples more; `where` is kept of the first."""
+        """Count `number` samples; `where` is kept of the first."""
         self.counts[reason] += number
         self.examples.setdefault(reason, where)
 
@@ -59,16 +58,13 @@ class LeftOut:
 
 @dataclass
 class PairSource:
-    """Images with captions, by index. It is an `ImageSource` whose images can be read only if they have a caption.
+    """Images with captions, by index: an `ImageSource` whose images are unreadable without a caption.
 
     Attributes:
-        images: the images.
+        images: the images; `name`, `classes` and `labels` are theirs.
         captions: index -> the image's captions; raises CorruptImageError if they cannot be read.
-        left_out: samples without image or caption that are not among the images.
+        left_out: samples without image or caption, which are not among the images.
         negatives: index -> one false caption of the image, which may be empty; None: there are none.
-        name: what the log calls the images.
-        classes: names of the images' classes; None without labels.
-        labels: (len,) int64, class of each image; None without labels.
     """
 
     images: ImageSource
@@ -87,19 +83,15 @@ class PairSource:
         return len(self.images)
 
     def location(self, index: int) -> str:
-        """Where image `index` lies."""
+        """Path or position of image `index`."""
         return self.images.location(index)
 
     def fingerprint(self) -> str | None:
-        """That of the images."""
+        """Fingerprint of the images."""
         return fingerprint_of(self.images)
 
     def read(self, index: int) -> Image.Image:
-        """Image `index` as 8-bit RGB.
-
-        Raises:
-            CorruptImageError: it cannot be read, or has no caption.
-        """
+        """Image `index` as 8-bit RGB; raises CorruptImageError, also without a caption."""
         return self.read_pair(index)[0]
 
     def read_pair(self, index: int) -> tuple[Image.Image, list[str]]:
@@ -108,11 +100,7 @@ class PairSource:
         return self.images.read(index), captions
 
     def captions_of(self, index: int) -> list[str]:
-        """The captions of image `index` that say something.
-
-        Raises:
-            CorruptImageError: there are none.
-        """
+        """The captions of image `index` that are not blank; raises CorruptImageError if there are none."""
         captions = [caption for caption in self.captions(index) if caption.strip()]
         if not captions:
             raise CorruptImageError(self.location(index), "the caption is missing or empty")
@@ -125,8 +113,8 @@ class PairTransform:
     Args:
         img_size: side of the view in pixels.
         scale: smallest and largest share of the image's area.
-        exact: the pixels of torchvision's pipeline on PIL images, which OpenCLIP's is; False resizes by torch, in less
-            time, with another rounding: some pixels are a level off.
+        exact: the pixels of torchvision's pipeline on PIL images, as in OpenCLIP; False resizes with torch, which is
+            faster and rounds differently: some pixels are a level off.
 
     Raises:
         ValueError: a scale that is no interval within (0, 1].
@@ -140,7 +128,7 @@ class PairTransform:
         self.img_size, self.scale, self.exact = img_size, scale, exact
 
     def __call__(self, image: Image.Image, rng: np.random.Generator) -> list[UInt8[Tensor, "C img_size img_size"]]:
-        """The view in a list, 8 bit: a quarter to send to a GPU, where it is normalised."""
+        """The view in a list, 8 bit: a quarter of the bytes to send to a GPU, which normalises the view."""
         box = sample_box(rng, image.height, image.width, self.scale)
         if self.exact:
             return [torch.from_numpy(cut_crop(image, box, self.img_size))]
@@ -155,7 +143,7 @@ class PairItem:
         image: (C, H, W), 8 bit.
         caption: in words.
         index: its place in the source.
-        corrupt: (location, reason) of the pair asked for, if it was replaced.
+        corrupt: (location, reason) of the requested pair, if it was replaced.
         negative: a false caption; None: the source has none.
     """
 
@@ -167,13 +155,13 @@ class PairItem:
 
     @property
     def texts(self) -> list[str]:
-        """The caption, and the false one behind it if there is one."""
+        """The caption, followed by the false caption if there is one."""
         return [self.caption] if self.negative is None else [self.caption, self.negative]
 
 
 @dataclass
 class PairBatch(DeviceBatch):
-    """B pairs; caption i belongs to image i, or caption 2i where each is followed by a false one.
+    """B pairs; caption i belongs to image i, or caption 2i if each caption is followed by a false caption.
 
     Attributes:
         images: (B, C, H, W), 0 to 255.
@@ -228,7 +216,7 @@ def collate_pairs(items: Sequence[PairItem], context_length: int) -> PairBatch:
 def stack_images(
     items: Sequence[PairItem],
 ) -> tuple[UInt8[Tensor, "B C H W"], Int64[Tensor, " B"], list[tuple[str, str]]]:
-    """Images, indices and what could not be read; the images of a worker lie in memory that it shares with the run."""
+    """Images, indices and unreadable pairs; a worker's images lie in memory shared with the main process."""
     images: Tensor = torch.utils.data.default_collate([item.image for item in items])
     corrupt = [pair for item in items for pair in item.corrupt]
     return images, torch.tensor([item.index for item in items]), corrupt

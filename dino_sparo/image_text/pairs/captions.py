@@ -1,4 +1,4 @@
-"""Where captions come from: index of an image -> its captions in words.
+"""Index of an image -> its captions.
 
 Each class is a `Captions`: called with an index it returns the captions of that image, perhaps none. Captions of tables
 and annotations lie in flat arrays, as file names do (`sources/image_source.py` says why); those of tar shards stay
@@ -32,7 +32,7 @@ class PackedTexts:
         self.blob, self.ends = bytearray(), array("q")
 
     def append(self, text: str) -> None:
-        """Add a text; bytes that were no UTF-8 when the file was read come through, half characters become `?`."""
+        """Add a text; bytes that are no UTF-8 stay, half characters become `?`."""
         try:
             self.blob += text.encode("utf-8", "surrogateescape")
         except UnicodeEncodeError:  # JSON may hold half of a surrogate pair
@@ -48,8 +48,8 @@ class ListedCaptions:
     """Captions of a table or of annotations.
 
     Args:
-        texts: all captions, those of one image next to each other.
-        ends: (images,) number of captions up to and including each image's; None: one caption per image.
+        texts: all captions, in the order of the images.
+        ends: (images,), index after the last caption of each image; None: one caption per image.
     """
 
     def __init__(self, texts: PackedStrings, ends: Int64[np.ndarray, " images"] | None = None) -> None:
@@ -68,8 +68,7 @@ class TarCaptions:
 
     Args:
         index: records with `caption_block` and `caption_size` of every image.
-        key: None if a member is the caption; else members are JSON objects, and the caption is what stands under this
-            key: a text, or a list of texts.
+        key: None if a member is the caption; else the key of JSON members that holds a text or a list of texts.
     """
 
     def __init__(self, index: ShardIndex, key: str | None) -> None:
@@ -87,7 +86,7 @@ class TarCaptions:
         return captions_in_json(text, self.key, self.location(index))
 
     def json_of(self, index: int) -> dict[str, Any]:
-        """The JSON object that goes with image `index`; raises CorruptImageError if there is none."""
+        """The JSON object of image `index`; raises CorruptImageError if there is none."""
         return _json_object(self._read(index), self.location(index))
 
     def _read(self, index: int) -> str:
@@ -104,7 +103,7 @@ class TarCaptions:
             raise CorruptImageError(self.location(index), str(error.strerror)) from error
 
     def location(self, index: int) -> str:
-        """Where the caption of image `index` lies."""
+        """Shard and byte of the caption of image `index`."""
         return f"{self.index.shard_of(index)}, caption at byte {self._offset(index)}"
 
     def _offset(self, index: int) -> int:
@@ -112,16 +111,7 @@ class TarCaptions:
 
 
 def captions_in_json(text: str, key: str, location: str) -> list[str]:
-    """What stands under a key of a JSON object: a text, or the texts of a list.
-
-    Args:
-        text: the object.
-        key: under which the captions stand.
-        location: where it lies, for errors.
-
-    Raises:
-        CorruptImageError: it is no JSON object.
-    """
+    """The text, or the list of texts, under a key of a JSON object; raises CorruptImageError if it is no object."""
     value = _json_object(text, location).get(key)
     return [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str)]
 
@@ -141,8 +131,8 @@ class SceneCaptions:
 
     Args:
         scenes: the pictures.
-        varied: also captions that leave out one attribute or another, as people's do. Only the shapes tell which image
-            of a batch a caption without colour and background belongs to; shapes are hardly learned otherwise.
+        varied: also captions without some of the attributes. Without colour and background, only shapes identify the
+            image of a caption in a batch; shapes are hardly learned otherwise.
     """
 
     # Half of them name shapes and relation alone.
@@ -162,8 +152,8 @@ class ClassCaptions:
 
     Args:
         source: images with labels.
-        classes: what their classes are called, `classes.open_classes`.
-        templates: sentences with `{}` where the name belongs; each is a caption of every image.
+        classes: names of the classes, from `classes.open_classes`.
+        templates: sentences with `{}` for the name; each gives a caption of every image.
     """
 
     def __init__(self, source: ImageSource, classes: ClassList, templates: tuple[str, ...]) -> None:

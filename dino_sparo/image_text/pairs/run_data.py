@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class BatchForm:
-    """How an objective wants its batches.
+    """The form of an objective's batches.
 
     Attributes:
         collate: items -> batch.
@@ -38,16 +38,7 @@ class BatchForm:
 
 
 def micro_batch_size(batch_size: int, num_processes: int, accum_steps: int) -> int:
-    """Pairs that one process encodes at a time.
-
-    Args:
-        batch_size: pairs per step.
-        num_processes: that share them.
-        accum_steps: parts of a process' share.
-
-    Raises:
-        ValueError: they do not come out even.
-    """
+    """Pairs that one process encodes at a time, of `batch_size` per step; ValueError if the division leaves a rest."""
     parts = num_processes * accum_steps
     if batch_size % parts:
         raise ValueError(
@@ -148,7 +139,7 @@ def _open_together(args: argparse.Namespace, path: str, split: str | None, defau
 
 
 def _note_few_shards(source: PairSource, num_loaders: int) -> None:
-    """Log that having fewer shards than workers is fine. (Streamed, they would leave some processes without data.)"""
+    """Log that fewer shards than workers are fine. (Streamed, some processes would have no data.)"""
     if isinstance(source.images, TarSource) and len(source.images.shards) < num_loaders:
         logger.info(
             "%d shards for %d loading processes: this is fine, since any process reads any pair",

@@ -1,11 +1,11 @@
 """Streams of tar shards, local or remote -> batches of pairs, read by webdataset from end to end.
 
-For sets beyond what an index should hold, or that lie elsewhere: nothing is known of the pairs before they come. The
-next shard is drawn at random, with replacement: first its source, by the sources' weights, then one of the source's
-shards. A buffer shuffles the samples. An epoch is a number of pairs that the user chooses.
+For sets that are too large for an index, or remote. The next shard is drawn at random, with replacement: first its
+source, by the sources' weights, then one of the source's shards. A buffer shuffles the samples. The user chooses the
+number of pairs of an epoch.
 
 The stream of a loading process follows from (seed, epoch, step at which the epoch was begun or resumed, rank, worker).
-So an undisturbed run can be repeated; a resumed one begins another stream, and some pairs come twice, others later.
+So a run without interruption is reproducible; a resumed run begins another stream, which repeats some pairs.
 """
 
 import itertools
@@ -47,13 +47,10 @@ class PairStream:
         data_path: sources joined by `::`, each a pattern of local shards, an address, or `pipe:COMMAND`; braces count.
         weights: how often a shard of each source is drawn; None: in proportion to their numbers of shards.
         transform: image -> view.
-        sampler: says epoch, step and size of the batches; its own order of pairs is not used.
+        sampler: gives epoch, step and size of the batches; its order of pairs is not used.
         context_length: N, tokens.
         caption_key: key of the `.json` members; None takes the `.txt` members.
         limits: larger images are refused.
-
-    Attributes:
-        left_out: nothing: what is no pair is noticed when it comes.
 
     Raises:
         ValueError: webdataset is missing, there is no shard, or the weights are not those of the sources.
@@ -88,7 +85,7 @@ class PairStream:
         return len(self.sampler)
 
     def location(self, index: int) -> str:
-        """A pair of a stream has no place to go back to."""
+        """Number of the pair in a loading process' stream."""
         return f"pair {index} of a loading process' stream"
 
     def __iter__(self) -> Iterator[PairBatch]:
@@ -105,7 +102,7 @@ class PairStream:
             corrupt = []
 
     def _item(self, pairs: Iterator[tuple[int, Sample]], corrupt: list[tuple[str, str]], rng: Any) -> PairItem:
-        """The next pair that can be read; those passed over are added to `corrupt`."""
+        """The next readable pair; skipped pairs are added to `corrupt`."""
         for _ in range(MAX_CORRUPT_IN_A_ROW):
             index, sample = next(pairs)
             try:
@@ -147,7 +144,7 @@ class PairStream:
 
 
 class _SkipShards:
-    """webdataset's handler of errors: names a shard and goes on with another, unless all of them fail."""
+    """webdataset's handler of errors: logs and skips a shard, unless all of them fail."""
 
     def __init__(self, name: str) -> None:
         self.name, self.in_a_row = name, 0
@@ -160,7 +157,7 @@ class _SkipShards:
         return True
 
     def passing(self, samples: Iterator[Sample]) -> Iterator[Sample]:
-        """The samples; each shows that not all shards fail."""
+        """The samples; each resets the number of errors in a row."""
         for sample in samples:
             self.in_a_row = 0
             yield sample
@@ -177,7 +174,7 @@ def _expand(part: str) -> list[str]:
 
 
 class StreamDataset(IterableDataset):
-    """The stream as torch's loader wants it."""
+    """A `PairStream` for torch's loader."""
 
     def __init__(self, stream: PairStream) -> None:
         self.stream = stream

@@ -1,6 +1,6 @@
-"""A table (.csv, .tsv, .jsonl) or COCO's annotations (.json) -> the pairs that it names.
+"""A table (.csv, .tsv, .jsonl) or COCO's annotations (.json) -> pairs.
 
-Images are files, read when they are asked for; only the first few are looked for when the listing is opened.
+Only the first few image files must exist when the listing is opened.
 """
 
 import os
@@ -42,22 +42,10 @@ def open_pair_table(
 ) -> tuple[PairSource, str]:
     """The pairs of a table with a header, one per row; also the log's words for how it was opened.
 
-    The delimiter is the one with which the header has both columns. Captions may hold delimiters and line ends in
-    double quotes; those that are not UTF-8 are read as Latin-1.
-
-    Args:
-        path: the table.
-        image_key: column of the images' paths; None finds it by name.
-        caption_key: column of the captions; None finds it by name.
-        image_folder: what relative paths start from; None: the table's folder.
-        split: rows to use, as in `sources.open_source`.
-        split_column: column of the splits; None finds it by name.
-        default_split: what None asks for.
-        negative_key: column of false captions; None: there are none.
+    The arguments are those of `open_pairs`. Captions may hold delimiters and line ends in double quotes.
 
     Raises:
-        ValueError: no such column (lists those there are), a row of another length, no row of the split, no pairs, or
-            files that are not there.
+        ValueError: a missing column, a row of another length, no row of the split, no pairs, or missing files.
     """
     paths, captions, negatives, left_out = PackedTexts(), PackedTexts(), PackedTexts(), LeftOut()
     columns = IMAGES.named(image_key), CAPTIONS.named(caption_key), NEGATIVES.named(negative_key)
@@ -80,10 +68,10 @@ def open_coco_captions(path: str, image_folder: str | None = None) -> tuple[Pair
 
     Args:
         path: JSON with `images` (`id`, `file_name`) and `annotations` (`image_id`, `caption`).
-        image_folder: what file names start from; None: the annotations' folder.
+        image_folder: folder of relative file names; None: the annotations' folder.
 
     Raises:
-        ValueError: another kind of JSON (lists its keys), no pairs, or files that are not there.
+        ValueError: another kind of JSON (lists its keys), no pairs, or missing files.
     """
     files, captions_of, left_out = read_coco(path)
     paths, captions, ends = PackedTexts(), PackedTexts(), []
@@ -101,14 +89,7 @@ def open_coco_captions(path: str, image_folder: str | None = None) -> tuple[Pair
 
 
 def read_coco(path: str) -> tuple[dict[Any, str], dict[Any, list[str]], LeftOut]:
-    """As `coco_captions`, from a file.
-
-    Args:
-        path: as in `open_coco_captions`.
-
-    Raises:
-        ValueError: another kind of JSON; lists its keys.
-    """
+    """As `coco_captions`, from a file."""
     with open_regular(path) as file:
         try:
             content = parse_json(file.read())
@@ -120,12 +101,8 @@ def read_coco(path: str) -> tuple[dict[Any, str], dict[Any, list[str]], LeftOut]
 def coco_captions(content: Any, path: str) -> tuple[dict[Any, str], dict[Any, list[str]], LeftOut]:
     """File names and captions of every image by its id, and annotations of no image; a caption may be empty.
 
-    Args:
-        content: of the file.
-        path: of the file.
-
     Raises:
-        ValueError: these are no captions of COCO; lists the keys.
+        ValueError: `content` of the file `path` has another form; lists its keys.
     """
     keys = list(content) if isinstance(content, dict) else []
     left_out = LeftOut()
@@ -146,7 +123,7 @@ def coco_captions(content: Any, path: str) -> tuple[dict[Any, str], dict[Any, li
 
 
 def _files(name: str, folder: str, paths: PackedTexts) -> FileSource:
-    """The image files, after looking whether the first of them exist."""
+    """The image files; the first of them must exist."""
     packed = paths.packed()
     if not len(packed):
         raise ValueError(f"{name} holds no pair of an image and a caption")

@@ -1,7 +1,7 @@
 """Tar shards, webdataset's way -> pairs: members of one name, `7.jpg` and `7.txt`, are an image and its caption.
 
-Shards are indexed once and read by offset, as `sources/tars.py` does it for images alone. Hence order, resuming and
-sharing among ranks are exact, and the number of shards does not matter: fewer than workers and ranks will do.
+Shards are indexed once and read by offset, as in `sources/tars.py` for images alone. Hence order, resuming and sharing
+among ranks are exact for any number of shards.
 """
 
 import logging
@@ -44,7 +44,7 @@ def open_pair_shards(shards: list[str], name: str, caption_key: str | None = Non
         caption_key: key of the `.json` members under which the captions stand; None takes the `.txt` members.
 
     Raises:
-        ValueError: all shards are damaged, or there is no pair; says which members and keys there are.
+        ValueError: all shards are damaged, or there is no pair; names the members and keys found.
     """
     index, notes, how = open_index(pairs_kind(caption_key), shards)
     samples = np.array([note.get("samples", 0) for note in notes])
@@ -72,12 +72,7 @@ def pairs_kind(caption_key: str | None) -> Kind:
 
 @dataclass
 class _Sample:
-    """Members of one name.
-
-    Attributes:
-        key: the name, up to the file name's first dot.
-        members: ending, lower case with its dot -> the member.
-    """
+    """Members of one name up to the file name's first dot, the key, by ending (lower case with its dot)."""
 
     key: bytes
     members: dict[bytes, Member] = field(default_factory=dict)
@@ -89,15 +84,7 @@ class _Sample:
 
 
 def shard_samples(shard: str, count: Callable[[], None]) -> Iterator[_Sample]:
-    """Group the members of one shard: neighbours of the same name, until an ending comes again.
-
-    Args:
-        shard: the tar file.
-        count: called once per member.
-
-    Raises:
-        DamagedShardError: the file is no plain tar, is truncated or damaged.
-    """
+    """Groups of a shard's members: neighbours of one key, until an ending is repeated; `count` is called per member."""
     sample = _Sample(b"")
     for member in tar_members(shard):
         count()
@@ -116,7 +103,7 @@ def shard_samples(shard: str, count: Callable[[], None]) -> Iterator[_Sample]:
 
 
 def _index_pairs(shard: str, count: Callable[[], None], ending: bytes) -> Piece:
-    """Places of images and captions of the pairs in one shard, number of its samples, endings, and what is no pair."""
+    """The pairs in one shard; its number of samples, endings, and samples that are no pairs."""
     records, samples, endings, left_out = list[tuple[int, ...]](), 0, dict[bytes, None](), LeftOut()
     for sample in shard_samples(shard, count):
         samples += 1
@@ -135,7 +122,7 @@ def _index_pairs(shard: str, count: Callable[[], None], ending: bytes) -> Piece:
 
 
 def _left_out(notes: list[Notes]) -> LeftOut:
-    """What the index left out."""
+    """The samples that the index skipped."""
     left_out = LeftOut()
     for note in notes:
         for reason, (number, example) in note.get("left_out", {}).items():
@@ -154,7 +141,7 @@ def _nothing_found(name: str, endings: list[str], caption_key: str | None) -> st
 
 
 def _require_key(captions: TarCaptions, name: str, caption_key: str) -> None:
-    """Look for the key in the first JSON members; ValueError, with the keys there are, if none of them has it."""
+    """ValueError, with the keys found, if none of the first JSON members has the key."""
     other_keys: dict[str, None] = {}
     for index in range(min(JSONS_CHECKED, len(captions.index))):
         try:
@@ -170,7 +157,7 @@ def _require_key(captions: TarCaptions, name: str, caption_key: str) -> None:
 
 
 def _compare_sizes(shards: list[str], samples: np.ndarray, left_out: LeftOut, lost: dict[str, int]) -> None:
-    """Hold the samples of every whole shard against `sizes.json` in its folder, where there is one."""
+    """Compare the samples of every undamaged shard with `sizes.json` in its folder, if there is one."""
     sizes = shard_sizes(shards)
     for shard, number in zip(shards, samples.tolist(), strict=True):
         expected = number if shard in lost else sizes.get(shard, number)
