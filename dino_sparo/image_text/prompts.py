@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dino_sparo.data.scenes import BACKGROUNDS, COLOURS, TEXTURES
+from dino_sparo.data.scene_patterns import BACKGROUNDS, COLOURS, TEXTURES
 from dino_sparo.data.sources import TORCHVISION_SETS
 from dino_sparo.image_text.choices import AUTO
 from dino_sparo.runtime.faults import require
@@ -43,7 +43,7 @@ SMALL_PICTURES = (
 
 
 def scene_templates() -> tuple[str, ...]:
-    """Captions of the built-in scenes with the shape left open, in the grammar of `scenes.py`.
+    """Captions of the built-in scenes with the shape left open, in the grammar of `scene_graphs.py`.
 
     Every colour, texture and background stands in equally many, so that none speaks for a class.
     """

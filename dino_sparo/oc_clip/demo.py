@@ -14,7 +14,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dino_sparo.data.scenes import INDEPENDENT, Scenes
+from dino_sparo.data.scene_graphs import INDEPENDENT
+from dino_sparo.data.scenes import Scenes
 from dino_sparo.image_text.demos import IMAGE_SIZE, draw_run, evaluation_data, scene_scores, score_table
 from dino_sparo.image_text.prompts import scene_templates
 from dino_sparo.image_text.scene_recipe import CLIP_READOUTS, OPTIMISATION, SCENE_TOWERS

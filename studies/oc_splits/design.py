@@ -32,7 +32,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from dino_sparo.data.scenes import COLOURS, OPPOSITES, SHAPES, with_article
+from dino_sparo.data.scene_graphs import OPPOSITES, with_article
+from dino_sparo.data.scene_patterns import COLOURS, SHAPES
 from dino_sparo.oc_clip.graphs.graph import Relation, SceneGraph
 
 PAIRS: tuple[tuple[str, str], ...] = tuple(combinations(SHAPES, 2))
@@ -63,7 +64,7 @@ class Picture(NamedTuple):
 
     Attributes:
         things: one or two, in the caption's order.
-        predicate: one of scenes.RELATIONS, from the first thing to the second; None: the caption names none.
+        predicate: one of scene_graphs.RELATIONS, from the first thing to the second; None: the caption names none.
     """
 
     things: tuple[Thing, ...]

@@ -21,7 +21,7 @@ from dino_sparo.clip import load_clip, tokenize
 from dino_sparo.clip.slots import select
 from dino_sparo.clip.slots.select import SlotScores, draw, score_slots
 from dino_sparo.clip.slots.subsets import open_slots, read_slots, with_slots
-from dino_sparo.data.scenes import SHAPES
+from dino_sparo.data.scene_patterns import SHAPES
 from dino_sparo.data.sources import open_source
 from dino_sparo.data.views import ClipView
 from dino_sparo.evaluation.features import disjoint_subsets

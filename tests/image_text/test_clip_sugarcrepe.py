@@ -13,7 +13,8 @@ pytest.importorskip("open_clip")
 
 from clip_fakes import DEVICE_OPTIONS, colour_encoder, evaluate, paint, small_checkpoint
 
-from dino_sparo.data.scenes import Scenes, Ties
+from dino_sparo.data.scene_graphs import Ties
+from dino_sparo.data.scenes import Scenes
 from dino_sparo.image_text.evaluation.compositional.discover import ImageRules, LocalBenchmark, open_benchmark
 from dino_sparo.image_text.evaluation.compositional.run import EncodedQuestions, encode_questions, split_results
 from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS, scene_pairs

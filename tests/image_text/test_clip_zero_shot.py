@@ -22,7 +22,8 @@ from clip_fakes import DEVICE_OPTIONS, colour_encoder, evaluate, paint, small_ch
 
 from dino_sparo.clip import load_clip, tokenize  # noqa: E402
 from dino_sparo.clip.slots.subsets import with_slots  # noqa: E402
-from dino_sparo.data.scenes import COLOURS, SHAPES, TEXTURES, Scenes  # noqa: E402
+from dino_sparo.data.scene_patterns import COLOURS, SHAPES, TEXTURES  # noqa: E402
+from dino_sparo.data.scenes import Scenes  # noqa: E402
 from dino_sparo.data.sources import open_source  # noqa: E402
 from dino_sparo.data.sources.image_source import Subset  # noqa: E402
 from dino_sparo.data.views import ClipView  # noqa: E402

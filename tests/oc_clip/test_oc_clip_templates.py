@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from dino_sparo.data import scenes as built_in
-from dino_sparo.data.scenes import ATTRIBUTES, INDEPENDENT, RELATIONS, Scenes
+from dino_sparo.data import scene_graphs as built_in
+from dino_sparo.data.scene_graphs import ATTRIBUTES, INDEPENDENT, RELATIONS
+from dino_sparo.data.scenes import Scenes
 from dino_sparo.image_text.evaluation.compositional.sets.scene_pairs import swapped_attribute, swapped_objects
 from dino_sparo.image_text.pairs.captions import SceneCaptions
 from dino_sparo.oc_clip.graphs.canonical import canonical

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from dino_sparo.data.dataset import require_same_source
-from dino_sparo.data.scenes import INDEPENDENT, Scenes, names_scenes, parse_scenes_spec
+from dino_sparo.data.scene_graphs import INDEPENDENT
+from dino_sparo.data.scenes import Scenes, names_scenes, parse_scenes_spec
 from dino_sparo.data.sources import ImageSource, open_source
 from dino_sparo.evaluation.task import write_result
 from dino_sparo.image_text.scoring.scorer import Scorer

@@ -13,7 +13,8 @@ import numpy as np
 from jaxtyping import Int64
 
 from dino_sparo.data.dataset import require_labels
-from dino_sparo.data.scenes import ATTRIBUTES, Scenes
+from dino_sparo.data.scene_graphs import ATTRIBUTES
+from dino_sparo.data.scenes import Scenes
 from dino_sparo.data.sources import CorruptImageError, ImageSource
 from dino_sparo.data.sources.image_source import PackedStrings
 from dino_sparo.data.sources.shard_index import ShardIndex

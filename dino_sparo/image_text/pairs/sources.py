@@ -19,7 +19,8 @@ import time
 from collections.abc import Sequence
 
 from dino_sparo.data.dataset import most_corrupt
-from dino_sparo.data.scenes import INDEPENDENT, Scenes, names_scenes, parse_scenes_spec
+from dino_sparo.data.scene_graphs import INDEPENDENT
+from dino_sparo.data.scenes import Scenes, names_scenes, parse_scenes_spec
 from dino_sparo.data.sources import ImageLimits, ImageSource, TableColumns, open_source, refuse_remote
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS
 from dino_sparo.data.sources.image_source import FileSource

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from dino_sparo.data.scenes import Relation as Relation
+from dino_sparo.data.scene_graphs import Relation as Relation
 from dino_sparo.oc_clip.choices import MAX_NODES, MAX_RELATIONS
 
 ARTICLES = ("a", "an", "the")

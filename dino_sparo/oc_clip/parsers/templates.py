@@ -17,7 +17,8 @@ import re
 from dataclasses import dataclass, field
 from itertools import product
 
-from dino_sparo.data.scenes import BACKGROUNDS, COLOURS, RELATIONS
+from dino_sparo.data.scene_graphs import RELATIONS
+from dino_sparo.data.scene_patterns import BACKGROUNDS, COLOURS
 from dino_sparo.oc_clip.graphs.graph import ARTICLES, Relation, SceneGraph
 
 # The words that the parser knows: relations, and words that are no nouns. They come from the relations of Visual Genome

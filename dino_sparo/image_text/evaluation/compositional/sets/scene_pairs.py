@@ -20,7 +20,8 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
-from dino_sparo.data.scenes import DEFAULT_IMAGE_SIZE, INDEPENDENT, SceneGraph, Scenes
+from dino_sparo.data.scene_graphs import INDEPENDENT, SceneGraph
+from dino_sparo.data.scenes import DEFAULT_IMAGE_SIZE, Scenes
 from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark
 from dino_sparo.image_text.evaluation.compositional.sets.sugarcrepe import is_scene_pairs, read
 from dino_sparo.runtime.logs import setup_logging
