@@ -108,7 +108,7 @@ def encoder_of_options(args: argparse.Namespace) -> Subject:
 
 
 def view_record(transform: Any) -> dict[str, Any]:
-    """What `EvalTransform` does to an image: sizes in pixels, interpolation, rounding, normalisation."""
+    """Resizing, cropping and normalisation of an `EvalTransform`, sizes in pixels, for a result file."""
     return {
         "resize": transform.resize_size,
         "crop": transform.img_size,

@@ -191,7 +191,7 @@ def slot_study_parser() -> Parser:
         action="store_true",
         help="Also train linear probes on the slots kept: (1 + draws) x numbers of them.",
     )
-    group.add_argument("--epochs", type=int, default=30, help="Of the probes.")
+    group.add_argument("--epochs", type=int, default=30, help="Epochs of the probes.")
     group.add_argument(
         "--lr",
         type=float,
@@ -251,7 +251,7 @@ def attention_parser() -> Parser:
         "--atlas_max_images",
         type=int,
         default=2000,
-        help="Search a random subset of so many images, if there are more.",
+        help="Most images to search; of more, a random subset.",
     )
     add_device_options(parser, num_workers=4)
     return parser
@@ -272,10 +272,12 @@ def slot_score_parser() -> Parser:
     group.add_argument(
         "--masks",
         default=None,
-        help="Of a folder of images: the folder of masks, PNGs of the images' stems (0 background, every other number "
+        help="For a folder of images: the folder of masks, PNGs of the images' stems (0 background, every other number "
         "an object), or COCO's annotations (.json).",
     )
-    group.add_argument("--num_images", type=int, default=500, help="Look at so many, drawn at random and always alike.")
+    group.add_argument(
+        "--num_images", type=int, default=500, help="Number of images, a random subset that is always the same."
+    )
     add_source_options(parser, columns=())
     group.add_argument(
         "--image_size",
@@ -292,13 +294,13 @@ def slot_score_parser() -> Parser:
         "--maps",
         type=int,
         default=None,
-        help="Score so many maps together, as a mean over 5 random subsets of each image. To compare encoders with "
+        help="Number of maps scored together, as a mean over 5 random subsets of each image. To compare encoders with "
         "different numbers of maps, give the smallest of these numbers to all. By default all maps.",
     )
     group.add_argument(
         "--match", default="", help="Another checkpoint, of another seed for example, whose slots are matched to these."
     )
-    group.add_argument("--seed", type=int, default=0, help="Of moved maps, subsets, untrained weights and intervals.")
+    group.add_argument("--seed", type=int, default=0, help="Random seed of controls, subsets and intervals.")
     group.add_argument(
         "--output_dir", default=None, help="Where result and plots are written; by default beside the checkpoint."
     )

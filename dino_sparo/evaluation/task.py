@@ -138,7 +138,7 @@ class EvaluationTask:
         )
 
     def images_record(self, counts: Mapping[str, int | None]) -> dict[str, Any]:
-        """What a result says of its images: where they lie, how many were used and skipped, how they were resized."""
+        """Entries of a result about its images: their path, the numbers used and skipped, the resizing."""
         return {
             "images": {"data_path": self.args.data_path, "num_classes": self.num_classes, **counts},
             "view": view_record(self.transform),

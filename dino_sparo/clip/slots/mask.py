@@ -37,7 +37,7 @@ MAX_BARS = 256  # more parts are drawn as an area
 
 
 def relative_change(initial: float, masked: float, fit_initial: float, fit_masked: float) -> float | None:
-    """How much an accuracy changes for every change where the mask was learned, both relative to what they were.
+    """Relative change of an accuracy over the relative change where the mask was learned.
 
         ((masked - initial) / initial) / ((fit_masked - fit_initial) / fit_initial)
 
@@ -52,15 +52,7 @@ def relative_change(initial: float, masked: float, fit_initial: float, fit_maske
 
 
 def number_of_parts(parts: str, config: CLIPConfig) -> int:
-    """What `--parts` asks for.
-
-    Args:
-        parts: `slot`, `dimension`, or a number of contiguous equal parts.
-        config: of the model.
-
-    Raises:
-        ValueError: another word, a model without slots, or a number that does not divide the encoding.
-    """
+    """The number of parts that `--parts` gives."""
     if parts == PER_DIMENSION:
         return config.embed_dim
     if parts == PER_SLOT:
@@ -105,12 +97,7 @@ def change_elsewhere(scorer: DotProductScorer, mask: SlotMask, data_path: str, d
 
 
 def learn_mask(args: argparse.Namespace) -> dict[str, Any]:
-    """Learn what the options say, evaluate it, write mask and plot, show the table.
-
-    Raises:
-        ValueError: options, files or data that do not fit; the message says what would.
-        ImportError: matplotlib is not installed.
-    """
+    """Learn what the options say, evaluate it, write mask and plot, show the table."""
     settings = FitSettings(args.epochs, args.lr, args.momentum, args.mask_batch_size, args.seed, args.mask_scale)
     process = start_evaluation(args)
     require_matplotlib()
@@ -141,11 +128,11 @@ def learn_mask(args: argparse.Namespace) -> dict[str, Any]:
 def describe(
     before: dict[str, SplitResult], after: dict[str, SplitResult], elsewhere: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """What the mask changes, here and elsewhere, as table 5 of the paper does.
+    """Accuracies without and with the mask, here and elsewhere, as table 5 of the paper does.
 
     Args:
         before: SugarCrepe's splits without the mask.
-        after: likewise with it.
+        after: the splits with the mask.
         elsewhere: from `change_elsewhere`.
     """
     accuracy = {"initial": averages(before)["macro_splits"], "masked": averages(after)["macro_splits"]}
@@ -177,7 +164,7 @@ def describe(
 
 
 def describe_fit(fit_result: FitResult, args: argparse.Namespace) -> dict[str, Any]:
-    """How the mask was learned."""
+    """Settings and course of the fit."""
     return {
         "parts": args.parts,
         "num_parts": len(fit_result.weights),
@@ -214,16 +201,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def draw_mask(fit_result: FitResult, initial: float, path: Path) -> None:
-    """How the fit went, and the mask, heaviest part first.
-
-    Args:
-        fit_result: mask, losses and accuracies.
-        initial: accuracy without mask, percent.
-        path: the PNG to write.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Draw the course of the fit, and the mask, heaviest part first."""
     order = fit_result.weights.argsort(descending=True, stable=True).tolist()
     weights = fit_result.weights[order].tolist()
     above = sum(weight > 0.5 for weight in weights)

@@ -41,9 +41,6 @@ class Mask(nn.Module):
     Args:
         num_parts: number of parts.
         bound: `min` or `max`, of 100 and exp(alpha).
-
-    Raises:
-        ValueError: another bound.
     """
 
     def __init__(self, num_parts: int, bound: str = "min") -> None:
@@ -76,7 +73,7 @@ class PartProducts(NamedTuple):
 
 @dataclass(frozen=True)
 class FitResult:
-    """What `fit_mask` finds.
+    """The best mask, and the course of its fit.
 
     Attributes:
         weights: (parts,), after the epoch with the highest accuracy.
@@ -145,9 +142,6 @@ def fit_mask(pairs: EncodedQuestions, num_parts: int, settings: FitSettings) -> 
         pairs: SugarCrepe's; their payloads are normalised encodings.
         num_parts: number of parts.
         settings: how.
-
-    Raises:
-        ValueError: the mask lost all its weight, or is not finite.
     """
     products = part_products(pairs, num_parts)
     mask = Mask(num_parts, settings.bound).to(pairs.images.device)

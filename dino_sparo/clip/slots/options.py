@@ -22,7 +22,7 @@ def select_parser() -> Parser:
     add_model_options(parser, reads_graphs=False)
     group = add_image_options(parser)
     group.add_argument(
-        "--max_images", type=int, default=None, help="Of more images, take a random subset of so many; by default all."
+        "--max_images", type=int, default=None, help="Most images to take; of more, a random subset. By default all."
     )
     add_class_options(parser)
     group = parser.add_argument_group("selection")
@@ -49,7 +49,7 @@ def mask_parser() -> Parser:
     )
     group.add_argument("--epochs", type=int, default=FitSettings.epochs, help="Passes over the pairs.")
     group.add_argument("--lr", type=float, default=FitSettings.lr, help="Learning rate of SGD.")
-    group.add_argument("--momentum", type=float, default=FitSettings.momentum, help="Of SGD.")
+    group.add_argument("--momentum", type=float, default=FitSettings.momentum, help="Momentum of SGD.")
     group.add_argument(
         "--mask_batch_size",
         type=int,
@@ -63,7 +63,7 @@ def mask_parser() -> Parser:
         help="Bound of the inverse temperature: min is CLIP's min(100, exp(alpha)), which learns; max is the "
         "max(100, exp(alpha)) that SPARO's appendix 0.C.1 prints, which saturates in the first epochs.",
     )
-    group.add_argument("--seed", type=int, default=FitSettings.seed, help="Of the order of the pairs.")
+    group.add_argument("--seed", type=int, default=FitSettings.seed, help="Random seed of the order of the pairs.")
     group = parser.add_argument_group("evaluation elsewhere")
     group.add_argument(
         "--evaluate",
@@ -82,7 +82,7 @@ def pictures_parser() -> Parser:
     """The options of `clip/pictures/draw.py`, in data-flow order."""
     parser = Parser()
     group = add_picture_options(parser, "Checkpoint of CLIP training, of a model with slots.")
-    group.add_argument("--max_pairs", type=int, default=400, help="Look at so many, evenly spread over the data.")
+    group.add_argument("--max_pairs", type=int, default=400, help="Most pairs to search, evenly spread over the data.")
     group.add_argument(
         "--image_size",
         type=positive_int,

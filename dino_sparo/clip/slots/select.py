@@ -145,7 +145,7 @@ def _finite_features(scorer: DotProductScorer, source: ImageSource) -> Features:
 
 
 def _percent(hits: Int64[Tensor, " L"], images: Features) -> list[float]:
-    """Of all images."""
+    """Hits -> percent of all images."""
     return [100 / len(images.features) * number for number in hits.tolist()]
 
 

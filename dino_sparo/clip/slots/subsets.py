@@ -44,15 +44,12 @@ FORMS = (
 
 @dataclass(frozen=True)
 class SlotMask:
-    """What each part of an image's encoding is multiplied with.
+    """Weights that multiply the parts of an image's encoding.
 
     Attributes:
         values: (P,), in [0, 1]; part p are the dimensions p M / P to (p + 1) M / P.
         encoding_dim: M of the model it was learned for; None: not known.
         weights_sha256: of the checkpoint it was learned for; None: not known.
-
-    Raises:
-        ValueError: values outside [0, 1], none above 0, or a number of parts that does not divide the encoding.
     """
 
     values: tuple[float, ...]
@@ -69,7 +66,7 @@ class SlotMask:
             self.check_parts(self.encoding_dim)
 
     def check_parts(self, encoding_dim: int) -> None:
-        """Refuse an encoding that does not fall into so many equal parts; raises ValueError."""
+        """Refuse an encoding that does not fall into so many equal parts."""
         if encoding_dim % len(self.values):
             raise ValueError(
                 f"mask has {len(self.values)} parts, which do not divide an encoding of {encoding_dim} numbers; "
@@ -90,13 +87,13 @@ class SlotMask:
 
 
 class _ReducedModel(nn.Module, ABC):
-    """What a reduced model has of the whole one."""
+    """Parts that every reduced model shares with the whole one."""
 
     model: CLIP
 
     @property
     def config(self) -> CLIPConfig:
-        """Of the whole model."""
+        """The whole model's."""
         return self.model.config
 
     @property
@@ -123,9 +120,6 @@ class SelectedSlots(_ReducedModel):
     Args:
         model: with slots that are normalised one by one.
         selection: which of them.
-
-    Raises:
-        ValueError: the model has no such slots.
     """
 
     kept: Tensor
@@ -168,9 +162,6 @@ class MaskedImages(_ReducedModel):
     Args:
         model: any.
         mask: the weights.
-
-    Raises:
-        ValueError: the encoding cannot be divided into the mask's parts.
     """
 
     weights: Tensor
@@ -203,9 +194,6 @@ def with_slots(model: CLIP, choice: SlotSelection | SlotMask) -> ReducedClip:
     """The model reduced to a choice among its slots, as a model that any evaluation takes.
 
     It shares the model's weights and goes where it goes.
-
-    Raises:
-        ValueError: the choice does not fit the model.
     """
     return SelectedSlots(model, choice) if isinstance(choice, SlotSelection) else MaskedImages(model, choice)
 
@@ -216,16 +204,7 @@ def mask_features(features: Float[Tensor, "B M"], weights: Float[Tensor, " M"]) 
 
 
 def check_fits(choice: SlotSelection | SlotMask, config: CLIPConfig, weights_sha256: str | None = None) -> None:
-    """Refuse a choice that was made in another model, or that this one does not allow.
-
-    Args:
-        choice: a selection or a mask.
-        config: of the model.
-        weights_sha256: of its checkpoint; None leaves it out of the comparison.
-
-    Raises:
-        ValueError: they do not belong together.
-    """
+    """Refuse a choice that was made in another model, or that this one does not allow."""
     if isinstance(choice, SlotSelection):
         check_has_slots(config)
         choice.check_fits(config.image.num_slots)
@@ -240,11 +219,7 @@ def check_fits(choice: SlotSelection | SlotMask, config: CLIPConfig, weights_sha
 
 
 def check_has_slots(config: CLIPConfig) -> None:
-    """Refuse a model without slots that can stand alone.
-
-    Raises:
-        ValueError: names one that has some.
-    """
+    """Refuse a model without slots that can stand alone."""
     if not config.image.kind.normalized_per_slot:
         raise ValueError(
             f"readout {config.readout!r} has no slots to choose among; that takes a read-out whose slots are "
@@ -253,25 +228,14 @@ def check_has_slots(config: CLIPConfig) -> None:
 
 
 def whole_model(model: object) -> CLIP:
-    """The model, where slots are to be chosen among all there are.
-
-    Raises:
-        ValueError: it is reduced to some of them already.
-    """
+    """The model, where slots are to be chosen among all there are."""
     if not isinstance(model, CLIP):
         raise ValueError("slots are chosen among all slots of a model; leave out --slots")
     return model
 
 
 def read_slots(path: str | Path) -> SlotSelection | SlotMask:
-    """A choice by number, or in a JSON file: `select.py`'s, `mask.py`'s, or written by hand.
-
-    Args:
-        path: `0,3,7`, or the path of JSON, an object with `slots` or `mask`; what else stands in it is not looked at.
-
-    Raises:
-        ValueError: there is no such file, or it holds something else.
-    """
+    """A choice by number, or in a JSON file: `select.py`'s, `mask.py`'s, or written by hand."""
     if (numbers := parse_numbers(str(path))) is not None:
         return numbers
     content = read_choice(path, "dino-sparo select or dino-sparo mask, or numbers such as 0,3,7")
@@ -287,18 +251,7 @@ def read_slots(path: str | Path) -> SlotSelection | SlotMask:
 
 
 def open_slots(path: str | Path | None, loaded: LoadedClip) -> tuple[CLIP | ReducedClip, dict[str, Any] | None]:
-    """What `--slots` asks for: a checkpoint's model, reduced if slots are named.
-
-    Args:
-        path: of `read_slots`; None or empty: the whole model.
-        loaded: the checkpoint.
-
-    Returns:
-        The model, and what a result file says about the choice; None for the whole model.
-
-    Raises:
-        ValueError: the choice does not fit the checkpoint; see `check_fits`.
-    """
+    """A checkpoint's model, reduced if --slots names slots, and the entry of a result file, None if it is whole."""
     if not path:
         return loaded.model, None
     choice = read_slots(path)

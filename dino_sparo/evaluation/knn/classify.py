@@ -1,6 +1,6 @@
 """Features -> weighted k-nearest-neighbour accuracy.
 
-The first number people ask for: no training, no learning rate, one pass over the images. Source: DINO, section 3.2; the
+The quickest evaluation: no training, no learning rate, one pass over the images. Source: DINO, section 3.2; the
 vote is that of Wu et al., "Unsupervised feature learning via non-parametric instance discrimination", section 3.4.
 
 Each process holds the features of its part of the images, and all search at the same time: every chunk of test images

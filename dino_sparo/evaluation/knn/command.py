@@ -48,9 +48,6 @@ def check_beside_cache(args: argparse.Namespace, record: Mapping[str, Any]) -> N
     Args:
         args: the options.
         record: of the cache.
-
-    Raises:
-        ValueError: names the option.
     """
     made = {
         "data_path": record.get("images", {}).get("data_path"),

@@ -1,14 +1,13 @@
-"""Features -> their most similar training features: the search behind `knn.py`.
+"""Features -> their most similar training features: the search behind `classify.py`.
 
 Similarity is the cosine,
 
     s_ij = x_i . x_j / (|x_i| |x_j|)
 
 computed block by block, so that memory does not grow with the number of images. Several processes hold a part of the
-training features each, search their own, and merge what they find: to the last digit what one process finds. Of equally
-similar images those that come first in the training set are the nearer ones. And a similarity has the same bits
-wherever its images stand, because all matrix products have one size, on which rounding depends: on a CPU with AVX-512
-none of 60 million similarities changed with the place of its images, while products of a few images changed some.
+training features each, search their own part, and merge the results, bit-identical to those of one process. Of equally
+similar images those that come first in the training set are the nearer ones. All matrix products have one size, because
+rounding depends on the size: with AVX-512 none of 60 million similarities changed with the place of its images.
 """
 
 import math
@@ -97,7 +96,7 @@ def first_largest(values: Float[Tensor, "m n"], k: int) -> tuple[Float[Tensor, "
 def merge_ranks(
     similarities: Float[Tensor, "m own"], labels: Int[Tensor, "m own"], k: int, device: torch.device
 ) -> tuple[Float[Tensor, "m k"], Int[Tensor, "m k"]]:
-    """What every process found for the same test images -> the k most similar of all, and their labels, best first.
+    """Neighbours that each process found for the same test images -> the k most similar of all, and their labels.
 
     Of equally similar images the lower rank's come first: it holds the earlier part of the training set.
 
@@ -124,11 +123,7 @@ def merge_ranks(
 
 
 def checked_lengths(name: str, features: Tensor) -> Float[Tensor, " images"]:
-    """The features' lengths.
-
-    Raises:
-        ValueError: one is not finite.
-    """
+    """The features' lengths."""
     precision = torch.promote_types(features.dtype, torch.float32)
     lengths = torch.linalg.vector_norm(features, dim=1, dtype=precision).float()
     if not lengths.isfinite().all():

@@ -4,7 +4,7 @@
     python eval_linear.py --pretrained_weights output/checkpoint.pth --data_path data/imagenet --fast
 
 The encoder stays frozen and runs once for all learning rates. Prints a table and writes linear.json, the accuracies
-with all that they depend on; linear.pth holds the probes, and the same command goes on from it. Options as in
+with all that they depend on; linear.pth holds the probes, and the same command resumes from it. Options as in
 facebookresearch/dino.
 """
 
@@ -25,7 +25,6 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as TF
 
 from dino_sparo.data.crops import FLIP_PROBABILITY, normalized_tensor, sample_box
-from dino_sparo.data.sources import ImageSource
 from dino_sparo.data.sources.image_source import fingerprint_of
 from dino_sparo.evaluation.features import Features, require_memory, total_images
 from dino_sparo.evaluation.linear.probe import (
@@ -69,153 +68,145 @@ class ProbeAugmentation:
 
 def probe_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
     """Train and test, or only test, what the options say, write the result, print the table."""
-    task = ProbeTask(EvaluationTask.start(args))
-    path = task.task.result_path("linear")
+    task = EvaluationTask.start(args)
+    probed = ProbeTask(task)
+    path = task.result_path("linear")
     saved = path.with_suffix(".pth")
-    rows, counts = evaluate_saved(task, saved) if args.evaluate else train(task, saved)
-    result = describe(task, rows, counts)
+    rows, counts = evaluate_saved(probed, saved) if args.evaluate else train(probed, saved)
+    result = describe(probed, rows, counts)
     write_result(result, table(result), path.with_stem(f"{path.stem}_evaluate") if args.evaluate else path)
     return result
 
 
 class ProbeTask:
-    """What is probed, on which images: all that training and testing a probe have in common.
+    """The features of a probe on top of an evaluation's task: what training and testing have in common.
 
     Attributes:
         encode: images (B, C, H, W) -> the probe's features (B, F).
         feature_dim: F.
-        num_classes: of the training images.
         global_batch_size: training images per step.
         identity: plain values that tell whether saved probes belong to these features.
-
-    Raises:
-        ValueError: `--num_labels` is not the number of classes.
     """
 
     def __init__(self, task: EvaluationTask) -> None:
-        self.task, self.args, self.device, self.subject = task, task.args, task.device, task.subject
-        args, subject = self.args, self.subject
-        self.train_source, self.val_source = task.splits
-        self.global_batch_size = args.batch_size_per_gpu * world_size()
-        self.num_classes = task.num_classes
-        if args.num_labels not in (None, self.num_classes):
+        self.task, args = task, task.args
+        if args.num_labels not in (None, task.num_classes):
             raise ValueError(
-                f"--num_labels {args.num_labels}, but {self.train_source.name} has {self.num_classes} classes; leave "
-                f"the option out"
+                f"--num_labels {args.num_labels}, but {task.splits[0].name} has {task.num_classes} classes; leave the "
+                f"option out"
             )
-        self.encoder, self.transform = task.encoder, task.transform
+        self.global_batch_size = args.batch_size_per_gpu * world_size()
         self.encode: Callable[[Tensor], Tensor] = partial(
-            self.encoder.probe_features,
+            task.encoder.probe_features,
             n_last_blocks=args.n_last_blocks,
             avgpool_patchtokens=args.avgpool_patchtokens,
         )
-        side = self.transform.img_size
-        blank = torch.zeros(1, self.encoder.config.in_chans, side, side, device=self.device)
+        side = task.transform.img_size
+        blank = torch.zeros(1, task.encoder.config.in_chans, side, side, device=task.device)
         with torch.inference_mode():
             self.feature_dim = self.encode(blank).shape[1]
+        record = task.subject.record
         self.identity = {
-            "weights": subject.record["sha256"],
-            "checkpoint_key": subject.record["checkpoint_key"],
-            "encoder_seed": subject.record.get("seed"),
-            **{f"encoder {name}": value for name, value in asdict(self.encoder.config).items()},
+            "weights": record["sha256"],
+            "checkpoint_key": record["checkpoint_key"],
+            "encoder_seed": record.get("seed"),
+            **{f"encoder {name}": value for name, value in asdict(task.encoder.config).items()},
             "n_last_blocks": args.n_last_blocks,
             "avgpool_patchtokens": args.avgpool_patchtokens,
             "img_size": side,
             "fast_views": args.fast_views,
             "precision": args.precision,
-            "num_classes": self.num_classes,
+            "num_classes": task.num_classes,
             # No entry means all slots, so that older saved probes can be resumed.
-            **({"slots": subject.record["slots"]["slots"]} if "slots" in subject.record else {}),
+            **({"slots": record["slots"]["slots"]} if "slots" in record else {}),
         }
 
-    def features(self, source: ImageSource, gather: bool) -> Features:
-        """Un-augmented features of a split: of all processes, or this process' share."""
-        return self.task.features(source, self.encode, gather)
+    def val_features(self) -> tuple[Features, dict[str, int | None]]:
+        """This process' share of the validation features, and the numbers of images used and skipped."""
+        val = self.task.features(self.task.splits[1], self.encode)
+        num_val, num_corrupt_val = total_images(val, self.task.device)
+        return val, {"num_val": num_val, "num_corrupt_val": num_corrupt_val}
 
 
-def train(task: ProbeTask, path: Path) -> tuple[list[dict[str, float]], dict[str, int | None]]:
-    """Train the probes, or go on with those saved at `path`.
-
-    Returns:
-        The table's rows, and how many images were used and left out.
-    """
-    args = task.args
+def train(probed: ProbeTask, path: Path) -> tuple[list[dict[str, float]], dict[str, int | None]]:
+    """Train the probes, or resume those saved at `path`; the table's rows, and the numbers of images."""
+    task, args = probed.task, probed.task.args
+    train_source, val_source = task.splits
     record = {
-        **task.identity,
+        **probed.identity,
         # Names and fingerprints: as many images of other pixels give other probes.
-        "train_images": [task.train_source.name, fingerprint_of(task.train_source)],
-        "val_images": [task.val_source.name, fingerprint_of(task.val_source)],
-        "num_train": len(task.train_source),
-        "num_val": len(task.val_source),
+        "train_images": [train_source.name, fingerprint_of(train_source)],
+        "val_images": [val_source.name, fingerprint_of(val_source)],
+        "num_train": len(train_source),
+        "num_val": len(val_source),
         "epochs": args.epochs,
         "lr": list(args.lr),
-        "global_batch_size": task.global_batch_size,
+        "global_batch_size": probed.global_batch_size,
         "fast": args.fast,
         "val_freq": args.val_freq,
         "seed": args.seed,
     }
-    probe = LinearProbe(task.feature_dim, task.num_classes, len(args.lr), args.seed).to(task.device)
-    run = ProbeRun(probe, args.lr, task.global_batch_size, args.epochs, record, path)
+    probe = LinearProbe(probed.feature_dim, task.num_classes, len(args.lr), args.seed).to(task.device)
+    run = ProbeRun(probe, args.lr, probed.global_batch_size, args.epochs, record, path)
     run.resume()
     if run.epoch < args.epochs:
-        val = task.features(task.val_source, gather=False)
-        num_val, num_corrupt_val = total_images(val, task.device)
-        batches, num_train = training_batches(task)
-        run.counts = {**num_train, "num_val": num_val, "num_corrupt_val": num_corrupt_val}
+        val, num_val = probed.val_features()
+        batches, num_train = training_batches(probed)
+        run.counts = {**num_train, **num_val}
         run.train(batches, val, args.val_freq, path.with_name(f"{path.stem}_log.txt"))
     return run.table(), run.counts
 
 
-def training_batches(task: ProbeTask) -> tuple[Callable[[int], Batches], dict[str, int | None]]:
+def training_batches(probed: ProbeTask) -> tuple[Callable[[int], Batches], dict[str, int | None]]:
     """Batches of features for each epoch, cached with `--fast`, else of augmented images; and the number of images."""
-    args = task.args
+    task, args = probed.task, probed.task.args
+    source = task.splits[0]
     if args.fast:
         with all_or_none("finding memory for all features"):
             remedy = "a smaller --n_last_blocks makes them smaller"
-            require_memory(len(task.train_source), task.feature_dim, task.task.storage, "--fast", remedy)
-        train = task.features(task.train_source, gather=True)
+            require_memory(len(source), probed.feature_dim, task.storage, "--fast", remedy)
+        train = task.features(source, probed.encode, gather=True)
         batches = cached_batches(train, task.device, batch_size=args.batch_size_per_gpu, seed=args.seed)
         return batches, {"num_train": len(train.features), "num_corrupt_train": train.num_corrupt}
     batches = live_batches(
         task.encoder,
-        task.encode,
-        task.train_source,
+        probed.encode,
+        source,
         ProbeAugmentation(task.transform.img_size, task.subject.mean, task.subject.std),
         task.device,
         batch_size=args.batch_size_per_gpu,
         num_workers=args.num_workers,
-        dtype=task.task.dtype,
+        dtype=task.dtype,
         seed=args.seed,
     )
     # Unreadable images are replaced as they come up, so their number is not known beforehand.
-    return batches, {"num_train": len(task.train_source), "num_corrupt_train": None}
+    return batches, {"num_train": len(source), "num_corrupt_train": None}
 
 
-def evaluate_saved(task: ProbeTask, path: Path) -> tuple[list[dict[str, float]], dict[str, int | None]]:
+def evaluate_saved(probed: ProbeTask, path: Path) -> tuple[list[dict[str, float]], dict[str, int | None]]:
     """Test the probes saved at `path`, or the reference's linear head, on the validation images."""
+    task = probed.task
     weights, rates = reference_heads(path, task.args.avgpool_patchtokens), [math.nan]
     if weights is None:
         state = load_heads(path)
-        check_same_record(state["record"], task.identity, path)
+        check_same_record(state["record"], probed.identity, path)
         weights, rates = state["state_dict"], state["learning_rates"]
-    probe = LinearProbe(task.feature_dim, task.num_classes, len(rates)).to(task.device)
+    probe = LinearProbe(probed.feature_dim, task.num_classes, len(rates)).to(task.device)
     load_strictly(probe, weights, str(path))
-    val = task.features(task.val_source, gather=False)
-    num_val, num_corrupt_val = total_images(val, task.device)
+    val, counts = probed.val_features()
     accuracies = probe_accuracy(probe, val.features, val.labels)
-    rows = [{"lr": rate, **accuracy} for rate, accuracy in zip(rates, accuracies, strict=True)]
-    return rows, {"num_val": num_val, "num_corrupt_val": num_corrupt_val}
+    return [{"lr": rate, **accuracy} for rate, accuracy in zip(rates, accuracies, strict=True)], counts
 
 
-def describe(task: ProbeTask, rows: list[dict[str, float]], counts: dict[str, int | None]) -> dict[str, Any]:
+def describe(probed: ProbeTask, rows: list[dict[str, float]], counts: dict[str, int | None]) -> dict[str, Any]:
     """Accuracies and protocol, as linear.json holds them: the same for every run of the same command."""
-    args = task.args
+    task, args = probed.task, probed.task.args
     training = {
         "mode": "fast: cached features of un-augmented images" if args.fast else "random resized crops and flips",
         "epochs": args.epochs,
         "optimizer": f"SGD, momentum {MOMENTUM}, no weight decay, cosine to 0",
         "lr_scale": f"batch / {REFERENCE_BATCH}",
-        "global_batch_size": task.global_batch_size,
+        "global_batch_size": probed.global_batch_size,
         "seed": args.seed,
     }
     return {
@@ -229,10 +220,10 @@ def describe(task: ProbeTask, rows: list[dict[str, float]], counts: dict[str, in
             "name": "class tokens of the last layers" if task.encoder.is_vanilla else "class tokens, then the encoding",
             "n_last_blocks": args.n_last_blocks,
             "avgpool_patchtokens": args.avgpool_patchtokens,
-            "dim": task.feature_dim,
+            "dim": probed.feature_dim,
             "precision": args.precision,
         },
-        **task.task.images_record(counts),
+        **task.images_record(counts),
     }
 
 

@@ -83,14 +83,14 @@ def live_batches(
 
 @dataclass
 class ProbeRun:
-    """A training of several probes: where it stands, how to save it, how to go on.
+    """A training of several probes, which can be saved and resumed.
 
     Attributes:
         probe: the classifiers.
         learning_rates: one per probe, as given, for a global batch of 256.
         global_batch_size: images per step, over all processes.
         epochs: length of the training.
-        record: plain values that must be the same for a saved training to be continued.
+        record: plain values; a saved training with other values is refused.
         path: file of the saved training; None: none is saved.
         epoch: finished epochs.
         history: one entry per validation: epoch (from 0), and each probe's accuracies.
@@ -128,11 +128,7 @@ class ProbeRun:
             save_checkpoint(state, self.path)
 
     def resume(self) -> None:
-        """Go on from the saved training, if there is one.
-
-        Raises:
-            ValueError: it was another training; the message names what differs.
-        """
+        """Resume the saved training, if there is one."""
         if self.path is None or not self.path.is_file():
             return
         state = load_heads(self.path)
@@ -140,7 +136,7 @@ class ProbeRun:
         load_strictly(self.probe, state["state_dict"], str(self.path))
         self.optimizer.load_momenta(state["momenta"])
         self.epoch, self.history, self.counts = state["epoch"], state["history"], state["counts"]
-        logger.info("%s: going on after epoch %d of %d", self.path, self.epoch, self.epochs)
+        logger.info("%s: resuming after epoch %d of %d", self.path, self.epoch, self.epochs)
 
     def train(
         self, epoch_batches: Callable[[int], Batches], val: Features, val_freq: int = 1, log: Path | None = None
@@ -152,9 +148,6 @@ class ProbeRun:
             val: this process' share of the validation features.
             val_freq: epochs between two validations; the last epoch is always validated.
             log: file that gets one JSON line per epoch.
-
-        Raises:
-            ValueError: `val_freq` is not positive; every probe diverged.
         """
         if val_freq < 1:
             raise ValueError(f"val_freq={val_freq}; give the number of epochs between two validations, at least 1")
@@ -222,11 +215,7 @@ def reference_heads(path: Path, avgpool_patchtokens: bool) -> dict[str, Tensor] 
 
 
 def check_same_record(saved: dict[str, Any], wanted: dict[str, Any], path: Path) -> None:
-    """Refuse probes of another encoder, of other data or of other options.
-
-    Raises:
-        ValueError: names each value that differs.
-    """
+    """Refuse probes of another encoder, of other data or of other options."""
     if differing := differences(saved, wanted, "in the file", "now"):
         raise ValueError(
             f"{path} holds probes of another run: {'; '.join(differing)}. Give the same options, or another "

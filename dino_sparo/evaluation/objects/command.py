@@ -137,7 +137,7 @@ def view_of(subject: Subject, image_size: int | None) -> PatchView:
 def describe_run(
     subject: Subject, source: ObjectSource, survey: Survey, view: PatchView, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """What the numbers depend on."""
+    """Encoder, data and view of a result."""
     config = subject.encoder.config
     return {
         "encoder": subject.record,
@@ -167,7 +167,7 @@ def describe_run(
 
 
 def describe_maps(survey: Survey, source: ObjectSource, seed: int) -> dict[str, Any]:
-    """What each map finds, and which class it finds best where classes are known and not rare."""
+    """The mean Jaccard index of each map, and the class that it finds best where classes are known and not rare."""
     jaccards = np.concatenate(survey.jaccards[MODEL])
     found = jaccards.max(axis=1) > 0
     wins = np.bincount(jaccards[found].argmax(axis=1), minlength=jaccards.shape[1]) / len(jaccards)

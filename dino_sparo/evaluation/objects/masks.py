@@ -77,9 +77,6 @@ def view_objects(objects: ObjectMasks, view: View, location: str, image_size: tu
         view: what is seen of it.
         location: where the image lies, for errors.
         image_size: width and height of the image, pixels.
-
-    Raises:
-        CorruptImageError: masks and image have different sizes.
     """
     height, width = objects.void.shape
     if (width, height) != image_size:

@@ -65,7 +65,7 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 def scored_maps(result: Mapping[str, Any]) -> str:
-    """How many maps there are, and how many are scored together."""
+    """The number of maps, and the number that are scored together, in words."""
     count, together = result["num_maps"], result["maps_per_score"]
     subsets = f", {together} at a time (mean over {result['subsets_per_image']} random subsets of each image)"
     return f"{count} {result['kind']}s" + (subsets if together < count else "")
@@ -85,7 +85,7 @@ def percent(summary: dict[str, Any], sign: str = "") -> str:
 
 
 def redundancy_words(redundancy: dict[str, dict[str, float]]) -> str:
-    """How alike maps and values are, of the model and untrained; a single map is not alike to another."""
+    """Mean absolute cosines of maps and of values, of the model and untrained; "-" for a single map."""
 
     def words(value: float) -> str:
         return "-" if math.isnan(value) else f"{value:.2f}"

@@ -1,4 +1,4 @@
-"""What single maps and slots do: which finds which class, how alike they are; two models' slots matched in pairs."""
+"""Single maps and slots: which finds which class, how alike they are; two models' slots matched in pairs."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -63,14 +63,14 @@ class SeenImage(NamedTuple):
 
 @dataclass
 class Survey:
-    """What was measured.
+    """All scores, image by image.
 
     Attributes:
         scores: of each image with objects, row -> measure -> number.
         jaccards: row -> (objects, maps) per image with objects, of the model's and the untrained encoder's maps.
-        classes: (objects,) likewise.
+        classes: (objects,) per image with objects.
         indices: of the images that were seen, with objects or without.
-        values: (images, L, V) per batch, the model's slots, if they are asked for; empty without slots.
+        values: (images, L, V) per batch, the model's slots, with `keep_values`; empty without slots.
         redundancy: row -> what is alike -> mean cosine per batch, and the batch's size.
         subsets: number of subsets of the maps and maps in each; the scores of an image are means over its subsets.
         out_of_view: objects of the images that were seen, none of whose pixels is in the view.
@@ -142,9 +142,6 @@ def survey_objects(
         num_workers: threads that read images.
         maps: how many are scored together, see `map_subsets`; None: all.
         keep_values: keep the model's slots, to match them.
-
-    Raises:
-        ValueError: fewer than two images with objects can be read, or the encoder has not so many maps.
     """
     survey = Survey()
     before: np.ndarray | None = None  # the maps of the image before, for the control

@@ -33,9 +33,6 @@ class SlotSelection:
         indices: numbers of slots, different from each other.
         num_slots: L of the model they were chosen in; None: not known.
         weights_sha256: of the checkpoint they were chosen in; None: not known.
-
-    Raises:
-        ValueError: no slot, one that occurs twice, or one that does not exist.
     """
 
     indices: tuple[int, ...]
@@ -52,7 +49,7 @@ class SlotSelection:
             self.check_slots(self.num_slots)
 
     def check_slots(self, num_slots: int) -> None:
-        """Refuse slots that a model of `num_slots` does not have; raises ValueError."""
+        """Refuse slots that a model of `num_slots` does not have."""
         unknown = [index for index in self.indices if not 0 <= index < num_slots]
         if unknown:
             raise ValueError(
@@ -61,7 +58,7 @@ class SlotSelection:
             )
 
     def check_fits(self, num_slots: int) -> None:
-        """Refuse slots that were chosen among another number of them, or do not exist; raises ValueError."""
+        """Refuse slots that were chosen among another number of them, or do not exist."""
         if self.num_slots not in (None, num_slots):
             raise ValueError(
                 f"slots were selected among num_slots={self.num_slots}, the model has {num_slots}; select among its own"
@@ -74,12 +71,7 @@ class SlotSelection:
 
 
 def selection_in(content: dict[str, Any]) -> SlotSelection | None:
-    """The selection that a file holds; None: it holds none.
-
-    Raises:
-        ValueError: see `SlotSelection`.
-        TypeError: `num_slots` is no number.
-    """
+    """The selection that a file holds; None: it holds none."""
     chosen = content.get("slots")
     if not isinstance(chosen, list) or not all(type(index) is int for index in chosen):
         return None
@@ -89,12 +81,7 @@ def selection_in(content: dict[str, Any]) -> SlotSelection | None:
 def read_choice(path: str | Path, makers: str = MAKERS) -> dict[str, Any]:
     """The content of a file that holds a choice of slots; empty if it is no JSON object.
 
-    Args:
-        path: JSON.
-        makers: the commands that write such files, for the message.
-
-    Raises:
-        ValueError: there is no such file, or it is no JSON.
+    `makers` are the commands that write such files, for the message.
     """
     if not Path(path).is_file():
         raise ValueError(f"slots={str(path)!r} does not exist; give a file of {makers}")
@@ -106,14 +93,11 @@ def read_choice(path: str | Path, makers: str = MAKERS) -> dict[str, Any]:
 
 
 def check_same_checkpoint(chosen_in: str | None, weights_sha256: str | None) -> None:
-    """Refuse slots that were chosen in another checkpoint; None is not compared.
+    """Refuse slots that were chosen in a checkpoint with another SHA-256; None is not compared.
 
     Args:
         chosen_in: SHA-256 of the checkpoint in which they were chosen.
         weights_sha256: of the one that is subject.
-
-    Raises:
-        ValueError: they are not the same.
     """
     if None not in (weights_sha256, chosen_in) and weights_sha256 != chosen_in:
         raise ValueError(
@@ -124,24 +108,13 @@ def check_same_checkpoint(chosen_in: str | None, weights_sha256: str | None) -> 
 
 
 def parse_numbers(text: str) -> SlotSelection | None:
-    """The slots of `0,3,7`; None: these are no numbers with commas between them.
-
-    Raises:
-        ValueError: see `SlotSelection`.
-    """
+    """The slots of `0,3,7`; None: these are no numbers with commas between them."""
     numbers = text.replace(" ", "").split(",")
     return SlotSelection(tuple(map(int, numbers))) if all(number.isdecimal() for number in numbers) else None
 
 
 def parse_slots(text: str) -> SlotSelection:
-    """What `--slots` names: numbers with commas between them, or a file.
-
-    Args:
-        text: `0,3,7`, or the path of a JSON file with `slots`.
-
-    Raises:
-        ValueError: there is no such file, or it holds something else.
-    """
+    """The selection that `--slots` gives: numbers with commas between them, or a file."""
     if (numbers := parse_numbers(text)) is not None:
         return numbers
     content = read_choice(text, f"{MAKERS}, or numbers such as 0,3,7")
@@ -156,14 +129,14 @@ def parse_slots(text: str) -> SlotSelection:
 
 
 def origin_of(slots: str) -> dict[str, str]:
-    """What a result file says of the file that `--slots` names; empty for numbers."""
+    """Path and hash of the file that `--slots` names, for a result; empty for numbers."""
     if parse_numbers(slots) is not None:
         return {}
     return {"path": slots, "sha256": file_sha256(Path(slots))}
 
 
 def check_has_slots(config: EncoderConfig) -> None:
-    """Refuse an encoder whose encoding does not consist of slots; raises ValueError."""
+    """Refuse an encoder whose encoding does not consist of slots."""
     if not config.kind.has_slots:
         raise ValueError(
             f"readout {config.readout!r} has no slots to choose among; that takes an encoder whose read-out has slots, "
@@ -206,9 +179,6 @@ def with_slots(subject: Subject, slots: str | None) -> Subject:
 
     Returns:
         An encoder that shares the weights; its record says which slots were kept.
-
-    Raises:
-        ValueError: the encoder has no slots, or not these.
     """
     if not slots:
         return subject

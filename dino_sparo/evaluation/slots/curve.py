@@ -47,7 +47,7 @@ def describe_selection(ranking: Rows, curve: Rows, keep: int | None, weights_sha
 
 
 def number_rule(keep: int | None) -> str:
-    """How the number of slots was found, for the result."""
+    """The rule by which the number of slots was found, for the result."""
     return "asked for" if keep else "the smallest with the highest accuracy on the choosing images"
 
 

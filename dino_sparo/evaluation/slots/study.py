@@ -43,7 +43,7 @@ class StudyImages:
 
     Attributes:
         train: encodings (images, L*V) as the encoder gives them.
-        val: likewise.
+        val: encodings of the validation images.
         chooses: (images,), which training images rank the slots.
         num_slots: L.
         num_classes: of the training images.

@@ -59,7 +59,7 @@ TEST_ROWS = 1024  # images whose logits exist at a time
 
 @dataclass(frozen=True)
 class ProbeSettings:
-    """How a probe is trained.
+    """Settings of a probe's training.
 
     Attributes:
         num_classes: number of classes.
@@ -68,9 +68,6 @@ class ProbeSettings:
         batch_size: images per step, over all processes.
         seed: of weights and order.
         device: of the probe; the features may lie elsewhere.
-
-    Raises:
-        ValueError: a number is out of range.
     """
 
     num_classes: int
@@ -146,9 +143,6 @@ def choose_weight_decay(
 
     Returns:
         The best weight decay, what was tried, and how many images compared.
-
-    Raises:
-        ValueError: a share that leaves no image on one side.
     """
     number = len(train.features)
     num_val = round(val_share * number)
@@ -180,9 +174,6 @@ def probe_result(probe: LinearProbe, test: Features) -> dict[str, float]:
     Args:
         probe: a single one.
         test: features of all test images.
-
-    Raises:
-        ValueError: the probe has diverged.
     """
     counts = torch.zeros(probe.bias.shape[1], 3, dtype=torch.int64, device=probe.bias.device)
     for start in range(0, len(test.features), TEST_ROWS):
@@ -199,11 +190,7 @@ def probe_result(probe: LinearProbe, test: Features) -> dict[str, float]:
 
 
 def probe_checkpoint(args: argparse.Namespace, open_model: Callable[..., ImageFeatureModel]) -> dict[str, Any]:
-    """Train and test what the options say, write the result, show the table.
-
-    Raises:
-        ValueError: options, files or data that do not fit; the message says what would.
-    """
+    """Train and test what the options say, write the result, show the table."""
     process = start_evaluation(args)
     storage = process.device if args.use_cuda else torch.device("cpu")
     train, test, record = _features(args, process, storage, open_model)

@@ -1,6 +1,6 @@
 """A model in training + a few labelled images -> its zero-shot accuracy, as `zero_shot.py` measures it.
 
-A trainer asks for it every few epochs.
+A training run measures it every few epochs.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ NUM_IMAGES = 4000
 
 @dataclass(frozen=True)
 class ZeroShotProbe:
-    """What a model is asked during training.
+    """Images, class names and templates of the evaluation during training.
 
     Attributes:
         images: labelled by their places in `names`.
@@ -42,9 +42,6 @@ def open_probe(data_path: str, download: bool = False) -> ZeroShotProbe:
     Args:
         data_path: labelled images, held-out ones where there are any.
         download: fetch a torchvision set that is not on disk.
-
-    Raises:
-        ValueError: there are no labels, or class names that cannot be found.
     """
     source = open_evaluation_images(data_path, download=download)
     classes = open_classes(source, data_path=data_path)
@@ -59,9 +56,6 @@ def open_training_probe(zero_shot_path: str | None, data_path: str, download: bo
         zero_shot_path: labelled images, or None.
         data_path: the pairs.
         download: fetch a torchvision set that is not on disk.
-
-    Raises:
-        ValueError: the images cannot be classified; it names --zero_shot_path where that was not given.
     """
     try:
         return open_probe(zero_shot_path or data_path, download)
