@@ -195,42 +195,48 @@ def differences(one: Mapping[int, float], other: Mapping[int, float]) -> list[fl
     return [value - other[seed] for seed, value in one.items() if seed in other]
 
 
+Cells = Mapping[str, Sequence[Sequence[float]]]  # row -> for each column one difference per seed
+
+
+def _interval_table(title: str, columns: Sequence[str], cells: Cells) -> str:
+    """Mean and 95 % interval of each cell; rows without any difference are left out."""
+    rows = [[name, *(t_interval(cell) if cell else "" for cell in row)] for name, row in cells.items() if any(row)]
+    return markdown([f"{title} [95 % interval]", *columns], rows) if rows else ""
+
+
 def difference_table(found: Results, pairs: Sequence[tuple[str, str]]) -> str:
-    """Differences of pairs of rows, first minus second, paired by seed: mean and 95 % interval."""
-    columns, rows = _columns(found), []
-    for one, other in pairs:
-        cells = [differences(_values(found[one], column), _values(found[other], column)) for column in columns]
-        if any(cells):
-            rows.append([f"{one} - {other}", *(t_interval(cell) if cell else "" for cell in cells)])
-    return markdown(["difference [95 % interval]", *_titles(columns)], rows) if rows else ""
+    """Differences of pairs of rows, first minus second, paired by seed."""
+    columns = _columns(found)
+    cells = {
+        f"{one} - {other}": [
+            differences(_values(found[one], column), _values(found[other], column)) for column in columns
+        ]
+        for one, other in pairs
+    }
+    return _interval_table("difference", _titles(columns), cells)
+
+
+def _gains(found: Results, row: str, score: str) -> dict[int, float]:
+    """Seed -> trained minus untrained encoder of the same initialisation."""
+    trained, untrained = (_values(found[row], (state, score)) for state in ("trained", "untrained"))
+    return {seed: value - untrained[seed] for seed, value in trained.items() if seed in untrained}
 
 
 def gain_table(found: Results) -> str:
-    """Trained minus untrained encoder of the same initialisation: mean and 95 % interval."""
+    """Trained minus untrained encoder of the same initialisation."""
     scores = [score for state, score in _columns(found) if state == "untrained"]
-    rows = []
-    for variant, by_seed in found.items():
-        states = ((_values(by_seed, (state, score)) for state in ("trained", "untrained")) for score in scores)
-        cells = [differences(*pair) for pair in states]
-        if any(cells):
-            rows.append([variant, *(t_interval(cell) if cell else "" for cell in cells)])
-    return markdown(["trained - untrained [95 % interval]", *scores], rows) if rows else ""
+    cells = {row: [list(_gains(found, row, score).values()) for score in scores] for row in found}
+    return _interval_table("trained - untrained", scores, cells)
 
 
 def gain_difference_table(found: Results, pairs: Sequence[tuple[str, str]]) -> str:
-    """Differences of the gain by training between pairs of rows, paired by seed: mean and 95 % interval."""
+    """Differences of the gain by training between pairs of rows, paired by seed."""
     scores = [score for state, score in _columns(found) if state == "untrained"]
-
-    def gains(row: str, score: str) -> dict[int, float]:
-        trained, untrained = (_values(found[row], (state, score)) for state in ("trained", "untrained"))
-        return {seed: value - untrained[seed] for seed, value in trained.items() if seed in untrained}
-
-    rows = []
-    for one, other in pairs:
-        cells = [differences(gains(one, score), gains(other, score)) for score in scores]
-        if any(cells):
-            rows.append([f"{one} - {other}", *(t_interval(cell) if cell else "" for cell in cells)])
-    return markdown(["difference of what training adds [95 % interval]", *scores], rows) if rows else ""
+    cells = {
+        f"{one} - {other}": [differences(_gains(found, one, score), _gains(found, other, score)) for score in scores]
+        for one, other in pairs
+    }
+    return _interval_table("difference of what training adds", scores, cells)
 
 
 def seed_table(found: Results) -> str:

@@ -185,8 +185,10 @@ def main() -> None:
     from dino_sparo.__main__ import run
 
     parser = Parser("studies.slots", description=__doc__)
-    parser.add_argument("--output_dir", type=Path, default=Path("output/studies"), help="Of the studies' checkpoints.")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="Of the result files of all studies.")
+    parser.add_argument(
+        "--output_dir", type=Path, default=Path("output/studies"), help="Folder of the studies' checkpoints."
+    )
+    parser.add_argument("--results", type=Path, default=RESULTS, help="Folder of the result files of all studies.")
     args = parser.parse_args()
     measure_missing(args.output_dir, args.results, run)
     say(report(args.results))

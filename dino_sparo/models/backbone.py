@@ -25,7 +25,7 @@ from dino_sparo.runtime.choices import ARCHITECTURES, ViTSize
 # (facebookresearch/dino, discussion #8). It shifts the sampled positions a little, hence it must be the same here.
 GRID_OFFSET = 0.1
 
-# Of every LayerNorm: DINO's, and CLIP's (with `pre_norm`).
+# Eps of every LayerNorm: DINO's, and CLIP's (with `pre_norm`).
 LAYER_NORM_EPS, PRE_NORM_EPS = 1e-6, 1e-5
 
 
