@@ -212,7 +212,7 @@ class Binding(nn.Module):
     ) -> Callable[..., Tensor]:
         """The function of a chunk; while training, the backward pass computes the chunk again to save memory.
 
-        Chunks that are small together (`KEPT_SHARE` of one) are kept, which is faster. Arguments as in `chunks`.
+        Chunks that are small together (`KEPT_SHARE` of one) stay in memory, which is faster. Arguments as in `chunks`.
         """
         numbers, budget = self._numbers(counts, relation_counts, num_images)
         if not (self.training and torch.is_grad_enabled()) or sum(numbers) <= KEPT_SHARE * budget:

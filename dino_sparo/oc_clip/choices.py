@@ -1,7 +1,7 @@
-"""What OC-CLIP's options choose among, as plain values: no torch, so that `--help` is fast."""
+"""Choices and limits of OC-CLIP's options, without torch, so that `--help` is fast."""
 
-COMPETITIONS = ("queries", "keys")  # what the softmax of the binding runs over
+COMPETITIONS = ("queries", "keys")  # axis of the softmax of the binding
 RELATION_SCORES = ("additive", "mlp")
-RELATION_NEGATIVES = ("all", "one")  # which relations of a graph its false graphs alter
+RELATION_NEGATIVES = ("all", "one")  # relations that false graphs alter
 MAX_NODES = MAX_RELATIONS = 16  # of a graph
-DEMO_MODELS = ("oc_clip", "cls", "sparo")  # what the demo compares; the first has graphs
+DEMO_MODELS = ("oc_clip", "cls", "sparo")  # models of the demo; the first has graphs

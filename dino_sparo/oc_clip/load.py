@@ -41,7 +41,7 @@ class LoadedOCCLIP(LoadedModel):
         captions: Sequence[str],
         parser: str | Callable[[str], SceneGraph] = DEFAULT_GRAPHS,
     ) -> Float[Tensor, "images captions"]:
-        """How well each image and each caption fit: S of the image and the caption's graph, in [-1, 1].
+        """S of every image and the graph of every caption, in [-1, 1].
 
             loaded = load_oc_clip("output/checkpoint.pth")
             loaded.similarity([Image.open("dog.jpg")], ["a dog left of a cat", "a cat left of a dog"])  # (1, 2)
@@ -109,11 +109,11 @@ def open_oc_clip_model(
         loaded,
         args.graphs or DEFAULT_GRAPHS,
         process.device,
-        args.batch_size_per_gpu,
-        args.num_workers,
-        PRECISIONS[args.precision],
         border,
         args.max_missing_graphs,
+        batch_size=args.batch_size_per_gpu,
+        num_workers=args.num_workers,
+        dtype=PRECISIONS[args.precision],
     )
     trained_on = loaded.record.get("trained_on_graphs") or {}
     if args.graphs is None and trained_on.get("parser") != DEFAULT_GRAPHS:
@@ -135,11 +135,9 @@ def scorer_of(
     loaded: LoadedOCCLIP,
     graphs: str | Callable[[str], SceneGraph],
     device: torch.device | None = None,
-    batch_size: int = 64,
-    num_workers: int = 0,
-    dtype: torch.dtype = torch.float32,
     border: int = 0,
     max_missing: float = MAX_MISSING,
+    **settings: Any,
 ) -> GraphScorer:
     """The scorer of a loaded model.
 
@@ -147,11 +145,9 @@ def scorer_of(
         loaded: the model.
         graphs: argument of `open_graphs`, or a function from a caption to its graph.
         device: None: the device of the model.
-        batch_size: images per step.
-        num_workers: processes that load images.
-        dtype: of autocast.
         border: pixels cut off every side of an image.
         max_missing: share of captions that may have no graph.
+        settings: `batch_size`, `num_workers` and `dtype` of `GraphScorer`.
     """
     if isinstance(graphs, str):
         caption_graphs = open_graphs(graphs, max_missing=max_missing)
@@ -160,4 +156,4 @@ def scorer_of(
     device = loaded.model.node_proj.weight.device if device is None else device
     view = ClipView(loaded.model.config.image.img_size, loaded.mean, loaded.std, border)
     record = {"model": loaded.record, "slots": None}
-    return GraphScorer(loaded.model.to(device), caption_graphs, view, device, batch_size, num_workers, dtype, record)
+    return GraphScorer(loaded.model.to(device), caption_graphs, view, device, model_record=record, **settings)

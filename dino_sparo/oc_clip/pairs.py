@@ -43,7 +43,7 @@ class GraphItem(NamedTuple):
 class GraphPairBatch(DeviceBatch):
     """B pairs; graph i belongs to image i.
 
-    Graphs stay in the host's memory: their sizes decide what is computed, and several batches are joined first.
+    Graphs stay in the host's memory, since their sizes determine the chunks, and several batches are joined first.
 
     Attributes:
         images: (B, C, H, W), 0 to 255.

@@ -1,6 +1,6 @@
 """Images and captions -> scores of OC-CLIP: the `Scorer` of OC-CLIP for all evaluations.
 
-Images become keys and values, 4 * 2 * N * dim bytes each (0.4 MB at N = 196, dim = 256), kept in the host's memory.
+Images become keys and values, 4 * 2 * N * dim bytes each (0.4 MB at N = 196, dim = 256), in the host's memory.
 Captions become graphs in canonical form: isomorphic graphs are scored once, so that a tie between them is exact.
 """
 
@@ -215,7 +215,7 @@ class GraphScorer(ImageRows):
         return self.score_block(self.rows_of(images), self.encode_texts(captions).payload)
 
     def explain(self, image: Image.Image, captions: Sequence[str]) -> Explanation:
-        """What the entities of each caption take of an image; see `ExplainableScorer`."""
+        """Maps of the shares of patches that each entity takes; see `ExplainableScorer`."""
         (view,) = self.views([image])
         with inference(self.module, self.device, self.dtype):
             graphs = [self.graphs.lookup(caption)[0] for caption in captions]

@@ -39,7 +39,7 @@ class EncodedGraphs(NamedTuple):
 
 
 class Scoring(nn.Module):
-    """How well the slots of an image fit the entities and relations of a graph: a number in [-1, 1].
+    """Similarity S of the slots of an image and the entities and relations of a graph, in [-1, 1].
 
         S(x, G) = [alpha sum_m cos(N_m, S_m) + beta sum_p f(r_p, S_s, S_o)] / (alpha E + beta R)
         f(r, S_s, S_o) = cos(r, f_s [r; S_s] + f_o [r; S_o])
@@ -166,7 +166,7 @@ def score_all_pairs(
 
     Graphs with equal numbers of entities are bound and scored together, in chunks bounded by `binding.chunk_mb`. No
     padding is computed: the relations of a chunk are scored as the relations of one graph with all its entities. While
-    training, only the scores of large chunks are kept (`Binding.recomputed`).
+    training, only the scores of large chunks stay in memory (`Binding.recomputed`).
     """
     if 0 in graphs.entity_counts:
         number = graphs.entity_counts.index(0)

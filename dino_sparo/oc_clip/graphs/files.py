@@ -5,8 +5,8 @@ A file has one JSON object per line, as `dino-sparo parse` writes it and as tabl
     {"caption": "a dog on a mat", "entities": ["dog", "mat"],
      "relationships": [{"relationship": "on", "subject": 0, "object": 1}], "image": "7.jpg"}
 
-`image` is optional. Every line is checked when the file is opened. Only the place of each line and a hash of its
-caption are kept, 20 bytes, so that loader workers share the graphs of 10^7 captions. Compressed files are refused.
+`image` is optional. Every line is checked when the file is opened. The index has 20 bytes per line (its place and a
+hash of its caption), so that loader workers share the graphs of 10^7 captions. Compressed files are refused.
 """
 
 import copy
@@ -49,7 +49,7 @@ class CaptionGraphs:
     """The graph of any caption, normalised.
 
     Args:
-        find: caption -> graph as found; None if the caption has none.
+        find: caption -> graph, not normalised; None if the caption has none.
         record: description of the graphs for result files: the parser, or file and hash.
         max_nodes: largest number of entities.
         max_relations: largest number of relations.

@@ -66,14 +66,13 @@ class SceneGraph:
         relations = []
         for number, entry in enumerate(relationships):
             keys = ("subject", "relationship", "object")
-            subject, predicate, other = (entry.get(key) if isinstance(entry, Mapping) else None for key in keys)
-            # JSON's true is an int in Python.
-            if not isinstance(predicate, str) or type(subject) is not int or type(other) is not int:
+            values: list[Any] = [entry.get(key) if isinstance(entry, Mapping) else None for key in keys]
+            if [type(value) for value in values] != [int, str, int]:  # JSON's true is an int for isinstance
                 raise ValueError(
                     f"relationship {number} is {entry!r}; "
                     'give {"relationship": words, "subject": index, "object": index}'
                 )
-            relations.append(Relation(subject, predicate, other))
+            relations.append(Relation(*values))
         return cls(tuple(entities), tuple(relations))
 
 

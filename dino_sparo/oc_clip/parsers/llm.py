@@ -76,8 +76,8 @@ def read_answer(text: str) -> tuple[SceneGraph, int]:
     listed = record.get("relationships") if isinstance(record, dict) else None
     if not isinstance(listed, list):
         return SceneGraph.from_json(record), 0
-    kept = [entry for entry in listed if not (isinstance(entry, dict) and _is_no_relation(entry))]
-    return SceneGraph.from_json({**record, "relationships": kept}), len(listed) - len(kept)
+    relations = [entry for entry in listed if not (isinstance(entry, dict) and _is_no_relation(entry))]
+    return SceneGraph.from_json({**record, "relationships": relations}), len(listed) - len(relations)
 
 
 def _is_no_relation(entry: dict[str, Any]) -> bool:
