@@ -112,6 +112,32 @@ def test_wrong_types_in_captions_of_images_are_a_value_error_of_one_line(name, t
         assert_one_line_or_none(lambda: open_caption_set(str(tmp_path), str(file)), file, content)
 
 
+def test_damaged_bytes_in_tables_and_lines_are_a_value_error_of_one_line(tmp_path):
+    """PUG's labels.csv, Winoground's lines, Flickr's lines: bytes replaced, removed or repeated."""
+    header = "filename,world_name,character_name,character2_name,character_texture,character2_texture,character1_pos"
+    rules = ImageRules(tmp_path, tmp_path, max_missing=1.0)
+    files: dict[str, tuple[str, Callable[[Path], Any]]] = {
+        "labels.csv": (
+            f"{header}\na.png,Desert,Cat,Dog,Default,Default,left\nb.png,Desert,Cat,Dog,Blue,Red,bottom\n",
+            lambda file: open_benchmark(BENCHMARKS["pug-spar"], tmp_path, rules),
+        ),
+        "examples.jsonl": (
+            json.dumps(WINOGROUND) + "\n",
+            lambda file: open_benchmark(BENCHMARKS["winoground"], tmp_path, rules),
+        ),
+        "captions.txt": ("a.png#0\ta dog\na.png#1\ta cat\n", lambda file: open_caption_set(str(tmp_path), str(file))),
+    }
+    paint(tmp_path / "a.png", "red")
+    rng = random.Random(0)
+    for name, (text, read) in files.items():
+        file, content = tmp_path / name, text.encode()
+        for _ in range(60):
+            at, length = rng.randrange(len(content)), rng.choice((0, 1, 5, 40))
+            damage = rng.choice((b"", b"\xff", b"\0", b'"', b",", b"\n", b"{", b"x" * 300, content[: at + 7]))
+            file.write_bytes(content[:at] + damage + content[at + length :])
+            assert_one_line_or_none(lambda: read(file), file, file.read_bytes())  # noqa: B023
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

@@ -84,7 +84,7 @@ def slot_leads(cosines: Float[Tensor, "captions L"]) -> Float[Tensor, "captions 
 
 
 def best_slots(lead: Float[np.ndarray, " L"]) -> list[int]:
-    """The slots that add most to a caption, the greatest first; none that adds nothing."""
+    """The slots that add most to a caption, the greatest first."""
     order = np.argsort(-lead, kind="stable")[:MAX_SLOTS]
     return [int(slot) for slot in order if lead[slot] > 0]
 

@@ -67,7 +67,7 @@ class CaptionFile(NamedTuple):
     Attributes:
         captions_of: captions of every image, by its file name.
         left_out: captions of no image.
-        split: the one that was read, of Karpathy's; None for the other layouts.
+        split: the split that was read, in Karpathy's layout; None in others.
     """
 
     captions_of: dict[str, list[str]]
@@ -115,7 +115,7 @@ def read_captions(path: Path, split: str | None = None) -> CaptionFile:
         split: of Karpathy's, by default `KARPATHY_SPLIT`.
 
     Raises:
-        ValueError: the file is missing, is not understood, or has no splits though one is asked for.
+        ValueError: the file is missing or has another layout; or `split` is given and the file has no splits.
     """
     if not path.is_file():
         raise ValueError(f"captions={str(path)!r} does not exist (in {os.getcwd()})")

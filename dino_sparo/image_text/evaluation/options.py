@@ -22,7 +22,7 @@ SPLIT_HELP = "Name of a split of the images; all takes everything. By default va
 
 
 def add_model_options(parser: argparse.ArgumentParser, several: bool = False, reads_graphs: bool = True) -> None:
-    """What to evaluate.
+    """The model.
 
     Args:
         parser: to add to.
@@ -53,7 +53,7 @@ def add_model_options(parser: argparse.ArgumentParser, several: bool = False, re
     group.add_argument(
         "--slots",
         default=None,
-        help="Evaluate some of its slots, or masked ones: numbers (0,3,7) or a file of dino-sparo select or mask.",
+        help="Evaluate some slots, or masked slots: numbers (0,3,7) or a file of dino-sparo select or mask.",
     )
 
 
@@ -68,7 +68,7 @@ def add_graphs_option(group: argparse._ArgumentGroup) -> None:
 
 
 def add_computation_options(parser: argparse.ArgumentParser, result: str, where: str = "beside the checkpoint") -> None:
-    """How to compute, and where the result goes.
+    """Computation and result file.
 
     Args:
         parser: to add to.
@@ -80,7 +80,7 @@ def add_computation_options(parser: argparse.ArgumentParser, result: str, where:
         "--img_size",
         type=positive_int,
         default=None,
-        help="Side of the view in pixels; by default that of the training.",
+        help="Side of the view in pixels; by default as in training.",
     )
     group.add_argument("--batch_size_per_gpu", type=int, default=128, help="Images, or captions, per process and step.")
     group.add_argument(
@@ -172,7 +172,7 @@ def add_picture_options(parser: argparse.ArgumentParser, weights: str) -> argpar
 
 
 def add_picture_result_options(parser: argparse.ArgumentParser) -> None:
-    """Where pictures go, and where they are computed."""
+    """The folder of the pictures, and the device."""
     group = parser.add_argument_group("result")
     group.add_argument("--output_dir", default=None, help="Where to write; by default beside the checkpoint.")
     group.add_argument(

@@ -170,15 +170,10 @@ def _mean_recall(hits: Int64[Tensor, "queries k"], k: Sequence[int]) -> dict[int
 
 @torch.no_grad()
 def evaluate_retrieval(scorer: Scorer, data: CaptionSet, k: Sequence[int] = (1, 5, 10)) -> RetrievalResult:
-    """Images and captions in, recall out. Every process takes part and gets the result.
-
-    Args:
-        scorer: the model.
-        data: images with captions.
-        k: numbers of candidates to look at.
+    """Recall on a set of images with captions; every process gets the result.
 
     Raises:
-        ValueError: more than 1 % of the images cannot be read; a k out of range.
+        ValueError: more than 1 % of the images are unreadable; a k out of range.
     """
     scorer.expect_texts(merge_equal(data.captions)[0])
     images = scorer.encode_images(data.images)
@@ -186,14 +181,14 @@ def evaluate_retrieval(scorer: Scorer, data: CaptionSet, k: Sequence[int] = (1, 
     row = torch.full((len(data.images),), -1)
     row[images.indices.cpu()] = torch.arange(len(images.indices))
     image_of = row[torch.from_numpy(data.image_of)]
-    kept = (image_of >= 0).nonzero().flatten()
-    texts, text_of = merge_equal([data.captions[index] for index in kept.tolist()])
+    readable = (image_of >= 0).nonzero().flatten()
+    texts, text_of = merge_equal([data.captions[index] for index in readable.tolist()])
     encoded = scorer.encode_texts(texts)
     # An image that has the same caption twice matches it once.
-    matches = torch.unique(torch.stack((image_of[kept], text_of), dim=1), dim=0)
+    matches = torch.unique(torch.stack((image_of[readable], text_of), dim=1), dim=0)
     text, image = recall(scorer, images.payload, encoded.payload, matches, k)
     return RetrievalResult(
-        text, image, len(images.indices), len(kept), len(texts), images.num_corrupt, encoded.num_truncated
+        text, image, len(images.indices), len(readable), len(texts), images.num_corrupt, encoded.num_truncated
     )
 
 

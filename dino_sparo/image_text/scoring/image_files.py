@@ -90,7 +90,7 @@ def check_file_name(name: Any) -> None:
 
 
 def image_path(folder: Path, name: str, roots: Sequence[Path] | None = None) -> str | None:
-    """Where an image lies in a folder: as named, without the folders in its name, or with an ending added.
+    """Path of an image in a folder: as named, without the folders in its name, or with an ending added.
 
     Args:
         folder: start of the path.

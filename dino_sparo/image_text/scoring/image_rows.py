@@ -73,11 +73,11 @@ class ImageRows(ABC):
     def image_batches(self, source: ImageSource) -> Iterator[EncodedImages]:
         """Rows of this process' share of the images, in order; none is stored."""
         loader = share_loader(source, self.transform, self.device, self.batch_size, self.num_workers)
-        for features, batch, kept in encoded_batches(
+        for features, batch, rows in encoded_batches(
             self.module, loader, self.device, self.batch_size, self.encode_image, self.dtype, source.name
         ):
-            labels = batch.labels[kept].to(self.device)
-            yield EncodedImages(features, labels, batch.indices[kept], len(batch.corrupt))
+            labels = batch.labels[rows].to(self.device)
+            yield EncodedImages(features, labels, batch.indices[rows], len(batch.corrupt))
 
     def views(self, images: Sequence[Image.Image] | Tensor) -> Float[Tensor, "images C H W"]:
         """The views of images of any size and mode; views stay as they are."""

@@ -77,7 +77,7 @@ class Scorer(Protocol):
 
     @property
     def ensemble(self) -> str:
-        """How `encode_classes` combines the templates of a class, in a result file."""
+        """The way `encode_classes` combines the templates of a class, in a result file."""
 
     @property
     def default_templates(self) -> tuple[str, ...] | None:

@@ -1,4 +1,4 @@
-"""A folder -> the benchmarks below it, with their images; what of them is missing, and where to get it."""
+"""A folder -> the benchmarks below it, with their images, and a list of what is missing."""
 
 import logging
 import os
@@ -15,7 +15,7 @@ from dino_sparo.image_text.scoring.image_files import MAX_MISSING, ImageName, fi
 logger = logging.getLogger(__name__)
 
 MAX_DEPTH = 4  # folders below --data_root that are searched
-IMAGES_TRIED = 20  # the first ones of a benchmark; the folder that holds one of them is that of its images
+IMAGES_TRIED = 20  # the first images of a benchmark; a folder with one of them is the folder of its images
 # Many files and no annotations.
 IMAGE_FOLDERS = frozenset(
     ("images", "val2017", "val2014", "train2017", "train2014", "test2014", "vg_images", "VG_100K", "VG_100K_2")
@@ -24,7 +24,7 @@ IMAGE_FOLDERS = frozenset(
 
 @dataclass(frozen=True)
 class LocalBenchmark:
-    """A benchmark on disk: its questions, and what of it is missing.
+    """A benchmark on disk: its questions, and what is missing.
 
     Attributes:
         benchmark: which.
@@ -34,7 +34,7 @@ class LocalBenchmark:
         questions: those that have their captions and image files; an image is its absolute path, or a part of it.
         without_image: split -> questions whose image files are missing.
         with_empty_caption: split -> questions with an empty caption.
-        lacks: what makes it incomplete, a sentence each.
+        lacks: reasons why it is incomplete, a sentence each.
     """
 
     benchmark: Benchmark
@@ -49,7 +49,7 @@ class LocalBenchmark:
 
 @dataclass(frozen=True)
 class ImageRules:
-    """Where images may lie, and how many may be missing.
+    """Folders of images, and the share that may be missing.
 
     Attributes:
         root: `--data_root`; images may lie there, too.
@@ -168,7 +168,7 @@ def image_folder(benchmark: Benchmark, folder: Path, root: Path, names: Sequence
 
 
 def _missing_annotations(benchmark: Benchmark, folder: Path, questions: Sequence[Question]) -> list[str]:
-    """What a download lacks, besides images."""
+    """Sentences on annotations that are missing or incomplete."""
     lacks = []
     if missing := [name for name in benchmark.files if name not in benchmark.own_files(folder)]:
         first = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")

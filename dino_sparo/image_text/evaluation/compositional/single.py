@@ -96,18 +96,21 @@ def evaluate_sugarcrepe(args: argparse.Namespace, open_model: OpenModel) -> dict
         **averages(results),
         "rule": f"right if the true caption's {scorer.measure} is strictly greater, in fp32; ties count as wrong",
         **scorer.record,
-        "pairs": pairs_record(local, results, len(table.truncated)) | {"num_images": num_images},
+        "pairs": pairs_record(local, results, len(table.truncated), num_images=num_images),
     }
     return report(result, _sugarcrepe_table(results), args, "sugarcrepe.json")
 
 
-def pairs_record(local: LocalBenchmark, results: dict[str, SplitResult], num_truncated: int) -> dict[str, Any]:
-    """Description of SugarCrepe's questions in a result file."""
+def pairs_record(
+    local: LocalBenchmark, results: dict[str, SplitResult], num_truncated: int, **counts: int
+) -> dict[str, Any]:
+    """Description of SugarCrepe's questions in a result file; `counts` are further numbers."""
     num_pairs = sum(result.num_questions for result in results.values())
     return {
         "images": str(local.images),
         "files": {split: file_record(local.folder / f"{split}.json") for split in results},
         "num_pairs": num_pairs,
+        **counts,
         "num_without_image": local.without_image.total() + len(local.questions) - num_pairs,
         "num_with_empty_caption": local.with_empty_caption.total(),
         "num_truncated_captions": num_truncated,
