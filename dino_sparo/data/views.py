@@ -22,7 +22,7 @@ from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD
 
 # The evaluation protocol of ImageNet: the short side to 256, of which the central 224 are seen.
 RESIZE_RATIO = 256 / 224
-MAX_ASPECT = 20  # of what is resized for a view
+MAX_ASPECT = 20  # of an image that is resized for a view
 # Self-attention among so many patches takes about 2 GB per image; more is usually a slip of --image_size.
 MAX_PATCHES = 8_192
 

@@ -1,4 +1,4 @@
-"""What a figure shows, described once: sections of bands of labelled tiles.
+"""The description of a figure: sections of bands of labelled tiles.
 
 `sheet.py` draws the description as PNG, PDF or SVG; `html.py` makes a page of it.
 
@@ -155,7 +155,7 @@ class Figure:
 
 
 def map_painter(levels: Float[np.ndarray, "h w"], smooth: bool = True) -> Callable[[Picture], Picture]:
-    """What paints a map on the scale of colours (0 no colour, 1 the strongest) on its image."""
+    """A painter of a map on its image; levels are on the scale of colours: 0 no colour, 1 the strongest."""
     return partial(overlay_levels, levels=levels, smooth=smooth)
 
 

@@ -17,11 +17,7 @@ def short_name(location: str) -> str:
 
 
 def run_names(weights: Sequence[str]) -> list[str]:
-    """What to call checkpoints: folder and file, and as many folders above as tell them apart.
-
-    Args:
-        weights: paths, relative to the current folder or absolute.
-    """
+    """Short names of checkpoints: folder and file, and as many folders above as make the names differ."""
     paths = [Path(path).expanduser().absolute().parts[1:] for path in weights]
     depth = 2
     while len({path[-depth:] for path in paths}) < len(set(paths)):
@@ -30,23 +26,16 @@ def run_names(weights: Sequence[str]) -> list[str]:
 
 
 def describe_model(record: Mapping[str, Any], encoder: EncoderConfig, run: str | None, *words: str) -> str:
-    """A line about a model, for figures.
-
-    Args:
-        record: of the loaded model.
-        encoder: of images.
-        run: what the model is called; None: it is called something elsewhere.
-        words: what else there is to say.
-    """
+    """A line about a model, for figures: run (None: named elsewhere), architecture, `words`, epoch."""
     epoch = f"epoch {record['epoch']}" if isinstance(record["epoch"], int) else None
     parts = (run, f"{encoder.arch}/{encoder.patch_size}", *words, epoch)
     return "  ·  ".join(part for part in parts if part is not None)
 
 
 def file_names(locations: Sequence[str]) -> list[str]:
-    """Names of files that are to be told apart by the images they are made of, without folder and ending.
+    """File names that show which images they were made of, without folder and ending; images of one name are numbered.
 
-    Letters, digits, dots, dashes and underscores stay, all else becomes an underscore. Images of one name are numbered.
+    Letters, digits, dots, dashes and underscores stay, all else becomes an underscore.
     """
     names: list[str] = []
     taken: set[str] = set()

@@ -1,7 +1,4 @@
-"""A sheet of plots in the look of the other figures.
-
-Who has numbers to draw opens one with `panels`; the same numbers give the same bytes.
-"""
+"""Plots of numbers in the style of all figures; the same numbers give the same bytes."""
 
 import json
 import math
@@ -34,19 +31,7 @@ def colour_of(position: int, count: int) -> str:
 
 @contextmanager
 def panels(path: Path, rows: int, columns: int) -> Iterator[Any]:
-    """Plots side by side, saved at the end.
-
-    Args:
-        path: the PNG to write.
-        rows: of plots.
-        columns: likewise.
-
-    Yields:
-        The plots' axes, an array (rows, columns).
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Axes of plots, an array (rows, columns); saved to `path` at the end."""
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -65,14 +50,14 @@ def panels(path: Path, rows: int, columns: int) -> Iterator[Any]:
 
 
 def count_ticks(axis: Any) -> None:
-    """Whole numbers along x, for what is counted."""
+    """Whole numbers along x, for counts."""
     from matplotlib.ticker import MaxNLocator
 
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def spaced(ticks: Sequence[int]) -> list[int]:
-    """Those of some positive numbers, from the smallest, that have room for their labels on a logarithmic axis."""
+    """The positive numbers, from the smallest, whose labels have room on a logarithmic axis."""
     shown: list[int] = []
     gap = LABEL_SHARE * math.log(max(ticks) / min(ticks))
     for tick in sorted(ticks):
@@ -82,14 +67,7 @@ def spaced(ticks: Sequence[int]) -> list[int]:
 
 
 def ranked_bars(axis: Any, numbers: Sequence[int], heights: Sequence[float], marked: int) -> None:
-    """A bar for each of some parts, in the order given, under their numbers if these can be read.
-
-    Args:
-        axis: to draw on.
-        numbers: of the parts.
-        heights: of the bars.
-        marked: how many, from the first, are in colour.
-    """
+    """A bar per part in the order given, the first `marked` in colour; numbers below where they have room."""
     positions = range(1, len(numbers) + 1)
     colours = [ACCENT if position <= marked else FAINT for position in positions]
     axis.bar(positions, heights, width=0.8 if len(numbers) <= MAX_GAPS else 1.0, color=colours)
@@ -100,15 +78,7 @@ def ranked_bars(axis: Any, numbers: Sequence[int], heights: Sequence[float], mar
 
 
 def draw_training_curve(log: Path, path: Path) -> None:
-    """log.txt -> how a run went: loss and teacher's entropy, and 20-NN where it was probed, against steps.
-
-    Args:
-        log: one JSON line per epoch.
-        path: of the PNG.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """log.txt, one JSON line per epoch -> loss, teacher's entropy and, where it was probed, 20-NN against steps."""
     epochs = [json.loads(line) for line in log.read_text().splitlines()]
     probed = [epoch for epoch in epochs if "knn_20" in epoch]
     curves = {"train_loss": ("loss", INK), "train_teacher_entropy": ("teacher's entropy", SOFT)}

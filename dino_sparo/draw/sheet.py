@@ -295,7 +295,7 @@ class _Block:
 
     @property
     def middle(self) -> int:
-        """Of the first line's pictures, below the upper edge."""
+        """Middle of the first line's pictures, below the upper edge."""
         return (self.lines[0].head if self.lines else 0) + self.height_of_picture // 2
 
     def draw(self, sheet: Sheet, x: int, y: int) -> None:
@@ -378,7 +378,7 @@ def text_width(words: str, size: float = TEXT_SIZE, weight: str = "normal") -> f
 
 @lru_cache(maxsize=1)
 def _renderer() -> Any:
-    # The font at hand decides, so the renderer is asked that will draw.
+    # The renderer that draws knows the installed font.
     return Sheet(1, 1).figure.canvas.get_renderer()
 
 

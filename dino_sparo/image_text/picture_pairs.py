@@ -1,6 +1,6 @@
 """Pairs of image and caption that are to be drawn: where they lie, the views of some of them, and the files drawn.
 
-What a model looks at in them is drawn by the objectives' folders: `clip/pictures/`, `oc_clip/pictures/`.
+The objectives' folders describe the figures: `clip/pictures/`, `oc_clip/pictures/`.
 """
 
 import argparse
@@ -101,14 +101,7 @@ def open_picture_pairs(
 ) -> PairSource:
     """The pairs to look at; scenes are held-out ones.
 
-    Args:
-        data_path: a folder of pairs, or anything that `open_pairs` opens.
-        image_key: of `open_pairs`.
-        caption_key: likewise.
-        image_folder: likewise.
-
-    Raises:
-        ValueError: nothing lies there, or no pairs do.
+    `data_path` is a folder of pairs, or anything that `open_pairs` opens; the others are arguments of `open_pairs`.
     """
     folder = Path(data_path).expanduser()
     if folder.is_dir() and any(folder.glob("*.txt")) and not any(folder.glob("*.tar")):
@@ -142,13 +135,8 @@ def open_pair_folder(folder: Path) -> PairSource:
 def view_pairs(source: PairSource, indices: Sequence[int], view: PatchView) -> Iterator[ViewedPair]:
     """The pairs of some indices; those that cannot be read are left out, named and counted.
 
-    Args:
-        source: the pairs.
-        indices: places in the source.
-        view: what is seen of an image.
-
     Raises:
-        ValueError: at the end, none could be read.
+        ValueError: at the end, if none could be read.
     """
     errors: list[CorruptImageError] = []
     for index in progress(indices, desc=source.name):

@@ -36,7 +36,7 @@ BATCH_SIZE = 16
 
 @dataclass(frozen=True)
 class PairAttention:
-    """How a model sees one pair.
+    """Attention of a model to image and caption of one pair.
 
     Attributes:
         index: place in the source.
@@ -69,7 +69,7 @@ class PairAttention:
 
 
 class Choice(NamedTuple):
-    """What is shown.
+    """Slots and pairs to show.
 
     Attributes:
         slots: numbers of slots, one row each.
@@ -93,18 +93,15 @@ def see_pairs(
     device: torch.device,
     max_pairs: int,
 ) -> list[PairAttention]:
-    """Run a model over pairs, evenly spread over the source; those that cannot be read are left out and named.
+    """Run a model over at most `max_pairs` pairs, evenly spread over the source; unreadable ones are skipped and named.
 
     Args:
         model: with slots, in eval mode, on the device.
         source: the pairs; of several captions of an image the first is taken.
-        view: what is seen of an image.
+        view: the part of an image that the model sees.
         tokenize: captions -> `Tokens`.
         device: where to compute.
-        max_pairs: look at so many, at most.
-
-    Raises:
-        ValueError: none can be read.
+        max_pairs: at most.
     """
     seen: list[PairAttention] = []
     num_truncated = 0
@@ -148,19 +145,13 @@ def _stacked(pairs: Sequence[PairAttention]) -> tuple[Float[np.ndarray, "pairs L
 def choose(pairs: Sequence[PairAttention], num_slots: int, num_pairs: int, criteria: Criteria) -> Choice:
     """The slots and pairs to show: slots with sharp attention to different words, whose cosines are high.
 
-    One slot after the other is taken, each time the one that meets the criteria in most of the pairs where those before
-    it do, without attending to a word that one of them attends to; of equals the sharper one. So it goes on as long as
-    there are enough such pairs to fill the columns. What then is missing is filled up by nearness to the criteria,
+    A greedy choice: the next slot is the one that meets the criteria in most of the pairs in which all slots before it
+    meet them, without attending to a word that a slot before it attends to; among equals the sharper one. The choice
+    ends when too few such pairs are left to fill the columns. Further slots are chosen by nearness to the criteria,
 
         nearness = min(1, cosine / min_cosine) * min(1, sharpness / min_sharpness),
 
     zero where words overlap, averaged over the pairs that are left. For the pairs see `choose_pairs`.
-
-    Args:
-        pairs: the pairs.
-        num_slots: rows, at most.
-        num_pairs: columns, at most.
-        criteria: what a slot is to meet.
     """
     cosines, sharpness = _stacked(pairs)
     meets, focus = fits(pairs, criteria), [pair.focus for pair in pairs]
@@ -205,6 +196,6 @@ def choose_pairs(
 
 
 def _apart(focus: Sequence[Bool[np.ndarray, "L _"]], slots: Sequence[int]) -> Bool[np.ndarray, "pairs L"]:
-    """Which slots of which pairs attend to no word that one of some slots attends to."""
+    """Whether each slot of each pair attends to no word that one of `slots` attends to."""
     rows = [~(words & words[list(slots)].any(axis=0)).any(axis=1) for words in focus]
     return np.stack(rows)

@@ -144,7 +144,7 @@ def _tile(pair: PairAttention, picture: Picture, slot: int) -> Tile:
 
 
 def level_of(share: float) -> float:
-    """How strongly a word is marked that gets a share of the attention, both in [0, 1]."""
+    """Strength of the mark behind a word that gets a share of the attention, both in [0, 1]."""
     return float(np.clip(share, 0, 1) ** LEVEL_POWER)
 
 

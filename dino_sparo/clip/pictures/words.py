@@ -82,7 +82,7 @@ def word_attention(
     Args:
         attention: (L, N), of one caption.
         words: of `caption_words`.
-        token_ids: (N,), likewise.
+        token_ids: (N,), of the same caption.
     """
     shares = [attention[:, word.first : word.end].sum(axis=1) for word in words]
     merged = np.stack(shares, axis=1) if shares else np.zeros((len(attention), 0), attention.dtype)

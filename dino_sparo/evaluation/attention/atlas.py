@@ -38,7 +38,7 @@ THUMB_HEIGHT = 76  # pixels, on the sheet
 SIDE = 150  # pixels, of a slot's name on the sheet
 GROUPING_IMAGES = 64  # whose maps decide which slots are near-duplicates
 BATCH_SIZE = 16
-# What the page and the README tell of `score_images`.
+# `score_images` in words.
 SCORE_WORDS = (
     "how far the slot's value lies from its mean over all images, times the attention it gives to patches rather than "
     "to the class token, times how peaked that attention is (0 for a uniform map, 1 for a single patch)"
@@ -52,7 +52,7 @@ class AtlasImage:
     Attributes:
         name: where it comes from.
         score: see `score_images`.
-        patches: how many patches the slot looks at here.
+        patches: effective patches of the slot's map.
         picture: (H, W, 3), the view.
         heatmap: (h, w), the slot's raw map.
     """
@@ -73,7 +73,7 @@ class AtlasSlot:
         rank: 0 for the most peaked.
         group: near-duplicates share a number; groups are numbered by their most peaked member.
         letter: of the group, empty where the slot has no near-duplicates.
-        patches: how many patches it looks at, geometric mean over all images.
+        patches: effective patches, geometric mean over all images.
         class_token_share: attention it leaves to the class token, mean over all images.
         images: best first.
     """
@@ -95,7 +95,7 @@ class Atlas:
         model: a line about the encoder.
         kind: "slot" or "head".
         source: a line about the images.
-        num_images: how many were looked at.
+        num_images: readable images.
         grid: rows and columns of a map.
         slots: by peakedness.
     """
@@ -125,7 +125,7 @@ class Atlas:
 
 
 def patches_in_words(atlas: Atlas) -> str:
-    """What "21 patches" beside a slot means, with the numbers of the first slot."""
+    """The meaning of "21 patches" beside a slot, with the numbers of the first slot."""
     rows, columns = atlas.grid
     first = atlas.slots[0]
     number = f"{first.patches:.0f}"
@@ -138,7 +138,7 @@ def patches_in_words(atlas: Atlas) -> str:
 
 @dataclass(frozen=True)
 class _Survey:
-    """What is kept of every image.
+    """Numbers of every image.
 
     Attributes:
         indices: (images,), places in the source.
@@ -166,18 +166,9 @@ def score_images(
         score = (1 - c) * (1 - log(e) / log(h w)) * |s - mean s| / mean |s - mean s|
 
     with c the attention left to the class token, e the effective patches, s the slot's value, and means over the
-    images. The first two factors ask that the slot looks at a place, and at a definite one; the third that it says
-    something about this image which it does not say about every image. A slot that looks nowhere in particular, or
-    always says the same, is lit up by nothing. This score is ours, not the paper's.
-
-    Args:
-        patches: e, (images, maps).
-        prefix: c, (images, maps).
-        num_patches: h * w.
-        slots: s, (images, maps, V); None leaves the third factor out (a head of `cls` has no value of its own).
-
-    Returns:
-        (images, maps), non-negative.
+    images. The first two factors are large if the slot attends to few patches, the third if its value differs from the
+    value for other images. `slots` None leaves the third factor out (a head of `cls` has no value of its own). This
+    score is ours, not the paper's.
     """
     definite = (1 - prefix) * np.clip(1 - np.log(patches) / max(math.log(num_patches), 1e-12), 0, 1)
     if slots is None:
@@ -202,7 +193,7 @@ def build_atlas(
     Args:
         encoder: in eval mode, on its device; any but one that averages all tokens.
         source: the images; those that cannot be read are left out.
-        view: what is seen of each.
+        view: the part that the encoder sees.
         model: a line about the encoder.
         name: what the images are called; None: the source's name.
         images_per_slot: how many to choose.
@@ -228,11 +219,16 @@ def build_atlas(
     letters = letters_of_groups(groups)
     slots = [
         AtlasSlot(
-            int(number), rank, int(groups[number]), letters[number], float(patches[number]),
-            float(survey.prefix[:, number].mean()), shown[number],
+            number=int(number),
+            rank=rank,
+            group=int(groups[number]),
+            letter=letters[number],
+            patches=float(patches[number]),
+            class_token_share=float(survey.prefix[:, number].mean()),
+            images=shown[number],
         )
         for rank, number in enumerate(ranking)
-    ]  # fmt: skip
+    ]
     return Atlas(model, kind, name or source.name, len(survey.indices), (int(grid[0]), int(grid[1])), slots)
 
 

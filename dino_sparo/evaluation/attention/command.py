@@ -132,7 +132,7 @@ def patch_view(subject: Subject, image_size: Sequence[int] | None, square: bool)
 
 
 def name_of(subject: Subject, run: str) -> str:
-    """What figures call an encoder: its run, or that it has none."""
+    """Name of an encoder in figures: its run, or "untrained"."""
     return "untrained" if subject.record["untrained"] else run
 
 

@@ -95,7 +95,7 @@ class MapSet:
 
 
 def painter(heatmap: Float[np.ndarray, "h w"], threshold: float | None = None) -> Callable[[Picture], Picture]:
-    """What paints a map on its image, or the fewest patches that hold a share of the map's mass."""
+    """A painter of a map on its image, or of the fewest patches that hold a share of the map's mass."""
     if threshold is None:
         return map_painter(heat(heatmap))
     return partial(mask_overlay, mask=mass_mask(heatmap, threshold))

@@ -1,4 +1,4 @@
-"""What `--image_path` gives -> images by index: one file, a built-in scene, or anything that `open_source` opens."""
+"""The images of `--image_path`, by index: one file, a built-in scene, or anything that `open_source` opens."""
 
 import os
 from collections.abc import Callable
@@ -27,12 +27,7 @@ def default_image_size(config: EncoderConfig) -> int:
 
 
 class OneImage:
-    """A single image as an `ImageSource`.
-
-    Args:
-        location: what to call it.
-        load: gives the image as 8-bit RGB; raises CorruptImageError.
-    """
+    """A single image as an `ImageSource`; `load` returns it as 8-bit RGB and raises CorruptImageError."""
 
     def __init__(self, location: str, load: Callable[[], Image.Image]) -> None:
         self.name, self.load = location, load
@@ -52,14 +47,7 @@ class OneImage:
 
 
 def open_images(image_path: str | None) -> ImageSource:
-    """The images to look at.
-
-    Args:
-        image_path: an image; a folder or anything else that `open_source` takes; None: a built-in, held-out scene.
-
-    Raises:
-        ValueError: nothing lies there, it is a video, or it holds no images.
-    """
+    """An image, a folder, or anything else that `open_source` takes; None: a built-in, held-out scene."""
     if image_path is None:
         scenes = Scenes(SCENE_INDEX + 1, image_size=SCENE_SIZE, split="val")
         name = f"{scenes.location(SCENE_INDEX)}: {scenes.caption(SCENE_INDEX)}"

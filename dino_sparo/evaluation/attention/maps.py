@@ -30,14 +30,11 @@ def attention_maps(encoder: Encoder, images: Float[Tensor, "B C H W"]) -> Float[
     the class token (`class_token_share`).
 
     Args:
-        encoder: in eval mode, else stochastic depth blurs what it does.
+        encoder: in eval mode.
         images: (B, C, H, W), normalised; pixels beyond the last whole patch are not seen.
 
     Returns:
         (B, maps, h, w) fp32, non-negative, h = H // patch size, w = W // patch size.
-
-    Raises:
-        ValueError: the images are smaller than a patch or have another number of channels.
     """
     return maps_and_slots(encoder, images)[0]
 
@@ -46,11 +43,7 @@ def attention_maps(encoder: Encoder, images: Float[Tensor, "B C H W"]) -> Float[
 def maps_and_slots(
     encoder: Encoder, images: Float[Tensor, "B C H W"]
 ) -> tuple[Float[np.ndarray, "B maps h w"], Float[np.ndarray, "B L V"]]:
-    """`attention_maps`, and the slots that were read out along them.
-
-    Returns:
-        Maps (B, maps, h, w), and slots (B, L, V); with `cls` the one slot is the class token, whatever the head.
-    """
+    """`attention_maps`, and the slots; with `cls` the one slot is the class token, whatever the head."""
     tokens = encoder.backbone(images)
     output = encoder.readout(tokens)
     attention = output.attention
@@ -68,14 +61,12 @@ def class_token_share(maps: Float[np.ndarray, "*B h w"]) -> Float[np.ndarray, "*
 
 
 def effective_patches(maps: Float[np.ndarray, "*B h w"]) -> Float[np.ndarray, "*B"]:
-    """How many patches a map looks at: exp(entropy) of its attention over the patches.
+    """Effective number of patches of a map: exp(entropy) of its attention over the patches.
 
         p = map / sum(map),  effective patches = exp(-sum p log p)
 
     1 for a single patch, k for k patches alike, h * w for a uniform map (and for an empty one, which prefers none).
-
-    Args:
-        maps: non-negative, of any sum.
+    Maps are non-negative and may have any sum.
     """
     flat = maps.reshape(*maps.shape[:-2], -1).astype(np.float64)
     total = flat.sum(axis=-1, keepdims=True)
@@ -85,11 +76,7 @@ def effective_patches(maps: Float[np.ndarray, "*B h w"]) -> Float[np.ndarray, "*
 
 
 def rank_by_peakedness(maps: Float[np.ndarray, "B maps h w"]) -> Int[np.ndarray, " maps"]:
-    """Maps from the most peaked to the most spread, by the geometric mean of their effective patches over the images.
-
-    Returns:
-        (maps,) numbers of maps; ties stay in the maps' order.
-    """
+    """Numbers of maps, the most peaked first, by the geometric mean of their effective patches over the images."""
     return np.argsort(np.log(effective_patches(maps)).mean(axis=0), kind="stable")
 
 
@@ -116,9 +103,6 @@ def group_near_duplicates(
 
     Returns:
         (maps,) the group of each map; groups are numbered from 0 in the order of their most peaked member.
-
-    Raises:
-        ValueError: the threshold is outside (0, 1].
     """
     check_share("threshold", threshold)
     similarity = map_similarity(maps)
@@ -161,20 +145,17 @@ def mass_mask(heatmap: Float[np.ndarray, "*B h w"], share: float) -> Bool[np.nda
 
     Args:
         heatmap: (..., h, w), non-negative, of any sum.
-        share: of the mass, in (0, 1]; 1 keeps every patch that got any attention.
-
-    Raises:
-        ValueError: the share is outside (0, 1].
+        share: of the mass, in (0, 1]; 1 takes every patch that got any attention.
     """
     check_share("share", share)
     mass = heatmap.reshape(*heatmap.shape[:-2], -1).astype(np.float64)
     order = np.argsort(-mass, axis=-1, kind="stable")
     ordered = np.take_along_axis(mass, order, axis=-1)
     larger = np.cumsum(ordered, axis=-1) - ordered  # the mass of all patches before each one
-    keep = np.zeros(mass.shape, dtype=bool)
-    kept = (larger < share * mass.sum(axis=-1, keepdims=True)) & (ordered > 0)
-    np.put_along_axis(keep, order, kept, axis=-1)
-    return keep.reshape(heatmap.shape)
+    mask = np.zeros(mass.shape, dtype=bool)
+    is_inside = (larger < share * mass.sum(axis=-1, keepdims=True)) & (ordered > 0)
+    np.put_along_axis(mask, order, is_inside, axis=-1)
+    return mask.reshape(heatmap.shape)
 
 
 def slots_grid(
@@ -184,12 +165,6 @@ def slots_grid(
 
     An image and its maps fill one or more rows. Maps stand in the order of their numbers, so that each is at the same
     place after every epoch.
-
-    Args:
-        encoder: in eval mode.
-        images: (B, C, H, W), normalised, on the encoder's device.
-        mean: per channel.
-        std: per channel.
     """
     maps = attention_maps(encoder, images)
     height, width = (side * encoder.backbone.patch_size for side in maps.shape[-2:])
@@ -212,6 +187,6 @@ def _letter(index: int) -> str:
 
 
 def check_share(name: str, value: float) -> None:
-    """Refuse what is no share, with the option's name."""
+    """Raise ValueError with the option's name unless its value is in (0, 1]."""
     if not 0 < value <= 1:
         raise ValueError(f"{name}={value} is not a share; give a number in (0, 1]")

@@ -15,7 +15,7 @@ from dino_sparo.draw.pixels import Picture
 
 
 class CaptionMaps(NamedTuple):
-    """What a model looks at for one caption.
+    """Maps of a model for one caption.
 
     Attributes:
         lines: further numbers in words; may be empty.
@@ -28,7 +28,7 @@ class CaptionMaps(NamedTuple):
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a model looks at in one image.
+    """Maps of a model on one image, per caption.
 
     Attributes:
         picture: (H, W, 3), the part of the image that the maps cover.

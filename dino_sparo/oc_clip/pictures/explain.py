@@ -88,7 +88,7 @@ RELATIONS_LEGEND = (
 
 @dataclass(frozen=True)
 class PairMaps:
-    """How a model sees one image with the graph of its caption.
+    """Maps and scores of one image with the graph of its caption.
 
     Attributes:
         pair: image and caption.
@@ -114,7 +114,7 @@ class PairMaps:
 
     @property
     def maps(self) -> Maps:
-        """Of the entities, then of the default tokens."""
+        """Maps of the entities, then of the default tokens."""
         return np.concatenate([self.shares, self.default_shares])
 
     @property

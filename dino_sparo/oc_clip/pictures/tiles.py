@@ -65,7 +65,7 @@ def shown_entities(maps: PairMaps) -> list[int]:
 
 
 def without_map(maps: PairMaps) -> str:
-    """What the tiles do not show, in words; "" where they show every entity."""
+    """The number of entities without a tile, in words; empty where every entity has one."""
     number = len(maps.shares) - MAX_ENTITIES
     where = "; patches that they win are white" if maps.reading.is_competition else ""
     return f"{number} more entities have no map{where}" if number > 0 else ""

@@ -99,7 +99,7 @@ def clearest_failures(questions: Sequence[Question], answers: AnswerTable, rows:
         questions: of the benchmark.
         answers: all of them.
         rows: where its questions stand among all.
-        count: at most so many.
+        count: largest number of errors.
     """
     confusions = answers.confusions
     margins = (confusions.false_score - confusions.true_score)[rows].masked_fill(~answers.is_answered[rows], -torch.inf)
