@@ -90,6 +90,7 @@ class ProbeTask:
 
     def __init__(self, task: EvaluationTask) -> None:
         self.task, args = task, task.args
+        record = task.subject.record  # opened before the images: wrong weights are refused first
         if args.num_labels not in (None, task.num_classes):
             raise ValueError(
                 f"--num_labels {args.num_labels}, but {task.splits[0].name} has {task.num_classes} classes; leave the "
@@ -105,7 +106,6 @@ class ProbeTask:
         blank = torch.zeros(1, task.encoder.config.in_chans, side, side, device=task.device)
         with torch.inference_mode():
             self.feature_dim = self.encode(blank).shape[1]
-        record = task.subject.record
         self.identity = {
             "weights": record["sha256"],
             "checkpoint_key": record["checkpoint_key"],
