@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 import submitit
-from submitit.helpers import DelayedSubmission
+from submitit.helpers import DelayedSubmission, TorchDistributedEnvironment
 from submitit.slurm.slurm import SlurmExecutor, _make_sbatch_string
 
 from dino_sparo.clip.options import get_args_parser as train_clip_parser
@@ -85,8 +85,9 @@ class Trainer:
         trainer = trainer_of(self.args.module)
         with errors_in_one_line(logger, note_final=(job.paths.folder / DO_NOT_REQUEUE).touch):
             check_tasks(self.args, job.num_tasks, job.num_nodes, torch.cuda.device_count())
-            if job.cluster == "local":
-                _set_local_rendezvous(job)
+            if job.cluster == "local":  # under Slurm, `runtime/launch.py` gives each attempt a port of its own
+                TorchDistributedEnvironment().export(set_cuda_visible_devices=False, overwrite=True)
+                os.environ["MASTER_ADDR"] = "127.0.0.1"
             self.args.output_dir = str(self.args.output_dir).replace("%j", job.job_id)
             trainer.train(self.args)
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # there is nothing left to interrupt
@@ -123,19 +124,6 @@ def check_tasks(args: argparse.Namespace, num_tasks: int, num_nodes: int, num_gp
             f"this task sees {num_gpus} GPUs, but --ngpus {args.ngpus} asks for {args.ngpus} per node, one per task; "
             f"does --slurm_additional change the number of GPUs?"
         )
-
-
-def _set_local_rendezvous(job: submitit.JobEnvironment) -> None:
-    """What torchrun would set, for the tasks of a job on this machine."""
-    from dino_sparo.runtime.launch import FIRST_PORT, NUM_PORTS
-
-    os.environ.update(
-        RANK=str(job.global_rank),
-        WORLD_SIZE=str(job.num_tasks),
-        LOCAL_RANK=str(job.local_rank),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(FIRST_PORT + int(job.job_id) % NUM_PORTS),
-    )
 
 
 def get_submission_parser(module: str = "main_dino", prog: str = "dino-sparo submit") -> Parser:

@@ -69,7 +69,7 @@ def test_a_second_run_in_an_output_dir_is_refused_with_one_line_and_changes_noth
     tmp_path: Path, trainer: object
 ) -> None:
     parser = main_dino.get_args_parser() if trainer is main_dino.train_dino else clip.get_args_parser()
-    args = parser.parse_args(["--output_dir", str(tmp_path / "run")])
+    args = parser.parse_args(["--data_path", "scenes", "--output_dir", str(tmp_path / "run")])
     with RunLock(tmp_path / "run") as lock:
         lock.acquire()
         with pytest.raises(OutputDirError) as caught:
@@ -88,10 +88,10 @@ def test_an_output_dir_that_is_a_file_is_called_so_with_a_remedy(tmp_path: Path,
     (tmp_path / "run").write_text("a note")
     parser = main_dino.get_args_parser() if trainer is main_dino.train_dino else clip.get_args_parser()
     with pytest.raises(OutputDirError, match=r"--output_dir .*run is a file; give the path of a folder, or remove"):
-        trainer(parser.parse_args(["--output_dir", str(tmp_path / "run")]))
+        trainer(parser.parse_args(["--data_path", "scenes", "--output_dir", str(tmp_path / "run")]))
     assert (tmp_path / "run").read_text() == "a note"
     with pytest.raises(OutputDirError, match=r"run/deep cannot be created \(.*Not a directory.*\); choose another"):
-        trainer(parser.parse_args(["--output_dir", str(tmp_path / "run" / "deep")]))
+        trainer(parser.parse_args(["--data_path", "scenes", "--output_dir", str(tmp_path / "run" / "deep")]))
 
 
 # Holders on this machine.
