@@ -92,7 +92,8 @@ def evaluate_zero_shot(
         raise ValueError(f"none of {num_corrupt} images can be read; is the disk still there?")
     per_class = [(number, right) for number, right, _, _ in counts.tolist()]
     recalls = [right / number for number, right in per_class if number]
-    percent = [100 * top1 / images, 100 * top5 / images, 100 * sum(recalls) / len(recalls)]
+    mean = 100 * sum(recalls) / len(recalls)
+    percent = 100 * top1 / images, 100 * top5 / images, mean
     return ZeroShotResult(*percent, images, num_corrupt, ties, per_class, classes.num_truncated)
 
 

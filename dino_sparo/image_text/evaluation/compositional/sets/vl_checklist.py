@@ -61,7 +61,7 @@ Relation/spatial: vg 30650
 
 def _counts() -> dict[str, int]:
     """Split -> number of questions."""
-    counts = {}
+    counts: dict[str, int] = {}
     for line in _COUNTS.strip().splitlines():
         dimension, words = line.split(": ")
         pairs = words.split()
