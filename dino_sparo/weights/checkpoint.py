@@ -36,6 +36,7 @@ needed, a CLIP (ours, OpenCLIP's or sparo-clip's) gives its image tower.
 import logging
 import math
 import random
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -59,6 +60,8 @@ logger = logging.getLogger(__name__)
 IMAGE_TEXT_KEYS = ("clip", "oc_clip")  # entries that describe an image-text model
 NETWORKS = ("teacher", "student")
 PUBLISHED = "published"  # normalisation and activation from a file beside foreign weights
+EXPORTED_WEIGHTS, MODEL_TYPE = "model.safetensors", "sparo_encoder"  # of a folder for Hugging Face
+REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")  # of the Hugging Face hub
 NUM_NAMES_SHOWN = 8  # in messages
 
 
@@ -99,7 +102,7 @@ def load_checkpoint(path: str | Path, verify: bool = True) -> dict[str, Any]:
     Raises:
         CheckpointError: the file is missing, damaged, compressed or no checkpoint, or its pickle asks for code to run.
     """
-    path = Path(path)
+    path = located(path)
     if not path.is_file():
         raise CheckpointError(f"no checkpoint at {path}; give the path of a .pth file")
     if path.suffix == ".safetensors":
@@ -109,6 +112,26 @@ def load_checkpoint(path: str | Path, verify: bool = True) -> dict[str, Any]:
         kind = type(checkpoint).__name__
         raise CheckpointError(f"{path} holds a {kind}, not a dict of weights; save a model's state_dict()")
     return _with_published(checkpoint, path)
+
+
+def located(path: str | Path) -> Path:
+    """The file of weights: the path itself, the weights in an exported folder, or those of a repository of the hub.
+
+    Raises:
+        CheckpointError: `path` looks like a repository's name, USER/NAME, but the hub does not have it.
+    """
+    folder = Path(path)
+    if not folder.exists() and REPOSITORY.fullmatch(str(path)):
+        from huggingface_hub import snapshot_download  # takes half a second
+
+        try:
+            folder = Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors"]))
+        except (OSError, ValueError) as error:  # without network, without permission, or no such repository
+            reason = str(error).splitlines()[0]
+            raise CheckpointError(
+                f"no checkpoint at {path}, and no repository of that name on the Hugging Face hub: {reason}"
+            ) from error
+    return folder / EXPORTED_WEIGHTS if (folder / EXPORTED_WEIGHTS).is_file() else folder
 
 
 def _with_published(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -131,6 +154,9 @@ def _with_published(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:
         config = parse_object(published.read_bytes(), str(published))
         if is_clip:
             images, activation = config.get("preprocess_cfg", {}), bool(config.get("model_cfg", {}).get("quick_gelu"))
+        elif config.get("model_type") == MODEL_TYPE:
+            weights = {name.removeprefix("encoder."): value for name, value in checkpoint.items()}
+            return {**weights, "encoder": config["encoder"], **config.get("origin", {})}
         else:
             images, activation = config["pretrained_cfg"], "quickgelu" in config["architecture"]
         normalization = {name: tuple(map(float, images[name])) for name in ("mean", "std") if name in images}

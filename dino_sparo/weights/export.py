@@ -2,6 +2,7 @@
 
     dino-sparo export runs/vits16/checkpoint.pth vits16
     dino-sparo export runs/vits16/checkpoint.pth vits16 --format onnx --img_size 224
+    dino-sparo export runs/vits16/checkpoint.pth vits16 --format huggingface
     dino-sparo export runs/clip/checkpoint.pth clip --format open_clip
 
 An export holds one encoder without head and optimizer. JSON files beside its weights say how the encoder was built, how
@@ -25,9 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from dino_sparo.data.views import EvalTransform
-from dino_sparo.models.backbone import LAYER_NORM_EPS
-from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_config
+from dino_sparo.models.encoder import Encoder, encoder_from_config
 from dino_sparo.runtime.choices import ARCHITECTURES
 from dino_sparo.runtime.faults import require
 from dino_sparo.runtime.logs import setup_logging
@@ -39,17 +38,18 @@ from dino_sparo.weights.checkpoint import (
     encoder_of,
     load_checkpoint,
     load_strictly,
+    located,
     network_name,
     normalization_of,
 )
 from dino_sparo.weights.file import CHECKSUM_KEY, DOCUMENTS_KEY, document_path, weights_checksum
 from dino_sparo.weights.foreign_names import CLIP_FORMATS, open_clip_settings, to_open_clip_names
+from dino_sparo.weights.huggingface import scores_beside, write_folder
 
 logger = logging.getLogger(__name__)
 
 MLP_RATIO = 4
 ONNX_OPSET = 18
-BICUBIC = 3  # as Pillow numbers it
 
 # Architectures that timm builds by name; the sizes in these names are overridden by the model's arguments.
 TIMM_NAMES = {
@@ -59,23 +59,6 @@ TIMM_NAMES = {
 }
 # With `pre_norm`; its sizes are overridden.
 TIMM_CLIP_NAME = "vit_base_patch16_clip_224"
-
-# Our names of a block's weights -> transformers'; the joint projection of queries, keys and values is cut in three.
-HUGGINGFACE_BLOCK = {
-    "norm1": "layernorm_before",
-    "attn.proj": "attention.output.dense",
-    "norm2": "layernorm_after",
-    "mlp.fc1": "intermediate.dense",
-    "mlp.fc2": "output.dense",
-}
-HUGGINGFACE_EMBEDDINGS = {
-    "cls_token": "embeddings.cls_token",
-    "pos_embed": "embeddings.position_embeddings",
-    "patch_embed.proj.weight": "embeddings.patch_embeddings.projection.weight",
-    "patch_embed.proj.bias": "embeddings.patch_embeddings.projection.bias",
-    "norm.weight": "layernorm.weight",
-    "norm.bias": "layernorm.bias",
-}
 
 
 def export(
@@ -108,6 +91,7 @@ def export(
     """
     if format not in WRITERS | CLIP_FORMATS:
         raise ValueError(f"unknown export format {format!r}; choose one of {sorted(WRITERS | CLIP_FORMATS)}")
+    checkpoint = located(checkpoint)
     content = load_checkpoint(checkpoint)
     if format in CLIP_FORMATS or (format == "safetensors" and "clip" in content):
         if img_size is not None:
@@ -150,6 +134,7 @@ def _origin(content: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
         "step": content.get("step"),
         "checkpoint": checkpoint.name,
         "sha256": file_sha256(checkpoint),
+        "scores": scores_beside(checkpoint),
         "versions": versions(),
     }
 
@@ -161,7 +146,11 @@ def _write_safetensors(encoder: Encoder, out: str, record: dict[str, Any]) -> Pa
 
 def _write_timm(encoder: Encoder, out: str, record: dict[str, Any]) -> Path:
     """OUT.safetensors with timm's names (ours below `backbone.`), and OUT.json, whose `timm` builds the model."""
-    _require_vanilla(encoder, "timm")
+    if not encoder.is_vanilla:
+        raise ValueError(
+            f"timm has no {encoder.config.readout!r} read-out, so only vanilla encoders (--readout cls) can be written "
+            f"for it; this one can be exported as huggingface, safetensors or onnx"
+        )
     config, size = encoder.config, ARCHITECTURES[encoder.config.arch]
     arguments = {
         "img_size": config.img_size,
@@ -186,88 +175,6 @@ def _write_timm(encoder: Encoder, out: str, record: dict[str, Any]) -> Path:
     }
     path = _with_suffix(out, ".safetensors")
     return _write_safe(encoder.backbone.state_dict(), path, {".json": {**record, "timm": timm_model}})
-
-
-def _write_huggingface(encoder: Encoder, out: str, record: dict[str, Any]) -> Path:
-    """A folder for `transformers.AutoModel.from_pretrained(OUT)`.
-
-    `last_hidden_state` holds our tokens for images of the stored size; its first token is the encoding. transformers
-    builds a pooler by default and would initialize it randomly, so the pooler is written as the identity.
-    `pooler_output` is therefore the encoding; versions of transformers that ignore `pooler_act` return its tanh.
-    """
-    _require_vanilla(encoder, "huggingface")
-    if encoder.config.pre_norm:
-        raise ValueError(
-            "transformers' ViTModel has no LayerNorm before its blocks, which pre_norm asks for; this encoder can be "
-            "exported as timm, safetensors or onnx"
-        )
-    documents = {
-        "config.json": _huggingface_model(encoder.config),
-        "preprocessor_config.json": _huggingface_images(encoder.config.img_size, record["encoder"]),
-        "dino_sparo.json": record,
-    }
-    width = encoder.backbone.embed_dim
-    pooler = {"pooler.dense.weight": torch.eye(width), "pooler.dense.bias": torch.zeros(width)}
-    weights = {**huggingface_weights(encoder.backbone.state_dict()), **pooler}
-    return _write_safe(weights, Path(out) / "model.safetensors", documents).parent
-
-
-def _huggingface_model(config: EncoderConfig) -> dict[str, Any]:
-    """`config.json` of a `ViTModel`."""
-    size = ARCHITECTURES[config.arch]
-    return {
-        "architectures": ["ViTModel"],
-        "model_type": "vit",
-        "hidden_size": size.embed_dim,
-        "num_hidden_layers": size.depth,
-        "num_attention_heads": size.num_heads,
-        "intermediate_size": MLP_RATIO * size.embed_dim,
-        "hidden_act": "quick_gelu" if config.quick_gelu else "gelu",
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
-        "layer_norm_eps": LAYER_NORM_EPS,
-        "image_size": config.img_size,
-        "patch_size": config.patch_size,
-        "num_channels": config.in_chans,
-        "qkv_bias": True,
-        "pooler_act": "linear",
-    }
-
-
-def _huggingface_images(img_size: int, description: Mapping[str, Any]) -> dict[str, Any]:
-    """`preprocessor_config.json`: resize, crop and normalise as `EvalTransform` does."""
-    return {
-        "image_processor_type": "BitImageProcessor",
-        "do_convert_rgb": True,
-        "do_resize": True,
-        "size": {"shortest_edge": EvalTransform(img_size).resize_size},
-        "resample": BICUBIC,
-        "do_center_crop": True,
-        "crop_size": {"height": img_size, "width": img_size},
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": True,
-        "image_mean": description["mean"],
-        "image_std": description["std"],
-    }
-
-
-def huggingface_weights(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A backbone's weights under the names that `transformers.ViTModel` reads."""
-    renamed = {}
-    for name, value in weights.items():
-        if not name.startswith("blocks."):
-            renamed[HUGGINGFACE_EMBEDDINGS[name]] = value
-            continue
-        _, block, rest = name.split(".", 2)
-        part, kind = rest.rsplit(".", 1)
-        layer = f"encoder.layer.{block}"
-        if part == "attn.qkv":
-            for projection, piece in zip(("query", "key", "value"), value.chunk(3), strict=True):
-                renamed[f"{layer}.attention.attention.{projection}.{kind}"] = piece
-        else:
-            renamed[f"{layer}.{HUGGINGFACE_BLOCK[part]}.{kind}"] = value
-    return renamed
 
 
 class _FixedSize(nn.Module):
@@ -325,6 +232,11 @@ def _write_onnx(encoder: Encoder, out: str, record: dict[str, Any]) -> Path:
     return _write_together(path, documents, write)
 
 
+def _write_huggingface(encoder: Encoder, out: str, record: dict[str, Any]) -> Path:
+    """A folder for `transformers.AutoModel.from_pretrained(OUT, trust_remote_code=True)`."""
+    return write_folder(encoder, Path(out), record, _write_safe)
+
+
 WRITERS: dict[str, Callable[[Encoder, str, dict[str, Any]], Path]] = {
     "safetensors": _write_safetensors,
     "timm": _write_timm,
@@ -361,14 +273,6 @@ def _write_clip(content: dict[str, Any], checkpoint: Path, out: str, format: str
     }
     renamed = to_open_clip_names(weights, entry["readout"])
     return _write_safe(renamed, Path(out) / "open_clip_model.safetensors", documents).parent
-
-
-def _require_vanilla(encoder: Encoder, format: str) -> None:
-    if not encoder.is_vanilla:
-        raise ValueError(
-            f"{format} has no {encoder.config.readout!r} read-out, so only vanilla encoders (--readout cls) can be "
-            f"written for it; this one can be exported as safetensors or onnx"
-        )
 
 
 def _write_safe(weights: dict[str, Tensor], path: Path, documents: Mapping[str, dict[str, Any]]) -> Path:

@@ -1,5 +1,6 @@
 """Exports: equal outputs wherever they are read, a record of where they come from, and clear refusals."""
 
+import ast
 import contextlib
 import hashlib
 import importlib
@@ -7,6 +8,8 @@ import json
 import logging
 import os
 import re
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ from dino_sparo.runtime.faults import MissingPackageError
 from dino_sparo.weights.checkpoint import encoder_description, normalization_of
 from dino_sparo.weights.export import WRITERS, export, resized
 from dino_sparo.weights.folder import save_checkpoint
+from dino_sparo.weights.huggingface import modeling_code
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL: dict[str, Any] = {"arch": "vit_micro", "patch_size": 8, "img_size": 24}
@@ -304,11 +308,6 @@ def test_clips_vision_transformer_is_timms(tmp_path: Path, arch: str, quick_gelu
     assert torch.equal(load_encoder(exported)(images()), encoder(images()))
 
 
-def test_clips_vision_transformer_has_no_place_in_transformers(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no LayerNorm before its blocks, which pre_norm asks for"):
-        export(save(tmp_path, build(readout="cls", pre_norm=True)), tmp_path / "out", format="huggingface")
-
-
 def test_timm_files_are_read_back(tmp_path: Path) -> None:
     encoder = build(readout="cls")
     exported = export(save(tmp_path, encoder), tmp_path / "out", format="timm")
@@ -317,65 +316,122 @@ def test_timm_files_are_read_back(tmp_path: Path) -> None:
     assert torch.equal(load_encoder(tmp_path / "foreign.safetensors")(images()), encoder(images()))
 
 
-@pytest.mark.parametrize("format", ["timm", "huggingface"])
 @pytest.mark.parametrize("settings", [SPARO, {"readout": "gap"}], ids=lambda settings: settings["readout"])
-def test_read_outs_that_others_do_not_have_are_refused(tmp_path: Path, format: str, settings: dict[str, Any]) -> None:
-    message = f"{format} has no '{settings['readout']}' read-out, .*exported as safetensors or onnx"
+def test_read_outs_that_timm_does_not_have_are_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
+    message = f"timm has no '{settings['readout']}' read-out, .*exported as huggingface, safetensors or onnx"
     with pytest.raises(ValueError, match=message):
-        export(save(tmp_path, build(**settings)), tmp_path / "out", format=format)
+        export(save(tmp_path, build(**settings)), tmp_path / "out", format="timm")
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pth"]
 
 
 # Hugging Face.
 
+HUGGINGFACE_FILES = ["README.md", "config.json", "model.safetensors", "modeling_sparo.py", "preprocessor_config.json"]
 
-def test_the_huggingface_folder_is_plain_files_with_every_weight(tmp_path: Path) -> None:
-    encoder = build(readout="cls")
+# Runs where neither this package nor jaxtyping can be imported.
+ELSEWHERE = """
+import sys, torch
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("dino_sparo", "jaxtyping"):
+            raise ImportError(name)
+
+sys.meta_path.insert(0, Absent())
+from transformers import AutoModel
+
+folder, images, out = sys.argv[1:]
+model, report = AutoModel.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
+assert not any(report.values()), report
+with torch.no_grad():
+    output = model.eval()(torch.load(images))
+torch.save(dict(output.items()), out)
+"""
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [SPARO, {"readout": "cls", "quick_gelu": True}, {"readout": "gap", "pre_norm": True}],
+    ids=lambda settings: settings["readout"],
+)
+def test_transformers_gives_the_same_outputs_where_this_package_is_not_installed(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    pytest.importorskip("transformers", reason="Hugging Face's package is not installed")
+    encoder = build(**settings)
     folder = export(save(tmp_path, encoder), tmp_path / "out", format="huggingface")
-    names = ["config.json", "dino_sparo.json", "model.safetensors", "preprocessor_config.json"]
-    assert sorted(path.name for path in folder.iterdir()) == names
-    weights = load_file(folder / "model.safetensors")
-    pooler = sum(weights.pop(f"pooler.dense.{name}").numel() for name in ("weight", "bias"))
-    assert pooler == 128 * 128 + 128
-    assert sum(value.numel() for value in weights.values()) == sum(p.numel() for p in encoder.parameters())
-    qkv = encoder.backbone.state_dict()["blocks.2.attn.qkv.weight"]
-    layer = "encoder.layer.2.attention.attention"
-    pieces = [weights[f"{layer}.{projection}.weight"] for projection in ("query", "key", "value")]
-    assert torch.equal(torch.cat(pieces), qkv)
-    config = json.loads((folder / "config.json").read_text())
-    assert (config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]) == (128, 4, 4)
-    assert json.loads((folder / "dino_sparo.json").read_text())["epoch"] == 5
-
-
-def test_transformers_gives_the_same_tokens(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="Hugging Face's package is not installed")
-    encoder = build(readout="cls")
-    folder = export(save(tmp_path, encoder), tmp_path / "out", format="huggingface")
-    model, report = transformers.AutoModel.from_pretrained(folder, output_loading_info=True)
-    assert not report["missing_keys"]
-    assert not report["unexpected_keys"]
+    assert sorted(path.name for path in folder.iterdir()) == HUGGINGFACE_FILES
+    torch.save(images(), tmp_path / "images.pt")
+    words = [sys.executable, "-c", ELSEWHERE, str(folder), str(tmp_path / "images.pt"), str(tmp_path / "output.pt")]
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
+    subprocess.run(words, check=True, cwd=tmp_path, env=environment)
+    found = torch.load(tmp_path / "output.pt")
     with torch.no_grad():
-        output = model.eval()(images())
-    tokens = output.last_hidden_state
-    torch.testing.assert_close(tokens, encoder.backbone(images()), rtol=0, atol=1e-5)
-    torch.testing.assert_close(tokens[:, 0], encoder(images()), rtol=0, atol=1e-5)
+        output = encoder.readout_output(images())
+        expected = {
+            "last_hidden_state": encoder.backbone(images()),
+            "pooler_output": encoder(images()),
+            "slots": output.slots,
+            "slot_attentions": output.attention,
+        }
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5)
 
 
-def test_the_huggingface_folder_names_the_activation(tmp_path: Path) -> None:
-    """The bug: it was always GELU."""
-    for quick_gelu, name in ((False, "gelu"), (True, "quick_gelu")):
-        encoder = build(readout="cls", quick_gelu=quick_gelu)
-        folder = export(save(tmp_path, encoder), tmp_path / name, format="huggingface")
-        assert json.loads((folder / "config.json").read_text())["hidden_act"] == name
-
-
-def test_no_weight_of_a_huggingface_model_is_drawn_at_random(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="Hugging Face's package is not installed")
-    encoder = build(readout="cls")
+@pytest.mark.parametrize("settings", READOUTS, ids=lambda settings: settings["readout"])
+def test_an_export_for_hugging_face_is_read_as_the_same_encoder(tmp_path: Path, settings: dict[str, Any]) -> None:
+    encoder = build(**settings)
     folder = export(save(tmp_path, encoder), tmp_path / "out", format="huggingface")
-    with torch.no_grad():
-        pooled = transformers.AutoModel.from_pretrained(folder).eval()(images()).pooler_output
-    torch.testing.assert_close(pooled, encoder(images()), rtol=0, atol=1e-5)
+    read = load_encoder(folder)
+    assert read.config == encoder.config
+    assert torch.equal(read(images()), encoder(images()))
+    assert torch.equal(load_encoder(export(folder, tmp_path / "again"))(images()), encoder(images()))
+
+
+def test_a_folder_that_transformers_saved_again_is_read(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="Hugging Face's package is not installed")
+    encoder = build(**SPARO)
+    folder = export(save(tmp_path, encoder), tmp_path / "out", format="huggingface")
+    model = transformers.AutoModel.from_pretrained(folder, trust_remote_code=True)
+    model.save_pretrained(tmp_path / "again")
+    assert torch.equal(load_encoder(tmp_path / "again")(images()), encoder(images()))
+
+
+def test_the_modeling_code_defines_every_name_once_and_imports_nothing_of_this_package(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="Hugging Face's package is not installed")
+    code = modeling_code()
+    statements = ast.parse(code).body
+    names = [node.name for node in statements if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    assert sorted(names) == sorted(set(names))
+    modules = {node.module for node in statements if isinstance(node, ast.ImportFrom)}
+    assert not {module.split(".")[0] for module in modules if module} & {"dino_sparo", "jaxtyping"}
+    assert not re.search(r"^ +(from|import) dino_sparo", code, re.MULTILINE)
+
+
+def test_the_model_card_shows_the_scores_beside_the_checkpoint_and_a_snippet_that_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers", reason="Hugging Face's package is not installed")
+    checkpoint = save(tmp_path, build(**SPARO))
+    (tmp_path / "knn.json").write_text('{"results": [{"k": 20, "top1": 61.25}, {"k": 10, "top1": 60.5}]}')
+    folder = export(checkpoint, tmp_path / "out", format="huggingface")
+    card = (folder / "README.md").read_text()
+    assert "| knn | 20-NN 61.25 %, 10-NN 60.50 % |" in card
+    assert "| epoch | 5 |" in card
+    Image.new("RGB", (60, 50)).save(tmp_path / "photo.jpg")
+    snippet = re.findall(r"```python\n(.*?)```", card, re.DOTALL)[0].replace('"out"', f'"{folder}"')
+    result: dict[str, Any] = {}
+    monkeypatch.chdir(tmp_path)
+    exec(snippet, result)
+    assert result["output"].slots.shape == (1, *build(**SPARO).readout_output(images()).slots.shape[1:])
+
+
+def test_a_name_that_is_no_repository_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(CheckpointError, match=r"no checkpoint at somebody/nothing, and no repository of that name"):
+        load_encoder("somebody/nothing")
 
 
 def test_transformers_prepares_images_as_evaluation_does(tmp_path: Path) -> None:

@@ -1,0 +1,72 @@
+"""An encoder as a model of transformers; `huggingface.py` copies this file into exports, behind the encoder's code.
+
+It imports transformers, so nothing in this package imports it at its top.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.utils import ModelOutput
+
+from dino_sparo.models.encoder import EncoderConfig, encoder_from_config
+
+
+class SparoEncoderConfig(PretrainedConfig):
+    """Configuration of an exported encoder.
+
+    Args:
+        encoder: fields of `EncoderConfig`, beside the mean and std of the images.
+        origin: the checkpoint and the training that the weights come from.
+        kwargs: of every configuration.
+    """
+
+    model_type = "sparo_encoder"
+
+    def __init__(
+        self, encoder: dict[str, Any] | None = None, origin: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(**kwargs)
+        self.encoder, self.origin = encoder or {}, origin or {}
+
+
+@dataclass
+class SparoEncoderOutput(ModelOutput):
+    """Output of an exported encoder.
+
+    Attributes:
+        last_hidden_state: (B, N, D), tokens of the last block, class token first.
+        pooler_output: (B, L*V), the encoding.
+        slots: (B, L, V).
+        slot_attentions: (B, L, N), the weight of each token in each slot.
+    """
+
+    last_hidden_state: Tensor | None = None
+    pooler_output: Tensor | None = None
+    slots: Tensor | None = None
+    slot_attentions: Tensor | None = None
+
+
+class SparoEncoderModel(PreTrainedModel):
+    """Backbone and read-out: images -> tokens, slots and encoding."""
+
+    config_class = SparoEncoderConfig
+    main_input_name = "pixel_values"
+
+    def __init__(self, config: SparoEncoderConfig) -> None:
+        super().__init__(config)
+        settings = {name: value for name, value in config.encoder.items() if name not in ("mean", "std")}
+        self.encoder = encoder_from_config(EncoderConfig(**settings))
+        self.post_init()
+
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        """Nothing: the modules draw their own weights."""
+
+    def forward(self, pixel_values: Tensor, return_dict: bool = True, **kwargs: Any) -> SparoEncoderOutput | tuple:
+        """Encode normalised images (B, C, H, W); see `SparoEncoderOutput`."""
+        tokens = self.encoder.backbone(pixel_values)
+        output = self.encoder.readout(tokens)
+        result = SparoEncoderOutput(tokens, output.slots.flatten(1), output.slots, output.attention)
+        return result if return_dict else result.to_tuple()
