@@ -26,6 +26,7 @@ from dino_sparo.evaluation.options import (
     export_parser,
     knn_parser,
     linear_parser,
+    push_parser,
     slot_score_parser,
     slot_study_parser,
 )
@@ -213,6 +214,14 @@ def export(args: argparse.Namespace) -> Any:
     from dino_sparo.weights.export import export_checkpoint
 
     return export_checkpoint(args)
+
+
+@command(push_parser)
+def push(args: argparse.Namespace) -> Any:
+    """A checkpoint -> a repository of the Hugging Face hub."""
+    from dino_sparo.weights.export import push_checkpoint
+
+    return push_checkpoint(args)
 
 
 @command(zero_shot_parser)

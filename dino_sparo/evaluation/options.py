@@ -318,7 +318,7 @@ def export_parser() -> Parser:
         "--format",
         choices=EXPORT_FORMATS,
         default="safetensors",
-        help="safetensors and onnx hold any read-out; timm and huggingface hold vanilla encoders (cls). Of a CLIP "
+        help="safetensors, huggingface and onnx hold any read-out; timm holds vanilla encoders (cls). Of a CLIP "
         "safetensors holds both towers, so do open_clip (cls) and sparo_clip (sparo, linear, cls).",
     )
     parser.add_argument(
@@ -328,4 +328,14 @@ def export_parser() -> Parser:
         help="Side of the images in pixels, if not that of training; onnx files take no other.",
     )
     add_foreign_weights_options(parser)
+    return parser
+
+
+def push_parser() -> Parser:
+    """The options of `dino-sparo push`."""
+    parser = Parser()
+    parser.add_argument("checkpoint", help="Ours, the reference's, or an export.")
+    parser.add_argument("repository", help="USER/NAME on the Hugging Face hub; created if it does not exist.")
+    parser.add_argument("--checkpoint_key", default="teacher", help="Network in the checkpoint: teacher or student.")
+    parser.add_argument("--private", action="store_true", help="Create a private repository.")
     return parser

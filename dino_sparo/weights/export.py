@@ -15,6 +15,7 @@ import argparse
 import json
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 
 from dino_sparo.models.encoder import Encoder, encoder_from_config
 from dino_sparo.runtime.choices import ARCHITECTURES
+from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import require
 from dino_sparo.runtime.logs import setup_logging
 from dino_sparo.runtime.records import file_sha256, plain, versions
@@ -70,6 +72,7 @@ def export(
     arch: str | None = None,
     patch_size: int | None = None,
     quick_gelu: bool = False,
+    name: str | None = None,
 ) -> Path:
     """Write the encoder of a checkpoint, or both towers of a CLIP, for other software.
 
@@ -82,6 +85,7 @@ def export(
         arch: architecture of foreign weights; None: inferred from the shapes.
         patch_size: patch side of foreign weights in pixels; None: inferred.
         quick_gelu: foreign weights were trained with OpenAI's activation.
+        name: of the repository, for the model card of `huggingface`.
 
     Returns:
         The file of weights, or the folder.
@@ -109,6 +113,7 @@ def export(
             "encoder": encoder_description(encoder.config, *normalization_of(content)),
             **_origin(content, Path(checkpoint)),
             "checkpoint_key": key,
+            **({} if name is None else {"name": name}),
         }
         path, network = WRITERS[format](encoder, str(out), record), key or "encoder"
     logger.info("%s of %s as %s: %s", network, checkpoint, format, path)
@@ -337,3 +342,32 @@ def export_checkpoint(args: argparse.Namespace) -> None:
         args.patch_size,
         args.quick_gelu,
     )
+
+
+def push_checkpoint(args: argparse.Namespace) -> str:
+    """`dino-sparo push`: export for Hugging Face and upload the folder; returns the address of the commit.
+
+    The hub's token is read from HF_TOKEN or from `hf auth login`.
+    """
+    from huggingface_hub import HfApi
+
+    setup_logging()
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # which logs every request
+    api = HfApi()
+    with tempfile.TemporaryDirectory() as folder:
+        name = args.repository.rpartition("/")[2]
+        exported = export(
+            args.checkpoint, Path(folder) / name, args.checkpoint_key, "huggingface", name=args.repository
+        )
+        try:
+            api.create_repo(args.repository, private=args.private, exist_ok=True)
+            commit = api.upload_folder(
+                repo_id=args.repository, folder_path=exported, commit_message="Upload the encoder"
+            )
+        except (OSError, ValueError) as error:  # no network, no permission, or no such name
+            raise ValueError(
+                f"could not upload to {args.repository}: {str(error).splitlines()[0]}; is the name USER/NAME, and does "
+                "`hf auth whoami` name you?"
+            ) from error
+    say(str(commit))
+    return str(commit)

@@ -6,7 +6,6 @@ The folder needs no dino_sparo where it is loaded: `modeling_sparo.py` holds the
 
 import ast
 import inspect
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -18,8 +17,8 @@ from torch import Tensor
 from dino_sparo.data.views import EvalTransform
 from dino_sparo.models import backbone, encoder, pooling, readout, readouts
 from dino_sparo.models.encoder import Encoder
-from dino_sparo.runtime import choices, extras
-from dino_sparo.runtime.extras import require
+from dino_sparo.runtime import choices
+from dino_sparo.runtime.faults import require
 from dino_sparo.runtime.files import parse_json
 from dino_sparo.weights.checkpoint import EXPORTED_WEIGHTS, MODEL_TYPE
 
@@ -39,8 +38,8 @@ tags:
 
 # {title}
 
-An image encoder, trained with dino_sparo: {architecture}. The read-out
-`{readout}` turns its tokens into {slots}.
+An image encoder, trained with dino_sparo: {architecture}.
+The read-out `{readout}` turns its tokens into {slots}.
 
 | training | |
 |---|---|
@@ -72,7 +71,6 @@ def write_folder(
     folder: Path,
     record: Mapping[str, Any],
     write_safe: Callable[[dict[str, Tensor], Path, Mapping[str, dict[str, Any]]], Path],
-    name: str | None = None,
 ) -> Path:
     """Write configuration, weights, preprocessing, code and model card.
 
@@ -81,7 +79,6 @@ def write_folder(
         folder: of the result.
         record: `encoder`, the description of the encoder, and where the weights come from.
         write_safe: writes weights together with JSON files.
-        name: of the repository, for the model card.
     """
     description = record["encoder"]
     origin = {key: value for key, value in record.items() if key != "encoder"}
@@ -98,7 +95,7 @@ def write_folder(
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CODE).write_text(modeling_code(), encoding="utf-8")
-    (folder / "README.md").write_text(model_card(network, record, name or folder.name), encoding="utf-8")
+    (folder / "README.md").write_text(model_card(network, record, record.get("name", folder.name)), encoding="utf-8")
     documents = {
         "config.json": config,
         "preprocessor_config.json": _preprocessing(network.config.img_size, description),
@@ -115,13 +112,14 @@ def modeling_code() -> str:
 
     imports: set[str] = set()
     bodies = []
-    for module in (extras, choices, readout, pooling, readouts, backbone, encoder, huggingface_model):
+    for module in (choices, readout, pooling, readouts, backbone, encoder, huggingface_model):
         imports_of, body = _without_imports(module)
         imports |= imports_of
         bodies.append(body)
     header = '"""The encoder of a dino_sparo checkpoint, for transformers. Generated; the license is Apache-2.0."""\n'
+    require_nothing = "def require(package, purpose):\n    pass  # importing it says what is missing\n\n"
     plain, named = (sorted(line for line in imports if line.startswith(word)) for word in ("import ", "from "))
-    return "\n".join([header, "from __future__ import annotations\n", *plain, *named, "\n", *bodies])
+    return "\n".join([header, "from __future__ import annotations\n", *plain, *named, "\n", require_nothing, *bodies])
 
 
 def _without_imports(module: ModuleType) -> tuple[set[str], str]:
@@ -176,9 +174,7 @@ def model_card(network: Encoder, record: Mapping[str, Any], name: str) -> str:
     facts = ("data_path", "epoch", "step", "recipe", "checkpoint", "sha256")
     rows = [f"| {key} | {record[key]} |" for key in facts if record.get(key) is not None]
     scores = [f"| {key} | {score} |" for key, score in record["scores"].items()]
-    table = (
-        "\n".join(["| evaluation | accuracy |", "|---|---|", *scores, ""]) if scores else "No scores were recorded.\n"
-    )
+    table = ["| evaluation | accuracy |", "|---|---|", *scores, ""] if scores else ["No scores were recorded.", ""]
     return CARD.format(
         title=name,
         name=name,
@@ -200,24 +196,3 @@ def _score(values: Mapping[str, Any]) -> str:
     rows = results if isinstance(results, list) else [values]
     named = [(f"{row['k']}-NN " if "k" in row else "", row.get("top1", row.get("accuracy"))) for row in rows]
     return ", ".join(f"{name}{value:.2f} %" for name, value in named if isinstance(value, float))
-
-
-def push(checkpoint: str, repository: str, export: Callable[[str, Path], Path], private: bool = False) -> str:
-    """Export a checkpoint and upload the folder to a repository of the hub, which is created if need be.
-
-    Args:
-        checkpoint: path.
-        repository: USER/NAME.
-        export: (checkpoint, folder) -> the folder of the export.
-        private: create a private repository.
-
-    Returns:
-        The address of the commit.
-    """
-    from huggingface_hub import HfApi
-
-    api = HfApi()
-    with tempfile.TemporaryDirectory() as folder:
-        exported = export(checkpoint, Path(folder) / "model")
-        api.create_repo(repository, private=private, exist_ok=True)
-        return str(api.upload_folder(repo_id=repository, folder_path=exported, commit_message="Upload the encoder"))

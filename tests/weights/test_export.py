@@ -225,9 +225,8 @@ def test_no_kill_leaves_weights_beside_a_description_of_others(
             continue
         texts = [path.read_text() for path in (out.glob("*.json") if out.is_dir() else [out.with_suffix(".json")])]
         means = {mean for mean in sources if any(f"{mean},\n" in text for text in texts)}
-        name = next(
-            name for name in ("norm.weight", "layernorm.weight", "backbone.norm.weight") if name in load_file(weights)
-        )
+        prefixes = ("", "backbone.", "encoder.backbone.")
+        name = next(name for name in load_file(weights) if name in [f"{prefix}norm.weight" for prefix in prefixes])
         expected = next(
             mean
             for mean, encoder in ((0.1, old), (0.7, new))
