@@ -9,20 +9,31 @@ import signal
 import threading
 from collections.abc import Iterator
 
+OWNED_FOLDER = "dino_sparo_folder"  # in multiprocessing's settings of a process: owner and path of the shared folder
 END_SECONDS = 5.0  # a process that waits for a hung disk cannot be killed
 
 
 def share_temporary_folder() -> None:
     """Let the workers that start from now on keep their sockets in this process' folder instead of one folder each.
 
-    A worker that is killed leaves its folder behind; this process removes its own, see `remove_temporary_folder`.
+    A worker that is killed leaves its folder behind; this process removes its own, see `remove_temporary_folder`. A
+    process that was started by multiprocessing itself uses its parent's folder, which is not its own to remove.
     """
-    multiprocessing.util.get_temp_dir()
+    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    is_inherited = multiprocessing.parent_process() is not None and "tempdir" in config
+    folder = multiprocessing.util.get_temp_dir()
+    if not is_inherited:
+        config[OWNED_FOLDER] = (os.getpid(), folder)  # workers get a copy
 
 
 def remove_temporary_folder() -> None:
     """Remove the shared folder. Python does so at a normal exit, but not at `os._exit`."""
-    if folder := multiprocessing.current_process()._config.get("tempdir"):  # type: ignore[attr-defined]
+    _remove_folder_of(os.getpid())
+
+
+def _remove_folder_of(process: int) -> None:
+    owner, folder = multiprocessing.current_process()._config.get(OWNED_FOLDER, (0, ""))  # type: ignore[attr-defined]
+    if owner == process:
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -32,7 +43,7 @@ def remove_folder_of_a_killed_parent() -> None:
 
     def clean() -> None:
         if os.getppid() != parent:
-            remove_temporary_folder()
+            _remove_folder_of(parent)
 
     multiprocessing.util.Finalize(None, clean, exitpriority=0)
 

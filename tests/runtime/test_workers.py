@@ -1,5 +1,7 @@
 """Processes that load images leave no files behind, however the process ends that they load for."""
 
+import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import subprocess
@@ -8,6 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from dino_sparo.runtime.workers import remove_temporary_folder, share_temporary_folder
 
 # Takes two batches from two workers, then ends in the way that the first word says.
 PROGRAM = """
@@ -60,3 +64,18 @@ def test_no_temporary_folder_of_a_worker_stays_behind(tmp_path: Path, how: str) 
     while list(tmp_path.glob("pymp-*")) and time.monotonic() < end:
         time.sleep(0.1)
     assert list(tmp_path.glob("pymp-*")) == []
+
+
+def _share_and_remove() -> None:
+    share_temporary_folder()
+    remove_temporary_folder()
+
+
+def test_a_process_never_removes_the_folder_of_the_process_that_started_it() -> None:
+    """The bug: a rank that multiprocessing had started removed the sockets of its parent's fork server."""
+    folder = Path(multiprocessing.util.get_temp_dir())
+    child = multiprocessing.get_context("forkserver").Process(target=_share_and_remove)
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    assert folder.is_dir()
