@@ -10,6 +10,7 @@ from dino_sparo.runtime.cli import (
     add_download_option,
     add_feature_options,
     add_foreign_weights_options,
+    add_max_value_option,
     add_source_options,
     add_storage_option,
     bool_flag,
@@ -214,6 +215,7 @@ def attention_parser() -> Parser:
     group.add_argument(
         "--image_path", default=None, help="An image, a folder, or whatever --data_path takes; else a built-in scene."
     )
+    add_max_value_option(group)
     group.add_argument(
         "--image_size",
         type=positive_int,

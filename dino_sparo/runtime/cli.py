@@ -243,6 +243,11 @@ def add_source_options(parser: argparse.ArgumentParser, columns: Sequence[str] =
         help="Largest image, 10^6 pixels; larger ones count as unreadable. Decoding takes up to 8 bytes per pixel in "
         "each process that loads images.",
     )
+    add_max_value_option(group)
+
+
+def add_max_value_option(group: argparse._ArgumentGroup) -> None:
+    """`--max_value`."""
     group.add_argument(
         "--max_value",
         type=int,

@@ -14,7 +14,7 @@ from torchvision import transforms
 
 import visualize_attention
 from dino_sparo.data.crops import normalized_tensor
-from dino_sparo.data.sources import CorruptImageError
+from dino_sparo.data.sources import CorruptImageError, ImageLimits
 from dino_sparo.draw import sheet
 from dino_sparo.draw.pixels import crops_grid, heat, mask_overlay, overlay, to_pixels
 from dino_sparo.evaluation.attention import command as attention_command
@@ -433,13 +433,20 @@ def test_missing_matplotlib_is_named_with_its_extra(monkeypatch: pytest.MonkeyPa
         sheet.require_matplotlib()
 
 
+def test_max_value_becomes_white_in_one_image_and_in_a_folder(tmp_path: Path) -> None:
+    Image.fromarray(np.array([[0, 4095]], dtype=np.uint16)).save(tmp_path / "a.png")
+    for path in (tmp_path / "a.png", tmp_path):
+        image = open_images(str(path), ImageLimits(max_value=4095)).read(0)
+        assert np.asarray(image)[0, :, 0].tolist() == [0, 255]
+
+
 def test_the_options_are_the_documented_ones() -> None:
     options = {flag for action in visualize_attention.get_args_parser()._actions for flag in action.option_strings}
     assert options == {
         "-h", "--help", "--pretrained_weights", "--checkpoint_key", "--untrained", "--arch", "--patch_size",
         "--quick_gelu", "--image_path", "--image_size", "--max_images", "--output_dir", "--threshold", "--save_each",
         "--max_maps", "--compare", "--figure_format", "--atlas", "--atlas_images", "--atlas_max_images", "--device",
-        "--num_workers", "--dist_url", "--dist_timeout_min", "--local_rank", "--local-rank",
+        "--num_workers", "--max_value", "--dist_url", "--dist_timeout_min", "--local_rank", "--local-rank",
     }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from dino_sparo.data.sources import CorruptImageError, ImageSource, open_source
+from dino_sparo.data.sources import CorruptImageError, ImageLimits, ImageSource, open_source
 from dino_sparo.data.sources.image_source import spread_out
 from dino_sparo.data.views import PatchView, view_pixels
 from dino_sparo.draw.figure import PICTURE_HEIGHT
@@ -64,7 +64,7 @@ def visualize(args: argparse.Namespace) -> None:
         if number is not None and number < 1:
             raise ValueError(f"{name}={number}; give a positive number")
     subject, device, folder = task.subject, task.device, task.folder
-    images = read_images(open_images(args.image_path), args.max_images)
+    images = read_images(open_images(args.image_path, ImageLimits(max_value=args.max_value)), args.max_images)
     runs = run_names([args.pretrained_weights, args.compare] if args.compare else [args.pretrained_weights])
     maps = map_images(subject, runs[0], images, args.image_size, device)
     written = [*write_numbers(subject, maps, folder), *draw(maps, folder, args)]
@@ -216,7 +216,7 @@ def make_atlas(subject: Subject, run: str, device: torch.device, folder: Path, a
     """Search images for those that light up each slot, and draw the atlas."""
     encoder = subject.encoder.to(device).eval()
     view = patch_view(subject, args.image_size, square=True)
-    source = open_source(args.atlas, "all")
+    source = open_source(args.atlas, "all", limits=ImageLimits(max_value=args.max_value))
     [searched] = disjoint_subsets(source, [min(args.atlas_max_images, len(source))])
     atlas = build_atlas(
         encoder,

@@ -8,8 +8,8 @@ import numpy as np
 from PIL import Image
 
 from dino_sparo.data.scenes import Scenes
-from dino_sparo.data.sources import IMAGE_EXTENSIONS, ImageSource, open_source
-from dino_sparo.data.sources.decode import read_image
+from dino_sparo.data.sources import IMAGE_EXTENSIONS, ImageLimits, ImageSource, open_source
+from dino_sparo.data.sources.decode import DEFAULT_LIMITS, read_image
 from dino_sparo.data.sources.splits import ALL
 from dino_sparo.models.encoder import EncoderConfig
 
@@ -46,7 +46,7 @@ class OneImage:
         return self.name
 
 
-def open_images(image_path: str | None) -> ImageSource:
+def open_images(image_path: str | None, limits: ImageLimits = DEFAULT_LIMITS) -> ImageSource:
     """An image, a folder, or anything else that `open_source` takes; None: a built-in, held-out scene."""
     if image_path is None:
         scenes = Scenes(SCENE_INDEX + 1, image_size=SCENE_SIZE, split="val")
@@ -64,5 +64,5 @@ def open_images(image_path: str | None) -> ImageSource:
             "leave the option out for a built-in scene"
         )
     if path.is_file() and image_path.lower().endswith(IMAGE_EXTENSIONS):
-        return OneImage(image_path, lambda: read_image(image_path, image_path))
-    return open_source(image_path, ALL)
+        return OneImage(image_path, lambda: read_image(image_path, image_path, limits=limits))
+    return open_source(image_path, ALL, limits=limits)

@@ -14,6 +14,7 @@ from dino_sparo.runtime.cli import (
     add_device_options,
     add_download_option,
     add_feature_options,
+    add_max_value_option,
     bool_flag,
     positive_int,
 )
@@ -186,6 +187,7 @@ def zero_shot_parser() -> Parser:
     parser = Parser()
     add_model_options(parser)
     group = add_image_options(parser)
+    add_max_value_option(group)
     group.add_argument(
         "--crop_border",
         type=int,
@@ -310,6 +312,7 @@ def probe_parser() -> Parser:
         "--data_path", default="", help="Folder with train/ and val/, torchvision set (cifar10:DIR), or scenes."
     )
     add_download_option(group)
+    add_max_value_option(group)
     group = parser.add_argument_group("features")
     add_feature_options(group)
     group = parser.add_argument_group("probe")

@@ -241,7 +241,9 @@ def _features(
             train, test, record = train.normalize_(), test.normalize_(), {"versions": versions()}
         return train.to(storage), test.to(storage), record
     model = open_model(args, process)
-    sources = [open_evaluation_images(args.data_path, split, args.download) for split in ("train", "val")]
+    sources = [
+        open_evaluation_images(args.data_path, split, args.download, args.max_value) for split in ("train", "val")
+    ]
     require_labels(sources[0])
     sources[1] = align_classes(sources[1], sources[0].classes or [])
     train, test = (model.image_features(source, storage) for source in sources)

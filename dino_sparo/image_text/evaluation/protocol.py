@@ -11,17 +11,20 @@ from typing import Any
 from dino_sparo.data.dataset import require_same_source
 from dino_sparo.data.scene_graphs import INDEPENDENT
 from dino_sparo.data.scenes import Scenes, names_scenes, parse_scenes_spec
-from dino_sparo.data.sources import ImageSource, open_source
+from dino_sparo.data.sources import ImageLimits, ImageSource, open_source
 from dino_sparo.evaluation.task import write_result
 from dino_sparo.image_text.scoring.scorer import Scorer
 from dino_sparo.runtime.agree import rank_0_first
+from dino_sparo.runtime.choices import MAX_VALUE
 from dino_sparo.runtime.records import file_sha256
 
 # The options, the process among its peers, pixels cut off every side of an image -> the model.
 OpenModel = Callable[..., Scorer]
 
 
-def open_evaluation_images(data_path: str, split: str | None = None, download: bool = False) -> ImageSource:
+def open_evaluation_images(
+    data_path: str, split: str | None = None, download: bool = False, max_value: int = MAX_VALUE
+) -> ImageSource:
     """The images of a data path: the split `val` where there is one and no other is named, else all.
 
     The built-in scenes are those of CLIP training, whose attributes are independent of each other.
@@ -32,7 +35,7 @@ def open_evaluation_images(data_path: str, split: str | None = None, download: b
         num_images, image_size = parse_scenes_spec(data_path)
         return Scenes(num_images, image_size, split=split or "val", ties=INDEPENDENT)
     with rank_0_first():
-        source = open_source(data_path, split, download, default_split="val")
+        source = open_source(data_path, split, download, default_split="val", limits=ImageLimits(max_value=max_value))
     require_same_source(source)
     return source
 

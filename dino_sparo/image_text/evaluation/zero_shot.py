@@ -101,7 +101,7 @@ def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenModel) -> dict
     """Evaluate what the options say, write the result, show the table."""
     process = start_evaluation(args)
     scorer = open_model(args, process, args.crop_border)
-    source = open_evaluation_images(args.data_path, args.split, args.download)
+    source = open_evaluation_images(args.data_path, args.split, args.download, args.max_value)
     classes = open_classes(source, args.classnames, args.data_path)
     own = scorer.default_templates if args.templates == AUTO else None
     templates = own or open_templates(args.templates, args.data_path)
