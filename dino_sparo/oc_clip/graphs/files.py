@@ -9,7 +9,6 @@ A file has one JSON object per line, as `dino-sparo parse` writes it and as tabl
 hash of its caption), so that loader workers share the graphs of 10^7 captions. Compressed files are refused.
 """
 
-import copy
 import hashlib
 import json
 import logging
@@ -17,7 +16,7 @@ import mmap
 import os
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,43 +44,37 @@ PARSERS: dict[str, Callable[[], Find]] = {"templates": lambda: parse_caption, "s
 MAX_MISSING = 0.01
 
 
+@dataclass(eq=False)
 class CaptionGraphs:
     """The graph of any caption, normalised.
 
-    Args:
+    Attributes:
         find: caption -> graph, not normalised; None if the caption has none.
-        record: description of the graphs for result files: the parser, or file and hash.
+        record: description of the graphs for result files: the parser, or file and hash; and both caps.
         max_nodes: largest number of entities.
         max_relations: largest number of relations.
         max_missing: share of captions without a graph that `check` tolerates.
         option: name of the command's option for `max_missing`, for messages.
-
-    Attributes:
         counts: sums over all calls in this process. Workers of a loader have copies of this object: they return their
             counts from `lookup`.
         num_expected: captions that will be looked up, of which `max_missing` is a share; 0: not known.
     """
 
-    def __init__(
-        self,
-        find: Find,
-        record: Mapping[str, Any],
-        max_nodes: int = MAX_NODES,
-        max_relations: int = MAX_RELATIONS,
-        max_missing: float = MAX_MISSING,
-        option: str = "--max_missing_graphs",
-    ) -> None:
-        self.find, self.max_nodes, self.max_relations, self.max_missing = find, max_nodes, max_relations, max_missing
-        self.option = option
-        self.record = {**record, "max_nodes": max_nodes, "max_relations": max_relations}
-        self.counts = LookupCounts()
-        self.num_expected = 0
+    find: Find
+    record: Mapping[str, Any]
+    max_nodes: int = MAX_NODES
+    max_relations: int = MAX_RELATIONS
+    max_missing: float = MAX_MISSING
+    option: str = "--max_missing_graphs"
+    counts: LookupCounts = field(default_factory=LookupCounts)
+    num_expected: int = 0
+
+    def __post_init__(self) -> None:
+        self.record = {**self.record, "max_nodes": self.max_nodes, "max_relations": self.max_relations}
 
     def uncounted(self) -> "CaptionGraphs":
         """The same graphs with new counts."""
-        graphs = copy.copy(self)
-        graphs.counts, graphs.num_expected = LookupCounts(), 0
-        return graphs
+        return replace(self, counts=LookupCounts(), num_expected=0)
 
     def __call__(self, caption: str) -> SceneGraph:
         """The graph of a caption; a caption without a graph becomes one entity."""
