@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 from torch import nn
+from two_ranks import TwoRanks
 
 import eval_knn
 import eval_linear
@@ -304,6 +305,39 @@ def start(folder: Path, rank: int) -> subprocess.Popen:
     environment = {**os.environ, **place, "PYTHONPATH": os.pathsep.join((root, tests)), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", f"import test_features; test_features.evaluate_scenes({str(folder)!r}, 5)"]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def split_of_noise() -> Features:
+    encoder = create_encoder("vit_micro", patch_size=8, img_size=16, num_slots=3, slot_dim=5, key_dim=7)
+    weights = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in encoder.parameters():
+            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=weights))
+    return extract_split(encoder.eval(), Noise(13, corrupt=(4, 9)), TRANSFORM, CPU, batch_size=3)
+
+
+def repeated_images() -> Features:
+    """Both ranks encode all images."""
+    encoder = create_encoder("vit_micro", patch_size=8, img_size=16, num_slots=3, slot_dim=5, key_dim=7).eval()
+    dataset = ImageDataset(Noise(4), TRANSFORM)
+    loader = create_loader(dataset, ShardSampler(4, 2, rank=0, world_size=1), num_workers=0)
+    return extract_features(encoder, loader, CPU)
+
+
+def test_two_ranks_extract_the_features_of_one_in_order(two_ranks: TwoRanks) -> None:
+    one = split_of_noise()
+    assert one.indices.tolist() == [index for index in range(13) if index not in (4, 9)]
+    for each in two_ranks(split_of_noise):
+        assert each.indices.tolist() == one.indices.tolist()
+        assert each.labels.tolist() == one.labels.tolist() == [index % 2 for index in one.indices.tolist()]
+        assert each.num_corrupt == one.num_corrupt == 2
+        assert torch.equal(each.features, one.features)
+
+
+def test_an_image_that_two_real_ranks_encode_is_refused_on_both(two_ranks: TwoRanks) -> None:
+    for message in two_ranks.errors(repeated_images):
+        assert message.startswith("ValueError: ")
+        assert "image 0 was encoded twice or out of order" in message
 
 
 @pytest.mark.slow
