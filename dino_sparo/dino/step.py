@@ -7,7 +7,6 @@ teacher's logits, and the moving average moves the teacher. `train.py` builds wh
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from dino_sparo.data.dataset import Batch
 from dino_sparo.dino.loss import NUM_TEACHER_CROPS
@@ -58,30 +57,15 @@ def train_step(dino: "DINOObjective", batches: list[Batch], epoch: int, diagnose
         loss_of.diagnose(loss_of.teacher_probabilities(teacher_logits, epoch), loss)._asdict() if diagnose else {}
     )
     mean_loss = torch.stack(losses).mean()
-    grad_norm = update_student(dino, mean_loss, epoch)
+    grad_norms = updater.finish_gradients(mean_loss)
+    if dino.clip_grad:
+        clip_gradients_(updater.parameters, dino.clip_grad, grad_norms)
+    if epoch < dino.freeze_last_layer:
+        drop_gradients(dino.network.head.last_layer)
+    updater.update()
     finish_center(updater.nonfinite)
     momentum = float(dino.momentum[updater.step])
     ema_update_(dino.teacher, dino.network, momentum)
     rates = {"lr": updater.hyperparameter("lr"), "wd": updater.hyperparameter("weight_decay"), "momentum": momentum}
     updater.step += 1
-    return StepReport(mean_loss, updater.nonfinite.clone(), {**rates, "grad_norm": grad_norm, **entropies})
-
-
-def update_student(dino: "DINOObjective", loss: Tensor, epoch: int) -> Tensor:
-    """Clip, keep the last layer frozen in the first epochs, step.
-
-    Args:
-        dino: changed in place; its student has its gradients.
-        loss: of the step.
-        epoch: counted from 0.
-
-    Returns:
-        The norm of all gradients together, (), before clipping.
-    """
-    norms = dino.updater.finish_gradients(loss)
-    if dino.clip_grad:
-        clip_gradients_(dino.updater.parameters, dino.clip_grad, norms)
-    if epoch < dino.freeze_last_layer:
-        drop_gradients(dino.network.head.last_layer)
-    dino.updater.update()
-    return norms.norm()
+    return StepReport(mean_loss, updater.nonfinite.clone(), {**rates, "grad_norm": grad_norms.norm(), **entropies})

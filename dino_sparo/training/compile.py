@@ -56,7 +56,7 @@ def compile_failures_named() -> Iterator[None]:
 
         if not isinstance(error, TorchDynamoException):
             raise
-        reason = (str(error).strip().splitlines() or [""])[0]
+        reason = " ".join(str(error).strip().split("\n\n")[0].split())[:300]
         raise CompileError(
             f"torch.compile does not work here ({type(error).__name__}: {reason}); give --compile off"
         ) from error

@@ -4,6 +4,7 @@
 """
 
 import argparse
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -40,7 +41,8 @@ def train(
 ) -> None:
     """Build everything the options describe, resume if there is a checkpoint, train.
 
-    SIGUSR2, SIGTERM and Ctrl-C end the run after the next few steps, with a checkpoint.
+    SIGUSR2, SIGTERM and Ctrl-C end the run after the next few steps, with a checkpoint. `train_one_epoch` saves an
+    epoch that a signal or `--max_steps` cuts short; the resumed run evaluates and logs it.
 
     Args:
         args: the options.
@@ -62,60 +64,53 @@ def train(
         compile_failures_named(),
         RunLock(args.output_dir) as lock,
     ):
-        process = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
-        require_same_options(vars(args))
-        output_dir = Path(args.output_dir)
-        with all_or_none(f"preparing {output_dir}"):
-            check_options(args)
-            lock.acquire()
-            setup_logging(output_dir)
-        set_tf32(args.precision == "tf32")
-        log_options(vars(args), defaults_of(args))
-        objective = objective_class(args, process)
-        if args.compile == "on" or (args.compile == "auto" and process.device.type == "cuda"):
-            compile_networks(objective)
-        checkpoints = CheckpointFolder(output_dir, args.keep_checkpoints)
-        run = Run(objective, args, checkpoints, Agreement(signals, args.saveckp_minutes, process.device))
+        run = build(args, objective_class, check_options, defaults_of, signals, lock)
         log_step = resume(run)
-        log = RunLog(output_dir, log_step, run.epochs_done)
-        log.options(vars(args), ("epoch/train_loss", f"epoch/{objective.metric}"))
-        signals.begin_training()
-        try:
-            with Watchdog(args.dist_timeout_min) as watchdog:
-                stop = train_epochs(run, log, watchdog)
-        finally:
-            log.close()
+        begin, sampler = time.monotonic(), run.objective.sampler
+        end_step = args.epochs * sampler.steps_per_epoch
+        if args.max_steps is not None:
+            end_step = min(end_step, args.max_steps)
+        log = RunLog(Path(args.output_dir), log_step, run.epochs_done)
+        with contextlib.closing(log), Watchdog(args.dist_timeout_min) as watchdog:
+            log.options(vars(args), ("epoch/train_loss", f"epoch/{run.objective.metric}"))
+            signals.begin_training()
+            stop = None if run.unlogged_epoch is None else finish_epoch(run, log, watchdog)
+            while run.step < end_step and stop is None:
+                sampler.set_epoch(*divmod(run.step, sampler.steps_per_epoch))
+                means, stop = train_one_epoch(run, end_step, log, watchdog)
+                if run.step % sampler.steps_per_epoch == 0:
+                    run.unlogged_epoch = means
+                    stop = finish_epoch(run, log, watchdog, stop)
+                if stop is None and run.step < end_step:
+                    stop = run.agreement.stop_between_steps()
         if stop is not None:
             hand_over(signals, stop, run.step)
-
-
-def train_epochs(run: Run, log: RunLog, watchdog: Watchdog) -> Signals | None:
-    """Train, evaluate, log and save the epochs that are left.
-
-    `train_one_epoch` saves an epoch that `--max_steps` or a signal cuts short; the resumed run evaluates and logs it.
-    An epoch that a signal ends at its last step is saved, and evaluated when the run resumes.
-
-    Returns:
-        The signal that ended the run early, or None.
-    """
-    args, sampler = run.args, run.objective.sampler
-    end_step = args.epochs * sampler.steps_per_epoch
-    if args.max_steps is not None:
-        end_step = min(end_step, args.max_steps)
-    begin, stop = time.monotonic(), None
-    if run.unlogged_epoch is not None:
-        stop = finish_epoch(run, log, watchdog)
-    while run.step < end_step and stop is None:
-        sampler.set_epoch(*divmod(run.step, sampler.steps_per_epoch))
-        means, stop = train_one_epoch(run, end_step, log, watchdog)
-        if run.step % sampler.steps_per_epoch == 0:
-            run.unlogged_epoch = means
-            stop = finish_epoch(run, log, watchdog, stop)
-        if stop is None and run.step < end_step:
-            stop = run.agreement.stop_between_steps()
-    if stop is None:
         logger.info("done: %d steps in %.0f s, %s", run.step, time.monotonic() - begin, run.checkpoints.newest)
-    return stop
+
+
+def build(
+    args: argparse.Namespace,
+    objective_class: type[Objective[Any]],
+    check_options: Callable[[argparse.Namespace], None],
+    defaults_of: Callable[[argparse.Namespace], dict[str, Any]],
+    signals: StopSignals,
+    lock: RunLock,
+) -> Run:
+    """Processes, lock, log, precision, objective: everything that a run needs before its first step."""
+    process = init_distributed(args.device, args.dist_url, args.dist_timeout_min)
+    require_same_options(vars(args))
+    output_dir = Path(args.output_dir)
+    with all_or_none(f"preparing {output_dir}"):
+        check_options(args)
+        lock.acquire()
+        setup_logging(output_dir)
+    set_tf32(args.precision == "tf32")
+    log_options(vars(args), defaults_of(args))
+    objective = objective_class(args, process)
+    if args.compile == "on" or (args.compile == "auto" and process.device.type == "cuda"):
+        compile_networks(objective)
+    checkpoints = CheckpointFolder(output_dir, args.keep_checkpoints)
+    return Run(objective, args, checkpoints, Agreement(signals, args.saveckp_minutes, process.device))
 
 
 def finish_epoch(run: Run, log: RunLog, watchdog: Watchdog, stop: Signals | None = None) -> Signals | None:

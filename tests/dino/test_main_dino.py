@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,6 @@ import main_dino
 from dino_sparo import load_checkpoint, load_encoder
 from dino_sparo.data.crops import MultiCropAugmentation
 from dino_sparo.data.sources import CorruptImageError, open_source
-from dino_sparo.dino import step as dino_step
 from dino_sparo.dino import train as dino_train
 from dino_sparo.dino.train import DINOObjective
 from dino_sparo.draw.pixels import to_pixels
@@ -36,6 +36,7 @@ from dino_sparo.training.images import draw_examples
 from dino_sparo.training.loop import NonFiniteLossError, TooManyCorruptError
 from dino_sparo.training.objective import StepReport
 from dino_sparo.training.resume import Run
+from dino_sparo.training.updater import Updater
 from dino_sparo.weights.checkpoint import CheckpointError
 from dino_sparo.weights.folder import CheckpointFolder
 from main_dino import check_options, get_args_parser, main, train_dino
@@ -479,24 +480,29 @@ def test_after_gradients_that_are_not_finite_student_optimizer_and_center_stay_a
 ) -> None:
     found: list[DINOObjective] = []
 
-    def spoil(training: DINOObjective, loss: torch.Tensor, epoch: int) -> torch.Tensor:
-        if training.updater.step == 6:
-            found.append(training)
+    def note(training: DINOObjective, *arguments: Any, **options: Any) -> StepReport:
+        found.append(training)
+        return take(training, *arguments, **options)
+
+    def spoil(updater: Updater, loss: torch.Tensor) -> torch.Tensor:
+        training = found[-1]
+        if updater.step == 6:
             before.update(copy.deepcopy({"student": training.student.state_dict(), "loss": training.loss.state_dict()}))
             before.update(teacher=copy.deepcopy(training.teacher.state_dict()))
             before.update(optimizer=copy.deepcopy(training.updater.optimizer.state_dict()["state"]))
             training.network.head.mlp[0].bias.grad[0] = math.inf
-        return update(training, loss, epoch)
+        return finish(updater, loss)
 
     run(tmp_path, max_steps=4, optimizer=optimizer, momentum_teacher=0.5)
     saved, before = (tmp_path / "checkpoint.pth").read_bytes(), {}
-    update = dino_step.update_student
-    monkeypatch.setattr(dino_step, "update_student", spoil)
+    take, finish = dino_train.train_step, Updater.finish_gradients
+    monkeypatch.setattr(dino_train, "train_step", note)
+    monkeypatch.setattr(Updater, "finish_gradients", spoil)
     monkeypatch.setattr(preemption, "MAX_STEPS_BETWEEN", 16)
     with pytest.raises(NonFiniteLossError, match=r"gradients are not finite at step 6 .* finite on every rank"):
         run(tmp_path, optimizer=optimizer, momentum_teacher=0.5)
     assert (tmp_path / "checkpoint.pth").read_bytes() == saved
-    (training,) = found
+    training = found[-1]
     assert_same_state(before["student"], training.student.state_dict(), "student")
     assert_same_state(before["loss"], training.loss.state_dict(), "loss")
     assert_same_state(before["optimizer"], training.updater.optimizer.state_dict()["state"], "optimizer")

@@ -191,7 +191,7 @@ def test_batch_norm_that_talks_to_other_gpus_is_not_compiled(
 
 
 def test_only_an_error_of_the_compiler_is_named_as_one() -> None:
-    failed = torch._dynamo.exc.Unsupported("a call that it cannot trace\n  File ...")
+    failed = torch._dynamo.exc.Unsupported("a call that\nit cannot trace\n\nSet TORCHDYNAMO_VERBOSE=1")
     with (
         pytest.raises(CompileError, match=r"\(Unsupported: a call .* trace\); give --compile off"),
         compile_failures_named(),
