@@ -4,9 +4,9 @@
     torchrun --nproc_per_node=8 main_dino.py --data_path imagenet/train --output_dir runs/vits16
     python run_with_submitit.py ...                                               # the same on Slurm
 
-Options stand in the order of the data flow. Those of facebookresearch/dino keep their names and, but for four, their
+Options stand in the order of the data flow. Those of facebookresearch/dino keep their names and, but for five, their
 defaults. `dino_sparo/dino/train.py` builds what they describe, `dino_sparo/training/run.py` trains it. The same command
-goes on from the last checkpoint.
+resumes from the last checkpoint.
 """
 
 import argparse
@@ -19,7 +19,7 @@ __all__ = ["check_options", "fill_in_defaults", "get_args_parser", "main", "trai
 
 
 def train_dino(args: argparse.Namespace) -> None:
-    """Train DINO with these options, or go on from the last checkpoint; see `training.run.train` for what is raised."""
+    """Train DINO with these options, or resume from the last checkpoint; `training.run.train` lists the errors."""
     from dino_sparo.dino import train  # not above: it imports torch, and --help need not wait for that
 
     train.train(args)

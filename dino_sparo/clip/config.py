@@ -113,13 +113,13 @@ class CLIPConfig:
 
 @dataclass(frozen=True)
 class CLIPSizes(TowerSizes):
-    """What a CLIP is built from, flat: by the names that options and `model.create_clip` have for it.
+    """Sizes of a CLIP, flat: by the names that options and `model.create_clip` have for it.
 
     Attributes:
         readout: a key of `choices.TOWERS`, or another read-out with slots.
         num_slots: L, of a slotted read-out.
-        slot_dim: V, likewise.
-        key_dim: A, likewise.
+        slot_dim: V, as `num_slots`.
+        key_dim: A, as `num_slots`.
         group_size: G, slots that share a key, for `sparo`.
         embed_dim: M, width of the encoding; a slotted read-out's is L*V, whatever is given here.
         bottleneck_dim: m, for `linear`.

@@ -36,7 +36,7 @@ def to_open_clip(config: CLIPConfig, weights: Mapping[str, Tensor]) -> dict[str,
 
 
 def open_clip_config(config: CLIPConfig) -> dict[str, Any]:
-    """What open_clip's JSON of a model says: `open_clip.model.CLIP(**open_clip_config(model.config))` builds it.
+    """The content of open_clip's JSON of a model: `open_clip.model.CLIP(**open_clip_config(model.config))` builds it.
 
     Raises:
         ValueError: open_clip has no such model.

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from dino_sparo.clip.config import towers_of
+from dino_sparo.image_text.choices import CLIP_READOUTS, OPTIMISATION, SCENE_TOWERS
 from dino_sparo.image_text.demos import IMAGE_SIZE, draw_run, evaluation_data, scene_scores, score_table
-from dino_sparo.image_text.scene_recipe import CLIP_READOUTS, OPTIMISATION, SCENE_TOWERS
 from dino_sparo.models.readouts import readout_kind
 from dino_sparo.runtime.demos import RunCommand, finish_demo, option_words, start_demo, timed_run
 

@@ -45,7 +45,7 @@ def is_frozen(name: str, parts: Iterable[str]) -> bool:
 
 
 class ClipOutput(NamedTuple):
-    """What the contrastive loss takes.
+    """Input of the contrastive loss.
 
     Attributes:
         image_features: (B, M), normalised.
@@ -70,7 +70,7 @@ class CLIP(nn.Module):
         image: images -> slots.
         text: token ids -> slots.
         image_proj: slots -> slots, applied to each; the identity where the read-out's slots are the encoding.
-        text_proj: likewise.
+        text_proj: as `image_proj`, of the text tower.
         config: how all were built.
     """
 
@@ -85,7 +85,7 @@ class CLIP(nn.Module):
         self._frozen: list[nn.Module] = []
 
     def freeze(self, parts: Iterable[str]) -> None:
-        """Keep parts of the model as they are: no gradients, and eval mode whatever `train` is told.
+        """Keep parts of the model as they are: no gradients, and eval mode even after `train`.
 
         Args:
             parts: of `FREEZABLE`.
@@ -265,7 +265,7 @@ class LoadedClip(LoadedModel):
 def clip_description(
     config: CLIPConfig, mean: Iterable[float] = OPENAI_CLIP_MEAN, std: Iterable[float] = OPENAI_CLIP_STD
 ) -> dict[str, Any]:
-    """What a checkpoint carries under `clip`, beside the weights under `model`."""
+    """A checkpoint's entry `clip`, beside the weights under `model`."""
     return {**config.to_dict(), "mean": list(mean), "std": list(std)}
 
 

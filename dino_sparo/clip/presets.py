@@ -5,7 +5,7 @@ from typing import Any
 from dino_sparo.image_text.recipes import Preset, Recipes
 from dino_sparo.runtime.choices import KEY_DIM, NUM_SLOTS, SLOT_DIM
 
-# What holds without a preset, and where a preset says nothing. Towers, learning rate, betas, eps and weight decay are
+# Values without a preset, and where a preset names none. Towers, learning rate, betas, eps and weight decay are
 # OpenCLIP's defaults for a ViT-B; patch, batch and warm-up are ours, for some 10^5 pairs on one machine.
 DEFAULTS: dict[str, Any] = {
     "arch": "vit_base",

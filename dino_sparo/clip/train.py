@@ -11,7 +11,7 @@ Options are those of `options.py`. A step is `image_text/step.py`, what all imag
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import ClassVar
 
@@ -20,9 +20,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from dino_sparo.clip import options
-from dino_sparo.clip.initialize import require_trained
 from dino_sparo.clip.loss import create_loss, require_products
-from dino_sparo.clip.model import CLIP, create_clip
+from dino_sparo.clip.model import CLIP, create_clip, is_frozen
 from dino_sparo.clip.options import get_args_parser
 from dino_sparo.clip.presets import RECIPES
 from dino_sparo.image_text.contrastive import MAX_LOGIT_SCALE
@@ -57,7 +56,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 class CLIPObjective(PairObjective[PairBatch]):
-    """CLIP: among the captions of a batch find each image's own, and the other way round.
+    """CLIP: match each image of a batch with its own caption among all captions, and each caption with its image.
 
     Attributes:
         contrast: features and inverse temperature -> loss.
@@ -128,6 +127,24 @@ class CLIPObjective(PairObjective[PairBatch]):
         """The model as evaluations use it."""
         tokenizer = partial(tokenize, context_length=self.args.context_length)
         return DotProductScorer(self.network, tokenizer, *self.scorer_settings)
+
+
+def require_trained(frozen: Iterable[str], taken: Iterable[str], names: Iterable[str]) -> None:
+    """Refuse to freeze weights that are random.
+
+    Args:
+        frozen: parts of `choices.FREEZABLE`.
+        taken: names of the weights that come from a file.
+        names: of all weights.
+    """
+    parts, taken = list(frozen), set(taken)
+    random = [name for name in names if is_frozen(name, parts) and name not in taken]
+    if random:
+        raise ValueError(
+            f"--freeze {' '.join(parts)} would keep {len(random)} random weights ({', '.join(random[:3])}); start them "
+            f"from a file (--init_clip, --init_from), or freeze image_backbone or text_backbone, which leaves read-out "
+            f"and projection free"
+        )
 
 
 def build_model(args: argparse.Namespace) -> CLIP:

@@ -1,4 +1,4 @@
-"""Encoding -> logits over K prototypes: the DINO head, and the network that student and teacher are.
+"""Encoding -> logits over K prototypes: the DINO head, and `DINONetwork`, the type of student and teacher.
 
 The head is the reference's, unchanged, with its parameter names; only the deprecated `torch.nn.utils.weight_norm` is
 replaced by a module that holds the same two parameters.
@@ -54,9 +54,6 @@ class DINOHead(nn.Module):
         num_layers: linear layers in the MLP.
         hidden_dim: width of the hidden layers.
         bottleneck_dim: width of the normalised output of the MLP.
-
-    Raises:
-        ValueError: a size is not positive.
     """
 
     def __init__(
@@ -101,7 +98,7 @@ def _linear(in_width: int, out_width: int) -> nn.Linear:
 
 
 class DINONetwork(nn.Module):
-    """What student and teacher are: crops -> logits. Its keys are `backbone.*`, `readout.*` and `head.*`.
+    """Student or teacher: crops -> logits. Its keys are `backbone.*`, `readout.*` and `head.*`.
 
     Args:
         encoder: images -> encodings; its parts become parts of the network.

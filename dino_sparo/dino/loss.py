@@ -1,7 +1,4 @@
-"""Logits -> loss: cross-entropy of T teacher views against S student views, in nats.
-
-Also keeps the center of the teacher's logits, and measures how far the run is from collapse.
-"""
+"""Logits -> loss: cross-entropy of T teacher crops against S student crops, nats; the center; signs of collapse."""
 
 import math
 from collections.abc import Callable
@@ -20,13 +17,13 @@ NUM_TEACHER_CROPS = 2
 
 
 class LossDiagnostics(NamedTuple):
-    """What tells learning from collapse; scalar tensors, in nats.
+    """Signs of collapse; scalar tensors, nats.
 
     Attributes:
-        teacher_entropy: mean entropy of the teacher's distribution for one image; ln K means it tells nothing.
+        teacher_entropy: mean entropy of the teacher's distribution for one image; ln K: it is flat.
         kl: loss - teacher_entropy, the student's distance from the teacher.
-        marginal_entropy: entropy of the teacher's distribution averaged over this rank's batch; 0 means that all images
-            fall on one prototype.
+        marginal_entropy: entropy of the teacher's distribution averaged over this rank's batch; 0: all images fall on
+            one prototype.
     """
 
     teacher_entropy: Tensor
@@ -40,18 +37,18 @@ class DINOLoss(nn.Module):
     With q_t = softmax((teacher_t - center) / tau_teacher) and p_s = softmax(student_s / tau_student), per image
 
         loss = 0
-        for t in teacher views (the two global crops):
-            for s in student views (all crops):
+        for t in teacher crops (the two global ones):
+            for s in student crops (all):
                 if s is not the same crop as t:
                     loss += - sum_k q_t[k] log p_s[k]
         loss /= number of pairs
 
     averaged over the batch. Since log p_s = x_s - logsumexp(x_s) for x_s = student_s / tau_student, and q_t sums to
-    one, the double loop needs one logsumexp per student row and one dot product per teacher view:
+    one, the double loop needs one logsumexp per student row and one dot product per teacher crop:
 
         loss * pairs = sum_s n_s logsumexp(x_s) - sum_t q_t . (sum_{s != t} x_s)
 
-    with n_s the number of teacher views that are not s: T - 1 for the global crops, T for the local ones. The center is
+    with n_s the number of teacher crops that are not s: T - 1 for the global crops, T for the local ones. The center is
 
         center <- momentum center + (1 - momentum) mean of the teacher's logits over the batch and all ranks
 
@@ -59,19 +56,15 @@ class DINOLoss(nn.Module):
 
     Args:
         out_dim: K, number of prototypes.
-        num_crops: S, number of student views; the first two are the teacher's.
+        num_crops: S, number of student crops; the first two are the teacher's.
         warmup_teacher_temp: tau_teacher in the first epoch.
         teacher_temp: tau_teacher after the warm-up.
-        warmup_teacher_temp_epochs: epochs of linear warm-up from the one to the other.
+        warmup_teacher_temp_epochs: epochs of linear warm-up from `warmup_teacher_temp` to `teacher_temp`.
         num_epochs: epochs of the whole run.
         student_temp: tau_student.
         center_momentum: momentum of the center.
-        chunk_size: prototypes looked at together, 0 for all; fewer take less memory and more time, with equal results
+        chunk_size: prototypes computed together, 0 for all; fewer take less memory and more time, with equal results
             up to rounding.
-
-    Raises:
-        ValueError: fewer crops than teacher views, a temperature that is not positive, or a warm-up longer
-            than the run.
     """
 
     center: Tensor
@@ -128,20 +121,14 @@ class DINOLoss(nn.Module):
         epoch: int,
         update_center: bool = True,
     ) -> Float[Tensor, ""]:
-        """The loss of one batch; afterwards the center takes the batch in.
+        """The loss of one batch, nats per pair of crops; then the center moves.
 
         Args:
             student_logits: (S*B, K), crop by crop, global crops first.
             teacher_logits: (2*B, K), crop by crop.
-            epoch: epoch, counted from 0; gives the teacher's temperature.
-            update_center: set to False to leave the center alone, for gradient accumulation: all parts of a batch use
-                the same center, and the caller moves it once (`begin_center_update`).
-
-        Returns:
-            The loss, nats per pair of views.
-
-        Raises:
-            ValueError: the shapes do not belong to `num_crops` views of one batch with K prototypes.
+            epoch: counted from 0; gives the teacher's temperature.
+            update_center: False for gradient accumulation: all parts of a batch use the same center, and the caller
+                moves it once (`begin_center_update`).
         """
         teacher_probs = self.teacher_probabilities(teacher_logits, epoch)  # (T, B, K)
         batch_size = len(teacher_logits) // NUM_TEACHER_CROPS
@@ -157,11 +144,7 @@ class DINOLoss(nn.Module):
         return loss
 
     def teacher_probabilities(self, teacher_logits: Float[Tensor, "TB K"], epoch: int) -> Float[Tensor, "T B K"]:
-        """q = softmax((teacher - center) / tau_teacher), no gradient.
-
-        Raises:
-            ValueError: the shape does not belong to two views with K prototypes.
-        """
+        """q = softmax((teacher - center) / tau_teacher), without gradient."""
         if teacher_logits.ndim != 2 or teacher_logits.shape[1] != self.out_dim or len(teacher_logits) % 2:
             raise ValueError(
                 f"teacher logits have shape {tuple(teacher_logits.shape)}; they need "
@@ -183,16 +166,16 @@ class DINOLoss(nn.Module):
             parts = [checkpoint(self._part, *chunk, use_reentrant=False) for chunk in chunks]
             normalisers = torch.stack([part for part, _ in parts]).logsumexp(dim=0)
             agreement = torch.stack([part for _, part in parts]).sum()
-        # n_s logsumexp(x_s), as each teacher view meets all student views but itself.
+        # n_s logsumexp(x_s), as each teacher crop meets all student crops but itself.
         log_partition = len(teacher_probs) * normalisers.sum() - normalisers[: len(teacher_probs)].sum()
         return (log_partition - agreement) / (self.num_pairs * teacher_probs.shape[1])
 
     def _part(self, student_logits: Tensor, teacher_probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Of some of the prototypes: logsumexp of x (S, B), and the sum of q_t . (sum_{s != t} x_s), ()."""
+        """For a chunk of prototypes: logsumexp of x (S, B), and the sum of q_t . (sum_{s != t} x_s), ()."""
         # The sums over K run in the center's precision (fp32) also where the network computes in fewer bits.
         student = student_logits.to(teacher_probs.dtype) / self.student_temp
-        all_views = student.sum(dim=0)  # (B, K)
-        agreement = sum((q * (all_views - student[t])).sum() for t, q in enumerate(teacher_probs))
+        all_crops = student.sum(dim=0)  # (B, K)
+        agreement = sum((q * (all_crops - student[t])).sum() for t, q in enumerate(teacher_probs))
         return student.logsumexp(dim=-1), agreement
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -200,12 +183,7 @@ class DINOLoss(nn.Module):
         self._cross_entropy = torch.compile(self._cross_entropy, *args, **kwargs)  # type: ignore[method-assign]
 
     def update_center(self, logits_sum: Float[Tensor, "1 K"], count: int) -> None:
-        """Move the center towards the mean of the teacher's logits.
-
-        Args:
-            logits_sum: (1, K), sum over this rank's rows.
-            count: number of rows summed, the same on every rank.
-        """
+        """Move the center towards the mean of the teacher's logits; arguments as for `begin_center_update`."""
         self.begin_center_update(logits_sum, count)(None)
 
     @torch.no_grad()
@@ -233,25 +211,20 @@ class DINOLoss(nn.Module):
 
     @torch.no_grad()
     def diagnose(self, teacher_probs: Float[Tensor, "T B K"], loss: Float[Tensor, ""]) -> LossDiagnostics:
-        """Entropies that tell how the run is doing, of this rank's batch.
-
-        Args:
-            teacher_probs: (T, B, K), from `teacher_probabilities`.
-            loss: the loss of the same batch.
-        """
+        """Entropies of this rank's batch, from `teacher_probabilities` and the loss of the same batch."""
         entropy = torch.special.entr(teacher_probs).sum(dim=-1).mean()
         marginal = torch.special.entr(teacher_probs.mean(dim=(0, 1))).sum()
         return LossDiagnostics(teacher_entropy=entropy, kl=loss.detach() - entropy, marginal_entropy=marginal)
 
 
-# Below this share of what it can reach, the teacher's answer does not depend on the image.
+# Below this share of the largest possible information, the teacher's answer does not depend on the image.
 COLLAPSE_SHARE = 0.01
 
 
 def diagnose_collapse(
     loss: float, teacher_entropy: float, marginal_entropy: float, feature_rank: float, out_dim: int, batch_size: int
 ) -> str | None:
-    """Name the collapse a run is in, if it is in one, and say what usually helps.
+    """A line for the log that names the collapse and what usually helps; None if there is no collapse.
 
     The information the teacher's prototype carries about the image, I = marginal_entropy - teacher_entropy, is zero
     when it answers the same for every image. Its entropy then tells which of DINO's two collapses this is (DINO,
@@ -264,14 +237,11 @@ def diagnose_collapse(
         feature_rank: effective rank of the encodings of a batch.
         out_dim: K.
         batch_size: images on one rank.
-
-    Returns:
-        A line for the log, or None where nothing is wrong.
     """
     log_k = math.log(out_dim)
     information = marginal_entropy - teacher_entropy
     reachable = min(log_k, math.log(batch_size))
-    # The two views of a single image should agree, so one image alone cannot tell.
+    # The two crops of a single image should agree, so one image alone cannot tell.
     if batch_size > 1 and information < COLLAPSE_SHARE * reachable:
         if teacher_entropy > (1 - COLLAPSE_SHARE) * log_k:
             relation = "=" if abs(loss - log_k) < COLLAPSE_SHARE * log_k else "above"

@@ -18,7 +18,13 @@ from dino_sparo.runtime.cli import (
     add_training_data_options,
     bool_flag,
 )
-from dino_sparo.training.options import add_compute_options, add_run_options, check_ranges, check_whole_patches
+from dino_sparo.training.options import (
+    add_compute_options,
+    add_numbers,
+    add_run_options,
+    check_ranges,
+    check_whole_patches,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -57,19 +63,23 @@ def _add_data_options(parser: argparse.ArgumentParser) -> None:
         "(shard-{000..099}.tar), a torchvision set (cifar10:DIR), or the built-in scenes (scenes:NUMBER:SIZE).",
     )
     add_training_data_options(group, "unreadable images")
-    group.add_argument("--batch_size_per_gpu", type=int, default=64, help="Images per process and forward pass.")
-    group.add_argument(
-        "--grad_accum_steps",
-        type=int,
-        default=1,
-        help="Forward passes per step; their gradients are averaged, as if the batch were that many times larger.",
+    add_numbers(
+        group,
+        batch_size_per_gpu=(64, "Images per process and forward pass."),
+        grad_accum_steps=(
+            1,
+            "Forward passes per step; their gradients are averaged, as if the batch were that many times larger.",
+        ),
     )
 
 
 def _add_crop_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("crops")
-    group.add_argument("--global_crops_size", type=int, default=224, help="Side of the global crops in pixels.")
-    group.add_argument("--local_crops_size", type=int, default=96, help="Side of the local crops in pixels.")
+    add_numbers(
+        group,
+        global_crops_size=(224, "Side of the global crops in pixels."),
+        local_crops_size=(96, "Side of the local crops in pixels."),
+    )
     group.add_argument(
         "--global_crops_scale",
         type=float,
@@ -117,30 +127,16 @@ def _add_head_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_loss_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("loss and teacher")
-    group.add_argument(
-        "--warmup_teacher_temp",
-        type=float,
-        default=0.04,
-        help="Teacher's temperature in the first epoch; lower it if the loss does not fall.",
-    )
-    group.add_argument(
-        "--teacher_temp",
-        type=float,
-        default=0.04,
-        help="Teacher's temperature after the warm-up; above 0.07 training is usually unstable.",
-    )
-    group.add_argument(
-        "--warmup_teacher_temp_epochs",
-        type=int,
-        default=0,
-        help="Epochs of linear warm-up from --warmup_teacher_temp to --teacher_temp.",
-    )
-    group.add_argument(
-        "--momentum_teacher",
-        type=float,
-        default=0.996,
-        help="Momentum of the moving average in the first step, rising to 1; 0.9995 suits a batch of 256, and lower "
-        "values short runs.",
+    add_numbers(
+        group,
+        warmup_teacher_temp=(0.04, "Teacher's temperature in the first epoch; lower it if the loss does not fall."),
+        teacher_temp=(0.04, "Teacher's temperature after the warm-up; above 0.07 training is usually unstable."),
+        warmup_teacher_temp_epochs=(0, "Epochs of linear warm-up from --warmup_teacher_temp to --teacher_temp."),
+        momentum_teacher=(
+            0.996,
+            "Momentum of the moving average in the first step, rising to 1; 0.9995 suits a batch of 256, and lower "
+            "values short runs.",
+        ),
     )
 
 
@@ -167,11 +163,12 @@ def _add_optimization_options(parser: argparse.ArgumentParser) -> None:
         help=f"Epochs of linear warm-up of the learning rate. (default: {WARMUP_EPOCHS}; in a shorter run "
         "1, in a run of one epoch 0)",
     )
-    group.add_argument("--min_lr", type=float, default=1e-6, help="Learning rate at the end.")
-    group.add_argument("--weight_decay", type=float, default=0.04, help="Weight decay in the first step.")
-    group.add_argument("--weight_decay_end", type=float, default=0.4, help="Weight decay in the last step.")
-    group.add_argument(
-        "--clip_grad", type=float, default=3.0, help="Largest norm of a parameter's gradient; 0 for no limit."
+    add_numbers(
+        group,
+        min_lr=(1e-6, "Learning rate at the end."),
+        weight_decay=(0.04, "Weight decay in the first step."),
+        weight_decay_end=(0.4, "Weight decay in the last step."),
+        clip_grad=(3.0, "Largest norm of a parameter's gradient; 0 for no limit."),
     )
     group.add_argument(
         "--freeze_last_layer",

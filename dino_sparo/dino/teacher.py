@@ -1,7 +1,4 @@
-"""Student -> teacher: an exponential moving average of the weights.
-
-The last line of a step.
-"""
+"""Student -> teacher: an exponential moving average of the weights, the last line of a step."""
 
 import torch
 from torch import nn
@@ -15,10 +12,5 @@ def ema_update_(teacher: nn.Module, student: nn.Module, momentum: float) -> None
 
     Buffers (batch-norm statistics) do not follow: the teacher's forward passes update its own, as in the reference.
     Source: DINO, algorithm 1.
-
-    Args:
-        teacher: moved.
-        student: of the same build.
-        momentum: m, in [0, 1].
     """
     torch._foreach_lerp_(list(teacher.parameters()), list(student.parameters()), 1 - momentum)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dino_sparo.image_text.scene_recipe import SCENE_TOWERS
+from dino_sparo.image_text.choices import SCENE_TOWERS
 from dino_sparo.runtime.demos import RunCommand, option_words, spread
 
 IMAGE_SIZE = int(SCENE_TOWERS["img_size"])

@@ -1,6 +1,6 @@
-"""The weights of a trained image-text model -> the start of another, as far as the two have the same parts.
+"""Weights of a trained image-text model -> the start of another model, as far as both have the same parts.
 
-The image encoder alone is `initialize.py`'s.
+`weights/initialize.py` starts an image encoder alone.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from dino_sparo.weights.initialize import InitReport, check_same_activation, ini
 
 
 class TowersReport(NamedTuple):
-    """What `initialize_towers` did, by names of weights.
+    """Weights that `initialize_towers` took from a file and left random, by name.
 
     Attributes:
         image: of the image tower; None: it was left as it is.
@@ -45,7 +45,7 @@ def initialize_towers(model: Any, path: str | Path, with_rest: bool = True, with
         with_image: False where the image tower starts from other weights, and may be of another make.
 
     Returns:
-        What was taken and what is new.
+        Names of the weights that were taken, and of those that stay random.
 
     Raises:
         CheckpointError: the file cannot be read, holds no CLIP, or one whose towers have another width or make.

@@ -38,7 +38,7 @@ def add_pair_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup
     group.add_argument(
         "--data_path",
         default=None,
-        help="Where the pairs are: tar shards in webdataset's form ('shard-{000..099}.tar', a.tar::b.tar, a folder of "
+        help="The pairs: tar shards in webdataset's form ('shard-{000..099}.tar', a.tar::b.tar, a folder of "
         "tars), a table (.csv, .tsv, .jsonl), COCO's annotations (.json), the built-in scenes (scenes:NUMBER:SIZE), or "
         "labelled images (class folders, cifar10:DIR), whose captions are made from class names.",
     )
@@ -115,7 +115,9 @@ def add_pair_key_options(group: argparse._ArgumentGroup) -> None:
         "holds the caption, else the .txt members are the captions.",
     )
     group.add_argument(
-        "--image_folder", default=None, help="What paths in a table or in annotations start from; else its own folder."
+        "--image_folder",
+        default=None,
+        help="Folder of the paths in a table or in annotations; by default the folder of that file.",
     )
 
 

@@ -9,7 +9,7 @@ from dino_sparo.models.encoder import EncoderConfig
 
 @dataclass(frozen=True)
 class TowerSizes:
-    """What the image and the text encoder of a model are built from; the defaults are CLIP's for a ViT-B/32.
+    """Sizes of the image and the text encoder of a model; the defaults are CLIP's for a ViT-B/32.
 
     Attributes:
         arch: a key of `choices.ARCHITECTURES`.
@@ -42,7 +42,7 @@ class TowerSizes:
 
         Args:
             image_readout: a key of `readout_table.READOUTS`.
-            text_readout: likewise.
+            text_readout: a key of the same table.
             slots: sizes of slots, the same for both: fields of `EncoderConfig` and of `TextConfig`.
         """
         image = EncoderConfig(

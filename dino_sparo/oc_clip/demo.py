@@ -16,9 +16,9 @@ from typing import Any
 
 from dino_sparo.data.scene_graphs import INDEPENDENT
 from dino_sparo.data.scenes import Scenes
+from dino_sparo.image_text.choices import CLIP_READOUTS, OPTIMISATION, SCENE_TOWERS
 from dino_sparo.image_text.demos import IMAGE_SIZE, draw_run, evaluation_data, scene_scores, score_table
 from dino_sparo.image_text.prompts import scene_templates
-from dino_sparo.image_text.scene_recipe import CLIP_READOUTS, OPTIMISATION, SCENE_TOWERS
 from dino_sparo.oc_clip.choices import DEMO_MODELS
 from dino_sparo.runtime.demos import RunCommand, finish_demo, option_words, start_demo, timed_run
 

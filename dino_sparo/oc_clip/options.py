@@ -23,6 +23,7 @@ from dino_sparo.runtime.cli import (
     add_normalization_options,
     add_source_options,
 )
+from dino_sparo.training.options import add_numbers
 
 DEFAULT_GRAPHS = "templates"
 POSITIVE_OPTIONS = ("max_nodes", "bind_dim", "bind_heads", "rel_dim", "score_chunk_mb", "ent_coef", "rel_coef")
@@ -91,13 +92,12 @@ def _add_binding_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("binding and scoring: patches, entities, relations -> scores")
     for name, text in (("bind_dim", "Width of entities, keys, values and slots."), ("rel_dim", "Width of relations.")):
         group.add_argument(f"--{name}", type=int, default=None, help=RECIPES.with_default(text, name))
-    group.add_argument("--bind_layers", type=int, default=2, help="Self-attention blocks on the patches.")
-    group.add_argument("--bind_heads", type=int, default=4, help="Heads of these blocks.")
-    group.add_argument(
-        "--position_std", type=float, default=1.0, help="Standard deviation of the patches' positions at the start."
-    )
-    group.add_argument(
-        "--num_default", type=int, default=4, help="Default tokens, which take the patches that no entity names."
+    add_numbers(
+        group,
+        bind_layers=(2, "Self-attention blocks on the patches."),
+        bind_heads=(4, "Heads of these blocks."),
+        position_std=(1.0, "Standard deviation of the patches' positions at the start."),
+        num_default=(4, "Default tokens, which take the patches that no entity names."),
     )
     group.add_argument(
         "--competition",
@@ -112,8 +112,11 @@ def _add_binding_options(parser: argparse.ArgumentParser) -> None:
         default="additive",
         help="Score of a relation: one MLP each for subject and object, added; or one MLP of both.",
     )
-    group.add_argument("--ent_coef", type=float, default=1.5, help="Weight of entities in a score, at the start.")
-    group.add_argument("--rel_coef", type=float, default=0.5, help="Weight of relations in a score, at the start.")
+    add_numbers(
+        group,
+        ent_coef=(1.5, "Weight of entities in a score, at the start."),
+        rel_coef=(0.5, "Weight of relations in a score, at the start."),
+    )
     group.add_argument(
         "--score_chunk_mb",
         type=float,

@@ -62,7 +62,7 @@ PRESETS: dict[str, Preset] = {
         },
     ),
     "oc-scenes": Preset(
-        "ours, for the built-in scenes on a CPU: the recipe of image_text/scene_recipe.py",
+        "ours, for the built-in scenes on a CPU: the recipe of image_text/choices.py",
         {
             "arch": "vit_micro",
             "patch_size": 8,

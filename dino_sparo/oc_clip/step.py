@@ -91,7 +91,7 @@ def graphs_of_all_ranks(
     Args:
         graphs: of this rank.
         entities: of its phrases.
-        relations: likewise.
+        relations: of its phrases, as relations.
     """
     parts = all_gather_object(graphs)
     sizes = [len(part.phrases) for part in parts]

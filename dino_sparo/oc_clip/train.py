@@ -66,7 +66,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 class OCCLIPObjective(PairObjective[GraphPairBatch]):
-    """OC-CLIP: among the graphs of a batch find each image's own, and the other way round.
+    """OC-CLIP: match each image of a batch with its own graph among all graphs, and each graph with its image.
 
     Attributes:
         graphs: caption -> scene graph.

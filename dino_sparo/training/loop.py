@@ -53,7 +53,7 @@ def train_one_epoch(
         run: changed in place.
         end_step: step at which the run ends, perhaps before the epoch does.
         log: gets the numbers of every step.
-        watchdog: is told of every step.
+        watchdog: gets a beat at every step.
 
     Returns:
         Means over the epoch's steps and all ranks, with speed and counts; the signal that ended the epoch early.

@@ -121,15 +121,7 @@ OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] =
 
 
 def create_optimizer(name: str, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Build an optimizer by name.
-
-    Args:
-        name: a key of `OPTIMIZERS`.
-        groups: from `param_groups`.
-
-    Raises:
-        ValueError: the name is unknown.
-    """
+    """The optimizer of this name, a key of `OPTIMIZERS`, for the groups of `param_groups`."""
     if name not in OPTIMIZERS:
         raise ValueError(f"unknown optimizer {name!r}; choose one of {sorted(OPTIMIZERS)}")
     return OPTIMIZERS[name](groups)
@@ -153,9 +145,6 @@ def cosine_schedule(
 
     Returns:
         (total_steps,) float64.
-
-    Raises:
-        ValueError: the warm-up is longer than the schedule.
     """
     if not 0 <= warmup_steps <= total_steps:
         raise ValueError(
@@ -195,7 +184,7 @@ def clip_gradients_(
 
 @torch.no_grad()
 def gradient_norms(parameters: Iterable[nn.Parameter]) -> Float[Tensor, " parameters"]:
-    """The norm of every gradient there is, (parameters,); not finite where the gradient is not."""
+    """The norm of every gradient that exists; not finite where the gradient is not."""
     return torch.stack(torch._foreach_norm([parameter.grad for parameter in parameters if parameter.grad is not None]))
 
 

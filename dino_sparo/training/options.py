@@ -6,6 +6,12 @@ from collections.abc import Callable, Iterable
 from dino_sparo.runtime.choices import PRECISIONS
 
 
+def add_numbers(group: argparse._ArgumentGroup, **options: tuple[float, str]) -> None:
+    """Add options that take a number: name = (default, help); the default's type is the option's."""
+    for name, (default, text) in options.items():
+        group.add_argument(f"--{name}", type=type(default), default=default, help=text)
+
+
 def add_compute_options(
     group: argparse._ArgumentGroup, networks: str, precision: str | None = "auto", describe: Callable[[str], str] = str
 ) -> None:
@@ -22,8 +28,8 @@ def add_compute_options(
         default=precision,
         choices=["auto", *PRECISIONS],
         help=describe(
-            "Precision of the forward passes; auto is bf16 where the device computes in it, else fp32. The loss is "
-            "fp32 in any case. tf32 is fp32 with rounded factors of matrix products on GPUs: faster, with three digits "
+            "Precision of the forward passes; auto is bf16 where the device supports it, else fp32. The loss is fp32 "
+            "in any case. tf32 is fp32 with rounded factors of matrix products on GPUs: faster, with three digits "
             "instead of seven."
         ),
     )
@@ -31,7 +37,7 @@ def add_compute_options(
         "--compile",
         default="auto",
         choices=["auto", "on", "off"],
-        help="torch.compile of networks and loss, which takes a minute or two at the start; auto does so on GPUs.",
+        help="torch.compile of networks and loss, in the first step, which takes a minute or two; auto: on GPUs.",
     )
     group.add_argument(
         "--grad_checkpointing",
@@ -41,7 +47,7 @@ def add_compute_options(
     group.add_argument(
         "--memory_report",
         action="store_true",
-        help="Log at the start how much memory weights, gradients and activations take.",
+        help="Log how much memory weights, gradients, optimizer and activations take in the first step.",
     )
 
 
@@ -62,29 +68,25 @@ def add_run_options(parser: argparse.ArgumentParser, saveckp_freq: int) -> argpa
     group.add_argument(
         "--saveckp_freq", type=int, default=saveckp_freq, help="Keep a checkpoint every so many epochs; 0: never."
     )
-    group.add_argument(
-        "--saveckp_minutes",
-        type=float,
-        default=30.0,
-        help="Also save every so many minutes within an epoch; a crash costs at most that time. 0: only after epochs.",
-    )
-    group.add_argument(
-        "--keep_checkpoints",
-        type=int,
-        default=3,
-        help="How many of the last checkpoints stay; if the newest is damaged, the one before it is used.",
+    add_numbers(
+        group,
+        saveckp_minutes=(
+            30.0,
+            "Also save every so many minutes within an epoch; a crash costs at most that time. 0: only after epochs.",
+        ),
+        keep_checkpoints=(3, "Number of last checkpoints to keep; if the newest is damaged, the one before is used."),
     )
     group.add_argument(
         "--allow_rescale",
         action="store_true",
-        help="Go on from a checkpoint with another batch (of all processes together): schedules and the position in "
-        "the epoch follow from the items seen. Without this option the run refuses.",
+        help="Resume with another batch (of all processes together): schedules and the position in the epoch follow "
+        "from the items seen. Without this option another batch is refused.",
     )
     group.add_argument(
         "--seed",
         type=int,
         default=0,
-        help="Seed of the weights, the order of the data, the crops and everything else that is drawn.",
+        help="Random seed of the weights, the order of the data, the crops and all else that is random.",
     )
     return group
 

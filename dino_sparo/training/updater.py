@@ -36,9 +36,9 @@ class Updater:
         seed: of what is random within a step (stochastic depth).
         step: steps taken so far.
         scaler: of fp16's gradients; None in other precisions.
-        nonfinite: (), 1 from the step on whose loss, or without fp16 gradients, were not finite on some rank. From then
-            on the optimizer changes nothing.
-        overflow: (), 1 in a step whose fp16 gradients are not finite: it alone is skipped, and the scale is halved.
+        nonfinite: (), 1 once a loss (without fp16: or a gradient) was not finite on any rank. From then on the
+            optimizer changes nothing.
+        overflow: (), 1 in a step whose fp16 gradients are not finite: that step alone is skipped, and the scale halved.
     """
 
     optimizer: torch.optim.Optimizer

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dino_sparo.draw.sheet import require_matplotlib
-from dino_sparo.image_text.scene_recipe import CLIP_READOUTS, OPTIMISATION, SCENE_TOWERS
+from dino_sparo.image_text.choices import CLIP_READOUTS, OPTIMISATION, SCENE_TOWERS
 from dino_sparo.runtime.cli import Parser, say
 from dino_sparo.runtime.demos import RunCommand, option_words, spread, start_demo
 from dino_sparo.runtime.logs import setup_logging
