@@ -9,7 +9,6 @@ from two_ranks import TwoRanks
 
 pytest.importorskip("open_clip")
 
-from dino_sparo.runtime.distributed import Distributed, rank, world_size
 from PIL import Image
 from runs import options
 from test_oc_clip_ranks import CASES, loss_and_gradients
@@ -17,6 +16,7 @@ from test_oc_clip_ranks import CASES, loss_and_gradients
 from dino_sparo.clip.options import check_options, get_args_parser
 from dino_sparo.image_text.pairs.batches import collate_pairs
 from dino_sparo.image_text.pairs.run_data import BatchForm, number_pairs
+from dino_sparo.runtime.launch import Distributed, rank, world_size
 
 
 def _rank_loss_and_gradients(name: str) -> dict[str, Tensor]:
