@@ -1,11 +1,7 @@
-"""Images in, batches of crops out: data set, samplers, loader, and the one mean and standard deviation.
+"""A source of images -> items of crops -> batches; checks of labels, classes and equal images on all ranks.
 
-In order: a source (`sources/`: any images, by index) -> `ImageDataset` (image -> crops, by `crops.py`) -> batches of a
-sampler -> `create_loader` -> `Batch` of S tensors (B, C, H, W).
-
-All randomness is a pure function of numbers that a checkpoint holds: the order of the images of (seed, epoch), the
-crops of an image of (seed, epoch, index). So a run is the same whatever the number of workers and ranks, and a resumed
-run needs no state of the workers, only `EpochSampler.set_epoch(epoch, start_step)`.
+In order: a source (`sources/`) -> `ImageDataset` (image -> crops, by `crops.py`) -> the batches of a sampler
+(`samplers.py`) -> `create_loader` (`loader.py`) -> `Batch` of S tensors (B, C, H, W).
 """
 
 import copy
@@ -30,9 +26,9 @@ from dino_sparo.runtime.agree import all_or_none, beating, rank_0_first, require
 from dino_sparo.runtime.choices import MIN_CORRUPT
 from dino_sparo.runtime.launch import world_size
 
-# So many unreadable images in a row mean that a disk or a network does not answer.
+# This many unreadable images in a row mean that a disk or a network does not answer.
 MAX_CORRUPT_IN_A_ROW = 64
-# Then, after so many neighbours, such a share of the source lies between two tries: the golden ratio's.
+# After this many neighbours, the tries lie this share of the source apart: the golden ratio's.
 NUM_NEIGHBOURS, WIDE_STEP = 8, 0.6180339887
 
 D = TypeVar("D", bound="DeviceBatch")
@@ -42,11 +38,7 @@ Transform = Callable[[Image.Image, np.random.Generator], list[Tensor] | Deferred
 
 
 def require_labels(source: ImageSource) -> Int64[np.ndarray, " images"]:
-    """The labels of a source, (images,) int64.
-
-    Raises:
-        ValueError: the source has none, or not for every image.
-    """
+    """The labels of a source, (images,) int64; ValueError unless every image has a label."""
     if source.labels is None:
         raise ValueError(
             f"{source.name} has no labels: evaluations need one subfolder per class, a list with a label after each "
@@ -63,12 +55,12 @@ def require_labels(source: ImageSource) -> Int64[np.ndarray, " images"]:
 
 
 def open_together(open_it: Callable[[], AnySource], index: Callable[[int, int], None], what: str) -> AnySource:
-    """Open a source on all ranks, however long it takes: they share the indexing, then rank 0 opens, then the others.
+    """Open a source on all ranks, without a timeout: they share the indexing, then rank 0 opens, then the others.
 
     Args:
-        open_it: opens the source; where there is an index in the cache, it reads that.
+        open_it: opens the source, with the index in the cache.
         index: (number, count) -> puts this process' share of the index into the cache.
-        what: is being done, for messages.
+        what: the action, for messages.
     """
     if world_size() > 1:
         with beating():
@@ -81,11 +73,7 @@ def open_together(open_it: Callable[[], AnySource], index: Callable[[int, int], 
 
 
 def require_same_source(source: ImageSource) -> None:
-    """Make sure that all processes have opened the same images, by number, names, classes and labels.
-
-    Raises:
-        ValueError: on every rank, with what differs.
-    """
+    """ValueError on every rank unless all ranks have opened the same images: number, names, classes and labels."""
     if world_size() == 1:
         return
     require_same(len(source), f"the number of images of {source.name}")
@@ -98,15 +86,10 @@ def require_same_source(source: ImageSource) -> None:
 def align_classes(source: ImageSource, classes: list[str]) -> ImageSource:
     """The same source with its classes numbered as in `classes`.
 
-    Two folders number their classes independently, each by its own names; where one lacks a class, the same number
-    means different things.
-
-    Args:
-        source: e.g. the validation images.
-        classes: e.g. those of the training images.
+    Two folders number their classes independently. If one lacks a class, equal numbers mean different classes.
 
     Raises:
-        ValueError: the source has no labels, or a class that is not among `classes`.
+        ValueError: the source has no labels, or images of a class that is not among `classes`.
     """
     labels = require_labels(source)
     own, number = source.classes or [], {name: i for i, name in enumerate(classes)}
@@ -137,9 +120,9 @@ class Item:
         views: S tensors (C, H, W), its crops.
         label: its class, -1 if it has none.
         index: its place in the source.
-        corrupt: (location, reason) of the image asked for, if it could not be read. Others that were passed over on the
-            way to a readable one are reported when they are asked for, so that an epoch counts each image once.
-        parameters: (S, numbers), if the crops are 8-bit pixels that have yet to be distorted.
+        corrupt: (location, reason) of the requested image, if it is unreadable. Other unreadable images on the way to
+            a readable one are reported when they are requested, so that an epoch counts each image once.
+        parameters: (S, numbers), of crops that are 8-bit pixels and will be distorted on the device.
     """
 
     views: list[Tensor]
@@ -151,15 +134,15 @@ class Item:
 
 @dataclass
 class DeviceBatch:
-    """A batch that can move: fields that are tensors, or lists of tensors, go along; the others stay as they are."""
+    """A batch that can move to a device; only fields that are tensors, or lists of tensors, move."""
 
     def pin_memory(self: D) -> D:
-        """A copy in page-locked memory, with all that stays on the host at first; the loader calls this."""
+        """A copy in page-locked memory, tensors within tuples and dataclasses included; the loader calls this."""
         pinned: D = _each_tensor(self, Tensor.pin_memory, nested=True)
         return pinned
 
     def to(self: D, device: torch.device | str) -> D:
-        """The batch on a device; from page-locked memory the copy overlaps with computation."""
+        """The batch on a device; a copy from page-locked memory overlaps with computation."""
 
         def move(tensor: Tensor) -> Tensor:
             return tensor.to(device, non_blocking=True)
@@ -195,7 +178,7 @@ class Batch(DeviceBatch):
         labels: (B,), classes, -1 where an image has none.
         indices: (B,), places in the source.
         corrupt: (location, reason) of each unreadable image that was replaced.
-        parameters: (S, B, numbers), if the views are 8-bit pixels that `distort.Distortions` has yet to distort.
+        parameters: (S, B, numbers), for `augment.Distortions`, of views that are 8-bit pixels.
     """
 
     views: list[Shaped[Tensor, "B C _ _"]]
@@ -214,8 +197,8 @@ class ImageDataset(Dataset):
         seed: any integer.
 
     An unreadable image is replaced by the next readable one (after the last comes the first) and reported in
-    `Item.corrupt`. The item's label and index are those of the image that is shown; its crops still come from the
-    random numbers of the image asked for, so that a replacement and its original do not show the same crops.
+    `Item.corrupt`. Label and index belong to the replacement. The random numbers belong to the requested image, so that
+    the replacement's crops here differ from its own item's crops.
     """
 
     def __init__(self, source: ImageSource, transform: Transform, seed: int = 0) -> None:
@@ -243,21 +226,16 @@ class ImageDataset(Dataset):
 
 
 def read_next(read: Callable[[int], T], asked: int, source: ImageSource) -> tuple[T, int, list[tuple[str, str]]]:
-    """What `read` gives for an index, or for another one if it cannot be read.
+    """`read(asked)`, or `read` of another index if that image is unreadable.
 
-    First come the next ones, after the last the first. If they are unreadable too, as many neighbours are where a copy
-    was cut off, the steps become wide: then only a disk that does not answer fails so often.
-
-    Args:
-        read: index -> anything; raises CorruptImageError.
-        asked: the first index to try.
-        source: which the indices are of.
+    The next neighbours are tried first; after the last index comes the first. An interrupted copy leaves many
+    unreadable neighbours, so the steps then become wide: only a disk that does not answer fails that often.
 
     Returns:
-        What was read, its index, and (location, reason) of those passed over.
+        The result of `read`, its index, and (location, reason) of the unreadable images.
 
     Raises:
-        ValueError: too many in a row cannot be read.
+        ValueError: too many images in a row are unreadable.
     """
     corrupt: list[tuple[str, str]] = []
     for step in range(min(MAX_CORRUPT_IN_A_ROW, len(source))):

@@ -38,10 +38,9 @@ def create_loader(
         dataset: the images, the pairs, or a stream of whole batches.
         sampler: the indices of each batch; None for a stream, whose workers are started anew in every epoch.
         num_workers: processes that read, crop and tokenise; 0 does all of it here.
-        collate: items -> batch; of a stream, whatever it gives -> batch.
+        collate: items -> batch; element of a stream -> batch.
         pin_memory: batches in page-locked memory, for copies to a GPU that overlap with computation.
-        timeout_min: minutes without a batch after which the loader gives up on its workers with a RuntimeError; 0 for
-            never.
+        timeout_min: minutes without a batch after which the loader raises a RuntimeError; 0 for never.
 
     Raises:
         ValueError: `num_workers` is negative.
@@ -50,7 +49,7 @@ def create_loader(
     share_temporary_folder()
     return DataLoader(
         dataset,
-        batch_size=None if sampler is None else 1,  # torch's word for: the sampler says it, or the stream
+        batch_size=None if sampler is None else 1,  # torch's way to leave it to the sampler, or to the stream
         batch_sampler=sampler,
         num_workers=num_workers,
         collate_fn=collate,
@@ -59,17 +58,13 @@ def create_loader(
         persistent_workers=num_workers > 0 and sampler is not None,
         timeout=60 * timeout_min if num_workers else 0,
         multiprocessing_context=START_METHOD if num_workers else None,
-        # The loader draws a number for its workers, which nothing here uses; not from the model's random numbers.
+        # The loader draws a random seed for its workers, which must not come from the model's generator.
         generator=torch.Generator(),
     )
 
 
 def _as_many_as_cores(num_workers: int) -> int:
-    """At most one loading process for each processor that this process may use.
-
-    Raises:
-        ValueError: `num_workers` is negative.
-    """
+    """At most one loading process for each processor that this process may use."""
     if num_workers < 0:
         raise ValueError(f"num_workers={num_workers} must not be negative; 0 reads in the main process")
     total = os.cpu_count() or 1
@@ -86,12 +81,7 @@ def _as_many_as_cores(num_workers: int) -> int:
 
 
 def to_device(batches: Iterable[D], device: torch.device) -> Iterator[D]:
-    """The batches on the device; a GPU copies the next one while it still computes with the last.
-
-    Args:
-        batches: of a loader; in page-locked memory if the copy is to overlap.
-        device: where they are needed.
-    """
+    """The batches on the device; a GPU copies the next batch from page-locked memory while it computes."""
     # Keep a reference to this iterator. Otherwise an error that leaves the training loop ends the loader, and
     # that waits for workers, of which one may hang.
     return iter(batches) if device.type != "cuda" else _copied(iter(batches), device)
@@ -99,7 +89,7 @@ def to_device(batches: Iterable[D], device: torch.device) -> Iterator[D]:
 
 @functools.cache
 def _copy_stream(device: torch.device) -> Any:
-    """One stream for all epochs: memory that was used on a stream is used again on that one alone."""
+    """One stream for all epochs, because memory is reused only on the same stream."""
     return torch.cuda.Stream(device)
 
 
@@ -116,9 +106,9 @@ def _copied(iterator: Iterator[D], device: torch.device) -> Iterator[D]:
 
 
 def init_worker(worker: int) -> None:
-    """One thread per worker, and no reaction to signals that are meant for the main process (Ctrl-C, preemption).
+    """One thread per worker, and no reaction to signals for the main process (Ctrl-C, preemption).
 
-    SIGTERM reaches a whole job, while the main process still finishes its step and saves; a worker obeys it later.
+    SIGTERM reaches a whole job, but the main process still finishes its step and saves; a worker ends later.
     """
     torch.set_num_threads(1)
     for name in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):

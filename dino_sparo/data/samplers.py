@@ -12,23 +12,17 @@ from torch.utils.data import BatchSampler
 
 
 def image_rng(seed: int, epoch: int, index: int) -> np.random.Generator:
-    """The random numbers of one image in one epoch, a pure function of the arguments.
-
-    Args:
-        seed: any integer; seeds that are equal modulo 2^64 are the same.
-        epoch: from 0.
-        index: from 0, the image's place in its source.
-    """
+    """The random numbers of one image in one epoch, a pure function of the arguments (the seed modulo 2^64)."""
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence((*_seed_words(seed), epoch, index))))
 
 
 def _epoch_rng(seed: int, epoch: int) -> np.random.Generator:
-    """The random numbers of an epoch's order; the spawn key keeps them apart from those of image 0."""
+    """The random numbers of an epoch's order; the spawn key separates them from the numbers of image 0."""
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence((*_seed_words(seed), epoch), spawn_key=(1,))))
 
 
 def _seed_words(seed: int) -> tuple[int, int]:
-    """Two 32-bit words, always two, so that no two (seed, epoch, index) give the same sequence of words."""
+    """Always two 32-bit words, so that different (seed, epoch, index) give different sequences of words."""
     seed %= 1 << 64
     return seed & 0xFFFFFFFF, seed >> 32
 
@@ -79,11 +73,7 @@ class EpochSampler:
             )
 
     def set_epoch(self, epoch: int, start_step: int = 0) -> None:
-        """Choose what the next iteration yields: steps start_step, start_step + 1, ... of the epoch.
-
-        Raises:
-            ValueError: the epoch is negative, or there is no such step.
-        """
+        """Let the next iteration yield steps start_step, start_step + 1, ... of the epoch."""
         if epoch < 0 or not 0 <= start_step <= self.steps_per_epoch:
             raise ValueError(
                 f"epoch={epoch}, start_step={start_step}: epochs count from 0, steps from 0 to {self.steps_per_epoch}"
@@ -100,7 +90,7 @@ class EpochSampler:
         shape = (self.steps_per_epoch, self.accum_steps, self.world_size, self.batch_size)
         own = permutation[: self.steps_per_epoch * self.global_batch_size].reshape(shape)[start_step:, :, self.rank]
         own = own.reshape(-1, self.batch_size).copy()
-        del permutation  # what follows needs this rank's part alone
+        del permutation  # the loop needs this rank's part alone
         for micro_batch in own:
             yield [(epoch, index) for index in micro_batch.tolist()]
 
@@ -112,12 +102,9 @@ class ShardSampler(BatchSampler):
 
     Args:
         num_images: n, size of the source.
-        batch_size: B, images per batch; the last batch is what remains.
+        batch_size: B, images per batch; the last batch may be smaller.
         rank: this process, from 0.
-        world_size: number of processes; may exceed the number of images, some ranks then yield nothing.
-
-    Raises:
-        ValueError: a number is out of its range.
+        world_size: number of processes; some ranks yield nothing if it exceeds the number of images.
     """
 
     def __init__(self, num_images: int, batch_size: int, rank: int = 0, world_size: int = 1) -> None:

@@ -1,7 +1,6 @@
-"""A folder or shards -> their index, from the user's cache if it is current, else built and kept there.
+"""The user's cache of indexes: $DINO_SPARO_CACHE, else $XDG_CACHE_HOME/dino_sparo, else ~/.cache/dino_sparo.
 
-The cache lies in $DINO_SPARO_CACHE, else $XDG_CACHE_HOME/dino_sparo, else ~/.cache/dino_sparo. If it is
-missing or damaged, the index is built again, and the log says so.
+A missing or damaged index is built again, and the log says so.
 """
 
 import contextlib
@@ -23,19 +22,19 @@ _SETTLE_S = 2.0  # a folder or shard changed so recently may still be growing wi
 
 
 def cache_folder() -> str:
-    """Where indexes are kept; it may not exist yet."""
+    """The folder of the cache, which may not exist yet."""
     return os.environ.get("DINO_SPARO_CACHE") or os.path.join(
         os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "dino_sparo"
     )
 
 
 def cache_path(key: str, ending: str) -> str:
-    """The path in the cache of what is called `key`."""
+    """The path of `key` in the cache."""
     return os.path.join(cache_folder(), hashlib.sha256(_versioned(key)).hexdigest()[:32] + ending)
 
 
 def is_settled(stamps_ns: np.ndarray, now_s: float) -> bool:
-    """Whether the last of these times of change is so long ago that a later change would have another."""
+    """Whether the last of these times of change is old enough that a later change would have another time."""
     return bool(stamps_ns.max() < (now_s - _SETTLE_S) * 1e9)
 
 
@@ -43,13 +42,13 @@ def load_or_index(key: str, build: Callable[[], Arrays], is_current: Callable[[A
     """An index from the user's cache if it is current, else built and kept there.
 
     Args:
-        key: what is indexed, with absolute paths.
-        build: lists the files; `stamps` among its arrays are their times of change (ns). If `num_others` is not 0, an
-            entry is left out that may be there next time, and the index is not kept.
-        is_current: whether a stored index still describes what lies on disk.
+        key: name of the indexed thing, with absolute paths.
+        build: lists the files; `stamps` among its arrays are their times of change (ns). An index whose `num_others`
+            is not 0 lacks entries that may be there next time, so it is not cached.
+        is_current: whether a stored index still describes the disk.
 
     Returns:
-        The index, and the log's word for where it comes from.
+        The index, and the log's words for its origin.
     """
     arrays = load_index(key)
     if arrays is not None and is_current(arrays):
@@ -63,7 +62,7 @@ def load_or_index(key: str, build: Callable[[], Arrays], is_current: Callable[[A
 
 
 def load_index(key: str) -> Arrays | None:
-    """The index in the cache, whether it is current or not; None if there is none that can be read."""
+    """The index in the cache, current or not; None if it is missing or damaged."""
     path = cache_path(key, ".npz")
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as stored:
@@ -77,7 +76,7 @@ def load_index(key: str) -> Arrays | None:
 
 
 def save_index(key: str, arrays: Arrays) -> str:
-    """Write an index so that a reader sees all of it or nothing; returns what went wrong, empty if nothing did."""
+    """Write an index atomically; returns the error in words, empty if there is none."""
     path, temporary = cache_path(key, ".npz"), temporary_path()
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -92,8 +91,7 @@ def save_index(key: str, arrays: Arrays) -> str:
 
 
 def temporary_path() -> str:
-    """A path in the cache that is not taken. What is made there has the user's usual rights: a group may share a cache,
-    which files of `tempfile` would forbid."""
+    """A free path in the cache; a group may share a cache, which the rights of `tempfile`'s files would forbid."""
     return os.path.join(cache_folder(), f"{secrets.token_hex(16)}.part")
 
 

@@ -1,7 +1,7 @@
-"""An image file, or the part of a file that holds one -> its pixels, 8-bit RGB, or the reason why it has none.
+"""An image file, or a part of a file -> 8-bit RGB pixels, or a `CorruptImageError` with the reason.
 
-The last step of every source that reads files. What goes wrong with one image is always a `CorruptImageError`, so that
-`data/dataset.py` can replace the image and name it.
+The last step of every source that reads files. Images may come from strangers: Pillow runs PostScript with Ghostscript,
+and a file of a few kilobytes may hold more pixels than fit into memory. So formats and sizes are limited.
 """
 
 import io
@@ -85,8 +85,8 @@ def read_image(
 
     Args:
         path: the file.
-        location: what to call the image in errors.
-        offset: where in the file the image begins, bytes.
+        location: the image's name in errors.
+        offset: first byte of the image in the file.
         size: bytes; None: up to the file's end.
         limits: larger images are refused.
 
@@ -118,14 +118,14 @@ def refuse_large_file(length: int, location: str, limits: ImageLimits) -> None:
 
 
 def decode_image(data: bytes, location: str, limits: ImageLimits = DEFAULT_LIMITS) -> Image.Image:
-    """Decode an image file to 8-bit RGB, the pixels that the reference's loader gives.
+    """Decode an image file to 8-bit RGB, with the pixels of the reference's loader.
 
     As there, transparency is dropped rather than composited and the EXIF orientation is ignored. 16-bit grayscale is
     scaled to 8 bit by `limits.max_value`; the reference clips it, which turns most such images white.
 
     Args:
         data: the file's bytes.
-        location: what to call it in errors.
+        location: its name in errors.
         limits: images with more pixels are refused by their header; value of a 16-bit image that is white.
 
     Raises:

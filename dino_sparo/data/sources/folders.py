@@ -1,6 +1,6 @@
-"""A folder -> the source of the images in it and below it, its first-level subfolders being the classes where they are.
+"""A folder -> the source of the images in it and below it; first-level subfolders may be classes.
 
-Listing a million files takes minutes on a network disk, so folders are listed side by side and the list is cached.
+Listing a million files takes minutes on a network disk, so folders are listed in parallel and the list is cached.
 """
 
 import logging
@@ -97,7 +97,7 @@ class _Listing(NamedTuple):
 
 
 def _list_folder(path: bytes) -> _Listing:
-    """One folder's images and subfolders, by name; the stamp is taken first, so later changes are noticed."""
+    """One folder's images and subfolders; the time stamp is taken first, so that later changes are noticed."""
     status = os.stat(path)
     images, folders, others = list[bytes](), list[bytes](), list[bytes]()
     with os.scandir(path) as entries:
@@ -164,7 +164,7 @@ def _index_folder(root: bytes) -> Arrays:
 
 
 def _folder_stamps(root: str, arrays: Arrays) -> np.ndarray:
-    """(1, folders), when each indexed folder was last changed (ns); empty when one has gone."""
+    """(1, folders), time of change of each indexed folder (ns); empty if one is gone."""
     folders = PackedStrings.from_arrays(arrays, "folders").to_list()
     try:
         return np.array([[os.stat(os.path.join(root, folder)).st_mtime_ns for folder in folders]])

@@ -1,7 +1,7 @@
 """The images of one split: a split's name -> the subfolder, list, table, shards or rows of that split.
 
-A name chooses a split; `ALL` is everything that lies there. None is the split for the purpose (training: `train`,
-evaluation: `val`) where splits are recognised, else everything. The log says which it was.
+A name chooses a split; `ALL` is everything. None is the default split (training: `train`, evaluation: `val`) where
+splits are recognised, else everything. The log names the split.
 """
 
 import logging
@@ -88,9 +88,9 @@ def choose_rows(counts: Mapping[str, int], split: str | None, default_split: str
 
     Args:
         counts: word in the column, lower case -> number of rows.
-        split: a name, `ALL`, or None for the default split where there are such rows.
-        default_split: what None asks for.
-        table: what to call the table and its column.
+        split: a name, `ALL`, or None for the default split if there are such rows.
+        default_split: the split of None.
+        table: name of the table and its column, for messages.
 
     Raises:
         ValueError: no row is of the split.

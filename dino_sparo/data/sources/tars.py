@@ -45,7 +45,7 @@ class TarSource:
     """Images within tar shards, read at their offsets; nothing is ever extracted to disk.
 
     Args:
-        name: what the log calls it.
+        name: for the log.
         index: records with `start`, `block` and `size` of every image.
         classes: as in `ImageSource`.
         labels: as in `ImageSource`.
@@ -105,8 +105,8 @@ def open_shards(shards: list[str], name: str, max_lost: float = 0.0) -> tuple[Ta
 
     Args:
         shards: paths.
-        name: what the log calls them.
-        max_lost: share of the images that may lie in damaged shards, which are left out.
+        name: for the log.
+        max_lost: share of the images that may lie in damaged shards, which are skipped.
 
     Raises:
         ValueError: too much is damaged or compressed, or there is no image.
@@ -132,15 +132,10 @@ def open_shards(shards: list[str], name: str, max_lost: float = 0.0) -> tuple[Ta
 
 
 def lost_samples(shards: list[str], notes: list[Notes], counts: np.ndarray) -> dict[str, int]:
-    """The damaged shards, and how many samples each has lost: as `sizes.json` says, else the mean of the others.
-
-    Args:
-        shards: paths.
-        notes: of every shard.
-        counts: (shards,) samples of each; of damaged ones not used.
+    """The damaged shards and their numbers of samples: from `sizes.json`, else the mean of the other shards.
 
     Raises:
-        ValueError: all shards are damaged, or `sizes.json` is of another form.
+        ValueError: all shards are damaged, or `sizes.json` has another form.
     """
     damaged = [number for number, note in enumerate(notes) if "damage" in note]
     if not damaged:
@@ -152,16 +147,12 @@ def lost_samples(shards: list[str], notes: list[Notes], counts: np.ndarray) -> d
 
 
 def first_damage(notes: list[Notes]) -> str:
-    """What is wrong with the first damaged shard."""
+    """The damage of the first damaged shard."""
     return next(note["damage"] for note in notes if "damage" in note)
 
 
 def shard_sizes(shards: list[str]) -> dict[str, int]:
-    """Samples of each shard as `sizes.json` in its folder says, where there is one.
-
-    Raises:
-        ValueError: it is of another form.
-    """
+    """Samples of each shard by `sizes.json` in its folder, if there is one; ValueError for another form."""
     written = dict[str, int]()
     for folder in dict.fromkeys(os.path.dirname(shard) for shard in shards):
         path = os.path.join(folder, "sizes.json")
@@ -219,7 +210,7 @@ def _labels(index: ShardIndex, notes: list[Notes]) -> tuple[list[str] | None, np
 
 
 def find_shards(path: str) -> list[str]:
-    """The tar shards that a path means: its pattern's, or those of a folder that holds them; else none."""
+    """The tar shards of a pattern or a folder; empty for other paths."""
     if os.path.isdir(path):
         return sorted(glob.glob(os.path.join(glob.escape(path), "*.tar")))
     is_pattern = not os.path.isfile(path) and re.search(r"::|[*?\[{]", path)
@@ -274,7 +265,7 @@ def _expand_braces(pattern: str) -> Iterator[str]:
 
 
 def refuse_compressed(path: str) -> None:
-    """ValueError if a file's ending says that it is compressed."""
+    """ValueError if a file has the ending of a compressed file."""
     if re.search(r"\.(tar\.\w+|tgz|tbz2?|txz|tzst|zip|7z|rar|gz|xz|bz2|zst)$", path.lower()):
         raise ValueError(
             f"data_path={path!r} is compressed, so its images cannot be read in random order; unpack it (a compressed "
