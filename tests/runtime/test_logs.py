@@ -272,20 +272,19 @@ def test_a_full_disk_costs_lines_of_run_log_and_no_traceback(
 def test_tensorboards_thread_prints_no_traceback_on_a_full_disk(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full() -> NoReturn:
+    def full(_: bytes) -> NoReturn:
         raise OSError(28, "No space left on device")
 
     log = RunLog(tmp_path)
     assert log.writer is not None
     thread = log.writer._get_file_writer().event_writer._async_writer._worker
-    thread._record_writer.flush = full
-    thread._next_flush_time = 0
+    thread._record_writer.write = full
     for step in range(100):
         log.scalars({"train/loss": 1.0}, step)
         if log.writer is None:
             break
         time.sleep(0.01)
-    thread.join()
+    thread.join(30)
     assert log.writer is None
     assert "Traceback" not in capsys.readouterr().err
     assert f"TensorBoard's files in {tmp_path}/tensorboard cannot be written" in caplog.text
