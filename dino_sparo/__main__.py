@@ -77,7 +77,7 @@ class Command(NamedTuple):
 
     @property
     def summary(self) -> str:
-        """What the command turns into what."""
+        """Input and output of the command, for the overview."""
         return str(self.function.__doc__)
 
 

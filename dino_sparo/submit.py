@@ -68,7 +68,7 @@ def trainer_of(module: str) -> ModuleType:
 
 
 class Trainer:
-    """What runs in every task of the job.
+    """The function that runs in every task of the job.
 
     Args:
         args: the options of the trainer and of the job.

@@ -250,6 +250,19 @@ def test_functions_fit_a_screen() -> None:
     assert not long
 
 
+def test_a_docstring_begins_with_what_the_thing_is() -> None:
+    """Not "What ...", "Of ..." or "Likewise": such a line cannot be read alone."""
+    unclear = re.compile(r"(What|Of) |[Ll]ikewise\.?$")
+    found = [
+        f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
+        for path in [*modules(), *(ROOT / "studies").rglob("*.py")]
+        for node in ast.walk(parsed(path))
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
+        and unclear.match(ast.get_docstring(node) or "")
+    ]
+    assert not found, f"begin with a noun or a verb in {', '.join(found)}"
+
+
 # Files.
 
 

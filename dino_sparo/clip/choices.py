@@ -1,4 +1,4 @@
-"""What CLIP's options choose among, and the defaults they name, as plain values: no torch, so that `--help` is fast.
+"""Choices and defaults of CLIP's options as plain values, without torch, so that `--help` is fast.
 
 `TOWERS` names what can be chosen. One name stands for both towers, because an image has no end token and a caption no
 class token.

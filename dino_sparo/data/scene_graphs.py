@@ -130,7 +130,7 @@ class Relation:
 
 @dataclass(frozen=True)
 class SceneGraph:
-    """What a scene shows.
+    """Content of a scene.
 
     Attributes:
         objects: one or two; the first is the large one, which gives the class label.

@@ -1,4 +1,4 @@
-"""What image-text objectives share: captions, pairs of images and captions, and what a model of both is worth.
+"""Shared parts of image-text objectives: captions, pairs of images and captions, evaluation.
 
     text.py            captions -> token ids -> slots: the text tower
     classes.py         folders of images -> names of classes

@@ -32,7 +32,7 @@ OBJECTNET_OVERLAP = "objectnet_to_imagenet_1k.json"
 
 @dataclass(frozen=True)
 class ClassList:
-    """What a zero-shot classifier chooses among.
+    """Classes of a zero-shot classifier.
 
     Attributes:
         names: of the classes to choose among.

@@ -1,4 +1,4 @@
-"""What the demos of image-text objectives share: scores on the built-in scenes, and their table."""
+"""Shared parts of the demos of image-text objectives: scores on the built-in scenes, and their table."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ SHORT_NUM_IMAGES, SHORT_NUM_PAIRS = 100, 20  # with --short
 
 
 def evaluation_data(args: argparse.Namespace, run: RunCommand) -> tuple[str, Path, str]:
-    """What all models are evaluated on: scenes to classify, the folder of captions to compare, and both in words."""
+    """Evaluation data of all models: scenes to classify, the folder of captions to compare, and both in words."""
     num_images, num_pairs = (SHORT_NUM_IMAGES, SHORT_NUM_PAIRS) if args.short else (NUM_IMAGES, NUM_PAIRS)
     pairs = write_pairs(Path(args.output_dir), num_pairs, run)
     words = f"accuracy on {num_images:,} held-out scenes and {num_pairs:,} pairs of captions"
@@ -41,7 +41,7 @@ def write_pairs(folder: Path, num_pairs: int, run: RunCommand) -> Path:
 def scene_scores(
     folder: Path, data_path: str, pairs: Path, device: str, run: RunCommand, templates: str = "auto"
 ) -> dict[str, float]:
-    """What a trained model scores, in percent.
+    """Scores of a trained model, in percent.
 
     Args:
         folder: of the run.

@@ -132,7 +132,7 @@ def open_templates(templates: str, data_path: str = "") -> tuple[str, ...]:
 
 
 def prompts(templates: tuple[str, ...], name: str) -> list[str]:
-    """What a class is called in every template."""
+    """Captions of a class, one per template."""
     return [template.replace("{}", name) for template in templates]
 
 

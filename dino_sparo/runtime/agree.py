@@ -269,7 +269,7 @@ def _wait_for_keys(group: Peers, keys: dict[int, str], what: str) -> None:
 def _look_at_beat(
     group: Peers, other: int, last: tuple[str, str, float, float], now: float
 ) -> tuple[str, str, float, float]:
-    """What a rank's heartbeat says now; FaultError if it, or the progress in it, has stood still for too long."""
+    """Current heartbeat of a rank; FaultError if it, or the progress in it, has stood still for too long."""
     name = f"beat{other}"
     text = group.store.get(name).decode() if group.store.check([name]) else ""
     number, _, progress = text.partition(" ")

@@ -1,4 +1,4 @@
-"""What options choose among, as plain values: names of parts, sizes of architectures.
+"""Choices of options as plain values: names of parts, sizes of architectures.
 
 No torch here: command lines are parsed, and `--help` is answered, before torch is imported. The tables that map a name
 to what it builds stay with the parts (`readout_table.READOUTS`, `optim.OPTIMIZERS`, `export.WRITERS`); tests compare

@@ -1,4 +1,4 @@
-"""What the demos of all objectives share: their options, one run, and how they end. No torch before a demo runs."""
+"""Shared parts of all demos: options, one run, the end. No torch before a demo runs."""
 
 import argparse
 import json

@@ -106,7 +106,7 @@ class StopSignals:
 
 @dataclass(frozen=True)
 class Decision:
-    """What all ranks do after this step.
+    """Decision of all ranks after a step.
 
     Attributes:
         stop: the signal that ends the run, or None.

@@ -1,4 +1,4 @@
-"""What a result file says besides its numbers, and how it is written: hashes, versions, strict JSON."""
+"""Hashes and versions in result files, and strict JSON."""
 
 import contextlib
 import hashlib

@@ -1,4 +1,4 @@
-"""What the slots of a CLIP look at, in image and caption.
+"""Attention of a CLIP's slots to image and caption.
 
 concepts.py    a model and pairs -> attention; which slots and pairs are worth a look
 words.py       tokens -> words and their attention

@@ -1,4 +1,4 @@
-"""What the entities of a caption look at in an image, and what they and their relations score.
+"""Attention of a caption's entities in an image, and the scores of entities and relations.
 
 explain.py   a model, an image and its caption's graph -> shares of patches, cosines, scores
 tiles.py     maps of a pair -> the tiles of a row
