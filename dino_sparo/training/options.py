@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dino_sparo.runtime.choices import PRECISIONS
 
 
-def add_numbers(group: argparse._ArgumentGroup, **options: tuple[float, str]) -> None:
+def add_numbers(group: argparse._ArgumentGroup, **options: tuple[int | float, str]) -> None:
     """Add options that take a number: name = (default, help); the default's type is the option's."""
     for name, (default, text) in options.items():
         group.add_argument(f"--{name}", type=type(default), default=default, help=text)
