@@ -27,14 +27,20 @@ def share_temporary_folder() -> None:
 
 
 def remove_temporary_folder() -> None:
-    """Remove the shared folder. Python does so at a normal exit, but not at `os._exit`."""
-    _remove_folder_of(os.getpid())
+    """Remove the shared folder. Python does so at a normal exit, but not at `os._exit`.
+
+    Should this process continue after all, its next workers get a new folder: without one they would wait forever.
+    """
+    if _remove_folder_of(os.getpid()):
+        multiprocessing.current_process()._config["tempdir"] = None  # type: ignore[attr-defined]
 
 
-def _remove_folder_of(process: int) -> None:
+def _remove_folder_of(process: int) -> bool:
+    """Remove the shared folder if `process` owns it; returns whether it does."""
     owner, folder = multiprocessing.current_process()._config.get(OWNED_FOLDER, (0, ""))  # type: ignore[attr-defined]
     if owner == process:
         shutil.rmtree(folder, ignore_errors=True)
+    return bool(folder) and owner == process
 
 
 def remove_folder_of_a_killed_parent() -> None:

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
 from dino_sparo.runtime.workers import remove_temporary_folder, share_temporary_folder
 
@@ -69,6 +71,15 @@ def test_no_temporary_folder_of_a_worker_stays_behind(tmp_path: Path, how: str) 
 def _share_and_remove() -> None:
     share_temporary_folder()
     remove_temporary_folder()
+
+
+def test_a_process_that_continues_without_its_folder_gets_another_for_its_next_workers() -> None:
+    """The bug: a worker that could not open a socket in the removed folder made its loader wait forever."""
+    share_temporary_folder()
+    remove_temporary_folder()
+    share_temporary_folder()
+    loader = DataLoader(range(5), num_workers=1, multiprocessing_context="fork", timeout=20)
+    assert torch.cat(list(loader)).tolist() == [0, 1, 2, 3, 4]
 
 
 def test_a_process_never_removes_the_folder_of_the_process_that_started_it() -> None:
