@@ -1,6 +1,7 @@
 """The processes that load images for this one: they end with it and leave no files behind."""
 
 import contextlib
+import gc
 import multiprocessing
 import multiprocessing.util
 import os
@@ -64,6 +65,20 @@ def end_workers() -> None:
             worker.kill()
         for worker in workers:
             worker.join(END_SECONDS)
+    _shut_iterators()
+
+
+def _shut_iterators() -> None:
+    """Let torch's iterators over batches go without a word to their workers.
+
+    A worker that was killed within a lock never releases it, and an iterator that says goodbye would wait for the lock
+    forever.
+    """
+    from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+    for iterator in gc.get_objects():
+        if type(iterator) is _MultiProcessingDataLoaderIter:
+            iterator._shutdown = True
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from dino_sparo.runtime.workers import remove_temporary_folder, share_temporary_folder
+from dino_sparo.runtime.workers import end_workers, remove_temporary_folder, share_temporary_folder
 
 # Takes two batches from two workers, then ends in the way that the first word says.
 PROGRAM = """
@@ -76,10 +76,22 @@ def _share_and_remove() -> None:
 def test_a_process_that_continues_without_its_folder_gets_another_for_its_next_workers() -> None:
     """The bug: a worker that could not open a socket in the removed folder made its loader wait forever."""
     share_temporary_folder()
+    removed = multiprocessing.util.get_temp_dir()
     remove_temporary_folder()
     share_temporary_folder()
     loader = DataLoader(range(5), num_workers=1, multiprocessing_context="fork", timeout=20)
     assert torch.cat(list(loader)).tolist() == [0, 1, 2, 3, 4]
+    os.mkdir(removed)  # Python removes it when this process ends
+
+
+def test_a_worker_that_is_killed_within_a_lock_blocks_nobody() -> None:
+    """The bug: torch's iterator waited for the lock forever, after the run had reported its error."""
+    batches = iter(DataLoader(range(5), num_workers=1, multiprocessing_context="fork", timeout=20))
+    next(batches)
+    batches._workers_done_event._cond.acquire()  # type: ignore[attr-defined]
+    end_workers()
+    del batches
+    assert not multiprocessing.active_children()
 
 
 def test_a_process_never_removes_the_folder_of_the_process_that_started_it() -> None:
