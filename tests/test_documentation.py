@@ -44,7 +44,7 @@ FOREIGN_OPTIONS = {
 NEED_IMAGES = {"knn", "linear", "slot-study"}  # and have none of their own
 FOREIGN_FILES = {
     *("vision_transformer.py", "transformer.py", "utils.py", "tokenizer.py", "model.py", "hf_model.py"),
-    *("main_pretrain.py", "vicreg.py", "my_readout.py", "my_source.py", "my_benchmark.py"),
+    *("main_pretrain.py", "modeling_sparo.py", "vicreg.py", "my_readout.py", "my_source.py", "my_benchmark.py"),
 }
 
 

@@ -531,7 +531,7 @@ def test_a_zero_shot_probe_on_pairs_without_labels_points_at_zero_shot_path(tmp_
     rows = [f"{path.relative_to(tmp_path)},words" for path in sorted(images.rglob("*.png"))]
     (tmp_path / "t.csv").write_text("\n".join(["path,caption", *rows]))
     with pytest.raises(
-        ValueError, match=r"--zero_shot_freq needs labelled .*no labels.*Give others with --zero_shot_path"
+        ValueError, match=r"(?s)--zero_shot_freq needs labelled .*no labels.*Give others with --zero_shot_path"
     ):
         run(tmp_path / "run", data_path=tmp_path / "t.csv", zero_shot_freq=1)
 

@@ -151,10 +151,12 @@ def test_features_that_are_not_finite_are_refused(tmp_path, monkeypatch):
         evaluate_zero_shot(encoder, open_source(str(tmp_path)), ["blue", "red"], ("{}",))
 
 
-def test_no_readable_image_is_an_error(tmp_path):
-    counts = torch.zeros(2, 4, dtype=torch.int64)
+def test_no_readable_image_is_an_error():
+    unreadable = mock.Mock(payload=torch.zeros(0, 3), labels=torch.zeros(0, dtype=torch.int64), num_corrupt=3)
+    scorer = mock.Mock(image_batches=lambda source: [unreadable], device=torch.device("cpu"))
+    scorer.score_block.return_value = torch.zeros(0, 2)
     with pytest.raises(ValueError, match="none of 3 images can be read"):
-        zero_shot._summary(counts, 3, 0)
+        evaluate_zero_shot(scorer, Scenes(3, image_size=16), ["blue", "red"], ("{}",))
 
 
 # --- classes

@@ -25,6 +25,8 @@ class TwoRanks:
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """The results of both ranks; the first exception is raised here, and both ranks end."""
+        if not all(process.is_alive() for process, _ in self.ranks):  # a command that ends kills its daemons
+            self.end()
         if not self.ranks:
             self._start()
         for _, connection in self.ranks:
