@@ -224,7 +224,7 @@ def reference_stepper(
     criterion = reference.main_dino.DINOLoss(sizes.out_dim, sizes.num_local + 2, 0.04, 0.04, 0, 1).to(device)
     optimizer = torch.optim.AdamW(reference.utils.get_params_groups(student))
     scaler = torch.amp.GradScaler("cuda") if device != "cpu" else None
-    schedules = default_schedules(sizes)
+    schedules, momenta = default_schedules(sizes)
     found: dict[str, Any] = {"step": 0}
 
     def crops() -> None:
@@ -263,7 +263,7 @@ def reference_stepper(
 
     @torch.no_grad()
     def average() -> None:
-        momentum = schedules.momentum[found["step"]]
+        momentum = momenta[found["step"]]
         for ours, theirs in zip(student.module.parameters(), teacher.parameters(), strict=True):
             theirs.data.mul_(momentum).add_((1 - momentum) * ours.detach().data)
         synchronize(device)
@@ -283,11 +283,13 @@ def reference_stepper(
     return Stepper(step, parts, (student.module, teacher))
 
 
-def default_schedules(sizes: Sizes) -> list[dict[str, np.ndarray]]:
-    """Learning rate and weight decay of `main_dino.py`'s defaults, for both groups of parameters."""
+def default_schedules(sizes: Sizes) -> tuple[list[dict[str, np.ndarray]], np.ndarray]:
+    """Learning rate and weight decay of both groups of parameters, and the momentum, as `main_dino.py` has them."""
     args = main_dino.get_args_parser().parse_args([])
     lr = cosine_schedule(args.lr * sizes.batch / REFERENCE_BATCH, args.min_lr, STEPS)
-    return [{"lr": lr, "weight_decay": cosine_schedule(args.weight_decay, args.weight_decay_end, STEPS)}, {"lr": lr}]
+    weight_decay = cosine_schedule(args.weight_decay, args.weight_decay_end, STEPS)
+    momenta = cosine_schedule(args.momentum_teacher, 1.0, STEPS)
+    return [{"lr": lr, "weight_decay": weight_decay}, {"lr": lr}], momenta
 
 
 @contextlib.contextmanager

@@ -156,7 +156,7 @@ def test_no_readable_image_is_an_error():
     scorer = mock.Mock(image_batches=lambda source: [unreadable], device=torch.device("cpu"))
     scorer.score_block.return_value = torch.zeros(0, 2)
     with pytest.raises(ValueError, match="none of 3 images can be read"):
-        evaluate_zero_shot(scorer, Scenes(3, image_size=16), ["blue", "red"], ("{}",))
+        evaluate_zero_shot(scorer, Scenes(3, image_size=32), ["blue", "red"], ("{}",))
 
 
 # --- classes
