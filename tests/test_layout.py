@@ -27,13 +27,6 @@ ROOMS: dict[str, set[str]] = {
     **{room: {"_version", *FLOORS[:number]} for number, room in enumerate(FLOORS)},
     **{room: {"_version", *FLOORS} | others for room, others in TOP.items()},
 }
-# Imports upwards that are still to be mended.
-UPWARDS = {
-    *(
-        ("image_text", "clip"),
-        ("image_text", "oc_clip"),
-    ),
-}
 ENTRIES = {"__main__", "submit"}  # they know all objectives
 
 # Beyond this the root is split into folders.
@@ -88,7 +81,6 @@ def test_modules_import_only_what_their_room_allows(path: Path) -> None:
     room = room_of(first)
     allowed = ROOMS[room] | {room}
     forbidden = {name for name in imported(path) if not {room_of(name), name} & allowed}
-    forbidden = {name for name in forbidden if (room, room_of(name)) not in UPWARDS}
     assert not forbidden, f"{path.relative_to(ROOT)} imports {sorted(forbidden)}"
 
 

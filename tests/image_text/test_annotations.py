@@ -144,7 +144,7 @@ def test_damaged_bytes_in_tables_and_lines_are_a_value_error_of_one_line(tmp_pat
         (
             "sugarcrepe",
             {"7": {"filename": "a", "caption": "b"}},
-            r"swap_obj.json, entry '7': .*'negative_caption' is mis",
+            r"swap_obj.json, entry '7': .*'negative_caption' is missing",
         ),
         ("sugarcrepe", {"7": {**CREPE["0"], "caption": 3}}, r"entry '7': expected filename, caption .*; 3 is not text"),
         ("sugarcrepe", [{**CREPE["0"], "filename": ["a"]}], r"entry 0: .*\['a'\] is no name of an image file"),
