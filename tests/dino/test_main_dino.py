@@ -722,6 +722,8 @@ def test_a_compiled_run_gives_the_losses_of_a_plain_one(tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
+# The checks of types in these tests draw random numbers, which Dynamo does not know.
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
 @pytest.mark.slow
 def test_where_compilation_fails_the_run_ends_with_the_reason_and_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
