@@ -30,6 +30,7 @@ from dino_sparo.evaluation.features import (
 )
 from dino_sparo.models.encoder import create_encoder
 
+ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 TRANSFORM = EvalTransform(16)
 
@@ -300,9 +301,9 @@ def evaluate_scenes(folder: str, batch_size: int) -> None:
 
 def start(folder: Path, rank: int) -> subprocess.Popen:
     """One of two processes, found in the environment as torchrun leaves it."""
-    root, tests = str(Path(__file__).parents[2]), str(Path(__file__).parent)
+    folders = (ROOT, Path(__file__).parent, ROOT / "tests" / "support")
     place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
-    environment = {**os.environ, **place, "PYTHONPATH": os.pathsep.join((root, tests)), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **place, "PYTHONPATH": os.pathsep.join(map(str, folders)), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", f"import test_features; test_features.evaluate_scenes({str(folder)!r}, 5)"]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 

@@ -34,7 +34,7 @@ _logger = logging.getLogger(__name__)
 LOG_SECONDS = 10.0  # between two lines on how far the indexing is
 REPORT_MEMBERS = 1000  # between two reports from within a shard
 MAX_SIZE = (1 << 32) - 1
-CHECKED_BYTES = 1 << 22  # of an index that are read at a time
+CHECKED_BYTES = 1 << 16  # read at a time; a larger buffer would stay with the process
 
 Notes = dict[str, Any]
 Count = Callable[[], None]
