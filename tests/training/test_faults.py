@@ -192,11 +192,16 @@ def test_an_image_that_is_never_read_ends_all_ranks_after_the_timeout(tmp_path: 
 # What the user must mend.
 
 
+def _work_in(folder: Path, rank: int) -> None:
+    os.chdir(folder if rank == 0 else folder.parent)
+
+
 def test_a_folder_missing_on_one_rank_is_named_on_rank_0(tmp_path: Path) -> None:
-    arguments = [options(tmp_path), options(tmp_path, data_path=tmp_path / "not-mounted-here")]
+    image_folder(tmp_path / "mounted-on-rank-0")
+    words = options(tmp_path / "run", data_path="mounted-on-rank-0")
     begin = time.monotonic()
-    with Ranks(tmp_path, arguments) as ranks:
-        seconds = assert_ended(ranks, [1, 1], begin, "rank 1: .*not-mounted-here")
+    with Ranks(tmp_path, words, spoil=partial(_work_in, tmp_path)) as ranks:
+        seconds = assert_ended(ranks, [1, 1], begin, "rank 1: .*mounted-on-rank-0")
     record("the images are missing on one rank", seconds_from_start=round(seconds, 2))
 
 
