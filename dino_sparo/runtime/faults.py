@@ -32,7 +32,10 @@ INSTALL = {
 }
 
 # Words in torch's errors, where their types do not tell. gloo raises plain RuntimeErrors, which name its source files.
-PEER_SIGNS = ("gloo/", "Gloo")
+PEER_SIGNS = (
+    *("gloo/", "Gloo", "Connection closed by peer", "Connection reset by peer", "Application timeout"),
+    *("Socket Timeout", "failed to connect", "connection was refused", "Timed out waiting"),
+)
 WORKER_SIGNS = ("DataLoader worker", "DataLoader timed out")
 # A GPU, its driver or a link failed, not the program.
 DEVICE_SIGNS = (
