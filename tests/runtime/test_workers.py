@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from torch.utils.data import DataLoader
 
 from dino_sparo.runtime.workers import end_workers, remove_temporary_folder, share_temporary_folder
@@ -73,15 +72,25 @@ def _share_and_remove() -> None:
     remove_temporary_folder()
 
 
+CONTINUES = """
+import os, multiprocessing.util, torch
+from torch.utils.data import DataLoader
+from dino_sparo.runtime.workers import remove_temporary_folder, share_temporary_folder
+
+share_temporary_folder()
+removed = multiprocessing.util.get_temp_dir()
+remove_temporary_folder()
+share_temporary_folder()
+loader = DataLoader(range(5), num_workers=1, multiprocessing_context="fork", timeout=20)
+print(torch.cat(list(loader)).tolist(), removed != multiprocessing.util.get_temp_dir(), flush=True)
+os._exit(0)
+"""
+
+
 def test_a_process_that_continues_without_its_folder_gets_another_for_its_next_workers() -> None:
     """The bug: a worker that could not open a socket in the removed folder made its loader wait forever."""
-    share_temporary_folder()
-    removed = multiprocessing.util.get_temp_dir()
-    remove_temporary_folder()
-    share_temporary_folder()
-    loader = DataLoader(range(5), num_workers=1, multiprocessing_context="fork", timeout=20)
-    assert torch.cat(list(loader)).tolist() == [0, 1, 2, 3, 4]
-    os.mkdir(removed)  # Python removes it when this process ends
+    done = subprocess.run([sys.executable, "-c", CONTINUES], capture_output=True, text=True, timeout=100)
+    assert done.stdout == "[0, 1, 2, 3, 4] True\n", done.stderr
 
 
 def test_a_worker_that_is_killed_within_a_lock_blocks_nobody() -> None:
