@@ -61,7 +61,8 @@ IMAGE_TEXT_KEYS = ("clip", "oc_clip")  # entries that describe an image-text mod
 NETWORKS = ("teacher", "student")
 PUBLISHED = "published"  # normalisation and activation from a file beside foreign weights
 EXPORTED_WEIGHTS, MODEL_TYPE = "model.safetensors", "sparo_encoder"  # of a folder for Hugging Face
-REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")  # of the Hugging Face hub
+# Of the Hugging Face hub; a missing file of weights, such as runs/checkpoint.pth, is not looked up there.
+REPOSITORY = re.compile(r"[\w.-]+/(?!.*\.(?:pth|pt|bin|safetensors)$)[\w.-]+")
 NUM_NAMES_SHOWN = 8  # in messages
 
 

@@ -171,7 +171,7 @@ def model_card(network: Encoder, record: Mapping[str, Any], name: str) -> str:
     blank = torch.zeros(1, config.in_chans, config.img_size, config.img_size)
     with torch.no_grad():
         _, *sizes = network.readout_output(blank).slots.shape
-    facts = ("data_path", "epoch", "step", "recipe", "checkpoint", "sha256")
+    facts = ("epoch", "step", "checkpoint", "sha256")
     rows = [f"| {key} | {record[key]} |" for key in facts if record.get(key) is not None]
     scores = [f"| {key} | {score} |" for key, score in record["scores"].items()]
     table = ["| evaluation | accuracy |", "|---|---|", *scores, ""] if scores else ["No scores were recorded.", ""]

@@ -426,6 +426,12 @@ def test_the_model_card_shows_the_scores_beside_the_checkpoint_and_a_snippet_tha
     assert result["output"].slots.shape == (1, *build(**SPARO).readout_output(images()).slots.shape[1:])
 
 
+def test_a_missing_file_of_weights_is_not_looked_up_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("the hub was asked"))
+    with pytest.raises(CheckpointError, match=r"no checkpoint at runs/checkpoint\.pth; give the path"):
+        load_encoder("runs/checkpoint.pth")
+
+
 def test_a_name_that_is_no_repository_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

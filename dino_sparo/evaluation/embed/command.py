@@ -50,13 +50,8 @@ def embed_images(args: argparse.Namespace) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     writer = EmbeddingWriter(folder, shapes, args.dtype, len(source), args.batch_size_per_gpu)
     record = _record(task, source, shapes)
-    is_complete = [False]
-
-    def open_folder() -> None:
-        is_complete[0] = writer.open(record, args.overwrite)
-
-    on_rank_0(open_folder, f"opening {folder}")
-    if not broadcast_object(is_complete[0]):
+    on_rank_0(lambda: writer.open(record, args.overwrite), f"opening {folder}")
+    if not broadcast_object((read_record(folder) or record).get("complete")):
         _write_chunks(task, source, writer)
         barrier()
         on_rank_0(lambda: writer.finish(source, record), f"finishing {folder}")
@@ -143,8 +138,9 @@ def _write_chunks(task: EvaluationTask, source: ImageSource, writer: EmbeddingWr
     """Embed this process' share of the chunks that are not finished."""
     remaining: list[int] = broadcast_object(writer.remaining())
     own = remaining[rank() :: world_size()]
-    batches = [batch for chunk in own for batch in writer.batches(chunk)]
-    last_batches = {writer.batches(chunk)[-1][0]: chunk for chunk in own}
+    chunks = {chunk: writer.batches(chunk) for chunk in own}
+    batches = [batch for of_chunk in chunks.values() for batch in of_chunk]
+    last_batches = {of_chunk[-1][0]: chunk for chunk, of_chunk in chunks.items()}
     num_images = sum(map(len, batches))
     if is_main():
         sizes = ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in writer.shapes.items())

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from dino_sparo.data.sources import ImageSource
+from dino_sparo.evaluation.embed.options import FEATURES
 from dino_sparo.runtime.records import differences, write_json
 
 RECORD, UNREADABLE, CHUNKS = "embedding.json", "unreadable.csv", "chunks"
@@ -95,11 +96,8 @@ class EmbeddingWriter:
         """Size of all arrays on disk."""
         return self.num_images * self.dtype.itemsize * sum(int(np.prod(shape)) for shape in self.shapes.values())
 
-    def open(self, record: dict[str, Any], overwrite: bool) -> bool:
+    def open(self, record: dict[str, Any], overwrite: bool) -> None:
         """Create the folder's files, or take up those of a run that was killed; called on one process.
-
-        Returns:
-            Whether the embeddings are already complete.
 
         Raises:
             ValueError: the folder holds other embeddings, or the disk has too little space.
@@ -111,10 +109,11 @@ class EmbeddingWriter:
                 "--overwrite"
             )
         if saved is not None and saved["complete"]:
-            return True
+            return
         if saved is None:
             shutil.rmtree(self.folder / CHUNKS, ignore_errors=True)
-            (self.folder / RECORD).unlink(missing_ok=True)
+            for name in (RECORD, *(f"{feature}.npy" for feature in FEATURES)):
+                (self.folder / name).unlink(missing_ok=True)
         free = shutil.disk_usage(self.folder).free + sum(file.stat().st_blocks * 512 for file in self._files())
         if self.num_bytes > free:
             raise ValueError(
@@ -126,17 +125,16 @@ class EmbeddingWriter:
             for name, shape in self.shapes.items():
                 np.lib.format.open_memmap(self._path(name), "w+", self.dtype, (self.num_images, *shape)).flush()
             write_json({**record, "complete": False}, self.folder / RECORD)
-        return False
 
     def remaining(self) -> list[int]:
         """Numbers of the chunks that are not finished."""
         return [chunk for chunk in range(self.num_chunks) if not self._chunk_file(chunk).is_file()]
 
-    def batches(self, chunk: int) -> list[list[int]]:
-        """The batches of a chunk, as lists of indices of images."""
+    def batches(self, chunk: int) -> list[range]:
+        """The batches of a chunk, as ranges of indices of images: lists of ten million numbers would take memory."""
         end = min((chunk + 1) * self.chunk_images, self.num_images)
         starts = range(chunk * self.chunk_images, end, self.batch_size)
-        return [list(range(start, min(start + self.batch_size, end))) for start in starts]
+        return [range(start, min(start + self.batch_size, end)) for start in starts]
 
     def write(self, name: str, start: int, rows: np.ndarray) -> None:
         """Write rows of one kind, the first of them that of image `start`."""
@@ -198,7 +196,7 @@ class EmbeddingWriter:
 
 def _index_rows(kept: np.ndarray, source: ImageSource) -> Iterator[tuple[int, str, str]]:
     """Row, path and label of each readable image."""
-    for row, image in enumerate(kept.tolist()):
+    for row, image in enumerate(map(int, kept)):
         label = -1 if source.labels is None else int(source.labels[image])
         yield row, source.location(image), (source.classes or [])[label] if label >= 0 else ""
 
