@@ -7,6 +7,7 @@ In order: a source (`sources/`) -> `ImageDataset` (image -> crops, by `crops.py`
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch.utils.data import Dataset, default_collate
 
 from dino_sparo.data.augment import DeferredViews
 from dino_sparo.data.samplers import image_rng
-from dino_sparo.data.sources import CorruptImageError, ImageSource
+from dino_sparo.data.sources import CorruptImageError, ImageSource, index_images, open_source
 from dino_sparo.data.sources.cache import cache_folder
 from dino_sparo.data.sources.image_source import fingerprint_of, hash_of
 from dino_sparo.data.sources.splits import WITHOUT_LABELS
@@ -69,6 +70,27 @@ def open_together(open_it: Callable[[], AnySource], index: Callable[[int, int], 
             index(number, count)
     with rank_0_first(what):
         source = open_it()
+    return source
+
+
+def open_images(data_path: str, split: str | None, download: bool, **options: Any) -> ImageSource:
+    """The same images on all ranks, labelled or not.
+
+    Args:
+        data_path: as in `open_source`.
+        split: as in `open_source`.
+        download: as in `open_source`.
+        options: of `open_source`.
+
+    Raises:
+        ValueError: there are no such images, or the ranks see different ones.
+    """
+    source = open_together(
+        lambda: open_source(data_path, split, download, **options),
+        partial(index_images, data_path, split=split),
+        f"opening {data_path}",
+    )
+    require_same_source(source)
     return source
 
 

@@ -19,12 +19,11 @@ from dino_sparo.data.crops import MultiCropAugmentation
 from dino_sparo.data.dataset import (
     Batch,
     ImageDataset,
-    open_together,
-    require_same_source,
+    open_images,
 )
 from dino_sparo.data.loader import create_loader
 from dino_sparo.data.samplers import EpochSampler
-from dino_sparo.data.sources import ImageLimits, ImageSource, TableColumns, index_images, open_source
+from dino_sparo.data.sources import ImageLimits, ImageSource, TableColumns
 from dino_sparo.data.sources.image_source import of_different_classes, spread_out
 from dino_sparo.data.views import EvalTransform, PatchView
 from dino_sparo.evaluation.features import disjoint_subsets
@@ -82,19 +81,14 @@ def open_crops(args: argparse.Namespace, process: Distributed) -> CropData:
     Raises:
         ValueError: there are no such images, or too few for one step.
     """
-    source = open_together(
-        lambda: open_source(
-            args.data_path,
-            args.split,
-            args.download,
-            max_corrupt=args.max_corrupt,
-            columns=TableColumns(args.path_column, args.label_column, args.split_column),
-            limits=ImageLimits(args.max_image_mb, args.max_image_mpix, args.max_value),
-        ),
-        partial(index_images, args.data_path, split=args.split),
-        f"opening {args.data_path}",
+    source = open_images(
+        args.data_path,
+        args.split,
+        args.download,
+        max_corrupt=args.max_corrupt,
+        columns=TableColumns(args.path_column, args.label_column, args.split_column),
+        limits=ImageLimits(args.max_image_mb, args.max_image_mpix, args.max_value),
     )
-    require_same_source(source)
     sampler = EpochSampler(
         len(source), args.batch_size_per_gpu, process.rank, process.world_size, args.grad_accum_steps, args.seed
     )

@@ -10,7 +10,6 @@
 import argparse
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from dino_sparo.data.dataset import ImageDataset, open_together, require_same_source
+from dino_sparo.data.dataset import ImageDataset, open_images
 from dino_sparo.data.loader import create_loader
-from dino_sparo.data.sources import ImageSource, TableColumns, index_images, open_source
+from dino_sparo.data.sources import ImageSource, TableColumns
 from dino_sparo.data.sources.image_source import fingerprint_of
 from dino_sparo.evaluation.embed.store import EmbeddingWriter, read_record
 from dino_sparo.evaluation.features import encoded_batches
@@ -44,7 +43,8 @@ def embed_images(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError("embed needs --data_path, the images, and --output_dir, the folder of the embeddings")
     task = EvaluationTask.start(args)
     encoder = task.encoder
-    source = _open_images(task)
+    columns = TableColumns(args.path_column, args.label_column, args.split_column)
+    source = open_images(args.data_path, args.split, args.download, columns=columns, limits=task.limits)
     shapes = feature_shapes(encoder, args.what, task.transform.img_size, task.device)
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -95,19 +95,6 @@ def features_of(encoder: Encoder, what: Sequence[str], images: Float[Tensor, "B 
         "mean": patches.mean(dim=1),
     }
     return {name: features[name] for name in what}
-
-
-def _open_images(task: EvaluationTask) -> ImageSource:
-    """The images, labelled or not, on every process."""
-    args = task.args
-    columns = TableColumns(args.path_column, args.label_column, args.split_column)
-    opened = open_together(
-        lambda: open_source(args.data_path, args.split, args.download, columns=columns, limits=task.limits),
-        partial(index_images, args.data_path, split=args.split),
-        f"opening {args.data_path}",
-    )
-    require_same_source(opened)
-    return opened
 
 
 def _record(task: EvaluationTask, source: ImageSource, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
