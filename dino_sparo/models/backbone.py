@@ -6,7 +6,7 @@ unchanged.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -188,15 +188,25 @@ class Backbone(nn.Module):
         tokens = self._run_blocks(self.embed(images), self.depth - 1)
         return self.norm(self._call(_class_token_after, self.blocks[-1], tokens))[:, 0]
 
-    def intermediate_tokens(self, images: Float[Tensor, "B C H W"], n: int) -> list[Float[Tensor, "B N D"]]:
-        """Tokens (B, N, D) after each of the last `n` blocks, in order, each after the final LayerNorm."""
-        if not 1 <= n <= self.depth:
+    def intermediate_tokens(
+        self, images: Float[Tensor, "B C H W"], n: int | Sequence[int] = 1, norm: bool = True
+    ) -> list[Float[Tensor, "B N D"]]:
+        """Tokens (B, N, D) after some blocks, in the order of the blocks.
+
+        Args:
+            images: (B, C, H, W), normalised.
+            n: number of last blocks, or indices of blocks; negative indices count from the last block.
+            norm: apply the final LayerNorm.
+        """
+        indices = range(-n, 0) if isinstance(n, int) else n
+        if not indices or not all(-self.depth <= index < self.depth for index in indices):
             raise ValueError(f"n={n} intermediate layers asked of a backbone with {self.depth} blocks")
-        tokens = self._run_blocks(self.embed(images), self.depth - n)
-        outputs = []
-        for block in self.blocks[self.depth - n :]:
+        wanted = {index % self.depth for index in indices}
+        tokens, outputs = self.embed(images), []
+        for index, block in enumerate(self.blocks[: max(wanted) + 1]):
             tokens = self._call(block, tokens)
-            outputs.append(self.norm(tokens))
+            if index in wanted:
+                outputs.append(self.norm(tokens) if norm else tokens)
         return outputs
 
     def last_self_attention(

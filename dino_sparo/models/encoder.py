@@ -124,31 +124,59 @@ class Encoder(nn.Module):
         """Slots (B, L, V) and their attention (B, L, N)."""
         return self.readout(self.backbone(images))
 
-    def get_intermediate_layers(self, images: Float[Tensor, "B C H W"], n: int) -> list[Float[Tensor, "B _"]]:
-        """Features of a linear probe, earliest first: n tensors (B, D), the last one (B, L*V).
+    def get_intermediate_layers(
+        self,
+        images: Float[Tensor, "B C H W"],
+        n: int | Sequence[int] = 1,
+        norm: bool = True,
+        reshape: bool = False,
+        return_prefix_tokens: bool = False,
+    ) -> tuple[Tensor | tuple[Tensor, Tensor], ...]:
+        """Patch tokens after some blocks of the backbone, as DINOv2's and timm's vision transformers return them.
 
-        They are the class tokens of the last `n` layers after the final LayerNorm. The read-out counts as the last
-        layer: for all read-outs but `cls` its feature is the unnormalised encoding (SPARO, appendix 0.C.2).
+        Args:
+            images: (B, C, H, W), normalised.
+            n: number of last blocks, or indices of blocks.
+            norm: apply the backbone's final LayerNorm.
+            reshape: maps (B, D, H/P, W/P) instead of patch tokens (B, N-1, D).
+            return_prefix_tokens: pairs of patch tokens and class token (B, 1, D).
+
+        Returns:
+            One tensor, or pair, per block, in the order of the blocks.
         """
-        return self._layers(images, n)[0]
+        layers = self.backbone.intermediate_tokens(images, n, norm)
+        number, rows = self.backbone.num_prefix_tokens, images.shape[-2] // self.backbone.patch_size
+        patches = [tokens[:, number:] for tokens in layers]
+        if reshape:
+            patches = [tokens.transpose(1, 2).unflatten(2, (rows, -1)).contiguous() for tokens in patches]
+        if return_prefix_tokens:
+            return tuple((tokens, layer[:, :number]) for tokens, layer in zip(patches, layers, strict=True))
+        return tuple(patches)
 
     def probe_features(
         self, images: Float[Tensor, "B C H W"], n_last_blocks: int = 4, avgpool_patchtokens: bool = False
     ) -> Float[Tensor, "B F"]:
-        """Input (B, F) of a linear probe: `get_intermediate_layers` concatenated.
+        """Input (B, F) of a linear probe: `probe_layers` concatenated.
 
         Args:
             images: (B, C, H, W).
             n_last_blocks: number of layers, read-out included.
             avgpool_patchtokens: append the mean of the last block's normalised patch tokens.
         """
-        layers, last_tokens = self._layers(images, n_last_blocks)
+        layers, last_tokens = self.probe_layers(images, n_last_blocks)
         if avgpool_patchtokens:
             layers.append(last_tokens[:, self.backbone.num_prefix_tokens :].mean(dim=1))
         return torch.cat(layers, dim=-1)
 
-    def _layers(self, images: Tensor, n: int) -> tuple[list[Tensor], Tensor]:
-        """Features of a probe, and the last block's normalised tokens (B, N, D)."""
+    def probe_layers(self, images: Float[Tensor, "B C H W"], n: int) -> tuple[list[Tensor], Float[Tensor, "B N D"]]:
+        """Features of a linear probe, earliest first, and the last block's normalised tokens.
+
+        The features are the class tokens of the last `n` layers after the final LayerNorm. The read-out counts as the
+        last layer: for all read-outs but `cls` its feature is the unnormalised encoding (SPARO, appendix 0.C.2).
+
+        Returns:
+            n tensors (B, D), of which the last one is (B, L*V); (B, N, D).
+        """
         if self.is_vanilla:
             tokens = self.backbone.intermediate_tokens(images, n)
             return [block_tokens[:, 0] for block_tokens in tokens], tokens[-1]

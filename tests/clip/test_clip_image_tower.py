@@ -49,7 +49,7 @@ def test_the_image_tower_of_a_clip_checkpoint_is_an_encoder(tmp_path: Path, read
     expected = model.image.readout_output(images).slots
     torch.testing.assert_close(encoder(images), expected.flatten(1), rtol=1e-4, atol=1e-5)
     assert encoder.encoding_dim == expected.flatten(1).shape[1]
-    torch.testing.assert_close(encoder.get_intermediate_layers(images, 2)[-1], encoder(images), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(encoder.probe_layers(images, 2)[0][-1], encoder(images), rtol=1e-4, atol=1e-5)
     assert normalization_of(load_checkpoint(path))[0] == pytest.approx((0.48145466, 0.4578275, 0.40821073))
 
 

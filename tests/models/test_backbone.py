@@ -88,7 +88,7 @@ def test_the_last_four_blocks_class_tokens_equal_the_references(
     vit, numbers, arch: str, patch_size: int, size: int
 ) -> None:
     key, images = case(arch, patch_size, size, size)
-    ours = vit(arch, patch_size).get_intermediate_layers(images, 4)
+    ours = vit(arch, patch_size).probe_layers(images, 4)[0]
     torch.testing.assert_close(torch.stack(list(ours)), torch.from_numpy(numbers[f"{key}/intermediate"]), **TOLERANCE)
 
 

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from reference import weights as recorded
+from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 import dino_sparo
@@ -153,7 +154,7 @@ def test_probe_features_are_the_last_class_tokens_and_with_a_readout_its_raw_enc
         for parameter in randomised.backbone.norm.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
     images = torch.randn(2, 3, 32, 16)
-    features = list(randomised.get_intermediate_layers(images, n))
+    features = randomised.probe_layers(images, n)[0]
     tokens = class_tokens_by_hand(randomised, images)
     kind = randomised.config.readout
     # The last feature stands for the last block: sparo replaces it, gap reads it.
@@ -171,7 +172,7 @@ def test_probe_features_are_the_last_class_tokens_and_with_a_readout_its_raw_enc
 @pytest.mark.parametrize("n", [0, 5])
 def test_more_features_than_blocks_are_refused(encoder, n: int) -> None:
     with pytest.raises(ValueError, match=rf"n={n} .*with 4( blocks|, read-out included)$"):
-        encoder.get_intermediate_layers(torch.randn(1, 3, 32, 32), n)
+        encoder.probe_layers(torch.randn(1, 3, 32, 32), n)
 
 
 @torch.no_grad()
@@ -181,14 +182,45 @@ def test_only_the_layers_that_are_asked_for_are_normalised(readout: str, passes:
     encoder.backbone.norm.register_forward_hook(lambda *_: calls.append(1))
     for n, expected in enumerate(passes, start=1):
         calls.clear()
-        encoder.get_intermediate_layers(torch.randn(1, 3, 16, 16), n)
+        encoder.probe_layers(torch.randn(1, 3, 16, 16), n)
         assert len(calls) == expected
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("n", [1, 3, [0, 2], [-1, 1]], ids=str)
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("reshape", [True, False])
+def test_intermediate_layers_equal_those_of_timms_vision_transformer(n, norm: bool, reshape: bool) -> None:
+    ours, sizes = small("cls"), {"embed_dim": 128, "depth": 4, "num_heads": 4}
+    theirs = VisionTransformer(img_size=32, patch_size=8, num_classes=0, **sizes).eval()
+    theirs.load_state_dict(ours.backbone.state_dict())
+    images = torch.randn(2, 3, 32, 32)
+    for pairs in (False, True):
+        options = {"norm": norm, "reshape": reshape, "return_prefix_tokens": pairs}
+        found = ours.get_intermediate_layers(images, n, **options)
+        expected = theirs.get_intermediate_layers(images, n, **options)
+        torch.testing.assert_close(found, tuple(map(tuple, expected)) if pairs else tuple(expected))
+
+
+@torch.no_grad()
+def test_maps_of_intermediate_layers_have_the_rows_and_columns_of_the_image(encoder) -> None:
+    images = torch.randn(2, 3, 24, 40)
+    (patches,), (maps,) = (encoder.get_intermediate_layers(images, reshape=reshape) for reshape in (False, True))
+    assert maps.shape == (2, 128, 3, 5)
+    torch.testing.assert_close(maps[:, :, 1, 2], patches[:, 7])
+    torch.testing.assert_close(patches, encoder.backbone(images)[:, 1:])
+
+
+@pytest.mark.parametrize("n", [0, 5, [4], [-5], []], ids=str)
+def test_intermediate_layers_that_do_not_exist_are_refused(n) -> None:
+    with pytest.raises(ValueError, match="intermediate layers asked of a backbone with 4 blocks"):
+        small("cls").get_intermediate_layers(torch.randn(1, 3, 32, 32), n)
 
 
 @torch.no_grad()
 def test_the_probe_is_given_four_layers_side_by_side_and_on_request_the_mean_patch(encoder) -> None:
     images = torch.randn(2, 3, 32, 16)
-    layers = encoder.get_intermediate_layers(images, 4)
+    layers = encoder.probe_layers(images, 4)[0]
     torch.testing.assert_close(encoder.probe_features(images), torch.cat(layers, dim=1))
     pooled = encoder.probe_features(images, n_last_blocks=3, avgpool_patchtokens=True)
     patches = encoder.backbone(images)[:, 1:]
