@@ -10,14 +10,13 @@ options below are a recipe for a trial, not for accuracy.
 """
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from dino_sparo.clip.config import towers_of
 from dino_sparo.image_text.choices import CLIP_READOUTS, OPTIMISATION, SCENE_TOWERS
-from dino_sparo.image_text.demos import IMAGE_SIZE, draw_run, evaluation_data, scene_scores, score_table
+from dino_sparo.image_text.demos import IMAGE_SIZE, DemoModel, compare_models
 from dino_sparo.models.readouts import readout_kind
-from dino_sparo.runtime.demos import RunCommand, finish_demo, option_words, start_demo, timed_run
+from dino_sparo.runtime.demos import RunCommand, start_demo
 
 TRAINING = {
     "data_path": "scenes:25600:48",
@@ -41,32 +40,6 @@ SHORT = {
 }
 
 
-def train_and_evaluate(
-    readout: str, seed: int, data_path: str, pairs: Path, args: argparse.Namespace, run: RunCommand
-) -> dict[str, Any]:
-    """Train one model and evaluate it.
-
-    Args:
-        readout: of both towers.
-        seed: of the run.
-        data_path: scenes to classify.
-        pairs: folder of true and false captions.
-        args: the demo's options.
-        run: (command, words) -> what the command returns.
-
-    Returns:
-        Scores in percent, and seconds.
-    """
-    options = {**TRAINING, **(SHORT if args.short else {}), "readout": readout, "seed": seed, "device": args.device}
-
-    def train(folder: Path) -> None:
-        run("train-clip", option_words({**options, "output_dir": folder}))
-
-    return timed_run(
-        args, readout, seed, train, lambda folder: scene_scores(folder, data_path, pairs, args.device, run)
-    )
-
-
 def demo(args: argparse.Namespace, run: RunCommand) -> list[dict[str, Any]]:
     """Train, evaluate, draw, show the table.
 
@@ -75,15 +48,11 @@ def demo(args: argparse.Namespace, run: RunCommand) -> list[dict[str, Any]]:
         run: (command, words) -> what the command returns.
     """
     start_demo(args, "clip-demo")
-    data_path, pairs, words = evaluation_data(args, run)
-    runs = [
-        train_and_evaluate(readout, seed, data_path, pairs, args, run)
-        for seed in args.seeds
-        for readout in args.readouts
-    ]
-    for done in runs:
-        if readout_kind(towers_of(done["readout"]).image).has_slots:
-            # A training image has 4 x 4 patches, too few for a picture.
-            draw_run("pictures", done, args.device, run, image_size=2 * IMAGE_SIZE)
-    finish_demo(args, runs, words, score_table(runs))
-    return runs
+    options = {**TRAINING, **(SHORT if args.short else {})}
+    models = {}
+    for readout in args.readouts:
+        has_slots = readout_kind(towers_of(readout).image).has_slots
+        # A training image has 4 x 4 patches, too few for a picture.
+        pictures = ("pictures", "--image_size", str(2 * IMAGE_SIZE)) if has_slots else ()
+        models[readout] = DemoModel("train-clip", {**options, "readout": readout}, pictures)
+    return compare_models(args, run, models)

@@ -1,34 +1,75 @@
-"""Shared parts of the demos of image-text objectives: scores on the built-in scenes, and their table."""
+"""The demos of image-text objectives: models of the built-in scenes are trained, evaluated, drawn and compared."""
 
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dino_sparo.image_text.choices import SCENE_TOWERS
-from dino_sparo.runtime.demos import RunCommand, option_words, spread
+from dino_sparo.runtime.demos import RunCommand, finish_demo, option_words, spread, timed_run
 
 IMAGE_SIZE = int(SCENE_TOWERS["img_size"])
 # Score -> what guessing gives, percent.
 CHANCE = {"zero-shot shape": 10.0, "swapped objects": 50.0, "swapped attributes": 50.0}
-
-
 NUM_IMAGES, NUM_PAIRS = 4000, 2000  # scenes that are classified, pairs of captions that are compared
 SHORT_NUM_IMAGES, SHORT_NUM_PAIRS = 100, 20  # with --short
 
 
-def evaluation_data(args: argparse.Namespace, run: RunCommand) -> tuple[str, Path, str]:
-    """Evaluation data of all models: scenes to classify, the folder of captions to compare, and both in words."""
+class DemoModel(NamedTuple):
+    """A model of a demo.
+
+    Attributes:
+        command: training command.
+        options: of the training command.
+        pictures: command that draws the trained model, and its further words; empty: the model is not drawn.
+        templates: of zero-shot classification.
+    """
+
+    command: str
+    options: Mapping[str, object]
+    pictures: Sequence[str] = ()
+    templates: str = "auto"
+
+
+def compare_models(
+    args: argparse.Namespace,
+    run: RunCommand,
+    models: Mapping[str, DemoModel],
+    kind: str = "readout",
+    title: str = "read-out",
+) -> list[dict[str, Any]]:
+    """Train, evaluate and draw each model with each seed; show the table.
+
+    Args:
+        args: the options of `demos.demo_parser`, after `start_demo`.
+        run: (command, words) -> what the command returns.
+        models: by name.
+        kind: of `timed_run`.
+        title: of the table's first column.
+    """
     num_images, num_pairs = (SHORT_NUM_IMAGES, SHORT_NUM_PAIRS) if args.short else (NUM_IMAGES, NUM_PAIRS)
-    pairs = write_pairs(Path(args.output_dir), num_pairs, run)
+    data_path, pairs = f"scenes:{num_images}:{IMAGE_SIZE}", write_pairs(Path(args.output_dir), num_pairs, run)
+
+    def train_and_evaluate(name: str, seed: int) -> dict[str, Any]:
+        command, options, _, templates = models[name]
+        options = {**options, "seed": seed, "device": args.device}
+        return timed_run(
+            args,
+            name,
+            seed,
+            lambda folder: run(command, option_words({**options, "output_dir": folder})),
+            lambda folder: scene_scores(folder, data_path, pairs, args.device, run, templates),
+            kind,
+        )
+
+    runs = [train_and_evaluate(name, seed) for seed in args.seeds for name in models]
+    for done in runs:
+        if pictures := models[done[kind]].pictures:
+            model = {"pretrained_weights": Path(done["folder"]) / "checkpoint.pth", "device": args.device}
+            run(pictures[0], [*option_words(model), *pictures[1:]])
     words = f"accuracy on {num_images:,} held-out scenes and {num_pairs:,} pairs of captions"
-    return f"scenes:{num_images}:{IMAGE_SIZE}", pairs, words
-
-
-def draw_run(command: str, done: Mapping[str, Any], device: str, run: RunCommand, **options: Any) -> None:
-    """Draw a run's model by a command."""
-    model = {"pretrained_weights": Path(done["folder"]) / "checkpoint.pth", "device": device}
-    run(command, option_words({**model, **options}))
+    finish_demo(args, runs, words, score_table(runs, kind, title))
+    return runs
 
 
 def write_pairs(folder: Path, num_pairs: int, run: RunCommand) -> Path:
@@ -59,13 +100,7 @@ def scene_scores(
 
 
 def score_table(runs: Sequence[dict[str, Any]], kind: str = "readout", title: str = "read-out") -> str:
-    """Mean over seeds, with the standard deviation where there are several; the last line is what guessing gives.
-
-    Args:
-        runs: of `demos.timed_run`, with scores of `scene_scores`.
-        kind: of `demos.timed_run`.
-        title: of the first column.
-    """
+    """Mean over seeds, with the standard deviation where there are several; the last line is what guessing gives."""
     lines = [f"{title:<12}" + "".join(f"{name:>22}" for name in CHANCE)]
     for model in dict.fromkeys(run[kind] for run in runs):
         mine = [run for run in runs if run[kind] == model]

@@ -17,10 +17,10 @@ from typing import Any
 from dino_sparo.data.scene_graphs import INDEPENDENT
 from dino_sparo.data.scenes import Scenes
 from dino_sparo.image_text.choices import CLIP_READOUTS, OPTIMISATION, SCENE_TOWERS
-from dino_sparo.image_text.demos import IMAGE_SIZE, draw_run, evaluation_data, scene_scores, score_table
+from dino_sparo.image_text.demos import IMAGE_SIZE, DemoModel, compare_models
 from dino_sparo.image_text.prompts import scene_templates
 from dino_sparo.oc_clip.choices import DEMO_MODELS
-from dino_sparo.runtime.demos import RunCommand, finish_demo, option_words, start_demo, timed_run
+from dino_sparo.runtime.demos import RunCommand, start_demo
 
 OC_CLIP, TABLE = DEMO_MODELS[0], "train.jsonl"
 SHARED = {
@@ -41,36 +41,6 @@ MODELS: dict[str, tuple[str, dict[str, str]]] = {
     "sparo": ("train-clip", {"readout": "sparo", **CLIP_READOUTS}),
 }
 NUM_TRAINING, SHORT_NUM_TRAINING = 12800, 640
-
-
-def train_and_evaluate(
-    model: str, seed: int, data_path: str, pairs: Path, args: argparse.Namespace, run: RunCommand
-) -> dict[str, Any]:
-    """Train one model and evaluate it.
-
-    Args:
-        model: a key of `MODELS`.
-        seed: of the run.
-        data_path: scenes to classify.
-        pairs: folder of true and false captions.
-        args: the demo's options.
-        run: (command, words) -> what the command returns.
-
-    Returns:
-        Scores in percent, and seconds.
-    """
-    command, own = MODELS[model]
-    options = {**SHARED, **(SHORT if args.short else {}), **own, "seed": seed, "device": args.device}
-    options["data_path"] = str(Path(args.output_dir) / TABLE)
-    templates = str(write_templates(Path(args.output_dir))) if model == OC_CLIP else "auto"
-
-    def train(folder: Path) -> None:
-        run(command, option_words({**options, "output_dir": folder}))
-
-    def scores(folder: Path) -> dict[str, float]:
-        return scene_scores(folder, data_path, pairs, args.device, run, templates)
-
-    return timed_run(args, model, seed, train, scores, kind="model")
 
 
 def write_training_pairs(folder: Path, num_images: int) -> None:
@@ -105,13 +75,13 @@ def demo(args: argparse.Namespace, run: RunCommand) -> list[dict[str, Any]]:
         run: (command, words) -> what the command returns.
     """
     start_demo(args, "oc-clip-demo")
-    write_training_pairs(Path(args.output_dir), SHORT_NUM_TRAINING if args.short else NUM_TRAINING)
-    data_path, pairs, words = evaluation_data(args, run)
-    runs = [
-        train_and_evaluate(model, seed, data_path, pairs, args, run) for seed in args.seeds for model in args.models
-    ]
-    for done in runs:
-        if done["model"] == OC_CLIP:
-            draw_run("oc-pictures", done, args.device, run)
-    finish_demo(args, runs, words, score_table(runs, "model", "model"))
-    return runs
+    folder = Path(args.output_dir)
+    write_training_pairs(folder, SHORT_NUM_TRAINING if args.short else NUM_TRAINING)
+    shared = {**SHARED, **(SHORT if args.short else {}), "data_path": folder / TABLE}
+    models = {}
+    for name in args.models:
+        command, own = MODELS[name]
+        is_oc = name == OC_CLIP
+        templates = str(write_templates(folder)) if is_oc else "auto"
+        models[name] = DemoModel(command, {**shared, **own}, ("oc-pictures",) if is_oc else (), templates)
+    return compare_models(args, run, models, "model", "model")
