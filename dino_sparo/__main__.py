@@ -11,7 +11,7 @@ import argparse
 import difflib
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -379,6 +379,28 @@ def run(name: str, words: Sequence[str] | None = None, prog: str | None = None) 
     args = parser.parse_args(words)
     with errors_in_one_line(logger), full_memory_named(vars(args)):
         return command.function(args)
+
+
+def parse_keywords(name: str, keywords: Mapping[str, Any]) -> argparse.Namespace:
+    """Parse a command's options from Python: `parse_keywords("knn", {"data_path": "scenes", "nb_knn": [10, 20]})`.
+
+    Every value passes the checks of the command line. None leaves an option out. Nothing is printed, and the process
+    does not end. `COMMANDS[name].function(args)` then runs the command.
+
+    Args:
+        name: a key of `COMMANDS`, such as `train-clip`.
+        keywords: option names, without hyphens in front, and their values; options with several values take a list.
+
+    Returns:
+        All options of the command, those that are not given with their defaults.
+
+    Raises:
+        ValueError: one line; it names the option, and for an unknown option the nearest ones.
+    """
+    parser = COMMANDS[name].parser
+    if parser is None:
+        raise ValueError(f"the command {name} takes no options from Python")
+    return parser().parse_keywords(keywords)
 
 
 MOVED = {name: f"python -m studies {name}" for name in ("oc-splits", "sweep")}  # from a clone

@@ -8,8 +8,8 @@ import argparse
 import difflib
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 from dino_sparo.runtime.choices import (
     ARCHITECTURES,
@@ -65,13 +65,55 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, prog: str | None = None, description: str | None = None) -> None:
         super().__init__(prog, description=description, formatter_class=HelpFormatter, allow_abbrev=False)
+        self.raises_errors = False
+
+    def parse_keywords(self, keywords: Mapping[str, Any]) -> argparse.Namespace:
+        """Parse option names with their values, as a call from Python or a configuration file gives them.
+
+        Raises:
+            ValueError: one line, without the name of the command: an unknown option with the nearest ones, a value of
+                another type, a value that is not among the choices.
+        """
+        self.raises_errors = True
+        try:
+            return self.parse_args(self.words(keywords))
+        finally:
+            self.raises_errors = False
+
+    def words(self, keywords: Mapping[str, Any]) -> list[str]:
+        """Option names with their values -> the command line that says the same; None: the option is left out.
+
+        Raises:
+            ValueError: an option takes one value, and several are given.
+        """
+        actions = {action.dest: action for action in self._actions}
+        words, positional = [], []
+        for name, value in keywords.items():
+            name = name.replace("-", "_")
+            action = actions.get(name)
+            takes_several = action is not None and action.nargs not in (None, "?", 0)
+            if isinstance(value, Mapping) or (isinstance(value, (list, tuple)) and not takes_several):
+                self.error(f"argument --{name}: expected one value, not {value}")
+            if value is None or value == []:
+                continue
+            if isinstance(value, (list, tuple)):
+                words += [f"--{name}", *map(str, value)]
+            elif action is not None and not action.option_strings:
+                positional.append(str(value))
+            elif action is not None and action.nargs == 0:
+                words += [f"--{name}"] if bool_flag(str(value)) else []
+            else:
+                words.append(f"--{name}={value}")
+        return positional + words
 
     def error(self, message: str) -> NoReturn:
-        """End with exit status 2 and one line that names the nearest options."""
+        """End with exit status 2 and one line that names the nearest options; `parse_keywords` raises it instead."""
         words = message.partition("unrecognized arguments: ")[2].split(" ")
         unknown = [word.partition("=")[0] for word in words if word.startswith("--")]
         near = list(dict.fromkeys(option for word in unknown for option in self._nearest(word)))
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        if self.raises_errors:
+            raise ValueError(message + hint)
         self.exit(2, f"{self.prog}: {message}{hint}; --help lists the options\n")
 
     def _nearest(self, word: str) -> list[str]:

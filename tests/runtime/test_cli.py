@@ -21,7 +21,7 @@ from options_read import definitions_of, names_in, options_read
 import dino_sparo.clip
 import main_dino
 from dino_sparo import submit
-from dino_sparo.__main__ import COMMANDS, main
+from dino_sparo.__main__ import COMMANDS, main, parse_keywords
 from dino_sparo.__main__ import run as run_command
 from dino_sparo.runtime import choices
 from dino_sparo.runtime.cli import Parser, add_device_options, add_foreign_weights_options, bool_flag
@@ -462,3 +462,39 @@ def test_every_option_of_a_command_is_read_by_its_code(name: str) -> None:
 def test_no_code_of_a_command_reads_an_option_that_it_has_not(name: str) -> None:
     read = options_read(definition(name), texts=False)
     assert read <= {action.dest for action in options(PARSERS[name]())}, "used but never parsed"
+
+
+# Options from Python.
+
+
+def test_keywords_are_parsed_as_the_command_line_is() -> None:
+    words = "--data_path scenes --nb_knn 10 20 --use_cuda false --untrained --temperature 0.1 --max_value 4095"
+    keywords = {
+        "data_path": Path("scenes"),
+        "nb_knn": [10, 20],
+        "use_cuda": False,
+        "untrained": True,
+        "download": False,
+        "temperature": 0.1,
+        "max-value": 4095,
+        "output_dir": None,
+    }
+    assert parse_keywords("knn", keywords) == PARSERS["knn"]().parse_args(words.split())
+    assert parse_keywords("export", {"checkpoint": "a.pth", "out": "b"}).out == "b"
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"batch_size": 16}, "unrecognized arguments: --batch_size=16; did you mean --batch_size_per_gpu?"),
+        ({"readuot": "sparo"}, "unrecognized arguments: --readuot=sparo; did you mean --readout?"),
+        ({"epochs": "many"}, "argument --epochs: invalid int value: 'many'"),
+        ({"epochs": [1, 2]}, "argument --epochs: expected one value, not [1, 2]"),
+        ({"epochs": {"a": 1}}, "argument --epochs: expected one value, not {'a': 1}"),
+        ({"global_crops_scale": [0.4]}, "argument --global_crops_scale: expected 2 arguments"),
+    ],
+)
+def test_a_wrong_keyword_is_a_value_error_of_one_line(keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match="argument") as error:
+        parse_keywords("train", keywords)
+    assert str(error.value) == message
