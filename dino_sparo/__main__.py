@@ -20,7 +20,7 @@ from dino_sparo.clip.choices import TOWERS
 from dino_sparo.clip.options import get_args_parser as train_clip_parser
 from dino_sparo.clip.slots.options import mask_parser, pictures_parser, select_parser
 from dino_sparo.dino.options import get_args_parser as train_parser
-from dino_sparo.evaluation.embed.options import embed_parser
+from dino_sparo.evaluation.embed.options import cluster_parser, embed_parser, predict_parser
 from dino_sparo.evaluation.options import (
     attention_parser,
     export_parser,
@@ -182,6 +182,22 @@ def embed(args: argparse.Namespace) -> Any:
     from dino_sparo.evaluation.embed.command import embed_images
 
     return embed_images(args)
+
+
+@command(cluster_parser)
+def cluster(args: argparse.Namespace) -> Any:
+    """Embeddings -> clusters of similar images, examples of each, a map."""
+    from dino_sparo.evaluation.embed.cluster import cluster_embeddings
+
+    return cluster_embeddings(args)
+
+
+@command(predict_parser)
+def predict(args: argparse.Namespace) -> Any:
+    """Labelled embeddings and new ones -> a classifier, its accuracy, and a table of predictions."""
+    from dino_sparo.evaluation.embed.predict import predict
+
+    return predict(args)
 
 
 @command(slot_study_parser)

@@ -20,6 +20,7 @@ INSTALL = {
     "entmax": "pip install 'dino_sparo[clip]'",
     "onnx": "pip install 'dino_sparo[export]'",
     "onnxscript": "pip install 'dino_sparo[export]'",
+    "sklearn": "pip install 'dino_sparo[analyse]'",
     "matplotlib": "pip install 'dino_sparo[plots]'",
     "clip_benchmark": "pip install clip-benchmark requests",
     "spacy": "pip install 'dino_sparo[parse]' && python -m spacy download en_core_web_sm",

@@ -19,7 +19,8 @@ SPLIT_WORDS = {word for words in SPLIT_NAMES.values() for word in words}
 LISTING_ENDINGS = (".txt", ".lst", ".csv", ".tsv", ".jsonl")
 SHOWN = 3  # folders, and endings of files, that a message names
 WITHOUT_LABELS = (
-    "without labels: train with --split all, and look at the encoder with `dino-sparo attention --image_path FOLDER`"
+    "without labels: train with --split all; look at the encoder with `dino-sparo attention --image_path FOLDER`; "
+    "write embeddings with `dino-sparo embed`"
 )
 
 

@@ -115,7 +115,12 @@ def _record(task: EvaluationTask, source: ImageSource, shapes: dict[str, tuple[i
         "settings": settings,
         "encoder": task.subject.record,
         "features": {name: list(shape) for name, shape in shapes.items()},
-        "images": {"data_path": args.data_path, "split": args.split, "classes": source.classes},
+        "images": {
+            "data_path": args.data_path,
+            "split": args.split,
+            "columns": [args.path_column, args.label_column, args.split_column],
+            "classes": source.classes,
+        },
         "view": view_record(task.transform),
         "versions": versions(),
     }

@@ -1,9 +1,10 @@
-"""The options of `dino-sparo embed`; no torch here, so that `--help` is fast."""
+"""The options of `dino-sparo embed`, `cluster` and `predict`; no torch here, so that `--help` is fast."""
 
 from dino_sparo.evaluation.options import evaluation_parser
-from dino_sparo.runtime.cli import Parser, add_device_options
+from dino_sparo.runtime.cli import Parser, add_device_options, positive_int, positive_number
 
 FEATURES = ("encoding", "slots", "cls", "patches", "mean")
+VECTORS = ("encoding", "slots", "cls", "mean")  # that clusters and classifiers use
 
 
 def embed_parser() -> Parser:
@@ -24,4 +25,60 @@ def embed_parser() -> Parser:
     group.add_argument("--overwrite", action="store_true", help="Replace other embeddings in --output_dir.")
     add_device_options(parser)
     parser.set_defaults(batch_size_per_gpu=64)
+    return parser
+
+
+def _folder_options(parser: Parser, default_folder: str) -> None:
+    """Which features of a folder, and where the result goes."""
+    group = parser.add_argument_group("features and result")
+    group.add_argument(
+        "--what",
+        choices=VECTORS,
+        default="encoding",
+        help="Features to use, one vector of length one per image; slots are concatenated.",
+    )
+    group.add_argument("--seed", type=int, default=0, help="Random seed.")
+    group.add_argument("--output_dir", default=None, help=f"Folder of the result; by default {default_folder}.")
+    group.add_argument("--overwrite", action="store_true", help="Replace an older result in --output_dir.")
+
+
+def cluster_parser() -> Parser:
+    """The options of `dino-sparo cluster`."""
+    parser = Parser()
+    parser.add_argument("folder", help="Embeddings, written by dino-sparo embed.")
+    _folder_options(parser, "clusters/ in FOLDER")
+    group = parser.add_argument_group("clusters")
+    group.add_argument("--num_clusters", type=positive_int, default=20, help="Number of clusters of k-means.")
+    group.add_argument("--slot", type=int, default=None, help="Cluster by one slot alone, by its number; --what slots.")
+    group.add_argument("--examples", type=positive_int, default=12, help="Images of each cluster on the page.")
+    group.add_argument(
+        "--map",
+        choices=("tsne", "pca"),
+        default="tsne",
+        help="Method of the map in two dimensions. t-SNE keeps neighbours together; PCA keeps large distances.",
+    )
+    group.add_argument("--figure_format", choices=("png", "pdf", "svg"), default="png", help="File format of the map.")
+    group.add_argument(
+        "--data_path", default=None, help="The images, if they have moved since they were embedded; for the page."
+    )
+    return parser
+
+
+def predict_parser() -> Parser:
+    """The options of `dino-sparo predict`."""
+    parser = Parser()
+    parser.add_argument("labelled", help="Embeddings of labelled images, written by dino-sparo embed.")
+    parser.add_argument("new", help="Embeddings of new images, of the same encoder.")
+    _folder_options(parser, "predictions/ in NEW")
+    group = parser.add_argument_group("classifier")
+    group.add_argument("--val", default=None, help="Embeddings of other labelled images, to measure the accuracy on.")
+    group.add_argument(
+        "--C",
+        type=positive_number,
+        nargs="+",
+        default=[1.0, 10.0, 100.0],
+        help="Inverse strength of the penalty on weights; cross-validation chooses one.",
+    )
+    group.add_argument("--folds", type=positive_int, default=5, help="Parts of the labelled images, at least 2.")
+    group.add_argument("--top", type=positive_int, default=3, help="Most probable classes in the table.")
     return parser

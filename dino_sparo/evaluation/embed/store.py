@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 
 from dino_sparo.data.sources import ImageSource
 from dino_sparo.evaluation.embed.options import FEATURES
@@ -43,6 +44,31 @@ class Embeddings:
     arrays: dict[str, np.ndarray]
     index: dict[str, list[str]]
     record: dict[str, Any]
+
+    def vectors(self, kind: str, rows: Any = slice(None), slot: int | None = None) -> Float[np.ndarray, "rows F"]:
+        """Features in memory, float32, each image's numbers in one vector of length one.
+
+        Args:
+            kind: of feature.
+            rows: indices of rows, or a slice.
+            slot: number of the slot whose numbers are taken alone.
+
+        Raises:
+            ValueError: there are no such features.
+        """
+        array = self.arrays.get(kind)
+        if array is None:
+            raise ValueError(
+                f"--what {kind}: the folder has {', '.join(self.arrays)}; embed the images with --what {kind}"
+            )
+        if slot is not None and (array.ndim != 3 or not 0 <= slot < array.shape[1]):
+            raise ValueError(
+                f"--slot {slot}: {kind} has the shape {array.shape[1:]}; take --what slots and its numbers"
+            )
+        features = np.asarray(array[rows] if slot is None else array[rows, slot], dtype=np.float32)
+        features = features.reshape(len(features), -1)
+        lengths = np.linalg.norm(features, axis=1, keepdims=True)
+        return features / np.maximum(lengths, np.finfo(np.float32).tiny)
 
 
 def load_embeddings(folder: str | Path) -> Embeddings:

@@ -1,0 +1,266 @@
+"""Embeddings on disk -> clusters of similar images, examples of each cluster, and a map.
+
+    dino-sparo cluster embeddings --num_clusters 20
+
+    clusters.csv    row, path, cluster, distance to the centre; cluster 0 is the largest
+    clusters.html   the images nearest to each centre
+    map.png         a random sample of the images in two dimensions
+    clusters.json   how it was made; size, label and examples of each cluster, silhouette, inertia
+
+k-means runs on features of length one, which k-NN compares, too. Features that are too large for memory are read in
+random batches from the memory-mapped array.
+"""
+
+import argparse
+import contextlib
+import csv
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from dino_sparo.data.sources import CorruptImageError, ImageSource, TableColumns, open_source
+from dino_sparo.draw.figure import Band, Figure, Layout, Section, Tile, Word
+from dino_sparo.draw.html import save_page
+from dino_sparo.draw.labels import short_name
+from dino_sparo.draw.pixels import fitted
+from dino_sparo.draw.plots import colour_of, panels
+from dino_sparo.draw.sheet import require_matplotlib
+from dino_sparo.evaluation.embed.store import BLOCK_ROWS, Embeddings, load_embeddings
+from dino_sparo.runtime.cli import say
+from dino_sparo.runtime.faults import require
+from dino_sparo.runtime.launch import is_only_a_peer
+from dino_sparo.runtime.logs import progress, setup_logging
+from dino_sparo.runtime.records import versions, write_json, writing
+
+logger = logging.getLogger(__name__)
+
+CSV, PAGE, RESULT = "clusters.csv", "clusters.html", "clusters.json"
+MAX_FIT_BYTES = 1 << 30  # features up to this size are loaded for k-means; of more, random batches
+BATCH_ROWS, PASSES, STARTS = 4096, 3, 3  # of k-means on batches; random starts of k-means in memory
+SCORED_IMAGES, MAPPED_IMAGES = 5_000, 2_000  # samples for the silhouette and for the map
+PERPLEXITY = 30.0  # of t-SNE, scikit-learn's default
+PICTURE_HEIGHT, PICTURE_WIDTH = 160, 240  # pixels, at most
+
+Vectors = Callable[[Any], Float[np.ndarray, "rows F"]]  # rows, as indices or a slice -> their features
+
+
+def cluster_embeddings(args: argparse.Namespace) -> dict[str, Any]:
+    """Cluster the embeddings of a folder; returns the content of clusters.json.
+
+    Raises:
+        ValueError: the folder lacks the features, has fewer images than clusters, or clusters exist already.
+    """
+    if is_only_a_peer():
+        return {}
+    setup_logging()
+    require("sklearn", "clusters")
+    require_matplotlib()
+    embeddings = load_embeddings(args.folder)
+    out = Path(args.output_dir or Path(args.folder) / "clusters")
+    if (out / RESULT).exists() and not args.overwrite:
+        raise ValueError(f"{out} holds clusters already; give another --output_dir, or --overwrite")
+    num_images = len(embeddings.index["path"])
+    if num_images < args.num_clusters:
+        raise ValueError(f"--num_clusters {args.num_clusters}, but {args.folder} has {num_images} images")
+
+    def vectors(rows: Any) -> Float[np.ndarray, "rows F"]:
+        return embeddings.vectors(args.what, rows, args.slot)
+
+    centres, method = fit_centres(vectors, num_images, args.num_clusters, args.seed)
+    clusters, distances = assign(vectors, num_images, centres)
+    # By cluster, then by distance: the first rows of a cluster are its examples.
+    order = np.split(np.lexsort((distances, clusters)), np.cumsum(np.bincount(clusters))[:-1])
+    examples = [rows[: args.examples].tolist() for rows in order]
+    result = {
+        "evaluation": "cluster",
+        "embeddings": {"folder": str(args.folder), "what": args.what, "slot": args.slot, "num_images": num_images},
+        "encoder": embeddings.record["encoder"],
+        "method": method,
+        "num_clusters": args.num_clusters,
+        "seed": args.seed,
+        "inertia": float(np.square(distances, dtype=np.float64).sum()),
+        "silhouette": _silhouette(vectors, clusters, args.seed),
+        "labels": _agreement(embeddings.index["label"], clusters),
+        "clusters": [_describe(number, rows, embeddings, examples[number]) for number, rows in enumerate(order)],
+        "versions": versions(sklearn="scikit-learn"),
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    _write_csv(out / CSV, embeddings.index["path"], clusters, distances)
+    draw_map(vectors, clusters, out / f"map.{args.figure_format}", args.map, args.seed)
+    draw_page(result, examples, embeddings, out / PAGE, args.data_path)
+    write_json(result, out / RESULT)
+    say(_table(result))
+    say(f"\n{out}")
+    return result
+
+
+def fit_centres(
+    vectors: Vectors, num_images: int, num_clusters: int, seed: int
+) -> tuple[Float[np.ndarray, "clusters F"], str]:
+    """k-means' centres, and the name of scikit-learn's class: KMeans in memory, else MiniBatchKMeans."""
+    from sklearn.cluster import KMeans, MiniBatchKMeans
+
+    if num_images * vectors([0]).nbytes <= MAX_FIT_BYTES:
+        kmeans = KMeans(num_clusters, n_init=STARTS, random_state=seed).fit(vectors(slice(None)))
+        return kmeans.cluster_centers_, "KMeans"
+    kmeans = MiniBatchKMeans(num_clusters, random_state=seed)
+    rng = np.random.default_rng(seed)
+    num_batches = max(1, num_images // max(BATCH_ROWS, num_clusters))
+    for _ in range(PASSES):
+        # Folders are sorted by class: a batch of neighbours would be of one class.
+        for rows in progress(np.array_split(rng.permutation(num_images), num_batches), desc="k-means"):
+            kmeans.partial_fit(vectors(np.sort(rows)))
+    return kmeans.cluster_centers_, "MiniBatchKMeans"
+
+
+def assign(
+    vectors: Vectors, num_images: int, centres: Float[np.ndarray, "clusters F"]
+) -> tuple[Int[np.ndarray, " images"], Float[np.ndarray, " images"]]:
+    """The cluster of each image, numbered by size from the largest, and its distance to the centre."""
+    from sklearn.metrics import pairwise_distances_argmin_min
+
+    parts = []
+    for start in progress(range(0, num_images, BLOCK_ROWS), desc="nearest centres"):
+        parts.append(pairwise_distances_argmin_min(vectors(slice(start, start + BLOCK_ROWS)), centres))
+    nearest, distances = (np.concatenate(part) for part in zip(*parts, strict=True))
+    by_size = np.argsort(-np.bincount(nearest, minlength=len(centres)), kind="stable")
+    return np.argsort(by_size)[nearest], distances.astype(np.float32)
+
+
+def _silhouette(vectors: Vectors, clusters: Int[np.ndarray, " images"], seed: int) -> float | None:
+    """Mean silhouette of a random sample, -1 to 1; None where the sample has a single cluster or only single images."""
+    from sklearn.metrics import silhouette_score
+
+    rows = _sample(len(clusters), SCORED_IMAGES, seed)
+    if not 1 < len(np.unique(clusters[rows])) < len(rows):
+        return None
+    return float(silhouette_score(vectors(rows), clusters[rows]))
+
+
+def _sample(num_images: int, size: int, seed: int) -> Int[np.ndarray, " size"]:
+    """At most `size` random rows, in order."""
+    return np.sort(np.random.default_rng(seed).permutation(num_images)[:size])
+
+
+def _agreement(labels: Sequence[str], clusters: Int[np.ndarray, " images"]) -> dict[str, float] | None:
+    """How well clusters and labels agree, where images have labels; 0 is chance, 1 is equality."""
+    from sklearn.metrics import adjusted_mutual_info_score, adjusted_rand_score
+
+    rows = [row for row, label in enumerate(labels) if label]
+    if not rows:
+        return None
+    known = [labels[row] for row in rows]
+    return {
+        "adjusted_mutual_information": float(adjusted_mutual_info_score(known, clusters[rows])),
+        "adjusted_rand_index": float(adjusted_rand_score(known, clusters[rows])),
+    }
+
+
+def _describe(
+    number: int, rows: Int[np.ndarray, " size"], embeddings: Embeddings, examples: Sequence[int]
+) -> dict[str, Any]:
+    """Size, most frequent label and nearest images of a cluster."""
+    labels = Counter(embeddings.index["label"][row] for row in rows)
+    label, count = max(labels.items(), key=lambda item: (item[1], item[0]))
+    return {
+        "cluster": number,
+        "num_images": len(rows),
+        "label": label or None,
+        "label_share": count / len(rows) if label else None,
+        "nearest": [embeddings.index["path"][row] for row in examples],
+    }
+
+
+def _write_csv(
+    path: Path,
+    paths: Sequence[str],
+    clusters: Int[np.ndarray, " images"],
+    distances: Float[np.ndarray, " images"],
+) -> None:
+    with writing(path), open(path, "w", newline="", encoding="utf-8", errors="backslashreplace") as file:
+        table = csv.writer(file)
+        table.writerow(("row", "path", "cluster", "distance"))
+        for row, values in enumerate(zip(paths, clusters.tolist(), distances.tolist(), strict=True)):
+            table.writerow((row, *values))
+
+
+def draw_map(vectors: Vectors, clusters: Int[np.ndarray, " images"], path: Path, method: str, seed: int) -> None:
+    """A random sample of the images in two dimensions, by t-SNE or PCA, coloured by cluster."""
+    from sklearn.decomposition import PCA
+    from sklearn.manifold import TSNE
+
+    rows = _sample(len(clusters), MAPPED_IMAGES, seed)
+    perplexity = min(PERPLEXITY, (len(rows) - 1) / 3)
+    reduce = TSNE(perplexity=perplexity, random_state=seed) if method == "tsne" else PCA(2, random_state=seed)
+    points = reduce.fit_transform(vectors(rows))
+    num_clusters = int(clusters.max()) + 1
+    with panels(path, 1, 1) as ((axis,),):
+        for cluster in range(num_clusters):
+            own = points[clusters[rows] == cluster]
+            if len(own):
+                colour = colour_of(cluster, num_clusters)
+                axis.scatter(*own.T, s=3, color=colour, linewidths=0)
+                x, y = np.median(own, axis=0)
+                axis.text(x, y, str(cluster), ha="center", va="center", weight="bold", color=colour)
+        axis.set(xticks=[], yticks=[], title=f"{len(rows):,} images, {'t-SNE' if method == 'tsne' else 'PCA'}")
+
+
+def draw_page(
+    result: dict[str, Any], examples: Sequence[Sequence[int]], embeddings: Embeddings, path: Path, data_path: str | None
+) -> None:
+    """The images nearest to each centre, where they can still be read."""
+    images = embeddings.record["images"]
+    columns = TableColumns(*images.get("columns", ()))
+    try:
+        source = open_source(data_path or images["data_path"], images["split"], columns=columns)
+    except ValueError as error:
+        logger.warning("%s is not written: the images are gone (%s); --data_path says where they are now", path, error)
+        return
+    sections = []
+    for cluster, rows in zip(result["clusters"], examples, strict=True):
+        tiles = [_tile(source, row, embeddings, has_moved=data_path is not None) for row in rows]
+        facts = [f"{cluster['num_images']:,} images"]
+        if cluster["label"]:
+            facts.append(f"{cluster['label_share']:.0%} {cluster['label']}")
+        shown = [tile for tile in tiles if tile is not None]
+        sections.append(Section([Band(tiles=shown)], f"cluster {cluster['cluster']}", facts))
+    what = result["embeddings"]["what"]
+    figure = Figure(
+        f"{result['num_clusters']} clusters",
+        f"{result['embeddings']['num_images']:,} images of {source.name}; features: {what}",
+        sections,
+        Layout((PICTURE_HEIGHT, PICTURE_WIDTH), per_line=max(map(len, examples))),
+        explanation="Each cluster with its images nearest to the centre, nearest first.",
+        ends=None,
+    )
+    save_page(figure, path)
+
+
+def _tile(source: ImageSource, row: int, embeddings: Embeddings, has_moved: bool) -> Tile | None:
+    """The image of a row; None if the source has no such image any more, or it cannot be read.
+
+    Unreadable images have no row, so the image's place in the source is the row or a little more.
+    """
+    path, num_unreadable = embeddings.index["path"][row], embeddings.record["num_unreadable"]
+    for place in range(row, min(row + num_unreadable + 1, len(source))):
+        location = source.location(place)
+        if location == path or (has_moved and Path(location).name == Path(path).name):
+            with contextlib.suppress(CorruptImageError):
+                picture = fitted(np.asarray(source.read(place)), PICTURE_HEIGHT, PICTURE_WIDTH)
+                return Tile(picture, path, caption=[Word(short_name(path))])
+    return None
+
+
+def _table(result: dict[str, Any]) -> str:
+    """Clusters for people."""
+    lines = [f"{'cluster':>7}  {'images':>9}  most frequent label"]
+    for cluster in result["clusters"]:
+        label = f"{cluster['label']} ({cluster['label_share']:.0%})" if cluster["label"] else "-"
+        lines.append(f"{cluster['cluster']:>7}  {cluster['num_images']:>9,}  {label}")
+    silhouette = "-" if result["silhouette"] is None else f"{result['silhouette']:.3f}"
+    return "\n".join([*lines, f"silhouette {silhouette}, inertia {result['inertia']:.4g}"])

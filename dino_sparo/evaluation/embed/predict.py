@@ -1,0 +1,167 @@
+"""Labelled embeddings -> a classifier, its accuracy on images it has not seen, and its predictions for new images.
+
+    dino-sparo predict embeddings/labelled embeddings/new --output_dir predictions
+
+    predictions.csv    row, path, the most probable classes and their probabilities
+    predictions.json   how it was made, and the accuracy
+
+The classifier is a logistic regression on features of length one. Its accuracy is that of cross-validation, or with
+--val that on other labelled embeddings. Rows without a label are skipped.
+"""
+
+import argparse
+import csv
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from dino_sparo.evaluation.embed.store import BLOCK_ROWS, Embeddings, load_embeddings
+from dino_sparo.runtime.cli import say
+from dino_sparo.runtime.faults import require
+from dino_sparo.runtime.launch import is_only_a_peer
+from dino_sparo.runtime.logs import setup_logging
+from dino_sparo.runtime.records import differences, versions, write_json, writing
+
+CSV, RESULT = "predictions.csv", "predictions.json"
+MAX_STEPS = 1000  # of the solver
+
+
+def predict(args: argparse.Namespace) -> dict[str, Any]:
+    """Fit the classifier, measure its accuracy, predict; returns the content of predictions.json.
+
+    Raises:
+        ValueError: the folders hold features of different encoders, or too few labels.
+    """
+    if is_only_a_peer():
+        return {}
+    setup_logging()
+    require("sklearn", "predictions")
+    labelled, new = load_embeddings(args.labelled), load_embeddings(args.new)
+    val = load_embeddings(args.val) if args.val else None
+    out = Path(args.output_dir or Path(args.new) / "predictions")
+    if (out / RESULT).exists() and not args.overwrite:
+        raise ValueError(f"{out} holds predictions already; give another --output_dir, or --overwrite")
+    for other, folder in ((new, args.new), (val, args.val)):
+        if other is not None:
+            _require_same_encoder(labelled, args.labelled, other, folder)
+    features, labels = _labelled_rows(labelled, args.what, args.labelled)
+    classifier, accuracy = fit_classifier(features, labels, args.C, args.folds, args.seed)
+    result = {
+        "evaluation": "predict",
+        "embeddings": {"labelled": args.labelled, "new": args.new, "val": args.val, "what": args.what},
+        "encoder": labelled.record["encoder"],
+        "classifier": {"name": "LogisticRegression", "C": classifier.C, "seed": args.seed},
+        "classes": classifier.classes_.tolist(),
+        "num_labelled": len(labels),
+        "cross_validation": accuracy,
+        "val_accuracy": None if val is None else _accuracy(classifier, val, args.what, args.val),
+        "new_accuracy": _accuracy(classifier, new, args.what, args.new) if any(new.index["label"]) else None,
+        "num_predictions": len(new.index["path"]),
+        "versions": versions(sklearn="scikit-learn"),
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    _write_csv(out / CSV, classifier, new, args.what, args.top)
+    write_json(result, out / RESULT)
+    say(_table(result))
+    say(f"\n{out}")
+    return result
+
+
+def _require_same_encoder(labelled: Embeddings, folder: str, other: Embeddings, other_folder: str) -> None:
+    """ValueError unless both folders were made by the same weights, at the same image size."""
+    first, second = (
+        {**record["encoder"], "pretrained_weights": None, "img_size": record["settings"]["img_size"]}
+        for record in (labelled.record, other.record)
+    )
+    if different := differences(first, second, f"in {folder}", f"in {other_folder}"):
+        raise ValueError(
+            f"the embeddings in {other_folder} are of another encoder than those in {folder} "
+            f"({'; '.join(different)}); embed both with the same --pretrained_weights"
+        )
+
+
+def _labelled_rows(embeddings: Embeddings, kind: str, folder: str) -> tuple[Float[np.ndarray, "rows F"], list[str]]:
+    """Features and labels of the rows that have a label."""
+    rows = [row for row, label in enumerate(embeddings.index["label"]) if label]
+    if not rows:
+        raise ValueError(
+            f"the images in {folder} have no labels; embed a folder with a subfolder per class, or a table with a "
+            "column of labels"
+        )
+    return embeddings.vectors(kind, rows), [embeddings.index["label"][row] for row in rows]
+
+
+def fit_classifier(
+    features: Float[np.ndarray, "rows F"], labels: list[str], strengths: list[float], num_folds: int, seed: int
+) -> tuple[Any, dict[str, Any]]:
+    """A classifier with the best C by cross-validation, and the accuracy for each C, percent.
+
+    Args:
+        features: of labelled images.
+        labels: their classes.
+        strengths: values of C, the inverse strength of the penalty on weights.
+        num_folds: parts of the images, each of which is predicted from the others.
+        seed: of the folds.
+
+    Raises:
+        ValueError: a single class, or a class with a single image.
+    """
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.model_selection import StratifiedKFold, cross_val_score
+
+    counts = Counter(labels)
+    rarest = min(counts, key=lambda name: counts[name])
+    if len(counts) < 2 or counts[rarest] < 2:
+        raise ValueError(
+            f"a classifier needs two classes with two images each; there are {len(counts)} classes, and {rarest!r} "
+            f"has {counts[rarest]}"
+        )
+    folds = StratifiedKFold(min(num_folds, counts[rarest]), shuffle=True, random_state=seed)
+    accuracies = []
+    for strength in strengths:
+        scores = cross_val_score(LogisticRegression(C=strength, max_iter=MAX_STEPS), features, labels, cv=folds)
+        accuracies.append(100 * float(scores.mean()))
+    best = int(np.argmax(accuracies))
+    classifier = LogisticRegression(C=strengths[best], max_iter=MAX_STEPS).fit(features, labels)
+    by_strength = {f"C={strength:g}": accuracy for strength, accuracy in zip(strengths, accuracies, strict=True)}
+    return classifier, {"folds": folds.n_splits, "accuracy": accuracies[best], "accuracies": by_strength}
+
+
+def _accuracy(classifier: Any, embeddings: Embeddings, kind: str, folder: str) -> float:
+    """Accuracy on labelled embeddings, percent; a class that the classifier does not know counts as wrong."""
+    features, labels = _labelled_rows(embeddings, kind, folder)
+    return 100 * float(np.mean(classifier.predict(features) == np.array(labels)))
+
+
+def _write_csv(path: Path, classifier: Any, new: Embeddings, kind: str, top: int) -> None:
+    """The most probable classes of every new image, with their probabilities."""
+    top = min(top, len(classifier.classes_))
+    names = ["prediction", "probability"]
+    for number in range(2, top + 1):
+        names += [f"prediction_{number}", f"probability_{number}"]
+    with writing(path), open(path, "w", newline="", encoding="utf-8", errors="backslashreplace") as file:
+        table = csv.writer(file)
+        table.writerow(("row", "path", *names))
+        for start in range(0, len(new.index["path"]), BLOCK_ROWS):
+            probabilities = classifier.predict_proba(new.vectors(kind, slice(start, start + BLOCK_ROWS)))
+            order = np.argsort(-probabilities, axis=1, kind="stable")[:, :top]
+            for row, (of_image, best) in enumerate(zip(probabilities, order, strict=True), start):
+                cells = [cell for i in best for cell in (classifier.classes_[i], f"{of_image[i]:.6f}")]
+                table.writerow((row, new.index["path"][row], *cells))
+
+
+def _table(result: dict[str, Any]) -> str:
+    """Accuracies for people."""
+    validation = result["cross_validation"]
+    strength = f"C={result['classifier']['C']:g}"
+    lines = [
+        f"{result['num_labelled']:,} labelled images, {len(result['classes'])} classes, {strength}",
+        f"accuracy by {validation['folds']}-fold cross-validation: {validation['accuracy']:.2f} %",
+    ]
+    for name, images in (("val_accuracy", result["embeddings"]["val"]), ("new_accuracy", result["embeddings"]["new"])):
+        if result[name] is not None:
+            lines.append(f"accuracy on {images}: {result[name]:.2f} %")
+    return "\n".join([*lines, f"{result['num_predictions']:,} predictions"])

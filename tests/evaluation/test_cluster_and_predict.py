@@ -1,0 +1,207 @@
+"""Clusters of embeddings and predictions from them, on embeddings whose groups are known."""
+
+import csv
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dino_sparo.__main__ import run
+from dino_sparo.evaluation.embed import cluster
+from dino_sparo.evaluation.embed.store import load_embeddings
+
+GROUPS, SIZES, DIM = "abc", (11, 7, 5), 13
+
+
+def write_embeddings(
+    folder: Path,
+    images: Path,
+    sizes: tuple[int, ...] = SIZES,
+    seed: int = 0,
+    sha256: str = "0123",
+    has_labels: bool = True,
+    **arrays: Any,
+) -> Path:
+    """A folder as `dino-sparo embed` writes it: three groups of directions, one image in each group's colour."""
+    rng = np.random.default_rng(seed)
+    centres = np.random.default_rng(7).normal(size=(len(sizes), DIM))
+    groups = np.repeat(np.arange(len(sizes)), sizes)
+    lengths = rng.uniform(1, 9, size=(len(groups), 1))
+    encodings = lengths * (centres[groups] + 0.1 * rng.normal(size=(len(groups), DIM)))
+    folder.mkdir(parents=True)
+    rows = []
+    for number, group in enumerate(groups):
+        path = images / GROUPS[group] / f"{number:02}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (20 + number, 23), (80 * int(group), 100, 30)).save(path)
+        rows.append((number, str(path), GROUPS[group] if has_labels else ""))
+    with open(folder / "index.csv", "w", newline="") as file:
+        csv.writer(file).writerows([("row", "path", "label"), *rows])
+    arrays = {"encoding": encodings.astype(np.float32), **arrays}
+    for kind, array in arrays.items():
+        np.save(folder / f"{kind}.npy", array)
+    record = {
+        "settings": {"img_size": 16},
+        "encoder": {"sha256": sha256, "pretrained_weights": str(folder), "checkpoint_key": "teacher"},
+        "features": {kind: list(array.shape[1:]) for kind, array in arrays.items()},
+        "images": {"data_path": str(images), "split": "all", "classes": list(GROUPS)},
+        "num_images": len(groups),
+        "num_unreadable": 0,
+        "complete": True,
+    }
+    (folder / "embedding.json").write_text(json.dumps(record))
+    return folder
+
+
+@pytest.fixture
+def labelled(tmp_path: Path) -> Path:
+    return write_embeddings(tmp_path / "labelled", tmp_path / "images")
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_clusters_find_the_groups_whatever_the_lengths_of_the_features(
+    is_large: bool, labelled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_large:
+        monkeypatch.setattr(cluster, "MAX_FIT_BYTES", 1)
+    result = run("cluster", [str(labelled), "--num_clusters", "3", "--examples", "2"])
+    rows = rows_of(labelled / "clusters" / "clusters.csv")
+    groups = np.repeat([0, 1, 2], SIZES)
+    assert [int(row["cluster"]) for row in rows] == groups.tolist()
+    vectors = load_embeddings(labelled).vectors("encoding")
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, rtol=1e-6)
+    if not is_large:
+        centres = np.stack([vectors[groups == group].mean(axis=0) for group in range(3)])
+        distances = np.linalg.norm(vectors - centres[groups], axis=1)
+        np.testing.assert_allclose([float(row["distance"]) for row in rows], distances, rtol=1e-4)
+        assert result["inertia"] == pytest.approx(float((distances**2).sum()), rel=1e-4)
+    assert result["method"] == ("MiniBatchKMeans" if is_large else "KMeans")
+    assert [entry["num_images"] for entry in result["clusters"]] == list(SIZES)
+    assert [(entry["label"], entry["label_share"]) for entry in result["clusters"]] == [(name, 1.0) for name in GROUPS]
+    assert result["labels"]["adjusted_rand_index"] == 1
+    assert result["silhouette"] > 0.8
+    nearest = [row["path"] for row in sorted(rows, key=lambda row: (int(row["cluster"]), float(row["distance"])))]
+    assert result["clusters"][1]["nearest"] == nearest[SIZES[0] : SIZES[0] + 2]
+
+
+def test_the_page_shows_examples_of_every_cluster_and_the_map_has_the_format_asked_for(labelled: Path) -> None:
+    run("cluster", [str(labelled), "--num_clusters", "3", "--examples", "2", "--figure_format", "svg", "--map", "pca"])
+    page = (labelled / "clusters" / "clusters.html").read_text()
+    assert page.count("<img") == 3 * 2
+    assert "cluster 2" in page
+    assert "5 images" in page
+    assert "100% c" in page
+    assert "<svg" in (labelled / "clusters" / "map.svg").read_text()
+
+
+def test_images_that_moved_are_found_by_data_path(
+    labelled: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "images").rename(tmp_path / "elsewhere")
+    options = [str(labelled), "--num_clusters", "2", "--map", "pca"]
+    run("cluster", options)
+    assert "the images are gone" in caplog.text
+    assert not (labelled / "clusters" / "clusters.html").exists()
+    run("cluster", [*options, "--overwrite", "--data_path", str(tmp_path / "elsewhere"), "--examples", "3"])
+    assert (labelled / "clusters" / "clusters.html").read_text().count("<img") == 2 * 3
+
+
+def test_the_same_seed_gives_the_same_files(labelled: Path, tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        run("cluster", [str(labelled), "--num_clusters", "4", "--output_dir", str(tmp_path / name)])
+    for path in (tmp_path / "first").iterdir():
+        assert path.read_bytes() == (tmp_path / "second" / path.name).read_bytes()
+
+
+def test_one_slot_clusters_by_its_numbers_alone(tmp_path: Path) -> None:
+    slots = np.random.default_rng(0).normal(size=(sum(SIZES), 5, 3)).astype(np.float32)
+    slots[:, 2] = np.repeat([[1, 0, 0], [0, 1, 0], [0, 0, 1]], SIZES, axis=0)
+    folder = write_embeddings(tmp_path / "embeddings", tmp_path / "images", slots=slots)
+    result = run("cluster", [str(folder), "--what", "slots", "--slot", "2", "--num_clusters", "3"])
+    assert [entry["num_images"] for entry in result["clusters"]] == list(SIZES)
+    assert result["inertia"] == pytest.approx(0, abs=1e-6)
+    with pytest.raises(ValueError, match="--slot 5: slots has the shape"):
+        load_embeddings(folder).vectors("slots", slot=5)
+
+
+def test_predictions_name_the_groups_of_new_images(labelled: Path, tmp_path: Path) -> None:
+    new = write_embeddings(tmp_path / "new", tmp_path / "others", sizes=(2, 5, 3), seed=1)
+    result = run("predict", [str(labelled), str(new), "--top", "2", "--val", str(labelled)])
+    rows = rows_of(new / "predictions" / "predictions.csv")
+    assert [row["prediction"] for row in rows] == list("aabbbbbccc")
+    assert list(rows[0]) == ["row", "path", "prediction", "probability", "prediction_2", "probability_2"]
+    assert all(0.5 < float(row["probability"]) <= 1 for row in rows)
+    assert all(float(row["probability"]) >= float(row["probability_2"]) for row in rows)
+    accuracies = (result["cross_validation"]["accuracy"], result["val_accuracy"], result["new_accuracy"])
+    assert accuracies == (100.0, 100.0, 100.0)
+    assert result["cross_validation"]["folds"] == 5
+
+
+def test_wrong_labels_lower_the_accuracy_by_cross_validation(labelled: Path, tmp_path: Path) -> None:
+    index = labelled / "index.csv"
+    lines = index.read_text().splitlines()
+    shuffled = np.random.default_rng(0).permutation([line[-1] for line in lines[1:]])
+    shuffled_lines = [line[:-1] + label for line, label in zip(lines[1:], shuffled, strict=True)]
+    index.write_text("\n".join([lines[0], *shuffled_lines]))
+    new = write_embeddings(tmp_path / "new", tmp_path / "others", seed=1)
+    result = run("predict", [str(labelled), str(new)])
+    assert result["cross_validation"]["accuracy"] < 70
+
+
+# Bad input.
+
+
+def test_embeddings_of_another_encoder_are_refused_by_its_hash(
+    labelled: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    new = write_embeddings(tmp_path / "new", tmp_path / "others", sha256="4567")
+    with pytest.raises(SystemExit):
+        run("predict", [str(labelled), str(new)])
+    assert "another encoder" in caplog.text
+    assert "sha256 '0123' in" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["cluster", "predict"])
+def test_a_result_is_not_overwritten_unasked(name: str, labelled: Path, caplog: pytest.LogCaptureFixture) -> None:
+    words = {"cluster": [str(labelled), "--num_clusters", "2"], "predict": [str(labelled)] * 2}[name]
+    run(name, words)
+    with pytest.raises(SystemExit):
+        run(name, words)
+    assert "already; give another --output_dir, or --overwrite" in caplog.text
+    run(name, [*words, "--overwrite"])
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "message"),
+    [
+        ("cluster", ["--num_clusters", "24"], "--num_clusters 24, but .* has 23 images"),
+        ("cluster", ["--what", "mean"], "--what mean: the folder has encoding; embed the images with --what mean"),
+        ("cluster", ["--slot", "0"], "--slot 0: encoding has the shape .13,.; take --what slots"),
+    ],
+)
+def test_what_does_not_fit_the_embeddings_is_refused(
+    name: str, more: list[str], message: str, labelled: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(SystemExit):
+        run(name, [str(labelled), *more])
+    assert any(re.search(message, record.message) for record in caplog.records)
+
+
+def test_a_classifier_needs_labels_of_two_classes(
+    labelled: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    single = write_embeddings(tmp_path / "single", tmp_path / "others", sizes=(5, 1))
+    none = write_embeddings(tmp_path / "none", tmp_path / "others", has_labels=False)
+    for folder, message in ((single, "two classes with two images each"), (none, "have no labels")):
+        with pytest.raises(SystemExit):
+            run("predict", [str(folder), str(labelled)])
+        assert message in caplog.text
