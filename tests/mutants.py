@@ -66,7 +66,6 @@ TESTS: dict[str, list[str]] = {
     "weights/folder": ["test_checkpoint", "test_checkpoint_folder"],
     "weights/initialize": ["test_init_from"],
     "evaluation/knn/classify": ["test_knn"],
-    "evaluation/knn/neighbours": ["test_knn"],
 }
 
 # One replacement for each operator of the language is enough: a test that sees + become - sees it become * as well.

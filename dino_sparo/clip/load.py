@@ -9,7 +9,7 @@ from dino_sparo.clip.model import CLIP, load_clip
 from dino_sparo.clip.pictures.explain import SlotScorer
 from dino_sparo.clip.slots.subsets import open_slots
 from dino_sparo.data.views import ClipView
-from dino_sparo.evaluation.load import view_record
+from dino_sparo.evaluation.task import view_record
 from dino_sparo.image_text.scoring.dot_product import DotProductScorer
 from dino_sparo.image_text.text import tokenize
 from dino_sparo.runtime.faults import require

@@ -1,7 +1,6 @@
 """Checkpoint -> numbers and pictures: what a pretrained encoder is worth.
 
     task.py           options -> encoder, images, folder and protocol of the result: where every evaluation starts
-    load.py           checkpoint -> the encoder to evaluate, and its record
     features.py       encoder + images -> features (images, F), labels, indices, over all processes
     feature_cache.py  features <-> files
     knn/              features -> weighted k-NN accuracy

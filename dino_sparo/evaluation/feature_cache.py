@@ -92,7 +92,7 @@ def load_features(folder: Path) -> tuple[Features, Features, dict[str, Any]]:
     splits = []
     for split, names in CACHE_FILES.items():
         features, labels = (_load_tensor(folder / name, checksums.get(name)) for name in names)
-        if features.ndim != 2 or labels.ndim != 1 or len(features) != len(labels):
+        if features.ndim != 2 or labels.shape != features.shape[:1]:
             raise ValueError(
                 f"{folder / names[0]} has shape {tuple(features.shape)} and {names[1]} {tuple(labels.shape)}; expected "
                 f"(images, F) and (images,); write them again with --dump_features"
@@ -107,14 +107,13 @@ def _read_record(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        record = parse_json(path.read_bytes())
+        record: dict[str, Any] = parse_json(path.read_bytes())
         digest = record.pop("sha256", None)
-        is_damaged = "checksums" in record and digest != _digest(record)
+        if "checksums" in record and digest != _digest(record):
+            raise ValueError("its checksum is wrong")
     except (ValueError, AttributeError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({error}); write it again with --dump_features {folder}") from error
-    if is_damaged:
-        raise ValueError(f"{path} is damaged: its checksum is wrong; write it again with --dump_features {folder}")
-    return dict(record)
+        raise ValueError(f"{path} is damaged: {error}; write it again with --dump_features {folder}") from error
+    return record
 
 
 def _load_tensor(path: Path, checksum: int | None) -> Tensor:

@@ -23,7 +23,6 @@ from dino_sparo.data.loader import create_loader
 from dino_sparo.data.samplers import ShardSampler
 from dino_sparo.data.sources import ImageSource
 from dino_sparo.data.sources.image_source import Subset
-from dino_sparo.runtime.agree import all_gather_object
 from dino_sparo.runtime.collectives import all_gather_ragged, all_reduce_sum
 from dino_sparo.runtime.launch import is_main, rank, world_size
 from dino_sparo.runtime.logs import progress
@@ -68,18 +67,20 @@ class Features:
         return self
 
 
-def extract_features(
+def extract_split(
     encoder: nn.Module,
-    loader: Any,
+    source: ImageSource,
+    transform: Callable,
     device: torch.device,
     *,
+    batch_size: int = 128,
+    num_workers: int = 0,
     encode: Callable[[Tensor], Tensor] | None = None,
     dtype: torch.dtype = torch.float32,
     storage: torch.device | None = None,
     gather: bool = True,
-    desc: str = "features",
 ) -> Features:
-    """Encode the images of a loader that gives this process its share of them.
+    """Encode all images of a source; every process takes its share of them.
 
     Incomplete batches are filled up with blank images, so that all matrix products have one size. Then the features are
     bit-identical for one and for many processes, on the same kind of processor with the same batch size; other batch
@@ -87,21 +88,35 @@ def extract_features(
 
     Args:
         encoder: on `device`; its train or eval mode is restored.
-        loader: gives `Batch`es whose first view is encoded, this process' share of the images.
+        source: the images.
+        transform: (image, rng) -> [view].
         device: where to compute.
+        batch_size: per process.
+        num_workers: processes that load images, per process.
         encode: images (B, C, H, W) -> features (B, F), a method of the encoder; None: the encoder itself.
         dtype: fp32, or bf16 or fp16 for autocast.
         storage: where the features are kept; None: `device`.
         gather: return all processes' features on every process, else this one's share.
-        desc: text of the progress line.
     """
-    batch_size = loader.batch_sampler.batch_size
-    rows = _FeatureRows(len(loader) * batch_size, storage or device)
-    for features, batch, kept in encoded_batches(encoder, loader, device, batch_size, encode or encoder, dtype, desc):
-        rows.append(features.float(), batch, kept)
-    share = rows.result()
-    _check_no_repeats(share, desc)
-    return gather_features(share, device) if gather else share
+    loader = share_loader(source, transform, device, batch_size, num_workers)
+    features = torch.empty(0, 0, device=storage or device)
+    labels, indices = ([torch.empty(0, dtype=torch.int64)] for _ in range(2))
+    count = num_corrupt = 0
+    batches = encoded_batches(encoder, loader, device, batch_size, encode or encoder, dtype, source.name)
+    for part, batch, kept in batches:
+        if not features.numel():
+            # Written batch by batch: half the memory of a list and a concatenation. Not an inference tensor, whatever
+            # the mode: a probe's gradient may need these rows.
+            with torch.inference_mode(False):
+                features = features.new_empty(len(loader) * batch_size, part.shape[1])
+        features[count : count + len(part)] = part.float()
+        labels.append(batch.labels[kept])
+        indices.append(batch.indices[kept])
+        count += len(kept)
+        num_corrupt += len(batch.indices) - len(kept)
+    where = features.device
+    own = Features(features[:count], torch.cat(labels).to(where), torch.cat(indices).to(where), num_corrupt)
+    return gather_features(own, device) if gather else own
 
 
 def encoded_batches(
@@ -113,14 +128,15 @@ def encoded_batches(
     dtype: torch.dtype,
     desc: str,
 ) -> Iterator[tuple[Float[Tensor, "kept F"], Batch, Int[Tensor, " kept"]]]:
-    """The features of each batch, the batch, and the rows of the images that could be read; see `extract_features`.
+    """The features of each batch, the batch, and the rows of the images that could be read; see `extract_split`.
 
     Unreadable images are skipped, and named in the log at the end.
     """
     corrupt: list[tuple[str, str]] = []
     for wanted, batch in zip(loader.batch_sampler, progress(loader, total=len(loader), desc=desc), strict=True):
+        images = batch.views[0].to(device, non_blocking=True)
         with inference(encoder, device, dtype):
-            features = encode_padded(encode, batch.views[0].to(device, non_blocking=True), batch_size)
+            features = encode(F.pad(images, (0, 0) * 3 + (0, batch_size - len(images))))[: len(images)]
         # The loader replaces an unreadable image; the item has the replacement's index.
         kept = (batch.indices == torch.tensor(wanted)).nonzero().flatten()
         corrupt += batch.corrupt
@@ -129,15 +145,6 @@ def encoded_batches(
     if corrupt:
         where = "; ".join(f"{location} ({reason})" for location, reason in sorted(set(corrupt))[:MAX_NAMED])
         logger.warning("%s: left out %d images that cannot be read: %s", desc, len(corrupt), where)
-
-
-def encode_padded(
-    encode: Callable[[Tensor], Tensor], images: Float[Tensor, "B C H W"], batch_size: int
-) -> Float[Tensor, "B F"]:
-    """Encode a batch that is filled up to `batch_size` with blank images."""
-    missing = batch_size - len(images)
-    padded = torch.cat((images, images.new_zeros(missing, *images.shape[1:]))) if missing > 0 else images
-    return encode(padded)[: len(images)]
 
 
 @contextlib.contextmanager
@@ -164,34 +171,6 @@ def _without_compiling() -> contextlib.AbstractContextManager[Any]:
     if "torch._dynamo" not in sys.modules:
         return contextlib.nullcontext()
     return torch.compiler.set_stance("force_eager")
-
-
-class _FeatureRows:
-    """Features that arrive batch by batch, written where they stay: half the memory of a list and a concatenation."""
-
-    def __init__(self, capacity: int, device: torch.device) -> None:
-        self.capacity, self.device = capacity, device
-        self.features: Tensor | None = None
-        self.labels: list[Tensor] = []
-        self.indices: list[Tensor] = []
-        self.count = self.num_corrupt = 0
-
-    def append(self, features: Tensor, batch: Batch, kept: Tensor) -> None:
-        if self.features is None:
-            # Not an inference tensor, whatever the mode: a probe's gradient may need these rows.
-            with torch.inference_mode(False):
-                self.features = torch.empty(self.capacity, features.shape[1], device=self.device)
-        self.features[self.count : self.count + len(features)] = features
-        self.labels.append(batch.labels[kept])
-        self.indices.append(batch.indices[kept])
-        self.count += len(kept)
-        self.num_corrupt += len(batch.indices) - len(kept)
-
-    def result(self) -> Features:
-        empty = torch.empty(0, dtype=torch.int64)
-        features = torch.empty(0, 0, device=self.device) if self.features is None else self.features[: self.count]
-        labels, indices = torch.cat([empty, *self.labels]), torch.cat([empty, *self.indices])
-        return Features(features, labels.to(self.device), indices.to(self.device), self.num_corrupt)
 
 
 def gather_features(part: Features, device: torch.device, on_rank_0: bool = False) -> Features:
@@ -231,16 +210,16 @@ def require_memory(
     """Refuse to gather features that do not fit into a GPU.
 
     Args:
-        num_images: of the training set.
+        num_images: size of the training set.
         feature_dim: numbers of fp32 per image.
         storage: where features are kept.
-        option: that gathers them.
-        remedy: what else helps.
-        more_rows: further features that lie there at the same time.
+        option: the option that gathers them.
+        remedy: advice beside --use_cuda false.
+        more_rows: further features that are kept there at the same time.
     """
     if storage.type != "cuda":
         return
-    # A block stands there twice, in parts and as one, while it is put into its place.
+    # While a block is put into its place, it is there twice: in parts, and as one.
     rows = num_images if world_size() == 1 else num_images * (1 + 1 / world_size()) + 2 * GATHER_ROWS
     needed = 4 * (rows + more_rows) * feature_dim
     free, _ = torch.cuda.mem_get_info(storage)
@@ -252,56 +231,16 @@ def require_memory(
         )
 
 
-def _check_no_repeats(share: Features, desc: str) -> None:
-    """Raise a ValueError, on every process, unless the shares one after the other are in the source's order."""
-    own = share.indices
-    inside = own[1:][own[1:] <= own[:-1]][:1].tolist()
-    shares = all_gather_object((own[:1].tolist() + own[-1:].tolist(), inside))
-    ends = [end for first_and_last, _ in shares for end in first_and_last]  # none of an empty share
-    repeated = [image for _, images in shares for image in images]
-    repeated += [first for last, first in zip(ends[1::2], ends[2::2], strict=False) if first <= last]
-    if repeated:
-        raise ValueError(
-            f"{desc}: image {repeated[0]} was encoded twice or out of order, so accuracies would be wrong; give "
-            f"each process its own images with ShardSampler, which pads nothing"
-        )
-
-
 def total_images(share: Features, device: torch.device) -> tuple[int, int]:
     """Images with features, and unreadable images, over all processes."""
     counts = all_reduce_sum(torch.tensor([len(share.features), share.num_corrupt], device=device)).tolist()
     return counts[0], counts[1]
 
 
-def extract_split(
-    encoder: nn.Module,
-    source: ImageSource,
-    transform: Callable,
-    device: torch.device,
-    *,
-    batch_size: int = 128,
-    num_workers: int = 0,
-    **options: Any,
-) -> Features:
-    """Features of all images of a source; every process takes its part and gets the whole.
-
-    Args:
-        encoder: on `device`.
-        source: the images.
-        transform: (image, rng) -> [view].
-        device: where to compute.
-        batch_size: per process.
-        num_workers: processes that load images, per process.
-        options: of `extract_features`.
-    """
-    loader = share_loader(source, transform, device, batch_size, num_workers)
-    return extract_features(encoder, loader, device, desc=source.name, **options)
-
-
 def share_loader(
     source: ImageSource, transform: Callable, device: torch.device, batch_size: int, num_workers: int
 ) -> DataLoader:
-    """Batches of this process' share of a source, in order; arguments as of `extract_split`."""
+    """Batches of this process' share of a source, in order; arguments as for `extract_split`."""
     sampler = ShardSampler(len(source), batch_size, rank=rank(), world_size=world_size())
     is_cuda = device.type == "cuda"
     return create_loader(ImageDataset(source, transform), sampler, num_workers=num_workers, pin_memory=is_cuda)

@@ -1,13 +1,15 @@
 """Options -> the task of an evaluation: the encoder, the images, the folder of the result, and the result's protocol.
 
-k-NN, linear probes, slot-study, slot-score and attention start here. A number without its protocol cannot be compared.
-So every result file says which weights (by hash), which network in them, which images, how resized, which versions. The
-same command writes the same file: nothing in it changes from one run to the next.
+k-NN, linear probes, slot-study, slot-score, attention and embed start here. A number without its protocol cannot be
+compared. So every result file says which weights (by hash), which network in them, which images, how resized, which
+versions. The same command writes the same file: nothing in it changes from one run to the next.
 """
 
 import argparse
+import logging
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,15 +21,106 @@ from dino_sparo.data.dataset import align_classes, require_labels, require_same_
 from dino_sparo.data.sources import ImageLimits, ImageSource, TableColumns, open_source
 from dino_sparo.data.views import EvalTransform
 from dino_sparo.evaluation.features import Features, extract_split
-from dino_sparo.evaluation.load import Subject, compared_encoder, encoder_of_options, view_record
-from dino_sparo.evaluation.slots.choice import with_slots
-from dino_sparo.models.encoder import Encoder
+from dino_sparo.evaluation.slots.choice import keep_encoder_slots
+from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_config
 from dino_sparo.runtime.agree import rank_0_first, require_same_options
+from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.launch import Distributed, init_distributed, is_main, is_only_a_peer, select_device
 from dino_sparo.runtime.logs import setup_logging
 from dino_sparo.runtime.precision import PRECISIONS, set_tf32
-from dino_sparo.runtime.records import versions, write_json
+from dino_sparo.runtime.records import file_sha256, versions, write_json
+from dino_sparo.weights.checkpoint import activation_of, encoder_of, load_checkpoint, network_name, normalization_of
+
+logger = logging.getLogger(__name__)
+
+OTHER_SEED = 1_000_003  # far from the seeds of runs: an untrained encoder of a run's seed equals the run's start
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An encoder to evaluate, and its entry in a result file.
+
+    Attributes:
+        encoder: in eval mode, on the CPU.
+        mean: of its images' pixels in 0..1, per channel.
+        std: of these pixels.
+        record: plain values: weights, hash, key, epoch, architecture.
+    """
+
+    encoder: Encoder
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    record: dict[str, Any]
+
+
+def trained_encoder(
+    pretrained_weights: str,
+    checkpoint_key: str = "teacher",
+    arch: str | None = None,
+    patch_size: int | None = None,
+    quick_gelu: bool = False,
+) -> Subject:
+    """The encoder of one of our checkpoints, or of the reference's; the last three options describe foreign weights."""
+    if not pretrained_weights:
+        raise ValueError(
+            "--pretrained_weights is empty: there is nothing to evaluate; give the path of a checkpoint, or ask for a "
+            "random encoder with --untrained"
+        )
+    checkpoint = load_checkpoint(pretrained_weights)
+    encoder = encoder_of(checkpoint, str(pretrained_weights), checkpoint_key, arch, patch_size, quick_gelu)
+    record = {
+        "pretrained_weights": str(pretrained_weights),
+        "sha256": file_sha256(Path(pretrained_weights)),
+        "checkpoint_key": network_name(checkpoint, checkpoint_key),
+        "epoch": checkpoint.get("epoch"),
+        "untrained": False,
+        **asdict(encoder.config),
+    }
+    return Subject(encoder, *normalization_of(checkpoint), record)
+
+
+def untrained_encoder(
+    config: EncoderConfig, seed: int, mean: tuple[float, ...] = IMAGENET_MEAN, std: tuple[float, ...] = IMAGENET_STD
+) -> Subject:
+    """A randomly initialised encoder: the baseline before any training."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        encoder = encoder_from_config(config).eval()
+    unknown = dict.fromkeys(("pretrained_weights", "sha256", "checkpoint_key", "epoch"))
+    return Subject(encoder, mean, std, {**unknown, "untrained": True, "seed": seed, **asdict(config)})
+
+
+def compared_encoder(path: str, args: argparse.Namespace) -> Subject:
+    """The encoder of a second checkpoint; options of foreign weights apply if it does not describe itself."""
+    is_foreign = path and activation_of(load_checkpoint(path)) is None
+    overrides = (args.arch, args.patch_size, args.quick_gelu) if is_foreign else ()
+    return trained_encoder(path, args.checkpoint_key, *overrides)
+
+
+def encoder_of_options(args: argparse.Namespace) -> Subject:
+    """The encoder that the options of a command name; options that a command lacks take `EncoderConfig`'s defaults.
+
+    With --untrained a checkpoint only says how to build the encoder; without a checkpoint the options do.
+    """
+    given = vars(args)
+    if args.pretrained_weights and (readout := given.get("readout")):
+        raise ValueError(
+            f"--readout {readout} beside --pretrained_weights: a checkpoint has a read-out of its own; leave out one"
+        )
+    seed = given.get("seed", 0)
+    if args.untrained:
+        logger.warning("the encoder is untrained: random weights from seed %d", seed)
+    if args.pretrained_weights or not args.untrained:
+        trained = trained_encoder(
+            args.pretrained_weights, args.checkpoint_key, args.arch, args.patch_size, args.quick_gelu
+        )
+        if not args.untrained:
+            return trained
+        return untrained_encoder(trained.encoder.config, seed, trained.mean, trained.std)
+    architecture = {name: given.get(name) for name in ("arch", "patch_size", "readout", "img_size")}
+    config = EncoderConfig(**{name: value for name, value in architecture.items() if value is not None})
+    return untrained_encoder(config, seed)
 
 
 class EvaluationTask:
@@ -40,6 +133,8 @@ class EvaluationTask:
 
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
         self.args, self.device = args, device
+        # --use_cuda false keeps features in the host's memory.
+        self.storage = device if getattr(args, "use_cuda", True) else torch.device("cpu")
 
     @classmethod
     def start(cls, args: argparse.Namespace) -> "EvaluationTask":
@@ -57,16 +152,16 @@ class EvaluationTask:
     @cached_property
     def subject(self) -> Subject:
         """The encoder that the options name, with the slots of --slots alone, and its record."""
-        return with_slots(encoder_of_options(self.args), getattr(self.args, "slots", None))
+        subject = encoder_of_options(self.args)
+        if not (slots := getattr(self.args, "slots", None)):
+            return subject
+        encoder, kept = keep_encoder_slots(subject.encoder, slots, subject.record["sha256"])
+        return replace(subject, encoder=encoder, record={**subject.record, "slots": kept})
 
     @cached_property
     def encoder(self) -> Encoder:
         """The encoder, on the device."""
         return self.subject.encoder.to(self.device)
-
-    def other_subject(self, path: str) -> Subject:
-        """The encoder of another checkpoint, for a comparison."""
-        return compared_encoder(path, self.args)
 
     @cached_property
     def splits(self) -> tuple[ImageSource, ImageSource]:
@@ -105,11 +200,6 @@ class EvaluationTask:
         return EvalTransform(img_size, self.subject.mean, self.subject.std, exact=not self.args.fast_views)
 
     @property
-    def storage(self) -> torch.device:
-        """Where features are kept: on the device, or with --use_cuda false in the host's memory."""
-        return self.device if self.args.use_cuda else torch.device("cpu")
-
-    @property
     def dtype(self) -> torch.dtype:
         """Precision in which the encoder runs."""
         return PRECISIONS[self.args.precision]
@@ -119,10 +209,7 @@ class EvaluationTask:
     ) -> Features:
         """Features of un-augmented images: this process' share, or those of all processes with `gather`.
 
-        Args:
-            source: the images.
-            encode: images (B, C, H, W) -> features (B, F), a method of the encoder; None: the encoder itself.
-            gather: give every process the features of all images.
+        `encode` is a method of the encoder, images (B, C, H, W) -> features (B, F); None: the encoder itself.
         """
         return extract_split(
             self.encoder,
@@ -180,6 +267,18 @@ def start_evaluation(args: argparse.Namespace, several_results: bool = False) ->
     set_tf32(allowed=args.precision == "tf32")
     setup_logging()
     return process
+
+
+def view_record(transform: EvalTransform) -> dict[str, Any]:
+    """Resizing, cropping and normalisation of a view, sizes in pixels, for a result file."""
+    return {
+        "resize": transform.resize_size,
+        "crop": transform.img_size,
+        "exact": transform.exact,
+        "interpolation": "bicubic",
+        "mean": list(transform.mean),
+        "std": list(transform.std),
+    }
 
 
 def write_result(result: dict[str, Any], table: str, path: Path) -> None:

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dino_sparo.data.views import ClipView
-from dino_sparo.evaluation.load import view_record
+from dino_sparo.evaluation.task import view_record
 from dino_sparo.image_text.loaded import LoadedModel, refuse_foreign_options
 from dino_sparo.image_text.scoring.image_rows import require_both
 from dino_sparo.oc_clip.config import OCCLIPConfig

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,16 +16,12 @@ from two_ranks import TwoRanks
 import eval_knn
 import eval_linear
 from dino_sparo.__main__ import run
-from dino_sparo.data.dataset import ImageDataset
-from dino_sparo.data.loader import create_loader
-from dino_sparo.data.samplers import ShardSampler
 from dino_sparo.data.sources import CorruptImageError
 from dino_sparo.data.views import EvalTransform
 from dino_sparo.evaluation.feature_cache import load_features, save_features
 from dino_sparo.evaluation.features import (
     Features,
     disjoint_subsets,
-    extract_features,
     extract_split,
     inference,
 )
@@ -89,11 +86,11 @@ def encoder() -> nn.Module:
     return create_encoder("vit_micro", 8, num_slots=5, slot_dim=3, key_dim=2, img_size=16, drop_path_rate=0.5)
 
 
-def shard(encoder: nn.Module, source: Noise, rank: int, world_size: int, batch_size: int) -> Features:
-    loader = create_loader(
-        ImageDataset(source, TRANSFORM), ShardSampler(len(source), batch_size, rank, world_size), num_workers=0
-    )
-    return extract_features(encoder, loader, CPU, gather=False)
+def shard(encoder: nn.Module, source: Noise, number: int, ranks: int, batch_size: int) -> Features:
+    """The share of one of several processes."""
+    module = "dino_sparo.evaluation.features"
+    with mock.patch(f"{module}.rank", return_value=number), mock.patch(f"{module}.world_size", return_value=ranks):
+        return extract_split(encoder, source, TRANSFORM, CPU, batch_size=batch_size, gather=False)
 
 
 def test_features_equal_the_encoding_of_each_image_alone(encoder):
@@ -134,26 +131,6 @@ def test_unreadable_images_are_left_out_counted_and_named(encoder, caplog):
     assert torch.equal(found.features, whole.features[kept])
     assert "left out 3 images" in caplog.text
     assert "noise[10] (torn)" in caplog.text
-
-
-def test_an_image_that_comes_twice_is_refused(encoder):
-    class PaddedSampler(ShardSampler):
-        """As torch's DistributedSampler: the last batch is filled up from the start."""
-
-        def __iter__(self):
-            yield from ([0, 1, 2], [3, 4, 0])
-
-    loader = create_loader(ImageDataset(Noise(5), TRANSFORM), PaddedSampler(5, 3), num_workers=0)
-    with pytest.raises(ValueError, match="image 0 was encoded twice"):
-        extract_features(encoder, loader, CPU)
-
-
-def test_an_image_that_two_processes_encode_is_refused_on_both(encoder, monkeypatch):
-    other = ([0, 4], [])  # first and last image of rank 0, none of them twice
-    monkeypatch.setattr("dino_sparo.evaluation.features.all_gather_object", lambda own: [other, own])
-    loader = create_loader(ImageDataset(Noise(8), TRANSFORM), ShardSampler(8, 4, rank=1, world_size=2), num_workers=0)
-    with pytest.raises(ValueError, match="image 4 was encoded twice"):
-        extract_features(encoder, loader, CPU, gather=False)
 
 
 def test_lower_precision_stays_close(encoder):
@@ -317,14 +294,6 @@ def split_of_noise() -> Features:
     return extract_split(encoder.eval(), Noise(13, corrupt=(4, 9)), TRANSFORM, CPU, batch_size=3)
 
 
-def repeated_images() -> Features:
-    """Both ranks encode all images."""
-    encoder = create_encoder("vit_micro", patch_size=8, img_size=16, num_slots=3, slot_dim=5, key_dim=7).eval()
-    dataset = ImageDataset(Noise(4), TRANSFORM)
-    loader = create_loader(dataset, ShardSampler(4, 2, rank=0, world_size=1), num_workers=0)
-    return extract_features(encoder, loader, CPU)
-
-
 def test_two_ranks_extract_the_features_of_one_in_order(two_ranks: TwoRanks) -> None:
     one = split_of_noise()
     assert one.indices.tolist() == [index for index in range(13) if index not in (4, 9)]
@@ -333,12 +302,6 @@ def test_two_ranks_extract_the_features_of_one_in_order(two_ranks: TwoRanks) -> 
         assert each.labels.tolist() == one.labels.tolist() == [index % 2 for index in one.indices.tolist()]
         assert each.num_corrupt == one.num_corrupt == 2
         assert torch.equal(each.features, one.features)
-
-
-def test_an_image_that_two_real_ranks_encode_is_refused_on_both(two_ranks: TwoRanks) -> None:
-    for message in two_ranks.errors(repeated_images):
-        assert message.startswith("ValueError: ")
-        assert "image 0 was encoded twice or out of order" in message
 
 
 @pytest.mark.slow

@@ -22,12 +22,12 @@ from dino_sparo.evaluation import features
 from dino_sparo.evaluation.features import Features
 from dino_sparo.evaluation.knn import classify as knn
 from dino_sparo.evaluation.knn import command as knn_command
-from dino_sparo.evaluation.knn import neighbours
 from dino_sparo.evaluation.knn.classify import KNNResult, Voters
 from dino_sparo.models.encoder import create_encoder
 from dino_sparo.runtime.launch import init_distributed, shutdown
 from dino_sparo.weights.checkpoint import encoder_description
 
+CPU = torch.device("cpu")
 TRAIN, TEST, WIDTH = 61, 13, 7
 LABELS = (0, 2, 3, 11, 10**9)  # with gaps, as labels may have
 
@@ -50,7 +50,7 @@ def knn_predict(
     train: torch.Tensor, train_labels: torch.Tensor, test: torch.Tensor, k: int, temperature: float = 0.07
 ) -> torch.Tensor:
     """The five best classes of each image, best first; -1 where fewer classes have a vote."""
-    voters = Voters(train, train_labels, [k], temperature, len(train))
+    voters = Voters(train, train_labels, [k], temperature, len(train), CPU)
     return torch.cat([voters.rank_classes(chunk)[k] for chunk in test.split(knn.TEST_CHUNK)])
 
 
@@ -104,17 +104,17 @@ def test_the_size_of_the_blocks_changes_nothing(monkeypatch):
     sets = clusters(2)
     whole = knn_classify(*sets, [1, 3, 20], 0.07)
     monkeypatch.setattr(knn, "TEST_CHUNK", 3)
-    monkeypatch.setattr(neighbours, "TRAIN_CHUNK", 5)
+    monkeypatch.setattr(knn, "TRAIN_CHUNK", 5)
     assert knn_classify(*sets, [1, 3, 20], 0.07) == whole
 
 
 @pytest.mark.parametrize("k", [1, 3, TRAIN])
 def test_what_stands_before_a_block_keeps_its_place_among_equals(monkeypatch, k):
     """Similarities that fall, rise or repeat from block to block; a stable oracle for all but the last of equals."""
-    monkeypatch.setattr(neighbours, "TRAIN_CHUNK", 7)
+    monkeypatch.setattr(knn, "TRAIN_CHUNK", 7)
     for cosines in (torch.linspace(1, -1, TRAIN), torch.linspace(-1, 1, TRAIN), torch.full((TRAIN,), -0.5)):
         train = torch.stack([cosines, (1 - cosines**2).sqrt()], dim=1)
-        found, indices = neighbours.nearest(neighbours.TrainSet(train), torch.tensor([[1.0, 0.0]]), k)
+        found, indices = knn.nearest(knn.TrainSet(train), torch.tensor([[1.0, 0.0]]), k)
         torch.testing.assert_close(found[0], cosines.sort(descending=True).values[:k], rtol=0, atol=1e-6)
         torch.testing.assert_close(cosines[indices[0]], found[0], rtol=0, atol=1e-6)
         assert len(set(indices[0].tolist())) == k
@@ -122,7 +122,7 @@ def test_what_stands_before_a_block_keeps_its_place_among_equals(monkeypatch, k)
 
 def test_no_intermediate_is_larger_than_a_block(monkeypatch):
     monkeypatch.setattr(knn, "TEST_CHUNK", 3)
-    monkeypatch.setattr(neighbours, "TRAIN_CHUNK", 5)
+    monkeypatch.setattr(knn, "TRAIN_CHUNK", 5)
     largest = 0
     topk = torch.Tensor.topk
 
@@ -192,7 +192,7 @@ def test_votes_far_below_the_nearests_still_rank_their_classes():
 def test_a_feature_of_zeros_is_similar_to_none():
     train = torch.tensor([[0.0, 0.0], [-1.0, 0.0], [0.6, 0.8]])
     images = torch.tensor([[1.0, 0.0]])
-    similarities, indices = neighbours.nearest(neighbours.TrainSet(train), images, 3)
+    similarities, indices = knn.nearest(knn.TrainSet(train), images, 3)
     torch.testing.assert_close(similarities, torch.tensor([[0.6, 0.0, -1.0]]))
     assert indices.tolist() == [[2, 0, 1]]
 
@@ -206,7 +206,7 @@ def test_the_scale_of_the_features_changes_nothing():
 def test_neighbours_of_features_with_a_graph_have_none():
     train, _, test, _ = clusters()
     images = torch.nn.functional.normalize(test, dim=1).requires_grad_()
-    similarities, _ = neighbours.nearest(neighbours.TrainSet(train.requires_grad_()), images, 3)
+    similarities, _ = knn.nearest(knn.TrainSet(train.requires_grad_()), images, 3)
     assert not similarities.requires_grad
 
 
@@ -226,7 +226,7 @@ def test_all_images_that_could_not_be_read_are_counted(monkeypatch):
     }
     sources = (Scenes(5, split=split) for split in splits)
     monkeypatch.setattr(knn, "extract_split", lambda encoder, source, *_, **options: splits[source.split])
-    found = inspect.unwrap(knn.evaluate_knn)(None, *sources, None, torch.device("cpu"), k=(3, 7))
+    found = inspect.unwrap(knn.evaluate_knn)(None, *sources, None, CPU, k=(3, 7))
     assert (found.num_train, found.num_val, found.num_corrupt) == (TRAIN, TEST, 7)
     assert found.results == knn_classify(train, train_labels, test, test_labels, [3, 7], 0.07)
     with pytest.raises(AttributeError):
@@ -246,8 +246,6 @@ def test_no_temperature_overflows():
         ({"train_features": torch.empty(0, WIDTH), "train_labels": torch.empty(0).long()}, "train_features are empty"),
         ({"test_features": torch.empty(0, WIDTH), "test_labels": torch.empty(0).long()}, "test_features are empty"),
         ({"test_features": torch.ones(TEST, WIDTH + 1)}, "7 numbers per image and test_features 8"),
-        ({"train_labels": torch.zeros(TRAIN - 1).long()}, "61 train_features but 60 train_labels"),
-        ({"test_labels": torch.zeros(TEST + 1).long()}, "13 test_features but 14 test_labels"),
         ({"train_labels": torch.full((TRAIN,), -3)}, "train_labels hold -3; labels are non-negative"),
         ({"train_features": torch.full((TRAIN, WIDTH), math.inf)}, "train_features of image 0 are not finite"),
         ({"k": [3, -1]}, r"k=\[3, -1\]; give one or more numbers"),
@@ -293,7 +291,7 @@ def uneven_share(features: torch.Tensor, labels: torch.Tensor, rank: int, ranks:
 def classify_share(rank: int, ranks: int) -> dict[int, KNNResult]:
     train, train_labels, test, test_labels = tied_sets()
     shares = uneven_share(train, train_labels, rank, ranks), uneven_share(test, test_labels, rank, ranks)
-    return knn.classify_shards(*shares, [1, 3, 20, 140], 0.07, torch.device("cpu"))
+    return knn.classify_shards(*shares, [1, 3, 20, 140], 0.07, CPU)
 
 
 class ThreadRanks:
@@ -303,9 +301,8 @@ class ThreadRanks:
         self.ranks, self.barrier = ranks, threading.Barrier(ranks, timeout=30)
         self.own = threading.local()
         self.tensors: list[torch.Tensor] = [torch.empty(0)] * ranks
-        for module in (knn, neighbours):
-            monkeypatch.setattr(module, "world_size", lambda: ranks)
-            monkeypatch.setattr(module, "all_gather_ragged", lambda tensor: torch.cat(self.exchange(tensor)))
+        monkeypatch.setattr(knn, "world_size", lambda: ranks)
+        monkeypatch.setattr(knn, "all_gather_ragged", lambda tensor: torch.cat(self.exchange(tensor)))
         monkeypatch.setattr(features, "all_reduce_sum", lambda tensor: torch.stack(self.exchange(tensor)).sum(dim=0))
 
     def exchange(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -328,7 +325,7 @@ class ThreadRanks:
 def test_uneven_shards_with_many_ties_find_what_one_process_finds(ranks, monkeypatch):
     expected = knn_classify(*tied_sets(), [1, 3, 20, 140], 0.07)
     assert len({result.top1 for result in expected.values()}) > 1
-    monkeypatch.setattr(neighbours, "TRAIN_CHUNK", 50)
+    monkeypatch.setattr(knn, "TRAIN_CHUNK", 50)
     assert ThreadRanks(ranks, monkeypatch).run(classify_share) == [expected] * ranks
 
 
@@ -336,13 +333,13 @@ def test_uneven_shards_with_many_ties_find_what_one_process_finds(ranks, monkeyp
 def test_merged_neighbours_are_the_same_images_with_the_same_bits(ranks, monkeypatch):
     train, _, test, _ = tied_sets()
     images = torch.nn.functional.normalize(test, dim=1)
-    similarities, indices = neighbours.nearest(neighbours.TrainSet(train), images, 37)
+    similarities, indices = knn.nearest(knn.TrainSet(train), images, 37)
 
     def search(rank: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         share = uneven_share(train, torch.arange(len(train)), rank, count)
         own = share.features if len(share.labels) else torch.empty(0, train.shape[1])
-        found, rows = neighbours.nearest(neighbours.TrainSet(own), images, min(37, len(own)))
-        return neighbours.merge_ranks(found, share.labels[rows], 37, torch.device("cpu"))
+        found, rows = knn.nearest(knn.TrainSet(own), images, min(37, len(own)))
+        return knn.merge_ranks(found, share.labels[rows], 37, CPU)
 
     for merged, labels in ThreadRanks(ranks, monkeypatch).run(search):
         assert torch.equal(merged, similarities)
@@ -351,9 +348,9 @@ def test_merged_neighbours_are_the_same_images_with_the_same_bits(ranks, monkeyp
 
 def test_of_equally_similar_images_the_first_are_the_nearest(monkeypatch):
     """torch's topk takes any of them."""
-    monkeypatch.setattr(neighbours, "TRAIN_CHUNK", 64)
+    monkeypatch.setattr(knn, "TRAIN_CHUNK", 64)
     train = torch.eye(2, WIDTH)[torch.arange(400) % 3 % 2]  # rows 1, 4, 7, ... are the second unit vector
-    _, indices = neighbours.nearest(neighbours.TrainSet(train), torch.eye(2, WIDTH), 9)
+    _, indices = knn.nearest(knn.TrainSet(train), torch.eye(2, WIDTH), 9)
     assert indices.tolist() == [[0, 2, 3, 5, 6, 8, 9, 11, 12], [1, 4, 7, 10, 13, 16, 19, 22, 25]]
 
 
@@ -363,7 +360,7 @@ def test_the_largest_of_many_equal_values_are_those_of_a_stable_sort(kinds, k):
     values = torch.randint(kinds, (11, 53), generator=torch.Generator().manual_seed(k)).float()
     values[::2, :20] = -math.inf
     expected = values.sort(dim=1, descending=True, stable=True)
-    largest, positions = neighbours.first_largest(values, k)
+    largest, positions = knn.first_largest(values, k)
     assert torch.equal(largest, expected.values[:, :k])
     assert torch.equal(positions, expected.indices[:, :k])
 
@@ -371,8 +368,8 @@ def test_the_largest_of_many_equal_values_are_those_of_a_stable_sort(kinds, k):
 def test_a_similarity_has_the_same_bits_in_a_small_block():
     train = torch.randn(131, 1000, generator=torch.Generator().manual_seed(0))
     images = torch.nn.functional.normalize(train[:29], dim=1)
-    whole, order = neighbours.nearest(neighbours.TrainSet(train), images, 131)
-    part, own_order = neighbours.nearest(neighbours.TrainSet(train[17:30]), images[3:8], 13)
+    whole, order = knn.nearest(knn.TrainSet(train), images, 131)
+    part, own_order = knn.nearest(knn.TrainSet(train[17:30]), images[3:8], 13)
     by_place = torch.empty_like(whole).scatter_(1, order, whole)
     assert torch.equal(by_place[3:8, 17:30], torch.empty_like(part).scatter_(1, own_order, part))
 
@@ -384,7 +381,7 @@ def _peer(rank: int, ranks: int, folder: str, results: "multiprocessing.Queue") 
     init_distributed("cpu", dist_url=f"file://{folder}/rendezvous")
     broken = uneven_share(torch.full((9, 2), torch.nan), torch.zeros(9).long(), rank, ranks)
     try:
-        knn.classify_shards(broken, broken, [1], 0.07, torch.device("cpu"))
+        knn.classify_shards(broken, broken, [1], 0.07, CPU)
         error = ""
     except ValueError as raised:
         error = str(raised)

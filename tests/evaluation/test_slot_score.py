@@ -23,7 +23,6 @@ from dino_sparo.data.scenes import Scenes, draw_scene, object_masks
 from dino_sparo.data.sources import CorruptImageError
 from dino_sparo.data.views import PatchView, View
 from dino_sparo.draw.plots import panels
-from dino_sparo.evaluation.load import Subject
 from dino_sparo.evaluation.objects import command, survey
 from dino_sparo.evaluation.objects.layouts import (
     VOC_CLASSES,
@@ -33,6 +32,7 @@ from dino_sparo.evaluation.objects.layouts import (
 from dino_sparo.evaluation.objects.masks import ObjectMasks, ObjectSource, view_objects
 from dino_sparo.evaluation.objects.report import draw_redundancy, percent, redundancy_words
 from dino_sparo.evaluation.objects.survey import ROWS
+from dino_sparo.evaluation.task import Subject
 from dino_sparo.models.backbone import ARCHITECTURES, ViTSize
 from dino_sparo.models.encoder import Encoder, create_encoder
 from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD

@@ -17,7 +17,6 @@ from dino_sparo.evaluation.feature_cache import load_features
 from dino_sparo.evaluation.features import Features
 from dino_sparo.evaluation.linear.probe import LinearProbe, cached_batches
 from dino_sparo.evaluation.linear.run import ProbeRun
-from dino_sparo.evaluation.load import encoder_of_options
 from dino_sparo.evaluation.options import slot_study_parser
 from dino_sparo.evaluation.slots import command as slot_study_command
 from dino_sparo.evaluation.slots.choice import KeptSlots, SlotSelection, parse_slots
@@ -34,7 +33,7 @@ from dino_sparo.evaluation.slots.study import (
     slot_columns,
     spread,
 )
-from dino_sparo.evaluation.task import EvaluationTask
+from dino_sparo.evaluation.task import EvaluationTask, encoder_of_options
 from dino_sparo.runtime.launch import shutdown
 from dino_sparo.runtime.records import file_sha256
 from dino_sparo.weights.checkpoint import encoder_description
@@ -105,7 +104,7 @@ def test_slots_are_named_by_numbers_or_by_a_file_of_select(tmp_path: Path) -> No
     [
         ("1,1", None, "slot 1 twice"),
         ("1,x", None, "slots='1,x' does not exist; give a file of dino-sparo slot-study or dino-sparo select, or num"),
-        ("slots.json", '{"mask": [0.5]}', "no selection of slots; masks weigh the encodings of a CLIP; expected"),
+        ("slots.json", '{"mask": [0.5]}', "no choice of slots; expected .*; masks are for CLIP"),
         ("slots.json", '{"slots": [0, 9], "num_slots": 4}', r"slots\.json: slots name slot 9"),
     ],
 )

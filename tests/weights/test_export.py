@@ -25,7 +25,7 @@ from timm.models.vision_transformer import VisionTransformer
 import hubconf
 from dino_sparo import CheckpointError, Encoder, EvalTransform, create_encoder, load_checkpoint, load_encoder
 from dino_sparo.__main__ import run as run_command
-from dino_sparo.evaluation.load import trained_encoder
+from dino_sparo.evaluation.task import trained_encoder
 from dino_sparo.runtime.faults import MissingPackageError
 from dino_sparo.weights.checkpoint import encoder_description, normalization_of
 from dino_sparo.weights.export import WRITERS, export, resized

@@ -30,9 +30,7 @@ from dino_sparo.evaluation.slots.choice import (
     check_same_checkpoint,
     keep_slots,
     origin_of,
-    parse_numbers,
-    read_choice,
-    selection_in,
+    parse_slots,
 )
 from dino_sparo.models.readout import ReadoutOutput
 
@@ -78,7 +76,7 @@ class SlotMask:
         return torch.tensor(self.values).repeat_interleave(encoding_dim // len(self.values))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as `read_slots` takes them."""
+        """Plain values, as `parse_slots` takes them."""
         return {
             "mask": list(self.values),
             "encoding_dim": self.encoding_dim,
@@ -234,20 +232,16 @@ def whole_model(model: object) -> CLIP:
     return model
 
 
-def read_slots(path: str | Path) -> SlotSelection | SlotMask:
+def read_slots(text: str | Path) -> SlotSelection | SlotMask:
     """A choice by number, or in a JSON file: `select.py`'s, `mask.py`'s, or written by hand."""
-    if (numbers := parse_numbers(str(path))) is not None:
-        return numbers
-    content = read_choice(path, "dino-sparo select or dino-sparo mask, or numbers such as 0,3,7")
-    values = content.get("mask")
-    try:
-        if (selection := selection_in(content)) is not None:
-            return selection
+
+    def mask_in(content: dict[str, Any]) -> SlotMask | None:
+        values = content.get("mask")
         if isinstance(values, list) and all(type(value) in (int, float) for value in values):
             return SlotMask(tuple(map(float, values)), content.get("encoding_dim"), content.get("weights_sha256"))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path}: {error}") from error
-    raise ValueError(f"{path} is no choice of slots; expected {FORMS}")
+        return None
+
+    return parse_slots(str(text), mask_in, "dino-sparo select or dino-sparo mask", FORMS)
 
 
 def open_slots(path: str | Path | None, loaded: LoadedClip) -> tuple[CLIP | ReducedClip, dict[str, Any] | None]:

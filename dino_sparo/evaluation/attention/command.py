@@ -38,8 +38,7 @@ from dino_sparo.evaluation.attention.maps import (
     rank_by_peakedness,
 )
 from dino_sparo.evaluation.features import disjoint_subsets
-from dino_sparo.evaluation.load import Subject
-from dino_sparo.evaluation.task import EvaluationTask
+from dino_sparo.evaluation.task import EvaluationTask, Subject, compared_encoder
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.records import versions, write_json
 
@@ -69,7 +68,7 @@ def visualize(args: argparse.Namespace) -> None:
     maps = map_images(subject, runs[0], images, args.image_size, device)
     written = [*write_numbers(subject, maps, folder), *draw(maps, folder, args)]
     if args.compare:
-        other = map_images(task.other_subject(args.compare), runs[1], images, args.image_size, device)
+        other = map_images(compared_encoder(args.compare, args), runs[1], images, args.image_size, device)
         written.append(folder / f"compare.{args.figure_format}")
         save_sheet(maps_figure([maps, other], range(len(images)), args.max_maps), written[-1])
     if args.atlas:

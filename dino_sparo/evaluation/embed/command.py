@@ -24,8 +24,7 @@ from dino_sparo.data.sources import ImageSource, TableColumns
 from dino_sparo.data.sources.image_source import fingerprint_of
 from dino_sparo.evaluation.embed.store import EmbeddingWriter, read_record
 from dino_sparo.evaluation.features import encoded_batches
-from dino_sparo.evaluation.load import view_record
-from dino_sparo.evaluation.task import EvaluationTask
+from dino_sparo.evaluation.task import EvaluationTask, view_record
 from dino_sparo.models.encoder import Encoder
 from dino_sparo.runtime.agree import barrier, broadcast_object, on_rank_0
 from dino_sparo.runtime.cli import say

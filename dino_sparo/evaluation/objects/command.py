@@ -21,7 +21,6 @@ from dino_sparo.draw.labels import describe_model, run_names
 from dino_sparo.draw.sheet import require_matplotlib
 from dino_sparo.evaluation.attention.images import default_image_size
 from dino_sparo.evaluation.attention.maps import check_share
-from dino_sparo.evaluation.load import OTHER_SEED, Subject, untrained_encoder
 from dino_sparo.evaluation.objects.layouts import open_objects
 from dino_sparo.evaluation.objects.masks import UNKNOWN, ObjectSource
 from dino_sparo.evaluation.objects.report import draw_classes, draw_matching, draw_measures, table
@@ -33,7 +32,14 @@ from dino_sparo.evaluation.objects.slots import (
     without_rare,
 )
 from dino_sparo.evaluation.objects.survey import MODEL, UNTRAINED, Survey, slot_values, survey_objects
-from dino_sparo.evaluation.task import EvaluationTask, write_result
+from dino_sparo.evaluation.task import (
+    OTHER_SEED,
+    EvaluationTask,
+    Subject,
+    compared_encoder,
+    untrained_encoder,
+    write_result,
+)
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import require
 from dino_sparo.runtime.records import versions
@@ -57,7 +63,7 @@ def score_slots(args: argparse.Namespace) -> dict[str, Any] | None:
     require_matplotlib()
     check_options(args)
     subject = task.subject
-    other = task.other_subject(args.match) if args.match else None
+    other = compared_encoder(args.match, args) if args.match else None
     check_has_maps(subject, other)
     source = open_objects(args.data_path, args.masks)
     if isinstance(source.images, FileSource):

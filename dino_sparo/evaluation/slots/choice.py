@@ -7,22 +7,23 @@
 file, which every evaluation takes as --slots.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from dino_sparo.evaluation.load import Subject
 from dino_sparo.models.encoder import Encoder, EncoderConfig
 from dino_sparo.models.readout import ReadoutOutput
 from dino_sparo.runtime.files import parse_json
 from dino_sparo.runtime.records import file_sha256
 
 MAKERS = "dino-sparo slot-study or dino-sparo select"
-FORM = '{"slots": [0, 3], "num_slots": 64, "weights_sha256": "..."}, all but the first optional'
+FORM = '{"slots": [0, 3], "num_slots": 64, "weights_sha256": "..."}, all but the first optional; masks are for CLIP'
+Choice = TypeVar("Choice")
 
 
 @dataclass(frozen=True)
@@ -46,16 +47,7 @@ class SlotSelection:
             twice = next(index for index in self.indices if self.indices.count(index) > 1)
             raise ValueError(f"slots name slot {twice} twice; give different slots")
         if self.num_slots is not None:
-            self.check_slots(self.num_slots)
-
-    def check_slots(self, num_slots: int) -> None:
-        """Refuse slots that a model of `num_slots` does not have."""
-        unknown = [index for index in self.indices if not 0 <= index < num_slots]
-        if unknown:
-            raise ValueError(
-                f"slots name slot {unknown[0]}, which does not exist: the model has num_slots={num_slots}, numbered 0 "
-                f"to {num_slots - 1}"
-            )
+            self.check_fits(self.num_slots)
 
     def check_fits(self, num_slots: int) -> None:
         """Refuse slots that were chosen among another number of them, or do not exist."""
@@ -63,42 +55,60 @@ class SlotSelection:
             raise ValueError(
                 f"slots were selected among num_slots={self.num_slots}, the model has {num_slots}; select among its own"
             )
-        self.check_slots(num_slots)
+        unknown = [index for index in self.indices if not 0 <= index < num_slots]
+        if unknown:
+            raise ValueError(
+                f"slots name slot {unknown[0]}, which does not exist: the model has num_slots={num_slots}, numbered 0 "
+                f"to {num_slots - 1}"
+            )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as `selection_in` takes them."""
+        """Plain values, as `parse_slots` takes them."""
         return {"slots": list(self.indices), "num_slots": self.num_slots, "weights_sha256": self.weights_sha256}
 
 
-def selection_in(content: dict[str, Any]) -> SlotSelection | None:
-    """The selection that a file holds; None: it holds none."""
-    chosen = content.get("slots")
-    if not isinstance(chosen, list) or not all(type(index) is int for index in chosen):
-        return None
-    return SlotSelection(tuple(chosen), content.get("num_slots"), content.get("weights_sha256"))
+def numbers_in(text: str) -> list[str]:
+    """The numbers of `0,3,7`; empty: this is a path."""
+    numbers = text.replace(" ", "").split(",")
+    return numbers if all(number.isdecimal() for number in numbers) else []
 
 
-def read_choice(path: str | Path, makers: str = MAKERS) -> dict[str, Any]:
-    """The content of a file that holds a choice of slots; empty if it is no JSON object.
+def parse_slots(
+    text: str,
+    other: Callable[[dict[str, Any]], Choice | None] = lambda content: None,
+    makers: str = MAKERS,
+    form: str = FORM,
+) -> SlotSelection | Choice:
+    """The selection that `--slots` gives: numbers with commas between them, or a file.
 
-    `makers` are the commands that write such files, for the message.
+    Args:
+        text: the option.
+        other: content of a file -> another kind of choice; None: it holds none.
+        makers: commands that write such files.
+        form: of such files.
     """
-    if not Path(path).is_file():
-        raise ValueError(f"slots={str(path)!r} does not exist; give a file of {makers}")
+    if numbers := numbers_in(text):
+        return SlotSelection(tuple(map(int, numbers)))
+    if not Path(text).is_file():
+        raise ValueError(f"slots={text!r} does not exist; give a file of {makers}, or numbers such as 0,3,7")
     try:
-        content = parse_json(Path(path).read_bytes())
+        content = parse_json(Path(text).read_bytes())
     except ValueError as error:
-        raise ValueError(f"slots={str(path)!r} is no JSON ({error})") from error
-    return content if isinstance(content, dict) else {}
+        raise ValueError(f"slots={text!r} is no JSON ({error})") from error
+    content = content if isinstance(content, dict) else {}
+    chosen = content.get("slots")
+    try:
+        if isinstance(chosen, list) and all(type(index) is int for index in chosen):
+            return SlotSelection(tuple(chosen), content.get("num_slots"), content.get("weights_sha256"))
+        if (choice := other(content)) is not None:
+            return choice
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{text}: {error}") from error
+    raise ValueError(f"{text} is no choice of slots; expected {form}")
 
 
 def check_same_checkpoint(chosen_in: str | None, weights_sha256: str | None) -> None:
-    """Refuse slots that were chosen in a checkpoint with another SHA-256; None is not compared.
-
-    Args:
-        chosen_in: SHA-256 of the checkpoint in which they were chosen.
-        weights_sha256: of the one that is subject.
-    """
+    """Refuse slots that were chosen in a checkpoint with another SHA-256; None is not compared."""
     if None not in (weights_sha256, chosen_in) and weights_sha256 != chosen_in:
         raise ValueError(
             f"the slots were chosen in a checkpoint with SHA-256 {chosen_in}, this one has {weights_sha256}; slots of "
@@ -107,32 +117,9 @@ def check_same_checkpoint(chosen_in: str | None, weights_sha256: str | None) -> 
         )
 
 
-def parse_numbers(text: str) -> SlotSelection | None:
-    """The slots of `0,3,7`; None: these are no numbers with commas between them."""
-    numbers = text.replace(" ", "").split(",")
-    return SlotSelection(tuple(map(int, numbers))) if all(number.isdecimal() for number in numbers) else None
-
-
-def parse_slots(text: str) -> SlotSelection:
-    """The selection that `--slots` gives: numbers with commas between them, or a file."""
-    if (numbers := parse_numbers(text)) is not None:
-        return numbers
-    content = read_choice(text, f"{MAKERS}, or numbers such as 0,3,7")
-    try:
-        selection = selection_in(content)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{text}: {error}") from error
-    if selection is None:
-        hint = "masks weigh the encodings of a CLIP; " if "mask" in content else ""
-        raise ValueError(f"{text} is no selection of slots; {hint}expected {FORM}")
-    return selection
-
-
 def origin_of(slots: str) -> dict[str, str]:
     """Path and hash of the file that `--slots` names, for a result; empty for numbers."""
-    if parse_numbers(slots) is not None:
-        return {}
-    return {"path": slots, "sha256": file_sha256(Path(slots))}
+    return {} if numbers_in(slots) else {"path": slots, "sha256": file_sha256(Path(slots))}
 
 
 def check_has_slots(config: EncoderConfig) -> None:
@@ -170,26 +157,12 @@ class KeptSlots(nn.Module):
         return keep_slots(self.readout(tokens), self.kept)
 
 
-def with_slots(subject: Subject, slots: str | None) -> Subject:
-    """The encoder reduced to the slots that `--slots` names, so that every evaluation sees these alone.
-
-    Args:
-        subject: an encoder with all its slots.
-        slots: of `parse_slots`; None or empty: all of them.
-
-    Returns:
-        An encoder that shares the weights; its record says which slots were kept.
-    """
-    if not slots:
-        return subject
-    encoder, selection = subject.encoder, parse_slots(slots)
+def keep_encoder_slots(encoder: Encoder, slots: str, weights_sha256: str | None) -> tuple[Encoder, dict[str, Any]]:
+    """The encoder reduced to the slots that `--slots` names, with shared weights; and the entry of a result file."""
+    selection = parse_slots(slots)
     check_has_slots(encoder.config)
     selection.check_fits(encoder.config.num_slots)
-    check_same_checkpoint(selection.weights_sha256, subject.record["sha256"])
-    origin = origin_of(slots)
+    check_same_checkpoint(selection.weights_sha256, weights_sha256)
     readout = KeptSlots(encoder.readout, selection.indices, encoder.config.slot_dim)
-    return replace(
-        subject,
-        encoder=Encoder(encoder.backbone, readout, encoder.config).eval(),
-        record={**subject.record, "slots": {**origin, "kind": "selection", "slots": list(selection.indices)}},
-    )
+    record = {**origin_of(slots), "kind": "selection", "slots": list(selection.indices)}
+    return Encoder(encoder.backbone, readout, encoder.config).eval(), record

@@ -17,7 +17,6 @@ import torch
 from dino_sparo.draw.plots import panels
 from dino_sparo.draw.sheet import require_matplotlib
 from dino_sparo.evaluation.features import require_memory
-from dino_sparo.evaluation.load import Subject
 from dino_sparo.evaluation.slots.choice import check_has_slots
 from dino_sparo.evaluation.slots.curve import (
     best_slots,
@@ -37,7 +36,7 @@ from dino_sparo.evaluation.slots.study import (
     random_orders,
     rank_slots,
 )
-from dino_sparo.evaluation.task import EvaluationTask, write_result
+from dino_sparo.evaluation.task import EvaluationTask, Subject, write_result
 from dino_sparo.runtime.agree import all_or_none
 from dino_sparo.runtime.collectives import all_reduce_sum
 from dino_sparo.runtime.launch import is_main, world_size
