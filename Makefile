@@ -7,7 +7,7 @@ SOURCES := dino_sparo benchmarks studies tests main_dino.py run_with_submitit.py
 # The environment may forbid bytecode files; without them every start compiles torch anew.
 export PYTHONDONTWRITEBYTECODE=
 
-.PHONY: help install demo demo-compare demo-clip demo-oc-clip demo-short test test-slow test-kills gpu mutants check format clean
+.PHONY: help install demo demo-compare demo-clip demo-oc-clip demo-short test test-slow test-kills gpu mutants check docs format clean
 .DEFAULT_GOAL := help
 
 help:  ## list the commands
@@ -68,9 +68,13 @@ check: $(INSTALLED)  ## lint, format, types, spelling
 	$(BIN)/mypy
 	$(BIN)/codespell $(SOURCES) README.md CONTRIBUTING.md CHANGELOG.md
 
+docs: $(INSTALLED)  ## build the documentation site into site/; a broken link fails
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	$(BIN)/mkdocs build --strict --quiet
+
 format: $(INSTALLED)  ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:  ## remove .venv and what the demo wrote
-	rm -rf $(VENV) output
+	rm -rf $(VENV) output site

@@ -1,6 +1,6 @@
 """dino_sparo: DINO and CLIP pretraining of a vision transformer that is read out as SPARO slots.
 
-The rooms, in the order of the data flow; `docs/map.md` has a sentence on each:
+The rooms, in the order of the data flow; `docs/architecture.md` has a sentence on each:
 
     images -> batches of crops     data/
     crops -> tokens -> slots       models/

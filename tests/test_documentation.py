@@ -19,7 +19,7 @@ from studies.__main__ import EXPERIMENTS
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "dino_sparo"
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-MAP = ROOT / "docs" / "map.md"  # its lines begin with files, not with commands
+MAP = ROOT / "docs" / "architecture.md"  # its lines begin with files, not with commands
 CODE = [*sorted(ROOT.glob("*.py")), *sorted(PACKAGE.rglob("*.py")), *sorted((ROOT / "benchmarks").glob("*.py"))]
 SCRIPTS = {
     "main_dino.py": "train",
@@ -37,7 +37,18 @@ COMMAND = re.compile(
 )
 # Options of programs that are not ours: torchrun, Slurm, zip, git, pip, CLIP benchmark.
 FOREIGN_OPTIONS = {
-    *("nproc_per_node", "max-restarts", "kill-on-bad-exit", "nodes", "ntasks-per-node", "gpus-per-node"),
+    *(
+        "nproc_per_node",
+        "nnodes",
+        "rdzv_backend",
+        "rdzv_endpoint",
+        "to",
+        "max-restarts",
+        "kill-on-bad-exit",
+        "nodes",
+        "ntasks-per-node",
+        "gpus-per-node",
+    ),
     *("cpus-per-task", "time", "requeue", "signal", "open-mode", "pty", "jobs", "help", "version", "extend-exclude"),
     *("model", "model_type", "pretrained", "dataset", "dataset_root", "no_amp", "task", "logdir", "sparse"),
 }
@@ -179,8 +190,8 @@ def test_the_legend_is_read_whole() -> None:
     assert set("BDKHWNLSPAVTCMFGERU") == LEGEND
 
 
-def test_every_test_that_the_cluster_page_names_exists() -> None:
+def test_every_test_that_the_page_of_faults_names_exists() -> None:
     tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
-    names = re.findall(r"`(test_\w+)(?:\.\.\.)?`", (ROOT / "docs" / "slurm.md").read_text(encoding="utf-8"))
+    names = re.findall(r"`(test_\w+)(?:\.\.\.)?`", (ROOT / "docs" / "verification.md").read_text(encoding="utf-8"))
     assert len(names) > 20
     assert [name for name in names if f"def {name}" not in tests] == []

@@ -1,0 +1,47 @@
+"""The page `commands.md` of the site: every command with all its options, made from the parsers while mkdocs builds."""
+
+import argparse
+
+import mkdocs_gen_files
+
+from dino_sparo.__main__ import COMMANDS
+
+HEADER = ("| Option | Default | Meaning |", "|---|---|---|")
+
+
+def cell(text: str) -> str:
+    """Text that is safe in a cell of a table."""
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def row(action: argparse.Action) -> str:
+    """An option with its default and its help."""
+    names = ", ".join(f"`{name}`" for name in action.option_strings) or f"`{action.dest}`"
+    default = "" if action.default in (None, "", False, argparse.SUPPRESS) else f"`{action.default}`"
+    text = (action.help or "") % {"default": action.default}
+    return f"| {names} | {cell(default)} | {cell(text)} |"
+
+
+def options_of(parser: argparse.ArgumentParser) -> list[str]:
+    """A table of options for each group of a parser."""
+    lines = []
+    for group in parser._action_groups:
+        actions = [action for action in group._group_actions if not isinstance(action, argparse._HelpAction)]
+        if actions:
+            lines += [
+                f"**{group.title}**",
+                "",
+                "| Option | Default | Meaning |",
+                "|---|---|---|",
+                *map(row, actions),
+                "",
+            ]
+    return lines
+
+
+with mkdocs_gen_files.open("commands.md", "w") as page:
+    lines = ["# Commands", "", "`dino-sparo COMMAND --help-all` prints the same on the terminal.", ""]
+    for name, command in COMMANDS.items():
+        lines += [f"## dino-sparo {name}", "", command.summary, ""]
+        lines += options_of(command.parser()) if command.parser else []
+    page.write("\n".join(lines))
