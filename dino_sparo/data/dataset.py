@@ -21,8 +21,8 @@ from dino_sparo.data.augment import DeferredViews
 from dino_sparo.data.samplers import image_rng
 from dino_sparo.data.sources import CorruptImageError, ImageSource, index_images, open_source
 from dino_sparo.data.sources.cache import cache_folder
+from dino_sparo.data.sources.folders import WITHOUT_LABELS
 from dino_sparo.data.sources.image_source import fingerprint_of, hash_of
-from dino_sparo.data.sources.splits import WITHOUT_LABELS
 from dino_sparo.runtime.agree import all_or_none, beating, rank_0_first, require_same, share_of
 from dino_sparo.runtime.choices import MIN_CORRUPT
 from dino_sparo.runtime.launch import world_size

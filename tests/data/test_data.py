@@ -17,7 +17,7 @@ from dino_sparo.data.dataset import Batch, ImageDataset, align_classes, require_
 from dino_sparo.data.loader import create_loader
 from dino_sparo.data.samplers import EpochSampler, ShardSampler, _epoch_rng, image_rng
 from dino_sparo.data.sources import CorruptImageError
-from dino_sparo.data.sources.splits import WITHOUT_LABELS
+from dino_sparo.data.sources.folders import WITHOUT_LABELS
 from dino_sparo.runtime import agree
 
 

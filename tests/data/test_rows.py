@@ -1,4 +1,4 @@
-"""sources/tables.py, splits.py: lists and tables as people write them, and the split that is trained on."""
+"""sources/tables.py, folders.py: lists and tables as people write them, and the split that is trained on."""
 
 import io
 import logging
@@ -217,13 +217,13 @@ def test_an_unbalanced_quote_or_an_endless_field_is_an_error_with_its_lines(
 def test_rows_whose_quotes_span_lines_elsewhere_are_named(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     (root / "set.csv").write_text('path,note\n1.png,a\n2.png,"two\nlines"\n3.png,b\n')
     assert values(open_source(str(root / "set.csv"))) == [1, 2, 3]
-    assert "a row goes over several lines (is a quote missing?): 1 times, the first in lines 3 to 4" in caplog.text
+    assert "a row spans several lines (is a quote missing?); the first in lines 3 to 4" in caplog.text
 
 
 def test_labels_that_are_not_utf_8_are_said_to_be_read_as_latin_1(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     (root / "set.csv").write_bytes("path,label\n1.png,ape\n2.png,élan\n".encode("latin-1"))
     assert class_names(open_source(str(root / "set.csv"))) == ["ape", "élan"]
-    assert "a text is not UTF-8 and is read as Latin-1: 1 times, the first in line 3" in caplog.text
+    assert "a text is not UTF-8 and is read as Latin-1; the first in line 3" in caplog.text
 
 
 def test_rows_come_with_the_line_that_they_begin_on(tmp_path: Path) -> None:

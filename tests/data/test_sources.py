@@ -223,9 +223,7 @@ def test_splits_are_lists_tables_or_shards_of_that_name(root: Path) -> None:
 
 def test_a_missing_split_is_an_error_that_lists_what_is_there(root: Path) -> None:
     write(root / "train/a/1.png")
-    with pytest.raises(
-        ValueError, match=r"no split 'val': .* need val or .* or test in it.*\nit holds 1 folders \(train\)\n"
-    ):
+    with pytest.raises(ValueError, match=r"no split 'val': .* need val or .* or test in it.*\nit holds train\n"):
         open_source(str(root), "val")
     with pytest.raises(ValueError, match="it is a split itself: give its parent"):
         open_source(str(root / "train"), "val")
@@ -234,7 +232,7 @@ def test_a_missing_split_is_an_error_that_lists_what_is_there(root: Path) -> Non
 
 
 def test_a_folder_without_labels_is_described_in_three_lines(root: Path) -> None:
-    for number in range(30):
+    for number in range(3):
         write(root / f"{number}.png")
     for name in ("a.JPG", "b.txt", "c", "d.csv"):
         (root / name).write_text("")
@@ -244,7 +242,7 @@ def test_a_folder_without_labels_is_described_in_three_lines(root: Path) -> None
         open_source(str(root), "train")
     needed, holds, remedy = str(caught.value).splitlines()
     assert "one subfolder per class" in needed
-    assert holds == "it holds 2 folders (x, y) and 34 files (30 of .png, 1 of .jpg, 1 of .txt, ...)"
+    assert holds == "it holds 0.png, 1.png, 2.png, a.JPG, b.txt, c, d.csv, x, y"
     assert remedy.startswith("without labels: train with --split all")
     (root / "empty").mkdir()
     with pytest.raises(ValueError, match="\nit holds nothing\n"):
@@ -311,9 +309,8 @@ def test_a_group_may_share_a_cache(root: Path, cache_folder: Path, umask: int, m
     finally:
         os.umask(before)
     files = [path for path in cache_folder.rglob("*") if path.is_file()]
-    assert {path.suffix for path in files} == {".npz", ".bin", ".json"}
+    assert {path.suffix for path in files} == {".npz", ".records"}
     assert {path.stat().st_mode & 0o777 for path in files} == {mode}
-    assert {path.stat().st_mode & 0o777 for path in cache_folder.iterdir() if path.is_dir()} == {0o777 & ~umask}
 
 
 @pytest.mark.parametrize("damage", [b"", b"garbage", None])
@@ -831,7 +828,7 @@ def test_scenes_are_opened_by_name(spec: str, count: int, size: tuple[int, int] 
     [
         ("not/here", r"data_path='not/here' does not exist .*give a folder, a list"),
         ("", "data_path='' does not exist"),
-        ("cifar11:data", "unknown data set 'cifar11'; choose one of cifar10, cifar100, stl10"),
+        ("cifar11:data", "does not exist .* or NAME:DIR with NAME one of scenes, cifar10, cifar100, stl10"),
         ("https://example.org/shard.tar", "is an address; download the files"),
     ],
 )

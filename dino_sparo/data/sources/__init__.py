@@ -13,8 +13,7 @@
 
 The files of this folder, in the order of the data flow:
 
-    splits.py            name of a split -> its subfolder, list, table, shards or rows
-    folders.py           folder -> files, classes by subfolder
+    folders.py           folder -> its splits; files, classes by subfolder
     tables.py            list or table -> files, classes by column
     tars.py              tar shards -> members at their offsets, classes by `.cls` members
     shard_index.py       all members of many shards -> one table in the cache, mapped into memory
@@ -40,10 +39,9 @@ from dino_sparo.data.sources.decode import (
     ImageLimits,
     decode_image,
 )
-from dino_sparo.data.sources.folders import open_folder
+from dino_sparo.data.sources.folders import ALL, find_split, open_folder, split_of_folder
 from dino_sparo.data.sources.image_source import FileSource, ImageSource
 from dino_sparo.data.sources.shard_index import index_share
-from dino_sparo.data.sources.splits import ALL, find_split, split_of_folder
 from dino_sparo.data.sources.tables import TABLE_ENDINGS, USUAL_COLUMNS, TableColumns, open_list, open_table
 from dino_sparo.data.sources.tars import IMAGES, TarSource, expand_shards, find_shards, open_shards, refuse_compressed
 from dino_sparo.data.sources.torchvision_sets import TORCHVISION_SETS, open_torchvision
@@ -137,74 +135,53 @@ def _open(
     data_path: str, split: str | None, download: bool, max_lost: float, default_split: str, columns: TableColumns
 ) -> tuple[ImageSource, str]:
     """The source of a data path, and the log's words for how it was opened."""
-    prefix = data_path.partition(":")[0]
-    if prefix in OPENERS:
-        columns.refuse_for(data_path)
-        return OPENERS[prefix](data_path, split or default_split), "ready"
-    refuse_remote(data_path)
-    path = os.path.expanduser(data_path)
-    if os.path.isdir(path):
+    opener, path = OPENERS.get(data_path.partition(":")[0]), os.path.expanduser(data_path)
+    if opener is None:
+        refuse_remote(data_path)
+    if opener is None and os.path.isdir(path):
         split = split or split_of_folder(path, default_split)
         chosen = [path] if split == ALL else find_split(path, split)
-        if len(chosen) == 1 and not os.path.isdir(chosen[0]):
-            return _open_file(chosen[0], None, max_lost, default_split, columns)
-        columns.refuse_for(data_path)
         if len(chosen) > 1:
+            columns.refuse_for(data_path)
             return open_shards(chosen, f"{split} shards in {path}", max_lost)
-        return open_folder(chosen[0], max_lost)
-    if os.path.isfile(path):
-        return _open_file(path, split, max_lost, default_split, columns)
-    if os.path.exists(path):
-        raise ValueError(f"data_path={data_path!r} is neither a folder nor a regular file, but a pipe or a device")
+        path, split = chosen[0], None
+    if opener is None and os.path.isfile(path) and path.lower().endswith(TABLE_ENDINGS):
+        return open_table(path, split, default_split, columns)
     columns.refuse_for(data_path)
-    if re.search(r"::|[*?\[{]", path):
-        _refuse_split_of_shards(data_path, split)
-        return open_shards(expand_shards(path), f"shards {data_path}", max_lost)
-    if split is None and default_split != "train":  # None stays for training: stl10 then has its unlabelled images too
-        split = default_split
-    return _open_named_set(data_path, split, download)
+    if opener is not None:
+        return opener(data_path, split or default_split), "ready"
+    if os.path.isdir(path):
+        return open_folder(path, max_lost)
+    if os.path.isfile(path):
+        refuse_compressed(path)
+        if path.lower().endswith(IMAGE_EXTENSIONS):
+            raise ValueError(f"data_path={path!r} is a single image; give the folder that holds the images")
+        if not path.lower().endswith(".tar"):
+            return open_list(path, split)
+    elif os.path.exists(path):
+        raise ValueError(f"data_path={data_path!r} is neither a folder nor a regular file, but a pipe or a device")
+    if os.path.isfile(path) or re.search(r"::|[*?\[{]", path):
+        if split not in (None, ALL):
+            raise ValueError(
+                f"data_path={data_path!r} has no split {split!r}: shards given by name have none; put train-*.tar and "
+                "val-*.tar into one folder and give that folder"
+            )
+        shards = [path] if os.path.isfile(path) else expand_shards(path)
+        return open_shards(shards, f"shards {data_path}", max_lost)
+    return _open_named_set(data_path, split, default_split, download)
 
 
-def _open_named_set(data_path: str, split: str | None, download: bool) -> tuple[ImageSource, str]:
+def _open_named_set(data_path: str, split: str | None, default_split: str, download: bool) -> tuple[ImageSource, str]:
     """A torchvision set; ValueError for any other name."""
     name, _, folder = data_path.partition(":")
-    if name in TORCHVISION_SETS:
-        return open_torchvision(name, folder or "data", None if split == ALL else split, download), "opened"
-    sets = ", ".join(TORCHVISION_SETS)
-    if folder and name.isidentifier():
+    if name not in TORCHVISION_SETS:
         raise ValueError(
-            f"data_path={data_path!r}: unknown data set {name!r}; choose one of {sets}, {', '.join(OPENERS)}, or "
-            "give a path"
+            f"data_path={data_path!r} does not exist (in {os.getcwd()}); give a folder, a list (.txt), a table (.csv, "
+            f".tsv, .jsonl), tar shards, or NAME:DIR with NAME one of {', '.join((*OPENERS, *TORCHVISION_SETS))}"
         )
-    raise ValueError(
-        f"data_path={data_path!r} does not exist (in {os.getcwd()}); give a folder, a list (.txt), a table (.csv, "
-        f".tsv, .jsonl), tar shards, 'scenes', or a torchvision set as NAME:DIR with NAME one of {sets}"
-    )
-
-
-def _open_file(
-    path: str, split: str | None, max_lost: float, default_split: str, columns: TableColumns
-) -> tuple[ImageSource, str]:
-    """A file by its ending: tar, table, or else a list of paths."""
-    refuse_compressed(path)
-    lower = path.lower()
-    if lower.endswith(IMAGE_EXTENSIONS):
-        raise ValueError(f"data_path={path!r} is a single image; give the folder that holds the images")
-    if lower.endswith(TABLE_ENDINGS):
-        return open_table(path, split, default_split, columns)
-    columns.refuse_for(path)
-    if lower.endswith(".tar"):
-        _refuse_split_of_shards(path, split)
-        return open_shards([path], f"shard {path}", max_lost)
-    return open_list(path, split)
-
-
-def _refuse_split_of_shards(data_path: str, split: str | None) -> None:
-    if split not in (None, ALL):
-        raise ValueError(
-            f"data_path={data_path!r} has no split {split!r}: shards given by name have none; put train-*.tar and "
-            "val-*.tar into one folder and give that folder"
-        )
+    if split is None and default_split != "train":  # None stays for training: stl10 then has its unlabelled images too
+        split = default_split
+    return open_torchvision(name, folder or "data", None if split == ALL else split, download), "opened"
 
 
 def refuse_remote(data_path: str) -> None:

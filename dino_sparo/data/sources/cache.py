@@ -17,7 +17,7 @@ from dino_sparo.data.sources.image_source import Arrays
 
 _logger = logging.getLogger(__name__)
 
-_CACHE_VERSION = 4
+_CACHE_VERSION = 5
 _SETTLE_S = 2.0  # a folder or shard changed so recently may still be growing within its time stamp's resolution
 
 

@@ -1,10 +1,14 @@
-"""A folder -> the source of the images in it and below it; first-level subfolders may be classes.
+"""A folder -> its splits, and the source of the images in it and below it; first-level subfolders may be classes.
+
+A name chooses a split; `ALL` is everything. None is the default split (training: `train`, evaluation: `val`) where
+splits are recognised, else everything. The log names the split.
 
 Listing a million files takes minutes on a network disk, so folders are listed in parallel and the list is cached.
 """
 
 import logging
 import os
+import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -14,15 +18,75 @@ import numpy as np
 from dino_sparo.data.sources.cache import load_or_index
 from dino_sparo.data.sources.decode import IMAGE_ENDINGS, IMAGE_EXTENSIONS
 from dino_sparo.data.sources.image_source import Arrays, FileSource, PackedStrings
-from dino_sparo.data.sources.splits import SPLIT_WORDS
 from dino_sparo.data.sources.tars import TarSource, find_shards, open_shards
 
 _logger = logging.getLogger(__name__)
 
+ALL = "all"
+# In the order of preference: "test" serves as "val" where there is no "val".
+SPLIT_NAMES = {"train": ("train", "training"), "val": ("val", "valid", "validation", "test")}
+SPLIT_WORDS = {word for words in SPLIT_NAMES.values() for word in words}
+LISTING_ENDINGS = (".txt", ".lst", ".csv", ".tsv", ".jsonl")
+SHOWN = 10  # names in a folder, in messages
+WITHOUT_LABELS = (
+    "without labels: train with --split all; look at the encoder with `dino-sparo attention --image_path FOLDER`; "
+    "write embeddings with `dino-sparo embed`"
+)
 # Folders that link to one another are reached in exponentially many ways.
 _MAX_VISITS = 100
 FEW_IMAGES = 1000  # beside shards
 _SCAN_THREADS = 8  # listing a folder waits for the disk, above all for a network disk
+
+
+def find_split(root: str, split: str) -> list[str]:
+    """The subfolder or file of a split within a folder, or its several shards.
+
+    Raises:
+        ValueError: there is none; three lines with the layout needed, the folder's content, and a remedy.
+    """
+    chosen = _find_split(root, split)
+    if not chosen:
+        parent, folder = os.path.split(os.path.abspath(root))
+        remedy = f" (it is a split itself: give its parent {parent!r})" if folder in SPLIT_WORDS else ""
+        names = SPLIT_NAMES.get(split, (split,))
+        raise ValueError(
+            f"data_path={root!r} has no split {split!r}: evaluations need {' or '.join(names)} in it, a folder "
+            f"with one subfolder per class, a list or table with labels ({', '.join(LISTING_ENDINGS)}) or *.tar"
+            f"{remedy}\nit holds {content_of(root)}\n{WITHOUT_LABELS}"
+        )
+    return chosen
+
+
+def _find_split(root: str, split: str) -> list[str]:
+    """As `find_split`; empty if there is none."""
+    entries = set(os.listdir(root))
+    for name in SPLIT_NAMES.get(split, (split,)):
+        if name in entries and os.path.isdir(os.path.join(root, name)):
+            return [os.path.join(root, name)]
+        for ending in (*LISTING_ENDINGS, ".tar"):
+            if name + ending in entries:
+                return [os.path.join(root, name + ending)]
+        word = re.compile(rf"(^|[-_.]){re.escape(name)}[-_.].*\.tar$")
+        if shards := sorted(entry for entry in entries if word.search(entry)):
+            return [os.path.join(root, shard) for shard in shards]
+    return []
+
+
+def content_of(root: str) -> str:
+    """The first names in a folder, for messages."""
+    return ", ".join(sorted(os.listdir(root))[:SHOWN]) or "nothing"
+
+
+def split_of_folder(root: str, default_split: str) -> str:
+    """The split that None means in a folder: the default split if it is recognised, else `ALL`.
+
+    `train` is recognised only beside a validation split: a folder of that name alone may be a class of vehicles.
+    """
+    needed = ("train", "val") if default_split == "train" else (default_split,)
+    if not all(_find_split(root, split) for split in needed):
+        return ALL
+    _logger.info("%s holds splits, %r is used; --split %s uses everything in it", root, default_split, ALL)
+    return default_split
 
 
 def open_folder(root: str, max_lost: float = 0.0) -> tuple[FileSource | TarSource, str]:
@@ -44,10 +108,9 @@ def open_folder(root: str, max_lost: float = 0.0) -> tuple[FileSource | TarSourc
     if not len(arrays["paths_ends"]):
         if shards := find_shards(root):
             return open_shards(shards, f"shards in {root}", max_lost)
-        holds = ", ".join(sorted(os.listdir(root))[:10])
         raise ValueError(
             f"data_path={root!r} holds no images: looked for files ending in {', '.join(IMAGE_EXTENSIONS)} in it and "
-            f"its subfolders, and for *.tar in it; it holds {holds or 'nothing'}"
+            f"its subfolders, and for *.tar in it; it holds {content_of(root)}"
         )
     if how == "indexed" and len(arrays["paths_ends"]) < FEW_IMAGES and (shards := find_shards(root)):
         _logger.warning(

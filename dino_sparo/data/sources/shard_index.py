@@ -4,19 +4,18 @@ A shard's own table is written as soon as the shard is indexed, so an interrupte
 several processes share the work, and only a changed shard is indexed again. The tables of a set are joined in one file,
 which all processes of a machine map into their memory.
 
-    CACHE/<shard>.npz                       records and notes of one shard, with its time of change and size
-    CACHE/<set>.shards/records.bin          records of all shards of a set, in its order
-    CACHE/<set>.shards/shards.json          number of records and notes of each shard, and a checksum of both files
+    CACHE/<shard>.npz      records and notes of one shard, with its time of change and size
+    CACHE/<set>.records    records of all shards of a set, in its order
+    CACHE/<set>.npz        number of records and notes of each shard, and the checksum of the records
 
-The name of a set's folder depends on the shards' paths, times and sizes, so an existing folder is current. It is
-written under another name and then renamed: jobs that start together write the same content, the first folder stays.
+The name of a set depends on the paths, times and sizes of its shards, so an existing index is current.
 """
 
 import contextlib
+import io
 import json
 import logging
 import os
-import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -25,13 +24,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dino_sparo.data.sources.cache import cache_folder, cache_path, is_settled, load_index, save_index, temporary_path
+from dino_sparo.data.sources.cache import cache_path, is_settled, load_index, save_index, temporary_path
 from dino_sparo.data.sources.tar_headers import BLOCK_BYTES, DamagedShardError, Member
 from dino_sparo.runtime.agree import note_progress
 
 _logger = logging.getLogger(__name__)
 
-LOG_SECONDS = 10.0  # between two lines on how far the indexing is
+LOG_SECONDS = 10.0  # between two lines on the progress of the indexing
 REPORT_MEMBERS = 1000  # between two reports from within a shard
 MAX_SIZE = (1 << 32) - 1
 CHECKED_BYTES = 1 << 16  # read at a time; a larger buffer would stay with the process
@@ -42,7 +41,7 @@ Report = Callable[[str], None]
 
 
 class Piece(NamedTuple):
-    """The index of one shard: records of the kind's `dtype`, and notes as JSON, with "damage" if it is damaged."""
+    """The index of one shard: records of the kind's `dtype`, and notes for JSON, with "damage" if it is damaged."""
 
     records: np.ndarray
     notes: Notes
@@ -128,127 +127,109 @@ def open_index(kind: Kind, shards: list[str], report: Report = note_progress) ->
     """
     started, stamps = time.time(), [_stamp(shard) for shard in shards]
     names = "\n".join(f"{os.path.abspath(shard)} {stamp}" for shard, stamp in zip(shards, stamps, strict=True))
-    folder = cache_path(f"{kind.name} of {names}", ".shards")
+    key = f"{kind.name} of {names}"
+    path, temporary = cache_path(key, ".records"), temporary_path()
+    if (stored := load_index(key)) is not None:
+        if os.path.isfile(path) and stored["crc32"] == _checksum(path):
+            index = ShardIndex(shards, stored["counts"].tolist(), kind.dtype, None, path)
+            return index, _from_json(stored["notes"]), f"index read from {path}"
+        _logger.warning("the cached index %s is damaged; it is built again", path)
     try:
-        return *_open_joined(folder, kind, shards), f"index read from {folder}"
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        _logger.warning("the cached index %s is damaged (%r); it is built again", folder, error)
-        shutil.rmtree(folder, ignore_errors=True)
-    if is_settled(np.array(stamps)[:, 0], started):
-        try:
-            return *_join(folder, kind, shards, report), "indexed"
-        except OSError as error:
-            _logger.warning(
-                "the index is not cached: every process holds it in its own memory, and the next start indexes again "
-                "(%s); DINO_SPARO_CACHE names another folder",
-                error,
-            )
-    content, counts, notes = bytearray(), [], []
-    for piece, _ in _pieces(kind, shards, report):
-        content += piece.records.tobytes()
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(temporary, "xb") as file:
+            counts, notes = _join(kind, shards, report, file)
+        # A shard that is unreadable now, or has just changed, may be another one at the next start.
+        if is_settled(np.array(stamps)[:, 0], started) and not any(note.get("is_unreadable") for note in notes):
+            entry = {"counts": np.array(counts), "notes": _as_json(notes), "crc32": np.array(_checksum(temporary))}
+            os.replace(temporary, path)
+            save_index(key, entry)
+            return ShardIndex(shards, counts, kind.dtype, None, path), notes, "indexed"
+        records = np.fromfile(temporary, kind.dtype)
+    except OSError as error:
+        _logger.warning(
+            "the index is not cached: every process holds it in its own memory, and the next start indexes again (%s); "
+            "DINO_SPARO_CACHE names another folder",
+            error,
+        )
+        memory = io.BytesIO()
+        counts, notes = _join(kind, shards, report, memory)
+        records = np.frombuffer(memory.getbuffer(), kind.dtype)
+    finally:
+        with contextlib.suppress(OSError):
+            os.remove(temporary)
+    return ShardIndex(shards, counts, kind.dtype, records), notes, "indexed"
+
+
+def _join(kind: Kind, shards: list[str], report: Report, file: io.BufferedIOBase) -> tuple[list[int], list[Notes]]:
+    """Write the records of all shards to a file; returns number of records and notes of each."""
+    counts, notes = list[int](), list[Notes]()
+    for piece in _pieces(kind, shards, report):
+        file.write(piece.records.tobytes())
         counts.append(len(piece.records))
         notes.append(piece.notes)
-    return ShardIndex(shards, counts, kind.dtype, np.frombuffer(content, kind.dtype)), notes, "indexed"
+    return counts, notes
 
 
-def _open_joined(folder: str, kind: Kind, shards: list[str]) -> tuple[ShardIndex, list[Notes]]:
-    with open(os.path.join(folder, "shards.json"), encoding="utf-8") as file:
-        stored = json.load(file)
-    content, path = stored["shards"], os.path.join(folder, "records.bin")
-    if stored["crc32"] != _checksum(path, content):
-        raise ValueError("its checksum is another one")
-    return ShardIndex(shards, content["counts"], kind.dtype, None, path), content["notes"]
-
-
-def _checksum(path: str, content: Notes) -> int:
-    """CRC-32 of the records in a file and of the counts and notes of their shards."""
-    checksum = zlib.crc32(json.dumps(content).encode())
+def _checksum(path: str) -> int:
+    """CRC-32 of a file."""
+    checksum = 0
     with open(path, "rb") as file:
         while part := file.read(CHECKED_BYTES):
             checksum = zlib.crc32(part, checksum)
     return checksum
 
 
-def _join(folder: str, kind: Kind, shards: list[str], report: Report) -> tuple[ShardIndex, list[Notes]]:
-    """Write the folder of a set, and open it; the index stays in memory if a shard was unreadable, since that may pass.
-
-    Raises:
-        OSError: the cache cannot be written.
-    """
-    counts, notes, is_lasting = list[int](), list[Notes](), True
-    os.makedirs(cache_folder(), exist_ok=True)
-    with _temporary_folder() as temporary:
-        path = os.path.join(temporary, "records.bin")
-        with open(path, "wb") as file:
-            for piece, is_certain in _pieces(kind, shards, report):
-                file.write(piece.records.tobytes())
-                counts.append(len(piece.records))
-                notes.append(piece.notes)
-                is_lasting = is_lasting and is_certain
-            file.flush()
-            os.fsync(file.fileno())
-        if not is_lasting:
-            return ShardIndex(shards, counts, kind.dtype, np.fromfile(path, kind.dtype)), notes
-        with open(os.path.join(temporary, "shards.json"), "w", encoding="utf-8") as texts:
-            content = {"counts": counts, "notes": notes}
-            json.dump({"crc32": _checksum(path, content), "shards": content}, texts)
-            texts.flush()
-            os.fsync(texts.fileno())
-        with contextlib.suppress(OSError):  # another process was faster; its content is the same
-            os.rename(temporary, folder)
-    return _open_joined(folder, kind, shards)
+def _as_json(value: Any) -> np.ndarray:
+    return np.frombuffer(json.dumps(value).encode(), np.uint8)
 
 
-@contextlib.contextmanager
-def _temporary_folder() -> Iterator[str]:
-    """A folder in the cache, removed at the end unless it was renamed."""
-    path = temporary_path()
-    os.mkdir(path)
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
+def _from_json(array: np.ndarray) -> Any:
+    return json.loads(array.tobytes())
 
 
-def _pieces(kind: Kind, shards: list[str], report: Report) -> Iterator[tuple[Piece, bool]]:
-    """The index of each shard, and whether it may be cached."""
-    progress = _Progress(len(shards), report)
-    for shard in shards:
-        yield _cached_piece(kind, shard) or _new_piece(kind, shard, progress)
-        progress.add_shard()
+def _pieces(kind: Kind, shards: list[str], report: Report) -> Iterator[Piece]:
+    """The index of each shard; the progress goes to the log, and to the processes that wait."""
+    members, begin = 0, time.monotonic()
+    last_line = begin
+
+    def tell(done: int) -> None:
+        nonlocal last_line
+        text = f"{done:,} of {len(shards):,} shards, {members:,} new members"
+        report(text)
+        if (now := time.monotonic()) - last_line >= LOG_SECONDS:
+            _logger.info("indexing: %s in %.0f s", text, now - begin)
+            last_line = now
+
+    for number, shard in enumerate(shards):
+
+        def count(number: int = number) -> None:
+            nonlocal members
+            members += 1
+            if members % REPORT_MEMBERS == 0:
+                tell(number)
+
+        yield _piece(kind, shard, count)
+        tell(number + 1)
     report("")
 
 
-def _piece_key(kind: Kind, shard: str) -> str:
-    return f"{kind.name} in {os.path.abspath(shard)}"
-
-
-def _cached_piece(kind: Kind, shard: str) -> tuple[Piece, bool] | None:
-    """A shard's index from the cache, if it is current."""
-    arrays = load_index(_piece_key(kind, shard))
+def _piece(kind: Kind, shard: str, count: Count) -> Piece:
+    """The index of a shard, from the cache if it is current; else it is built, and cached unless the shard is new."""
+    key, started, stamp = f"{kind.name} in {os.path.abspath(shard)}", time.time(), _stamp(shard)
+    stored = load_index(key)
+    if stored is not None and (*stored["stamp"],) == stamp:
+        return Piece(stored["records"], _from_json(stored["notes"]))
+    nothing = np.zeros(0, kind.dtype)
     try:
-        if arrays is not None and arrays["records"].dtype == kind.dtype and (*arrays["stamp"],) == _stamp(shard):
-            return Piece(arrays["records"], json.loads(arrays["notes"].tobytes())), True
-    except (KeyError, ValueError) as error:
-        _logger.warning("the cached index of %s is damaged (%r); it is built again", shard, error)
-    return None
-
-
-def _new_piece(kind: Kind, shard: str, progress: "_Progress") -> tuple[Piece, bool]:
-    """Index a shard, and cache its index unless the shard has just changed."""
-    nothing, started, stamp = np.zeros(0, kind.dtype), time.time(), _stamp(shard)
-    try:
-        piece = kind.index(shard, progress.add_member)
+        piece = kind.index(shard, count)
     except DamagedShardError as error:
         piece = Piece(nothing, {"damage": str(error)})
     except OSError as error:
-        return Piece(nothing, {"damage": f"tar shard {shard!r} cannot be read ({error.strerror})"}), False
+        damage = f"tar shard {shard!r} cannot be read ({error.strerror})"
+        return Piece(nothing, {"damage": damage, "is_unreadable": True})
     if is_settled(np.array(stamp[:1]), started):
-        notes = np.frombuffer(json.dumps(piece.notes).encode(), np.uint8)
-        save_index(_piece_key(kind, shard), {"records": piece.records, "notes": notes, "stamp": np.array(stamp)})
-    return piece, True
+        save_index(key, {"records": piece.records, "notes": _as_json(piece.notes), "stamp": np.array(stamp)})
+    return piece
 
 
 def _stamp(shard: str) -> tuple[int, int]:
@@ -258,32 +239,3 @@ def _stamp(shard: str) -> tuple[int, int]:
     except OSError:
         return 0, -1
     return status.st_mtime_ns, status.st_size
-
-
-class _Progress:
-    """Progress of the indexing, for the log and for the processes that wait."""
-
-    def __init__(self, num_shards: int, report: Report) -> None:
-        self.num_shards, self.report = num_shards, report
-        self.shards = self.members = 0
-        self.begin = self.last = time.monotonic()
-
-    def add_member(self) -> None:
-        """Count a member."""
-        self.members += 1
-        if self.members % REPORT_MEMBERS == 0:
-            self._tell()
-
-    def add_shard(self) -> None:
-        """Count a shard."""
-        self.shards += 1
-        self._tell()
-
-    def _tell(self) -> None:
-        now, text = time.monotonic(), f"{self.shards:,} of {self.num_shards:,} shards, {self.members:,} new members"
-        self.report(text)
-        if now - self.last >= LOG_SECONDS:
-            seconds = now - self.begin
-            left = f", {seconds / self.shards * (self.num_shards - self.shards):.0f} s left" if self.shards else ""
-            _logger.info("indexing: %s in %.0f s%s", text, seconds, left)
-            self.last = now

@@ -1,8 +1,8 @@
 """A list of paths or a table (.csv, .tsv, .jsonl) -> its rows -> the image files that it names, with their labels.
 
 A table is read line by line, so that memory is what the caller keeps. Columns are found by usual names or named by
-options. The log warns of what is unusual but may be correct, with the first line where it occurs: rows that span
-several lines, texts that are not UTF-8, splits that are not recognised.
+options. The log warns once of what is unusual but may be correct: rows that span several lines, texts that are not
+UTF-8, splits that are not recognised.
 """
 
 import csv
@@ -11,13 +11,13 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from dino_sparo.data.sources.decode import IMAGE_EXTENSIONS
+from dino_sparo.data.sources.folders import ALL, SPLIT_NAMES
 from dino_sparo.data.sources.image_source import FileSource, PackedStrings, encode_labels
-from dino_sparo.data.sources.splits import ALL, choose_rows
 from dino_sparo.runtime.files import open_regular, parse_object
 
 _logger = logging.getLogger(__name__)
@@ -74,9 +74,7 @@ PATHS = Column(
 LABELS = Column("labels", "label_column", ("label", "class", "class_name", "category", "target"))
 SPLITS = Column("splits", "split_column", ("split", "set", "subset", "partition"))
 
-
-Odd = dict[str, tuple[int, str]]  # unusual thing -> its number, and the lines of the first
-_REST = "more cells than columns"
+Row = tuple[int, int, dict[Any, Any]]  # first and last line, cells by column
 
 
 class TableRows:
@@ -89,7 +87,7 @@ class TableRows:
         path: of the table.
         columns: to look for.
         splits: the column of splits.
-        split: rows to use, as in `splits.choose_rows`, like `default_split`.
+        split: rows to use, as in `choose_rows`, like `default_split`.
         default_split: the split of None.
 
     Attributes:
@@ -114,8 +112,9 @@ class TableRows:
         self.header, self.delimiter = self._read_header()
         self.names = [column.find(self.header) for column in self.columns]
         self.word: str | None = None
+        self.warned = set[str]()
         if self.names[-1] is not None and split != ALL:
-            counts = Counter(cells[-1].strip().lower() for _, cells in self._rows({}))
+            counts = Counter(cells[-1].strip().lower() for _, cells in self._rows())
             self.word = choose_rows(counts, split, default_split, f"column {self.names[-1]!r} of table {path}")
         elif split not in (None, ALL):
             raise ValueError(
@@ -125,12 +124,9 @@ class TableRows:
             )
 
     def __iter__(self) -> Iterator[tuple[int, list[str]]]:
-        odd: Odd = {}
-        for line, cells in self._rows(odd):
+        for line, cells in self._rows():
             if self.word is None or cells[-1].strip().lower() == self.word:
                 yield line, cells[:-1]
-        for thing, (number, first) in odd.items():
-            _logger.warning("table %s: %s: %d times, the first in %s", self.path, thing, number, first)
 
     def _read_header(self) -> tuple[list[str], str]:
         """Names of the columns, and the delimiter that gives all required columns."""
@@ -153,17 +149,22 @@ class TableRows:
             f"name them with {' and '.join(f'--{column.option}' for column in lacking)}"
         )
 
-    def _rows(self, odd: Odd) -> Iterator[tuple[int, list[str]]]:
-        """First line and cells of all rows, the split's last; counts unusual things in `odd`."""
+    def _rows(self) -> Iterator[tuple[int, list[str]]]:
+        """First line and cells of all rows, the split's last."""
         with open_text(self.path) as file:
             for first, last, row in self._json_rows(file) if self.is_jsonl else self._csv_rows(file):
                 lines = f"line {first}" if first == last else f"lines {first} to {last}"
                 if first != last:
-                    _count(odd, "a row goes over several lines (is a quote missing?)", lines)
+                    self._warn_once("a row spans several lines (is a quote missing?)", lines)
                 cells = zip(self.columns, map(row.get, self.names), strict=True)
-                yield first, [self._cell(column, value, lines, odd) for column, value in cells]
+                yield first, [self._cell(column, value, lines) for column, value in cells]
 
-    def _cell(self, column: Column, value: Any, lines: str, odd: Odd) -> str:
+    def _warn_once(self, problem: str, lines: str) -> None:
+        if problem not in self.warned:
+            self.warned.add(problem)
+            _logger.warning("table %s: %s; the first in %s", self.path, problem, lines)
+
+    def _cell(self, column: Column, value: Any, lines: str) -> str:
         """A value as text.
 
         Raises:
@@ -178,37 +179,36 @@ class TableRows:
                 f"{where} are one row by their quotes, and its {column.find(self.header)!r} holds line ends; a quote "
                 "is missing or too many"
             )
-        if column.is_path or cell.isascii() or (text := _as_latin_1(cell)) is cell:
-            return cell
-        _count(odd, "a text is not UTF-8 and is read as Latin-1", lines)
-        return text
-
-    def _csv_rows(self, file: io.TextIOWrapper) -> Iterator[tuple[int, int, dict[Any, Any]]]:
-        """First line, last line and cells of each row."""
-        file.readline()
-        reader = csv.DictReader(file, self.header, restkey=_REST, delimiter=self.delimiter)
-        last = 1
         try:
-            for row in reader:
-                more, cells = row.pop(_REST, []), [cell for cell in row.values() if cell is not None]
-                before, last = last, reader.line_num + 1
-                # Blank lines before a row are no part of it; an open quote at the file's end counts one line too many.
-                first = max(before + 1, last - sum(cell.count("\n") for cell in (*cells, *more)))
-                if more or len(cells) < len(row):
+            if not column.is_path:
+                cell.encode()
+        except UnicodeEncodeError:
+            self._warn_once("a text is not UTF-8 and is read as Latin-1", lines)
+            return cell.encode("utf-8", "surrogateescape").decode("latin-1")
+        return cell
+
+    def _csv_rows(self, file: io.TextIOWrapper) -> Iterator[Row]:
+        """The rows of a table with a delimiter; blank lines are skipped."""
+        file.readline()
+        reader, last = csv.reader(file, delimiter=self.delimiter), 1
+        try:
+            for cells in reader:
+                first, last = last + 1, reader.line_num + 1
+                if cells and len(cells) != len(self.header):
                     lines = f"line {first}" if first == last else f"lines {first} to {last}, one row by its quotes,"
                     raise ValueError(
-                        f"table {self.path!r}: {lines} has {len(cells) + len(more)} columns, the header has "
-                        f"{len(self.header)}: {self.header}; put cells that hold {self.delimiter!r} or line ends in "
-                        "double quotes"
+                        f"table {self.path!r}: {lines} has {len(cells)} columns, the header has {len(self.header)}: "
+                        f"{self.header}; put cells that hold {self.delimiter!r} or line ends in double quotes"
                     )
-                yield first, last, row
+                if cells:
+                    yield first, last, dict(zip(self.header, cells, strict=True))
         except csv.Error as error:
             raise ValueError(
                 f"table {self.path!r}: line {last + 1} cannot be read ({error}); is a quote missing?"
             ) from error
 
-    def _json_rows(self, file: io.TextIOWrapper) -> Iterator[tuple[int, int, dict[Any, Any]]]:
-        """Rows of a file with one JSON object per line, whose columns are the keys of the first."""
+    def _json_rows(self, file: io.TextIOWrapper) -> Iterator[Row]:
+        """The rows of a file with one JSON object per line; the keys of the first are the columns."""
         absent = [column for column, name in zip(self.columns, self.names, strict=True) if name is None]
         for line, text in enumerate(file, 1):
             if text.strip():
@@ -222,6 +222,30 @@ class TableRows:
                 yield line, line, row
 
 
+def choose_rows(counts: Mapping[str, int], split: str | None, default_split: str, table: str) -> str | None:
+    """The word in a table's column of splits whose rows are used; None: all rows.
+
+    Args:
+        counts: word in the column, lower case -> number of rows.
+        split: a name, `ALL`, or None for the default split if there are such rows.
+        default_split: the split of None.
+        table: name of the table and its column, for messages.
+
+    Raises:
+        ValueError: no row is of the split.
+    """
+    asked = split or default_split
+    word = next((name for name in SPLIT_NAMES.get(asked, (asked.lower(),)) if name in counts), None)
+    words = ", ".join(f"{name!r} ({number:,} rows)" for name, number in sorted(counts.items())[:20])
+    if word is not None:
+        _logger.info("%s: the rows of the split %r are used, of %s; --split %s uses all", table, word, words, ALL)
+    elif split is not None:
+        raise ValueError(f"{table} has no split {split!r}: it holds {words or 'nothing'}")
+    else:
+        _logger.warning("%s has no split %r, all rows are used: %s; --split NAME chooses", table, default_split, words)
+    return word
+
+
 def open_text(path: str) -> io.TextIOWrapper:
     """Open a text file; bytes that are no UTF-8 stay as they are, since they may belong to file names.
 
@@ -230,18 +254,12 @@ def open_text(path: str) -> io.TextIOWrapper:
         OSError: it is no regular file.
     """
     file = open_regular(path)
-    if b"\0" in file.read(1 << 12):
+    if b"\0" in file.peek(1 << 12):
         file.close()
         raise ValueError(
             f"data_path={path!r} is not a text file; give a list of paths, a .csv/.tsv/.jsonl table, or a folder"
         )
-    file.seek(0)
     return io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
-
-
-def _count(odd: Odd, thing: str, lines: str) -> None:
-    number, first = odd.get(thing, (0, lines))
-    odd[thing] = number + 1, first
 
 
 def _as_text(value: Any) -> str:
@@ -255,15 +273,6 @@ def _as_text(value: Any) -> str:
     if value is None or value != value:
         return ""
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)  # pandas writes 3.0
-
-
-def _as_latin_1(cell: str) -> str:
-    """The same text; bytes that are no UTF-8 are read as Latin-1."""
-    try:
-        cell.encode()
-    except UnicodeEncodeError:
-        return cell.encode("utf-8", "surrogateescape").decode("latin-1")
-    return cell
 
 
 # How many files of a list must exist when it is opened; asking for a million takes minutes on a network disk.
@@ -291,11 +300,11 @@ class TableColumns:
 
     def refuse_for(self, data_path: str) -> None:
         """ValueError if columns are named although `data_path` is no table."""
-        named = [f"{holds} {name!r}" for holds, name in vars(self).items() if name is not None]
+        named = ", ".join(f"{holds} {name!r}" for holds, name in vars(self).items() if name is not None)
         if named:
             raise ValueError(
-                f"data_path={data_path!r} is no table, so it has no column of that name ({', '.join(named)}); leave "
-                "the option out, or give a table (.csv, .tsv, .jsonl)"
+                f"data_path={data_path!r} is no table, so it has no column of that name ({named}); leave the option "
+                "out, or give a table (.csv, .tsv, .jsonl)"
             )
 
 
@@ -342,7 +351,7 @@ def _name_and_label(line: str) -> tuple[str, str]:
 def open_table(
     path: str, split: str | None, default_split: str = "train", columns: TableColumns = USUAL_COLUMNS
 ) -> tuple[FileSource, str]:
-    """A table with a header, or one JSON object per line; a column of splits chooses rows as in `splits.choose_rows`.
+    """A table with a header, or one JSON object per line; a column of splits chooses rows as in `choose_rows`.
 
     Raises:
         ValueError: as `open_list`; no column of paths, a row that cannot be read, or no row of the split.

@@ -113,22 +113,20 @@ def open_shards(shards: list[str], name: str, max_lost: float = 0.0) -> tuple[Ta
     """
     index, notes, how = open_index(IMAGES, shards)
     lost = lost_samples(shards, notes, index.counts)
-    total = sum(lost.values()) + len(index)
-    if sum(lost.values()) > max_lost * total:
+    num_lost = sum(lost.values())
+    total = num_lost + len(index)
+    if num_lost > max_lost * total:
         raise ValueError(
-            f"{first_damage(notes)} ({len(lost)} of {len(shards)} shards, about {sum(lost.values()):,} of {total:,} "
-            f"images; at most {max_lost:.2%} may be lost)"
-            if max_lost
-            else first_damage(notes)
+            f"{next(note['damage'] for note in notes if 'damage' in note)} ({len(lost)} of {len(shards)} shards, about "
+            f"{num_lost:,} of {total:,} images; at most {max_lost:.2%} may be lost)"
         )
     for shard, number in lost.items():
-        _logger.warning("%s; about %d images are left out", notes[shards.index(shard)]["damage"], number)
+        _logger.warning("%s; about %d images are skipped", notes[shards.index(shard)]["damage"], number)
     if not len(index):
         raise ValueError(
             f"{name}: no images in {len(shards)} shard(s); looked for members ending in {IMAGE_EXTENSIONS}"
         )
-    classes, labels = _labels(index, notes)
-    return TarSource(name, index, classes, labels, sum(lost.values())), f"{len(shards)} shard(s) {how}"
+    return TarSource(name, index, *_labels(index, notes), num_lost), f"{len(shards)} shard(s) {how}"
 
 
 def lost_samples(shards: list[str], notes: list[Notes], counts: np.ndarray) -> dict[str, int]:
@@ -141,14 +139,9 @@ def lost_samples(shards: list[str], notes: list[Notes], counts: np.ndarray) -> d
     if not damaged:
         return {}
     if len(damaged) == len(shards):
-        raise ValueError(first_damage(notes))
+        raise ValueError(notes[0]["damage"])
     sizes, mean = shard_sizes(shards), float(np.delete(counts, damaged).mean())
     return {shards[number]: max(sizes.get(shards[number], round(mean)), 1) for number in damaged}
-
-
-def first_damage(notes: list[Notes]) -> str:
-    """The damage of the first damaged shard."""
-    return next(note["damage"] for note in notes if "damage" in note)
 
 
 def shard_sizes(shards: list[str]) -> dict[str, int]:
@@ -234,34 +227,25 @@ def expand_shards(pattern: str) -> list[str]:
             shards += matches
     for shard in shards:
         refuse_compressed(shard)
-        if not shard.endswith(".tar"):
+        if not shard.endswith(".tar") or not os.path.isfile(shard):
             raise ValueError(f"data_path={pattern!r} matches {shard!r}; several files at once must be .tar shards")
-        if not os.path.isfile(shard):
-            raise ValueError(f"data_path={pattern!r} matches {shard!r}, which is no regular file")
     return shards
 
 
 def _expand_braces(pattern: str) -> Iterator[str]:
     """`{003..011}` counts, keeping zeros in front; `{a,b}` lists; several multiply, the first varies slowest."""
-    parts, end = list[Sequence[str] | range](), 0
-    widths = list[int]()
-    for match in re.finditer(r"\{(?:(\d{1,18})\.\.(\d{1,18})|([^{}]*,[^{}]*))\}", pattern):
-        first, last, words = match.groups()
-        parts += [[pattern[end : match.start()]], words.split(",") if words else range(int(first), int(last) + 1)]
-        widths += [0, len(first or "")]
-        end = match.end()
-    count = math.prod(len(part) for part in parts)
+    parts = re.split(r"\{(?:(\d{1,18})\.\.(\d{1,18})|([^{}]*,[^{}]*))\}", pattern)
+    texts, firsts, lasts, lists = (parts[number::4] for number in range(4))
+    options: list[Sequence[str | int]] = [
+        words.split(",") if words else range(int(first), int(last) + 1)
+        for first, last, words in zip(firsts, lasts, lists, strict=True)
+    ]
+    count = math.prod(map(len, options))
     if not 0 < count <= MAX_SHARDS:
         raise ValueError(f"data_path={pattern!r} means {count:,} shards; give 1 to {MAX_SHARDS:,}")
-    for choice in itertools.product(*parts):
-        # A range gives numbers, which get zeros in front; a list gives words.
-        yield (
-            "".join(
-                word if isinstance(word, str) else f"{word:0{width}d}"
-                for word, width in zip(choice, widths, strict=True)
-            )
-            + pattern[end:]
-        )
+    for choice in itertools.product(*options):
+        words = (f"{word:0>{len(first or '')}}" for word, first in zip(choice, firsts, strict=True))
+        yield "".join(itertools.chain(*zip(texts, words, strict=False), texts[-1:]))
 
 
 def refuse_compressed(path: str) -> None:

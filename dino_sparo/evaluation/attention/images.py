@@ -10,7 +10,7 @@ from PIL import Image
 from dino_sparo.data.scenes import Scenes
 from dino_sparo.data.sources import IMAGE_EXTENSIONS, ImageLimits, ImageSource, open_source
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS, read_image
-from dino_sparo.data.sources.splits import ALL
+from dino_sparo.data.sources.folders import ALL
 from dino_sparo.models.encoder import EncoderConfig
 
 VIDEO_EXTENSIONS = (".mp4", ".mov", ".avi", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg")

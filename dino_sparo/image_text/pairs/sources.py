@@ -23,9 +23,9 @@ from dino_sparo.data.scene_graphs import INDEPENDENT
 from dino_sparo.data.scenes import Scenes, names_scenes, parse_scenes_spec
 from dino_sparo.data.sources import ImageLimits, ImageSource, TableColumns, open_source, refuse_remote
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS
+from dino_sparo.data.sources.folders import ALL, find_split, split_of_folder
 from dino_sparo.data.sources.image_source import FileSource
 from dino_sparo.data.sources.shard_index import index_share
-from dino_sparo.data.sources.splits import ALL, find_split, split_of_folder
 from dino_sparo.data.sources.tables import TABLE_ENDINGS
 from dino_sparo.data.sources.tars import IMAGES, TarSource, find_shards
 from dino_sparo.image_text.classes import open_classes

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from dino_sparo.data.sources import CorruptImageError
 from dino_sparo.data.sources.decode import IMAGE_ENDINGS
+from dino_sparo.data.sources.folders import ALL
 from dino_sparo.data.sources.image_source import FileSource
-from dino_sparo.data.sources.splits import ALL
 from dino_sparo.data.sources.tables import TABLE_ENDINGS, TableRows
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.pairs.tables import CAPTIONS, IMAGES, read_coco

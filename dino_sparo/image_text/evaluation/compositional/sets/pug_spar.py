@@ -13,7 +13,7 @@ synthetic data for representation learning"; PUG_SPAR/run_eval_vlms_on_spar.py.
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dino_sparo.data.sources.splits import ALL
+from dino_sparo.data.sources.folders import ALL
 from dino_sparo.data.sources.tables import Column, TableRows
 from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark, questions_of
 from dino_sparo.image_text.evaluation.questions import Question
