@@ -259,17 +259,17 @@ def retrieval(args: argparse.Namespace) -> Any:
 @command(sugarcrepe_parser)
 def sugarcrepe(args: argparse.Namespace) -> Any:
     """Images with a true and a false caption -> how often the true one is nearer."""
-    from dino_sparo.image_text.evaluation.compositional.single import evaluate_sugarcrepe
+    from dino_sparo.image_text.evaluation.compositional.single import evaluate_single
 
-    return evaluate_sugarcrepe(args, open_model)
+    return evaluate_single(args, open_model, "sugarcrepe")
 
 
 @command(winoground_parser)
 def winoground(args: argparse.Namespace) -> Any:
     """Two images and two captions of the same words -> how often images and captions are matched correctly."""
-    from dino_sparo.image_text.evaluation.compositional.single import evaluate_winoground
+    from dino_sparo.image_text.evaluation.compositional.single import evaluate_single
 
-    return evaluate_winoground(args, open_model)
+    return evaluate_single(args, open_model, "winoground")
 
 
 @command(compositional_parser)

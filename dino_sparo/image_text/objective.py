@@ -17,8 +17,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
 from dino_sparo.data.views import ClipView
-from dino_sparo.image_text.evaluation.validation import open_validation
-from dino_sparo.image_text.evaluation.zero_shot_probe import open_training_probe
+from dino_sparo.image_text.evaluation.validation import open_validation, open_zero_shot_probe
 from dino_sparo.image_text.initialize import initialize_towers
 from dino_sparo.image_text.pairs.run_data import BatchForm, micro_batch_size, number_pairs, stream_pairs
 from dino_sparo.image_text.scoring.scorer import Scorer
@@ -124,7 +123,7 @@ class PairObjective(Objective[AnyBatch]):
         self.validation = None if data.held_out is None else open_validation(data.held_out, args.batch_size)
         self.probe = None
         if args.zero_shot_freq:
-            self.probe = open_training_probe(args.zero_shot_path, args.data_path, args.download)
+            self.probe = open_zero_shot_probe(args.zero_shot_path, args.data_path, args.download)
 
     @abstractmethod
     def build_model(self) -> tuple[Any, list[ModelPart]]:

@@ -28,9 +28,9 @@ from dino_sparo.clip.slots.mask_fit import (
     part_products,
 )
 from dino_sparo.clip.slots.subsets import SlotMask, read_slots
-from dino_sparo.image_text.evaluation.compositional.run import EncodedQuestions, split_results
+from dino_sparo.image_text.evaluation.compositional.answers import EncodedQuestions, macro, split_results
+from dino_sparo.image_text.evaluation.compositional.questions import Question
 from dino_sparo.image_text.evaluation.compositional.sets.scene_pairs import write_scene_pairs
-from dino_sparo.image_text.evaluation.questions import Question, macro
 from dino_sparo.image_text.scoring.dot_product import DotProductScorer
 
 PARTS, WIDTH = 5, 3

@@ -149,7 +149,7 @@ def test_damaged_bytes_in_tables_and_lines_are_a_value_error_of_one_line(tmp_pat
         ("sugarcrepe", {"7": {**CREPE["0"], "caption": 3}}, r"entry '7': expected filename, caption .*; 3 is not text"),
         ("sugarcrepe", [{**CREPE["0"], "filename": ["a"]}], r"entry 0: .*\['a'\] is no name of an image file"),
         ("sugarcrepe", [{**CREPE["0"], "filename": "x" * 300}], "entry 0: .*more than 250 bytes"),
-        ("sugarcrepe", 3, "expected an object of SugarCrepe's entries; found int"),
+        ("sugarcrepe", 3, "expected a list of filename, caption and negative_caption; found int"),
         ("winoground", {**WINOGROUND, "image_1": None}, "line 1: expected an object with image_0.*None is no name"),
         ("aro-attribution", [{**relation_entries(RNG, ATTRIBUTES, 1)[0], "attributes": "ab"}], "'ab' is no list"),
         ("aro-relation", [{**relation_entries(RNG, RELATIONS, 1)[0], "bbox_x": 10**400}], "int too large"),

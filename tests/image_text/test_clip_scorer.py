@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -21,11 +22,11 @@ from dino_sparo.data.sources import ImageSource, open_source
 from dino_sparo.data.views import ClipView
 from dino_sparo.image_text.evaluation import retrieval, zero_shot
 from dino_sparo.image_text.evaluation.caption_sets import open_caption_set
-from dino_sparo.image_text.evaluation.compositional.single import evaluate_sugarcrepe, evaluate_winoground
-from dino_sparo.image_text.evaluation.questions import Question, judge
-from dino_sparo.image_text.evaluation.validation import open_validation
+from dino_sparo.image_text.evaluation.compositional.answers import judge
+from dino_sparo.image_text.evaluation.compositional.questions import Question
+from dino_sparo.image_text.evaluation.compositional.single import evaluate_single
+from dino_sparo.image_text.evaluation.validation import ZeroShotProbe, open_validation
 from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot
-from dino_sparo.image_text.evaluation.zero_shot_probe import ZeroShotProbe
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.prompts import prompts
 from dino_sparo.image_text.scoring.dot_product import DotProductScorer
@@ -211,7 +212,7 @@ def test_sugarcrepe_asks_the_scorer_and_equals_a_loop(scorer: BindingScorer, col
     }
     (colours / "swap_att.json").write_text(json.dumps(entries))
     options = ("--data_path", colours, "--output", colours / "a.json")
-    result = command("sugarcrepe", evaluate_sugarcrepe, scorer, *options)
+    result = command("sugarcrepe", partial(evaluate_single, name="sugarcrepe"), scorer, *options)
     scores = {
         colour: [score(tuple(map(float, COLOURS[colour])), scorer.words(text)) for text in both]
         for colour, both in captions.items()
@@ -230,7 +231,7 @@ def test_winoground_asks_the_scorer_and_equals_a_loop(scorer: BindingScorer, col
     lines = [json.dumps(dict(zip(keys, row, strict=True))) for row in rows]
     (colours / "examples.jsonl").write_text("\n".join(lines))
     options = ("--data_path", colours, "--output", colours / "a.json")
-    result: dict[str, Any] = command("winoground", evaluate_winoground, scorer, *options)
+    result: dict[str, Any] = command("winoground", partial(evaluate_single, name="winoground"), scorer, *options)
     text = image = group = 0
     for a, b, *captions in rows:
         pictures = [tuple(map(float, COLOURS[colour])) for colour in (a, b)]

@@ -15,17 +15,22 @@ from clip_fakes import DEVICE_OPTIONS, colour_encoder, evaluate, paint, small_ch
 
 from dino_sparo.data.scene_graphs import Ties
 from dino_sparo.data.scenes import Scenes
+from dino_sparo.image_text.evaluation.compositional.answers import (
+    EncodedQuestions,
+    SplitResult,
+    encode_questions,
+    split_results,
+)
 from dino_sparo.image_text.evaluation.compositional.discover import ImageRules, LocalBenchmark, open_benchmark
-from dino_sparo.image_text.evaluation.compositional.run import EncodedQuestions, encode_questions, split_results
+from dino_sparo.image_text.evaluation.compositional.questions import Question
 from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS, scene_pairs
 from dino_sparo.image_text.evaluation.compositional.sets.scene_pairs import (
     swapped_attribute,
     swapped_objects,
     write_scene_pairs,
 )
-from dino_sparo.image_text.evaluation.compositional.sets.sugarcrepe import averages, read
+from dino_sparo.image_text.evaluation.compositional.sets.sugarcrepe import COUNTS, group_means, read
 from dino_sparo.image_text.evaluation.compositional.single import encode_folder
-from dino_sparo.image_text.evaluation.questions import Question, SplitResult
 from dino_sparo.image_text.scoring import dot_product
 from dino_sparo.image_text.scoring.dot_product import DotProductScorer
 
@@ -103,12 +108,10 @@ def test_averages_by_hand():
         "replace_obj": 89.6, "replace_att": 79.8, "replace_rel": 66.6, "swap_obj": 59.3, "swap_att": 70.0,
         "add_obj": 77.9, "add_att": 67.9,
     }  # fmt: skip
-    numbers = dict(zip(accuracies, (1652, 788, 1406, 245, 666, 2062, 692), strict=True))
-    found = averages({split: SplitResult(accuracies[split], numbers[split], 0) for split in accuracies})
-    assert found["macro_splits"] == pytest.approx(73.0, abs=0.05)
-    assert found["groups"] == pytest.approx({"replace": 236 / 3, "swap": 129.3 / 2, "add": 145.8 / 2})
-    assert found["macro_groups"] == pytest.approx((236 / 3 + 129.3 / 2 + 145.8 / 2) / 3)
-    assert found["micro"] == pytest.approx(sum(accuracies[s] * numbers[s] for s in accuracies) / sum(numbers.values()))
+    weights = group_means(COUNTS)
+    found = {name: sum(weight * accuracies[s] for s, weight in each.items()) for name, each in weights.items()}
+    assert found.pop("macro") == pytest.approx(73.0, abs=0.05)
+    assert found == pytest.approx({"replace": 236 / 3, "swap": 129.3 / 2, "add": 145.8 / 2})
 
 
 def test_features_that_are_not_finite_are_refused(crepe):
@@ -157,12 +160,13 @@ def test_files_of_other_names_are_splits_where_none_of_sugarcrepes_is_there(crep
     (crepe / "swap_obj.json").rename(other / "seen.json")
     results = split_results(encode(other, crepe / "images"), DotProductScorer.score_pairs)
     assert results == {"seen": SplitResult(0.0, 1, 1), "unseen": SplitResult(50.0, 4, 1)}
-    assert averages(results) == {"groups": {}, "macro_splits": 25.0, "micro": 40.0}
     assert "of SugarCrepe's" not in caplog.text
     weights = small_checkpoint(crepe / "run" / "checkpoint.pth")
-    run("--pretrained_weights", weights, "--data_path", other, "--images", crepe / "images")
-    lines = capsys.readouterr().out.splitlines()[2:6]
-    assert [line.split()[0] for line in lines] == ["seen", "unseen", "macro_splits", "micro"]
+    result = run("--pretrained_weights", weights, "--data_path", other, "--images", crepe / "images")
+    assert "macro_groups" not in result
+    assert (result["groups"], result["splits"].keys()) == ({}, {"seen", "unseen"})
+    lines = capsys.readouterr().out.splitlines()[3:7]
+    assert [line.split()[0] for line in lines] == ["seen", "unseen", "macro", "micro"]
 
 
 def test_a_folder_without_questions_is_refused(tmp_path):
@@ -235,12 +239,13 @@ def test_the_result_file_tells_the_whole_protocol_and_is_the_same_every_time(cre
     assert result["splits"].keys() == {"replace_att", "swap_obj"}
     assert result["splits"]["replace_att"]["num_ties"] == 1  # the same tokens
     assert result["groups"].keys() == {"replace", "swap"}
+    assert result["macro_groups"] == sum(result["groups"].values()) / 2
     pairs = result["pairs"]
     assert (pairs["num_pairs"], pairs["num_images"], pairs["num_without_image"]) == (5, 3, 0)
     assert all(len(record["sha256"]) == 64 for record in pairs["files"].values())
     printed = capsys.readouterr().out
     assert "replace_att" in printed
-    assert "macro_splits" in printed
+    assert "* SugarCrepe: " in printed  # files that are missing
     assert "`dino-sparo compositional --benchmarks sugarcrepe --data_root" in printed
 
     run(*options, "--images", crepe / "images", "--output", crepe / "again.json")

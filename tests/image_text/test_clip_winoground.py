@@ -13,11 +13,10 @@ pytest.importorskip("open_clip")
 
 from clip_fakes import DEVICE_OPTIONS, colour_encoder, evaluate, paint, small_checkpoint
 
+from dino_sparo.image_text.evaluation.compositional.answers import answer_questions, judge
 from dino_sparo.image_text.evaluation.compositional.discover import ImageRules, LocalBenchmark, open_benchmark
-from dino_sparo.image_text.evaluation.compositional.run import answer_questions
 from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS
 from dino_sparo.image_text.evaluation.compositional.sets.winoground import read, scores_of
-from dino_sparo.image_text.evaluation.questions import judge
 
 
 def write(folder: Path, rows: list[tuple[str, str, str, str, str]]) -> Path:
@@ -135,7 +134,7 @@ def test_the_result_file_tells_scores_by_tag_and_is_the_same_every_time(data, ca
     assert result["by_tag"].keys() == {"Object", "Relation"}
     assert result["text"] == (result["by_tag"]["Object"]["text"] + result["by_tag"]["Relation"]["text"]) / 2
     assert len(result["examples"]["sha256"]) == 64
-    assert "Relation" in capsys.readouterr().out
+    assert "`dino-sparo compositional --benchmarks winoground --data_root" in capsys.readouterr().out
     run(*options, "--images", data / "images", "--output", data / "again.json")
     assert (data / "again.json").read_bytes() == path.read_bytes()
     with pytest.raises(ValueError, match="--data_path is empty"):

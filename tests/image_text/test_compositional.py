@@ -27,14 +27,20 @@ from PIL import Image
 
 from dino_sparo.__main__ import run as run_command
 from dino_sparo.data.sources import CorruptImageError
-from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark, Outcome, one_per_question
+from dino_sparo.image_text.evaluation.compositional.answers import answer_questions, chunks, judge, with_shuffled_images
+from dino_sparo.image_text.evaluation.compositional.benchmark import (
+    Benchmark,
+    Outcome,
+    bootstrap,
+    one_per_question,
+    summarize,
+    wilson,
+)
 from dino_sparo.image_text.evaluation.compositional.command import evaluate as evaluate_all
 from dino_sparo.image_text.evaluation.compositional.command import labels_of
 from dino_sparo.image_text.evaluation.compositional.discover import ImageRules, LocalBenchmark, find_benchmarks
-from dino_sparo.image_text.evaluation.compositional.metrics import bootstrap, summarize, wilson, worth
-from dino_sparo.image_text.evaluation.compositional.run import answer_questions, chunks, with_shuffled_images
+from dino_sparo.image_text.evaluation.compositional.questions import Question
 from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS, aro, vl_checklist, whatsup
-from dino_sparo.image_text.evaluation.questions import Question, judge
 from dino_sparo.image_text.scoring.image_files import Crop, named_source
 
 pytest.importorskip("open_clip")
@@ -83,7 +89,7 @@ def test_the_bootstrap_draws_questions_within_splits_and_is_seeded():
     assert found == bootstrap([30, 10], [40, 100], [0.5, 0.5], seed=0) != bootstrap([30, 10], [40, 100], [0.5, 0.5], 1)
     error = 50 * math.sqrt(0.75 * 0.25 / 40 + 0.1 * 0.9 / 100)  # of the mean, by the binomial's variance
     assert found == pytest.approx((42.5 - 1.96 * error, 42.5 + 1.96 * error), abs=0.8)
-    assert bootstrap([5, 7], [5, 7], [0.5, 0.5], 0) == (100.0, 100.0)
+    assert bootstrap([5, 7], [5, 7], [0.5, 0.5], 0) == [100.0, 100.0]
 
 
 def test_relations_of_the_notebooks_list_and_rare_pairs_of_attributes_count_in_micro_alone():
@@ -170,9 +176,9 @@ def test_whatsups_numbers_are_those_of_its_own_code(subset, prepositions, tmp_pa
     official = OFFICIAL["whatsup"][subset]
     assert result["means"]["micro"]["official"] == pytest.approx(official["micro"])
     assert {name: split["official"] for name, split in result["splits"].items()} == pytest.approx(official["splits"])
-    found = benchmark.more(questions, [worth(each, benchmark.tie_credit) for each in outcomes])
+    found = benchmark.more(questions, [each.worth(benchmark.tie_credit) for each in outcomes])
     assert found == pytest.approx({name: official[name] for name in ("pairs", "sets")})
-    ours = benchmark.more(questions, [worth(each, 0.0) for each in outcomes])
+    ours = benchmark.more(questions, [each.worth(0.0) for each in outcomes])
     assert ours["pairs"] < found["pairs"]
 
 

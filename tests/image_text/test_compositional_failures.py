@@ -25,6 +25,13 @@ from dino_sparo.data.views import ClipView
 from dino_sparo.draw.figure import Figure, Section, Tile, Word, map_painter, runs_of_words
 from dino_sparo.draw.html import save_page
 from dino_sparo.draw.sheet import save_sheet
+from dino_sparo.image_text.evaluation.compositional.answers import (
+    Answers,
+    AnswerTable,
+    Confusions,
+    answer_questions,
+    confusions,
+)
 from dino_sparo.image_text.evaluation.compositional.failures import (
     LAYOUT,
     TITLE,
@@ -35,8 +42,7 @@ from dino_sparo.image_text.evaluation.compositional.failures import (
     failure_section,
     write_failures,
 )
-from dino_sparo.image_text.evaluation.compositional.run import AnswerTable, answer_questions
-from dino_sparo.image_text.evaluation.questions import Answers, Confusions, Question, confusions
+from dino_sparo.image_text.evaluation.compositional.questions import Question
 from dino_sparo.image_text.scoring.explanation import CaptionMaps, ExplainableScorer
 from dino_sparo.image_text.scoring.image_files import Crop
 from dino_sparo.oc_clip.load import load_oc_clip, scorer_of

@@ -23,11 +23,9 @@ from dino_sparo.draw.plots import ACCENT, count_ticks, panels, ranked_bars
 from dino_sparo.draw.sheet import INK, SOFT, require_matplotlib
 from dino_sparo.evaluation.task import start_evaluation
 from dino_sparo.image_text.classes import apply_classes, open_classes
-from dino_sparo.image_text.evaluation.compositional.run import split_results
-from dino_sparo.image_text.evaluation.compositional.sets.sugarcrepe import averages
+from dino_sparo.image_text.evaluation.compositional.answers import SplitResult, macro, split_results
 from dino_sparo.image_text.evaluation.compositional.single import encode_folder, open_folder, pairs_record
 from dino_sparo.image_text.evaluation.protocol import open_evaluation_images, report, result_paths
-from dino_sparo.image_text.evaluation.questions import SplitResult
 from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot
 from dino_sparo.image_text.prompts import open_templates
 from dino_sparo.image_text.scoring.dot_product import DotProductScorer
@@ -117,7 +115,7 @@ def learn_mask(args: argparse.Namespace) -> dict[str, Any]:
         **describe(before, after, elsewhere),
         "fit": describe_fit(fit_result, args),
         **{name: value for name, value in scorer.record.items() if name != "slots"},
-        "pairs": pairs_record(local, before, len(pairs.truncated)),
+        "pairs": pairs_record(local, len(pairs.questions), len(pairs.truncated)),
     }
     if is_main():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -135,7 +133,7 @@ def describe(
         after: the splits with the mask.
         elsewhere: from `change_elsewhere`.
     """
-    accuracy = {"initial": averages(before)["macro_splits"], "masked": averages(after)["macro_splits"]}
+    accuracy = {"initial": macro(before), "masked": macro(after)}
     means = {}
     if elsewhere:
         means = {name: sum(each[name] for each in elsewhere) / len(elsewhere) for name in ("initial", "masked")}

@@ -21,7 +21,7 @@ import numpy as np
 
 from dino_sparo.data.sources import IMAGE_EXTENSIONS, CorruptImageError, ImageSource
 from dino_sparo.data.sources.image_source import Subset
-from dino_sparo.image_text.evaluation.compositional.benchmark import read_json
+from dino_sparo.image_text.evaluation.compositional.questions import read_json
 from dino_sparo.image_text.pairs.batches import LeftOut, PairSource
 from dino_sparo.image_text.pairs.captions import TarCaptions
 from dino_sparo.image_text.pairs.sources import open_pairs

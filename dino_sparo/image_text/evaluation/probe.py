@@ -41,7 +41,7 @@ from dino_sparo.evaluation.linear.probe import (
 )
 from dino_sparo.evaluation.task import start_evaluation
 from dino_sparo.image_text.choices import PROBE_BATCH_SIZE
-from dino_sparo.image_text.evaluation.protocol import open_evaluation_images, report
+from dino_sparo.image_text.evaluation.protocol import limits_of, open_evaluation_images, report
 from dino_sparo.image_text.evaluation.zero_shot import count_hits
 from dino_sparo.image_text.scoring.scorer import ImageFeatureModel
 from dino_sparo.runtime.agree import all_or_none
@@ -242,7 +242,7 @@ def _features(
         return train.to(storage), test.to(storage), record
     model = open_model(args, process)
     sources = [
-        open_evaluation_images(args.data_path, split, args.download, args.max_value) for split in ("train", "val")
+        open_evaluation_images(args.data_path, split, args.download, limits_of(args)) for split in ("train", "val")
     ]
     require_labels(sources[0])
     sources[1] = align_classes(sources[1], sources[0].classes or [])

@@ -11,7 +11,8 @@ from typing import Any
 from dino_sparo.data.dataset import require_same_source
 from dino_sparo.data.scene_graphs import INDEPENDENT
 from dino_sparo.data.scenes import Scenes, names_scenes, parse_scenes_spec
-from dino_sparo.data.sources import ImageLimits, ImageSource, open_source
+from dino_sparo.data.sources import ImageSource, open_source
+from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits
 from dino_sparo.evaluation.task import write_result
 from dino_sparo.image_text.scoring.scorer import Scorer
 from dino_sparo.runtime.agree import rank_0_first
@@ -22,8 +23,13 @@ from dino_sparo.runtime.records import file_sha256
 OpenModel = Callable[..., Scorer]
 
 
+def limits_of(args: argparse.Namespace) -> ImageLimits:
+    """The images that are read: `--max_value`, where the command has it."""
+    return ImageLimits(max_value=getattr(args, "max_value", MAX_VALUE))
+
+
 def open_evaluation_images(
-    data_path: str, split: str | None = None, download: bool = False, max_value: int = MAX_VALUE
+    data_path: str, split: str | None = None, download: bool = False, limits: ImageLimits = DEFAULT_LIMITS
 ) -> ImageSource:
     """The images of a data path: the split `val` where there is one and no other is named, else all.
 
@@ -35,7 +41,7 @@ def open_evaluation_images(
         num_images, image_size = parse_scenes_spec(data_path)
         return Scenes(num_images, image_size, split=split or "val", ties=INDEPENDENT)
     with rank_0_first():
-        source = open_source(data_path, split, download, default_split="val", limits=ImageLimits(max_value=max_value))
+        source = open_source(data_path, split, download, default_split="val", limits=limits)
     require_same_source(source)
     return source
 

@@ -1,6 +1,7 @@
-"""A model in training + held-out pairs -> loss and retrieval in both directions, after every epoch.
+"""A model in training -> numbers on held-out data, after some of its epochs.
 
-Nothing is random: images have the evaluations' view, and the first caption of an image counts.
+`Validation` measures the loss and the retrieval of held-out pairs, `ZeroShotProbe` the zero-shot accuracy on labelled
+images. Nothing is random: images have the evaluations' view, and the first caption of an image counts.
 """
 
 from collections.abc import Sequence
@@ -12,15 +13,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dino_sparo.data.sources import ImageSource
 from dino_sparo.data.sources.image_source import Subset
+from dino_sparo.evaluation.features import disjoint_subsets
+from dino_sparo.image_text.classes import apply_classes, open_classes
 from dino_sparo.image_text.contrastive import contrastive_loss
+from dino_sparo.image_text.evaluation.protocol import open_evaluation_images
 from dino_sparo.image_text.evaluation.retrieval import recall
+from dino_sparo.image_text.evaluation.zero_shot import evaluate_zero_shot
 from dino_sparo.image_text.pairs.batches import Captions, PairSource
+from dino_sparo.image_text.prompts import open_templates
 from dino_sparo.image_text.scoring.image_files import require_few_missing
 from dino_sparo.image_text.scoring.scorer import Scorer
 from dino_sparo.runtime.logs import progress
 
 MAX_PAIRS = 5000  # as many as COCO's usual test has; every image is compared with every caption
+PROBE_IMAGES = 4000
 
 
 @dataclass(frozen=True)
@@ -112,3 +120,47 @@ def open_validation(pairs: PairSource, num_compared: int) -> Validation:
     if len(pairs) > MAX_PAIRS:
         pairs = some_pairs(pairs, np.linspace(0, len(pairs) - 1, MAX_PAIRS).round().astype(np.int64))
     return Validation(pairs, num_compared)
+
+
+@dataclass(frozen=True)
+class ZeroShotProbe:
+    """Images, class names and templates of the zero-shot evaluation during training.
+
+    Attributes:
+        images: labelled by their places in `names`.
+        names: of the classes.
+        templates: sentences with `{}`, for a scorer that has none of its own.
+    """
+
+    images: ImageSource
+    names: list[str]
+    templates: tuple[str, ...]
+
+    def accuracy(self, scorer: Scorer) -> float:
+        """Top-1 accuracy in percent; every process takes part and gets it."""
+        templates = scorer.default_templates or self.templates
+        return evaluate_zero_shot(scorer, self.images, self.names, templates).top1
+
+
+def open_zero_shot_probe(zero_shot_path: str | None, data_path: str, download: bool = False) -> ZeroShotProbe:
+    """The probe of a run: on images of its own, else on those of its pairs; held-out ones where there are any.
+
+    Args:
+        zero_shot_path: labelled images, or None.
+        data_path: the pairs.
+        download: fetch a torchvision set that is not on disk.
+    """
+    path = zero_shot_path or data_path
+    try:
+        source = open_evaluation_images(path, download=download)
+        classes = open_classes(source, data_path=path)
+        (images,) = disjoint_subsets(apply_classes(source, classes), (PROBE_IMAGES,))
+        return ZeroShotProbe(images, classes.names, open_templates("auto", path))
+    except ValueError as error:
+        if zero_shot_path:
+            raise
+        raise ValueError(
+            f"--zero_shot_freq needs labelled images, and those of --data_path {data_path} cannot be classified: "
+            f"{error}. Give others with --zero_shot_path, e.g. imagenet/val or scenes:1000:48, or leave out "
+            f"--zero_shot_freq"
+        ) from error

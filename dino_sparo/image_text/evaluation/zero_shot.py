@@ -24,7 +24,7 @@ from torch import Tensor
 from dino_sparo.data.sources import ImageSource
 from dino_sparo.evaluation.task import start_evaluation
 from dino_sparo.image_text.classes import ClassList, apply_classes, open_classes
-from dino_sparo.image_text.evaluation.protocol import OpenModel, open_evaluation_images, report
+from dino_sparo.image_text.evaluation.protocol import OpenModel, limits_of, open_evaluation_images, report
 from dino_sparo.image_text.prompts import AUTO, open_templates
 from dino_sparo.image_text.scoring.scorer import Scorer
 from dino_sparo.runtime.collectives import all_reduce_sum
@@ -101,7 +101,7 @@ def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenModel) -> dict
     """Evaluate what the options say, write the result, show the table."""
     process = start_evaluation(args)
     scorer = open_model(args, process, args.crop_border)
-    source = open_evaluation_images(args.data_path, args.split, args.download, args.max_value)
+    source = open_evaluation_images(args.data_path, args.split, args.download, limits_of(args))
     classes = open_classes(source, args.classnames, args.data_path)
     own = scorer.default_templates if args.templates == AUTO else None
     templates = own or open_templates(args.templates, args.data_path)

@@ -5,14 +5,14 @@ A benchmark without some of its images is another benchmark, so more than a few 
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from PIL import Image
 
 from dino_sparo.data.sources import IMAGE_EXTENSIONS, CorruptImageError, ImageSource
-from dino_sparo.data.sources.decode import PILLOW_MAX_MPIX
+from dino_sparo.data.sources.decode import DEFAULT_LIMITS, PILLOW_MAX_MPIX, ImageLimits
 from dino_sparo.data.sources.image_source import FileSource, PackedStrings
 
 ROOT = Path("/")  # start of absolute paths
@@ -113,16 +113,26 @@ def image_path(folder: Path, name: str, roots: Sequence[Path] | None = None) -> 
     return found
 
 
-def named_source(folder: Path, names: Sequence[ImageName], paths: Sequence[str]) -> ImageSource:
+def find_images(folder: Path, names: Iterable[str], roots: Sequence[Path] | None = None) -> dict[str, str]:
+    """Name -> path for the images that a folder holds; otherwise as `image_path`."""
+    paths = {name: image_path(folder, name, roots) for name in names}
+    return {name: path for name, path in paths.items() if path is not None}
+
+
+def named_source(
+    folder: Path, names: Sequence[ImageName], paths: Sequence[str], limits: ImageLimits = DEFAULT_LIMITS
+) -> ImageSource:
     """Images, or parts of them, as a source.
 
     Args:
         folder: start of the paths.
         names: as annotations name the images.
         paths: of the files.
+        limits: larger images count as unreadable.
     """
     packed = PackedStrings.pack([os.fsencode(path) for path in paths])
     files = FileSource("the images" if folder == ROOT else f"images in {folder}", str(folder), packed, None, None)
+    files.limits = limits
     boxes = [name.box if isinstance(name, Crop) else None for name in names]
     return CroppedSource(files, boxes) if any(boxes) else files
 

@@ -1,18 +1,28 @@
-"""A benchmark of true and false captions: its files, a reader into questions, averages, and its own rule for ties.
+"""A benchmark of true and false captions: its files, a reader into questions, and its accuracies in percent.
 
 A new benchmark is a file in `sets/` and one line of the table there.
+
+`accuracy` is our rule: strictly greater, a tie is wrong. `official` treats ties as the benchmark's own code does. A
+95 % interval of our accuracy takes questions as independent, although some share an image: Wilson's for one split, and
+a bootstrap within splits for a mean over splits.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dino_sparo.image_text.evaluation.questions import Answers, Question, check_question
-from dino_sparo.runtime.files import parse_json
+import numpy as np
 
-# Split -> how much it counts in a mean; the weights of a mean sum to one.
+from dino_sparo.image_text.evaluation.compositional.answers import Answers
+from dino_sparo.image_text.evaluation.compositional.questions import Question
+
+Z_95 = 1.959963984540054  # 97.5 % quantile of the normal distribution
+NUM_RESAMPLES = 10_000
+
+# Split -> its weight in a mean; the weights of a mean sum to one.
 Weights = dict[str, float]
 
 
@@ -31,9 +41,13 @@ class Outcome(NamedTuple):
     right: bool
     tied: bool
 
+    def worth(self, tie_credit: float) -> float:
+        """Value by a benchmark's own rule, 0 to 1."""
+        return 1.0 if self.right else tie_credit * self.tied
+
 
 def one_per_question(questions: Sequence[Question], answers: Answers) -> list[Outcome]:
-    """The image prefers its caption to all others."""
+    """Whether each image prefers its caption to all others."""
     columns = zip(questions, answers.text.tolist(), answers.text_tied.tolist(), strict=True)
     return [Outcome(question.split, number, *answer) for number, (question, *answer) in enumerate(columns)]
 
@@ -80,10 +94,10 @@ class Benchmark:
     tie_credit: float = 0.0
     means: Callable[[Mapping[str, int]], dict[str, Weights]] = equal_means
     outcomes: Callable[[Sequence[Question], Answers], list[Outcome]] = one_per_question
-    more: Callable[[Sequence[Question], Sequence[float]], dict[str, float]] = field(default=lambda questions, worth: {})
-    part_of: Callable[[Question], str] = field(default=lambda question: "the images")
-    blind_group: Callable[[Question], str] = field(default=lambda question: question.split)
-    is_own: Callable[[Path], bool] = field(default=lambda folder: True)
+    more: Callable[[Sequence[Question], Sequence[float]], dict[str, float]] = lambda questions, worth: {}
+    part_of: Callable[[Question], str] = lambda question: "the images"
+    blind_group: Callable[[Question], str] = lambda question: question.split
+    is_own: Callable[[Path], bool] = lambda folder: True
 
     def is_in(self, folder: Path) -> bool:
         """Whether a folder holds it, or a part of it."""
@@ -93,62 +107,81 @@ class Benchmark:
         """Those of its annotation files that a folder holds."""
         return [name for name in self.files if (folder / name).is_file()]
 
-    def chance_of(self, split: str) -> float:
-        """Accuracy of guessing in a split, percent."""
-        return self.chance[split] if isinstance(self.chance, Mapping) else self.chance
 
+def wilson(num_right: int, num_questions: int) -> list[float]:
+    """Low and high end of Wilson's 95 % interval of a share, in percent.
 
-def read_json(path: Path) -> Any:
-    """The content of a JSON file; raises ValueError with the path."""
-    try:
-        return parse_json(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON ({error}); is the download complete?") from error
-
-
-def questions_of(
-    path: Path, entries: Iterable[tuple[Any, Any]], make: Callable[[Any], Question], expected: str
-) -> Iterator[Question]:
-    """The questions of a file's entries, checked; all readers use this function.
+        (p + z²/2n ± z sqrt(p (1-p) / n + z²/4n²)) / (1 + z²/n)
 
     Args:
-        path: the file, for messages.
-        entries: name for messages (`entry 3`), and content of any type.
-        make: content -> question; may raise whatever an unexpected type raises.
-        expected: valid content, for messages.
-
-    Raises:
-        ValueError: an entry is no question.
+        num_right: n p.
+        num_questions: n.
     """
-    for name, entry in entries:
-        try:
-            question = make(entry)
-            check_question(question)
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            reason = f"{error} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
-            raise ValueError(f"{path}, {name}: expected {expected}; {reason}") from error
-        yield question
+    share, count, square = num_right / num_questions, num_questions, Z_95**2
+    middle = share + square / (2 * count)
+    reach = Z_95 * math.sqrt(share * (1 - share) / count + square / (4 * count**2))
+    low, high = ((middle + sign * reach) / (1 + square / count) for sign in (-1, 1))
+    return [100 * max(0.0, low), 100 * min(1.0, high)]
 
 
-def read_entries(path: Path, make: Callable[[Any], Question], expected: str) -> Iterator[Question]:
-    """The questions of a JSON list; arguments and errors as for `questions_of`."""
-    entries = read_json(path)
-    if not isinstance(entries, list):
-        raise ValueError(f"{path}: expected a list of {expected}; found {type(entries).__name__}")
-    return questions_of(path, ((f"entry {number}", entry) for number, entry in enumerate(entries)), make, expected)
+def bootstrap(
+    num_right: Sequence[int], num_questions: Sequence[int], weights: Sequence[float], seed: int
+) -> list[float]:
+    """95 % interval of a weighted mean of accuracies, in percent, by drawing the questions of each split anew.
+
+    With k of n answers right, a draw with replacement has Binomial(n, k/n) right answers. All lists are per split.
+    """
+    counts = np.asarray(num_questions)
+    draws = np.random.default_rng(seed).binomial(counts, np.asarray(num_right) / counts, (NUM_RESAMPLES, len(counts)))
+    return (100 * np.quantile(draws / counts @ np.asarray(weights), (0.025, 0.975))).tolist()
 
 
-def read_splits(
-    folder: Path, files: Mapping[str, str], make: Callable[[str, Any], Question], expected: str
-) -> Iterator[Question]:
-    """The questions of those files (split -> name) of a folder that are there; `make` gets split and entry."""
-    for split, file in files.items():
-        if (folder / file).is_file():
-            yield from read_entries(folder / file, partial(make, split), expected)
+def summarize(benchmark: Benchmark, outcomes: Sequence[Outcome], seed: int) -> dict[str, Any]:
+    """Accuracies of one benchmark; `seed` is the bootstrap's.
+
+    Returns:
+        `splits`: accuracy, interval, the benchmark's own number, chance, and numbers of questions and ties of each.
+        `means`: the benchmark's averages, and `micro`, the share of all questions, if each counts in one split.
+    """
+    by_split: dict[str, list[Outcome]] = defaultdict(list)
+    for outcome in outcomes:
+        by_split[outcome.split].append(outcome)
+    counts = {split: len(own) for split, own in by_split.items()}
+    rights = {split: sum(outcome.right for outcome in own) for split, own in by_split.items()}
+    splits = {
+        split: {
+            "accuracy": 100 * rights[split] / counts[split],
+            "interval_95": wilson(rights[split], counts[split]),
+            "official": 100 * sum(outcome.worth(benchmark.tie_credit) for outcome in own) / counts[split],
+            "chance": benchmark.chance[split] if isinstance(benchmark.chance, Mapping) else benchmark.chance,
+            "num_questions": counts[split],
+            "num_ties": sum(outcome.tied for outcome in own),
+        }
+        for split, own in by_split.items()
+    }
+    weights = dict(benchmark.means(counts))
+    is_one_each = len({outcome.question for outcome in outcomes}) == len(outcomes)  # not several scores of each
+    if is_one_each:
+        weights["micro"] = {split: count / len(outcomes) for split, count in counts.items()}
+    means = {name: _mean(splits, rights, each, seed) for name, each in weights.items()}
+    if is_one_each:
+        means["micro"]["interval_95"] = wilson(sum(rights.values()), len(outcomes))
+    return {"splits": splits, "means": means}
 
 
-def list_of(value: Any, length: int | None = None) -> list[Any]:
-    """A list in an entry, perhaps of a fixed length; raises ValueError for anything else, such as a text."""
-    if not isinstance(value, list) or length not in (None, len(value)):
-        raise ValueError(f"{value!r:.80} is no list" + (f" of {length}" if length else ""))
-    return value
+def _mean(
+    splits: Mapping[str, Mapping[str, Any]], rights: Mapping[str, int], weights: Weights, seed: int
+) -> dict[str, Any]:
+    accuracy, official, chance = (
+        sum(weight * splits[split][key] for split, weight in weights.items())
+        for key in ("accuracy", "official", "chance")
+    )
+    own_rights, counts = [rights[split] for split in weights], [splits[split]["num_questions"] for split in weights]
+    interval = bootstrap(own_rights, counts, list(weights.values()), seed)
+    return {
+        "accuracy": accuracy,
+        "interval_95": interval,
+        "official": official,
+        "chance": chance,
+        "num_splits": len(weights),
+    }

@@ -14,22 +14,22 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits
 from dino_sparo.draw.sheet import require_matplotlib
 from dino_sparo.evaluation.task import start_evaluation
+from dino_sparo.image_text.evaluation.compositional.answers import (
+    AnswerTable,
+    answer_questions,
+    captions_of,
+    with_shuffled_images,
+)
+from dino_sparo.image_text.evaluation.compositional.benchmark import summarize
 from dino_sparo.image_text.evaluation.compositional.discover import ImageRules, LocalBenchmark, find_benchmarks
 from dino_sparo.image_text.evaluation.compositional.failures import (
     MAX_FAILURES,
     Failures,
     clearest_failures,
     write_failures,
-)
-from dino_sparo.image_text.evaluation.compositional.metrics import summarize, worth
-from dino_sparo.image_text.evaluation.compositional.run import (
-    AnswerTable,
-    answer_questions,
-    captions_of,
-    count_marks,
-    with_shuffled_images,
 )
 from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS
 from dino_sparo.image_text.evaluation.protocol import OpenModel, file_record
@@ -57,8 +57,7 @@ def compare(args: argparse.Namespace, open_model: OpenModel) -> list[Result]:
         raise ValueError(f"--failures {args.failures}: give a number of errors per benchmark from 0 to {MAX_FAILURES}")
     if args.failures:
         require_matplotlib()
-    images = Path(args.images) if args.images else None
-    rules = ImageRules(Path(args.data_root), images, args.max_missing, args.allow_outside)
+    rules = ImageRules.of(args, Path(args.data_root))
     benchmarks = find_benchmarks(args.benchmarks or list(BENCHMARKS), rules)
     if args.write_captions:
         return write_captions(benchmarks, Path(args.write_captions))
@@ -67,24 +66,27 @@ def compare(args: argparse.Namespace, open_model: OpenModel) -> list[Result]:
     for weights in args.pretrained_weights:
         if not Path(weights).is_file():
             raise ValueError(f"--pretrained_weights {weights}: there is no such file")
-    labels = labels_of(args.pretrained_weights)
-    results, written = [], []
-    for label, weights in zip(labels, args.pretrained_weights, strict=True):
+    results, written = {}, []
+    for label, weights in zip(labels_of(args.pretrained_weights), args.pretrained_weights, strict=True):
         logger.info("%s: %s", label, weights)
         scorer = open_model(argparse.Namespace(**{**vars(args), "pretrained_weights": weights}), process)
-        result, failures = evaluate(scorer, benchmarks, args.chunk_images, args.seed, args.blind, args.failures)
+        result, failures = evaluate(
+            scorer, benchmarks, args.chunk_images, args.seed, args.blind, args.failures, rules.limits
+        )
+        results[label] = result
         if is_main():
-            written.append(result_path(weights, label, args.output))
-            write_json(result, written[-1])
-            stem = written[-1].with_name(f"{written[-1].stem}_failures")
-            written += write_failures(scorer, label, failures, stem) if args.failures else []
-        results.append(result)
-    if args.graphs and not any("graphs" in result for result in results):
+            path = result_path(weights, label, args.output)
+            write_json(result, path)
+            written.append(path)
+            if args.failures:
+                stem = path.with_name(f"{path.stem}_failures")
+                written += write_failures(scorer, label, failures, stem, rules.limits)
+    if args.graphs and not any("graphs" in result for result in results.values()):
         logger.warning("--graphs %s: none of the models is an OC-CLIP, so it was not used", args.graphs)
     if is_main():
-        say(table(dict(zip(labels, results, strict=True))))
+        say(table(results))
         say("\n" + "\n".join(map(str, written)))
-    return results
+    return list(results.values())
 
 
 def write_captions(benchmarks: Sequence[LocalBenchmark], path: Path) -> list[Result]:
@@ -115,7 +117,13 @@ def result_path(weights: str, label: str, output: str | None) -> Path:
 
 
 def evaluate(
-    scorer: Scorer, benchmarks: Sequence[LocalBenchmark], chunk_images: int, seed: int, blind: bool, num_failures: int
+    scorer: Scorer,
+    benchmarks: Sequence[LocalBenchmark],
+    chunk_images: int,
+    seed: int,
+    blind: bool,
+    num_failures: int,
+    limits: ImageLimits = DEFAULT_LIMITS,
 ) -> tuple[Result, dict[str, Failures]]:
     """Answer the questions of all benchmarks with one model.
 
@@ -126,6 +134,7 @@ def evaluate(
         seed: random seed of the bootstrap and of shuffled images.
         blind: answer everything once more with the images of other questions.
         num_failures: number of errors to list per benchmark, the clearest ones.
+        limits: larger images count as unreadable.
 
     Returns:
         The result, and the errors of each benchmark, which the result has too.
@@ -136,7 +145,7 @@ def evaluate(
     own = [each.questions for each in benchmarks]
     for each in benchmarks if blind else ():
         own.append(with_shuffled_images(each.questions, seed, each.benchmark.blind_group))
-    answers = answer_questions(scorer, [question for questions in own for question in questions], chunk_images)
+    answers = answer_questions(scorer, [question for questions in own for question in questions], chunk_images, limits)
     ends = accumulate(map(len, own))
     rows = [slice(end - len(questions), end) for end, questions in zip(ends, own, strict=True)]
     results, failures, left_out = {}, {}, {}
@@ -182,12 +191,11 @@ def describe(local: LocalBenchmark, table: AnswerTable, rows: slice, seed: int) 
     result = summarize(benchmark, outcomes, seed)
     for split, entry in result["splits"].items():
         of_split = [rows.start + numbers[outcome.question] for outcome in outcomes if outcome.split == split]
-        entry |= count_marks(table.marks, of_split)
-        for name, counts in left_out.items():
-            entry[name] = counts[split] if is_one_each else counts.total()
+        entry |= {f"num_{name}": int(is_marked[of_split].sum()) for name, is_marked in table.marks.items()}
+        entry |= {name: counts[split] if is_one_each else counts.total() for name, counts in left_out.items()}
     if is_one_each:
         ours, official = (
-            benchmark.more(questions, [worth(each, credit) for each in outcomes])
+            benchmark.more(questions, [outcome.worth(credit) for outcome in outcomes])
             for credit in (0.0, benchmark.tie_credit)
         )
         result["means"] |= {name: {"accuracy": ours[name], "official": official[name]} for name in ours}

@@ -1,16 +1,19 @@
 """A folder -> the benchmarks below it, with their images, and a list of what is missing."""
 
+import argparse
 import logging
 import os
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits
 from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark
+from dino_sparo.image_text.evaluation.compositional.questions import Question
 from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS
-from dino_sparo.image_text.evaluation.questions import Question
-from dino_sparo.image_text.scoring.image_files import MAX_MISSING, ImageName, file_of, image_path
+from dino_sparo.image_text.evaluation.protocol import limits_of
+from dino_sparo.image_text.scoring.image_files import MAX_MISSING, file_of, find_images, image_path
 
 logger = logging.getLogger(__name__)
 
@@ -56,12 +59,20 @@ class ImageRules:
         images: the folder of the images; None: the benchmark's own folders are tried.
         max_missing: share of the image files of a part that may be missing. A part without any image is left out.
         allow_outside: whether annotations may name files outside of `root` and of the folder of the images.
+        limits: larger images count as unreadable.
     """
 
     root: Path
     images: Path | None = None
     max_missing: float = MAX_MISSING
     allow_outside: bool = False
+    limits: ImageLimits = DEFAULT_LIMITS
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, root: Path, default_images: Path | None = None) -> "ImageRules":
+        """The rules that the options give; `default_images` takes the place of --images."""
+        images = Path(args.images) if args.images else default_images
+        return cls(root, images, args.max_missing, args.allow_outside, limits_of(args))
 
 
 def folders_of(root: Path, names: Sequence[str]) -> Iterator[tuple[Benchmark, Path]]:
@@ -96,39 +107,38 @@ def find_benchmarks(names: Sequence[str], rules: ImageRules) -> list[LocalBenchm
     times = Counter(benchmark.name for benchmark, _ in candidates)
     local = []
     for benchmark, folder in candidates:
-        title = benchmark.title + f" ({folder.relative_to(root)})" * (times[benchmark.name] > 1)
-        local.append(open_benchmark(benchmark, folder, rules, title))
-    for each in local:
-        for sentence in each.lacks:
-            logger.warning("%s: %s", each.title, sentence)
+        suffix = f" ({folder.relative_to(root)})" * (times[benchmark.name] > 1)
+        local.append(open_benchmark(benchmark, folder, rules, suffix))
+        for sentence in local[-1].lacks:
+            logger.warning("%s: %s", local[-1].title, sentence)
     usable = [each for each in local if each.questions]
     if not usable:
         raise ValueError(f"no benchmark below {root} has its images; {local[0].title}: {local[0].lacks[-1]}")
     return usable
 
 
-def open_benchmark(benchmark: Benchmark, folder: Path, rules: ImageRules, title: str = "") -> LocalBenchmark:
+def open_benchmark(benchmark: Benchmark, folder: Path, rules: ImageRules, suffix: str = "") -> LocalBenchmark:
     """Read one benchmark, whose annotations lie in a folder, and look for its images.
 
     Raises:
         ValueError: annotations that cannot be read; too many images are missing.
     """
-    title = title or benchmark.title
+    title = benchmark.title + suffix
     questions = list(benchmark.read(folder))
     names = list(dict.fromkeys(file_of(image) for question in questions for image in question.images))
     images = rules.images or image_folder(benchmark, folder, rules.root, names).resolve()
     roots = None if rules.allow_outside else (images, rules.root.resolve())
     try:
-        paths = {name: image_path(images, name, roots) for name in names}
+        paths = find_images(images, names, roots)
     except ValueError as error:
         raise ValueError(f"{title} in {folder}: {error}") from error
-    there = {name: path for name, path in paths.items() if path is not None}
     lacks = _missing_annotations(benchmark, folder, questions)
+    parts: dict[str, set[str]] = defaultdict(set)  # part -> the files that it needs
+    for question in questions:
+        parts[benchmark.part_of(question)].update(map(file_of, question.images))
     absent = set()
-    for part in dict.fromkeys(map(benchmark.part_of, questions)):
-        own = (question for question in questions if benchmark.part_of(question) == part)
-        needed = {file_of(image) for question in own for image in question.images}
-        gone = sorted(needed - set(there))
+    for part, needed in parts.items():
+        gone = sorted(needed - set(paths))
         if len(gone) == len(needed):
             absent.add(part)
             lacks.append(
@@ -142,21 +152,32 @@ def open_benchmark(benchmark: Benchmark, folder: Path, rules: ImageRules, title:
                 f"at most {rules.max_missing:.3g} of them may be. Get them from {benchmark.source}, or raise "
                 "--max_missing"
             )
-    present = [question for question in questions if benchmark.part_of(question) not in absent]
-    worded = [question for question in present if all(text.strip() for text in question.captions)]
-    whole = [question for question in worded if all(file_of(image) in there for image in question.images)]
-    empty, without = _fewer(present, worded), _fewer(worded, whole)
+    local = LocalBenchmark(benchmark, folder, title, images, [], Counter(), Counter(), lacks)
+    for question in questions:
+        if benchmark.part_of(question) in absent:
+            continue
+        if not all(text.strip() for text in question.captions):
+            local.with_empty_caption[question.split] += 1
+        elif not all(file_of(image) in paths for image in question.images):
+            local.without_image[question.split] += 1
+        else:
+            local.questions.append(_located(question, images, paths))
+    without, empty = local.without_image.total(), local.with_empty_caption.total()
     if empty or without:
-        lacks.append(f"left out {without.total()} questions without image, {empty.total()} with an empty caption")
-    if not whole and not absent:
+        lacks.append(f"left out {without} questions without image, {empty} with an empty caption")
+    if not local.questions and not absent:
         lacks.append(f"none of {len(questions)} questions is left")
+    return local
 
-    def path(image: ImageName) -> ImageName:
-        file = str((images / there[file_of(image)]).absolute())
-        return file if isinstance(image, str) else image._replace(name=file)
 
-    located = [question._replace(images=tuple(map(path, question.images))) for question in whole]
-    return LocalBenchmark(benchmark, folder, title, images, located, without, empty, lacks)
+def _located(question: Question, folder: Path, paths: Mapping[str, str]) -> Question:
+    """The question with absolute paths as names of its images."""
+    names = [str((folder / paths[file_of(image)]).absolute()) for image in question.images]
+    images = (
+        name if isinstance(image, str) else image._replace(name=name)
+        for image, name in zip(question.images, names, strict=True)
+    )
+    return question._replace(images=tuple(images))
 
 
 def image_folder(benchmark: Benchmark, folder: Path, root: Path, names: Sequence[str]) -> Path:
@@ -184,8 +205,3 @@ def _missing_annotations(benchmark: Benchmark, folder: Path, questions: Sequence
     if benchmark.total not in (None, len(questions)):
         wrong.append(f"it has {len(questions)} questions, not {benchmark.total}")
     return lacks + ["; ".join(wrong) + f"; compare with {benchmark.source}"] * bool(wrong)
-
-
-def _fewer(before: Sequence[Question], after: Sequence[Question]) -> Counter[str]:
-    """Questions of each split that were left out."""
-    return Counter(question.split for question in before) - Counter(question.split for question in after)

@@ -17,13 +17,14 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
+from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits
 from dino_sparo.draw.figure import PICTURE_HEIGHT, Band, Figure, Layout, Section, Tile, Word
 from dino_sparo.draw.html import save_page
 from dino_sparo.draw.labels import file_names, short_name
 from dino_sparo.draw.pixels import scaled
 from dino_sparo.draw.sheet import save_sheet
-from dino_sparo.image_text.evaluation.compositional.run import AnswerTable
-from dino_sparo.image_text.evaluation.questions import Question
+from dino_sparo.image_text.evaluation.compositional.answers import AnswerTable
+from dino_sparo.image_text.evaluation.compositional.questions import Question
 from dino_sparo.image_text.scoring.explanation import CaptionMaps, ExplainableScorer
 from dino_sparo.image_text.scoring.image_files import ROOT, Crop, ImageName, named_source
 from dino_sparo.image_text.scoring.scorer import Scorer
@@ -119,17 +120,21 @@ def clearest_failures(questions: Sequence[Question], answers: AnswerTable, rows:
     return Failures(num_asked, int((margins > 0).sum()) + num_tied, num_tied, list(clearest.values()))
 
 
-def write_failures(scorer: Scorer, model: str, failures: Mapping[str, Failures], stem: Path) -> list[Path]:
-    """Write a page of all benchmarks and, of each that has errors, a sheet.
+def write_failures(
+    scorer: Scorer,
+    model: str,
+    failures: Mapping[str, Failures],
+    stem: Path,
+    limits: ImageLimits = DEFAULT_LIMITS,
+) -> list[Path]:
+    """Write a page of all benchmarks and, of each that has errors, a sheet; returns the files.
 
     Args:
         scorer: the model.
         model: what to call it.
         failures: benchmark -> its errors.
         stem: path that the files' names begin with.
-
-    Returns:
-        The files.
+        limits: as the images were read before.
     """
     figure = Figure(TITLE, f"{model}  ·  scores: {scorer.measure}", [], LAYOUT, explanation=RULE, ends=None)
     names = file_names([title.replace("/", "_") for title in failures])
@@ -139,12 +144,16 @@ def write_failures(scorer: Scorer, model: str, failures: Mapping[str, Failures],
         heading = f"{title}: {errors}"
         sections = []
         for failure in errors.clearest:
-            section, words, ends = explain_failure(scorer, failure)
-            sections.append(section)
-            if ends is not None:
+            image = named_source(ROOT, [failure.name], [failure.image], limits).read(0)
+            picture, maps = scaled(np.asarray(image), PICTURE_HEIGHT), [CaptionMaps((), ())] * 2
+            if isinstance(scorer, ExplainableScorer):
+                explanation = scorer.explain(image, (failure.true_caption, failure.false_caption))
+                picture, maps = explanation.picture, list(explanation.captions)
                 # The sentences on reading are the page's; on a sheet the first two are enough.
-                short = ". ".join(words.split(". ")[:2]).rstrip(".") + "."
-                figure = replace(figure, summary=[short], explanation=f"{RULE} {words}", ends=ends)
+                short = ". ".join(explanation.words.split(". ")[:2]).rstrip(".") + "."
+                words = f"{RULE} {explanation.words}"
+                figure = replace(figure, summary=[short], explanation=words, ends=explanation.ends)
+            sections.append(failure_section(failure, Tile(picture, failure.image), maps))
         all_sections += [Section((), heading), *sections]
         if sections:
             path = stem.with_name(f"{stem.name}_{name}.png")
@@ -156,33 +165,18 @@ def write_failures(scorer: Scorer, model: str, failures: Mapping[str, Failures],
     return [page, *sheets]
 
 
-def explain_failure(scorer: Scorer, failure: Failure) -> tuple[Section, str, tuple[str, str] | None]:
-    """An error as a figure shows it, how to read its maps, and the words for their colours (None without maps)."""
-    image = named_source(ROOT, [failure.name], [failure.image]).read(0)
-    picture, maps = scaled(np.asarray(image), PICTURE_HEIGHT), [CaptionMaps((), ())] * 2
-    words, ends = "", None
-    if isinstance(scorer, ExplainableScorer):
-        explanation = scorer.explain(image, (failure.true_caption, failure.false_caption))
-        picture, maps = explanation.picture, list(explanation.captions)
-        words, ends = explanation.words, explanation.ends
-    return failure_section(failure, Tile(picture, failure.image), maps), words, ends
-
-
 def failure_section(failure: Failure, image: Tile, maps: Sequence[CaptionMaps]) -> Section:
     """The image of an error, and beside it the true and the false caption with their scores and maps."""
-    true, false = differing(failure.true_caption.split(), failure.false_caption.split())
+    kinds: tuple[Literal["true", "false"], ...] = ("true", "false")
+    captions = differing(failure.true_caption.split(), failure.false_caption.split())
+    scores = failure.true_score, failure.false_score
+    bands = []
+    for kind, caption, score, each in zip(kinds, captions, scores, maps, strict=True):
+        words = [Word(word, MARK_LEVEL * is_marked, MARKS[kind]) for word, is_marked in caption]
+        bands.append(Band(words, f"{kind} {score:.3f}", kind, each.lines, each.tiles))
     margin = failure.false_score - failure.true_score
     about = f"{failure.split}  ·  {short_name(failure.image)}  ·  false above true by {margin:.3f}"
-    bands = (
-        _band("true", failure.true_score, true, maps[0]),
-        _band("false", failure.false_score, false, maps[1]),
-    )
     return Section(bands, picture=image, about=about)
-
-
-def _band(kind: Literal["true", "false"], score: float, caption: Sequence[tuple[str, bool]], maps: CaptionMaps) -> Band:
-    words = [Word(word, MARK_LEVEL * is_marked, MARKS[kind]) for word, is_marked in caption]
-    return Band(words, f"{kind} {score:.3f}", kind, maps.lines, maps.tiles)
 
 
 def differing(first: Sequence[str], second: Sequence[str]) -> tuple[list[tuple[str, bool]], list[tuple[str, bool]]]:

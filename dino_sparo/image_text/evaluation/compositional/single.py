@@ -1,33 +1,30 @@
-"""SugarCrepe or Winoground alone, in the format of their own result files: the old names of two benchmarks.
+"""One benchmark in one folder: `dino-sparo sugarcrepe` and `winoground`, the old names of two benchmarks.
 
     dino-sparo sugarcrepe --pretrained_weights output/checkpoint.pth --data_path data/sugar-crepe/data \
         --images data/coco/val2017
     dino-sparo winoground --pretrained_weights output/checkpoint.pth --data_path data/winoground
 
-`dino-sparo compositional --benchmarks sugarcrepe winoground` asks the same questions of several models, with intervals.
-Both commands write a result file with the numbers and all that they depend on, sugarcrepe.json or winoground.json.
+The answers and the table are those of `dino-sparo compositional --benchmarks sugarcrepe winoground`; the result files,
+sugarcrepe.json and winoground.json, have their own format.
 """
 
 import argparse
 from pathlib import Path
 from typing import Any
 
-from jaxtyping import Bool
-from torch import Tensor
-
 from dino_sparo.evaluation.task import start_evaluation
-from dino_sparo.image_text.evaluation.compositional.discover import ImageRules, LocalBenchmark, open_benchmark
-from dino_sparo.image_text.evaluation.compositional.run import (
+from dino_sparo.image_text.evaluation.compositional.answers import (
     AnswerTable,
     EncodedQuestions,
     answer_questions,
     encode_questions,
 )
+from dino_sparo.image_text.evaluation.compositional.benchmark import summarize
+from dino_sparo.image_text.evaluation.compositional.command import Result, describe, labels_of, table
+from dino_sparo.image_text.evaluation.compositional.discover import ImageRules, LocalBenchmark, open_benchmark
 from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS
-from dino_sparo.image_text.evaluation.compositional.sets.sugarcrepe import averages
-from dino_sparo.image_text.evaluation.compositional.sets.winoground import SCORES, scores_of
-from dino_sparo.image_text.evaluation.protocol import OpenModel, file_record, report
-from dino_sparo.image_text.evaluation.questions import SplitResult, by_split
+from dino_sparo.image_text.evaluation.compositional.sets.sugarcrepe import GROUPS
+from dino_sparo.image_text.evaluation.protocol import OpenModel, file_record, limits_of, report
 from dino_sparo.image_text.scoring.image_files import require_few_missing
 from dino_sparo.image_text.scoring.scorer import Scorer
 from dino_sparo.runtime.cli import say
@@ -44,24 +41,10 @@ def open_folder(args: argparse.Namespace, name: str) -> LocalBenchmark:
     if not args.data_path:
         raise ValueError(f"--data_path is empty; give the folder with {benchmark.title}'s {benchmark.files[0]}")
     folder = Path(args.data_path)
-    images = Path(args.images or folder / "images")
-    local = open_benchmark(benchmark, folder, ImageRules(folder, images, args.max_missing, args.allow_outside))
+    local = open_benchmark(benchmark, folder, ImageRules.of(args, folder, default_images=folder / "images"))
     if not local.questions:
         raise ValueError(f"{local.title}: {local.lacks[-1]}")
     return local
-
-
-def _answers_of(
-    args: argparse.Namespace, open_model: OpenModel, name: str
-) -> tuple[LocalBenchmark, Scorer, AnswerTable]:
-    process = start_evaluation(args)
-    local = open_folder(args, name)
-    if is_main():
-        say(f"This is `dino-sparo compositional --benchmarks {name} --data_root {local.folder}` under its old name.")
-    scorer = open_model(args, process)
-    table = answer_questions(scorer, local.questions)
-    require_readable(local, int(table.is_answered.sum()), args.max_missing)
-    return local, scorer, table
 
 
 def require_readable(local: LocalBenchmark, num_readable: int, max_missing: float) -> None:
@@ -80,35 +63,48 @@ def encode_folder(scorer: Scorer, local: LocalBenchmark, max_missing: float) -> 
     return encoded
 
 
-def evaluate_sugarcrepe(args: argparse.Namespace, open_model: OpenModel) -> dict[str, Any]:
-    """Evaluate what the options say, write sugarcrepe.json, show the table."""
-    local, scorer, table = _answers_of(args, open_model, "sugarcrepe")
-    numbers, answers = table.answers_to(slice(None))
-    questions = [local.questions[number] for number in numbers]
-    results = by_split(questions, answers.text, answers.text_tied)
-    num_images = len({name for question in questions for name in question.images})
-    result = {
+def evaluate_single(args: argparse.Namespace, open_model: OpenModel, name: str) -> Result:
+    """Evaluate a model on `sugarcrepe` or `winoground`, write the result, show the table."""
+    process = start_evaluation(args)
+    local = open_folder(args, name)
+    if is_main():
+        say(f"This is `dino-sparo compositional --benchmarks {name} --data_root {local.folder}` under its old name.")
+    scorer = open_model(args, process)
+    answers = answer_questions(scorer, local.questions, limits=limits_of(args))
+    require_readable(local, int(answers.is_answered.sum()), args.max_missing)
+    entry = describe(local, answers, slice(0, len(local.questions)), seed=0)
+    result = {**FORMATS[name](entry, local, answers, scorer.measure), **scorer.record}
+    (label,) = labels_of([args.pretrained_weights])
+    return report(result, table({label: {"benchmarks": {local.title: entry}, "left_out": {}}}), args, f"{name}.json")
+
+
+def _sugarcrepe(entry: Result, local: LocalBenchmark, answers: AnswerTable, measure: str) -> Result:
+    """The content of sugarcrepe.json."""
+    means = {name: mean["accuracy"] for name, mean in entry["means"].items()}
+    groups = {group: means[group] for group in GROUPS if group in means}
+    numbers, _ = answers.answers_to(slice(None))
+    num_images = len({image for number in numbers for image in local.questions[number].images})
+    return {
         "evaluation": "SugarCrepe",
         "splits": {
-            split: {"accuracy": result.accuracy, "num_pairs": result.num_questions, "num_ties": result.num_ties}
-            for split, result in results.items()
+            split: {"accuracy": each["accuracy"], "num_pairs": each["num_questions"], "num_ties": each["num_ties"]}
+            for split, each in entry["splits"].items()
         },
-        **averages(results),
-        "rule": f"right if the true caption's {scorer.measure} is strictly greater, in fp32; ties count as wrong",
-        **scorer.record,
-        "pairs": pairs_record(local, results, len(table.truncated), num_images=num_images),
+        "groups": groups,
+        **({"macro_groups": sum(groups.values()) / len(groups)} if groups else {}),
+        "macro_splits": means["macro"],
+        "micro": means["micro"],
+        "rule": f"right if the true caption's {measure} is strictly greater, in fp32; ties count as wrong",
+        "pairs": pairs_record(local, len(numbers), len(answers.truncated), num_images=num_images),
     }
-    return report(result, _sugarcrepe_table(results), args, "sugarcrepe.json")
 
 
-def pairs_record(
-    local: LocalBenchmark, results: dict[str, SplitResult], num_truncated: int, **counts: int
-) -> dict[str, Any]:
-    """Description of SugarCrepe's questions in a result file; `counts` are further numbers."""
-    num_pairs = sum(result.num_questions for result in results.values())
+def pairs_record(local: LocalBenchmark, num_pairs: int, num_truncated: int, **counts: int) -> dict[str, Any]:
+    """SugarCrepe's questions in a result file; `counts` are further numbers."""
+    splits = dict.fromkeys(question.split for question in local.questions)
     return {
         "images": str(local.images),
-        "files": {split: file_record(local.folder / f"{split}.json") for split in results},
+        "files": {split: file_record(local.folder / f"{split}.json") for split in splits},
         "num_pairs": num_pairs,
         **counts,
         "num_without_image": local.without_image.total() + len(local.questions) - num_pairs,
@@ -117,45 +113,31 @@ def pairs_record(
     }
 
 
-def _sugarcrepe_table(results: dict[str, SplitResult]) -> str:
-    lines = [f"{'split':<14}  {'accuracy %':>10}  {'pairs':>6}  {'ties':>5}"]
-    lines += [
-        f"{split:<14}  {r.accuracy:>10.2f}  {r.num_questions:>6}  {r.num_ties:>5}" for split, r in results.items()
-    ]
-    means = averages(results)
-    lines += [f"{name:<14}  {value:>10.2f}" for name, value in {**means.pop("groups"), **means}.items()]
-    return "\n".join(lines)
+def _winoground(entry: Result, local: LocalBenchmark, answers: AnswerTable, measure: str) -> Result:
+    """The content of winoground.json."""
+    numbers, of_questions = answers.answers_to(slice(None))
+    questions = [local.questions[number] for number in numbers]
+    outcomes = local.benchmark.outcomes(questions, of_questions)
 
+    def scores(tags: set[str]) -> dict[str, float]:
+        own = [outcome for outcome in outcomes if questions[outcome.question].split in tags]
+        splits = summarize(local.benchmark, own, 0)["splits"]
+        return {score: each["accuracy"] for score, each in splits.items()} | {"num_examples": len(own) // len(splits)}
 
-def evaluate_winoground(args: argparse.Namespace, open_model: OpenModel) -> dict[str, Any]:
-    """Evaluate what the options say, write winoground.json, show the table."""
-    local, scorer, table = _answers_of(args, open_model, "winoground")
-    numbers, answers = table.answers_to(slice(None))
-    right, tags = scores_of(answers), [local.questions[number].split for number in numbers]
-    num_left_out = local.with_empty_caption.total() + local.without_image.total() + len(local.questions) - len(numbers)
-    result = {
+    tags = {question.split for question in questions}
+    return {
         "evaluation": "Winoground",
-        **_means(right),
-        "by_tag": {tag: _means(right[[own == tag for own in tags]]) for tag in sorted({*tags} - {""})},
-        "rule": f"strictly greater {scorer.measure}s, in fp32",
-        **scorer.record,
+        **scores(tags),
+        "by_tag": {tag: scores({tag}) for tag in sorted(tags - {""})},
+        "rule": f"strictly greater {measure}s, in fp32",
         "examples": {
             **file_record(local.folder / local.benchmark.files[0]),
             "images": str(local.images),
-            "num_ties": int((answers.text_tied | answers.image_tied).sum()),
-            "num_left_out": num_left_out,
-            "num_truncated_captions": len(table.truncated),
+            "num_ties": entry["splits"]["group"]["num_ties"],
+            "num_left_out": entry["num_without_image"] + entry["num_with_empty_caption"],
+            "num_truncated_captions": len(answers.truncated),
         },
     }
-    head = f"{'':<10}" + "".join(f"  {name + ' %':>8}" for name in SCORES) + f"  {'examples':>8}"
-    lines = [
-        f"{name:<10}" + "".join(f"  {row[score]:>8.2f}" for score in SCORES) + f"  {row['num_examples']:>8}"
-        for name, row in {"all": result, **result["by_tag"]}.items()
-    ]
-    return report(result, "\n".join([head, *lines]), args, "winoground.json")
 
 
-def _means(right: Bool[Tensor, "examples 3"]) -> dict[str, float]:
-    """The three scores in percent, and the number of examples."""
-    means = (100 * right.double().mean(dim=0)).tolist()
-    return {**dict(zip(SCORES, means, strict=True)), "num_examples": len(right)}
+FORMATS = {"sugarcrepe": _sugarcrepe, "winoground": _winoground}

@@ -15,14 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dino_sparo.image_text.evaluation.compositional.benchmark import (
-    Benchmark,
-    Weights,
-    equal_means,
-    list_of,
-    read_entries,
-)
-from dino_sparo.image_text.evaluation.questions import Question
+from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark, Weights, equal_means
+from dino_sparo.image_text.evaluation.compositional.questions import Question, list_of, read_entries
 from dino_sparo.image_text.scoring.image_files import Crop
 
 MIN_CASES = 25  # pairs of attributes with fewer questions do not count in the authors' mean

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from dino_sparo.data.sources.folders import ALL
 from dino_sparo.data.sources.tables import Column, TableRows
-from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark, questions_of
-from dino_sparo.image_text.evaluation.questions import Question
+from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark
+from dino_sparo.image_text.evaluation.compositional.questions import Question, questions_of
 
 LABELS = "labels.csv"
 COLUMNS = ("filename", "character_name", "character2_name", "character_texture", "character2_texture", "character1_pos")

@@ -11,14 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dino_sparo.image_text.evaluation.compositional.benchmark import (
-    Benchmark,
-    Weights,
-    equal_means,
-    questions_of,
-    read_json,
-)
-from dino_sparo.image_text.evaluation.questions import Question, SplitResult, macro, micro
+from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark, Weights, equal_means
+from dino_sparo.image_text.evaluation.compositional.questions import Question, read_json, read_splits
 
 logger = logging.getLogger(__name__)
 
@@ -33,35 +27,25 @@ COCO_IMAGES = "images of COCO val2017, http://images.cocodataset.org/zips/val201
 COCO_FOLDERS = ("val2017", "images", "coco/val2017", "coco/images/val2017")
 
 
-def read(folder: Path) -> list[Question]:
+def read(folder: Path) -> Iterator[Question]:
     """The questions of SugarCrepe's files that lie in a folder; without any of these, of every JSON file there.
 
     Raises:
         ValueError: the folder holds no such file, or a file is no SugarCrepe's.
     """
-    there = [split for split, file in FILES.items() if (folder / file).is_file()]
-    splits = there or sorted(path.stem for path in folder.glob("*.json"))
-    if not splits:
+    files = {split: file for split, file in FILES.items() if (folder / file).is_file()}
+    if 0 < len(files) < len(FILES):
+        logger.warning("%s has %d of SugarCrepe's %d files: %s", folder, len(files), len(FILES), ", ".join(files))
+    files = files or {path.stem: path.name for path in sorted(folder.glob("*.json"))}
+    if not files:
         raise ValueError(
             f"{folder} holds none of {', '.join(FILES.values())}, nor any other JSON file; give the folder of them"
         )
-    if 0 < len(there) < len(FILES):
-        logger.warning("%s has %d of SugarCrepe's %d files: %s", folder, len(there), len(FILES), ", ".join(there))
-    return [question for split in splits for question in _read_split(folder / f"{split}.json", split)]
+    return read_splits(folder, files, _question, "filename, caption and negative_caption", keyed=True)
 
 
-def _read_split(path: Path, split: str) -> Iterator[Question]:
-    entries = read_json(path)
-    if not isinstance(entries, dict | list):
-        raise ValueError(f"{path}: expected an object of SugarCrepe's entries; found {type(entries).__name__}")
-
-    def question(entry: Any) -> Question:
-        return Question(split, (entry["filename"],), (entry["caption"], entry["negative_caption"]))
-
-    rows = entries.items() if isinstance(entries, dict) else enumerate(entries)  # keys are numbers, some with gaps
-    return questions_of(
-        path, ((f"entry {key!r}", row) for key, row in rows), question, "filename, caption and negative_caption"
-    )
+def _question(split: str, entry: Any) -> Question:
+    return Question(split, (entry["filename"],), (entry["caption"], entry["negative_caption"]))
 
 
 def is_scene_pairs(folder: Path) -> bool:
@@ -70,25 +54,6 @@ def is_scene_pairs(folder: Path) -> bool:
         return "swapped" in next(iter(read_json(folder / FILES["swap_att"]).values()))
     except (OSError, ValueError, AttributeError, StopIteration, TypeError):
         return False
-
-
-def averages(results: Mapping[str, SplitResult]) -> dict[str, Any]:
-    """The averages that papers call the accuracy on SugarCrepe, in percent.
-
-    Returns:
-        `groups`: mean over the splits of each group; `macro_groups`: the mean of those, if there are any;
-        `macro_splits`: mean over splits, SPARO's average; `micro`: the share of all questions.
-    """
-    groups = {
-        group: [results[split].accuracy for split in splits if split in results] for group, splits in GROUPS.items()
-    }
-    means = {group: sum(values) / len(values) for group, values in groups.items() if values}
-    return {
-        "groups": means,
-        **({"macro_groups": sum(means.values()) / len(means)} if means else {}),
-        "macro_splits": macro(results),
-        "micro": micro(results),
-    }
 
 
 def group_means(counts: Mapping[str, int]) -> dict[str, Weights]:

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark, Weights, list_of, read_splits
-from dino_sparo.image_text.evaluation.questions import Question
+from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark, Weights
+from dino_sparo.image_text.evaluation.compositional.questions import Question, list_of, read_splits
 from dino_sparo.image_text.scoring.image_files import file_of
 
 

@@ -17,9 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark, list_of, read_entries, read_splits
+from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark
+from dino_sparo.image_text.evaluation.compositional.questions import Question, list_of, read_entries, read_splits
 from dino_sparo.image_text.evaluation.compositional.sets.sugarcrepe import COCO_FOLDERS, COCO_IMAGES
-from dino_sparo.image_text.evaluation.questions import Question
 from dino_sparo.image_text.scoring.image_files import file_of
 
 PAIRS = (("left", "right"), ("on", "under"), ("in-front", "behind"))

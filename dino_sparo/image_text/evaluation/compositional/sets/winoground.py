@@ -14,8 +14,9 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark, Outcome, questions_of
-from dino_sparo.image_text.evaluation.questions import Answers, Question
+from dino_sparo.image_text.evaluation.compositional.answers import Answers
+from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark, Outcome
+from dino_sparo.image_text.evaluation.compositional.questions import Question, questions_of
 from dino_sparo.runtime.files import parse_json
 
 EXAMPLES = "examples.jsonl"

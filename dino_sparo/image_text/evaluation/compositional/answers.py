@@ -1,4 +1,7 @@
-"""Questions of several benchmarks -> answers, a limited number of images at a time.
+"""Questions of several benchmarks -> a scorer's answers, a limited number of images at a time.
+
+The rule: right means strictly greater. Equal scores count as wrong, and ties are counted, so that a model which cannot
+tell captions apart gains nothing.
 
 The questions are ordered by the file of their first image, so that an image is decoded once for all benchmarks that ask
 about it. `chunk_images` bounds the memory: OC-CLIP keeps 0.4 MB per image. A caption is encoded once per part.
@@ -6,30 +9,114 @@ about it. `chunk_images` bounds the memory: OC-CLIP keeps 0.4 MB per image. A ca
 
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from dino_sparo.image_text.evaluation.questions import (
-    Answers,
-    Confusions,
-    Question,
-    SplitResult,
-    by_split,
-    confusions,
-    judge,
-)
+from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits
+from dino_sparo.image_text.evaluation.compositional.questions import Question
 from dino_sparo.image_text.scoring.image_files import ROOT, Crop, ImageName, file_of, named_source
 from dino_sparo.image_text.scoring.scorer import EncodedTexts, Scorer
 
 logger = logging.getLogger(__name__)
 
 CHUNK_IMAGES = 2048
+
+
+class Answers(NamedTuple):
+    """A scorer's answers, one per question.
+
+    Attributes:
+        text: (questions,), whether each image prefers its own caption to all others of the question.
+        image: (questions,), whether the caption of each image prefers that image to all others.
+        text_tied: (questions,), whether an image has equal scores for its own caption and the best of the others.
+        image_tied: (questions,), whether a caption has equal scores for its own image and the best of the others.
+    """
+
+    text: Bool[Tensor, " questions"]
+    image: Bool[Tensor, " questions"]
+    text_tied: Bool[Tensor, " questions"]
+    image_tied: Bool[Tensor, " questions"]
+
+
+class Confusions(NamedTuple):
+    """For each question the image and the false caption whose score exceeds that of the image's own caption the most.
+
+    Attributes:
+        image: (questions,), index of the image.
+        caption: (questions,), index of the false caption.
+        true_score: (questions,), of the image and its own caption.
+        false_score: (questions,), of the image and the false caption.
+    """
+
+    image: Int64[Tensor, " questions"]
+    caption: Int64[Tensor, " questions"]
+    true_score: Float[Tensor, " questions"]
+    false_score: Float[Tensor, " questions"]
+
+
+class SplitResult(NamedTuple):
+    """Accuracy of a split in percent, with its numbers of questions and of ties."""
+
+    accuracy: float
+    num_questions: int
+    num_ties: int
+
+
+def judge(scores: Float[Tensor, "questions images captions"], matches: Int64[Tensor, "questions images"]) -> Answers:
+    """Scores -> answers.
+
+        text   S(i, m_i) > S(i, c)   for all images i and captions c other than their own, m_i
+        image  S(i, m_i) > S(j, m_i) for all images i and j other than i
+
+    Args:
+        scores: of every image and caption; -inf where a question has fewer than others.
+        matches: m, the true caption of each image; -1 where a question has fewer images.
+    """
+    is_image = matches >= 0
+    own_caption = matches.clamp(min=0)[:, :, None]
+    own = scores.gather(2, own_caption)[:, :, 0]
+    best_caption = scores.scatter(2, own_caption, -torch.inf).amax(dim=2)
+    by_caption = scores.gather(2, own_caption.mT.expand(-1, scores.shape[1], -1))  # image j, caption of image i
+    is_own = torch.eye(scores.shape[1], dtype=torch.bool, device=scores.device)
+    best_image = by_caption.masked_fill(is_own, -torch.inf).amax(dim=1)
+    text, image = (((own > best) | ~is_image).all(dim=1) for best in (best_caption, best_image))
+    ties = (((own == best) & is_image).any(dim=1) for best in (best_caption, best_image))
+    return Answers(text, image, *ties)
+
+
+def confusions(
+    scores: Float[Tensor, "questions images captions"], matches: Int64[Tensor, "questions images"]
+) -> Confusions:
+    """The image and the false caption with the greatest S(i, c) - S(i, m_i); arguments as in `judge`."""
+    own_caption = matches.clamp(min=0)[:, :, None]
+    own = scores.gather(2, own_caption)[:, :, 0]
+    best, caption = scores.scatter(2, own_caption, -torch.inf).max(dim=2)
+    margins = torch.where(matches >= 0, best - own, -torch.inf)
+    image = margins.argmax(dim=1, keepdim=True)
+    return Confusions(image[:, 0], *(column.gather(1, image)[:, 0] for column in (caption, own, best)))
+
+
+def by_split(
+    questions: Sequence[Question], right: Bool[Tensor, " questions"], tied: Bool[Tensor, " questions"]
+) -> dict[str, SplitResult]:
+    """Accuracy of each split, in the order of the questions."""
+    rows: dict[str, list[list[bool]]] = defaultdict(list)
+    for question, *row in zip(questions, right.tolist(), tied.tolist(), strict=True):
+        rows[question.split].append(row)
+    counts = {split: (len(each), *map(sum, zip(*each, strict=True))) for split, each in rows.items()}
+    return {split: SplitResult(100 * hits / number, number, ties) for split, (number, hits, ties) in counts.items()}
+
+
+def macro(results: Mapping[str, SplitResult]) -> float:
+    """Mean of the splits' accuracies, in percent."""
+    return sum(result.accuracy for result in results.values()) / len(results)
 
 
 @dataclass(frozen=True)
@@ -88,15 +175,18 @@ def captions_of(questions: Sequence[Question]) -> list[str]:
 
 
 @torch.no_grad()
-def encode_questions(scorer: Scorer, questions: Sequence[Question]) -> EncodedQuestions | None:
+def encode_questions(
+    scorer: Scorer, questions: Sequence[Question], limits: ImageLimits = DEFAULT_LIMITS
+) -> EncodedQuestions | None:
     """Encode every image and every caption once; None if no question has its images.
 
     Args:
         scorer: the model.
         questions: their images are absolute paths, or parts of such files.
+        limits: larger images count as unreadable.
     """
     names = list(dict.fromkeys(name for question in questions for name in question.images))
-    images = scorer.encode_images(named_source(ROOT, names, [file_of(name) for name in names]))
+    images = scorer.encode_images(named_source(ROOT, names, list(map(file_of, names)), limits))
     image_row = {names[index]: row for row, index in enumerate(images.indices.tolist())}
     numbers = [n for n, question in enumerate(questions) if all(name in image_row for name in question.images)]
     if not numbers:
@@ -150,14 +240,13 @@ def split_results(encoded: EncodedQuestions, score_pairs: ScorePairs) -> dict[st
     return by_split(encoded.questions, answers.text, answers.text_tied)
 
 
-def answer_questions(scorer: Scorer, questions: Sequence[Question], chunk_images: int = CHUNK_IMAGES) -> AnswerTable:
-    """Answer all questions.
-
-    Args:
-        scorer: the model.
-        questions: their images are absolute paths, or parts of such files.
-        chunk_images: largest number of images that are encoded at a time.
-    """
+def answer_questions(
+    scorer: Scorer,
+    questions: Sequence[Question],
+    chunk_images: int = CHUNK_IMAGES,
+    limits: ImageLimits = DEFAULT_LIMITS,
+) -> AnswerTable:
+    """Answer all questions; `chunk_images` is the largest number of images encoded at a time."""
     false = torch.zeros(len(questions), dtype=torch.bool)
     zeros = (torch.zeros(len(questions), dtype=dtype) for dtype in [torch.int64] * 2 + [torch.float32] * 2)
     table = AnswerTable(false.clone(), Answers(*(false.clone() for _ in range(4))), Confusions(*zeros), {}, set())
@@ -165,7 +254,7 @@ def answer_questions(scorer: Scorer, questions: Sequence[Question], chunk_images
     parts = list(chunks(questions, chunk_images))
     for number, part in enumerate(parts):
         logger.info("part %d of %d: %d questions", number + 1, len(parts), len(part))
-        encoded = encode_questions(scorer, [questions[index] for index in part])
+        encoded = encode_questions(scorer, [questions[index] for index in part], limits)
         if encoded is None:
             continue
         scores = question_scores(encoded, scorer.score_pairs)
@@ -189,9 +278,9 @@ def chunks(questions: Sequence[Question], chunk_images: int) -> Iterator[list[in
     num_images = len({image for question in questions for image in question.images})
     limit = math.ceil(num_images / math.ceil(num_images / chunk_images))
 
-    def key(index: int) -> tuple[str, tuple[float, ...], int]:
+    def key(index: int) -> tuple[str, tuple[float, ...]]:
         image = questions[index].images[0]
-        return file_of(image), image.box if isinstance(image, Crop) else (), index
+        return file_of(image), image.box if isinstance(image, Crop) else ()
 
     part: list[int] = []
     images: set[ImageName] = set()
@@ -228,18 +317,12 @@ def with_shuffled_images(
     `group_of` is a benchmark's `blind_group`.
     """
     rng = np.random.default_rng(seed)
-    by_group: dict[str, list[int]] = {}
+    by_group: dict[str, list[int]] = defaultdict(list)
     for index, question in enumerate(questions):
-        by_group.setdefault(group_of(question), []).append(index)
+        by_group[group_of(question)].append(index)
     shuffled = list(questions)
     for own in by_group.values():
         order = rng.permutation(own)
         for here, there in zip(order, np.roll(order, 1), strict=True):
             shuffled[here] = questions[here]._replace(images=questions[there].images)
     return shuffled
-
-
-def count_marks(marks: Mapping[str, Tensor], rows: Sequence[int]) -> dict[str, int]:
-    """`num_NAME`: how many of the questions in `rows` have each mark."""
-    chosen = torch.tensor(list(rows), dtype=torch.int64)
-    return {f"num_{name}": int(values[chosen].sum()) for name, values in marks.items()}
