@@ -267,7 +267,7 @@ def test_a_study_of_photographs_asks_for_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(path.name for path in runs.RESULTS.glob("*")))
 def test_the_tables_of_the_results_page_are_those_of_the_runs(name: str) -> None:
-    page = (ROOT / "docs" / "results.md").read_text()
+    page = "\n\n".join((ROOT / name).read_text() for name in ("docs/results.md", "studies/README.md"))
     for table in report.report(name, runs.RESULTS).split("\n\n")[1:]:
         assert table in page, f"python -m studies {name} --report"
 
