@@ -18,7 +18,8 @@ from dino_sparo.evaluation.features import Features, gather_features
 from dino_sparo.runtime.agree import all_or_none
 from dino_sparo.runtime.files import parse_json
 from dino_sparo.runtime.launch import is_main
-from dino_sparo.runtime.records import file_sha256, plain, write_json
+from dino_sparo.runtime.records import plain, write_json
+from dino_sparo.weights.checkpoint import weights_sha256
 from dino_sparo.weights.file import CheckpointError, contents_checksum, read_torch_file
 
 # The reference's names.
@@ -134,7 +135,7 @@ def _load_tensor(path: Path, checksum: int | None) -> Tensor:
 
 def check_same_weights(sha256: str | None, pretrained_weights: str, folder: str) -> None:
     """Refuse cached features of other weights than `pretrained_weights`, a path; an empty path allows any weights."""
-    if pretrained_weights and sha256 != file_sha256(Path(pretrained_weights)):
+    if pretrained_weights and sha256 != weights_sha256(pretrained_weights):
         raise ValueError(
             f"the features in {folder} were not made with {pretrained_weights} (its SHA-256 is not {sha256}); leave "
             f"out --pretrained_weights to evaluate them anyway, or leave out --load_features"

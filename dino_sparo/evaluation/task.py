@@ -29,8 +29,15 @@ from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.launch import Distributed, init_distributed, is_main, is_only_a_peer, select_device
 from dino_sparo.runtime.logs import setup_logging
 from dino_sparo.runtime.precision import PRECISIONS, set_tf32
-from dino_sparo.runtime.records import file_sha256, versions, write_json
-from dino_sparo.weights.checkpoint import activation_of, encoder_of, load_checkpoint, network_name, normalization_of
+from dino_sparo.runtime.records import versions, write_json
+from dino_sparo.weights.checkpoint import (
+    activation_of,
+    encoder_of,
+    load_checkpoint,
+    network_name,
+    normalization_of,
+    weights_sha256,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +78,7 @@ def trained_encoder(
     encoder = encoder_of(checkpoint, str(pretrained_weights), checkpoint_key, arch, patch_size, quick_gelu)
     record = {
         "pretrained_weights": str(pretrained_weights),
-        "sha256": file_sha256(Path(pretrained_weights)),
+        "sha256": weights_sha256(pretrained_weights),
         "checkpoint_key": network_name(checkpoint, checkpoint_key),
         "epoch": checkpoint.get("epoch"),
         "untrained": False,

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dino_sparo.runtime.records import file_sha256
-from dino_sparo.weights.checkpoint import normalization_of
+from dino_sparo.weights.checkpoint import normalization_of, weights_sha256
 
 Loaded = TypeVar("Loaded", bound="LoadedModel")
 
@@ -30,7 +29,7 @@ class LoadedModel:
     @classmethod
     def of(cls: type[Loaded], model: Any, checkpoint: Mapping[str, Any], path: str | Path, **more: Any) -> Loaded:
         """A model, which has a `config`, with the weights of a checkpoint; `more` goes into the record."""
-        origin = {"pretrained_weights": str(path), "sha256": file_sha256(Path(path)), "epoch": checkpoint.get("epoch")}
+        origin = {"pretrained_weights": str(path), "sha256": weights_sha256(path), "epoch": checkpoint.get("epoch")}
         return cls(model.eval(), *normalization_of(checkpoint), {**origin, **model.config.to_dict(), **more})
 
 

@@ -141,7 +141,7 @@ class Backbone(nn.Module):
         if min(height, width) < self.patch_size:
             raise ValueError(f"images of {height}x{width} px are smaller than one patch of {self.patch_size} px")
         patches = self.patch_embed(images)
-        cls_tokens = self.cls_token.expand(len(images), -1, -1)
+        cls_tokens = self.cls_token.expand(images.shape[0], -1, -1)  # len() would fix the batch of an ONNX file
         return self.norm_pre(torch.cat((cls_tokens, patches), dim=1) + self.position_embedding(height, width))
 
     def position_embedding(self, height: int, width: int) -> Float[Tensor, "1 N D"]:

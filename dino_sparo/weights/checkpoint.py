@@ -51,7 +51,7 @@ from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_confi
 from dino_sparo.models.readouts import readout_kind
 from dino_sparo.runtime.choices import ARCHITECTURES, IMAGENET_MEAN, IMAGENET_STD, OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from dino_sparo.runtime.files import parse_object
-from dino_sparo.runtime.records import differences
+from dino_sparo.runtime.records import differences, file_sha256
 from dino_sparo.weights.file import CheckpointError, read_safetensors, read_torch_file
 from dino_sparo.weights.foreign_names import from_open_clip_names, is_open_clip
 
@@ -64,6 +64,7 @@ EXPORTED_WEIGHTS, MODEL_TYPE = "model.safetensors", "sparo_encoder"  # of a fold
 # Of the Hugging Face hub; a missing file of weights, such as runs/checkpoint.pth, is not looked up there.
 REPOSITORY = re.compile(r"[\w.-]+/(?!.*\.(?:pth|pt|bin|safetensors)$)[\w.-]+")
 NUM_NAMES_SHOWN = 8  # in messages
+DEMO = Path(__file__).parent / "demo" / "encoder.safetensors"  # the encoder that `dino-sparo demo` trains, in fp16
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -116,12 +117,12 @@ def load_checkpoint(path: str | Path, verify: bool = True) -> dict[str, Any]:
 
 
 def located(path: str | Path) -> Path:
-    """The file of weights: the path itself, the weights in an exported folder, or those of a repository of the hub.
+    """The file of weights: the path itself, or the weights of a folder, of a repository of the hub, or of "demo".
 
     Raises:
         CheckpointError: `path` looks like a repository's name, USER/NAME, but the hub does not have it.
     """
-    folder = Path(path)
+    folder = DEMO if str(path) == "demo" and not Path(path).exists() else Path(path)
     if not folder.exists() and REPOSITORY.fullmatch(str(path)):
         from huggingface_hub import snapshot_download  # takes half a second
 
@@ -133,6 +134,11 @@ def located(path: str | Path) -> Path:
                 f"no checkpoint at {path}, and no repository of that name on the Hugging Face hub: {reason}"
             ) from error
     return folder / EXPORTED_WEIGHTS if (folder / EXPORTED_WEIGHTS).is_file() else folder
+
+
+def weights_sha256(path: str | Path) -> str:
+    """SHA-256 of the file of weights that a path, "demo" or a repository's name stands for."""
+    return file_sha256(located(path))
 
 
 def _with_published(checkpoint: dict[str, Any], path: Path) -> dict[str, Any]:

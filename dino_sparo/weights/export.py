@@ -14,17 +14,13 @@ metadata, so that `file.read_safetensors` detects files that do not belong toget
 import argparse
 import json
 import logging
-import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dino_sparo.models.encoder import Encoder, encoder_from_config
@@ -32,9 +28,7 @@ from dino_sparo.runtime.choices import ARCHITECTURES
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import require
 from dino_sparo.runtime.logs import setup_logging
-from dino_sparo.runtime.records import file_sha256, plain, versions
 from dino_sparo.weights.checkpoint import (
-    CheckpointError,
     clip_weights,
     encoder_description,
     encoder_of,
@@ -44,9 +38,10 @@ from dino_sparo.weights.checkpoint import (
     network_name,
     normalization_of,
 )
-from dino_sparo.weights.file import CHECKSUM_KEY, DOCUMENTS_KEY, document_path, weights_checksum
+from dino_sparo.weights.file import DOCUMENTS_KEY, write_safetensors, write_together
 from dino_sparo.weights.foreign_names import CLIP_FORMATS, open_clip_settings, to_open_clip_names
-from dino_sparo.weights.huggingface import scores_beside, write_folder
+from dino_sparo.weights.huggingface import write_folder
+from dino_sparo.weights.origin import origin_of
 
 logger = logging.getLogger(__name__)
 
@@ -104,14 +99,14 @@ def export(
             raise ValueError(
                 f"--arch, --patch_size and --quick_gelu are for foreign weights, but {checkpoint} says how it was built"
             )
-        path, network = _write_clip(content, Path(checkpoint), str(out), format), "both towers"
+        path, network = _write_clip(content, checkpoint, str(out), format), "both towers"
     else:
         encoder = encoder_of(content, str(checkpoint), which, arch, patch_size, quick_gelu)
         encoder = encoder if img_size is None else resized(encoder, img_size)
         key = network_name(content, which)
         record = {
             "encoder": encoder_description(encoder.config, *normalization_of(content)),
-            **_origin(content, Path(checkpoint)),
+            **origin_of(content, checkpoint),
             "checkpoint_key": key,
             **({} if name is None else {"name": name}),
         }
@@ -132,21 +127,9 @@ def resized(encoder: Encoder, img_size: int) -> Encoder:
     return other.eval()
 
 
-def _origin(content: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """Where an export comes from."""
-    return {
-        "epoch": content.get("epoch"),
-        "step": content.get("step"),
-        "checkpoint": checkpoint.name,
-        "sha256": file_sha256(checkpoint),
-        "scores": scores_beside(checkpoint),
-        "versions": versions(),
-    }
-
-
 def _write_safetensors(encoder: Encoder, out: str, record: dict[str, Any]) -> Path:
     """OUT.safetensors with our names, and OUT.json."""
-    return _write_safe(encoder.state_dict(), _with_suffix(out, ".safetensors"), {".json": record})
+    return write_safetensors(encoder.state_dict(), _with_suffix(out, ".safetensors"), {".json": record})
 
 
 def _write_timm(encoder: Encoder, out: str, record: dict[str, Any]) -> Path:
@@ -179,28 +162,20 @@ def _write_timm(encoder: Encoder, out: str, record: dict[str, Any]) -> Path:
         },
     }
     path = _with_suffix(out, ".safetensors")
-    return _write_safe(encoder.backbone.state_dict(), path, {".json": {**record, "timm": timm_model}})
+    return write_safetensors(encoder.backbone.state_dict(), path, {".json": {**record, "timm": timm_model}})
 
 
-class _FixedSize(nn.Module):
-    """An encoder for images of the stored size only, with the outputs of the ONNX file.
-
-    The backbone's checks and its resampling are left out: they read the batch size, which would make it a constant.
-    """
+class _OnnxOutputs(nn.Module):
+    """An encoder with the outputs of the ONNX file: encoding, and attention of read-outs whose slots have their own."""
 
     def __init__(self, encoder: Encoder) -> None:
         super().__init__()
-        self.backbone, self.readout = encoder.backbone, encoder.readout
+        self.encoder = encoder
         self.names = ["encoding", "attention"] if encoder.config.kind.shows == "slot" else ["encoding"]
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        """Images -> encoding (B, L*V), and attention (B, L, N) of read-outs whose slots have their own."""
-        patches = self.backbone.patch_embed(images)
-        cls_tokens = self.backbone.cls_token.expand(patches.shape[0], -1, -1)
-        tokens = self.backbone.norm_pre(torch.cat((cls_tokens, patches), dim=1) + self.backbone.pos_embed)
-        for block in self.backbone.blocks:
-            tokens = block(tokens)
-        output = self.readout(self.backbone.norm(tokens))
+        """Images -> encoding (B, L*V) and attention (B, L, N)."""
+        output = self.encoder.readout_output(images)
         return (output.slots.flatten(1), output.attention)[: len(self.names)]
 
 
@@ -209,7 +184,7 @@ def _write_onnx(encoder: Encoder, out: str, record: dict[str, Any]) -> Path:
     for package in ("onnx", "onnxscript"):
         require(package, "ONNX exports")
     config, path = encoder.config, _with_suffix(out, ".onnx")
-    model = _FixedSize(encoder).eval()
+    model = _OnnxOutputs(encoder).eval()
     encoder.backbone.use_fused_attention(False)  # plain products: operators that every runtime has
     program: Any = torch.onnx.export(
         model,
@@ -234,18 +209,13 @@ def _write_onnx(encoder: Encoder, out: str, record: dict[str, Any]) -> Path:
         program.model.metadata_props[DOCUMENTS_KEY] = json.dumps(documents)
         program.save(str(temporary), external_data=False)
 
-    return _write_together(path, documents, write)
-
-
-def _write_huggingface(encoder: Encoder, out: str, record: dict[str, Any]) -> Path:
-    """A folder for `transformers.AutoModel.from_pretrained(OUT, trust_remote_code=True)`."""
-    return write_folder(encoder, Path(out), record, _write_safe)
+    return write_together(path, documents, write)
 
 
 WRITERS: dict[str, Callable[[Encoder, str, dict[str, Any]], Path]] = {
     "safetensors": _write_safetensors,
     "timm": _write_timm,
-    "huggingface": _write_huggingface,
+    "huggingface": write_folder,
     "onnx": _write_onnx,
 }
 
@@ -263,9 +233,9 @@ def _write_clip(content: dict[str, Any], checkpoint: Path, out: str, format: str
             f"{checkpoint} is no CLIP of ours, which format {format!r} is for; choose one of {sorted(WRITERS)}"
         )
     weights = clip_weights(content, str(checkpoint)) or {}
-    record = {"clip": entry, **_origin(content, checkpoint)}
+    record = {"clip": entry, **origin_of(content, checkpoint)}
     if format == "safetensors":
-        return _write_safe(weights, _with_suffix(out, ".safetensors"), {".json": record})
+        return write_safetensors(weights, _with_suffix(out, ".safetensors"), {".json": record})
     if entry["readout"] not in CLIP_FORMATS[format]:
         raise ValueError(
             f"{format} has no {entry['readout']!r} read-out, only {', '.join(CLIP_FORMATS[format])}; this CLIP can be "
@@ -277,49 +247,7 @@ def _write_clip(content: dict[str, Any], checkpoint: Path, out: str, format: str
         "dino_sparo.json": record,
     }
     renamed = to_open_clip_names(weights, entry["readout"])
-    return _write_safe(renamed, Path(out) / "open_clip_model.safetensors", documents).parent
-
-
-def _write_safe(weights: dict[str, Tensor], path: Path, documents: Mapping[str, dict[str, Any]]) -> Path:
-    """Write a safetensors file, which repeats the JSON files beside it (see `_write_together`) in its metadata."""
-    # Clones: tensors that share memory cannot be saved.
-    weights = {name: value.clone(memory_format=torch.contiguous_format) for name, value in weights.items()}
-    text = json.dumps(plain(documents))
-    # transformers refuses files without "format".
-    metadata = {"format": "pt", DOCUMENTS_KEY: text, CHECKSUM_KEY: weights_checksum(weights, text)}
-    return _write_together(path, documents, partial(save_file, weights, metadata=metadata))
-
-
-def _write_together(path: Path, documents: Mapping[str, dict[str, Any]], write: Callable[[Path], None]) -> Path:
-    """Write weights and the JSON files that belong to them; a kill never leaves weights beside JSON of other weights.
-
-    All files are written under temporary names first. The old weights are deleted before the first JSON file is
-    replaced, and the new weights get their name last.
-
-    Args:
-        path: the file of weights.
-        documents: JSON files by name, or by suffix (".json") where they share the name of `path`.
-        write: writes the weights to the path that it is given.
-    """
-    texts = {document_path(path, name): json.dumps(plain(values), indent=2) for name, values in documents.items()}
-    temporary = {target: target.with_name(f".{target.name}.tmp") for target in (*texts, path)}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for target, text in texts.items():
-            temporary[target].write_text(text + "\n", encoding="utf-8")
-        temporary[path].touch()
-        mode = temporary[path].stat().st_mode
-        write(temporary[path])
-        temporary[path].chmod(mode)  # as the umask says; safetensors lets only the owner read its files
-        path.unlink(missing_ok=True)
-        for target, source in temporary.items():
-            os.replace(source, target)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"could not write {path} ({error}); free some space or choose another folder") from error
-    finally:
-        for source in temporary.values():
-            source.unlink(missing_ok=True)
-    return path
+    return write_safetensors(renamed, Path(out) / "open_clip_model.safetensors", documents).parent
 
 
 def _with_suffix(out: str, suffix: str) -> Path:

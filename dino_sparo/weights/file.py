@@ -1,4 +1,4 @@
-"""Files of torch (.pth) and safetensors -> their content, verified against checksums, without running code from them.
+"""Files of torch (.pth) and safetensors <-> their content: checksums are verified, and no code in them runs.
 
 `checkpoint.py` describes the content; `folder.py` writes the checkpoints of a run, `export.py` exports.
 """
@@ -6,12 +6,13 @@
 import argparse
 import contextlib
 import json
+import os
 import pathlib
 import pickle
 import re
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from dino_sparo.runtime.files import parse_json
+from dino_sparo.runtime.records import plain
 
 # In the metadata of our .safetensors files: `weights_checksum`, and the JSON files that belong to the weights, as the
 # JSON of a dict from name or suffix (`document_path`) to content.
@@ -212,3 +215,54 @@ def _unsafe_name(message: str) -> str | None:
     """Name that torch refused to load or call, from its message; None if the message says something else."""
     match = re.search(r"(?:GLOBAL |add_safe_globals`,? but got |unrecognized function )(<[^>]+>|[^\s,;]+)", message)
     return match and match[1]
+
+
+def write_safetensors(weights: Mapping[str, Tensor], path: Path, documents: Mapping[str, Any]) -> Path:
+    """Write a safetensors file, whose metadata repeats the JSON files beside it, together with `documents`.
+
+    Args:
+        weights: by name.
+        path: of the weights.
+        documents: see `write_together`.
+    """
+    # Clones: tensors that share memory cannot be saved.
+    weights = {name: value.clone(memory_format=torch.contiguous_format) for name, value in weights.items()}
+    text = json.dumps(plain({name: value for name, value in documents.items() if not isinstance(value, str)}))
+    # transformers refuses files without "format".
+    metadata = {"format": "pt", DOCUMENTS_KEY: text, CHECKSUM_KEY: weights_checksum(weights, text)}
+    return write_together(path, documents, partial(save_file, weights, metadata=metadata))
+
+
+def write_together(path: Path, documents: Mapping[str, Any], write: Callable[[Path], None]) -> Path:
+    """Write weights and the files that belong to them; a kill never leaves weights beside files of other weights.
+
+    All files are written under temporary names first. The old weights are deleted before the first other file is
+    replaced, and the new weights get their name last.
+
+    Args:
+        path: the file of weights.
+        documents: texts, and values of JSON files, by name, or by suffix (".json") where they share the name of `path`.
+        write: writes the weights to the path that it is given.
+    """
+    texts = {
+        document_path(path, name): value if isinstance(value, str) else json.dumps(plain(value), indent=2) + "\n"
+        for name, value in documents.items()
+    }
+    temporary = {target: target.with_name(f".{target.name}.tmp") for target in (*texts, path)}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for target, text in texts.items():
+            temporary[target].write_text(text, encoding="utf-8")
+        temporary[path].touch()
+        mode = temporary[path].stat().st_mode
+        write(temporary[path])
+        temporary[path].chmod(mode)  # as the umask says; safetensors lets only the owner read its files
+        path.unlink(missing_ok=True)
+        for target, source in temporary.items():
+            os.replace(source, target)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"could not write {path} ({error}); free some space or choose another folder") from error
+    finally:
+        for source in temporary.values():
+            source.unlink(missing_ok=True)
+    return path

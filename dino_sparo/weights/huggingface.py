@@ -6,25 +6,23 @@ The folder needs no dino_sparo where it is loaded: `modeling_sparo.py` holds the
 
 import ast
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dino_sparo.data.views import EvalTransform
 from dino_sparo.models import backbone, encoder, pooling, readout, readouts
 from dino_sparo.models.encoder import Encoder
 from dino_sparo.runtime import choices
 from dino_sparo.runtime.faults import require
-from dino_sparo.runtime.files import parse_json
 from dino_sparo.weights.checkpoint import EXPORTED_WEIGHTS, MODEL_TYPE
+from dino_sparo.weights.file import write_safetensors
 
 CODE = "modeling_sparo.py"
 BICUBIC = 3  # as Pillow numbers it
-RESULTS = ("knn", "linear", "zero_shot", "retrieval")  # result files whose scores the model card shows
 
 CARD = """\
 ---
@@ -66,43 +64,31 @@ loads the same encoder.
 """
 
 
-def write_folder(
-    network: Encoder,
-    folder: Path,
-    record: Mapping[str, Any],
-    write_safe: Callable[[dict[str, Tensor], Path, Mapping[str, dict[str, Any]]], Path],
-) -> Path:
+def write_folder(network: Encoder, out: str, record: Mapping[str, Any]) -> Path:
     """Write configuration, weights, preprocessing, code and model card.
 
     Args:
         network: the encoder.
-        folder: of the result.
+        out: the folder.
         record: `encoder`, the description of the encoder, and where the weights come from.
-        write_safe: writes weights together with JSON files.
     """
-    description = record["encoder"]
-    origin = {key: value for key, value in record.items() if key != "encoder"}
-    config = {
-        "model_type": MODEL_TYPE,
-        "architectures": ["SparoEncoderModel"],
-        "auto_map": {
-            "AutoConfig": f"{CODE.removesuffix('.py')}.SparoEncoderConfig",
-            "AutoModel": f"{CODE.removesuffix('.py')}.SparoEncoderModel",
-        },
-        "dtype": "float32",
-        "encoder": description,
-        "origin": origin,
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / CODE).write_text(modeling_code(), encoding="utf-8")
-    (folder / "README.md").write_text(model_card(network, record, record.get("name", folder.name)), encoding="utf-8")
+    folder, module = Path(out), CODE.removesuffix(".py")
+    classes = {"AutoConfig": f"{module}.SparoEncoderConfig", "AutoModel": f"{module}.SparoEncoderModel"}
     documents = {
-        "config.json": config,
-        "preprocessor_config.json": _preprocessing(network.config.img_size, description),
+        CODE: modeling_code(),
+        "README.md": model_card(network, record, record.get("name", folder.name)),
+        "config.json": {
+            "model_type": MODEL_TYPE,
+            "architectures": ["SparoEncoderModel"],
+            "auto_map": classes,
+            "dtype": "float32",
+            "encoder": record["encoder"],
+            "origin": {key: value for key, value in record.items() if key != "encoder"},
+        },
+        "preprocessor_config.json": _preprocessing(network.config.img_size, record["encoder"]),
     }
     weights = {f"encoder.{key}": value for key, value in network.state_dict().items()}
-    write_safe(weights, folder / EXPORTED_WEIGHTS, documents)
-    return folder
+    return write_safetensors(weights, folder / EXPORTED_WEIGHTS, documents).parent
 
 
 def modeling_code() -> str:
@@ -158,23 +144,26 @@ def _preprocessing(img_size: int, description: Mapping[str, Any]) -> dict[str, A
     }
 
 
-def scores_beside(checkpoint: Path) -> dict[str, str]:
-    """The accuracies in the result files beside a checkpoint, in words, by the name of the evaluation."""
-    paths = [checkpoint.with_name(f"{name}.json") for name in RESULTS]
-    scores = {path.stem: _score(parse_json(path.read_bytes())) for path in paths if path.is_file()}
-    return {name: score for name, score in scores.items() if score}
-
-
 def model_card(network: Encoder, record: Mapping[str, Any], name: str) -> str:
     """README.md of the folder: architecture, training, scores, and a snippet that runs."""
     config = network.config
     blank = torch.zeros(1, config.in_chans, config.img_size, config.img_size)
     with torch.no_grad():
         _, *sizes = network.readout_output(blank).slots.shape
-    facts = ("epoch", "step", "checkpoint", "sha256")
-    rows = [f"| {key} | {record[key]} |" for key in facts if record.get(key) is not None]
+    recipe = record.get("recipe") or {}
+    facts = {
+        "objective": record.get("objective"),
+        "data": record.get("data"),
+        "images": record.get("num_images"),
+        "epochs": record.get("epoch"),
+        "steps": record.get("step"),
+        "images per step": record.get("global_batch"),
+        "recipe": " ".join(f"{name}={value}" for name, value in recipe.items()) or None,
+        "checkpoint": f"{record['checkpoint']}, SHA-256 {record['sha256']}",
+    }
+    rows = [f"| {key} | {value} |" for key, value in facts.items() if value is not None]
     scores = [f"| {key} | {score} |" for key, score in record["scores"].items()]
-    table = ["| evaluation | accuracy |", "|---|---|", *scores, ""] if scores else ["No scores were recorded.", ""]
+    table = ["| evaluation | scores |", "|---|---|", *scores, ""] if scores else ["No scores were recorded.", ""]
     return CARD.format(
         title=name,
         name=name,
@@ -188,11 +177,3 @@ def model_card(network: Encoder, record: Mapping[str, Any], name: str) -> str:
         slot_dim=sizes[1],
         embed_dim=network.backbone.embed_dim,
     )
-
-
-def _score(values: Mapping[str, Any]) -> str:
-    """The accuracies in a result file, in words; empty if it has none that this version knows."""
-    results = values.get("results")
-    rows = results if isinstance(results, list) else [values]
-    named = [(f"{row['k']}-NN " if "k" in row else "", row.get("top1", row.get("accuracy"))) for row in rows]
-    return ", ".join(f"{name}{value:.2f} %" for name, value in named if isinstance(value, float))

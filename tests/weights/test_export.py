@@ -224,6 +224,7 @@ def test_no_kill_leaves_weights_beside_a_description_of_others(
             read_outs.add("none")
             continue
         texts = [path.read_text() for path in (out.glob("*.json") if out.is_dir() else [out.with_suffix(".json")])]
+        cards = [path.read_text() for path in out.glob("README.md")] if out.is_dir() else []
         means = {mean for mean in sources if any(f"{mean},\n" in text for text in texts)}
         prefixes = ("", "backbone.", "encoder.backbone.")
         name = next(name for name in load_file(weights) if name in [f"{prefix}norm.weight" for prefix in prefixes])
@@ -233,6 +234,7 @@ def test_no_kill_leaves_weights_beside_a_description_of_others(
             if torch.equal(load_file(weights)[name], encoder.backbone.state_dict()["norm.weight"])
         )
         assert means == {expected}, f"killed at operation {number}"
+        assert all(f"{expected}.pth, SHA-256" in card for card in cards)
         read_outs.add(expected)
     assert is_whole
     assert read_outs == {"none", 0.1, 0.7}
@@ -413,11 +415,18 @@ def test_the_model_card_shows_the_scores_beside_the_checkpoint_and_a_snippet_tha
 ) -> None:
     pytest.importorskip("transformers", reason="Hugging Face's package is not installed")
     checkpoint = save(tmp_path, build(**SPARO))
+    recipe = {"lr": 0.004, "epochs": 7, "data_path": "/data/somebody/imagenet/train", "output_dir": "/data/somebody"}
+    save_checkpoint({**load_checkpoint(checkpoint), "args": recipe, "dino_loss": {}, "num_images": 99}, checkpoint)
     (tmp_path / "knn.json").write_text('{"results": [{"k": 20, "top1": 61.25}, {"k": 10, "top1": 60.5}]}')
+    (tmp_path / "linear.json").write_text('{"best": {"lr": 0.1, "top1": 70.5}, "results": []}')
     folder = export(checkpoint, tmp_path / "out", format="huggingface")
     card = (folder / "README.md").read_text()
     assert "| knn | 20-NN 61.25 %, 10-NN 60.50 % |" in card
-    assert "| epoch | 5 |" in card
+    assert "| linear | top1 70.50 % |" in card
+    facts = {"objective": "DINO", "data": "imagenet/train", "images": 99, "epochs": 5, "recipe": "epochs=7 lr=0.004"}
+    for name, value in facts.items():
+        assert f"| {name} | {value} |" in card
+    assert "somebody" not in card
     Image.new("RGB", (60, 50)).save(tmp_path / "photo.jpg")
     snippet = re.findall(r"```python\n(.*?)```", card, re.DOTALL)[0].replace('"out"', f'"{folder}"')
     result: dict[str, Any] = {}

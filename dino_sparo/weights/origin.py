@@ -1,0 +1,86 @@
+"""A checkpoint -> where its weights come from: objective, data, recipe, progress, and the scores beside it.
+
+Exports, model cards and `dino-sparo info` state it.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dino_sparo.runtime.files import parse_json
+from dino_sparo.runtime.records import file_sha256, versions
+
+# Entry of a checkpoint -> its objective.
+OBJECTIVES = {"oc_clip": "OC-CLIP", "clip": "CLIP", "dino_loss": "DINO"}
+# Options that an export records. The others describe paths, machines and the architecture, which the export has.
+RECIPE = (
+    *("epochs", "max_steps", "seed", "init_clip", "freeze", "drop_path_rate"),
+    *("global_crops_scale", "local_crops_number", "local_crops_size", "local_crops_scale", "crop_scale"),
+    *("out_dim", "norm_last_layer", "teacher_temp", "warmup_teacher_temp", "momentum_teacher", "freeze_last_layer"),
+    *("bind_layers", "competition", "relation", "rel_loss_weight", "symmetric"),
+    *("optimizer", "lr", "min_lr", "lr_image", "lr_text", "warmup_epochs", "warmup_steps"),
+    *("weight_decay", "weight_decay_end", "beta1", "beta2", "clip_grad", "precision"),
+)
+RESULTS = ("knn", "linear", "zero_shot", "retrieval", "clip_probe", "compositional", "slot_score")  # files of scores
+PARTS = ("train", "val", "test", "images", "train2017")  # folders whose name alone does not tell the data
+
+
+def origin_of(content: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
+    """Where the weights in a checkpoint, or in an export of it, come from: plain values for a JSON file."""
+    args = content.get("args", {})
+    data = args.get("data_path") or args.get("shards") or []
+    names = [data_name(path) for path in ([data] if isinstance(data, str) else data)]
+    origin = {
+        "objective": next((name for key, name in OBJECTIVES.items() if key in content), None),
+        "data": ", ".join(names) or None,
+        "num_images": content.get("num_images", content.get("num_pairs")),
+        "epoch": content.get("epoch"),
+        "step": content.get("step"),
+        "global_batch": content.get("global_batch"),
+        "recipe": {name: args[name] for name in RECIPE if args.get(name) is not None} or None,
+    }
+    return {
+        **{name: content.get(name) if value is None else value for name, value in origin.items()},
+        "checkpoint": checkpoint.name,
+        "sha256": file_sha256(checkpoint),
+        "scores": {**content.get("scores", {}), **scores_beside(checkpoint)},
+        "versions": versions(),
+    }
+
+
+def data_name(path: str) -> str:
+    """The name of some data without the folders it lies in: `cifar10`, `scenes:10000:48`, `imagenet/train`."""
+    prefix, _, folder = path.partition(":")
+    if "/" in folder and "/" not in prefix:
+        return prefix
+    parts = Path(path).parts
+    return "/".join(parts[-2:] if parts[-1] in PARTS else parts[-1:])
+
+
+def scores_beside(checkpoint: Path) -> dict[str, str]:
+    """The scores in the result files beside a checkpoint, in words, by the name of the evaluation."""
+    paths = [checkpoint.with_name(f"{name}.json") for name in RESULTS]
+    results = {path.stem: parse_json(path.read_bytes()) for path in paths if path.is_file()}
+    in_words = {name: in_percent(scores_of(result)) for name, result in results.items()}
+    return {name: words for name, words in in_words.items() if words}
+
+
+def scores_of(result: Mapping[str, Any]) -> dict[str, float]:
+    """The main scores in the content of a result file; empty if this version knows none of them."""
+    if "measures" in result:  # of slot-score, from 0 to 1
+        return {name: 100 * value["mean"] for name, value in result["measures"]["model"].items()}
+    if "text_recall" in result:
+        return {f"{kind} @1": result[f"{kind}_recall"]["@1"]["any"] for kind in ("text", "image")}
+    if "means" in result:
+        return {name: value["accuracy"] for name, value in result["means"].items()}
+    rows = result.get("results")
+    if isinstance(rows, list) and any("k" in row for row in rows):
+        return {f"{row['k']}-NN": row["top1"] for row in rows}
+    names = ("top1", "top5", "accuracy", "mean_per_class_recall", "top1_all", "top1_selected")
+    values = result.get("best", result)
+    return {name: values[name] for name in names if isinstance(values.get(name), float)}
+
+
+def in_percent(scores: Mapping[str, float]) -> str:
+    """Scores in words: `20-NN 61.25 %, 10-NN 60.50 %`."""
+    return ", ".join(f"{name} {value:.2f} %" for name, value in scores.items() if isinstance(value, float))
