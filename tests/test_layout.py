@@ -152,7 +152,7 @@ def imported_files(name: str) -> set[str]:
 
 STEP_FILES = (
     *("dino/step.py", "dino/loss.py", "dino/head.py", "dino/teacher.py", "clip/loss.py"),
-    *("image_text/step.py", "image_text/contrastive.py"),
+    "image_text/step.py",
     *("training/updater.py", "training/optim.py"),
     *("models/encoder.py", "models/backbone.py", "models/readout.py", "data/augment.py"),
     *("oc_clip/binding.py", "oc_clip/scoring.py", "oc_clip/loss.py"),

@@ -3,10 +3,10 @@
 The second objective. The image encoder, its read-outs, the trainer, checkpoints and logs are the shared rooms of
 `dino_sparo`; captions, pairs and evaluations are those of `dino_sparo.image_text`. Here is what CLIP adds:
 
-    images, captions -> slots      config.py  model.py  convert.py  start.py
-    slots -> loss, one step        loss.py  step.py
+    images, captions -> slots      config.py  model.py  convert.py
+    slots -> loss                  loss.py
     a whole training               train.py  options.py (choices.py)  presets.py
-    checkpoint -> evaluation       evaluated.py  adapter.py
+    checkpoint -> evaluation       load.py  adapter.py
     interventions on slots         slots/
     what slots look at             pictures/
     all of these, small            demo.py
@@ -20,46 +20,17 @@ from dino_sparo.runtime.lazy import lazy_names
 
 if TYPE_CHECKING:
     from dino_sparo.clip.config import CLIPConfig
-    from dino_sparo.clip.model import (
-        CLIP,
-        ClipOutput,
-        LoadedClip,
-        clip_description,
-        create_clip,
-        load_clip,
-        normalize_slots,
-    )
-    from dino_sparo.image_text.text import TextConfig, TextEncoder, Tokens, tokenize
+    from dino_sparo.clip.model import CLIP, clip_description, create_clip, load_clip, normalize_slots
+    from dino_sparo.image_text.text import tokenize
 
-__all__ = [
-    "CLIP",
-    "CLIPConfig",
-    "ClipOutput",
-    "LoadedClip",
-    "TextConfig",
-    "TextEncoder",
-    "Tokens",
-    "clip_description",
-    "create_clip",
-    "load_clip",
-    "normalize_slots",
-    "tokenize",
-]
+__all__ = ["CLIP", "CLIPConfig", "clip_description", "create_clip", "load_clip", "normalize_slots", "tokenize"]
 
 # The modules import torch, which takes seconds.
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "clip.config": ("CLIPConfig",),
-        "clip.model": (
-            "CLIP",
-            "ClipOutput",
-            "LoadedClip",
-            "clip_description",
-            "create_clip",
-            "load_clip",
-            "normalize_slots",
-        ),
-        "image_text.text": ("TextConfig", "TextEncoder", "Tokens", "tokenize"),
+        "clip.model": ("CLIP", "clip_description", "create_clip", "load_clip", "normalize_slots"),
+        "image_text.text": ("tokenize",),
     },
 )

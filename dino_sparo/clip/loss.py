@@ -1,46 +1,67 @@
 """Image and text features -> the contrastive loss over all ranks; it is OpenCLIP's."""
 
-import re
-import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
+from torch.torch_version import TorchVersion
 
 from dino_sparo.clip.choices import PRODUCTS
-from dino_sparo.runtime.faults import require
-from dino_sparo.runtime.launch import rank, world_size
+from dino_sparo.runtime.collectives import gather_with_gradient
+from dino_sparo.runtime.launch import rank
 
 
-def create_loss(products: str = "fp32", texts_per_image: int = 1) -> nn.Module:
-    """The contrastive loss of this rank; call it once the process group is there.
-
-        S = s X Y^T                                        similarities of all images with all captions
-        loss = (CE(S, 1..B) + CE(S^T, 1..B)) / 2           nats; caption i belongs to image i
-
-    X (B, M) are the images' normalised features, Y (B, M) the captions', s is the inverse temperature `logit_scale`.
-    With several ranks B counts all of them: each computes the rows of its own images and captions against the features
-    of all, and gradients flow back through the gathering. The mean of the ranks' losses is the loss above, hence so is
-    the mean of their gradients. Source: CLIP, figure 3; OpenCLIP, `local_loss` and `gather_with_grad`.
+def create_loss(products: str = "fp32", texts_per_image: int = 1) -> Callable[..., Tensor]:
+    """`clip_loss` with its settings: normalised features of images and captions, and the inverse temperature -> loss.
 
     Args:
         products: a member of `PRODUCTS`, the precision of X Y^T and of its gradient; see `rounded_product`.
-        texts_per_image: rows of Y per row of X, the caption first and then its false captions; see `GeneralLoss`.
+        texts_per_image: k.
 
     Raises:
         ValueError: an unknown precision.
     """
     if products not in PRODUCTS:
         raise ValueError(f"logits={products!r}; choose one of {', '.join(PRODUCTS)}")
-    # OpenCLIP calls what torch 2.15 replaces by an equal function. Remove after OpenCLIP's next release.
-    warnings.filterwarnings("ignore", message=r"torch\.distributed\.nn\.functional\.all_gather is deprecated")
-    require("open_clip", "contrastive losses")
-    from open_clip.loss import ClipLoss
+    return partial(clip_loss, products=products, texts_per_image=texts_per_image)
 
-    exact = ClipLoss(local_loss=True, gather_with_grad=True, cache_labels=True, rank=rank(), world_size=world_size())
-    return exact if (products, texts_per_image) == ("fp32", 1) else GeneralLoss(exact, products, texts_per_image)
+
+def clip_loss(
+    images: Float[Tensor, "B M"],
+    texts: Float[Tensor, "captions M"],
+    scale: Float[Tensor, ""],
+    products: str,
+    texts_per_image: int,
+) -> Float[Tensor, ""]:
+    """The contrastive loss of this rank, nats.
+
+        loss = (CE(s X Y^T, k 0..k (B - 1)) + CE(s Y[::k] X^T, 0..B - 1)) / 2
+
+    X (B, M) are the images' normalised features, Y (k B, M) the captions', s is the inverse temperature. Row k i of Y
+    is the caption of image i; the rows behind it are false captions of image i. False captions are further candidates
+    for all images, and have no image of their own.
+
+    With several ranks B counts all of them: each computes the rows of its own images and captions against the features
+    of all, and gradients flow back through the gathering. The mean of the ranks' losses is the loss above, hence so is
+    the mean of their gradients. Source: CLIP, figure 3; OpenCLIP, `local_loss` and `gather_with_grad`; for false
+    captions Yuksekgonul et al., "When and why vision-language models behave like bags-of-words", section 4, NegCLIP.
+    """
+    every_image, every_text = (gather_with_gradient(rows).flatten(0, 1) for rows in (images, texts))
+    labels = torch.arange(len(images), device=images.device) + len(images) * rank()
+    parts = (
+        (images, every_text, texts_per_image * labels),
+        (texts[::texts_per_image], every_image, labels),
+    )
+    losses = []
+    for own, others, right in parts:
+        # In fp32 in OpenCLIP's order of operations.
+        logits = scale * own @ others.t() if products == "fp32" else scale * rounded_product(own, others, products)
+        losses.append(F.cross_entropy(logits, right))
+    return (losses[0] + losses[1]) / 2
 
 
 def require_products(products: str, device: torch.device) -> None:
@@ -49,56 +70,10 @@ def require_products(products: str, device: torch.device) -> None:
     Raises:
         ValueError: bf16 on a GPU, before torch 2.8.
     """
-    version = [int(number) for number in re.findall(r"\d+", torch.__version__)[:2]]
-    if products == "bf16" and device.type == "cuda" and version < [2, 8]:
+    if products == "bf16" and device.type == "cuda" and TorchVersion(torch.__version__) < "2.8":
         raise ValueError(
             f"--logits bf16 on a GPU needs torch 2.8 or newer, this is {torch.__version__}; give --logits tf32 or fp32"
         )
-
-
-class GeneralLoss(nn.Module):
-    """The loss of `create_loss` with products in TF32 or bf16, or with false captions.
-
-    With k texts per image row k i of Y is the caption of image i, and the rows behind it are false captions of it. They
-    are further candidates for all images, and have no image of their own:
-
-        loss = (CE(s X Y^T, k 0..k (B - 1)) + CE(s Y[::k] X^T, 0..B - 1)) / 2
-
-    Source of the false captions' part: Yuksekgonul et al., "When and why vision-language models behave like
-    bags-of-words", section 4, NegCLIP.
-
-    Args:
-        exact: OpenCLIP's loss in fp32; it tells ranks and numbers the pairs.
-        products: a member of `PRODUCTS`.
-        texts_per_image: k.
-    """
-
-    def __init__(self, exact: Any, products: str, texts_per_image: int = 1) -> None:
-        super().__init__()
-        self.exact, self.products, self.texts_per_image = exact, products, texts_per_image
-
-    def forward(
-        self,
-        image_features: Float[Tensor, "B M"],
-        text_features: Float[Tensor, "captions M"],
-        logit_scale: Float[Tensor, ""],
-    ) -> Float[Tensor, ""]:
-        """Normalised features of this rank and the inverse temperature -> the loss of this rank, nats."""
-        every = (image_features, text_features)
-        if self.exact.world_size > 1:
-            from open_clip.loss import gather_features
-
-            options = {"local_loss": True, "gather_with_grad": True}
-            ranks = {"rank": self.exact.rank, "world_size": self.exact.world_size}
-            every = gather_features(image_features, text_features, **options, **ranks)
-        labels = self.exact.get_ground_truth(image_features.device, len(image_features))
-        step = self.texts_per_image
-        parts = ((image_features, every[1], step * labels), (text_features[::step], every[0], labels))
-        losses = [F.cross_entropy(logit_scale * self._product(own, others), right) for own, others, right in parts]
-        return (losses[0] + losses[1]) / 2
-
-    def _product(self, left: Tensor, right: Tensor) -> Tensor:
-        return left @ right.t() if self.products == "fp32" else rounded_product(left, right, self.products)
 
 
 def rounded_product(

@@ -19,10 +19,10 @@ from dino_sparo.clip.choices import FREEZABLE
 from dino_sparo.clip.config import CLIPConfig, CLIPSizes, towers_of
 from dino_sparo.clip.convert import infer_clip_config, read_open_clip_model
 from dino_sparo.data.views import ClipView
-from dino_sparo.image_text.contrastive import INITIAL_LOGIT_SCALE
-from dino_sparo.image_text.loaded import LoadedModel, refuse_foreign_options
 from dino_sparo.image_text.scoring.dot_product import DotProductScorer
+from dino_sparo.image_text.step import INITIAL_LOGIT_SCALE
 from dino_sparo.image_text.text import TextEncoder, tokenize
+from dino_sparo.image_text.towers import LoadedModel, refuse_foreign_options
 from dino_sparo.models.encoder import Encoder, encoder_from_config
 from dino_sparo.models.readout import ReadoutOutput
 from dino_sparo.models.readouts import ReadoutSizes, readout_kind

@@ -24,11 +24,11 @@ from dino_sparo.clip.loss import create_loss, require_products
 from dino_sparo.clip.model import CLIP, create_clip, is_frozen
 from dino_sparo.clip.options import get_args_parser
 from dino_sparo.clip.presets import RECIPES
-from dino_sparo.image_text.contrastive import MAX_LOGIT_SCALE
 from dino_sparo.image_text.objective import ModelPart, PairObjective, tower_options
 from dino_sparo.image_text.pairs.batches import PairBatch, collate_pairs
 from dino_sparo.image_text.pairs.run_data import BatchForm
 from dino_sparo.image_text.scoring.dot_product import DotProductScorer
+from dino_sparo.image_text.step import MAX_LOGIT_SCALE
 from dino_sparo.image_text.text import tokenize
 from dino_sparo.runtime.faults import require
 from dino_sparo.runtime.launch import Distributed

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from dino_sparo.data.views import ClipView
 from dino_sparo.image_text.evaluation.validation import open_validation, open_zero_shot_probe
-from dino_sparo.image_text.initialize import initialize_towers
 from dino_sparo.image_text.pairs.run_data import BatchForm, micro_batch_size, number_pairs, stream_pairs
 from dino_sparo.image_text.scoring.scorer import Scorer
 from dino_sparo.image_text.step import train_step
+from dino_sparo.image_text.towers import initialize_towers
 from dino_sparo.runtime.launch import Distributed, wrap_ddp
 from dino_sparo.runtime.logs import RunLog
 from dino_sparo.runtime.precision import choose_precision, use_fused_attention

@@ -22,8 +22,8 @@ from dino_sparo.draw.html import save_page
 from dino_sparo.draw.sheet import require_matplotlib, save_sheet
 from dino_sparo.evaluation.task import result_folder
 from dino_sparo.image_text.pairs.batches import LeftOut, PairSource
-from dino_sparo.image_text.pairs.captions import ListedCaptions, PackedTexts
 from dino_sparo.image_text.pairs.sources import open_pairs
+from dino_sparo.image_text.pairs.tables import ListedCaptions, PackedTexts
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.faults import require
 from dino_sparo.runtime.launch import select_device

@@ -1,15 +1,33 @@
-"""Sizes of two towers by the names of the options -> the configurations of an image and a text encoder."""
+"""Both towers of an image-text model: their sizes, the weights that they start from, and the model of a checkpoint.
 
-from dataclasses import dataclass
-from typing import Any
+`weights/initialize.py` starts an image encoder alone.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from torch import Tensor
 
 from dino_sparo.image_text.text import CONTEXT_LENGTH, VOCAB_SIZE, TextConfig
 from dino_sparo.models.encoder import EncoderConfig
+from dino_sparo.runtime.records import file_sha256
+from dino_sparo.weights.checkpoint import (
+    CheckpointError,
+    clip_weights,
+    image_text_entry,
+    load_checkpoint,
+    normalization_of,
+)
+from dino_sparo.weights.initialize import InitReport, check_same_activation, initialize_from
+
+Loaded = TypeVar("Loaded", bound="LoadedModel")
 
 
 @dataclass(frozen=True)
 class TowerSizes:
-    """Sizes of the image and the text encoder of a model; the defaults are CLIP's for a ViT-B/32.
+    """Sizes of both towers by the names of the options; the defaults are CLIP's for a ViT-B/32.
 
     Attributes:
         arch: a key of `choices.ARCHITECTURES`.
@@ -38,13 +56,7 @@ class TowerSizes:
     quick_gelu: bool = False
 
     def configs(self, image_readout: str, text_readout: str, **slots: Any) -> tuple[EncoderConfig, TextConfig]:
-        """The configurations of both encoders.
-
-        Args:
-            image_readout: a key of `readout_table.READOUTS`.
-            text_readout: a key of the same table.
-            slots: sizes of slots, the same for both: fields of `EncoderConfig` and of `TextConfig`.
-        """
+        """The configurations of both encoders; `slots` are fields that both have, such as `num_slots`."""
         image = EncoderConfig(
             self.arch,
             self.patch_size,
@@ -57,3 +69,135 @@ class TowerSizes:
         )
         sizes = (self.context_length, self.vocab_size, self.text_width, self.text_heads, self.text_layers)
         return image, TextConfig(*sizes, text_readout, **slots)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A trained model and its description for result files.
+
+    Attributes:
+        model: in eval mode, on the CPU.
+        mean: of its images' pixels in 0..1, per channel.
+        std: per channel.
+        record: plain values: weights, hash, epoch, configuration.
+    """
+
+    model: Any = field(repr=False)
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    record: dict[str, Any]
+
+    @classmethod
+    def of(cls: type[Loaded], model: Any, checkpoint: Mapping[str, Any], path: str | Path, **more: Any) -> Loaded:
+        """A model, which has a `config`, with the weights of a checkpoint; `more` goes into the record."""
+        origin = {"pretrained_weights": str(path), "sha256": file_sha256(Path(path)), "epoch": checkpoint.get("epoch")}
+        return cls(model.eval(), *normalization_of(checkpoint), {**origin, **model.config.to_dict(), **more})
+
+
+def refuse_foreign_options(source: str, text_heads: int | None, quick_gelu: bool) -> None:
+    """Refuse `--text_heads` and `--quick_gelu` for a checkpoint of ours, which describes its own model."""
+    if text_heads is not None or quick_gelu:
+        option = "quick_gelu" if text_heads is None else "text_heads"
+        raise ValueError(
+            f"--{option} is for open_clip's weights, but {source} says how its model is built; leave it out"
+        )
+
+
+class TowersReport(NamedTuple):
+    """Weights that `initialize_towers` took from a file and left random, by name.
+
+    Attributes:
+        image: of the image tower; None: it was left as it is.
+        taken: all weights that come from the file.
+        new: all that keep their random values.
+    """
+
+    image: InitReport | None
+    taken: tuple[str, ...]
+    new: tuple[str, ...]
+
+    def __str__(self) -> str:
+        parts = (name for name in self.new if not name.startswith("image."))
+        ends = dict.fromkeys(".".join(name.split(".")[:2]) if name.startswith("text.") else name for name in parts)
+        return f"image tower: {self.image or 'not taken'}; of the rest new: {', '.join(ends) or 'nothing'}"
+
+
+def initialize_towers(model: Any, path: str | Path, with_rest: bool = True, with_image: bool = True) -> TowersReport:
+    """Start both towers of a model from the weights of another, in place.
+
+    Taken are the blocks that both have, a read-out of the same make and sizes and the first positions of a text encoder
+    with a longer context; of the rest a projection of the same shape, and the temperature.
+
+    Args:
+        model: what to start: a module with `image`, `text` and `config`.
+        path: a CLIP of ours, of OpenCLIP or of sparo-clip (.pth, .pt, .safetensors), or an OC-CLIP.
+        with_rest: False where scores are not the file's, and projections and temperature have no meaning.
+        with_image: False where the image tower starts from other weights, and may be of another make.
+
+    Returns:
+        Names of the weights that were taken, and of those that stay random.
+
+    Raises:
+        CheckpointError: the file cannot be read, holds no CLIP, or one whose towers have another width or make.
+    """
+    checkpoint, source = load_checkpoint(path), str(path)
+    weights = clip_weights(checkpoint, source)
+    if weights is None:
+        raise CheckpointError(f"{source} holds no CLIP; --init_from starts the image encoder from other weights")
+    check_same_activation(checkpoint, model.config.quick_gelu, source)
+    description = image_text_entry(checkpoint)
+    if description is not None and description["text"]["heads"] != model.config.text.heads:
+        raise CheckpointError(
+            f"{source} has a text encoder with {description['text']['heads']} heads, the model "
+            f"{model.config.text.heads}; build it alike (--text_heads)"
+        )
+    own = model.state_dict()
+    if "text.norm.weight" not in own:  # the read-out has the last LayerNorm, or there is none
+        weights = {name.replace("text.norm.", "text.readout.norm."): value for name, value in weights.items()}
+    text = _fitting_text(weights, own, source)
+    image = None
+    if with_image:
+        tower = {name.removeprefix("image."): value for name, value in weights.items() if name.startswith("image.")}
+        image = initialize_from(model.image, tower, source)
+    taken = {f"image.{name}" for name in (image.taken if image else ())} | text.keys()
+    ends = {name: weights[name] for name in _fitting_ends(weights, own)} if with_rest else {}
+    model.load_state_dict({**model.state_dict(), **text, **ends})
+    taken |= ends.keys()
+    return TowersReport(
+        image, tuple(name for name in own if name in taken), tuple(name for name in own if name not in taken)
+    )
+
+
+def _fitting_text(weights: Mapping[str, Tensor], own: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+    """The text encoder's weights before its read-out, of the blocks that both have."""
+    theirs, wanted = (weights["text.token_embed.weight"].shape, own["text.token_embed.weight"].shape)
+    if theirs != wanted:
+        raise CheckpointError(
+            f"{source} has a text encoder of {theirs[0]} token ids and width {theirs[1]}, the model one of {wanted[0]} "
+            f"and {wanted[1]}; build it alike (--text_width)"
+        )
+    positions, length = weights["text.pos_embed"], len(own["text.pos_embed"])
+    if len(positions) < length:
+        raise CheckpointError(
+            f"{source} knows captions of {len(positions)} tokens, the model is to read {length}; give --context_length "
+            f"{len(positions)} or less"
+        )
+    text = {
+        name: weights[name]
+        for name in own
+        if name.startswith("text.") and not name.startswith("text.readout.") and name in weights
+    }
+    text["text.pos_embed"] = positions[:length]
+    if misshapen := [name for name, value in text.items() if value.shape != own[name].shape]:
+        raise CheckpointError(f"{source} has a text encoder of another make: {', '.join(misshapen[:4])}")
+    return text
+
+
+def _fitting_ends(weights: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[str]:
+    """The text's read-out and both projections, each whole or not at all, and the temperature."""
+    fitting = ["logit_scale"]
+    for stem in ("text.readout.", "image_proj.", "text_proj."):
+        names = {name for name in (*own, *weights) if name.startswith(stem)}
+        if all(name in own and name in weights and own[name].shape == weights[name].shape for name in names):
+            fitting += sorted(names)
+    return fitting

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from dino_sparo.data.views import ClipView
 from dino_sparo.evaluation.task import view_record
-from dino_sparo.image_text.loaded import LoadedModel, refuse_foreign_options
-from dino_sparo.image_text.scoring.image_rows import require_both
+from dino_sparo.image_text.scoring.scorer import require_both
+from dino_sparo.image_text.towers import LoadedModel, refuse_foreign_options
 from dino_sparo.oc_clip.config import OCCLIPConfig
 from dino_sparo.oc_clip.graphs.files import MAX_MISSING, CaptionGraphs, open_graphs
 from dino_sparo.oc_clip.graphs.graph import SceneGraph

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from dino_sparo.image_text.contrastive import INITIAL_LOGIT_SCALE
+from dino_sparo.image_text.step import INITIAL_LOGIT_SCALE
 from dino_sparo.image_text.text import TextEncoder
 from dino_sparo.image_text.towers import TowerSizes
 from dino_sparo.models.encoder import Encoder, encoder_from_config

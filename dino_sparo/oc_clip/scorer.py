@@ -20,9 +20,7 @@ from dino_sparo.draw.figure import PICTURE_HEIGHT
 from dino_sparo.evaluation.features import Features, inference
 from dino_sparo.image_text.picture_pairs import ViewedPair
 from dino_sparo.image_text.prompts import prompts
-from dino_sparo.image_text.scoring.explanation import CaptionMaps, Explanation
-from dino_sparo.image_text.scoring.image_rows import ImageRows
-from dino_sparo.image_text.scoring.scorer import EncodedTexts
+from dino_sparo.image_text.scoring.scorer import CaptionMaps, EncodedTexts, Explanation, ImageRows
 from dino_sparo.oc_clip.graphs.batches import batch_graphs
 from dino_sparo.oc_clip.graphs.canonical import canonical_form
 from dino_sparo.oc_clip.graphs.files import CaptionGraphs

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from dino_sparo.image_text.contrastive import contrastive_loss
+from dino_sparo.image_text.step import contrastive_loss
 from dino_sparo.oc_clip.graphs.batches import GraphBatch, join_graphs
 from dino_sparo.oc_clip.loss import RelationLoss, relation_loss, total_loss
 from dino_sparo.oc_clip.model import OCCLIP, look_up

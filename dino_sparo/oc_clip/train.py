@@ -20,11 +20,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from dino_sparo.image_text.contrastive import MAX_LOGIT_SCALE
 from dino_sparo.image_text.objective import ModelPart, PairObjective, tower_options
 from dino_sparo.image_text.pairs.batches import PairDataset, PairItem
-from dino_sparo.image_text.pairs.captions import TarCaptions
 from dino_sparo.image_text.pairs.run_data import BatchForm
+from dino_sparo.image_text.pairs.tars import TarCaptions
+from dino_sparo.image_text.step import MAX_LOGIT_SCALE
 from dino_sparo.oc_clip import options
 from dino_sparo.oc_clip.config import BindingConfig
 from dino_sparo.oc_clip.graphs.files import CaptionGraphs, graph_of, graphs_in_shards, open_graphs

@@ -1,6 +1,6 @@
 """Weights of a trained vision transformer -> initial weights of an encoder, for the parts that both have.
 
-`image_text/initialize.py` initializes both towers of an image-text model.
+`image_text/towers.py` initializes both towers of an image-text model.
 """
 
 from collections.abc import Iterable, Mapping

@@ -3,6 +3,7 @@
 import math
 import multiprocessing
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -107,7 +108,7 @@ class Gradients(NamedTuple):
 
 
 def feature_gradients(
-    images: torch.Tensor, texts: torch.Tensor, logit_scale: torch.Tensor, contrast: torch.nn.Module | None = None
+    images: torch.Tensor, texts: torch.Tensor, logit_scale: torch.Tensor, contrast: Callable[..., Tensor] | None = None
 ) -> Gradients:
     """Gradients at features, and at the temperature as a weight of the loss."""
     contrast, scale = contrast or create_loss(), torch.nn.Parameter(logit_scale.detach())

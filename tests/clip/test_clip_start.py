@@ -22,7 +22,7 @@ from dino_sparo import create_encoder, load_encoder
 from dino_sparo.__main__ import run as run_command
 from dino_sparo.clip import CLIP, clip_description, create_clip, load_clip
 from dino_sparo.clip.convert import from_open_clip, open_clip_config, to_open_clip
-from dino_sparo.image_text.initialize import initialize_towers
+from dino_sparo.image_text.towers import initialize_towers
 from dino_sparo.runtime.choices import EXPORT_FORMATS
 from dino_sparo.weights.checkpoint import CheckpointError
 from dino_sparo.weights.export import CLIP_FORMATS, WRITERS, export

@@ -43,8 +43,8 @@ from dino_sparo.image_text.evaluation.compositional.failures import (
     write_failures,
 )
 from dino_sparo.image_text.evaluation.compositional.questions import Question
-from dino_sparo.image_text.scoring.explanation import CaptionMaps, ExplainableScorer
 from dino_sparo.image_text.scoring.image_files import Crop
+from dino_sparo.image_text.scoring.scorer import CaptionMaps, ExplainableScorer
 from dino_sparo.oc_clip.load import load_oc_clip, scorer_of
 
 

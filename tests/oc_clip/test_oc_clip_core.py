@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dino_sparo.image_text.contrastive import contrastive_loss
+from dino_sparo.image_text.step import contrastive_loss
 from dino_sparo.oc_clip import binding as oc_binding
 from dino_sparo.oc_clip.binding import Binding
 from dino_sparo.oc_clip.config import BindingConfig

@@ -13,8 +13,7 @@ from oc_clip_fakes import batch_of, small_model, some_graphs, training_of
 from runs import PATIENCE, context
 from test_faults import server
 
-from dino_sparo.image_text.contrastive import contrastive_loss
-from dino_sparo.image_text.step import backward_at_once, backward_in_parts
+from dino_sparo.image_text.step import backward_at_once, backward_in_parts, contrastive_loss
 from dino_sparo.runtime.agree import barrier
 from dino_sparo.runtime.launch import init_distributed, rank, shutdown, world_size
 

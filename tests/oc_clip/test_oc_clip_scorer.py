@@ -27,7 +27,7 @@ from dino_sparo.__main__ import run as run_command
 from dino_sparo.clip.adapter import load_for_benchmark
 from dino_sparo.data.sources import open_source
 from dino_sparo.image_text.evaluation.compositional.sets.sugarcrepe import GROUPS
-from dino_sparo.image_text.scoring.image_rows import require_both
+from dino_sparo.image_text.scoring.scorer import require_both
 from dino_sparo.oc_clip import scorer as scorer_module
 from dino_sparo.oc_clip.graphs.files import CaptionGraphs
 from dino_sparo.oc_clip.graphs.graph import Relation, SceneGraph

@@ -9,7 +9,7 @@ from dino_sparo.data import scene_graphs as built_in
 from dino_sparo.data.scene_graphs import ATTRIBUTES, INDEPENDENT, RELATIONS
 from dino_sparo.data.scenes import Scenes
 from dino_sparo.image_text.evaluation.compositional.sets.scene_pairs import swapped_attribute, swapped_objects
-from dino_sparo.image_text.pairs.captions import SceneCaptions
+from dino_sparo.image_text.pairs.sources import SceneCaptions
 from dino_sparo.oc_clip.graphs.canonical import canonical
 from dino_sparo.oc_clip.graphs.graph import Relation, SceneGraph, normalize
 from dino_sparo.oc_clip.parsers.templates import parse_caption

@@ -21,7 +21,7 @@ from dino_sparo.draw.figure import PICTURE_HEIGHT, RAMP_ENDS, Tile, map_painter
 from dino_sparo.draw.pixels import heat
 from dino_sparo.evaluation.features import inference
 from dino_sparo.image_text.scoring.dot_product import DotProductScorer
-from dino_sparo.image_text.scoring.explanation import CaptionMaps, Explanation
+from dino_sparo.image_text.scoring.scorer import CaptionMaps, Explanation
 
 MAX_SLOTS = 5  # shown per caption
 EXPLANATION = (

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 
 from dino_sparo.clip.choices import FitSettings, check_bound
 from dino_sparo.clip.slots.subsets import mask_features
-from dino_sparo.image_text.contrastive import INITIAL_LOGIT_SCALE
 from dino_sparo.image_text.evaluation.compositional.answers import EncodedQuestions, macro, split_results
 from dino_sparo.image_text.scoring.dot_product import PAIR_CHUNK, DotProductScorer
+from dino_sparo.image_text.step import INITIAL_LOGIT_SCALE
 from dino_sparo.runtime.logs import progress
 
 BOUND = 100.0

@@ -23,9 +23,9 @@ from dino_sparo.data.sources import IMAGE_EXTENSIONS, CorruptImageError, ImageSo
 from dino_sparo.data.sources.image_source import Subset
 from dino_sparo.image_text.evaluation.compositional.questions import read_json
 from dino_sparo.image_text.pairs.batches import LeftOut, PairSource
-from dino_sparo.image_text.pairs.captions import TarCaptions
 from dino_sparo.image_text.pairs.sources import open_pairs
 from dino_sparo.image_text.pairs.tables import coco_captions
+from dino_sparo.image_text.pairs.tars import TarCaptions
 from dino_sparo.image_text.scoring.image_files import (
     check_file_name,
     image_path,

@@ -18,8 +18,8 @@ import os
 import time
 from collections.abc import Sequence
 
-from dino_sparo.data.dataset import most_corrupt
-from dino_sparo.data.scene_graphs import INDEPENDENT
+from dino_sparo.data.dataset import most_corrupt, require_labels
+from dino_sparo.data.scene_graphs import ATTRIBUTES, INDEPENDENT
 from dino_sparo.data.scenes import Scenes, names_scenes, parse_scenes_spec
 from dino_sparo.data.sources import ImageLimits, ImageSource, TableColumns, open_source, refuse_remote
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS
@@ -28,17 +28,55 @@ from dino_sparo.data.sources.image_source import FileSource
 from dino_sparo.data.sources.shard_index import index_share
 from dino_sparo.data.sources.tables import TABLE_ENDINGS
 from dino_sparo.data.sources.tars import IMAGES, TarSource, find_shards
-from dino_sparo.image_text.classes import open_classes
+from dino_sparo.image_text.classes import ClassList, open_classes
 from dino_sparo.image_text.pairs.batches import PairSource
-from dino_sparo.image_text.pairs.captions import ClassCaptions, SceneCaptions
 from dino_sparo.image_text.pairs.tables import open_coco_captions, open_pair_table
 from dino_sparo.image_text.pairs.tars import open_pair_shards, pairs_kind
-from dino_sparo.image_text.prompts import AUTO, open_templates
+from dino_sparo.image_text.prompts import AUTO, open_templates, prompts
 
 logger = logging.getLogger(__name__)
 
 # If a larger share of the samples are no pairs, something is wrong with the data.
 MAX_LEFT_OUT = 0.01
+
+
+class SceneCaptions:
+    """The captions of the built-in scenes: what they show, in words.
+
+    Args:
+        scenes: the pictures.
+        varied: also captions without some of the attributes. Without colour and background, only shapes identify the
+            image of a caption in a batch; shapes are hardly learned otherwise.
+    """
+
+    # Half of them name shapes and relation alone.
+    VARIED = (ATTRIBUTES, ("colour", "texture"), ("colour",), ("texture",), (), (), (), ())
+
+    def __init__(self, scenes: Scenes, varied: bool = False) -> None:
+        self.scenes, self.mentioned = scenes, self.VARIED if varied else (ATTRIBUTES,)
+
+    def __call__(self, index: int) -> Sequence[str]:
+        """The captions of scene `index`, the complete one first."""
+        graph = self.scenes.scene_graph(index)
+        return [graph.described(attributes) for attributes in self.mentioned]
+
+
+class ClassCaptions:
+    """Captions made from class names, so that any labelled images are pairs.
+
+    Args:
+        source: images with labels.
+        classes: names of the classes, from `classes.open_classes`.
+        templates: sentences with `{}` for the name; each gives a caption of every image.
+    """
+
+    def __init__(self, source: ImageSource, classes: ClassList, templates: tuple[str, ...]) -> None:
+        self.class_of = classes.class_of[require_labels(source)]
+        self.names, self.templates = classes.names, templates
+
+    def __call__(self, index: int) -> Sequence[str]:
+        """One caption per template."""
+        return prompts(self.templates, self.names[self.class_of[index]])
 
 
 def open_pairs(

@@ -25,7 +25,7 @@ from dino_sparo.data.sources import IMAGE_EXTENSIONS, CorruptImageError, ImageLi
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS, refuse_large_file
 from dino_sparo.data.sources.tars import find_shards
 from dino_sparo.image_text.pairs.batches import LeftOut, PairBatch, PairItem, PairTransform, collate_pairs
-from dino_sparo.image_text.pairs.captions import captions_in_json
+from dino_sparo.image_text.pairs.tars import captions_in_json
 
 try:
     import webdataset

@@ -4,15 +4,17 @@ Only the first few image files must exist when the listing is opened.
 """
 
 import os
+from array import array
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int64
 
-from dino_sparo.data.sources.image_source import FileSource
+from dino_sparo.data.sources.image_source import FileSource, PackedStrings
 from dino_sparo.data.sources.tables import PATHS, SPLITS, Column, TableRows
 from dino_sparo.image_text.pairs.batches import LeftOut, PairSource
-from dino_sparo.image_text.pairs.captions import ListedCaptions, PackedTexts
 from dino_sparo.runtime.files import open_regular, parse_json
 
 IMAGES = replace(PATHS, holds="images", option="image_key")
@@ -28,6 +30,44 @@ NEGATIVES = Column("false captions", "negative_key", (), may_span=True)  # never
 FILES_CHECKED = 8
 
 NO_IMAGE, NO_CAPTION, NO_SUCH_IMAGE = "without image", "without caption", "with the id of no image"
+
+
+class PackedTexts:
+    """A growing list of texts in one array of bytes; `packed` gives them back as `PackedStrings`."""
+
+    def __init__(self) -> None:
+        self.blob, self.ends = bytearray(), array("q")
+
+    def append(self, text: str) -> None:
+        """Add a text; bytes that are no UTF-8 stay, half characters become `?`."""
+        try:
+            self.blob += text.encode("utf-8", "surrogateescape")
+        except UnicodeEncodeError:  # JSON may hold half of a surrogate pair
+            self.blob += text.encode("utf-8", "replace")
+        self.ends.append(len(self.blob))
+
+    def packed(self) -> PackedStrings:
+        """All texts so far."""
+        return PackedStrings(np.frombuffer(bytes(self.blob), np.uint8), np.array(self.ends, dtype=np.int64))
+
+
+class ListedCaptions:
+    """Captions of a table or of annotations.
+
+    Args:
+        texts: all captions, in the order of the images.
+        ends: (images,), index after the last caption of each image; None: one caption per image.
+    """
+
+    def __init__(self, texts: PackedStrings, ends: Int64[np.ndarray, " images"] | None = None) -> None:
+        self.texts, self.ends = texts, ends
+
+    def __call__(self, index: int) -> Sequence[str]:
+        """The captions of image `index`."""
+        if self.ends is None:
+            return [self.texts[index]]
+        start = int(self.ends[index - 1]) if index else 0
+        return [self.texts[i] for i in range(start, int(self.ends[index]))]
 
 
 def open_pair_table(

@@ -6,23 +6,25 @@ among ranks are exact for any number of shards.
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from dino_sparo.data.sources import CorruptImageError
 from dino_sparo.data.sources.decode import IMAGE_ENDINGS
-from dino_sparo.data.sources.shard_index import Kind, Notes, Piece, blocks_of, open_index
-from dino_sparo.data.sources.tar_headers import Member, tar_members
+from dino_sparo.data.sources.shard_index import Kind, Notes, Piece, ShardIndex, blocks_of, open_index
+from dino_sparo.data.sources.tar_headers import BLOCK_BYTES, Member, tar_members
 from dino_sparo.data.sources.tars import TarSource, lost_samples, shard_sizes
 from dino_sparo.image_text.pairs.batches import LeftOut, PairSource
-from dino_sparo.image_text.pairs.captions import TarCaptions
+from dino_sparo.runtime.files import open_regular, parse_json
 
 logger = logging.getLogger(__name__)
 
 CAPTION_ENDING, JSON_ENDING = ".txt", ".json"
+MAX_CAPTION_BYTES = 1 << 20
 # How many JSON members are looked at for the caption's key before training begins.
 JSONS_CHECKED = 8
 
@@ -33,6 +35,69 @@ DAMAGED = "in damaged shards, as far as known"
 PAIR_RECORD = np.dtype(
     [("start", "<u4"), ("block", "<u4"), ("size", "<u4"), ("caption_block", "<u4"), ("caption_size", "<u4")]
 )
+
+
+class TarCaptions:
+    """Captions within tar shards, read at their offsets.
+
+    Args:
+        index: records with `caption_block` and `caption_size` of every image.
+        key: None if a member is the caption; else the key of JSON members that holds a text or a list of texts.
+    """
+
+    def __init__(self, index: ShardIndex, key: str | None) -> None:
+        self.index, self.key = index, key
+
+    def __call__(self, index: int) -> Sequence[str]:
+        """The captions of image `index`.
+
+        Raises:
+            CorruptImageError: the shard cannot be read, or the member is no JSON object.
+        """
+        text = self._read(index)
+        if self.key is None:
+            return [text]
+        return captions_in_json(text, self.key, self.location(index))
+
+    def json_of(self, index: int) -> dict[str, Any]:
+        """The JSON object of image `index`; raises CorruptImageError if there is none."""
+        return _json_object(self._read(index), self.location(index))
+
+    def _read(self, index: int) -> str:
+        size = int(self.index.records[index]["caption_size"])
+        if size > MAX_CAPTION_BYTES:
+            raise CorruptImageError(
+                self.location(index), f"{size:,} bytes is no plausible caption; at most {MAX_CAPTION_BYTES:,} are read"
+            )
+        try:
+            with open_regular(self.index.shard_of(index)) as file:
+                file.seek(self._offset(index))
+                return file.read(size).decode("utf-8", "replace")
+        except OSError as error:
+            raise CorruptImageError(self.location(index), str(error.strerror)) from error
+
+    def location(self, index: int) -> str:
+        """Shard and byte of the caption of image `index`."""
+        return f"{self.index.shard_of(index)}, caption at byte {self._offset(index)}"
+
+    def _offset(self, index: int) -> int:
+        return int(self.index.records[index]["caption_block"]) * BLOCK_BYTES
+
+
+def captions_in_json(text: str, key: str, location: str) -> list[str]:
+    """The text, or the list of texts, under a key of a JSON object; raises CorruptImageError if it is no object."""
+    value = _json_object(text, location).get(key)
+    return [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, str)]
+
+
+def _json_object(text: str, location: str) -> dict[str, Any]:
+    try:
+        value = parse_json(text)
+    except ValueError as error:
+        raise CorruptImageError(location, f"no JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise CorruptImageError(location, f"holds a {type(value).__name__}, not a JSON object")
+    return value
 
 
 def open_pair_shards(shards: list[str], name: str, caption_key: str | None = None) -> tuple[PairSource, str]:

@@ -22,8 +22,7 @@ from torch.nn import functional as F
 from dino_sparo.data.sources import ImageSource
 from dino_sparo.evaluation.features import Features, inference
 from dino_sparo.image_text.prompts import prompts
-from dino_sparo.image_text.scoring.image_rows import ImageRows, require_both
-from dino_sparo.image_text.scoring.scorer import EncodedTexts
+from dino_sparo.image_text.scoring.scorer import EncodedTexts, ImageRows, require_both
 from dino_sparo.image_text.text import Tokens
 from dino_sparo.runtime.collectives import all_gather_ragged
 from dino_sparo.runtime.launch import rank, world_size
