@@ -43,7 +43,7 @@ from dino_sparo.runtime.choices import ARCHITECTURES, IMAGENET_MEAN, IMAGENET_ST
 from dino_sparo.runtime.launch import Distributed
 from dino_sparo.training.compile import CompileError, compile_failures_named, compile_networks
 from dino_sparo.training.images import crops_on_device
-from dino_sparo.training.memory import memory_report
+from dino_sparo.training.loop import memory_report
 from dino_sparo.training.optim import clip_gradients_, cosine_schedule
 
 EQUAL = 2e-5  # of a loss of about 10 nats, after some steps in fp32

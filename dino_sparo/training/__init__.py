@@ -3,11 +3,10 @@
     objective.py   the contract between an objective and the trainer
     run.py         the life of a run: build, resume, epochs, evaluations, checkpoints
     resume.py      content of a checkpoint; saving and resuming
-    loop.py        one epoch: fetch, step, agree, log
+    loop.py        one epoch: fetch, step, agree, log; memory of the first step
     updater.py     gradients -> weights: precision, accumulation, schedules, skipped steps
     optim.py       parameter groups, optimizers, schedules, clipping
     compile.py     torch.compile of the networks
-    memory.py      memory of the first step, by part
     images.py      functions for objectives on crops of images
     options.py     options of a run that all objectives share
 

@@ -33,11 +33,8 @@ def compile_networks(objective: Objective[Any]) -> None:
     if any(isinstance(part, nn.SyncBatchNorm) for part in parts):
         logger.warning("the networks run uncompiled: batch norm that is synchronised between GPUs is not compiled")
         return
-    for name in ("recompile_limit", "cache_size_limit"):  # the second is the older name
-        if hasattr(torch._dynamo.config, name):
-            setattr(torch._dynamo.config, name, MAX_COMPILED_VARIANTS)
-    if hasattr(torch._dynamo.config, "fail_on_recompile_limit_hit"):
-        torch._dynamo.config.fail_on_recompile_limit_hit = True
+    torch._dynamo.config.recompile_limit = MAX_COMPILED_VARIANTS
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     share_compile_workers()
     # Older versions cannot cut a graph with checkpoints where DDP's buckets end. Uncut, it sends its gradients last.
     torch._dynamo.config.optimize_ddp = not any(getattr(part, "grad_checkpointing", False) for part in parts)

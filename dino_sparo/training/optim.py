@@ -57,12 +57,8 @@ class LARS(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "eta": eta})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         flag = getattr(self, "skip_where", None)
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -78,7 +74,6 @@ class LARS(torch.optim.Optimizer):
                 state["mu"].copy_(mu)
                 moved = parameter.add(mu, alpha=-group["lr"])
                 parameter.copy_(moved if flag is None else torch.where(flag > 0, parameter, moved))
-        return loss
 
     @staticmethod
     def _scaled_gradient(parameter: Tensor, weight_decay: float, eta: float) -> Tensor:
@@ -97,7 +92,7 @@ class SkippingSGD(torch.optim.SGD):
     """
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
         flag = getattr(self, "skip_where", None)
         moving = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -106,10 +101,9 @@ class SkippingSGD(torch.optim.SGD):
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         buffers = [self.state[parameter]["momentum_buffer"] for parameter in moving]
         before = [] if flag is None else [tensor.clone() for tensor in (*moving, *buffers)]
-        loss = super().step(closure)
+        super().step()
         for tensor, old in zip((*moving, *buffers), before, strict=False):
             tensor.copy_(torch.where(flag > 0, old, tensor))  # type: ignore[arg-type, operator]
-        return loss
 
 
 OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] = {

@@ -81,17 +81,9 @@ class Run:
         """Epochs that are trained, evaluated and logged."""
         return self.step // self.objective.sampler.steps_per_epoch - (self.unlogged_epoch is not None)
 
-    def steps_of_epoch(self, epoch: int) -> int:
-        """Steps taken since the beginning of an epoch."""
-        return self.step - epoch * self.objective.sampler.steps_per_epoch
-
-    def reports_memory(self) -> bool:
-        """Whether `--memory_report` measures the next step: the first of this process."""
-        return self.args.memory_report and self.step == self.first_step
-
     @property
     def sizes(self) -> dict[str, int]:
-        """Batch and data-set size, which define a step."""
+        """Data-set and batch size, which define a step."""
         sampler = self.objective.sampler
         return {
             f"num_{self.objective.noun}s": sampler.num_images,
@@ -113,16 +105,26 @@ class Run:
     def save(self, copies: Sequence[str] = ()) -> None:
         """Write a checkpoint, and copies under these names that later saves do not overwrite; every rank calls this.
 
+        Random numbers and means are saved per rank. No step reads the random numbers of the one before: it seeds its
+        own.
+
         Raises:
             CheckpointError: on every rank, if rank 0 could not write; the checkpoint before stays.
         """
+        objective, updater = self.objective, self.objective.updater
+        own = {"rng": random_state(updater.device), "meters": self.meters.state_dict()}
         checkpoint = {
-            **self.state(),
-            **self.sizes,
-            **self.objective.description,
-            "epoch": self.step // self.objective.sampler.steps_per_epoch,  # whole ones
+            **{name: network.state_dict() for name, network in objective.networks.items()},
+            "optimizer": updater.optimizer.state_dict(),
+            **({} if updater.scaler is None else {"fp16_scaler": updater.scaler.state_dict()}),
+            "step": updater.step,
+            "epoch": updater.step // objective.sampler.steps_per_epoch,  # whole ones
             "unlogged_epoch": self.unlogged_epoch,
-            self.objective.score_name: self.best_score,
+            objective.score_name: self.best_score,
+            **self.counts,
+            "ranks": all_gather_object(own),
+            **self.sizes,
+            **objective.description,
             "args": plain(vars(self.args)),
             "data_hashes": self.data_hashes,
             "versions": {**versions(), "git": git_hash()},
@@ -133,38 +135,18 @@ class Run:
         when = "" if self.unlogged_epoch is None else ", before the epoch is evaluated"
         logger.info("saved at step %d%s", self.step, when)
 
-    def state(self) -> dict[str, Any]:
-        """Weights, optimizer, counts, and per rank its random numbers and means, by a checkpoint's keys.
-
-        Every rank calls this; rank 0 uses it. No step reads the random numbers of the one before: it seeds its own.
-        """
-        updater = self.objective.updater
-        own = {"rng": random_state(updater.device), "meters": self.meters.state_dict()}
-        values = {
-            **{name: network.state_dict() for name, network in self.objective.networks.items()},
-            "optimizer": updater.optimizer.state_dict(),
-            "step": updater.step,
-            **self.counts,
-            "ranks": all_gather_object(own),
-        }
-        return values if updater.scaler is None else {**values, "fp16_scaler": updater.scaler.state_dict()}
-
-    def load_state(self, checkpoint: Mapping[str, Any], source: str) -> None:
-        """Load what `state` returned on rank 0.
-
-        Raises:
-            CheckpointError: weights that do not fit the networks.
-        """
+    def load(self, checkpoint: Mapping[str, Any], source: str) -> None:
+        """Continue from a checkpoint; `CheckpointError` if its weights do not fit the networks."""
         updater = self.objective.updater
         for name, network in self.objective.networks.items():
             load_strictly(network, checkpoint[name], f"{source} ({name})")
         updater.optimizer.load_state_dict(checkpoint["optimizer"])
         if updater.scaler is not None and "fp16_scaler" in checkpoint:
             updater.scaler.load_state_dict(checkpoint["fp16_scaler"])
-        updater.step = checkpoint["step"]
+        updater.step = self.saved_step = checkpoint["step"]
         self.counts = {name: checkpoint.get(name, 0) for name in self.counts}
         self.best_score = checkpoint[self.objective.score_name]
-        self.unlogged_epoch, self.saved_step = checkpoint.get("unlogged_epoch"), updater.step
+        self.unlogged_epoch = checkpoint.get("unlogged_epoch")
         ranks = checkpoint.get("ranks", [])
         if len(ranks) == world_size():
             restore_random_state(ranks[rank()]["rng"], updater.device)
@@ -173,9 +155,7 @@ class Run:
             logger.warning(
                 "%s is of %d processes and is resumed by %d: the rest of the run is not bit-identical, and the means "
                 "of this epoch are those of its rest",
-                source,
-                len(ranks),
-                world_size(),
+                *(source, len(ranks), world_size()),
             )
 
 
@@ -188,7 +168,7 @@ def resume(run: Run) -> int | None:
     Raises:
         CheckpointError: no checkpoint is sound, or it is of another model, other data or another batch.
     """
-    newest: list[Path | None] = []
+    newest = list[Path | None]()
     on_rank_0(lambda: newest.append(run.checkpoints.find()), "looking for a checkpoint")
     path = broadcast_object(newest[0] if newest else None)
     if path is None:
@@ -197,9 +177,8 @@ def resume(run: Run) -> int | None:
     with all_or_none(f"reading {path}"):
         checkpoint = load_checkpoint(path, verify=not is_main())  # rank 0 has verified it
         run.objective.check_same_model(checkpoint, str(path))
-        has_other_batch = batch_has_changed(run, checkpoint)
-        require_same_steps(run, checkpoint, str(path), has_other_batch)
-        run.load_state(checkpoint, str(path))
+        has_other_batch = require_same_steps(run, checkpoint, str(path))
+        run.load(checkpoint, str(path))
         checksum = contents_checksum(path)
     require_same_file(path, run.step, checksum)
     if has_other_batch:
@@ -244,27 +223,28 @@ def require_same_file(path: Path, step: int, checksum: int) -> None:
         )
 
 
-def batch_has_changed(run: Run, checkpoint: Mapping[str, Any]) -> bool:
-    """Whether the same data come in batches of another size than when the checkpoint was written."""
-    differing = [name for name, value in run.sizes.items() if checkpoint.get(name, value) != value]
-    return bool(differing) and f"num_{run.objective.noun}s" not in differing
+def require_same_steps(run: Run, checkpoint: Mapping[str, Any], path: str) -> bool:
+    """Refuse other data, other options that the optimizer's state depends on, and another batch unless allowed.
 
-
-def require_same_steps(run: Run, checkpoint: Mapping[str, Any], path: str, has_other_batch: bool) -> None:
-    """Refuse other data, other options that the optimizer's state depends on, and another batch unless allowed."""
+    Returns:
+        Whether the same data come in batches of another size.
+    """
     before, now, noun = checkpoint["args"], plain(vars(run.args)), run.objective.noun
-    fixed = run.objective.fixed_options
-    differing = [(f"--{name}", before.get(name), now[name]) for name in fixed if before.get(name) != now[name]]
-    if not (has_other_batch and run.args.allow_rescale):
-        sizes = ((name, checkpoint.get(name, value), value) for name, value in run.sizes.items())
-        differing += [(name, old, new) for name, old, new in sizes if old != new]
-    if differing:
+    options = [(f"--{name}", before.get(name), now[name]) for name in run.objective.fixed_options]
+    sizes = [(name, checkpoint.get(name, value), value) for name, value in run.sizes.items()]
+    changed = [change for change in sizes if change[1] != change[2]]
+    has_other_batch = bool(changed) and changed[0][0] != f"num_{noun}s"
+    if has_other_batch and run.args.allow_rescale:
+        changed = []
+    changed = [change for change in options if change[1] != change[2]] + changed
+    if changed:
         remedy = f"; or --allow_rescale, to resume from the {noun}s seen so far" * has_other_batch
         raise CheckpointError(
             f"{path} cannot be resumed: "
-            + ", ".join(f"{name} was {old} and is now {new}" for name, old, new in differing)
+            + ", ".join(f"{name} was {old} and is now {new}" for name, old, new in changed)
             + f". Give the same options, {noun}s and batch (of all processes together), or another --output_dir{remedy}"
         )
+    return has_other_batch
 
 
 def rescale(run: Run, checkpoint: Mapping[str, Any]) -> None:

@@ -24,7 +24,7 @@ from dino_sparo.runtime.launch import Distributed
 from dino_sparo.training import compile as compile_file
 from dino_sparo.training import run
 from dino_sparo.training.compile import CompileError, compile_failures_named, compile_networks
-from dino_sparo.training.memory import memory_report
+from dino_sparo.training.loop import memory_report
 
 CPU = torch.device("cpu")
 

@@ -163,20 +163,6 @@ def test_a_flag_of_one_leaves_parameters_and_momentum_as_they_were(kind: str) ->
     assert all(torch.equal(ours, wanted) for ours, wanted in zip(with_flag, before, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["sgd", "lars"])
-def test_a_closure_is_called_with_gradients_and_its_loss_returned(kind: str) -> None:
-    parameter = nn.Parameter(torch.ones(2, 3))
-    optimizer = create(kind, [{"params": [parameter], "lr": 0.1}])
-
-    def closure() -> float:
-        loss = (parameter * torch.arange(6.0).reshape(2, 3)).sum()
-        loss.backward()
-        return loss.item()
-
-    assert optimizer.step(closure) == 15
-    assert not torch.equal(parameter.detach(), torch.ones(2, 3))
-
-
 @pytest.mark.parametrize("start", [0.0, 1.0])
 @pytest.mark.parametrize("gradient", [0.0, 1.0])
 def test_lars_scales_by_the_norms_only_where_both_are_positive(start: float, gradient: float) -> None:
