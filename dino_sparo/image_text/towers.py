@@ -12,13 +12,13 @@ from torch import Tensor
 
 from dino_sparo.image_text.text import CONTEXT_LENGTH, VOCAB_SIZE, TextConfig
 from dino_sparo.models.encoder import EncoderConfig
-from dino_sparo.runtime.records import file_sha256
 from dino_sparo.weights.checkpoint import (
     CheckpointError,
     clip_weights,
     image_text_entry,
     load_checkpoint,
     normalization_of,
+    weights_sha256,
 )
 from dino_sparo.weights.initialize import InitReport, check_same_activation, initialize_from
 
@@ -90,7 +90,7 @@ class LoadedModel:
     @classmethod
     def of(cls: type[Loaded], model: Any, checkpoint: Mapping[str, Any], path: str | Path, **more: Any) -> Loaded:
         """A model, which has a `config`, with the weights of a checkpoint; `more` goes into the record."""
-        origin = {"pretrained_weights": str(path), "sha256": file_sha256(Path(path)), "epoch": checkpoint.get("epoch")}
+        origin = {"pretrained_weights": str(path), "sha256": weights_sha256(path), "epoch": checkpoint.get("epoch")}
         return cls(model.eval(), *normalization_of(checkpoint), {**origin, **model.config.to_dict(), **more})
 
 
