@@ -196,7 +196,7 @@ COMPUTING_FILES = (
     *("oc_clip/pairs", "oc_clip/step", "oc_clip/scorer", "image_text/step"),
     *("evaluation/features", "evaluation/knn/classify", "evaluation/linear/probe"),
     *("evaluation/attention/maps", "evaluation/attention/atlas"),
-    *(f"evaluation/objects/{name}" for name in ("measures", "slots", "masks", "layouts", "coco", "survey")),
+    *(f"evaluation/objects/{name}" for name in ("measures", "slots", "layouts", "survey")),
 )
 
 

@@ -30,15 +30,19 @@ def colour_of(position: int, count: int) -> str:
 
 
 @contextmanager
-def panels(path: Path, rows: int, columns: int) -> Iterator[Any]:
-    """Axes of plots, an array (rows, columns); saved to `path` at the end."""
+def panels(
+    path: Path, rows: int, columns: int, title: str = "", size: tuple[float, float] | None = None
+) -> Iterator[Any]:
+    """Axes of plots, an array (rows, columns); saved to `path` at the end. `size` is in inches."""
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    size = (PANEL_WIDTH * columns, PANEL_HEIGHT * rows)
+    size = size or (PANEL_WIDTH * columns, PANEL_HEIGHT * rows)
     figure = Figure(figsize=size, dpi=2 * DPI, layout="constrained", facecolor=PAPER)
     FigureCanvasAgg(figure)
+    if title:
+        figure.suptitle(title, x=0.01, ha="left", color=INK, fontsize=11)
     axes = figure.subplots(rows, columns, squeeze=False)
     for axis in axes.flat:
         axis.spines[["top", "right"]].set_visible(False)

@@ -23,15 +23,17 @@ from dino_sparo.evaluation.features import Features, require_memory
 from dino_sparo.evaluation.linear import command as linear_command
 from dino_sparo.evaluation.linear.probe import (
     LinearProbe,
+    ProbeRun,
     ProbeSampler,
     ProbeSGD,
     cached_batches,
     cosine_factor,
+    live_batches,
     probe_accuracy,
+    reference_heads,
     scaled_learning_rates,
     train_one_epoch,
 )
-from dino_sparo.evaluation.linear.run import ProbeRun, live_batches, reference_heads
 from dino_sparo.evaluation.options import slot_study_parser
 from dino_sparo.models.encoder import create_encoder
 from dino_sparo.runtime.launch import shutdown
@@ -197,15 +199,12 @@ def test_probes_of_another_run_are_not_continued(tmp_path):
 @pytest.mark.parametrize(
     ("action", "message"),
     [
-        (lambda: LinearProbe(0, CLASSES), "feature_dim=0"),
-        (lambda: LinearProbe(WIDTH, CLASSES, 0), "num_probes=0"),
         (lambda: scaled_learning_rates([], 8), r"lr=\[\]; give one or more"),
         (lambda: run_probes((0.1, 0.1)), r"lr=\[0.1, 0.1\]; give one or more different"),
         (lambda: run_probes((0.1, 0.0)), r"lr=\[0.1, 0.0\]"),
         (lambda: run_probes(RATES, epochs=0), "epochs=0; a probe needs"),
         (lambda: run_probes(RATES).train(lambda _: [], separable_features(), val_freq=0), "val_freq=0; give"),
         (lambda: run_probes(RATES).train(lambda _: [], separable_features()), "has no batch"),
-        (lambda: ProbeSGD(LinearProbe(WIDTH, CLASSES), [0.1]).step(1.0), r"weight of the probe has no gradient"),
     ],
 )
 def test_bad_input_is_refused(action, message):

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -23,13 +24,15 @@ from dino_sparo.data.scenes import Scenes, draw_scene, object_masks
 from dino_sparo.data.sources import CorruptImageError
 from dino_sparo.data.views import PatchView, View
 from dino_sparo.draw.plots import panels
-from dino_sparo.evaluation.objects import command, survey
+from dino_sparo.evaluation.objects import command, slots, survey
 from dino_sparo.evaluation.objects.layouts import (
     VOC_CLASSES,
+    ObjectMasks,
+    ObjectSource,
     open_objects,
     segmentation_mask,
+    view_objects,
 )
-from dino_sparo.evaluation.objects.masks import ObjectMasks, ObjectSource, view_objects
 from dino_sparo.evaluation.objects.report import draw_redundancy, percent, redundancy_words
 from dino_sparo.evaluation.objects.survey import ROWS
 from dino_sparo.evaluation.task import Subject
@@ -158,7 +161,7 @@ def voc(tmp_path: Path) -> Path:
 
 def test_vocs_layout_gives_objects_classes_and_void(voc: Path) -> None:
     source = open_objects(str(voc))
-    assert len(source) == 3
+    assert len(source.images) == 3
     objects = source.objects(1)
     assert [VOC_CLASSES[number] for number in objects.classes] == ["dog", "person"]
     np.testing.assert_array_equal(objects.masks[1], BLOCK == 2)
@@ -320,10 +323,15 @@ def survey_boxes(
     )
     monkeypatch.setattr(survey, "maps_and_slots", look)
     monkeypatch.setattr(survey, "BATCH_SIZE", 2)
-    monkeypatch.setattr(command, "MIN_OBJECTS", 1)
+    monkeypatch.setattr(slots, "MIN_OBJECTS", 1)
     view = PatchView([32], 8, IMAGENET_MEAN, IMAGENET_STD)
     encoders = {survey.MODEL: own, survey.UNTRAINED: untrained}
     return survey.survey_objects(encoders, BOXES, range(5), view, share=0.6, seed=0, maps=maps)
+
+
+def describe(result: survey.Survey) -> dict[str, Any]:
+    jaccards = (np.concatenate(result.jaccards[row]) for row in (survey.MODEL, survey.UNTRAINED))
+    return slots.describe_maps(*jaccards, result.classes, BOXES.classes, seed=0)
 
 
 def test_images_and_masks_are_cut_alike_and_controls_score_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,7 +350,7 @@ def test_images_and_masks_are_cut_alike_and_controls_score_what_they_say(monkeyp
     differences = result.differences(seed=0)
     assert [differences[row]["jaccard"]["mean"] for row in ("untrained", "other_image")] == [0, 1]  # own minus control
     assert result.mean_redundancy()["model"] == {"maps": 0, "values": pytest.approx(1)}
-    described = command.describe_maps(result, BOXES, seed=0)
+    described = describe(result)
     # Each map finds its own object, and nothing of the other one, in all four images.
     maps = [(entry["jaccard"], entry["best_for"], entry["class"], entry["lift"]) for entry in described["maps"]]
     assert maps == [(0.5, 0.5, "left", 0.5), (0.5, 0.5, "right", 0.5)]
@@ -356,14 +364,14 @@ def test_an_object_that_no_map_touches_is_found_by_none(monkeypatch: pytest.Monk
         halves, slots = bright_patches(encoder, images)
         return halves[:, :1], slots[:, :1]
 
-    described = command.describe_maps(survey_boxes(monkeypatch, look=left_half), BOXES, seed=0)
+    described = describe(survey_boxes(monkeypatch, look=left_half))
     assert described["found_by_no_map"] == described["maps"][0]["best_for"] == 0.5
 
 
 def test_rare_classes_are_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
     result = survey_boxes(monkeypatch)
-    monkeypatch.setattr(command, "MIN_OBJECTS", 5)  # there are four of each class
-    described = command.describe_maps(result, BOXES, seed=0)
+    monkeypatch.setattr(slots, "MIN_OBJECTS", 5)  # there are four of each class
+    described = describe(result)
     assert "selectivity" not in described
     assert "class" not in described["maps"][0]
 
@@ -391,7 +399,7 @@ def test_selectivity_stands_beside_that_of_untrained_maps(monkeypatch: pytest.Mo
         return (np.ones_like(halves) if encoder.config.num_slots == 3 else halves), slots
 
     result = survey_boxes(monkeypatch, look=trained_or_blank, untrained_slots=3)
-    selectivity = command.describe_maps(result, BOXES, seed=0)["selectivity"]
+    selectivity = describe(result)["selectivity"]
     # Either map finds its class fully: its excess is 0.5 there and -0.5 on the other class.
     assert (selectivity["mean_best_lift"], selectivity["untrained"]) == pytest.approx((0.5, 0))
 
@@ -427,7 +435,7 @@ def checkpoint(folder: Path, readout: str, seed: int = 0) -> Path:
 @pytest.fixture
 def few_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """No class is rare."""
-    monkeypatch.setattr(command, "MIN_OBJECTS", 1)
+    monkeypatch.setattr(slots, "MIN_OBJECTS", 1)
 
 
 def score(*words: object) -> dict:

@@ -15,8 +15,7 @@ from dino_sparo import create_encoder
 from dino_sparo.data.samplers import ShardSampler
 from dino_sparo.evaluation.feature_cache import load_features
 from dino_sparo.evaluation.features import Features
-from dino_sparo.evaluation.linear.probe import LinearProbe, cached_batches
-from dino_sparo.evaluation.linear.run import ProbeRun
+from dino_sparo.evaluation.linear.probe import LinearProbe, ProbeRun, cached_batches
 from dino_sparo.evaluation.options import slot_study_parser
 from dino_sparo.evaluation.slots import command as slot_study_command
 from dino_sparo.evaluation.slots.choice import KeptSlots, SlotSelection, parse_slots

@@ -57,7 +57,7 @@ def test_probes_side_by_side_are_torchs_adamw_each():
         sampler = ProbeSampler(47, 11, seed=2)
         step, steps = 0, 3 * 5
         for epoch in range(3):
-            sampler.set_epoch(epoch)
+            sampler.epoch = epoch
             for keys in sampler:
                 optimizer.param_groups[0]["lr"] = 0.1 * (1 + math.cos(math.pi * step / steps)) / 2
                 chosen = rows[[index for _, index in keys]]

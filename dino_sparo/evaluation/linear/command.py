@@ -32,10 +32,14 @@ from dino_sparo.evaluation.linear.probe import (
     REFERENCE_BATCH,
     Batches,
     LinearProbe,
+    ProbeRun,
     cached_batches,
+    check_same_record,
+    live_batches,
+    load_heads,
     probe_accuracy,
+    reference_heads,
 )
-from dino_sparo.evaluation.linear.run import ProbeRun, check_same_record, live_batches, load_heads, reference_heads
 from dino_sparo.evaluation.task import EvaluationTask, write_result
 from dino_sparo.runtime.agree import all_or_none
 from dino_sparo.runtime.launch import world_size
@@ -153,7 +157,7 @@ def train(probed: ProbeTask, path: Path) -> tuple[list[dict[str, float]], dict[s
         val, num_val = probed.val_features()
         batches, num_train = training_batches(probed)
         run.counts = {**num_train, **num_val}
-        run.train(batches, val, args.val_freq, path.with_name(f"{path.stem}_log.txt"))
+        run.train(batches, val, args.val_freq)
     return run.table(), run.counts
 
 

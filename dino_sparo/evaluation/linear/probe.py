@@ -1,13 +1,21 @@
 """Features -> linear probes, trained side by side on a frozen encoder: one trainer for every evaluation with probes.
 
+`ProbeRun` is a whole training: validation, saving, resuming.
+
 `linear` trains probes that differ in their learning rate, `clip-probe` probes that differ in their weight decay, and
 `slot-study` probes of some slots. Encoding dominates the cost, so the encoder runs once for many probes that differ in
 one number. Sources: DINO, section 4.1, in the variant of facebookresearch/dino's `eval_linear.py`; for the probe's
 features SPARO, appendix 0.C.2.
 """
 
+import json
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import repeat
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,10 +23,19 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dino_sparo.data.dataset import ImageDataset
+from dino_sparo.data.loader import create_loader
 from dino_sparo.data.samplers import epoch_order
-from dino_sparo.evaluation.features import Features
+from dino_sparo.data.sources import ImageSource
+from dino_sparo.evaluation.features import Features, inference
 from dino_sparo.runtime.collectives import all_reduce_sum
-from dino_sparo.runtime.launch import rank, world_size
+from dino_sparo.runtime.launch import is_main, rank, world_size
+from dino_sparo.runtime.logs import progress
+from dino_sparo.runtime.records import differences, plain
+from dino_sparo.weights.checkpoint import load_checkpoint, load_strictly
+from dino_sparo.weights.folder import save_checkpoint
+
+logger = logging.getLogger(__name__)
 
 INIT_STD = 0.01
 MOMENTUM = 0.9
@@ -44,9 +61,6 @@ class LinearProbe(nn.Module):
         self, feature_dim: int, num_classes: int, num_probes: int = 1, seed: int = 0, torch_init: bool = False
     ) -> None:
         super().__init__()
-        for name, size in (("feature_dim", feature_dim), ("num_classes", num_classes), ("num_probes", num_probes)):
-            if size < 1:
-                raise ValueError(f"{name}={size} is not a valid size for a linear probe; give a positive integer")
         generator = torch.Generator().manual_seed(seed)
         weight, bias = torch.empty(num_classes, feature_dim), torch.zeros(num_classes)
         if torch_init:
@@ -78,16 +92,11 @@ class ProbeSGD:
     @torch.no_grad()
     def step(self, factor: float) -> None:
         """Average the gradients over processes and move the weights; `factor` scales all learning rates."""
-        _average_gradients(self.probe)
         for name, parameter in self.probe.named_parameters():
+            all_reduce_sum(parameter.grad).div_(world_size())  # type: ignore[arg-type]
             momentum = self.momenta[name].mul_(MOMENTUM).add_(parameter.grad)  # type: ignore[arg-type]
             parameter.sub_(_per_probe(factor * self.learning_rates, parameter) * momentum)
             parameter.grad = None
-
-    def load_momenta(self, momenta: dict[str, Tensor]) -> None:
-        """Resume from saved momenta."""
-        for name, momentum in self.momenta.items():
-            momentum.copy_(momenta[name])
 
 
 class ProbeAdamW:
@@ -106,19 +115,12 @@ class ProbeAdamW:
     @torch.no_grad()
     def step(self, factor: float) -> None:
         """Average the gradients over processes and move the weights; `factor` scales the learning rate."""
-        _average_gradients(self.probe)
         for parameter in self.probe.parameters():
+            all_reduce_sum(parameter.grad).div_(world_size())  # type: ignore[arg-type]
             parameter.mul_(_per_probe(1 - factor * self.lr * self.decays, parameter))
         self.adam.param_groups[0]["lr"] = factor * self.lr
         self.adam.step()
         self.adam.zero_grad()
-
-
-def _average_gradients(probe: LinearProbe) -> None:
-    for name, parameter in probe.named_parameters():
-        if parameter.grad is None:
-            raise ValueError(f"{name} of the probe has no gradient; call backward() before step()")
-        all_reduce_sum(parameter.grad).div_(world_size())
 
 
 def _per_probe(numbers: Float[Tensor, " probes"], parameter: Tensor) -> Tensor:
@@ -141,10 +143,6 @@ class ProbeSampler:
     def __init__(self, num_images: int, batch_size: int, seed: int = 0) -> None:
         self.num_images, self.batch_size, self.seed, self.epoch = num_images, batch_size, seed, 0
         self.per_process = math.ceil(num_images / world_size())
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration."""
-        self.epoch = epoch
 
     def __len__(self) -> int:
         return math.ceil(self.per_process / self.batch_size)
@@ -173,10 +171,53 @@ def cached_batches(
     sampler = ProbeSampler(len(rows), batch_size, seed)
 
     def batches(epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        sampler.set_epoch(epoch)
+        sampler.epoch = epoch
         for keys in sampler:
             chosen = rows[[index for _, index in keys]].to(train.features.device)
             yield train.features[chosen].to(device), train.labels[chosen].to(device)
+
+    return batches
+
+
+def live_batches(
+    encoder: nn.Module,
+    encode: Callable[[Tensor], Tensor],
+    source: ImageSource,
+    augmentation: Callable,
+    device: torch.device,
+    *,
+    batch_size: int,
+    num_workers: int = 0,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Callable[[int], Batches]:
+    """Epoch -> this process' batches of features of augmented images, which are encoded anew in every epoch.
+
+    The crops of an image depend on seed, epoch and image alone. An unreadable image is replaced by its neighbour, as in
+    pretraining.
+
+    Args:
+        encoder: on `device`.
+        encode: images (B, C, H, W) -> features (B, F), a method of the encoder.
+        source: labelled images.
+        augmentation: (image, rng) -> [view].
+        device: where to compute.
+        batch_size: per process.
+        num_workers: processes that load images, per process.
+        dtype: fp32, or bf16 or fp16 for autocast.
+        seed: of order and crops.
+    """
+    sampler = ProbeSampler(len(source), batch_size, seed)
+    dataset = ImageDataset(source, augmentation, seed=seed)
+    loader = create_loader(dataset, sampler, num_workers=num_workers, pin_memory=device.type == "cuda")
+
+    def batches(epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        sampler.epoch = epoch
+        for batch in progress(loader, total=len(loader), desc=f"probe epoch {epoch + 1}"):
+            with inference(encoder, device, dtype):
+                features = encode(batch.views[0].to(device, non_blocking=True)).float()
+            # Cloned outside inference mode, so that gradients work.
+            yield features.clone(), batch.labels.to(device, non_blocking=True)
 
     return batches
 
@@ -260,3 +301,144 @@ def probe_accuracy(
     if not rows[0][3]:
         raise ValueError("there are no images to test the probe on")
     return [{"top1": 100 * n1 / n, "top5": 100 * n5 / n, "loss": loss / n} for n1, n5, loss, n in rows]
+
+
+@dataclass
+class ProbeRun:
+    """A training of several probes, which can be saved and resumed.
+
+    Attributes:
+        probe: the classifiers.
+        learning_rates: one per probe, as given, for a global batch of 256.
+        global_batch_size: images per step, over all processes.
+        epochs: length of the training.
+        record: plain values; a saved training with other values is refused.
+        path: file of the saved training; None: none is saved.
+        epoch: finished epochs.
+        history: one entry per validation: epoch (from 0), and each probe's accuracies.
+        counts: images used and left out, for the result of a training that is already finished.
+    """
+
+    probe: LinearProbe
+    learning_rates: Sequence[float]
+    global_batch_size: int
+    epochs: int
+    record: dict[str, Any]
+    path: Path | None = None
+    epoch: int = 0
+    history: list[dict[str, Any]] = field(default_factory=list)
+    counts: dict[str, int | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.epochs < 1:
+            raise ValueError(f"epochs={self.epochs}; a probe needs at least one")
+        rates = scaled_learning_rates(self.learning_rates, self.global_batch_size)
+        self.optimizer = ProbeSGD(self.probe, rates)
+
+    def save(self) -> None:
+        """Write heads, momenta, epoch and history, whole or not at all; on rank 0."""
+        if self.path is not None and is_main():
+            state = {
+                "state_dict": self.probe.state_dict(),
+                "momenta": self.optimizer.momenta,
+                "epoch": self.epoch,
+                "history": self.history,
+                "counts": self.counts,
+                "learning_rates": list(self.learning_rates),
+                "record": self.record,
+            }
+            save_checkpoint(state, self.path)
+
+    def resume(self) -> None:
+        """Resume the saved training, if there is one."""
+        if self.path is None or not self.path.is_file():
+            return
+        state = load_heads(self.path)
+        check_same_record(state["record"], self.record, self.path)
+        load_strictly(self.probe, state["state_dict"], str(self.path))
+        self.optimizer.momenta = {
+            name: momentum.to(self.probe.weight.device) for name, momentum in state["momenta"].items()
+        }
+        self.epoch, self.history, self.counts = state["epoch"], state["history"], state["counts"]
+        logger.info("%s: resuming after epoch %d of %d", self.path, self.epoch, self.epochs)
+
+    def train(self, epoch_batches: Callable[[int], Batches], val: Features, val_freq: int = 1) -> None:
+        """Train to the end; a log beside `path` gets one JSON line per epoch.
+
+        Args:
+            epoch_batches: epoch -> this process' batches.
+            val: this process' share of the validation features.
+            val_freq: epochs between two validations; the last epoch is always validated.
+        """
+        if val_freq < 1:
+            raise ValueError(f"val_freq={val_freq}; give the number of epochs between two validations, at least 1")
+        for epoch in range(self.epoch, self.epochs):
+            schedule = cosine_factor(epoch, self.epochs)
+            losses = train_one_epoch(self.probe, self.optimizer, epoch_batches(epoch), repeat(schedule))
+            if not any(map(math.isfinite, losses)):
+                raise ValueError(
+                    f"every probe diverged (training losses {losses}); give smaller learning rates with --lr"
+                )
+            line: dict[str, Any] = {"epoch": epoch, "schedule": schedule, "train_loss": losses}
+            if epoch % val_freq == 0 or epoch == self.epochs - 1:
+                line["test"] = probe_accuracy(self.probe, val.features, val.labels)
+                self.history.append({"epoch": epoch, "test": line["test"]})
+                best = max(range(len(losses)), key=lambda probe: line["test"][probe]["top1"])
+                logger.info(
+                    "epoch %d of %d: best top-1 %.2f %% (lr %g), loss %.4f", epoch + 1, self.epochs,
+                    line["test"][best]["top1"], self.learning_rates[best], losses[best],
+                )  # fmt: skip
+            self.epoch = epoch + 1
+            self.save()
+            if self.path is not None and is_main():
+                with self.path.with_name(f"{self.path.stem}_log.txt").open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(plain({"lr": list(self.learning_rates), **line})) + "\n")
+
+    def table(self) -> list[dict[str, float]]:
+        """One row per learning rate: accuracies after the last epoch, and the highest top-1 on the way."""
+        rows = []
+        for number, rate in enumerate(self.learning_rates):
+            peak = max(self.history, key=lambda entry: entry["test"][number]["top1"])
+            rows.append(
+                {
+                    "lr": rate,
+                    **self.history[-1]["test"][number],
+                    "max_top1": peak["test"][number]["top1"],
+                    "max_top1_epoch": peak["epoch"],
+                }
+            )
+        return rows
+
+
+def load_heads(path: Path) -> dict[str, Any]:
+    """Read the probes of a training that was saved."""
+    state = load_checkpoint(path)
+    missing = {"state_dict", "momenta", "epoch", "history", "counts", "learning_rates", "record"} - state.keys()
+    if missing:
+        raise ValueError(f"{path} holds no linear probes: {', '.join(sorted(missing))} missing; train some first")
+    return state
+
+
+def reference_heads(path: Path, avgpool_patchtokens: bool) -> dict[str, Tensor] | None:
+    """Weights (1, classes, F) and bias (1, classes) of the reference's linear head; None for another file.
+
+    With --avgpool_patchtokens the reference's head sees class token and mean of the patches in turn, number by number,
+    and ours sees the whole class token first. So the columns are reordered.
+    """
+    weights = load_checkpoint(path).get("state_dict", {})
+    head = {name.removeprefix("module."): value for name, value in weights.items()}
+    if head.keys() != {"linear.weight", "linear.bias"}:
+        return None
+    weight = head["linear.weight"]
+    if avgpool_patchtokens:
+        weight = weight.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
+    return {"weight": weight[None], "bias": head["linear.bias"][None]}
+
+
+def check_same_record(saved: dict[str, Any], wanted: dict[str, Any], path: Path) -> None:
+    """Refuse probes of another encoder, of other data or of other options."""
+    if differing := differences(saved, wanted, "in the file", "now"):
+        raise ValueError(
+            f"{path} holds probes of another run: {'; '.join(differing)}. Give the same options, or another "
+            f"--output_dir, or delete the file"
+        )

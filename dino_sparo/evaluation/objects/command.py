@@ -21,16 +21,9 @@ from dino_sparo.draw.labels import describe_model, run_names
 from dino_sparo.draw.sheet import require_matplotlib
 from dino_sparo.evaluation.attention.images import default_image_size
 from dino_sparo.evaluation.attention.maps import check_share
-from dino_sparo.evaluation.objects.layouts import open_objects
-from dino_sparo.evaluation.objects.masks import UNKNOWN, ObjectSource
+from dino_sparo.evaluation.objects.layouts import ObjectSource, open_objects
 from dino_sparo.evaluation.objects.report import draw_classes, draw_matching, draw_measures, table
-from dino_sparo.evaluation.objects.slots import (
-    class_lift,
-    match_held_out,
-    mean_best_lift,
-    shuffled_lift,
-    without_rare,
-)
+from dino_sparo.evaluation.objects.slots import describe_maps, match_held_out
 from dino_sparo.evaluation.objects.survey import MODEL, UNTRAINED, Survey, slot_values, survey_objects
 from dino_sparo.evaluation.task import (
     OTHER_SEED,
@@ -47,8 +40,6 @@ from dino_sparo.runtime.records import versions
 # Of few images any two slots look alike: linear CKA of two images is 1, of ten it is 0.43 for noise.
 MIN_MATCH_IMAGES = 20
 FEW_IMAGES = "half of them match slots, half compare them. Give more, or leave --match out"
-# A class of fewer objects has a mean by chance: it is not said to be what a map looks for.
-MIN_OBJECTS = 10
 
 
 def score_slots(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -73,7 +64,7 @@ def score_slots(args: argparse.Namespace) -> dict[str, Any] | None:
     survey = survey_objects(
         {MODEL: task.encoder, UNTRAINED: control.encoder.to(task.device)},
         source,
-        choose_images(len(source), args.num_images),
+        choose_images(len(source.images), args.num_images),
         view,
         args.share,
         args.seed,
@@ -81,12 +72,13 @@ def score_slots(args: argparse.Namespace) -> dict[str, Any] | None:
         args.maps,
         keep_values=other is not None,
     )
+    jaccards, untrained = (np.concatenate(survey.jaccards[row]) for row in (MODEL, UNTRAINED))
     result = {
         **describe_run(subject, source, survey, view, args),
         "measures": survey.measures(args.seed),
         "differences": survey.differences(args.seed),
         "redundancy": survey.mean_redundancy(),
-        **describe_maps(survey, source, args.seed),
+        **describe_maps(jaccards, untrained, survey.classes, source.classes, args.seed),
     }
     if other is not None:
         result["match"] = match_models(survey, other, source, args, task.device)
@@ -172,51 +164,6 @@ def describe_run(
     }
 
 
-def describe_maps(survey: Survey, source: ObjectSource, seed: int) -> dict[str, Any]:
-    """The mean Jaccard index of each map, and the class that it finds best where classes are known and not rare."""
-    jaccards = np.concatenate(survey.jaccards[MODEL])
-    found = jaccards.max(axis=1) > 0
-    wins = np.bincount(jaccards[found].argmax(axis=1), minlength=jaccards.shape[1]) / len(jaccards)
-    means = jaccards.mean(axis=0)
-    maps = [
-        {"map": number, "jaccard": float(means[number]), "best_for": float(wins[number])} for number in range(len(wins))
-    ]
-    described = {"maps": maps, "found_by_no_map": float(1 - found.mean())}
-    return {**described, **describe_classes(maps, survey, source, seed)}
-
-
-def describe_classes(maps: list[dict[str, Any]], survey: Survey, source: ObjectSource, seed: int) -> dict[str, Any]:
-    """The lift of each map on each class; adds to `maps` the class that each finds best. Empty below two classes."""
-    jaccards, untrained = (np.concatenate(survey.jaccards[row]) for row in (MODEL, UNTRAINED))
-    classes_of_images, num_rare = without_rare(survey.classes, len(source.classes), MIN_OBJECTS)
-    classes = np.concatenate(classes_of_images)
-    seen = np.unique(classes[classes != UNKNOWN])
-    if len(seen) < 2:
-        return {}
-    lift = class_lift(jaccards, classes, len(source.classes))
-    for entry, row in zip(maps, lift, strict=True):
-        best = int(np.nanargmax(row))
-        entry |= {"class": source.classes[best], "lift": float(row[best])}
-    return {
-        "classes": [
-            {
-                "class": source.classes[number],
-                "num_objects": int((classes == number).sum()),
-                "best_maps": np.argsort(-lift[:, number], kind="stable")[:3].tolist(),
-                "lift": lift[:, number].tolist(),
-            }
-            for number in seen
-        ],
-        "selectivity": {
-            "mean_best_lift": mean_best_lift(lift),
-            "min_objects": MIN_OBJECTS,
-            "rare_classes": num_rare,
-            "shuffled": shuffled_lift(jaccards, classes_of_images, len(source.classes), seed),
-            "untrained": mean_best_lift(class_lift(untrained, classes, len(source.classes))),
-        },
-    }
-
-
 def match_models(
     survey: Survey, other: Subject, source: ObjectSource, args: argparse.Namespace, device: torch.device
 ) -> dict[str, Any]:
@@ -257,10 +204,12 @@ def draw(result: dict[str, Any], task: EvaluationTask) -> list[Path]:
     subject = task.subject
     run = "untrained" if subject.record["untrained"] else run_names([task.args.pretrained_weights])[0]
     model = describe_model(subject.record, subject.encoder.config, run, subject.encoder.config.readout)
-    paths = [task.result_path(name).with_suffix(".png") for name in ("slot_score", "slot_classes", "slot_match")]
+    paths = [task.result_path("slot_score").with_suffix(".png")]
     draw_measures(result, model, paths[0])
     if "classes" in result:
-        draw_classes(result, model, paths[1])
+        paths.append(task.result_path("slot_classes").with_suffix(".png"))
+        draw_classes(result, model, paths[-1])
     if "match" in result:
-        draw_matching(result["match"], model, paths[2])
-    return [path for path, part in zip(paths, ("measures", "classes", "match"), strict=True) if part in result]
+        paths.append(task.result_path("slot_match").with_suffix(".png"))
+        draw_matching(result["match"], model, paths[-1])
+    return paths

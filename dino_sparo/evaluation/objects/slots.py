@@ -1,15 +1,70 @@
 """Single maps and slots: which finds which class, how alike they are; two models' slots matched in pairs."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from dino_sparo.evaluation.attention.maps import map_similarity
-from dino_sparo.evaluation.objects.masks import UNKNOWN
+from dino_sparo.evaluation.objects.layouts import UNKNOWN
 
+# A class of fewer objects has a mean by chance: it is not said to be what a map looks for.
+MIN_OBJECTS = 10
 CLASS_SHUFFLES = 20  # of the objects' classes, for the control of selectivity
+
+
+def describe_maps(
+    jaccards: Float[np.ndarray, "objects maps"],
+    untrained: Float[np.ndarray, "objects maps"],
+    classes: Sequence[Int[np.ndarray, " _"]],
+    class_names: Sequence[str],
+    seed: int,
+) -> dict[str, Any]:
+    """The mean Jaccard index of each map, and the class that it finds best where classes are known and not rare.
+
+    Args:
+        jaccards: of the model's maps.
+        untrained: of an untrained encoder's maps.
+        classes: (own objects,) of each image.
+        class_names: of the data.
+        seed: of shuffled classes.
+    """
+    found = jaccards.max(axis=1) > 0
+    wins = np.bincount(jaccards[found].argmax(axis=1), minlength=jaccards.shape[1]) / len(jaccards)
+    maps: list[dict[str, Any]] = [
+        {"map": number, "jaccard": float(mean), "best_for": float(share)}
+        for number, (mean, share) in enumerate(zip(jaccards.mean(axis=0), wins, strict=True))
+    ]
+    described = {"maps": maps, "found_by_no_map": float(1 - found.mean())}
+    frequent, num_rare = without_rare(classes, len(class_names), MIN_OBJECTS)
+    together = np.concatenate(frequent)
+    seen = np.unique(together[together != UNKNOWN])
+    if len(seen) < 2:
+        return described
+    lift = class_lift(jaccards, together, len(class_names))
+    for entry, row in zip(maps, lift, strict=True):
+        best = int(np.nanargmax(row))
+        entry |= {"class": class_names[best], "lift": float(row[best])}
+    return {
+        **described,
+        "classes": [
+            {
+                "class": class_names[number],
+                "num_objects": int((together == number).sum()),
+                "best_maps": np.argsort(-lift[:, number], kind="stable")[:3].tolist(),
+                "lift": lift[:, number].tolist(),
+            }
+            for number in seen
+        ],
+        "selectivity": {
+            "mean_best_lift": mean_best_lift(lift),
+            "min_objects": MIN_OBJECTS,
+            "rare_classes": num_rare,
+            "shuffled": shuffled_lift(jaccards, frequent, len(class_names), seed),
+            "untrained": mean_best_lift(class_lift(untrained, together, len(class_names))),
+        },
+    }
 
 
 def class_lift(

@@ -18,18 +18,8 @@ from dino_sparo.data.sources import CorruptImageError
 from dino_sparo.data.views import PatchView
 from dino_sparo.evaluation.attention.maps import maps_and_slots
 from dino_sparo.evaluation.features import MAX_NAMED
-from dino_sparo.evaluation.objects.masks import ObjectSource, view_objects
-from dino_sparo.evaluation.objects.measures import (
-    MEASURES,
-    PatchObjects,
-    count_patches,
-    grid_bounds,
-    map_jaccards,
-    map_subsets,
-    move_maps,
-    score_subsets,
-    summarize,
-)
+from dino_sparo.evaluation.objects import measures
+from dino_sparo.evaluation.objects.layouts import ObjectSource, view_objects
 from dino_sparo.evaluation.objects.slots import map_redundancy, value_redundancy
 from dino_sparo.models.encoder import Encoder
 from dino_sparo.runtime.logs import progress
@@ -40,7 +30,7 @@ BATCH_SIZE = 16
 MODEL, UNTRAINED = "model", "untrained"
 CONTROLS = (UNTRAINED, "other_image", "moved")
 ROWS = (MODEL, *CONTROLS, "patch_grid")  # what is scored, in the order of the table
-NO_SCORE = dict.fromkeys(MEASURES, float("nan"))
+NO_SCORE = dict.fromkeys(measures.MEASURES, float("nan"))
 
 
 class SeenImage(NamedTuple):
@@ -56,7 +46,7 @@ class SeenImage(NamedTuple):
 
     number: int
     tensor: Float[Tensor, "C H W"]
-    objects: PatchObjects
+    objects: measures.PatchObjects
     classes: Int[np.ndarray, " objects"]
     out_of_view: int
 
@@ -93,12 +83,17 @@ class Survey:
 
     def measures(self, seed: int) -> dict[str, dict[str, Any]]:
         """Row -> measure -> mean, interval, number of images."""
-        return {row: {name: summarize(self._values(row, name), seed) for name in MEASURES} for row in ROWS}
+        return {
+            row: {name: measures.summarize(self._values(row, name), seed) for name in measures.MEASURES} for row in ROWS
+        }
 
     def differences(self, seed: int) -> dict[str, dict[str, Any]]:
         """Control -> measure -> the model's score minus the control's on the same images: mean, interval, number."""
         return {
-            row: {name: summarize(self._values(MODEL, name) - self._values(row, name), seed) for name in MEASURES}
+            row: {
+                name: measures.summarize(self._values(MODEL, name) - self._values(row, name), seed)
+                for name in measures.MEASURES
+            }
             for row in CONTROLS
         }
 
@@ -108,14 +103,13 @@ class Survey:
     def mean_redundancy(self) -> dict[str, dict[str, float]]:
         """Row -> "maps" or "values" -> mean absolute cosine over all images."""
         return {
-            row: {what: _weighted_mean(parts) for what, parts in own.items() if parts}
+            row: {
+                what: float(np.average([mean for mean, _ in parts], weights=[size for _, size in parts]))
+                for what, parts in own.items()
+                if parts
+            }
             for row, own in self.redundancy.items()
         }
-
-
-def _weighted_mean(parts: list[tuple[float, int]]) -> float:
-    means, sizes = zip(*parts, strict=True)
-    return float(np.average(means, weights=sizes))
 
 
 def survey_objects(
@@ -136,34 +130,38 @@ def survey_objects(
         source: images with objects.
         indices: of the images to look at, in random order, as each is also scored with the maps of the image before;
             those that cannot be read are left out and counted.
-        view: what is seen of an image.
+        view: the part of an image that is seen.
         share: of a map's mass, see `map_jaccards`.
-        seed: of the subsets, and of where moved maps go.
+        seed: of the subsets, and of the positions of moved maps.
         num_workers: threads that read images.
-        maps: how many are scored together, see `map_subsets`; None: all.
+        maps: number of maps that are scored together, see `map_subsets`; None: all.
         keep_values: keep the model's slots, to match them.
     """
     survey = Survey()
     before: np.ndarray | None = None  # the maps of the image before, for the control
     for batch in _batches(survey, source, indices, view, num_workers):
-        looks = {row: _look(survey, row, encoder, batch, keep_values) for row, encoder in encoders.items()}
-        others = [before, *looks[MODEL][:-1]]
-        before = looks[MODEL][-1]
-        for image, own, untrained, other in zip(batch, looks[MODEL], looks[UNTRAINED], others, strict=True):
-            if not len(image.classes):
-                continue
-            subsets = map_subsets(len(own), maps, [seed, image.number])
-            survey.subsets = subsets.shape
-            moved = move_maps(own, np.random.default_rng([seed, image.number]))
-            scores = [
-                # No image is before the first.
-                NO_SCORE if heatmaps is None else score_subsets(heatmaps, image.objects, share, subsets)
-                for heatmaps in (own, untrained, other, moved)
-            ]
-            survey.scores.append(dict(zip(ROWS, [*scores, grid_bounds(image.objects)], strict=True)))
-            survey.jaccards[MODEL].append(map_jaccards(own, image.objects, share))
-            survey.jaccards[UNTRAINED].append(map_jaccards(untrained, image.objects, share))
-            survey.classes.append(image.classes)
+        images = torch.stack([image.tensor for image in batch])
+        found: dict[str, np.ndarray] = {}
+        for row, encoder in encoders.items():
+            found[row], slots = maps_and_slots(encoder, images.to(encoder.backbone.cls_token.device))
+            survey.redundancy[row]["maps"].append((map_redundancy(found[row]), len(batch)))
+            if encoder.config.kind.has_slots:
+                survey.redundancy[row]["values"].append((value_redundancy(slots), len(batch)))
+                survey.values += [slots] if keep_values and row == MODEL else []
+        for image, own, untrained in zip(batch, found[MODEL], found[UNTRAINED], strict=True):
+            if len(image.classes):
+                survey.classes.append(image.classes)
+                survey.jaccards[MODEL].append(measures.map_jaccards(own, image.objects, share))
+                survey.jaccards[UNTRAINED].append(measures.map_jaccards(untrained, image.objects, share))
+                subsets = measures.map_subsets(len(own), maps, [seed, image.number])
+                survey.subsets = subsets.shape
+                moved = measures.move_maps(own, np.random.default_rng([seed, image.number]))
+                scores = [
+                    NO_SCORE if heatmaps is None else measures.score_subsets(heatmaps, image.objects, share, subsets)
+                    for heatmaps in (own, untrained, before, moved)
+                ]
+                survey.scores.append(dict(zip(ROWS, [*scores, measures.grid_bounds(image.objects)], strict=True)))
+            before = own
     _check(survey, source)
     return survey
 
@@ -181,7 +179,7 @@ def _batches(
             objects = view_objects(whole, seen, source.images.location(index), image.size)
         except CorruptImageError as error:
             return error
-        counts = count_patches(objects.masks, objects.void, view.patch_size)
+        counts = measures.count_patches(objects.masks, objects.void, view.patch_size)
         return SeenImage(index, view(image)[0], counts, objects.classes, len(whole.classes) - len(objects.classes))
 
     with ThreadPoolExecutor(max(num_workers, 1)) as pool:
@@ -193,19 +191,6 @@ def _batches(
             survey.out_of_view += sum(image.out_of_view for image in batch)
             if batch:
                 yield batch
-
-
-def _look(
-    survey: Survey, row: str, encoder: Encoder, batch: list[SeenImage], keep_values: bool
-) -> Float[np.ndarray, "B maps h w"]:
-    """The maps of a batch; notes the slots and how alike they are."""
-    device = encoder.backbone.cls_token.device
-    maps, slots = maps_and_slots(encoder, torch.stack([image.tensor for image in batch]).to(device))
-    survey.redundancy[row]["maps"].append((map_redundancy(maps), len(batch)))
-    if encoder.config.kind.has_slots:
-        survey.redundancy[row]["values"].append((value_redundancy(slots), len(batch)))
-        survey.values += [slots] if keep_values and row == MODEL else []
-    return maps
 
 
 def _check(survey: Survey, source: ObjectSource) -> None:
