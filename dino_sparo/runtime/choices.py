@@ -1,8 +1,8 @@
 """Choices of options as plain values: names of parts, sizes of architectures.
 
 No torch here: command lines are parsed, and `--help` is answered, before torch is imported. The tables that map a name
-to what it builds stay with the parts (`readout_table.READOUTS`, `optim.OPTIMIZERS`, `export.WRITERS`); tests compare
-their names with those here.
+to what it builds stay with the parts (`readout_table.READOUTS`, `optim.OPTIMIZERS`, `export.WRITERS`,
+`trackers.TRACKERS`); tests compare their names with those here.
 """
 
 from typing import NamedTuple
@@ -55,6 +55,7 @@ DINO_READOUTS = ("cls", "gap", "sparo")
 NUM_SLOTS, SLOT_DIM, KEY_DIM = 64, 64, 64
 OPTIMIZERS = ("adamw", "lars", "sgd")
 PRECISIONS = ("bf16", "fp16", "fp32", "tf32")
+TRACKERS = ("tensorboard", "wandb", "trackio")
 EXPORT_FORMATS = ("safetensors", "timm", "huggingface", "onnx", "open_clip", "sparo_clip")
 
 # So many unreadable images never end a run, however small the data: a share of 100 images would be one or two.

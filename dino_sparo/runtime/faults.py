@@ -20,6 +20,8 @@ INSTALL = {
     "entmax": "pip install 'dino_sparo[clip]'",
     "onnx": "pip install 'dino_sparo[export]'",
     "onnxscript": "pip install 'dino_sparo[export]'",
+    "wandb": "pip install 'dino_sparo[wandb]'",
+    "trackio": "pip install 'dino_sparo[trackio]'",
     "sklearn": "pip install 'dino_sparo[analyse]'",
     "matplotlib": "pip install 'dino_sparo[plots]'",
     "clip_benchmark": "pip install clip-benchmark requests",

@@ -1,16 +1,14 @@
-"""The logs of a run: the logger, meters, log.txt, TensorBoard, progress.
+"""The logs of a run: the logger, meters, log.txt, trackers, progress.
 
 Rank 0 logs everything; the other ranks log warnings and errors alone, with their rank.
 """
 
-import contextlib
 import json
 import logging
 import math
 import resource
 import shutil
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
@@ -22,14 +20,13 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
-from torch.utils.tensorboard.summary import hparams
 from tqdm import tqdm
 
 from dino_sparo.runtime.cli import printable
 from dino_sparo.runtime.collectives import all_reduce_sum
 from dino_sparo.runtime.launch import is_main, rank
 from dino_sparo.runtime.records import writing
+from dino_sparo.runtime.trackers import TrackedRun, Trackers
 from dino_sparo.runtime.watchdog import sign_of_life
 
 logger = logging.getLogger(__name__)
@@ -81,15 +78,6 @@ class _RunLogHandler(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
-
-
-def _tensorboards_threads_are_silent(failure: threading.ExceptHookArgs) -> None:
-    """The next call of TensorBoard's writer raises the error of its thread; see `RunLog._tensorboard`."""
-    if not type(failure.thread).__module__.startswith("tensorboard."):
-        _excepthook(failure)
-
-
-_excepthook = threading.excepthook
 
 
 def log_options(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
@@ -223,28 +211,17 @@ def peak_memory(device: torch.device) -> int:
 
 
 class RunLog:
-    """The files of a run: log.txt with one JSON line per epoch, and TensorBoard's, in `output_dir`.
+    """The logs of a run: log.txt with one JSON line per epoch, and the trackers; nothing on ranks other than 0.
 
     Args:
-        output_dir: an existing folder; nothing is written on ranks other than 0.
-        step: the step a run starts or goes on from; what TensorBoard's files say of later steps is dropped, since those
-            steps are taken again. None if steps are counted anew: nothing is dropped there.
-        epoch: the epoch in which the run goes on; lines of log.txt about it or later ones are dropped. None keeps all.
+        run: what the trackers track.
+        epoch: the epoch in which the run continues; log.txt's lines about it and later ones are dropped. None: none.
+        report_to: names of trackers.
     """
 
-    def __init__(self, output_dir: Path, step: int | None = 0, epoch: int | None = None) -> None:
-        self.path = output_dir / "log.txt"
-        # TensorBoard's protocol lets a resumed run declare that the events from a step on did not happen.
-        purge_step = None if step is None else step + 1
-        folder = str(output_dir / "tensorboard")
-        is_writable = printable(folder) == folder
-        if is_main() and not is_writable:
-            logger.warning("%s: TensorBoard cannot write to a folder of this name, so it gets nothing", folder)
-        self.folder = folder
-        global _excepthook
-        if threading.excepthook is not _tensorboards_threads_are_silent:
-            _excepthook, threading.excepthook = threading.excepthook, _tensorboards_threads_are_silent
-        self.writer = SummaryWriter(folder, purge_step=purge_step) if is_main() and is_writable else None
+    def __init__(self, run: TrackedRun, epoch: int | None = None, report_to: Sequence[str] = ("tensorboard",)) -> None:
+        self.path = run.folder / "log.txt"
+        self.trackers = Trackers(report_to if is_main() else (), run)
         if is_main() and self.path.is_file() and epoch is not None:
             self._drop_epochs_from(epoch)
 
@@ -273,55 +250,18 @@ class RunLog:
                 file.write(json.dumps({name: _finite(value) for name, value in values.items()}) + "\n")
 
     def scalars(self, values: Mapping[str, Tensor | float], step: int) -> None:
-        """Write named numbers to TensorBoard."""
-        with self._tensorboard() as writer:
-            if writer is not None:
-                for name, value in values.items():
-                    writer.add_scalar(name, float(value), step)
-
-    def options(self, options: Mapping[str, Any], metrics: Sequence[str]) -> None:
-        """Write a run's options to TensorBoard, whose page HPARAMS compares runs by them.
-
-        Args:
-            options: of the run; those without a value are left out.
-            metrics: names of the scalars that stand beside them there.
-        """
-        plain = {
-            name: value if isinstance(value, (bool, int, float)) else printable(str(value))
-            for name, value in options.items()
-            if value is not None
-        }
-        # `SummaryWriter.add_hparams` would begin another run in a folder of its own.
-        with self._tensorboard() as writer:
-            if writer is not None:
-                for summary in hparams(plain, dict.fromkeys(metrics, 0.0)):
-                    writer._get_file_writer().add_summary(summary)
+        """Send named numbers to the trackers."""
+        if self.trackers.open:
+            numbers = {name: float(value) for name, value in values.items()}
+            self.trackers.each(lambda tracker: tracker.scalars(numbers, step))
 
     def image(self, name: str, picture: np.ndarray, step: int) -> None:
-        """Write a picture (H, W, 3), 8 bit, to TensorBoard."""
-        with self._tensorboard() as writer:
-            if writer is not None:
-                writer.add_image(name, picture, step, dataformats="HWC")
+        """Send a picture (H, W, 3), 8 bit, to the trackers."""
+        self.trackers.each(lambda tracker: tracker.image(name, picture, step))
 
     def close(self) -> None:
         """Finish writing."""
-        with self._tensorboard() as writer:
-            if writer is not None:
-                writer.close()
-
-    @contextlib.contextmanager
-    def _tensorboard(self) -> Iterator[SummaryWriter | None]:
-        """TensorBoard's writer; None without one, or after an error: its files are not worth the end of a run."""
-        try:
-            yield self.writer
-        except OSError as error:
-            logger.error(
-                "TensorBoard's files in %s cannot be written (%s): training continues without them. Free some "
-                "space and start the run again to have them",
-                self.folder,
-                error,
-            )
-            self.writer = None
+        self.trackers.each(lambda tracker: tracker.close())
 
 
 def _finite(value: Any) -> Any:

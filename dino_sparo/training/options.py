@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable, Iterable
 
-from dino_sparo.runtime.choices import PRECISIONS
+from dino_sparo.runtime.choices import PRECISIONS, TRACKERS
 
 
 def add_numbers(group: argparse._ArgumentGroup, **options: tuple[int | float, str]) -> None:
@@ -87,6 +87,17 @@ def add_run_options(parser: argparse.ArgumentParser, saveckp_freq: int) -> argpa
         type=int,
         default=0,
         help="Random seed of the weights, the order of the data, the crops and all else that is random.",
+    )
+    group.add_argument(
+        "--report_to",
+        nargs="*",
+        default=["tensorboard"],
+        choices=TRACKERS,
+        help="Trackers that get losses, options and pictures. tensorboard: files in --output_dir. wandb: Weights & "
+        "Biases. trackio: Trackio, on this machine. Several may be named.",
+    )
+    group.add_argument(
+        "--run_name", default=None, help="Name of the run on the trackers' pages; by default that of --output_dir."
     )
     return group
 

@@ -19,6 +19,7 @@ from dino_sparo.runtime.lock import RunLock
 from dino_sparo.runtime.logs import RunLog, log_options, setup_logging
 from dino_sparo.runtime.precision import set_tf32
 from dino_sparo.runtime.preemption import Agreement, StopSignals, hand_over
+from dino_sparo.runtime.trackers import TrackedRun
 from dino_sparo.runtime.watchdog import Watchdog
 from dino_sparo.training.compile import compile_failures_named, compile_networks
 from dino_sparo.training.loop import train_one_epoch
@@ -70,9 +71,10 @@ def train(
         end_step = args.epochs * sampler.steps_per_epoch
         if args.max_steps is not None:
             end_step = min(end_step, args.max_steps)
-        log = RunLog(Path(args.output_dir), log_step, run.epochs_done)
+        metrics = ("epoch/train_loss", f"epoch/{run.objective.metric}")
+        tracked = TrackedRun(Path(args.output_dir), args.run_name, log_step, vars(args), metrics)
+        log = RunLog(tracked, run.epochs_done, args.report_to)
         with contextlib.closing(log), Watchdog(args.dist_timeout_min) as watchdog:
-            log.options(vars(args), ("epoch/train_loss", f"epoch/{run.objective.metric}"))
             signals.begin_training()
             stop = None if run.unlogged_epoch is None else finish_epoch(run, log, watchdog)
             while run.step < end_step and stop is None:

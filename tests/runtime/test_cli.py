@@ -110,6 +110,8 @@ NEW: dict[str, Any] = {
     "grad_checkpointing": False,
     "loss_chunk": 0,
     "memory_report": False,
+    "report_to": ["tensorboard"],
+    "run_name": None,
 }
 
 # Accepted and ignored on purpose: launchers of old pass it, the environment says what counts.

@@ -15,11 +15,13 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
+from torch.utils.tensorboard import SummaryWriter
 
 from dino_sparo.runtime import logs
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.logs import HAS_LINES, EpochClock, Meters, RunLog, peak_memory, progress, setup_logging
 from dino_sparo.runtime.records import write_text
+from dino_sparo.runtime.trackers import TensorBoard, TrackedRun
 
 CPU = torch.device("cpu")
 
@@ -90,6 +92,12 @@ def test_without_observations_there_are_no_means() -> None:
 # The files of a run.
 
 
+def tensorboard_of(log: RunLog) -> SummaryWriter:
+    tracker = log.trackers.open["tensorboard"]
+    assert isinstance(tracker, TensorBoard)
+    return tracker.writer
+
+
 def events(folder: Path) -> EventAccumulator:
     """What TensorBoard would show."""
     accumulator = EventAccumulator(str(folder / "tensorboard"))
@@ -100,7 +108,7 @@ def events(folder: Path) -> EventAccumulator:
 def test_log_txt_gets_one_json_line_per_epoch_and_is_never_overwritten(tmp_path: Path) -> None:
     written = [{"epoch": epoch, "train_loss": 11.25 - epoch, "train_lr": 1e-6} for epoch in range(3)]
     for part in (written[:2], written[2:]):  # two runs, the second resumes the first
-        log = RunLog(tmp_path)
+        log = RunLog(TrackedRun(tmp_path))
         for values in part:
             log.write_epoch(values)
         log.close()
@@ -108,27 +116,27 @@ def test_log_txt_gets_one_json_line_per_epoch_and_is_never_overwritten(tmp_path:
 
 
 def test_a_resumed_log_drops_the_epochs_that_are_taken_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    log = RunLog(tmp_path)
+    log = RunLog(TrackedRun(tmp_path))
     for epoch in range(3):
         log.write_epoch({"epoch": epoch, "step": 4 * (epoch + 1)})
     log.close()
     whole = (tmp_path / "log.txt").read_text() + '{"epoch": 3, "st'  # killed while writing
     (tmp_path / "log.txt").write_text(whole)
-    RunLog(tmp_path, step=8, epoch=2).close()
+    RunLog(TrackedRun(tmp_path, step=8), epoch=2).close()
     assert [json.loads(line)["step"] for line in (tmp_path / "log.txt").read_text().splitlines()] == [4, 8]
     assert (tmp_path / "log.txt.old").read_text() == whole
     assert "dropped 2 lines about epoch 2 and later" in caplog.text
 
 
 def test_a_line_is_on_the_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
-    log = RunLog(tmp_path)
+    log = RunLog(TrackedRun(tmp_path))
     log.write_epoch({"epoch": 0})
     assert json.loads((tmp_path / "log.txt").read_text()) == {"epoch": 0}
     log.close()
 
 
 def test_scalars_and_pictures_are_read_back_by_tensorboard(tmp_path: Path) -> None:
-    log = RunLog(tmp_path)
+    log = RunLog(TrackedRun(tmp_path))
     picture = np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)
     for step in (1, 2, 5):
         log.scalars({"train/loss": 10.0 / step, "train/lr": 1e-4 * step}, step)
@@ -144,8 +152,8 @@ def test_scalars_and_pictures_are_read_back_by_tensorboard(tmp_path: Path) -> No
 def test_the_options_of_a_run_are_tensorboards_hparams_whatever_the_names_of_files(tmp_path: Path) -> None:
     """A name that is no UTF-8 cannot be written as it is."""
     folder = tmp_path
-    log = RunLog(folder)
-    log.options({"lr": 0.5, "data_path": "caf\udce9.tar", "crops": [1, 2], "max_steps": None}, ["epoch/train_loss"])
+    options = {"lr": 0.5, "data_path": "caf\udce9.tar", "crops": [1, 2], "max_steps": None}
+    log = RunLog(TrackedRun(folder, options=options, metrics=["epoch/train_loss"]))
     log.close()
     assert [path.name for path in (folder / "tensorboard").iterdir() if path.is_dir()] == []  # no run of its own
     accumulator = EventAccumulator(str(folder / "tensorboard")).Reload()
@@ -163,8 +171,7 @@ def test_a_folder_whose_name_tensorboard_cannot_write_gets_log_txt_alone(
     """Such a name ended the run with a UnicodeEncodeError."""
     folder = tmp_path / "caf\udce9"
     folder.mkdir()
-    log = RunLog(folder)
-    log.options({"lr": 0.5}, [])
+    log = RunLog(TrackedRun(folder, options={"lr": 0.5}))
     log.write_epoch({"epoch": 0})
     log.close()
     assert [path.name for path in folder.iterdir()] == ["log.txt"]
@@ -173,7 +180,7 @@ def test_a_folder_whose_name_tensorboard_cannot_write_gets_log_txt_alone(
 
 def test_numbers_that_json_does_not_have_are_null_in_log_txt(tmp_path: Path) -> None:
     """fp16 gradients overflow now and then, and their norm is infinite."""
-    log = RunLog(tmp_path)
+    log = RunLog(TrackedRun(tmp_path))
     log.write_epoch({"train_grad_norm": float("inf"), "epoch": 0})
     log.close()
     assert json.loads((tmp_path / "log.txt").read_text(), parse_constant=pytest.fail) == {
@@ -190,9 +197,8 @@ def test_a_run_goes_on_without_tensorboard_if_its_files_cannot_be_written(
     def stale(*_: object, **__: object) -> None:
         raise OSError(116, "Stale file handle")
 
-    log = RunLog(tmp_path)
-    writer = log.writer
-    assert writer is not None
+    log = RunLog(TrackedRun(tmp_path))
+    writer = tensorboard_of(log)
     monkeypatch.setattr(type(writer), "add_scalar", stale)
     for step in (1, 2):
         log.scalars({"train/loss": 1.0}, step)
@@ -200,7 +206,7 @@ def test_a_run_goes_on_without_tensorboard_if_its_files_cannot_be_written(
     log.write_epoch({"epoch": 0})
     log.close()
     writer.close()  # its thread would write into a folder that is gone
-    assert caplog.text.count("TensorBoard's files in ") == 1
+    assert caplog.text.count("--report_to tensorboard failed, so training continues without tensorboard") == 1
     assert json.loads((tmp_path / "log.txt").read_text()) == {"epoch": 0}
 
 
@@ -231,7 +237,7 @@ def test_no_file_name_can_forge_a_line_of_the_log_or_move_the_cursor(
 
 def test_a_full_disk_is_named_with_the_file_and_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bug: "[Errno 28] No space left on device", without a file."""
-    log = RunLog(tmp_path)
+    log = RunLog(TrackedRun(tmp_path))
     (tmp_path / "page.html").write_text("old")
 
     def full(*_: object, **__: object) -> NoReturn:
@@ -275,30 +281,29 @@ def test_tensorboards_thread_prints_no_traceback_on_a_full_disk(
     def full(_: bytes) -> NoReturn:
         raise OSError(28, "No space left on device")
 
-    log = RunLog(tmp_path)
-    assert log.writer is not None
-    thread = log.writer._get_file_writer().event_writer._async_writer._worker
+    log = RunLog(TrackedRun(tmp_path))
+    thread = tensorboard_of(log)._get_file_writer().event_writer._async_writer._worker
     thread._record_writer.write = full
     for step in range(100):
         log.scalars({"train/loss": 1.0}, step)
-        if log.writer is None:
+        if not log.trackers.open:
             break
         time.sleep(0.01)
     thread.join(30)
-    assert log.writer is None
+    assert not log.trackers.open
     assert "Traceback" not in capsys.readouterr().err
-    assert f"TensorBoard's files in {tmp_path}/tensorboard cannot be written" in caplog.text
-    assert "Free some space" in caplog.text
+    assert "--report_to tensorboard failed" in caplog.text
+    assert f"({tmp_path}: [Errno 28] No space left on device)" in caplog.text
 
 
 def test_a_resumed_log_keeps_the_steps_that_were_saved_and_drops_those_that_were_lost(tmp_path: Path) -> None:
-    first = RunLog(tmp_path)
+    first = RunLog(TrackedRun(tmp_path))
     for step in range(1, 7):
         first.scalars({"train/loss": float(step)}, step)
     first.close()
     time.sleep(1.1)  # files are ordered by the second in which they began
     # The checkpoint was written after step 4, so steps 5 and 6 never happened, and are done again.
-    second = RunLog(tmp_path, step=4)
+    second = RunLog(TrackedRun(tmp_path, step=4))
     for step in (5, 6, 7):
         second.scalars({"train/loss": 100.0 + step}, step)
     second.close()
@@ -307,11 +312,11 @@ def test_a_resumed_log_keeps_the_steps_that_were_saved_and_drops_those_that_were
 
 
 def test_a_run_that_starts_over_drops_what_a_run_without_checkpoint_had_logged(tmp_path: Path) -> None:
-    first = RunLog(tmp_path)
+    first = RunLog(TrackedRun(tmp_path))
     for step in (1, 2, 3):
         first.scalars({"train/loss": float(step)}, step)
     first.close()
-    second = RunLog(tmp_path, step=0)
+    second = RunLog(TrackedRun(tmp_path, step=0))
     second.scalars({"train/loss": 101.0}, 1)
     second.close()
     assert [(event.step, event.value) for event in events(tmp_path).Scalars("train/loss")] == [(1, 101.0)]
@@ -319,7 +324,7 @@ def test_a_run_that_starts_over_drops_what_a_run_without_checkpoint_had_logged(t
 
 def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "is_main", lambda: False)
-    log = RunLog(tmp_path)
+    log = RunLog(TrackedRun(tmp_path))
     log.write_epoch({"epoch": 0})
     log.scalars({"loss": 1.0}, 1)
     log.image("slots", np.zeros((2, 3, 3), dtype=np.uint8), 1)

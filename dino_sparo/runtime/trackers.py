@@ -1,0 +1,221 @@
+"""Trackers of experiments: TensorBoard, Weights & Biases, Trackio. Each gets scalars, options and pictures of a run.
+
+`--report_to tensorboard wandb trackio` chooses them. A resumed run continues the same run of each tracker: its id lies
+in trackers.json, beside the checkpoints. A tracker that fails is named in the log and left out; the training continues.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
+
+from dino_sparo.runtime.cli import printable
+from dino_sparo.runtime.faults import require
+from dino_sparo.runtime.records import write_json
+
+logger = logging.getLogger(__name__)
+
+PROJECT = "dino_sparo"  # unless the tracker's environment variable names another
+START_S, FINISH_S = 60.0, 30.0  # wandb: for its servers to answer, and to upload what is left at the end
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """A run, as trackers see it.
+
+    Attributes:
+        folder: of its checkpoints.
+        name: on the tracker's page; by default that of the folder.
+        step: the step from which it starts or continues; None if steps are counted anew.
+        options: without those that have no value.
+        metrics: names of scalars to compare runs by.
+    """
+
+    folder: Path
+    name: str | None = None
+    step: int | None = 0
+    options: Mapping[str, Any] | None = None
+    metrics: Sequence[str] = ()
+
+    @property
+    def plain_options(self) -> dict[str, bool | int | float | str]:
+        """Numbers as they are, everything else as printable text."""
+        given = {name: value for name, value in (self.options or {}).items() if value is not None}
+        return {
+            name: value if isinstance(value, (bool, int, float)) else printable(str(value))
+            for name, value in given.items()
+        }
+
+    @property
+    def title(self) -> str:
+        """Its name, printable."""
+        return printable(self.name or self.folder.resolve().name)
+
+    def read_id(self) -> str:
+        """The id of the run, the same in all parts of the run; a run that starts over gets a new one."""
+        path = self.folder / "trackers.json"
+        if self.step == 0 or not path.is_file():
+            write_json({"id": uuid.uuid4().hex[:8]}, path)
+        return str(json.loads(path.read_text())["id"])
+
+
+class Tracker(Protocol):
+    """One tracker of one run."""
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Named numbers of a step."""
+
+    def image(self, name: str, picture: np.ndarray, step: int) -> None:
+        """A picture (H, W, 3), 8 bit."""
+
+    def close(self) -> None:
+        """Finish writing."""
+
+
+class TensorBoard:
+    """Files in tensorboard/; its page HPARAMS compares runs by their options."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        folder = str(run.folder / "tensorboard")
+        if printable(folder) != folder:
+            raise ValueError(f"TensorBoard cannot write to a folder of this name: {folder}")
+        global _excepthook
+        if threading.excepthook is not _tensorboards_threads_are_silent:
+            _excepthook, threading.excepthook = threading.excepthook, _tensorboards_threads_are_silent
+        # A resumed run declares that the events from a step on did not happen: these steps are taken again.
+        self.writer = SummaryWriter(folder, purge_step=None if run.step is None else run.step + 1)
+        # `SummaryWriter.add_hparams` would begin another run in a folder of its own.
+        if run.options:
+            for summary in hparams(run.plain_options, dict.fromkeys(run.metrics, 0.0)):
+                self.writer._get_file_writer().add_summary(summary)
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Named numbers of a step."""
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+
+    def image(self, name: str, picture: np.ndarray, step: int) -> None:
+        """A picture (H, W, 3), 8 bit."""
+        self.writer.add_image(name, picture, step, dataformats="HWC")
+
+    def close(self) -> None:
+        """Finish writing."""
+        self.writer.close()
+
+
+def _tensorboards_threads_are_silent(failure: threading.ExceptHookArgs) -> None:
+    """The next call of TensorBoard's writer raises the error of its thread; see `Trackers`."""
+    if not type(failure.thread).__module__.startswith("tensorboard."):
+        _excepthook(failure)
+
+
+_excepthook = threading.excepthook
+
+
+class WandB:
+    """Weights & Biases; WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE=offline are its own variables."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        require("wandb", "runs on Weights & Biases")
+        import wandb
+
+        self.image_type = wandb.Image
+        self.run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            id=run.read_id(),
+            name=run.title,
+            dir=run.folder,
+            config=run.plain_options,
+            allow_val_change=True,
+            resume="allow",
+            settings=wandb.Settings(console="off", init_timeout=START_S, finish_timeout=FINISH_S),
+        )
+        # Steps that a resumed run takes again are shown again; with wandb's own steps they would be dropped.
+        self.run.define_metric("*", step_metric="step")
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Named numbers of a step."""
+        self.run.log({"step": step, **values})
+
+    def image(self, name: str, picture: np.ndarray, step: int) -> None:
+        """A picture (H, W, 3), 8 bit."""
+        self.run.log({"step": step, name: self.image_type(picture)})
+
+    def close(self) -> None:
+        """Upload what is left."""
+        self.run.finish()
+
+
+class Trackio:
+    """Trackio, which keeps runs on this machine; TRACKIO_PROJECT and TRACKIO_SPACE_ID name another place."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        require("trackio", "runs on Trackio")
+        import trackio
+
+        self.image_type = trackio.Image
+        self.run = trackio.init(
+            project=os.environ.get("TRACKIO_PROJECT", PROJECT),
+            name=f"{run.title}-{run.read_id()}",  # Trackio finds a run by its name
+            config=run.plain_options,
+            resume="allow",
+            embed=False,
+        )
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Named numbers of a step."""
+        self.run.log(dict(values), step=step)
+
+    def image(self, name: str, picture: np.ndarray, step: int) -> None:
+        """A picture (H, W, 3), 8 bit."""
+        self.run.log({name: self.image_type(picture)}, step=step)
+
+    def close(self) -> None:
+        """Write what is left."""
+        self.run.finish()
+
+
+TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
+
+
+class Trackers:
+    """All trackers of a run. One that fails is left out from then on: a page is not worth the end of a run.
+
+    Args:
+        names: keys of `TRACKERS`.
+        run: what they track.
+    """
+
+    def __init__(self, names: Sequence[str], run: TrackedRun) -> None:
+        self.run, self.open = run, dict[str, Tracker]()
+        for name in dict.fromkeys(names):
+            with self._failures_named(name):
+                self.open[name] = TRACKERS[name](run)
+
+    def each(self, call: Callable[[Tracker], None]) -> None:
+        """Call every tracker that works."""
+        for name, tracker in list(self.open.items()):
+            with self._failures_named(name):
+                call(tracker)
+
+    @contextlib.contextmanager
+    def _failures_named(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.open.pop(name, None)
+            logger.error(
+                "--report_to %s failed, so training continues without %s; mend the cause and start the run again to "
+                "have it (%s: %s)",
+                *(name, name, self.run.folder, " ".join(str(error).split()) or type(error).__name__),
+            )
