@@ -91,7 +91,7 @@ def add_run_options(parser: argparse.ArgumentParser, saveckp_freq: int) -> argpa
     group.add_argument(
         "--report_to",
         nargs="*",
-        default=["tensorboard"],
+        default=("tensorboard",),
         choices=TRACKERS,
         help="Trackers that get losses, options and pictures. tensorboard: files in --output_dir. wandb: Weights & "
         "Biases. trackio: Trackio, on this machine. Several may be named.",

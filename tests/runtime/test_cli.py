@@ -110,7 +110,7 @@ NEW: dict[str, Any] = {
     "grad_checkpointing": False,
     "loss_chunk": 0,
     "memory_report": False,
-    "report_to": ["tensorboard"],
+    "report_to": ("tensorboard",),
     "run_name": None,
 }
 

@@ -1,10 +1,10 @@
 """Embeddings on disk -> clusters of similar images, examples of each cluster, and a map.
 
-    dino-sparo cluster embeddings --num_clusters 20
+    dino-sparo cluster embeddings --clusters 20
 
     clusters.csv    row, path, cluster, distance to the centre; cluster 0 is the largest
     clusters.html   the images nearest to each centre
-    map.png         a random sample of the images in two dimensions
+    clusters.png    a random sample of the images in two dimensions
     clusters.json   how it was made; size, label and examples of each cluster, silhouette, inertia
 
 k-means runs on features of length one, which k-NN compares, too. Features that are too large for memory are read in
@@ -61,17 +61,17 @@ def cluster_embeddings(args: argparse.Namespace) -> dict[str, Any]:
     require("sklearn", "clusters")
     require_matplotlib()
     embeddings = load_embeddings(args.folder)
-    out = Path(args.output_dir or Path(args.folder) / "clusters")
+    out = Path(args.output_dir or args.folder)
     if (out / RESULT).exists() and not args.overwrite:
         raise ValueError(f"{out} holds clusters already; give another --output_dir, or --overwrite")
     num_images = len(embeddings.index["path"])
-    if num_images < args.num_clusters:
-        raise ValueError(f"--num_clusters {args.num_clusters}, but {args.folder} has {num_images} images")
+    if num_images < args.clusters:
+        raise ValueError(f"--clusters {args.clusters}, but {args.folder} has {num_images} images")
 
     def vectors(rows: Any) -> Float[np.ndarray, "rows F"]:
         return embeddings.vectors(args.what, rows, args.slot)
 
-    centres, method = fit_centres(vectors, num_images, args.num_clusters, args.seed)
+    centres, method = fit_centres(vectors, num_images, args.clusters, args.seed)
     clusters, distances = assign(vectors, num_images, centres)
     # By cluster, then by distance: the first rows of a cluster are its examples.
     order = np.split(np.lexsort((distances, clusters)), np.cumsum(np.bincount(clusters))[:-1])
@@ -81,7 +81,7 @@ def cluster_embeddings(args: argparse.Namespace) -> dict[str, Any]:
         "embeddings": {"folder": str(args.folder), "what": args.what, "slot": args.slot, "num_images": num_images},
         "encoder": embeddings.record["encoder"],
         "method": method,
-        "num_clusters": args.num_clusters,
+        "num_clusters": args.clusters,
         "seed": args.seed,
         "inertia": float(np.square(distances, dtype=np.float64).sum()),
         "silhouette": _silhouette(vectors, clusters, args.seed),
@@ -91,7 +91,7 @@ def cluster_embeddings(args: argparse.Namespace) -> dict[str, Any]:
     }
     out.mkdir(parents=True, exist_ok=True)
     _write_csv(out / CSV, embeddings.index["path"], clusters, distances)
-    draw_map(vectors, clusters, out / f"map.{args.figure_format}", args.map, args.seed)
+    draw_map(vectors, clusters, out / f"clusters.{args.figure_format}", args.map, args.seed)
     draw_page(result, examples, embeddings, out / PAGE, args.data_path)
     write_json(result, out / RESULT)
     say(_table(result))

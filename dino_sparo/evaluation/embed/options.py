@@ -28,9 +28,9 @@ def embed_parser() -> Parser:
     return parser
 
 
-def _folder_options(parser: Parser, default_folder: str) -> None:
-    """Which features of a folder, and where the result goes."""
-    group = parser.add_argument_group("features and result")
+def _add_vector_options(parser: Parser) -> None:
+    """Which features of a folder are used."""
+    group = parser.add_argument_group("features")
     group.add_argument(
         "--what",
         choices=VECTORS,
@@ -38,18 +38,19 @@ def _folder_options(parser: Parser, default_folder: str) -> None:
         help="Features to use, one vector of length one per image; slots are concatenated.",
     )
     group.add_argument("--seed", type=int, default=0, help="Random seed.")
-    group.add_argument("--output_dir", default=None, help=f"Folder of the result; by default {default_folder}.")
-    group.add_argument("--overwrite", action="store_true", help="Replace an older result in --output_dir.")
 
 
 def cluster_parser() -> Parser:
     """The options of `dino-sparo cluster`."""
     parser = Parser()
     parser.add_argument("folder", help="Embeddings, written by dino-sparo embed.")
-    _folder_options(parser, "clusters/ in FOLDER")
+    _add_vector_options(parser)
     group = parser.add_argument_group("clusters")
-    group.add_argument("--num_clusters", type=positive_int, default=20, help="Number of clusters of k-means.")
+    group.add_argument("--clusters", type=positive_int, default=20, help="Number of clusters of k-means.")
     group.add_argument("--slot", type=int, default=None, help="Cluster by one slot alone, by its number; --what slots.")
+    group = parser.add_argument_group("result")
+    group.add_argument("--output_dir", default=None, help="Folder of the result; by default that of the embeddings.")
+    group.add_argument("--overwrite", action="store_true", help="Replace older clusters in --output_dir.")
     group.add_argument("--examples", type=positive_int, default=12, help="Images of each cluster on the page.")
     group.add_argument(
         "--map",
@@ -67,18 +68,30 @@ def cluster_parser() -> Parser:
 def predict_parser() -> Parser:
     """The options of `dino-sparo predict`."""
     parser = Parser()
-    parser.add_argument("labelled", help="Embeddings of labelled images, written by dino-sparo embed.")
-    parser.add_argument("new", help="Embeddings of new images, of the same encoder.")
-    _folder_options(parser, "predictions/ in NEW")
+    parser.add_argument("folder", help="Embeddings of labelled images, written by dino-sparo embed.")
+    parser.add_argument(
+        "--images",
+        default=None,
+        help="Embeddings of new images, by the same encoder; without them only the accuracy is measured.",
+    )
+    parser.add_argument("--val", default=None, help="Embeddings of other labelled images, to measure the accuracy on.")
+    _add_vector_options(parser)
     group = parser.add_argument_group("classifier")
-    group.add_argument("--val", default=None, help="Embeddings of other labelled images, to measure the accuracy on.")
     group.add_argument(
         "--C",
         type=positive_number,
         nargs="+",
-        default=[1.0, 10.0, 100.0],
+        default=(1.0, 10.0, 100.0),
         help="Inverse strength of the penalty on weights; cross-validation chooses one.",
     )
     group.add_argument("--folds", type=positive_int, default=5, help="Parts of the labelled images, at least 2.")
+    group = parser.add_argument_group("result")
+    group.add_argument(
+        "--output",
+        default=None,
+        help="Table of predictions, a .csv; a .json of the same name holds the accuracy. By default predictions.csv in "
+        "the folder of --images.",
+    )
     group.add_argument("--top", type=positive_int, default=3, help="Most probable classes in the table.")
+    group.add_argument("--overwrite", action="store_true", help="Replace an older table.")
     return parser

@@ -1,17 +1,18 @@
 """Labelled embeddings -> a classifier, its accuracy on images it has not seen, and its predictions for new images.
 
-    dino-sparo predict embeddings/labelled embeddings/new --output_dir predictions
+    dino-sparo predict labelled_embeddings --images new_embeddings --output predictions.csv
 
     predictions.csv    row, path, the most probable classes and their probabilities
     predictions.json   how it was made, and the accuracy
 
-The classifier is a logistic regression on features of length one. Its accuracy is that of cross-validation, or with
---val that on other labelled embeddings. Rows without a label are skipped.
+The classifier is a logistic regression on features of length one. Its accuracy is that of cross-validation, and with
+--val also that on other labelled embeddings. Rows without a label are skipped.
 """
 
 import argparse
 import csv
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from dino_sparo.runtime.launch import is_only_a_peer
 from dino_sparo.runtime.logs import setup_logging
 from dino_sparo.runtime.records import differences, versions, write_json, writing
 
-CSV, RESULT = "predictions.csv", "predictions.json"
 MAX_STEPS = 1000  # of the solver
 
 
@@ -39,34 +39,36 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
         return {}
     setup_logging()
     require("sklearn", "predictions")
-    labelled, new = load_embeddings(args.labelled), load_embeddings(args.new)
-    val = load_embeddings(args.val) if args.val else None
-    out = Path(args.output_dir or Path(args.new) / "predictions")
-    if (out / RESULT).exists() and not args.overwrite:
-        raise ValueError(f"{out} holds predictions already; give another --output_dir, or --overwrite")
-    for other, folder in ((new, args.new), (val, args.val)):
-        if other is not None:
-            _require_same_encoder(labelled, args.labelled, other, folder)
-    features, labels = _labelled_rows(labelled, args.what, args.labelled)
+    output = Path(args.output or Path(args.images or args.folder) / "predictions.csv")
+    if output.exists() and not args.overwrite:
+        raise ValueError(f"{output} exists already; give another --output, or --overwrite")
+    labelled = load_embeddings(args.folder)
+    others = {folder: load_embeddings(folder) for folder in (args.images, args.val) if folder}
+    for folder, other in others.items():
+        _require_same_encoder(labelled, args.folder, other, folder)
+    features, labels = _labelled_rows(labelled, args.what, args.folder)
     classifier, accuracy = fit_classifier(features, labels, args.C, args.folds, args.seed)
     result = {
         "evaluation": "predict",
-        "embeddings": {"labelled": args.labelled, "new": args.new, "val": args.val, "what": args.what},
+        "embeddings": {"labelled": args.folder, "images": args.images, "val": args.val, "what": args.what},
         "encoder": labelled.record["encoder"],
         "classifier": {"name": "LogisticRegression", "C": classifier.C, "seed": args.seed},
         "classes": classifier.classes_.tolist(),
         "num_labelled": len(labels),
         "cross_validation": accuracy,
-        "val_accuracy": None if val is None else _accuracy(classifier, val, args.what, args.val),
-        "new_accuracy": _accuracy(classifier, new, args.what, args.new) if any(new.index["label"]) else None,
-        "num_predictions": len(new.index["path"]),
+        "accuracy_on": {
+            folder: _accuracy(classifier, other, args.what, folder)
+            for folder, other in others.items()
+            if folder == args.val or any(other.index["label"])
+        },
         "versions": versions(sklearn="scikit-learn"),
     }
-    out.mkdir(parents=True, exist_ok=True)
-    _write_csv(out / CSV, classifier, new, args.what, args.top)
-    write_json(result, out / RESULT)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    if args.images:
+        _write_csv(output, classifier, others[args.images], args.what, args.top)
+    write_json(result, output.with_suffix(".json"))
     say(_table(result))
-    say(f"\n{out}")
+    say(f"\n{output if args.images else output.with_suffix('.json')}")
     return result
 
 
@@ -95,7 +97,7 @@ def _labelled_rows(embeddings: Embeddings, kind: str, folder: str) -> tuple[Floa
 
 
 def fit_classifier(
-    features: Float[np.ndarray, "rows F"], labels: list[str], strengths: list[float], num_folds: int, seed: int
+    features: Float[np.ndarray, "rows F"], labels: list[str], strengths: Sequence[float], num_folds: int, seed: int
 ) -> tuple[Any, dict[str, Any]]:
     """A classifier with the best C by cross-validation, and the accuracy for each C, percent.
 
@@ -161,7 +163,5 @@ def _table(result: dict[str, Any]) -> str:
         f"{result['num_labelled']:,} labelled images, {len(result['classes'])} classes, {strength}",
         f"accuracy by {validation['folds']}-fold cross-validation: {validation['accuracy']:.2f} %",
     ]
-    for name, images in (("val_accuracy", result["embeddings"]["val"]), ("new_accuracy", result["embeddings"]["new"])):
-        if result[name] is not None:
-            lines.append(f"accuracy on {images}: {result[name]:.2f} %")
-    return "\n".join([*lines, f"{result['num_predictions']:,} predictions"])
+    lines += [f"accuracy on {folder}: {accuracy:.2f} %" for folder, accuracy in result["accuracy_on"].items()]
+    return "\n".join(lines)
