@@ -25,12 +25,12 @@ from benchmarks.readout import EQUAL, PRECISIONS
 from benchmarks.reference import Reference
 from benchmarks.report import Bar, Section, options, run
 from benchmarks.timing import Spread, interleave, peak_memory
+from dino_sparo.oc_clip.batches import EncodedGraphs, batch_graphs
 from dino_sparo.oc_clip.binding import EPSILON, Binding
 from dino_sparo.oc_clip.choices import MAX_NODES, MAX_RELATIONS
 from dino_sparo.oc_clip.config import BindingConfig
-from dino_sparo.oc_clip.graphs.batches import batch_graphs
-from dino_sparo.oc_clip.graphs.graph import Relation, SceneGraph
-from dino_sparo.oc_clip.scoring import EncodedGraphs, Scoring, score_all_pairs
+from dino_sparo.oc_clip.graph import Relation, SceneGraph
+from dino_sparo.oc_clip.scoring import Scoring, score_all_pairs
 
 Scores = Callable[[Binding, Scoring, EncodedGraphs, Tensor, Tensor], Tensor]
 # Bars, against the listing padded to 16.

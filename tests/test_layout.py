@@ -155,7 +155,7 @@ STEP_FILES = (
     "image_text/step.py",
     *("training/updater.py", "training/optim.py"),
     *("models/encoder.py", "models/backbone.py", "models/readout.py", "data/augment.py"),
-    *("oc_clip/binding.py", "oc_clip/scoring.py", "oc_clip/loss.py"),
+    *("oc_clip/binding.py", "oc_clip/scoring.py", "oc_clip/step.py"),
 )
 READS = re.compile(r"\.(item|tolist|cpu|numpy)\(\)")
 
@@ -192,7 +192,7 @@ COMPUTING_FILES = (
     *("weights/initialize", "weights/foreign_names"),
     *("training/loop", "training/updater", "training/optim", "training/compile"),
     *("dino/head", "dino/loss", "dino/teacher", "dino/step", "clip/model", "clip/loss"),
-    *("oc_clip/graphs/*", "oc_clip/binding", "oc_clip/scoring", "oc_clip/loss", "oc_clip/model"),
+    *("oc_clip/graph*", "oc_clip/batches", "oc_clip/binding", "oc_clip/scoring", "oc_clip/model"),
     *("oc_clip/pairs", "oc_clip/step", "oc_clip/scorer", "image_text/step"),
     *("evaluation/features", "evaluation/knn/classify", "evaluation/linear/probe"),
     *("evaluation/attention/maps", "evaluation/attention/atlas"),

@@ -2,12 +2,12 @@
 
 Encoder, text encoder, trainer and evaluations are the shared rooms of `dino_sparo`. OC-CLIP adds:
 
-    caption -> its graph                   parsers/  graphs/files.py
-    caption's graph -> padded tensors      graphs/batches.py  pairs.py
+    caption -> its graph                   graph.py  parsers/  graph_files.py
+    caption's graph -> padded tensors      batches.py  pairs.py
     patches, entities -> slots             binding.py
     slots, entities, relations -> scores   scoring.py
     images, captions -> scores             model.py (config.py)
-    scores -> loss, one step               loss.py  step.py
+    scores -> loss, one step               step.py
     a whole training                       train.py  options.py (choices.py)  presets.py
     checkpoint -> evaluation               load.py  scorer.py
     checkpoint -> maps of entities         pictures/
@@ -24,7 +24,7 @@ from dino_sparo.runtime.lazy import lazy_names
 
 if TYPE_CHECKING:
     from dino_sparo.oc_clip.config import BindingConfig, OCCLIPConfig
-    from dino_sparo.oc_clip.graphs.graph import Relation, SceneGraph
+    from dino_sparo.oc_clip.graph import Relation, SceneGraph
     from dino_sparo.oc_clip.load import load_oc_clip
     from dino_sparo.oc_clip.model import OCCLIP, create_oc_clip
 
@@ -35,7 +35,7 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "oc_clip.config": ("BindingConfig", "OCCLIPConfig"),
-        "oc_clip.graphs.graph": ("Relation", "SceneGraph"),
+        "oc_clip.graph": ("Relation", "SceneGraph"),
         "oc_clip.load": ("load_oc_clip",),
         "oc_clip.model": ("OCCLIP", "create_oc_clip"),
     },

@@ -15,8 +15,8 @@ from dino_sparo.evaluation.task import view_record
 from dino_sparo.image_text.scoring.scorer import require_both
 from dino_sparo.image_text.towers import LoadedModel, refuse_foreign_options
 from dino_sparo.oc_clip.config import OCCLIPConfig
-from dino_sparo.oc_clip.graphs.files import MAX_MISSING, CaptionGraphs, open_graphs
-from dino_sparo.oc_clip.graphs.graph import SceneGraph
+from dino_sparo.oc_clip.graph import SceneGraph
+from dino_sparo.oc_clip.graph_files import MAX_MISSING, CaptionGraphs, open_graphs
 from dino_sparo.oc_clip.model import OCCLIP, oc_clip_from_config
 from dino_sparo.oc_clip.options import DEFAULT_GRAPHS
 from dino_sparo.oc_clip.scorer import GraphScorer

@@ -20,8 +20,7 @@ from dino_sparo.models.encoder import Encoder, encoder_from_config
 from dino_sparo.models.readout import EndTokenReadout
 from dino_sparo.oc_clip.binding import Binding
 from dino_sparo.oc_clip.config import BindingConfig, OCCLIPConfig
-from dino_sparo.oc_clip.graphs.batches import GraphBatch
-from dino_sparo.oc_clip.scoring import EncodedGraphs, Scoring
+from dino_sparo.oc_clip.scoring import Scoring
 
 
 class OCCLIP(nn.Module):
@@ -91,27 +90,6 @@ class OCCLIP(nn.Module):
         if binding.num_default:
             parameters.append(binding.default_tokens)
         return parameters if self.logit_scale is None else [*parameters, self.logit_scale]
-
-
-def look_up(
-    graphs: GraphBatch, entities: Float[Tensor, "phrases dim"], relations: Float[Tensor, "phrases rel_dim"]
-) -> EncodedGraphs:
-    """The graphs of a batch with the embeddings of their phrases; indices move to the embeddings' device."""
-
-    def on_device(indices: Tensor) -> Tensor:
-        return indices.to(entities.device, non_blocking=True)
-
-    subjects, objects = on_device(graphs.ends[0])
-    return EncodedGraphs(
-        entities[on_device(graphs.entities)],
-        on_device(graphs.entity_mask),
-        relations[on_device(graphs.predicates)],
-        subjects,
-        objects,
-        on_device(graphs.relation_mask),
-        graphs.entity_counts,
-        graphs.relation_counts,
-    )
 
 
 # The paper's for CC12M (OC-CLIP, appendix A.8), whose images have patches of 16 pixels.

@@ -18,9 +18,9 @@ from dino_sparo.data.dataset import DeviceBatch
 from dino_sparo.data.samplers import image_rng
 from dino_sparo.image_text.pairs.batches import PairDataset, PairItem, stack_images
 from dino_sparo.image_text.text import Tokens, tokenize
+from dino_sparo.oc_clip.batches import GraphBatch, batch_graphs
 from dino_sparo.oc_clip.choices import RELATION_NEGATIVES
-from dino_sparo.oc_clip.graphs.batches import GraphBatch, batch_graphs
-from dino_sparo.oc_clip.graphs.graph import LookupCounts, Relation, SceneGraph, spaced
+from dino_sparo.oc_clip.graph import LookupCounts, Relation, SceneGraph, spaced
 
 # Added to the seed, so that false graphs are independent of crops and captions.
 NEGATIVES_STREAM = 0x2545F4914F6CDD1D

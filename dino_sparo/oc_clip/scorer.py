@@ -21,15 +21,13 @@ from dino_sparo.evaluation.features import Features, inference
 from dino_sparo.image_text.picture_pairs import ViewedPair
 from dino_sparo.image_text.prompts import prompts
 from dino_sparo.image_text.scoring.scorer import CaptionMaps, EncodedTexts, Explanation, ImageRows
-from dino_sparo.oc_clip.graphs.batches import batch_graphs
-from dino_sparo.oc_clip.graphs.canonical import canonical_form
-from dino_sparo.oc_clip.graphs.files import CaptionGraphs
-from dino_sparo.oc_clip.graphs.graph import LookupCounts, SceneGraph, normalize
-from dino_sparo.oc_clip.model import OCCLIP, look_up
+from dino_sparo.oc_clip.batches import EncodedGraphs, batch_graphs, look_up
+from dino_sparo.oc_clip.graph import LookupCounts, SceneGraph, canonical_form, normalize
+from dino_sparo.oc_clip.graph_files import CaptionGraphs
+from dino_sparo.oc_clip.model import OCCLIP
 from dino_sparo.oc_clip.pairs import tokenize_phrases
-from dino_sparo.oc_clip.pictures.explain import explain_pair
-from dino_sparo.oc_clip.pictures.tiles import tiles_of
-from dino_sparo.oc_clip.scoring import EncodedGraphs, score_all_pairs
+from dino_sparo.oc_clip.pictures.explain import explain_pair, tiles_of
+from dino_sparo.oc_clip.scoring import score_all_pairs
 
 logger = logging.getLogger(__name__)
 
@@ -223,6 +221,6 @@ class GraphScorer(ImageRows):
             ]
         seen = self.transform.view(image, self.model.image.backbone.patch_size)
         picture = view_pixels(image, seen, PICTURE_HEIGHT)
-        captioned = [CaptionMaps(pair.relations_in_words, tiles_of(pair, picture)) for pair in explained]
+        captioned = [CaptionMaps(pair.sentences, tiles_of(pair, picture)) for pair in explained]
         reading = explained[0].reading
         return Explanation(picture, captioned, reading.explanation, reading.ends)

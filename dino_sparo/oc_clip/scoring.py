@@ -1,41 +1,18 @@
 """Slots, entities and relations -> the structured similarity of images and graphs; `score_all_pairs` binds, too."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dino_sparo.oc_clip.batches import EncodedGraphs
 from dino_sparo.oc_clip.binding import Binding, BoundPatches
 from dino_sparo.oc_clip.config import MIN_COEF, BindingConfig
 
 NORM_EPS = 1e-8  # smallest norm that a cosine divides by
-
-
-class EncodedGraphs(NamedTuple):
-    """U graphs after the text encoder, padded like `GraphBatch`: padding comes last.
-
-    Attributes:
-        entities: (U, E, dim).
-        entity_mask: (U, E), False for padding; every graph has at least one entity.
-        relations: (U, R, rel_dim).
-        subjects: (U, R), indices into the graph's own entities.
-        objects: (U, R), indices into the graph's own entities.
-        relation_mask: (U, R), False for padding.
-        entity_counts: U numbers of entities, on the host.
-        relation_counts: U numbers of relations, on the host.
-    """
-
-    entities: Float[Tensor, "U E dim"]
-    entity_mask: Bool[Tensor, "U E"]
-    relations: Float[Tensor, "U R rel_dim"]
-    subjects: Int[Tensor, "U R"]
-    objects: Int[Tensor, "U R"]
-    relation_mask: Bool[Tensor, "U R"]
-    entity_counts: tuple[int, ...]
-    relation_counts: tuple[int, ...]
 
 
 class Scoring(nn.Module):
@@ -168,9 +145,6 @@ def score_all_pairs(
     padding is computed: the relations of a chunk are scored as the relations of one graph with all its entities. While
     training, only the scores of large chunks stay in memory (`Binding.recomputed`).
     """
-    if 0 in graphs.entity_counts:
-        number = graphs.entity_counts.index(0)
-        raise ValueError(f"graph {number} has no entity to score; pass it through graphs.normalize first")
 
     def score_chunk(index: Tensor, width: int, rows: Tensor, columns: Tensor, patches: BoundPatches) -> Tensor:
         with torch.autocast(keys.device.type, enabled=False):

@@ -3,27 +3,71 @@
     K^, V^ = patches of own images;  entities, relations = phrases of own captions         `OCCLIP.forward`
     entities, relations of all ranks                                                       gathered with gradients
     S_ij = S(image i, graph j),  own images with all graphs                                `score_all_pairs`
-    loss = L_itc(S) + weight * L_rel / 2                                                   `contrastive.py`, `loss.py`
+    loss = (CE_t2i + CE_i2t) / 2 + weight * L_rel / 2                                      nats, means over pairs
 
 K^ and V^ stay where they are: they are the largest, and every pair is scored by the rank of its image.
+
+The loss is equation 4 of OC-CLIP times 1 / (2 B). The paper's losses have no temperature, and the scores lie in
+[-1, 1]: at B = 128 no model gets below 2.90 nats per direction. So both losses multiply the scores by a learned
+`logit_scale`, as CLIP does; `None` is the paper's letter.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
 from dino_sparo.image_text.step import contrastive_loss
-from dino_sparo.oc_clip.graphs.batches import GraphBatch, join_graphs
-from dino_sparo.oc_clip.loss import RelationLoss, relation_loss, total_loss
-from dino_sparo.oc_clip.model import OCCLIP, look_up
+from dino_sparo.oc_clip.batches import EncodedGraphs, GraphBatch, join_graphs, look_up
+from dino_sparo.oc_clip.model import OCCLIP
 from dino_sparo.oc_clip.pairs import GraphPairBatch
-from dino_sparo.oc_clip.scoring import EncodedGraphs, score_all_pairs
+from dino_sparo.oc_clip.scoring import score_all_pairs
 from dino_sparo.runtime.agree import all_gather_object
 from dino_sparo.runtime.collectives import gather_with_gradient
 from dino_sparo.runtime.launch import rank, world_size
+
+
+class RelationLoss(NamedTuple):
+    """The local loss.
+
+    Attributes:
+        loss: (), the sum over pairs with an altered relation, divided by B.
+        mean: (), the same divided by the number of such pairs, for the log; 0 where there is none.
+    """
+
+    loss: Float[Tensor, ""]
+    mean: Float[Tensor, ""]
+
+
+def relation_loss(
+    true: Float[Tensor, " B"],
+    swapped: Float[Tensor, " B"],
+    shuffled: Float[Tensor, " B"],
+    altered: Bool[Tensor, " B"],
+    logit_scale: Float[Tensor, ""] | None = None,
+) -> RelationLoss:
+    """Each graph against two of its own, whose relations are false, in its own image.
+
+        L_rel = -1 / B sum_{i altered} log e^{s S(x_i, G_i)} / sum_G e^{s S(x_i, G)}
+
+    with G the true graph, the swapped and the shuffled one; see `pairs.draw_negatives`.
+
+    Source: OC-CLIP, equation 6, with the mean in place of the sum. A pair without altered relations has three equal
+    scores and the constant loss ln 3; it is left out of the sum, and counts in B.
+    """
+    scores = torch.stack([true, swapped, shuffled], dim=-1)
+    logits = scores if logit_scale is None else logit_scale * scores
+    losses = (logits.logsumexp(dim=-1) - logits[:, 0]).masked_fill(~altered, 0)
+    total = losses.sum()
+    return RelationLoss(total / len(losses), (total / altered.sum().clamp(min=1)).detach())
+
+
+def total_loss(contrastive: Float[Tensor, ""], relation: Float[Tensor, ""], weight: float = 1.0) -> Float[Tensor, ""]:
+    """L = L_itc + weight * L_rel / 2: equation 4 times 1 / (2 B) at weight 1."""
+    return contrastive + weight * relation / 2
 
 
 def graph_loss(
@@ -62,15 +106,7 @@ def graph_loss(
 def local_loss(
     network: OCCLIP, graphs: GraphBatch, encoded: EncodedGraphs, keys: Float[Tensor, "B N dim"], values: Tensor
 ) -> RelationLoss:
-    """L_rel of matched pairs: the slots are bound once, and only the relations' scores differ.
-
-    Args:
-        network: the model.
-        graphs: of this rank's captions, with two false graphs each.
-        encoded: the true graphs.
-        keys: of this rank's images.
-        values: of this rank's images.
-    """
+    """L_rel of this rank's matched pairs: the slots are bound once, and only the relations' scores differ."""
     slots = network.binding.bind_matched(encoded.entities, encoded.entity_mask, keys, values)[None]
     true, swapped, shuffled = (
         network.scoring.scores(encoded._replace(subjects=subjects, objects=objects), slots)[0]
@@ -87,11 +123,6 @@ def graphs_of_all_ranks(
 
     Graphs travel through the host, so that no device waits for their sizes; embeddings are filled up to the largest
     number of phrases.
-
-    Args:
-        graphs: of this rank.
-        entities: of its phrases.
-        relations: of its phrases, as relations.
     """
     parts = all_gather_object(graphs)
     sizes = [len(part.phrases) for part in parts]

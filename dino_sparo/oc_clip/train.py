@@ -27,8 +27,8 @@ from dino_sparo.image_text.pairs.tars import TarCaptions
 from dino_sparo.image_text.step import MAX_LOGIT_SCALE
 from dino_sparo.oc_clip import options
 from dino_sparo.oc_clip.config import BindingConfig
-from dino_sparo.oc_clip.graphs.files import CaptionGraphs, graph_of, graphs_in_shards, open_graphs
-from dino_sparo.oc_clip.graphs.graph import LookupCounts, SceneGraph
+from dino_sparo.oc_clip.graph import LookupCounts, SceneGraph
+from dino_sparo.oc_clip.graph_files import CaptionGraphs, open_graphs
 from dino_sparo.oc_clip.model import OCCLIP, create_oc_clip
 from dino_sparo.oc_clip.options import DEFAULT_GRAPHS, get_args_parser
 from dino_sparo.oc_clip.pairs import GraphPairBatch, GraphPairDataset, collate_graph_pairs, read_symmetric
@@ -92,7 +92,9 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
             if args.graph_key is None:
                 self.graphs = open_graphs(args.graphs, **caps)
             else:
-                self.graphs = graphs_in_shards(args.data_path, args.graph_key, **caps)
+                # A caption alone does not say in which shard its graph stands: `graph_in_shard` finds the graph.
+                shards = {"shards": args.data_path, "graph_key": args.graph_key}
+                self.graphs = CaptionGraphs(lambda _: None, shards, **caps)
             self.val_graphs = open_graphs(args.val_graphs, **caps) if args.val_graphs else self.graphs
             self.symmetric = read_symmetric(Path(args.symmetric)) if args.symmetric else frozenset()
         logger.info("graphs: %s", self.graphs.record)
@@ -244,13 +246,14 @@ def graph_of_caption(graphs: CaptionGraphs, item: PairItem) -> tuple[SceneGraph,
 def graph_in_shard(
     graphs: CaptionGraphs, captions: TarCaptions, key: str, item: PairItem
 ) -> tuple[SceneGraph, LookupCounts]:
-    """The graph in the `.json` member of a pair's shard, under a key, and what was changed in it.
+    """The graph in the `.json` member of a pair's shard, under a key, and the changes in it.
 
     Raises:
         ValueError: names the shard and what is no graph there.
     """
     try:
-        graph = graph_of(captions.json_of(item.index), key)
+        content = captions.json_of(item.index)
+        graph = SceneGraph.from_json(content[key]) if key in content else None
     except ValueError as error:
         raise ValueError(f"{captions.location(item.index)}: {error}") from error
     return graphs.normalized(graph, item.caption)

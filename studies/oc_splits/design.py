@@ -34,7 +34,7 @@ import numpy as np
 
 from dino_sparo.data.scene_graphs import OPPOSITES, with_article
 from dino_sparo.data.scene_patterns import COLOURS, SHAPES
-from dino_sparo.oc_clip.graphs.graph import Relation, SceneGraph
+from dino_sparo.oc_clip.graph import Relation, SceneGraph
 
 PAIRS: tuple[tuple[str, str], ...] = tuple(combinations(SHAPES, 2))
 AXES = ("left of", "above")

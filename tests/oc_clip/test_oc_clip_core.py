@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from dino_sparo.image_text.step import contrastive_loss
 from dino_sparo.oc_clip import binding as oc_binding
+from dino_sparo.oc_clip.batches import EncodedGraphs
 from dino_sparo.oc_clip.binding import Binding
 from dino_sparo.oc_clip.config import BindingConfig
-from dino_sparo.oc_clip.loss import relation_loss, total_loss
-from dino_sparo.oc_clip.scoring import MIN_COEF, EncodedGraphs, Scoring, score_all_pairs
+from dino_sparo.oc_clip.scoring import MIN_COEF, Scoring, score_all_pairs
+from dino_sparo.oc_clip.step import relation_loss, total_loss
 
 # B images, U texts, E entities, R relations, N patches; the blocks' two heads divide DIM.
 B, U, E, R, N, DEFAULTS, DIM, REL_DIM, IMAGE_DIM = 2, 3, 5, 4, 7, 2, 12, 13, 17
@@ -528,13 +529,6 @@ def test_exchanging_subject_and_object_changes_f_alone_and_nothing_if_both_ends_
     scoring.object.load_state_dict(scoring.subject.state_dict())
     tie = [scoring.scores(g, slots) for g in (graphs, swapped)]
     torch.testing.assert_close(tie[0], tie[1], **EXACT)
-
-
-def test_a_graph_without_entities_is_refused() -> None:
-    case = problem()
-    graphs = case.graphs._replace(entity_counts=(5, 0, 3))
-    with pytest.raises(ValueError, match=r"graph 1 has no entity to score; pass it through graphs\.normalize first"):
-        score_all_pairs(case.binding, case.scoring, graphs, *torch.zeros(2, B, N, DIM, dtype=torch.float64))
 
 
 def test_under_autocast_slots_and_scores_are_those_without() -> None:

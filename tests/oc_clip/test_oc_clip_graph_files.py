@@ -13,16 +13,15 @@ from oc_clip_fakes import write_graphs
 
 from dino_sparo.data.scenes import Scenes
 from dino_sparo.image_text.pairs.sources import open_pairs
-from dino_sparo.oc_clip.graphs.files import (
+from dino_sparo.oc_clip.graph import LookupCounts, Relation, SceneGraph
+from dino_sparo.oc_clip.graph_files import (
     CaptionGraphs,
     JsonLines,
-    graph_of,
     graph_record,
     open_graph_file,
     open_graphs,
     read_lines,
 )
-from dino_sparo.oc_clip.graphs.graph import LookupCounts, Relation, SceneGraph
 
 DOG = SceneGraph(("dog", "mat"), (Relation(0, "on", 1),))
 TURNED = SceneGraph(("mat", "dog"), (Relation(1, "on", 0),))
@@ -83,15 +82,6 @@ def test_the_same_caption_twice_with_the_same_graph_is_one(tmp_path: Path) -> No
     assert graphs.record["captions"] == 2
 
 
-def test_captions_whose_hashes_are_equal_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dino_sparo.oc_clip.graphs.files.hash_of", lambda *texts: 7)
-    rows = [(f"caption {number}", SceneGraph((f"thing {number}",))) for number in range(5)]
-    graphs = opened(written(tmp_path / "g.jsonl", *rows, rows[2], rows[1]))
-    assert [graphs(caption) for caption, _ in rows] == [graph for _, graph in rows]
-    assert graphs.record["captions"] == 5
-    assert graphs.lookup("caption 5")[1].missing == 1
-
-
 def test_too_many_missing_captions_are_refused(tmp_path: Path) -> None:
     graphs = opened(written(tmp_path / "g.jsonl", ("a dog on a mat", DOG)), max_missing=0.1)
     graphs.check(LookupCounts(captions=1000, missing=100))
@@ -136,14 +126,14 @@ def test_no_object_is_kept_per_line(tmp_path: Path) -> None:
     for path, number in ((small, 10), (large, 1010)):
         write_graphs(path, ((f"caption {n}", DOG, None) for n in range(number)))
     sizes = [len(pickle.dumps(open_graph_file(path))) for path in (small, large)]
-    assert sizes[1] - sizes[0] == pytest.approx(1000 * (8 + 8 + 4), abs=100)
+    assert sizes[1] - sizes[0] == pytest.approx(1000 * (8 + 8), abs=100)
 
 
 def test_the_index_is_kept_until_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path / "g.jsonl", ("a dog on a mat", DOG))
     os.utime(path, ns=(10**18, 10**18))
     opened(path)
-    monkeypatch.setattr("dino_sparo.oc_clip.graphs.files._index", lambda *_: pytest.fail("indexed again"))
+    monkeypatch.setattr("dino_sparo.oc_clip.graph_files._index", lambda *_: pytest.fail("indexed again"))
     assert opened(path)("a dog on a mat") == DOG
     written(path, ("another", TURNED))
     with pytest.raises(pytest.fail.Exception, match="indexed again"):
@@ -174,12 +164,12 @@ def test_a_file_that_changed_but_kept_its_time_and_size_is_read_anew(tmp_path: P
         ('{"entities": [], "relationships": []}', "g.jsonl:2: 'caption' is None; give the caption's text"),
         ('{"caption": "  ", "entities": [], "relationships": []}', "g.jsonl:2: 'caption' is '  '"),
         ('{"caption": "a", "relationships": []}', "g.jsonl:2: a scene graph is"),
-        ('{"caption": "a", "entities": [3], "relationships": []}', "g.jsonl:2: entity 0 is 3"),
+        ('{"caption": "a", "entities": [3], "relationships": []}', "g.jsonl:2: a scene graph is"),
         (
             '{"caption": "a", "entities": ["b"], "relationships": [{"relationship": "on", "subject": 0, "object": 1}]}',
-            "g.jsonl:2: the object of relation 0 ('on') is 1",
+            "g.jsonl:2: relation 0 is Relation(subject=0, predicate='on', object=1)",
         ),
-        ('{"caption": "a", "entities": ["b"], "relationships": [{"subject": 0}]}', "g.jsonl:2: relationship 0 is"),
+        ('{"caption": "a", "entities": ["b"], "relationships": [{"subject": 0}]}', "g.jsonl:2: a scene graph is"),
     ],
 )
 def test_a_line_that_is_no_graph_is_named_by_file_and_line(tmp_path: Path, line: str, message: str) -> None:
@@ -209,14 +199,6 @@ def test_a_file_that_changed_after_it_was_opened_is_noticed(tmp_path: Path) -> N
     path.write_text("x" * 200)
     with pytest.raises(ValueError, match="changed since it was opened"):
         graphs("a dog on a mat")
-
-
-def test_the_graph_in_a_shards_json_is_found_by_its_key() -> None:
-    content = {"text": "a dog on a mat", "graph": DOG.to_json()}
-    assert graph_of(content, "graph") == DOG
-    assert graph_of(content, "scene") is None
-    with pytest.raises(ValueError, match="a scene graph is"):
-        graph_of(content, "text")
 
 
 # Writing.

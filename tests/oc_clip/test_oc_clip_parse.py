@@ -13,12 +13,12 @@ import pytest
 from dino_sparo.__main__ import main
 from dino_sparo.data.scenes import Scenes
 from dino_sparo.image_text.pairs.sources import open_pairs
-from dino_sparo.oc_clip.graphs.files import open_graphs
-from dino_sparo.oc_clip.graphs.graph import Relation, SceneGraph
+from dino_sparo.oc_clip.graph import Relation, SceneGraph
+from dino_sparo.oc_clip.graph_files import open_graphs
+from dino_sparo.oc_clip.parsers import Outcome
 from dino_sparo.oc_clip.parsers.annotated import draw_regions, json_items, region_graph
 from dino_sparo.oc_clip.parsers.caption_rows import CAPTION_KEYS, Row, open_rows, texts_in
 from dino_sparo.oc_clip.parsers.command import Report, Templates, parse_rows
-from dino_sparo.oc_clip.parsers.llm import Outcome
 from dino_sparo.oc_clip.parsers.templates import parse_caption
 from dino_sparo.runtime.lock import OutputDirError
 
@@ -100,18 +100,17 @@ def test_all_captions_that_scenes_may_have_are_parsed(tmp_path: Path) -> None:
 )
 def test_true_and_false_captions_of_benchmarks_are_found(tmp_path: Path, content: Any) -> None:
     (tmp_path / "c.json").write_text(json.dumps(content))
-    assert [row.caption for row in open_rows(str(tmp_path / "c.json"), tmp_path)()] == ["a dog", "a cat"]
+    assert [row.caption for row in open_rows(str(tmp_path / "c.json"), tmp_path)] == ["a dog", "a cat"]
 
 
 def test_the_mark_at_the_start_of_a_text_file_is_no_part_of_its_first_caption(tmp_path: Path) -> None:
     (tmp_path / "c.txt").write_text("a dog\n a cat \n", encoding="utf-8-sig")
-    rows = open_rows(str(tmp_path / "c.txt"), tmp_path)
-    assert list(rows()) == list(rows()) == [Row("a dog"), Row("a cat")]
+    assert list(open_rows(str(tmp_path / "c.txt"), tmp_path)) == [Row("a dog"), Row("a cat")]
 
 
 def test_lines_without_a_column_of_captions_are_searched_like_json(tmp_path: Path) -> None:
     (tmp_path / "examples.jsonl").write_text('{"id": 0, "caption_0": "a dog", "caption_1": "a cat"}\n')
-    assert list(open_rows(str(tmp_path / "examples.jsonl"), tmp_path)()) == [Row("a dog"), Row("a cat")]
+    assert list(open_rows(str(tmp_path / "examples.jsonl"), tmp_path)) == [Row("a dog"), Row("a cat")]
 
 
 def test_annotations_of_coco_give_images_where_their_folder_is_given(tmp_path: Path) -> None:
@@ -121,7 +120,7 @@ def test_annotations_of_coco_give_images_where_their_folder_is_given(tmp_path: P
     }
     (tmp_path / "c.json").write_text(json.dumps(content))
     rows = open_rows(str(tmp_path / "c.json"), tmp_path, image_folder=str(tmp_path / "images"))
-    assert list(rows()) == [Row("a dog", "images/3.jpg"), Row("a cat", "images/3.jpg")]
+    assert list(rows) == [Row("a dog", "images/3.jpg"), Row("a cat", "images/3.jpg")]
 
 
 def test_names_of_image_files_and_words_under_other_keys_are_no_captions() -> None:
@@ -132,9 +131,9 @@ def test_names_of_image_files_and_words_under_other_keys_are_no_captions() -> No
 def test_json_without_captions_is_refused_with_its_keys(tmp_path: Path) -> None:
     (tmp_path / "c.json").write_text('{"questions": ["a dog"]}')
     with pytest.raises(ValueError, match=r"found questions; name the key with --caption_key"):
-        open_rows(str(tmp_path / "c.json"), tmp_path)
+        list(open_rows(str(tmp_path / "c.json"), tmp_path))
     rows = open_rows(str(tmp_path / "c.json"), tmp_path, caption_key="questions")
-    assert list(rows()) == [Row("a dog")]
+    assert list(rows) == [Row("a dog")]
 
 
 # Going on.
@@ -158,7 +157,7 @@ def test_a_run_that_was_ended_goes_on_to_the_same_file(tmp_path: Path) -> None:
     captions = [Row(f"a dog on mat {number}") for number in range(11)]
 
     def run(output: Path, parser: Templates) -> dict[str, Any]:
-        return parse_rows(lambda: iter(captions), parser, output, Report(16, 16))
+        return parse_rows(captions, parser, output, Report(16, 16))
 
     whole, torn = tmp_path / "whole.jsonl", tmp_path / "torn.jsonl"
     summary = run(whole, Templates())
@@ -181,11 +180,11 @@ def test_a_second_run_with_the_same_output_is_refused(tmp_path: Path) -> None:
     class Interrupting(Templates):
         def parse_all(self, captions: Iterator[str]) -> Iterator[Outcome]:
             with pytest.raises(OutputDirError, match=r"--output .*g\.jsonl is in use by another run"):
-                parse_rows(lambda: iter([Row("a cat")]), Templates(), output, Report(16, 16))
-            parse_rows(lambda: iter([Row("a cat")]), Templates(), tmp_path / "other.jsonl", Report(16, 16))
+                parse_rows([Row("a cat")], Templates(), output, Report(16, 16))
+            parse_rows([Row("a cat")], Templates(), tmp_path / "other.jsonl", Report(16, 16))
             yield from super().parse_all(captions)
 
-    parse_rows(lambda: iter(captions), Interrupting(), output, Report(16, 16))
+    parse_rows(captions, Interrupting(), output, Report(16, 16))
     assert [line["caption"] for line in lines_of(output)] == [row.caption for row in captions]
     assert not list(tmp_path.glob("*.lock"))
 
@@ -193,9 +192,9 @@ def test_a_second_run_with_the_same_output_is_refused(tmp_path: Path) -> None:
 def test_a_caption_in_several_lines_counts_once(tmp_path: Path) -> None:
     rows = [Row("a dog on a mat", "1.png"), Row("a dog on a mat", "2.png"), Row("a cat", "3.png")]
     output = tmp_path / "g.jsonl"
-    first = parse_rows(lambda: iter(rows), Templates(), output, Report(16, 16))
+    first = parse_rows(rows, Templates(), output, Report(16, 16))
     output.write_bytes(output.read_bytes() * 2)
-    for summary in (first, parse_rows(lambda: iter(rows), Templates(), output, Report(16, 16))):
+    for summary in (first, parse_rows(rows, Templates(), output, Report(16, 16))):
         assert summary["counts"]["captions"] == open_graphs(str(output)).record["captions"] == 2
         assert summary["counts"]["without_relation"] == 1
 
@@ -222,7 +221,7 @@ def test_graphs_of_two_parsers_are_not_mixed(tmp_path: Path, capsys: pytest.Capt
     other = Templates()
     other.record = {"parser": "llm", "model": "m"}
     with pytest.raises(ValueError, match=r"was written by \{'parser': 'templates'\}, not by .*give another --output"):
-        parse_rows(lambda: iter([Row("a dog")]), other, tmp_path / "g.jsonl", Report(16, 16))
+        parse_rows([Row("a dog")], other, tmp_path / "g.jsonl", Report(16, 16))
 
 
 @pytest.mark.parametrize("options", [("--caption_key", "nobody"), ("--parser", "spacy")])
@@ -247,9 +246,9 @@ def test_an_output_without_a_line_may_be_written_by_another_parser(tmp_path: Pat
     stopped = Stopping(0)
     stopped.record = {"parser": "llm", "model": "m"}
     with pytest.raises(KeyboardInterrupt):
-        parse_rows(lambda: iter([Row("a dog")]), stopped, tmp_path / "g.jsonl", Report(16, 16))
+        parse_rows([Row("a dog")], stopped, tmp_path / "g.jsonl", Report(16, 16))
     assert (tmp_path / "g.jsonl").read_bytes() == b""
-    parse_rows(lambda: iter([Row("a dog")]), Templates(), tmp_path / "g.jsonl", Report(16, 16))
+    parse_rows([Row("a dog")], Templates(), tmp_path / "g.jsonl", Report(16, 16))
     assert lines_of(tmp_path / "g.jsonl")[0]["entities"] == ["a dog"]
 
 

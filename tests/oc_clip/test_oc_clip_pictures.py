@@ -29,16 +29,15 @@ from dino_sparo.draw.html import save_page
 from dino_sparo.draw.pixels import framed
 from dino_sparo.draw.sheet import save_sheet
 from dino_sparo.image_text.picture_pairs import ViewedPair, open_picture_pairs, view_pairs
+from dino_sparo.oc_clip.batches import batch_graphs
 from dino_sparo.oc_clip.config import BindingConfig
-from dino_sparo.oc_clip.graphs.batches import batch_graphs
-from dino_sparo.oc_clip.graphs.files import open_graphs
-from dino_sparo.oc_clip.graphs.graph import Relation, SceneGraph
+from dino_sparo.oc_clip.graph import Relation, SceneGraph
+from dino_sparo.oc_clip.graph_files import open_graphs
 from dino_sparo.oc_clip.load import load_oc_clip, scorer_of
 from dino_sparo.oc_clip.model import create_oc_clip
 from dino_sparo.oc_clip.pairs import tokenize_phrases
 from dino_sparo.oc_clip.pictures.draw import choose_pairs, pairs_figure
-from dino_sparo.oc_clip.pictures.explain import READINGS, PairMaps, explain_pair
-from dino_sparo.oc_clip.pictures.tiles import MAX_ENTITIES, shown_entities, tiles_of, without_map
+from dino_sparo.oc_clip.pictures.explain import READINGS, PairMaps, explain_pair, tiles_of
 
 NUM_DEFAULT, SIZE = 3, 32
 CPU = torch.device("cpu")
@@ -185,16 +184,6 @@ def test_default_tokens_have_maps_only_where_they_are_asked_for():
     assert [tile.frame for tile in tiles_of(look(2, "keys"), picture)] == ["#0072b2", "#e69f00"]
 
 
-def test_of_too_many_entities_those_that_win_patches_have_maps():
-    shown = look(11)
-    numbers = shown_entities(shown)
-    assert len(numbers) == MAX_ENTITIES
-    won = np.bincount(shown.winners[shown.winners >= 0], minlength=11)
-    assert won[numbers].sum() == won.sum() - sum(sorted(won)[: 11 - MAX_ENTITIES])
-    assert without_map(shown) == "3 more entities have no map; patches that they win are white"
-    assert without_map(look()) == ""
-
-
 def test_letters_that_the_font_lacks_are_named_once_and_never_warned_of(tmp_path, caplog):
     shown = look(2, caption="日本語 plane\n🐶")
     shown = replace(shown, graph=SceneGraph(("日本語 plane", "🐶"), (Relation(0, "語", 1),)))
@@ -260,7 +249,7 @@ def test_the_page_shows_every_map_without_javascript_and_asks_for_nothing(pairs,
     assert "a &lt;red&gt; star &amp; more" in text
     for cosine in pairs[0].cosines:
         assert f"<span>cosine {cosine:.2f}</span>" in text
-    assert f": {pairs[0].relation_scores[0]:.2f}\u00a0(" in text
+    assert f": {pairs[0].relation_scores[0]:.2f}, turned round " in text
     assert (" add up to 100 % over all of them" in text) == (pairs[0].reading is READINGS["queries"])
 
 

@@ -29,8 +29,8 @@ from dino_sparo.data.sources import open_source
 from dino_sparo.image_text.evaluation.compositional.sets.sugarcrepe import GROUPS
 from dino_sparo.image_text.scoring.scorer import require_both
 from dino_sparo.oc_clip import scorer as scorer_module
-from dino_sparo.oc_clip.graphs.files import CaptionGraphs
-from dino_sparo.oc_clip.graphs.graph import Relation, SceneGraph
+from dino_sparo.oc_clip.graph import Relation, SceneGraph
+from dino_sparo.oc_clip.graph_files import CaptionGraphs
 from dino_sparo.oc_clip.load import load_oc_clip, scorer_of
 from dino_sparo.oc_clip.parsers.templates import parse_caption
 from dino_sparo.oc_clip.scorer import GraphScorer

@@ -8,8 +8,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from dino_sparo.image_text.spacy_model import MODEL
-from dino_sparo.oc_clip.graphs.files import open_graphs
-from dino_sparo.oc_clip.graphs.graph import SceneGraph
+from dino_sparo.oc_clip.graph import SceneGraph
+from dino_sparo.oc_clip.graph_files import open_graphs
+from dino_sparo.oc_clip.parsers import Outcome
 from dino_sparo.oc_clip.parsers.spacy_rules import SpacyParser, Word, graph_of_words
 from dino_sparo.runtime.faults import MissingPackageError
 
@@ -145,7 +146,7 @@ def test_a_parser_says_its_model_and_goes_to_workers_without_it(monkeypatch: pyt
     parser = SpacyParser()
     assert parser.record == {"parser": "spacy", "spacy": "3.8", "model": "en_core_web_sm 3.8.0"}
     graph = graph_of_words(words)
-    assert list(parser.parse_all(iter(["a", "b"]))) == [graph, graph]
+    assert list(parser.parse_all(iter(["a", "b"]))) == [Outcome(graph), Outcome(graph)]
     assert pickle.loads(pickle.dumps(parser))("a") == graph
     assert open_graphs("spacy").record["model"] == "en_core_web_sm 3.8.0"
 

@@ -10,8 +10,7 @@ from dino_sparo.data.scene_graphs import ATTRIBUTES, INDEPENDENT, RELATIONS
 from dino_sparo.data.scenes import Scenes
 from dino_sparo.image_text.evaluation.compositional.sets.scene_pairs import swapped_attribute, swapped_objects
 from dino_sparo.image_text.pairs.sources import SceneCaptions
-from dino_sparo.oc_clip.graphs.canonical import canonical
-from dino_sparo.oc_clip.graphs.graph import Relation, SceneGraph, normalize
+from dino_sparo.oc_clip.graph import Relation, SceneGraph, canonical_form, normalize
 from dino_sparo.oc_clip.parsers.templates import parse_caption
 
 MENTIONED = [(), *((name,) for name in ATTRIBUTES), ("colour", "texture"), ("colour", "background"), ATTRIBUTES]
@@ -19,6 +18,10 @@ MENTIONED = [(), *((name,) for name in ATTRIBUTES), ("colour", "texture"), ("col
 
 def parsed(caption: str) -> SceneGraph:
     return normalize(parse_caption(caption), caption)[0]
+
+
+def canonical(graph: SceneGraph) -> SceneGraph:
+    return canonical_form(graph)[0]
 
 
 def words_of(caption: str) -> str:

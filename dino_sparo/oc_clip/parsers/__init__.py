@@ -5,3 +5,34 @@ spacy_rules.py    noun chunks and dependency paths of spaCy
 llm.py            any server with OpenAI's protocol, or a local language model
 annotated.py      graphs that people drew: Visual Genome, GQA
 """
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from dino_sparo.oc_clip.graph import SceneGraph
+
+
+class Outcome(NamedTuple):
+    """Result of parsing a caption.
+
+    Attributes:
+        graph: not normalised; None if the parser found none.
+        problem: reason why there is no graph.
+        is_undone: whether there is no graph because there was no answer.
+        dropped: relations left out because they are unary or "and".
+    """
+
+    graph: SceneGraph | None
+    problem: str = ""
+    is_undone: bool = False
+    dropped: int = 0
+
+
+@runtime_checkable
+class BulkParser(Protocol):
+    """Captions -> graphs. `record` describes the parser in the summary."""
+
+    record: dict[str, Any]
+
+    def parse_all(self, captions: Iterator[str]) -> Iterator[Outcome]:
+        """The outcome of every caption, in order."""

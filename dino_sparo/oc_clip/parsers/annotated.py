@@ -17,17 +17,16 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from dino_sparo.oc_clip.graphs.canonical import canonical
-from dino_sparo.oc_clip.graphs.files import hash_of
-from dino_sparo.oc_clip.graphs.graph import ARTICLES, Relation, SceneGraph, normalize, spaced
+from dino_sparo.oc_clip.graph import ARTICLES, Relation, SceneGraph, canonical_form, normalize, spaced
+from dino_sparo.oc_clip.graph_files import hash_of
+from dino_sparo.oc_clip.parsers import Outcome
 from dino_sparo.oc_clip.parsers.caption_rows import Row, seen_from
-from dino_sparo.oc_clip.parsers.llm import Outcome
 from dino_sparo.oc_clip.parsers.templates import parse_caption
 from dino_sparo.runtime.logs import progress
 
@@ -39,10 +38,11 @@ MAX_OBJECTS = 3
 IMAGE_FOLDERS = ("", "VG_100K", "VG_100K_2")
 
 Drawn = tuple[str, SceneGraph]
+T = TypeVar("T")
 
 
 class AnnotatedImages:
-    """Captions drawn from annotations, with their graphs: rows and parser of `command.parse_rows` in one.
+    """Captions drawn from annotations, with their graphs: rows (`images`) and parser of `command.parse_rows` in one.
 
     Args:
         path: the annotations.
@@ -68,24 +68,18 @@ class AnnotatedImages:
             raise ValueError(
                 f"captions_per_image={captions_per_image}, seed={seed}; give at least 1 caption and a seed from 0"
             )
-        self.record: dict[str, Any] = {
-            "parser": kind,
-            "file": os.path.basename(path),
-            "seed": seed,
-            "captions_per_image": captions_per_image,
-            "exclude_images": exclude_images,
-        }
+        drawn = {"seed": seed, "captions_per_image": captions_per_image, "exclude_images": exclude_images}
+        self.record: dict[str, Any] = {"parser": kind, "file": os.path.basename(path), **drawn}
         self.folder, self.start = image_folder, output_folder
         self.graphs: dict[str, SceneGraph] = {}
         self.images: dict[Row, None] = {}
         excluded, counts = _stems(exclude_images), Counter[str]()
         for number, (image, content) in enumerate(progress(annotated_images(path, kind), desc=f"reading {path}")):
             counts["images"] += 1
-            if image in excluded:
-                counts["excluded"] += 1
-                continue
+            counts["excluded"] += image in excluded
             try:
-                self._draw(image, content, counts)
+                if image not in excluded:
+                    self._draw(image, content, counts)
             except (KeyError, TypeError, AttributeError, ValueError) as error:
                 raise ValueError(
                     f"{path}: image {number}, {image!r}, is not annotated as {kind} is ({type(error).__name__}: "
@@ -97,13 +91,9 @@ class AnnotatedImages:
                 f"{path} gives no caption: {dict(counts)}; is it {kind}'s, and are not all images excluded?"
             )
 
-    def rows(self) -> Iterator[Row]:
-        """All captions with their images."""
-        return iter(self.images)
-
     def parse_all(self, captions: Iterator[str]) -> Iterator[Outcome]:
         """The graphs that the captions were drawn with."""
-        yield from (Outcome(self.graphs[caption]) for caption in captions)
+        return (Outcome(self.graphs[caption]) for caption in captions)
 
     def _draw(self, image: str, content: Any, counts: Counter[str]) -> None:
         """Draw the captions of an image; a caption that had another graph before is left out."""
@@ -132,7 +122,7 @@ def annotated_images(path: str, kind: str) -> Iterator[tuple[str, Any]]:
         if kind == "vg" and (key or not isinstance(content, dict) or "image_id" not in content):
             raise ValueError(
                 f"{path} is not Visual Genome's region_graphs.json, a list of objects with image_id and regions; found "
-                f"{str(content)[:60]}"
+                f"{content!s:.60}"
             )
         if kind == "gqa" and not key:
             raise ValueError(f"{path} is not GQA's scene graphs, an object with one entry per image; found a list")
@@ -172,15 +162,12 @@ def draw_regions(content: Mapping[str, Any], rng: np.random.Generator) -> Drawn 
     regions = [region for region in content["regions"] if _plain(region["phrase"])]
     if len(regions) < 2:
         return None
-    chosen = [regions[number] for number in _draw(rng, len(regions), 2)]
-    entities, relations = list[str](), list[Relation]()
-    for region in chosen:
-        graph = region_graph(region)
-        start = len(entities)
-        entities += graph.entities
-        relations += [Relation(start + r.subject, r.predicate, start + r.object) for r in graph.relations]
-    first, second = (_plain(region["phrase"]) for region in chosen)
-    return f"A photo of a {first} and a {second}", SceneGraph(tuple(entities), tuple(relations))
+    chosen = _draw(rng, regions, 2)
+    first, second = map(region_graph, chosen)
+    start = len(first.entities)
+    moved = [Relation(start + r.subject, r.predicate, start + r.object) for r in second.relations]
+    graph = SceneGraph((*first.entities, *second.entities), (*first.relations, *moved))
+    return "A photo of a {} and a {}".format(*(_plain(region["phrase"]) for region in chosen)), graph
 
 
 def region_graph(region: Mapping[str, Any]) -> SceneGraph:
@@ -224,13 +211,10 @@ def draw_relation(content: Mapping[str, Any], rng: np.random.Generator) -> Drawn
             if ends[0] != ends[1] and set(ends) <= set(names) and relation["name"].strip():
                 triples.append((names[ends[0]], relation["name"].strip(), names[ends[1]]))
     if triples:
-        subject, predicate, other = triples[_draw(rng, len(triples), 1)[0]]
+        subject, predicate, other = _draw(rng, triples, 1)[0]
         return f"A photo of {subject} {predicate} {other}", SceneGraph((subject, other), (Relation(0, predicate, 1),))
-    if not names:
-        return None
-    things = list(names.values())
-    chosen = [things[number] for number in _draw(rng, len(things), min(MAX_OBJECTS, len(things)))]
-    return f"A photo of {', '.join(chosen)}", SceneGraph(tuple(chosen))
+    chosen = _draw(rng, list(names.values()), min(MAX_OBJECTS, len(names)))
+    return (f"A photo of {', '.join(chosen)}", SceneGraph(tuple(chosen))) if chosen else None
 
 
 DRAW: dict[str, Callable[[Mapping[str, Any], np.random.Generator], Drawn | None]] = {
@@ -239,9 +223,9 @@ DRAW: dict[str, Callable[[Mapping[str, Any], np.random.Generator], Drawn | None]
 }
 
 
-def _draw(rng: np.random.Generator, total: int, number: int) -> list[int]:
-    """Different numbers below `total`; `rng.random` gives the same numbers in every version of numpy."""
-    left = list(range(total))
+def _draw(rng: np.random.Generator, items: Sequence[T], number: int) -> list[T]:
+    """Different items; `rng.random` gives the same numbers in every version of numpy."""
+    left = list(items)
     return [left.pop(int(rng.random() * len(left))) for _ in range(number)]
 
 
@@ -252,12 +236,10 @@ def _plain(phrase: str) -> str:
 
 
 def _form(caption: str, graph: SceneGraph) -> SceneGraph:
-    return canonical(normalize(graph, caption, len(graph.entities) or 1, len(graph.relations))[0])
+    return canonical_form(normalize(graph, caption, len(graph.entities), len(graph.relations))[0])[0]
 
 
 def _stems(path: str | None) -> set[str]:
     """Image ids of a list: file names without folder and ending."""
-    if path is None:
-        return set()
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    lines = Path(path).read_text(encoding="utf-8").splitlines() if path else []
     return {Path(line.strip()).stem for line in lines if line.strip()}

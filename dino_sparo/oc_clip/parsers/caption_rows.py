@@ -8,7 +8,7 @@ everything else                    data of `image_text.pairs.sources.open_pairs`
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,8 +19,8 @@ from dino_sparo.data.sources.folders import ALL
 from dino_sparo.data.sources.image_source import FileSource
 from dino_sparo.data.sources.tables import TABLE_ENDINGS, TableRows
 from dino_sparo.image_text.pairs.sources import open_pairs
-from dino_sparo.image_text.pairs.tables import CAPTIONS, IMAGES, read_coco
-from dino_sparo.oc_clip.graphs.files import read_lines
+from dino_sparo.image_text.pairs.tables import CAPTIONS, IMAGES, coco_captions
+from dino_sparo.oc_clip.graph_files import read_lines
 from dino_sparo.runtime.files import open_regular, parse_json, parse_object
 
 # For JSON that is no table. There, "description" and "title" describe whole files.
@@ -39,9 +39,6 @@ class Row(NamedTuple):
     image: str | None = None
 
 
-Rows = Callable[[], Iterator[Row]]
-
-
 def open_rows(
     data_path: str,
     output_folder: Path,
@@ -49,8 +46,8 @@ def open_rows(
     image_key: str | None = None,
     image_folder: str | None = None,
     split: str = ALL,
-) -> Rows:
-    """A function that iterates over all rows whenever it is called.
+) -> Iterator[Row]:
+    """All rows.
 
     Args:
         data_path: see the list at the top of this file.
@@ -63,23 +60,22 @@ def open_rows(
     """
     path = os.path.expanduser(data_path)
     ending = Path(path).suffix.lower()
-    folder = seen_from(output_folder, image_folder or os.path.dirname(path))
-    if not os.path.isfile(path) or (ending != ".json" and ending not in (".txt", *TABLE_ENDINGS)):
-        return _open_pairs(data_path, output_folder, split, caption_key=caption_key, image_folder=image_folder)
-    if ending == ".txt":
-        return lambda: (Row(line.decode("utf-8-sig", "replace").strip()) for _, _, line in read_lines(path))
     keys = CAPTION_KEYS if caption_key is None else frozenset((caption_key,))
-    if ending == ".json":
-        return _open_json(path, keys, folder if image_folder else None)
-    if ending == ".jsonl" and not _is_table(path, caption_key):
-        return lambda: _texts_of_lines(path, keys)
-    columns = replace(IMAGES, is_required=False).named(image_key), CAPTIONS.named(caption_key)
-
-    def rows() -> Iterator[Row]:
+    folder = seen_from(output_folder, image_folder or os.path.dirname(path))
+    if not os.path.isfile(path) or ending not in (".txt", ".json", *TABLE_ENDINGS):
+        yield from _pair_rows(data_path, output_folder, split, caption_key=caption_key, image_folder=image_folder)
+    elif ending == ".txt":
+        for _, _, line in read_lines(path):
+            yield Row(line.decode("utf-8-sig", "replace").strip())
+    elif ending == ".json":
+        yield from _json_rows(path, keys, folder if image_folder else None)
+    elif ending == ".jsonl" and not _is_table(path, caption_key):
+        for number, _, line in read_lines(path):
+            yield from map(Row, texts_in(parse_object(line, f"{path}:{number}"), keys))
+    else:
+        columns = replace(IMAGES, is_required=False).named(image_key), CAPTIONS.named(caption_key)
         for _, (image, caption) in TableRows(path, columns, split=split):
             yield Row(caption.strip(), os.path.join(folder, image.strip()) if image.strip() else None)
-
-    return rows
 
 
 def texts_in(value: Any, keys: frozenset[str], is_caption: bool = True) -> Iterator[str]:
@@ -95,12 +91,7 @@ def texts_in(value: Any, keys: frozenset[str], is_caption: bool = True) -> Itera
         yield from [] if is_file else [value.strip()]
 
 
-def _texts_of_lines(path: str, keys: frozenset[str]) -> Iterator[Row]:
-    for number, _, line in read_lines(path):
-        yield from map(Row, texts_in(parse_object(line, f"{path}:{number}"), keys))
-
-
-def _open_json(path: str, keys: frozenset[str], folder: str | None) -> Rows:
+def _json_rows(path: str, keys: frozenset[str], folder: str | None) -> Iterator[Row]:
     """The rows of one JSON value, which is held in memory."""
     with open_regular(path) as file:
         try:
@@ -108,12 +99,11 @@ def _open_json(path: str, keys: frozenset[str], folder: str | None) -> Rows:
         except ValueError as error:
             raise ValueError(f"data_path={path!r} is no JSON ({error})") from error
     if folder is not None or (isinstance(content, dict) and {"images", "annotations"} <= set(content)):
-        files, captions_of, _ = read_coco(path)
-        return lambda: (
-            Row(caption, None if folder is None else os.path.join(folder, files[number]))
-            for number, captions in captions_of.items()
-            for caption in filter(None, captions)
-        )
+        files, captions_of, _ = coco_captions(content, path)
+        for number, captions in captions_of.items():
+            image = None if folder is None else os.path.join(folder, files[number])
+            yield from (Row(caption, image) for caption in captions if caption)
+        return
     captions = list(texts_in(content, keys))
     if not captions:
         other_keys = ", ".join(content) if isinstance(content, dict) else type(content).__name__
@@ -121,7 +111,7 @@ def _open_json(path: str, keys: frozenset[str], folder: str | None) -> Rows:
             f"data_path={path!r} has no text under {', '.join(sorted(keys))}; found {other_keys}; name the key with "
             "--caption_key"
         )
-    return lambda: map(Row, captions)
+    yield from map(Row, captions)
 
 
 def _is_table(path: str, caption_key: str | None) -> bool:
@@ -130,21 +120,17 @@ def _is_table(path: str, caption_key: str | None) -> bool:
     return CAPTIONS.named(caption_key).find(list(first)) is not None
 
 
-def _open_pairs(data_path: str, output_folder: Path, split: str, **keys: Any) -> Rows:
+def _pair_rows(data_path: str, output_folder: Path, split: str, **keys: Any) -> Iterator[Row]:
     source = open_pairs(data_path, split=split, default_split="val" if split == "val" else "train", **keys)
     images = source.images if isinstance(source.images, FileSource) else None
     folder = "" if images is None else seen_from(output_folder, images.root)
-
-    def rows() -> Iterator[Row]:
-        for index in range(len(source)):
-            try:
-                captions = source.captions_of(index)
-            except CorruptImageError:
-                continue  # training counts and names it
-            image = None if images is None else os.path.join(folder, images.paths[index])
-            yield from (Row(caption.strip(), image) for caption in captions)
-
-    return rows
+    for index in range(len(source)):
+        try:
+            captions = source.captions_of(index)
+        except CorruptImageError:
+            continue  # training counts and names it
+        image = None if images is None else os.path.join(folder, images.paths[index])
+        yield from (Row(caption.strip(), image) for caption in captions)
 
 
 def seen_from(start: Path, folder: str) -> str:

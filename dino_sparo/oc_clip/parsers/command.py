@@ -7,24 +7,24 @@
 
 Every caption is parsed once. Where rows have images, every row is written, and the output is a table of pairs. The same
 command resumes a run that was ended. OUTPUT.summary.json holds all counts, OUTPUT.errors.jsonl the captions without a
-graph. One run at a time writes an output, by OUTPUT.lock. `oc_clip/graphs/files.py` reads the output.
+graph. One run at a time writes an output, by OUTPUT.lock. `oc_clip/graph_files.py` reads the output.
 """
 
 import argparse
 import logging
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice, tee
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-from dino_sparo.oc_clip.graphs.files import JsonLines, caption_bytes, graph_record, hash_of, read_lines
-from dino_sparo.oc_clip.graphs.graph import LookupCounts, SceneGraph, normalize
+from dino_sparo.oc_clip.graph import LookupCounts, SceneGraph, normalize
+from dino_sparo.oc_clip.graph_files import JsonLines, graph_record, read_lines
+from dino_sparo.oc_clip.parsers import BulkParser, Outcome
 from dino_sparo.oc_clip.parsers.annotated import DRAW, AnnotatedImages
-from dino_sparo.oc_clip.parsers.caption_rows import Row, Rows, open_rows
-from dino_sparo.oc_clip.parsers.llm import LanguageModelParser, LocalModel, Outcome, Server
+from dino_sparo.oc_clip.parsers.caption_rows import Row, open_rows
+from dino_sparo.oc_clip.parsers.llm import LanguageModelParser, LocalModel, Server
 from dino_sparo.oc_clip.parsers.spacy_rules import SpacyParser
 from dino_sparo.oc_clip.parsers.templates import parse_caption
 from dino_sparo.runtime.cli import say
@@ -38,38 +38,15 @@ logger = logging.getLogger(__name__)
 NUM_EXAMPLES = 3
 
 
-@runtime_checkable
-class BulkParser(Protocol):
-    """Captions -> graphs. `record` describes the parser in the summary."""
-
-    record: dict[str, Any]
-
-    def parse_all(self, captions: Iterator[str]) -> Iterator[Outcome]:
-        """The outcome of every caption, in order."""
-
-
 class Templates:
     """`templates.parse_caption` for many captions."""
 
     def __init__(self) -> None:
-        self.record = {"parser": "templates"}
+        self.record: dict[str, Any] = {"parser": "templates"}
 
     def parse_all(self, captions: Iterator[str]) -> Iterator[Outcome]:
         """The outcome of every caption, in order."""
-        yield from (Outcome(parse_caption(caption)) for caption in captions)
-
-
-class Spacy:
-    """`spacy_rules.SpacyParser` for many captions."""
-
-    def __init__(self) -> None:
-        self.parser = SpacyParser()
-        self.parser("a dog")  # loads the model before anything is written
-        self.record = self.parser.record
-
-    def parse_all(self, captions: Iterator[str]) -> Iterator[Outcome]:
-        """The outcome of every caption, in order."""
-        yield from map(Outcome, self.parser.parse_all(captions))
+        return map(Outcome, map(parse_caption, captions))
 
 
 @dataclass
@@ -82,7 +59,7 @@ class Report:
         counts: changes by `normalize`.
         without_relation: captions whose graph has no relation.
         examples: the first captions and their graphs, in words.
-        seen: hashes of the captions.
+        seen: the captions.
     """
 
     max_nodes: int
@@ -90,27 +67,23 @@ class Report:
     counts: LookupCounts = field(default_factory=LookupCounts)
     without_relation: int = 0
     examples: dict[str, str] = field(default_factory=dict)
-    seen: set[int] = field(default_factory=set, repr=False)
+    seen: set[str] = field(default_factory=set, repr=False)
 
     def add(self, caption: str, graph: SceneGraph) -> None:
         """Count the caption of a line, unless it was counted before."""
-        number = hash_of(caption_bytes(caption))
-        if number in self.seen:
+        if caption in self.seen:
             return
-        self.seen.add(number)
+        self.seen.add(caption)
         normalised, changes = normalize(graph, caption, self.max_nodes, self.max_relations)
         self.counts = self.counts.plus(changes)
         self.without_relation += not normalised.relations
         if len(self.examples) < NUM_EXAMPLES:
-            self.examples.setdefault(caption, graph_in_words(normalised))
+            self.examples[caption] = graph_in_words(normalised)
 
     def to_json(self) -> dict[str, int]:
         """Captions can be missing in a lookup only."""
         counts = {name: number for name, number in self.counts.to_json().items() if name != "missing"}
         return {**counts, "without_relation": self.without_relation}
-
-    def __str__(self) -> str:
-        return f"{self.counts}\n{self.without_relation:,} captions have no relation"
 
 
 def parse(args: argparse.Namespace) -> dict[str, Any]:
@@ -122,21 +95,27 @@ def parse(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError("--output is missing: give the file of graphs to write, such as --output graphs.jsonl")
     output = Path(args.output)
     output.parent.mkdir(parents=True, exist_ok=True)
+    rows: Iterable[Row]
     parser: BulkParser
     if args.parser in DRAW:
         drawn = (args.seed, args.captions_per_image, args.exclude_images)
         parser = annotated = AnnotatedImages(args.captions, args.parser, args.image_folder, output.parent, *drawn)
-        rows: Rows = annotated.rows
+        rows = annotated.images
     else:
         parser = _open_parser(args, output)
         rows = open_rows(args.captions, output.parent, args.caption_key, args.image_key, args.image_folder, args.split)
     report = Report(args.max_nodes, args.max_relations)
     summary = parse_rows(rows, parser, output, report)
-    say(f"{output}: {report}\n{_words_of(summary['this_run'])}".rstrip())
-    if report.examples:
-        say("The first captions and their graphs:")
-    for caption, graph in report.examples.items():
-        say(f"  {' '.join(caption.split())}\n{graph}")
+    run = summary["this_run"]
+    lines = [f"{output}: {report.counts}", f"{report.without_relation:,} captions have no relation"]
+    if run["dropped_relations"]:
+        lines.append(f'{run["dropped_relations"]:,} unary relations or "and" dropped in this run')
+    reasons = {"without_caption": "without a caption", "repeated": "the same as an earlier row"}
+    if left_out := [f"{run[name]:,} {reason}" for name, reason in reasons.items() if run[name]]:
+        lines.append(f"left out of {run['rows']:,} rows: {' and '.join(left_out)}")
+    lines.append("The first captions and their graphs:")
+    examples = [f"  {' '.join(caption.split())}\n{graph}" for caption, graph in report.examples.items()]
+    say("\n".join([*lines, *examples]))
     return summary
 
 
@@ -160,11 +139,11 @@ def graph_in_words(graph: SceneGraph) -> str:
     return f"    entities:  {', '.join(names)}\n    relations: {', '.join(relations) or 'none'}"
 
 
-def parse_rows(rows: Rows, parser: BulkParser, output: Path, report: Report) -> dict[str, Any]:
+def parse_rows(rows: Iterable[Row], parser: BulkParser, output: Path, report: Report) -> dict[str, Any]:
     """Add the graphs of all rows that the output lacks; returns the summary that is written beside the output.
 
     Args:
-        rows: iterates over all rows.
+        rows: all rows; they are held in memory.
         parser: for their captions.
         output: file of graphs.
         report: counts the lines of the output.
@@ -186,18 +165,14 @@ def parse_rows(rows: Rows, parser: BulkParser, output: Path, report: Report) -> 
     with RunLock(output.parent, output.name) as lock:
         lock.acquire()
         _check_output(output, summary_path, parser)
-        known = _read_rows(rows, run)
+        is_written = _read_rows(rows, run)
         errors_path.unlink(missing_ok=True)
         with JsonLines(output) as file:
-            written = _written_rows(output, report)
-            run["lines_of_other_rows"] = len(written - known)
-            number = len(known - written)
+            _read_output(output, is_written, report, run)
+            new = [row for row, was_written in is_written.items() if not was_written]
             write_summary(complete=False)
-            # A table warns after its last row, as it did in the first pass: stop before.
-            new, captioned = tee(islice(_new_rows(rows, written), number))
-            outcomes = parser.parse_all(row.caption for row in captioned)
-            parsed = _parsed(zip(new, outcomes, strict=True), run, errors_path)
-            for row, graph in progress(parsed, number, "parsing"):
+            outcomes = parser.parse_all(row.caption for row in new)
+            for row, graph in progress(_parsed(new, outcomes, run, errors_path), len(new), "parsing"):
                 file.write(graph_record(row.caption, graph, row.image))
                 report.add(row.caption, graph)
         num_failed = run["undone"] + run["unreadable"]
@@ -206,8 +181,7 @@ def parse_rows(rows: Rows, parser: BulkParser, output: Path, report: Report) -> 
         logger.warning(
             "%d lines of %s belong to captions or images that the input does not have; they stay in the output. For a "
             "file of this input alone give another --output",
-            run["lines_of_other_rows"],
-            output,
+            *(run["lines_of_other_rows"], output),
         )
     if num_failed:
         logger.warning(
@@ -219,8 +193,12 @@ def parse_rows(rows: Rows, parser: BulkParser, output: Path, report: Report) -> 
 
 
 def _open_parser(args: argparse.Namespace, output: Path) -> BulkParser:
-    if args.parser != "llm":
-        return Templates() if args.parser == "templates" else Spacy()
+    if args.parser == "templates":
+        return Templates()
+    if args.parser == "spacy":
+        parser = SpacyParser()
+        parser("a dog")  # loads the model before anything is written
+        return parser
     if not args.model or bool(args.server) == args.local:
         raise ValueError(
             f"--parser llm with --model {args.model} --server {args.server} --local {args.local}: give --model, and "
@@ -245,48 +223,38 @@ def _check_output(output: Path, summary_path: Path, parser: BulkParser) -> None:
         )
 
 
-def _read_rows(rows: Rows, run: Counter[str]) -> set[int]:
-    """The hashes of the rows with a caption; rows are counted."""
-    known = set[int]()
-    for row in progress(rows(), desc="reading captions"):
+def _read_rows(rows: Iterable[Row], run: Counter[str]) -> dict[Row, bool]:
+    """The different rows with a caption, none of them written yet; all rows are counted."""
+    found: dict[Row, bool] = {}
+    for row in progress(rows, desc="reading captions"):
         run["rows"] += 1
         run["without_caption"] += not row.caption
-        run["repeated"] += bool(row.caption) and _hash(row) in known
-        known |= {_hash(row)} if row.caption else set()
-    if not known:
+        run["repeated"] += row in found
+        if row.caption:
+            found[row] = False
+    if not found:
         raise ValueError(f"none of the {run['rows']:,} rows has a caption; give other --captions or --caption_key")
-    return known
+    return found
 
 
-def _written_rows(output: Path, report: Report) -> set[int]:
-    """The hashes of the rows in an output; its lines are counted in the report."""
-    written = set[int]()
+def _read_output(output: Path, is_written: dict[Row, bool], report: Report, run: Counter[str]) -> None:
+    """Mark the rows in an output as written; its lines are counted."""
     for number, _, line in read_lines(output):
         record = parse_object(line, f"{output}:{number}")
         report.add(record["caption"], SceneGraph.from_json(record))
-        written.add(_hash(Row(record["caption"], record.get("image"))))
-    if written:
-        logger.info("%s: resumed after %d rows", output, len(written))
-    return written
-
-
-def _new_rows(rows: Rows, written: set[int]) -> Iterator[Row]:
-    """The first of equal rows with a caption, unless the row is written."""
-    for row in rows():
-        if row.caption and _hash(row) not in written:
-            written.add(_hash(row))
-            yield row
-
-
-def _hash(row: Row) -> int:
-    return hash_of(caption_bytes(row.caption), (row.image or "").encode("utf-8", "surrogateescape"))
+        row = Row(record["caption"], record.get("image"))
+        run["lines_of_other_rows"] += row not in is_written
+        if row in is_written:
+            is_written[row] = True
+    if num_written := sum(is_written.values()):
+        logger.info("%s: resumed after %d rows", output, num_written)
 
 
 def _parsed(
-    outcomes: Iterator[tuple[Row, Outcome]], run: Counter[str], errors_path: Path
+    rows: Iterable[Row], outcomes: Iterable[Outcome], run: Counter[str], errors_path: Path
 ) -> Iterator[tuple[Row, SceneGraph]]:
     """The rows with a graph; rows without one go to the file of errors. Both are counted."""
-    for row, outcome in outcomes:
+    for row, outcome in zip(rows, outcomes, strict=True):
         run["dropped_relations"] += outcome.dropped
         if outcome.graph is not None:
             run["parsed"] += 1
@@ -295,13 +263,3 @@ def _parsed(
         run["undone" if outcome.is_undone else "unreadable"] += 1
         with JsonLines(errors_path) as errors:
             errors.write({"caption": row.caption, "problem": outcome.problem, "undone": outcome.is_undone})
-
-
-def _words_of(run: dict[str, int]) -> str:
-    lines = []
-    if run["dropped_relations"]:
-        lines.append(f'{run["dropped_relations"]:,} unary relations or "and" dropped in this run')
-    reasons = {"without_caption": "without a caption", "repeated": "the same as an earlier row"}
-    if left_out := [f"{run[name]:,} {reason}" for name, reason in reasons.items() if run[name]]:
-        lines.append(f"left out of {run['rows']:,} rows: {' and '.join(left_out)}")
-    return "\n".join(lines)

@@ -8,19 +8,21 @@ The paper parses with Llama 3 70B. It shows the rules of its prompt and one of i
 `prompt.txt` has the same schema, delimiters and rules, in our words and with our examples.
 """
 
+import contextlib
 import hashlib
 import logging
 import os
 import re
 import sqlite3
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from dino_sparo.oc_clip.graphs.graph import SceneGraph
+from dino_sparo.oc_clip.graph import SceneGraph
+from dino_sparo.oc_clip.parsers import Outcome
 from dino_sparo.runtime.faults import MendableError, require
 from dino_sparo.runtime.files import parse_json
 
@@ -29,6 +31,7 @@ logger = logging.getLogger(__name__)
 BACK_OFFS = 5
 MAX_ANSWER_TOKENS = 1024
 REACH_TIMEOUT_S = 20.0  # for the first contact
+CAPTIONS_PER_THREAD = 16  # submitted at a time
 MAX_UNDONE_IN_A_ROW = 50  # captions without an answer, after which the run ends
 NO_RELATIONS = ("and", "or", ",", "&")
 
@@ -42,22 +45,6 @@ PROMPT_VERSION = hashlib.sha256(PROMPT.encode()).hexdigest()[:12]
 
 class UnansweredError(RuntimeError):
     """The server gave no answer after all back-offs; a later run may succeed."""
-
-
-class Outcome(NamedTuple):
-    """Result of parsing a caption.
-
-    Attributes:
-        graph: not normalised; None if the parser found none.
-        problem: reason why there is no graph.
-        is_undone: whether there is no graph because there was no answer.
-        dropped: relations left out because they are unary or "and".
-    """
-
-    graph: SceneGraph | None
-    problem: str = ""
-    is_undone: bool = False
-    dropped: int = 0
 
 
 def read_answer(text: str) -> tuple[SceneGraph, int]:
@@ -82,11 +69,9 @@ def read_answer(text: str) -> tuple[SceneGraph, int]:
 
 def _is_no_relation(entry: dict[str, Any]) -> bool:
     """Whether it is unary, or "and"."""
-    ends = (entry.get("subject"), entry.get("object"))
-    predicate = entry.get("relationship")
-    return (
-        None in ends or ends[0] == ends[1] or (isinstance(predicate, str) and predicate.strip().lower() in NO_RELATIONS)
-    )
+    subject, other = entry.get("subject"), entry.get("object")
+    predicate = str(entry.get("relationship")).strip().lower()
+    return None in (subject, other) or subject == other or predicate in NO_RELATIONS
 
 
 class Server:
@@ -107,22 +92,18 @@ class Server:
             logging.getLogger(name).setLevel(logging.WARNING)
         key = os.environ.get("OPENAI_API_KEY") or "none"
         self.client = openai.OpenAI(base_url=url, api_key=key, timeout=timeout_s, max_retries=BACK_OFFS)
-        self.lock, self.was_reached = threading.Lock(), False
+        self._reach()
 
     def __call__(self, messages: list[Message]) -> str:
         """The model's answer, greedy.
 
         Raises:
-            MendableError: the first contact fails, or the server has another protocol, refuses the key, or does not
-                know the model.
+            MendableError: the server has another protocol, refuses the key, or does not know the model.
             UnansweredError: all back-offs ended in too many requests, faults or time-outs.
             ValueError: the server refuses this request.
         """
         import openai
 
-        with self.lock:
-            if not self.was_reached:
-                self._reach()
         dialogue: Any = messages
         try:
             answer = self.client.chat.completions.create(
@@ -144,21 +125,19 @@ class Server:
         return (answer.choices[0].message.content if answer.choices else None) or ""
 
     def _reach(self) -> None:
-        """Ask once for the models, without back-offs; any answer, even a late one, shows that the server is there."""
+        """Ask once for the models; MendableError without a connection. Any answer, even a late one, is enough."""
+        import httpx
         import openai
 
-        try:
-            self.client.with_options(max_retries=0, timeout=REACH_TIMEOUT_S).models.with_raw_response.list()
-        except openai.APIConnectionError as error:
-            cause = error.__cause__ or error
-            if type(cause).__name__ != "ReadTimeout":
-                raise MendableError(
-                    f"--server {self.url} cannot be reached ({_one_line(cause) or type(cause).__name__}); start the "
-                    "server, or correct the address and its port"
-                ) from error
-        except openai.APIError:
-            pass
-        self.was_reached = True
+        with contextlib.suppress(openai.APIStatusError):
+            try:
+                self.client.with_options(max_retries=0, timeout=REACH_TIMEOUT_S).models.with_raw_response.list()
+            except openai.APIConnectionError as error:
+                if not isinstance(error.__cause__, httpx.ReadTimeout):
+                    raise MendableError(
+                        f"--server {self.url} cannot be reached ({_one_line(error.__cause__ or error)}); start the "
+                        "server, or correct the address and its port"
+                    ) from error
 
 
 class LocalModel:
@@ -182,27 +161,20 @@ class AnswerCache:
     """Answers in an SQLite database, so that no caption is asked about twice. Runs and threads may share one.
 
     SQLite does not notice a flipped bit, so every row has a checksum: a damaged answer is asked for again. Used within
-    `with`; without `with` nothing is stored.
-
-    Args:
-        path: created if need be.
+    `with`, which creates the file if need be.
     """
-
-    database: sqlite3.Connection | None = None
 
     def __init__(self, path: Path) -> None:
         self.path, self.lock = path, threading.Lock()
+        self.database: Any = None
 
     def __enter__(self) -> "AnswerCache":
         self.database = sqlite3.connect(self.path, timeout=60, isolation_level=None, check_same_thread=False)
-        self._execute("PRAGMA synchronous = NORMAL")
         self._execute("CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer BLOB, checksum BLOB)")
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.database is not None:
-            self.database.close()
-            self.database = None
+        self.database.close()
 
     def get(self, key: str) -> str | None:
         """The answer, if there is an intact one."""
@@ -220,9 +192,7 @@ class AnswerCache:
         self._execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?)", key, content, _checksum(key, content))
 
     def _execute(self, statement: str, *values: Any) -> Any:
-        """The first row of the result; None without a row, or outside of `with`."""
-        if self.database is None:
-            return None
+        """The first row of the result, or None."""
         try:
             with self.lock:
                 return self.database.execute(statement, values).fetchone()
@@ -234,7 +204,7 @@ class AnswerCache:
 
 
 def _checksum(key: str, answer: Any) -> bytes:
-    return hashlib.sha256(key.encode() + (answer if isinstance(answer, bytes) else repr(answer).encode())).digest()
+    return hashlib.sha256(key.encode() + (answer if isinstance(answer, bytes) else b"")).digest()
 
 
 class LanguageModelParser:
@@ -248,10 +218,8 @@ class LanguageModelParser:
     """
 
     def __init__(self, complete: Complete, model: str, cache: Path, concurrency: int = 1) -> None:
-        if concurrency < 1:
-            raise ValueError(f"concurrency={concurrency}; give at least 1")
         self.complete, self.model, self.concurrency = complete, model, concurrency
-        self.record = {"parser": "llm", "model": model, "prompt": PROMPT_VERSION}
+        self.record: dict[str, Any] = {"parser": "llm", "model": model, "prompt": PROMPT_VERSION}
         self.answers = AnswerCache(cache)
 
     def parse_all(self, captions: Iterator[str]) -> Iterator[Outcome]:
@@ -264,12 +232,11 @@ class LanguageModelParser:
         for outcome in self._outcomes(captions):
             yield outcome
             undone = undone + 1 if outcome.is_undone else 0
-            if outcome.is_undone and not is_logged:
+            if undone and not is_logged:
                 logger.warning(
                     "the server gives no answer (%s); captions without an answer are left undone, and the run ends "
                     "after %d of them in a row",
-                    outcome.problem,
-                    MAX_UNDONE_IN_A_ROW,
+                    *(outcome.problem, MAX_UNDONE_IN_A_ROW),
                 )
                 is_logged = True
             if undone >= MAX_UNDONE_IN_A_ROW:
@@ -279,19 +246,10 @@ class LanguageModelParser:
                 )
 
     def _outcomes(self, captions: Iterator[str]) -> Iterator[Outcome]:
-        """The outcomes, however many have no answer."""
-        waiting: deque[Future[Outcome]] = deque()
-        with self.answers:
-            threads = ThreadPoolExecutor(self.concurrency)
-            try:
-                for caption in captions:
-                    waiting.append(threads.submit(self.parse, caption))
-                    if len(waiting) >= 4 * self.concurrency:
-                        yield waiting.popleft().result()
-                while waiting:
-                    yield waiting.popleft().result()
-            finally:
-                threads.shutdown(wait=True, cancel_futures=True)
+        """The outcomes, however many have no answer; an error cancels the requests that have not begun."""
+        with self.answers, ThreadPoolExecutor(self.concurrency) as threads:
+            while some := list(islice(captions, CAPTIONS_PER_THREAD * self.concurrency)):
+                yield from threads.map(self.parse, some)
 
     def parse(self, caption: str) -> Outcome:
         """Ask once, and once more if the answer is unreadable."""

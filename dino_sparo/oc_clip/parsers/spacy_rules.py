@@ -6,10 +6,11 @@ The rules read plain records (text, part of speech, dependency, head), so that t
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dino_sparo.image_text.spacy_model import SpacyModel
-from dino_sparo.oc_clip.graphs.graph import Relation, SceneGraph
+from dino_sparo.oc_clip.graph import Relation, SceneGraph
+from dino_sparo.oc_clip.parsers import Outcome
 from dino_sparo.oc_clip.parsers.templates import COPULAS, PLACES
 
 NOUNS = ("NOUN", "PROPN")
@@ -46,14 +47,17 @@ class SpacyParser:
 
     def __init__(self) -> None:
         self.model = SpacyModel("graphs of the parser spacy")
-        self.record = {"parser": "spacy", **self.model.record}
+        self.record: dict[str, Any] = {"parser": "spacy", **self.model.record}
 
     def __call__(self, caption: str) -> SceneGraph:
         """The graph, not normalised."""
-        return next(self.parse_all(iter([caption])))
+        return next(self._graphs(iter([caption])))
 
-    def parse_all(self, captions: Iterator[str]) -> Iterator[SceneGraph]:
-        """The graphs of many captions, in batches, which is faster."""
+    def parse_all(self, captions: Iterator[str]) -> Iterator[Outcome]:
+        """The outcomes of many captions, in batches, which is faster."""
+        return map(Outcome, self._graphs(captions))
+
+    def _graphs(self, captions: Iterator[str]) -> Iterator[SceneGraph]:
         for document in self.model.documents(captions):
             yield graph_of_words([Word(token.text, token.pos_, token.dep_, token.head.i) for token in document])
 

@@ -19,7 +19,7 @@ from itertools import product
 
 from dino_sparo.data.scene_graphs import RELATIONS
 from dino_sparo.data.scene_patterns import BACKGROUNDS, COLOURS
-from dino_sparo.oc_clip.graphs.graph import ARTICLES, Relation, SceneGraph
+from dino_sparo.oc_clip.graph import ARTICLES, Relation, SceneGraph
 
 # The words that the parser knows: relations, and words that are no nouns. They come from the relations of Visual Genome
 # and from the phrasing of ARO, What'sUp and VL-CheckList as far as we know it. Verbs that are also common nouns

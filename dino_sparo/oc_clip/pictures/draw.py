@@ -22,10 +22,9 @@ from dino_sparo.draw.labels import describe_model, run_names
 from dino_sparo.draw.pixels import Picture
 from dino_sparo.image_text.pairs.batches import PairSource
 from dino_sparo.image_text.picture_pairs import begin_pictures, open_picture_pairs, view_pairs, write_pictures
-from dino_sparo.oc_clip.graphs.files import CaptionGraphs, open_graphs
-from dino_sparo.oc_clip.load import DEFAULT_GRAPHS, LoadedOCCLIP, load_oc_clip
-from dino_sparo.oc_clip.pictures.explain import RELATIONS_LEGEND, PairMaps, explain_pair
-from dino_sparo.oc_clip.pictures.tiles import tiles_of, without_map
+from dino_sparo.oc_clip.graph_files import CaptionGraphs, open_graphs
+from dino_sparo.oc_clip.load import DEFAULT_GRAPHS, load_oc_clip
+from dino_sparo.oc_clip.pictures.explain import RELATIONS_LEGEND, PairMaps, explain_pair, tiles_of
 from dino_sparo.runtime.cli import printable
 from dino_sparo.runtime.launch import is_only_a_peer
 
@@ -52,7 +51,7 @@ def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
     device = begin_pictures(args, ("max_pairs", "max_rows"))
     graphs = open_graphs(args.graphs or DEFAULT_GRAPHS)
     loaded = load_oc_clip(args.pretrained_weights)
-    config = loaded.model.config
+    config, scoring = loaded.model.config, loaded.model.scoring
     source = open_picture_pairs(args.data_path, args.image_key, args.caption_key, args.image_folder)
     chosen = check_pairs(args.pairs, source) or choose_pairs(source, graphs, args.max_pairs, args.max_rows)
     view = PatchView([config.image.img_size], config.image.patch_size, loaded.mean, loaded.std)
@@ -65,9 +64,22 @@ def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
     (run,) = run_names([args.pretrained_weights])
     model_words = describe_model(loaded.record, config.image, run, f"{config.binding.num_default} default tokens")
     source_words = f"{len(pairs)} of {len(source):,} pairs of {printable(source.name)}"
-    about = f"{model_words}  ·  {source_words}"
-    figure = pairs_figure(about, weights_in_words(loaded), pairs, pictures, args.default_tokens)
-    return write_pictures(args, "oc_pictures", figure, numbers_of(source_words, pairs, graphs, loaded))
+    ent_coef, rel_coef = float(scoring.ent_coef.detach()), float(scoring.rel_coef.detach())
+    weights = (
+        "The score of a pair is the weighted mean of the cosines of its entities and the scores of its relations; an "
+        f"entity weighs {ent_coef / rel_coef:.2f} times as much as a relation."
+    )
+    figure = pairs_figure(f"{model_words}  ·  {source_words}", weights, pairs, pictures, args.default_tokens)
+    numbers = {
+        "model": loaded.record,
+        "graphs": {**graphs.record, "counts": graphs.counts._asdict()},
+        "source": source_words,
+        "competition": model.binding.competition,
+        "ent_coef": ent_coef,
+        "rel_coef": rel_coef,
+        "pairs": [maps.to_json() for maps in pairs],
+    }
+    return write_pictures(args, "oc_pictures", figure, numbers)
 
 
 def pairs_figure(
@@ -85,20 +97,13 @@ def pairs_figure(
     sections = []
     for maps, picture in zip(pairs, pictures, strict=True):
         tiles = [Tile(picture, maps.pair.name, title="image"), *tiles_of(maps, picture, default_tokens)]
-        sections.append(Section([Band(plain_words(maps.pair.caption), lines=scores_in_words(maps), tiles=tiles)]))
+        lines = [f"score {maps.score:.2f}", *maps.sentences]
+        sections.append(Section([Band(plain_words(maps.pair.caption), lines=lines, tiles=tiles)]))
     reading = pairs[0].reading
     legend = [RELATIONS_LEGEND] if any(maps.sentences for maps in pairs) else []
     explanation = " ".join([reading.explanation, SCORES_EXPLANATION, RELATIONS_LEGEND, weights])
-    summary = [reading.summary, *legend, weights]
     layout = Layout((TILE, TILE), TILES_PER_LINE)
-    return Figure(TITLE, about, sections, layout, summary, explanation, reading.ends)
-
-
-def scores_in_words(maps: PairMaps) -> list[str]:
-    """The score and those of the relations, and how many entities have no map."""
-    relations = zip(maps.sentences, maps.relation_scores, maps.turned_scores, strict=True)
-    words = [f"{sentence}: {score:.2f}\u00a0({turned:.2f})" for sentence, score, turned in relations]
-    return list(filter(None, [f"score {maps.score:.2f}", *words, without_map(maps)]))
+    return Figure(TITLE, about, sections, layout, [reading.summary, *legend, weights], explanation, reading.ends)
 
 
 def check_pairs(pairs: Sequence[int] | None, source: PairSource) -> list[int]:
@@ -119,13 +124,7 @@ def check_pairs(pairs: Sequence[int] | None, source: PairSource) -> list[int]:
 def choose_pairs(source: PairSource, graphs: CaptionGraphs, max_pairs: int, max_rows: int) -> list[int]:
     """Pairs to show, evenly spread over those whose caption has two relations; where they are too few, one, or none.
 
-    Scores have no part in the choice.
-
-    Args:
-        source: the pairs.
-        graphs: of their captions.
-        max_pairs: look at the captions of so many, evenly spread.
-        max_rows: pairs to show, at most.
+    Scores have no part in the choice. At most `max_rows` of `max_pairs`, whose captions are looked at, are chosen.
     """
     considered = spread_out(source, max_pairs)
     counts: dict[int, int] = {}
@@ -136,27 +135,3 @@ def choose_pairs(source: PairSource, graphs: CaptionGraphs, max_pairs: int, max_
     eligible = next((some for some in related if len(some) >= max_rows), considered)
     count = min(max_rows, len(eligible))
     return [eligible[i * len(eligible) // count] for i in range(count)]
-
-
-def weights_in_words(loaded: LoadedOCCLIP) -> str:
-    """How a score is put together."""
-    scoring = loaded.model.scoring
-    ratio = float(scoring.ent_coef.detach() / scoring.rel_coef.detach())
-    return (
-        "The score of a pair is the weighted mean of the cosines of its entities and the scores of its relations; an "
-        f"entity weighs {ratio:.2f} times as much as a relation."
-    )
-
-
-def numbers_of(source: str, pairs: Sequence[PairMaps], graphs: CaptionGraphs, loaded: LoadedOCCLIP) -> dict[str, Any]:
-    """The content of oc_pictures.json."""
-    scoring = loaded.model.scoring
-    return {
-        "model": loaded.record,
-        "graphs": {**graphs.record, "counts": graphs.counts._asdict()},
-        "source": source,
-        "competition": loaded.model.binding.competition,
-        "ent_coef": float(scoring.ent_coef.detach()),
-        "rel_coef": float(scoring.rel_coef.detach()),
-        "pairs": [maps.to_json() for maps in pairs],
-    }

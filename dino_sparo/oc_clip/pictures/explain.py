@@ -1,32 +1,45 @@
-"""A model, an image and the graph of its caption -> the share of each patch that each entity takes, and all scores.
+"""A model, an image and the graph of its caption -> the share of each patch that each entity takes, all scores, tiles.
 
-Everything here is numbers; `draw.py` describes the figure. Source: OC-CLIP, equations 1 to 3 and figure 8.
+Tiles of a pair, in their order on a sheet or a page:
 
-h, w are rows and columns of the patch grid.
+    winner      which entity wins each patch, in the entity's colour
+    entity      the share of each patch that one entity takes, framed in its colour
+    rest        the share that the default tokens take together, under a veil
+    default     the maps of the default tokens, on request
+
+h, w are rows and columns of the patch grid. Source: OC-CLIP, equations 1 to 3 and figure 8.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
+from PIL import ImageColor
 from torch import Tensor
 from torch.nn import functional as F
 
-from dino_sparo.draw.pixels import MIN_CONTRAST
+from dino_sparo.draw.figure import Tile, map_painter
+from dino_sparo.draw.pixels import MIN_CONTRAST, Picture, enlarge
 from dino_sparo.evaluation.attention.maps import effective_patches
 from dino_sparo.image_text.picture_pairs import ViewedPair
-from dino_sparo.oc_clip.graphs.batches import batch_graphs
-from dino_sparo.oc_clip.graphs.graph import SceneGraph
-from dino_sparo.oc_clip.model import OCCLIP, look_up
+from dino_sparo.oc_clip.batches import batch_graphs, look_up
+from dino_sparo.oc_clip.graph import SceneGraph
+from dino_sparo.oc_clip.model import OCCLIP
 from dino_sparo.oc_clip.pairs import tokenize_phrases
 
 logger = logging.getLogger(__name__)
 
 Maps = Float[np.ndarray, "maps h w"]
+
+# Colours of Okabe and Ito, which colour-blind eyes tell apart, and a violet.
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#f0e442", "#8a5fbf")
+VEIL = "#ece8f6"
+PAINT, BRIGHTNESS = 0.62, 0.85  # of a won patch: how much of it is paint, and of an image in grey
 
 
 class Reading(NamedTuple):
@@ -37,7 +50,7 @@ class Reading(NamedTuple):
         even_share: maps -> the share that all values would have if they were equal.
         ends: words for the lowest and the highest colour.
         summary: how to read the tiles, for the sheet.
-        explanation: how to read the tiles and their limits, for the page.
+        limits: further explanation, for the page.
         size: map -> how much of the image it takes, in words.
     """
 
@@ -45,8 +58,13 @@ class Reading(NamedTuple):
     even_share: Callable[[Maps], float]
     ends: tuple[str, str]
     summary: str
-    explanation: str
+    limits: str
     size: Callable[[Float[np.ndarray, "h w"]], str]
+
+    @property
+    def explanation(self) -> str:
+        """How to read the tiles, and the limits of the maps."""
+        return f"{self.summary} {self.limits}"
 
 
 # `binding.Binding.competition` -> how to read the maps.
@@ -56,15 +74,11 @@ READINGS: dict[str, Reading] = {
         lambda maps: 1 / len(maps),
         ("even share of a patch or less", "largest share of an entity in the row"),
         "The entities of a caption and default tokens compete for each patch of the image. The first map shows which "
-        "entity wins each patch; patches that a default token wins stay grey. The framed maps show the share of each "
-        "patch that one entity takes, on one scale per row, which comes from the entities alone. In the panel "
-        '"default tokens" a veil covers what they take.',
-        "The entities of a caption and the default tokens compete for each patch: the shares of a patch add up to "
-        "100 % over all of them. The first map shows which entity has the largest share of each patch, in the colour "
-        "of the entity's frame; where a default token has it, the patch stays grey. The next maps show the share of "
-        "each patch that one entity takes. All maps of a row have one scale, which comes from its entities alone: "
-        "from an even share to the largest share that an entity has. Default tokens take what no entity names, and "
-        "nothing is computed from it; the veil is as thick as the share that they take together, from 0 to 100 %. "
+        "entity wins each patch, in the colour of the entity's frame; patches that a default token wins stay grey. The "
+        "framed maps show the share of each patch that one entity takes, on one scale per row, which comes from the "
+        'entities alone. In the panel "default tokens" a veil covers what they take.',
+        "The shares of a patch add up to 100 % over all of them. The scale of a row goes from an even share to the "
+        "largest share that an entity has. Default tokens take what no entity names, and nothing is computed from it. "
         "The share below a map is the mean over all patches, not an area. A large share says that this entity wins the "
         "patch against the others, not that it is there: compare the cosines.",
         lambda shares: f"share {100 * shares.mean():.0f} %",
@@ -75,14 +89,13 @@ READINGS: dict[str, Reading] = {
         ("even share of attention or less", "largest share in the row"),
         "A map shows how one entity shares its attention among the patches: each map adds up to 100 %. Entities do "
         "not compete.",
-        "A map shows how one entity shares its attention among the patches: each map adds up to 100 %. Entities do "
-        "not compete. Below a map: its attention is as wide as if it lay evenly on so many patches, exp(entropy).",
+        "Below a map: its attention is as wide as if it lay evenly on so many patches, exp(entropy).",
         lambda shares: f"{float(effective_patches(shares)):.1f} patches",
     ),
 }
 RELATIONS_LEGEND = (
-    "The number behind a relation is its score f, from -1 to 1: how well the slots of subject and object fit it. In "
-    "brackets: f with subject and object exchanged; a model that reads the direction gives it a lower score."
+    "The number behind a relation is its score f, from -1 to 1: how well the slots of subject and object fit it. "
+    "Turned round: f with subject and object exchanged; a model that reads the direction gives it a lower score."
 )
 
 
@@ -137,15 +150,13 @@ class PairMaps:
 
     @property
     def sentences(self) -> list[str]:
-        """The relations in words."""
+        """The relations in words, with their scores."""
         phrases = self.graph.entities
-        return [f"{phrases[r.subject]} {r.predicate} {phrases[r.object]}" for r in self.graph.relations]
-
-    @property
-    def relations_in_words(self) -> list[str]:
-        """The relations and their scores."""
-        scores = zip(self.sentences, self.relation_scores, self.turned_scores, strict=True)
-        return [f"{sentence}: {score:.2f}, turned round {turned:.2f}" for sentence, score, turned in scores]
+        scored = zip(self.graph.relations, self.relation_scores, self.turned_scores, strict=True)
+        return [
+            f"{phrases[r.subject]} {r.predicate} {phrases[r.object]}: {score:.2f}, turned round {turned:.2f}"
+            for r, score, turned in scored
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """The numbers."""
@@ -153,23 +164,21 @@ class PairMaps:
         def map_numbers(shares: Float[np.ndarray, "h w"]) -> dict[str, float]:
             return {"mean_share": float(shares.mean()), "largest_share": float(shares.max())}
 
-        relations = self.graph.to_json()["relationships"]
-        won = [{"patches_won": int((self.winners == e).sum())} for e in range(len(self.shares))]
-        won = won if self.reading.is_competition else [{}] * len(won)
+        entities = [
+            {"entity": phrase, "cosine": float(cosine), **map_numbers(shares)}
+            for phrase, cosine, shares in zip(self.graph.entities, self.cosines, self.shares, strict=True)
+        ]
+        for number, entity in enumerate(entities) if self.reading.is_competition else ():
+            entity["patches_won"] = int((self.winners == number).sum())
+        scores = zip(self.graph.to_json()["relationships"], self.relation_scores, self.turned_scores, strict=True)
         return {
             "index": self.pair.index,
             "image": self.pair.name,
             "caption": self.pair.caption,
             "score": self.score,
-            "entities": [
-                {"entity": phrase, "cosine": float(cosine), **map_numbers(shares), **patches}
-                for phrase, cosine, shares, patches in zip(
-                    self.graph.entities, self.cosines, self.shares, won, strict=True
-                )
-            ],
+            "entities": entities,
             "relationships": [
-                {**relation, "score": float(score), "turned_round": float(turned)}
-                for relation, score, turned in zip(relations, self.relation_scores, self.turned_scores, strict=True)
+                {**relation, "score": float(score), "turned_round": float(turned)} for relation, score, turned in scores
             ],
             "default_tokens": [map_numbers(shares) for shares in self.default_shares],
         }
@@ -214,3 +223,49 @@ def explain_pair(model: OCCLIP, pair: ViewedPair, graph: SceneGraph, device: tor
         on_host(defaults).reshape(-1, *grid),
         READINGS[binding.competition],
     )
+
+
+# The tiles.
+
+
+def tiles_of(maps: PairMaps, picture: Picture, default_tokens: bool = False) -> list[Tile]:
+    """The tiles of a pair over the view of its image; `default_tokens`: whether each default token has a map too."""
+    tile = partial(Tile, picture, maps.pair.name)
+    colours = [COLOURS[number % len(COLOURS)] for number in range(len(maps.shares))]
+    size, levels = maps.reading.size, maps.levels
+    tiles = []
+    if maps.reading.is_competition:
+        won = f"{int((maps.winners >= 0).sum())} of {maps.winners.size} patches won"
+        winners = partial(paint_winners, winners=maps.winners, colours=colours)
+        tiles.append(tile(winners, "winner of each patch", notes=("", won)))
+    for number, colour in enumerate(colours):
+        notes = (f"cosine {maps.cosines[number]:.2f}", size(maps.shares[number]))
+        paint = map_painter(levels[number], smooth=False)
+        tiles.append(tile(paint, maps.graph.entities[number], notes=notes, frame=colour))
+    if len(maps.default_shares):
+        rest = maps.default_shares.sum(axis=0)
+        tiles.append(tile(partial(veil, shares=rest), "default tokens", notes=("", size(rest)), is_soft=True))
+    for token, shares in enumerate(maps.default_shares if default_tokens else ()):
+        paint = map_painter(levels[len(maps.shares) + token], smooth=False)
+        tiles.append(tile(paint, f"default token {token + 1}", notes=("", size(shares)), is_soft=True))
+    return tiles
+
+
+def paint_winners(picture: Picture, winners: Int[np.ndarray, "h w"], colours: Sequence[str]) -> Picture:
+    """The image in grey, and on it the patches that entities win, in their colours."""
+    grey = picture @ np.array([0.299, 0.587, 0.114])
+    shown = np.repeat(BRIGHTNESS * grey[..., None], 3, axis=-1)
+    height, width = picture.shape[:2]
+    winner = enlarge(winners.astype(np.float32), height, width, smooth=False).astype(int)
+    for number in np.unique(winners[winners >= 0]):
+        paint = np.array(ImageColor.getrgb(colours[number]))
+        patch = winner == number
+        shown[patch] = (1 - PAINT) * shown[patch] + PAINT * paint
+    return (shown + 0.5).astype(np.uint8)
+
+
+def veil(picture: Picture, shares: Float[np.ndarray, "h w"]) -> Picture:
+    """The image behind a veil, the thicker the larger the share, from none at 0 to opaque at 1."""
+    height, width = picture.shape[:2]
+    cover = enlarge(shares, height, width, smooth=False)[..., None]
+    return (picture * (1 - cover) + np.array(ImageColor.getrgb(VEIL)) * cover + 0.5).astype(np.uint8)

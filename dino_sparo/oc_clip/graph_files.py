@@ -5,7 +5,7 @@ A file has one JSON object per line, as `dino-sparo parse` writes it and as tabl
     {"caption": "a dog on a mat", "entities": ["dog", "mat"],
      "relationships": [{"relationship": "on", "subject": 0, "object": 1}], "image": "7.jpg"}
 
-`image` is optional. Every line is checked when the file is opened. The index has 20 bytes per line (its place and a
+`image` is optional. Every line is checked when the file is opened. The index has 16 bytes per line (its place and a
 hash of its caption), so that loader workers share the graphs of 10^7 captions. Compressed files are refused.
 """
 
@@ -13,7 +13,6 @@ import hashlib
 import json
 import logging
 import mmap
-import os
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,14 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int32, Int64, UInt64
+from jaxtyping import Int64, UInt64
 
 from dino_sparo.data.dataset import most_corrupt
 from dino_sparo.data.sources.cache import load_or_index
 from dino_sparo.data.sources.image_source import Arrays
 from dino_sparo.oc_clip.choices import MAX_NODES, MAX_RELATIONS
-from dino_sparo.oc_clip.graphs.canonical import canonical
-from dino_sparo.oc_clip.graphs.graph import LookupCounts, SceneGraph, normalize
+from dino_sparo.oc_clip.graph import LookupCounts, SceneGraph, canonical_form, normalize
 from dino_sparo.oc_clip.parsers.spacy_rules import SpacyParser
 from dino_sparo.oc_clip.parsers.templates import parse_caption
 from dino_sparo.runtime.files import open_regular, parse_object
@@ -103,27 +101,22 @@ class CaptionGraphs:
         Args:
             counts: sums over all workers; None: those of this object.
         """
-        counts = self.counts if counts is None else counts
+        counts = counts or self.counts
         if counts.missing > most_corrupt(self.max_missing, max(counts.captions, self.num_expected)):
             source = next((self.record[key] for key in ("file", "shards", "parser") if key in self.record), "memory")
-            key = f" under the key {self.record['graph_key']!r}" if "graph_key" in self.record else ""
             raise ValueError(
-                f"{counts.missing:,} of {counts.captions:,} captions have no graph in {source}{key}; at most "
+                f"{counts.missing:,} of {counts.captions:,} captions have no graph in {source}; at most "
                 f"{self.max_missing:.3g} of them may be missing. Parse these captions with dino-sparo parse; or raise "
                 f"{self.option}, and each becomes one entity"
             )
 
 
-def open_graphs(
-    spec: str, max_nodes: int = MAX_NODES, max_relations: int = MAX_RELATIONS, **tolerance: Any
-) -> CaptionGraphs:
+def open_graphs(spec: str, **caps: Any) -> CaptionGraphs:
     """Graphs of a parser or of a file.
 
     Args:
         spec: a key of `PARSERS`, or the path of a file.
-        max_nodes: largest number of entities.
-        max_relations: largest number of relations.
-        tolerance: `max_missing` and `option` of `CaptionGraphs`.
+        caps: `max_nodes`, `max_relations`, `max_missing` and `option` of `CaptionGraphs`.
 
     Raises:
         ValueError: there is no such parser or file; the file has no line; a line has no caption or is no graph
@@ -131,30 +124,18 @@ def open_graphs(
     """
     if spec in PARSERS:
         find = PARSERS[spec]()
-        return CaptionGraphs(find, getattr(find, "record", {"parser": spec}), max_nodes, max_relations, **tolerance)
+        return CaptionGraphs(find, getattr(find, "record", {"parser": spec}), **caps)
     path = Path(spec).expanduser()
     if not path.is_file() or path.suffix == ".gz":
         raise ValueError(
             f"graphs={spec!r} is no file of graphs; give {', '.join(PARSERS)}, or a .jsonl file that dino-sparo parse "
             "wrote, not compressed"
         )
-    file = open_graph_file(path, max_nodes, max_relations)
+    file = open_graph_file(path, caps.get("max_nodes", MAX_NODES), caps.get("max_relations", MAX_RELATIONS))
     if not len(file):
         raise ValueError(f"graphs={spec!r} has no line; run dino-sparo parse again to write the file")
-    record = {"file": str(path), "sha256": file.sha256, "captions": len(file)}
     logger.info("%s: graphs of %d captions", path, len(file))
-    return CaptionGraphs(file, record, max_nodes, max_relations, **tolerance)
-
-
-def graphs_in_shards(path: str, key: str, **caps: Any) -> CaptionGraphs:
-    """Source and caps of graphs in webdataset shards; `graph_of` reads one, `CaptionGraphs.normalized` bounds it."""
-    # A caption alone does not say in which shard it stands.
-    return CaptionGraphs(dict[str, SceneGraph]().get, {"shards": path, "graph_key": key}, **caps)
-
-
-def graph_of(content: Mapping[str, Any], key: str) -> SceneGraph | None:
-    """The graph under a key of the `.json` member of a shard; None without this key."""
-    return SceneGraph.from_json(content[key]) if key in content else None
+    return CaptionGraphs(file, {"file": str(path), "sha256": file.sha256, "captions": len(file)}, **caps)
 
 
 def graph_record(caption: str, graph: SceneGraph, image: str | None = None) -> dict[str, Any]:
@@ -171,9 +152,9 @@ def caption_bytes(caption: str) -> bytes:
     return caption.strip().encode("utf-8", "replace")
 
 
-def hash_of(*texts: bytes) -> int:
-    """64 bits of texts."""
-    return int.from_bytes(hashlib.blake2b(b"\0".join(texts), digest_size=8).digest(), "little")
+def hash_of(text: bytes) -> int:
+    """64 bits of a text."""
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 @dataclass(eq=False)
@@ -181,47 +162,35 @@ class GraphFile:
     """Caption -> graph, read at its place in a file.
 
     Attributes:
-        hashes: (U,), of the different captions, sorted.
+        hashes: (U,), of the different captions, sorted; two captions of one hash are not expected.
         offsets: (U,), first byte of each line.
-        sizes: (U,), bytes of each line.
         sha256: of the file.
     """
 
     path: Path
     hashes: UInt64[np.ndarray, " U"]
     offsets: Int64[np.ndarray, " U"]
-    sizes: Int32[np.ndarray, " U"]
-    sha256: str
-    _descriptor: int | None = field(default=None, init=False, repr=False)
+    sha256: str = ""
 
     def __len__(self) -> int:
         """Number of different captions."""
         return len(self.hashes)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_descriptor": None}
-
-    def __del__(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-
     def __call__(self, caption: str) -> SceneGraph | None:
         """The graph as it stands in the file; None if the caption is not there."""
         wanted = caption_bytes(caption)
-        number = int(np.searchsorted(self.hashes, np.uint64(value := hash_of(wanted))))
-        while number < len(self) and int(self.hashes[number]) == value:
-            text, graph = self.read(number)
-            if caption_bytes(text) == wanted:
-                return graph
-            number += 1
-        return None
+        value = np.uint64(hash_of(wanted))
+        number = int(np.searchsorted(self.hashes, value))
+        if number == len(self) or self.hashes[number] != value:
+            return None
+        text, graph = self.read(number)
+        return graph if caption_bytes(text) == wanted else None
 
     def read(self, number: int) -> tuple[str, SceneGraph]:
         """Caption and graph of line `number` in the order of the hashes; ValueError if the file changed."""
-        if self._descriptor is None:
-            self._descriptor = os.open(self.path, os.O_RDONLY)
-        # Forked processes share a file's position; `pread` does not use it.
-        line = os.pread(self._descriptor, int(self.sizes[number]), int(self.offsets[number]))
+        with self.path.open("rb") as file:
+            file.seek(self.offsets[number])
+            line = file.readline()
         return _caption_and_graph(line, f"{self.path}, changed since it was opened, at byte {self.offsets[number]}")
 
 
@@ -238,16 +207,12 @@ def open_graph_file(path: Path, max_nodes: int = MAX_NODES, max_relations: int =
     sha256 = file_sha256(path)
     # An index that belongs to a content never gets old.
     marks: Arrays = {"sha256": np.frombuffer(bytes.fromhex(sha256), np.uint8), "stamps": np.zeros((1, 1), np.int64)}
-
-    def comparable(caption: str, graph: SceneGraph) -> SceneGraph:
-        return canonical(normalize(graph, caption, max_nodes, max_relations)[0])
-
     arrays, _ = load_or_index(
         f"graphs {path} {max_nodes} {max_relations}",
-        lambda: {**_index(path, comparable), **marks},
+        lambda: {**_index(path, max_nodes, max_relations), **marks},
         lambda stored: np.array_equal(stored["sha256"], marks["sha256"]),
     )
-    return GraphFile(path, arrays["hashes"], arrays["offsets"], arrays["sizes"], sha256)
+    return GraphFile(path, arrays["hashes"], arrays["offsets"], sha256)
 
 
 def _caption_and_graph(line: bytes, location: str) -> tuple[str, SceneGraph]:
@@ -261,47 +226,26 @@ def _caption_and_graph(line: bytes, location: str) -> tuple[str, SceneGraph]:
         raise ValueError(f"{location}: {error}") from error
 
 
-def _index(path: Path, comparable: Callable[[str, SceneGraph], SceneGraph]) -> Arrays:
-    """Where every different caption lies, by hash; all lines are checked."""
-    hashes, offsets, sizes, numbers = array("Q"), array("q"), array("i"), array("q")
+def _index(path: Path, max_nodes: int, max_relations: int) -> Arrays:
+    """Hash and place of the first line of every caption; all lines are checked."""
+    hashes, offsets = array("Q"), array("q")
     for number, offset, line in progress(read_lines(path), desc=f"checking the graphs of {path}"):
-        caption, _ = _caption_and_graph(line, f"{path}:{number}")
-        hashes.append(hash_of(caption_bytes(caption)))
+        hashes.append(hash_of(caption_bytes(_caption_and_graph(line, f"{path}:{number}")[0])))
         offsets.append(offset)
-        sizes.append(len(line))
-        numbers.append(number)
     order = np.argsort(np.array(hashes, dtype=np.uint64), kind="stable")
-    file = GraphFile(
-        path,
-        np.array(hashes, dtype=np.uint64)[order],
-        np.array(offsets, dtype=np.int64)[order],
-        np.array(sizes, dtype=np.int32)[order],
-        "",
-    )
-    first = _first_lines(file, np.array(numbers, dtype=np.int64)[order], comparable)
-    return {"hashes": file.hashes[first], "offsets": file.offsets[first], "sizes": file.sizes[first]}
-
-
-def _first_lines(
-    file: GraphFile, lines: Int64[np.ndarray, " U"], comparable: Callable[[str, SceneGraph], SceneGraph]
-) -> np.ndarray:
-    """(U,), True for the first line of every caption; ValueError if a later line has a different graph."""
-    is_first = np.ones(len(file), dtype=bool)
-    seen: dict[bytes, tuple[SceneGraph, int]] = {}
-    for number in (np.flatnonzero(file.hashes[1:] == file.hashes[:-1]) + 1).tolist():
-        if number < 2 or file.hashes[number - 2] != file.hashes[number]:
-            caption, graph = file.read(number - 1)
-            seen = {caption_bytes(caption): (comparable(caption, graph), int(lines[number - 1]))}
-        caption, graph = file.read(number)
-        form = comparable(caption, graph)
-        first, line = seen.setdefault(caption_bytes(caption), (form, int(lines[number])))
-        if form != first:
+    file = GraphFile(path, np.array(hashes, dtype=np.uint64)[order], np.array(offsets, dtype=np.int64)[order])
+    is_first = np.diff(file.hashes, prepend=file.hashes[:1] + np.uint64(1)) != 0
+    for number in np.flatnonzero(~is_first).tolist():
+        lines = [file.read(at) for at in (number - 1, number)]
+        one, other = (canonical_form(normalize(g, c, max_nodes, max_relations)[0])[0] for c, g in lines)
+        if one != other:
+            content = path.read_bytes()
+            places = [1 + content.count(b"\n", 0, int(file.offsets[at])) for at in (number - 1, number)]
             raise ValueError(
-                f"{file.path}:{lines[number]}: {caption!r} has another graph than in line {line}; a caption has one "
+                f"{path}:{places[1]}: {lines[1][0]!r} has another graph than in line {places[0]}; a caption has one "
                 "graph, so remove one of the two"
             )
-        is_first[number] = line == lines[number]
-    return is_first
+    return {"hashes": file.hashes[is_first], "offsets": file.offsets[is_first]}
 
 
 # Lines.
@@ -311,14 +255,14 @@ class JsonLines:
     """A file to which JSON objects are appended, one per line, each with one call of the system.
 
     A process that is killed, or a full disk, may leave part of a line at the end. Opening the file cuts that part off.
-
-    Args:
-        path: created if need be.
     """
 
     def __init__(self, path: Path) -> None:
         self.path, self.file = path, path.open("ab", buffering=0)
-        self.file.truncate(_end_of_last_line(path))
+        if self.file.tell():  # an empty file cannot be mapped
+            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                end = content.rfind(b"\n") + 1
+            self.file.truncate(end)
 
     def write(self, record: dict[str, Any]) -> None:
         """Append a record; OSError with path and remedy if the disk is full."""
@@ -332,15 +276,6 @@ class JsonLines:
 
     def __exit__(self, *error: object) -> None:
         self.file.close()
-
-
-def _end_of_last_line(path: Path) -> int:
-    """Bytes up to and including the last line feed."""
-    with open_regular(path) as file:
-        if not os.fstat(file.fileno()).st_size:  # cannot be mapped
-            return 0
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            return content.rfind(b"\n") + 1
 
 
 def read_lines(path: Path | str) -> Iterator[tuple[int, int, bytes]]:

@@ -1,15 +1,16 @@
-"""Scene graphs of a batch -> padded index tensors, and each different phrase once for the text encoder."""
+"""Scene graphs of a batch -> padded index tensors, each phrase once; embeddings of phrases -> `EncodedGraphs`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from dino_sparo.oc_clip.graphs.graph import SceneGraph
+from dino_sparo.oc_clip.graph import SceneGraph
 
 
 @dataclass(frozen=True)
@@ -45,21 +46,42 @@ class GraphBatch:
         return (self.ends[1] != self.ends[0]).any(dim=2).any(dim=0)
 
 
-def batch_graphs(graphs: Sequence[SceneGraph], *false_graphs: Sequence[SceneGraph]) -> GraphBatch:
-    """Pad graphs to one shape.
+class EncodedGraphs(NamedTuple):
+    """U graphs after the text encoder, padded like `GraphBatch`: padding comes last.
 
-    Args:
-        graphs: U graphs.
-        false_graphs: K - 1 times U graphs with the same entities and predicates.
-
-    Raises:
-        ValueError: there is no graph, or one has no entity.
+    Attributes:
+        entities: (U, E, dim).
+        entity_mask: (U, E), False for padding; every graph has at least one entity.
+        relations: (U, R, rel_dim).
+        subjects: (U, R), indices into the graph's own entities.
+        objects: (U, R), indices into the graph's own entities.
+        relation_mask: (U, R), False for padding.
+        entity_counts: U numbers of entities, on the host.
+        relation_counts: U numbers of relations, on the host.
     """
-    if not graphs:
-        raise ValueError("a batch of 0 graphs; give at least one")
-    for number, graph in enumerate(graphs):
-        if not graph.entities:
-            raise ValueError(f"graph {number} of the batch has no entity; pass it through graphs.normalize first")
+
+    entities: Float[Tensor, "U E dim"]
+    entity_mask: Bool[Tensor, "U E"]
+    relations: Float[Tensor, "U R rel_dim"]
+    subjects: Int[Tensor, "U R"]
+    objects: Int[Tensor, "U R"]
+    relation_mask: Bool[Tensor, "U R"]
+    entity_counts: tuple[int, ...]
+    relation_counts: tuple[int, ...]
+
+
+def look_up(
+    graphs: GraphBatch, entities: Float[Tensor, "phrases dim"], relations: Float[Tensor, "phrases rel_dim"]
+) -> EncodedGraphs:
+    """The graphs of a batch with the embeddings of their phrases; indices move to the embeddings' device."""
+    parts = (graphs.entities, graphs.entity_mask, graphs.predicates, graphs.ends[0], graphs.relation_mask)
+    numbers, mask, predicates, ends, relation_mask = (part.to(entities.device, non_blocking=True) for part in parts)
+    counts = graphs.entity_counts, graphs.relation_counts
+    return EncodedGraphs(entities[numbers], mask, relations[predicates], *ends, relation_mask, *counts)
+
+
+def batch_graphs(graphs: Sequence[SceneGraph], *false_graphs: Sequence[SceneGraph]) -> GraphBatch:
+    """Pad U graphs, each with an entity, to one shape; K - 1 times U false graphs share entities and predicates."""
     numbers: dict[str, int] = {}
     entities = [[numbers.setdefault(phrase, len(numbers)) for phrase in graph.entities] for graph in graphs]
     predicates = [[numbers.setdefault(r.predicate, len(numbers)) for r in graph.relations] for graph in graphs]
@@ -82,10 +104,7 @@ def batch_graphs(graphs: Sequence[SceneGraph], *false_graphs: Sequence[SceneGrap
 
 
 def join_graphs(batches: Sequence[GraphBatch]) -> GraphBatch:
-    """The graphs of several batches as one batch; the phrases of the batches stand one after the other.
-
-    A phrase of two batches stays twice, so that the embeddings of the batches can be concatenated.
-    """
+    """Several batches as one; a phrase of two batches stays twice, so that their embeddings can be concatenated."""
     starts = accumulate((len(batch.phrases) for batch in batches), initial=0)
     offsets = list(zip(batches, starts, strict=False))
     return GraphBatch(

@@ -1,1 +1,0 @@
-"""Scene graphs: files, canonical form, batches."""
