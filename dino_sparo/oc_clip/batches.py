@@ -77,7 +77,8 @@ def look_up(
     parts = (graphs.entities, graphs.entity_mask, graphs.predicates, graphs.ends[0], graphs.relation_mask)
     numbers, mask, predicates, ends, relation_mask = (part.to(entities.device, non_blocking=True) for part in parts)
     counts = graphs.entity_counts, graphs.relation_counts
-    return EncodedGraphs(entities[numbers], mask, relations[predicates], *ends, relation_mask, *counts)
+    subjects, objects = ends
+    return EncodedGraphs(entities[numbers], mask, relations[predicates], subjects, objects, relation_mask, *counts)
 
 
 def batch_graphs(graphs: Sequence[SceneGraph], *false_graphs: Sequence[SceneGraph]) -> GraphBatch:

@@ -154,7 +154,7 @@ def test_an_oc_clip_looks_with_the_entities_of_each_caption(tmp_path):
     assert re.fullmatch(r"red star left of blue ring: .*, turned round .*", look.captions[0].lines[0])
     assert look.captions[1].lines == []
     assert look.captions[0].tiles[1].paint(np.zeros((30, 30, 3), dtype=np.uint8)).shape == (30, 30, 3)
-    assert "which entity has the largest share of each patch" in look.words
+    assert "which entity wins each patch" in look.words
 
 
 # --- pages and sheets
