@@ -283,7 +283,7 @@ def compositional(args: argparse.Namespace) -> Any:
 @command(order_captions_parser)
 def order_captions(args: argparse.Namespace) -> Any:
     """Images with captions -> captions with shuffled words, ARO's order benchmarks, for compositional."""
-    from dino_sparo.image_text.evaluation.compositional.word_order import write_order
+    from dino_sparo.image_text.evaluation.compositional.sets.aro import write_order
 
     return write_order(args)
 

@@ -1,8 +1,10 @@
 """Winoground: text, image and group score, its files, the command."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from clip_fakes import parser_of
@@ -13,10 +15,10 @@ pytest.importorskip("open_clip")
 
 from clip_fakes import DEVICE_OPTIONS, colour_encoder, evaluate, paint, small_checkpoint
 
-from dino_sparo.image_text.evaluation.compositional.answers import answer_questions, judge
+from dino_sparo.image_text.evaluation.compositional.answers import Answer, answer_questions, judge
 from dino_sparo.image_text.evaluation.compositional.discover import ImageRules, LocalBenchmark, open_benchmark
 from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS
-from dino_sparo.image_text.evaluation.compositional.sets.winoground import read, scores_of
+from dino_sparo.image_text.evaluation.compositional.sets.winoground import outcomes, read
 
 
 def write(folder: Path, rows: list[tuple[str, str, str, str, str]]) -> Path:
@@ -49,6 +51,11 @@ def run(*options: object) -> dict:
     return evaluate("winoground", *options)
 
 
+def scores_of(answers: Sequence[Answer | None]) -> list[list[bool]]:
+    """Text, image and group score of each example."""
+    return [[outcome.right for outcome in outcomes([], [answer])] for answer in answers if answer]
+
+
 def test_scores_by_hand():
     """Entry [i, c] is the similarity of image i and caption c."""
     scores = torch.tensor(
@@ -63,27 +70,26 @@ def test_scores_by_hand():
         ]
     )
     answers = judge(scores, torch.tensor([[0, 1]] * 7))
-    assert scores_of(answers).tolist() == [
+    assert scores_of(answers) == [
         [True, True, True], [True, False, False], [False, True, False], [False, False, False],
         [False, True, False], [True, False, False], [True, True, True],
     ]  # fmt: skip
-    assert (int(answers.text_tied.sum()), int(answers.image_tied.sum())) == (1, 1)
+    assert [sum(a.text_tied for a in answers), sum(a.image_tied for a in answers)] == [1, 1]
 
 
 def test_a_model_with_random_scores_is_at_the_papers_chance():
     scores = torch.rand(60_000, 2, 2, generator=torch.Generator().manual_seed(0))
     answers = judge(scores, torch.tensor([0, 1]).expand(60_000, 2))
-    assert scores_of(answers).double().mean(dim=0).tolist() == pytest.approx([1 / 4, 1 / 4, 1 / 6], abs=0.006)
-    assert (answers.text_tied | answers.image_tied).sum() < 60
+    assert np.mean(scores_of(answers), axis=0).tolist() == pytest.approx([1 / 4, 1 / 4, 1 / 6], abs=0.006)
+    assert sum(answer.text_tied or answer.image_tied for answer in answers) < 60
 
 
 def test_examples_are_scored(data):
     """In the third, cosines are 1 and 2/sqrt 5 for red, 1/sqrt 2 and 3/sqrt 10 for yellow: all as it should be."""
     questions = local(data).questions
-    numbers, answers = answer_questions(colour_encoder(), questions).answers_to(slice(None))
-    assert numbers == [0, 1, 2, 3]
-    assert scores_of(answers).tolist() == [[True] * 3, [False] * 3, [True] * 3, [False] * 3]
-    assert (answers.text_tied | answers.image_tied).tolist() == [False, False, False, True]
+    answers, _ = answer_questions(colour_encoder(), questions)
+    assert scores_of(answers) == [[True] * 3, [False] * 3, [True] * 3, [False] * 3]
+    assert [each.text_tied or each.image_tied for each in answers if each] == [False, False, False, True]
     assert [question.split for question in questions] == ["Object", "Object", "Relation", "Relation"]
 
 
@@ -97,8 +103,9 @@ def test_examples_without_image_or_caption_are_left_out_and_many_missing_images_
         local(tmp_path)
     found = local(tmp_path, 0.4)
     assert (found.with_empty_caption.total(), found.without_image.total()) == (1, 1)
-    numbers, answers = answer_questions(colour_encoder(), found.questions).answers_to(slice(None))
-    assert (numbers, scores_of(answers).tolist()) == ([0], [[True] * 3])
+    answers, _ = answer_questions(colour_encoder(), found.questions)
+    assert answers[1] is None
+    assert scores_of(answers[:1]) == [[True] * 3]
     weights = small_checkpoint(tmp_path / "run" / "checkpoint.pth", "cls")
     result = run("--pretrained_weights", weights, "--data_path", tmp_path, "--max_missing", 0.7)
     assert (result["num_examples"], result["examples"]["num_left_out"]) == (1, 3)

@@ -28,8 +28,7 @@ from dino_sparo.data.sources import open_source  # noqa: E402
 from dino_sparo.data.sources.image_source import Subset  # noqa: E402
 from dino_sparo.data.views import ClipView  # noqa: E402
 from dino_sparo.evaluation.slots.choice import SlotSelection  # noqa: E402
-from dino_sparo.image_text.classes import apply_classes, open_classes, wordnet_ids  # noqa: E402
-from dino_sparo.image_text.evaluation import zero_shot  # noqa: E402
+from dino_sparo.image_text.classes import ClassList, apply_classes, open_classes, wordnet_ids  # noqa: E402
 from dino_sparo.image_text.evaluation.compositional.sets.scene_pairs import write_scene_pairs  # noqa: E402
 from dino_sparo.image_text.evaluation.zero_shot import count_hits, evaluate_zero_shot  # noqa: E402
 from dino_sparo.image_text.pairs.sources import INDEPENDENT  # noqa: E402
@@ -292,7 +291,7 @@ def test_images_of_none_of_the_classes_are_refused(tmp_path):
     source = open_source(folders(tmp_path, ["a", "b"]))
     classes = open_classes(source)
     with pytest.raises(ValueError, match="no image belongs to any of the 2 classes"):
-        apply_classes(source, zero_shot.ClassList(classes.names, np.array([-1, -1]), ""))
+        apply_classes(source, ClassList(classes.names, np.array([-1, -1]), ""))
 
 
 def write(path: Path, text: str) -> None:

@@ -26,11 +26,9 @@ from dino_sparo.draw.figure import Figure, Section, Tile, Word, map_painter, run
 from dino_sparo.draw.html import save_page
 from dino_sparo.draw.sheet import save_sheet
 from dino_sparo.image_text.evaluation.compositional.answers import (
-    Answers,
-    AnswerTable,
-    Confusions,
+    Answer,
     answer_questions,
-    confusions,
+    judge,
 )
 from dino_sparo.image_text.evaluation.compositional.failures import (
     LAYOUT,
@@ -52,36 +50,34 @@ def test_a_confusion_is_the_image_and_the_false_caption_that_lies_most_above_the
     """Two images with a caption each, the second of which is confused; one image with three captions."""
     none = -torch.inf
     scores = torch.tensor([[[0.9, 0.8, none], [0.5, 0.3, none]], [[0.1, 0.2, 0.4], [none] * 3]])
-    found = confusions(scores, torch.tensor([[0, 1], [1, -1]]))
-    assert found.image.tolist() == [1, 0]
-    assert found.caption.tolist() == [0, 2]
-    assert found.true_score.tolist() == pytest.approx([0.3, 0.2])
-    assert found.false_score.tolist() == pytest.approx([0.5, 0.4])
+    found = judge(scores, torch.tensor([[0, 1], [1, -1]]))
+    assert [(answer.worst_image, answer.false_caption) for answer in found] == [(1, 0), (0, 2)]
+    assert [answer.true_score for answer in found] == pytest.approx([0.3, 0.2])
+    assert [answer.false_score for answer in found] == pytest.approx([0.5, 0.4])
 
 
-def answered(margins: list[float], is_answered: list[bool] | None = None) -> AnswerTable:
-    count = len(margins)
-    nothing = torch.zeros(count, dtype=torch.bool)
-    zeros, ones = torch.zeros(count, dtype=torch.int64), torch.ones(count, dtype=torch.int64)
-    found = Confusions(zeros, ones, torch.full((count,), 0.25), 0.25 + torch.tensor(margins))
-    return AnswerTable(torch.tensor(is_answered or [True] * count), Answers(*[nothing] * 4), found, {}, set())
+def answered(margins: list[float], unread: int | None = None) -> list[Answer | None]:
+    found: list[Answer | None] = [Answer(False, False, False, False, 0, 1, 0.25, 0.25 + margin) for margin in margins]
+    if unread is not None:
+        found[unread] = None
+    return found
 
 
 def test_the_clearest_errors_have_the_largest_margins_one_per_image_and_are_no_ties():
-    """Questions before those of the benchmark, an unread one, and a part of an image, which is an image of its own."""
+    """An unread question, and a part of an image, which is an image of its own."""
     part = Crop("a", (1.0, 2.0, 3.0, 4.0))
-    images = ["x", "a", "a", "b", "c", "d", "e", part]
+    images = ["a", "a", "b", "c", "d", "e", part]
     questions = [Question("s", (image,), (f"true {image}", "false")) for image in images]
-    margins = [0.9, 0.125, 0.25, 0.5, 0.0, -0.5, 0.75, 0.0625]
-    found = clearest_failures(questions[1:], answered(margins, [True] * 6 + [False, True]), slice(1, 8), 3)
+    margins = [0.125, 0.25, 0.5, 0.0, -0.5, 0.75, 0.0625]
+    found = clearest_failures(questions, answered(margins, unread=5), 3)
     assert found[:3] == (6, 5, 1)
     assert [(failure.image, failure.box) for failure in found.clearest] == [("b", None), ("a", None), part]
     assert found.clearest[0] == Failure("s", "b", None, "true b", "false", 0.25, 0.75)
     assert found.clearest[2].name == part
     assert str(found) == "5 of 6 wrong, 1 of these ties"
-    few = clearest_failures(questions[1:], answered(margins), slice(1, 8), 1)
+    few = clearest_failures(questions, answered(margins), 1)
     assert [failure.image for failure in few.clearest] == ["e"]
-    none = clearest_failures(questions[5:6], answered(margins), slice(5, 6), 3)
+    none = clearest_failures(questions[4:5], answered(margins[4:5]), 3)
     assert (none.num_wrong, none.clearest) == (0, [])
 
 
@@ -92,10 +88,11 @@ def test_a_benchmark_whose_captions_outnumber_its_neighbours_keeps_its_confusion
     texts = [("red", "green"), ("a blue thing", "red", "green", "a thing", "cyan"), ("red", "blue")]
     images = ("red", "red", "green")
     questions = [Question("s", (str(tmp_path / f"{i}.png"),), t) for i, t in zip(images, texts, strict=True)]
-    found = answer_questions(colour_encoder(), questions, 10)
-    assert found.confusions.caption.tolist()[1] == 1
-    assert found.confusions.true_score.tolist() == pytest.approx([1, 0, 0], abs=1e-6)
-    assert found.confusions.false_score.tolist() == pytest.approx([0, 1, 0], abs=1e-6)
+    found, _ = answer_questions(colour_encoder(), questions, 10)
+    answers = [answer for answer in found if answer]
+    assert answers[1].false_caption == 1
+    assert [answer.true_score for answer in answers] == pytest.approx([1, 0, 0], abs=1e-6)
+    assert [answer.false_score for answer in answers] == pytest.approx([0, 1, 0], abs=1e-6)
 
 
 def test_words_that_differ_are_marked_in_runs():

@@ -80,10 +80,12 @@ def test_marks_of_captions_without_a_graph_and_with_long_phrases(tmp_path):
     paint(tmp_path / "red.png", "red")
     texts = [("a", "b"), ("nothing", "a"), ("long", "a"), ("b", "long")]
     questions = [Question("s", (str(tmp_path / "red.png"),), text) for text in texts]
-    found = answer_questions(scorer, questions, 10)
-    assert found.marks["alike"].tolist() == found.answers.text_tied.tolist() == [True, False, False, False]
-    assert found.marks["one_entity"].tolist() == [False, True, False, False]
-    assert found.marks["truncated"].tolist() == [False, False, True, True]
+    found, _ = answer_questions(scorer, questions, 10)
+    answers = [answer for answer in found if answer]
+    assert [answer.marks["alike"] for answer in answers] == [True, False, False, False]
+    assert [answer.text_tied for answer in answers] == [True, False, False, False]
+    assert [answer.marks["one_entity"] for answer in answers] == [False, True, False, False]
+    assert [answer.marks["truncated"] for answer in answers] == [False, False, True, True]
     assert scorer.encode_texts(["long", "a", "long"]).num_truncated == 2, "captions, asked before or not"
 
 

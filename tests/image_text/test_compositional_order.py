@@ -14,8 +14,7 @@ from clip_fakes import call, parser_of
 from compositional_files import TAGGED_CAPTIONS, tagged, write_json
 
 from dino_sparo.image_text.evaluation.caption_sets import read_captions
-from dino_sparo.image_text.evaluation.compositional.sets.aro import read_order
-from dino_sparo.image_text.evaluation.compositional.word_order import Words, cleaned, options_of
+from dino_sparo.image_text.evaluation.compositional.sets.aro import Words, cleaned, options_of, read_order
 from dino_sparo.runtime.faults import MissingPackageError
 
 OFFICIAL = json.loads((Path(__file__).parents[1] / "reference" / "compositional.json").read_text())

@@ -12,7 +12,8 @@ Training draws one caption of an image; here each counts. Rows with the same ima
 import logging
 import os
 import re
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dino_sparo.data.sources import IMAGE_EXTENSIONS, CorruptImageError, ImageSource
+from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits
 from dino_sparo.data.sources.image_source import Subset
 from dino_sparo.image_text.evaluation.compositional.questions import read_json
 from dino_sparo.image_text.pairs.batches import LeftOut, PairSource
@@ -28,7 +30,7 @@ from dino_sparo.image_text.pairs.tables import coco_captions
 from dino_sparo.image_text.pairs.tars import TarCaptions
 from dino_sparo.image_text.scoring.image_files import (
     check_file_name,
-    image_path,
+    find_images,
     named_source,
     require_few_missing,
 )
@@ -40,6 +42,8 @@ ENDINGS = "|".join(ending[1:] for ending in IMAGE_EXTENSIONS)
 # An image (`7.jpg`; Flickr8k has `7.jpg.1`, too), an unused number after `#` or between bars, a caption.
 IMAGE_NAME = rf"(?P<image>[^\t|]+?\.(?:{ENDINGS})(?:\.\d+(?=#))?)"
 CAPTION_LINE = re.compile(IMAGE_NAME + r"(?:#\d+)?\s*[\t,|](?:\s*\d+\s*\|)?(?P<caption>.*)", re.I)
+
+Rows = Iterable[tuple[str, list[str]]]  # file names, each with some of its captions
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,7 @@ def open_caption_set(
     split: str | None = None,
     image_list: str | None = None,
     allow_outside: bool = False,
+    limits: ImageLimits = DEFAULT_LIMITS,
 ) -> CaptionSet:
     """Open images with their captions.
 
@@ -91,20 +96,29 @@ def open_caption_set(
         split: of Karpathy's, by default `KARPATHY_SPLIT`; or, without `captions`, of the pairs, by default val.
         image_list: file with one image's name per line: use these alone.
         allow_outside: whether `captions` may name images outside of `data_path`.
+        limits: larger images count as unreadable.
 
     Raises:
         ValueError: the file cannot be read, or has no captions of the images; more than 1 % of the images are missing.
     """
     if not data_path:
         raise ValueError("--data_path is empty; give the folder of the images (with --captions), tar shards, or scenes")
-    if captions:
-        file = read_captions(Path(captions), split)
-        captions_of = _only_listed(file.captions_of, image_list)
-        chosen = _in_folder(captions_of, Path(data_path), file.left_out, allow_outside)
-        return replace(chosen, split=file.split)
-    if image_list is not None:
-        raise ValueError(f"image_list={image_list!r} chooses among the images of --captions, which is not given")
-    return _together(open_pairs(data_path, split=split, default_split="val"))
+    if not captions:
+        if image_list is not None:
+            raise ValueError(f"image_list={image_list!r} chooses among the images of --captions, which is not given")
+        return _together(open_pairs(data_path, split=split, default_split="val", limits=limits))
+    file, folder = read_captions(Path(captions), split), Path(data_path)
+    names = _only_listed(list(file.captions_of), image_list)
+    paths = find_images(folder, names, None if allow_outside else (folder,))
+    missing = [name for name in names if name not in paths]
+    if missing:
+        kind = f"images in {folder}, such as {missing[0]!r},"
+        require_few_missing(len(missing), len(names), kind)
+        logger.warning("%d of %d %s are missing", len(missing), len(names), kind)
+    left_out = {f"captions {reason}": number for reason, number in file.left_out.counts.items()}
+    images = named_source(folder, list(paths), list(paths.values()), limits)
+    chosen = _flat(images, [file.captions_of[name] for name in paths], {"missing images": len(missing), **left_out})
+    return replace(chosen, split=file.split)
 
 
 def read_captions(path: Path, split: str | None = None) -> CaptionFile:
@@ -117,34 +131,50 @@ def read_captions(path: Path, split: str | None = None) -> CaptionFile:
     Raises:
         ValueError: the file is missing or has another layout; or `split` is given and the file has no splits.
     """
+    where = f"captions={str(path)!r}"
     if not path.is_file():
-        raise ValueError(f"captions={str(path)!r} does not exist (in {os.getcwd()})")
-    file = _read_json(path, split) if path.suffix == ".json" else _read_lines(path)
-    if split is not None and file.split is None:
-        raise ValueError(f"--split {split}, but {str(path)!r} has no splits; only Karpathy's files have; leave it out")
-    for name, captions in file.captions_of.items():
-        try:
+        raise ValueError(f"{where} does not exist (in {os.getcwd()})")
+    left_out, own_split, content = LeftOut(), None, None
+    rows: Rows
+    if path.suffix != ".json":
+        rows = _lines(path)
+    elif isinstance(content := read_json(path), dict) and "annotations" in content:
+        rows, left_out = _coco(content, path)
+    elif isinstance(content, dict):
+        own_split = split or KARPATHY_SPLIT
+        rows = _karpathy(content, own_split)
+    else:
+        rows = _salesforce(content)
+    captions_of: dict[str, list[str]] = defaultdict(list)
+    try:
+        for name, captions in rows:
             check_file_name(name)
             if not isinstance(captions, list) or not all(isinstance(text, str) for text in captions):
-                raise ValueError(f"its captions {captions!r:.80} are no list of texts")
-        except ValueError as error:
-            raise ValueError(f"captions={str(path)!r}: image {name!r:.80}: {error}") from error
-    return file
+                raise ValueError(f"the captions of image {name!r:.80}, {captions!r:.80}, are no list of texts")
+            captions_of[name] += captions
+    except (AttributeError, KeyError, TypeError) as error:
+        keys = sorted(content) if isinstance(content, dict) else []
+        raise ValueError(
+            f"{where} is neither COCO's (images, annotations) nor Karpathy's (images with split and sentences, or a "
+            f"list of image and caption): its keys are {keys}, missing is {error}"
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    if split is not None and own_split is None:
+        raise ValueError(f"--split {split}, but {str(path)!r} has no splits; only Karpathy's files have; leave it out")
+    return CaptionFile(captions_of, left_out, own_split)
 
 
-def _read_lines(path: Path) -> CaptionFile:
+def _lines(path: Path) -> Iterator[tuple[str, list[str]]]:
     """Flickr's layouts."""
-    captions_of: dict[str, list[str]] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8-sig", errors="replace").splitlines()):
         match = CAPTION_LINE.fullmatch(line.strip())
         if match:
-            captions_of.setdefault(match["image"].strip(), []).append(_unquoted(match["caption"].strip()))
+            yield match["image"].strip(), [_unquoted(match["caption"].strip())]
         elif line.strip() and number:  # the first line may be a header
             raise ValueError(
-                f"captions={str(path)!r}: line {number + 1} is {line[:60]!r}; expected an image's file name, a tab, "
-                "comma or bar, and a caption"
+                f"line {number + 1} is {line[:60]!r}; expected an image's file name, a tab, comma or bar, and a caption"
             )
-    return CaptionFile(captions_of, LeftOut())
 
 
 def _unquoted(caption: str) -> str:
@@ -154,81 +184,39 @@ def _unquoted(caption: str) -> str:
     return inner.replace('""', '"').strip() if is_quoted else caption
 
 
-def _read_json(path: Path, split: str | None) -> CaptionFile:
-    """COCO's layout, Karpathy's, or Salesforce's."""
-    content = read_json(path)
-    if isinstance(content, dict) and "annotations" in content:
-        return _coco(content, path)
-    try:
-        return _karpathy(content, split or KARPATHY_SPLIT) if isinstance(content, dict) else _salesforce(content)
-    except (AttributeError, KeyError, TypeError) as error:
-        keys = sorted(content) if isinstance(content, dict) else []
-        raise ValueError(
-            f"captions={str(path)!r} is neither COCO's (images, annotations) nor Karpathy's (images with split and "
-            f"sentences, or a list of image and caption): its keys are {keys}, missing is {error}"
-        ) from error
-    except ValueError as error:
-        raise ValueError(f"captions={str(path)!r} {error}") from error
-
-
-def _coco(content: dict[str, Any], path: Path) -> CaptionFile:
+def _coco(content: dict[str, Any], path: Path) -> tuple[Rows, LeftOut]:
     files, captions_by_id, left_out = coco_captions(content, str(path))
     if left_out.total:
         logger.warning("%s: left out captions %s", path, left_out)
-    captions_of: dict[str, list[str]] = {}
-    for number, name in files.items():
-        captions_of.setdefault(name, []).extend(captions_by_id[number])
-    return CaptionFile(captions_of, left_out)
+    return [(name, captions_by_id[number]) for number, name in files.items()], left_out
 
 
-def _salesforce(content: Any) -> CaptionFile:
-    captions_of: dict[str, list[str]] = {}
+def _salesforce(content: Any) -> Rows:
     for entry in content:
         captions = entry["caption"]
-        if not isinstance(captions, str | list):
-            raise TypeError(f"a caption that is text; found {captions!r:.80}")
-        captions_of.setdefault(entry["image"], []).extend([captions] if isinstance(captions, str) else captions)
-    return CaptionFile(captions_of, LeftOut())
+        yield entry["image"], [captions] if isinstance(captions, str) else captions
 
 
-def _karpathy(content: dict[str, Any], split: str) -> CaptionFile:
-    splits = {image["split"] for image in content["images"]}
-    captions_of = {
-        os.path.join(image.get("filepath", ""), image["filename"]): [each["raw"] for each in image["sentences"]]
-        for image in content["images"]
-        if image["split"] == split
-    }
-    if not captions_of:
-        raise ValueError(f"has no split {split!r}; its splits are {sorted(splits)}")
-    return CaptionFile(captions_of, LeftOut(), split)
+def _karpathy(content: dict[str, Any], split: str) -> Rows:
+    images = [image for image in content["images"] if image["split"] == split]
+    if not images:
+        splits = sorted({image["split"] for image in content["images"]})
+        raise ValueError(f"has no split {split!r}; its splits are {splits}")
+    for image in images:
+        name = os.path.join(image.get("filepath", ""), image["filename"])
+        yield name, [sentence["raw"] for sentence in image["sentences"]]
 
 
-def _only_listed(captions_of: dict[str, list[str]], image_list: str | None) -> dict[str, list[str]]:
-    """The images that a list names, with or without their endings."""
+def _only_listed(names: list[str], image_list: str | None) -> list[str]:
+    """The images that a list names, with or without their folders and endings."""
     if image_list is None:
-        return captions_of
+        return names
     lines = Path(image_list).read_text(encoding="utf-8-sig", errors="replace").splitlines()
     wanted = {line.strip() for line in lines} - {""}
-    stem = {name: {name, os.path.basename(name), os.path.splitext(os.path.basename(name))[0]} for name in captions_of}
-    chosen = {name: captions for name, captions in captions_of.items() if stem[name] & wanted}
+    chosen = [name for name in names if wanted & {name, Path(name).name, Path(name).stem}]
     if len(chosen) < len(wanted):
         raise ValueError(f"image_list={image_list!r} names {len(wanted)} images, {len(chosen)} of which have captions")
     return chosen
-
-
-def _in_folder(captions_of: dict[str, list[str]], folder: Path, left_out: LeftOut, allow_outside: bool) -> CaptionSet:
-    """The images of a folder, with their captions in the annotations."""
-    roots = None if allow_outside else (folder,)
-    paths = {name: image_path(folder, name, roots) for name in captions_of}
-    there = {name: path for name, path in paths.items() if path is not None}
-    missing = [name for name in paths if name not in there]
-    if missing:
-        kind = f"images in {folder}, such as {missing[0]!r},"
-        require_few_missing(len(missing), len(paths), kind)
-        logger.warning("%d of %d %s are missing", len(missing), len(paths), kind)
-    counts = {f"captions {reason}": number for reason, number in left_out.counts.items()}
-    images = named_source(folder, list(there), list(there.values()))
-    return _flat(images, [captions_of[name] for name in there], {"missing images": len(missing), **counts})
 
 
 def _together(pairs: PairSource) -> CaptionSet:
@@ -236,11 +224,13 @@ def _together(pairs: PairSource) -> CaptionSet:
 
     A text member of a shard holds a caption per line, as in CLIP benchmark's shards.
     """
-    captions_of: dict[str, list[str]] = {}
-    first: list[int] = []  # pair of each image
+    captions_of: dict[str, list[str]] = defaultdict(list)
+    first: dict[str, int] = {}  # pair of each image
     unreadable = 0
     has_lines = isinstance(pairs.captions, TarCaptions) and pairs.captions.key is None
     for index in range(len(pairs)):
+        location = pairs.location(index)
+        first.setdefault(location, index)
         try:
             texts = list(pairs.captions(index))
         except CorruptImageError as error:
@@ -249,15 +239,9 @@ def _together(pairs: PairSource) -> CaptionSet:
             texts = []
         if has_lines:
             texts = [line for text in texts for line in text.splitlines() if line.strip()]
-        location = pairs.location(index)
-        if location not in captions_of:
-            captions_of[location] = []
-            first.append(index)
         captions_of[location] += texts
     require_few_missing(unreadable, len(pairs), f"captions of {pairs.name}")
-    images: ImageSource = pairs.images
-    if len(first) < len(pairs):
-        images = Subset(pairs.images, np.array(first, dtype=np.int64))
+    images = pairs.images if len(first) == len(pairs) else Subset(pairs.images, np.array(list(first.values())))
     return _flat(images, captions_of.values(), {"samples that are no pairs": pairs.left_out.total})
 
 

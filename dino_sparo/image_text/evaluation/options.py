@@ -285,7 +285,7 @@ def compositional_parser() -> Parser:
 
 
 def order_captions_parser() -> Parser:
-    """The options of `image_text/evaluation/compositional/word_order.py`."""
+    """The options of `image_text/evaluation/compositional/sets/aro.py`."""
     parser = Parser()
     group = parser.add_argument_group("captions")
     group.add_argument(

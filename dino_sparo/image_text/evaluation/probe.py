@@ -16,7 +16,7 @@ Features of all training images are kept by every process: images x width x 4 by
 
 import argparse
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -42,7 +42,7 @@ from dino_sparo.evaluation.linear.probe import (
 from dino_sparo.evaluation.task import start_evaluation
 from dino_sparo.image_text.choices import PROBE_BATCH_SIZE
 from dino_sparo.image_text.evaluation.protocol import limits_of, open_evaluation_images, report
-from dino_sparo.image_text.evaluation.zero_shot import count_hits
+from dino_sparo.image_text.evaluation.zero_shot import ClassCounts
 from dino_sparo.image_text.scoring.scorer import ImageFeatureModel
 from dino_sparo.runtime.agree import all_or_none
 from dino_sparo.runtime.launch import Distributed, is_main, rank, world_size
@@ -119,15 +119,15 @@ def search_weight_decay(accuracies_of: Callable[[list[int]], list[float]]) -> tu
     """
     tried: dict[int, float] = {}
 
-    def best_of(indices: Sequence[int]) -> int:
-        new = [index for index in sorted(set(indices)) if index not in tried]
-        if new:
+    def best_of(indices: Iterable[int]) -> int:
+        places = sorted(set(indices))
+        if new := [place for place in places if place not in tried]:
             tried.update(zip(new, accuracies_of(new), strict=True))
-        return max(sorted(set(indices)), key=lambda index: tried[index])
+        return max(places, key=lambda place: tried[place])
 
     best = best_of(COARSE)
     for span in SPANS:
-        best = best_of([max(best - span, 0), best, min(best + span, len(WEIGHT_DECAYS) - 1)])
+        best = best_of((max(best - span, 0), best, min(best + span, len(WEIGHT_DECAYS) - 1)))
     return best, dict(sorted(tried.items()))
 
 
@@ -152,7 +152,7 @@ def choose_weight_decay(
             f"decay yourself with --weight_decay"
         )
     order = torch.from_numpy(np.random.default_rng(settings.seed).permutation(number)).to(train.features.device)
-    rows, val_rows = order[num_val:].sort().values, order[:num_val].sort().values
+    val_rows, rows = (part.sort().values for part in order.tensor_split([num_val]))
     own = val_rows[num_val * rank() // world_size() : num_val * (rank() + 1) // world_size()]
 
     def accuracies_of(indices: list[int]) -> list[float]:
@@ -175,24 +175,20 @@ def probe_result(probe: LinearProbe, test: Features) -> dict[str, float]:
         probe: a single one.
         test: features of all test images.
     """
-    counts = torch.zeros(probe.bias.shape[1], 3, dtype=torch.int64, device=probe.bias.device)
-    for start in range(0, len(test.features), TEST_ROWS):
-        labels = test.labels[start : start + TEST_ROWS].to(counts.device)
-        logits = probe(test.features[start : start + TEST_ROWS].to(counts.device))[0]
+    device = probe.bias.device
+    hits = ClassCounts(probe.bias.shape[1], device)
+    for features, labels in zip(test.features.split(TEST_ROWS), test.labels.split(TEST_ROWS), strict=True):
+        logits = probe(features.to(device))[0]
         if not logits.isfinite().all():
             raise ValueError("the probe has diverged; give a smaller --lr, or a --weight_decay below 2 / lr")
-        hits = count_hits(logits, labels)
-        counts.index_add_(0, labels, torch.cat((torch.ones_like(hits[:, :1]), hits[:, :2]), dim=1))
-    images, top1, top5 = counts.sum(dim=0).tolist()
-    seen = counts[counts[:, 0] > 0].double()
-    recall = (seen[:, 1] / seen[:, 0]).mean().item()
-    return {"top1": 100 * top1 / images, "top5": 100 * top5 / images, "mean_per_class_recall": 100 * recall}
+        hits.add(logits, labels.to(device))
+    return dict(zip(("top1", "top5", "mean_per_class_recall"), hits.accuracies(), strict=True))
 
 
 def probe_checkpoint(args: argparse.Namespace, open_model: Callable[..., ImageFeatureModel]) -> dict[str, Any]:
     """Train and test what the options say, write the result, show the table."""
     process = start_evaluation(args)
-    storage = process.device if args.use_cuda else torch.device("cpu")
+    storage = process.device if args.use_cuda else CPU
     train, test, record = _features(args, process, storage, open_model)
     num_classes = int(max(train.labels.max(), test.labels.max())) + 1
     settings = ProbeSettings(num_classes, args.lr, args.epochs, args.probe_batch_size, args.seed, process.device)

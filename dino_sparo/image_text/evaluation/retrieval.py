@@ -30,7 +30,7 @@ from torch import Tensor
 
 from dino_sparo.evaluation.task import start_evaluation
 from dino_sparo.image_text.evaluation.caption_sets import CaptionSet, open_caption_set
-from dino_sparo.image_text.evaluation.protocol import OpenModel, file_record, report
+from dino_sparo.image_text.evaluation.protocol import OpenModel, file_record, limits_of, report
 from dino_sparo.image_text.scoring.image_files import require_few_missing
 from dino_sparo.image_text.scoring.scorer import Scorer
 from dino_sparo.runtime.collectives import all_gather_ragged
@@ -159,13 +159,9 @@ def _count_hits(
 
 def _mean_recall(hits: Int64[Tensor, "queries k"], k: Sequence[int]) -> dict[int, Recall]:
     """Both definitions of recall, for each k."""
-    sums = torch.zeros(len(k), 2, dtype=torch.float64)
-    for part in hits.cpu().split(IMAGE_CHUNK):
-        by_k = part.t().contiguous()
-        sums[:, 0] += (by_k > 0).sum(dim=1)
-        sums[:, 1] += (by_k.double() / torch.tensor(list(k))[:, None]).sum(dim=1)
-    means = (100 * sums / len(hits)).tolist()
-    return {number: Recall(*row) for number, row in zip(k, means, strict=True)}
+    shares = hits.cpu().double() / torch.tensor(list(k))
+    means = 100 * torch.stack((shares > 0, shares), dim=2).sum(dim=0) / len(hits)
+    return {number: Recall(*row) for number, row in zip(k, means.tolist(), strict=True)}
 
 
 @torch.no_grad()
@@ -212,15 +208,11 @@ def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenModel) -> dict
     """Evaluate what the options say, write the result, show the table."""
     process = start_evaluation(args)
     scorer = open_model(args, process)
-    data = open_caption_set(args.data_path, args.captions, args.split, args.image_list, args.allow_outside)
+    data = open_caption_set(
+        args.data_path, args.captions, args.split, args.image_list, args.allow_outside, limits_of(args)
+    )
     outcome = evaluate_retrieval(scorer, data, args.k)
-    result = describe(outcome, data, scorer, args)
-    return report(result, table(outcome), args, "retrieval.json")
-
-
-def describe(outcome: RetrievalResult, data: CaptionSet, scorer: Scorer, args: argparse.Namespace) -> dict[str, Any]:
-    """Recall and protocol, as retrieval.json holds them."""
-    return {
+    result = {
         "evaluation": "retrieval",
         "text_recall": {f"@{k}": recall._asdict() for k, recall in outcome.text.items()},
         "image_recall": {f"@{k}": recall._asdict() for k, recall in outcome.image.items()},
@@ -247,6 +239,7 @@ def describe(outcome: RetrievalResult, data: CaptionSet, scorer: Scorer, args: a
             "left_out": data.left_out,
         },
     }
+    return report(result, table(outcome), args, "retrieval.json")
 
 
 def table(outcome: RetrievalResult) -> str:

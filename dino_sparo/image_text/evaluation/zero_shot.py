@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dino_sparo.data.sources import ImageSource
 from dino_sparo.evaluation.task import start_evaluation
-from dino_sparo.image_text.classes import ClassList, apply_classes, open_classes
+from dino_sparo.image_text.classes import apply_classes, open_classes
 from dino_sparo.image_text.evaluation.protocol import OpenModel, limits_of, open_evaluation_images, report
 from dino_sparo.image_text.prompts import AUTO, open_templates
 from dino_sparo.image_text.scoring.scorer import Scorer
@@ -66,6 +66,28 @@ def count_hits(scores: Float[Tensor, "B classes"], labels: Int64[Tensor, " B"]) 
     return torch.stack((ranks < 1, ranks < TOP, is_tied), dim=1).long()
 
 
+class ClassCounts:
+    """Hits of a classifier, class by class.
+
+    Attributes:
+        counts: (classes, 4), of each class: images, top-1 hits, top-5 hits, ties for the first place.
+    """
+
+    def __init__(self, num_classes: int, device: torch.device) -> None:
+        self.counts = torch.zeros(num_classes, 4, dtype=torch.int64, device=device)
+
+    def add(self, scores: Float[Tensor, "B classes"], labels: Int64[Tensor, " B"]) -> None:
+        """Count some images."""
+        hits = count_hits(scores, labels)
+        self.counts.index_add_(0, labels, torch.cat((torch.ones_like(hits[:, :1]), hits), dim=1))
+
+    def accuracies(self) -> tuple[float, float, float]:
+        """Top-1, top-5 and the mean recall of the classes that have images, in percent."""
+        images, top1, top5, _ = self.counts.sum(dim=0).tolist()
+        seen = self.counts[self.counts[:, 0] > 0].double()
+        return 100 * top1 / images, 100 * top5 / images, 100 * (seen[:, 1] / seen[:, 0]).mean().item()
+
+
 @torch.no_grad()
 def evaluate_zero_shot(
     scorer: Scorer, source: ImageSource, names: Sequence[str], templates: tuple[str, ...]
@@ -76,25 +98,20 @@ def evaluate_zero_shot(
         ValueError: scores that are not finite, or no readable image.
     """
     classes = scorer.encode_classes(names, templates)
-    counts = torch.zeros(len(names), 4, dtype=torch.int64, device=scorer.device)  # images, top-1, top-5, ties
-    num_corrupt = 0
+    hits, num_corrupt = ClassCounts(len(names), scorer.device), 0
     for batch in scorer.image_batches(source):
         scores = scorer.score_block(batch.payload, classes.payload)
         if not scores.isfinite().all():
             raise ValueError(f"scores of {source.name} are not finite; the model is broken or overflowed")
-        hits = count_hits(scores, batch.labels)
-        counts.index_add_(0, batch.labels, torch.cat((torch.ones_like(hits[:, :1]), hits), dim=1))
+        hits.add(scores, batch.labels)
         num_corrupt += batch.num_corrupt
-    total = all_reduce_sum(torch.tensor(num_corrupt, device=scorer.device))
-    counts, num_corrupt = all_reduce_sum(counts).cpu(), int(total)
-    images, top1, top5, ties = counts.sum(dim=0).tolist()
+    num_corrupt = int(all_reduce_sum(torch.tensor(num_corrupt, device=scorer.device)))
+    hits.counts = all_reduce_sum(hits.counts).cpu()
+    images, _, _, ties = hits.counts.sum(dim=0).tolist()
     if not images:
         raise ValueError(f"none of {num_corrupt} images can be read; is the disk still there?")
-    per_class = [(number, right) for number, right, _, _ in counts.tolist()]
-    recalls = [right / number for number, right in per_class if number]
-    mean = 100 * sum(recalls) / len(recalls)
-    percent = 100 * top1 / images, 100 * top5 / images, mean
-    return ZeroShotResult(*percent, images, num_corrupt, ties, per_class, classes.num_truncated)
+    per_class = [(number, right) for number, right, _, _ in hits.counts.tolist()]
+    return ZeroShotResult(*hits.accuracies(), images, num_corrupt, ties, per_class, classes.num_truncated)
 
 
 def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenModel) -> dict[str, Any]:
@@ -107,16 +124,7 @@ def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenModel) -> dict
     templates = own or open_templates(args.templates, args.data_path)
     chosen = apply_classes(source, classes)
     outcome = evaluate_zero_shot(scorer, chosen, classes.names, templates)
-    result = describe(outcome, classes, templates, scorer, args)
-    result["images"]["num_left_out"] = len(source) - len(chosen)
-    return report(result, table(outcome), args, "zero_shot.json")
-
-
-def describe(
-    outcome: ZeroShotResult, classes: ClassList, templates: tuple[str, ...], scorer: Scorer, args: argparse.Namespace
-) -> dict[str, Any]:
-    """Accuracies and protocol, as zero_shot.json holds them."""
-    return {
+    result = {
         "evaluation": "zero-shot classification",
         "top1": outcome.top1,
         "top5": outcome.top5,
@@ -129,6 +137,7 @@ def describe(
             "split": args.split,
             "num_images": outcome.num_images,
             "num_corrupt": outcome.num_corrupt,
+            "num_left_out": len(source) - len(chosen),
         },
         "prompts": {
             "classnames": classes.origin,
@@ -142,6 +151,7 @@ def describe(
             for name, (number, right) in zip(classes.names, outcome.per_class, strict=True)
         ],
     }
+    return report(result, table(outcome), args, "zero_shot.json")
 
 
 def table(outcome: ZeroShotResult) -> str:

@@ -12,6 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,36 +30,31 @@ logger = logging.getLogger(__name__)
 CHUNK_IMAGES = 2048
 
 
-class Answers(NamedTuple):
-    """A scorer's answers, one per question.
+class Answer(NamedTuple):
+    """A scorer's answer to a question.
 
     Attributes:
-        text: (questions,), whether each image prefers its own caption to all others of the question.
-        image: (questions,), whether the caption of each image prefers that image to all others.
-        text_tied: (questions,), whether an image has equal scores for its own caption and the best of the others.
-        image_tied: (questions,), whether a caption has equal scores for its own image and the best of the others.
+        text: each image prefers its own caption to all others of the question.
+        image: the caption of each image prefers that image to all others.
+        text_tied: an image has equal scores for its own caption and the best of the others.
+        image_tied: a caption has equal scores for its own image and the best of the others.
+        worst_image: index of the image whose best false caption lies most above its own, or least below.
+        false_caption: index of that caption.
+        true_score: of that image and its own caption.
+        false_score: of that image and that false caption.
+        marks: name -> whether it holds for one of the captions: `truncated`, `alike` (the model cannot tell the true
+            one from another), or a mark of the model's own.
     """
 
-    text: Bool[Tensor, " questions"]
-    image: Bool[Tensor, " questions"]
-    text_tied: Bool[Tensor, " questions"]
-    image_tied: Bool[Tensor, " questions"]
-
-
-class Confusions(NamedTuple):
-    """For each question the image and the false caption whose score exceeds that of the image's own caption the most.
-
-    Attributes:
-        image: (questions,), index of the image.
-        caption: (questions,), index of the false caption.
-        true_score: (questions,), of the image and its own caption.
-        false_score: (questions,), of the image and the false caption.
-    """
-
-    image: Int64[Tensor, " questions"]
-    caption: Int64[Tensor, " questions"]
-    true_score: Float[Tensor, " questions"]
-    false_score: Float[Tensor, " questions"]
+    text: bool
+    image: bool
+    text_tied: bool
+    image_tied: bool
+    worst_image: int
+    false_caption: int
+    true_score: float
+    false_score: float
+    marks: Mapping[str, bool] = MappingProxyType({})
 
 
 class SplitResult(NamedTuple):
@@ -69,8 +65,10 @@ class SplitResult(NamedTuple):
     num_ties: int
 
 
-def judge(scores: Float[Tensor, "questions images captions"], matches: Int64[Tensor, "questions images"]) -> Answers:
-    """Scores -> answers.
+def judge(
+    scores: Float[Tensor, "questions images captions"], matches: Int64[Tensor, "questions images"]
+) -> list[Answer]:
+    """Scores -> answers, without marks.
 
         text   S(i, m_i) > S(i, c)   for all images i and captions c other than their own, m_i
         image  S(i, m_i) > S(j, m_i) for all images i and j other than i
@@ -82,36 +80,27 @@ def judge(scores: Float[Tensor, "questions images captions"], matches: Int64[Ten
     is_image = matches >= 0
     own_caption = matches.clamp(min=0)[:, :, None]
     own = scores.gather(2, own_caption)[:, :, 0]
-    best_caption = scores.scatter(2, own_caption, -torch.inf).amax(dim=2)
+    best_caption, caption = scores.scatter(2, own_caption, -torch.inf).max(dim=2)
     by_caption = scores.gather(2, own_caption.mT.expand(-1, scores.shape[1], -1))  # image j, caption of image i
     is_own = torch.eye(scores.shape[1], dtype=torch.bool, device=scores.device)
     best_image = by_caption.masked_fill(is_own, -torch.inf).amax(dim=1)
-    text, image = (((own > best) | ~is_image).all(dim=1) for best in (best_caption, best_image))
-    ties = (((own == best) & is_image).any(dim=1) for best in (best_caption, best_image))
-    return Answers(text, image, *ties)
+    right = [((own > best) | ~is_image).all(dim=1) for best in (best_caption, best_image)]
+    ties = [((own == best) & is_image).any(dim=1) for best in (best_caption, best_image)]
+    worst = torch.where(is_image, best_caption - own, -torch.inf).argmax(dim=1, keepdim=True)
+    confusion = [column.gather(1, worst)[:, 0] for column in (caption, own, best_caption)]
+    columns = (column.tolist() for column in (*right, *ties, worst[:, 0], *confusion))
+    return [Answer(*row) for row in zip(*columns, strict=True)]
 
 
-def confusions(
-    scores: Float[Tensor, "questions images captions"], matches: Int64[Tensor, "questions images"]
-) -> Confusions:
-    """The image and the false caption with the greatest S(i, c) - S(i, m_i); arguments as in `judge`."""
-    own_caption = matches.clamp(min=0)[:, :, None]
-    own = scores.gather(2, own_caption)[:, :, 0]
-    best, caption = scores.scatter(2, own_caption, -torch.inf).max(dim=2)
-    margins = torch.where(matches >= 0, best - own, -torch.inf)
-    image = margins.argmax(dim=1, keepdim=True)
-    return Confusions(image[:, 0], *(column.gather(1, image)[:, 0] for column in (caption, own, best)))
-
-
-def by_split(
-    questions: Sequence[Question], right: Bool[Tensor, " questions"], tied: Bool[Tensor, " questions"]
-) -> dict[str, SplitResult]:
-    """Accuracy of each split, in the order of the questions."""
-    rows: dict[str, list[list[bool]]] = defaultdict(list)
-    for question, *row in zip(questions, right.tolist(), tied.tolist(), strict=True):
-        rows[question.split].append(row)
-    counts = {split: (len(each), *map(sum, zip(*each, strict=True))) for split, each in rows.items()}
-    return {split: SplitResult(100 * hits / number, number, ties) for split, (number, hits, ties) in counts.items()}
+def by_split(questions: Sequence[Question], answers: Sequence[Answer]) -> dict[str, SplitResult]:
+    """Accuracy of each split, in the order of the questions; right is an image that prefers its caption."""
+    own: dict[str, list[Answer]] = defaultdict(list)
+    for question, answer in zip(questions, answers, strict=True):
+        own[question.split].append(answer)
+    return {
+        split: SplitResult(100 * sum(a.text for a in each) / len(each), len(each), sum(a.text_tied for a in each))
+        for split, each in own.items()
+    }
 
 
 def macro(results: Mapping[str, SplitResult]) -> float:
@@ -130,7 +119,7 @@ class EncodedQuestions:
         image_of: (questions, images), row of each question's images in `images`; -1 where it has fewer than others.
         text_of: (questions, captions), row of its captions in `texts`; -1 where it has fewer.
         numbers: of the questions among those that were to be encoded.
-        marks: name -> (questions,), as in `AnswerTable`.
+        marks: name -> (questions,), as in `Answer`.
         truncated: different captions that were cut off because they are longer than the context.
     """
 
@@ -142,31 +131,6 @@ class EncodedQuestions:
     numbers: Sequence[int] = ()
     marks: Mapping[str, Bool[Tensor, " questions"]] = field(default_factory=dict)
     truncated: Sequence[str] = ()
-
-
-@dataclass
-class AnswerTable:
-    """Answers to all questions, in their order.
-
-    Attributes:
-        is_answered: (questions,), false where an image cannot be read.
-        answers: false where not answered.
-        confusions: zero where not answered.
-        marks: name -> (questions,), whether it holds for one of the question's captions: `truncated`, `alike` (the
-            model cannot tell the true one from another), or a mark of the model's own.
-        truncated: different captions that were cut off because they are longer than the context.
-    """
-
-    is_answered: Bool[Tensor, " questions"]
-    answers: Answers
-    confusions: Confusions
-    marks: dict[str, Bool[Tensor, " questions"]]
-    truncated: set[str]
-
-    def answers_to(self, rows: slice) -> tuple[list[int], Answers]:
-        """Numbers, counted from the first row, and answers of those questions in `rows` that were answered."""
-        numbers = self.is_answered[rows].nonzero().flatten()
-        return numbers.tolist(), Answers(*(column[rows][numbers] for column in self.answers))
 
 
 def captions_of(questions: Sequence[Question]) -> list[str]:
@@ -215,14 +179,8 @@ ScorePairs = Callable[[Any, Tensor, Any, Tensor], Float[Tensor, " pairs"]]
 
 
 @torch.no_grad()
-def question_scores(
-    encoded: EncodedQuestions, score_pairs: ScorePairs
-) -> tuple[Float[Tensor, "questions images captions"], Int64[Tensor, "questions images"]]:
-    """Scores of all images of each question with all of its captions, and matches: the arguments of `judge`.
-
-    Raises:
-        ValueError: scores that are not finite.
-    """
+def answers_to(encoded: EncodedQuestions, score_pairs: ScorePairs) -> list[Answer]:
+    """The answer to each question; raises ValueError for scores that are not finite."""
     is_pair = (encoded.image_of >= 0)[:, :, None] & (encoded.text_of >= 0)[:, None, :]
     number, image, text = is_pair.nonzero().unbind(dim=1)
     rows = encoded.image_of[number, image], encoded.text_of[number, text]
@@ -231,13 +189,17 @@ def question_scores(
         raise ValueError("the scores are not finite; the model is broken or overflowed")
     scores = torch.full(is_pair.shape, -torch.inf, device=pairs.device)
     scores[is_pair] = pairs
-    return scores, _filled([question.matches for question in encoded.questions]).to(pairs.device)
+    answers = judge(scores, _filled([question.matches for question in encoded.questions]).to(pairs.device))
+    marks = {name: values.tolist() for name, values in encoded.marks.items()}
+    return [
+        answer._replace(marks={name: values[row] for name, values in marks.items()})
+        for row, answer in enumerate(answers)
+    ]
 
 
 def split_results(encoded: EncodedQuestions, score_pairs: ScorePairs) -> dict[str, SplitResult]:
     """Accuracy per split; raises ValueError for scores that are not finite."""
-    answers = judge(*question_scores(encoded, score_pairs))
-    return by_split(encoded.questions, answers.text, answers.text_tied)
+    return by_split(encoded.questions, answers_to(encoded, score_pairs))
 
 
 def answer_questions(
@@ -245,28 +207,24 @@ def answer_questions(
     questions: Sequence[Question],
     chunk_images: int = CHUNK_IMAGES,
     limits: ImageLimits = DEFAULT_LIMITS,
-) -> AnswerTable:
-    """Answer all questions; `chunk_images` is the largest number of images encoded at a time."""
-    false = torch.zeros(len(questions), dtype=torch.bool)
-    zeros = (torch.zeros(len(questions), dtype=dtype) for dtype in [torch.int64] * 2 + [torch.float32] * 2)
-    table = AnswerTable(false.clone(), Answers(*(false.clone() for _ in range(4))), Confusions(*zeros), {}, set())
+) -> tuple[list[Answer | None], set[str]]:
+    """Answer all questions; `chunk_images` is the largest number of images encoded at a time.
+
+    Returns:
+        The answer to each question, None where an image cannot be read; and the captions that were truncated.
+    """
+    answers: list[Answer | None] = [None] * len(questions)
+    truncated: set[str] = set()
     scorer.expect_texts(captions_of(questions))
     parts = list(chunks(questions, chunk_images))
     for number, part in enumerate(parts):
         logger.info("part %d of %d: %d questions", number + 1, len(parts), len(part))
         encoded = encode_questions(scorer, [questions[index] for index in part], limits)
-        if encoded is None:
-            continue
-        scores = question_scores(encoded, scorer.score_pairs)
-        rows = torch.tensor(part)[encoded.numbers]
-        table.is_answered[rows] = True
-        columns = (*table.answers, *table.confusions)
-        for column, values in zip(columns, (*judge(*scores), *confusions(*scores)), strict=True):
-            column[rows] = values.cpu()
-        for name, marks in encoded.marks.items():
-            table.marks.setdefault(name, false.clone())[rows] = marks
-        table.truncated.update(encoded.truncated)
-    return table
+        if encoded is not None:
+            for row, answer in zip(encoded.numbers, answers_to(encoded, scorer.score_pairs), strict=True):
+                answers[part[row]] = answer
+            truncated.update(encoded.truncated)
+    return answers, truncated
 
 
 def chunks(questions: Sequence[Question], chunk_images: int) -> Iterator[list[int]]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dino_sparo.image_text.evaluation.compositional.answers import Answers
+from dino_sparo.image_text.evaluation.compositional.answers import Answer
 from dino_sparo.image_text.evaluation.compositional.questions import Question
 
 Z_95 = 1.959963984540054  # 97.5 % quantile of the normal distribution
@@ -46,10 +46,10 @@ class Outcome(NamedTuple):
         return 1.0 if self.right else tie_credit * self.tied
 
 
-def one_per_question(questions: Sequence[Question], answers: Answers) -> list[Outcome]:
+def one_per_question(questions: Sequence[Question], answers: Sequence[Answer]) -> list[Outcome]:
     """Whether each image prefers its caption to all others."""
-    columns = zip(questions, answers.text.tolist(), answers.text_tied.tolist(), strict=True)
-    return [Outcome(question.split, number, *answer) for number, (question, *answer) in enumerate(columns)]
+    pairs = enumerate(zip(questions, answers, strict=True))
+    return [Outcome(question.split, number, answer.text, answer.text_tied) for number, (question, answer) in pairs]
 
 
 def equal_means(splits: Collection[str]) -> dict[str, Weights]:
@@ -93,7 +93,7 @@ class Benchmark:
     total: int | None = None
     tie_credit: float = 0.0
     means: Callable[[Mapping[str, int]], dict[str, Weights]] = equal_means
-    outcomes: Callable[[Sequence[Question], Answers], list[Outcome]] = one_per_question
+    outcomes: Callable[[Sequence[Question], Sequence[Answer]], list[Outcome]] = one_per_question
     more: Callable[[Sequence[Question], Sequence[float]], dict[str, float]] = lambda questions, worth: {}
     part_of: Callable[[Question], str] = lambda question: "the images"
     blind_group: Callable[[Question], str] = lambda question: question.split

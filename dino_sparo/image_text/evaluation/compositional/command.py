@@ -10,7 +10,7 @@ import argparse
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits
 from dino_sparo.draw.sheet import require_matplotlib
 from dino_sparo.evaluation.task import start_evaluation
 from dino_sparo.image_text.evaluation.compositional.answers import (
-    AnswerTable,
+    Answer,
     answer_questions,
     captions_of,
     with_shuffled_images,
@@ -145,20 +145,20 @@ def evaluate(
     own = [each.questions for each in benchmarks]
     for each in benchmarks if blind else ():
         own.append(with_shuffled_images(each.questions, seed, each.benchmark.blind_group))
-    answers = answer_questions(scorer, [question for questions in own for question in questions], chunk_images, limits)
-    ends = accumulate(map(len, own))
-    rows = [slice(end - len(questions), end) for end, questions in zip(ends, own, strict=True)]
+    every, _ = answer_questions(scorer, list(chain(*own)), chunk_images, limits)
+    remaining = iter(every)
+    answers = [list(islice(remaining, len(questions))) for questions in own]
     results, failures, left_out = {}, {}, {}
     for number, each in enumerate(benchmarks):
-        if not answers.is_answered[rows[number]].any():
+        if not any(answers[number]):
             left_out[each.title] = f"left out: none of the images in {each.images} can be read"
             logger.error("%s: %s", each.title, left_out[each.title])
             continue
-        result = describe(each, answers, rows[number], seed)
+        result = describe(each, answers[number], seed)
         if blind:
-            add_blind(result, describe(each, answers, rows[len(benchmarks) + number], seed))
+            add_blind(result, describe(each, answers[len(benchmarks) + number], seed))
         if num_failures:
-            failures[each.title] = clearest_failures(each.questions, answers, rows[number], num_failures)
+            failures[each.title] = clearest_failures(each.questions, answers[number], num_failures)
             result["failures"] = failures[each.title].to_json()
         results[each.title] = result
     if not results:
@@ -176,11 +176,11 @@ def evaluate(
     return whole, failures
 
 
-def describe(local: LocalBenchmark, table: AnswerTable, rows: slice, seed: int) -> Result:
-    """The result of one benchmark, whose questions stand in `rows` of all answers."""
+def describe(local: LocalBenchmark, every: Sequence[Answer | None], seed: int) -> Result:
+    """The result of one benchmark; `every` has the answers to its questions."""
     benchmark = local.benchmark
-    numbers, answers = table.answers_to(rows)
-    questions = [local.questions[number] for number in numbers]
+    pairs = [(question, answer) for question, answer in zip(local.questions, every, strict=True) if answer]
+    questions, answers = [question for question, _ in pairs], [answer for _, answer in pairs]
     unreadable = Counter(each.split for each in local.questions) - Counter(each.split for each in questions)
     left_out = {
         "num_without_image": local.without_image + unreadable,
@@ -190,8 +190,8 @@ def describe(local: LocalBenchmark, table: AnswerTable, rows: slice, seed: int) 
     is_one_each = len(outcomes) == len(questions)  # else the splits are scores, each of all questions
     result = summarize(benchmark, outcomes, seed)
     for split, entry in result["splits"].items():
-        of_split = [rows.start + numbers[outcome.question] for outcome in outcomes if outcome.split == split]
-        entry |= {f"num_{name}": int(is_marked[of_split].sum()) for name, is_marked in table.marks.items()}
+        marks = [answers[outcome.question].marks for outcome in outcomes if outcome.split == split]
+        entry |= {f"num_{name}": sum(each[name] for each in marks) for name in marks[0]}
         entry |= {name: counts[split] if is_one_each else counts.total() for name, counts in left_out.items()}
     if is_one_each:
         ours, official = (

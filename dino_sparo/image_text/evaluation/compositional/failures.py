@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import torch
 
 from dino_sparo.data.sources.decode import DEFAULT_LIMITS, ImageLimits
 from dino_sparo.draw.figure import PICTURE_HEIGHT, Band, Figure, Layout, Section, Tile, Word
@@ -23,7 +22,7 @@ from dino_sparo.draw.html import save_page
 from dino_sparo.draw.labels import file_names, short_name
 from dino_sparo.draw.pixels import scaled
 from dino_sparo.draw.sheet import save_sheet
-from dino_sparo.image_text.evaluation.compositional.answers import AnswerTable
+from dino_sparo.image_text.evaluation.compositional.answers import Answer
 from dino_sparo.image_text.evaluation.compositional.questions import Question
 from dino_sparo.image_text.scoring.image_files import ROOT, Crop, ImageName, named_source
 from dino_sparo.image_text.scoring.scorer import CaptionMaps, ExplainableScorer, Scorer
@@ -92,31 +91,21 @@ class Failures(NamedTuple):
         return {**self._asdict(), "clearest": [asdict(failure) for failure in self.clearest]}
 
 
-def clearest_failures(questions: Sequence[Question], answers: AnswerTable, rows: slice, count: int) -> Failures:
-    """The clearest errors of a benchmark.
-
-    Args:
-        questions: of the benchmark.
-        answers: all of them.
-        rows: where its questions stand among all.
-        count: largest number of errors.
-    """
-    confusions = answers.confusions
-    margins = (confusions.false_score - confusions.true_score)[rows].masked_fill(~answers.is_answered[rows], -torch.inf)
+def clearest_failures(questions: Sequence[Question], answers: Sequence[Answer | None], count: int) -> Failures:
+    """The clearest errors of a benchmark, at most `count`."""
+    margins = {n: answer.false_score - answer.true_score for n, answer in enumerate(answers) if answer is not None}
+    wrong = [n for n, margin in margins.items() if margin > 0]
     clearest: dict[ImageName, Failure] = {}
-    for number in margins.argsort(descending=True, stable=True).tolist():
-        if margins[number] <= 0 or len(clearest) == count:
-            break
-        question, row = questions[number], rows.start + number
-        image = int(confusions.image[row])
-        name = question.images[image]
+    for number in sorted(wrong, key=lambda number: -margins[number]):
+        question, answer = questions[number], answers[number]
+        assert answer is not None
+        name = question.images[answer.worst_image]
         file, box = name if isinstance(name, Crop) else (name, None)
-        captions = question.captions[question.matches[image]], question.captions[int(confusions.caption[row])]
-        scores = float(confusions.true_score[row]), float(confusions.false_score[row])
-        clearest.setdefault(name, Failure(question.split, file, box, *captions, *scores))
-    num_tied = int((margins == 0).sum())
-    num_asked = int(answers.is_answered[rows].sum())
-    return Failures(num_asked, int((margins > 0).sum()) + num_tied, num_tied, list(clearest.values()))
+        captions = question.captions[question.matches[answer.worst_image]], question.captions[answer.false_caption]
+        failure = Failure(question.split, file, box, *captions, answer.true_score, answer.false_score)
+        clearest.setdefault(name, failure)
+    num_tied = sum(margin == 0 for margin in margins.values())
+    return Failures(len(margins), len(wrong) + num_tied, num_tied, list(clearest.values())[:count])
 
 
 def write_failures(

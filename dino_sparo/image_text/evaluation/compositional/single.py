@@ -9,12 +9,13 @@ sugarcrepe.json and winoground.json, have their own format.
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from dino_sparo.evaluation.task import start_evaluation
 from dino_sparo.image_text.evaluation.compositional.answers import (
-    AnswerTable,
+    Answer,
     EncodedQuestions,
     answer_questions,
     encode_questions,
@@ -29,6 +30,8 @@ from dino_sparo.image_text.scoring.image_files import require_few_missing
 from dino_sparo.image_text.scoring.scorer import Scorer
 from dino_sparo.runtime.cli import say
 from dino_sparo.runtime.launch import is_main
+
+Answers = Sequence[Answer | None]
 
 
 def open_folder(args: argparse.Namespace, name: str) -> LocalBenchmark:
@@ -70,20 +73,22 @@ def evaluate_single(args: argparse.Namespace, open_model: OpenModel, name: str) 
     if is_main():
         say(f"This is `dino-sparo compositional --benchmarks {name} --data_root {local.folder}` under its old name.")
     scorer = open_model(args, process)
-    answers = answer_questions(scorer, local.questions, limits=limits_of(args))
-    require_readable(local, int(answers.is_answered.sum()), args.max_missing)
-    entry = describe(local, answers, slice(0, len(local.questions)), seed=0)
-    result = {**FORMATS[name](entry, local, answers, scorer.measure), **scorer.record}
+    answers, truncated = answer_questions(scorer, local.questions, limits=limits_of(args))
+    require_readable(local, len(answers) - answers.count(None), args.max_missing)
+    entry = describe(local, answers, seed=0)
+    result = {**FORMATS[name](entry, local, answers, len(truncated), scorer.measure), **scorer.record}
     (label,) = labels_of([args.pretrained_weights])
     return report(result, table({label: {"benchmarks": {local.title: entry}, "left_out": {}}}), args, f"{name}.json")
 
 
-def _sugarcrepe(entry: Result, local: LocalBenchmark, answers: AnswerTable, measure: str) -> Result:
+def _sugarcrepe(
+    entry: Result, local: LocalBenchmark, answers: Sequence[Answer | None], num_truncated: int, measure: str
+) -> Result:
     """The content of sugarcrepe.json."""
     means = {name: mean["accuracy"] for name, mean in entry["means"].items()}
     groups = {group: means[group] for group in GROUPS if group in means}
-    numbers, _ = answers.answers_to(slice(None))
-    num_images = len({image for number in numbers for image in local.questions[number].images})
+    pairs = zip(local.questions, answers, strict=True)
+    num_images = len({image for question, answer in pairs if answer for image in question.images})
     return {
         "evaluation": "SugarCrepe",
         "splits": {
@@ -95,7 +100,7 @@ def _sugarcrepe(entry: Result, local: LocalBenchmark, answers: AnswerTable, meas
         "macro_splits": means["macro"],
         "micro": means["micro"],
         "rule": f"right if the true caption's {measure} is strictly greater, in fp32; ties count as wrong",
-        "pairs": pairs_record(local, len(numbers), len(answers.truncated), num_images=num_images),
+        "pairs": pairs_record(local, entry["num_questions"], num_truncated, num_images=num_images),
     }
 
 
@@ -113,29 +118,29 @@ def pairs_record(local: LocalBenchmark, num_pairs: int, num_truncated: int, **co
     }
 
 
-def _winoground(entry: Result, local: LocalBenchmark, answers: AnswerTable, measure: str) -> Result:
+def _winoground(
+    entry: Result, local: LocalBenchmark, answers: Sequence[Answer | None], num_truncated: int, measure: str
+) -> Result:
     """The content of winoground.json."""
-    numbers, of_questions = answers.answers_to(slice(None))
-    questions = [local.questions[number] for number in numbers]
-    outcomes = local.benchmark.outcomes(questions, of_questions)
+    tags = [question.split for question, answer in zip(local.questions, answers, strict=True) if answer]
+    outcomes = local.benchmark.outcomes(local.questions, [answer for answer in answers if answer])
 
-    def scores(tags: set[str]) -> dict[str, float]:
-        own = [outcome for outcome in outcomes if questions[outcome.question].split in tags]
+    def scores(chosen: set[str]) -> dict[str, float]:
+        own = [outcome for outcome in outcomes if tags[outcome.question] in chosen]
         splits = summarize(local.benchmark, own, 0)["splits"]
         return {score: each["accuracy"] for score, each in splits.items()} | {"num_examples": len(own) // len(splits)}
 
-    tags = {question.split for question in questions}
     return {
         "evaluation": "Winoground",
-        **scores(tags),
-        "by_tag": {tag: scores({tag}) for tag in sorted(tags - {""})},
+        **scores({*tags}),
+        "by_tag": {tag: scores({tag}) for tag in sorted({*tags} - {""})},
         "rule": f"strictly greater {measure}s, in fp32",
         "examples": {
             **file_record(local.folder / local.benchmark.files[0]),
             "images": str(local.images),
             "num_ties": entry["splits"]["group"]["num_ties"],
             "num_left_out": entry["num_without_image"] + entry["num_with_empty_caption"],
-            "num_truncated_captions": len(answers.truncated),
+            "num_truncated_captions": num_truncated,
         },
     }
 

@@ -5,19 +5,41 @@
     visual_genome_attribution.json  the same with "attributes": [first, second]
     coco_order.json, flickr_order.json  [{"image", "caption_options": [true caption, four shuffled ones]}]
 
-The authors shuffle words anew in every run, without a random seed, so `word_order.py` writes the last two files once.
+The authors shuffle words anew in every run, without a random seed. `dino-sparo order-captions` writes the last two
+files once:
+
+    dino-sparo order-captions --captions coco_karpathy_test.json --output data/coco/coco_order.json
+    dino-sparo order-captions --captions flickr30k_test.json --output data/flickr30k/flickr_order.json
+
+The draw depends on the seed and the caption's number alone, and a file beside the output records the tools that tagged
+the words. A caption whose words cannot be shuffled stays as it is, and is then a true caption among the false ones. The
+command writes such questions, as the authors do, and counts them.
+
 Source: Yuksekgonul et al., "When and why vision-language models behave like bags-of-words, and what to do about it?";
-their dataset_zoo/aro_datasets.py and the notebook beside it.
+their dataset_zoo/aro_datasets.py with the notebook beside it, dataset_zoo/perturbations.py and retrieval.py
+(`pre_caption`).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import argparse
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from dino_sparo.image_text.evaluation.caption_sets import read_captions
 from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark, Weights, equal_means
 from dino_sparo.image_text.evaluation.compositional.questions import Question, list_of, read_entries
+from dino_sparo.image_text.evaluation.protocol import file_record
 from dino_sparo.image_text.scoring.image_files import Crop
+from dino_sparo.image_text.spacy_model import SpacyModel
+from dino_sparo.runtime.cli import say
+from dino_sparo.runtime.faults import INSTALL, MissingPackageError, require
+from dino_sparo.runtime.logs import progress, setup_logging
+from dino_sparo.runtime.records import versions, write_json
 
 MIN_CASES = 25  # pairs of attributes with fewer questions do not count in the authors' mean
 NUM_ORDERS = 5
@@ -85,7 +107,7 @@ def read_crops(file: str, split_of: Callable[[Any], str], split_field: str, fold
 
 
 def read_order(file: str, folder: Path) -> Iterator[Question]:
-    """A caption and its shuffled words, from a file that `word_order.py` wrote into a folder."""
+    """A caption and its shuffled words, from a file that `write_order` wrote into a folder."""
 
     def question(entry: Any) -> Question:
         return Question("order", (entry["image"],), tuple(list_of(entry["caption_options"], NUM_ORDERS)))
@@ -123,3 +145,103 @@ BENCHMARKS = (
     order("COCO", (".", "coco", "coco/images", "images", "val2014"), 25_010),
     order("Flickr", (".", "flickr30k", "flickr30k-images", "images"), 5_000),
 )
+
+
+# The order benchmarks' files.
+
+NOUNS, ADJECTIVES = ("NN", "NNS", "NNP", "NNPS"), ("JJ", "JJR", "JJS")  # the Penn Treebank's tags
+GROUP = 3  # words that are shuffled among themselves, or together
+MAX_WORDS = 30
+PURPOSE = "captions with shuffled words"
+PERTURBATIONS = ("nouns and adjectives", "all but nouns and adjectives", "within trigrams", "trigrams")
+
+
+class Words(NamedTuple):
+    """A caption in words.
+
+    Attributes:
+        tagged: spaCy's words, each with its tag in the Penn Treebank.
+        plain: nltk's words.
+    """
+
+    tagged: Sequence[tuple[str, str]]
+    plain: Sequence[str]
+
+
+# A number -> the numbers below it in a drawn order, such as a numpy Generator's `permutation`.
+Draw = Callable[[int], Any]
+
+
+def options_of(caption: str, words: Words, draw: Draw) -> list[str]:
+    """The caption and its four shuffled ones, in the order of `PERTURBATIONS`, which is the authors'.
+
+    Nouns change places with nouns and adjectives with adjectives; all other words; words within each three; threes, of
+    which the last may be shorter.
+    """
+    texts, tags = [text for text, _ in words.tagged], [tag for _, tag in words.tagged]
+    swapped = _permuted(texts, [tag in NOUNS for tag in tags], draw)
+    swapped = _permuted(swapped, [tag in ADJECTIVES for tag in tags], draw)
+    others = _permuted(texts, [tag not in NOUNS + ADJECTIVES for tag in tags], draw)
+    groups = [words.plain[start : start + GROUP] for start in range(0, len(words.plain), GROUP)]
+    within = [group[number] for group in groups for number in draw(len(group))]
+    moved = [word for number in draw(len(groups)) for word in groups[number]]
+    return [cleaned(caption), *(cleaned(" ".join(each)) for each in (swapped, others, within, moved))]
+
+
+def _permuted(texts: Sequence[str], is_moved: Sequence[bool], draw: Draw) -> list[str]:
+    """Texts, some of which change places with one another."""
+    moved = [number for number, moves in enumerate(is_moved) if moves]
+    result = list(texts)
+    for target, source in zip(moved, draw(len(moved)), strict=True):
+        result[target] = texts[moved[source]]
+    return result
+
+
+def cleaned(caption: str) -> str:
+    """The authors' cleaning of a caption: lower case, no punctuation, at most 30 words."""
+    spaced = re.sub(r"\s{2,}", " ", re.sub(r"[.!\"()*#:;~]", " ", caption.lower()))
+    return " ".join(spaced.rstrip("\n").strip(" ").split(" ")[:MAX_WORDS])
+
+
+def write_order(args: argparse.Namespace) -> dict[str, Any]:
+    """Write the questions, and a record beside them; returns the record."""
+    setup_logging()
+    require("nltk", PURPOSE)
+    model = SpacyModel(PURPOSE)
+    import nltk
+
+    try:
+        nltk.data.find("tokenizers/punkt_tab")
+    except LookupError as error:
+        raise MissingPackageError(f"{PURPOSE} need nltk's punkt_tab; install it with: {INSTALL['nltk']}") from error
+    file = read_captions(Path(args.captions), args.split)
+    pairs = [(image, caption.strip()) for image, own in file.captions_of.items() for caption in own if caption.strip()]
+    if not pairs:
+        raise ValueError(f"--captions {args.captions} has no captions with words")
+    entries, unchanged = [], dict.fromkeys(PERTURBATIONS, 0)
+    documents = model.documents(caption for _, caption in pairs)
+    for number, document in enumerate(progress(documents, len(pairs), "shuffling")):
+        image, caption = pairs[number]
+        words = Words([(token.text, token.tag_) for token in document], nltk.word_tokenize(document.text))
+        options = options_of(caption, words, np.random.default_rng([args.seed, number]).permutation)
+        entries.append({"image": image, "caption_options": options})
+        for name, option in zip(PERTURBATIONS, options[1:], strict=True):
+            unchanged[name] += option == options[0]
+    output = Path(args.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(entries) + "\n", encoding="utf-8")
+    record = {
+        "captions": file_record(Path(args.captions)),
+        "split": file.split,
+        "seed": args.seed,
+        "tools": {**model.record, "nltk": nltk.__version__},
+        "output": file_record(output),
+        "num_questions": len(entries),
+        "num_empty": sum(map(len, file.captions_of.values())) - len(pairs),
+        "num_unchanged": unchanged,
+        "versions": versions(),
+    }
+    write_json(record, output.with_name(output.name + ".summary.json"))
+    same = ", ".join(f"{count:,} shuffled by {name}" for name, count in unchanged.items())
+    say(f"{output}: {len(entries):,} questions; as the caption itself are {same}")
+    return record

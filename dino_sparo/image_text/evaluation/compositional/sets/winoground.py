@@ -10,18 +10,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from jaxtyping import Bool
-from torch import Tensor
-
-from dino_sparo.image_text.evaluation.compositional.answers import Answers
+from dino_sparo.image_text.evaluation.compositional.answers import Answer
 from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark, Outcome
 from dino_sparo.image_text.evaluation.compositional.questions import Question, questions_of
 from dino_sparo.runtime.files import parse_json
 
 EXAMPLES = "examples.jsonl"
 TAG = "collapsed_tag"  # Object, Relation or Both: the words that are exchanged
-SCORES = ("text", "image", "group")
 
 
 def read(folder: Path) -> Iterator[Question]:
@@ -44,26 +39,24 @@ def _question(line: str) -> Question:
     return Question("" if tag is None else tag, images, captions, (0, 1))
 
 
-def scores_of(answers: Answers) -> Bool[Tensor, "examples 3"]:
+def outcomes(questions: Sequence[Question], answers: Sequence[Answer]) -> list[Outcome]:
     """Text, image and group score of every example.
 
         text   s(C0, I0) > s(C1, I0)  and  s(C1, I1) > s(C0, I1)     each image prefers its caption
         image  s(C0, I0) > s(C0, I1)  and  s(C1, I1) > s(C1, I0)     each caption prefers its image
         group  both
 
-    Strictly greater: a model that cannot tell captions apart scores nothing. By chance 25, 25 and 16.7 % are right.
+    Strictly greater: a model that cannot tell captions apart scores nothing. By chance 25, 25 and 16.7 % are right. A
+    score is tied if two that it compares are equal.
     """
-    return torch.stack((answers.text, answers.image, answers.text & answers.image), dim=1)
-
-
-def outcomes(questions: Sequence[Question], answers: Answers) -> list[Outcome]:
-    """Three per question; a score is tied if two that it compares are equal."""
-    strict = scores_of(answers)
-    tied = answers.text_tied, answers.image_tied, answers.text_tied | answers.image_tied
     return [
-        Outcome(score, number, bool(strict[number, column]), bool(tied[column][number]))
-        for number in range(len(questions))
-        for column, score in enumerate(SCORES)
+        Outcome(score, number, right, tied)
+        for number, answer in enumerate(answers)
+        for score, right, tied in (
+            ("text", answer.text, answer.text_tied),
+            ("image", answer.image, answer.image_tied),
+            ("group", answer.text and answer.image, answer.text_tied or answer.image_tied),
+        )
     ]
 
 
