@@ -9,7 +9,7 @@ The rooms, in the order of the data flow; `docs/architecture.md` has a sentence 
     objectives                     dino/  clip/  oc_clip/; image_text/ has what the last two share
     what an encoder is worth       evaluation/
     pictures                       draw/
-    commands                       __main__.py  submit.py
+    commands                       __main__.py  submit.py; as calls from Python: api.py
 
 One letter, one meaning, in every shape. Equations keep the letters of their papers and say what they mean.
 
@@ -27,10 +27,12 @@ from dino_sparo._version import __version__
 from dino_sparo.runtime.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from dino_sparo.api import Result, attention, embed, knn, linear, train, train_clip, train_oc_clip
     from dino_sparo.data.crops import MultiCropAugmentation
     from dino_sparo.data.views import EvalTransform
     from dino_sparo.dino.head import DINOHead, DINONetwork
     from dino_sparo.dino.loss import DINOLoss
+    from dino_sparo.evaluation.embed.store import load_embeddings
     from dino_sparo.models.encoder import Encoder, EncoderConfig, create_encoder
     from dino_sparo.models.readout import ReadoutOutput, Sparo
     from dino_sparo.weights.checkpoint import CheckpointError, load_checkpoint, load_encoder
@@ -45,17 +47,28 @@ __all__ = [
     "EvalTransform",
     "MultiCropAugmentation",
     "ReadoutOutput",
+    "Result",
     "Sparo",
     "__version__",
+    "attention",
     "create_encoder",
+    "embed",
+    "knn",
+    "linear",
     "load_checkpoint",
+    "load_embeddings",
     "load_encoder",
+    "train",
+    "train_clip",
+    "train_oc_clip",
 ]
 
 # The modules import torch, which takes seconds.
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
+        "api": ("Result", "attention", "embed", "knn", "linear", "train", "train_clip", "train_oc_clip"),
+        "evaluation.embed.store": ("load_embeddings",),
         "weights.checkpoint": ("CheckpointError", "load_checkpoint", "load_encoder"),
         "data.crops": ("MultiCropAugmentation",),
         "data.views": ("EvalTransform",),

@@ -47,11 +47,12 @@ class RunStopped(Exception):
 
     Attributes:
         status: exit status of the process: 128 + the signal's number, as a shell would report it.
+        is_interrupt: the signal was Ctrl-C's.
     """
 
     def __init__(self, signum: signal.Signals, step: int) -> None:
         super().__init__(f"stopped by {signum.name} after step {step}, which is saved; run the same command to resume")
-        self.status = 128 + signum
+        self.status, self.is_interrupt = 128 + signum, signum is signal.SIGINT
 
 
 class StopSignals:

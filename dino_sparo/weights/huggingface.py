@@ -5,10 +5,8 @@ The folder needs no dino_sparo where it is loaded: `modeling_sparo.py` holds the
 """
 
 import ast
-import inspect
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,7 +15,6 @@ from dino_sparo.data.views import EvalTransform
 from dino_sparo.models import backbone, encoder, pooling, readout, readouts
 from dino_sparo.models.encoder import Encoder
 from dino_sparo.runtime import choices
-from dino_sparo.runtime.faults import require
 from dino_sparo.weights.checkpoint import EXPORTED_WEIGHTS, MODEL_TYPE
 from dino_sparo.weights.file import write_safetensors
 
@@ -93,13 +90,11 @@ def write_folder(network: Encoder, out: str, record: Mapping[str, Any]) -> Path:
 
 def modeling_code() -> str:
     """The code of the encoder and of its model for transformers, as one file that does not import this package."""
-    require("transformers", "exports for Hugging Face")
-    from dino_sparo.weights import huggingface_model
-
     imports: set[str] = set()
     bodies = []
-    for module in (choices, readout, pooling, readouts, backbone, encoder, huggingface_model):
-        imports_of, body = _without_imports(module)
+    modules = (choices, readout, pooling, readouts, backbone, encoder)
+    for path in (*(module.__file__ for module in modules), Path(__file__).with_name("huggingface_model.py")):
+        imports_of, body = _without_imports(Path(str(path)).read_text(encoding="utf-8"))
         imports |= imports_of
         bodies.append(body)
     header = '"""The encoder of a dino_sparo checkpoint, for transformers. Generated; the license is Apache-2.0."""\n'
@@ -108,9 +103,8 @@ def modeling_code() -> str:
     return "\n".join([header, "from __future__ import annotations\n", *plain, *named, "\n", require_nothing, *bodies])
 
 
-def _without_imports(module: ModuleType) -> tuple[set[str], str]:
+def _without_imports(source: str) -> tuple[set[str], str]:
     """Imports of other packages, and the source without docstring and imports."""
-    source = inspect.getsource(module)
     lines, imports = source.splitlines(), set()
     docstring, *statements = ast.parse(source).body
     removed = [docstring]

@@ -1,0 +1,132 @@
+"""Commands as calls from Python: results, refused keywords, interrupts, and a process that is left as it was."""
+
+import logging
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dino_sparo
+from dino_sparo.api import call
+
+TINY: dict[str, Any] = {
+    "data_path": "scenes:48:32",
+    "arch": "vit_micro",
+    "patch_size": 8,
+    "global_crops_size": 32,
+    "local_crops_number": 1,
+    "local_crops_size": 16,
+    "sparo_slots": 5,
+    "sparo_slot_dim": 3,
+    "sparo_key_dim": 2,
+    "out_dim": 32,
+    "head_hidden_dim": 16,
+    "batch_size_per_gpu": 16,
+    "warmup_epochs": 0,
+    "num_workers": 0,
+    "device": "cpu",
+    "knn_freq": 0,
+}
+NOTEBOOK = """
+import dino_sparo
+run = dino_sparo.train(output_dir="run", epochs=1, **OPTIONS)
+again = dino_sparo.train(output_dir="run", epochs=1, **OPTIONS)
+assert len(run.history) == len(again.history) == 1
+result = dino_sparo.knn(pretrained_weights=run.checkpoint, data_path="scenes:40:32", nb_knn=[5], num_workers=0)
+print(result.results["results"][0]["k"], run.encoder().encoding_dim)
+"""
+
+
+def handlers() -> dict[int, Any]:
+    """What may be left behind in a process: signal handlers, log handlers, the log's level."""
+    root = logging.getLogger()
+    signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)}
+    return {**signals, 0: (list(root.handlers), root.level)}
+
+
+def test_two_trainings_and_evaluations_run_in_one_process_that_stays_as_it_was(tmp_path: Path) -> None:
+    before, weights = handlers(), set()
+    for number in (1, 2):
+        run = dino_sparo.train(output_dir=tmp_path / f"run{number}", epochs=number, seed=number, **TINY)
+        assert run.checkpoint == tmp_path / f"run{number}" / "checkpoint.pth"
+        assert [row["epoch"] for row in run.history] == list(range(number))
+        assert run.results == run.history[-1]
+        assert run.encoder()(torch.zeros(2, 3, 32, 32)).shape == (2, 15)
+        weights.add(run.encoder("student").readout.queries.sum().item())
+    assert len(weights) == 2
+    evaluation = {"pretrained_weights": run.checkpoint, "num_workers": 0, "device": "cpu"}
+    result = dino_sparo.knn(data_path="scenes:40:32", nb_knn=[3, 5], **evaluation)
+    assert [row["k"] for row in result.results["results"]] == [3, 5]
+    assert (result.history, result.options["temperature"]) == ([], 0.07)
+    folder = tmp_path / "embeddings"
+    dino_sparo.embed(data_path="scenes:40:32", output_dir=folder, what=["encoding", "cls"], **evaluation)
+    assert {name: len(rows) for name, rows in dino_sparo.load_embeddings(folder).arrays.items()} == {
+        "encoding": 40,
+        "cls": 40,
+    }
+    assert handlers() == before
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"reedout": "sparo"}, r"unrecognized arguments: --reedout=sparo; did you mean --readout\?"),
+        ({"epochs": "many"}, "argument --epochs: invalid int value: 'many'"),
+        ({"epochs": [1, 2]}, "argument --epochs: expected one value"),
+        ({"epochs": 0}, r"epochs"),
+        ({"output_dir": None}, "give --output_dir"),
+    ],
+    ids=str,
+)
+def test_wrong_keywords_and_values_are_a_value_error_in_one_line(
+    tmp_path: Path, keywords: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = handlers()
+    with pytest.raises(ValueError, match=message) as caught:
+        dino_sparo.train(**{"output_dir": tmp_path / "run", **TINY, **keywords})
+    assert "\n" not in str(caught.value)
+    assert handlers() == before
+    assert "usage" not in capsys.readouterr().err
+
+
+def test_an_interrupt_saves_and_raises_keyboard_interrupt(tmp_path: Path) -> None:
+    before = handlers()
+
+    def interrupt() -> None:
+        while not (tmp_path / "run" / "log.txt").is_file():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt, match=r"after step \d+, which is saved"):
+        dino_sparo.train(output_dir=tmp_path / "run", epochs=1000, **TINY)
+    thread.join()
+    saved = dino_sparo.load_checkpoint(tmp_path / "run" / "checkpoint.pth")
+    assert 0 < saved["step"] < 3000
+    assert handlers() == before
+
+
+def test_any_command_can_be_called_and_one_without_a_checkpoint_has_no_encoder(tmp_path: Path) -> None:
+    result = call("knn", untrained=True, arch="vit_micro", data_path="scenes:40:32", num_workers=0, output_dir=tmp_path)
+    assert result.results["encoder"]["untrained"]
+    with pytest.raises(ValueError, match="knn was called without a checkpoint"):
+        result.encoder()
+
+
+def test_a_notebook_trains_twice_and_evaluates(tmp_path: Path) -> None:
+    nbclient = pytest.importorskip("nbclient", reason="the extra `test` is not installed")
+    pytest.importorskip("ipykernel", reason="the extra `test` is not installed")
+    from nbformat import v4
+
+    root = Path(__file__).resolve().parents[1]
+    cells = [f"import sys; sys.path.insert(0, {str(root)!r})\nOPTIONS = {TINY!r}", NOTEBOOK]
+    notebook = v4.new_notebook(cells=[v4.new_code_cell(cell) for cell in cells])
+    nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    printed = [output["text"] for output in notebook.cells[1].outputs if output.get("name") == "stdout"]
+    assert printed[-1].splitlines()[-1] == "5 15"
