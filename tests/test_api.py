@@ -130,3 +130,5 @@ def test_a_notebook_trains_twice_and_evaluates(tmp_path: Path) -> None:
     nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
     printed = [output["text"] for output in notebook.cells[1].outputs if output.get("name") == "stdout"]
     assert printed[-1].splitlines()[-1] == "5 15"
+    errors = "".join(output["text"] for output in notebook.cells[1].outputs if output.get("name") == "stderr")
+    assert "epoch 0: 100%" in errors

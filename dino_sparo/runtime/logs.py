@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from dino_sparo.runtime.cli import printable
 from dino_sparo.runtime.collectives import all_reduce_sum
@@ -127,7 +127,7 @@ class Meters:
 
 
 class EpochClock:
-    """Times the steps of an epoch and writes a progress line now and then.
+    """Times the steps of an epoch and writes a progress line now and then; in a notebook a bar shows the steps.
 
     Args:
         steps_per_epoch: steps of a whole epoch.
@@ -140,6 +140,7 @@ class EpochClock:
         self.start = self.last_line = time.monotonic()
         self.waited, self.steps_done, self.images_done = 0.0, 0, 0
         self._fetches: deque[tuple[Any, Any]] = deque()  # a GPU's events, not read yet
+        self.bar = tqdm(total=steps_per_epoch, unit="step") if is_main() and in_notebook() else None
 
     def fetch(self, iterator: Iterator[T], number: int) -> list[T]:
         """The next `number` items; measures for how long the device had nothing to do meanwhile.
@@ -183,6 +184,11 @@ class EpochClock:
         """
         self.steps_done += 1
         self.images_done += num_images
+        if self.bar is not None:
+            self.bar.set_description(f"epoch {epoch}", refresh=False)
+            self.bar.update((step - 1) % self.steps_per_epoch + 1 - self.bar.n)
+            if self.bar.n == self.bar.total or step == self.end_step:
+                self.bar.close()
         now = time.monotonic()
         if now - self.last_line < STEP_LINE_SECONDS:
             return
@@ -200,6 +206,12 @@ class EpochClock:
             timedelta(seconds=round(left)),
             peak_memory(self.device) / 2**30,
         )
+
+
+def in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    kernel = sys.modules.get("ipykernel.kernelapp")
+    return kernel is not None and kernel.IPKernelApp.initialized()
 
 
 def peak_memory(device: torch.device) -> int:
@@ -281,7 +293,7 @@ def _epoch_of(line: str) -> int:
 def progress(iterable: Iterable[T], total: int | None = None, desc: str = "") -> Iterator[T]:
     """Iterate over `iterable` while rank 0 shows the progress; every item is a sign of life for the watchdog.
 
-    A bar on a terminal; a line every half minute where the output goes to a file.
+    A bar on a terminal and in a notebook; a line every half minute where the output goes to a file.
 
     Args:
         iterable: what to go through.
@@ -289,7 +301,7 @@ def progress(iterable: Iterable[T], total: int | None = None, desc: str = "") ->
         desc: what is going on.
     """
     length = total if total is not None or not isinstance(iterable, Sized) else len(iterable)
-    has_bar = is_main() and sys.stderr.isatty()
+    has_bar = is_main() and (sys.stderr.isatty() or in_notebook())
     start = last = time.monotonic()
     for done, item in enumerate(tqdm(iterable, total=length, desc=desc, leave=False) if has_bar else iterable):
         sign_of_life()
