@@ -8,7 +8,7 @@ versions. The same command writes the same file: nothing in it changes from one 
 import argparse
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dino_sparo.data.dataset import align_classes, require_labels, require_same_source
 from dino_sparo.data.sources import ImageLimits, ImageSource, TableColumns, open_source
-from dino_sparo.data.views import EvalTransform
+from dino_sparo.data.views import EvalTransform, PatchView
 from dino_sparo.evaluation.features import Features, extract_split
 from dino_sparo.evaluation.slots.choice import keep_encoder_slots
 from dino_sparo.models.encoder import Encoder, EncoderConfig, encoder_from_config
@@ -59,6 +59,15 @@ class Subject:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     record: dict[str, Any]
+
+    def patch_view(self, image_size: Sequence[int] | None, **options: Any) -> PatchView:
+        """The view in which maps are drawn and scored; `options` of `PatchView`.
+
+        By default twice the side the encoder was trained for: with four times the patches maps show parts of objects.
+        The reference looks at 480 pixels with a model trained at 224, for the same reason.
+        """
+        config = self.encoder.config
+        return PatchView(image_size or [2 * config.img_size], config.patch_size, self.mean, self.std, **options)
 
 
 def trained_encoder(

@@ -30,7 +30,7 @@ def maps_of(
     maps = maps.reshape(num_images, num_maps, 15, 16).astype(np.float32)
     maps[:, :alike] = maps[:, :1]
     about = "vit_micro/8  ·  sparo  ·  epoch 100"
-    return MapSet(run, about, kind, maps, [LONG] * num_images, [picture(shape)] * num_images)
+    return MapSet(run, about, kind, 8, maps, [LONG] * num_images, [picture(shape)] * num_images)
 
 
 def picture(shape: str) -> np.ndarray:

@@ -18,7 +18,6 @@ from dino_sparo.data.sources import CorruptImageError, ImageLimits
 from dino_sparo.draw import sheet
 from dino_sparo.draw.pixels import crops_grid, heat, mask_overlay, overlay, to_pixels
 from dino_sparo.evaluation.attention import command as attention_command
-from dino_sparo.evaluation.attention.images import open_images
 from dino_sparo.evaluation.attention.maps import (
     attention_maps,
     class_token_share,
@@ -424,7 +423,7 @@ def test_mistakes_end_with_one_line(
 def test_an_unreadable_image_is_named(tmp_path: Path) -> None:
     (tmp_path / "empty.png").touch()
     with pytest.raises(CorruptImageError, match=r"empty.png: the file is empty"):
-        attention_command.read_images(open_images(str(tmp_path / "empty.png")), 1)
+        attention_command.read_images(str(tmp_path / "empty.png"), 1, ImageLimits())
 
 
 def test_missing_matplotlib_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,7 +435,7 @@ def test_missing_matplotlib_is_named_with_its_extra(monkeypatch: pytest.MonkeyPa
 def test_max_value_becomes_white_in_one_image_and_in_a_folder(tmp_path: Path) -> None:
     Image.fromarray(np.array([[0, 4095]], dtype=np.uint16)).save(tmp_path / "a.png")
     for path in (tmp_path / "a.png", tmp_path):
-        image = open_images(str(path), ImageLimits(max_value=4095)).read(0)
+        [(_, image)] = attention_command.read_images(str(path), 1, ImageLimits(max_value=4095))
         assert np.asarray(image)[0, :, 0].tolist() == [0, 255]
 
 

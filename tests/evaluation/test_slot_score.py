@@ -566,7 +566,7 @@ def matched(own: np.ndarray, other: Subject, source: ObjectSource, image_size: i
 
 def test_slots_in_another_order_are_matched_to_themselves_and_controls_are_clearly_below() -> None:
     source, model = open_objects("scenes:40:32"), small_encoder(0)
-    own = survey.slot_values(model.encoder, source, range(32), command.view_of(model, None))
+    own = survey.slot_values(model.encoder, source, range(32), model.patch_view(None))
     order = [3, 0, 4, 2, 1]
     result = matched(own, with_slots_in_order(model, order), source)
     assert [order[pair["partner"]] for pair in result["partners"]] == [0, 1, 2, 3, 4]
@@ -623,7 +623,7 @@ def test_a_matching_of_few_images_is_refused(tmp_path: Path, caplog: pytest.LogC
 def test_the_untrained_control_of_a_matching_is_not_the_start_of_a_run() -> None:
     """The bug: of a run with the default seed it was, and slots that training had hardly moved matched it."""
     source, model = open_objects("scenes:40:32"), small_encoder(0)
-    own = survey.slot_values(model.encoder, source, range(32), command.view_of(model, None))
+    own = survey.slot_values(model.encoder, source, range(32), model.patch_view(None))
     assert matched(own, model, source)["untrained"]["mean"] < 0.95
 
 

@@ -6,11 +6,11 @@ that memory does not grow with the maps of the whole collection. `atlas_figure` 
 
 import logging
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Float, UInt8
 
 from dino_sparo.data.dataset import ImageDataset
 from dino_sparo.data.loader import create_loader
@@ -112,16 +112,8 @@ class Atlas:
         slots = []
         for slot in self.slots:
             images = [{"name": i.name, "score": i.score, "effective_patches": i.patches} for i in slot.images]
-            slots.append({**asdict(slot), "images": images})
-        return {
-            "model": self.model,
-            "kind": self.kind,
-            "source": self.source,
-            "num_images": self.num_images,
-            "grid": list(self.grid),
-            "score": SCORE_WORDS,
-            "slots": slots,
-        }
+            slots.append({**vars(slot), "images": images})
+        return {**vars(self), "grid": list(self.grid), "score": SCORE_WORDS, "slots": slots}
 
 
 def patches_in_words(atlas: Atlas) -> str:
@@ -134,25 +126,6 @@ def patches_in_words(atlas: Atlas) -> str:
         f"on {number} of an image's {rows} x {columns} = {rows * columns} patches. "
         "It is exp(entropy), the geometric mean over all images."
     )
-
-
-@dataclass(frozen=True)
-class _Survey:
-    """Numbers of every image.
-
-    Attributes:
-        indices: (images,), places in the source.
-        patches: (images, maps), effective patches.
-        prefix: (images, maps), class-token shares.
-        slots: (I, L, V).
-        sample: (at most GROUPING_IMAGES, maps, h, w), some maps.
-    """
-
-    indices: Int[np.ndarray, " images"]
-    patches: Float[np.ndarray, "images maps"]
-    prefix: Float[np.ndarray, "images maps"]
-    slots: Float[np.ndarray, "images L V"]
-    sample: Float[np.ndarray, "_ maps h w"]
 
 
 def score_images(
@@ -207,78 +180,63 @@ def build_atlas(
         raise ValueError(f"an atlas shows slots or heads; readout={readout!r} averages all tokens and has neither")
     if images_per_slot < 1:
         raise ValueError(f"atlas_images={images_per_slot}; give a positive number of images per slot")
-    survey = _survey(encoder, source, view, num_workers)
-    grid = survey.sample.shape[-2:]
-    values = survey.slots if kind == "slot" else None
-    scores = score_images(survey.patches, survey.prefix, grid[0] * grid[1], values)
+    indices, patches, prefix, values, sample = _survey(encoder, source, view, num_workers)
+    rows, columns = sample.shape[-2:]
+    scores = score_images(patches, prefix, rows * columns, values if kind == "slot" else None)
     best = np.argsort(-scores, axis=0, kind="stable")[:images_per_slot]  # (images per slot, maps)
-    shown = _draw_images(encoder, source, view, survey, best, scores)
-    patches = np.exp(np.log(survey.patches).mean(axis=0))
-    ranking = np.argsort(patches, kind="stable")
-    groups = _renumbered(group_near_duplicates(survey.sample), ranking)
+    shown: dict[tuple[int, int], AtlasImage] = {}
+    for place in progress(np.unique(best).tolist(), desc="atlas pictures"):
+        image, location = source.read(int(indices[place])), source.location(int(indices[place]))
+        picture = view_pixels(image, view.view(image), PICTURE_HEIGHT)
+        maps = attention_maps(encoder, view(image)[0][None])[0]
+        for number in np.flatnonzero((best == place).any(axis=0)).tolist():
+            numbers = float(scores[place, number]), float(patches[place, number])
+            shown[number, place] = AtlasImage(location, *numbers, picture, maps[number])
+    mean_patches = np.exp(np.log(patches).mean(axis=0))
+    ranking = np.argsort(mean_patches, kind="stable").tolist()
+    groups = group_near_duplicates(sample)
+    # The same groups, numbered by their first member in the ranking over all images.
+    numbers_of_groups = {group: number for number, group in enumerate(dict.fromkeys(groups[ranking].tolist()))}
+    groups = np.array([numbers_of_groups[group] for group in groups.tolist()])
     letters = letters_of_groups(groups)
     slots = [
         AtlasSlot(
-            number=int(number),
-            rank=rank,
-            group=int(groups[number]),
-            letter=letters[number],
-            patches=float(patches[number]),
-            class_token_share=float(survey.prefix[:, number].mean()),
-            images=shown[number],
+            number,
+            rank,
+            int(groups[number]),
+            letters[number],
+            float(mean_patches[number]),
+            float(prefix[:, number].mean()),
+            [shown[number, place] for place in best[:, number].tolist()],
         )
         for rank, number in enumerate(ranking)
     ]
-    return Atlas(model, kind, name or source.name, len(survey.indices), (int(grid[0]), int(grid[1])), slots)
+    return Atlas(model, kind, name or source.name, len(indices), (rows, columns), slots)
 
 
-def _renumbered(groups: Int[np.ndarray, " maps"], ranking: Int[np.ndarray, " maps"]) -> Int[np.ndarray, " maps"]:
-    """The same groups, numbered by their first member in the ranking."""
-    numbers = {int(group): number for number, group in enumerate(dict.fromkeys(groups[ranking].tolist()))}
-    return np.array([numbers[int(group)] for group in groups])
+def _survey(encoder: Encoder, source: ImageSource, view: PatchView, num_workers: int) -> tuple[np.ndarray, ...]:
+    """See every image once.
 
-
-def _survey(encoder: Encoder, source: ImageSource, view: PatchView, num_workers: int) -> _Survey:
-    """See every image once."""
-    device = encoder.backbone.cls_token.device
+    Returns:
+        Places in the source (images,), effective patches (images, maps), class-token shares (images, maps), slots
+        (images, L, V), and the maps of at most GROUPING_IMAGES images.
+    """
     dataset = ImageDataset(source, view)
     loader = create_loader(dataset, ShardSampler(len(source), BATCH_SIZE), num_workers=num_workers)
     parts: list[tuple[np.ndarray, ...]] = []
     sample: list[np.ndarray] = []
     stride = max(1, len(source) // GROUPING_IMAGES)
     for batch in progress(loader, total=len(loader), desc="atlas"):
-        maps, slots = maps_and_slots(encoder, batch.views[0].to(device))
+        maps, slots = maps_and_slots(encoder, batch.views[0])
         indices = batch.indices.numpy()
         parts.append((indices, effective_patches(maps), class_token_share(maps), slots))
         sample += [image_maps for index, image_maps in zip(indices, maps, strict=True) if index % stride == 0]
         for location, reason in batch.corrupt:
             logger.warning("atlas: left out %s (%s)", location, reason)
-    indices, patches, prefix, slots = (np.concatenate(column) for column in zip(*parts, strict=True))
+    columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
     # An unreadable image was replaced by its neighbour, which is to count once.
-    indices, first = np.unique(indices, return_index=True)
-    return _Survey(indices, patches[first], prefix[first], slots[first], np.stack(sample[:GROUPING_IMAGES]))
-
-
-def _draw_images(
-    encoder: Encoder,
-    source: ImageSource,
-    view: PatchView,
-    survey: _Survey,
-    best: Int[np.ndarray, "k maps"],
-    scores: Float[np.ndarray, "images maps"],
-) -> list[list[AtlasImage]]:
-    """See the chosen images once more; returns each map's images, best first."""
-    device = encoder.backbone.cls_token.device
-    shown: dict[tuple[int, int], AtlasImage] = {}
-    for row in progress(np.unique(best), desc="atlas pictures"):
-        image = source.read(int(survey.indices[row]))
-        picture = view_pixels(image, view.view(image), PICTURE_HEIGHT)
-        maps = attention_maps(encoder, view(image)[0][None].to(device))[0]
-        name = source.location(int(survey.indices[row]))
-        for number in np.flatnonzero((best == row).any(axis=0)):
-            score, patches = float(scores[row, number]), float(survey.patches[row, number])
-            shown[int(number), int(row)] = AtlasImage(name, score, patches, picture, maps[number])
-    return [[shown[number, int(row)] for row in best[:, number]] for number in range(best.shape[1])]
+    first = np.unique(columns[0], return_index=True)[1]
+    return *(column[first] for column in columns), np.stack(sample[:GROUPING_IMAGES])
 
 
 def atlas_figure(atlas: Atlas) -> Figure:

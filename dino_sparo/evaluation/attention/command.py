@@ -11,15 +11,16 @@ and which look alike); further files as the options say. Options as in facebookr
 
 import argparse
 import logging
-from collections.abc import Sequence
+import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
 
-from dino_sparo.data.sources import CorruptImageError, ImageLimits, ImageSource, open_source
+from dino_sparo.data.scenes import Scenes
+from dino_sparo.data.sources import IMAGE_EXTENSIONS, CorruptImageError, ImageLimits, open_source
+from dino_sparo.data.sources.decode import read_image
+from dino_sparo.data.sources.folders import ALL
 from dino_sparo.data.sources.image_source import spread_out
 from dino_sparo.data.views import PatchView, view_pixels
 from dino_sparo.draw.figure import PICTURE_HEIGHT
@@ -28,15 +29,7 @@ from dino_sparo.draw.labels import describe_model, file_names, run_names
 from dino_sparo.draw.sheet import require_matplotlib, save_sheet
 from dino_sparo.evaluation.attention.atlas import atlas_figure, build_atlas
 from dino_sparo.evaluation.attention.figures import MapSet, maps_figure, painter
-from dino_sparo.evaluation.attention.images import default_image_size, open_images
-from dino_sparo.evaluation.attention.maps import (
-    attention_maps,
-    check_share,
-    class_token_share,
-    effective_patches,
-    mass_mask,
-    rank_by_peakedness,
-)
+from dino_sparo.evaluation.attention.maps import attention_maps, check_share, mass_mask
 from dino_sparo.evaluation.features import disjoint_subsets
 from dino_sparo.evaluation.task import EvaluationTask, Subject, compared_encoder
 from dino_sparo.runtime.cli import say
@@ -44,14 +37,14 @@ from dino_sparo.runtime.records import versions, write_json
 
 logger = logging.getLogger(__name__)
 
+VIDEO_EXTENSIONS = (".mp4", ".mov", ".avi", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg")
+# The scene that is shown where no image is given: two objects on a quiet background; drawn at this size, pixels.
+SCENE_INDEX, SCENE_SIZE = 23, 384
+Images = list[tuple[str, Image.Image]]  # where they lie, and as RGB
+
 
 def visualize(args: argparse.Namespace) -> None:
-    """Draw what the options ask for.
-
-    Raises:
-        ValueError: options, weights or images that do not fit; the message says what would.
-        ImportError: matplotlib is not installed.
-    """
+    """Draw the figures that the options ask for."""
     task = EvaluationTask.start_on_first(args)
     if task is None:
         return
@@ -62,112 +55,82 @@ def visualize(args: argparse.Namespace) -> None:
         number = getattr(args, name)
         if number is not None and number < 1:
             raise ValueError(f"{name}={number}; give a positive number")
-    subject, device, folder = task.subject, task.device, task.folder
-    images = read_images(open_images(args.image_path, ImageLimits(max_value=args.max_value)), args.max_images)
+    subject, folder = task.subject, task.folder
+    limits = ImageLimits(max_value=args.max_value)
+    images = read_images(args.image_path, args.max_images, limits)
     runs = run_names([args.pretrained_weights, args.compare] if args.compare else [args.pretrained_weights])
-    maps = map_images(subject, runs[0], images, args.image_size, device)
-    written = [*write_numbers(subject, maps, folder), *draw(maps, folder, args)]
+    subject.encoder.to(task.device)
+    maps = map_images(subject, runs[0], images, args.image_size)
+    record = {"encoder": subject.record, **maps.record(), "versions": versions()}
+    written = [folder / "attention.npy", folder / "attention.json"]
+    np.save(written[0], maps.maps)
+    write_json(record, written[1])
+    written += draw(maps, folder, args)
     if args.compare:
-        other = map_images(compared_encoder(args.compare, args), runs[1], images, args.image_size, device)
+        compared = compared_encoder(args.compare, args)
+        compared.encoder.to(task.device)
+        other = map_images(compared, runs[1], images, args.image_size)
         written.append(folder / f"compare.{args.figure_format}")
         save_sheet(maps_figure([maps, other], range(len(images)), args.max_maps), written[-1])
     if args.atlas:
-        written += make_atlas(subject, runs[0], device, folder, args)
+        written += draw_atlas(subject, f"{maps.run}  ·  {maps.model}", limits, folder, args)
     say("\n".join(map(str, written)))
 
 
-def read_images(source: ImageSource, max_images: int) -> list[tuple[str, Image.Image]]:
-    """At most `max_images` of a source, with their names; unreadable ones are left out.
+def read_images(image_path: str | None, max_images: int, limits: ImageLimits) -> Images:
+    """One image, or at most `max_images` of anything that `open_source` takes; None: a built-in, held-out scene.
 
-    Raises:
-        CorruptImageError: none of them can be read.
+    Unreadable images of several are left out, unless none can be read.
     """
-    images: list[tuple[str, Image.Image]] = []
-    errors: list[CorruptImageError] = []
+    if image_path is None:
+        scenes = Scenes(SCENE_INDEX + 1, image_size=SCENE_SIZE, split="val")
+        return [(f"{scenes.location(SCENE_INDEX)}: {scenes.caption(SCENE_INDEX)}", scenes.read(SCENE_INDEX))]
+    if image_path.lower().endswith(VIDEO_EXTENSIONS):
+        raise ValueError(
+            f"--image_path {image_path} is a video; write some of its frames as images and give their folder: "
+            f"ffmpeg -i {image_path} -vf fps=1 FOLDER/%04d.png"
+        )
+    path, is_image = Path(image_path).expanduser(), image_path.lower().endswith(IMAGE_EXTENSIONS)
+    if is_image and path.is_file():
+        return [(image_path, read_image(str(path), image_path, limits=limits))]
+    if is_image and not path.exists() and not set(image_path) & set("*?[{"):
+        raise ValueError(
+            f"--image_path {image_path} does not exist (in {os.getcwd()}); give an image or a folder of images, or "
+            "leave the option out for a built-in scene"
+        )
+    source = open_source(image_path, ALL, limits=limits)
+    images: Images = []
     for index in spread_out(source, max_images):
         try:
             images.append((source.location(index), source.read(index)))
         except CorruptImageError as error:
-            errors.append(error)
             logger.warning("left out %s", error)
+            last_error = error
     if not images:
-        raise errors[0]
+        raise last_error
     return images
 
 
-def map_images(
-    subject: Subject,
-    run: str,
-    images: list[tuple[str, Image.Image]],
-    image_size: Sequence[int] | None,
-    device: torch.device,
-) -> MapSet:
+def map_images(subject: Subject, run: str, images: Images, image_size: list[int] | None) -> MapSet:
     """Run an encoder over images, one by one: maps of large images take much memory.
 
-    Args:
-        subject: the encoder.
-        run: what figures call it.
-        images: names and RGB images.
-        image_size: as the option; None: `default_image_size`.
-        device: where to compute.
+    `run` is the encoder's name in figures, `image_size` the option.
     """
-    encoder = subject.encoder.to(device).eval()
-    config = encoder.config
-    transform = patch_view(subject, image_size, square=len(images) > 1)
-    pictures = [view_pixels(image, transform.view(image), PICTURE_HEIGHT) for _, image in images]
-    maps = [attention_maps(encoder, transform(image)[0][None].to(device)) for _, image in images]
+    config = subject.encoder.config
+    view = reference_view(subject, image_size, square=len(images) > 1)
+    pictures = [view_pixels(image, view.view(image), PICTURE_HEIGHT) for _, image in images]
+    maps = np.concatenate([attention_maps(subject.encoder, view(image)[0][None]) for _, image in images])
     if config.kind.shows == "average":
         logger.warning("readout=%r averages all tokens: its one map is uniform on every image", config.readout)
+    run = "untrained" if subject.record["untrained"] else run
+    model = describe_model(subject.record, config, None, config.readout)
     names = [name for name, _ in images]
-    return MapSet(name_of(subject, run), describe(subject), config.kind.shows, np.concatenate(maps), names, pictures)
+    return MapSet(run, model, config.kind.shows, config.patch_size, maps, names, pictures)
 
 
-def patch_view(subject: Subject, image_size: Sequence[int] | None, square: bool) -> PatchView:
-    """The pixels that the reference's script shows an encoder; `image_size` None: `default_image_size`."""
-    config = subject.encoder.config
-    size = image_size or [default_image_size(config)]
-    bilinear = Image.Resampling.BILINEAR
-    return PatchView(size, config.patch_size, subject.mean, subject.std, square, bilinear)
-
-
-def name_of(subject: Subject, run: str) -> str:
-    """Name of an encoder in figures: its run, or "untrained"."""
-    return "untrained" if subject.record["untrained"] else run
-
-
-def describe(subject: Subject) -> str:
-    """How an encoder is built and how long it was trained, for figures."""
-    config = subject.encoder.config
-    return describe_model(subject.record, config, None, config.readout)
-
-
-def write_numbers(subject: Subject, map_set: MapSet, folder: Path) -> list[Path]:
-    """Write attention.npy, (images, maps, h, w), and attention.json, the numbers of each map."""
-    maps, patch_size = map_set.maps, subject.encoder.config.patch_size
-    patches, prefix = effective_patches(maps), class_token_share(maps)
-    ranking = {int(number): rank for rank, number in enumerate(rank_by_peakedness(maps))}
-    described = [
-        {
-            "map": number,
-            "rank": ranking[number],
-            "group": int(map_set.groups[number]),
-            "effective_patches": patches[:, number].tolist(),
-            "class_token_share": prefix[:, number].tolist(),
-        }
-        for number in range(maps.shape[1])
-    ]
-    values: dict[str, Any] = {
-        "encoder": subject.record,
-        "kind": map_set.kind,
-        "images": map_set.names,
-        "image_size": [patch_size * side for side in maps.shape[-2:]],
-        "grid": list(maps.shape[-2:]),
-        "maps": described,
-        "versions": versions(),
-    }
-    np.save(folder / "attention.npy", maps)
-    write_json(values, folder / "attention.json")
-    return [folder / "attention.npy", folder / "attention.json"]
+def reference_view(subject: Subject, image_size: list[int] | None, square: bool) -> PatchView:
+    """The pixels that the reference's script shows an encoder."""
+    return subject.patch_view(image_size, square=square, resampling=Image.Resampling.BILINEAR)
 
 
 def draw(maps: MapSet, folder: Path, args: argparse.Namespace) -> list[Path]:
@@ -189,9 +152,8 @@ def draw(maps: MapSet, folder: Path, args: argparse.Namespace) -> list[Path]:
         if args.save_each:
             folders.append(draw_each(maps, index, folder / f"maps{suffix}", args.threshold))
     for name, (images, threshold) in grids.items():
-        figure = maps_figure([maps], images, args.max_maps, threshold)
         written.append(folder / f"{name}.{args.figure_format}")
-        save_sheet(figure, written[-1])
+        save_sheet(maps_figure([maps], images, args.max_maps, threshold), written[-1])
     return [*written, *folders]
 
 
@@ -206,22 +168,19 @@ def draw_each(maps: MapSet, index: int, folder: Path, threshold: float | None) -
             masked = painter(heatmap, threshold)(picture)
             Image.fromarray(masked).save(folder / f"mask_th{threshold:g}_{kind}{number}.png")
     if threshold is not None:
-        masks = [mass_mask(heatmap, threshold) for heatmap in maps.maps[index]]
-        np.save(folder / f"mask_th{threshold:g}.npy", np.stack(masks))
+        np.save(folder / f"mask_th{threshold:g}.npy", mass_mask(maps.maps[index], threshold))
     return folder
 
 
-def make_atlas(subject: Subject, run: str, device: torch.device, folder: Path, args: argparse.Namespace) -> list[Path]:
+def draw_atlas(subject: Subject, model: str, limits: ImageLimits, folder: Path, args: argparse.Namespace) -> list[Path]:
     """Search images for those that light up each slot, and draw the atlas."""
-    encoder = subject.encoder.to(device).eval()
-    view = patch_view(subject, args.image_size, square=True)
-    source = open_source(args.atlas, "all", limits=ImageLimits(max_value=args.max_value))
+    source = open_source(args.atlas, ALL, limits=limits)
     [searched] = disjoint_subsets(source, [min(args.atlas_max_images, len(source))])
     atlas = build_atlas(
-        encoder,
+        subject.encoder,
         searched,
-        view,
-        model=f"{name_of(subject, run)}  ·  {describe(subject)}",
+        reference_view(subject, args.image_size, square=True),
+        model=model,
         name=source.name,
         images_per_slot=args.atlas_images,
         num_workers=args.num_workers,

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -18,6 +19,7 @@ from dino_sparo.evaluation.attention.maps import (
     group_near_duplicates,
     letters_of_groups,
     mass_mask,
+    rank_by_peakedness,
 )
 
 SHEET_WIDTH, SIDE, GAP = 1528, 264, 12  # pixels: of a sheet, about, of the image at the left, between tiles
@@ -35,6 +37,7 @@ class MapSet:
         run: what the encoder is called.
         model: how it is built and how long it was trained, one line.
         kind: "slot", "head" or "average": what one map is.
+        patch_size: of the encoder, pixels.
         maps: (B, maps, h, w), raw.
         names: where the images lie.
         pictures: their views, large.
@@ -43,6 +46,7 @@ class MapSet:
     run: str
     model: str
     kind: str
+    patch_size: int
     maps: Float[np.ndarray, "B maps h w"]
     names: Sequence[str]
     pictures: Sequence[Picture]
@@ -51,6 +55,28 @@ class MapSet:
     def groups(self) -> Int[np.ndarray, " maps"]:
         """(maps,), near-duplicates share a number."""
         return group_near_duplicates(self.maps)
+
+    def record(self) -> dict[str, Any]:
+        """The images, and the numbers of each map on them."""
+        patches, prefix = effective_patches(self.maps), class_token_share(self.maps)
+        ranking = rank_by_peakedness(self.maps).tolist()
+        described = [
+            {
+                "map": number,
+                "rank": ranking.index(number),
+                "group": int(self.groups[number]),
+                "effective_patches": patches[:, number].tolist(),
+                "class_token_share": prefix[:, number].tolist(),
+            }
+            for number in range(self.maps.shape[1])
+        ]
+        return {
+            "kind": self.kind,
+            "images": list(self.names),
+            "image_size": [self.patch_size * side for side in self.maps.shape[-2:]],
+            "grid": list(self.maps.shape[-2:]),
+            "maps": described,
+        }
 
     def letters(self, order: Int[np.ndarray, " _"]) -> list[str]:
         """Letter of each shown map's group; empty where no near-duplicate is shown."""

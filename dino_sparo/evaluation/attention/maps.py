@@ -18,9 +18,16 @@ from dino_sparo.models.encoder import Encoder
 NEAR_DUPLICATE = 0.95
 
 
-@torch.no_grad()
 def attention_maps(encoder: Encoder, images: Float[Tensor, "B C H W"]) -> Float[np.ndarray, "B maps h w"]:
-    """Where each slot or head looks.
+    """The maps of `maps_and_slots`."""
+    return maps_and_slots(encoder, images)[0]
+
+
+@torch.no_grad()
+def maps_and_slots(
+    encoder: Encoder, images: Float[Tensor, "B C H W"]
+) -> tuple[Float[np.ndarray, "B maps h w"], Float[np.ndarray, "B L V"]]:
+    """Where each slot or head looks, and the slots; with `cls` the one slot is the class token, whatever the head.
 
         sparo  the slots' attention over the patch tokens                        maps = L
         cls    the class token's row of the last block's self-attention          maps = heads
@@ -31,19 +38,12 @@ def attention_maps(encoder: Encoder, images: Float[Tensor, "B C H W"]) -> Float[
 
     Args:
         encoder: in eval mode.
-        images: (B, C, H, W), normalised; pixels beyond the last whole patch are not seen.
+        images: (B, C, H, W), normalised, on any device; pixels beyond the last whole patch are not seen.
 
     Returns:
-        (B, maps, h, w) fp32, non-negative, h = H // patch size, w = W // patch size.
+        Maps (B, maps, h, w) fp32, non-negative, h = H // patch size, w = W // patch size; slots (B, L, V).
     """
-    return maps_and_slots(encoder, images)[0]
-
-
-@torch.no_grad()
-def maps_and_slots(
-    encoder: Encoder, images: Float[Tensor, "B C H W"]
-) -> tuple[Float[np.ndarray, "B maps h w"], Float[np.ndarray, "B L V"]]:
-    """`attention_maps`, and the slots; with `cls` the one slot is the class token, whatever the head."""
+    images = images.to(encoder.backbone.cls_token.device)
     tokens = encoder.backbone(images)
     output = encoder.readout(tokens)
     attention = output.attention
@@ -172,18 +172,10 @@ def slots_grid(
 
 
 def letters_of_groups(groups: Int[np.ndarray, " maps"]) -> list[str]:
-    """A letter (A, B, ..., Z, AA, ...) for each member of a group of two or more; empty for the others."""
-    shared = {int(group): _letter(i) for i, group in enumerate(np.flatnonzero(np.bincount(groups) > 1))}
-    return [shared.get(int(group), "") for group in groups]
-
-
-def _letter(index: int) -> str:
-    letters = ""
-    index += 1
-    while index:
-        index, rest = divmod(index - 1, 26)
-        letters = chr(ord("A") + rest) + letters
-    return letters
+    """A letter (A, B, ..., Z, A1, B1, ...) for each member of a group of two or more; empty for the others."""
+    shared = np.flatnonzero(np.bincount(groups) > 1).tolist()
+    letters = {group: f"{chr(ord('A') + i % 26)}{i // 26 or ''}" for i, group in enumerate(shared)}
+    return [letters.get(group, "") for group in groups.tolist()]
 
 
 def check_share(name: str, value: float) -> None:

@@ -19,7 +19,6 @@ from dino_sparo.data.sources.image_source import FileSource
 from dino_sparo.data.views import PatchView
 from dino_sparo.draw.labels import describe_model, run_names
 from dino_sparo.draw.sheet import require_matplotlib
-from dino_sparo.evaluation.attention.images import default_image_size
 from dino_sparo.evaluation.attention.maps import check_share
 from dino_sparo.evaluation.objects.layouts import ObjectSource, open_objects
 from dino_sparo.evaluation.objects.report import draw_classes, draw_matching, draw_measures, table
@@ -59,7 +58,7 @@ def score_slots(args: argparse.Namespace) -> dict[str, Any] | None:
     source = open_objects(args.data_path, args.masks)
     if isinstance(source.images, FileSource):
         source.images.limits = task.limits
-    view = view_of(subject, args.image_size)
+    view = subject.patch_view(args.image_size and [args.image_size])
     control = untrained_encoder(subject.encoder.config, args.seed + bool(args.untrained), subject.mean, subject.std)
     survey = survey_objects(
         {MODEL: task.encoder, UNTRAINED: control.encoder.to(task.device)},
@@ -125,13 +124,6 @@ def choose_images(count: int, num_images: int) -> list[int]:
     return np.random.default_rng(0).permutation(count)[:num_images].tolist()
 
 
-def view_of(subject: Subject, image_size: int | None) -> PatchView:
-    """The central square that an encoder sees, at this side or at its default, pixels."""
-    config = subject.encoder.config
-    size = default_image_size(config) if image_size is None else image_size
-    return PatchView([size], config.patch_size, subject.mean, subject.std)
-
-
 def describe_run(
     subject: Subject, source: ObjectSource, survey: Survey, view: PatchView, args: argparse.Namespace
 ) -> dict[str, Any]:
@@ -171,11 +163,11 @@ def match_models(
     count = len(survey.indices)
     if count < MIN_MATCH_IMAGES:
         raise ValueError(f"--match needs at least {MIN_MATCH_IMAGES} images; {count} could be read. {FEW_IMAGES}")
-    own = np.concatenate(survey.values)
+    own, size = np.concatenate(survey.values), args.image_size and [args.image_size]
     # Not the survey's untrained encoder: that may be the start of one of the two runs, whose slots it would resemble.
     start = untrained_encoder(other.encoder.config, args.seed + OTHER_SEED, other.mean, other.std)
     untrained, theirs = (
-        slot_values(compared.encoder.to(device), source, survey.indices, view_of(compared, args.image_size))
+        slot_values(compared.encoder.to(device), source, survey.indices, compared.patch_view(size))
         for compared in (start, other)
     )
     shuffled = np.random.default_rng(args.seed).permutation(theirs)

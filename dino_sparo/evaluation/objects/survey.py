@@ -143,7 +143,7 @@ def survey_objects(
         images = torch.stack([image.tensor for image in batch])
         found: dict[str, np.ndarray] = {}
         for row, encoder in encoders.items():
-            found[row], slots = maps_and_slots(encoder, images.to(encoder.backbone.cls_token.device))
+            found[row], slots = maps_and_slots(encoder, images)
             survey.redundancy[row]["maps"].append((map_redundancy(found[row]), len(batch)))
             if encoder.config.kind.has_slots:
                 survey.redundancy[row]["values"].append((value_redundancy(slots), len(batch)))
@@ -217,9 +217,8 @@ def slot_values(
         indices: which.
         view: what is seen of them.
     """
-    device = encoder.backbone.cls_token.device
     parts = []
     for start in progress(range(0, len(indices), BATCH_SIZE), desc="other model"):
         images = [view(source.images.read(index))[0] for index in indices[start : start + BATCH_SIZE]]
-        parts.append(maps_and_slots(encoder, torch.stack(images).to(device))[1])
+        parts.append(maps_and_slots(encoder, torch.stack(images))[1])
     return np.concatenate(parts)
