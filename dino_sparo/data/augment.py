@@ -1,16 +1,17 @@
-"""Crops of 8-bit pixels and the numbers drawn for them -> distorted, normalised crops.
+"""Crops of 8-bit pixels and the parameters drawn for them -> distorted, normalised crops.
 
-Mirror, colour jitter, gray, blur, solarise, normalise. Each distortion stands here once, as Pillow computes it: rounded
-to 8 bits after every operation, with Pillow's fixed-point weights. Two functions apply them, both to the numbers that
-`pack_parameters` makes of one draw:
+Mirror, colour jitter, gray, blur, solarise, normalise. Each distortion computes what Pillow computes: it rounds to
+8 bits after every operation and uses Pillow's fixed-point weights. `pack_parameters` turns a draw into numbers, and two
+functions take them:
 
-    distort_crop   one crop, only what was drawn for it; on the CPU its pixels are Pillow's, bit for bit
-    Distortions    a batch on any device, everything for every crop, where what was not drawn changes nothing: no branch
-                   on a value, no shape that depends on one, nothing for the device to wait for, so it can be compiled
+    distort_crop   one crop on the CPU, only the distortions that were drawn; the pixels are Pillow's, bit for bit
+    Distortions    a batch on any device. Every distortion runs for every crop, with neutral numbers where it was not
+                   drawn. No branch and no shape depends on a value, so the device never waits and the code compiles.
 
-Levels are floats that hold integers from 0 to 255: integers up to 2^24 are exact in them, on every device.
+Levels are floats that hold integers from 0 to 255. Integers up to 2^24 are exact in fp32 on every device.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from functools import cache
@@ -24,9 +25,9 @@ from torch import Tensor, nn
 
 Array = TypeVar("Array", Tensor, np.ndarray)
 
-# The jitter's operations come in any order. Each takes the next stage of its kind, so every order has its place here.
-# A blend is brightness or saturation. Only the contrast looks at more than one pixel: it needs the mean of the crop.
-# The stages before it are one function of a pixel, the stages after it another one.
+# The jitter's operations come in any order. Each takes the next stage of its kind, so this list has room for every
+# order. A blend is brightness or saturation. Only the contrast needs more than one pixel: the mean of the crop.
+# A compiler fuses the stages before it, and the stages after it.
 STAGES = ("blend", "blend", "hue", "blend", "blend", "contrast", "blend", "blend", "hue", "blend", "blend")
 UNUSED = {"blend": 1.0, "contrast": 1.0, "hue": -1.0}  # the number of a stage that changes nothing
 KINDS = {"brightness": "blend", "saturation": "blend", "contrast": "contrast", "hue": "hue"}  # of the operations
@@ -44,12 +45,7 @@ NO_BLUR = (float(BLUR_UNIT), 0.0, 0.0)
 
 
 class DeferredViews(NamedTuple):
-    """The crops of one image, to be distorted later, in batches.
-
-    Attributes:
-        views: S tensors (C, H, W), 8-bit pixels.
-        parameters: (S, NUM_PARAMETERS), the numbers by which `Distortions` distorts each.
-    """
+    """The S crops of one image as 8-bit pixels (C, H, W), and the parameters for `Distortions`."""
 
     views: list[UInt8[Tensor, "C _ _"]]
     parameters: Float[Tensor, "S _"]
@@ -58,15 +54,9 @@ class DeferredViews(NamedTuple):
 def pack_parameters(
     flip: bool, jitter: Sequence[tuple[str, float]], grayscale: bool, blur_radius: float, solarize: bool
 ) -> list[float]:
-    """One draw -> the `NUM_PARAMETERS` numbers that the distortions compute with, all exact in fp32 but the factors.
+    """One draw -> the `NUM_PARAMETERS` numbers of the distortions; all but the factors are exact in fp32.
 
-    Args:
-        flip: mirror left and right.
-        jitter: (operation, factor) pairs in their order, each operation at most once; hue turns by a share of the
-            colour circle, the others scale.
-        grayscale: drop the colours.
-        blur_radius: standard deviation of the blur in pixels, 0 for none.
-        solarize: invert pixels from `SOLARIZE_THRESHOLD` on.
+    The arguments are the attributes of `crops.CropParameters`.
 
     Raises:
         ValueError: an unknown or repeated operation, or a blur that is too wide.
@@ -85,23 +75,17 @@ def pack_parameters(
 
 
 def box_weights(radius: float) -> tuple[float, ...]:
-    """The weights of a box by distance from its middle, three of which in a row make Pillow's GaussianBlur(radius).
+    """The weights of a box filter by distance from its middle; three such filters are Pillow's GaussianBlur(radius).
 
         l + a,  L = sqrt(12 radius^2 / 3 + 1),  l = floor((L - 1) / 2),  a = the share of the two outermost pixels
 
     Source: Gwosdek et al., "Theoretical foundations of Gaussian convolution by extended box filtering"; rounded to fp32
     where Pillow's BoxBlur.c rounds.
 
-    Args:
-        radius: standard deviation in pixels.
-
     Returns:
-        `BLUR_TAPS` integers, of `BLUR_UNIT`.
-
-    Raises:
-        ValueError: the box would be wider than that.
+        `BLUR_TAPS` integers, in units of 1 / `BLUR_UNIT`; ValueError for a wider box.
     """
-    # Numbers of numpy stay fp32 among their like, beside Python's numbers not in every version.
+    # Every operand is np.float32: beside Python's numbers some versions of numpy compute in float64.
     one, two, three, six, unit = (np.float32(number) for number in (1, 2, 3, 6, BLUR_UNIT))
     variance = np.float32(radius) * np.float32(radius) / np.float32(BLUR_PASSES)
     whole = math.floor((float(np.float32(math.sqrt(12.0 * float(variance) + 1.0))) - 1.0) / 2.0)
@@ -139,7 +123,7 @@ def mean_level(gray: Float[Array, "*B 1 H W"]) -> Float[Array, "*B 1 1 1"]:
 
 
 def blend(levels: Float[Array, "*B C H W"], base: Array | float, factor: Array | float) -> Float[Array, "*B C H W"]:
-    """Base + factor (levels - base), cut to 8 bits.
+    """Base + factor (levels - base), clipped and rounded down to 8 bits.
 
     The base is black for brightness, the mean for contrast and the pixel's gray for saturation.
     """
@@ -158,23 +142,20 @@ def shift_hue(
         s = floor(255 (v - min) / v),   H = 6 hue,   out = v - round(v s w / 255^2),
         w = 0 where a channel has the value v, 255 where it is lowest, and falls and rises over 255 steps of H between
 
-    Hues lie 255, not 256, to the circle, as Pillow has them, so H goes from 0 to 1530. All of it is in integers, and
-    w / 255 is the weight of colorsys.hsv_to_rgb.
+    Pillow divides the circle into 255 hues, so H goes from 0 to 1530. All numbers are integers; w / 255 is the weight
+    of colorsys.hsv_to_rgb.
 
     Args:
         channels: red, green and blue.
-        steps: by how much, of 256 to the circle.
+        steps: the turn; 256 are the whole circle.
         hues: the `hue_table`, on the same device.
-
-    Returns:
-        The three channels.
     """
     red, green, blue = channels
     library = _library(red)
     value = library.maximum(library.maximum(red, green), blue)
     amount = value - library.minimum(library.minimum(red, green), blue)
     amount *= 255
-    amount += 0.25  # of integers, the quotient rounded down is the same, also where a device divides approximately
+    amount += 0.25  # changes no quotient of integers, and protects against a device that divides approximately
     amount /= library.clip(value, 1, 255)
     amount = library.floor(amount, out=amount)
     amount *= value
@@ -202,22 +183,22 @@ def _rounded_share(weight: Array, amount: Array) -> Array:
 
 @cache
 def hue_table() -> UInt8[np.ndarray, "261121"]:
-    """Pillow's 8-bit hue of a colour by its differences (red - green, green - blue), which alone it depends on."""
+    """Pillow's 8-bit hue by the differences (red - green, green - blue); it depends on nothing else."""
     red_green, green_blue = np.mgrid[-255:256, -255:256]
     colors = np.stack((red_green + green_blue, green_blue, np.zeros_like(green_blue)), axis=-1)
     colors -= colors.min(axis=-1, keepdims=True)
-    # Differences that no colour has are left at whatever fits into a byte.
+    # Entries of differences that no colour has are arbitrary.
     return np.asarray(Image.fromarray((colors & 255).astype(np.uint8)).convert("HSV"))[..., 0].flatten()
 
 
 def blur(levels: Float[Array, "*B C H W"], weights: Sequence[Array | int]) -> Float[Array, "*B C H W"]:
-    """Three boxes along the rows, then three along the columns; the crop's border goes on outside.
+    """Three box filters along the rows, then three along the columns; beyond the border the border's pixels repeat.
 
     Args:
-        levels: what to blur.
-        weights: of a box by distance, integers of `BLUR_UNIT`; those left out at the end are 0.
+        levels: of the crop.
+        weights: from `box_weights`; zeros at the end may be omitted.
     """
-    # Around zero, so that a product with a weight fits into 32 bits. Transposed, the neighbours lie a row apart.
+    # Centred on zero, so that a product with a weight fits into 32 bits.
     centered = _cast(levels - 128, "int32")
     for _ in range(2):
         centered = _boxes(_transposed(centered), weights)
@@ -227,9 +208,10 @@ def blur(levels: Float[Array, "*B C H W"], weights: Sequence[Array | int]) -> Fl
 
 
 def _boxes(centered: Int32[Array, "*B C H W"], weights: Sequence[Any]) -> Int32[Array, "*B C H W"]:
-    """Boxes along the columns: sums of weight times level, each rounded to 8 bits.
+    """Box filters along the columns, each rounded to 8 bits.
 
-    Pillow's fixed-point weights add up to 2^24 or one less; of levels around zero the sum lacks 128 times that one.
+    Pillow's fixed-point weights sum to 2^24 or one less. For levels centred on zero that one costs 128, which the
+    rounding adds back.
     """
     boxed: Any = centered
     reach, height = len(weights) - 1, boxed.shape[-2]
@@ -253,7 +235,7 @@ def solarize_levels(levels: Float[Array, "*B C H W"]) -> Float[Array, "*B C H W"
 
 
 def normalize_levels(levels: Shaped[Array, "*B C H W"], mean: Array, std: Array) -> Float[Array, "*B C H W"]:
-    """(levels / 255 - mean) / std, in the order of torchvision's ToTensor and Normalize, hence with their rounding."""
+    """(levels / 255 - mean) / std, in the order of torchvision's ToTensor and Normalize and so with their rounding."""
     normalized = _cast(levels, "float32") / 255
     normalized -= mean
     normalized /= std
@@ -265,16 +247,16 @@ def _channels(levels: Float[np.ndarray, "3 H W"]) -> list[Float[np.ndarray, "1 H
 
 
 def _padded(levels: Any, rows: int) -> Any:
-    """The first and the last row again and again, `rows` times each."""
+    """The levels with the first and the last row repeated `rows` times."""
     if isinstance(levels, np.ndarray):
         return np.concatenate([levels[..., :1, :]] * rows + [levels] + [levels[..., -1:, :]] * rows, -2)
-    # An index, which a compiler joins to what is done with the rows; what it concatenates it writes to memory first.
+    # An index: a compiler fuses it with the next operation, whereas a concatenation goes through memory.
     height = levels.shape[-2]
     return levels[..., torch.arange(-rows, height + rows, device=levels.device).clip(0, height - 1), :]
 
 
 def _library(array: Any) -> Any:
-    """Where the functions of this array are: numpy, which starts one in a third of torch's time, or torch."""
+    """The module with the functions of this array; numpy starts a function in a third of torch's time."""
     return np if isinstance(array, np.ndarray) else torch
 
 
@@ -289,20 +271,12 @@ def _transposed(array: Array) -> Array:
 
 
 def channel_constant(values: Sequence[float]) -> Float[np.ndarray, "C 1 1"]:
-    """One number per channel, ready to broadcast over a crop."""
+    """One number per channel, in a shape that broadcasts over a crop."""
     return np.array(values, dtype=np.float32)[:, None, None]
 
 
 def distort_crop(pixels: UInt8[np.ndarray, "3 H W"], parameters: Sequence[float]) -> Float[np.ndarray, "3 H W"]:
-    """Distort one crop by what was drawn for it, pixel for pixel as Pillow does.
-
-    Args:
-        pixels: of the crop.
-        parameters: from `pack_parameters`.
-
-    Returns:
-        Levels from 0 to 255, not normalised.
-    """
+    """Distort one crop by numbers from `pack_parameters`, pixel for pixel as Pillow; levels are not normalised."""
     levels = (pixels[..., ::-1] if parameters[FLIP] else pixels).astype(np.float32)
     for kind, factor, of_gray in zip(STAGES, parameters[FACTORS], parameters[OF_GRAY], strict=True):
         if factor == UNUSED[kind]:
@@ -324,12 +298,7 @@ def distort_crop(pixels: UInt8[np.ndarray, "3 H W"], parameters: Sequence[float]
 
 
 class Distortions(nn.Module):
-    """A batch of 8-bit crops and their parameters -> the batch distorted and normalised.
-
-    Args:
-        mean: per channel, of pixels in 0..1.
-        std: per channel.
-    """
+    """A batch of 8-bit crops and their parameters -> the batch distorted and normalised by `mean` and `std`."""
 
     mean: Tensor
     std: Tensor
@@ -341,16 +310,10 @@ class Distortions(nn.Module):
             self.register_buffer(name, torch.from_numpy(constant), persistent=False)
 
     def forward(self, pixels: UInt8[Tensor, "B 3 H W"], parameters: Float[Tensor, "B _"]) -> Float[Tensor, "B 3 H W"]:
-        """Distort every crop by its own numbers.
-
-        Args:
-            pixels: (B, 3, H, W), crops of one size.
-            parameters: (B, NUM_PARAMETERS), on the same device.
-        """
+        """Distort every crop by its own parameters, (B, NUM_PARAMETERS) on the same device."""
         column = parameters[:, :, None, None, None].unbind(1)
         levels = torch.where(column[FLIP] > 0, pixels.flip(-1), pixels).to(torch.float32)
-        # One by one the channels are tensors of one shape, so a compiler joins all stages up to the contrast to one
-        # kernel, and all after it to another one.
+        # Separate channels have one shape, so a compiler fuses the stages up to the contrast, and those after it.
         channels = list(levels.split(1, dim=1))
         for kind, factor, of_gray in zip(STAGES, column[FACTORS], column[OF_GRAY], strict=True):
             if kind == "hue":
@@ -370,17 +333,10 @@ class Distortions(nn.Module):
     def views(
         self, views: Sequence[UInt8[Tensor, "B 3 _ _"]], parameters: Float[Tensor, "S B _"]
     ) -> list[Float[Tensor, "B 3 _ _"]]:
-        """The S crops of a batch, those of equal size in one go.
-
-        Args:
-            views: S tensors (B, 3, H, W).
-            parameters: (S, B, NUM_PARAMETERS).
-        """
+        """The S crops of a batch; neighbours of equal size are distorted together."""
         done: list[Tensor] = []
-        while len(done) < len(views):
-            first = len(done)
-            size = views[first].shape
-            number = next((n for n, view in enumerate(views[first:]) if view.shape != size), len(views) - first)
-            group = slice(first, first + number)
-            done += self(torch.cat(list(views[group])), parameters[group].flatten(0, 1)).chunk(number)
+        for _, group in itertools.groupby(views, key=lambda view: view.shape):
+            crops = list(group)
+            own = parameters[len(done) : len(done) + len(crops)].flatten(0, 1)
+            done += self(torch.cat(crops), own).chunk(len(crops))
         return done

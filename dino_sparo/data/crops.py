@@ -1,8 +1,8 @@
 """One image -> S crops: two global ones and S - 2 local ones, with DINO's distortions.
 
-The random parameters of a crop are drawn first (`sample_crop`), then the crop is cut out and distorted: what it looks
-like is a pure function of the image and of the generator it was drawn with. Where it is distorted is a choice: here, by
-`apply_crop`, or on the device, by `distort.Distortions` from the same parameters.
+`sample_crop` draws the random parameters of a crop; then the crop is cut out and distorted. So a crop is a function
+of the image and the random generator. It is distorted here, by `apply_crop`, or on the device, by `augment.Distortions`
+from the same parameters.
 """
 
 import math
@@ -81,12 +81,6 @@ def sample_box(
     The area is uniform in `scale` times the image's, the aspect ratio log-uniform in 3/4 to 4/3; a box that does not
     fit is drawn again, and after ten failures the largest central box of a valid aspect ratio is taken.
 
-    Args:
-        rng: generator to draw from.
-        height: of the image, pixels.
-        width: of the image, pixels.
-        scale: smallest and largest share of the area.
-
     Returns:
         Top, left, height and width in pixels.
     """
@@ -134,12 +128,12 @@ def cut_crop(image: Image.Image, box: tuple[int, int, int, int], size: int) -> U
 def cut_crop_fast(
     pixels: UInt8[Tensor, "3 H W"], box: tuple[int, int, int, int], size: int
 ) -> UInt8[Tensor, "3 size size"]:
-    """The same by torch's resize, three times as fast and rounded differently: about a pixel in fifty is a level off.
+    """`cut_crop` by torch's resize: three times as fast, and about one pixel in fifty differs by one level.
 
-    At hard edges in boxes taller than wide it is more: Pillow takes their columns first.
+    At hard edges in boxes taller than wide more pixels differ: Pillow resizes their columns first.
 
     Args:
-        pixels: of the image, a view of rows of pixels as `pixels_in_rows` gives it; any other layout is slow.
+        pixels: of the image, in the layout of `pixels_in_rows`; any other layout is slow.
         box: top, left, height, width in pixels of the image.
         size: side of the result in pixels.
     """
@@ -163,16 +157,7 @@ def pixels_in_rows(image: Image.Image) -> UInt8[Tensor, "3 H W"]:
 
 
 def apply_crop(image: Image.Image, parameters: CropParameters, size: int) -> Float[np.ndarray, "3 size size"]:
-    """Cut, resize (bicubic) and distort, pixel for pixel as torchvision does with PIL images.
-
-    Args:
-        image: RGB, 8 bit.
-        parameters: from `sample_crop`.
-        size: side of the result in pixels.
-
-    Returns:
-        Integers from 0 to 255.
-    """
+    """Cut, resize (bicubic) and distort an RGB image as torchvision does with PIL images; integers from 0 to 255."""
     return distort_crop(cut_crop(image, parameters.box, size), parameters.packed())
 
 
@@ -189,17 +174,17 @@ class MultiCropAugmentation:
 
     Args:
         global_crops_scale: smallest and largest share of the image's area in a global crop.
-        local_crops_scale: the same for a local crop.
+        local_crops_scale: smallest and largest share in a local crop.
         local_crops_number: S - 2; 0 trains on the two global crops alone.
         global_crops_size: side of a global crop in pixels.
         local_crops_size: side of a local crop in pixels.
         mean: per channel, of pixels in 0..1.
         std: per channel.
-        defer_color: give 8-bit crops and the numbers by which `distort.Distortions` distorts them on the device, and
-            resize by torch. False gives finished crops, as torchvision's pipeline on PIL images gives them.
+        defer_color: return 8-bit crops, resized by torch, and the numbers by which `augment.Distortions` distorts them
+            on the device. False returns finished crops, equal to those of torchvision's pipeline on PIL images.
 
     Raises:
-        ValueError: a scale that is no interval within (0, 1], or a size or number that cannot be.
+        ValueError: a scale that is no interval within (0, 1], or a size or number out of range.
     """
 
     def __init__(
@@ -218,11 +203,11 @@ class MultiCropAugmentation:
                 raise ValueError(
                     f"{name}={tuple(scale)} is not a range of areas; give two numbers with 0 < smallest <= largest <= 1"
                 )
-        for name, size in (("global_crops_size", global_crops_size), ("local_crops_size", local_crops_size)):
-            if size < 1:
-                raise ValueError(f"{name}={size} px; give a positive number, a multiple of the patch size")
-        if local_crops_number < 0:
-            raise ValueError(f"local_crops_number={local_crops_number}; give 0 or more")
+        if min(global_crops_size, local_crops_size, local_crops_number + 1) < 1:
+            raise ValueError(
+                f"global_crops_size={global_crops_size}, local_crops_size={local_crops_size}, local_crops_number="
+                f"{local_crops_number}; give positive sizes in pixels, multiples of the patch size, and 0 or more crops"
+            )
         self.recipes = [
             CropRecipe(global_crops_size, global_crops_scale, blur_probability=1.0),
             CropRecipe(global_crops_size, global_crops_scale, blur_probability=0.1, solarize_probability=0.2),
@@ -232,7 +217,7 @@ class MultiCropAugmentation:
         self.defer_color = defer_color
 
     def __call__(self, image: Image.Image, rng: np.random.Generator) -> list[Float[Tensor, "C _ _"]] | DeferredViews:
-        """The S crops of an RGB image, drawn with `rng`: normalised, or as they were cut, with their distortions."""
+        """The S crops of an RGB image, drawn with `rng`: normalised, or 8-bit with their distortions."""
         drawn = [sample_crop(rng, image.height, image.width, recipe) for recipe in self.recipes]
         sizes = [recipe.size for recipe in self.recipes]
         if self.defer_color:

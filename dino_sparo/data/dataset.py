@@ -74,13 +74,7 @@ def open_together(open_it: Callable[[], AnySource], index: Callable[[int, int], 
 
 
 def open_images(data_path: str, split: str | None, download: bool, **options: Any) -> ImageSource:
-    """The same images on all ranks, labelled or not.
-
-    Args:
-        data_path: as in `open_source`.
-        split: as in `open_source`.
-        download: as in `open_source`.
-        options: of `open_source`.
+    """The same images on all ranks, labelled or not; the arguments are those of `open_source`.
 
     Raises:
         ValueError: there are no such images, or the ranks see different ones.
@@ -96,13 +90,11 @@ def open_images(data_path: str, split: str | None, download: bool, **options: An
 
 def require_same_source(source: ImageSource) -> None:
     """ValueError on every rank unless all ranks have opened the same images: number, names, classes and labels."""
-    if world_size() == 1:
-        return
-    require_same(len(source), f"the number of images of {source.name}")
-    require_same(fingerprint_of(source), f"the names of the images of {source.name}")
-    require_same(None if source.classes is None else "\n".join(source.classes), f"the classes of {source.name}")
-    labels = source.labels
-    require_same(None if labels is None else hash_of(labels), f"the labels of {source.name}")
+    if world_size() > 1:
+        require_same(len(source), f"the number of images of {source.name}")
+        require_same(fingerprint_of(source), f"the names of the images of {source.name}")
+        require_same(str(source.classes), f"the classes of {source.name}")
+        require_same(None if source.labels is None else hash_of(source.labels), f"the labels of {source.name}")
 
 
 def align_classes(source: ImageSource, classes: list[str]) -> ImageSource:
@@ -136,15 +128,11 @@ def most_corrupt(share: float, total: int) -> float:
 
 @dataclass(frozen=True)
 class Item:
-    """One image, ready for a batch.
+    """One image, ready for a batch; the attributes are those of `Batch`.
 
     Attributes:
-        views: S tensors (C, H, W), its crops.
-        label: its class, -1 if it has none.
-        index: its place in the source.
         corrupt: (location, reason) of the requested image, if it is unreadable. Other unreadable images on the way to
             a readable one are reported when they are requested, so that an epoch counts each image once.
-        parameters: (S, numbers), of crops that are 8-bit pixels and will be distorted on the device.
     """
 
     views: list[Tensor]

@@ -41,9 +41,6 @@ def create_loader(
         collate: items -> batch; element of a stream -> batch.
         pin_memory: batches in page-locked memory, for copies to a GPU that overlap with computation.
         timeout_min: minutes without a batch after which the loader raises a RuntimeError; 0 for never.
-
-    Raises:
-        ValueError: `num_workers` is negative.
     """
     num_workers = _as_many_as_cores(num_workers)
     share_temporary_folder()
@@ -65,8 +62,6 @@ def create_loader(
 
 def _as_many_as_cores(num_workers: int) -> int:
     """At most one loading process for each processor that this process may use."""
-    if num_workers < 0:
-        raise ValueError(f"num_workers={num_workers} must not be negative; 0 reads in the main process")
     total = os.cpu_count() or 1
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else total
     if num_workers > usable < total:  # of Slurm, a container or taskset; training would be slow without a word

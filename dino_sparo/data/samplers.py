@@ -51,15 +51,12 @@ class EpochSampler:
         seed: any integer.
 
     Raises:
-        ValueError: there are too few images for one global batch, or a number is out of its range.
+        ValueError: there are too few images for one global batch.
     """
 
     def __init__(
         self, num_images: int, batch_size: int, rank: int = 0, world_size: int = 1, accum_steps: int = 1, seed: int = 0
     ) -> None:
-        _check_share(batch_size, rank, world_size)
-        if accum_steps < 1:
-            raise ValueError(f"accum_steps={accum_steps} must be at least 1")
         self.num_images, self.batch_size, self.accum_steps, self.seed = num_images, batch_size, accum_steps, seed
         self.rank, self.world_size = rank, world_size
         self.global_batch_size = batch_size * world_size * accum_steps
@@ -74,10 +71,6 @@ class EpochSampler:
 
     def set_epoch(self, epoch: int, start_step: int = 0) -> None:
         """Let the next iteration yield steps start_step, start_step + 1, ... of the epoch."""
-        if epoch < 0 or not 0 <= start_step <= self.steps_per_epoch:
-            raise ValueError(
-                f"epoch={epoch}, start_step={start_step}: epochs count from 0, steps from 0 to {self.steps_per_epoch}"
-            )
         self.epoch, self.start_step = epoch, start_step
 
     def __len__(self) -> int:
@@ -108,13 +101,5 @@ class ShardSampler(BatchSampler):
     """
 
     def __init__(self, num_images: int, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
-        _check_share(batch_size, rank, world_size)
         self.start, self.end = num_images * rank // world_size, num_images * (rank + 1) // world_size
         super().__init__(range(self.start, self.end), batch_size, drop_last=False)
-
-
-def _check_share(batch_size: int, rank: int, world_size: int) -> None:
-    if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size} must be at least 1")
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank={rank} of world_size={world_size}: ranks count from 0 to world_size - 1")

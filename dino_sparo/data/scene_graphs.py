@@ -13,7 +13,7 @@ better an untrained encoder separates the categories. The defaults are our choic
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -55,10 +55,9 @@ class Ties:
     background: float = 0.6
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for name, value in vars(self).items():
             if not 0 <= value <= 1:
-                raise ValueError(f"Ties.{field.name}={value} is not a probability; give a number from 0 to 1")
+                raise ValueError(f"Ties.{name}={value} is not a probability; give a number from 0 to 1")
 
 
 # Attributes that go together would let a model guess one from the other instead of looking.
@@ -109,7 +108,7 @@ class SceneObject:
         return self.described(ATTRIBUTES)
 
     def described(self, attributes: Collection[str]) -> str:
-        """The object in words, with these of its ATTRIBUTES alone: article, perhaps colour and texture, shape."""
+        """The object in words with some of its ATTRIBUTES: article, perhaps colour and texture, shape."""
         words = [getattr(self, name) for name in ("colour", "texture") if name in attributes] + [self.shape]
         return with_article(" ".join(words))
 
@@ -148,11 +147,7 @@ class SceneGraph:
         return self.described(ATTRIBUTES)
 
     def described(self, attributes: Collection[str]) -> str:
-        """The same with these of the ATTRIBUTES alone; shapes and relation are always kept.
-
-        Args:
-            attributes: some of ATTRIBUTES.
-        """
+        """The graph in words with some of the ATTRIBUTES; shapes and relation are always named."""
         backdrop = f" on {self.background}" if "background" in attributes else ""
         if not self.relations:
             return self.objects[0].described(attributes) + backdrop
@@ -187,15 +182,7 @@ def _choose_object(
 
 
 def turned_object(rng: np.random.Generator, shape: str, colour: str, texture: str, circle: Circle) -> SceneObject:
-    """An object in a circle, turned by a random angle.
-
-    Args:
-        rng: random numbers.
-        shape: one of SHAPES.
-        colour: one of COLOURS.
-        texture: one of TEXTURES.
-        circle: from `place_one` or `place_pair`.
-    """
+    """An object in a circle, turned by a random angle."""
     return SceneObject(shape, colour, texture, *circle, between(rng, -MAX_ROTATION, MAX_ROTATION))
 
 
@@ -227,14 +214,7 @@ def place_one(rng: np.random.Generator) -> Circle:
 def place_pair(rng: np.random.Generator, predicate: str) -> tuple[Circle, Circle]:
     """Where a large and a small object stand, so that the large one is `predicate` the small one.
 
-    The circles lie inside the image and do not overlap.
-
-    Args:
-        rng: random numbers.
-        predicate: one of RELATIONS.
-
-    Returns:
-        The circle of the large object, and that of the small one.
+    The two circles lie inside the image and do not overlap.
     """
     step = _RELATIONS[predicate]
     large, small = between(rng, *LARGE_RADIUS), between(rng, *SMALL_RADIUS)

@@ -57,13 +57,8 @@ class Scenes:
         seed: non-negative; another seed gives other scenes of the same kind.
         ties: how strongly a category's cues go together.
 
-    Attributes:
-        name: for log lines.
-        classes: names of the classes, which are the shapes.
-        labels: (num_images,) int64, index into `classes`.
-
     Raises:
-        ValueError: a count, size or seed is out of range, or the split is unknown.
+        ValueError: a count or size is out of range, or the split is unknown.
     """
 
     def __init__(
@@ -74,16 +69,12 @@ class Scenes:
         seed: int = 0,
         ties: Ties | None = None,
     ) -> None:
-        if num_images < 1:
-            raise ValueError(f"num_images={num_images} is not a number of scenes; give a positive integer")
-        if image_size < MIN_IMAGE_SIZE:
+        if num_images < 1 or image_size < MIN_IMAGE_SIZE:
             raise ValueError(
-                f"image_size={image_size} px is too small for scenes: textures need at least {MIN_IMAGE_SIZE} px"
+                f"{num_images} scenes of {image_size} px: give at least one, and {MIN_IMAGE_SIZE} px for the textures"
             )
         if split not in SPLITS:
             raise ValueError(f"unknown split {split!r} of scenes; choose one of {sorted(SPLITS)}")
-        if seed < 0:
-            raise ValueError(f"seed={seed} is negative; give an integer from 0")
         self.num_images, self.image_size, self.split, self.seed = num_images, image_size, split, seed
         self.ties = Ties() if ties is None else ties
         self.name = f"scenes {split} ({image_size} px, seed {seed})"
@@ -144,10 +135,7 @@ def parse_scenes_spec(spec: str) -> tuple[int, int]:
     """Read `scenes`, `scenes:NUM` or `scenes:NUM:IMAGE_SIZE`.
 
     Returns:
-        Number of images and their side in pixels; what the text leaves out has the module's defaults.
-
-    Raises:
-        ValueError: the text has another form, or a number is out of range.
+        Number of images and their side in pixels, by default the module's; ValueError for a text of another form.
     """
     word, *numbers = spec.split(":")
     if word != "scenes" or len(numbers) > 2 or not all(n.isascii() and n.isdigit() for n in numbers):
@@ -156,10 +144,6 @@ def parse_scenes_spec(spec: str) -> tuple[int, int]:
             f"for example scenes:{DEFAULT_NUM_IMAGES}:{DEFAULT_IMAGE_SIZE}"
         )
     num_images, image_size = [*map(int, numbers), *(DEFAULT_NUM_IMAGES, DEFAULT_IMAGE_SIZE)[len(numbers) :]]
-    if num_images < 1:
-        raise ValueError(f"{spec!r} asks for {num_images} scenes; give a positive number")
-    if image_size < MIN_IMAGE_SIZE:
-        raise ValueError(f"{spec!r} asks for images of {image_size} px; scenes need at least {MIN_IMAGE_SIZE} px")
     return num_images, image_size
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from jaxtyping import Float, UInt8
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as TF
@@ -20,6 +20,7 @@ from dino_sparo.data.crops import normalized_tensor, pixels_in_rows, pixels_of, 
 from dino_sparo.data.sources.decode import to_rgb
 from dino_sparo.runtime.choices import IMAGENET_MEAN, IMAGENET_STD
 
+BICUBIC = InterpolationMode.BICUBIC
 # The evaluation protocol of ImageNet: the short side to 256, of which the central 224 are seen.
 RESIZE_RATIO = 256 / 224
 MAX_ASPECT = 20  # of an image that is resized for a view
@@ -31,9 +32,8 @@ class View(NamedTuple):
     """A part of an image, and the size at which the encoder sees it.
 
     Attributes:
-        box: left, top, right, bottom in pixels of the image, fractions of pixels included.
-        height: pixels, a multiple of the patch size.
-        width: pixels, a multiple of the patch size.
+        box: left, top, right, bottom in pixels of the image, with fractions.
+        height: pixels, a multiple of the patch size, like `width`.
     """
 
     box: tuple[float, float, float, float]
@@ -88,11 +88,9 @@ class EvalTransform:
         """The view, in a list as training's crops are; nothing is drawn from `rng`."""
         image = without_far_ends(image)
         if self.exact:
-            pixels = pixels_of(
-                TF.center_crop(TF.resize(image, [self.resize_size], InterpolationMode.BICUBIC), [self.img_size])
-            )
+            pixels = pixels_of(TF.center_crop(TF.resize(image, [self.resize_size], BICUBIC), [self.img_size]))
         else:
-            sides = [self.resize_size * side // min(image.height, image.width) for side in (image.height, image.width)]
+            sides = [self.resize_size * side // min(image.size) for side in (image.height, image.width)]
             pixels = TF.center_crop(resize_fast(pixels_in_rows(image), sides), [self.img_size]).numpy()
         return [torch.from_numpy(normalize_levels(pixels, channel_constant(self.mean), channel_constant(self.std)))]
 
@@ -119,23 +117,19 @@ class ClipView(EvalTransform):
     """
 
     def __init__(self, img_size: int, mean: tuple[float, ...], std: tuple[float, ...], border: int = 0) -> None:
-        if img_size < 1 or border < 0:
-            raise ValueError(f"img_size={img_size}, border={border}; give a positive size and a border of 0 or more")
         super().__init__(img_size, mean, std)
         self.resize_size, self.border = img_size, border
 
     def __call__(
         self, image: Image.Image, rng: np.random.Generator | None = None
     ) -> list[Float[Tensor, "C img_size img_size"]]:
-        """The view, in a list as training's crops are; raises ValueError if the border leaves nothing of the image."""
+        """The view, in a list; ValueError if the border leaves nothing of the image."""
         if 2 * self.border >= min(image.size):
             raise ValueError(
                 f"a border of {self.border} px on every side leaves nothing of an image of {image.width} x "
                 f"{image.height} px; give a smaller one"
             )
-        if self.border:
-            image = image.crop((self.border, self.border, image.width - self.border, image.height - self.border))
-        return super().__call__(image)
+        return super().__call__(ImageOps.crop(image, self.border))
 
     def view(self, image: Image.Image, patch_size: int) -> View:
         """The part of an image that whole patches of the view cover, up to a rounding of less than a pixel."""

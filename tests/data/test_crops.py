@@ -450,9 +450,9 @@ def test_crops_are_normalised_with_the_given_statistics() -> None:
         ({"global_crops_scale": (0.9, 0.4)}, r"global_crops_scale=\(0.9, 0.4\).*smallest <= largest"),
         ({"local_crops_scale": (0.05, 1.5)}, r"local_crops_scale=\(0.05, 1.5\).*largest <= 1"),
         ({"local_crops_scale": (math.nan, 0.4)}, r"local_crops_scale=\(nan, 0.4\)"),
-        ({"global_crops_size": 0}, "global_crops_size=0 px; give a positive number"),
-        ({"local_crops_size": -8}, "local_crops_size=-8 px; give a positive number"),
-        ({"local_crops_number": -1}, "local_crops_number=-1; give 0 or more"),
+        ({"global_crops_size": 0}, "global_crops_size=0, .*give positive sizes"),
+        ({"local_crops_size": -8}, "local_crops_size=-8, .*give positive sizes"),
+        ({"local_crops_number": -1}, "local_crops_number=-1; .*0 or more crops"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_by_name(changed: dict[str, Any], message: str) -> None:

@@ -159,25 +159,6 @@ def test_too_few_images_for_one_step_is_an_error() -> None:
         EpochSampler(23, 4, world_size=3, accum_steps=2)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
-        ({"batch_size": 2, "rank": 3, "world_size": 3}, "rank=3 of world_size=3"),
-        ({"batch_size": 2, "accum_steps": 0}, "accum_steps=0 must be at least 1"),
-    ],
-)
-def test_impossible_shares_are_errors(arguments: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        EpochSampler(30, **arguments)
-
-
-@pytest.mark.parametrize(("epoch", "start_step"), [(-1, 0), (0, -1), (0, 6)])
-def test_steps_that_do_not_exist_are_errors(epoch: int, start_step: int) -> None:
-    with pytest.raises(ValueError, match="epochs count from 0, steps from 0 to 5"):
-        EpochSampler(11, 2).set_epoch(epoch, start_step)
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("num_images", [0, 1, 3, 13])
 def test_shards_cover_every_image_once_in_order(num_images: int, world_size: int) -> None:
@@ -335,7 +316,7 @@ def test_a_task_that_may_use_few_of_the_cores_is_warned_and_told_the_remedy(
 
 
 def test_negative_workers_are_an_error() -> None:
-    with pytest.raises(ValueError, match="num_workers=-1 must not be negative"):
+    with pytest.raises(ValueError, match="num_workers option should be non-negative"):
         create_loader(ImageDataset(NumberedImages(4), draw_views), ShardSampler(4, 3), num_workers=-1)
 
 

@@ -92,11 +92,23 @@ GIGABYTES = 5 << 29
 
 # What the shard begins with, up to which size it is a hole, and what is said of it.
 HOSTILE = {
-    "long_name_of_gigabytes": (header(b"n", binary(GIGABYTES), b"L"), GIGABYTES, "extended header of 2,684,354,560"),
-    "pax_header_of_gigabytes": (header(b"n", binary(GIGABYTES), b"x"), GIGABYTES, "extended header of 2,684,354,560"),
-    "global_header_of_gigabytes": (header(b"n", binary(GIGABYTES), b"g"), GIGABYTES, "extended header of 2,684"),
-    "chain_of_long_names": (5000 * (header(b"n", octal(1), b"L") + blocks(b"n")), 0, "more than 16 extended headers"),
-    "chain_of_pax_headers": (5000 * pax(b"9 a=bcdef"[:8] + b"\n"), 0, "more than 16 extended headers"),
+    "long_name_of_gigabytes": (
+        header(b"n", binary(GIGABYTES), b"L"),
+        GIGABYTES,
+        "at byte 512: an extended header of 2,684,354,560",
+    ),
+    "pax_header_of_gigabytes": (
+        header(b"n", binary(GIGABYTES), b"x"),
+        GIGABYTES,
+        "at byte 512: an extended header of 2,684,354,560",
+    ),
+    "global_header_of_gigabytes": (header(b"n", binary(GIGABYTES), b"g"), GIGABYTES, "an extended header of 2,684"),
+    "chain_of_long_names": (
+        5000 * (header(b"n", octal(1), b"L") + blocks(b"n")),
+        0,
+        "more than 16 extended headers in a row",
+    ),
+    "chain_of_pax_headers": (5000 * pax(b"9 a=bcdef"[:8] + b"\n"), 0, "more than 16 extended headers in a row"),
     "size_of_2_to_60": (header(b"a.jpg", binary(1 << 60), b"0"), 0, "is truncated within 'a.jpg'"),
     "name_of_2_to_60": (header(b"n", binary(1 << 60), b"L"), 0, "is truncated within 'n'"),
     "size_of_2_to_87": (header(b"a.jpg", binary((1 << 87) - 1), b"0"), 0, "is truncated within 'a.jpg'"),

@@ -104,8 +104,8 @@ def test_hidden_files_and_empty_classes_are_skipped(root: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "note"),
     [
-        (["2.png", "1.png"], "flat folder"),
-        (["3.png", "a/1.png", "b/2.png"], "images lie both in the folder and in its subfolders"),
+        (["2.png", "1.png"], "images lie directly in the folder"),
+        (["3.png", "a/1.png", "b/2.png"], "images lie directly in the folder, so subfolders are not classes"),
         (["all/x/1.png", "all/y/2.png"], "all in one subfolder, 'all'"),
         (["train/a/1.png"], "its folders are splits"),
     ],
@@ -811,7 +811,7 @@ def test_a_failed_download_is_an_error(root: Path, monkeypatch: pytest.MonkeyPat
 
     entry = TORCHVISION_SETS["cifar10"]
     monkeypatch.setitem(TORCHVISION_SETS, "cifar10", entry._replace(build=fail))
-    with pytest.raises(ValueError, match=r"'cifar10' in .* could not be downloaded \(no network\)"):
+    with pytest.raises(ValueError, match=r"'cifar10' in .* could not be opened \(no network\)"):
         open_source(f"cifar10:{root}", download=True)
 
 

@@ -39,16 +39,13 @@ def is_settled(stamps_ns: np.ndarray, now_s: float) -> bool:
 
 
 def load_or_index(key: str, build: Callable[[], Arrays], is_current: Callable[[Arrays], bool]) -> tuple[Arrays, str]:
-    """An index from the user's cache if it is current, else built and kept there.
+    """An index from the user's cache if it is current, else built and cached; also the log's words for its origin.
 
     Args:
         key: name of the indexed thing, with absolute paths.
-        build: lists the files; `stamps` among its arrays are their times of change (ns). An index whose `num_others`
-            is not 0 lacks entries that may be there next time, so it is not cached.
+        build: returns the index; its `stamps` are times of change (ns). An index whose `num_others` is not 0 is not
+            cached: the missing entries may be there next time.
         is_current: whether a stored index still describes the disk.
-
-    Returns:
-        The index, and the log's words for its origin.
     """
     arrays = load_index(key)
     if arrays is not None and is_current(arrays):

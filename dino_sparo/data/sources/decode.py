@@ -81,31 +81,22 @@ class CorruptImageError(ValueError):
 def read_image(
     path: str, location: str, offset: int = 0, size: int | None = None, limits: ImageLimits = DEFAULT_LIMITS
 ) -> Image.Image:
-    """Read and decode one image.
-
-    Args:
-        path: the file.
-        location: the image's name in errors.
-        offset: first byte of the image in the file.
-        size: bytes; None: up to the file's end.
-        limits: larger images are refused.
+    """Read and decode an image, which lies in the file at `offset` with `size` bytes (None: up to the file's end).
 
     Raises:
         CorruptImageError: no regular file, it cannot be read, is too large, or see `decode_image`.
     """
     try:
-        # Opened anew each time: costs microseconds, and nothing has to survive fork or pickling.
+        # Opening the file each time costs microseconds, and nothing has to survive fork or pickling.
         with open_regular(path) as file:
             length = os.fstat(file.fileno()).st_size if size is None else size
             refuse_large_file(length, location, limits)
             file.seek(offset)
             data = file.read(length)
-    except OSError as error:
-        raise CorruptImageError(location, str(error.strerror)) from error
-    except ValueError as error:
-        if isinstance(error, CorruptImageError):
-            raise
-        raise CorruptImageError(location, str(error)) from error  # the path holds a null byte
+    except CorruptImageError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: the path holds a null byte
+        raise CorruptImageError(location, str(getattr(error, "strerror", None) or error)) from error
     return decode_image(data, location, limits)
 
 
@@ -122,11 +113,6 @@ def decode_image(data: bytes, location: str, limits: ImageLimits = DEFAULT_LIMIT
 
     As there, transparency is dropped rather than composited and the EXIF orientation is ignored. 16-bit grayscale is
     scaled to 8 bit by `limits.max_value`; the reference clips it, which turns most such images white.
-
-    Args:
-        data: the file's bytes.
-        location: its name in errors.
-        limits: images with more pixels are refused by their header; value of a 16-bit image that is white.
 
     Raises:
         CorruptImageError: empty, truncated, of none of the `IMAGE_FORMATS`, too large, or with pixels of unknown range.
@@ -154,14 +140,10 @@ def decode_image(data: bytes, location: str, limits: ImageLimits = DEFAULT_LIMIT
 
 
 def to_rgb(image: Image.Image, max_value: int = DEFAULT_LIMITS.max_value) -> Image.Image:
-    """An image of any mode as 8-bit RGB, as `decode_image` gives it.
-
-    Args:
-        image: of any mode.
-        max_value: of 16-bit grayscale, which is white.
+    """An image of any mode as 8-bit RGB; `max_value` of 16-bit grayscale is white.
 
     Raises:
-        ValueError: pixels whose range is not known: floating-point numbers, or integers of more than 16 bit.
+        ValueError: the range of the pixels is unknown: floating-point numbers, or integers of more than 16 bit.
     """
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
         image = _scale_deep_gray(image, max_value)

@@ -127,7 +127,7 @@ def _folder_classes(folders: list[str], counts: np.ndarray) -> tuple[list[str] |
     """Decide whether folders are classes.
 
     Args:
-        folders: every folder below the root, relative to it ("" is the root itself).
+        folders: relative to the root, which is "".
         counts: number of images directly in each.
 
     Returns:
@@ -141,12 +141,10 @@ def _folder_classes(folders: list[str], counts: np.ndarray) -> tuple[list[str] |
                 "all of the folders %s are used together; give one of them to use it alone", ", ".join(names)
             )
         return None, None, " (its folders are splits, not classes)"
-    if names == [""]:
-        return None, None, " (flat folder)"
     if "" in names:
-        return None, None, " (images lie both in the folder and in its subfolders, so these are not taken for classes)"
+        return None, None, " (images lie directly in the folder, so subfolders are not classes)"
     if len(names) == 1:
-        return None, None, f" (all in one subfolder, {names[0]!r}, which is not taken for a class)"
+        return None, None, f" (all in one subfolder, {names[0]!r}, which is no class)"
     number = {name: i for i, name in enumerate(names)}
     return names, np.array([number.get(top, -1) for top in tops], dtype=np.int64), ""
 
@@ -168,13 +166,14 @@ def _list_folder(path: bytes) -> _Listing:
             name = entry.name
             if name.startswith(b".") or name == b"__MACOSX":
                 continue
+            is_image = name.lower().endswith(IMAGE_ENDINGS)
             try:
                 if entry.is_dir():
                     folders.append(name)
-                elif name.lower().endswith(IMAGE_ENDINGS):
-                    (images if entry.is_file() else others).append(name)
-                elif entry.is_symlink() and not entry.is_file():  # perhaps to a folder of a disk that is not there now
+                elif not entry.is_file() and (is_image or entry.is_symlink()):  # perhaps to a disk that is missing now
                     others.append(name)
+                elif is_image:
+                    images.append(name)
             except OSError:  # a symbolic link to itself
                 others.append(name)
     return _Listing((status.st_dev, status.st_ino), status.st_mtime_ns, sorted(images), folders, others)
@@ -210,9 +209,7 @@ def _index_folder(root: bytes) -> Arrays:
     if others:
         _logger.warning(
             "%s: left out %d entries that are no regular files (broken links, pipes, devices), the first is %s",
-            os.fsdecode(root),
-            len(others),
-            os.fsdecode(others[0]),
+            *(os.fsdecode(root), len(others), os.fsdecode(others[0])),
         )
     # ImageFolder's order: by class, then by folder, then by name.
     folders = sorted(listed, key=lambda relative: (relative.split(b"/", 1)[0], relative))

@@ -26,8 +26,8 @@ class ImageSource(Protocol):
     """Any collection of images, by index.
 
     Attributes:
-        name: for the log, e.g. "folder data/train".
-        classes: the classes' names in the order of their numbers; None without labels.
+        name: for the log, such as "folder data/train".
+        classes: names of the classes; None without labels.
         labels: (len,) int64, class of each image, -1 where an image has none; None without labels.
     """
 
@@ -55,12 +55,7 @@ def fingerprint_of(source: object) -> str | None:
 
 
 class PackedStrings:
-    """Many strings in two arrays: all bytes one after the other, and the end of each string.
-
-    Args:
-        blob: (bytes,) uint8.
-        ends: (len,) int64.
-    """
+    """Many strings in two arrays: all their bytes (uint8), and the end of each string (int64)."""
 
     def __init__(self, blob: np.ndarray, ends: np.ndarray) -> None:
         self.blob, self.ends = blob, ends
@@ -96,18 +91,7 @@ class PackedStrings:
 
 
 class FileSource:
-    """Images that are files: a folder, a list or a table.
-
-    Args:
-        name: as in `ImageSource`, like `classes` and `labels`.
-        root: folder of relative paths.
-        paths: one per image, relative to `root` or absolute.
-        classes: names.
-        labels: (len,) int64.
-
-    Attributes:
-        limits: larger images are refused; `open_source` sets them.
-    """
+    """Images that are files, by paths that are absolute or relative to `root`; `open_source` sets their `limits`."""
 
     def __init__(
         self, name: str, root: str, paths: PackedStrings, classes: list[str] | None, labels: np.ndarray | None
@@ -134,14 +118,7 @@ class FileSource:
 
 
 class Subset:
-    """Some images of a source, under new indices.
-
-    Args:
-        source: all images.
-        indices: (images,), the chosen ones in their new order.
-        labels: (images,), their classes; None: as in the source.
-        classes: names of the classes; None: as in the source.
-    """
+    """Some images of a source in a new order, perhaps with other labels and classes."""
 
     def __init__(
         self,

@@ -87,16 +87,15 @@ class TableRows:
         path: of the table.
         columns: to look for.
         splits: the column of splits.
-        split: rows to use, as in `choose_rows`, like `default_split`.
+        split: as in `choose_rows`, or `ALL`.
         default_split: the split of None.
 
     Attributes:
         header: names of all columns.
-        names: those of `columns` and of `splits`; None where a column is missing.
+        names: names of `columns` and of `splits` in the header; None where a column is missing.
 
     Raises:
-        ValueError: a required or named column is missing, the file is no text, or no row is of the split; while
-            iterating, a row cannot be read.
+        ValueError: a required or named column is missing, or no row is of the split; on iterating: an unreadable row.
     """
 
     def __init__(
@@ -227,12 +226,9 @@ def choose_rows(counts: Mapping[str, int], split: str | None, default_split: str
 
     Args:
         counts: word in the column, lower case -> number of rows.
-        split: a name, `ALL`, or None for the default split if there are such rows.
+        split: a name, or None for the default split if there are such rows; ValueError if no row has the name.
         default_split: the split of None.
         table: name of the table and its column, for messages.
-
-    Raises:
-        ValueError: no row is of the split.
     """
     asked = split or default_split
     word = next((name for name in SPLIT_NAMES.get(asked, (asked.lower(),)) if name in counts), None)
@@ -247,12 +243,7 @@ def choose_rows(counts: Mapping[str, int], split: str | None, default_split: str
 
 
 def open_text(path: str) -> io.TextIOWrapper:
-    """Open a text file; bytes that are no UTF-8 stay as they are, since they may belong to file names.
-
-    Raises:
-        ValueError: it is not text.
-        OSError: it is no regular file.
-    """
+    """Open a text file, or raise ValueError; bytes that are no UTF-8 are kept, since file names may hold them."""
     file = open_regular(path)
     if b"\0" in file.peek(1 << 12):
         file.close()
@@ -264,12 +255,6 @@ def open_text(path: str) -> io.TextIOWrapper:
 
 def _as_text(value: Any) -> str:
     """A text or number of a table; whole numbers without a point, NaN as nothing."""
-    if isinstance(value, str):
-        try:
-            value.encode("utf-8", "surrogateescape")
-        except UnicodeEncodeError:  # half of a surrogate pair in JSON; no file can have that name
-            return value.encode("utf-8", "replace").decode()
-        return value
     if value is None or value != value:
         return ""
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)  # pandas writes 3.0
@@ -314,12 +299,12 @@ USUAL_COLUMNS = TableColumns()
 def open_list(path: str, split: str | None) -> tuple[FileSource, str]:
     """One path per line, a label after it if there is one; lines that begin with `#` are comments.
 
-    The label follows after a tab; or after a comma, semicolon or blank behind the last ending of an image, so that
-    names may hold all of these; or after the last blank of a line without such an ending. A file whose own name begins
-    with `#` is written `./#1.png`.
+    The label follows a tab; or a comma, semicolon or blank after the last image ending, so that names may hold these
+    characters; or the last blank of a line without an image ending. A file name that begins with `#` is written
+    `./#1.png`.
 
     Raises:
-        ValueError: a split is asked for, the file is no text or names no images, or its first images do not exist.
+        ValueError: a split is asked for, or the first images do not exist.
     """
     if split not in (None, ALL):
         raise ValueError(f"list {path!r} has no split {split!r}; put train.txt and val.txt into a folder and give that")

@@ -69,7 +69,11 @@ def tar_members(shard: str, position: int = 0) -> Iterator[Member]:
         while True:
             header = os.pread(descriptor, BLOCK_BYTES, position)
             # The end is marked by zeros, or by nothing.
-            if not header[:1].strip(b"\0") and header.count(0) == len(header) and (position or _is_empty(total)):
+            if (
+                not header[:1].strip(b"\0")
+                and header.count(0) == len(header)
+                and (position or 2 * BLOCK_BYTES <= total <= EMPTY_TAR_BYTES)
+            ):
                 if long_name or pax:
                     raise DamagedShardError(
                         f"tar shard {shard!r} is truncated behind the extended header at byte {first:,}; fetch or "
@@ -129,22 +133,13 @@ def _check_end(descriptor: int, shard: str, position: int, total: int) -> None:
         )
 
 
-def _is_empty(total: int) -> bool:
-    """Whether a file of so many zeros is a tar without members."""
-    return 2 * BLOCK_BYTES <= total <= EMPTY_TAR_BYTES
-
-
 def _read_extension(descriptor: int, shard: str, kind: bytes, start: int, size: int, chain: int) -> bytes:
     """The content of an extended header: name or properties of the next member."""
     limit = MAX_PAX_BYTES if kind in b"xg" else MAX_NAME_BYTES
-    if size > limit:
+    if size > limit or chain > MAX_CHAIN:
         raise DamagedShardError(
-            f"tar shard {shard!r} is damaged: an extended header of {size:,} bytes at byte {start:,}, where at most "
-            f"{limit:,} are plausible"
-        )
-    if chain > MAX_CHAIN:
-        raise DamagedShardError(
-            f"tar shard {shard!r} is damaged: more than {MAX_CHAIN} extended headers in a row up to byte {start:,}"
+            f"tar shard {shard!r} is damaged at byte {start:,}: an extended header of {size:,} bytes, or more than "
+            f"{MAX_CHAIN} extended headers in a row"
         )
     return os.pread(descriptor, size, start)
 

@@ -42,17 +42,14 @@ MAX_SHARDS = 1 << 20  # that braces may mean
 
 
 class TarSource:
-    """Images within tar shards, read at their offsets; nothing is ever extracted to disk.
+    """Images within tar shards, read at their offsets; nothing is extracted to disk. `open_source` sets the `limits`.
 
     Args:
         name: for the log.
         index: records with `start`, `block` and `size` of every image.
-        classes: as in `ImageSource`.
-        labels: as in `ImageSource`.
-        num_left_out: images in damaged shards, about.
-
-    Attributes:
-        limits: larger images are refused; `open_source` sets it.
+        classes: as in `ImageSource`, like `labels`.
+        labels: of the images.
+        num_left_out: estimated number of images in damaged shards.
     """
 
     def __init__(

@@ -45,18 +45,11 @@ TORCHVISION_SETS: dict[str, _TorchvisionSet] = {
 
 
 class TorchvisionSource:
-    """A torchvision set.
-
-    Args:
-        name: what the log calls it.
-        dataset: yields (PIL image, label).
-        labels: (len,) int64.
-    """
+    """A torchvision set: `dataset` yields (PIL image, label)."""
 
     def __init__(self, name: str, dataset: Any, labels: np.ndarray) -> None:
-        self.name, self.dataset = name, dataset
+        self.name, self.dataset, self._length = name, dataset, len(labels)
         self.labels: np.ndarray | None = labels
-        self._length = len(labels)
         classes = getattr(dataset, "classes", None) or range(int(labels.max()) + 1)
         self.classes: list[str] | None = [", ".join(c) if isinstance(c, tuple) else str(c) for c in classes]
 
@@ -77,7 +70,7 @@ class TorchvisionSource:
 
 
 def open_torchvision(name: str, folder: str, split: str | None, download: bool) -> TorchvisionSource:
-    """Build a set by name; ValueError if it is not on disk and may not be, or cannot be, downloaded."""
+    """Build a set by name; ValueError if it is not on disk and not downloaded."""
     entry = TORCHVISION_SETS[name]
     by_split = {None: entry.alone or entry.train, "train": entry.train, "val": entry.val, "test": entry.val}
     if split not in by_split:
@@ -86,11 +79,9 @@ def open_torchvision(name: str, folder: str, split: str | None, download: bool) 
     folder = os.path.expanduser(folder)
     try:
         dataset = entry.build(folder, download=download, **arguments)
-    except (RuntimeError, OSError) as error:
-        problem = "could not be downloaded" if download else "is not there, or not whole; pass --download to fetch it"
+    except (RuntimeError, OSError, ImportError) as error:
+        problem = "could not be opened" if download else "is missing or incomplete; pass --download to fetch it"
         raise ValueError(f"torchvision set {name!r} in {folder!r} {problem} ({error})") from error
-    except ImportError as error:
-        raise ValueError(f"torchvision set {name!r} needs another package ({error}); install it with pip") from error
     labels = getattr(dataset, entry.labels)
     if entry.labels == "_samples":
         labels = [label for _, label in labels]
