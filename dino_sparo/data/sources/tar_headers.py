@@ -65,15 +65,11 @@ def tar_members(shard: str, position: int = 0) -> Iterator[Member]:
         if total > MAX_TAR_BYTES:
             raise DamagedShardError(f"tar shard {shard!r} has {total:,} bytes; at most {MAX_TAR_BYTES:,} are read")
         first, chain, long_name, pax = position, 0, b"", dict[bytes, bytes]()
-        links = 0
+        links, may_be_empty = 0, 2 * BLOCK_BYTES <= total <= EMPTY_TAR_BYTES
         while True:
             header = os.pread(descriptor, BLOCK_BYTES, position)
             # The end is marked by zeros, or by nothing.
-            if (
-                not header[:1].strip(b"\0")
-                and header.count(0) == len(header)
-                and (position or 2 * BLOCK_BYTES <= total <= EMPTY_TAR_BYTES)
-            ):
+            if not header.strip(b"\0") and (position or may_be_empty):
                 if long_name or pax:
                     raise DamagedShardError(
                         f"tar shard {shard!r} is truncated behind the extended header at byte {first:,}; fetch or "
