@@ -51,6 +51,7 @@ from dino_sparo.runtime.exits import errors_in_one_line
 from dino_sparo.runtime.faults import full_memory_named, require
 
 if TYPE_CHECKING:
+    from dino_sparo.image_text.evaluation.embed_captions import CaptionEncoder
     from dino_sparo.image_text.scoring.scorer import Scorer
     from dino_sparo.runtime.launch import Distributed
 
@@ -128,6 +129,34 @@ def open_model(
     return clip_scorer(args, process, border, checkpoint)
 
 
+def open_caption_encoder(args: argparse.Namespace) -> "CaptionEncoder":
+    """The text side of the CLIP or OC-CLIP in `--pretrained_weights`.
+
+    Raises:
+        ValueError: no checkpoint is named, or it holds an encoder of images alone.
+    """
+    from dino_sparo.clip.model import load_clip
+    from dino_sparo.image_text.evaluation.embed_captions import CaptionEncoder
+    from dino_sparo.weights.checkpoint import clip_weights, load_checkpoint
+
+    require("open_clip", "captions")
+    path = args.pretrained_weights
+    checkpoint = load_checkpoint(path) if path else {}
+    loaded: Any
+    if "oc_clip" in checkpoint:
+        from dino_sparo.oc_clip.load import load_oc_clip
+
+        loaded = load_oc_clip(path, checkpoint)
+    elif path and clip_weights(checkpoint, path) is not None:
+        loaded = load_clip(path, quick_gelu=args.quick_gelu, checkpoint=checkpoint)
+    else:
+        raise ValueError(
+            f"--what captions: --pretrained_weights {path or 'is empty and'} holds no text encoder; give a checkpoint "
+            "of train-clip or train-oc-clip"
+        )
+    return CaptionEncoder(loaded.model, loaded.model.config.text.context_length, loaded.record)
+
+
 @command(train_parser)
 def train(args: argparse.Namespace) -> Any:
     """Images -> an encoder, trained with DINO."""
@@ -178,7 +207,13 @@ def linear(args: argparse.Namespace) -> Any:
 
 @command(embed_parser)
 def embed(args: argparse.Namespace) -> Any:
-    """A checkpoint and any images -> embeddings on disk: encodings, slots, tokens."""
+    """A checkpoint and any images -> embeddings on disk: encodings, slots, tokens; of a CLIP also captions."""
+    if not args.data_path or not args.output_dir:
+        raise ValueError("embed needs --data_path, the images, and --output_dir, the folder of the embeddings")
+    if "captions" in args.what:
+        from dino_sparo.image_text.evaluation.embed_captions import embed_captions
+
+        return embed_captions(args, open_caption_encoder)
     from dino_sparo.evaluation.embed.command import embed_images
 
     return embed_images(args)

@@ -73,8 +73,12 @@ class OCCLIP(nn.Module):
         self, token_ids: Int64[Tensor, "phrases length"]
     ) -> tuple[Float[Tensor, "phrases dim"], Float[Tensor, "phrases rel_dim"]]:
         """Token ids of phrases -> each as an entity and as a relation."""
-        embeddings = self.text.readout_output(token_ids).slots[:, 0]
+        embeddings = self.encode_text(token_ids)
         return self.node_proj(embeddings), self.relation_proj(embeddings)
+
+    def encode_text(self, token_ids: Int64[Tensor, "phrases length"]) -> Float[Tensor, "phrases D"]:
+        """Token ids of phrases -> the text encoder's token at each phrase's end."""
+        return self.text.readout_output(token_ids).slots[:, 0]
 
     @property
     def inverse_temperature(self) -> Float[Tensor, ""] | None:

@@ -38,26 +38,58 @@ def embed_images(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ValueError: the options do not fit the encoder, the images, or what lies in the folder.
     """
-    if not args.data_path or not args.output_dir:
-        raise ValueError("embed needs --data_path, the images, and --output_dir, the folder of the embeddings")
+    if args.captions:
+        raise ValueError(f"--captions {args.captions} without --what captions; leave it out, or embed captions")
     task = EvaluationTask.start(args)
     encoder = task.encoder
     columns = TableColumns(args.path_column, args.label_column, args.split_column)
     source = open_images(args.data_path, args.split, args.download, columns=columns, limits=task.limits)
     shapes = feature_shapes(encoder, args.what, task.transform.img_size, task.device)
-    folder = Path(args.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    writer = EmbeddingWriter(folder, shapes, args.dtype, len(source), args.batch_size_per_gpu)
+    writer = EmbeddingWriter(Path(args.output_dir), shapes, args.dtype, len(source), args.batch_size_per_gpu)
     record = _record(task, source, shapes)
-    on_rank_0(lambda: writer.open(record, args.overwrite), f"opening {folder}")
+    return write_embeddings(writer, record, args.overwrite, lambda: _write_chunks(task, source, writer), source)
+
+
+def write_embeddings(
+    writer: EmbeddingWriter,
+    record: dict[str, Any],
+    overwrite: bool,
+    write_chunks: Callable[[], None],
+    source: ImageSource,
+    captions: Sequence[str] | None = None,
+) -> dict[str, Any]:
+    """Open the folder, write what is missing, finish; returns the record that embedding.json holds.
+
+    Args:
+        writer: of the folder.
+        record: how the embeddings are made.
+        overwrite: replace other embeddings in the folder.
+        write_chunks: writes this process' share of the chunks that are not finished.
+        source: the image of each row.
+        captions: words of each row, for the index.
+    """
+    folder = writer.folder
+    on_rank_0(lambda: writer.open(record, overwrite), f"opening {folder}")
     if not broadcast_object((read_record(folder) or record).get("complete")):
-        _write_chunks(task, source, writer)
+        write_chunks()
         barrier()
-        on_rank_0(lambda: writer.finish(source, record), f"finishing {folder}")
+        on_rank_0(lambda: writer.finish(source, record, captions), f"finishing {folder}")
     result = read_record(folder) or record
     if is_main():
-        say(f"{result['num_images']:,} images, {result['num_unreadable']:,} unreadable: {folder}")
+        say(f"{result['num_images']:,} {writer.unit}, {result['num_unreadable']:,} unreadable: {folder}")
     return result
+
+
+def announce(writer: EmbeddingWriter) -> list[int]:
+    """Say what is to be written; returns the numbers of the chunks that this process writes."""
+    remaining: list[int] = broadcast_object(writer.remaining())
+    if is_main():
+        sizes = ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in writer.shapes.items())
+        size = f"{writer.num_bytes / 1e9:.3f} GB on disk, {writer.num_free_bytes / 1e9:.1f} GB free"
+        say(f"{writer.num_images:,} {writer.unit} -> {sizes} in {writer.dtype}, {size}: {writer.folder}")
+        if len(remaining) < writer.num_chunks:
+            say(f"resuming: {writer.num_chunks - len(remaining)} of {writer.num_chunks} chunks are done")
+    return remaining[rank() :: world_size()]
 
 
 def feature_shapes(
@@ -127,18 +159,10 @@ def _record(task: EvaluationTask, source: ImageSource, shapes: dict[str, tuple[i
 
 def _write_chunks(task: EvaluationTask, source: ImageSource, writer: EmbeddingWriter) -> None:
     """Embed this process' share of the chunks that are not finished."""
-    remaining: list[int] = broadcast_object(writer.remaining())
-    own = remaining[rank() :: world_size()]
-    chunks = {chunk: writer.batches(chunk) for chunk in own}
+    chunks = {chunk: writer.batches(chunk) for chunk in announce(writer)}
     batches = [batch for of_chunk in chunks.values() for batch in of_chunk]
     last_batches = {of_chunk[-1][0]: chunk for chunk, of_chunk in chunks.items()}
     num_images = sum(map(len, batches))
-    if is_main():
-        sizes = ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in writer.shapes.items())
-        size = f"{writer.num_bytes / 1e9:.3f} GB on disk"
-        say(f"{writer.num_images:,} images -> {sizes} in {writer.dtype}, {size}: {writer.folder}")
-        if len(remaining) < writer.num_chunks:
-            say(f"resuming: {writer.num_chunks - len(remaining)} of {writer.num_chunks} chunks are done")
     loader = create_loader(
         ImageDataset(source, task.transform),
         batches,

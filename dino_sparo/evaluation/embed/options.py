@@ -3,7 +3,7 @@
 from dino_sparo.evaluation.options import evaluation_parser
 from dino_sparo.runtime.cli import Parser, add_device_options, positive_int, positive_number
 
-FEATURES = ("encoding", "slots", "cls", "patches", "mean")
+FEATURES = ("encoding", "slots", "cls", "patches", "mean", "captions")
 VECTORS = ("encoding", "slots", "cls", "mean")  # that clusters and classifiers use
 
 
@@ -19,7 +19,13 @@ def embed_parser() -> Parser:
         choices=FEATURES,
         help="Features to write. encoding: the read-out's result, which k-NN and retrieval use. slots: the same, slot "
         "by slot. cls, patches: the class token and the patch tokens of the last block, through its LayerNorm. mean: "
-        "the mean of the patch tokens.",
+        "the mean of the patch tokens. captions: of a CLIP or an OC-CLIP, the features of captions; alone.",
+    )
+    group.add_argument(
+        "--captions",
+        default=None,
+        help="For --what captions: file with the captions of the images in --data_path, as retrieval takes it. By "
+        "default --data_path is a table, shards or scenes with captions.",
     )
     group.add_argument("--dtype", choices=("float32", "float16"), default="float32", help="Type of the arrays on disk.")
     group.add_argument("--overwrite", action="store_true", help="Replace other embeddings in --output_dir.")

@@ -2,6 +2,7 @@
 
     encoding.npy, slots.npy, ...   one row per readable image, in the order of the source; opened memory-mapped
     index.parquet or index.csv     row, path, label (the name of the class, empty if there is none)
+                                   of captions the path is the image's, and the column caption has the words
     unreadable.csv                 path and reason of each image that has no row
     embedding.json                 encoder, images, view, precision, versions
 
@@ -13,7 +14,7 @@ import csv
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -37,7 +38,7 @@ class Embeddings:
 
     Attributes:
         arrays: kind of feature -> memory-mapped array, (images, ...).
-        index: "path" and "label" of each row.
+        index: "path" and "label" of each row; of captions also "caption".
         record: how the embeddings were made.
     """
 
@@ -107,13 +108,20 @@ class EmbeddingWriter:
         dtype: of the arrays.
         num_images: of the source.
         batch_size: images per batch.
+        unit: name of what has a row: images or captions.
     """
 
     def __init__(
-        self, folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str, num_images: int, batch_size: int
+        self,
+        folder: Path,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: str,
+        num_images: int,
+        batch_size: int,
+        unit: str = "images",
     ) -> None:
         self.folder, self.shapes, self.dtype = folder, dict(shapes), np.dtype(dtype)
-        self.num_images, self.batch_size = num_images, batch_size
+        self.num_images, self.batch_size, self.unit = num_images, batch_size, unit
         self.chunk_images = CHUNK_BATCHES * batch_size
         self.num_chunks = -(-num_images // self.chunk_images)
 
@@ -122,12 +130,19 @@ class EmbeddingWriter:
         """Size of all arrays on disk."""
         return self.num_images * self.dtype.itemsize * sum(int(np.prod(shape)) for shape in self.shapes.values())
 
+    @property
+    def num_free_bytes(self) -> int:
+        """Space that the arrays can have: what is free, and what they have already."""
+        taken = sum(path.stat().st_blocks * 512 for path in map(self._path, self.shapes) if path.is_file())
+        return shutil.disk_usage(self.folder).free + taken
+
     def open(self, record: dict[str, Any], overwrite: bool) -> None:
         """Create the folder's files, or take up those of a run that was killed; called on one process.
 
         Raises:
             ValueError: the folder holds other embeddings, or the disk has too little space.
         """
+        self.folder.mkdir(parents=True, exist_ok=True)
         saved = None if overwrite else read_record(self.folder)
         if saved is not None and (different := differences(saved["settings"], record["settings"], "there", "now")):
             raise ValueError(
@@ -140,7 +155,7 @@ class EmbeddingWriter:
             shutil.rmtree(self.folder / CHUNKS, ignore_errors=True)
             for name in (RECORD, *(f"{feature}.npy" for feature in FEATURES)):
                 (self.folder / name).unlink(missing_ok=True)
-        free = shutil.disk_usage(self.folder).free + sum(file.stat().st_blocks * 512 for file in self._files())
+        free = self.num_free_bytes
         if self.num_bytes > free:
             raise ValueError(
                 f"the embeddings take {self.num_bytes / 1e9:.2f} GB, but {self.folder} has {free / 1e9:.2f} GB left; "
@@ -182,7 +197,7 @@ class EmbeddingWriter:
                 os.fsync(file.fileno())
         write_json({"unreadable": unreadable}, self._chunk_file(chunk))
 
-    def finish(self, source: ImageSource, record: dict[str, Any]) -> None:
+    def finish(self, source: ImageSource, record: dict[str, Any], captions: Sequence[str] | None = None) -> None:
         """Remove the rows of unreadable images and write the index; called on one process when all chunks are done."""
         chunks = [json.loads(self._chunk_file(chunk).read_text()) for chunk in range(self.num_chunks)]
         unreadable = [entry for chunk in chunks for entry in chunk["unreadable"]]
@@ -191,7 +206,7 @@ class EmbeddingWriter:
             self._keep_rows(name, kept)
         with open(self.folder / UNREADABLE, "w", newline="", encoding="utf-8", errors="backslashreplace") as file:
             csv.writer(file).writerows([("path", "reason"), *((path, reason) for _, path, reason in unreadable)])
-        _write_index(self.folder, kept, source)
+        _write_index(self.folder, kept, source, captions)
         counts = {"num_images": len(kept), "num_unreadable": len(unreadable)}
         write_json({**record, **counts, "complete": True}, self.folder / RECORD)
         shutil.rmtree(self.folder / CHUNKS)
@@ -215,35 +230,34 @@ class EmbeddingWriter:
     def _chunk_file(self, chunk: int) -> Path:
         return self.folder / CHUNKS / f"{chunk:08d}.json"
 
-    def _files(self) -> Iterator[Path]:
-        """The arrays that exist."""
-        return (path for path in map(self._path, self.shapes) if path.is_file())
 
-
-def _index_rows(kept: np.ndarray, source: ImageSource) -> Iterator[tuple[int, str, str]]:
-    """Row, path and label of each readable image."""
+def _index_rows(
+    kept: np.ndarray, source: ImageSource, captions: Sequence[str] | None
+) -> Iterator[tuple[int | str, ...]]:
+    """Row, path and label of each readable image, and its caption if there are any."""
     for row, image in enumerate(map(int, kept)):
         label = -1 if source.labels is None else int(source.labels[image])
-        yield row, source.location(image), (source.classes or [])[label] if label >= 0 else ""
+        texts = () if captions is None else (captions[image],)
+        yield row, source.location(image), (source.classes or [])[label] if label >= 0 else "", *texts
 
 
-def _write_index(folder: Path, kept: np.ndarray, source: ImageSource) -> None:
+def _write_index(folder: Path, kept: np.ndarray, source: ImageSource, captions: Sequence[str] | None) -> None:
     """index.parquet, or index.csv where pyarrow is not installed."""
-    rows = _index_rows(kept, source)
+    rows = _index_rows(kept, source, captions)
+    names = ["row", "path", "label", *([] if captions is None else ["caption"])]
     try:
         import pyarrow as pa
         from pyarrow import parquet
     except ImportError:
         with open(folder / "index.csv", "w", newline="", encoding="utf-8", errors="backslashreplace") as file:
-            csv.writer(file).writerows([("row", "path", "label")])
+            csv.writer(file).writerow(names)
             csv.writer(file).writerows(rows)
         return
-    schema = pa.schema([("row", pa.int64()), ("path", pa.string()), ("label", pa.string())])
+    schema = pa.schema([(name, pa.int64() if name == "row" else pa.string()) for name in names])
     with parquet.ParquetWriter(folder / "index.parquet", schema) as writer:
         for _ in range(0, len(kept), BLOCK_ROWS):
-            block = list(islice(rows, BLOCK_ROWS))
-            numbers, paths, labels = zip(*block, strict=True)
-            writer.write_table(pa.table([numbers, _valid_text(paths), labels], schema=schema))
+            numbers, *texts = zip(*islice(rows, BLOCK_ROWS), strict=True)
+            writer.write_table(pa.table([numbers, *map(_valid_text, texts)], schema=schema))
 
 
 def _valid_text(names: Iterable[str]) -> list[str]:
@@ -255,8 +269,8 @@ def _read_index(folder: Path) -> dict[str, list[str]]:
     if (folder / "index.parquet").is_file():
         from pyarrow import parquet
 
-        table = parquet.read_table(folder / "index.parquet", columns=["path", "label"])
-        return {name: table.column(name).to_pylist() for name in ("path", "label")}
+        table = parquet.read_table(folder / "index.parquet")
+        return {name: table.column(name).to_pylist() for name in table.column_names if name != "row"}
     with open(folder / "index.csv", newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    return {name: [row[name] for row in rows] for name in ("path", "label")}
+        names, *rows = csv.reader(file)
+    return {name: [row[column] for row in rows] for column, name in enumerate(names) if name != "row"}

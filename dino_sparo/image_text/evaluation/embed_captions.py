@@ -1,0 +1,106 @@
+"""A checkpoint of CLIP or OC-CLIP and captions -> a folder of embeddings, as `dino-sparo embed` writes it.
+
+    dino-sparo embed --what captions --pretrained_weights runs/clip/checkpoint.pth --data_path data/coco/val2017 \\
+        --captions data/coco/annotations/captions_val2017.json --output_dir caption_embeddings
+
+captions.npy has one row per caption; the index has its image's path and its words. A CLIP's rows have length one, so
+that the dot product with a normalised image feature is CLIP's score. OC-CLIP's rows are its text encoder's output for
+the whole caption as one phrase; they have no counterpart among images.
+"""
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from dino_sparo.data.sources.image_source import Subset
+from dino_sparo.evaluation.embed.command import announce, write_embeddings
+from dino_sparo.evaluation.embed.store import EmbeddingWriter
+from dino_sparo.evaluation.features import inference
+from dino_sparo.evaluation.task import start_evaluation
+from dino_sparo.image_text.evaluation.caption_sets import CaptionSet, open_caption_set
+from dino_sparo.image_text.text import tokenize
+from dino_sparo.runtime.logs import progress
+from dino_sparo.runtime.precision import PRECISIONS
+from dino_sparo.runtime.records import versions
+
+
+class CaptionEncoder(NamedTuple):
+    """The text side of a model.
+
+    Attributes:
+        model: in eval mode; its `encode_text` takes token ids (B, N) and gives features (B, F).
+        context_length: N.
+        record: the model in a result file.
+    """
+
+    model: Any
+    context_length: int
+    record: dict[str, Any]
+
+
+def embed_captions(
+    args: argparse.Namespace, open_encoder: Callable[[argparse.Namespace], CaptionEncoder]
+) -> dict[str, Any]:
+    """Embed the captions that the options name; returns the record that embedding.json holds.
+
+    Raises:
+        ValueError: the checkpoint has no text encoder, or the options do not fit the captions or the folder.
+    """
+    if len(args.what) > 1:
+        raise ValueError(
+            f"--what {' '.join(args.what)}: captions have rows of their own; embed images and captions into two folders"
+        )
+    device = start_evaluation(args).device
+    encoder = open_encoder(args)
+    encoder.model.to(device)
+    data = open_caption_set(args.data_path, args.captions or "", args.split)
+    encode = partial(_encode, encoder, device, PRECISIONS[args.precision], args.batch_size_per_gpu)
+    shapes = {"captions": tuple(encode(data.captions[:1]).shape[1:])}
+    writer = EmbeddingWriter(
+        Path(args.output_dir), shapes, args.dtype, len(data.captions), args.batch_size_per_gpu, unit="captions"
+    )
+    settings = {
+        "weights": encoder.record["sha256"],
+        "what": "captions",
+        "dtype": args.dtype,
+        "precision": args.precision,
+        "batch_size_per_gpu": args.batch_size_per_gpu,
+        "num_captions": len(data.captions),
+        "img_size": None,
+    }
+    record = {
+        "settings": settings,
+        "encoder": encoder.record,
+        "features": {name: list(shape) for name, shape in shapes.items()},
+        "images": {"data_path": args.data_path, "captions": args.captions, "split": args.split, "classes": None},
+        "versions": versions(open_clip="open_clip_torch"),
+    }
+    write_chunks = partial(_write_chunks, data, writer, encode)
+    images = Subset(data.images, data.image_of)
+    return write_embeddings(writer, record, args.overwrite, write_chunks, images, data.captions)
+
+
+@torch.no_grad()
+def _encode(
+    encoder: CaptionEncoder, device: torch.device, dtype: torch.dtype, batch_size: int, captions: list[str]
+) -> Float[Tensor, "B F"]:
+    """Features of a batch, filled up to `batch_size` so that all products have one size."""
+    ids = tokenize(captions, encoder.context_length).ids
+    filled = torch.cat((ids, ids[:1].expand(batch_size - len(ids), -1))).to(device)
+    with inference(encoder.model, device, dtype):
+        return encoder.model.encode_text(filled)[: len(ids)].float()
+
+
+def _write_chunks(data: CaptionSet, writer: EmbeddingWriter, encode: Callable[[list[str]], Tensor]) -> None:
+    """Embed this process' share of the chunks that are not finished."""
+    for chunk in progress(announce(writer), desc="embedding captions"):
+        for batch in writer.batches(chunk):
+            features = encode([data.captions[index] for index in batch])
+            writer.write("captions", batch.start, features.cpu().numpy().astype(writer.dtype))
+        writer.finish_chunk(chunk, [])

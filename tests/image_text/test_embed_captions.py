@@ -1,0 +1,121 @@
+"""Embeddings of captions: a CLIP's score is their dot product with images; kills and resumes; what is refused."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import oc_clip_fakes
+import pytest
+import torch
+from clip_fakes import small_checkpoint
+from PIL import Image
+
+from dino_sparo.__main__ import run
+from dino_sparo.clip.model import load_clip, normalize_slots
+from dino_sparo.evaluation.embed import store
+from dino_sparo.evaluation.embed.store import EmbeddingWriter, load_embeddings
+from dino_sparo.image_text.text import tokenize
+from dino_sparo.models.encoder import create_encoder
+from dino_sparo.oc_clip.load import load_oc_clip
+from dino_sparo.runtime.launch import shutdown
+from dino_sparo.weights.checkpoint import encoder_description, load_encoder
+
+CAPTIONS = ("a red square", "a blue square", "a red square", "a green disc", "two discs", "a dog on a lawn", "nothing")
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> Path:
+    """A table of images and captions."""
+    rng = np.random.default_rng(0)
+    with open(tmp_path / "pairs.csv", "w", newline="") as file:
+        csv.writer(file).writerow(("path", "caption"))
+        for number, caption in enumerate(CAPTIONS):
+            Image.fromarray(rng.integers(256, size=(20, 23, 3), dtype=np.uint8)).save(tmp_path / f"{number}.png")
+            csv.writer(file).writerow((f"{number}.png", caption))
+    return tmp_path / "pairs.csv"
+
+
+def embed(weights: Path, pairs: Path, out: Path, *more: str) -> dict[str, Any]:
+    words = ["--pretrained_weights", weights, "--data_path", pairs, "--output_dir", out, "--batch_size_per_gpu", "2"]
+    try:
+        return run("embed", [*map(str, words), "--num_workers", "0", "--device", "cpu", "--split", "all", *more])
+    finally:
+        shutdown()
+
+
+def test_captions_and_images_of_a_clip_meet_in_its_score(
+    pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = small_checkpoint(tmp_path / "clip.pth")
+    embed(weights, pairs, tmp_path / "captions", "--what", "captions")
+    assert "7 captions -> captions " in capsys.readouterr().out
+    embed(weights, pairs, tmp_path / "images", "--what", "slots")
+    captions, images = load_embeddings(tmp_path / "captions"), load_embeddings(tmp_path / "images")
+    assert captions.index["caption"] == list(CAPTIONS)
+    assert [Path(path).name for path in captions.index["path"]] == [f"{number}.png" for number in range(7)]
+    loaded = load_clip(weights)
+    # The view of embeddings is that of k-NN, somewhat larger than CLIP's before the crop.
+    pictures = load_encoder(weights).transform([Image.open(tmp_path / f"{number}.png") for number in range(7)])
+    slots = normalize_slots(torch.from_numpy(images.arrays["slots"].copy()))
+    scores = slots @ torch.from_numpy(captions.arrays["captions"].copy()).T
+    torch.testing.assert_close(scores, loaded.similarity(pictures, CAPTIONS), rtol=1e-3, atol=1e-4)
+
+
+def test_captions_of_an_oc_clip_are_its_text_encoders_output(pairs: Path, tmp_path: Path) -> None:
+    weights = oc_clip_fakes.small_checkpoint(tmp_path / "oc_clip.pth")
+    embed(weights, pairs, tmp_path / "captions", "--what", "captions")
+    model = load_oc_clip(weights).model
+    with torch.inference_mode():
+        expected = model.encode_text(tokenize(CAPTIONS, model.config.text.context_length).ids)
+    found = torch.from_numpy(load_embeddings(tmp_path / "captions").arrays["captions"].copy())
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_killed_run_resumes_to_the_same_bytes(pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = small_checkpoint(tmp_path / "clip.pth")
+    monkeypatch.setattr(store, "CHUNK_BATCHES", 1)
+    embed(weights, pairs, tmp_path / "undisturbed", "--what", "captions")
+    calls = 0
+
+    def killed(self: EmbeddingWriter, *arguments: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        finish_chunk(self, *arguments)
+
+    finish_chunk = EmbeddingWriter.finish_chunk
+    with monkeypatch.context() as patch:
+        patch.setattr(EmbeddingWriter, "finish_chunk", killed)
+        with pytest.raises(SystemExit):
+            embed(weights, pairs, tmp_path / "out", "--what", "captions")
+    embed(weights, pairs, tmp_path / "out", "--what", "captions")
+    for path in (tmp_path / "undisturbed").iterdir():
+        assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes()
+
+
+def test_an_encoder_of_images_alone_embeds_no_captions(
+    pairs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    encoder = create_encoder("vit_micro", 8, "cls", img_size=16)
+    description = encoder_description(encoder.config, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    torch.save({"teacher": encoder.state_dict(), "encoder": description}, tmp_path / "dino.pth")
+    with pytest.raises(SystemExit):
+        embed(tmp_path / "dino.pth", pairs, tmp_path / "out", "--what", "captions")
+    assert "dino.pth holds no text encoder; give a checkpoint of train-clip or train-oc-clip" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--what", "captions", "encoding"), "embed images and captions into two folders"),
+        (("--captions", "captions.json"), "--captions captions.json without --what captions"),
+    ],
+)
+def test_captions_stand_alone(
+    words: tuple[str, ...], message: str, pairs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(SystemExit):
+        embed(small_checkpoint(tmp_path / "clip.pth"), pairs, tmp_path / "out", *words)
+    assert message in caplog.text
