@@ -193,15 +193,12 @@ def merge_equal(captions: Sequence[str]) -> tuple[list[str], Int64[Tensor, " cap
 
     Case and white space make no difference, as in the tokenizer.
     """
-    number: dict[str, int] = {}
-    texts: list[str] = []
-    text_of = []
-    for caption in captions:
-        words = " ".join(caption.lower().split())
-        text_of.append(number.setdefault(words, len(texts)))
-        if text_of[-1] == len(texts):
-            texts.append(caption)
-    return texts, torch.tensor(text_of, dtype=torch.int64)
+    keys = [" ".join(caption.lower().split()) for caption in captions]
+    texts: dict[str, str] = {}
+    for key, caption in zip(keys, captions, strict=True):
+        texts.setdefault(key, caption)
+    number = {key: index for index, key in enumerate(texts)}
+    return list(texts.values()), torch.tensor([number[key] for key in keys], dtype=torch.int64)
 
 
 def evaluate_checkpoint(args: argparse.Namespace, open_model: OpenModel) -> dict[str, Any]:

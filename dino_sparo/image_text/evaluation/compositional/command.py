@@ -218,9 +218,8 @@ def describe(local: LocalBenchmark, every: Sequence[Answer | None], seed: int) -
 def add_blind(result: Result, shuffled: Result) -> None:
     """Add to a benchmark's result the accuracies with shuffled images."""
     for part in ("splits", "means"):
-        for name, numbers in result[part].items():
-            if name in shuffled[part]:
-                numbers["blind"] = shuffled[part][name]["accuracy"]
+        for name in result[part].keys() & shuffled[part].keys():
+            result[part][name]["blind"] = shuffled[part][name]["accuracy"]
 
 
 def table(results: Mapping[str, Result]) -> str:
@@ -232,23 +231,18 @@ def table(results: Mapping[str, Result]) -> str:
 
     lines = [row("accuracy, %", "questions", "chance", list(results))]
     result = next(iter(results.values()))
-    first = result["benchmarks"]
-    for title, benchmark in first.items():
-        every = [result["benchmarks"][title] for result in results.values()]
+    for title, benchmark in result["benchmarks"].items():
+        every = [each["benchmarks"][title] for each in results.values()]
         lines.append(title + " *" * (not all(each["complete"] for each in every)))
         splits = benchmark["splits"] if len(benchmark["splits"]) <= MAX_SHOWN else {}
         for part, name in [("splits", name) for name in splits] + [("means", name) for name in benchmark["means"]]:
-            kinds = {"accuracy": name}
-            if part == "means" and benchmark["official_tie"] > 0:
-                kinds["official"] = f"{name}, official ties"
-            kinds["blind"] = f"{name}, shuffled images"
             entry = benchmark[part][name]
+            official = "official" if part == "means" and benchmark["official_tie"] else ""
             chance = f"{entry['chance']:.1f}" if "chance" in entry else ""
-            for kind, label in kinds.items():
+            for kind, words in (("accuracy", ""), (official, ", official ties"), ("blind", ", shuffled images")):
                 if kind in entry:
                     cells = [f"{each[part][name][kind]:.2f}" for each in every]
-                    lines.append(row(f"  {label}", entry.get("num_questions", ""), chance, cells).rstrip())
-    lacking = {title: each["lacks"] for title, each in first.items() if each["lacks"]}
-    lines += [f"* {title}: {sentence}" for title, sentences in lacking.items() for sentence in sentences]
-    lines += [f"* {title}: {sentence}" for title, sentence in result["left_out"].items()]
+                    lines.append(row(f"  {name}{words}", entry.get("num_questions", ""), chance, cells).rstrip())
+    lacks = [(title, lack) for title, each in result["benchmarks"].items() for lack in each["lacks"]]
+    lines += [f"* {title}: {lack}" for title, lack in (*lacks, *result["left_out"].items())]
     return "\n".join(lines)

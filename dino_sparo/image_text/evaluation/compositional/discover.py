@@ -191,17 +191,16 @@ def image_folder(benchmark: Benchmark, folder: Path, root: Path, names: Sequence
 def _missing_annotations(benchmark: Benchmark, folder: Path, questions: Sequence[Question]) -> list[str]:
     """Sentences on annotations that are missing or incomplete."""
     lacks = []
-    if missing := [name for name in benchmark.files if name not in benchmark.own_files(folder)]:
+    if missing := [name for name in benchmark.files if not (folder / name).is_file()]:
         first = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
         lacks.append(
             f"{folder} lacks {len(missing)} of {len(benchmark.files)} files: {first}; get them from {benchmark.source}"
         )
     counts = Counter(question.split for question in questions)
-    wrong = [
-        f"{split} has {counts[split]} questions, not {count}"
-        for split, count in benchmark.counts.items()
-        if counts[split] not in (0, count)
-    ]
-    if benchmark.total not in (None, len(questions)):
-        wrong.append(f"it has {len(questions)} questions, not {benchmark.total}")
-    return lacks + ["; ".join(wrong) + f"; compare with {benchmark.source}"] * bool(wrong)
+    expected = {f"{split} has": (counts[split], number) for split, number in benchmark.counts.items() if counts[split]}
+    if benchmark.total is not None:
+        expected["it has"] = (len(questions), benchmark.total)
+    wrong = [f"{what} {here} questions, not {number}" for what, (here, number) in expected.items() if here != number]
+    if wrong:
+        lacks.append("; ".join(wrong) + f"; compare with {benchmark.source}")
+    return lacks
