@@ -14,7 +14,8 @@ from clip_fakes import call, parser_of
 from compositional_files import TAGGED_CAPTIONS, tagged, write_json
 
 from dino_sparo.image_text.evaluation.caption_sets import read_captions
-from dino_sparo.image_text.evaluation.compositional.sets.aro import Words, cleaned, options_of, read_order
+from dino_sparo.image_text.evaluation.compositional.sets import BENCHMARKS
+from dino_sparo.image_text.evaluation.compositional.sets.aro import Words, cleaned, options_of
 from dino_sparo.runtime.faults import MissingPackageError
 
 OFFICIAL = json.loads((Path(__file__).parents[1] / "reference" / "compositional.json").read_text())
@@ -103,7 +104,7 @@ def run(*options: object) -> Any:
 def test_the_written_file_is_read_as_the_benchmark_and_the_record_says_how_it_was_made(tools, captions, tmp_path):
     output = tmp_path / "coco" / "coco_order.json"
     record = run("--captions", captions, "--output", output)
-    questions = list(read_order("coco_order.json", output.parent))
+    questions = list(BENCHMARKS["coco-order"].read(output.parent))
     assert [question.images[0] for question in questions] == ["val2014/a.jpg", "val2014/a.jpg", "b.jpg", "b.jpg"]
     assert all(len(question.captions) == 5 for question in questions)
     assert questions[0].captions[0] == "a red star left of a blue ring"

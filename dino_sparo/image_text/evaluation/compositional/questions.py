@@ -68,25 +68,32 @@ def questions_of(
         yield question
 
 
-def read_entries(path: Path, make: Callable[[Any], Question], expected: str, keyed: bool = False) -> Iterator[Question]:
-    """The questions of a JSON list, or of an object's values with `keyed`; otherwise as `questions_of`."""
-    entries = read_json(path)
-    if keyed and isinstance(entries, dict):
-        rows: Iterable[tuple[Any, Any]] = entries.items()
-    elif isinstance(entries, list):
-        rows = enumerate(entries)
-    else:
-        raise ValueError(f"{path}: expected a list of {expected}; found {type(entries).__name__}")
-    return questions_of(path, ((f"entry {key!r}", entry) for key, entry in rows), make, expected)
+def json_reader(
+    files: Mapping[str, str], make: Callable[[str, Any], Question], expected: str, keyed: bool = False
+) -> Callable[[Path], Iterator[Question]]:
+    """Folder -> the questions of the JSON lists that the folder holds.
 
+    Args:
+        files: split -> name of its file.
+        make: split and entry of a list -> question; otherwise as in `questions_of`.
+        expected: valid entries, for messages.
+        keyed: also read the values of an object in place of a list.
+    """
 
-def read_splits(
-    folder: Path, files: Mapping[str, str], make: Callable[[str, Any], Question], expected: str, keyed: bool = False
-) -> Iterator[Question]:
-    """The questions of those files (split -> name) that a folder holds; `make` gets split and entry."""
-    for split, file in files.items():
-        if (folder / file).is_file():
-            yield from read_entries(folder / file, partial(make, split), expected, keyed)
+    def read(folder: Path) -> Iterator[Question]:
+        for split, name in files.items():
+            path = folder / name
+            if not path.is_file():
+                continue
+            entries = read_json(path)
+            if not isinstance(entries, list | dict if keyed else list):
+                raise ValueError(f"{path}: expected a list of {expected}; found {type(entries).__name__}")
+            rows = entries.items() if isinstance(entries, dict) else enumerate(entries)
+            yield from questions_of(
+                path, ((f"entry {key!r}", row) for key, row in rows), partial(make, split), expected
+            )
+
+    return read
 
 
 def list_of(value: Any, length: int | None = None) -> list[Any]:

@@ -23,7 +23,7 @@ their dataset_zoo/aro_datasets.py with the notebook beside it, dataset_zoo/pertu
 import argparse
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ import numpy as np
 
 from dino_sparo.image_text.evaluation.caption_sets import read_captions
 from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark, Weights, equal_means
-from dino_sparo.image_text.evaluation.compositional.questions import Question, list_of, read_entries
+from dino_sparo.image_text.evaluation.compositional.questions import Question, json_reader, list_of
 from dino_sparo.image_text.evaluation.protocol import file_record
 from dino_sparo.image_text.scoring.image_files import Crop
 from dino_sparo.image_text.spacy_model import SpacyModel
@@ -87,37 +87,22 @@ def attributes_of(entry: Any) -> str:
     return "_".join((first, second))
 
 
-def read_crops(file: str, split_of: Callable[[Any], str], split_field: str, folder: Path) -> Iterator[Question]:
-    """Questions about crops of Visual Genome's images.
-
-    Args:
-        file: name of the annotations.
-        split_of: entry -> split.
-        split_field: the field that `split_of` reads, for messages.
-        folder: of the file.
-    """
-
-    def question(entry: Any) -> Question:
-        left, top, width, height = (float(entry[f"bbox_{side}"]) for side in "xywh")
-        image = Crop(entry["image_path"], (left, top, left + width, top + height))
-        return Question(split_of(entry), (image,), (entry["true_caption"], entry["false_caption"]))
-
-    expected = f"image_path, bbox_x, bbox_y, bbox_w, bbox_h, true_caption, false_caption and {split_field}"
-    return read_entries(folder / file, question, expected)
+def crop_question(split_of: Callable[[Any], str], _: str, entry: Any) -> Question:
+    """A question about a crop of one of Visual Genome's images; `split_of` an entry is its split."""
+    left, top, width, height = (float(entry[f"bbox_{side}"]) for side in "xywh")
+    image = Crop(entry["image_path"], (left, top, left + width, top + height))
+    return Question(split_of(entry), (image,), (entry["true_caption"], entry["false_caption"]))
 
 
-def read_order(file: str, folder: Path) -> Iterator[Question]:
-    """A caption and its shuffled words, from a file that `write_order` wrote into a folder."""
-
-    def question(entry: Any) -> Question:
-        return Question("order", (entry["image"],), tuple(list_of(entry["caption_options"], NUM_ORDERS)))
-
-    return read_entries(folder / file, question, f"image and caption_options, {NUM_ORDERS} texts")
+def order_question(_: str, entry: Any) -> Question:
+    """A caption and its shuffled words, as `write_order` writes them."""
+    return Question("order", (entry["image"],), tuple(list_of(entry["caption_options"], NUM_ORDERS)))
 
 
 def crops(name: str, file: str, split_of: Callable[[Any], str], split_field: str, **more: Any) -> Benchmark:
-    """VG-Relation or VG-Attribution."""
-    read = partial(read_crops, file, split_of, split_field)
+    """VG-Relation or VG-Attribution; `split_of` reads the field `split_field`."""
+    expected = f"image_path, bbox_x, bbox_y, bbox_w, bbox_h, true_caption, false_caption and {split_field}"
+    read = json_reader({"": file}, partial(crop_question, split_of), expected)
     return Benchmark(f"aro-{name.lower()}", f"ARO VG-{name}", (file,), read, ("images",), REPOSITORY, **more)
 
 
@@ -125,7 +110,7 @@ def order(name: str, folders: tuple[str, ...], total: int) -> Benchmark:
     """COCO-Order or Flickr-Order."""
     file = f"{name.lower()}_order.json"
     source = f"{REPOSITORY}; dino-sparo order-captions writes it from the captions"
-    read = partial(read_order, file)
+    read = json_reader({"": file}, order_question, f"image and caption_options, {NUM_ORDERS} texts")
     return Benchmark(
         f"{name.lower()}-order", f"ARO {name}-Order", (file,), read, folders, source, 20.0, total=total, tie_credit=1.0
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark, Weights, equal_means
-from dino_sparo.image_text.evaluation.compositional.questions import Question, read_json, read_splits
+from dino_sparo.image_text.evaluation.compositional.questions import Question, json_reader, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def read(folder: Path) -> Iterator[Question]:
         raise ValueError(
             f"{folder} holds none of {', '.join(FILES.values())}, nor any other JSON file; give the folder of them"
         )
-    return read_splits(folder, files, _question, "filename, caption and negative_caption", keyed=True)
+    return json_reader(files, _question, "filename, caption and negative_caption", keyed=True)(folder)
 
 
 def _question(split: str, entry: Any) -> Question:

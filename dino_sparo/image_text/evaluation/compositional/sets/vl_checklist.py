@@ -9,12 +9,11 @@ Source: Zhao et al., "VL-CheckList: evaluating pre-trained vision-language model
 relations"; corpus/v1, corpus.json and radar.py of their repository.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark, Weights
-from dino_sparo.image_text.evaluation.compositional.questions import Question, list_of, read_splits
+from dino_sparo.image_text.evaluation.compositional.questions import Question, json_reader, list_of
 from dino_sparo.image_text.scoring.image_files import file_of
 
 
@@ -72,12 +71,8 @@ def _counts() -> dict[str, int]:
 COUNTS = _counts()
 
 
-def read(folder: Path) -> Iterator[Question]:
-    """The questions of all files that lie in a folder; names of images begin with `vg/`, `hake/` or `swig/`."""
-    return read_splits(folder, FILES, _question, "[image, {POS: [text], NEG: [text]}]")
-
-
 def _question(split: str, entry: Any) -> Question:
+    """The question of an entry; the name of its image begins with `vg/`, `hake/` or `swig/`."""
     name, texts = list_of(entry, 2)
     if not isinstance(name, str):
         raise ValueError(f"{name!r:.80} is no name of an image file")
@@ -117,7 +112,7 @@ BENCHMARKS = (
         "vl-checklist",
         "VL-CheckList",
         tuple(FILES.values()),
-        read,
+        json_reader(FILES, _question, "[image, {POS: [text], NEG: [text]}]"),
         (".", "images"),
         "https://github.com/om-ai-lab/VL-CheckList, DATASETS.md for the images",
         counts=COUNTS,

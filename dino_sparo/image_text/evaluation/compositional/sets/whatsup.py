@@ -12,13 +12,13 @@ their dataset_zoo/aro_datasets.py.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dino_sparo.image_text.evaluation.compositional.benchmark import Benchmark
-from dino_sparo.image_text.evaluation.compositional.questions import Question, list_of, read_entries, read_splits
+from dino_sparo.image_text.evaluation.compositional.questions import Question, json_reader, list_of
 from dino_sparo.image_text.evaluation.compositional.sets.sugarcrepe import COCO_FOLDERS, COCO_IMAGES
 from dino_sparo.image_text.scoring.image_files import file_of
 
@@ -26,14 +26,10 @@ PAIRS = (("left", "right"), ("on", "under"), ("in-front", "behind"))
 REPOSITORY = "https://github.com/amitakamath/whatsup_vlms"
 
 
-def read_controlled(file: str, folder: Path) -> Iterator[Question]:
-    """Questions about controlled images; a split is a preposition."""
-
-    def question(entry: Any) -> Question:
-        path = entry["image_path"]
-        return Question(set_and_preposition(path)[1], (path,), tuple(list_of(entry["caption_options"], 4)))
-
-    return read_entries(folder / file, question, "image_path, OBJECT_PREPOSITION_..._OBJECT, and caption_options, four")
+def controlled_question(_: str, entry: Any) -> Question:
+    """A question about a controlled image; its split is the preposition."""
+    path = entry["image_path"]
+    return Question(set_and_preposition(path)[1], (path,), tuple(list_of(entry["caption_options"], 4)))
 
 
 def set_and_preposition(path: str) -> tuple[tuple[str, str], str]:
@@ -64,31 +60,22 @@ def pairs_and_sets(questions: Sequence[Question], worth: Sequence[float]) -> dic
     return {name: 100 * sum(each) / len(each) for name, each in values.items() if each}
 
 
-def read_spatial(files: Mapping[str, str], padding: int, folder: Path) -> Iterator[Question]:
-    """Questions about one object and about two.
-
-    Args:
-        files: split -> file.
-        padding: digits of a number in the name of an image file.
-        folder: of the files.
-    """
-
-    def question(split: str, entry: Any) -> Question:
-        number, true, false = list_of(entry, 3)
-        if isinstance(number, bool) or not isinstance(number, int | str):  # GQA's may have letters
-            raise ValueError(f"{number!r:.80} is no image id")
-        return Question(split, (f"{number!s:0>{padding}}.jpg",), (true, false))
-
-    return read_splits(folder, files, question, "[image id, true, false]")
+def spatial_question(padding: int, split: str, entry: Any) -> Question:
+    """A question about one object or two; `padding` is the number of digits in the name of an image file."""
+    number, true, false = list_of(entry, 3)
+    if isinstance(number, bool) or not isinstance(number, int | str):  # GQA's may have letters
+        raise ValueError(f"{number!r:.80} is no image id")
+    return Question(split, (f"{number!s:0>{padding}}.jpg",), (true, false))
 
 
 def controlled(letter: str, file: str, folder: str, total: int) -> Benchmark:
     """What'sUp A or B."""
+    expected = "image_path, OBJECT_PREPOSITION_..._OBJECT, and caption_options, four"
     return Benchmark(
         f"whatsup-{letter.lower()}",
         f"What'sUp {letter}",
         (file,),
-        partial(read_controlled, file),
+        json_reader({"": file}, controlled_question, expected),
         (folder, "."),
         REPOSITORY,
         chance=25.0,
@@ -106,7 +93,7 @@ def spatial(name: str, file: str, padding: int, folders: tuple[str, ...], source
         f"{name.lower()}-spatial",
         f"{name}-spatial",
         tuple(files.values()),
-        partial(read_spatial, files, padding),
+        json_reader(files, partial(spatial_question, padding), "[image id, true, false]"),
         folders,
         source,
         counts=dict(zip(files, counts, strict=True)),
