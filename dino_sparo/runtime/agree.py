@@ -74,16 +74,16 @@ def _peers_named() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def all_or_none(what: str, patient: bool = False) -> Iterator[None]:
-    """Do something on every rank, without collectives in it; if it fails on one, all ranks raise.
+    """Within this context every rank works without collectives; if one rank fails, all ranks raise an error.
 
     Args:
-        what: what is being done, for the message on the other ranks: "opening the images".
-        patient: it may take longer than a collective waits; see `gather_patiently`.
+        what: the action, for the message on the other ranks: "opening the images".
+        patient: the action may take longer than a collective waits; see `gather_patiently`.
 
     Raises:
-        PeerError: it failed on another rank.
-        FaultError: it failed on other ranks by faults alone, so that starting again helps.
-        Exception: what was raised here.
+        PeerError: another rank failed.
+        FaultError: other ranks failed, all by faults, so that starting again helps.
+        Exception: the error of this rank.
     """
     error: Exception | None = None
     with beating() if patient else contextlib.nullcontext():
@@ -104,11 +104,7 @@ def all_or_none(what: str, patient: bool = False) -> Iterator[None]:
 
 
 def on_rank_0(function: Callable[[], None], what: str) -> None:
-    """Call a function on rank 0 while the others wait; if it fails there, all ranks raise.
-
-    Raises:
-        PeerError: it failed on rank 0, and this is another.
-    """
+    """Call a function on rank 0 while the others wait; if it fails, all ranks raise an error."""
     with all_or_none(what):
         if is_main():
             function()
@@ -116,13 +112,10 @@ def on_rank_0(function: Callable[[], None], what: str) -> None:
 
 @contextlib.contextmanager
 def rank_0_first(what: str = "preparing the data") -> Iterator[None]:
-    """Let rank 0 do something before the others do it too: download, or index files and leave a cache.
+    """Within this context rank 0 works first, then the others: it downloads, or indexes files into a cache.
 
-    What fails on one rank fails on all, as in `all_or_none`; the others do not begin if rank 0 fails. It may take
-    longer than a collective waits.
-
-    Args:
-        what: what is being done, for messages.
+    A failure of one rank is a failure of all, as in `all_or_none`, and the action may take longer than a collective
+    waits. If rank 0 fails, the others do not begin.
     """
     with all_or_none(what, patient=True):
         if is_main():
@@ -141,11 +134,7 @@ def rank_0_first(what: str = "preparing the data") -> Iterator[None]:
 
 
 def require_same(value: int | str | None, what: str) -> None:
-    """Make sure that all processes have the same value, e.g. a number of images, before they wait for each other.
-
-    Raises:
-        ValueError: on every rank; with the values if they are numbers.
-    """
+    """ValueError on every rank unless all ranks have the same value, such as a number of images."""
     values = all_gather_object(value)
     if len(set(values)) > 1:
         shown = f": {values}, by rank" if isinstance(value, int) else ""
@@ -153,11 +142,7 @@ def require_same(value: int | str | None, what: str) -> None:
 
 
 def require_same_options(options: Mapping[str, Any]) -> None:
-    """Refuse processes that were started with different options, or with another version of torch or of this package.
-
-    Raises:
-        ValueError: on every rank, with the first option that differs and both values.
-    """
+    """ValueError on every rank unless all ranks have the same options, and versions of torch and of this package."""
     own = {"torch": str(torch.__version__), "dino_sparo": __version__}
     own |= {f"--{name}": value for name, value in options.items() if name not in OPTIONS_OF_ONE_RANK}
     first, *others = all_gather_object(own)
@@ -176,13 +161,9 @@ def _message_of(error: Exception | None) -> str:
 
 
 def gather_patiently(value: T, what: str) -> list[T]:
-    """`all_gather_object` without a time limit: it waits as long as the others live and move, within `beating`.
+    """`all_gather_object` without a time limit, while all ranks are within `beating` and make progress.
 
-    Rank 0 collects the values and waits for all; the others wait for rank 0.
-
-    Args:
-        value: picklable.
-        what: is being done, for the log.
+    Rank 0 collects the values; the others wait for rank 0.
 
     Raises:
         FaultError: a rank gave no sign of life, or made no progress, for as long as a collective waits.
@@ -210,7 +191,7 @@ def gather_patiently(value: T, what: str) -> list[T]:
 
 @contextlib.contextmanager
 def beating() -> Iterator[None]:
-    """Within this context the other ranks can see in the store that this process lives, and how far it is."""
+    """Within this context the store shows the other ranks that this process lives, and its progress."""
     group = peers()
     if group is None:
         yield
@@ -237,7 +218,7 @@ def beating() -> Iterator[None]:
 
 
 def note_progress(text: str) -> None:
-    """Report how far this rank is. From then on it counts as hung if its report does not change for the time-out."""
+    """Report the progress of this rank. A report that does not change for the time-out means that the rank hangs."""
     if group := peers():
         group.progress = text
 
@@ -269,7 +250,7 @@ def _wait_for_keys(group: Peers, keys: dict[int, str], what: str) -> None:
 def _look_at_beat(
     group: Peers, other: int, last: tuple[str, str, float, float], now: float
 ) -> tuple[str, str, float, float]:
-    """Current heartbeat of a rank; FaultError if it, or the progress in it, has stood still for too long."""
+    """Current heartbeat of a rank; FaultError if heartbeat or progress has not changed for the time-out."""
     name = f"beat{other}"
     text = group.store.get(name).decode() if group.store.check([name]) else ""
     number, _, progress = text.partition(" ")
@@ -286,13 +267,10 @@ def _look_at_beat(
 
 
 def share_of(folder: str) -> tuple[int, int]:
-    """This process' number among the ranks that see the same folder, and how many they are.
+    """This process' number among the ranks that see the same folder, and the number of these ranks.
 
-    Machines may have a folder of that name each, or all the same one: every rank leaves a file there and looks for
-    those of the others. Where nothing can be written a process is alone.
-
-    Args:
-        folder: is made if it is not there.
+    Machines may share the folder or have one each: every rank leaves a file there and looks for the files of the
+    others. A process that cannot write there is alone.
     """
     token = gather_patiently(uuid.uuid4().hex, "comparing folders")[0]
     names = [os.path.join(folder, f"{token}.rank{number}") for number in range(world_size())]

@@ -32,14 +32,7 @@ def all_reduce_sum_async(tensor: Shaped[Tensor, "*size"]) -> Callable[[], Tensor
 
 
 def all_gather_ragged(tensor: Shaped[Tensor, "n *size"]) -> Shaped[Tensor, "N *size"]:  # noqa: F821
-    """Concatenate the tensors of all processes in rank order; their first dimensions may differ.
-
-    Args:
-        tensor: (n_rank, ...), the same trailing dimensions and type on every rank.
-
-    Returns:
-        (sum of n_rank, ...), on every rank.
-    """
+    """Concatenate the tensors of all processes in rank order; their first dimensions may differ."""
     if world_size() == 1:
         return tensor
     length = torch.tensor([len(tensor)], device=tensor.device)

@@ -83,14 +83,11 @@ class PeerError(ValueError):
 
 
 def require(package: str, purpose: str) -> None:
-    """Refuse to continue without a package, before it is imported.
+    """Raise MissingPackageError unless a package of `INSTALL` is installed.
 
     Args:
         package: a key of `INSTALL`.
-        purpose: what needs it, as the subject of a sentence in the plural.
-
-    Raises:
-        MissingPackageError: it is not installed.
+        purpose: the subject of "need the package", in the plural.
     """
     if importlib.util.find_spec(package) is None:
         raise MissingPackageError(f"{purpose} need the package {package}; install it with: {INSTALL[package]}")
@@ -98,11 +95,7 @@ def require(package: str, purpose: str) -> None:
 
 @contextlib.contextmanager
 def faults_named(timeout_min: float) -> Iterator[None]:
-    """Turn what torch raises when a peer, a worker or a GPU fails or hangs into a `FaultError` with a remedy.
-
-    Args:
-        timeout_min: minutes a collective waits, for the message.
-    """
+    """Turn torch's errors about a peer, a worker or a GPU that failed into a `FaultError` with a remedy."""
     try:
         yield
     except FaultError:
@@ -158,11 +151,7 @@ def is_device_fault(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def full_memory_named(options: Mapping[str, Any]) -> Iterator[None]:
-    """Turn what torch raises when memory is full into a `MemoryFullError` that names the options which help.
-
-    Args:
-        options: of the command.
-    """
+    """Turn torch's errors about full memory into a `MemoryFullError` that names those `options` which help."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -171,10 +160,8 @@ def full_memory_named(options: Mapping[str, Any]) -> Iterator[None]:
             raise
         text = " ".join(str(error).split()) or type(error).__name__
         remedies = TRAINING_REMEDIES if "grad_accum_steps" in options else EVALUATION_REMEDIES
-        is_host = isinstance(error, MemoryError) or not any(
-            name in text.upper() for name in ("CUDA", "CUBLAS", "CUDNN")
-        )
-        useless = {"use_cuda"} if is_host or not options.get("use_cuda") else set()
+        is_on_gpu = any(name in text.upper() for name in ("CUDA", "CUBLAS", "CUDNN"))
+        useless = set() if is_on_gpu and options.get("use_cuda") else {"use_cuda"}
         helps = "; ".join(text for name, text in remedies.items() if name in options.keys() - useless)
         raise MemoryFullError(f"memory is full. {f'What helps: {helps} ' * bool(helps)}({text[:300]})") from error
 

@@ -19,11 +19,7 @@ _KINDS = {
 
 
 def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
-    """Open a file to read its bytes; anything but a regular file is refused at once.
-
-    Raises:
-        OSError: it is a pipe, a device, a folder or a socket; or it cannot be opened.
-    """
+    """Open a file to read its bytes; OSError at once for a pipe, a device, a folder or a socket."""
     # Without O_NONBLOCK opening a pipe waits for a writer. The flag has no effect on regular files.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
     kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
@@ -34,11 +30,7 @@ def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text.
-
-    Raises:
-        ValueError: it is no JSON, or nested too deeply.
-    """
+    """The value of a JSON text; ValueError if it is no JSON, or nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -46,11 +38,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_object(text: str | bytes, location: str) -> dict[str, Any]:
-    """The object of a line.
-
-    Raises:
-        ValueError: it is none; the message begins with the location.
-    """
+    """The JSON object of a line; the ValueError for anything else begins with the location."""
     try:
         value = parse_json(text)
     except ValueError as error:

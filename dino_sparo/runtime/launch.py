@@ -38,14 +38,7 @@ NCCL_MISUSE = ("Duplicate GPU", "ncclInvalidUsage", "driver version is insuffici
 
 @dataclass(frozen=True)
 class Distributed:
-    """This process among its peers.
-
-    Attributes:
-        rank: 0 .. world_size - 1.
-        world_size: number of processes.
-        local_rank: rank among the processes of this machine.
-        device: where this process computes.
-    """
+    """This process among its peers; `local_rank` counts the processes of this machine."""
 
     rank: int
     world_size: int
@@ -62,11 +55,11 @@ class Peers:
     """The control group, and the store through which ranks wait for each other without a time limit.
 
     Attributes:
-        control: the control group, gloo's.
+        control: the control group (gloo).
         store: shared by all ranks.
-        timeout_s: a rank without a sign of life for this long counts as dead.
+        timeout_s: a rank without a sign of life for this long is dead.
         round: number of the next exchange through the store.
-        progress: how far this rank's work is; empty if it does not report.
+        progress: of this rank, in words.
     """
 
     control: Any
@@ -85,16 +78,12 @@ def peers() -> Peers | None:
 
 
 def detect_launcher(environ: Mapping[str, str], has_terminal: bool = False) -> tuple[str, int, int, int]:
-    """Who started this process, from its environment.
+    """The launcher of this process, from its environment.
 
-    torchrun sets RANK, WORLD_SIZE and LOCAL_RANK. Slurm counts only inside a step of several tasks: in a batch script
-    or an allocation SLURM_PROCID and SLURM_NTASKS are set too, but there a plain `python main_dino.py` is one process.
-    So it is in a shell that is itself a step (`srun --pty`, or Slurm's interactive step), where the process has the
-    terminal; an `srun` from within that shell starts a step whose tasks have none.
-
-    Args:
-        environ: the process' environment.
-        has_terminal: whether its standard input is a terminal.
+    torchrun sets RANK, WORLD_SIZE and LOCAL_RANK. Slurm counts only within a step of several tasks. Batch scripts and
+    allocations have SLURM_PROCID and SLURM_NTASKS too, but there `python main_dino.py` is a single process. The same
+    holds in a shell that is itself a step (`srun --pty`, or Slurm's interactive step): its process has the terminal,
+    whereas the tasks of an `srun` from that shell have none.
 
     Returns:
         Launcher ("torchrun", "slurm" or "plain"), rank, world size, local rank.
@@ -114,13 +103,12 @@ def is_only_a_peer() -> bool:
 
 
 def init_distributed(device: str = "auto", dist_url: str = "env://", timeout_min: float = 10.0) -> Distributed:
-    """Find out who started this process, and join the process group, if there are others.
+    """Detect the launcher of this process, and join the process group, if there are other processes.
 
     Args:
         device: `auto` (cuda where there is one, else cpu), `cpu`, `cuda` (one GPU per local rank) or `cuda:N`.
         dist_url: rendezvous, `env://`, `tcp://HOST:PORT` or `file://PATH`.
-        timeout_min: minutes after which a collective that a peer never joins fails; the control group's wait longer,
-            see `CONTROL_FACTOR`.
+        timeout_min: minutes that a collective waits for a peer; the control group waits `CONTROL_FACTOR` times that.
 
     Raises:
         ValueError: a device that does not exist here.
@@ -170,22 +158,12 @@ def _join(dist_url: str, rank: int, size: int, device: torch.device, timeout: ti
 
 
 def fresh_store(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Store:
-    """The part of a store that belongs to this attempt alone.
+    """The part of a store that belongs to this attempt alone; RuntimeError if a process does not come.
 
-    torchrun starts processes again after a fault, and may hand them the store of those before (torch 2.15 does): one
-    that reads before its peer has written gets the address of a dead process. So rank 0 draws a name, and the others
-    ask for it under names of their own, which no attempt before can have answered. TORCHELASTIC_RESTART_COUNT cannot be
-    the name: every node's agent counts its own restarts and leaves out those after a change of nodes, so that nodes of
-    one attempt may have different counts (`_invoke_run` of torch's elastic agent).
-
-    Args:
-        store: shared by all attempts.
-        rank: of this process.
-        size: number of processes.
-        timeout: of the wait for the others.
-
-    Raises:
-        RuntimeError: some process has not come.
+    torchrun restarts processes after a fault, and may give them the store of the attempt before (torch 2.15 does). A
+    process that reads before its peer has written would get the address of a dead process. So rank 0 draws a name, and
+    the others ask for it under random names, which no earlier attempt can have answered. TORCHELASTIC_RESTART_COUNT
+    cannot be the name: nodes of one attempt may have different counts (`_invoke_run` of torch's elastic agent).
     """
     own, end = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
     name, missing = own, set(range(1, size)) if rank == 0 else {rank}
@@ -207,18 +185,7 @@ def fresh_store(store: dist.Store, rank: int, size: int, timeout: timedelta) -> 
 
 
 def require_one_device_type(store: dist.Store, rank: int, size: int, device: torch.device) -> None:
-    """Make sure that all processes compute on GPUs, or all on CPUs: NCCL's group and gloo's would wait for each other.
-
-    Args:
-        store: shared by the processes of this attempt.
-        rank: of this process.
-        size: number of processes.
-        device: of this process.
-
-    Raises:
-        ValueError: they differ; on every process.
-        RuntimeError: some process has not come.
-    """
+    """ValueError on every process unless all compute on GPUs, or all on CPUs: NCCL and gloo wait for each other."""
     store.set(f"device{rank}", f"{device.type} of {socket.gethostname()}")
     if rank == 0:
         devices = [store.get(f"device{other}").decode() for other in range(size)]
@@ -236,14 +203,12 @@ def require_one_device_type(store: dist.Store, rank: int, size: int, device: tor
 
 
 def select_device(device: str, local_rank: int = 0, may_share: bool = True) -> torch.device:
-    """The torch device an option means; makes a GPU the current one, and its products of fp32 numbers exact.
-
-    An option that allows TF32 does so afterwards, by `set_tf32`.
+    """The torch device of an option. A GPU becomes the current device; TF32 is off until `set_tf32` allows it.
 
     Args:
         device: `auto`, or a torch device; `cuda` takes the GPU of this local rank.
         local_rank: rank among the processes of this machine.
-        may_share: if only one GPU is visible, take it for any local rank: Slurm may show each task its own GPU alone.
+        may_share: any local rank takes the only visible GPU: Slurm may show each task its own GPU alone.
 
     Raises:
         ValueError: no such device here, or `auto` finds none of the GPUs that Slurm gave.
@@ -251,15 +216,10 @@ def select_device(device: str, local_rank: int = 0, may_share: bool = True) -> t
     set_tf32(allowed=False)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        # The first holds their numbers, the second how many they are.
-        given = [
-            name
-            for name, none in (("SLURM_JOB_GPUS", ""), ("SLURM_GPUS_ON_NODE", "0"))
-            if os.environ.get(name, none) not in ("", none)
-        ]
-        if device == "cpu" and given:
+        numbers, count = os.environ.get("SLURM_JOB_GPUS", ""), os.environ.get("SLURM_GPUS_ON_NODE", "0")
+        if device == "cpu" and (numbers or count not in ("", "0")):
             raise ValueError(
-                f"--device auto: Slurm gave this job GPUs ({given[0]}={os.environ[given[0]]}), but torch sees none on "
+                f"--device auto: Slurm gave this job GPUs ({numbers or count}), but torch sees none on "
                 f"{socket.gethostname()}; `nvidia-smi` may say why. Give --device cpu to compute on the CPU"
             )
     try:
@@ -281,11 +241,7 @@ def select_device(device: str, local_rank: int = 0, may_share: bool = True) -> t
 
 
 def _set_slurm_rendezvous() -> None:
-    """Master address and port from Slurm's variables: the step's first host, a port of this attempt of the job.
-
-    Raises:
-        ValueError: Slurm's `scontrol`, which names the hosts, cannot be run.
-    """
+    """Master address and port from Slurm's variables: the step's first host, a port of this attempt of the job."""
     if "MASTER_ADDR" not in os.environ:
         nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ["SLURM_JOB_NODELIST"]
         command = ["scontrol", "show", "hostnames", nodes]
@@ -303,13 +259,7 @@ def _set_slurm_rendezvous() -> None:
 
 
 def wrap_ddp(model: nn.Module, device: torch.device, static_graph: bool = False) -> nn.Module:
-    """The model inside DDP, where there are several processes; else the model itself.
-
-    Args:
-        model: on its device.
-        device: of this process.
-        static_graph: every step runs the same operations, which lets DDP overlap more.
-    """
+    """The model inside DDP, if there are several processes; with a `static_graph` DDP overlaps more."""
     if world_size() == 1:
         return model
     device_ids = [device.index] if device.type == "cuda" else None

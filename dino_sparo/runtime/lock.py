@@ -1,14 +1,14 @@
-"""One run per output folder: a lock file that says who writes there, and that is taken over when its holder is gone.
+"""One run per output folder: a lock file names the run that writes there; a new run takes over an abandoned lock.
 
-The lock is `run.lock`, created so that only one process can succeed (O_EXCL, which NFS keeps too, unlike flock). It
-names host, process, Slurm job and time. A holder is gone
+Only one process can create the lock `run.lock` (O_EXCL works on NFS too, unlike flock). The file names host, process,
+Slurm job and time. A new run considers the holder of the lock ended
 
-    on this machine          when no process has its number and its start time
-    in this Slurm job        when it belongs to an attempt before the last requeue: Slurm has ended that one
-    anywhere else            when it does not refresh the file for `PATIENCE_S`, by the clock of the process that waits
+    on this machine         when no process has the holder's number and start time
+    in the same Slurm job   when the holder is an attempt before the last requeue: Slurm has ended that attempt
+    anywhere else           when the holder has not refreshed the file for `PATIENCE_S`, by the new run's clock
 
-So clocks that differ, and numbers of processes or jobs that are used again, cause no mistake. A run that finds another
-holder in its lock ends at once: another run has taken the lock over, for instance while this one was suspended.
+So clocks may differ, and numbers of processes may be reused. A run that finds another holder in its lock ends at once:
+another run has taken over the lock, for instance while this run was suspended.
 """
 
 import contextlib
@@ -29,26 +29,26 @@ logger = logging.getLogger(__name__)
 
 NAME = "run.lock"
 REFRESH_S = 10.0
-PATIENCE_S = 60.0  # several refreshments, since a file server or a busy process may delay some
+PATIENCE_S = 60.0  # several refreshes, since a file server or a busy process may delay some
 
 
 class OutputDirError(ValueError):
-    """The output folder cannot be used: it is no folder, or another run writes there."""
+    """The output folder is no folder, or another run writes there."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a lock; what is not known is empty.
+    """The holder of a lock; unknown values are empty.
 
     Attributes:
         host: name of the machine.
-        machine: what process numbers count in: the machine's boot and the namespace of processes.
+        machine: the machine's boot and the namespace of processes, within which `pid` is unique.
         pid: number of the process.
-        started: when the process was started, in the kernel's ticks since the boot.
+        started: start of the process, in the kernel's ticks since the boot.
         job: number of the Slurm job.
-        attempt: how often Slurm has requeued the job before.
-        since: local time at which the lock was taken.
-        token: of this lock alone.
+        attempt: number of requeues of the job so far.
+        since: local time at which the lock was created.
+        token: random name of this lock.
     """
 
     host: str = ""
@@ -75,11 +75,11 @@ class Holder:
         )
 
     def is_gone(self, me: "Holder") -> bool | None:
-        """Whether the holder's process has ended, as far as another process can know; None where it cannot."""
+        """Whether the holder's process has ended; None if `me` cannot know."""
         if self.job and self.job == me.job and self.attempt < me.attempt:
             return True
         if self.machine and (self.host, self.machine) == (me.host, me.machine):
-            return not _is_alive(self.pid) or _start_of(self.pid) != self.started
+            return _start_of(self.pid) != self.started
         return None
 
     def __str__(self) -> str:
@@ -88,11 +88,9 @@ class Holder:
 
 
 class RunLock:
-    """The right to write into an output folder, for a `with` statement; rank 0 holds it for all ranks of a run.
+    """The lock of an output folder, or of a file in it (by `FILE.lock`); rank 0 holds the lock for all ranks of a run.
 
-    Args:
-        folder: the output folder; `acquire` creates it.
-        file: name of a file in the folder; only this file is locked, by `FILE.lock`.
+    A context manager: it releases the lock that `acquire` took.
     """
 
     def __init__(self, folder: str | Path, file: str = "") -> None:
@@ -106,10 +104,10 @@ class RunLock:
         self.thread = threading.Thread(target=self._refresh, name="run lock", daemon=True)
 
     def acquire(self) -> None:
-        """Create the folder and, on rank 0, take the lock; waits for up to `PATIENCE_S` where the holder may be gone.
+        """Create the folder and, on rank 0, the lock; wait up to `PATIENCE_S` for a sign of life of another holder.
 
         Raises:
-            OutputDirError: another run writes there, or no folder can be there.
+            OutputDirError: another run writes there, or the folder cannot be created.
         """
         create_output_dir(self.folder)
         if not is_main():
@@ -129,14 +127,14 @@ class RunLock:
         if not self.is_held:
             return
         self.over.set()
-        self.thread.join(REFRESH_S)  # not for ever: it may wait for a file server
+        self.thread.join(REFRESH_S)  # with a limit: the thread may wait for a file server
         with contextlib.suppress(OSError):
             if self._read()[0].token == self.me.token:
                 self.path.unlink()
         self.is_held = False
 
     def _create(self) -> bool:
-        """Write the lock, unless there is one."""
+        """Create the lock file; False if there is one."""
         try:
             file = self.path.open("x")
         except FileExistsError:
@@ -150,36 +148,28 @@ class RunLock:
         return True
 
     def _read(self) -> tuple[Holder, int]:
-        """Who holds the lock, and when it was refreshed last, ns. The file is opened: else NFS may answer from memory.
+        """The holder, and the time of the last refresh (ns); FileNotFoundError if the lock was released.
 
-        Raises:
-            FileNotFoundError: there is no lock any more.
+        Opening the file makes NFS ask its server.
         """
         with self.path.open() as file:
             refreshed = os.fstat(file.fileno()).st_mtime_ns
             try:
                 return Holder(**json.load(file)), refreshed
-            except (ValueError, TypeError):  # it is just being written, or its writer died then
+            except (ValueError, TypeError):  # the file is being written, or its writer died
                 return Holder(), refreshed
 
     def _remove_if_gone(self) -> None:
-        """Remove the lock of a holder that is gone.
-
-        Raises:
-            OutputDirError: the holder is there.
-        """
-        with contextlib.suppress(FileNotFoundError):  # it was released meanwhile
+        """Remove the lock if its holder has ended; OutputDirError if the holder lives."""
+        with contextlib.suppress(FileNotFoundError):  # the lock was released meanwhile
             first = holder, _ = self._read()
             is_gone = holder.is_gone(self.me)
-            end = time.monotonic() + PATIENCE_S
             if is_gone is None:
                 logger.warning("%s is held by %s; waiting for a sign of life from it", self.path, holder)
-            while is_gone is None:
-                time.sleep(min(1.0, PATIENCE_S / 10))
-                if self._read() != first:
-                    is_gone = False
-                elif time.monotonic() > end:
-                    is_gone = True
+                is_gone, end = True, time.monotonic() + PATIENCE_S
+                while is_gone and time.monotonic() < end:
+                    time.sleep(min(1.0, PATIENCE_S / 10))
+                    is_gone = self._read() == first
             if not is_gone:
                 raise OutputDirError(
                     f"{self.target} is in use by another run ({holder}); give another {self.option}, or "
@@ -188,57 +178,45 @@ class RunLock:
             self._remove(first)
 
     def _remove(self, abandoned: tuple[Holder, int]) -> None:
-        """Remove a lock, unless another process has done so and taken the lock meanwhile."""
+        """Remove an abandoned lock, unless another process has taken it over meanwhile."""
         guard, end = self.path.with_name(f"{self.path.name}.takeover"), time.monotonic() + PATIENCE_S
         while True:
             try:
                 guard.touch(exist_ok=False)
                 break
             except FileExistsError:
-                if time.monotonic() > end:  # whoever held it has died in the few calls below
+                if time.monotonic() > end:  # the process that created the guard has died
                     guard.unlink(missing_ok=True)
                 time.sleep(0.01)
         try:
             if self._read() == abandoned:
                 self.path.unlink()
-                logger.warning("%s of %s is taken over: that process is gone", self.path, abandoned[0])
+                logger.warning("%s of %s is taken over: that process has ended", self.path, abandoned[0])
         finally:
             guard.unlink(missing_ok=True)
 
     def _refresh(self) -> None:
-        """Refresh the lock regularly; end this process if another run has taken it over."""
+        """Refresh the lock regularly, also if a user removes it; end this process if another run takes it over."""
         while not self.over.wait(REFRESH_S):
-            try:
-                if self._read()[0].token == self.me.token:
-                    os.utime(self.path)
-                    continue
-            except FileNotFoundError:  # a user has removed it
+            with contextlib.suppress(OSError):  # a full disk or a silent file server: the next refresh may succeed
                 try:
-                    if self._create():
-                        continue
-                except OSError:  # as below
-                    continue
-            except OSError:  # the file server does not answer; it may do so again
-                continue
-            if not self.over.is_set():
-                self._leave()
-
-    def _leave(self) -> None:
-        logger.error(
-            "another run has taken over %s (%s) while this one gave no sign of life; this one ends now, without saving",
-            self.target,
-            self.path,
-        )
-        logging.shutdown()
-        os._exit(1)
+                    is_mine = self._read()[0].token == self.me.token
+                except FileNotFoundError:
+                    is_mine = self._create()
+                if is_mine:
+                    os.utime(self.path)
+                elif not self.over.is_set():
+                    logger.error(
+                        "another run has taken over %s (%s) while this run gave no sign of life; this run ends now, "
+                        "without saving",
+                        *(self.target, self.path),
+                    )
+                    logging.shutdown()
+                    os._exit(1)
 
 
 def create_output_dir(folder: Path) -> None:
-    """Create a folder and those above it, unless it is there.
-
-    Raises:
-        OutputDirError: a file is in the way, or the folder above cannot be written.
-    """
+    """Create a folder and its parents; OutputDirError if a file has its name, or the parent cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
@@ -250,27 +228,17 @@ def create_output_dir(folder: Path) -> None:
 
 
 def _machine() -> str:
-    """The machine's boot and this process' namespace of process numbers; outside of Linux the host's name must do."""
+    """The machine's boot and this process' namespace of process numbers; empty where there is no /proc."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    return "without /proc"
-
-
-def _start_of(pid: int) -> str:
-    """When a process was started; empty if it has ended, or the system does not tell."""
-    with contextlib.suppress(OSError, IndexError):
-        # The name of the program, in brackets, may hold spaces and brackets itself.
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return "" if state in "ZX" else fields[18]  # a zombie has ended
     return ""
 
 
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True  # of another user
-    return True
+def _start_of(pid: int) -> str:
+    """Start of a process; empty if it has ended, or where there is no /proc."""
+    with contextlib.suppress(OSError, IndexError):
+        # The name of the program, in brackets, may contain spaces and brackets.
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if state in "ZX" else fields[18]  # a zombie has ended
+    return ""

@@ -1,4 +1,4 @@
-"""In which numbers a device computes; for training and for evaluations."""
+"""Precision of training and evaluations: fp32, TF32, bf16 or fp16."""
 
 import logging
 import time
@@ -12,32 +12,26 @@ BF16_TRIAL_SIDE = 384
 
 
 def set_tf32(allowed: bool) -> None:
-    """Let the tensor cores of a GPU round the factors of fp32 products to 11 bits, or forbid it.
+    """Allow or forbid TF32 in matrix products and cuDNN's convolutions: several times faster, with about three digits.
 
-    An environment or an import may have changed torch's default: NVIDIA's containers allow TF32. So who computes in
-    fp32 calls this once, before the first product. It does not matter in bf16 and fp16, nor on a CPU.
-
-    Args:
-        allowed: TF32 in matrix products and in cuDNN's convolutions, several times faster, with about three digits;
-            False for exact fp32.
+    Every command calls this before the first product, since an environment may have changed torch's default: NVIDIA's
+    containers allow TF32. bf16, fp16 and CPUs are not affected.
     """
     torch.set_float32_matmul_precision("high" if allowed else "highest")
     torch.backends.cudnn.allow_tf32 = allowed
 
 
 def choose_precision(precision: str, use_fp16: bool | None, device: torch.device) -> torch.dtype:
-    """The autocast type that the options mean on this device.
+    """The dtype of autocast on a device.
 
     Args:
-        precision: `auto` (bf16 where the device computes in it natively, else fp32), or a key of `PRECISIONS`.
-        use_fp16: the reference's word, True for fp16 and False for fp32; None leaves it to `precision`.
-        device: where to compute.
+        precision: `auto` (bf16 where the device supports it natively, else fp32), or a key of `PRECISIONS`.
+        use_fp16: the reference's option: True for fp16, False for fp32; None leaves the choice to `precision`.
+        device: of the networks.
 
     Raises:
-        ValueError: an unknown precision, two options that contradict each other, or fp16 on a CPU.
+        ValueError: the two options contradict each other, or fp16 on a CPU.
     """
-    if precision != "auto" and precision not in PRECISIONS:
-        raise ValueError(f"unknown precision {precision!r}; choose one of {['auto', *sorted(PRECISIONS)]}")
     if use_fp16 is not None:
         wanted = "fp16" if use_fp16 else "fp32"
         if precision not in ("auto", wanted):
@@ -64,14 +58,14 @@ def _has_bf16(device: torch.device) -> bool:
 
 
 def bf16_speed(device: torch.device) -> float:
-    """How many times faster the device multiplies matrices in bf16 than in fp32, by one small product.
+    """Speed of a small matrix product in bf16, as a multiple of its speed in fp32.
 
-    Without instructions for it a CPU goes through bf16 number by number, a hundred times slower.
+    A CPU without bf16 instructions is a hundred times slower in bf16.
     """
 
     def seconds(dtype: torch.dtype) -> float:
         matrix, times = torch.ones(BF16_TRIAL_SIDE, BF16_TRIAL_SIDE, device=device, dtype=dtype), []
-        for _ in range(4):  # the first call sets up
+        for _ in range(4):  # the first is slower
             begin = time.monotonic()
             (matrix @ matrix).sum().item()
             times.append(time.monotonic() - begin)
@@ -81,5 +75,5 @@ def bf16_speed(device: torch.device) -> float:
 
 
 def use_fused_attention(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch's fused attention is the faster one: everywhere but for bf16 on a CPU."""
+    """Whether torch's fused attention is faster: always, except in bf16 on a CPU."""
     return device.type != "cpu" or dtype != torch.bfloat16

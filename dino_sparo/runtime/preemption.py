@@ -1,8 +1,8 @@
-"""Signals and clocks -> a decision that all ranks share: go on, save, or save and stop.
+"""Signals and clocks -> a common decision of all ranks: continue, save, or save and stop.
 
-A cluster may take its machines back at any moment. A signal only sets a flag here. Every few steps the ranks exchange
-their flags, with one small all-reduce, so that all of them stop after the same step. The trainer then saves, and
-submitit, Slurm, torchrun or a person starts the run again.
+A cluster may reclaim its machines at any moment. A signal only sets a flag. Every few steps the ranks exchange their
+flags in one small all-reduce, so that all ranks stop after the same step. The trainer then saves the run, and submitit,
+Slurm, torchrun or the user starts it again.
 """
 
 import contextlib
@@ -28,15 +28,14 @@ from dino_sparo.runtime.launch import is_main, world_size
 
 logger = logging.getLogger(__name__)
 
-# Signals that ask a run to stop. If several came, the last of these decides: after SIGUSR2 the job runs again.
+# Signals that ask a run to stop. The last in this list that came decides: after SIGUSR2 the job is requeued.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
-# The ranks agree about this often, and after at most so many steps.
+# Seconds and largest number of steps between two agreements of the ranks.
 AGREE_SECONDS, MAX_STEPS_BETWEEN = 2.0, 16
-# The other ranks wait this long for Slurm to end them, after rank 0 has requeued the job.
+# After rank 0 has requeued the job, the other ranks wait this long for Slurm to end them.
 REQUEUE_SECONDS = 60
 REQUEUE_TRIES, REQUEUE_PAUSE_S = 4, 5.0  # Slurm's controller is busy when many jobs end at once
 
-# Written to standard error at once.
 CTRL_C_ANSWER = b"\nCtrl-C: saving after the next few steps, then the run ends; Ctrl-C again ends it without saving\n"
 
 Handler = Callable[[int, FrameType | None], Any] | int | None
@@ -56,11 +55,11 @@ class RunStopped(Exception):
 
 
 class StopSignals:
-    """While this context is open, signals are noted instead of ending the process.
+    """Within this context signals are recorded instead of ending the process.
 
-    SIGUSR2 is noted from the beginning, since the job will run again. SIGTERM and Ctrl-C are noted after
-    `begin_training`; before, there is nothing to save and they end the process at once. A second Ctrl-C always ends it.
-    Python allows handlers in the main thread only; elsewhere nothing is noted.
+    SIGUSR2 is recorded from the beginning, since the job is requeued. SIGTERM and Ctrl-C are recorded after
+    `begin_training`; before, there is nothing to save and they end the process at once. A second Ctrl-C always ends the
+    process. Python allows handlers in the main thread only; in other threads no signal is recorded.
     """
 
     def __init__(self) -> None:
@@ -73,13 +72,13 @@ class StopSignals:
         return self
 
     def begin_training(self) -> None:
-        """From now on note all of `STOP_SIGNALS`."""
+        """Record all of `STOP_SIGNALS` from now on."""
         for signum in STOP_SIGNALS:
             if signum not in self.previous:
                 self._take_over(signum)
 
     def heard(self) -> set[signal.Signals]:
-        """The signals so far. If torchrun itself has ended, that counts as SIGTERM."""
+        """The signals so far; the end of torchrun counts as SIGTERM."""
         if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self.parent:
             self.received.add(signal.SIGTERM)
         return self.received
@@ -111,8 +110,8 @@ class Decision:
 
     Attributes:
         stop: the signal that ends the run, or None.
-        save: whether it is time for a checkpoint.
-        counts: what was given to `Agreement.decide`, summed over the ranks.
+        save: whether a checkpoint is due.
+        counts: the argument of `Agreement.decide`, summed over the ranks.
     """
 
     stop: signal.Signals | None
@@ -121,16 +120,16 @@ class Decision:
 
 
 class Agreement:
-    """The ranks' common decision, every few steps.
+    """The common decision of all ranks, every few steps.
 
-    Between two decisions the ranks exchange only what a step of the objective needs: gradients, and perhaps features or
-    a centre. The trainer reads the device only for a line of the log (`EpochClock.tick`). The first step always ends
-    with a decision; afterwards rank 0's clock says how many steps make up `AGREE_SECONDS`.
+    Between two decisions the ranks exchange only what a step of the objective needs, such as gradients, features or the
+    center. The trainer reads the device only for a line of the log (`EpochClock.tick`). A decision follows the first
+    step; afterwards rank 0 computes from its clock how many steps take `AGREE_SECONDS`.
 
     Args:
-        signals: what this process has received.
+        signals: of this process.
         save_minutes: minutes between two checkpoints; 0 for none by the clock.
-        device: where the ranks exchange numbers.
+        device: of the exchanged numbers.
     """
 
     def __init__(self, signals: StopSignals, save_minutes: float, device: torch.device) -> None:
@@ -139,16 +138,12 @@ class Agreement:
         self.last_time = self.last_save = time.monotonic()
 
     def is_due(self) -> bool:
-        """Count a step, and say whether the ranks agree after it; the same answer on all of them."""
+        """Count a step; whether a decision follows it, equal on all ranks."""
         self.steps_since += 1
         return self.steps_since >= self.interval
 
     def decide(self, counts: Sequence[Tensor | float] = ()) -> Decision:
-        """Exchange signals, the clock and counts; every rank calls this after the same step.
-
-        Args:
-            counts: numbers to be summed over the ranks; tensors are read here, together.
-        """
+        """Exchange signals, the clock and `counts`, which are summed; every rank calls this after the same step."""
         now = time.monotonic()
         wants_save = bool(self.save_seconds) and now - self.last_save >= self.save_seconds
         step_seconds = (now - self.last_time) / max(self.steps_since, 1)
@@ -165,27 +160,21 @@ class Agreement:
         return Decision(stop, save > 0, tuple(summed[len(own) :]))
 
     def stop_between_steps(self) -> signal.Signals | None:
-        """The signal that ends the run, asked where something else than steps took time; the next step asks again."""
+        """A decision outside of the steps, for instance before an evaluation; another one follows the next step."""
         stop = self.decide().stop
         self.interval = 1
         return stop
 
     def saved(self) -> None:
-        """A checkpoint was written: the clock starts anew."""
+        """Restart the clock after a checkpoint."""
         self.last_save = time.monotonic()
 
 
 def hand_over(signals: StopSignals, stop: signal.Signals, step: int) -> NoReturn:
-    """End a run that was asked to stop and has saved; under Slurm requeue the job if it was preempted.
+    """End a saved run after the signal `stop`; under Slurm requeue the job if it was preempted.
 
-    SIGUSR2 under submitit calls submitit's own handler on all ranks, which requeues the job with what is left to do.
-    Under Slurm alone rank 0 requeues it. SIGTERM does the same if Slurm sent it because another job needs the machines,
-    and only then: `scancel` sends it too.
-
-    Args:
-        signals: still open, with the handlers that were there before.
-        stop: the signal all ranks agreed on.
-        step: the last step that was taken, for messages.
+    After SIGUSR2 rank 0 requeues the job: under submitit by submitit's own handler, under Slurm alone by `scontrol`.
+    After SIGTERM it does so only if Slurm is preempting the job, since `scancel` sends SIGTERM too.
 
     Raises:
         RunStopped: the run does not start again by itself.
@@ -224,17 +213,17 @@ def _scontrol_requeue(job: str) -> None:
 
 
 def _requeue(ask: Callable[[], object], stopped: RunStopped) -> None:
-    """Ask Slurm to requeue this job, again after a pause if it does not answer; all within the time that others wait.
+    """Ask Slurm to requeue this job, several times if it does not answer, while the other ranks wait.
 
     Raises:
-        RunStopped: submitit does not requeue it, since it has been at its time limit too often.
-        SystemExit: it never did. The batch script of `run_with_submitit.py` then tries, too.
+        RunStopped: submitit does not requeue the job, which has reached its time limit too often.
+        SystemExit: all tries failed. The batch script of `run_with_submitit.py` then tries too.
     """
     for number in range(1, REQUEUE_TRIES + 1):
         try:
             ask()
             return
-        except Exception as error:  # also of what submitit does before, such as writing the job's file
+        except Exception as error:  # submitit also writes the job's file
             if type(error).__name__ == "UncompletedJobError":
                 logger.error("%s", error)
                 raise stopped from error

@@ -33,11 +33,7 @@ def file_sha256(path: Path) -> str:
 
 
 def versions(**more: str) -> dict[str, str]:
-    """Versions of what the numbers depend on.
-
-    Args:
-        more: name -> distribution of packages that not all commands need.
-    """
+    """Versions of the packages that results depend on; `more` are names and distributions of further packages."""
     return {
         "dino_sparo": __version__,
         "python": platform.python_version(),
@@ -62,11 +58,7 @@ def git_hash() -> str | None:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Within this context a file is written; an error names the file and the remedy.
-
-    Raises:
-        OSError: in place of the system's, which names no file when a disk is full.
-    """
+    """Within this context a file is written; the OSError of a full disk names the file and the remedy."""
     try:
         yield
     except OSError as error:
@@ -94,14 +86,7 @@ def write_json(values: dict[str, Any], path: Path) -> None:
 
 
 def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any], before: str, now: str) -> list[str]:
-    """Each value that is not what was saved, in words.
-
-    Args:
-        saved: plain values.
-        wanted: likewise; what stands in `saved` alone is not looked at.
-        before: what to say of a saved value, "in the file".
-        now: what to say of a wanted one.
-    """
+    """Each wanted value that differs from the saved one, in words; `before` is such as "in the file"."""
     changed = [name for name, value in wanted.items() if saved.get(name) != value]
     return [f"{name} {saved.get(name)!r} {before}, {wanted[name]!r} {now}" for name in changed]
 

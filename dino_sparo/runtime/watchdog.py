@@ -1,6 +1,6 @@
-"""A run in which nothing moves ends itself, so that the cluster can start it again.
+"""A watchdog ends a run that makes no progress, so that the cluster can start the run again.
 
-A step of the training is a sign of life, and so is every item of `logs.progress`, which the evaluations loop over.
+Every training step is a sign of life, and so is every item of `logs.progress`, over which the evaluations loop.
 """
 
 import contextlib
@@ -19,17 +19,14 @@ logger = logging.getLogger(__name__)
 WATCHDOG_FACTOR, WATCHDOG_MARGIN_S = 1.5, 1.0
 LAST_WORDS_S = 3.0
 
-_watching: list["Watchdog"] = []  # those whose contexts are open
+_watching: list["Watchdog"] = []  # the watchdogs whose contexts are open
 
 
 class Watchdog:
-    """Ends this process if nothing moves for too long, whatever it waits for: a worker, a network, a disk, a device.
+    """Ends this process after too long without progress, whatever it waits for: a worker, a network, a disk, a device.
 
-    Collectives and the loader of the training have their own time-outs and can name the cause; the watchdog waits a
+    Collectives and the loader have a time-out of their own, `timeout_min`, and can name the cause. The watchdog waits a
     little longer.
-
-    Args:
-        timeout_min: their time-out.
     """
 
     def __init__(self, timeout_min: float) -> None:
@@ -53,7 +50,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def patient(self) -> Iterator[None]:
-        """One rank works for all others, which wait in the control group: nothing moves meanwhile."""
+        """Wait longer within this context: one rank works, and all other ranks wait in the control group."""
         before = self.seconds
         self.seconds = before * CONTROL_FACTOR
         try:
@@ -65,7 +62,7 @@ class Watchdog:
     def _watch(self) -> None:
         while not self.over.wait(min(self.seconds / 10, 1.0)):
             if time.monotonic() - self.last_beat > self.seconds:
-                # The log may be what hangs, on a disk that does not answer.
+                # In a thread: logging itself may hang, on a disk that does not answer.
                 last_words = threading.Thread(target=self._say_why, daemon=True)
                 last_words.start()
                 last_words.join(LAST_WORDS_S)
@@ -73,15 +70,15 @@ class Watchdog:
 
     def _say_why(self) -> None:
         logger.error(
-            "nothing has moved for %.0f s: a process that loads images, a collective, the disk or the device hangs, or "
-            "did not answer. The last checkpoint is complete: run the same command to resume. If something is only "
-            "slow, raise --dist_timeout_min",
+            "nothing has moved for %.0f s: a process that loads images, a collective, the disk or the device hangs. "
+            "The last checkpoint is complete: run the same command to resume. If something is only slow, raise "
+            "--dist_timeout_min",
             self.seconds,
         )
         logging.shutdown()
 
 
 def sign_of_life() -> None:
-    """Tell the watchdog, if there is one, that this process makes progress."""
+    """Note progress of this process for all open watchdogs."""
     for watchdog in _watching:
         watchdog.beat()
