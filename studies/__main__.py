@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 # Experiments with options of their own: parser, and body(options, run of a command).
 EXPERIMENTS: dict[str, tuple[Callable[[], Parser], Callable[..., Any]]] = {
     "oc-splits": (oc_splits.get_args_parser, oc_splits.run_splits),
-    "sweep": (sweep.get_args_parser, sweep.collect),
+    "sweep": (sweep.get_args_parser, lambda args, _: sweep.collect(args)),
 }
 
 

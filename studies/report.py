@@ -2,9 +2,9 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dino_sparo.draw.plots import FAINT, colour_of, panels
 from studies.plans import STUDIES, Study
@@ -18,6 +18,9 @@ T_QUANTILES = (
 
 SIZES = ("encoder_parameters", "trained_parameters")
 Results = Mapping[str, Mapping[int, dict[str, Any]]]  # variant or control -> seed -> result
+Column = tuple[str, str]  # state of the weights, score
+BySeed = Mapping[int, float]
+C = TypeVar("C")
 
 
 def finished(name: str, results: Path) -> Results:
@@ -29,13 +32,11 @@ def finished(name: str, results: Path) -> Results:
         results_of_row = {run.seed: run.result(results) for run in runs_of_row}
         by_seed = {seed: result for seed, result in results_of_row.items() if result and "diverged" not in result}
         found[row] = {seed: _with_scores(result, _own_scores(study, result)) for seed, result in by_seed.items()}
+        # Encoders of a control have other sizes, and were not trained again.
+        unknown = dict.fromkeys((*SIZES, "training_processor_s"))
         for control, (controlled, other_scores) in study.controls.items():
             if controlled == row:
-                runs = {seed: _with_scores(result, other_scores) for seed, result in by_seed.items()}
-                # Whose encoders have other sizes, and were not trained again.
-                runs = {
-                    seed: {**run, **dict.fromkeys(SIZES), "training_processor_s": None} for seed, run in runs.items()
-                }
+                runs = {seed: {**_with_scores(result, other_scores), **unknown} for seed, result in by_seed.items()}
                 found[control] = {seed: run for seed, run in runs.items() if any(run["scores"].values())}
     return found
 
@@ -70,14 +71,48 @@ def t_interval(differences: Sequence[float]) -> str:
     return f"{mean:+.1f} [{mean - half:+.1f}, {mean + half:+.1f}]"
 
 
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows))
+
+
+def differences(one: BySeed, other: BySeed) -> dict[int, float]:
+    """Differences paired by seed, for seeds that both have."""
+    return {seed: value - other[seed] for seed, value in one.items() if seed in other}
+
+
+def interval_table(title: str, columns: Sequence[str], rows: Mapping[str, Iterable[BySeed]]) -> str:
+    """Mean and 95 % interval of each cell's differences; rows without any difference are left out."""
+    cells = {name: [t_interval([*cell.values()]) if cell else "" for cell in row] for name, row in rows.items()}
+    shown = [[name, *row] for name, row in cells.items() if any(row)]
+    return markdown([f"{title} [95 % interval]", *columns], shown) if shown else ""
+
+
 def report(name: str, results: Path) -> str:
     """All tables of a study; `results` is the folder of all studies' results."""
     study, found = STUDIES[name], finished(name, results)
     parts = [f"**{study.question}**", choice_table(name, results), choice_note(name, results)]
     if any(found.values()):
         pairs = study.differences or [(row, study.baseline) for row in found if row != study.baseline]
-        parts += [summary_table(found), difference_table(found, pairs)]
-        parts += [gain_table(found), gain_difference_table(found, pairs), seed_table(found)]
+        columns = _columns(found)
+        scores = {row: {column: _values(by_seed, column) for column in columns} for row, by_seed in found.items()}
+        untrained = [score for state, score in columns if state == "untrained"]
+        # Trained minus untrained encoder of the same initialisation.
+        gains = {
+            row: {score: differences(own["trained", score], own["untrained", score]) for score in untrained}
+            for row, own in scores.items()
+        }
+
+        def between(values: Mapping[str, Mapping[C, BySeed]]) -> dict[str, list[dict[int, float]]]:
+            return {
+                f"{one} - {other}": [differences(value, values[other][key]) for key, value in values[one].items()]
+                for one, other in pairs
+            }
+
+        added = {row: own.values() for row, own in gains.items()}
+        parts += [summary_table(found), interval_table("difference", _titles(columns), between(scores))]
+        parts += [interval_table("trained - untrained", untrained, added)]
+        parts += [interval_table("difference of what training adds", untrained, between(gains)), seed_table(found)]
         parts.append(origin(name, results))
     return "\n\n".join(part for part in parts if part)
 
@@ -102,11 +137,6 @@ def origin(name: str, results: Path) -> str:
         f"The time of training was recorded in {len(seconds)} of them: {sum(seconds) / 3600:.1f} processor hours "
         f"together.{no_scores}"
     )
-
-
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown."""
-    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows))
 
 
 def choice_table(name: str, results: Path) -> str:
@@ -140,9 +170,6 @@ def choice_note(name: str, results: Path) -> str:
             end = "smallest" if lr == min(study.learning_rates) else "largest"
             notes.append(f"{variant}: the {end} rate is chosen, a better one may lie beyond")
     return "Of the choice: " + "; ".join(notes) + "." if notes else ""
-
-
-Column = tuple[str, str]  # state of the weights, score
 
 
 def _columns(found: Results) -> list[Column]:
@@ -188,55 +215,6 @@ def summary_table(found: Results) -> str:
             rows[-1].append(mean_and_deviation(minutes) + of if minutes else "")
     sizes = ["parameters of the encoder", "of all that is trained", "training, processor minutes"]
     return markdown(["", "seeds", *_titles(columns), *sizes], rows)
-
-
-def differences(one: Mapping[int, float], other: Mapping[int, float]) -> list[float]:
-    """Differences paired by seed, for seeds that both have."""
-    return [value - other[seed] for seed, value in one.items() if seed in other]
-
-
-Cells = Mapping[str, Sequence[Sequence[float]]]  # row -> for each column one difference per seed
-
-
-def _interval_table(title: str, columns: Sequence[str], cells: Cells) -> str:
-    """Mean and 95 % interval of each cell; rows without any difference are left out."""
-    rows = [[name, *(t_interval(cell) if cell else "" for cell in row)] for name, row in cells.items() if any(row)]
-    return markdown([f"{title} [95 % interval]", *columns], rows) if rows else ""
-
-
-def difference_table(found: Results, pairs: Sequence[tuple[str, str]]) -> str:
-    """Differences of pairs of rows, first minus second, paired by seed."""
-    columns = _columns(found)
-    cells = {
-        f"{one} - {other}": [
-            differences(_values(found[one], column), _values(found[other], column)) for column in columns
-        ]
-        for one, other in pairs
-    }
-    return _interval_table("difference", _titles(columns), cells)
-
-
-def _gains(found: Results, row: str, score: str) -> dict[int, float]:
-    """Seed -> trained minus untrained encoder of the same initialisation."""
-    trained, untrained = (_values(found[row], (state, score)) for state in ("trained", "untrained"))
-    return {seed: value - untrained[seed] for seed, value in trained.items() if seed in untrained}
-
-
-def gain_table(found: Results) -> str:
-    """Trained minus untrained encoder of the same initialisation."""
-    scores = [score for state, score in _columns(found) if state == "untrained"]
-    cells = {row: [list(_gains(found, row, score).values()) for score in scores] for row in found}
-    return _interval_table("trained - untrained", scores, cells)
-
-
-def gain_difference_table(found: Results, pairs: Sequence[tuple[str, str]]) -> str:
-    """Differences of the gain by training between pairs of rows, paired by seed."""
-    scores = [score for state, score in _columns(found) if state == "untrained"]
-    cells = {
-        f"{one} - {other}": [differences(_gains(found, one, score), _gains(found, other, score)) for score in scores]
-        for one, other in pairs
-    }
-    return _interval_table("difference of what training adds", scores, cells)
 
 
 def seed_table(found: Results) -> str:

@@ -18,7 +18,7 @@ from dino_sparo.runtime.cli import Parser, say
 from dino_sparo.runtime.demos import RunCommand, option_words
 from dino_sparo.runtime.records import write_json
 from studies.plans import EQUAL_RATE, STUDIES
-from studies.report import differences, markdown, mean_and_deviation, t_interval
+from studies.report import differences, interval_table, markdown, mean_and_deviation
 from studies.runs import RESULTS, Run, is_finished, reported_rows
 
 STUDY = "scenes"
@@ -132,22 +132,22 @@ def objects_table(found: Found) -> str:
 
 def objects_differences(found: Found) -> str:
     """Trained encoders minus their controls, and sparo minus cls, paired by seed: mean and 95 % interval."""
-    rows = []
-    for variant, by_seed in found.items():
-        for row in COMPARED:
-            cells = [_interval(by_seed, "model", by_seed, row, measure) for measure in MEASURES]
-            rows.append([f"{variant}, trained - {ROW_NAMES[row]}", *cells])
-    compared = ("cls", "model", "trained"), (EQUAL_RATE, "model", "trained"), ("cls", "untrained", "untrained")
-    for other, row, name in compared:
-        cells = [_interval(found["sparo"], row, found[other], row, measure) for measure in MEASURES]
-        rows.append([f"sparo - {other}, {name}", *cells])
-    return markdown(["difference [95 % interval]", *MEASURE_NAMES.values()], rows)
-
-
-def _interval(one: Mapping[int, Any], row: str, other: Mapping[int, Any], other_row: str, measure: str) -> str:
-    """Interval of the differences between two rows; empty if they share no seed."""
-    paired = differences(_objects(one, row, measure), _objects(other, other_row, measure))
-    return t_interval(paired) if paired else ""
+    pairs = {
+        f"{variant}, trained - {ROW_NAMES[row]}": ((by_seed, "model"), (by_seed, row))
+        for variant, by_seed in found.items()
+        for row in COMPARED
+    }
+    for other, row, name in (
+        ("cls", "model", "trained"),
+        (EQUAL_RATE, "model", "trained"),
+        ("cls", *["untrained"] * 2),
+    ):
+        pairs[f"sparo - {other}, {name}"] = (found["sparo"], row), (found[other], row)
+    rows = {
+        name: [differences(_objects(*one, measure), _objects(*other, measure)) for measure in MEASURES]
+        for name, (one, other) in pairs.items()
+    }
+    return interval_table("difference", [*MEASURE_NAMES.values()], rows)
 
 
 def kept_table(found: Found) -> str:

@@ -1,15 +1,14 @@
 """CLIP models of many sizes -> accuracy and number of parameters against L and V (SPARO, section 5.4 and figure 3).
 
     python -m studies sweep output/*/zero_shot.json
-    python -m studies sweep output/*/checkpoint.pth --data_path data/imagenet
 
-Inputs are results of `dino-sparo zero-shot`, or checkpoints, which are evaluated by that command. Models without slots
-appear by the width of their encoding. Prints a table, writes sweep.json and sweep.png.
+Inputs are results of `dino-sparo zero-shot`. Models without slots appear by the width of their encoding. Prints a
+table, writes sweep.json and sweep.png.
 """
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -22,11 +21,10 @@ from dino_sparo.clip.model import CLIP, clip_from_config
 from dino_sparo.draw.plots import colour_of, panels, spaced
 from dino_sparo.draw.sheet import require_matplotlib
 from dino_sparo.evaluation.task import write_result
-from dino_sparo.image_text.evaluation.options import add_class_options, add_computation_options, add_image_options
 from dino_sparo.runtime.cli import Parser
-from dino_sparo.runtime.demos import RunCommand, option_words
 from dino_sparo.runtime.files import parse_json
 from dino_sparo.runtime.logs import setup_logging
+from dino_sparo.runtime.records import differences
 
 METRICS = ("top1", "top5", "mean_per_class_recall")
 # Accuracies of results that differ in one of these are not comparable.
@@ -39,12 +37,11 @@ MAX_COLUMNS = 5  # columns of a legend
 def get_args_parser() -> Parser:
     """The options of the sweep."""
     parser = Parser("studies sweep")
-    group = parser.add_argument_group("trained models")
-    group.add_argument("inputs", nargs="*", default=[], help="Results of dino-sparo zero-shot (.json), or checkpoints.")
-    group.add_argument("--metric", choices=METRICS, default="top1", help="The accuracy to compare.")
-    add_image_options(parser)
-    add_class_options(parser)
-    add_computation_options(parser, "sweep.json", where="in the folder that holds all inputs")
+    parser.add_argument("inputs", nargs="*", default=[], help="Results of dino-sparo zero-shot (.json).")
+    parser.add_argument("--metric", choices=METRICS, default="top1", help="The accuracy to compare.")
+    parser.add_argument(
+        "--output", help="File of the result; by default sweep.json in the folder that holds all inputs."
+    )
     return parser
 
 
@@ -91,7 +88,7 @@ def read_result(path: Path) -> dict[str, Any]:
         result = parse_json(path.read_bytes())
         if result["evaluation"] != "zero-shot classification":
             raise KeyError("zero-shot classification")
-        _config(result["model"])
+        _config(result)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no result of dino-sparo zero-shot ({error!r})") from error
     if result.get("slots"):
@@ -99,83 +96,57 @@ def read_result(path: Path) -> dict[str, Any]:
     return result
 
 
-def _config(record: dict[str, Any]) -> CLIPConfig:
-    """Configuration of the model of a result."""
-    return CLIPConfig.from_dict({name: value for name, value in record.items() if name not in RECORD_OF_WEIGHTS})
+def _config(result: Mapping[str, Any]) -> CLIPConfig:
+    model = result["model"]
+    return CLIPConfig.from_dict({name: value for name, value in model.items() if name not in RECORD_OF_WEIGHTS})
 
 
-def check_comparable(results: dict[str, dict[str, Any]]) -> None:
+def protocol_of(result: Mapping[str, Any]) -> dict[str, Any]:
+    """How a model was evaluated: entries by part and name, without those that depend on the model."""
+    return {
+        f"{part} {name}".strip(): value
+        for part in PROTOCOL
+        for name, value in (result[part] if isinstance(result.get(part), dict) else {"": result.get(part)}).items()
+        if name not in PER_MODEL
+    }
+
+
+def check_comparable(results: Mapping[str, Mapping[str, Any]]) -> None:
     """Refuse results of different images, prompts or similarities."""
     (first, expected), *others = results.items()
     for name, result in others:
-        for part in PROTOCOL:
-            sides = [_comparable(each.get(part)) for each in (expected, result)]
-            if sides[0] != sides[1]:
-                raise ValueError(
-                    f"{first} and {name} cannot be compared, their `{part}` differ: {_difference(*sides)}; evaluate "
-                    f"all models alike"
-                )
+        if changed := differences(protocol_of(expected), protocol_of(result), f"in {first}", f"in {name}"):
+            raise ValueError(f"{first} and {name} cannot be compared: {changed[0]}; evaluate all models alike")
 
 
-def _comparable(part: Any) -> Any:
-    return {name: value for name, value in part.items() if name not in PER_MODEL} if isinstance(part, dict) else part
-
-
-def _difference(one: Any, other: Any) -> str:
-    """The first entry in which two parts of a result differ."""
-    if not (isinstance(one, dict) and isinstance(other, dict)):
-        return f"{one!r} and {other!r}"
-    name = next(name for name in [*one, *other] if one.get(name) != other.get(name))
-    return f"{name} is {one.get(name)!r:.60} and {other.get(name)!r:.60}"
-
-
-def collect(args: argparse.Namespace, run: RunCommand) -> dict[str, Any]:
-    """Collect the results, write sweep.json and the plot, print the table.
-
-    Args:
-        args: see `get_args_parser`.
-        run: (command, words) -> the command's result.
-    """
+def collect(args: argparse.Namespace) -> dict[str, Any]:
+    """Collect the results, write sweep.json and the plot, print the table."""
     setup_logging()
     require_matplotlib()
     if not args.inputs:
-        raise ValueError("there is nothing to compare; give results or checkpoints")
+        raise ValueError("there is nothing to compare; give results of dino-sparo zero-shot")
     folder = os.path.commonpath([Path(name).absolute().parent for name in args.inputs])
     path = Path(args.output or os.path.join(folder, "sweep.json"))
     if path.suffix == ".png":
         raise ValueError(f"output={args.output!r} names a picture; give the JSON file, the plot is put beside it")
-    results = {str(name): _result(Path(name), args, run) for name in args.inputs}
+    results = {str(name): read_result(Path(name)) for name in args.inputs}
     check_comparable(results)
     points = [
-        point_of(name, partial(clip_from_config, _config(result["model"])), result[args.metric])
+        point_of(name, partial(clip_from_config, _config(result)), result[args.metric])
         for name, result in results.items()
     ]
     points.sort(key=lambda point: (point.num_slots or 0, point.slot_dim or 0, point.readout, point.encoding_dim))
-    first = next(iter(results.values()))
     result = {
         "evaluation": "sweep over L and V",
         "metric": args.metric,
         "points": [asdict(point) for point in points],
-        "protocol": {part: _comparable(first[part]) for part in PROTOCOL if part in first},
+        "protocol": protocol_of(next(iter(results.values()))),
         "weights": {name: result["model"]["sha256"] for name, result in results.items()},
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     draw_sweep(points, args.metric, path.with_suffix(".png"))
     write_result(result, table(points, args.metric), path)
     return result
-
-
-def _result(path: Path, args: argparse.Namespace, run: RunCommand) -> dict[str, Any]:
-    """The result in a file; a checkpoint is evaluated now, and its result is written beside it."""
-    if path.suffix != ".json":
-        if not args.data_path:
-            raise ValueError(f"{path} is evaluated as a checkpoint, on images that --data_path names; give some")
-        given = {name: value for name, value in vars(args).items() if value is not None}
-        options = {name: given[name] for name in given.keys() - {"inputs", "metric", "output", "download"}}
-        options |= {"pretrained_weights": path, "output": path.with_name("zero_shot.json")}
-        run("zero-shot", [*option_words(options), *(["--download"] if args.download else [])])
-        path = path.with_name("zero_shot.json")
-    return read_result(path)
 
 
 def table(points: Sequence[SweepPoint], metric: str) -> str:

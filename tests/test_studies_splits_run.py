@@ -13,8 +13,7 @@ from studies import __main__ as studies
 from studies.oc_splits import data
 from studies.oc_splits import run as splits
 from studies.oc_splits.design import TESTS
-from studies.oc_splits.figure import draw_heat_maps
-from studies.oc_splits.run import MODELS, chosen_amount, get_args_parser, run_splits, table
+from studies.oc_splits.run import MODELS, chosen_amount, draw_heat_maps, get_args_parser, run_splits, table
 
 ACCURACIES = {"train": 98.0, "seen_pair": 40.0, "unseen_order": 30.0, "unseen_pair": 70.0}
 

@@ -1,25 +1,39 @@
-"""An OC-CLIP checkpoint -> its model, and the scorer of images and captions that evaluations use."""
+"""An OC-CLIP checkpoint -> its model, and the `Scorer` of images and captions that evaluations use.
+
+Images become keys and values, 4 * 2 * N * dim bytes each (0.4 MB at N = 196, dim = 256), in the host's memory.
+Captions become graphs in canonical form: isomorphic graphs are scored once, so that a tie between them is exact.
+"""
 
 import argparse
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
+from PIL import Image
 from torch import Tensor
 
-from dino_sparo.data.views import ClipView
+from dino_sparo.data.sources import ImageSource
+from dino_sparo.data.views import ClipView, view_pixels
+from dino_sparo.draw.figure import PICTURE_HEIGHT
+from dino_sparo.evaluation.features import Features, inference
 from dino_sparo.evaluation.task import view_record
-from dino_sparo.image_text.scoring.scorer import require_both
+from dino_sparo.image_text.picture_pairs import ViewedPair
+from dino_sparo.image_text.prompts import prompts
+from dino_sparo.image_text.scoring.scorer import CaptionMaps, EncodedTexts, Explanation, ImageRows, require_both
 from dino_sparo.image_text.towers import LoadedModel, refuse_foreign_options
+from dino_sparo.oc_clip.batches import EncodedGraphs, batch_graphs, look_up
 from dino_sparo.oc_clip.config import OCCLIPConfig
-from dino_sparo.oc_clip.graph import SceneGraph
+from dino_sparo.oc_clip.graph import LookupCounts, SceneGraph, canonical_form, normalize
 from dino_sparo.oc_clip.graph_files import MAX_MISSING, CaptionGraphs, open_graphs
 from dino_sparo.oc_clip.model import OCCLIP, oc_clip_from_config
 from dino_sparo.oc_clip.options import DEFAULT_GRAPHS
-from dino_sparo.oc_clip.scorer import GraphScorer
+from dino_sparo.oc_clip.pairs import tokenize_phrases
+from dino_sparo.oc_clip.pictures.explain import explain_pair, tiles_of
+from dino_sparo.oc_clip.scoring import score_all_pairs
 from dino_sparo.runtime.launch import Distributed
 from dino_sparo.runtime.precision import PRECISIONS
 from dino_sparo.runtime.records import versions
@@ -28,6 +42,195 @@ from dino_sparo.weights.checkpoint import CheckpointError, load_checkpoint, load
 logger = logging.getLogger(__name__)
 
 MAX_BATCH = 64  # images that `LoadedOCCLIP.similarity` encodes at a time
+PAIR_CHUNK = 128  # matched pairs that are bound at a time
+IMAGE_CHUNK = 16  # images that are scored with all graphs at a time
+PHRASE_BATCH = 512  # phrases encoded at a time
+
+
+# Captions, or classes, as numbers of graphs; a class has a graph per template, whose scores are averaged.
+GraphRows = Int64[Tensor, "captions templates"]
+
+
+@dataclass(frozen=True)
+class GraphScorer(ImageRows):
+    """A model, and all that its scores depend on.
+
+    Attributes:
+        model: on `device`, in eval mode.
+        graphs: caption -> graph.
+        transform: (image, rng) -> [view].
+        device: of the model.
+        batch_size: images per process and step.
+        num_workers: processes that load images, per process.
+        dtype: fp32, or bf16 or fp16 for autocast; scores are fp32 in any case.
+        model_record: description of the model for result files.
+        embeddings: phrase -> entity and relation.
+        truncated: phrases that are longer than the context.
+        lookups: caption -> canonical graph and the changes in it.
+        numbers: canonical graph -> its number in `GraphRows`.
+    """
+
+    measure: ClassVar[str] = "structured similarity of image and scene graph"
+    ensemble: ClassVar[str] = "scores of the templates averaged; a class is one entity"
+    default_templates: ClassVar[tuple[str, ...]] = ("{}",)
+
+    model: OCCLIP
+    graphs: CaptionGraphs
+    transform: Any
+    device: torch.device
+    batch_size: int = 64
+    num_workers: int = 0
+    dtype: torch.dtype = torch.float32
+    model_record: dict[str, Any] = field(default_factory=dict)
+    embeddings: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+    truncated: set[str] = field(default_factory=set, repr=False)
+    lookups: dict[str, tuple[SceneGraph, LookupCounts]] = field(default_factory=dict, repr=False)
+    numbers: dict[SceneGraph, int] = field(default_factory=dict, repr=False)
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """Description of the model and of the graphs, with the changes in them so far."""
+        return {**self.model_record, "graphs": {**self.graphs.record, "counts": self.graphs.counts.to_json()}}
+
+    @property
+    def storage(self) -> torch.device:
+        """The host's memory."""
+        return torch.device("cpu")
+
+    def encode_image(self, images: Float[Tensor, "B C H W"]) -> Float[Tensor, "B M"]:
+        """Keys and values of images, side by side, M = 2 N dim."""
+        keys, values = self.model.encode_images(images)
+        return torch.stack([keys, values], dim=1).flatten(1).float()
+
+    def image_features(self, source: ImageSource, storage: torch.device | None = None) -> Features:
+        """The mean of the patch tokens, normalised, on every process; the loss does not train the class token."""
+
+        def encode(images: Tensor) -> Tensor:
+            return torch.nn.functional.normalize(self.model.patches(images).mean(dim=1).float(), dim=-1)
+
+        return self._rows(source, encode, storage)
+
+    def expect_texts(self, captions: Sequence[str]) -> None:
+        """Raise ValueError if the file of graphs lacks too many of these captions."""
+        self.graphs.expect(captions)
+
+    def encode_texts(self, captions: Sequence[str], desc: str = "captions") -> EncodedTexts:
+        """The graphs of captions; every caption is looked up and counted once.
+
+        Raises:
+            ValueError: there are no captions, one has no words, or too many have no graph.
+        """
+        if not captions:
+            raise ValueError(f"{desc}: there are no captions to encode")
+        counts = LookupCounts()
+        for number, caption in enumerate(captions):
+            if caption not in self.lookups:
+                try:
+                    graph, changes = self.graphs.lookup(caption)
+                except ValueError as error:
+                    raise ValueError(f"{desc}, number {number}: {error}") from error
+                form, is_exact = canonical_form(graph)
+                self.lookups[caption] = form, changes._replace(not_canonical=int(not is_exact))
+                counts = counts.plus(self.lookups[caption][1])
+        self.graphs.counts = self.graphs.counts.plus(counts)
+        if counts.whole_caption or counts.nodes or counts.relations or counts.not_canonical:
+            logger.warning("%s: %s", desc, counts)
+        self.graphs.check()
+        graphs, all_changes = zip(*(self.lookups[caption] for caption in captions), strict=True)
+        rows = self._rows_of([[graph] for graph in graphs])
+        marks = {
+            "truncated": torch.tensor([self._is_cut(graph) for graph in graphs]),
+            "one_entity": torch.tensor([changes.whole_caption > 0 for changes in all_changes]),
+        }
+        return EncodedTexts(rows, int(marks["truncated"].sum()), rows[:, 0], marks)
+
+    def encode_classes(self, names: Sequence[str], templates: tuple[str, ...]) -> EncodedTexts:
+        """One row per class: its name in every template, as one entity; the paper does not say how it classifies."""
+        if "file" in self.graphs.record:
+            logger.warning("classes are one entity each: the graphs of %s are not used", self.graphs.record["file"])
+        none = SceneGraph(())
+        graphs = [[normalize(none, sentence)[0] for sentence in prompts(templates, name)] for name in names]
+        return EncodedTexts(self._rows_of(graphs), sum(self._is_cut(graph) for own in graphs for graph in own))
+
+    def _rows_of(self, graphs: Sequence[Sequence[SceneGraph]]) -> GraphRows:
+        """The numbers of graphs, whose phrases are encoded."""
+        batch = batch_graphs(tuple(dict.fromkeys(graph for own in graphs for graph in own)))
+        phrases = [phrase for phrase in batch.phrases if phrase not in self.embeddings]
+        with inference(self.module, self.device, self.dtype):
+            for start in range(0, len(phrases), PHRASE_BATCH):
+                some = phrases[start : start + PHRASE_BATCH]
+                tokens = tokenize_phrases(some, self.model.config.text.context_length)
+                self.truncated.update(some[index] for index in tokens.truncated)
+                entities, relations = self.model.encode_phrases(tokens.ids.to(self.device))
+                pairs = zip(entities.float(), relations.float(), strict=True)
+                self.embeddings.update(zip(some, pairs, strict=True))
+        return torch.tensor([[self.numbers.setdefault(graph, len(self.numbers)) for graph in own] for own in graphs])
+
+    def _is_cut(self, graph: SceneGraph) -> bool:
+        """Whether a phrase is longer than the context."""
+        phrases = (*graph.entities, *(relation.predicate for relation in graph.relations))
+        return not self.truncated.isdisjoint(phrases)
+
+    def _encoded(self, numbers: Tensor) -> EncodedGraphs:
+        """The graphs of some numbers with the embeddings of their phrases."""
+        graphs = tuple(self.numbers)
+        batch = batch_graphs([graphs[number] for number in numbers.tolist()])
+        entities, relations = (
+            torch.stack(column) for column in zip(*map(self.embeddings.__getitem__, batch.phrases), strict=True)
+        )
+        return look_up(batch, entities, relations)
+
+    def _keys_values(self, images: Float[Tensor, "images M"]) -> tuple[Tensor, Tensor]:
+        pair = images.to(self.device).view(len(images), 2, self.model.config.num_patches, -1)
+        return pair[:, 0], pair[:, 1]
+
+    @torch.no_grad()
+    def score_pairs(
+        self, images: Float[Tensor, "images M"], image_of: Int64[Tensor, " pairs"], texts: GraphRows, text_of: Tensor
+    ) -> Float[Tensor, " pairs"]:
+        """The score of each pair; see `Scorer.score_pairs`. Each different pair of image and graph is scored once."""
+        graph_of = texts[text_of.cpu()]  # (pairs, templates)
+        wanted = torch.stack([image_of.cpu()[:, None].expand_as(graph_of), graph_of], dim=-1).flatten(0, 1)
+        different, inverse = torch.unique(wanted, dim=0, return_inverse=True)
+        model, scores = self.model, []
+        for part in different.split(PAIR_CHUNK):
+            keys, values = self._keys_values(images[part[:, 0]])
+            graphs = self._encoded(part[:, 1])
+            slots = model.binding.bind_matched(graphs.entities, graphs.entity_mask, keys, values)
+            scores.append(model.scoring.scores(graphs, slots[None])[0])
+        return torch.cat(scores)[inverse.to(self.device)].view(graph_of.shape).mean(dim=1)
+
+    @torch.no_grad()
+    def score_block(self, images: Float[Tensor, "images M"], texts: GraphRows) -> Float[Tensor, "images captions"]:
+        """The score of every image with every caption or class."""
+        numbers, inverse = torch.unique(texts, return_inverse=True)
+        graphs = self._encoded(numbers)
+        blocks = [
+            score_all_pairs(self.model.binding, self.model.scoring, graphs, *self._keys_values(part))
+            for part in images.split(IMAGE_CHUNK)
+        ]
+        return torch.cat(blocks)[:, inverse.to(self.device)].mean(dim=-1)
+
+    def similarity(
+        self, images: Sequence[Image.Image] | Tensor, captions: Sequence[str]
+    ) -> Float[Tensor, "images captions"]:
+        """The score of every image and every caption, in this process alone; see `LoadedOCCLIP.similarity`."""
+        return self.score_block(self.rows_of(images), self.encode_texts(captions).payload)
+
+    def explain(self, image: Image.Image, captions: Sequence[str]) -> Explanation:
+        """Maps of the shares of patches that each entity takes; see `ExplainableScorer`."""
+        (view,) = self.views([image])
+        with inference(self.module, self.device, self.dtype):
+            graphs = [self.graphs.lookup(caption)[0] for caption in captions]
+            pairs = [ViewedPair(0, caption, caption, view) for caption in captions]
+            explained = [
+                explain_pair(self.model, pair, graph, self.device) for pair, graph in zip(pairs, graphs, strict=True)
+            ]
+        seen = self.transform.view(image, self.model.image.backbone.patch_size)
+        picture = view_pixels(image, seen, PICTURE_HEIGHT)
+        captioned = [CaptionMaps(pair.sentences, tiles_of(pair, picture)) for pair in explained]
+        reading = explained[0].reading
+        return Explanation(picture, captioned, reading.explanation, reading.ends)
 
 
 class LoadedOCCLIP(LoadedModel):

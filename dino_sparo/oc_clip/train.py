@@ -29,11 +29,11 @@ from dino_sparo.oc_clip import options
 from dino_sparo.oc_clip.config import BindingConfig
 from dino_sparo.oc_clip.graph import LookupCounts, SceneGraph
 from dino_sparo.oc_clip.graph_files import CaptionGraphs, open_graphs
+from dino_sparo.oc_clip.load import GraphScorer
 from dino_sparo.oc_clip.model import OCCLIP, create_oc_clip
 from dino_sparo.oc_clip.options import DEFAULT_GRAPHS, get_args_parser
 from dino_sparo.oc_clip.pairs import GraphPairBatch, GraphPairDataset, collate_graph_pairs, read_symmetric
 from dino_sparo.oc_clip.presets import RECIPES
-from dino_sparo.oc_clip.scorer import GraphScorer
 from dino_sparo.oc_clip.step import graph_loss
 from dino_sparo.runtime.agree import all_or_none
 from dino_sparo.runtime.faults import require

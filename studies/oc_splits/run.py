@@ -20,7 +20,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dino_sparo.draw.sheet import require_matplotlib
+import numpy as np
+
+from dino_sparo.draw.plots import panels
+from dino_sparo.draw.sheet import INK, PANEL, PAPER, require_matplotlib
 from dino_sparo.image_text.choices import CLIP_READOUTS, OPTIMISATION, SCENE_TOWERS
 from dino_sparo.runtime.cli import Parser, say
 from dino_sparo.runtime.demos import RunCommand, option_words, spread, start_demo
@@ -29,7 +32,6 @@ from dino_sparo.runtime.records import versions, write_json
 from dino_sparo.weights.checkpoint import load_checkpoint
 from studies.oc_splits.data import write_split
 from studies.oc_splits.design import TESTS, Split
-from studies.oc_splits.figure import draw_heat_maps
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +40,8 @@ TRUE_GRAPHS, PARSED_GRAPHS = "true", "templates"
 CHANCE = 50.0
 WARMUP_SHARE = 10  # warmup takes one step in ten
 NAME_WIDTH, COLUMN_WIDTH = 24, 15
+TESTS_SHOWN = ("seen_pair", "unseen_order", "unseen_pair")  # in the heat maps
+LIGHT_NUMBERS = 30  # percent from chance at which a number on a heat map is light
 
 
 class Model(NamedTuple):
@@ -297,3 +301,31 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
 
 def _row(label: str, values: Sequence[str]) -> str:
     return f"{label:<{NAME_WIDTH}}" + "".join(f"{value:>{COLUMN_WIDTH}}" for value in values)
+
+
+def draw_heat_maps(results: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Accuracy against the shares of seen and hard pairs, mean over seeds, as a PNG (OC-CLIP, figures 2 and 7).
+
+    A row of maps per test of unseen combinations, a column per model; the smallest shares are at the lower left.
+    """
+    tests = [test for test in TESTS[results[0]["split"]] if test in TESTS_SHOWN]
+    models = list(dict.fromkeys(result["model"] for result in results))
+    seen_shares, hard_shares = (sorted({result[name] for result in results}) for name in ("seen", "hard"))
+    seeds = ", ".join(map(str, sorted({result["seed"] for result in results})))
+    title = f"Accuracy in %, mean over seeds {seeds}. White is guessing, 50 %."
+    with panels(path, len(tests), len(models), title) as axes:
+        for axis, (test, model) in zip(axes.flat, product(tests, models), strict=True):
+            cells = np.full((len(seen_shares), len(hard_shares)), np.nan)
+            for (i, seen), (j, hard) in product(enumerate(seen_shares), enumerate(hard_shares)):
+                cell = (model, seen, hard)
+                own = [r["tests"][test]["accuracy"] for r in results if (r["model"], r["seen"], r["hard"]) == cell]
+                if own:
+                    cells[i, j] = np.mean(own)
+                    colour = PAPER if abs(cells[i, j] - CHANCE) > LIGHT_NUMBERS else INK
+                    axis.text(j, i, f"{cells[i, j]:.1f}", ha="center", va="center", color=colour, fontsize=12)
+            axis.set_facecolor(PANEL)  # seen where a cell is missing
+            axis.imshow(cells, cmap="PuOr", vmin=0, vmax=100, origin="lower", aspect="auto")
+            axis.set_xticks(range(len(hard_shares)), [str(share) for share in hard_shares])
+            axis.set_yticks(range(len(seen_shares)), [str(share) for share in seen_shares])
+            axis.set_title(f"{model}: {test.replace('_', ' ')}", fontsize=11)
+            axis.set(xlabel="of these with hard negatives, %", ylabel="pairs seen in training, %")

@@ -19,10 +19,9 @@ pytest.importorskip("open_clip")
 
 from dino_sparo.oc_clip.config import BindingConfig
 from dino_sparo.oc_clip.graph import Relation, SceneGraph
-from dino_sparo.oc_clip.load import load_oc_clip, scorer_of
+from dino_sparo.oc_clip.load import GraphScorer, load_oc_clip, scorer_of
 from dino_sparo.oc_clip.model import create_oc_clip
 from dino_sparo.oc_clip.parsers.templates import parse_caption
-from dino_sparo.oc_clip.scorer import GraphScorer
 
 
 def oc_checkpoint(path: Path) -> Path:

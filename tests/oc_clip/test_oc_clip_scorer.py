@@ -28,12 +28,11 @@ from dino_sparo.clip.adapter import load_for_benchmark
 from dino_sparo.data.sources import open_source
 from dino_sparo.image_text.evaluation.compositional.sets.sugarcrepe import GROUPS
 from dino_sparo.image_text.scoring.scorer import require_both
-from dino_sparo.oc_clip import scorer as scorer_module
+from dino_sparo.oc_clip import load as scorer_module
 from dino_sparo.oc_clip.graph import Relation, SceneGraph
 from dino_sparo.oc_clip.graph_files import CaptionGraphs
-from dino_sparo.oc_clip.load import load_oc_clip, scorer_of
+from dino_sparo.oc_clip.load import GraphScorer, load_oc_clip, scorer_of
 from dino_sparo.oc_clip.parsers.templates import parse_caption
-from dino_sparo.oc_clip.scorer import GraphScorer
 from dino_sparo.runtime.launch import shutdown
 from dino_sparo.weights.checkpoint import CheckpointError
 
