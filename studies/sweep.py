@@ -40,7 +40,7 @@ def get_args_parser() -> Parser:
     parser.add_argument("inputs", nargs="*", default=[], help="Results of dino-sparo zero-shot (.json).")
     parser.add_argument("--metric", choices=METRICS, default="top1", help="The accuracy to compare.")
     parser.add_argument(
-        "--output", help="File of the result; by default sweep.json in the folder that holds all inputs."
+        "--output", help="File of the result; by default sweep.json in the folder of all inputs."
     )
     return parser
 

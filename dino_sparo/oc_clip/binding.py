@@ -65,8 +65,6 @@ class Binding(nn.Module):
         self, image_dim: int, num_patches: int, sizes: BindingConfig, chunk_mb: int | float = DEFAULT_CHUNK_MB
     ) -> None:
         super().__init__()
-        if num_patches < 1 or chunk_mb <= 0:
-            raise ValueError(f"num_patches={num_patches}, chunk_mb={chunk_mb}; give positive numbers")
         dim = sizes.dim
         self.num_patches, self.dim, self.num_default = num_patches, dim, sizes.num_default
         self.competition, self.chunk_mb = sizes.competition, chunk_mb
@@ -84,10 +82,6 @@ class Binding(nn.Module):
         self.key_proj, self.value_proj, self.query_proj = (nn.Linear(dim, dim, bias=False) for _ in range(3))
         # An empty parameter must not be trained: DDP would wait for its gradient.
         self.default_tokens = nn.Parameter(torch.randn(sizes.num_default, dim), requires_grad=sizes.num_default > 0)
-
-    def extra_repr(self) -> str:
-        """Sizes and competition, for the log."""
-        return f"{self.num_patches} patches, {self.num_default} default tokens, competition over {self.competition}"
 
     def encode_patches(
         self, patches: Float[Tensor, "B N image_dim"]

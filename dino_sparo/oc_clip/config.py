@@ -11,6 +11,11 @@ from dino_sparo.models.encoder import EncoderConfig, refuse_unknown
 from dino_sparo.oc_clip.choices import COMPETITIONS, RELATION_SCORES
 
 MIN_COEF = 1e-3  # of entities and of relations in a score
+LOWEST: dict[str, float] = {
+    **dict.fromkeys(("dim", "num_heads", "rel_dim"), 1),
+    **dict.fromkeys(("num_default", "num_layers", "position_std"), 0),
+    **dict.fromkeys(("ent_coef", "rel_coef"), MIN_COEF),
+}
 
 
 @dataclass(frozen=True)
@@ -48,17 +53,9 @@ class BindingConfig:
     logit_scale: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("dim", "num_heads", "rel_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} is not a valid size; give a positive integer")
-        for name in ("num_default", "num_layers", "position_std"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} is negative; give a number from 0 on")
-        for name in ("ent_coef", "rel_coef"):
-            if not getattr(self, name) >= MIN_COEF:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} is not a valid coefficient; give a number from {MIN_COEF} on"
-                )
+        for name, lowest in LOWEST.items():
+            if not getattr(self, name) >= lowest:
+                raise ValueError(f"{name}={getattr(self, name)} is too small; give a number from {lowest} on")
         if self.dim % self.num_heads:
             raise ValueError(f"num_heads={self.num_heads} does not divide dim={self.dim}; choose a divisor")
         for name, choices in (("competition", COMPETITIONS), ("relation", RELATION_SCORES)):

@@ -19,7 +19,6 @@ from dino_sparo.data.samplers import image_rng
 from dino_sparo.image_text.pairs.batches import PairDataset, PairItem, stack_images
 from dino_sparo.image_text.text import Tokens, tokenize
 from dino_sparo.oc_clip.batches import GraphBatch, batch_graphs
-from dino_sparo.oc_clip.choices import RELATION_NEGATIVES
 from dino_sparo.oc_clip.graph import LookupCounts, Relation, SceneGraph, spaced
 
 # Added to the seed, so that false graphs are independent of crops and captions.
@@ -65,14 +64,7 @@ class GraphPairBatch(DeviceBatch):
 
 
 class GraphPairDataset(Dataset):
-    """Pairs with the graphs of their captions.
-
-    Args:
-        pairs: images and captions.
-        graph_of: pair -> graph.
-        relations: see `draw_negatives`.
-        symmetric: see `draw_negatives`.
-    """
+    """Pairs with the graphs of their captions, which `graph_of` gives, and the false graphs of `draw_negatives`."""
 
     def __init__(
         self, pairs: PairDataset, graph_of: GraphOfPair, relations: str = "all", symmetric: Container[str] = ()
@@ -127,12 +119,10 @@ def draw_negatives(
     Args:
         graph: the true graph.
         rng: the draws depend on it and on the graph alone.
-        relations: a member of `RELATION_NEGATIVES`; with "one", one relation is altered, the same in both negatives.
+        relations: "all"; or "one": one relation is altered, the same in both negatives.
         symmetric: predicates that are never altered, since they hold both ways, such as "next to"; the paper alters
             all.
     """
-    if relations not in RELATION_NEGATIVES:
-        raise ValueError(f"relations={relations!r}; choose one of {', '.join(RELATION_NEGATIVES)}")
     altered = [number for number, relation in enumerate(graph.relations) if relation.predicate not in symmetric]
     if relations == "one" and altered:
         altered = [altered[_drawn(rng, len(altered))]]
@@ -149,10 +139,9 @@ def draw_negatives(
 def read_symmetric(path: Path) -> frozenset[str]:
     """The predicates of a text file, one per line, in the form that graphs have: lower case, single spaces."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        predicates = frozenset(filter(None, map(spaced, path.read_text(encoding="utf-8").splitlines())))
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--symmetric {path} cannot be read as text: {error}") from error
-    predicates = frozenset(filter(None, map(spaced, lines)))
     if not predicates:
         raise ValueError(f"--symmetric {path} names no predicate; write one per line, such as: next to")
     return predicates

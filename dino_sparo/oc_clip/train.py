@@ -13,6 +13,7 @@ import argparse
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -220,22 +221,10 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
 
 def build_model(args: argparse.Namespace) -> OCCLIP:
     """The model from the options, with random weights."""
-    return create_oc_clip(
-        **tower_options(args),
-        binding=BindingConfig(
-            dim=args.bind_dim,
-            num_default=args.num_default,
-            num_layers=args.bind_layers,
-            num_heads=args.bind_heads,
-            position_std=args.position_std,
-            competition=args.competition,
-            rel_dim=args.rel_dim,
-            relation=args.relation,
-            ent_coef=args.ent_coef,
-            rel_coef=args.rel_coef,
-            logit_scale=args.logit_scale == "learned",
-        ),
-    )
+    options_of = {"dim": "bind_dim", "num_layers": "bind_layers", "num_heads": "bind_heads"}
+    sizes = {one.name: getattr(args, options_of.get(one.name, one.name)) for one in fields(BindingConfig)}
+    binding = BindingConfig(**{**sizes, "logit_scale": args.logit_scale == "learned"})
+    return create_oc_clip(**tower_options(args), binding=binding)
 
 
 def graph_of_caption(graphs: CaptionGraphs, item: PairItem) -> tuple[SceneGraph, LookupCounts]:

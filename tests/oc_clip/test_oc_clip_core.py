@@ -291,17 +291,12 @@ def test_with_competition_over_keys_the_shares_of_an_entity_sum_to_one() -> None
         ({"competition": "keys"}, "num_default=4 with competition='keys'"),
         ({"num_default": -1}, "num_default=-1"),
         ({"num_layers": -1}, "num_layers=-1"),
-        ({"num_heads": 0}, "num_heads=0 is not a valid size"),
+        ({"num_heads": 0}, "num_heads=0 is too small"),
     ],
 )
 def test_a_binding_that_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         Binding(IMAGE_DIM, N, BindingConfig(**options))
-
-
-def test_a_binding_without_chunks_is_refused() -> None:
-    with pytest.raises(ValueError, match="chunk_mb=0"):
-        Binding(IMAGE_DIM, N, BindingConfig(), chunk_mb=0)
 
 
 def test_images_of_another_size_are_refused() -> None:

@@ -286,8 +286,6 @@ def test_all_relations_are_altered_or_one() -> None:
         assert len(changed[0]) == 1
         altered |= changed[0]
     assert altered == {0, 1, 2, 3}
-    with pytest.raises(ValueError, match="relations='some'; choose one of all, one"):
-        draw_negatives(graph, np.random.default_rng(0), relations="some")
 
 
 def test_a_graph_without_relations_is_its_own_negative() -> None:

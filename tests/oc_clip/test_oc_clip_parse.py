@@ -447,8 +447,8 @@ def test_the_same_words_annotated_in_two_ways_keep_one_graph(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("kind", "content", "message"),
     [
-        ("vg", SCENE_GRAPHS, "is not Visual Genome's region_graphs.json"),
-        ("gqa", REGIONS, "is not GQA's scene graphs, an object with one entry per image; found a list"),
+        ("vg", SCENE_GRAPHS, "is no file of vg, which is a list of images"),
+        ("gqa", REGIONS, "is no file of gqa, which is an object with one entry per image"),
         ("vg", [{"image_id": 7}], "image 0, '7', is not annotated as vg is .KeyError"),
         ("gqa", {"n14": {"objects": {}}}, "gives no caption"),
         ("gqa", "text", "is neither a JSON list nor an object"),

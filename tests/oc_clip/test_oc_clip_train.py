@@ -642,7 +642,7 @@ SHARD_KEYS = {"graph_key": "graph", "caption_key": "text"}
         ({"bind_heads": 5}, "--bind_heads 5 does not divide --bind_dim 12"),
         ({"graphs": "nowhere.jsonl"}, "graphs='nowhere.jsonl' is no file of graphs; give templates, spacy, or"),
         ({"ent_coef": 0}, "ent_coef 0.0: give a positive number"),
-        ({"rel_coef": 0.0001}, "rel_coef=0.0001 is not a valid coefficient"),
+        ({"rel_coef": 0.0001}, "rel_coef=0.0001 is too small"),
         ({"score_chunk_mb": 0}, "score_chunk_mb 0.0: give a positive number"),
         ({"max_nodes": 0}, "max_nodes 0: give a positive number"),
         ({"rel_loss_weight": -1}, "rel_loss_weight -1.0: give 0 or more"),

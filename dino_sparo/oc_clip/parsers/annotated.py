@@ -119,13 +119,9 @@ class AnnotatedImages:
 def annotated_images(path: str, kind: str) -> Iterator[tuple[str, Any]]:
     """Id and annotations of every image of a file."""
     for key, content in json_items(path):
-        if kind == "vg" and (key or not isinstance(content, dict) or "image_id" not in content):
-            raise ValueError(
-                f"{path} is not Visual Genome's region_graphs.json, a list of objects with image_id and regions; found "
-                f"{content!s:.60}"
-            )
-        if kind == "gqa" and not key:
-            raise ValueError(f"{path} is not GQA's scene graphs, an object with one entry per image; found a list")
+        if bool(key) != (kind == "gqa"):
+            forms = {"vg": "a list of images", "gqa": "an object with one entry per image"}
+            raise ValueError(f"{path} is no file of {kind}, which is {forms[kind]}; found {content!s:.60}")
         yield key or str(content["image_id"]), content
 
 
