@@ -25,14 +25,7 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True)
 class Run:
-    """One training run.
-
-    Attributes:
-        study: name of the study.
-        variant: name of the variant.
-        lr: learning rate, as the training command takes it.
-        seed: random seed of weights, order and crops.
-    """
+    """One training run."""
 
     study: str
     variant: str
@@ -56,9 +49,6 @@ class Run:
 
     def result(self, results: Path) -> dict[str, Any] | None:
         """Its result; None before the run is finished.
-
-        Args:
-            results: folder of all studies' results.
 
         Raises:
             ValueError: the result belongs to another recipe, or is damaged.
@@ -126,16 +116,7 @@ def make_runs(
     jobs: int,
     seeds: Collection[int] | None = None,
 ) -> None:
-    """Make all runs of a study that have no result; those that choose the learning rate come first.
-
-    Args:
-        name: name of the study.
-        data_path: its images, if it needs some.
-        output_dir: folder of checkpoints and logs.
-        results: folder of all studies' results.
-        jobs: runs at the same time, with one thread each.
-        seeds: seeds of the reported runs; None: all.
-    """
+    """Make all runs of a study that have no result; those that choose the learning rate come first."""
     from dino_sparo.__main__ import run
 
     folder = output_dir / name
@@ -173,14 +154,6 @@ def add_scores(name: str, data_path: str | None, output_dir: Path, results: Path
 
 def start_runs(missing: Sequence[Run], data_path: str, folder: Path, evaluated: str, results: Path, jobs: int) -> None:
     """Make runs, each in its own process: two small runs side by side are faster than two threads.
-
-    Args:
-        missing: the runs, in order.
-        data_path: training data.
-        folder: folder of the study's runs.
-        evaluated: evaluation data.
-        results: folder of all studies' results.
-        jobs: runs at the same time.
 
     Raises:
         MendableError: a run failed; the others save and stop, as after Ctrl-C.

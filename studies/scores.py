@@ -25,14 +25,7 @@ RANDOM_READERS = ("cls", "gap", "sparo")  # the variants whose blocks are also r
 
 @dataclass(frozen=True)
 class Trained:
-    """A finished training run.
-
-    Attributes:
-        folder: folder of its checkpoint.
-        variant: name of the variant.
-        seed: random seed of the run.
-        data: evaluation data, see `Study.prepare`.
-    """
+    """A finished training run."""
 
     folder: Path
     variant: str
@@ -71,12 +64,6 @@ def dino_scores(
 
     The paper's probe reads four layers, whose width differs between encoders; `ENCODING_PROBE` reads the encoding
     alone. `plans.DINO_CONTROLS` has encodings as wide as SPARO's.
-
-    Args:
-        trained: the run.
-        run: (command, words) -> the command's result.
-        known: scores to keep; only missing ones are measured.
-        img_size: image side for the encoder, pixels.
     """
     shared = option_words({"data_path": trained.data, "device": "cpu", "seed": trained.seed})
     shared += option_words({"num_workers": 1, "img_size": img_size})

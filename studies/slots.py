@@ -33,12 +33,6 @@ Found = dict[str, dict[int, dict[str, Any]]]  # row -> seed -> result
 def measure(run: Run, folder: Path, partner: Path | None, command: RunCommand) -> dict[str, Any]:
     """Scores of one encoder's maps; for slots also their accuracy and their match with the slots of the next seed.
 
-    Args:
-        run: a run of the study.
-        folder: folder of all runs of the study.
-        partner: folder of the run of the next seed, if there is one.
-        command: (command, words) -> the command's result.
-
     Returns:
         `objects`: row -> measure -> percent; `kept`: state -> number of slots kept -> 20-NN of the best and of random
         slots; `match`: name -> mean linear CKA.

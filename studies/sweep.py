@@ -39,25 +39,13 @@ def get_args_parser() -> Parser:
     parser = Parser("studies sweep")
     parser.add_argument("inputs", nargs="*", default=[], help="Results of dino-sparo zero-shot (.json).")
     parser.add_argument("--metric", choices=METRICS, default="top1", help="The accuracy to compare.")
-    parser.add_argument(
-        "--output", help="File of the result; by default sweep.json in the folder of all inputs."
-    )
+    parser.add_argument("--output", help="File of the result; by default sweep.json in the folder of all inputs.")
     return parser
 
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """One model.
-
-    Attributes:
-        name: result file or checkpoint.
-        readout: one name for both towers; see `config.towers_of`.
-        num_slots: L; None without slots.
-        slot_dim: V; None without slots.
-        encoding_dim: width of the encoding, M.
-        num_parameters: both towers together.
-        accuracy: percent.
-    """
+    """One model, with L (`num_slots`), V (`slot_dim`) and the parameters of both towers; accuracy in percent."""
 
     name: str
     readout: str

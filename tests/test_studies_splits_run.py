@@ -145,8 +145,6 @@ def test_the_grid_trains_every_cell_and_draws_the_heat_map(tmp_path):
     ("words", "message"),
     [
         (["--epochs", "0"], "--epochs 0: give a positive number"),
-        (["--seeds", "0", "0"], "--seeds 0 0: give each once"),
-        (["--models", "clip-cls", "clip-cls"], "give each once"),
     ],
 )
 def test_numbers_and_names_that_cannot_be_are_refused(words, message):

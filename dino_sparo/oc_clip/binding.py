@@ -86,11 +86,7 @@ class Binding(nn.Module):
     def encode_patches(
         self, patches: Float[Tensor, "B N image_dim"]
     ) -> tuple[Float[Tensor, "B N dim"], Float[Tensor, "B N dim"]]:
-        """Patches -> keys and values, normalised, not yet projected; once per image, in the caller's precision.
-
-        Args:
-            patches: (B, N, image_dim), the last tokens of the image encoder after its LayerNorm, without class token.
-        """
+        """Patches -> keys and values, normalised, not yet projected; once per image, in the caller's precision."""
         if patches.ndim != 3 or patches.shape[1] != self.num_patches:
             raise ValueError(
                 f"patches have shape {tuple(patches.shape)}; the binding was built for {self.num_patches} per image: "
@@ -110,12 +106,6 @@ class Binding(nn.Module):
         """The slots of all captions in all images; the slots of padding are 0.
 
         `scoring.score_all_pairs` scores such slots without keeping them.
-
-        Args:
-            entities: (U, E, dim).
-            mask: (U, E), True for entities, False for padding.
-            keys: (B, N, dim), from `encode_patches`.
-            values: (B, N, dim), from `encode_patches`.
         """
         slots = [
             self.bind_matched(entities, mask, key.expand(len(mask), -1, -1), value.expand(len(mask), -1, -1))
@@ -174,13 +164,7 @@ class Binding(nn.Module):
         return self._against_keys(self.query_norm(self._cast(entities)))
 
     def chunks(self, counts: Sequence[int], relation_counts: Sequence[int], num_images: int) -> list[list[int]]:
-        """Captions in groups with equal numbers of entities, each group within `chunk_mb`.
-
-        Args:
-            counts: U numbers of entities.
-            relation_counts: U numbers of relations that are scored in the same chunk.
-            num_images: B.
-        """
+        """Captions in groups with equal numbers of entities, each group within `chunk_mb`."""
         numbers, budget = self._numbers(counts, relation_counts, num_images)
         chunks: list[list[int]] = []
         room = 0.0

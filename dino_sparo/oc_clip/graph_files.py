@@ -96,11 +96,7 @@ class CaptionGraphs:
             self.check(LookupCounts(len(captions), sum(self.find(caption) is None for caption in captions)))
 
     def check(self, counts: LookupCounts | None = None) -> None:
-        """Raise ValueError if more captions have no graph than `max_missing` allows.
-
-        Args:
-            counts: sums over all workers; None: those of this object.
-        """
+        """Raise ValueError if more captions have no graph than `max_missing` allows."""
         counts = counts or self.counts
         if counts.missing > most_corrupt(self.max_missing, max(counts.captions, self.num_expected)):
             source = next((self.record[key] for key in ("file", "shards", "parser") if key in self.record), "memory")

@@ -265,10 +265,6 @@ class LoadedOCCLIP(LoadedModel):
 def load_oc_clip(path: str | Path, checkpoint: Mapping[str, Any] | None = None) -> LoadedOCCLIP:
     """The model of a checkpoint of `dino-sparo train-oc-clip`, in eval mode, on the CPU.
 
-    Args:
-        path: of the checkpoint.
-        checkpoint: content of the file; None: read the file.
-
     Raises:
         CheckpointError: the file cannot be read, holds no OC-CLIP, or its weights do not fit.
         ValueError: the checkpoint has settings that this version does not know.
@@ -288,14 +284,7 @@ def load_oc_clip(path: str | Path, checkpoint: Mapping[str, Any] | None = None) 
 def open_oc_clip_model(
     args: argparse.Namespace, process: Distributed, border: int = 0, checkpoint: Mapping[str, Any] | None = None
 ) -> GraphScorer:
-    """The scorer of a checkpoint by the options of an evaluation.
-
-    Args:
-        args: parsed options.
-        process: this process and its device.
-        border: pixels cut off every side of an image.
-        checkpoint: content of `--pretrained_weights`; None: read the file.
-    """
+    """The scorer of a checkpoint by the options of an evaluation."""
     if args.slots:
         raise ValueError(
             "--slots with an OC-CLIP: its score is no dot product, so there are no slots to choose from; leave it out"
@@ -342,16 +331,7 @@ def scorer_of(
     max_missing: float = MAX_MISSING,
     **settings: Any,
 ) -> GraphScorer:
-    """The scorer of a loaded model.
-
-    Args:
-        loaded: the model.
-        graphs: argument of `open_graphs`, or a function from a caption to its graph.
-        device: None: the device of the model.
-        border: pixels cut off every side of an image.
-        max_missing: share of captions that may have no graph.
-        settings: `batch_size`, `num_workers` and `dtype` of `GraphScorer`.
-    """
+    """The scorer of a loaded model."""
     if isinstance(graphs, str):
         caption_graphs = open_graphs(graphs, max_missing=max_missing)
     else:

@@ -32,11 +32,6 @@ class OCCLIP(nn.Module):
 
     Source: OC-CLIP, section 3 and table 11.
 
-    Args:
-        image: images -> tokens.
-        text: token ids of phrases -> slots (one of each, the end token).
-        config: sizes of all parts.
-
     Attributes:
         binding: patches and entities -> slots.
         scoring: slots, entities, relations -> scores.

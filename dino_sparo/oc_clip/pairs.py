@@ -43,15 +43,6 @@ class GraphPairBatch(DeviceBatch):
     """B pairs; graph i belongs to image i.
 
     Graphs stay in the host's memory, since their sizes determine the chunks, and several batches are joined first.
-
-    Attributes:
-        images: (B, C, H, W), 0 to 255.
-        token_ids: (phrases, length), of the phrases of `graphs`.
-        indices: (B,), places in the source.
-        corrupt: (location, reason) of each pair that was replaced.
-        graphs: of the captions, with the swapped and the shuffled ones.
-        num_truncated: phrases that are longer than the context.
-        graph_counts: changes by normalising, summed.
     """
 
     images: UInt8[Tensor, "B C H W"]

@@ -78,12 +78,6 @@ def graph_loss(
     Logged are both, `itc_loss` and `rel_loss` (a mean over the pairs with altered relations), `batch_accuracy`, the
     share of this rank's images whose own graph scores highest among this rank's, `logit_scale`, and `ent_rel_ratio`,
     alpha / beta.
-
-    Args:
-        network: the model.
-        features: its output, of all micro-batches of this rank.
-        batches: the micro-batches.
-        rel_loss_weight: lambda; 0 leaves the local loss out.
     """
     keys, values, entities, relations = features
     graphs = join_graphs([batch.graphs for batch in batches])

@@ -49,12 +49,7 @@ SLOW_START = 0.5  # a tower with a smaller share of the learning rate is meant t
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Refuse options that do not fit, and a missing package, before a job waits in a queue.
-
-    Raises:
-        ValueError: names the option or the value and what would fit.
-        MissingPackageError: names the package and how to install it.
-    """
+    """Refuse options that do not fit, and a missing package, before a job waits in a queue."""
     require("open_clip", "captions")
     options.check_options(args)
     with torch.device("meta"):  # takes no memory
@@ -67,14 +62,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 class OCCLIPObjective(PairObjective[GraphPairBatch]):
-    """OC-CLIP: match each image of a batch with its own graph among all graphs, and each graph with its image.
-
-    Attributes:
-        graphs: caption -> scene graph.
-        val_graphs: as `graphs`, of the pairs to validate on.
-        symmetric: predicates that hold both ways.
-        rel_loss_weight: lambda, of the local loss of relations.
-    """
+    """OC-CLIP: match each image of a batch with its own graph among all graphs, and each graph with its image."""
 
     model_name, model_key = "OC-CLIP", "oc_clip"
     counters: ClassVar[Mapping[str, str]] = {
@@ -177,11 +165,7 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
         return GraphScorer(self.network, self.val_graphs.uncounted(), *self.scorer_settings)
 
     def initialize(self) -> None:
-        """Start the image encoder, or both encoders, from other weights; scores are not those of the file.
-
-        Raises:
-            CheckpointError: the weights do not fit the model.
-        """
+        """Start the image encoder, or both encoders, from other weights; scores are not those of the file."""
         self.initialize_encoders(with_rest=False)
         args = self.args
         is_started = {"image": args.init_clip or args.init_from, "text": args.init_clip}
@@ -210,11 +194,7 @@ class OCCLIPObjective(PairObjective[GraphPairBatch]):
         }
 
     def watch_counts(self, counts: Mapping[str, int], num_seen: int) -> None:
-        """Stop where more captions have no graph than `--max_corrupt` allows.
-
-        Raises:
-            ValueError: with the numbers.
-        """
+        """Stop where more captions have no graph than `--max_corrupt` allows."""
         super().watch_counts(counts, num_seen)
         self.graphs.check(LookupCounts(captions=num_seen, missing=counts["num_missing_graphs"]))
 
@@ -235,11 +215,7 @@ def graph_of_caption(graphs: CaptionGraphs, item: PairItem) -> tuple[SceneGraph,
 def graph_in_shard(
     graphs: CaptionGraphs, captions: TarCaptions, key: str, item: PairItem
 ) -> tuple[SceneGraph, LookupCounts]:
-    """The graph in the `.json` member of a pair's shard, under a key, and the changes in it.
-
-    Raises:
-        ValueError: names the shard and what is no graph there.
-    """
+    """The graph in the `.json` member of a pair's shard, under a key, and the changes in it."""
     try:
         content = captions.json_of(item.index)
         graph = SceneGraph.from_json(content[key]) if key in content else None

@@ -71,16 +71,7 @@ def training_pictures(split: Split, num_images: int) -> Iterator[tuple[Picture, 
 def draw_picture(
     split: Split, part: str, number: int, picture: Picture, size: int, background: str | None = None
 ) -> Image.Image:
-    """Draw a picture.
-
-    Args:
-        split: the design.
-        part: `training` or the name of a test.
-        number: index of the picture in this part.
-        picture: its content.
-        size: its side, pixels.
-        background: one of scenes.BACKGROUNDS; None: random.
-    """
+    """Draw picture `number` of `training` or of a test; without a background a random one."""
     rng = stream(split.seed, split.kind, part, "picture", number)
     return draw_scene(scene_of(rng, picture, background or choose(rng, BACKGROUNDS)), rng, size)
 
@@ -119,13 +110,6 @@ def _words_of(picture: Picture) -> set[str]:
 
 def write_split(folder: Path, split: Split, num_images: int, num_questions: int, image_size: int) -> Path:
     """Write all files of a split, unless the folder holds them already; returns the folder.
-
-    Args:
-        folder: created if missing.
-        split: the design.
-        num_images: training pictures.
-        num_questions: questions of each test.
-        image_size: side of a picture, pixels.
 
     Raises:
         ValueError: too few training pictures or questions, or the folder holds another split.

@@ -136,13 +136,7 @@ def _two_colours(rng: np.random.Generator) -> tuple[str, str]:
 
 
 def draw_pairs(kind: str, seed: int, seen: int, hard: int) -> SeenPairs:
-    """Draw the pairs to train on.
-
-    Args:
-        kind: a key of TESTS.
-        seed: random seed.
-        seen: percent of the 45 pairs, rounded down: 20, 50, 80 are 9, 22, 36 pairs.
-        hard: percent of the seen pairs, rounded down.
+    """Draw the pairs to train on; shares are rounded down: 20, 50, 80 % of the 45 pairs are 9, 22, 36 pairs.
 
     Raises:
         ValueError: the shares leave a group of `SeenPairs` other than `hard` empty.

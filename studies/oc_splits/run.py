@@ -137,34 +137,18 @@ def _help(text: str, name: str) -> str:
 
 
 def chosen_amount(args: argparse.Namespace) -> Amount:
-    """The amount that the options choose.
-
-    Raises:
-        ValueError: a number is not positive, or a seed or model is given twice.
-    """
+    """The amount that the options choose."""
     given = {name: getattr(args, name) for name in ("num_images", "num_questions", "epochs")}
     for name, value in given.items():
         if value is not None and value < 1:
             raise ValueError(f"--{name} {value}: give a positive number")
-    for name in ("seeds", "models"):
-        values = getattr(args, name)
-        if len(set(values)) < len(values):
-            raise ValueError(f"--{name} {' '.join(map(str, values))}: give each once")
-    amount = SHORT if args.short else FULL
-    return amount._replace(**{name: value for name, value in given.items() if value is not None})
+    return (SHORT if args.short else FULL)._replace(**{name: value for name, value in given.items() if value})
 
 
 def run_splits(args: argparse.Namespace, run: RunCommand) -> list[dict[str, Any]]:
-    """Write the splits, train and ask the models, print the tables.
-
-    Args:
-        args: see `get_args_parser`.
-        run: (command, words) -> the command's result.
-
-    Returns:
-        One result per cell, seed and model, as in splits.json.
-    """
+    """Write the splits, train and ask the models, print the tables; returns the results of splits.json."""
     amount = chosen_amount(args)
+    args.seeds, args.models = [*dict.fromkeys(args.seeds)], [*dict.fromkeys(args.models)]
     if args.grid:
         require_matplotlib()
     start_demo(args, f"oc-splits-{args.split}")
@@ -209,15 +193,6 @@ def model_result(
     name: str, split: Split, data: Path, folder: Path, amount: Amount, args: argparse.Namespace, run: RunCommand
 ) -> dict[str, Any]:
     """Result of one model: read from its folder, or trained and asked now.
-
-    Args:
-        name: a key of MODELS.
-        split: design of the training data.
-        data: the split's folder.
-        folder: checkpoint and results of the model.
-        amount: numbers of pictures, questions and epochs.
-        args: the experiment's options.
-        run: (command, words) -> the command's result.
 
     Raises:
         ValueError: the folder holds a result of other options.

@@ -504,7 +504,7 @@ def test_coefficients_stay_positive() -> None:
     for scores in (below, at_the_bound):  # torch's clamp gives 0 below, and since 2.15 also at the bound
         (gradient,) = torch.autograd.grad(scores.sum(), scoring.rel_coef)
         assert gradient.abs() > 0
-    with pytest.raises(ValueError, match=r"rel_coef=0.0 is not a valid coefficient; give a number from 0\.001 on"):
+    with pytest.raises(ValueError, match=r"rel_coef=0.0 is too small; give a number from 0\.001 on"):
         replace(sizes, rel_coef=0.0)
     with pytest.raises(ValueError, match="rel_dim=0 is not a valid size"):
         replace(sizes, rel_dim=0)

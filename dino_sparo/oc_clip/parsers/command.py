@@ -142,12 +142,6 @@ def graph_in_words(graph: SceneGraph) -> str:
 def parse_rows(rows: Iterable[Row], parser: BulkParser, output: Path, report: Report) -> dict[str, Any]:
     """Add the graphs of all rows that the output lacks; returns the summary that is written beside the output.
 
-    Args:
-        rows: all rows; they are held in memory.
-        parser: for their captions.
-        output: file of graphs.
-        report: counts the lines of the output.
-
     Raises:
         OutputDirError: another run writes the output.
         ValueError: the output has graphs of another parser, or was not written by this command; no row has a caption.

@@ -208,14 +208,7 @@ def _checksum(key: str, answer: Any) -> bytes:
 
 
 class LanguageModelParser:
-    """Captions -> graphs, several at a time.
-
-    Args:
-        complete: messages -> answer.
-        model: name for the cache and for result files.
-        cache: database of the answers so far; created if need be.
-        concurrency: number of captions that are asked about at the same time.
-    """
+    """Captions -> graphs, several at a time."""
 
     def __init__(self, complete: Complete, model: str, cache: Path, concurrency: int = 1) -> None:
         self.complete, self.model, self.concurrency = complete, model, concurrency

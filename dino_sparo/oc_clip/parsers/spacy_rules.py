@@ -6,6 +6,7 @@ The rules read plain records (text, part of speech, dependency, head), so that t
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 from dino_sparo.image_text.spacy_model import SpacyModel
@@ -105,23 +106,20 @@ class _Tree:
                 continue
             predicate, subjects = self.path(word.head)
             objects = self.objects(token)
-            for subject in subjects:
-                if objects:
-                    for other in objects:
-                        relation = Relation(self.entity_of[subject], predicate, self.entity_of[other])
-                        relations.update(dict.fromkeys([relation] if predicate and other != subject else []))
-                elif self.is_place(token) and not self.continues(token):
-                    self.phrases[self.entity_of[subject]] += f" {predicate} {self.phrase(token)}"
+            for subject, other in product(subjects, objects if predicate else ()):
+                if other != subject:
+                    relation = Relation(self.entity_of[subject], predicate, self.entity_of[other])
+                    relations.setdefault(relation)
+            for subject in subjects if not objects and self.is_place(token) and not self.continues(token) else ():
+                self.phrases[self.entity_of[subject]] += f" {predicate} {self.phrase(token)}"
         for token, word in enumerate(self.words):
-            if word.pos == "VERB" and not self.leads_on(token):
-                words = self.text_of([*self.negations(token), token])
-                for subject in self.subjects(token):
-                    self.phrases[self.entity_of[subject]] += f" {words}"
-            elif word.dep == "acomp" and not self.leads_on(token):
-                verb = word.head
-                words = self.text_of([verb, *self.negations(verb), *self.attributes(token, len(self.words)), token])
-                for subject in self.subjects(verb):
-                    self.phrases[self.entity_of[subject]] += f" {words}"
+            if self.leads_on(token) or not (word.pos == "VERB" or word.dep == "acomp"):
+                continue
+            verb = token if word.pos == "VERB" else word.head
+            adjective = [] if verb == token else [*self.attributes(token, len(self.words)), token]
+            words = self.text_of([verb, *self.negations(verb), *adjective])
+            for subject in self.subjects(verb):
+                self.phrases[self.entity_of[subject]] += f" {words}"
         return SceneGraph(tuple(self.phrases), tuple(relations))
 
     def is_entity(self, token: int) -> bool:
@@ -181,16 +179,12 @@ class _Tree:
 
     def phrase(self, token: int) -> str:
         """A noun with its attributes, and with "of" and its noun."""
-        words = [*self.before(token), self.words[token].text.lower()]
+        words = [self.words[at].text.lower() for at in [*sorted(self.attributes(token, token)), token]]
         for child in self.children[token]:
             for noun in self.children[child]:
                 if self.is_of(child, noun):
                     words += ["of", self.phrase(noun)]
         return " ".join(words).replace(" 's", "'s")
-
-    def before(self, token: int) -> list[str]:
-        """The attributes before a word, with their own."""
-        return [self.words[attribute].text.lower() for attribute in sorted(self.attributes(token, token))]
 
     def attributes(self, token: int, end: int) -> list[int]:
         """The attributes of a word before `end`, with their own attributes and the ones that "and" joins to them."""

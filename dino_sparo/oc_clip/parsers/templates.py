@@ -101,7 +101,6 @@ _OPENING = re.compile(
     re.IGNORECASE,
 )
 _LONGEST = max(len(words.split()) for words in PREPOSITIONS)
-_FIRST_WORDS = frozenset(words.split()[0] for words in PREPOSITIONS)
 _STOPS = frozenset(";:.!?")
 
 
@@ -253,11 +252,9 @@ class _Clause:
         if self.current and not self.objects and not self.mentioned:
             self.extend(self.current[-1:], pronoun)
             return
-        if self.current and not self.objects:
-            pairs = product(self.current, self.mentioned[-1:])
-        else:
-            pairs = product(self.objects, self.subjects[:1])
-        self.relations += [Relation(subject, self.predicate, other) for subject, other in pairs]
+        means_mentioned = self.current and not self.objects
+        ends = (self.current, self.mentioned[-1:]) if means_mentioned else (self.objects, self.subjects[:1])
+        self.relations += [Relation(subject, self.predicate, other) for subject, other in product(*ends)]
         self.predicate = ""
 
     def add(self, phrase: str, is_subject: bool = False) -> None:
@@ -266,20 +263,16 @@ class _Clause:
         # "in a suit and tie" is one pair, "on a mat and a cat ..." begins anew
         has_fewer_articles = bool(self.objects) and _has_article(self.phrases[-1]) and not _has_article(phrase)
         self.phrases.append(phrase)
+        is_shared = has_fewer_articles or (not is_subject and (self.last in SHARING or self.last.endswith(" with")))
         if self.predicate and self.current:
+            self.objects = []
             self.relate(entity)
-            self.objects, self.last, self.predicate = [entity], self.predicate, ""
         elif self.predicate:
             self.phrases[entity] = f"{self.predicate} {phrase}"
             self.subjects, self.current, self.predicate = [entity], [entity], ""
-        elif (
-            self.joined
-            and self.last
-            and (has_fewer_articles or (not is_subject and (self.last in SHARING or self.last.endswith(" with"))))
-        ):
+        elif self.joined and self.last and is_shared:
             self.predicate = self.last
             self.relate(entity)
-            self.objects, self.predicate = [*self.objects, entity], ""
         elif self.joined and not self.last and not self.is_placed:
             self.subjects = [*self.subjects, entity]
             self.current = [*self.current, entity]
@@ -289,8 +282,9 @@ class _Clause:
         self.joined = self.is_placed = False
 
     def relate(self, entity: int) -> None:
-        """Relate all current subjects to the entity."""
+        """Relate all current subjects to the entity, by the waiting relation."""
         self.relations += [Relation(subject, self.predicate, entity) for subject in self.current]
+        self.objects, self.last, self.predicate = [*self.objects, entity], self.predicate, ""
 
     def extend(self, entities: list[int], words: str = "") -> None:
         """Append a relation without an object to the phrase of its subject, by default the last entity."""
@@ -317,12 +311,8 @@ def _after_opening(caption: str) -> str:
 
 def _preposition_length(words: list[str], start: int) -> int:
     """Number of words of the longest preposition that begins here."""
-    if start >= len(words) or words[start] not in _FIRST_WORDS:
-        return 0
-    for length in range(min(_LONGEST, len(words) - start), 0, -1):
-        if " ".join(words[start : start + length]) in PREPOSITIONS:
-            return length
-    return 0
+    lengths = range(min(_LONGEST, len(words) - start), 0, -1)
+    return next((length for length in lengths if " ".join(words[start : start + length]) in PREPOSITIONS), 0)
 
 
 def _leads_back(relation: str) -> bool:

@@ -40,12 +40,7 @@ SCORES_EXPLANATION = (
 
 
 def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
-    """Draw what the options ask for; returns the content of oc_pictures.json.
-
-    Raises:
-        ValueError: options, weights, graphs or pairs that do not fit; the message says what would.
-        ImportError: matplotlib or open_clip is not installed.
-    """
+    """Draw what the options ask for; returns the content of oc_pictures.json."""
     if is_only_a_peer():
         return {}
     device = begin_pictures(args, ("max_pairs", "max_rows"))
@@ -85,15 +80,7 @@ def draw_pictures(args: argparse.Namespace) -> dict[str, Any]:
 def pairs_figure(
     about: str, weights: str, pairs: Sequence[PairMaps], pictures: Sequence[Picture], default_tokens: bool = False
 ) -> Figure:
-    """A section per pair: the caption, the scores, the image and its maps.
-
-    Args:
-        about: a line about model and pairs.
-        weights: how a score is put together, a sentence.
-        pairs: with their maps and scores.
-        pictures: the views of their images, square.
-        default_tokens: whether the maps of the default tokens are shown.
-    """
+    """A section per pair: the caption, the scores, the image and its maps."""
     sections = []
     for maps, picture in zip(pairs, pictures, strict=True):
         tiles = [Tile(picture, maps.pair.name, title="image"), *tiles_of(maps, picture, default_tokens)]

@@ -186,14 +186,7 @@ class PairMaps:
 
 @torch.no_grad()
 def explain_pair(model: OCCLIP, pair: ViewedPair, graph: SceneGraph, device: torch.device) -> PairMaps:
-    """Bind a graph to its image, and score it.
-
-    Args:
-        model: in eval mode, on the device.
-        pair: an image of the size that the model was built for.
-        graph: of its caption, normalised.
-        device: where to compute.
-    """
+    """Bind a graph to its image, and score it."""
     batch, scoring, binding = batch_graphs([graph]), model.scoring, model.binding
     tokens = tokenize_phrases(batch.phrases, model.config.text.context_length)
     if tokens.num_truncated:
