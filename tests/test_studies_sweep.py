@@ -113,9 +113,7 @@ def test_results_of_different_protocols_are_refused(part, name, value, results):
     said = [read_result(path) for path in results]
     check_comparable({"one": said[0], "two": said[1]})
     said[1][part][name] = value
-    with pytest.raises(
-        ValueError, match=f"one and two cannot be compared: {part} {name} .* in one"
-    ):
+    with pytest.raises(ValueError, match=f"one and two cannot be compared: {part} {name} .* in one"):
         check_comparable({"one": said[0], "two": said[1]})
 
 
