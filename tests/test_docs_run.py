@@ -4,11 +4,12 @@ A page is run here, or `NEEDS` says what its commands need that a test has not. 
 `test_documentation.py`.
 """
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
-from test_documentation import DOCUMENTS, parsed_commands
+from test_documentation import DOCUMENTS, MAP, parsed_commands
 
 from dino_sparo.__main__ import main
 from dino_sparo.data.scenes import Scenes
@@ -22,11 +23,14 @@ NEEDS = {
     "continue.md": "released weights",
     "data.md": "no commands that end",
     "extending.md": "run by test_extending.py",
+    "configuration.md": "run by tests/runtime/test_cli.py",
     "gpu.md": "a GPU",
     "large_models.md": "several nodes",
     "medical_images.md": "X-rays",
+    "methods.md": "nothing is typed",
     "oc_clip.md": "COCO; `make demo-oc-clip` runs in make demo-short",
     "oc_clip_splits.md": "hours",
+    "result_files.md": "nothing is typed",
     "results.md": "hours",
     "shards.md": "shards of Conceptual Captions",
     "slot_score.md": "VOC and COCO",
@@ -35,6 +39,7 @@ NEEDS = {
     "slurm.md": "a cluster; run by the tests with the marker slurm",
     "small_photographs.md": "CIFAR-10",
     "train_sizes.md": "a GPU for hours",
+    "troubleshooting.md": "nothing is typed",
     "weights.md": "the hub; run by tests/weights",
 }
 # Commands that need more than a folder of images: what they begin with, as README has them in its table.
@@ -43,7 +48,8 @@ TINY_TRAINING = ["--epochs", "1", "--max_steps", "2", "--batch_size_per_gpu", "4
 
 
 def test_every_page_is_run_or_says_what_it_needs() -> None:
-    with_commands = {path.name for path in DOCUMENTS if list(parsed_commands(path.read_text(encoding="utf-8")))}
+    pages = [path for path in DOCUMENTS if path != MAP]
+    with_commands = {path.name for path in pages if list(parsed_commands(path.read_text(encoding="utf-8")))}
     assert with_commands <= set(RUN) | set(NEEDS)
 
 
@@ -83,3 +89,13 @@ def test_the_commands_of_a_page_run(newcomer: Path, name: str) -> None:
         main([command, *words])
         done += 1
     assert done >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["python.md"])
+def test_the_python_of_a_page_runs(newcomer: Path, name: str) -> None:
+    text = next(path for path in DOCUMENTS if path.name == name).read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(block, {})
