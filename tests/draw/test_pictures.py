@@ -8,12 +8,13 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
+import matplotlib.figure
 from figures import assert_readable, drawn_words
 
 from dino_sparo.draw import sheet
 from dino_sparo.draw.figure import Figure, Word
 from dino_sparo.draw.labels import file_names, run_names, short_name
-from dino_sparo.draw.sheet import Sheet, flow, save_sheet, shorten, text_width, wrap
+from dino_sparo.draw.sheet import flow, save_sheet, shorten, text_width, wrap
 from dino_sparo.evaluation.attention.atlas import Atlas, AtlasImage, AtlasSlot, atlas_figure
 from dino_sparo.evaluation.attention.figures import MapSet, maps_figure
 
@@ -118,7 +119,11 @@ def test_a_comparison_names_the_runs(tmp_path: Path) -> None:
 def test_views_of_two_encoders_do_not_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bug: tiles were as large as the first encoder's view, and wider ones lay over their neighbours."""
     boxes: list[tuple[int, int, int, int]] = []
-    monkeypatch.setattr(Sheet, "picture", lambda self, x, y, pixels: boxes.append((x, y, *pixels.shape[1::-1])))
+
+    def record(figure: matplotlib.figure.Figure, pixels: np.ndarray, x: int, y: int, **_: str) -> None:
+        boxes.append((x, y, *pixels.shape[1::-1]))
+
+    monkeypatch.setattr(matplotlib.figure.Figure, "figimage", record)
     views = tuple(np.zeros((60, width, 3), np.uint8) for width in (64, 96))
     sides = [replace(maps_of(6), pictures=[view]) for view in views]
     save_sheet(maps_figure(sides, [0]), tmp_path / "compare.png")
